@@ -1,0 +1,1 @@
+"""Foveal runtime: frontends (HTTP, media, mirrors) and engines (scheduler, caches, model)."""

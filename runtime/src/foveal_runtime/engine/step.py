@@ -1,0 +1,153 @@
+"""The step's types: the only thing engine/ and model/ exchange. Pure data, no torch.
+
+`Scheduler.schedule()` makes a StepPlan, a `ModelRunner` obeys it and returns a StepResult,
+`Scheduler.update()` takes that in. A plan can be encoded with msgspec for tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import msgspec
+
+from foveal_runtime.plan.media import MMHash, PlaceholderRange
+from foveal_runtime.plan.sampling import SamplingParams
+
+
+class ModelTraits(msgspec.Struct, frozen=True):
+    """What the scheduler must know of a model.
+
+    Attributes:
+        bidirectional: "none"; "item" (tokens of one item see each other: a chunk never ends
+            inside an item and a prefix hit is cut back to its start); "prompt" (prefix-LM: the
+            whole prompt is one group).
+        eos_token_ids: end a sequence unless ignore_eos.
+        embed_width: values per encoder output, `embed_levels` 1 + number of deepstack levels.
+        embed_bytes: bytes of one encoder output, all levels.
+    """
+
+    vocab_size: int
+    max_position: int
+    eos_token_ids: tuple[int, ...]
+    is_multimodal: bool
+    bidirectional: Literal["none", "item", "prompt"] = "none"
+    embed_width: int = 0
+    embed_levels: int = 1
+    embed_bytes: int = 0
+
+
+class MMInput(msgspec.Struct, frozen=True, array_like=True):
+    """One occurrence of an item in an expanded prompt."""
+
+    mm_hash: MMHash
+    modality: int
+    placeholder: PlaceholderRange
+
+
+class NewRequest(msgspec.Struct, array_like=True):
+    """First sight (or re-sight after preemption) of a request by the runner.
+
+    `token_ids` is the expanded prompt followed by output tokens that exist already;
+    `num_prompt_tokens` says where outputs begin. `values` maps an item index to its serialised
+    value (`wire.item`): what mrope positions need (grids) is read from there; pixels only when an
+    EncoderInput names the item.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    mm_inputs: tuple[MMInput, ...]
+    values: tuple[bytes | memoryview, ...]
+    sampling: SamplingParams
+
+
+class ScheduledRequest(msgspec.Struct, array_like=True):
+    """Compute positions [num_computed_tokens, num_computed_tokens + num_scheduled_tokens).
+
+    `block_ids` is the whole block table up to the end of this window; the runner must not change
+    it. `sample` is True when the window reaches the last known token, so a new one is wanted.
+    """
+
+    request_id: str
+    num_computed_tokens: int
+    num_scheduled_tokens: int
+    block_ids: list[int]
+    sample: bool
+
+
+class EncoderInput(msgspec.Struct, array_like=True):
+    """Encode this item in this step, before the decoder runs."""
+
+    mm_hash: MMHash
+    modality: int
+    num_embeds: int
+    value: bytes | memoryview
+
+
+class StepPlan(msgspec.Struct, array_like=True):
+    """Everything one step does, in order: forget, load, encode, decode, sample.
+
+    `free_encoder` are outputs to drop, `load_encoder`/`store_encoder` move outputs from/to the
+    host tier, `finished` are requests whose state can go.
+    """
+
+    step: int
+    new: list[NewRequest] = []
+    scheduled: list[ScheduledRequest] = []
+    encode: list[EncoderInput] = []
+    free_encoder: list[MMHash] = []
+    store_encoder: list[MMHash] = []
+    load_encoder: list[MMHash] = []
+    drop_host_encoder: list[MMHash] = []
+    finished: list[str] = []
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(r.num_scheduled_tokens for r in self.scheduled)
+
+
+class Sampled(msgspec.Struct, array_like=True):
+    """One new token. Logprob fields are filled only when the request asks."""
+
+    request_id: str
+    token_id: int
+    logprob: float = 0.0
+    rank: int = 0
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+class PromptLogprobs(msgspec.Struct, array_like=True):
+    """Logprobs of prompt tokens at positions start+1 ... that this step's window determined."""
+
+    request_id: str
+    start: int
+    logprobs: tuple[float, ...]
+    ranks: tuple[int, ...]
+    top_ids: tuple[tuple[int, ...], ...]
+    top_logprobs: tuple[tuple[float, ...], ...]
+
+
+class StepResult(msgspec.Struct, array_like=True):
+    """What the runner hands back. `failed` maps a request id to a one-line reason (only that
+    request fails, e.g. an encoder returned another number of rows than promised)."""
+
+    step: int
+    sampled: list[Sampled] = []
+    prompt_logprobs: list[PromptLogprobs] = []
+    failed: dict[str, str] = {}
+    encode_seconds: float = 0.0
+    forward_seconds: float = 0.0
+
+
+class ModelRunner(Protocol):
+    """The seam between engine/ and model/; `engine.fake.FakeRunner` is the one tests use."""
+
+    @property
+    def traits(self) -> ModelTraits: ...
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Obey the plan. Errors of one request go to `failed`; an exception ends the engine."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,1 @@
+"""The composition root: starts frontends and engines from their configuration documents."""

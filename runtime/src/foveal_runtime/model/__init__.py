@@ -1,0 +1,1 @@
+"""The only torch in the engine: loading, paged attention, encoders, sampling, profiling."""

@@ -1,0 +1,223 @@
+"""The configuration documents that start processes: parsed once, frozen, checked at the edge.
+
+Written by the operator (a ConfigMap), by `foveal up` and by `foveal-runtime serve`; read by main/,
+which hands each room its own part. All sizes are bytes; nobody writes to a config: a derived
+value is a new object (`msgspec.structs.replace`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from foveal_runtime.plan.errors import StartupError
+
+GIB = 1024**3
+MIB = 1024**2
+
+
+class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Which model, as served.
+
+    Attributes:
+        path: a local directory (weights are fetched by the operator's Job or by the user).
+        name: what clients put into `model`; default: the directory's name.
+        revision: identifies weights and processor in every cache key; "" = derived from content.
+        dtype: "auto" takes the checkpoint's.
+        max_model_len: prompt + output tokens; 0 = the model's own limit.
+    """
+
+    path: str
+    name: str = ""
+    revision: str = ""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    max_model_len: int = 0
+
+    @property
+    def served_name(self) -> str:
+        return self.name or Path(self.path).name
+
+
+class ModalityLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Limits on one modality; 0 items switches it off. Enforced before anything is decoded."""
+
+    max_per_prompt: int = 16
+    max_bytes: int = 64 * MIB
+    max_pixels: int = 64_000_000
+    max_seconds: float = 600.0
+    max_frames: int = 768
+
+
+class ModalitiesConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    image: ModalityLimits = ModalityLimits()
+    video: ModalityLimits = ModalityLimits(max_per_prompt=2, max_bytes=256 * MIB)
+    audio: ModalityLimits = ModalityLimits(max_per_prompt=4, max_bytes=64 * MIB)
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What one step may hold. `max_num_encoder_input_tokens` counts embeddings; 0 = derived."""
+
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 128
+    max_num_encoder_input_tokens: int = 0
+    disable_chunked_mm_input: bool = False
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    max_waiting: int = 1024
+
+
+class EngineCaches(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Byte budgets of one engine.
+
+    Attributes:
+        ipc_bytes: C, the value pool; 0 = no cache, every item takes the bypass.
+        ipc_staging_bytes: S, values in flight and past the cache.
+        encoder_embeds: size of the encoder cache in embeddings; 0 = derived (largest item or
+            max_num_batched_tokens, whichever is more).
+        encoder_host_bytes: host tier behind it; 0 = off.
+        kv_bytes: KV pool; block_size in tokens.
+        warm_directory: hot encoder outputs survive a planned restart here; "" = off.
+    """
+
+    ipc_bytes: int = 4 * GIB
+    ipc_staging_bytes: int = 256 * MIB
+    encoder_embeds: int = 0
+    encoder_host_bytes: int = 0
+    kv_bytes: int = 1 * GIB
+    block_size: int = 16
+    prefix_caching: bool = True
+    warm_directory: str = ""
+
+
+class CurveKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Files with Z85 keys for CURVE; all empty = plain transport (loopback only)."""
+
+    server_public_file: str = ""
+    server_secret_file: str = ""
+    client_public_file: str = ""
+    client_secret_file: str = ""
+
+
+class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One engine process (one data-parallel rank).
+
+    Attributes:
+        bind: ZMQ endpoint for frontends, e.g. tcp://127.0.0.1:5570.
+        http_host, http_port: /livez, /readyz, /metrics.
+        events_bind: PUB endpoint of the cache event stream; "" = off.
+        device: "cpu" or "cuda". attention: backend name; "auto" chooses.
+        num_threads: compute threads; 0 = from the CPU quota.
+        tensor_parallel: ranks of this engine on this machine.
+    """
+
+    engine_id: str = "engine-0"
+    model: ModelConfig
+    scheduler: SchedulerConfig = SchedulerConfig()
+    caches: EngineCaches = EngineCaches()
+    modalities: ModalitiesConfig = ModalitiesConfig()
+    bind: str = "tcp://127.0.0.1:5570"
+    http_host: str = "127.0.0.1"
+    http_port: int = 5580
+    events_bind: str = ""
+    curve: CurveKeys = CurveKeys()
+    node: str = ""
+    shm_directory: str = ""
+    device: str = "cpu"
+    attention: str = "auto"
+    num_threads: int = 0
+    tensor_parallel: int = 1
+    drain_timeout_seconds: float = 120.0
+    log_format: Literal["auto", "text", "json"] = "auto"
+
+
+class Admission(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """When a frontend process says 429/503, decided before decoding anything."""
+
+    max_requests: int = 512
+    max_tokens: int = 2_000_000
+    max_media_bytes: int = 512 * MIB
+    max_body_bytes: int = 128 * MIB
+    no_engine_wait_seconds: float = 30.0
+
+
+class MediaSources(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where media may come from besides data: URLs. Empty lists refuse everything else.
+
+    Attributes:
+        allowed_domains: exact host names, or ".example.org" for a domain and all below it.
+        allow_private_addresses: only for tests on loopback names.
+        file_root: folder below which file: URLs may point; "" = file: is refused.
+    """
+
+    allowed_domains: tuple[str, ...] = ()
+    allow_private_addresses: bool = False
+    file_root: str = ""
+    fetch_timeout_seconds: float = 10.0
+    max_redirects: int = 3
+
+
+class InjectionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """External injection of preprocessed items; off by default."""
+
+    enabled: bool = False
+    api_key_file: str = ""
+    namespace: str = "injected"
+    trusted: bool = False
+
+
+class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A static engine, or a DNS name whose every address is an engine (`dns` = True)."""
+
+    endpoint: str
+    http: str = ""
+    dns: bool = False
+
+
+class FrontendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One frontend pod: `processes` HTTP processes share its port.
+
+    Attributes:
+        processor_bytes: processor cache of each process; 0 = off.
+        media_workers: processes that decode and run HF processors; 0 = from the CPU quota.
+        shm_directory, shm_bytes: shared-memory values (`ipc_type` = "shm").
+        metrics_peers: other processes whose /metrics this one's /metrics also shows (local mode).
+    """
+
+    frontend_id: str = "frontend-0"
+    model: ModelConfig
+    modalities: ModalitiesConfig = ModalitiesConfig()
+    host: str = "127.0.0.1"
+    port: int = 8000
+    processes: int = 1
+    engines: tuple[EngineAddress, ...] = ()
+    curve: CurveKeys = CurveKeys()
+    node: str = ""
+    processor_bytes: int = 4 * GIB
+    ipc_type: Literal["inline", "shm"] = "inline"
+    shm_directory: str = ""
+    shm_bytes: int = 0
+    media_workers: int = 0
+    max_uuid_length: int = 256
+    max_bindings: int = 65536
+    media_sources: MediaSources = MediaSources()
+    admission: Admission = Admission()
+    injection: InjectionConfig = InjectionConfig()
+    api_key_file: str = ""
+    admin_key_file: str = ""
+    tenant_salt_header: str = ""
+    drain_timeout_seconds: float = 120.0
+    metrics_peers: tuple[str, ...] = ()
+    log_format: Literal["auto", "text", "json"] = "auto"
+
+
+def load(path: str | Path, kind: type[EngineConfig] | type[FrontendConfig]) -> msgspec.Struct:
+    """Reads a JSON document. Raises StartupError naming file, field and value."""
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise StartupError(f"cannot read configuration {path}: {error.strerror}") from error
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise StartupError(f"configuration {path}: {error}") from error

@@ -1,0 +1,161 @@
+"""Every error a user or a peer can cause, in one tree.
+
+    FovealError
+    ├── ClientError                  the request is wrong (HTTP 4xx)
+    │   ├── InvalidRequest           400  invalid_request_error
+    │   │   ├── ContextLengthExceeded 400 context_length_exceeded
+    │   │   ├── MediaInvalid         400  media_invalid       (cannot be decoded, wrong type)
+    │   │   ├── MediaTooLarge        413  media_too_large     (bytes, pixels, seconds, frames)
+    │   │   ├── MediaUnknown         400  media_unknown       (uuid-only media nobody holds)
+    │   │   └── Unsupported          400  unsupported_feature (tools, response_format, ...)
+    │   ├── MediaForbidden           403  media_forbidden     (host, scheme or path not allowed)
+    │   ├── MediaConflict            409  media_conflict      (a uuid rebound to other content)
+    │   ├── AuthenticationFailed     401  invalid_api_key
+    │   └── NotFound                 404  not_found
+    ├── RetryLater                   the service is busy or changing (HTTP 429 / 503 + Retry-After)
+    │   ├── RateLimited              429  rate_limit_exceeded
+    │   ├── Overloaded               503  overloaded
+    │   └── NoEngine                 503  no_engine
+    ├── MediaFetchFailed             502→ reported as 424 media_fetch_failed
+    ├── EngineFailure                500  engine_error        (one request; the engine lives)
+    └── StartupError                 exit code 2 and one line (bad configuration, unsupported model)
+
+Raised by every room for anything that came from a user, a peer process or the cluster; asserts are
+for what our own code guarantees. `code` is the wire code, OpenAI's error code and the metric label.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class FovealError(Exception):
+    """Base of all errors with a name the outside may see.
+
+    Attributes:
+        status: HTTP status the frontend answers with.
+        code: stable identifier (OpenAI `error.code`, wire code, metric label).
+        kind: OpenAI `error.type`.
+        param: the request field at fault, when one is.
+    """
+
+    status: ClassVar[int] = 500
+    code: ClassVar[str] = "internal_error"
+    kind: ClassVar[str] = "server_error"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class ClientError(FovealError):
+    status = 400
+    code = "invalid_request_error"
+    kind = "invalid_request_error"
+
+
+class InvalidRequest(ClientError):
+    pass
+
+
+class ContextLengthExceeded(InvalidRequest):
+    code = "context_length_exceeded"
+
+
+class MediaInvalid(InvalidRequest):
+    code = "media_invalid"
+
+
+class MediaTooLarge(InvalidRequest):
+    status = 413
+    code = "media_too_large"
+
+
+class MediaUnknown(InvalidRequest):
+    code = "media_unknown"
+
+
+class Unsupported(InvalidRequest):
+    code = "unsupported_feature"
+
+
+class MediaForbidden(ClientError):
+    status = 403
+    code = "media_forbidden"
+    kind = "permission_error"
+
+
+class MediaConflict(ClientError):
+    status = 409
+    code = "media_conflict"
+
+
+class AuthenticationFailed(ClientError):
+    status = 401
+    code = "invalid_api_key"
+    kind = "authentication_error"
+
+
+class NotFound(ClientError):
+    status = 404
+    code = "not_found"
+    kind = "not_found_error"
+
+
+class RetryLater(FovealError):
+    """The request was fine; try again after `retry_after_seconds`."""
+
+    status = 503
+    code = "overloaded"
+    kind = "overloaded_error"
+
+    def __init__(
+        self, message: str, *, retry_after_seconds: int = 1, param: str | None = None
+    ) -> None:
+        super().__init__(message, param=param)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class RateLimited(RetryLater):
+    status = 429
+    code = "rate_limit_exceeded"
+    kind = "rate_limit_error"
+
+
+class Overloaded(RetryLater):
+    pass
+
+
+class NoEngine(RetryLater):
+    code = "no_engine"
+
+
+class MediaFetchFailed(FovealError):
+    status = 424
+    code = "media_fetch_failed"
+    kind = "media_error"
+
+
+class EngineFailure(FovealError):
+    code = "engine_error"
+
+
+class StartupError(FovealError):
+    """A process cannot start: printed as one line, exit code 2."""
+
+    code = "startup_error"
+
+
+def _leaves(root: type[FovealError]) -> dict[str, type[FovealError]]:
+    found: dict[str, type[FovealError]] = {}
+    for sub in root.__subclasses__():
+        found.setdefault(sub.code, sub)
+        for code, leaf in _leaves(sub).items():
+            found.setdefault(code, leaf)
+    return found
+
+
+def from_wire(code: str, message: str) -> FovealError:
+    """The error for a wire code, as an engine reports it; an unknown code is an EngineFailure."""
+    return _leaves(FovealError).get(code, EngineFailure)(message)

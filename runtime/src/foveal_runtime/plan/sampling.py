@@ -1,0 +1,43 @@
+"""How one request wants its tokens chosen: parsed once at the edge, obeyed by engine and model.
+
+Built by the frontend's HTTP app, sent inside the request body, read by engine/ (limits, stops)
+and model/ (logits). Never changed after construction.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
+    """Sampling options of one sequence (`n` is expanded into sequences before this point).
+
+    Attributes:
+        max_tokens: output tokens at most, counted over all attempts of the request.
+        min_tokens: stop ids and EOS are masked until this many output tokens exist.
+        temperature: 0 means greedy.
+        top_k: 0 means off. top_p in (0, 1]. min_p in [0, 1].
+        seed: 64-bit; always set (the frontend draws one when the user gave none), so that the
+            token at output index i depends only on (seed, i) and the logits, never on the batch
+            or on the engine that computes it.
+        stop_token_ids: end the sequence; kept out of the text, in contrast to `stop` strings,
+            which the frontend's detokenizer watches.
+        logprobs: number of alternatives per output token; -1 means none at all.
+        prompt_logprobs: the same for prompt tokens; the prefix cache is then not read.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int = -1
+    prompt_logprobs: int = -1

@@ -1,0 +1,120 @@
+"""What a frontend and an engine say to each other about requests: bodies up, outputs down.
+
+These structs travel inside the cache protocol's envelopes (`mirror.messages.Req.body`,
+`Down.outputs`, `Welcome.info`), msgpack-encoded by `wire.codec`. Closed schema, positional fields:
+a new field goes to the end with a default, any other change raises PROTOCOL_VERSION.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from foveal_runtime.plan.sampling import SamplingParams
+
+
+class RequestBody(msgspec.Struct, frozen=True, array_like=True):
+    """One sequence to generate, its prompt *unexpanded*.
+
+    Attributes:
+        token_ids: little-endian packed ids (u16 when every id fits, else u32; see `wire.codec`);
+            each item occupies one placeholder token here, the engine splices the replacement.
+        wide: True when token_ids holds u32.
+        placements: per placeholder, in prompt order: (index into token_ids, index into Req.items).
+        emitted: output tokens that an earlier attempt already produced, packed like token_ids.
+            They count against max_tokens and are never emitted again.
+        priority: smaller runs first under the priority policy.
+        cache_salt: isolates prefix-cache blocks of a tenant; b"" = shared.
+        read_prefix_cache: False for prompt logprobs and when the user asks.
+        echo_prompt: send the expanded prompt ids with the first output.
+        arrival_seconds: time waited in the frontend before sending, for queue-time metrics.
+    """
+
+    token_ids: bytes
+    wide: bool
+    placements: tuple[tuple[int, int], ...]
+    sampling: SamplingParams
+    emitted: bytes = b""
+    priority: int = 0
+    cache_salt: bytes = b""
+    read_prefix_cache: bool = True
+    echo_prompt: bool = False
+    arrival_seconds: float = 0.0
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """The chosen token's logprob and rank, and the most likely alternatives."""
+
+    logprob: float
+    rank: int
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+class FirstOutput(msgspec.Struct, frozen=True, array_like=True):
+    """Facts of a request that are known when its first token exists.
+
+    `num_prompt_tokens` counts the expanded prompt; `num_cached_tokens` those found in the prefix
+    cache; `num_mm_items`, `num_mm_hits` and `num_encoder_hits` count items; times are seconds
+    inside the engine.
+    """
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_mm_items: int
+    num_mm_hits: int
+    num_encoder_hits: int
+    queue_seconds: float
+    prefill_seconds: float
+    prompt_token_ids: bytes = b""
+    prompt_wide: bool = False
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    prompt_logprob_ids: tuple[int, ...] = ()
+
+
+class EngineOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """What one step produced for one request.
+
+    Attributes:
+        rid: (request id, attempt).
+        token_ids: new output tokens, in order.
+        finish: "", "stop", "length", "abort" or "error".
+        stop_token: the stop token id that ended it, kept out of the text (None: EOS or limit).
+        error: (code of plan.errors, message) when finish is "error".
+    """
+
+    rid: tuple[str, int]
+    token_ids: tuple[int, ...] = ()
+    finish: str = ""
+    stop_token: int | None = None
+    first: FirstOutput | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    error: tuple[str, str] | None = None
+
+
+class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
+    """Piggybacked with outputs so that routers know; `stamp` grows by one each time."""
+
+    stamp: int
+    num_running: int
+    num_waiting: int
+    num_waiting_tokens: int
+    kv_usage: float
+
+
+class Outputs(msgspec.Struct, frozen=True, array_like=True):
+    """The `outputs` part of a downward message."""
+
+    outputs: tuple[EngineOutput, ...]
+    load: EngineLoad | None = None
+
+
+class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
+    """The `info` part of WELCOME: what a frontend must know of the engine it talks to."""
+
+    engine_id: str
+    model: str
+    revision: str
+    max_model_len: int
+    max_num_seqs: int
+    largest_item_embeds: int
+    draining: bool = False
