@@ -61,8 +61,8 @@ def local_documents(
 ) -> tuple[list[EngineConfig], list[FrontendConfig]]:
     """Documents for `num_engines` engines and `num_frontends` frontends on loopback.
 
-    The first frontend listens on `options.port`, the next ones on the ports after it; its
-    /metrics shows every other process too.
+    The first frontend listens on `options.port`, the next ones on the ports after it (0: any free
+    ports); its /metrics shows every other process too.
     """
     model = ModelConfig(
         path=str(Path(options.model).resolve()),
@@ -101,13 +101,16 @@ def local_documents(
     addresses = tuple(
         EngineAddress(endpoint=e.bind, http=f"http://{e.http_host}:{e.http_port}") for e in engines
     )
-    urls = [f"http://{options.host}:{options.port + i}" for i in range(options.num_frontends)]
+    ports = [
+        options.port + i if options.port else pick_port() for i in range(options.num_frontends)
+    ]
+    urls = [f"http://{options.host}:{port}" for port in ports]
     frontends = [
         FrontendConfig(
             frontend_id=f"frontend-{i}",
             model=model,
             host=options.host,
-            port=options.port + i,
+            port=ports[i],
             processes=options.processes,
             engines=addresses,
             node="local",
