@@ -27,7 +27,8 @@ class LayerGeometry:
     Counts are those of this rank. `sliding_window` w: a query sees itself and the w - 1 positions
     before it. `chunk_size` c: a query at p sees positions >= p // c * c only. `softcap` s: scores
     become s * tanh(score / s). `has_sinks`: one extra logit per query head takes part in the
-    softmax and is then dropped.
+    softmax and is then dropped. With ForwardContext.groups a token also sees the later tokens of
+    its group; `groups_ignore_window` says that it sees the group's tokens before the window too.
     """
 
     index: int
@@ -40,6 +41,7 @@ class LayerGeometry:
     softcap: float | None = None
     has_sinks: bool = False
     chunk_size: int | None = None
+    groups_ignore_window: bool = False
 
     @property
     def values_per_token(self) -> int:
@@ -91,8 +93,8 @@ class ForwardContext:
         slots: i64 (T), pool row that each token's key and value are written to.
         seq_of_token, pos_of_token: i32 (T), sequence and KV position (not rope) of each token.
         groups: i32 (T) or None. Tokens of one sequence with the same id >= 0 see each other in
-            both directions, whatever the window says; -1 is plain causal. A group always lies
-            wholly inside one step, so no id is kept for tokens already in the pool.
+            both directions; -1 is plain causal. A group always lies wholly inside one step, so
+            no id is kept for tokens already in the pool.
         q_lens, kv_lens: the same as q_start and seq_lens as Python numbers, for host-side loops.
     """
 

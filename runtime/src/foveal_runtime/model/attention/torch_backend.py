@@ -101,13 +101,15 @@ def visible(
     q_pos = torch.arange(kv_len - q_len, kv_len, device=device)[:, None]
     kv_pos = torch.arange(kv_len, device=device)[None, :]
     mask = kv_pos <= q_pos
-    if layer.sliding_window is not None:
-        mask &= kv_pos > q_pos - layer.sliding_window
-    if layer.chunk_size is not None:
-        mask &= kv_pos // layer.chunk_size == q_pos // layer.chunk_size
     if groups is not None:
         same = (groups[:, None] == groups[None, :]) & (groups[:, None] >= 0)
         mask[:, kv_len - q_len :] |= same
+    if layer.sliding_window is not None:
+        mask &= kv_pos > q_pos - layer.sliding_window
+        if groups is not None and layer.groups_ignore_window:
+            mask[:, kv_len - q_len :] |= same
+    if layer.chunk_size is not None:
+        mask &= kv_pos // layer.chunk_size == q_pos // layer.chunk_size
     return mask
 
 
