@@ -8,6 +8,7 @@ allocates blocks and never changes a context: where keys and values live was dec
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,6 +16,8 @@ from typing import Protocol
 import torch
 
 from foveal_runtime.plan.errors import StartupError
+
+_LOG = logging.getLogger(__name__)
 
 TRASH_BLOCK = 0
 """Block 0 belongs to no sequence: padding rows of a static batch write there."""
@@ -162,6 +165,8 @@ def register(name: str, factory: BackendFactory) -> None:
 
 def create_backend(name: str, request: BackendRequest) -> AttentionBackend:
     """The backend called `name`. Raises StartupError when there is none or it refuses."""
+    if name == "auto":
+        return create_default(request)
     if name not in _FACTORIES and name in _MODULES:
         try:
             importlib.import_module(_MODULES[name])
@@ -171,13 +176,18 @@ def create_backend(name: str, request: BackendRequest) -> AttentionBackend:
             ) from error
     factory = _FACTORIES.get(name)
     if factory is None:
-        known = ", ".join(sorted({*_MODULES, *_FACTORIES}))
+        known = ", ".join(["auto", *sorted({*_MODULES, *_FACTORIES})])
         raise StartupError(
             f"attention backend {name!r} is not known; choose one of: {known}", param="attention"
         )
     return factory(request)
 
 
-def default_backend(device: torch.device) -> str:
-    """The fastest backend name to try first on a device."""
-    return "triton" if device.type == "cuda" else "cpu"
+def create_default(request: BackendRequest) -> AttentionBackend:
+    """The fastest backend of the device that can compute these layers; "torch" always can."""
+    preferred = "triton" if request.device.type == "cuda" else "cpu"
+    try:
+        return create_backend(preferred, request)
+    except StartupError as error:
+        _LOG.warning("attention falls back to plain torch: %s", error)
+        return create_backend("torch", request)
