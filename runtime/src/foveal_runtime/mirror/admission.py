@@ -44,8 +44,8 @@ class Request:
     """
 
     __slots__ = (
-        "body", "bypassed", "copies", "fid", "held", "items", "missing", "num_hits", "queued_n", "rid",
-        "session", "staged_bytes", "state", "taken",
+        "body", "bypassed", "copies", "fid", "held", "items", "missing", "num_hits", "queued_n",
+        "rid", "session", "staged_bytes", "state", "taken",
     )  # fmt: skip
 
     def __init__(

@@ -21,7 +21,7 @@ from foveal_runtime.mirror.admission import Admission, Request, RequestKey, Stat
 from foveal_runtime.mirror.bindings import Bindings
 from foveal_runtime.mirror.messages import (
     PROTOCOL_VERSION, Abort, Alias, Announced, Bye, Control, Down, DownMessage, Fill, Heartbeat,
-    Hello, MirrorNote, NoFill, Put, Req, RequestId, SessionId, Up, Welcome,
+    Hello, MirrorNote, NoFill, Put, Req, RequestId, Up, Welcome,
 )  # fmt: skip
 from foveal_runtime.mirror.session import Session, announce
 from foveal_runtime.mirror.stats import ReceiverStats
@@ -119,7 +119,11 @@ class Receiver:
     def on_hello(self, hello: Hello) -> Welcome | Bye | None:
         """Opens a session and ends the frontend's former one. None: an old HELLO, ignored."""
         fid, current = hello.frontend_id, self.sessions.get(hello.frontend_id)
-        if current is not None and current.sid[0] == hello.sid[0] and hello.sid <= current.sid:
+        if (
+            current is not None
+            and current.sid[0] == hello.sid[0]
+            and hello.sid[1] <= current.sid[1]
+        ):
             return None
         if hello.version != PROTOCOL_VERSION:
             return Bye(hello.sid, "version_mismatch")
@@ -189,7 +193,9 @@ class Receiver:
         self._settle()
         return []
 
-    def _number(self, session: Session, message: Req | Put | Fill | NoFill | Abort | Control) -> str:
+    def _number(
+        self, session: Session, message: Req | Put | Fill | NoFill | Abort | Control
+    ) -> str:
         if message.n != session.expected:
             return "gap"
         session.expected += 1
@@ -287,7 +293,8 @@ class Receiver:
             items: dict[MMHash, Value] = {}
             for mm_hash in request.items:
                 entry = self.store.lookup(mm_hash)
-                assert entry is not None and entry.value is not None, "I1: a value is missing"
+                assert entry is not None, "I1: a value is missing"
+                assert entry.value is not None
                 items[mm_hash] = entry.value
             taken.append(
                 ReadyRequest(
@@ -396,7 +403,8 @@ class Receiver:
         for session in list(self.sessions.values()):
             session.dirty.update(changed)
             session.dirty_aliases.update(aliases)
-            if len(session.dirty) > limit:  # its next WELCOME is smaller than its backlog
+            alive = self.sessions.get(session.fid) is session
+            if alive and len(session.dirty) > limit:  # its next WELCOME is smaller than its backlog
                 self._close(session, "backlog")
 
     def check_integrity(self) -> None:

@@ -93,5 +93,6 @@ class Session:
 
 def announce(mm_hash: MMHash, store: Store) -> Announced:
     entry = store.lookup(mm_hash)
-    assert entry is not None and entry.value is not None
+    assert entry is not None
+    assert entry.value is not None
     return Announced(mm_hash, entry.size_bytes, entry.value.meta)
