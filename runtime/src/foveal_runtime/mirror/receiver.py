@@ -20,8 +20,24 @@ import msgspec
 from foveal_runtime.mirror.admission import Admission, Request, RequestKey, State
 from foveal_runtime.mirror.bindings import Bindings
 from foveal_runtime.mirror.messages import (
-    PROTOCOL_VERSION, Abort, Alias, Announced, Bye, Control, Down, DownMessage, Fill, Heartbeat,
-    Hello, MirrorNote, NoFill, Put, Req, RequestId, Up, Welcome,
+    PROTOCOL_VERSION,
+    Abort,
+    Alias,
+    Announced,
+    Bye,
+    Control,
+    Down,
+    DownMessage,
+    Fill,
+    Heartbeat,
+    Hello,
+    MirrorNote,
+    NoFill,
+    Put,
+    Req,
+    RequestId,
+    Up,
+    Welcome,
 )  # fmt: skip
 from foveal_runtime.mirror.session import Session, announce
 from foveal_runtime.mirror.stats import ReceiverStats

@@ -21,9 +21,29 @@ from typing import NamedTuple
 import msgspec
 
 from foveal_runtime.mirror.messages import (
-    PROTOCOL_VERSION, Abort, Alias, Bye, Control, Down, DownMessage, EngineHeartbeat, Fill,
-    Heartbeat, Hello, InlineValue, ItemRef, MirrorNote, NoFill, Put, Req, RequestId, SessionId,
-    SharedValue, Up, ValueRef, Welcome,
+    PROTOCOL_VERSION,
+    Abort,
+    Alias,
+    Bye,
+    Control,
+    Down,
+    DownMessage,
+    EngineHeartbeat,
+    Fill,
+    Heartbeat,
+    Hello,
+    InlineValue,
+    ItemRef,
+    MirrorNote,
+    NoFill,
+    Put,
+    Req,
+    RequestId,
+    SessionId,
+    SharedValue,
+    Up,
+    ValueRef,
+    Welcome,
 )  # fmt: skip
 from foveal_runtime.mirror.stats import SenderStats
 from foveal_runtime.mirror.store import Buffer
