@@ -32,7 +32,9 @@ def driver_module() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def checkpoints() -> ModuleType:
-    return _load("tiny_checkpoints")
+    module = _load("tiny_checkpoints")
+    _load("tiny_media")
+    return module
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ encoder outputs, in fp32 on random weights; compared are greedy tokens and all t
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -23,8 +24,36 @@ from foveal_runtime.wire.item import pack_item
 pytestmark = pytest.mark.model
 
 TOLERANCE = 2e-5
-NAMES = ["llama", "llava"]
-MULTIMODAL = ["llava"]
+TEXT_NAMES = [
+    "llama",
+    "mistral_sliding",
+    "gemma2_softcap",
+    "gpt_oss_sinks",
+    "cohere2",
+    "qwen3_moe",
+    "llama4_text",
+    "deepseek_v3_mla",
+]
+MEDIA_NAMES = [
+    "llava",
+    "llava_next",
+    "llava_onevision",
+    "mistral3",
+    "idefics3",
+    "smolvlm",
+    "internvl",
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "glm4v",
+    "gemma3",
+    "paligemma",
+    "paligemma2",
+    "voxtral",
+    "audioflamingo3",
+    "qwen2_audio",
+]
 NUM_OUTPUTS = 6
 
 
@@ -85,7 +114,7 @@ class Bench:
     def deviation(self, job, prompt) -> float:
         """Largest |difference| of any logit of the job's outputs; checks greedy tokens, too."""
         ids = torch.tensor([job.tokens[:-1]])
-        whole = type(prompt)(job.tokens[:-1], prompt.items, prompt.offsets)
+        whole = replace(prompt, ids=job.tokens[:-1])
         kwargs = self.case.forward_kwargs(whole)
         logits = self.reference(input_ids=ids, use_cache=False, **kwargs).logits[0]
         logits = logits[len(prompt.ids) - 1 :]
@@ -125,7 +154,7 @@ def bench(tiny, checkpoints, driver_module):
     return make
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TEXT_NAMES + MEDIA_NAMES)
 def test_equals_transformers(name: str, bench) -> None:
     one = bench(name)
     kinds = list(one.case.items)

@@ -66,11 +66,12 @@ class Case:
 
 @dataclass
 class Prompt:
-    """Expanded ids and where the items stand in them."""
+    """Expanded ids, where the items stand in them, and how many of the ids are prompt."""
 
     ids: list[int]
     items: list[MediaItem]
     offsets: list[int]
+    prefix: int
 
     def type_ids(self) -> torch.Tensor:
         """0 text, 1 image, 2 video, on embed positions only."""
@@ -102,7 +103,8 @@ def make_prompt(case: Case, seed: int, items: list[tuple[int, int]], num_text: i
         made.append(item)
         offsets.append(len(ids))
         ids += item.ids + text(3)
-    return Prompt(ids + text(2), made, offsets)
+    ids += text(2)
+    return Prompt(ids, made, offsets, len(ids))
 
 
 def save(name: str, path: Path) -> None:
@@ -125,6 +127,8 @@ def widen(model: torch.nn.Module) -> None:
                 weight.normal_(0.0, 1.0, generator=generator)
             elif "norm" not in name:
                 weight.normal_(0.0, 0.3, generator=generator)
+        # Placeholders are never said, else an output would count as an item in the reference.
+        model.get_output_embeddings().weight[[IMG_TOKEN, VID_TOKEN, AUD_TOKEN]] = 0.0
 
 
 def noise(seed: int, *shape: int) -> torch.Tensor:
@@ -164,3 +168,60 @@ CASES: dict[str, Case] = {
         mm_fields,
     ),
 }
+
+
+def text_case(kind: str, **changes: Any) -> Case:
+    """A text model: TEXT with changes, as the configuration class called `kind`."""
+    return Case(lambda: getattr(transformers, kind)(**{**TEXT, **changes}))
+
+
+HYBRID = {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]}
+CASES.update(
+    {
+        "mistral_sliding": text_case("MistralConfig", sliding_window=12),
+        "gemma2_softcap": text_case(
+            "Gemma2Config",
+            **HYBRID,
+            head_dim=16,
+            query_pre_attn_scalar=16,
+            attn_logit_softcapping=1.0,
+            final_logit_softcapping=5.0,
+        ),
+        "gpt_oss_sinks": text_case(
+            "GptOssConfig", **HYBRID, head_dim=8, num_local_experts=4, num_experts_per_tok=2
+        ),
+        "cohere2": text_case("Cohere2Config", **HYBRID, logit_scale=0.25),
+        "qwen3_moe": text_case(
+            "Qwen3MoeConfig",
+            head_dim=8,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+        ),
+        "llama4_text": text_case(
+            "Llama4TextConfig",
+            head_dim=8,
+            num_hidden_layers=4,
+            attention_chunk_size=12,
+            num_local_experts=2,
+            interleave_moe_layer_step=2,
+            intermediate_size_mlp=48,
+            floor_scale=8,
+        ),
+        "deepseek_v3_mla": text_case(
+            "DeepseekV3Config",
+            num_key_value_heads=4,
+            q_lora_rank=16,
+            kv_lora_rank=16,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=8,
+            v_head_dim=12,
+            n_routed_experts=4,
+            n_group=2,
+            topk_group=1,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            first_k_dense_replace=1,
+        ),
+    }
+)

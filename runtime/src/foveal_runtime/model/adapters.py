@@ -7,11 +7,12 @@ wrong positions give fluent nonsense, not an error.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from transformers.masking_utils import create_bidirectional_mask
 
 from foveal_runtime.plan.media import Modality
 
@@ -46,6 +47,8 @@ class Adapter:
         bidirectional, groups_ignore_window: see ModelTraits and LayerGeometry.
         deepstack: the encoder has extra output levels that early decoder layers add.
         position_offset: rope position of the first token.
+        correct_query: (attention module, query (T, H, Dk), KV positions (T)) → query, where a
+            family derives something from a token's place in the call instead of its position.
     """
 
     encoders: Mapping[Modality, EncoderSpec]
@@ -54,14 +57,37 @@ class Adapter:
     groups_ignore_window: bool = False
     deepstack: bool = False
     position_offset: int = 0
+    correct_query: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
 
 def _qwen2_audio(core: Any, input_features: torch.Tensor, feature_attention_mask: Any) -> Any:
-    """Qwen2-Audio has no feature method: tower, projector, then the valid rows of each clip."""
-    hidden = core.audio_tower(input_features, return_dict=True).last_hidden_state
+    """Qwen2-Audio has no feature method: masked tower, projector, the valid rows of each clip."""
+    tower = core.audio_tower
+    counts, lengths = tower._get_feat_extract_output_lengths(feature_attention_mask.sum(-1))
+    num_frames = (input_features.shape[-1] - 2) // 2 + 1
+    frames = torch.arange(num_frames, device=counts.device)
+    mask = create_bidirectional_mask(
+        config=tower.config,
+        inputs_embeds=input_features.new_zeros(len(input_features), num_frames, 1),
+        attention_mask=(frames < counts[:, None]).long(),
+    )
+    hidden = tower(input_features, attention_mask=mask, return_dict=True).last_hidden_state
     projected = core.multi_modal_projector(hidden)
-    _, lengths = core.audio_tower._get_feat_extract_output_lengths(feature_attention_mask.sum(-1))
     return [rows[:length] for rows, length in zip(projected, lengths.tolist(), strict=True)]
+
+
+def _llama4_temperature(module: Any, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Llama 4 scales queries of layers without rope by the token's index in the call."""
+    if module.use_rope or not module.attn_temperature_tuning:
+        return query
+
+    def scale(index: torch.Tensor) -> torch.Tensor:
+        steps = torch.floor((index.float() + 1.0) / module.floor_scale)
+        return torch.log1p(steps) * module.attn_scale + 1.0
+
+    index = torch.arange(len(positions), device=positions.device)
+    ratio = scale(positions) / scale(index)
+    return (query * ratio[:, None, None]).to(query.dtype)
 
 
 CUSTOM_ENCODERS = {"qwen2_audio": _qwen2_audio}
@@ -120,5 +146,8 @@ ADAPTERS: dict[str, Adapter] = {
     ),
 }
 
-TEXT_ADAPTER = Adapter({})
-"""Plain causal text models need nothing."""
+TEXT_ADAPTERS: dict[str, Adapter] = {
+    "llama4_text": Adapter({}, correct_query=_llama4_temperature),
+}
+PLAIN_TEXT = Adapter({})
+"""Other causal text models need nothing."""

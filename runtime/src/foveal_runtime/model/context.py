@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from transformers import AttentionInterface
 
+from foveal_runtime.model.adapters import Adapter
 from foveal_runtime.model.attention import ForwardContext, LayerGeometry
 
 ATTENTION_NAME = "foveal_paged"
@@ -38,9 +39,12 @@ class LayerCall(Protocol):
 class PagedCall:
     """Writes the new keys and values, then attends, by the layer's measured geometry."""
 
-    def __init__(self, layers: Sequence[LayerGeometry], context: ForwardContext) -> None:
+    def __init__(
+        self, layers: Sequence[LayerGeometry], context: ForwardContext, adapter: Adapter
+    ) -> None:
         self._layers = layers
         self._context = context
+        self._correct_query = adapter.correct_query
 
     def __call__(
         self,
@@ -52,6 +56,8 @@ class PagedCall:
     ) -> torch.Tensor:
         layer = self._layers[module.layer_idx]
         context = self._context
+        if self._correct_query is not None:
+            query = self._correct_query(module, query, context.pos_of_token)
         context.backend.write_kv(layer, key, value, context)
         return context.backend.attend(layer, query, context, options.get("s_aux"))
 

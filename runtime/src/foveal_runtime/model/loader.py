@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.models.auto import modeling_auto
 
-from foveal_runtime.model.adapters import ADAPTERS, TEXT_ADAPTER, Adapter
+from foveal_runtime.model.adapters import ADAPTERS, PLAIN_TEXT, TEXT_ADAPTERS, Adapter
 from foveal_runtime.model.context import ATTENTION_NAME
 from foveal_runtime.plan.errors import StartupError
 
@@ -118,7 +118,7 @@ def adapter_for(config: Any) -> Adapter:
             f"model_type {kind!r} is multimodal and not supported; "
             f"supported are {', '.join(sorted(ADAPTERS))} and plain text models"
         )
-    return TEXT_ADAPTER
+    return TEXT_ADAPTERS.get(kind, PLAIN_TEXT)
 
 
 def class_for(config: Any) -> Any:
@@ -130,6 +130,10 @@ def class_for(config: Any) -> Any:
     ):
         if type(config) in mapping:
             return mapping[type(config)]
+    # Some decoders that listen are listed as sequence-to-sequence models only.
+    mapping = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    if config.model_type in ADAPTERS and type(config) in mapping:
+        return mapping[type(config)]
     raise StartupError(
         f"model_type {config.model_type!r} is not a generative language model of transformers"
     )
@@ -150,6 +154,11 @@ def check_class(config: Any, model_class: Any) -> None:
         reason = "recurrent or state-space layers"
     elif layer_types:
         reason = f"layers of type {', '.join(sorted(layer_types))}"
+    elif (
+        getattr(text, "use_bidirectional_attention", False)
+        and adapter_for(config).bidirectional == "none"
+    ):
+        reason = "text attention in both directions"
     elif getattr(text, "num_kv_shared_layers", 0):
         reason = "layers that share keys and values with other layers"
     elif getattr(text, "hidden_size_per_layer_input", 0):

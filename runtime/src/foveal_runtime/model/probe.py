@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from foveal_runtime.model.adapters import Adapter
 from foveal_runtime.model.attention import LayerGeometry
 from foveal_runtime.model.context import forward_context
 from foveal_runtime.model.loader import LoadedModel
@@ -22,9 +23,9 @@ _HARMLESS_TENSORS = {"s_aux", "position_ids", "cache_position"}
 class _Recorder:
     """Takes the place of attention: notes shapes and options, returns zeros."""
 
-    def __init__(self, groups_ignore_window: bool) -> None:
+    def __init__(self, adapter: Adapter) -> None:
         self.layers: dict[int, LayerGeometry] = {}
-        self._groups_ignore_window = groups_ignore_window
+        self._adapter = adapter
 
     def __call__(
         self,
@@ -48,14 +49,15 @@ class _Recorder:
             softcap=options.get("softcap"),
             has_sinks=options.get("s_aux") is not None,
             chunk_size=_chunk_size(module, index),
-            groups_ignore_window=self._groups_ignore_window,
+            groups_ignore_window=self._adapter.groups_ignore_window,
         )
         return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
 
     def _check(self, module: torch.nn.Module, index: int, options: dict[str, Any]) -> None:
         if index in self.layers:
             raise StartupError(f"attention of layer {index} runs twice in one step: not supported")
-        if getattr(module, "is_causal", True) is False:
+        causal = getattr(module, "is_causal", True) is not False
+        if not causal and self._adapter.bidirectional == "none":
             raise StartupError(f"attention of layer {index} is not causal: not supported")
         unknown = {k for k, v in options.items() if isinstance(v, torch.Tensor)}
         unknown -= _HARMLESS_TENSORS
@@ -82,7 +84,7 @@ def probe_layers(loaded: LoadedModel) -> tuple[LayerGeometry, ...]:
     positions = torch.arange(_NUM_TOKENS, device=device)[None]
     if loaded.adapter.rope:
         positions = positions.expand(3, 1, -1)
-    recorder = _Recorder(loaded.adapter.groups_ignore_window)
+    recorder = _Recorder(loaded.adapter)
     with torch.inference_mode(), forward_context(recorder):
         loaded.decoder(inputs_embeds=embeds, position_ids=positions, use_cache=False)
     expected = int(loaded.text_config.num_hidden_layers)

@@ -168,7 +168,7 @@ class TorchRunner:
         context = make_context(windows, self.backend, self._pool, groups, self.device)
         embeds, extra = self._embed(windows)
         positions = make_positions(windows, bool(adapter.rope), adapter.position_offset)
-        with forward_context(PagedCall(self.layers, context)):
+        with forward_context(PagedCall(self.layers, context, adapter)):
             output = self.loaded.decoder(
                 inputs_embeds=embeds[None],
                 position_ids=positions.to(self.device),
