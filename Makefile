@@ -5,7 +5,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 UV := $(VENV)/bin/uv
 MODEL ?= examples/tiny-vlm/model
-KERNELS := $(wildcard runtime/src/foveal_runtime/model/attention/kernels/*.c*)
+KERNELS := $(wildcard runtime/src/foveal_runtime/model/attention/kernels/*.[ch])
 
 .PHONY: help
 help:
