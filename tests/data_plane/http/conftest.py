@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,12 @@ CHAT = "/v1/chat/completions"
 PIXEL = "data:image/png;base64,iVBORw0KGgo="
 
 
+async def until(condition: Callable[[], Any]) -> None:
+    """Waits for a condition that other tasks bring about; the test's timeout is the bound."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
 @dataclass
 class Harness:
     """`say` is the text of every answer; the fakes are open to the test."""
@@ -36,6 +42,8 @@ class Harness:
 
     def body(self, text: Any = "hi", **more: Any) -> dict[str, Any]:
         return {"model": "tiny", "messages": [{"role": "user", "content": text}], **more}
+
+    until = staticmethod(until)
 
     async def chat(self, text: Any = "hi", **more: Any) -> httpx.Response:
         return await self.http.post(CHAT, json=self.body(text, **more))
@@ -57,22 +65,15 @@ async def serve(asgi: Any) -> AsyncIterator[str]:
         asgi, host="127.0.0.1", port=0, log_config=None, lifespan="off", timeout_graceful_shutdown=2
     )
     server = uvicorn.Server(config)
-    server.capture_signals = lambda: _nothing()  # type: ignore[method-assign]
+    server.capture_signals = nullcontext  # type: ignore[method-assign]
     task = asyncio.create_task(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.001)
+    await until(lambda: server.started)
     port = server.servers[0].sockets[0].getsockname()[1]
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
         server.should_exit = True
         await task
-
-
-def _nothing() -> Any:
-    from contextlib import nullcontext
-
-    return nullcontext()
 
 
 @pytest.fixture(scope="session")

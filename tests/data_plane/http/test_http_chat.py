@@ -171,13 +171,11 @@ async def test_disconnect_aborts(harness: Any, stream: bool) -> None:
             await response.aread()
 
     task = asyncio.create_task(ask())
-    while not harness.generator.running:
-        await asyncio.sleep(0.001)
+    await harness.until(lambda: harness.generator.running)
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
-    while harness.app.gate.num_requests:
-        await asyncio.sleep(0.001)
+    await harness.until(lambda: not harness.app.gate.num_requests)
     assert len(harness.generator.aborted) == 1
     assert harness.processor.sources[0].num_releases == 1
 

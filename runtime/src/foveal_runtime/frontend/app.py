@@ -19,13 +19,16 @@ from starlette.types import ASGIApp
 from foveal_runtime.frontend.admission import Gate
 from foveal_runtime.frontend.auth import KeyFile
 from foveal_runtime.frontend.chat_template import ChatTemplate, load_template
+from foveal_runtime.frontend.disconnect import ClientGone
 from foveal_runtime.frontend.errors_http import (
     error_response,
     http_exception_response,
+    internal_error,
+    json_response,
     validation_response,
 )
 from foveal_runtime.frontend.health import Health
-from foveal_runtime.frontend.intake import Intake, RequestContext, RequireKey
+from foveal_runtime.frontend.intake import CLIENT_CLOSED, Intake, RequestContext, RequireKey
 from foveal_runtime.frontend.request_rules import SamplingDefaults
 from foveal_runtime.frontend.routes import build_router
 from foveal_runtime.frontend.seams import Generator, InputProcessor, ProcessorInfo
@@ -96,6 +99,16 @@ def _add_error_handlers(api: FastAPI) -> None:
     async def invalid_body(request: Request, error: RequestValidationError) -> Response:
         request.scope["foveal.error"] = "invalid_request_error"
         return validation_response(error)
+
+    @api.exception_handler(ClientGone)
+    async def client_gone(request: Request, error: ClientGone) -> Response:
+        request.scope["foveal.error"] = "client_gone"
+        return Response(status_code=CLIENT_CLOSED)
+
+    @api.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> Response:
+        # Answers only; the framework raises the error again and intake.py logs it.
+        return json_response(internal_error(request.scope["foveal.request_id"]), 500)
 
     @api.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:

@@ -79,9 +79,9 @@ def validation_response(error: RequestValidationError) -> Response:
 
 
 def describe_validation(errors: Sequence[Any]) -> tuple[str, str]:
-    """(field path, message) of the most telling error: the one deepest in the document, since a
-    union reports each of its branches."""
-    best = max(errors, key=lambda item: len(item["loc"]))
+    """(field path, message) of the most telling error: the one deepest in the document, then one
+    about the value rather than its type, since a union reports each of its branches."""
+    best = max(errors, key=lambda item: (len(item["loc"]), not item["type"].endswith("_type")))
     return field_path(best["loc"]), str(best["msg"])
 
 

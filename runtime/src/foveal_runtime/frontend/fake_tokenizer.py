@@ -8,7 +8,7 @@ from __future__ import annotations
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from foveal_runtime.frontend.tokenizer import _byte_of_char
+from foveal_runtime.frontend.tokenizer import byte_of_char
 
 SPECIAL = ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<image>", "<video>", "<audio>")
 EOS, IMAGE, VIDEO, AUDIO = 256, 260, 261, 262
@@ -29,7 +29,7 @@ STRING_TEMPLATE = (
 
 def byte_tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
     """Ids 0 to 255 are the bytes of the same value, then SPECIAL from 256 on."""
-    vocab = {char: byte for char, byte in _byte_of_char().items()}
+    vocab = dict(byte_of_char())
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()

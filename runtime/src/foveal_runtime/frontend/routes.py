@@ -63,7 +63,7 @@ def _decode_body(body: bytes) -> Any:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
     except RecursionError:
-        raise InvalidRequest("the body is nested too deeply") from None
+        raise InvalidRequest("the body is not valid JSON: nested too deeply") from None
 
 
 class _JsonRequest(Request):

@@ -18,7 +18,7 @@ from foveal_runtime.plan.errors import StartupError
 
 
 @lru_cache(maxsize=1)
-def _byte_of_char() -> dict[str, int]:
+def byte_of_char() -> dict[str, int]:
     """The byte-level BPE alphabet: printable characters stand for themselves, the other bytes for
     the characters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -96,7 +96,7 @@ class TextTokenizer:
             return b""
         if not self.is_byte_level:
             return self.token_text(token_id).encode()
-        table = _byte_of_char()
+        table = byte_of_char()
         try:
             return bytes(table[char] for char in spelling)
         except KeyError:  # an added token with characters outside the alphabet: taken literally
