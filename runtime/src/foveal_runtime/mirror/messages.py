@@ -145,6 +145,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=33):
         capacity_bytes: C. window_bytes: credit for optimistic values; 0 = pull only.
         max_inline_bytes: S, the largest sum of item bytes a request may carry past the cache.
         info: engine facts the request layer needs (opaque to the mirror; wire.messages.EngineInfo).
+        max_cacheable_bytes: larger items are never kept, so a sender must not believe in them.
     """
 
     sid: SessionId
@@ -157,6 +158,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=33):
     directory: tuple[Announced, ...]
     bindings: tuple[tuple[Alias, MMHash], ...]
     info: msgspec.Raw
+    max_cacheable_bytes: int = 0
 
 
 class MirrorNote(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

@@ -1,0 +1,417 @@
+"""Who may use the value store, in what order: one queue, whole-request reservation, NEED/FILL.
+
+The heart of `receiver`, which alone calls it. Requests are admitted strictly in arrival order over
+all sessions; the head takes the space of all its items in one step or waits, so nobody ever holds
+some items while waiting for room (that would deadlock). Never waits for a peer and never orders
+anything by what a mirror believes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from enum import Enum, auto
+
+import msgspec
+
+from foveal_runtime.mirror.messages import ItemRef, RequestId
+from foveal_runtime.mirror.session import Session
+from foveal_runtime.mirror.stats import ReceiverStats
+from foveal_runtime.mirror.store import Store, Value
+from foveal_runtime.plan.media import MMHash
+
+RequestKey = tuple[str, RequestId]
+"""(frontend id, (request id, attempt))."""
+
+MM_TOO_LARGE = "mm_too_large"
+MM_SOURCE_LOST = "mm_source_lost"
+MAX_DEPARTED = 65536
+
+
+class State(Enum):
+    QUEUED = auto()  # in the queue, holds nothing
+    DEAD = auto()  # in the queue for its values alone (aborted, rejected, PUT)
+    RESERVED = auto()  # holds pins and reservations, data on the way
+    READY = auto()  # complete, not yet taken by the engine core
+    RUNNING = auto()  # taken; ends by finish() only
+
+
+class Request:
+    """One REQ (or PUT: `rid` is None) on the engine's side.
+
+    `session` is the one it came by; `copies` are values sent along; `held` hashes it pins;
+    `missing` hashes it waits for. `queued_n` is its n while it holds back the ack, else 0.
+    `taken`: the engine core has seen it and must be told when it goes without finish().
+    """
+
+    __slots__ = (
+        "body", "bypassed", "copies", "fid", "held", "items", "missing", "num_hits", "queued_n",
+        "rid", "session", "staged_bytes", "state", "taken",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        session: Session,
+        n: int,
+        rid: RequestId | None,
+        items: tuple[ItemRef, ...],
+        copies: dict[MMHash, Value],
+        body: msgspec.Raw,
+    ) -> None:
+        self.session = session
+        self.fid = session.fid
+        self.queued_n = n
+        self.rid = rid
+        self.items = {item.mm_hash: item for item in items}
+        self.copies = copies
+        self.body = body
+        self.state = State.DEAD if rid is None else State.QUEUED
+        self.held: dict[MMHash, None] = {}
+        self.missing: dict[MMHash, None] = {}
+        self.num_hits = 0
+        self.taken = False
+        self.bypassed = False
+        self.staged_bytes = sum(self.items[h].size_bytes for h in copies)
+
+    @property
+    def key(self) -> RequestKey:
+        assert self.rid is not None
+        return (self.fid, self.rid)
+
+
+class Pending:
+    """A reservation: who was asked for the data, who waits for it."""
+
+    __slots__ = ("asked", "waiters")
+
+    def __init__(self, asked: str) -> None:
+        self.asked = asked
+        self.waiters: dict[RequestKey, None] = {}
+
+
+class Admission:
+    """See the module. `ready` collects complete requests, `lost` those that the engine core must
+    stop; `sessions` is the receiver's table."""
+
+    def __init__(
+        self,
+        store: Store,
+        sessions: dict[str, Session],
+        stats: ReceiverStats,
+        grace_bytes: int,
+        max_cacheable_bytes: int | None,
+    ) -> None:
+        self.store = store
+        self.sessions = sessions
+        self.stats = stats
+        self.grace_bytes = grace_bytes
+        self.max_cacheable_bytes = max_cacheable_bytes
+        self.queue: deque[Request] = deque()
+        self.requests: dict[RequestKey, Request] = {}
+        self.pending: dict[MMHash, Pending] = {}
+        self.ready: dict[RequestKey, None] = {}
+        self.lost: dict[RequestKey, None] = {}
+        self.departed: OrderedDict[MMHash, None] = OrderedDict()
+
+    # ---- questions -----------------------------------------------------------------------------
+    def is_cacheable(self, size_bytes: int) -> bool:
+        limit = self.max_cacheable_bytes
+        return size_bytes <= (self.store.capacity_bytes // 4 if limit is None else limit)
+
+    def _size(self, item: ItemRef) -> int:
+        """An item's size as the store knows it; a peer's word counts only for unknown ones."""
+        entry = self.store.lookup_any(item.mm_hash)
+        return item.size_bytes if entry is None else entry.size_bytes
+
+    def is_bypass(self, request: Request) -> bool:
+        """More than the cache can ever hold at once: goes past it."""
+        total = sum(self._size(item) for item in request.items.values())
+        return total > self.store.capacity_bytes
+
+    def _is_admissible(self, request: Request, bypass: bool) -> bool:
+        """Room for the whole request now, counting all that eviction could free."""
+        store = self.store
+        if bypass:
+            new = sum(
+                item.size_bytes
+                for h, item in request.items.items()
+                if store.lookup_any(h) is None
+            )  # fmt: skip
+            return store.bypass_bytes + new <= store.bypass_capacity_bytes
+        new = sum(self._size(item) for h, item in request.items.items() if not store.is_held(h))
+        return store.held_bytes + new <= store.capacity_bytes
+
+    def is_too_large(self, request: Request) -> bool:
+        total = sum(self._size(item) for item in request.items.values())
+        return total > max(self.store.capacity_bytes, self.store.bypass_capacity_bytes)
+
+    # ---- arrivals ------------------------------------------------------------------------------
+    def enqueue(self, request: Request) -> None:
+        """Takes a REQ or PUT into the queue. Call `pump` afterwards."""
+        if request.rid is not None and request.state is State.QUEUED:
+            self.requests[request.key] = request
+            if self.is_too_large(request):
+                self._reject(request, MM_TOO_LARGE)
+        request.session.queued.append(request.queued_n)
+        request.session.staged_bytes += request.staged_bytes
+        self.queue.append(request)
+
+    def on_fill(self, fid: str, mm_hash: MMHash, size_bytes: int, value: Value | None) -> None:
+        """Data for a reservation. One that cannot be opened (`value` None) is asked for again."""
+        pending = self.pending.get(mm_hash)
+        if pending is None or pending.asked != fid:
+            self.stats.num_stray_fills += 1
+            return
+        if size_bytes != self.store.reserved[mm_hash].size_bytes:
+            self.stats.num_value_conflicts += 1
+            self.on_nofill(fid, mm_hash)
+            return
+        if value is None:
+            self._ask(mm_hash, fid)
+            return
+        del self.pending[mm_hash]
+        waiting = [self.requests[key] for key in pending.waiters]
+        self.store.fill(mm_hash, value, len(waiting))
+        for request in waiting:
+            del request.missing[mm_hash]
+            request.held[mm_hash] = None
+            self._check_ready(request)
+
+    def on_nofill(self, fid: str, mm_hash: MMHash) -> None:
+        """The asked frontend has no value: its own waiters are rejected, others' source is
+        asked."""
+        pending = self.pending.get(mm_hash)
+        if pending is None or pending.asked != fid:
+            return
+        self.stats.num_nofill += 1
+        for key in [key for key in pending.waiters if key[0] == fid]:
+            self._reject(self.requests[key], MM_SOURCE_LOST)
+        self._retarget(mm_hash)
+
+    def abort(self, request: Request) -> None:
+        """The frontend, or its session, no longer wants it. One that the engine core runs keeps
+        its pins until finish(): its values are in use."""
+        if request.taken:
+            self.lost[request.key] = None
+        if request.state is not State.RUNNING:
+            self.end(request)
+
+    def end(self, request: Request) -> None:
+        """Pins and waits end. A queued one stays in line, dead: its values may serve those
+        behind."""
+        if request.state is State.QUEUED:
+            request.state = State.DEAD
+            del self.requests[request.key]
+        else:
+            self._drop(request)
+
+    def drop_session(self, session: Session) -> None:
+        """`session` is gone from `sessions`: forgets its requests, asks others for what it
+        owed."""
+        for request in [r for r in self.requests.values() if r.session is session]:
+            self.abort(request)
+        self.queue = deque(r for r in self.queue if r.session is not session)
+        for mm_hash in [h for h, p in self.pending.items() if p.asked == session.fid]:
+            self._retarget(mm_hash)
+
+    def release_value(self, request: Request, mm_hash: MMHash) -> None:
+        """Ends one pin before the request is over (`unpin_at=encoded`)."""
+        if mm_hash in request.held:
+            del request.held[mm_hash]
+            self.store.unpin(mm_hash)
+
+    def requeue(self, request: Request) -> None:
+        """A preempted request needs released values again: it gives up all its pins and queues
+        hash-only, because whoever holds pins must never wait for room."""
+        assert request.state is State.RUNNING
+        for mm_hash in request.held:
+            self.store.unpin(mm_hash)
+        request.held.clear()
+        if self.sessions.get(request.fid) is not request.session:
+            self.lost[request.key] = None
+            del self.requests[request.key]
+            return
+        request.state = State.QUEUED
+        request.queued_n = 0
+        self.queue.append(request)
+
+    def reject_hopeless(self) -> None:
+        """After a shrink: queued requests that can never fit."""
+        for request in self.queue:
+            if request.state is State.QUEUED and self.is_too_large(request):
+                self._reject(request, MM_TOO_LARGE)
+
+    # ---- the pump ------------------------------------------------------------------------------
+    def pump(self) -> None:
+        """Admits from the head of the queue while it fits; nobody overtakes."""
+        while self.queue:
+            request = self.queue[0]
+            if request.state is State.DEAD:
+                self._leave_queue(request)
+                self._keep_values(request)
+                continue
+            bypass = self.is_bypass(request)
+            if bypass and self.is_too_large(request):
+                self._reject(request, MM_TOO_LARGE)
+                continue
+            if not self._is_admissible(request, bypass):
+                break
+            self._leave_queue(request)
+            self._admit(request, bypass)
+            self._check_ready(request)
+        self.store.doom(self.grace_bytes)
+
+    def _leave_queue(self, request: Request) -> None:
+        """From here on the ack may cover it and its window credit returns."""
+        self.queue.popleft()
+        if request.queued_n:
+            gone = request.session.queued.popleft()
+            assert gone == request.queued_n
+            request.queued_n = 0
+        request.session.staged_bytes -= request.staged_bytes
+        request.staged_bytes = 0
+
+    def _keep_values(self, request: Request) -> None:
+        """The values of a request that will not run, where evicting idle ones makes room."""
+        store = self.store
+        for mm_hash, value in request.copies.items():
+            size_bytes = request.items[mm_hash].size_bytes
+            if store.lookup_any(mm_hash) is not None:
+                self._drop_copy(mm_hash, value, size_bytes)
+            elif (
+                store.held_bytes + size_bytes <= store.capacity_bytes
+                and self.is_cacheable(size_bytes)
+            ):  # fmt: skip
+                store.make_room(size_bytes)
+                store.insert_idle(mm_hash, size_bytes, value)
+        request.copies = {}
+        store.doom(self.grace_bytes)
+
+    def _admit(self, request: Request, bypass: bool) -> None:
+        """One atomic step, the only one that pins: every item is pinned or reserved after it."""
+        store = self.store
+        if not bypass:
+            missing = [i for h, i in request.items.items() if store.lookup_any(h) is None]
+            store.make_room(sum(item.size_bytes for item in missing), request.items)
+        else:
+            self.stats.num_bypass_requests += 1
+            request.bypassed = True
+        request.state = State.RESERVED
+        self.stats.num_queries += len(request.items)
+        for mm_hash, item in request.items.items():
+            copy = request.copies.get(mm_hash)
+            if store.lookup_any(mm_hash) is not None:
+                if copy is not None:
+                    self._drop_copy(mm_hash, copy, item.size_bytes)
+                self._join(request, mm_hash, counts_as_hit=copy is None)
+                continue
+            silent = bypass or not self.is_cacheable(item.size_bytes)
+            store.reserve(mm_hash, item.size_bytes, silent=silent, bypass=bypass)
+            if copy is not None:
+                store.fill(mm_hash, copy, 1)
+                request.held[mm_hash] = None
+            else:
+                self._start_need(request, item)
+        request.copies = {}
+
+    def _join(self, request: Request, mm_hash: MMHash, counts_as_hit: bool) -> None:
+        """The value is here, or on its way for somebody else."""
+        if mm_hash in self.store.reserved:
+            self.pending[mm_hash].waiters[request.key] = None
+            request.missing[mm_hash] = None
+            return
+        self.store.pin(mm_hash)
+        request.held[mm_hash] = None
+        if counts_as_hit:
+            request.num_hits += 1
+            self.stats.num_hits += 1
+
+    def _start_need(self, request: Request, item: ItemRef) -> None:
+        source = item.source
+        target = source if source is not None and source in self.sessions else request.fid
+        pending = self.pending[item.mm_hash] = Pending(target)
+        pending.waiters[request.key] = None
+        request.missing[item.mm_hash] = None
+        if item.mm_hash in self.departed:
+            self.stats.num_needs_stale += 1
+        else:
+            self.stats.num_needs_pull += 1
+        self._ask(item.mm_hash, target)
+
+    def _ask(self, mm_hash: MMHash, fid: str) -> None:
+        self.pending[mm_hash].asked = fid
+        self.sessions[fid].need.append(mm_hash)
+
+    def _retarget(self, mm_hash: MMHash) -> None:
+        """The asked frontend cannot answer: the next waiter's is asked; without waiters the space
+        goes back."""
+        pending = self.pending[mm_hash]
+        for fid, _ in pending.waiters:
+            self._ask(mm_hash, fid)
+            return
+        del self.pending[mm_hash]
+        self.store.cancel(mm_hash)
+
+    def _drop_copy(self, mm_hash: MMHash, copy: Value, size_bytes: int) -> None:
+        """The first value stored for a hash wins; a later one only counts."""
+        self.stats.num_dup_values += 1
+        self.stats.dup_bytes += size_bytes
+        entry = self.store.lookup(mm_hash)
+        known = entry.value if entry is not None else None
+        if known is not None and known.digest and copy.digest and known.digest != copy.digest:
+            self.stats.num_value_conflicts += 1
+
+    # ---- ends ----------------------------------------------------------------------------------
+    def _check_ready(self, request: Request) -> None:
+        if request.state is State.RESERVED and not request.missing:
+            request.state = State.READY
+            self.ready[request.key] = None
+
+    def _reject(self, request: Request, code: str) -> None:
+        """Fails a request explicitly; one in the queue stays there, dead, for its values."""
+        rid, session = request.rid, self.sessions.get(request.fid)
+        assert rid is not None
+        self.stats.count_reject(code)
+        if session is request.session:
+            session.rejected.append((rid, code))
+        if request.taken:
+            self.lost[request.key] = None
+        self.end(request)
+
+    def _drop(self, request: Request) -> None:
+        """Ends pins and waits. A reservation nobody waits for any more stays until its answer."""
+        del self.requests[request.key]
+        self.ready.pop(request.key, None)
+        for mm_hash in request.missing:
+            del self.pending[mm_hash].waiters[request.key]
+        for mm_hash in request.held:
+            self.store.unpin(mm_hash)
+        request.missing.clear()
+        request.held.clear()
+
+    def note_departed(self, mm_hash: MMHash) -> None:
+        """Remembers (bounded) what was evicted lately, to tell stale hints from pulls."""
+        self.departed[mm_hash] = None
+        self.departed.move_to_end(mm_hash)
+        if len(self.departed) > MAX_DEPARTED:
+            self.departed.popitem(last=False)
+
+    def check_integrity(self) -> None:
+        self.store.check_integrity()
+        assert set(self.pending) == set(self.store.reserved)
+        pins: dict[MMHash, int] = {}
+        for key, request in self.requests.items():
+            assert key == request.key
+            assert request.state is not State.DEAD
+            for mm_hash in request.held:
+                pins[mm_hash] = pins.get(mm_hash, 0) + 1
+            for mm_hash in request.missing:
+                assert key in self.pending[mm_hash].waiters
+        assert pins == {h: e.pins for h, e in self.store.pinned.items()}, "a pin leaked"
+        for pending in self.pending.values():
+            assert pending.asked in self.sessions, "a need is addressed to nobody"
+            assert all(key in self.requests for key in pending.waiters)
+        for session in self.sessions.values():
+            mine = [r for r in self.queue if r.session is session]
+            assert [r.queued_n for r in mine if r.queued_n] == list(session.queued)
+            assert session.staged_bytes == sum(r.staged_bytes for r in mine)
+            assert session.staged_bytes <= session.window_bytes, "I2: staged over the window"

@@ -1,0 +1,98 @@
+"""The engine's half of one session: numbers, what changed since the last note, the open window.
+
+Owned by `receiver`; `admission` appends needs and rejections. Dies with the session: it is the
+epoch. Holds no values.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from foveal_runtime.mirror.bindings import Bindings
+from foveal_runtime.mirror.messages import Alias, Announced, MirrorNote, RequestId, SessionId
+from foveal_runtime.mirror.store import Store
+from foveal_runtime.plan.media import MMHash
+
+
+class Session:
+    """One life of the link to frontend `fid`.
+
+    Attributes:
+        expected: n of the next numbered message. k: number of the last message down.
+        queued: n of this session's records that wait for admission, ascending.
+        log: (n, value bytes) of received messages whose ack was not sent yet.
+        staged_bytes: values that wait in queued records; never above `window_bytes`.
+    """
+
+    def __init__(self, fid: str, sid: SessionId, node: str, window_bytes: int) -> None:
+        self.fid = fid
+        self.sid = sid
+        self.node = node
+        self.window_bytes = window_bytes
+        self.expected = 1
+        self.k = 0
+        self.acked = 0
+        self.queued: deque[int] = deque()
+        self.log: deque[tuple[int, int]] = deque()
+        self.staged_bytes = 0
+        self.dirty: dict[MMHash, None] = {}
+        self.dirty_aliases: dict[Alias, None] = {}
+        self.need: list[MMHash] = []
+        self.rejected: list[tuple[RequestId, str]] = []
+        self.capacity_changed = False
+
+    def next_k(self) -> int:
+        self.k += 1
+        return self.k
+
+    def lookup_ack(self) -> int:
+        """Everything up to this n has left the queue."""
+        return (self.queued[0] if self.queued else self.expected) - 1
+
+    def wants_immediate_flush(self) -> bool:
+        """Somebody waits for a word: a need, a rejection, or half a window of credit."""
+        if self.need or self.rejected:
+            return True
+        ack, credit = self.lookup_ack(), 0
+        for n, size_bytes in self.log:
+            if n > ack:
+                break
+            credit += size_bytes
+        return credit * 2 > self.window_bytes
+
+    def flush(self, store: Store, bindings: Bindings) -> MirrorNote | None:
+        """What to tell the frontend since the last note; None when there is nothing."""
+        ack = self.lookup_ack()
+        changes = self.dirty or self.dirty_aliases or self.need or self.rejected
+        if ack == self.acked and not changes and not self.capacity_changed:
+            return None
+        plus, minus = [], []
+        for mm_hash in self.dirty:
+            if store.is_announced(mm_hash):
+                plus.append(announce(mm_hash, store))
+            else:
+                minus.append(mm_hash)
+        bound, unbound = [], []
+        for alias in self.dirty_aliases:
+            target = bindings.lookup(alias)
+            if target is None:
+                unbound.append(alias)
+            else:
+                bound.append((alias, target))
+        note = MirrorNote(
+            ack, tuple(plus), tuple(minus), tuple(self.need), tuple(self.rejected),
+            tuple(bound), tuple(unbound), store.capacity_bytes if self.capacity_changed else None,
+        )  # fmt: skip
+        self.acked = ack
+        while self.log and self.log[0][0] <= ack:
+            self.log.popleft()
+        self.dirty, self.dirty_aliases, self.need, self.rejected = {}, {}, [], []
+        self.capacity_changed = False
+        return note
+
+
+def announce(mm_hash: MMHash, store: Store) -> Announced:
+    entry = store.lookup(mm_hash)
+    assert entry is not None
+    assert entry.value is not None
+    return Announced(mm_hash, entry.size_bytes, entry.value.meta)

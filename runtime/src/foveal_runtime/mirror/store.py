@@ -1,0 +1,260 @@
+"""The engine's value store: a bytes-bounded LRU with pins, reservations and limbo.
+
+Used by `admission` alone. An entry is in exactly one of four places: *reserved* (space taken, data
+on the way), *pinned* (a request uses it), *idle* (LRU) or *limbo* (announced as evicted, bytes not
+yet freed). `idle + limbo + pinned + reserved <= capacity` always, except that a shrink below the
+pinned bytes lets them end first. Entries of requests that go past the cache (*bypass*) are counted
+in a second pool and are never announced. Never blocks, never asks a peer, never copies a value.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Container
+from typing import NamedTuple
+
+from foveal_runtime.plan.media import ItemMeta, MMHash
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Value(NamedTuple):
+    """A serialised item as it came: opaque bytes, the metadata to announce, 8-byte digest."""
+
+    data: Buffer
+    meta: ItemMeta | None = None
+    digest: bytes = b""
+
+
+class Entry:
+    """One value, or the space for it.
+
+    `silent` entries are never announced and go at their last unpin; `doomed` ones (admin reset)
+    were announced and go at their last unpin, too. `bypass` entries count in the second pool.
+    """
+
+    __slots__ = ("bypass", "doomed", "pins", "silent", "size_bytes", "value")
+
+    def __init__(self, size_bytes: int, silent: bool, bypass: bool) -> None:
+        self.size_bytes = size_bytes
+        self.silent = silent
+        self.bypass = bypass
+        self.doomed = False
+        self.pins = 0
+        self.value: Value | None = None
+
+
+class Store:
+    """See the module. `changed` collects hashes whose announced state changed; `drain_changed`
+    hands them over."""
+
+    def __init__(self, capacity_bytes: int, bypass_capacity_bytes: int = 0) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.bypass_capacity_bytes = bypass_capacity_bytes
+        self.idle: OrderedDict[MMHash, Entry] = OrderedDict()
+        self.limbo: OrderedDict[MMHash, Entry] = OrderedDict()
+        self.pinned: dict[MMHash, Entry] = {}
+        self.reserved: dict[MMHash, Entry] = {}
+        self.idle_bytes = self.limbo_bytes = 0
+        self.pinned_bytes = self.reserved_bytes = self.bypass_bytes = 0
+        self.changed: dict[MMHash, None] = {}
+        self.num_rescued = self.num_evicted_limbo = self.num_evicted_forced = 0
+
+    # ---- questions -----------------------------------------------------------------------------
+    @property
+    def used_bytes(self) -> int:
+        return self.idle_bytes + self.limbo_bytes + self.pinned_bytes + self.reserved_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that eviction cannot free."""
+        return self.pinned_bytes + self.reserved_bytes
+
+    def lookup(self, mm_hash: MMHash) -> Entry | None:
+        """The entry with data, wherever it is; None when absent or only reserved."""
+        return self.pinned.get(mm_hash) or self.idle.get(mm_hash) or self.limbo.get(mm_hash)
+
+    def lookup_any(self, mm_hash: MMHash) -> Entry | None:
+        return self.lookup(mm_hash) or self.reserved.get(mm_hash)
+
+    def is_held(self, mm_hash: MMHash) -> bool:
+        """Pinned or reserved: using it once more costs no room."""
+        return mm_hash in self.pinned or mm_hash in self.reserved
+
+    def is_announced(self, mm_hash: MMHash) -> bool:
+        entry = self.pinned.get(mm_hash)
+        return mm_hash in self.idle if entry is None else not entry.silent
+
+    def announced(self) -> dict[MMHash, Entry]:
+        """Everything mirrors may believe in: idle, and pinned unless silent."""
+        found = dict(self.idle)
+        found.update((h, e) for h, e in self.pinned.items() if not e.silent)
+        return found
+
+    @property
+    def num_entries(self) -> int:
+        return len(self.idle) + len(self.limbo) + len(self.pinned)
+
+    # ---- changes -------------------------------------------------------------------------------
+    def drain_changed(self) -> dict[MMHash, None]:
+        changed, self.changed = self.changed, {}
+        return changed
+
+    def reserve(self, mm_hash: MMHash, size_bytes: int, *, silent: bool, bypass: bool) -> None:
+        """Takes space for data on the way. The caller has made room."""
+        assert self.lookup_any(mm_hash) is None, "reserve of a known hash"
+        self.reserved[mm_hash] = Entry(size_bytes, silent or bypass, bypass)
+        if bypass:
+            self.bypass_bytes += size_bytes
+        else:
+            self.reserved_bytes += size_bytes
+
+    def cancel(self, mm_hash: MMHash) -> None:
+        """Gives a reservation back."""
+        entry = self.reserved.pop(mm_hash)
+        if entry.bypass:
+            self.bypass_bytes -= entry.size_bytes
+        else:
+            self.reserved_bytes -= entry.size_bytes
+
+    def fill(self, mm_hash: MMHash, value: Value, pins: int) -> None:
+        """Puts data into its reservation; without pins it becomes an idle entry (or goes)."""
+        entry = self.reserved.pop(mm_hash)
+        entry.value = value
+        entry.pins = pins
+        if entry.bypass:
+            if pins:
+                self.pinned[mm_hash] = entry
+            else:
+                self.bypass_bytes -= entry.size_bytes
+            return
+        self.reserved_bytes -= entry.size_bytes
+        if pins:
+            self.pinned[mm_hash] = entry
+            self.pinned_bytes += entry.size_bytes
+        elif not entry.silent:
+            self._rest(mm_hash, entry)
+        if not entry.silent:
+            self.changed[mm_hash] = None
+
+    def insert_idle(self, mm_hash: MMHash, size_bytes: int, value: Value) -> None:
+        """Keeps a value that nobody waits for. The caller has made room."""
+        assert self.lookup_any(mm_hash) is None
+        entry = Entry(size_bytes, silent=False, bypass=False)
+        entry.value = value
+        self._rest(mm_hash, entry)
+        self.changed[mm_hash] = None
+
+    def pin(self, mm_hash: MMHash) -> None:
+        """One user more of an entry with data; one in limbo is announced again."""
+        entry = self.pinned.get(mm_hash)
+        if entry is not None:
+            entry.pins += 1
+            return
+        entry = self.idle.pop(mm_hash, None)
+        if entry is not None:
+            self.idle_bytes -= entry.size_bytes
+        else:
+            entry = self.limbo.pop(mm_hash)
+            self.limbo_bytes -= entry.size_bytes
+            self.num_rescued += 1
+            self.changed[mm_hash] = None
+        entry.pins = 1
+        self.pinned[mm_hash] = entry
+        self.pinned_bytes += entry.size_bytes
+
+    def unpin(self, mm_hash: MMHash) -> None:
+        """One user less; the last one leaves the entry as the most recently used idle one."""
+        entry = self.pinned[mm_hash]
+        entry.pins -= 1
+        if entry.pins:
+            return
+        del self.pinned[mm_hash]
+        if entry.bypass:
+            self.bypass_bytes -= entry.size_bytes
+            return
+        self.pinned_bytes -= entry.size_bytes
+        if entry.silent:
+            return
+        if entry.doomed:
+            self.changed[mm_hash] = None
+            return
+        self._rest(mm_hash, entry)
+        self._shed()
+
+    def make_room(self, size_bytes: int, keep: Container[MMHash] = ()) -> None:
+        """Evicts limbo (oldest first), then idle (least recently used), outside `keep`, until
+        `size_bytes` more fit. The caller has checked that they can."""
+        while self.used_bytes + size_bytes > self.capacity_bytes:
+            freed = self._free_one(keep)
+            assert freed, "admission promised room"
+
+    def doom(self, grace_bytes: int) -> None:
+        """Announces evictions ahead of need: keeps `grace_bytes` free or in limbo."""
+        limit = self.capacity_bytes - grace_bytes
+        while self.idle and self.used_bytes - self.limbo_bytes > limit:
+            mm_hash, entry = self.idle.popitem(last=False)
+            self.idle_bytes -= entry.size_bytes
+            self.limbo[mm_hash] = entry
+            self.limbo_bytes += entry.size_bytes
+            self.changed[mm_hash] = None
+
+    def reset(self) -> None:
+        """Frees all that is unpinned; what is pinned goes at its last unpin."""
+        for mm_hash in self.idle:
+            self.changed[mm_hash] = None
+        self.idle.clear()
+        self.limbo.clear()
+        self.idle_bytes = self.limbo_bytes = 0
+        for entry in self.pinned.values():
+            entry.doomed = True
+
+    def resize(self, capacity_bytes: int) -> None:
+        """Grows at once; a shrink evicts what is unpinned and lets pins end."""
+        self.capacity_bytes = capacity_bytes
+        self._shed()
+
+    # ---- internals -----------------------------------------------------------------------------
+    def _rest(self, mm_hash: MMHash, entry: Entry) -> None:
+        self.idle[mm_hash] = entry
+        self.idle_bytes += entry.size_bytes
+
+    def _shed(self) -> None:
+        while self.used_bytes > self.capacity_bytes and self._free_one(()):
+            pass
+
+    def _free_one(self, keep: Container[MMHash]) -> bool:
+        for mm_hash in self.limbo:
+            if mm_hash not in keep:
+                self.limbo_bytes -= self.limbo.pop(mm_hash).size_bytes
+                self.num_evicted_limbo += 1
+                return True
+        for mm_hash in self.idle:
+            if mm_hash not in keep:
+                self.idle_bytes -= self.idle.pop(mm_hash).size_bytes
+                self.changed[mm_hash] = None
+                self.num_evicted_forced += 1
+                return True
+        return False
+
+    def check_integrity(self) -> None:
+        """Recomputes every counter; asserts that each hash is in one place."""
+        places = (self.idle, self.limbo, self.pinned, self.reserved)
+        hashes = [h for place in places for h in place]
+        assert len(hashes) == len(set(hashes)), "a hash is in two places"
+
+        def total(entries: dict[MMHash, Entry]) -> int:
+            return sum(e.size_bytes for e in entries.values() if not e.bypass)
+
+        assert self.idle_bytes == total(self.idle)
+        assert self.limbo_bytes == total(self.limbo)
+        assert self.pinned_bytes == total(self.pinned)
+        assert self.reserved_bytes == total(self.reserved)
+        held = [*self.pinned.values(), *self.reserved.values()]
+        assert self.bypass_bytes == sum(e.size_bytes for e in held if e.bypass)
+        assert self.bypass_bytes <= self.bypass_capacity_bytes
+        assert all(e.pins > 0 and e.value is not None for e in self.pinned.values())
+        assert all(e.value is None for e in self.reserved.values())
+        resting = [*self.idle.values(), *self.limbo.values()]
+        assert all(e.value is not None and not (e.silent or e.bypass) for e in resting)
+        assert self.used_bytes <= max(self.capacity_bytes, self.held_bytes), "I2: over capacity"
