@@ -85,10 +85,12 @@ class EncoderInput(msgspec.Struct, array_like=True):
 
 
 class StepPlan(msgspec.Struct, array_like=True):
-    """Everything one step does, in order: forget, load, encode, decode, sample.
+    """Everything one step does, in this order: store, free, drop, load, encode, decode, sample.
 
-    `free_encoder` are outputs to drop, `load_encoder`/`store_encoder` move outputs from/to the
-    host tier, `finished` are requests whose state can go.
+    `store_encoder` copies outputs to the host tier (where they stay after a later load),
+    `free_encoder` drops outputs from the device (a key that is not there is ignored: its encoding
+    had failed), `drop_host_encoder` from the host tier, `load_encoder` copies from host to device.
+    `finished` are requests whose state can go.
     """
 
     step: int
@@ -130,7 +132,10 @@ class PromptLogprobs(msgspec.Struct, array_like=True):
 
 class StepResult(msgspec.Struct, array_like=True):
     """What the runner hands back. `failed` maps a request id to a one-line reason (only that
-    request fails, e.g. an encoder returned another number of rows than promised)."""
+    request fails, e.g. an encoder returned another number of rows than promised).
+    `failed_encodes` maps each key of the plan's `encode` that has no output to the reason: a
+    scheduled request that needs it is in `failed` too, but the one it was encoded for may have
+    been preempted in the same pass."""
 
     step: int
     sampled: list[Sampled] = []
@@ -138,6 +143,7 @@ class StepResult(msgspec.Struct, array_like=True):
     failed: dict[str, str] = {}
     encode_seconds: float = 0.0
     forward_seconds: float = 0.0
+    failed_encodes: dict[MMHash, str] = {}
 
 
 class ModelRunner(Protocol):

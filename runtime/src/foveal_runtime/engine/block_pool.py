@@ -1,0 +1,130 @@
+"""KV blocks: who uses them, which are free, which free ones still hold reusable content.
+
+Used by `scheduler` only. A free block keeps its hash until it is taken for something else, so the
+free list is also the prefix cache's LRU. Never touches tensors: block ids are plain numbers.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+BlockHash = bytes
+"""32 bytes: names everything that determines a full block's KV (see `prefix_cache`)."""
+
+
+class BlockPool:
+    """All blocks of one KV cache.
+
+    Args:
+        num_blocks: blocks in the cache.
+        on_removed: called with the hash of each block whose content is given up.
+    """
+
+    def __init__(
+        self, num_blocks: int, *, on_removed: Callable[[BlockHash], None] | None = None
+    ) -> None:
+        assert num_blocks > 0
+        self.num_blocks = num_blocks
+        self._refs = [0] * num_blocks
+        self._hash: list[BlockHash | None] = [None] * num_blocks
+        self._by_hash: dict[BlockHash, int] = {}
+        # Blocks nobody uses, next to be taken first.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._on_removed = on_removed
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used_blocks(self) -> int:
+        return self.num_blocks - len(self._free)
+
+    def lookup(self, hashes: Sequence[BlockHash], limit: int) -> list[int]:
+        """Block ids of the longest known prefix of `hashes`, at most `limit` of them."""
+        found: list[int] = []
+        get = self._by_hash.get
+        for block_hash in hashes[:limit]:
+            block = get(block_hash)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def num_unused(self, blocks: Iterable[int]) -> int:
+        """How many of `blocks` are free now (and would leave the free list when shared)."""
+        refs = self._refs
+        return sum(1 for block in blocks if refs[block] == 0)
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more user for each block found by `lookup`."""
+        for block in blocks:
+            if self._refs[block] == 0:
+                del self._free[block]
+            self._refs[block] += 1
+
+    def allocate(self, count: int) -> list[int]:
+        """Takes `count` free blocks, least recently used first; their old content is given up."""
+        assert count <= len(self._free)
+        taken = []
+        for _ in range(count):
+            block, _ = self._free.popitem(last=False)
+            if self._hash[block] is not None:
+                self._forget(block)
+            self._refs[block] = 1
+            taken.append(block)
+        return taken
+
+    def publish(self, block: int, block_hash: BlockHash) -> bool:
+        """The block's content is complete and may be shared. False when another block already has
+        this hash: then this one stays private."""
+        assert self._refs[block] > 0
+        assert self._hash[block] is None
+        if block_hash in self._by_hash:
+            return False
+        self._hash[block] = block_hash
+        self._by_hash[block_hash] = block
+        return True
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """One user less for each block, the tail first: prefixes live longest. A block without a
+        hash holds nothing of use and is the next to be taken."""
+        refs, free, hashes = self._refs, self._free, self._hash
+        for block in reversed(blocks):
+            refs[block] -= 1
+            assert refs[block] >= 0
+            if refs[block] == 0:
+                free[block] = None
+                if hashes[block] is None:
+                    free.move_to_end(block, last=False)
+
+    def reset(self) -> int:
+        """Forgets the content of every block nobody uses; returns how many were forgotten. Blocks
+        in use keep theirs: their requests were computed with it."""
+        stale = [block for block in self._free if self._hash[block] is not None]
+        for block in stale:
+            self._forget(block)
+        return len(stale)
+
+    def _forget(self, block: int) -> None:
+        block_hash = self._hash[block]
+        assert block_hash is not None
+        self._hash[block] = None
+        del self._by_hash[block_hash]
+        if self._on_removed is not None:
+            self._on_removed(block_hash)
+
+    def check_integrity(self, used_by: Iterable[Sequence[int]] | None = None) -> None:
+        """Asserts the books agree, with the block lists of all users when given."""
+        for block in range(self.num_blocks):
+            assert (self._refs[block] == 0) == (block in self._free), block
+            block_hash = self._hash[block]
+            assert block_hash is None or self._by_hash[block_hash] == block, block
+        assert len(self._by_hash) == sum(entry is not None for entry in self._hash)
+        if used_by is not None:
+            counted = [0] * self.num_blocks
+            for blocks in used_by:
+                for block in blocks:
+                    counted[block] += 1
+            assert counted == self._refs, "references differ from the requests' blocks"

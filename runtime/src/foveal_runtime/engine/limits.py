@@ -1,0 +1,52 @@
+"""What the scheduler may hand out: every limit of one engine in one frozen value.
+
+Built by the engine's start-up code from its configuration, the model's traits and the measured
+pools; read by `scheduler`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLimits:
+    """All counts are per engine.
+
+    Attributes:
+        num_blocks, block_size: the KV pool.
+        max_num_batched_tokens, max_num_seqs: what one step may hold.
+        max_model_len: prompt + output tokens of one request.
+        max_waiting: requests that may wait; more are refused as overloaded.
+        encoder_compute_embeds, encoder_cache_embeds: from `plan.encoder_budget`.
+        encoder_host_bytes: host tier; 0 = off.
+        disable_chunked_mm_input: an item's tokens are computed in one step.
+        namespace: weights and processor identity, part of every block hash.
+    """
+
+    num_blocks: int
+    block_size: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    max_waiting: int = 1024
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    disable_chunked_mm_input: bool = False
+    encoder_compute_embeds: int = 0
+    encoder_cache_embeds: int = 0
+    encoder_host_bytes: int = 0
+    encoder_eviction: Literal["lru", "cost"] = "lru"
+    prefix_caching: bool = True
+    namespace: bytes = b""
+
+    def __post_init__(self) -> None:
+        assert self.num_blocks > 0
+        assert self.block_size > 0
+        assert self.max_num_batched_tokens > 0
+        assert self.max_num_seqs > 0
+        assert self.max_model_len > 1
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.num_blocks * self.block_size
