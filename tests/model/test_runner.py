@@ -27,13 +27,13 @@ def test_a_wrong_item_fails_its_request_alone(bench) -> None:
 
 
 def test_wrong_grids_fail_the_request_alone(bench) -> None:
-    """mrope positions come from the item's grid; a grid that does not fit its placeholder."""
+    """Positions and encoders allocate by the grid: it is checked before anything else."""
     one = bench("qwen2_vl")
     good, bad = one.prompt(1, [(0, 1)]), one.prompt(2, [(0, 2)])
-    bad.items[0].fields["image_grid_thw"] = torch.tensor([[1, 2, 2]])
+    bad.items[0].fields["image_grid_thw"] = torch.tensor([[1, 1 << 40, 2]])
     jobs = [one.job("good", good), one.job("bad", bad)]
     one.driver.run(jobs)
-    assert "grids do not fit" in one.driver.failed["bad"]
+    assert "does not make 6 embeddings" in one.driver.failed["bad"]
     one.check(jobs[0], good)
 
 

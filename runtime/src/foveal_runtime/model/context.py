@@ -58,8 +58,10 @@ class PagedCall:
         context = self._context
         if self._correct_query is not None:
             query = self._correct_query(module, query, context.pos_of_token)
-        context.backend.write_kv(layer, key, value, context)
-        return context.backend.attend(layer, query, context, options.get("s_aux"))
+        dtype = context.pool.dtype  # some families leave rope in float32
+        context.backend.write_kv(layer, key.to(dtype), value.to(dtype), context)
+        out = context.backend.attend(layer, query.to(dtype), context, options.get("s_aux"))
+        return out.to(value.dtype)
 
 
 _current = threading.local()
