@@ -17,6 +17,7 @@ from transformers import AttentionInterface
 
 from foveal_runtime.model.adapters import Adapter
 from foveal_runtime.model.attention import ForwardContext, LayerGeometry
+from foveal_runtime.plan.errors import StartupError
 
 ATTENTION_NAME = "foveal_paged"
 
@@ -87,7 +88,8 @@ def paged_attention(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention signature: query (1, H, T, Dk) in, (1, T, H, Dv) out."""
-    assert attention_mask is None
+    if attention_mask is not None:
+        raise StartupError("its layers make attention masks of their own: not supported")
     assert query.shape[0] == 1
     out = _current.call(
         module,

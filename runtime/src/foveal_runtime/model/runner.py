@@ -69,11 +69,11 @@ class TorchRunner:
         self.loaded = loaded
         self.device = torch.device(device)
         self.block_size = block_size
-        self.layers = probe_layers(loaded)
+        self.head = Head(loaded.model, loaded.core_name)
+        self.layers = probe_layers(loaded, self.head)
         self.backend = create_backend(
             attention, BackendRequest(self.layers, block_size, loaded.dtype, self.device)
         )
-        self.head = Head(loaded.model, loaded.core_name)
         self.store = EncoderStore(self.device)
         self.encoder = EncoderRunner(loaded, self.store, self.device)
         self._traits = read_traits(loaded)
