@@ -1,14 +1,60 @@
-# Every target says what it does; `make` alone lists them.
-PY := .venv/bin/python
+# Every target says what it does; `make` alone lists them. All set-up happens by itself, in .venv,
+# and is skipped when nothing changed.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+UV := $(VENV)/bin/uv
+MODEL ?= examples/tiny-vlm/model
+KERNELS := $(wildcard runtime/src/foveal_runtime/model/attention/kernels/*.[ch])
 
 .PHONY: help
 help:
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-.PHONY: check
-check: ## ruff, mypy --strict, import contracts
-	.venv/bin/ruff format --check . && .venv/bin/ruff check . && .venv/bin/mypy && PYTHONPATH=runtime/src:operator/src .venv/bin/lint-imports
+# --- set-up ------------------------------------------------------------------------------------
+$(VENV)/.uv: requirements/uv.txt
+	@echo "set-up 1/3: a virtual environment in $(VENV)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Foveal needs Python 3.11 or newer; set PYTHON=/path/to/python3.11")'
+	@$(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/pip install --quiet --disable-pip-version-check --require-hashes -r requirements/uv.txt
+	@touch $@
 
-.PHONY: test
-test: ## the fast tests
-	PYTHONPATH=runtime/src:operator/src .venv/bin/pytest -q
+$(VENV)/.run: $(VENV)/.uv requirements/run.txt runtime/pyproject.toml runtime/setup.py operator/pyproject.toml $(KERNELS)
+	@echo "set-up 2/3: run-time packages (torch and its libraries are about 3 GB; minutes the first time)"
+	@$(UV) pip install --python $(PY) --require-hashes -r requirements/run.txt
+	@echo "set-up 3/3: Foveal itself, with its C kernel"
+	@$(UV) pip install --python $(PY) --quiet --no-deps --no-build-isolation -e ./runtime -e ./operator
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run requirements/dev.txt
+	@echo "set-up: packages for tests and checks"
+	@$(UV) pip install --python $(PY) --require-hashes -r requirements/dev.txt
+	@touch $@
+
+.PHONY: setup lock
+setup: $(VENV)/.dev ## everything the other targets need
+lock: $(VENV)/.uv ## compile requirements/*.in to hash-pinned *.txt
+	@cd requirements && for n in uv run dev; do \
+	  c=""; [ $$n = dev ] && c="-c run.txt"; \
+	  ../$(UV) pip compile --quiet --generate-hashes --no-emit-index-url --universal \
+	    --python-version 3.11 --custom-compile-command 'make lock' $$n.in $$c -o $$n.txt; done
+
+# --- the main job ------------------------------------------------------------------------------
+.PHONY: demo serve
+demo: $(VENV)/.run ## serve the bundled model, ask it about pictures twice, show what the caches saved
+	@$(PY) examples/demo.py
+serve: $(VENV)/.run ## keep serving the bundled model on http://127.0.0.1:8000 (MODEL=dir for another)
+	@$(VENV)/bin/foveal-runtime serve $(MODEL)
+
+# --- tests -------------------------------------------------------------------------------------
+.PHONY: check test faults fresh e2e bench soak
+check: $(VENV)/.dev ## ruff, mypy --strict, import contracts
+	@$(VENV)/bin/ruff format --check . && $(VENV)/bin/ruff check .
+	@$(VENV)/bin/mypy
+	@$(VENV)/bin/lint-imports
+
+test: $(VENV)/.dev ## the tests (a few minutes; no GPU, no cluster, no root)
+	@OMP_WAIT_POLICY=passive $(VENV)/bin/pytest -q -m "not slow"
+
+fresh: ## clone HEAD into an empty folder and run README's two commands there, with their times
+	@e2e/fresh.sh

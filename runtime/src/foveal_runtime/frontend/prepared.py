@@ -33,6 +33,12 @@ class PreparedItem:
 
     `size_bytes` and `meta` are 0/None until somebody has processed the item (this frontend, or
     another one whose announcement told us).
+
+    Attributes:
+        is_held_only: nothing here can make the value (uuid-only media): only an engine that holds
+            it can run the request.
+        was_processed: the processor ran for this request's sake; was_sent: value bytes left for an
+            engine. An item with neither is a hit.
     """
 
     mm_hash: MMHash
@@ -41,6 +47,9 @@ class PreparedItem:
     size_bytes: int = 0
     meta: ItemMeta | None = None
     injector: str | None = None
+    is_held_only: bool = False
+    was_processed: bool = False
+    was_sent: bool = False
 
 
 @dataclass(slots=True)

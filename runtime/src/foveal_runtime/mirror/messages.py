@@ -14,6 +14,9 @@ from foveal_runtime.plan.media import ItemMeta, MMHash
 
 PROTOCOL_VERSION = 1
 
+NIL = msgspec.Raw(b"\xc0")
+"""An opaque part that says nothing."""
+
 SessionId = tuple[int, int]
 """(fboot: u64 made at frontend start, cnt: number of the HELLO)."""
 
@@ -175,12 +178,15 @@ class MirrorNote(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
 
 
 class Down(msgspec.Struct, frozen=True, array_like=True, tag=34):
-    """Everything an open session receives: a mirror note, outputs (opaque here), or both."""
+    """Everything an open session receives: a mirror note, outputs (opaque here), or both.
+
+    `outputs` is NIL when there are none (the codec cannot carry `Raw | None`).
+    """
 
     sid: SessionId
     k: int
     note: MirrorNote | None = None
-    outputs: msgspec.Raw | None = None
+    outputs: msgspec.Raw = NIL
 
 
 class Bye(msgspec.Struct, frozen=True, array_like=True, tag=35):

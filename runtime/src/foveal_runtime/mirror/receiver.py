@@ -20,6 +20,7 @@ import msgspec
 from foveal_runtime.mirror.admission import Admission, Request, RequestKey, State
 from foveal_runtime.mirror.bindings import Bindings
 from foveal_runtime.mirror.messages import (
+    NIL,
     PROTOCOL_VERSION,
     Abort,
     Alias,
@@ -45,7 +46,6 @@ from foveal_runtime.mirror.store import Store, Value
 from foveal_runtime.plan.media import MMHash
 
 MIB = 1024**2
-NO_INFO = msgspec.Raw(b"\xc0")
 MEDIA_CONFLICT = "media_conflict"
 OVERLOADED = "overloaded"
 DUPLICATE_REQUEST = "duplicate_request"
@@ -115,7 +115,7 @@ class Receiver:
         namespace: bytes = b"",
         boot: int = 1,
         node: str = "",
-        info: msgspec.Raw = NO_INFO,
+        info: msgspec.Raw = NIL,
     ) -> None:
         self.limits = limits
         self.namespace = namespace
@@ -251,7 +251,7 @@ class Receiver:
         if carried_bytes:
             session.log.append((message.n, carried_bytes))
         rid = message.rid if isinstance(message, Req) else None
-        body = message.body if isinstance(message, Req) else NO_INFO
+        body = message.body if isinstance(message, Req) else NIL
         request = Request(session, message.n, rid, message.items, copies, body)
         if session.staged_bytes + request.staged_bytes > session.window_bytes:
             return "window"
@@ -376,6 +376,11 @@ class Receiver:
         session = self.sessions.get(fid)
         return session is not None and session.wants_immediate_flush()
 
+    def has_news(self, fid: str) -> bool:
+        """flush(fid) would say something."""
+        session = self.sessions.get(fid)
+        return session is not None and session.has_news()
+
     def flush(self, fid: str) -> MirrorNote | None:
         """What changed for `fid` since its last note; None when nothing did."""
         session = self.sessions.get(fid)
@@ -390,7 +395,7 @@ class Receiver:
         note = self.flush(fid)
         if note is None and outputs is None:
             return None
-        return Down(session.sid, session.next_k(), note, outputs)
+        return Down(session.sid, session.next_k(), note, NIL if outputs is None else outputs)
 
     # ---- internals -----------------------------------------------------------------------------
     def _grace(self) -> int:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import msgspec
 
 from foveal_runtime.mirror.messages import (
+    NIL,
     PROTOCOL_VERSION,
     Abort,
     Alias,
@@ -318,7 +319,7 @@ class Sender:
         self.k = message.k
         if message.note is not None:
             self._on_note(message.note, event)
-        event.outputs = message.outputs
+        event.outputs = None if message.outputs == NIL else message.outputs
 
     def _on_welcome(self, welcome: Welcome) -> None:
         self.is_up, self.is_opening = True, False

@@ -60,12 +60,16 @@ class Session:
             credit += size_bytes
         return credit * 2 > self.window_bytes
 
+    def has_news(self) -> bool:
+        """flush() would say something."""
+        changes = self.dirty or self.dirty_aliases or self.need or self.rejected
+        return bool(changes) or self.capacity_changed or self.lookup_ack() != self.acked
+
     def flush(self, store: Store, bindings: Bindings) -> MirrorNote | None:
         """What to tell the frontend since the last note; None when there is nothing."""
-        ack = self.lookup_ack()
-        changes = self.dirty or self.dirty_aliases or self.need or self.rejected
-        if ack == self.acked and not changes and not self.capacity_changed:
+        if not self.has_news():
             return None
+        ack = self.lookup_ack()
         plus, minus = [], []
         for mm_hash in self.dirty:
             if store.is_announced(mm_hash):

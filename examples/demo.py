@@ -1,0 +1,155 @@
+"""`make demo`: one frontend and one engine on the bundled model, asked about pictures, twice.
+
+Starts the same processes that pods run, asks over the OpenAI API about image files that the model
+never saw in training, prints question, picture, answer, time to first token and what each cache
+saved, and stops. Exit code 1 when an answer is wrong.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import sys
+import time
+import urllib.request
+from collections import defaultdict
+from pathlib import Path
+
+from PIL import Image
+
+from foveal_runtime.main.documents import LocalOptions, local_documents
+from foveal_runtime.main.launcher import LocalDeployment, free_port
+
+HERE = Path(__file__).resolve().parent / "tiny-vlm"
+MIB = 1024**2
+
+
+def picture(path: Path, columns: int = 26) -> list[str]:
+    """A small rendering in half blocks, two pixels a character, for terminals with colours."""
+    image = Image.open(path).convert("RGB")
+    rows = max(2, round(columns * image.height / image.width)) // 2 * 2
+    image = image.resize((columns, rows))
+    lines = []
+    for y in range(0, rows, 2):
+        cells = []
+        for x in range(columns):
+            top, low = image.getpixel((x, y)), image.getpixel((x, y + 1))
+            cells.append(f"\x1b[38;2;{top[0]};{top[1]};{top[2]};48;2;{low[0]};{low[1]};{low[2]}m▀")
+        lines.append("".join(cells) + "\x1b[0m")
+    return lines
+
+
+def ask(url: str, model: str, images: list[Path], question: str) -> tuple[str, float]:
+    """Streams one chat completion. Returns the answer and the seconds to its first token."""
+    content: list[dict[str, object]] = []
+    for path in images:
+        data = base64.b64encode(path.read_bytes()).decode()
+        content.append({"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}})
+    content.append({"type": "text", "text": question})
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": content}],
+        "temperature": 0,
+        "max_tokens": 64,
+        "stream": True,
+    }
+    request = urllib.request.Request(
+        url + "/v1/chat/completions",
+        data=json.dumps(body).encode(),
+        headers={"content-type": "application/json"},
+    )
+    started, first, text = time.perf_counter(), 0.0, []
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        for line in answer:
+            if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
+                continue
+            for choice in json.loads(line[6:])["choices"]:
+                if piece := choice["delta"].get("content"):
+                    first = first or time.perf_counter() - started
+                    text.append(piece)
+    return "".join(text).strip(), first
+
+
+def metrics(url: str) -> dict[str, float]:
+    """Sums of every series by family and cache label, from the frontend's /metrics."""
+    totals: dict[str, float] = defaultdict(float)
+    with urllib.request.urlopen(url + "/metrics", timeout=10) as answer:
+        for line in answer.read().decode().splitlines():
+            match = re.match(r"([a-zA-Z_:]\w*)(\{.*\})? (\S+)$", line)
+            if match:
+                cache = re.search(r'cache="(\w+)"', match.group(2) or "")
+                key = match.group(1) + (f"[{cache.group(1)}]" if cache else "")
+                totals[key] += float(match.group(3))
+    return totals
+
+
+def saved(before: dict[str, float], after: dict[str, float]) -> str:
+    """What the caches did between two looks at /metrics, in one line."""
+
+    def grown(name: str) -> float:
+        return after.get(name, 0.0) - before.get(name, 0.0)
+
+    return (
+        f"processor cache {grown('foveal_cache_hits_total[processor]'):.0f} of "
+        f"{grown('foveal_cache_queries_total[processor]'):.0f} items · "
+        f"IPC {grown('foveal_mirror_value_bytes_avoided_total') / 1024:.0f} KiB not sent, "
+        f"{grown('foveal_mirror_value_bytes_sent_total') / 1024:.0f} KiB sent · "
+        f"encoder {grown('foveal_cache_hits_total[encoder]'):.0f} of "
+        f"{grown('foveal_cache_queries_total[encoder]'):.0f} · "
+        f"prefix {grown('vllm:prefix_cache_hits_total'):.0f} of "
+        f"{grown('vllm:prefix_cache_queries_total'):.0f} tokens"
+    )
+
+
+def main() -> int:
+    questions = json.loads((HERE / "images" / "questions.json").read_text())
+    colours = sys.stdout.isatty()
+    options = LocalOptions(
+        model=str(HERE / "model"), name="tiny-vlm", port=free_port(), kv_bytes=64 * MIB,
+        ipc_bytes=64 * MIB, processor_bytes=64 * MIB, media_workers=1,
+    )  # fmt: skip
+    engines, frontends = local_documents(options, free_port)
+    print("starting one engine and one frontend on the bundled model ...", flush=True)
+    started = time.perf_counter()
+    num_wrong, seconds = 0, {1: [], 2: []}
+    with LocalDeployment(engines, frontends, say=print) as deployment:
+        deployment.wait_ready(180.0)
+        url = deployment.frontends[0].url
+        print(f"ready after {time.perf_counter() - started:.1f} s\n")
+        for round_number, title in (
+            (1, "First round: new pictures"),
+            (2, "Second round: the same"),
+        ):
+            print(f"{title}\n" + "─" * len(title))
+            for entry in questions:
+                paths = [HERE / "images" / name for name in entry["images"]]
+                before = metrics(url)
+                answer, first = ask(url, "tiny-vlm", paths, entry["question"])
+                right = answer.split()[-1:] == entry["answer"].split()[-1:]
+                num_wrong += not right
+                seconds[round_number].append(first)
+                if colours and round_number == 1:
+                    rows = zip(*(picture(path) for path in paths), strict=False)
+                    print("\n".join("  " + "  ".join(row) for row in rows))
+                names = ", ".join(str(path.relative_to(Path.cwd(), walk_up=True)
+                                      if sys.version_info >= (3, 12) else path.name)
+                                  for path in paths)  # fmt: skip
+                print(f"  {names}")
+                print(f"  Q {entry['question']}")
+                print(f"  A {answer}   {'✓' if right else '✗ expected: ' + entry['answer']}")
+                print(
+                    f"    first token after {first * 1000:.0f} ms · {saved(before, metrics(url))}\n"
+                )
+        means = {r: sum(s) / len(s) * 1000 for r, s in seconds.items()}
+        num_asked = 2 * len(questions)
+        print(
+            f"{num_asked - num_wrong} of {num_asked} answers right; first token after "
+            f"{means[1]:.0f} ms on new pictures, {means[2]:.0f} ms on known ones"
+        )
+    print("stopped. `make serve` keeps it running; `make test` runs the tests.")
+    return 1 if num_wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

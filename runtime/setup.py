@@ -1,0 +1,68 @@
+"""Compiles the CPU decode kernel into the wheel, one shared object per instruction set.
+
+Everything else about the package is in pyproject.toml. The objects are plain C behind a C ABI:
+they do not depend on the Python version, hence the wheel's tag. Without a C compiler the package
+still builds and decodes with torch; FOVEAL_REQUIRE_KERNELS=1 makes that an error (images set it).
+"""
+
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
+
+PACKAGE = "foveal_runtime.model.attention.kernels"
+SOURCE = "src/foveal_runtime/model/attention/kernels/paged_decode.c"
+HEADER = SOURCE.replace("paged_decode.c", "lanes.h")
+VARIANTS = (
+    {"v3": ["-march=x86-64-v3"], "v4": ["-march=x86-64-v4"]}
+    if platform.machine() in ("x86_64", "AMD64")
+    else {"generic": []}
+)
+FLAGS = ["-std=gnu11", "-O3", "-fopenmp", "-fPIC", "-shared", "-fvisibility=default"]
+
+
+class BuildKernels(build_ext):
+    """One compiler call per variant; the file names carry no Python ABI."""
+
+    def get_ext_filename(self, fullname):
+        return os.path.join(*fullname.split(".")) + ".so"
+
+    def build_extension(self, ext):
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
+        if compiler is None:
+            raise CompileError("no C compiler (gcc or cc) for the CPU attention kernel")
+        command = [*compiler.split(), *FLAGS, *ext.extra_compile_args, *ext.sources]
+        try:
+            subprocess.run([*command, "-o", str(target), "-lm"], check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise CompileError(f"the CPU attention kernel does not compile: {error}") from error
+
+
+class Wheel(bdist_wheel):
+    """Any Python 3, this platform."""
+
+    def get_tag(self):
+        return "py3", "none", super().get_tag()[2]
+
+
+setup(
+    ext_modules=[
+        Extension(
+            f"{PACKAGE}.paged_decode_{name}",
+            sources=[SOURCE],
+            depends=[HEADER],
+            extra_compile_args=flags,
+            optional=os.environ.get("FOVEAL_REQUIRE_KERNELS") != "1",
+        )
+        for name, flags in VARIANTS.items()
+    ],
+    cmdclass={"build_ext": BuildKernels, "bdist_wheel": Wheel},
+)

@@ -1,0 +1,115 @@
+"""The HTTP application of one frontend process: routes, error answers, the door in front.
+
+main/ calls `build_app` with real collaborators, tests with those of fake.py. Importing this module
+loads no torch.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from foveal_runtime.frontend.admission import Gate
+from foveal_runtime.frontend.auth import KeyFile
+from foveal_runtime.frontend.chat_template import ChatTemplate, load_template
+from foveal_runtime.frontend.disconnect import ClientGone
+from foveal_runtime.frontend.errors_http import (
+    error_response,
+    http_exception_response,
+    internal_error,
+    json_response,
+    validation_response,
+)
+from foveal_runtime.frontend.health import Health
+from foveal_runtime.frontend.intake import CLIENT_CLOSED, Intake, RequestContext, RequireKey
+from foveal_runtime.frontend.request_rules import SamplingDefaults
+from foveal_runtime.frontend.routes import build_router
+from foveal_runtime.frontend.seams import Generator, InputProcessor, ProcessorInfo
+from foveal_runtime.frontend.service import Service, runtime_version
+from foveal_runtime.frontend.tokenizer import TextTokenizer
+from foveal_runtime.plan.config import FrontendConfig
+from foveal_runtime.plan.errors import FovealError
+
+
+@dataclass(slots=True)
+class HttpApp:
+    """`asgi` is what the server runs; `gate.draining = True` begins a shutdown."""
+
+    asgi: ASGIApp
+    api: FastAPI
+    service: Service
+    gate: Gate
+    health: Health
+
+
+def build_app(
+    config: FrontendConfig,
+    *,
+    processor: InputProcessor,
+    info: ProcessorInfo,
+    generator: Generator,
+    tokenizer: TextTokenizer | None = None,
+) -> HttpApp:
+    """Reads tokenizer, chat template, sampling defaults and key file; raises StartupError."""
+    tokenizer = tokenizer if tokenizer is not None else TextTokenizer.load(config.model.path)
+    template = ChatTemplate(tokenizer, load_template(config.model.path, tokenizer), info)
+    gate = Gate(config.admission)
+    service = Service(
+        config=config,
+        tokenizer=tokenizer,
+        template=template,
+        processor=processor,
+        generator=generator,
+        defaults=SamplingDefaults.load(config.model.path),
+        gate=gate,
+        created=int(time.time()),
+    )
+    health = Health(generator, processor, gate)
+    api = FastAPI(
+        title="Foveal",
+        version=runtime_version(),
+        description="OpenAI-compatible API of a multimodal model served by Foveal.",
+        redoc_url=None,
+    )
+    api.include_router(build_router(service, info, health))
+    _add_error_handlers(api)
+    keys = KeyFile(config.api_key_file) if config.api_key_file else None
+    asgi = RequestContext(RequireKey(Intake(api, gate), keys), _observe_nothing)
+    return HttpApp(asgi=asgi, api=api, service=service, gate=gate, health=health)
+
+
+def _observe_nothing(method: str, path: str, status: int, seconds: float) -> None:
+    pass
+
+
+def _add_error_handlers(api: FastAPI) -> None:
+    @api.exception_handler(FovealError)
+    async def foveal_error(request: Request, error: FovealError) -> Response:
+        request.scope["foveal.error"] = error.code
+        return error_response(error)
+
+    @api.exception_handler(RequestValidationError)
+    async def invalid_body(request: Request, error: RequestValidationError) -> Response:
+        request.scope["foveal.error"] = "invalid_request_error"
+        return validation_response(error)
+
+    @api.exception_handler(ClientGone)
+    async def client_gone(request: Request, error: ClientGone) -> Response:
+        request.scope["foveal.error"] = "client_gone"
+        return Response(status_code=CLIENT_CLOSED)
+
+    @api.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> Response:
+        # Answers only; the framework raises the error again and intake.py logs it.
+        return json_response(internal_error(request.scope["foveal.request_id"]), 500)
+
+    @api.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        return http_exception_response(error)

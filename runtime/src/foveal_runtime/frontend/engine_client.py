@@ -1,0 +1,392 @@
+"""All engines as one: routing, sending, and carrying a request on when its engine goes.
+
+Implements `seams.Generator` and `input_processor.Knowledge`; one per HTTP process. A request whose
+engine dies, drains or forgets it is sent elsewhere with the tokens already emitted, under a new
+attempt number; nothing is emitted twice. Never decodes media, never blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from urllib.parse import urlsplit
+
+import msgspec
+
+from foveal_runtime.frontend.engine_link import EngineLink, Lost, Rejected, Stream
+from foveal_runtime.frontend.prepared import PreparedRequest
+from foveal_runtime.frontend.routing import Candidate, Router, affinity_keys, estimate_load
+from foveal_runtime.frontend.stats import FrontendStats
+from foveal_runtime.mirror.sender import Sender, SendItem, SendValue
+from foveal_runtime.plan.config import EngineAddress, FrontendConfig
+from foveal_runtime.plan.errors import (
+    EngineFailure,
+    MediaTooLarge,
+    MediaUnknown,
+    NoEngine,
+    Overloaded,
+    from_wire,
+)
+from foveal_runtime.plan.media import ItemMeta, MMHash
+from foveal_runtime.wire import codec
+from foveal_runtime.wire.messages import EngineOutput, RequestBody
+from foveal_runtime.wire.transport import FrontendTransport, LinkDown
+from foveal_runtime.wire.zmq_transport import ZmqDealer
+
+log = logging.getLogger(__name__)
+
+MAX_LOSSES = 4
+"""A request that lost this many engines may be what kills them: it ends with an error."""
+MAX_ATTEMPTS = 32
+RESOLVE_SECONDS = 5.0
+
+
+class EngineClient:
+    """See the module.
+
+    Args:
+        namespace: `wire.namespace.model_namespace` of the served model.
+        open_transport: endpoint → transport; default ZMQ with the configured keys.
+        resolve: name → addresses, for `dns` engines.
+    """
+
+    def __init__(
+        self,
+        config: FrontendConfig,
+        namespace: bytes,
+        *,
+        stats: FrontendStats | None = None,
+        open_transport: Callable[[str], FrontendTransport] | None = None,
+        resolve: Callable[[str, int], list[str]] | None = None,
+    ) -> None:
+        self.config = config
+        self.namespace = namespace
+        self.stats = stats or FrontendStats()
+        self.router = Router()
+        # The routing id at the engine: several HTTP processes of a pod are several frontends.
+        self.frontend_id = f"{config.frontend_id}/{os.getpid()}-{secrets.token_hex(3)}"
+        self._boot = time.time_ns()
+        self._open = open_transport or self._open_zmq
+        self._resolve = resolve or _addresses
+        self._links: dict[str, EngineLink] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._watcher: asyncio.Task[None] | None = None
+        self._max_model_len = 0
+
+    # ---- life -----------------------------------------------------------------------------------
+    async def start(self) -> None:
+        """Opens links to the configured engines; returns at once, sessions follow."""
+        self.set_endpoints([a.endpoint for a in self.config.engines if not a.dns])
+        names = [address for address in self.config.engines if address.dns]
+        if names:
+            self._watcher = asyncio.create_task(self._watch_names(names))
+
+    async def close(self) -> None:
+        tasks = [t for t in (self._watcher, *self._leaving) if t is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(link.close() for link in self._links.values()))
+        self._links.clear()
+
+    def set_endpoints(self, endpoints: Sequence[str]) -> None:
+        """The engines there are from now on. One that left finishes what it has."""
+        for endpoint in [e for e in self._links if e not in endpoints]:
+            self._leave(endpoint)
+        for endpoint in endpoints:
+            if endpoint not in self._links:
+                sender = Sender(
+                    self.frontend_id, frontend_boot=self._boot, namespace=self.namespace,
+                    node=self.config.node,
+                )  # fmt: skip
+                link = EngineLink(endpoint, sender, self._open, on_change=self._on_change)
+                self._links[endpoint] = link
+                link.start()
+
+    def links(self) -> list[EngineLink]:
+        """For metrics and tests; one per engine."""
+        return list(self._links.values())
+
+    def _leave(self, endpoint: str) -> None:
+        link = self._links.pop(endpoint)
+        link.is_leaving = True
+        self.router.forget(endpoint)
+
+        async def finish() -> None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.config.drain_timeout_seconds):
+                    await link.idle()
+            await link.close()
+
+        task = asyncio.create_task(finish())
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+
+    def _open_zmq(self, endpoint: str) -> FrontendTransport:
+        return ZmqDealer(endpoint, self.frontend_id, keys=self.config.curve)
+
+    def _on_change(self, link: EngineLink) -> None:
+        if link.info is not None:
+            self._max_model_len = min(
+                (known.info.max_model_len for known in self._links.values() if known.info),
+                default=self._max_model_len,
+            )
+        else:
+            self.router.forget(link.endpoint)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _watch_names(self, names: Sequence[EngineAddress]) -> None:
+        """Every address behind each name is an engine; asked again every few seconds."""
+        static = [a.endpoint for a in self.config.engines if not a.dns]
+        known: dict[str, list[str]] = {}
+        while True:
+            for address in names:
+                parts = urlsplit(address.endpoint)
+                host, port = parts.hostname or "", parts.port or 5570
+                try:
+                    found = await asyncio.to_thread(self._resolve, host, port)
+                except OSError as error:
+                    # A name server's bad moment must not send every engine away.
+                    log.warning("cannot resolve engines at %s: %s", host, error)
+                    continue
+                known[address.endpoint] = [
+                    f"{parts.scheme}://{f'[{ip}]' if ':' in ip else ip}:{port}" for ip in found
+                ]
+            self.set_endpoints([*static, *(e for group in known.values() for e in group)])
+            await asyncio.sleep(RESOLVE_SECONDS)
+
+    # ---- Knowledge ------------------------------------------------------------------------------
+    def lookup_item(self, mm_hash: MMHash) -> tuple[int, ItemMeta] | None:
+        for link in self._links.values():
+            known = link.sender.confirmed.get(mm_hash)
+            if known is not None and known[1] is not None:
+                return known[0], known[1]
+        return None
+
+    def lookup_alias(self, alias: bytes) -> bytes | None:
+        for link in self._links.values():
+            bound = link.sender.lookup_binding(alias)
+            if bound is not None:
+                return bound
+        return None
+
+    def max_model_len(self) -> int:
+        return self._max_model_len
+
+    def num_ready_engines(self) -> int:
+        return sum(link.is_ready for link in self._links.values())
+
+    async def health(self) -> bool:
+        """Some engine was heard of within three seconds and steps while it has work."""
+        return any(link.is_healthy() for link in self._links.values())
+
+    def control(self, action: str, value: int = 0) -> int:
+        """Administration of every engine's caches. Returns how many were told."""
+        return sum(link.control(action, value) for link in self._links.values())
+
+    def put(self, items: Sequence[SendItem], values: dict[MMHash, SendValue]) -> int:
+        """Offers values to the engine with the most room for them; how many were sent."""
+        ready = [link for link in self._links.values() if link.is_ready]
+        if not ready:
+            return 0
+        link = max(ready, key=lambda one: one.sender.window_bytes - one.sender.inflight_bytes)
+        return link.put(items, values)
+
+    # ---- requests -------------------------------------------------------------------------------
+    async def generate(self, request: PreparedRequest) -> AsyncGenerator[EngineOutput, None]:
+        """See `seams.Generator`."""
+        run = _Run(request)
+        link: EngineLink | None = None
+        stream: Stream | None = None
+        try:
+            while True:
+                link, stream = await self._submit(run)
+                async with contextlib.aclosing(self._follow(run, stream)) as outputs:
+                    async for output in outputs:
+                        if output.finish:
+                            stream = None
+                        yield output
+                        if output.finish:
+                            return
+                stream = None
+        finally:
+            if link is not None and stream is not None:
+                link.abort(stream.rid)
+            self._count(run)
+            for item in request.items:
+                item.source.release()
+
+    async def _submit(self, run: _Run) -> tuple[EngineLink, Stream]:
+        """Sends the next attempt to the best engine there is, waiting for one if need be."""
+        deadline = time.monotonic() + self.config.admission.no_engine_wait_seconds
+        while True:
+            changed = self._changed
+            link = self._choose(run)
+            if link is None:
+                await self._wait_for_engine(run, changed, deadline)
+                continue
+            rid, run.attempt = (run.request.request_id, run.attempt), run.attempt + 1
+            try:
+                with self.stats.stages.measure("send"):
+                    stream = await link.submit(rid, run.request, run.body())
+            except LinkDown:
+                if run.attempt > MAX_ATTEMPTS:
+                    raise EngineFailure("the request could not be sent to any engine") from None
+                await asyncio.sleep(0)
+                continue
+            self.router.commit(link.endpoint, run.affinity)
+            return link, stream
+
+    async def _wait_for_engine(self, run: _Run, changed: asyncio.Event, deadline: float) -> None:
+        if self.num_ready_engines() and any(i.is_held_only for i in run.request.items):
+            raise MediaUnknown(
+                "the media behind a uuid is no longer held by any engine; send it again"
+            )
+        left = deadline - time.monotonic()
+        try:
+            async with asyncio.timeout(max(0.0, left)):
+                await changed.wait()
+        except TimeoutError:
+            raise NoEngine(
+                f"no engine was ready within {self.config.admission.no_engine_wait_seconds:g} s",
+                retry_after_seconds=5,
+            ) from None
+
+    def _choose(self, run: _Run) -> EngineLink | None:
+        ready = {link.endpoint: link for link in self._links.values() if link.is_ready}
+        candidates = [self._candidate(link, run) for link in ready.values()]
+        fresh = [c for c in candidates if c.name not in run.avoid]
+        name = self.router.choose(fresh or candidates, run.affinity)
+        return None if name is None else ready[name]
+
+    def _candidate(self, link: EngineLink, run: _Run) -> Candidate:
+        held, has_all = 0, True
+        for item in run.request.items:
+            if link.sender.believes(item.mm_hash):
+                held += item.size_bytes
+            elif item.is_held_only:
+                has_all = False
+        reported = 0 if link.load is None else link.load.num_running + link.load.num_waiting
+        load = estimate_load(
+            link.inflight, reported, link.own_at_report, time.monotonic() - link.reported_at
+        )
+        return Candidate(link.endpoint, load, held, has_all)
+
+    async def _follow(self, run: _Run, stream: Stream) -> AsyncGenerator[EngineOutput, None]:
+        """Outputs of one attempt. Ends without a finish when another attempt is due."""
+        while True:
+            event = await stream.next()
+            if isinstance(event, Lost):
+                run.on_lost(event.reason)
+                self.stats.count_resubmission(event.reason)
+                return
+            if isinstance(event, Rejected):
+                self._on_rejected(run, event)
+                return
+            if event.finish == "error":
+                raise from_wire(*(event.error or ("engine_error", "the engine gave no reason")))
+            if event.finish == "abort":
+                # Not by us: the engine gave it up (drain, restart of its runner).
+                run.on_lost("engine_abort")
+                self.stats.count_resubmission("engine_abort")
+                if event.token_ids:
+                    yield run.take(msgspec.structs.replace(event, finish=""))
+                return
+            if not run.is_counted:
+                self._count(run)
+            yield run.take(event)
+            if event.finish:
+                return
+
+    def _on_rejected(self, run: _Run, event: Rejected) -> None:
+        """Raises what the client must know; returns when another attempt is worth it."""
+        code = event.code
+        if code == "mm_source_lost":
+            if event.error is not None:
+                raise event.error
+            if any(item.is_held_only for item in run.request.items):
+                raise MediaUnknown("the media behind a uuid is no longer held; send it again")
+        elif code in ("mm_too_large", "media_too_large"):
+            raise MediaTooLarge("the request's media are larger than the engines' value cache")
+        elif code not in ("overloaded", "duplicate_request", "draining", "mm_value_damaged"):
+            raise from_wire(code, f"the engine refused the request: {code}")
+        self.stats.count_resubmission(code)
+        run.rejections += 1
+        if code == "overloaded" and run.rejections >= max(1, self.num_ready_engines()):
+            raise Overloaded("every engine's queue is full")
+        if run.rejections > MAX_LOSSES:
+            raise EngineFailure(f"the engines refused the request {run.rejections} times: {code}")
+
+    def _count(self, run: _Run) -> None:
+        """One query per item and request; a hit is an item that cost neither processor nor wire."""
+        if run.is_counted:
+            return
+        run.is_counted = True
+        for item in run.request.items:
+            self.stats.mm_queries[item.modality] += 1
+            if run.attempt and not (item.was_processed or item.was_sent):
+                self.stats.mm_hits[item.modality] += 1
+
+
+class _Run:
+    """One sequence over all its attempts."""
+
+    def __init__(self, request: PreparedRequest) -> None:
+        self.request = request
+        self.attempt = 0
+        self.losses = 0
+        self.rejections = 0
+        self.emitted: list[int] = []
+        self.has_first = False
+        self.is_counted = False
+        self.began = time.monotonic()
+        self.avoid: set[str] = set()
+        self.affinity = affinity_keys(
+            request.token_ids, [item.mm_hash for item in request.items], request.cache_salt
+        )
+
+    def body(self) -> RequestBody:
+        request = self.request
+        wide = max(request.token_ids + self.emitted, default=0) > 0xFFFF
+        return RequestBody(
+            token_ids=codec.pack_tokens(request.token_ids, wide=wide)[0],
+            wide=wide,
+            placements=tuple(request.placements),
+            sampling=request.sampling,
+            emitted=codec.pack_tokens(self.emitted, wide=wide)[0],
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            read_prefix_cache=request.read_prefix_cache,
+            echo_prompt=request.echo_prompt and not self.has_first,
+            arrival_seconds=time.monotonic() - self.began,
+        )
+
+    def take(self, output: EngineOutput) -> EngineOutput:
+        """Remembers what was emitted; `first` is told once."""
+        self.emitted.extend(output.token_ids)
+        if output.first is None:
+            return output
+        if self.has_first:
+            return msgspec.structs.replace(output, first=None)
+        self.has_first = True
+        return output
+
+    def on_lost(self, reason: str) -> None:
+        if reason in ("draining", "engine_abort"):
+            return
+        self.losses += 1
+        if self.losses >= MAX_LOSSES:
+            raise EngineFailure(f"{self.losses} engines were lost while running this request")
+
+
+def _addresses(host: str, port: int) -> list[str]:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return sorted({str(entry[4][0]) for entry in found})

@@ -1,0 +1,375 @@
+"""One model's processor as Foveal uses it: one item alone in, one serialised item out.
+
+Runs in media workers only (may load torch). `worker_main` is the caller. An item is a pure function
+of its file, the processor and its options: it is never processed beside another one, because
+processors pad neighbours to a common size.
+
+The prompt the engine rebuilds (unexpanded ids, each placeholder replaced) must equal what the
+processor itself would have made. `examine` proves that once per start with a real call, and picks
+the way to find replacement ids that holds; a modality for which none holds is refused.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import io
+import json
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from foveal_runtime.frontend.media import rules
+from foveal_runtime.frontend.media.decode import decode_image
+from foveal_runtime.frontend.media.hashing import short_digest
+from foveal_runtime.frontend.media.protocol import PlaceholderInfo, ProcessorInfo
+from foveal_runtime.frontend.media.timed import Frames, decode_audio, decode_video
+from foveal_runtime.plan.config import ModalitiesConfig, ModalityLimits
+from foveal_runtime.plan.errors import (
+    FovealError,
+    InvalidRequest,
+    MediaInvalid,
+    MediaTooLarge,
+    StartupError,
+)
+from foveal_runtime.plan.media import MODALITIES
+from foveal_runtime.wire.item import pack_item
+
+log = logging.getLogger(__name__)
+
+_PIXEL_LIBRARIES = ("transformers", "torchvision", "pillow", "soxr", "av")
+_TEXT_FIELDS = {
+    "input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels",
+    "text_replacement_offsets", "video_metadata", "special_tokens_mask",
+}  # fmt: skip
+_CALL_OPTIONS = {
+    "text", "images", "videos", "audio", "return_tensors", "padding", "truncation", "max_length",
+    "device", "return_mm_token_type_ids", "return_text_replacement_offsets", "text_kwargs",
+    "common_kwargs", "image_seq_len", "suffix",
+}  # fmt: skip
+
+
+class ItemProcessor:
+    """A loaded processor and what `examine` found out about it."""
+
+    def __init__(self, model_path: str, limits: ModalitiesConfig) -> None:
+        self.limits = limits
+        self.model_type = _model_type(model_path)
+        self.rule = rules.rule_for(self.model_type)
+        self.processor = _load_processor(model_path)
+        self.tokenizer = getattr(self.processor, "tokenizer", None)
+        self.placeholders: dict[int, PlaceholderInfo] = {}
+
+    def examine(self, namespace: bytes) -> ProcessorInfo:
+        """Finds and proves each modality's placeholder; processes the first item on the way."""
+        begin = time.perf_counter()
+        found = []
+        for modality in range(len(MODALITIES)):
+            info = self._examine(modality)
+            if info is not None:
+                found.append(info)
+                self.placeholders[modality] = info
+        return ProcessorInfo(
+            processor_class=type(self.processor).__name__,
+            model_type=self.model_type,
+            identity=self._identity(namespace),
+            placeholders=tuple(found),
+            prompt_rule=self.rule.prompt_rule,
+            prefix_ids=self._prefix_ids(),
+            suffix_ids=self._suffix_ids(),
+            sampling_rate=self._sampling_rate(),
+            seconds=time.perf_counter() - begin,
+        )
+
+    def decode(self, modality: int, data: bytes | memoryview, options: Mapping[str, Any]) -> Any:
+        """The media as the processor takes it: RGB picture, samples or frames."""
+        limits = self._limits(modality)
+        if modality == 0:
+            return decode_image(data, limits)
+        if modality == 2:
+            return decode_audio(data, limits, self._sampling_rate() or 16000)
+        return decode_video(data, limits, lambda *video: self._choose_frames(options, *video))
+
+    def process(self, modality: int, media: Any, options: Mapping[str, Any]) -> bytes:
+        """The serialised item. Raises MediaInvalid, MediaTooLarge or InvalidRequest."""
+        info = self.placeholders.get(modality)
+        if info is None or not info.method:
+            raise MediaInvalid(f"this model takes no {MODALITIES[modality]} input")
+        _check_options(options)
+        try:
+            output = self._call(modality, [media], info.token, dict(options))
+            replacement = self._replacement(info, output)
+            return self._pack(info, replacement, output)
+        except FovealError:
+            raise
+        except MemoryError as error:
+            raise MediaTooLarge(
+                f"{MODALITIES[modality]} needs more memory than a media worker has"
+            ) from error
+        except Exception as error:  # a processor raises anything; the media or its options did it
+            raise MediaInvalid(
+                f"{MODALITIES[modality]} was refused by {type(self.processor).__name__}: "
+                f"{' '.join(str(error).split())[:300] or type(error).__name__}"
+            ) from error
+
+    def _prefix_ids(self) -> tuple[int, ...]:
+        bos = getattr(self.tokenizer, "bos_token_id", None)
+        return (int(bos),) if self.rule.prompt_rule == "prefix" and bos is not None else ()
+
+    def _suffix_ids(self) -> tuple[int, ...]:
+        if self.rule.prompt_rule != "prefix" or self.tokenizer is None:
+            return ()
+        return tuple(int(i) for i in self.tokenizer("\n", add_special_tokens=False)["input_ids"])
+
+    def _limits(self, modality: int) -> ModalityLimits:
+        limits: ModalityLimits = getattr(self.limits, MODALITIES[modality])
+        return limits
+
+    def _sampling_rate(self) -> int:
+        audio = getattr(self.processor, "feature_extractor", None) or getattr(
+            self.processor, "audio_processor", None
+        )
+        return int(getattr(audio, "sampling_rate", 0) or 0)
+
+    def _identity(self, namespace: bytes) -> bytes:
+        versions = []
+        for name in _PIXEL_LIBRARIES:
+            try:
+                versions.append(f"{name}={importlib.metadata.version(name)}")
+            except importlib.metadata.PackageNotFoundError:
+                versions.append(f"{name}=none")
+        parts = [
+            getattr(self.processor, name, None)
+            for name in ("image_processor", "video_processor", "feature_extractor")
+        ]
+        config = "".join(part.to_json_string() for part in parts if part is not None)
+        classes = ",".join(type(part).__name__ for part in [self.processor, *parts])
+        return short_digest(
+            namespace, classes.encode(), config.encode(), ",".join(versions).encode()
+        )
+
+    def _choose_frames(
+        self, options: Mapping[str, Any], total: int, fps: float, width: int, height: int
+    ) -> list[int]:
+        """The processor's own sampling rule, told the requested num_frames or fps."""
+        from transformers.video_utils import VideoMetadata
+
+        video = self.processor.video_processor
+        metadata = VideoMetadata(
+            total_num_frames=total, fps=fps, duration=total / fps, width=width, height=height
+        )
+        asked = {k: options[k] for k in ("num_frames", "fps") if options.get(k) is not None}
+        if not asked and not getattr(video, "do_sample_frames", False):
+            return list(range(total))
+        try:
+            chosen = video.sample_frames(metadata, **(asked or rules.sampling_defaults(video)))
+        except ValueError as error:
+            raise MediaInvalid(f"video frames cannot be sampled: {error}") from error
+        return [int(i) for i in np.asarray(chosen).reshape(-1)]
+
+    def _call(
+        self, modality: int, media: list[Any], text: str, options: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The processor on these items and this text, everything as lists and tensors."""
+        if self.rule.run is not None:
+            return self.rule.run(self.processor, modality, media, text, options)
+        wrapped = _WRAPPERS[modality](media, options)
+        wants_offsets = "offsets" in rules.methods_of(self.processor)
+        if wants_offsets:
+            wrapped["return_text_replacement_offsets"] = True
+        output = self.processor(text=[text], return_tensors="pt", **wrapped, **options)
+        return dict(output)
+
+    def _replacement(self, info: PlaceholderInfo, output: Mapping[str, Any]) -> list[int]:
+        assert self.tokenizer is not None
+        if info.method == "rule":
+            return _ids(output)
+        if info.method == "offsets":
+            text = output["text_replacement_offsets"][0][0]["replacement"]
+            return [int(i) for i in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
+        return self._difference(info, info.token, output)
+
+    def _difference(self, info: PlaceholderInfo, text: str, output: Mapping[str, Any]) -> list[int]:
+        """Expanded ids minus unexpanded ids around the one placeholder of `text`."""
+        assert self.tokenizer is not None
+        full = _ids(output)
+        plain = [int(i) for i in self.tokenizer(rules.final_text(self, text))["input_ids"]]
+        if plain.count(info.token_id) != 1:
+            raise MediaInvalid(f"placeholder {info.token} is not one token of the prompt")
+        at = plain.index(info.token_id)
+        tail = len(plain) - at - 1
+        if full[:at] != plain[:at] or (tail and full[-tail:] != plain[-tail:]):
+            raise MediaInvalid("the expanded prompt differs outside the placeholder")
+        return full[at : len(full) - tail]
+
+    def _pack(
+        self, info: PlaceholderInfo, replacement: list[int], output: Mapping[str, Any]
+    ) -> bytes:
+        runs = embed_runs(replacement, info.embed_token_id)
+        if not runs:
+            raise MediaInvalid(f"{MODALITIES[info.modality]} takes no place in the prompt")
+        unused = set(getattr(self.processor, "unused_input_names", ()) or ())
+        fields: dict[str, tuple[str, np.ndarray[Any, Any]]] = {}
+        for name, value in output.items():
+            if name not in _TEXT_FIELDS and name not in unused and value is not None:
+                fields[name] = _array(name, value)
+        return pack_item(info.modality, tuple(replacement), runs, fields)
+
+    def _examine(self, modality: int) -> PlaceholderInfo | None:
+        """Tries each method on a sample item, against one full call with two items."""
+        if self._limits(modality).max_per_prompt == 0:
+            return None
+        base = rules.placeholder(self.rule, self.processor, modality)
+        if base is None:
+            return None
+        reason = ""
+        for method in self.rule.methods or rules.methods_of(self.processor):
+            info = PlaceholderInfo(
+                modality, base.token, base.token_id, base.embed_token_id, base.text, method
+            )
+            try:
+                reason = self._disagreement(info)
+            except Exception as error:  # whatever a foreign processor raises makes it unusable
+                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            if not reason:
+                return info
+            log.warning("%s %s by %s: %s", self.model_type, MODALITIES[modality], method, reason)
+        return PlaceholderInfo(
+            modality, base.token, base.token_id, base.embed_token_id, base.text, "", reason
+        )
+
+    def _through_files(self, image: Image.Image) -> Image.Image:
+        """The sample once as PNG and once as JPEG: the user's first picture finds warm codecs."""
+        for kind in ("PNG", "JPEG"):
+            buffer = io.BytesIO()
+            image.save(buffer, kind)
+            image = decode_image(buffer.getvalue(), ModalityLimits())
+        return image
+
+    def _disagreement(self, info: PlaceholderInfo) -> str:
+        """ "" when splicing reproduces the full processor's prompt, else what differs."""
+        assert self.tokenizer is not None
+        sample = _sample(info.modality, self._sampling_rate())
+        if info.modality == 0:
+            sample = self._through_files(sample)
+        output = self._call(info.modality, [sample], info.token, {})
+        replacement = self._replacement(info, output)
+        if not embed_runs(replacement, info.embed_token_id):
+            return "no position of the replacement takes an encoder output"
+        self._pack(info, replacement, output)
+        if self.rule.run is not None:
+            return ""
+        for count in (1, 2) if self.rule.several else (1,):
+            text = rules.probe_text(info.token, count)
+            try:
+                full = _ids(self._call(info.modality, [sample] * count, text, {}))
+            except Exception:
+                if count == 1:
+                    raise
+                continue  # one item a prompt is all this processor takes
+            plain = [int(i) for i in self.tokenizer(rules.final_text(self, text))["input_ids"]]
+            spliced: list[int] = []
+            for token in plain:
+                spliced.extend(replacement if token == info.token_id else [token])
+            if spliced != full:
+                return f"splicing gives {len(spliced)} ids for {count} item(s), not {len(full)}"
+        return ""
+
+
+def embed_runs(ids: list[int], embed_id: int) -> tuple[tuple[int, int], ...]:
+    """(start, length) runs of `embed_id`."""
+    is_embed = np.concatenate(([0], np.asarray(ids) == embed_id, [0])).astype(np.int8)
+    edges = np.flatnonzero(np.diff(is_embed))
+    return tuple((int(a), int(b - a)) for a, b in zip(edges[::2], edges[1::2], strict=True))
+
+
+def _images(media: list[Any], options: dict[str, Any]) -> dict[str, Any]:
+    return {"images": media}
+
+
+def _videos(media: list[Frames], options: dict[str, Any]) -> dict[str, Any]:
+    from transformers.video_utils import VideoMetadata
+
+    for name in ("num_frames", "fps", "do_sample_frames"):
+        options.pop(name, None)
+    metadata = [
+        VideoMetadata(
+            total_num_frames=video.total, fps=video.fps, duration=video.total / video.fps,
+            width=video.pixels.shape[2], height=video.pixels.shape[1],
+            frames_indices=list(video.indices), video_backend="pyav",
+        )
+        for video in media
+    ]  # fmt: skip
+    videos = [video.pixels for video in media]
+    return {"videos": videos, "video_metadata": metadata, "do_sample_frames": False}
+
+
+def _audio(media: list[Any], options: dict[str, Any]) -> dict[str, Any]:
+    return {"audio": media}
+
+
+_WRAPPERS = {0: _images, 1: _videos, 2: _audio}
+
+
+def _ids(output: Mapping[str, Any]) -> list[int]:
+    ids = output["input_ids"]
+    row = ids[0]
+    return [int(i) for i in (row.tolist() if hasattr(row, "tolist") else row)]
+
+
+def _array(name: str, value: Any) -> tuple[str, np.ndarray[Any, Any]]:
+    """(torch dtype name, array) of anything a processor returns."""
+    import torch
+
+    if isinstance(value, (list, tuple)):
+        parts = [_array(name, part) for part in value]
+        if not parts:
+            raise MediaInvalid(f"field {name} is empty")
+        return parts[0][0], np.stack([array for _, array in parts])
+    tensor = torch.as_tensor(value).detach().cpu().contiguous()
+    kind = str(tensor.dtype).removeprefix("torch.")
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.view(torch.uint16)
+    return kind, tensor.numpy()
+
+
+def _sample(modality: int, sampling_rate: int) -> Any:
+    """A deterministic item, large enough for any processor's smallest size."""
+    ramp = (np.arange(192 * 256 * 3, dtype=np.uint32) * 2654435761 >> 24).astype(np.uint8)
+    if modality == 0:
+        return Image.fromarray(ramp.reshape(192, 256, 3), "RGB")
+    if modality == 1:
+        return Frames(np.stack([ramp.reshape(192, 256, 3)] * 8), list(range(8)), 8, 2.0)
+    seconds = np.arange(sampling_rate or 16000, dtype=np.float32) / (sampling_rate or 16000)
+    return np.sin(2 * np.pi * 440 * seconds).astype(np.float32) * 0.5
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    for name in options:
+        if name in _CALL_OPTIONS:
+            raise InvalidRequest(f"mm_processor_kwargs cannot set {name}")
+
+
+def _model_type(model_path: str) -> str:
+    try:
+        config = json.loads((Path(model_path) / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise StartupError(f"cannot read {model_path}/config.json: {error}") from error
+    return str(config.get("model_type", "")) if isinstance(config, dict) else ""
+
+
+def _load_processor(model_path: str) -> Any:
+    from transformers import AutoProcessor
+
+    try:
+        return AutoProcessor.from_pretrained(
+            model_path, trust_remote_code=False, local_files_only=True
+        )
+    except Exception as error:  # OSError, ValueError, ImportError, KeyError, ...: all say "cannot"
+        raise StartupError(
+            f"cannot load the processor of {model_path}: {' '.join(str(error).split())[:400]}"
+        ) from error

@@ -1,0 +1,139 @@
+"""What the HTTP process and a media worker say to each other: one message file per boundary.
+
+`workers` (HTTP process) sends, `worker_main` answers, over a socket pair. A frame is
+`header length u32 | body length u64 | msgpack header | body`; the body is the media file on the way
+in and the serialised item (`wire.item`) on the way out. No pickle, both lengths bounded.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from foveal_runtime.plan.config import ModalitiesConfig
+from foveal_runtime.plan.media import MODALITIES, Modality
+
+MAX_HEADER_BYTES = 16 * 1024 * 1024
+PREFIX_BYTES = 12
+
+
+class PlaceholderInfo(msgspec.Struct, frozen=True):
+    """How one modality stands in an *unexpanded* prompt of this model.
+
+    Attributes:
+        token, token_id: the one placeholder per item, as chat templates write it.
+        embed_token_id: the id inside the replacement that takes encoder outputs.
+        text: what a chat template writes for one item: the token with its fixed neighbours.
+        method: how replacement ids are found: "offsets" (the processor names the replacement
+            text), "diff" (expanded prompt minus unexpanded prompt) or "" (neither reproduces the
+            full processor's prompt: the modality is refused).
+    """
+
+    modality: int
+    token: str
+    token_id: int
+    embed_token_id: int
+    text: str = ""
+    method: Literal["offsets", "diff", "rule", ""] = ""
+    reason: str = ""
+
+
+class ProcessorInfo(msgspec.Struct, frozen=True):
+    """What the HTTP process must know of the model's processor, without importing it.
+
+    Attributes:
+        identity: 16 bytes over processor class, configuration and the library versions that change
+            pixels; part of every MMHash.
+        prompt_rule: "inline" (placeholders stand where the chat template puts them) or "prefix"
+            (PaliGemma: all placeholders first, then `prefix_ids` (BOS), the text, `suffix_ids`).
+        sampling_rate: of audio, 0 when the model takes none.
+        seconds: what loading and the first item took.
+    """
+
+    processor_class: str
+    model_type: str
+    identity: bytes
+    placeholders: tuple[PlaceholderInfo, ...]
+    prompt_rule: Literal["inline", "prefix"] = "inline"
+    prefix_ids: tuple[int, ...] = ()
+    suffix_ids: tuple[int, ...] = ()
+    sampling_rate: int = 0
+    seconds: float = 0.0
+
+    def placeholder_token_id(self, modality: Modality) -> int | None:
+        """The one token of an item in an unexpanded prompt; None = the modality is not served."""
+        info = self.placeholder(MODALITIES.index(modality))
+        return None if info is None else info.token_id
+
+    def placeholder_text(self, modality: Modality) -> str | None:
+        """Text of one item for chat templates that take string content only."""
+        info = self.placeholder(MODALITIES.index(modality))
+        return None if info is None else info.text
+
+    def placeholder(self, modality: int) -> PlaceholderInfo | None:
+        """The placeholder of a modality that can be served, else None."""
+        for info in self.placeholders:
+            if info.modality == modality and info.method:
+                return info
+        return None
+
+
+class Load(msgspec.Struct, frozen=True, tag="load"):
+    """First message: which model, within which limits."""
+
+    model_path: str
+    namespace: bytes
+    limits: ModalitiesConfig
+    num_threads: int = 1
+    max_memory_bytes: int = 0
+
+
+class Process(msgspec.Struct, frozen=True, tag="process"):
+    """Decode the body and run the processor on this one item. `options` is JSON."""
+
+    job: int
+    modality: int
+    options: bytes = b"{}"
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    info: ProcessorInfo
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """The body is the serialised item."""
+
+    job: int
+    decode_seconds: float
+    process_seconds: float
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """`code` is one of plan.errors; job 0 = the worker could not load the model."""
+
+    job: int
+    code: str
+    message: str
+
+
+ToWorker = Load | Process
+FromWorker = Ready | Done | Failed
+
+_ENCODER = msgspec.msgpack.Encoder()
+TO_WORKER = msgspec.msgpack.Decoder(ToWorker)
+FROM_WORKER = msgspec.msgpack.Decoder(FromWorker)
+
+
+def encode(message: ToWorker | FromWorker, body_bytes: int = 0) -> bytes:
+    """Prefix and header; the caller writes the body after it."""
+    header = _ENCODER.encode(message)
+    return len(header).to_bytes(4, "little") + body_bytes.to_bytes(8, "little") + header
+
+
+def decode_prefix(prefix: bytes) -> tuple[int, int]:
+    """(header bytes, body bytes). Raises ValueError when the header length is absurd."""
+    header, body = int.from_bytes(prefix[:4], "little"), int.from_bytes(prefix[4:12], "little")
+    if header > MAX_HEADER_BYTES:
+        raise ValueError(f"header of {header} bytes")
+    return header, body

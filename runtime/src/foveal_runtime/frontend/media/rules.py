@@ -1,0 +1,166 @@
+"""What differs between model families on the prompt side: placeholders, embed ids, odd processors.
+
+Read by `processors` in media workers. A family without an entry takes the default rule, which
+`processors.examine` then proves or refuses, so a new model needs an entry only when it is odd.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+if TYPE_CHECKING:
+    from foveal_runtime.frontend.media.processors import ItemProcessor
+
+Method = Literal["offsets", "diff", "rule", ""]
+Run = Callable[[Any, int, list[Any], str, dict[str, Any]], dict[str, Any]]
+
+_NAMES = ("image", "video", "audio")
+
+
+class Placeholder(msgspec.Struct, frozen=True):
+    token: str
+    token_id: int
+    embed_token_id: int
+    text: str
+
+
+class FamilyRule(msgspec.Struct, frozen=True):
+    """One family's differences.
+
+    Attributes:
+        embed_from: modality → whose token takes the encoder outputs ("image" for GLM-4V's videos),
+            or "tokenizer" (Gemma 3 writes <start_of_image> and expands to <image_soft_token>).
+        modalities: what the engine can serve of this family.
+        methods: ways to find replacement ids, tried in order; () = the default order.
+        several: False when a prompt with two items is not made of two items alone (LLaVA-OneVision
+            drops the tiles of each picture as soon as there are two).
+        wraps: modality → (before, after) that chat templates write around the placeholder.
+        run: calls a processor that is not called like the others.
+    """
+
+    embed_from: tuple[tuple[str, str], ...] = ()
+    modalities: tuple[str, ...] = _NAMES
+    methods: tuple[Method, ...] = ()
+    prompt_rule: Literal["inline", "prefix"] = "inline"
+    several: bool = True
+    wraps: tuple[tuple[str, str, str], ...] = ()
+    run: Run | None = None
+
+
+def _run_voxtral(
+    processor: Any, modality: int, media: list[Any], text: str, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Voxtral's processor takes whole conversations only; its features are made here directly.
+
+    Samples are padded to whole 30 s windows; a window of 3,000 mel frames becomes 1,500 encoder
+    positions, of which four make one embedding.
+    """
+    extractor = processor.feature_extractor
+    settings = dict(processor.audio_kwargs)
+    positions = int(settings.pop("max_source_positions", 3000))
+    features = extractor(media[0], **settings)["input_features"]
+    chunks = features.reshape(extractor.feature_size, -1, positions).transpose(0, 1)
+    num_tokens = math.ceil(positions / 2 / 4) * int(chunks.shape[0])
+    return {"input_ids": [[processor.audio_token_id] * num_tokens], "input_features": chunks}
+
+
+_QWEN = tuple((name, "<|vision_start|>", "<|vision_end|>") for name in ("image", "video"))
+_GLM = (
+    ("image", "<|begin_of_image|>", "<|end_of_image|>"),
+    ("video", "<|begin_of_video|>", "<|end_of_video|>"),
+)
+
+_RULES: dict[str, FamilyRule] = {
+    "gemma3": FamilyRule(embed_from=(("image", "tokenizer"),), modalities=("image",)),
+    "paligemma": FamilyRule(modalities=("image",), prompt_rule="prefix"),
+    "glm4v": FamilyRule(embed_from=(("video", "image"),), wraps=_GLM),
+    "glm4v_moe": FamilyRule(embed_from=(("video", "image"),), wraps=_GLM),
+    "qwen2_vl": FamilyRule(wraps=_QWEN),
+    "qwen2_5_vl": FamilyRule(wraps=_QWEN),
+    "qwen3_vl": FamilyRule(wraps=_QWEN),
+    "qwen3_vl_moe": FamilyRule(wraps=_QWEN),
+    "qwen2_audio": FamilyRule(wraps=(("audio", "<|audio_bos|>", "<|audio_eos|>"),)),
+    "internvl": FamilyRule(embed_from=(("video", "image"),), modalities=("image",)),
+    "llava_onevision": FamilyRule(several=False, modalities=("image",)),
+    "smolvlm": FamilyRule(modalities=("image",)),
+    "voxtral": FamilyRule(modalities=("audio",), methods=("rule",), run=_run_voxtral),
+}
+
+
+def rule_for(model_type: str) -> FamilyRule:
+    return _RULES.get(model_type, FamilyRule())
+
+
+def methods_of(processor: Any) -> tuple[Method, ...]:
+    """Ways this processor offers, best first. Older releases cannot name replacements."""
+    from transformers.processing_utils import ProcessorMixin
+
+    overrides = any(
+        getattr(type(processor), f"replace_{name}_token", None)
+        is not getattr(ProcessorMixin, f"replace_{name}_token", None)
+        for name in _NAMES
+    )
+    return ("offsets", "diff") if overrides else ("diff",)
+
+
+def placeholder(rule: FamilyRule, processor: Any, modality: int) -> Placeholder | None:
+    """The placeholder of a modality, or None when processor or rule has none."""
+    name = _NAMES[modality]
+    parts = {
+        "image": ("image_processor",),
+        "video": ("video_processor",),
+        "audio": ("feature_extractor", "audio_processor"),
+    }[name]
+    if name not in rule.modalities or not any(getattr(processor, p, None) for p in parts):
+        return None
+    token = _text(getattr(processor, f"{name}_token", None))
+    if not token:
+        return None
+    tokenizer = processor.tokenizer
+    token_id = tokenizer.convert_tokens_to_ids(token)
+    if token_id is None or token_id == getattr(tokenizer, "unk_token_id", None):
+        return None
+    source = dict(rule.embed_from).get(name, name)
+    if source == "tokenizer":
+        embed_id = tokenizer.image_token_id
+    elif source == name:
+        embed_id = token_id
+    else:
+        embed_id = getattr(processor, f"{source}_token_id", None)
+    before, after = next(((b, a) for n, b, a in rule.wraps if n == name), ("", ""))
+    return Placeholder(
+        token, int(token_id), int(token_id if embed_id is None else embed_id),
+        f"{before}{token}{after}",
+    )  # fmt: skip
+
+
+def _text(token: Any) -> str:
+    return str(getattr(token, "content", token) or "")
+
+
+def probe_text(token: str, count: int) -> str:
+    """A prompt with `count` placeholders amid ordinary text."""
+    return "".join(f"{token}\nitem {i} is here. " for i in range(count)) + "What is it?"
+
+
+def final_text(owner: ItemProcessor, text: str) -> str:
+    """The unexpanded prompt as the processor would complete it (PaliGemma: BOS and newline)."""
+    if owner.rule.prompt_rule != "prefix":
+        return text
+    token = owner.processor.image_token
+    end = text.rfind(token) + len(token)
+    bos = getattr(owner.tokenizer, "bos_token", "") or ""
+    return f"{text[:end]}{bos}{text[end:]}\n"
+
+
+def sampling_defaults(video_processor: Any) -> dict[str, Any]:
+    """num_frames or fps as the checkpoint sets them, when it does."""
+    for name in ("num_frames", "fps"):
+        value = getattr(video_processor, name, None)
+        if value is not None:
+            return {name: value}
+    return {}

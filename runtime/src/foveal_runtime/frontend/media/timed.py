@@ -1,0 +1,141 @@
+"""Encoded audio and video → samples and frames, within limits checked before decoding.
+
+Runs in media workers only. Like `decode`, it answers with the right samples or with MediaInvalid /
+MediaTooLarge. Frames are chosen first (the processor's own sampling rule) and only those are kept.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from foveal_runtime.frontend.media.decode import check_bytes, check_pixels, describe
+from foveal_runtime.plan.config import ModalityLimits
+from foveal_runtime.plan.errors import MediaInvalid, MediaTooLarge
+
+
+def decode_audio(
+    data: bytes | memoryview, limits: ModalityLimits, sampling_rate: int
+) -> np.ndarray[Any, Any]:
+    """Mono float32 samples at `sampling_rate` Hz."""
+    import soundfile
+
+    check_bytes(data, limits, "audio")
+    try:
+        with soundfile.SoundFile(io.BytesIO(data)) as file:
+            check_seconds(file.frames / max(1, file.samplerate), limits, "audio")
+            samples, rate = file.read(dtype="float32", always_2d=True), file.samplerate
+    except (soundfile.SoundFileError, RuntimeError, ValueError, TypeError):
+        samples, rate = _av_audio(data, limits)
+    if len(samples) == 0:
+        raise MediaInvalid("audio has no samples")
+    mono = samples.mean(axis=1)
+    if rate != sampling_rate:
+        import soxr
+
+        mono = soxr.resample(mono, rate, sampling_rate)
+    return np.ascontiguousarray(mono, dtype=np.float32)
+
+
+def check_seconds(seconds: float, limits: ModalityLimits, what: str) -> None:
+    if seconds > limits.max_seconds:
+        raise MediaTooLarge(f"{what} lasts {seconds:.1f} s, the limit is {limits.max_seconds:g} s")
+
+
+def _av_audio(data: bytes | memoryview, limits: ModalityLimits) -> tuple[np.ndarray[Any, Any], int]:
+    """What libsndfile does not read (AAC in MP4, ...): samples (n, 1) and their rate."""
+    import av
+
+    try:
+        with av.open(io.BytesIO(data), mode="r", metadata_errors="ignore") as container:
+            if not container.streams.audio:
+                raise MediaInvalid("audio cannot be read: the file has no audio stream")
+            stream = container.streams.audio[0]
+            rate = int(stream.rate or 0) or 16000
+            resampler = av.AudioResampler(format="flt", layout="mono", rate=rate)
+            parts: list[np.ndarray[Any, Any]] = []
+            count = 0
+            for decoded in container.decode(stream):
+                for piece in resampler.resample(decoded):
+                    parts.append(piece.to_ndarray().reshape(-1))
+                    count += len(parts[-1])
+                    check_seconds(count / rate, limits, "audio")
+    except (MediaInvalid, MediaTooLarge):
+        raise
+    except Exception as error:  # PyAV raises a family of its own plus ValueError, IndexError, ...
+        raise MediaInvalid(f"audio cannot be read ({describe(data)})") from error
+    samples = np.concatenate(parts) if parts else np.zeros(0, np.float32)
+    return samples.reshape(-1, 1), rate
+
+
+class Frames:
+    """Chosen frames of a video: `pixels` (n, height, width, 3) uint8, and where they came from."""
+
+    __slots__ = ("fps", "indices", "pixels", "total")
+
+    def __init__(
+        self, pixels: np.ndarray[Any, Any], indices: list[int], total: int, fps: float
+    ) -> None:
+        self.pixels = pixels
+        self.indices = indices
+        self.total = total
+        self.fps = fps
+
+
+Choose = Callable[[int, float, int, int], list[int]]
+"""(number of frames, frames per second, width, height) → ascending frame indices to keep."""
+
+
+def decode_video(data: bytes | memoryview, limits: ModalityLimits, choose: Choose) -> Frames:
+    """The frames that `choose` picks, RGB. Raises MediaInvalid or MediaTooLarge."""
+    import av
+
+    check_bytes(data, limits, "video")
+    try:
+        with av.open(io.BytesIO(data), mode="r", metadata_errors="ignore") as container:
+            if not container.streams.video:
+                raise MediaInvalid("video cannot be read: the file has no video stream")
+            return _read_frames(container, limits, choose)
+    except (MediaInvalid, MediaTooLarge):
+        raise
+    except MemoryError as error:
+        raise MediaTooLarge("video needs more memory than a media worker has") from error
+    except Exception as error:  # PyAV raises a family of its own plus ValueError, IndexError, ...
+        raise MediaInvalid(f"video cannot be read ({describe(data)})") from error
+
+
+def _read_frames(container: Any, limits: ModalityLimits, choose: Choose) -> Frames:
+    stream = container.streams.video[0]
+    stream.thread_type = "AUTO"
+    width, height = int(stream.codec_context.width), int(stream.codec_context.height)
+    check_pixels(width, height, limits)
+    fps = float(stream.average_rate or stream.guessed_rate or 24.0)
+    total = int(stream.frames or 0)
+    if not total:
+        seconds = float(container.duration or 0) / 1_000_000
+        total = max(1, round(seconds * fps))
+    check_seconds(total / fps, limits, "video")
+    wanted = [i for i in choose(total, fps, width, height) if i >= 0]
+    if len(wanted) > limits.max_frames:
+        raise MediaTooLarge(
+            f"video would give {len(wanted)} frames, the limit is {limits.max_frames}; "
+            "ask for fewer with num_frames or fps"
+        )
+    keep, kept, last = set(wanted), {}, -1
+    for index, frame in enumerate(container.decode(stream)):
+        last = index
+        check_seconds(index / fps, limits, "video")
+        if index in keep:
+            check_pixels(frame.width, frame.height, limits)
+            kept[index] = frame.to_ndarray(format="rgb24")
+        if index >= max(keep, default=0):
+            break
+    if not kept:
+        raise MediaInvalid(f"video has no readable frames (read {last + 1} of {total})")
+    # A container may promise more frames than it holds: the last one that exists stands in.
+    end = max(kept)
+    indices = [i if i in kept else end for i in wanted]
+    return Frames(np.stack([kept[i] for i in indices]), indices, total, fps)

@@ -1,0 +1,150 @@
+"""A media worker: decodes and processes one item at a time for an HTTP process.
+
+Started by `workers.MediaWorkers` as `python -m foveal_runtime.frontend.media.worker_main FD`, with
+one end of a socket pair. Loads the processor once, proves its splice, then answers until the other
+end closes. Never opens another socket, a URL or a file beside the model directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+from typing import Any
+
+from foveal_runtime.frontend.media import protocol
+from foveal_runtime.plan.errors import EngineFailure, FovealError
+
+BUFFER_BYTES = 4 << 20
+
+
+class Link:
+    """Blocking frames over the socket pair."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
+
+    def receive(self) -> tuple[protocol.ToWorker, memoryview] | None:
+        """The next message and its body; None when the HTTP process is gone."""
+        prefix = self._exactly(protocol.PREFIX_BYTES)
+        if prefix is None:
+            return None
+        header_bytes, body_bytes = protocol.decode_prefix(bytes(prefix))
+        header, body = self._exactly(header_bytes), self._exactly(body_bytes)
+        if header is None or body is None:
+            return None
+        return protocol.TO_WORKER.decode(header), body
+
+    def send(self, message: protocol.FromWorker, body: bytes = b"") -> None:
+        self._sock.sendall(protocol.encode(message, len(body)))
+        if body:
+            self._sock.sendall(body)
+
+    def _exactly(self, count: int) -> memoryview | None:
+        buffer = memoryview(bytearray(count))
+        done = 0
+        while done < count:
+            read = self._sock.recv_into(buffer[done:])
+            if read == 0:
+                return None
+            done += read
+        return buffer
+
+
+def _limit_process(load: protocol.Load) -> None:
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
+        os.environ[name] = str(load.num_threads)
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+
+
+def _limit_memory(max_memory_bytes: int) -> None:
+    """A decompression bomb that slips through ends in MemoryError, one request's 4xx.
+
+    Counted from what is mapped once the processor is loaded: torch maps far more than it uses.
+    """
+    if max_memory_bytes <= 0:
+        return
+    with open("/proc/self/statm", encoding="ascii") as file:
+        mapped = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    limit = mapped + max_memory_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+
+
+def _options(raw: bytes) -> dict[str, Any]:
+    options = json.loads(raw or b"{}")
+    return options if isinstance(options, dict) else {}
+
+
+def serve(link: Link) -> int:
+    """Answers until the link closes. Exit code 2 when the model cannot be loaded."""
+    first = link.receive()
+    if first is None or not isinstance(first[0], protocol.Load):
+        return 2
+    load = first[0]
+    _limit_process(load)
+    try:
+        from foveal_runtime.frontend.media.processors import ItemProcessor
+
+        processor = ItemProcessor(load.model_path, load.limits)
+        info = processor.examine(load.namespace)
+    except FovealError as error:
+        link.send(protocol.Failed(0, error.code, error.message))
+        return 2
+    except Exception as error:  # any other reason the processor cannot start: one line, not a trace
+        link.send(protocol.Failed(0, "startup_error", f"{type(error).__name__}: {error}"[:500]))
+        return 2
+    _limit_memory(load.max_memory_bytes)
+    link.send(protocol.Ready(info))
+    while (received := link.receive()) is not None:
+        message, body = received
+        if isinstance(message, protocol.Process):
+            _answer(link, processor, message, body)
+    return 0
+
+
+def _answer(link: Link, processor: Any, message: protocol.Process, body: memoryview) -> None:
+    begin = time.perf_counter()
+    try:
+        options = _options(message.options)
+        media = processor.decode(message.modality, body, options)
+        middle = time.perf_counter()
+        value = processor.process(message.modality, media, options)
+    except FovealError as error:
+        link.send(protocol.Failed(message.job, error.code, error.message))
+    except MemoryError:
+        link.send(protocol.Failed(
+            message.job, "media_too_large", "media needs more memory than a media worker has"
+        ))  # fmt: skip
+    except Exception as error:  # a bug of ours: that one request fails, with a name to search for
+        link.send(protocol.Failed(
+            message.job, EngineFailure.code, f"media worker: {type(error).__name__}: {error}"[:300]
+        ))  # fmt: skip
+    else:
+        end = time.perf_counter()
+        link.send(protocol.Done(message.job, middle - begin, end - middle), value)
+
+
+def main(arguments: list[str]) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the HTTP process, which closes us
+    sock = socket.socket(fileno=int(arguments[0]))
+    # Libraries print; nothing they say may reach anything but the log.
+    sys.stdout = sys.stderr
+    try:
+        return serve(Link(sock))
+    except (BrokenPipeError, ConnectionResetError):
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,344 @@
+"""The pool of media worker processes: decoding and HF processors, away from the HTTP process.
+
+Owned by input_processor. Jobs wait in one bounded queue; each worker takes one at a time. A worker
+that dies is replaced and its job given to another one, once; one that hangs is killed. Never
+imports torch, Pillow or transformers, never pickles.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import sys
+from collections import deque
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from foveal_runtime.frontend.media import protocol
+from foveal_runtime.frontend.media.protocol import ProcessorInfo
+from foveal_runtime.plan.config import ModalitiesConfig
+from foveal_runtime.plan.errors import (
+    MediaInvalid,
+    Overloaded,
+    StartupError,
+    from_wire,
+)
+from foveal_runtime.plan.media import MODALITIES
+
+log = logging.getLogger(__name__)
+
+_STREAM_BYTES = 8 << 20
+_MAX_BACKOFF_SECONDS = 30.0
+
+
+class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Attributes: `num_workers` 0 = from the CPU quota; `max_queue` jobs may wait; a job that takes
+    longer than `job_timeout_seconds` is given up; `max_memory_bytes` is what one job may map."""
+
+    model_path: str
+    namespace: bytes
+    limits: ModalitiesConfig
+    num_workers: int = 0
+    max_queue: int = 512
+    job_timeout_seconds: float = 120.0
+    start_timeout_seconds: float = 300.0
+    max_memory_bytes: int = 4 << 30
+    module: str = "foveal_runtime.frontend.media.worker_main"
+
+
+class Processed(NamedTuple):
+    """A serialised item and what it took."""
+
+    value: bytes
+    decode_seconds: float
+    process_seconds: float
+
+
+class _Job:
+    __slots__ = ("attempts", "data", "future", "modality", "options")
+
+    def __init__(self, modality: int, options: bytes, data: bytes | memoryview) -> None:
+        self.modality = modality
+        self.options = options
+        self.data = data
+        self.attempts = 0
+        self.future: asyncio.Future[Processed] = asyncio.get_running_loop().create_future()
+
+
+class _Worker:
+    """One live process and its end of the socket pair."""
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self.process = process
+        self._reader = reader
+        self._writer = writer
+        self._next_job = 1
+
+    @property
+    def is_dead(self) -> bool:
+        return self.process.returncode is not None or self._reader.at_eof()
+
+    async def load(self, message: protocol.Load) -> ProcessorInfo:
+        self._writer.write(protocol.encode(message))
+        await self._writer.drain()
+        answer, _ = await self._receive()
+        if isinstance(answer, protocol.Failed):
+            raise from_wire(answer.code, answer.message)
+        if not isinstance(answer, protocol.Ready):
+            raise StartupError(f"media worker answered {type(answer).__name__}")
+        return answer.info
+
+    async def ask(self, job: _Job) -> Processed:
+        number, self._next_job = self._next_job, self._next_job + 1
+        message = protocol.Process(number, job.modality, job.options)
+        self._writer.write(protocol.encode(message, len(job.data)))
+        self._writer.write(job.data)
+        await self._writer.drain()
+        answer, body = await self._receive()
+        if isinstance(answer, protocol.Failed) and answer.job == number:
+            raise from_wire(answer.code, answer.message)
+        if not isinstance(answer, protocol.Done) or answer.job != number:
+            raise ConnectionError("media worker answered another job")
+        return Processed(body, answer.decode_seconds, answer.process_seconds)
+
+    async def _receive(self) -> tuple[protocol.FromWorker, bytes]:
+        prefix = await self._reader.readexactly(protocol.PREFIX_BYTES)
+        header_bytes, body_bytes = protocol.decode_prefix(prefix)
+        header = await self._reader.readexactly(header_bytes)
+        body = await self._reader.readexactly(body_bytes) if body_bytes else b""
+        return protocol.FROM_WORKER.decode(header), body
+
+    async def close(self) -> None:
+        self._writer.close()
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        await self.process.wait()
+
+
+_LINK_LOST = (
+    asyncio.IncompleteReadError,
+    ConnectionError,
+    OSError,
+    ValueError,
+    msgspec.MsgspecError,
+)
+
+
+class MediaWorkers:
+    """Attributes: `restarts` and `retries` are plain counters."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self.settings = settings
+        self.num_workers = settings.num_workers or default_num_workers()
+        self.restarts = 0
+        self.retries = 0
+        self._jobs: deque[_Job] = deque()
+        self._wake = asyncio.Condition()
+        self._slots: list[asyncio.Task[None]] = []
+        self._live: dict[int, _Worker] = {}
+        self._info: asyncio.Future[ProcessorInfo] | None = None
+
+    async def start(self) -> ProcessorInfo:
+        """Starts the workers; returns when the first has loaded the processor and run an item.
+        Raises StartupError when it cannot."""
+        assert self._info is None, "started twice"
+        self._info = asyncio.get_running_loop().create_future()
+        self._slots = [
+            asyncio.create_task(self._run_slot(index), name=f"media-worker-{index}")
+            for index in range(self.num_workers)
+        ]
+        try:
+            return await asyncio.shield(self._info)
+        except BaseException:
+            await self.close()
+            raise
+
+    @property
+    def num_ready(self) -> int:
+        return len(self._live)
+
+    @property
+    def queue_length(self) -> int:
+        return len(self._jobs)
+
+    def pids(self) -> list[int]:
+        return [worker.process.pid for worker in self._live.values()]
+
+    async def process(self, modality: int, options: bytes, data: bytes | memoryview) -> Processed:
+        """Decodes and processes one item. Raises MediaInvalid, MediaTooLarge, InvalidRequest, or
+        Overloaded when too many wait already. A cancelled caller's job is dropped if still queued.
+        """
+        if len(self._jobs) >= self.settings.max_queue:
+            raise Overloaded(f"{len(self._jobs)} media items wait for a worker already")
+        job = _Job(modality, options, data)
+        self._jobs.append(job)
+        await self._notify()
+        return await job.future
+
+    async def close(self) -> None:
+        """Ends all workers; waiting jobs fail with Overloaded."""
+        for task in self._slots:
+            task.cancel()
+        await asyncio.gather(*self._slots, return_exceptions=True)
+        self._slots = []
+        while self._jobs:
+            _fail(self._jobs.popleft(), Overloaded("this server is shutting down"))
+
+    async def _notify(self) -> None:
+        async with self._wake:
+            self._wake.notify()
+
+    async def _next(self) -> _Job:
+        async with self._wake:
+            while True:
+                while self._jobs:
+                    job = self._jobs.popleft()
+                    if not job.future.done():
+                        return job
+                await self._wake.wait()
+
+    async def _run_slot(self, index: int) -> None:
+        """Keeps one worker alive and busy."""
+        backoff_seconds = 0.5
+        while True:
+            try:
+                worker = await self._spawn()
+            except Exception as error:  # load failed or timed out: said below, tried again
+                assert self._info is not None
+                if not self._info.done():
+                    self._info.set_exception(
+                        error if isinstance(error, StartupError) else StartupError(str(error))
+                    )
+                    return
+                log.warning("media worker %d did not start: %s", index, error)
+                await asyncio.sleep(backoff_seconds)
+                backoff_seconds = min(backoff_seconds * 2, _MAX_BACKOFF_SECONDS)
+                continue
+            backoff_seconds = 0.5
+            self._live[index] = worker
+            try:
+                await self._serve(worker)
+            finally:
+                del self._live[index]
+                await worker.close()
+            self.restarts += 1
+
+    async def _serve(self, worker: _Worker) -> None:
+        """Feeds one worker until it dies."""
+        while True:
+            job = await self._next()
+            if worker.is_dead:
+                await self._requeue(job)
+                return
+            job.attempts += 1
+            try:
+                result = await asyncio.wait_for(worker.ask(job), self.settings.job_timeout_seconds)
+            except asyncio.CancelledError:
+                _fail(job, Overloaded("this server is shutting down"))
+                raise
+            except TimeoutError:
+                _fail(job, MediaInvalid(
+                    f"{MODALITIES[job.modality]} took longer than "
+                    f"{self.settings.job_timeout_seconds:g} s to process"
+                ))  # fmt: skip
+                log.warning("media worker %d hung and was killed", worker.process.pid)
+                return
+            except _LINK_LOST as error:
+                log.warning("media worker %d died: %s", worker.process.pid, type(error).__name__)
+                await self._retry(job)
+                return
+            except Exception as error:  # the item's own error, named by the worker
+                _fail(job, error)
+            else:
+                if not job.future.done():
+                    job.future.set_result(result)
+
+    async def _retry(self, job: _Job) -> None:
+        if job.attempts >= 2:
+            _fail(job, MediaInvalid(
+                f"{MODALITIES[job.modality]} cannot be processed: it ended two media workers"
+            ))  # fmt: skip
+            return
+        self.retries += 1
+        await self._requeue(job)
+
+    async def _requeue(self, job: _Job) -> None:
+        self._jobs.appendleft(job)
+        await self._notify()
+
+    async def _spawn(self) -> _Worker:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", self.settings.module, str(theirs.fileno()),
+                pass_fds=(theirs.fileno(),), stdin=asyncio.subprocess.DEVNULL,
+                env={**os.environ, **_worker_environment()},
+            )  # fmt: skip
+        ours.setblocking(False)
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            ours.setsockopt(socket.SOL_SOCKET, option, _STREAM_BYTES // 2)
+        reader, writer = await asyncio.open_connection(sock=ours, limit=_STREAM_BYTES)
+        worker = _Worker(process, reader, writer)
+        settings = self.settings
+        try:
+            info = await asyncio.wait_for(
+                worker.load(protocol.Load(
+                    settings.model_path, settings.namespace, settings.limits,
+                    max_memory_bytes=settings.max_memory_bytes,
+                )),
+                settings.start_timeout_seconds,
+            )  # fmt: skip
+        except _LINK_LOST as error:
+            await worker.close()
+            raise StartupError("media worker ended while loading the processor") from error
+        except BaseException:
+            await worker.close()
+            raise
+        assert self._info is not None
+        if not self._info.done():
+            self._info.set_result(info)
+        elif not self._info.exception() and self._info.result().identity != info.identity:
+            await worker.close()
+            raise StartupError("the processor's files changed under a running server")
+        return worker
+
+
+def _fail(job: _Job, error: BaseException) -> None:
+    if not job.future.done():
+        job.future.set_exception(error)
+
+
+def _worker_environment() -> dict[str, str]:
+    return {
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "passive",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def cpu_quota() -> float:
+    """CPUs this process may use: the cgroup's quota, else its affinity."""
+    available = float(len(os.sched_getaffinity(0)))
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        if quota != "max":
+            available = min(available, int(quota) / int(period))
+    return available
+
+
+def default_num_workers() -> int:
+    """One CPU stays with the HTTP process; more than eight workers outrun the network."""
+    return max(1, min(8, int(cpu_quota()) - 1))

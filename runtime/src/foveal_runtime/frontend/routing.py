@@ -1,0 +1,113 @@
+"""Which engine gets a request: the one that holds most of it, unless it has too much to do.
+
+Called by engine_client with facts; pure but for a small memory of where prompts went. Bounded load:
+an engine with more than 1.25 times its share of all requests is passed over, however much it holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from blake3 import blake3
+
+LOAD_BOUND = 1.25
+PREFIX_TOKENS = (32, 256, 1024)
+_STALE_SECONDS = 5.0
+
+
+class Candidate(NamedTuple):
+    """One engine that could take the request.
+
+    Attributes:
+        load: requests it runs or queues, of all frontends, as far as known (`estimate_load`).
+        held_bytes: bytes of this request's items that its mirror says it holds.
+        has_all_sources: False when an item exists only elsewhere (uuid-only media).
+    """
+
+    name: str
+    load: int
+    held_bytes: int = 0
+    has_all_sources: bool = True
+
+
+def estimate_load(own: int, reported: int, own_at_report: int, age_seconds: float) -> int:
+    """Requests at an engine: our own now, plus what others had there at the last report.
+
+    An idle engine sends no reports, so an old one says nothing about now: it must not keep an
+    engine starved that once was busy.
+    """
+    if age_seconds > _STALE_SECONDS:
+        return own
+    return own + max(0, reported - own_at_report)
+
+
+class Router:
+    """Remembers, for at most `max_entries` prompt beginnings and items, which engine took them."""
+
+    def __init__(self, max_entries: int = 16384) -> None:
+        self._max_entries = max_entries
+        self._memory: OrderedDict[bytes, str] = OrderedDict()
+
+    def choose(self, candidates: Sequence[Candidate], affinity: Sequence[bytes]) -> str | None:
+        """The name of the engine to send to; None without candidates. Changes nothing.
+
+        `affinity` are the request's memory keys (`affinity_keys`), most specific last.
+        """
+        able = [c for c in candidates if c.has_all_sources]
+        if not able:
+            return None
+        share = math.ceil(LOAD_BOUND * (sum(c.load for c in able) + 1) / len(able))
+        free = [c for c in able if c.load < share] or able
+        remembered: dict[str, int] = {}
+        for rank, key in enumerate(affinity, start=1):
+            name = self._memory.get(key)
+            if name is not None:
+                remembered[name] = rank
+        best = max(
+            free,
+            key=lambda c: (
+                c.held_bytes,
+                remembered.get(c.name, 0),
+                -c.load,
+                _tie(c.name, affinity),
+            ),
+        )
+        return best.name
+
+    def commit(self, name: str, affinity: Iterable[bytes]) -> None:
+        """The request went to `name`."""
+        for key in affinity:
+            self._memory[key] = name
+            self._memory.move_to_end(key)
+        while len(self._memory) > self._max_entries:
+            self._memory.popitem(last=False)
+
+    def forget(self, name: str) -> None:
+        """An engine restarted or left: its caches are empty."""
+        for key in [key for key, value in self._memory.items() if value == name]:
+            del self._memory[key]
+
+    def __len__(self) -> int:
+        return len(self._memory)
+
+
+def affinity_keys(
+    token_ids: Sequence[int], hashes: Sequence[bytes], salt: bytes = b""
+) -> list[bytes]:
+    """Memory keys of a request: its items (their encoder outputs) first, then growing prompt
+    beginnings (their KV blocks), so that the longest known beginning decides."""
+    keys = [blake3(b"item" + salt + h).digest(length=16) for h in hashes[:4]]
+    for length in PREFIX_TOKENS:
+        if len(token_ids) >= length:
+            packed = b"".join(t.to_bytes(4, "little") for t in token_ids[:length])
+            # Placeholders look alike: the items of the prompt belong to its identity.
+            keys.append(blake3(b"text" + salt + b"".join(hashes) + packed).digest(length=16))
+    return keys
+
+
+def _tie(name: str, affinity: Sequence[bytes]) -> bytes:
+    """Rendezvous: every frontend breaks the same tie the same way."""
+    return blake3(name.encode() + (affinity[-1] if affinity else b"")).digest(length=8)

@@ -1,0 +1,106 @@
+"""The model's tokenizer without torch: text to ids, ids to text, single tokens to text and bytes.
+
+Built once per HTTP process from the model directory; used by the chat template, the detokenizer
+and the HTTP handlers. Only the fast (`tokenizer.json`) form is read: it needs neither torch nor
+the model's own tokenizer class. Never downloads anything.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from foveal_runtime.plan.errors import StartupError
+
+
+@lru_cache(maxsize=1)
+def byte_of_char() -> dict[str, int]:
+    """The byte-level BPE alphabet: printable characters stand for themselves, the other bytes for
+    the characters from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    rest = [byte for byte in range(256) if byte not in set(printable)]
+    table.update({chr(0x100 + i): byte for i, byte in enumerate(rest)})
+    return table
+
+
+class TextTokenizer:
+    """Thin, torch-free view of a fast tokenizer.
+
+    Attributes:
+        hf: the transformers object (chat templates, names of special tokens).
+        vocab_size: ids are below this.
+        special_ids: ids that `skip_special_tokens` leaves out of the text.
+        is_byte_level: every token is a byte string (GPT-2 style), so decoding is exact per byte.
+    """
+
+    def __init__(self, hf: PreTrainedTokenizerFast) -> None:
+        self.hf = hf
+        self._backend: tokenizers.Tokenizer = hf.backend_tokenizer
+        self.vocab_size: int = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+        added = self._backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.is_byte_level = type(self._backend.decoder).__name__ == "ByteLevel"
+        self._bytes: dict[int, bytes] = {}
+
+    @classmethod
+    def load(cls, model_path: str | Path) -> TextTokenizer:
+        """Raises StartupError when the directory holds no usable tokenizer.json."""
+        path = Path(model_path)
+        if not (path / "tokenizer.json").is_file():
+            raise StartupError(
+                f"{path} has no tokenizer.json; save the tokenizer once with "
+                "AutoTokenizer.from_pretrained(path).save_pretrained(path)"
+            )
+        try:
+            return cls(PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True))
+        except (OSError, ValueError, KeyError) as error:
+            raise StartupError(f"cannot load the tokenizer of {path}: {error}") from error
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        """Full decode; ids outside the vocabulary are left out."""
+        text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling of a token ("Ġthe"); None outside the vocabulary."""
+        spelling: str | None = self._backend.id_to_token(token_id)
+        return spelling
+
+    def token_id(self, token: str) -> int | None:
+        found: int | None = self._backend.token_to_id(token)
+        return found
+
+    def token_text(self, token_id: int) -> str:
+        """The token alone, as text; an incomplete character shows as U+FFFD."""
+        return self.decode([token_id])
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The token's bytes: exact for byte-level vocabularies, else those of `token_text`."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._spell(token_id)
+        return known
+
+    def _spell(self, token_id: int) -> bytes:
+        spelling = self.token(token_id)
+        if spelling is None:
+            return b""
+        if not self.is_byte_level:
+            return self.token_text(token_id).encode()
+        table = byte_of_char()
+        try:
+            return bytes(table[char] for char in spelling)
+        except KeyError:  # an added token with characters outside the alphabet: taken literally
+            return spelling.encode()
+
+    def special_tokens_map(self) -> dict[str, Any]:
+        return dict(self.hf.special_tokens_map)

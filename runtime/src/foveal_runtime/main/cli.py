@@ -1,0 +1,126 @@
+"""`foveal-runtime`: starts one process from its document, or a whole local deployment.
+
+Parses arguments and turns every expected failure into one line and an exit code: 0 ended well,
+1 a process died, 2 bad arguments, configuration or model. Holds no behaviour of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+from foveal_runtime.plan.errors import StartupError
+
+_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1024, "mi": 1024**2, "gi": 1024**3}
+
+
+def size(text: str) -> int:
+    """Bytes of "512Mi", "4GiB", "0" or a plain number."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?i?)b?", text.strip().lower())
+    if not match or match.group(2) not in _UNITS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 512Mi, 4Gi or bytes")
+    return int(float(match.group(1)) * _UNITS[match.group(2)])
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return number
+
+
+def _serve_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", help="directory of a Hugging Face checkpoint (safetensors)")
+    add("--name", default="", help="what clients put into `model` (default: the folder's name)")
+    add("--host", default="127.0.0.1")
+    add("--port", type=positive, default=8000, help="first frontend's port")
+    add("--frontends", type=positive, default=1, metavar="N", help="frontend processes, own ports")
+    add("--engines", type=positive, default=1, metavar="M", help="engine processes")
+    add("--processes", type=positive, default=1, help="HTTP processes behind each frontend's port")
+    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
+    add("--max-model-len", type=int, default=0, help="0: the model's own limit")
+    add("--max-num-batched-tokens", type=positive, default=2048)
+    add("--max-num-seqs", type=positive, default=128)
+    add("--block-size", type=positive, default=16, help="tokens of a KV block")
+    add("--kv-cache", type=size, default=size("1Gi"), metavar="SIZE")
+    add("--ipc-cache", type=size, default=size("4Gi"), metavar="SIZE", help="values, per engine")
+    add("--ipc-type", default="inline", choices=["inline", "shm"])
+    add("--processor-cache", type=size, default=size("4Gi"), metavar="SIZE", help="per process")
+    add("--encoder-cache-embeds", type=int, default=0, metavar="N", help="0: derived")
+    add("--no-prefix-caching", action="store_true")
+    add("--device", default="cpu", help="cpu or cuda")
+    add("--attention", default="auto", help="attention backend")
+    add("--threads", type=int, default=0, help="compute threads per engine; 0: from the CPU quota")
+    add("--media-workers", type=int, default=0, help="0: from the CPU quota")
+    add("--tensor-parallel", type=positive, default=1)
+    add("--allowed-domain", action="append", default=[], help="host that image URLs may name")
+    add("--file-root", default="", help="folder below which file: URLs may point")
+    add("--api-key-file", default="", help="file with one API key per line")
+    add("--admin-key-file", default="", help="file with keys for cache resets")
+    add("--log-format", default="auto", choices=["auto", "text", "json"])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="foveal-runtime", description="Foveal's data plane: frontends and engines."
+    )
+    parser.add_argument("--version", action="version", version=_version())
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _serve_options(
+        commands.add_parser("serve", help="frontends and engines on this machine, from one model")
+    )
+    for role in ("frontend", "engine"):
+        part = commands.add_parser(role, help=f"one {role} process from its document")
+        part.add_argument("--config", required=True, help="JSON document")
+    profile = commands.add_parser("profile", help="what a model costs, as JSON")
+    profile.add_argument("model")
+    profile.add_argument("--measure", action="store_true", help="load the model and measure")
+    profile.add_argument("--max-pixels", type=positive, default=64_000_000)
+    profile.add_argument("--max-frames", type=positive, default=768)
+    profile.add_argument("--max-seconds", type=float, default=600.0)
+    profile.add_argument("--max-num-batched-tokens", type=positive, default=2048)
+    return parser
+
+
+def _version() -> str:
+    try:
+        return version("foveal-runtime")
+    except PackageNotFoundError:
+        return "0+unknown"
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    # Each role imports its own room only: a frontend must not pay for torch, nor `--help` for both.
+    if arguments.command == "serve":
+        from foveal_runtime.main import serve
+
+        return serve.run(arguments)
+    if arguments.command == "engine":
+        from foveal_runtime.main import engine
+
+        return engine.run(arguments.config)
+    if arguments.command == "frontend":
+        from foveal_runtime.main import frontend
+
+        return frontend.run(arguments.config)
+    from foveal_runtime.main import profile
+
+    return profile.run(arguments)
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    try:
+        return _run(arguments)
+    except StartupError as error:
+        print(f"foveal-runtime: {error.message}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

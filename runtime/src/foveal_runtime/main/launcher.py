@@ -1,0 +1,195 @@
+"""Local processes from the same documents that pods get: one launcher for serve, demo and tests.
+
+Called by `foveal-runtime serve`, examples/demo.py, `foveal up` (as a subprocess) and the
+real-process tests. Starts each role as its own process, watches it, stops it; knows nothing of
+requests or caches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from foveal_runtime.plan.config import EngineConfig, FrontendConfig
+from foveal_runtime.plan.errors import StartupError
+
+Say = Callable[[str], None]
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+class Child:
+    """One process of ours: its document, its log file, its readiness URL."""
+
+    def __init__(
+        self, role: str, config: EngineConfig | FrontendConfig, folder: Path, env: dict[str, str]
+    ) -> None:
+        self.role = role
+        self.config = config
+        self.name = config.engine_id if isinstance(config, EngineConfig) else config.frontend_id
+        self.document = folder / f"{self.name}.json"
+        self.log_path = folder / f"{self.name}.log"
+        self.env = env
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        if isinstance(self.config, EngineConfig):
+            return f"http://{self.config.http_host}:{self.config.http_port}"
+        return f"http://{self.config.host}:{self.config.port}"
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def start(self) -> None:
+        self.document.write_bytes(msgspec.json.format(msgspec.json.encode(self.config)))
+        command = [sys.executable, "-m", "foveal_runtime.main.cli", self.role]
+        with self.log_path.open("ab") as log:
+            # A session of its own: a Ctrl-C at the terminal reaches the launcher alone, which
+            # then drains the children in order.
+            self.process = subprocess.Popen(
+                [*command, "--config", str(self.document)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **self.env},
+                start_new_session=True,
+            )
+
+    def is_ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(self.url + "/readyz", timeout=2) as answer:
+                return int(answer.status) == 200
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def last_lines(self, count: int = 15) -> str:
+        try:
+            lines = self.log_path.read_text(errors="replace").splitlines()
+        except OSError:
+            return ""
+        return "\n".join(lines[-count:])
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to this process alone."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(number)
+
+    def kill_group(self) -> None:
+        """SIGKILL for the process and the workers it started."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+class LocalDeployment:
+    """Engines and frontends on this machine. Use as a context manager: it always tears down.
+
+    Raises StartupError with the last log lines when a process ends before it is ready.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[EngineConfig],
+        frontends: Sequence[FrontendConfig],
+        *,
+        folder: str | Path | None = None,
+        env: dict[str, str] | None = None,
+        say: Say = lambda line: None,
+    ) -> None:
+        self._temporary = None if folder else tempfile.TemporaryDirectory(prefix="foveal-")
+        self.folder = Path(folder or self._temporary.name)  # type: ignore[union-attr]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.say = say
+        self.engines = [Child("engine", c, self.folder, env or {}) for c in engines]
+        self.frontends = [Child("frontend", c, self.folder, env or {}) for c in frontends]
+
+    @property
+    def children(self) -> list[Child]:
+        return [*self.engines, *self.frontends]
+
+    def start(self) -> None:
+        for child in self.children:
+            child.start()
+
+    def wait_ready(
+        self, timeout_seconds: float = 180.0, stop: threading.Event | None = None
+    ) -> None:
+        """Returns when every process is ready, or early when `stop` is set."""
+        deadline = time.monotonic() + timeout_seconds
+        waiting = self.children
+        while waiting and not (stop and stop.is_set()):
+            for child in list(waiting):
+                if not child.is_alive:
+                    raise StartupError(f"{child.name} ended at start:\n{child.last_lines()}")
+                if child.is_ready():
+                    self.say(f"{child.name} is ready ({child.url})")
+                    waiting.remove(child)
+            if waiting and time.monotonic() > deadline:
+                names = ", ".join(child.name for child in waiting)
+                raise StartupError(
+                    f"not ready after {timeout_seconds:.0f} s: {names}\n{waiting[0].last_lines()}"
+                )
+            time.sleep(0.1)
+
+    def dead(self) -> list[Child]:
+        return [child for child in self.children if not child.is_alive]
+
+    def stop(self, timeout_seconds: float = 20.0) -> None:
+        """Frontends first, so that their streams can finish, then engines; then SIGKILL."""
+        deadline = time.monotonic() + timeout_seconds
+        for group in (self.frontends, self.engines):
+            for child in group:
+                if child.is_alive:
+                    child.signal(signal.SIGTERM)
+            for child in group:
+                if child.process is None:
+                    continue
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.process.wait(max(0.1, deadline - time.monotonic()))
+                child.kill_group()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    def __enter__(self) -> LocalDeployment:
+        try:
+            self.start()
+        except BaseException:
+            self.stop(1.0)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()

@@ -1,0 +1,73 @@
+"""`foveal-runtime serve MODEL`: a local deployment that runs until Ctrl-C.
+
+Builds the documents, starts the processes through the launcher, reports when each is ready, and
+ends with the others when one dies (a supervisor restarts pods; here a person reads the reason).
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+
+from foveal_runtime.main.documents import LocalOptions, local_documents
+from foveal_runtime.main.launcher import LocalDeployment, free_port
+
+
+def options_from(arguments: argparse.Namespace) -> LocalOptions:
+    return LocalOptions(
+        model=arguments.model,
+        name=arguments.name,
+        host=arguments.host,
+        port=arguments.port,
+        num_frontends=arguments.frontends,
+        num_engines=arguments.engines,
+        processes=arguments.processes,
+        dtype=arguments.dtype,
+        max_model_len=arguments.max_model_len,
+        max_num_batched_tokens=arguments.max_num_batched_tokens,
+        max_num_seqs=arguments.max_num_seqs,
+        block_size=arguments.block_size,
+        kv_bytes=arguments.kv_cache,
+        ipc_bytes=arguments.ipc_cache,
+        ipc_type=arguments.ipc_type,
+        processor_bytes=arguments.processor_cache,
+        encoder_embeds=arguments.encoder_cache_embeds,
+        prefix_caching=not arguments.no_prefix_caching,
+        device=arguments.device,
+        attention=arguments.attention,
+        num_threads=arguments.threads,
+        media_workers=arguments.media_workers,
+        tensor_parallel=arguments.tensor_parallel,
+        allowed_domains=tuple(arguments.allowed_domain),
+        file_root=arguments.file_root,
+        api_key_file=arguments.api_key_file,
+        admin_key_file=arguments.admin_key_file,
+        log_format=arguments.log_format,
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    options = options_from(arguments)
+    engines, frontends = local_documents(options, free_port)
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+
+    with LocalDeployment(engines, frontends, say=say) as deployment:
+        say(f"starting {len(engines)} engine(s) and {len(frontends)} frontend(s); logs in "
+            f"{deployment.folder}")  # fmt: skip
+        deployment.wait_ready(600.0, stop)
+        if not stop.is_set():
+            say(f"serving {frontends[0].model.served_name} on {deployment.frontends[0].url}/v1 "
+                "(API documentation at /docs, metrics at /metrics); Ctrl-C stops")  # fmt: skip
+        while not stop.wait(0.5):
+            if dead := deployment.dead():
+                print(f"{dead[0].name} ended:\n{dead[0].last_lines()}", file=sys.stderr)
+                return 1
+        say("stopping: streams may finish")
+    return 0

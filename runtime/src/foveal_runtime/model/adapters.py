@@ -1,0 +1,153 @@
+"""What Foveal must know of a model family beyond transformers' own classes: a table of few lines.
+
+Read by loader (is it supported), encoder (how items become embeddings) and runner (positions,
+groups, deepstack). A family that is not here and takes media is refused: the wrong mask or the
+wrong positions give fluent nonsense, not an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from transformers.masking_utils import create_bidirectional_mask
+
+from foveal_runtime.plan.media import Modality
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderSpec:
+    """How items of one modality go through the model's own feature method.
+
+    Items are batched along dimension 0 of every field.
+
+    Attributes:
+        method: name of the method on the model's core, or a key of CUSTOM_ENCODERS.
+        fields: item fields it takes as keyword arguments; `optional` ones only when present.
+        ragged: fields whose first dimension may differ between items of one batch, because the
+            model splits its output by itself; other fields must have equal shapes.
+        batched: False runs each item alone (the method's output cannot be split for sure).
+    """
+
+    method: str
+    fields: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    ragged: tuple[str, ...] = ()
+    batched: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """One model family.
+
+    Attributes:
+        rope: get_rope_index keyword → (modality, item field); not empty means mrope.
+        bidirectional, groups_ignore_window: see ModelTraits and LayerGeometry.
+        deepstack: the encoder has extra output levels that early decoder layers add.
+        position_offset: rope position of the first token.
+        correct_query: (attention module, query (T, H, Dk), KV positions (T)) → query, where a
+            family derives something from a token's place in the call instead of its position.
+    """
+
+    encoders: Mapping[Modality, EncoderSpec]
+    rope: Mapping[str, tuple[Modality, str]] = field(default_factory=dict)
+    bidirectional: Literal["none", "item", "prompt"] = "none"
+    groups_ignore_window: bool = False
+    deepstack: bool = False
+    position_offset: int = 0
+    correct_query: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+
+
+def _qwen2_audio(core: Any, input_features: torch.Tensor, feature_attention_mask: Any) -> Any:
+    """Qwen2-Audio has no feature method: masked tower, projector, the valid rows of each clip."""
+    tower = core.audio_tower
+    counts, lengths = tower._get_feat_extract_output_lengths(feature_attention_mask.sum(-1))
+    num_frames = (input_features.shape[-1] - 2) // 2 + 1
+    frames = torch.arange(num_frames, device=counts.device)
+    mask = create_bidirectional_mask(
+        config=tower.config,
+        inputs_embeds=input_features.new_zeros(len(input_features), num_frames, 1),
+        attention_mask=(frames < counts[:, None]).long(),
+    )
+    hidden = tower(input_features, attention_mask=mask, return_dict=True).last_hidden_state
+    projected = core.multi_modal_projector(hidden)
+    return [rows[:length] for rows, length in zip(projected, lengths.tolist(), strict=True)]
+
+
+def _llama4_temperature(module: Any, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Llama 4 scales queries of layers without rope by the token's index in the call."""
+    if module.use_rope or not module.attn_temperature_tuning:
+        return query
+
+    def scale(index: torch.Tensor) -> torch.Tensor:
+        steps = torch.floor((index.float() + 1.0) / module.floor_scale)
+        return torch.log1p(steps) * module.attn_scale + 1.0
+
+    index = torch.arange(len(positions), device=positions.device)
+    ratio = scale(positions) / scale(index)
+    return (query * ratio[:, None, None]).to(query.dtype)
+
+
+CUSTOM_ENCODERS = {"qwen2_audio": _qwen2_audio}
+
+_IMAGE = "get_image_features"
+_PIXELS = Adapter({"image": EncoderSpec(_IMAGE, ("pixel_values",))})
+_SIZED = Adapter({"image": EncoderSpec(_IMAGE, ("pixel_values", "image_sizes"))})
+_TILED = Adapter(
+    {"image": EncoderSpec(_IMAGE, ("pixel_values",), optional=("pixel_attention_mask",))}
+)
+_GRID_IMAGE = EncoderSpec(_IMAGE, ("pixel_values", "image_grid_thw"), ragged=("pixel_values",))
+_GRID_VIDEO = EncoderSpec(
+    "get_video_features",
+    ("pixel_values_videos", "video_grid_thw"),
+    ragged=("pixel_values_videos",),
+)
+_GRID_ROPE: dict[str, tuple[Modality, str]] = {
+    "image_grid_thw": ("image", "image_grid_thw"),
+    "video_grid_thw": ("video", "video_grid_thw"),
+}
+_GRIDS: dict[Modality, EncoderSpec] = {"image": _GRID_IMAGE, "video": _GRID_VIDEO}
+
+ADAPTERS: dict[str, Adapter] = {
+    "llava": Adapter({"image": EncoderSpec(_IMAGE, ("pixel_values",), optional=("image_sizes",))}),
+    "llava_next": _SIZED,
+    "llava_onevision": _SIZED,
+    "mistral3": _SIZED,
+    "idefics3": _TILED,
+    "smolvlm": _TILED,
+    "internvl": Adapter(
+        {"image": EncoderSpec(_IMAGE, ("pixel_values",), ragged=("pixel_values",))}
+    ),
+    "qwen2_vl": Adapter(_GRIDS, rope=_GRID_ROPE),
+    "qwen2_5_vl": Adapter(
+        _GRIDS, rope={**_GRID_ROPE, "second_per_grid_ts": ("video", "second_per_grid_ts")}
+    ),
+    "qwen3_vl": Adapter(_GRIDS, rope=_GRID_ROPE, deepstack=True),
+    "qwen3_vl_moe": Adapter(_GRIDS, rope=_GRID_ROPE, deepstack=True),
+    "glm4v": Adapter({"image": _GRID_IMAGE}, rope={"image_grid_thw": ("image", "image_grid_thw")}),
+    "gemma3": Adapter(_PIXELS.encoders, bidirectional="item"),
+    "paligemma": Adapter(
+        _PIXELS.encoders, bidirectional="prompt", groups_ignore_window=True, position_offset=1
+    ),
+    "voxtral": Adapter(
+        {"audio": EncoderSpec("get_audio_features", ("input_features",), batched=False)}
+    ),
+    "audioflamingo3": Adapter(
+        {
+            "audio": EncoderSpec(
+                "get_audio_features", ("input_features", "input_features_mask"), batched=False
+            )
+        }
+    ),
+    "qwen2_audio": Adapter(
+        {"audio": EncoderSpec("qwen2_audio", ("input_features", "feature_attention_mask"))}
+    ),
+}
+
+TEXT_ADAPTERS: dict[str, Adapter] = {
+    "llama4_text": Adapter({}, correct_query=_llama4_temperature),
+}
+PLAIN_TEXT = Adapter({})
+"""Other causal text models need nothing."""

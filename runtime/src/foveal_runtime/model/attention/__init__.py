@@ -1,0 +1,193 @@
+"""Paged attention behind one seam: what a backend is, the registry of backends, the KV pool.
+
+Every HF decoder calls `context.paged_attention` (registered as "foveal_paged"), which hands the
+layer's flat tensors to the AttentionBackend of the current ForwardContext. A backend never
+allocates blocks and never changes a context: where keys and values live was decided by the engine.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from foveal_runtime.plan.errors import StartupError
+
+_LOG = logging.getLogger(__name__)
+
+TRASH_BLOCK = 0
+"""Block 0 belongs to no sequence: padding rows of a static batch write there."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGeometry:
+    """What the attention of one decoder layer looks like, as measured by `model.probe`.
+
+    Counts are those of this rank. `sliding_window` w: a query sees itself and the w - 1 positions
+    before it. `chunk_size` c: a query at p sees positions >= p // c * c only. `softcap` s: scores
+    become s * tanh(score / s). `has_sinks`: one extra logit per query head takes part in the
+    softmax and is then dropped. With ForwardContext.groups a token also sees the later tokens of
+    its group; `groups_ignore_window` says that it sees the group's tokens before the window too.
+    """
+
+    index: int
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    scaling: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+    chunk_size: int | None = None
+    groups_ignore_window: bool = False
+
+    @property
+    def values_per_token(self) -> int:
+        """Numbers that one token takes in this layer's part of the KV pool."""
+        return self.num_kv_heads * (self.key_dim + self.value_dim)
+
+
+class KVPool:
+    """The KV memory of all layers: keys[i] (num_blocks * block_size, Hkv, Dk), values[i] (..., Dv).
+
+    Row block * block_size + offset holds one token. Block 0 is TRASH_BLOCK. Made once at start-up.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerGeometry],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        assert [layer.index for layer in layers] == list(range(len(layers)))
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        rows = num_blocks * block_size
+        self.keys = [
+            torch.zeros(rows, layer.num_kv_heads, layer.key_dim, dtype=dtype, device=device)
+            for layer in layers
+        ]
+        self.values = [
+            torch.zeros(rows, layer.num_kv_heads, layer.value_dim, dtype=dtype, device=device)
+            for layer in layers
+        ]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(t.nbytes for t in (*self.keys, *self.values))
+
+
+@dataclass(slots=True)
+class ForwardContext:
+    """One flat batch of n sequences and T query tokens. Tensors live on the model's device.
+
+    Attributes:
+        q_start: i32 (n + 1), sequence i owns query tokens [q_start[i], q_start[i + 1]).
+        seq_lens: i32 (n), KV length of each sequence including this step's tokens. The query
+            tokens are its last ones.
+        block_table: i32 (n, max_blocks), padded with TRASH_BLOCK.
+        slots: i64 (T), pool row that each token's key and value are written to.
+        seq_of_token, pos_of_token: i32 (T), sequence and KV position (not rope) of each token.
+        groups: i32 (T) or None. Tokens of one sequence with the same id >= 0 see each other in
+            both directions; -1 is plain causal. A group always lies wholly inside one step, so
+            no id is kept for tokens already in the pool.
+        q_lens, kv_lens: the same as q_start and seq_lens as Python numbers, for host-side loops.
+    """
+
+    backend: AttentionBackend
+    pool: KVPool
+    q_start: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slots: torch.Tensor
+    seq_of_token: torch.Tensor
+    pos_of_token: torch.Tensor
+    q_lens: list[int]
+    kv_lens: list[int]
+    groups: torch.Tensor | None = None
+
+
+class AttentionBackend(Protocol):
+    """Writes new keys and values, then attends. `layer` says which pool tensors and which mask."""
+
+    def write_kv(
+        self,
+        layer: LayerGeometry,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        context: ForwardContext,
+    ) -> None:
+        """key (T, Hkv, Dk) and value (T, Hkv, Dv), any strides, go to context.slots."""
+        ...
+
+    def attend(
+        self,
+        layer: LayerGeometry,
+        query: torch.Tensor,
+        context: ForwardContext,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """query (T, H, Dk), any strides; sinks (H,) or None. Returns (T, H, Dv), query's dtype."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class BackendRequest:
+    """What a factory gets. It may refuse (StartupError) what it cannot compute."""
+
+    layers: tuple[LayerGeometry, ...]
+    block_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+BackendFactory = Callable[[BackendRequest], AttentionBackend]
+
+_MODULES = {
+    "torch": "foveal_runtime.model.attention.torch_backend",
+    "cpu": "foveal_runtime.model.attention.cpu",
+    "triton": "foveal_runtime.model.attention.triton",
+}
+_FACTORIES: dict[str, BackendFactory] = {}
+
+
+def register(name: str, factory: BackendFactory) -> None:
+    """Makes a backend selectable. Backend modules call this when they are imported."""
+    _FACTORIES[name] = factory
+
+
+def create_backend(name: str, request: BackendRequest) -> AttentionBackend:
+    """The backend called `name`. Raises StartupError when there is none or it refuses."""
+    if name == "auto":
+        return create_default(request)
+    if name not in _FACTORIES and name in _MODULES:
+        try:
+            importlib.import_module(_MODULES[name])
+        except ImportError as error:
+            raise StartupError(
+                f"attention backend {name!r} cannot be loaded: {error}", param="attention"
+            ) from error
+    factory = _FACTORIES.get(name)
+    if factory is None:
+        known = ", ".join(["auto", *sorted({*_MODULES, *_FACTORIES})])
+        raise StartupError(
+            f"attention backend {name!r} is not known; choose one of: {known}", param="attention"
+        )
+    return factory(request)
+
+
+def create_default(request: BackendRequest) -> AttentionBackend:
+    """The fastest backend of the device that can compute these layers; "torch" always can."""
+    preferred = "triton" if request.device.type == "cuda" else "cpu"
+    try:
+        return create_backend(preferred, request)
+    except StartupError as error:
+        _LOG.warning("attention falls back to plain torch: %s", error)
+        return create_backend("torch", request)

@@ -1,0 +1,90 @@
+"""Finds and loads the compiled decode kernel that fits this CPU; the one place that knows ctypes.
+
+The shared objects are compiled when the package is built (runtime/setup.py), one per instruction
+set. Nothing is ever compiled here: without a fitting object `load_kernel` returns a reason.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from pathlib import Path
+
+DONE, UNSUPPORTED, NO_MEMORY = 0, 1, 2
+FLOAT32, BFLOAT16 = 0, 1
+HEAD_DIMS = frozenset({16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256})
+MAX_GROUP_VALUES = 8192
+"""Query heads per kv head times head dimension: what one task's accumulators hold."""
+
+_V3 = {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"}
+_V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+
+
+class Job(ctypes.Structure):
+    """Mirrors `Job` in paged_decode.c, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in (
+            "dtype", "head_dim", "num_heads", "num_kv_heads", "block_size", "num_rows",
+            "num_threads", "window", "chunk")),
+        ("scaling", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+        ("query", ctypes.c_void_p),
+        ("query_token_stride", ctypes.c_int64),
+        ("query_head_stride", ctypes.c_int64),
+        ("keys", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("block_table", ctypes.c_void_p),
+        ("table_stride", ctypes.c_int64),
+        ("row_token", ctypes.c_void_p),
+        ("row_sequence", ctypes.c_void_p),
+        ("row_length", ctypes.c_void_p),
+        ("sinks", ctypes.c_void_p),
+    )  # fmt: skip
+
+
+class Kernel:
+    """A loaded shared object."""
+
+    def __init__(self, path: Path) -> None:
+        self.variant = path.stem.removeprefix("paged_decode_")
+        self._run = ctypes.CDLL(str(path)).foveal_paged_decode
+        self._run.argtypes = [ctypes.POINTER(Job)]
+        self._run.restype = ctypes.c_int
+
+    def run(self, job: Job) -> int:
+        """DONE, UNSUPPORTED or NO_MEMORY. Releases the GIL while it runs."""
+        code: int = self._run(ctypes.byref(job))
+        return code
+
+
+def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """Instruction set names of the first CPU; empty where the system does not say."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return frozenset()
+    flags = next((line for line in lines if line.startswith("flags")), ":")
+    return frozenset(flags.partition(":")[2].split())
+
+
+def variants(machine: str, flags: frozenset[str]) -> list[str]:
+    """Names of the variants this CPU can run, best first."""
+    if machine not in ("x86_64", "AMD64"):
+        return ["generic"]
+    return [name for name, needs in (("v4", _V4), ("v3", _V3)) if needs <= flags] + ["generic"]
+
+
+def load_kernel(folder: Path | None = None) -> Kernel | str:
+    """The best kernel there is, or one line that says why there is none."""
+    folder = folder or Path(__file__).parent
+    wanted = variants(platform.machine(), cpu_flags())
+    for name in wanted:
+        path = folder / f"paged_decode_{name}.so"
+        if path.exists():
+            try:
+                return Kernel(path)
+            except (OSError, AttributeError) as error:
+                return f"{path.name} cannot be loaded ({error})"
+    return f"no paged_decode_{{{','.join(wanted)}}}.so beside the package"

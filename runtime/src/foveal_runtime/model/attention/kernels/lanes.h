@@ -1,0 +1,113 @@
+/* Vectors of as many floats as the instruction set has lanes: loads, exp, reductions.
+ *
+ * Included by paged_decode.c only. GCC vector extensions, so that one source serves AVX-512, AVX2
+ * and, four lanes wide, everything else.
+ */
+#ifndef FOVEAL_LANES_H
+#define FOVEAL_LANES_H
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+#define LANES 16
+#define ANY_ABOVE(v, x) _mm512_cmp_ps_mask((__m512)(v), _mm512_set1_ps(x), _CMP_GT_OQ)
+#define EVEN(a, b) \
+    __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
+#define ODD(a, b) \
+    __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
+#define COLUMNS 8 /* accumulators held in registers at once */
+#elif defined(__AVX2__)
+#define LANES 8
+#define ANY_ABOVE(v, x) \
+    _mm256_movemask_ps(_mm256_cmp_ps((__m256)(v), _mm256_set1_ps(x), _CMP_GT_OQ))
+#define EVEN(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14)
+#define ODD(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15)
+#define COLUMNS 8
+#else
+#define LANES 4
+#define ANY_ABOVE(v, x) ((v)[0] > (x) || (v)[1] > (x) || (v)[2] > (x) || (v)[3] > (x))
+#define EVEN(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6)
+#define ODD(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7)
+#define COLUMNS 8
+#endif
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
+typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE vec splat(float x) { return x - (vec){0}; }
+
+INLINE vec pick(ivec mask, vec yes, vec no) {
+    return (vec)((mask & (ivec)yes) | (~mask & (ivec)no));
+}
+
+INLINE vec load(const float *p) {
+    vec v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+INLINE void store(float *p, vec v) { memcpy(p, &v, sizeof v); }
+
+INLINE vec load_bf16(const uint16_t *p) {
+    hvec h;
+    memcpy(&h, p, sizeof h);
+    return (vec)(__builtin_convertvector(h, uvec) << 16);
+}
+
+INLINE uint16_t to_bf16(float x) { /* round to nearest even; NaN stays NaN */
+    uint32_t u;
+    memcpy(&u, &x, 4);
+    if (x != x) return (uint16_t)((u >> 16) | 0x40);
+    return (uint16_t)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+
+/* exp(x), relative error 2e-7; exactly 0 below -87, so masked scores (-inf) weigh nothing. */
+INLINE vec vexp(vec x) {
+    const vec shift = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
+    ivec dead = x < splat(-87.0f);
+    x = pick(dead, splat(-87.0f), x);
+    x = pick(x > splat(88.0f), splat(88.0f), x);
+    vec z = x * splat(1.44269504f) + shift;
+    vec n = z - shift;
+    vec r = x - n * splat(0.693359375f) + n * splat(2.12194440e-4f);
+    vec p = splat(1.9875691500e-4f);
+    p = p * r + splat(1.3981999507e-3f);
+    p = p * r + splat(8.3334519073e-3f);
+    p = p * r + splat(4.1665795894e-2f);
+    p = p * r + splat(1.6666665459e-1f);
+    p = p * r + splat(5.0000001201e-1f);
+    p = p * r * r + r + splat(1.0f);
+    ivec scale = (__builtin_convertvector(n, ivec) + 127) << 23;
+    vec e = p * (vec)scale;
+    return pick(dead, splat(0.0f), e);
+}
+
+INLINE vec vcap(vec x, float cap) { /* cap * tanh(x / cap) */
+    vec e = vexp(x * splat(2.0f / cap));
+    return splat(cap) * (splat(1.0f) - splat(2.0f) / (e + splat(1.0f)));
+}
+
+INLINE float reduce_max(vec v) {
+    float m = v[0];
+    for (int i = 1; i < LANES; i++) m = v[i] > m ? v[i] : m;
+    return m;
+}
+
+/* Lane i of the result is the sum of the lanes of v[i]. Destroys v. */
+INLINE vec sums_of(vec *v) {
+    for (int n = LANES; n > 1; n /= 2)
+        for (int i = 0; i < n / 2; i++)
+            v[i] = EVEN(v[2 * i], v[2 * i + 1]) + ODD(v[2 * i], v[2 * i + 1]);
+    return v[0];
+}
+
+#endif

@@ -1,0 +1,146 @@
+"""Paged attention in plain torch, one sequence at a time: the oracle for every other backend.
+
+Gathers a sequence's keys and values from the pool and runs SDPA, or explicit softmax where SDPA
+cannot express the layer (softcap, sinks). Correct on every device and dtype; never the fast path
+for decoding.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from foveal_runtime.model.attention import (
+    BackendRequest,
+    ForwardContext,
+    LayerGeometry,
+    register,
+)
+
+
+class TorchBackend:
+    """Stateless; see AttentionBackend for shapes."""
+
+    def write_kv(
+        self,
+        layer: LayerGeometry,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        context: ForwardContext,
+    ) -> None:
+        context.pool.keys[layer.index].index_copy_(0, context.slots, key)
+        context.pool.values[layer.index].index_copy_(0, context.slots, value)
+
+    def attend(
+        self,
+        layer: LayerGeometry,
+        query: torch.Tensor,
+        context: ForwardContext,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        out = query.new_empty(query.shape[0], layer.num_heads, layer.value_dim)
+        start = 0
+        for i, (q_len, kv_len) in enumerate(zip(context.q_lens, context.kv_lens, strict=True)):
+            window = slice(start, start + q_len)
+            groups = None if context.groups is None else context.groups[window]
+            out[window] = attend_sequence(
+                layer, query[window], context, context.block_table[i], kv_len, groups, sinks
+            )
+            start += q_len
+        return out
+
+
+def attend_sequence(
+    layer: LayerGeometry,
+    query: torch.Tensor,
+    context: ForwardContext,
+    block_ids: torch.Tensor,
+    kv_len: int,
+    groups: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """One sequence: query (q, H, Dk) are its last q tokens. Returns (q, H, Dv)."""
+    pool = context.pool
+    rows = gather_rows(block_ids, kv_len, pool.block_size)
+    keys = pool.keys[layer.index].index_select(0, rows).transpose(0, 1)
+    values = pool.values[layer.index].index_select(0, rows).transpose(0, 1)
+    mask = visible(layer, query.shape[0], kv_len, groups, query.device)
+    heads = query.transpose(0, 1)
+    if layer.softcap is None and sinks is None:
+        out = scaled_dot_product_attention(
+            heads[None],
+            keys[None],
+            values[None],
+            attn_mask=mask,
+            scale=layer.scaling,
+            enable_gqa=layer.num_heads != layer.num_kv_heads,
+        )[0]
+    else:
+        out = explicit_attention(layer, heads, keys, values, mask, sinks)
+    return out.transpose(0, 1)
+
+
+def gather_rows(block_ids: torch.Tensor, kv_len: int, block_size: int) -> torch.Tensor:
+    """Pool rows of positions 0 ... kv_len - 1."""
+    num_blocks = -(-kv_len // block_size)
+    offsets = torch.arange(block_size, device=block_ids.device)
+    rows = block_ids[:num_blocks, None].long() * block_size + offsets
+    return rows.flatten()[:kv_len]
+
+
+def visible(
+    layer: LayerGeometry,
+    q_len: int,
+    kv_len: int,
+    groups: torch.Tensor | None,
+    device: torch.device,
+) -> torch.Tensor | None:
+    """Bool mask (q_len, kv_len), True where a query may look; None when all may look at all."""
+    if q_len == 1 and layer.sliding_window is None and layer.chunk_size is None:
+        return None
+    q_pos = torch.arange(kv_len - q_len, kv_len, device=device)[:, None]
+    kv_pos = torch.arange(kv_len, device=device)[None, :]
+    mask = kv_pos <= q_pos
+    if groups is not None:
+        same = (groups[:, None] == groups[None, :]) & (groups[:, None] >= 0)
+        mask[:, kv_len - q_len :] |= same
+    if layer.sliding_window is not None:
+        mask &= kv_pos > q_pos - layer.sliding_window
+        if groups is not None and layer.groups_ignore_window:
+            mask[:, kv_len - q_len :] |= same
+    if layer.chunk_size is not None:
+        mask &= kv_pos // layer.chunk_size == q_pos // layer.chunk_size
+    return mask
+
+
+def explicit_attention(
+    layer: LayerGeometry,
+    heads: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """heads (H, q, Dk), keys (Hkv, kv, Dk), values (Hkv, kv, Dv) to (H, q, Dv), softmax in fp32."""
+    repeats = layer.num_heads // layer.num_kv_heads
+    keys = keys.repeat_interleave(repeats, 0)
+    values = values.repeat_interleave(repeats, 0)
+    scores = torch.matmul(heads, keys.transpose(1, 2)).float() * layer.scaling
+    if layer.softcap is not None:
+        scores = torch.tanh(scores / layer.softcap) * layer.softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        column = sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = scores.softmax(-1)
+    if sinks is not None:
+        weights = weights[..., :-1]
+    return torch.matmul(weights.to(values.dtype), values)
+
+
+def _create(request: BackendRequest) -> TorchBackend:
+    return TorchBackend()
+
+
+register("torch", _create)

@@ -1,0 +1,49 @@
+"""Logits through the model's own head, whatever that head does.
+
+`lm_head` alone is not enough: families scale or cap logits after it. So the outer model runs as
+it is, on a shallow copy whose core is replaced by a stub that returns hidden states already
+computed. Used by the runner and the profiler.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class _CoreOutput:
+    """The core's output as outer models read it: hidden states, and None for all else."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int) -> torch.Tensor | None:
+        return self.last_hidden_state if index == 0 else None
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class _CoreStub(nn.Module):  # type: ignore[misc]
+    def forward(self, *args: Any, inputs_embeds: torch.Tensor, **kwargs: Any) -> _CoreOutput:
+        return _CoreOutput(inputs_embeds)
+
+
+class Head:
+    """Calls the outer model's forward around a stubbed core."""
+
+    def __init__(self, model: nn.Module, core_name: str) -> None:
+        assert core_name in model._modules
+        shell = copy.copy(model)
+        shell._modules = dict(model._modules)
+        shell._modules[core_name] = _CoreStub()
+        self._shell = shell
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden (n, E) to logits (n, V)."""
+        output = self._shell(inputs_embeds=hidden[None], use_cache=False)
+        logits: torch.Tensor = output.logits[0]
+        return logits

@@ -1,0 +1,116 @@
+"""What a request's options do to its logits before a token is chosen, row by row or batched.
+
+Called by `model.sampler` only, in its order: `adjust_row` (min_tokens, logit_bias, penalties) on
+the raw logits, then temperature, then `keep_mask` (min_p, top_k, top_p). Never chooses a token and
+keeps no state: everything follows from the request's parameters and token ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import torch
+
+from foveal_runtime.plan.sampling import SamplingParams
+
+TOP_P_CANDIDATES = 1024
+"""Most nuclei are smaller than this; only rows whose nucleus is not pay for a full sort."""
+
+
+def needs_adjusting(params: SamplingParams, num_output_tokens: int) -> bool:
+    """Whether `adjust_row` would change this row's logits."""
+    return (
+        num_output_tokens < params.min_tokens
+        or bool(params.logit_bias)
+        or params.repetition_penalty != 1.0
+        or params.presence_penalty != 0.0
+        or params.frequency_penalty != 0.0
+    )
+
+
+def adjust_row(
+    row: torch.Tensor,
+    params: SamplingParams,
+    prompt_ids: Sequence[int],
+    output_ids: Sequence[int],
+    end_ids: Collection[int],
+) -> None:
+    """Applies min_tokens, logit_bias and the penalties to one row (V,) float32, in place.
+
+    Repetition: logits of tokens seen in prompt or output are divided by the penalty when positive
+    and multiplied when negative. Frequency and presence look at output tokens only. `end_ids` are
+    masked while fewer than min_tokens outputs exist. Raises ValueError when logit_bias names a
+    token outside the vocabulary.
+    """
+    vocab = row.shape[0]
+    if len(output_ids) < params.min_tokens:
+        ends = {*end_ids, *params.stop_token_ids}
+        row[_index(sorted(i for i in ends if 0 <= i < vocab), row)] = -torch.inf
+    if params.logit_bias:
+        for token, _ in params.logit_bias:
+            if not 0 <= token < vocab:
+                raise ValueError(f"logit_bias names token {token}; the vocabulary has {vocab}")
+        ids, values = zip(*params.logit_bias, strict=True)
+        bias = torch.tensor(values, dtype=row.dtype, device=row.device)
+        row.index_add_(0, _index(ids, row), bias)
+    if params.repetition_penalty != 1.0:
+        seen = _index(_unique([*prompt_ids, *output_ids], vocab)[0], row)
+        values = row[seen]
+        penalty = params.repetition_penalty
+        row[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    if (params.presence_penalty or params.frequency_penalty) and len(output_ids):
+        tokens, counts = _unique(output_ids, vocab)
+        cost = params.presence_penalty + params.frequency_penalty * counts
+        row.index_add_(0, _index(tokens, row), -torch.from_numpy(cost).to(row))
+
+
+def _index(ids: Sequence[int] | np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    return torch.as_tensor(ids, dtype=torch.int64, device=like.device)
+
+
+def _unique(ids: Sequence[int], vocab: int) -> tuple[np.ndarray, np.ndarray]:
+    """Distinct ids inside the vocabulary (placeholder ids may lie outside) and their counts."""
+    array = np.asarray(ids, dtype=np.int64)
+    tokens, counts = np.unique(array[(array >= 0) & (array < vocab)], return_counts=True)
+    return tokens, counts
+
+
+def keep_mask(weights: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor | None:
+    """Which tokens survive min_p, then top_k, then top_p over what the first two left.
+
+    `weights` (n, V) are unnormalised probabilities with maximum 1 in each row, after temperature.
+    Returns a bool (n, V), or None when no row filters. Tokens that tie with the last survivor
+    survive too: the outcome never depends on how a sort orders equals.
+    """
+    vocab = weights.shape[1]
+    top_ks = [p.top_k if 0 < p.top_k < vocab else 0 for p in params]
+    floors = weights.new_tensor([p.min_p for p in params])
+    if any(top_ks):
+        best = weights.topk(max(top_ks), dim=-1).values
+        column = weights.new_tensor([max(k - 1, 0) for k in top_ks], dtype=torch.int64)
+        kth = best.gather(1, column[:, None])[:, 0]
+        limited = weights.new_tensor([k > 0 for k in top_ks], dtype=torch.bool)
+        floors = torch.where(limited, torch.maximum(floors, kth), floors)
+    rows = [i for i, p in enumerate(params) if p.top_p < 1.0]
+    if rows:
+        top_ps = weights.new_tensor([params[i].top_p for i in rows], dtype=torch.float64)
+        index = _index(rows, weights)
+        floors[index] = _nucleus_floor(weights[index], floors[index], top_ps)
+    elif not any(top_ks) and not any(p.min_p for p in params):
+        return None
+    return weights >= floors[:, None]
+
+
+def _nucleus_floor(
+    weights: torch.Tensor, floors: torch.Tensor, top_ps: torch.Tensor
+) -> torch.Tensor:
+    """Weight of the last token of the smallest set that holds `top_p` of the mass >= floor."""
+    weights = torch.where(weights >= floors[:, None], weights, 0.0)
+    targets = top_ps * weights.sum(dim=-1, dtype=torch.float64)
+    best = weights.topk(min(TOP_P_CANDIDATES, weights.shape[1]), dim=-1).values
+    if bool((best.sum(dim=-1, dtype=torch.float64) < targets).any()):
+        best = weights.sort(dim=-1, descending=True).values
+    reached = best.cumsum(dim=-1, dtype=torch.float64)
+    last = torch.searchsorted(reached, targets[:, None]).clamp(max=best.shape[1] - 1)
+    return torch.maximum(best.gather(1, last)[:, 0], floors)

@@ -1,0 +1,226 @@
+"""What the budget planner takes and gives: inputs, lines, problems, edits, the plan.
+
+Filled by the operator's spec and by the CLI, computed by budget.py, read by the manifests, the
+status and everything that prints. Plain frozen data; sizes are bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from foveal_runtime.plan.config import GIB, MIB, ModalitiesConfig
+
+Source = Literal["Derived", "Pinned", "Measured", "Shrunk"]
+Place = Literal["frontend", "engine", "device"]
+"""Where bytes lie: a frontend pod, an engine pod's host memory, one device of an engine."""
+
+FRONTEND_PROCESS_BYTES = 256 * MIB
+"""One HTTP process: 92 MB measured after imports, plus tokenizer, sockets and request text."""
+MEDIA_WORKER_BYTES = 832 * MIB
+"""One media worker: 759 MB measured after importing torch and an image processor."""
+ENGINE_BASE_GPU_BYTES = 3 * GIB
+ENGINE_BASE_CPU_BYTES = 1 * GIB
+DEVICE_BASE_BYTES = 768 * MIB
+"""CUDA context, libraries' workspaces and communication buffers of one rank."""
+LOAD_STAGING_MAX_BYTES = 2 * GIB
+MIRROR_BYTES_PER_KEY = 400
+"""Measured in CPython: 0.3 KB a key, 0.4 KB with its metadata."""
+MIRROR_ITEM_BYTES = 64 * 1024
+"""Mirrors are planned for items of this size: smaller ones mean more keys than planned."""
+MIRROR_MIN_ENGINES = 4
+"""Mirrors are planned for the next power of two of the engines, and at least this many, so that
+adding an engine seldom changes a frontend pod."""
+DEFAULT_PROCESSOR_BYTES = 4 * GIB
+DEFAULT_IPC_BYTES = 4 * GIB
+DEFAULT_KV_CPU_BYTES = 4 * GIB
+IPC_STAGING_MIN_BYTES = 256 * MIB
+SHM_MIN_BYTES = 64 * MIB
+
+
+class FrontendInputs(msgspec.Struct, frozen=True, kw_only=True):
+    """One frontend pod. `None` is Auto; a `None` limit follows from the sizes.
+
+    Attributes:
+        limit_bytes: memory limit of the pod.
+        processor_bytes: processor cache of each process.
+        max_media_bytes: encoded media that one process admits at a time.
+        shm_bytes: shared-memory values this pod may have on a shared local volume; 0 = inline.
+    """
+
+    processes: int = 1
+    media_workers: int = 2
+    limit_bytes: int | None = None
+    processor_bytes: int | None = None
+    max_media_bytes: int = 512 * MIB
+    shm_bytes: int = 0
+
+
+class EngineInputs(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine pod and its devices. `None` is Auto.
+
+    Attributes:
+        num_engines: the most engines there can be (autoscaling's maximum).
+        limit_bytes: memory limit of the pod.
+        num_devices: devices of one engine, all used by tensor parallelism; 1 on a CPU.
+        device_bytes: memory of one device; 0 = unknown.
+        max_model_len: 0 = the model's own limit.
+        max_num_encoder_input_tokens, encoder_embeds: count embeddings; 0 = derived.
+        kv_bytes: KV pool of the engine over all its devices.
+    """
+
+    num_engines: int = 1
+    limit_bytes: int | None = None
+    device: Literal["gpu", "cpu"] = "gpu"
+    num_devices: int = 1
+    device_bytes: int = 0
+    max_model_len: int = 0
+    max_num_seqs: int = 128
+    max_num_batched_tokens: int = 2048
+    max_num_encoder_input_tokens: int = 0
+    disable_chunked_mm_input: bool = False
+    block_size: int = 16
+    ipc_bytes: int | None = None
+    encoder_bytes: int | None = None
+    encoder_embeds: int = 0
+    encoder_host_bytes: int | None = 0
+    kv_bytes: int | None = None
+
+
+class BudgetInputs(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything the budgets follow from, besides the model's profile.
+
+    Attributes:
+        headroom_percent: share of each limit that stays free.
+        on_misfit: Block = no plan that runs; Shrink = reduce sizes in the documented order.
+        node_bytes: allocatable memory of the largest node a pod could run on; 0 = unknown.
+    """
+
+    frontend: FrontendInputs = FrontendInputs()
+    engine: EngineInputs = EngineInputs()
+    modalities: ModalitiesConfig = ModalitiesConfig()
+    headroom_percent: int = 10
+    on_misfit: Literal["Block", "Shrink"] = "Block"
+    node_bytes: int = 0
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """One term of one limit.
+
+    Attributes:
+        bytes: of the whole pod, or of one device; `count` parts of `each_bytes`.
+        num_items, unit: the same in embeds, tokens or keys; 0 and "" where it has none.
+        formula: how the figure came about, in words.
+        is_cache: True for what a user may size; False for what the software needs.
+    """
+
+    name: str
+    place: Place
+    bytes: int
+    each_bytes: int
+    count: int = 1
+    source: Source = "Derived"
+    formula: str
+    is_cache: bool = False
+    num_items: int = 0
+    unit: str = ""
+
+
+class Edit(msgspec.Struct, frozen=True, kw_only=True):
+    """One change of one field of the resource that removes a problem. `field` is below spec."""
+
+    field: str
+    before: str
+    after: str
+    note: str = ""
+
+    def __str__(self) -> str:
+        text = f"set spec.{self.field} to {self.after}"
+        return f"{text} ({self.note})" if self.note else text
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a plan cannot run: the term, its figures, and the smallest edits that remove it.
+
+    Attributes:
+        reason: CamelCase constant, also the condition's reason detail.
+        needed, available, unit: bytes, tokens or embeds; the shortfall is their difference.
+    """
+
+    reason: str
+    place: Place
+    term: str
+    needed: int
+    available: int
+    unit: str
+    detail: str
+    edits: tuple[Edit, ...] = ()
+
+    @property
+    def shortfall(self) -> int:
+        return self.needed - self.available
+
+    @property
+    def message(self) -> str:
+        hints = " or ".join(str(edit) for edit in self.edits)
+        return f"{self.detail}. To fix it: {hints}." if hints else f"{self.detail}."
+
+
+class PlaceBudget(msgspec.Struct, frozen=True, kw_only=True):
+    """All terms of one limit. `used_bytes + headroom_bytes <= limit_bytes` when the plan fits.
+
+    Attributes:
+        limit_bytes: of the pod or the device; 0 = unknown device.
+        source: Pinned when the user gave it, Derived when it follows.
+    """
+
+    place: Place
+    limit_bytes: int
+    headroom_bytes: int
+    source: Source
+    lines: tuple[Line, ...]
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(line.bytes for line in self.lines)
+
+    @property
+    def free_bytes(self) -> int:
+        return self.limit_bytes - self.headroom_bytes - self.used_bytes
+
+    def line(self, name: str) -> Line:
+        return next(line for line in self.lines if line.name == name)
+
+
+class BudgetPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Every byte of one frontend pod, one engine pod and one device, and what may not run.
+
+    The figures below `problems` go into the start-up documents as they are.
+    """
+
+    frontend: PlaceBudget
+    engine: PlaceBudget
+    device: PlaceBudget | None
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...]
+    processor_bytes: int
+    frontend_shm_bytes: int
+    ipc_bytes: int
+    ipc_staging_bytes: int
+    engine_shm_bytes: int
+    encoder_compute_embeds: int
+    encoder_embeds: int
+    encoder_host_bytes: int
+    kv_bytes: int
+    kv_tokens: int
+    max_model_len: int
+
+    @property
+    def fits(self) -> bool:
+        return not self.problems
+
+    @property
+    def places(self) -> tuple[PlaceBudget, ...]:
+        both = (self.frontend, self.engine)
+        return both if self.device is None else (*both, self.device)

@@ -1,0 +1,71 @@
+"""What a model costs: the figures every budget is made of.
+
+Written by `foveal-runtime profile` (predicted from the checkpoint's configuration, or measured on
+the device), cached by the operator per model revision, read by budget.py. Never computes anything
+that needs the model itself.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from foveal_runtime.plan.errors import StartupError
+
+
+class ItemProfile(msgspec.Struct, frozen=True, kw_only=True):
+    """The largest item of one modality that the processor can produce under the set limits.
+
+    Attributes:
+        num_tokens: prompt tokens its placeholder expands to.
+        num_embeds: encoder outputs among them.
+        processed_bytes: the processed item as it crosses the wire and lies in a cache.
+    """
+
+    num_tokens: int
+    num_embeds: int
+    processed_bytes: int
+
+
+class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
+    """Costs of one model revision on one device, before any parallelism.
+
+    Attributes:
+        weight_bytes: all parameters as loaded.
+        kv_bytes_per_token: keys and values of all layers, one token.
+        embed_width, embed_bytes: elements of one encoder output, and bytes of one element.
+        embed_levels: 1 + deepstack levels.
+        activation_bytes: peak of a forward pass that does not grow with the batch.
+        activation_bytes_per_token: growth of that peak per scheduled token.
+        max_model_len: the model's own limit, prompt + output tokens.
+        items: modality to its largest item; empty for a text-only model.
+        source: "predicted" from files, or "measured" on the device.
+    """
+
+    model: str = ""
+    revision: str = ""
+    dtype: str = "bfloat16"
+    is_multimodal: bool = True
+    max_model_len: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    embed_width: int = 0
+    embed_bytes: int = 2
+    embed_levels: int = 1
+    activation_bytes: int = 0
+    activation_bytes_per_token: int = 0
+    items: dict[str, ItemProfile] = {}
+    source: Literal["predicted", "measured"] = "predicted"
+
+    @property
+    def bytes_per_embed(self) -> int:
+        return self.embed_width * self.embed_bytes * self.embed_levels
+
+
+def decode(data: bytes) -> ModelProfile:
+    """Reads a profile document. Raises StartupError naming the field."""
+    try:
+        return msgspec.json.decode(data, type=ModelProfile)
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise StartupError(f"model profile: {error}") from error

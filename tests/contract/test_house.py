@@ -1,0 +1,65 @@
+"""The house keeps its shape: layout, import weight, and what must never be in a process."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_operator_folder_is_no_package():
+    """operator/__init__.py would shadow the standard library's `operator` and break Python."""
+    assert not (ROOT / "operator" / "__init__.py").exists()
+
+
+def test_tests_hold_no_packages():
+    """importlib mode: an __init__.py in tests/ makes equal file names collide."""
+    assert not list((ROOT / "tests").rglob("__init__.py"))
+
+
+def _modules_after(import_line: str) -> set[str]:
+    code = f"{import_line}; import sys, json; print(json.dumps(sorted(sys.modules)))"
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100
+    )
+    return {name.split(".")[0] for name in json.loads(out.stdout.splitlines()[-1])}
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "foveal_runtime.plan.config",
+        "foveal_runtime.mirror.messages",
+        "foveal_runtime.engine.step",
+        "foveal_operator",
+    ],
+)
+def test_light_rooms_load_no_torch(module):
+    loaded = _modules_after(f"import {module}")
+    assert not loaded & {"torch", "transformers", "numpy"}
+
+
+def test_plan_loads_only_the_standard_library_and_msgspec():
+    import pkgutil
+
+    import foveal_runtime.plan as plan
+
+    names = [f"foveal_runtime.plan.{m.name}" for m in pkgutil.iter_modules(plan.__path__)]
+    before = _modules_after("import msgspec")
+    loaded = _modules_after("import msgspec, " + ", ".join(names)) - before
+    assert not loaded - set(sys.stdlib_module_names) - {"foveal_runtime"}
+
+
+def test_no_pickle_or_eval_in_the_sources():
+    bad = ("import pickle", "pickle.loads", "yaml.load(", " eval(", "broadcast_object_list")
+    hits = [
+        f"{path.relative_to(ROOT)}: {word}"
+        for room in ("operator/src", "runtime/src")
+        for path in (ROOT / room).rglob("*.py")
+        for word in bad
+        if word in path.read_text()
+    ]
+    assert not hits

@@ -1,0 +1,234 @@
+"""The compiled decode kernel against the torch backend, over what models ask of attention."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from foveal_runtime.model.attention import (
+    BackendRequest,
+    ForwardContext,
+    KVPool,
+    LayerGeometry,
+    create_backend,
+)
+from foveal_runtime.model.attention import cpu as cpu_module
+from foveal_runtime.model.attention.cpu import CpuBackend, divide
+from foveal_runtime.model.attention.kernels import Kernel, cpu_flags, load_kernel, variants
+from foveal_runtime.model.attention.torch_backend import TorchBackend
+from foveal_runtime.plan.errors import StartupError
+
+LOADED = load_kernel()
+pytestmark = pytest.mark.skipif(isinstance(LOADED, str), reason=f"{LOADED}; run `make setup`")
+ORACLE = TorchBackend()
+
+
+def geometry(dim: int, group: int, kv_heads: int = 2, **kwargs) -> LayerGeometry:
+    options = {"scaling": dim**-0.5, **kwargs}
+    return LayerGeometry(0, kv_heads * group, kv_heads, dim, dim, **options)
+
+
+def batch(
+    layer: LayerGeometry,
+    lengths: list[tuple[int, int]],
+    block_size: int,
+    dtype: torch.dtype,
+    seed: int = 0,
+) -> tuple[ForwardContext, torch.Tensor]:
+    """A pool of noise, scattered blocks, and one (q_len, kv_len) per sequence."""
+    generator = torch.Generator().manual_seed(seed)
+    needed = [-(-kv // block_size) for _, kv in lengths]
+    pool = KVPool([layer], sum(needed) + 1, block_size, dtype, torch.device("cpu"))
+    for tensor in (*pool.keys, *pool.values):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    order = (torch.randperm(sum(needed), generator=generator) + 1).int()
+    table = torch.zeros(len(lengths), max(needed), dtype=torch.int32)
+    for i, part in enumerate(order.split(needed)):
+        table[i, : len(part)] = part
+    q_lens, kv_lens = [q for q, _ in lengths], [kv for _, kv in lengths]
+    tokens = [(i, kv - q + j) for i, (q, kv) in enumerate(lengths) for j in range(q)]
+    context = ForwardContext(
+        backend=ORACLE,
+        pool=pool,
+        q_start=torch.tensor([0, *itertools.accumulate(q_lens)], dtype=torch.int32),
+        seq_lens=torch.tensor(kv_lens, dtype=torch.int32),
+        block_table=table,
+        slots=torch.tensor([int(table[i, p // block_size]) * block_size + p % block_size
+                            for i, p in tokens]),
+        seq_of_token=torch.tensor([i for i, _ in tokens], dtype=torch.int32),
+        pos_of_token=torch.tensor([p for _, p in tokens], dtype=torch.int32),
+        q_lens=q_lens,
+        kv_lens=kv_lens,
+    )  # fmt: skip
+    shape = (layer.num_heads, len(tokens), layer.key_dim)  # strides as HF decoders give them
+    query = torch.randn(shape, generator=generator).to(dtype).transpose(0, 1)
+    return context, query
+
+
+def compare(
+    layer: LayerGeometry,
+    lengths: list[tuple[int, int]],
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    sinks: torch.Tensor | None = None,
+    seed: int = 0,
+    kernel: Kernel | None = None,
+) -> None:
+    context, query = batch(layer, lengths, block_size, dtype, seed)
+    backend = CpuBackend(kernel or LOADED)
+    assert cpu_module.is_supported(layer, dtype)
+    got = backend.attend(layer, query, context, sinks)
+    # The oracle computes in float32 on the same (perhaps rounded) numbers.
+    wide = KVPool([layer], context.pool.num_blocks, block_size, torch.float32, query.device)
+    wide.keys[0].copy_(context.pool.keys[0])
+    wide.values[0].copy_(context.pool.values[0])
+    narrow, context.pool = context.pool, wide
+    want = ORACLE.attend(layer, query.float(), context, sinks)
+    context.pool = narrow
+    tolerance = 2e-5 if dtype == torch.float32 else 8e-3
+    torch.testing.assert_close(got.float(), want, atol=tolerance, rtol=tolerance)
+    assert got.dtype == dtype
+
+
+RAGGED = [(1, 1), (1, 17), (2, 33), (3, 3), (4, 300), (1, 700), (4, 260)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256])
+def test_head_sizes_and_groups(dim: int, dtype: torch.dtype) -> None:
+    for group in (1, 2, 3, 4, 7, 8):
+        compare(geometry(dim, group), RAGGED, dtype=dtype, seed=dim + group)
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sliding_window": 5},
+        {"sliding_window": 300},
+        {"softcap": 3.0},
+        {"chunk_size": 64},
+        {"scaling": 0.7},
+        {"softcap": 20.0, "sliding_window": 40},
+    ],
+    ids=str,
+)
+def test_windows_chunks_softcap_scaling_over_block_sizes(options: dict, block_size: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        compare(geometry(64, 3, **options), RAGGED, block_size, dtype, seed=block_size)
+
+
+@pytest.mark.parametrize("strength", [-50.0, 0.0, 3.0, 60.0, 400.0])
+def test_sinks(strength: float) -> None:
+    layer = geometry(64, 4, has_sinks=True, sliding_window=128)
+    sinks = torch.linspace(-1, 1, layer.num_heads) + strength
+    compare(layer, RAGGED, sinks=sinks)
+    compare(layer, RAGGED, dtype=torch.bfloat16, sinks=sinks.to(torch.bfloat16))
+
+
+def test_a_mixed_batch_sends_long_chunks_to_torch() -> None:
+    lengths = [(1, 50), (40, 90), (4, 20), (5, 5), (1, 2000)]
+    layer = geometry(64, 2)
+    context, _ = batch(layer, lengths, 16, torch.float32)
+    rows = divide(context)
+    assert rows.long == [(1, 1), (3, 45)]
+    assert rows.token.tolist() == [0, 41, 42, 43, 44, 50]
+    assert rows.length.tolist() == [50, 17, 18, 19, 20, 2000]
+    compare(layer, lengths)
+
+
+def test_short_chunks_with_groups_go_to_torch() -> None:
+    """Tokens of one item see each other: a kernel row never sees later tokens."""
+    layer = geometry(32, 2)
+    context, query = batch(layer, [(4, 30), (1, 12), (3, 9)], 8, torch.float32)
+    context.groups = torch.tensor([-1, 0, 0, 0, 5, -1, -1, -1], dtype=torch.int32)
+    assert divide(context).long == [(0, 0)]
+    got = CpuBackend(LOADED).attend(layer, query, context)
+    torch.testing.assert_close(got, ORACLE.attend(layer, query, context))
+
+
+def test_layers_without_a_kernel_go_to_torch() -> None:
+    for layer in (LayerGeometry(0, 4, 2, 24, 24, 0.2), LayerGeometry(0, 4, 4, 48, 32, 0.2)):
+        context, query = batch(layer, RAGGED, 16, torch.float32)
+        got = CpuBackend(LOADED).attend(layer, query, context)
+        torch.testing.assert_close(got, ORACLE.attend(layer, query, context))
+
+
+def test_a_row_is_the_same_bits_in_any_batch_with_any_number_of_threads() -> None:
+    layer = geometry(64, 3)
+    lengths = [(1, 900), (2, 40), (1, 5000), (1, 256), (1, 257)]
+    context, query = batch(layer, lengths, 16, torch.float32)
+    whole = CpuBackend(LOADED).attend(layer, query, context)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert torch.equal(CpuBackend(LOADED).attend(layer, query, context), whole)
+    finally:
+        torch.set_num_threads(threads)
+    alone = ForwardContext(
+        **{name: getattr(context, name) for name in ("backend", "pool", "slots")},
+        q_start=torch.tensor([0, 1], dtype=torch.int32),
+        seq_lens=context.seq_lens[2:3],
+        block_table=context.block_table[2:3],
+        seq_of_token=context.seq_of_token[:1],
+        pos_of_token=context.pos_of_token[3:4],
+        q_lens=[1],
+        kv_lens=[5000],
+    )
+    assert torch.equal(CpuBackend(LOADED).attend(layer, query[3:4], alone)[0], whole[3])
+
+
+def test_write_then_attend() -> None:
+    layer = geometry(64, 2)
+    context, query = batch(layer, [(1, 40), (2, 7)], 16, torch.float32)
+    key = torch.randn(3, layer.num_kv_heads, 64)
+    backend = CpuBackend(LOADED)
+    backend.write_kv(layer, key, key * 2, context)
+    assert torch.equal(context.pool.keys[0][context.slots], key)
+    assert torch.equal(context.pool.values[0][context.slots], key * 2)
+    got = backend.attend(layer, query, context)
+    torch.testing.assert_close(got, ORACLE.attend(layer, query, context))
+
+
+def test_extreme_scores_do_not_overflow() -> None:
+    layer = geometry(64, 2, scaling=50.0)
+    context, query = batch(layer, RAGGED, 16, torch.float32)
+    got = CpuBackend(LOADED).attend(layer, query, context)
+    want = ORACLE.attend(layer, query, context)
+    torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-3)
+
+
+def test_every_variant_this_cpu_can_run_agrees() -> None:
+    folder = Path(cpu_module.__file__).parent / "kernels"
+    for path in sorted(folder.glob("paged_decode_*.so")):
+        if path.stem.removeprefix("paged_decode_") in variants("x86_64", cpu_flags()):
+            for dim in (16, 80, 128):
+                compare(geometry(dim, 4), RAGGED, dtype=torch.bfloat16, kernel=Kernel(path))
+
+
+def test_variant_choice(tmp_path: Path) -> None:
+    v3 = "flags\t\t: fpu avx avx2 bmi1 bmi2 f16c fma abm movbe"
+    info = tmp_path / "cpuinfo"
+    info.write_text(f"processor : 0\n{v3}\nflags : other\n")
+    assert variants("x86_64", cpu_flags(info)) == ["v3", "generic"]
+    info.write_text(v3 + " avx512f avx512bw avx512cd avx512dq avx512vl\n")
+    assert variants("x86_64", cpu_flags(info)) == ["v4", "v3", "generic"]
+    assert variants("aarch64", frozenset()) == ["generic"]
+    assert cpu_flags(tmp_path / "absent") == frozenset()
+    assert "no paged_decode" in str(load_kernel(tmp_path))
+    (tmp_path / f"paged_decode_{variants('x86_64', cpu_flags())[0]}.so").write_text("junk")
+    assert "cannot be loaded" in str(load_kernel(tmp_path))
+
+
+def test_the_factory_refuses_other_devices_and_announces_slow_layers(caplog) -> None:
+    layers = (LayerGeometry(0, 4, 2, 24, 24, 0.2),)
+    with pytest.raises(StartupError, match="cuda"):
+        create_backend("cpu", BackendRequest(layers, 16, torch.float32, torch.device("cuda")))
+    with caplog.at_level(logging.INFO):
+        made = create_backend("cpu", BackendRequest(layers, 16, torch.float32, torch.device("cpu")))
+    assert isinstance(made, CpuBackend)
+    assert "layers [0] use torch attention" in caplog.text

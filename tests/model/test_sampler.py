@@ -1,0 +1,270 @@
+"""The sampler against small straightforward references; each draw is seeded."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from foveal_runtime.model.sampler import Sampler, prompt_logprobs, uniform
+from foveal_runtime.plan.errors import EngineFailure
+from foveal_runtime.plan.sampling import SamplingParams
+
+EOS = 3
+SAMPLER = Sampler([EOS])
+
+
+@dataclass
+class Sequence:
+    sampling: SamplingParams
+    prompt_token_ids: list[int] = field(default_factory=lambda: [1, 2, 5])
+    output_token_ids: list[int] = field(default_factory=list)
+    request_id: str = "r"
+
+
+def options(**kwargs) -> SamplingParams:
+    return SamplingParams(max_tokens=64, **kwargs)
+
+
+def random_logits(rows: int, vocab: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def draw_many(logits: torch.Tensor, params: SamplingParams, count: int) -> Counter[int]:
+    """`count` draws from one row: the same logits at output indices 0..count-1."""
+    sequences = [
+        Sequence(params, output_token_ids=[0] * i, request_id=str(i)) for i in range(count)
+    ]
+    out = SAMPLER.sample(logits.expand(count, -1), sequences)
+    return Counter(s.token_id for s in out)
+
+
+def reference(logits: torch.Tensor, sequence: Sequence) -> dict[int, float]:
+    """The distribution a request should sample from, in plain Python."""
+    p = sequence.sampling
+    x = logits.double().tolist()
+    if len(sequence.output_token_ids) < p.min_tokens:
+        for i in (EOS, *p.stop_token_ids):
+            x[i] = -math.inf
+    for i, bias in p.logit_bias:
+        x[i] += bias
+    for i in {*sequence.prompt_token_ids, *sequence.output_token_ids}:
+        x[i] = x[i] / p.repetition_penalty if x[i] > 0 else x[i] * p.repetition_penalty
+    for i, count in Counter(sequence.output_token_ids).items():
+        x[i] -= p.frequency_penalty * count + p.presence_penalty
+    peak = max(x)
+    if p.temperature == 0:
+        return {x.index(peak): 1.0}
+    mass = {i: math.exp((v - peak) / p.temperature) for i, v in enumerate(x)}
+    kept = {i: w for i, w in mass.items() if w >= p.min_p and w > 0}
+    order = sorted(kept, key=lambda i: -kept[i])
+    if p.top_k:
+        order = order[: p.top_k]
+    total, run, nucleus = sum(kept[i] for i in order), 0.0, []
+    for i in order:
+        nucleus.append(i)
+        run += kept[i]
+        if run >= p.top_p * total:
+            break
+    return {i: kept[i] / sum(kept[j] for j in nucleus) for i in nucleus}
+
+
+def test_greedy_is_argmax_and_takes_the_first_of_equals() -> None:
+    logits = random_logits(5, 32).to(torch.bfloat16)
+    logits[2] = 0.0
+    before = logits.clone()
+    sequences = [Sequence(options(temperature=0), request_id=str(i)) for i in range(5)]
+    out = SAMPLER.sample(logits, sequences)
+    assert [s.token_id for s in out] == logits.float().argmax(-1).tolist()
+    assert out[2].token_id == 0
+    assert [s.request_id for s in out] == list("01234")
+    assert torch.equal(logits, before)
+
+
+def test_a_token_depends_on_seed_index_and_logits_not_on_the_batch() -> None:
+    logits = random_logits(16, 512, seed=7)
+    kinds = [options(seed=i, top_p=0.9 if i % 2 else 1.0, top_k=20 if i % 3 else 0,
+                     repetition_penalty=1.2 if i % 4 == 0 else 1.0,
+                     temperature=0.0 if i % 5 == 0 else 1.1)
+             for i in range(16)]  # fmt: skip
+    sequences = [
+        Sequence(p, output_token_ids=list(range(i)), request_id=str(i)) for i, p in enumerate(kinds)
+    ]
+    whole = {s.request_id: s.token_id for s in SAMPLER.sample(logits, sequences)}
+    for i, sequence in enumerate(sequences):
+        assert SAMPLER.sample(logits[i : i + 1], [sequence])[0].token_id == whole[str(i)]
+    order = torch.randperm(16, generator=torch.Generator().manual_seed(1)).tolist()
+    shuffled = SAMPLER.sample(logits[order], [sequences[i] for i in order])
+    assert {s.request_id: s.token_id for s in shuffled} == whole
+
+
+def test_a_resumed_request_continues_identically() -> None:
+    """Tokens after a move to another engine are those of the undisturbed run."""
+    table = random_logits(64, 64, seed=3)  # the "model": next logits by last token
+
+    def run(outputs: list[int], until: int) -> list[int]:
+        outputs = list(outputs)
+        while len(outputs) < until:
+            last = outputs[-1] if outputs else 0
+            state = Sequence(options(seed=99, frequency_penalty=0.3), output_token_ids=outputs)
+            outputs.append(Sampler([EOS]).sample(table[last : last + 1], [state])[0].token_id)
+        return outputs
+
+    full = run([], 40)
+    assert run(full[:17], 40) == full
+    assert len(set(full)) > 10
+
+
+def test_uniform_is_uniform_and_uncorrelated_over_seeds_and_indices() -> None:
+    grid = torch.tensor([[uniform(seed, i) for i in range(200)] for seed in range(200)])
+    assert grid.min() > 0
+    assert grid.max() < 1
+    counts = torch.histc(grid, 20, 0, 1)
+    chi2 = float(((counts - 2000) ** 2 / 2000).sum())
+    assert chi2 < 45, chi2  # 19 degrees of freedom: p < 0.001 above 43.8
+    for pair in (grid[:-1], grid[1:]), (grid[:, :-1], grid[:, 1:]):
+        both = torch.stack([p.reshape(-1) for p in pair])
+        assert abs(torch.corrcoef(both)[0, 1]) < 0.02
+    assert uniform(-1, 0) == uniform(2**64 - 1, 0)
+
+
+OPTIONS = {
+    "plain": {},
+    "temperature": {"temperature": 0.6},
+    "hot": {"temperature": 1.7},
+    "top_k": {"top_k": 4},
+    "top_p": {"top_p": 0.7},
+    "min_p": {"min_p": 0.2},
+    "filters together": {"temperature": 1.4, "top_k": 9, "top_p": 0.8, "min_p": 0.05},
+    "repetition": {"repetition_penalty": 1.6},
+    "presence": {"presence_penalty": 1.5},
+    "frequency": {"frequency_penalty": 0.8},
+    "bias": {"logit_bias": ((4, 2.5), (9, -100.0))},
+    "min_tokens": {"min_tokens": 100_000, "stop_token_ids": (7, 500)},
+    "all": {"temperature": 0.9, "top_k": 10, "top_p": 0.95, "repetition_penalty": 1.2,
+            "presence_penalty": 0.4, "frequency_penalty": 0.2, "logit_bias": ((2, 1.0),)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_drawn_tokens_follow_the_reference_distribution(name: str) -> None:
+    vocab, count = 16, 4000
+    logits = random_logits(1, vocab, seed=11)
+    history = [1, 4, 4, 9, 12]
+    params = [options(seed=seed, **OPTIONS[name]) for seed in range(count)]
+    sequences = [
+        Sequence(p, output_token_ids=history, request_id=str(i)) for i, p in enumerate(params)
+    ]
+    want_params = options(**{**OPTIONS[name], "stop_token_ids": (7,)})
+    want = reference(logits[0], Sequence(want_params, output_token_ids=history))
+    got = Counter(s.token_id for s in SAMPLER.sample(logits.expand(count, -1), sequences))
+    assert set(got) <= set(want)
+    chi2 = sum((got[i] - count * p) ** 2 / (count * p) for i, p in want.items() if count * p > 1)
+    assert chi2 < 3.5 * len(want) + 8, (chi2, got, want)
+
+
+def test_consecutive_indices_of_one_seed_follow_softmax() -> None:
+    logits, count = random_logits(1, 8, seed=5), 4000
+    got = draw_many(logits, options(seed=1234), count)
+    want = logits[0].softmax(-1).tolist()
+    chi2 = sum((got[i] - count * p) ** 2 / (count * p) for i, p in enumerate(want))
+    assert chi2 < 26, chi2  # 7 degrees of freedom, p < 0.0005
+
+
+def test_greedy_obeys_masks_penalties_and_bias() -> None:
+    logits = torch.zeros(1, 16)
+    logits[0, EOS], logits[0, 7], logits[0, 9], logits[0, 2] = 9.0, 8.0, 7.0, 6.9
+    cases = [
+        (options(temperature=0), EOS),
+        (options(temperature=0, min_tokens=1), 7),
+        (options(temperature=0, min_tokens=1, stop_token_ids=(7,)), 9),
+        (options(temperature=0, logit_bias=((2, 5.0),)), 2),
+        (options(temperature=0, min_tokens=1, logit_bias=((EOS, 100.0),)), 7),
+    ]
+    out = SAMPLER.sample(
+        logits.expand(len(cases), -1),
+        [Sequence(p, request_id=str(i)) for i, (p, _) in enumerate(cases)],
+    )
+    assert [s.token_id for s in out] == [want for _, want in cases]
+
+
+def test_a_wide_nucleus_is_found_beyond_the_first_candidates() -> None:
+    """A flat distribution has a nucleus of most of the vocabulary."""
+    vocab = 6000
+    logits = torch.linspace(0, 0.1, vocab)[None]
+    got = draw_many(logits, options(seed=5, top_p=0.5), 3000)
+    order = logits[0].softmax(-1).double().sort(descending=True).values.cumsum(0)
+    size = int((order < 0.5).sum()) + 1
+    assert min(got) >= vocab - size
+    assert min(got) < vocab - size + 60
+
+
+def test_top_k_keeps_ties_and_tiny_temperature_is_greedy() -> None:
+    logits = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
+    assert set(draw_many(logits, options(top_k=2), 200)) == {0, 1, 2}
+    sharp = random_logits(1, 100, seed=2)
+    got = draw_many(sharp, options(temperature=1e-6), 50)
+    assert set(got) == {int(sharp.argmax())}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logprobs_are_those_of_the_raw_distribution(dtype: torch.dtype) -> None:
+    logits = random_logits(3, 50, seed=8).to(dtype)
+    raw = logits.float().log_softmax(-1)
+    params = [
+        options(logprobs=5, temperature=0.3, top_k=2, logit_bias=((1, 50.0),)),
+        options(logprobs=0),
+        options(),
+    ]
+    first, second, third = SAMPLER.sample(
+        logits, [Sequence(p, request_id=str(i)) for i, p in enumerate(params)]
+    )
+    assert first.token_id == 1
+    assert first.logprob == pytest.approx(float(raw[0, 1]))
+    assert first.rank == int((raw[0] > raw[0, 1]).sum()) + 1
+    best = raw[0].topk(5)
+    assert list(first.top_ids) == best.indices.tolist()
+    assert list(first.top_logprobs) == pytest.approx(best.values.tolist())
+    assert second.logprob == pytest.approx(float(raw[1, second.token_id]))
+    assert second.top_ids == ()
+    assert (third.logprob, third.rank) == (0.0, 0)
+
+
+def test_prompt_logprobs_cover_every_row_and_unknown_ids() -> None:
+    logits = random_logits(600, 20, seed=4)
+    ids = torch.randint(0, 20, (600,), generator=torch.Generator().manual_seed(4)).tolist()
+    ids[17] = 10_000  # an image placeholder outside the vocabulary
+    got = prompt_logprobs("r", 32, logits, ids, 2)
+    raw = logits.log_softmax(-1)
+    assert (got.request_id, got.start, len(got.logprobs)) == ("r", 32, 600)
+    assert got.logprobs[17] == -math.inf
+    for i in (0, 255, 256, 599):
+        assert got.logprobs[i] == pytest.approx(float(raw[i, ids[i]]))
+        assert got.ranks[i] == int((raw[i] > raw[i, ids[i]]).sum()) + 1
+        assert list(got.top_ids[i]) == raw[i].topk(2).indices.tolist()
+
+
+def test_a_bad_row_fails_its_request_alone() -> None:
+    logits = random_logits(4, 8, seed=6)
+    logits[1] = torch.nan
+    sequences = [
+        Sequence(options(seed=1), request_id="good"),
+        Sequence(options(seed=1), request_id="nan"),
+        Sequence(options(logit_bias=((8, 1.0),)), request_id="bias"),
+        Sequence(options(temperature=0, min_tokens=5, stop_token_ids=tuple(range(8))),
+                 request_id="masked"),
+    ]  # fmt: skip
+    failed: dict[str, str] = {}
+    out = SAMPLER.sample(logits, sequences, failed)
+    assert [s.request_id for s in out] == ["good"]
+    assert set(failed) == {"nan", "bias", "masked"}
+    assert "vocabulary has 8" in failed["bias"]
+    with pytest.raises(EngineFailure, match="nan: no token"):
+        SAMPLER.sample(logits, sequences)
+
+
+def test_nothing_to_sample() -> None:
+    assert SAMPLER.sample(torch.zeros(0, 8), []) == []

@@ -1,0 +1,155 @@
+"""Real frontend and engine processes on the bundled model, and a client that knows the answers.
+
+The model tells the truth, so a wrong cache shows as a wrong answer: every test here asks held-out
+questions whose answers the generator knows.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from foveal_runtime.main.documents import LocalOptions, local_documents
+from foveal_runtime.main.launcher import LocalDeployment, free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ROOT / "examples" / "tiny-vlm"
+sys.path[:0] = [str(TINY), str(Path(__file__).parent)]
+
+from evaluate import LONGEST_REPLY, draw_samples, to_request  # noqa: E402
+from questions import FAMILIES, Sample, is_right  # noqa: E402
+
+MIB = 1024**2
+MODEL = "tiny-vlm"
+
+
+class Asker:
+    """Asks samples over HTTP and checks the answers."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.http = httpx.Client(base_url=url, timeout=60)
+
+    def post(self, sample: Sample, **options: Any) -> httpx.Response:
+        body = {**to_request(sample, MODEL), **options}
+        return self.http.post("/v1/chat/completions", json=body)
+
+    def ask(self, sample: Sample, **options: Any) -> str:
+        answer = self.post(sample, **options)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["choices"][0]["message"]["content"])
+
+    def check(self, sample: Sample, **options: Any) -> None:
+        """The reply is what plain transformers says, token for token."""
+        assert self.ask(sample, **options) == sample.reference, sample.family
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of a family's series that carry the given labels."""
+        from prometheus_client.parser import text_string_to_metric_families
+
+        text = self.http.get("/metrics").raise_for_status().text
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+
+@pytest.fixture(scope="session")
+def samples() -> list[Sample]:
+    """Held-out questions of every family, with the greedy reply of plain transformers in fp32."""
+    import torch
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    model = AutoModelForImageTextToText.from_pretrained(TINY / "model", dtype=torch.float32).eval()
+    processor = AutoProcessor.from_pretrained(TINY / "model")
+    drawn = draw_samples(list(FAMILIES), 5, "processes", False)
+    for sample in drawn:
+        text = processor.apply_chat_template(
+            sample.messages, add_generation_prompt=True, tokenize=False
+        )
+        images = [picture.image for picture in sample.pictures]
+        inputs = processor(text=[text], images=images or None, return_tensors="pt")
+        with torch.inference_mode():
+            output = model.generate(**inputs, max_new_tokens=LONGEST_REPLY, do_sample=False)
+        fresh = output[0, inputs["input_ids"].shape[1] :]
+        sample.reference = processor.tokenizer.decode(fresh, skip_special_tokens=True)
+    right = sum(is_right(sample.reference, sample.verdict) for sample in drawn)
+    assert right >= 0.9 * len(drawn), "the bundled model itself does not know its pictures"
+    return drawn
+
+
+@pytest.fixture(scope="session")
+def mixed(samples: list[Sample]) -> list[Sample]:
+    """Forty samples, each asked about twice, in an order that mixes them."""
+    some = samples[:40]
+    order = some + some
+    random.Random(5).shuffle(order)
+    return order
+
+
+Start = Callable[..., tuple[LocalDeployment, list[Asker]]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts deployments that are torn down after the test."""
+    running: list[LocalDeployment] = []
+
+    def run(**options: Any) -> tuple[LocalDeployment, list[Asker]]:
+        deployment = make_deployment(**options)
+        running.append(deployment)
+        deployment.start()
+        deployment.wait_ready(120)
+        return deployment, [Asker(child.url) for child in deployment.frontends]
+
+    yield run
+    for deployment in running:
+        deployment.stop(10)
+
+
+def make_deployment(
+    change: Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]] | None = None,
+    **options: Any,
+) -> LocalDeployment:
+    """A small deployment; `options` are LocalOptions, `change` edits the documents."""
+    defaults: dict[str, Any] = {
+        "model": str(TINY / "model"),
+        "name": MODEL,
+        "port": 0,
+        "kv_bytes": 32 * MIB,
+        "ipc_bytes": 32 * MIB,
+        "processor_bytes": 32 * MIB,
+        "media_workers": 1,
+        "num_threads": 1,
+    }
+    engines, frontends = local_documents(LocalOptions(**{**defaults, **options}), free_port)
+    if change:
+        engines, frontends = change(engines, frontends)
+    return LocalDeployment(engines, frontends)
+
+
+@pytest.fixture
+def deploy() -> Callable[..., LocalDeployment]:
+    """Makes a deployment without starting it."""
+    return make_deployment
+
+
+@pytest.fixture
+def asker_for() -> Callable[[str], Asker]:
+    return Asker
+
+
+@pytest.fixture(scope="session")
+def shared() -> Iterator[tuple[LocalDeployment, Asker]]:
+    """One frontend and one engine for all tests that change nothing for others."""
+    with make_deployment() as deployment:
+        deployment.wait_ready(120)
+        yield deployment, Asker(deployment.frontends[0].url)

@@ -1,0 +1,120 @@
+"""What clients use: the openai package, streaming, aborts under load."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+
+import httpx
+import openai
+import pytest
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+
+
+def messages_of(sample):
+    from evaluate import to_request
+
+    return to_request(sample, "tiny-vlm")["messages"]
+
+
+@pytest.fixture
+def client(shared):
+    with openai.OpenAI(base_url=shared[1].url + "/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_openai_sync_streaming_and_not(client, samples):
+    for sample in samples[::7]:
+        options = {
+            "model": "tiny-vlm",
+            "messages": messages_of(sample),
+            "temperature": 0,
+            "max_tokens": 160,
+        }
+        whole = client.chat.completions.create(**options)
+        assert whole.choices[0].message.content == sample.reference
+        assert whole.choices[0].finish_reason == "stop"
+        chunks = list(
+            client.chat.completions.create(
+                **options, stream=True, stream_options={"include_usage": True}
+            )
+        )
+        text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+        assert text == sample.reference
+        assert chunks[-1].usage == whole.usage
+        assert whole.usage.completion_tokens > 0
+
+
+async def test_openai_async_concurrent(shared, samples):
+    async with openai.AsyncOpenAI(
+        base_url=shared[1].url + "/v1", api_key="none", max_retries=0
+    ) as client:
+
+        async def ask(sample):
+            answer = await client.chat.completions.create(
+                model="tiny-vlm", messages=messages_of(sample), temperature=0, max_tokens=160
+            )
+            return answer.choices[0].message.content
+
+        replies = await asyncio.gather(*(ask(sample) for sample in samples[:32]))
+    assert replies == [sample.reference for sample in samples[:32]]
+
+
+def test_seeded_sampling_does_not_depend_on_the_batch(shared, samples):
+    _, asker = shared
+    sample = samples[0]
+    options = {"temperature": 1.5, "seed": 7, "max_tokens": 24, "ignore_eos": True}
+    alone = asker.ask(sample, **options)
+    import concurrent.futures
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        futures = [pool.submit(asker.ask, other, max_tokens=40) for other in samples[:20]]
+        again = [pool.submit(asker.ask, sample, **options) for _ in range(3)]
+        assert [f.result() for f in again] == [alone] * 3
+        for future in futures:
+            future.result()
+    assert asker.ask(sample, **{**options, "seed": 8}) != alone
+
+
+async def test_64_mixed_requests_with_random_aborts_leave_nothing_behind(shared, samples):
+    """Half of the streams are dropped at a random token; every block and reference comes back."""
+    deployment, asker = shared
+    rng = random.Random(3)
+    print("seed 3")
+
+    async def one(number: int) -> None:
+        sample = rng.choice(samples)
+        drop_after = rng.choice([None, 0, 1, 3, 8])
+        body = {
+            "model": "tiny-vlm",
+            "messages": messages_of(sample),
+            "stream": True,
+            "max_tokens": 48,
+            "ignore_eos": True,
+            "temperature": 0,
+            "n": rng.choice([1, 1, 2]),
+        }
+        async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+            assert answer.status_code == 200
+            seen = 0
+            async for line in answer.aiter_lines():
+                if drop_after is not None and seen > drop_after:
+                    return
+                seen += line.startswith("data: ")
+            assert drop_after is not None or seen > 48
+
+    async with httpx.AsyncClient(base_url=asker.url, timeout=60) as client:
+        await asyncio.gather(*(one(i) for i in range(64)))
+        deadline = time.monotonic() + 10
+        while True:
+            answer = await client.get(deployment.engines[0].url + "/debug/integrity")
+            state = answer.json()
+            if state["idle"]:
+                break
+            assert time.monotonic() < deadline, state
+            await asyncio.sleep(0.1)
+    assert state["kv_blocks_in_use"] == 0
+    assert state["encoder_references"] == 0
+    assert state["mm_pinned_bytes"] == 0
