@@ -539,14 +539,18 @@ class Scheduler:
         for mm_hash, owner in self._encoding.items():
             if owner in result.failed:
                 lost[mm_hash] = None
+        suspect: dict[MMHash, None] = {}
         for request_id, reason in result.failed.items():
             request = self._requests.get(request_id)
             if request is not None:
+                for index in self.encoder.get_cached_input_ids(request):
+                    suspect[request.mm_inputs[index].mm_hash] = None
                 self._fail(request, EngineFailure(reason))
         for mm_hash in lost:
             for user in self.encoder.users(mm_hash):
                 self._preempt(self._requests[user], None)
-            if self.encoder.lookup(mm_hash) == "device":
+        for mm_hash in lost | suspect:  # what a failed request used is encoded anew next time
+            if self.encoder.is_idle(mm_hash):
                 self.encoder.forget(mm_hash)
 
     def _publish(self, request: Request, num_full: int) -> None:

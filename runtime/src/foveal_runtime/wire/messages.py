@@ -92,13 +92,17 @@ class EngineOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=T
 
 
 class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
-    """Piggybacked with outputs so that routers know; `stamp` grows by one each time."""
+    """Piggybacked with outputs so that routers know; `stamp` grows by one each time.
+
+    `draining`: finishes what it has and wants nothing new.
+    """
 
     stamp: int
     num_running: int
     num_waiting: int
     num_waiting_tokens: int
     kv_usage: float
+    draining: bool = False
 
 
 class Outputs(msgspec.Struct, frozen=True, array_like=True):

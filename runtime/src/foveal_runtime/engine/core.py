@@ -1,0 +1,311 @@
+"""The engine's loop body without sockets or threads: messages in, one step, messages out.
+
+Used by `server` (one thread calls everything here) and by tests. Joins the mirror's receiver, the
+scheduler and the model runner: restores values, splices prompts, runs steps, answers sessions.
+Never blocks except inside the runner's step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Mapping
+
+from foveal_runtime.engine.events import EventLog
+from foveal_runtime.engine.request import Request
+from foveal_runtime.engine.scheduler import Scheduler
+from foveal_runtime.engine.splice import splice
+from foveal_runtime.engine.step import ModelRunner, StepPlan
+from foveal_runtime.mirror.admission import RequestKey
+from foveal_runtime.mirror.messages import Bye, DownMessage, Hello, SessionId, Up
+from foveal_runtime.mirror.receiver import ReadyRequest, Receiver
+from foveal_runtime.mirror.store import Value
+from foveal_runtime.plan.errors import FovealError, InvalidRequest
+from foveal_runtime.plan.media import MMHash
+from foveal_runtime.wire import codec
+from foveal_runtime.wire.item import read_header
+from foveal_runtime.wire.messages import EngineLoad, EngineOutput, Outputs
+
+_LOG = logging.getLogger(__name__)
+NOTE_DELAY_SECONDS = 0.05
+
+
+class EngineCore:
+    """One engine.
+
+    Args:
+        send: hands a message for one frontend to whoever owns the socket.
+        events: hears of what the caches hold; None = no event stream.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        receiver: Receiver,
+        *,
+        send: Callable[[str, DownMessage], None],
+        clock: Callable[[], float],
+        events: EventLog | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.receiver = receiver
+        self.stats = scheduler.stats
+        self.is_draining = False
+        self._send = send
+        self._clock = clock
+        self._events = events
+        self._ids: dict[RequestKey, str] = {}  # of requests the scheduler has
+        self._serial = itertools.count(1)
+        self._outputs: dict[str, list[EngineOutput]] = {}
+        self._note_at: float | None = None
+        self._load_stamp = 0
+        self._load_told: dict[str, tuple[int, ...]] = {}
+        self._warned_bypass = False
+
+    # ---- messages in ----------------------------------------------------------------------------
+
+    def on_message(
+        self, fid: str, message: Up, values: Mapping[MMHash, Value] | None = None
+    ) -> None:
+        """Takes in one decoded message of frontend `fid`, with the values it carries."""
+        if self.is_draining and isinstance(message, Hello):
+            self._send(fid, Bye(message.sid, "draining"))
+            return
+        for answer in self.receiver.on_message(fid, message, values):
+            self._send(fid, answer)
+        self._after_receiver()
+
+    def on_session_lost(self, fid: str, sid: SessionId, reason: str) -> None:
+        """The link of `fid` is dead: its requests end here; it will issue them again. Ignored
+        when a newer session has taken the place of `sid` meanwhile."""
+        session = self.receiver.sessions.get(fid)
+        if session is None or session.sid != sid:
+            return
+        self.receiver.on_session_lost(fid, reason)
+        self._load_told.pop(fid, None)
+        self._after_receiver()
+
+    def end_session(self, fid: str, reason: str) -> None:
+        """Ends the session of a frontend that breaks the rules, and tells it."""
+        session = self.receiver.sessions.get(fid)
+        if session is not None:
+            self._send(fid, Bye(session.sid, reason))
+            self.on_session_lost(fid, session.sid, reason)
+
+    def drain(self) -> None:
+        """No new sessions from now on; frontends hear it with the next load report."""
+        if not self.is_draining:
+            self.is_draining = True
+            self._note_at = self._clock()
+
+    def close_sessions(self, reason: str) -> None:
+        """Says goodbye to every frontend; unfinished requests go on elsewhere."""
+        self.flush()
+        for fid in list(self.receiver.sessions):
+            self.end_session(fid, reason)
+
+    # ---- the loop body --------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """A step is wanted now."""
+        return self.scheduler.has_work
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests here, those that still wait for values included."""
+        return len(self.receiver.admission.requests)
+
+    def seconds_to_note(self) -> float | None:
+        """When `flush` is due; None when there is nothing to tell anybody."""
+        return None if self._note_at is None else max(self._note_at - self._clock(), 0.0)
+
+    def step(self) -> None:
+        """Runs one step if somebody wants one, then sends what there is to say."""
+        if self.scheduler.has_work:
+            self.flush()  # nobody who is asked for a value waits for the step to end
+            began = self._clock()
+            plan = self.scheduler.schedule()
+            self._collect()
+            scheduled = self._clock()
+            if plan.scheduled or _moves_something(plan):
+                result = self.runner.execute(plan)
+                executed = self._clock()
+                self.scheduler.update(plan, result)
+                self._collect()
+                observed = self.stats.observed
+                observed.schedule_seconds.append(scheduled - began)
+                observed.execute_seconds.append(executed - scheduled)
+                observed.update_seconds.append(self._clock() - executed)
+                if self._events is not None:
+                    self._events.note_plan(plan, result)
+            self._start_ready()
+        self.flush()
+
+    def flush(self) -> None:
+        """Sends outputs with the mirror's notes, notes that are urgent, and all that are due."""
+        receiver, now = self.receiver, self._clock()
+        due = self._note_at is not None and self._note_at <= now
+        if self._outputs:
+            outputs, self._outputs = self._outputs, {}
+            for fid, entries in outputs.items():
+                self._send_down(fid, entries)
+            if self._note_at is None:
+                self._note_at = now + NOTE_DELAY_SECONDS
+        for fid in list(receiver.sessions):
+            if due and (self.is_draining or self._load_told.get(fid) != self._load_key()):
+                self._send_down(fid, [])
+            elif due or receiver.wants_immediate_flush(fid):
+                message = receiver.down(fid)
+                if message is not None:
+                    self._send(fid, message)
+        if due:
+            self._note_at = None
+        if self._events is not None:
+            self._events.flush()
+
+    def _send_down(self, fid: str, entries: list[EngineOutput]) -> None:
+        key = self._load_key()
+        self._load_stamp += 1
+        self._load_told[fid] = key
+        load = EngineLoad(self._load_stamp, key[0], key[1], key[2], key[3] / 1000, self.is_draining)
+        raw = codec.encode_outputs(Outputs(tuple(entries), load))
+        message = self.receiver.down(fid, raw)
+        if message is not None:
+            self._send(fid, message)
+
+    def _load_key(self) -> tuple[int, ...]:
+        scheduler = self.scheduler
+        waiting = len(scheduler.waiting) + len(self.receiver.admission.queue)
+        usage = scheduler.pool.num_used_blocks * 1000 // scheduler.pool.num_blocks
+        return len(scheduler.running), waiting, scheduler.waiting.num_tokens, usage
+
+    # ---- requests -------------------------------------------------------------------------------
+
+    def _after_receiver(self) -> None:
+        """Whatever the receiver made ready, gave up or was told to do."""
+        receiver = self.receiver
+        for key in receiver.take_aborted():
+            request_id = self._ids.pop(key, None)
+            if request_id is not None:
+                self.scheduler.abort(request_id)
+            receiver.finish(*key)
+        self._start_ready()
+        for control in receiver.take_controls():
+            self._control(control.action)
+        if self._note_at is None:
+            self._note_at = self._clock() + NOTE_DELAY_SECONDS
+
+    def _start_ready(self) -> None:
+        """Each request that ends may make room for others, so until nobody is ready."""
+        while ready := self.receiver.take_ready():
+            for entry in ready:
+                self._start(entry)
+
+    def _start(self, ready: ReadyRequest) -> None:
+        """Splices a complete request and hands it to the scheduler, or says why not."""
+        if ready.bypassed and not self._warned_bypass:
+            self._warned_bypass = True
+            _LOG.warning(
+                "a request's media are larger than the value cache and go past it: they are sent "
+                "again each time (caches.ipc_bytes is %d)", self.receiver.store.capacity_bytes,
+            )  # fmt: skip
+        key = (ready.fid, ready.rid)
+        try:
+            request = self._build(ready)
+            self._ids[key] = request.request_id
+            self.scheduler.add(request)
+        except FovealError as error:
+            self._ids.pop(key, None)
+            output = EngineOutput(ready.rid, finish="error", error=(error.code, error.message))
+            self._outputs.setdefault(ready.fid, []).append(output)
+            self.receiver.finish(*key)
+            self.stats.count_finished("error")
+            self.stats.count_error(error.code)
+        else:
+            self._collect()
+
+    def _build(self, ready: ReadyRequest) -> Request:
+        try:
+            body = codec.decode_body(ready.body, len(ready.items))
+        except codec.DecodeError as error:
+            raise InvalidRequest(str(error)) from error
+        prompt = codec.unpack_tokens(body.token_ids, body.wide)
+        emitted = codec.unpack_tokens(body.emitted, body.wide)
+        self._check_ids(prompt, emitted, {index for index, _ in body.placements})
+        values = [memoryview(value.data) for value in ready.items.values()]
+        items = [
+            (mm_hash, read_header(value))
+            for mm_hash, value in zip(ready.items, values, strict=True)
+        ]
+        longest = self.scheduler.limits.max_model_len - 1
+        token_ids, inputs, which = splice(prompt, body.placements, items, max_tokens=longest)
+        num_prompt = len(token_ids)
+        return Request(
+            f"{ready.rid[0]}.{ready.rid[1]}-{next(self._serial)}",
+            token_ids + emitted,
+            body.sampling,
+            num_prompt_tokens=num_prompt,
+            mm_inputs=inputs,
+            values=tuple(values[index] for index in which),
+            rid=ready.rid,
+            session=ready.fid,
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+            read_prefix_cache=body.read_prefix_cache,
+            echo_prompt=body.echo_prompt,
+            num_mm_hits=ready.num_hits,
+            arrival_seconds=self._clock(),
+            frontend_seconds=body.arrival_seconds,
+        )
+
+    def _check_ids(self, prompt: list[int], emitted: list[int], placed: set[int]) -> None:
+        """An id outside the vocabulary would fail the whole step in the model."""
+        size = self.runner.traits.vocab_size
+        if max(prompt, default=0) < size and max(emitted, default=0) < size:
+            return
+        bad = [t for i, t in enumerate(prompt) if t >= size and i not in placed]
+        bad += [token for token in emitted if token >= size]
+        if bad:
+            raise InvalidRequest(f"token id {bad[0]} is outside the vocabulary of {size}")
+
+    def _control(self, action: str) -> None:
+        if action == "reset_encoder":
+            count = self.scheduler.reset_encoder_cache()
+        elif action == "reset_prefix":
+            count = self.scheduler.reset_prefix_cache()
+        elif action in ("reset_mm", "resize_ipc"):
+            return
+        else:
+            _LOG.warning("unknown control action %r", action)
+            return
+        _LOG.info("%s: %d entries", action, count)
+
+    def _collect(self) -> None:
+        """Takes the scheduler's outputs; a finished request's values are unpinned."""
+        for request, output in self.scheduler.take_outputs():
+            self._outputs.setdefault(request.session, []).append(output)
+            if output.finish:
+                key = (request.session, request.rid)
+                self._ids.pop(key, None)
+                self.receiver.finish(*key)
+
+    def check_integrity(self) -> None:
+        """Asserts that scheduler, receiver and this class agree on who is here."""
+        self.scheduler.check_integrity()
+        self.receiver.check_integrity()
+        assert len(self._ids) == self.scheduler.num_requests
+        assert self._ids.keys() <= self.receiver.admission.requests.keys()
+
+
+def _moves_something(plan: StepPlan) -> bool:
+    return bool(
+        plan.finished
+        or plan.free_encoder
+        or plan.store_encoder
+        or plan.drop_host_encoder
+        or plan.load_encoder
+        or plan.encode
+    )

@@ -1,0 +1,79 @@
+"""A small HTTP server beside the engine: /livez, /readyz, /metrics. Standard library only.
+
+Run by `server` in its own thread, so that it answers while a step or a model load takes long.
+Never asks the engine thread anything: it reads what that thread published.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+SOCKET_TIMEOUT_SECONDS = 5.0
+
+
+class HealthServer:
+    """See the module.
+
+    Args:
+        live, ready: return why not, or "".
+        metrics: returns the exposition text.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        live: Callable[[], str],
+        ready: Callable[[], str],
+        metrics: Callable[[], bytes],
+    ) -> None:
+        checks = {"/livez": live, "/readyz": ready}
+
+        class Handler(BaseHTTPRequestHandler):
+            timeout = SOCKET_TIMEOUT_SECONDS
+            server_version = "foveal"
+            sys_version = ""
+
+            def do_GET(self) -> None:
+                path = self.path.split("?", 1)[0]
+                if path == "/metrics":
+                    self._answer(200, metrics(), METRICS_TYPE)
+                elif path in checks:
+                    reason = checks[path]()
+                    status = 503 if reason else 200
+                    self._answer(status, (reason or "ok").encode() + b"\n", "text/plain")
+                else:
+                    self._answer(404, b"not found\n", "text/plain")
+
+            def _answer(self, status: int, body: bytes, kind: str) -> None:
+                self.send_response(status)
+                self.send_header("Content-Type", kind)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Probes are not worth a log line each."""
+
+        self._server = ThreadingHTTPServer((host, port), Handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.2,), name="engine-http", daemon=True
+        )
+
+    @property
+    def port(self) -> int:
+        return int(self._server.server_address[1])
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join()
+        self._server.server_close()

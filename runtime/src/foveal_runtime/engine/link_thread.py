@@ -1,0 +1,218 @@
+"""The thread that owns the engine's socket: frames in and out, heartbeats, dead links.
+
+Started by `server`. Decodes and checks what arrives (digests included) so that the core thread
+only sees well-formed messages, and always reads, whatever the core is doing. Knows sessions only
+by the ids that pass through; never touches the mirror, the scheduler or the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from foveal_runtime.mirror.messages import (
+    Bye,
+    DownMessage,
+    EngineHeartbeat,
+    Heartbeat,
+    SessionId,
+    Up,
+    Welcome,
+)
+from foveal_runtime.mirror.store import Value
+from foveal_runtime.plan.media import MMHash
+from foveal_runtime.wire import codec
+from foveal_runtime.wire.transport import EngineTransport, Frames, LinkDown
+
+_LOG = logging.getLogger(__name__)
+HEARTBEAT_SECONDS = 1.0
+DEAD_AFTER_SECONDS = 3.0
+GOODBYE_SECONDS = 0.2
+
+
+class CoreInbox(Protocol):
+    """Where decoded messages go; safe to call from this thread."""
+
+    def on_message(self, fid: str, message: Up, values: Mapping[MMHash, Value] | None) -> None: ...
+
+    def on_session_lost(self, fid: str, sid: SessionId, reason: str) -> None: ...
+
+    def on_failure(self, error: Exception) -> None:
+        """The thread has ended: nobody can be heard any more."""
+        ...
+
+
+class _Link:
+    __slots__ = ("heard_at", "sid")
+
+    def __init__(self, sid: SessionId, heard_at: float) -> None:
+        self.sid = sid
+        self.heard_at = heard_at
+
+
+class LinkThread:
+    """See the module.
+
+    Args:
+        make_transport: called in the thread, which then owns the transport.
+        pulse: (finished steps, whether work is waiting), for heartbeats.
+        open_shared: maps a shared-memory value; None = only inline values.
+    """
+
+    def __init__(
+        self,
+        make_transport: Callable[[], EngineTransport],
+        inbox: CoreInbox,
+        *,
+        pulse: Callable[[], tuple[int, bool]],
+        clock: Callable[[], float],
+        open_shared: codec.SharedOpener | None = None,
+    ) -> None:
+        self._make_transport = make_transport
+        self._inbox = inbox
+        self._pulse = pulse
+        self._clock = clock
+        self._open_shared = open_shared
+        self._outbox: deque[tuple[str, DownMessage]] = deque()
+        self._links: dict[str, _Link] = {}
+        self._links_told = False  # that their session is over, just before the end
+        self._transport: EngineTransport | None = None
+        self._started = threading.Event()
+        self._failure: BaseException | None = None
+        self._stopping = False
+        self.num_bad_messages = 0
+        self._thread = threading.Thread(target=self._run, name="engine-links", daemon=True)
+
+    # ---- any thread -----------------------------------------------------------------------------
+
+    def start(self) -> str:
+        """Opens the transport; returns its endpoint. Raises what opening it raised."""
+        self._thread.start()
+        self._started.wait()
+        if self._failure is not None:
+            self._thread.join()
+            raise self._failure
+        assert self._transport is not None
+        return self._transport.endpoint
+
+    def send(self, fid: str, message: DownMessage) -> None:
+        """Queues a message; it goes out at once, whatever the core does next."""
+        self._outbox.append((fid, message))
+        if self._transport is not None and self._thread.is_alive():
+            with contextlib.suppress(OSError):  # it has just ended
+                self._transport.wake()
+
+    def stop(self) -> None:
+        """Sends what is left and closes the transport."""
+        if self._thread.ident is None or not self._thread.is_alive():
+            return
+        self._stopping = True
+        if self._transport is not None:
+            with contextlib.suppress(OSError):
+                self._transport.wake()
+        self._thread.join()
+
+    @property
+    def bytes_received(self) -> int:
+        return self._transport.counters.bytes_received if self._transport is not None else 0
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._transport.counters.bytes_sent if self._transport is not None else 0
+
+    # ---- this thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._transport = self._make_transport()
+        except BaseException as error:
+            self._failure = error
+            return
+        finally:
+            self._started.set()
+        try:
+            self._serve(self._transport)
+        except Exception as error:
+            _LOG.exception("the link thread failed")
+            self._inbox.on_failure(error)
+        finally:
+            self._transport.close()
+
+    def _serve(self, transport: EngineTransport) -> None:
+        beat_at = looked_at = self._clock()
+        while True:
+            stopping = self._stopping
+            for fid, frames in transport.poll(0.0 if stopping else HEARTBEAT_SECONDS / 2):
+                self._on_frames(fid, frames)
+            self._send_all(transport)
+            if stopping:
+                self._let_out(transport)
+                return
+            now = self._clock()
+            if now - looked_at > HEARTBEAT_SECONDS:
+                # This thread itself was held up: nobody is to blame for the silence.
+                for link in self._links.values():
+                    link.heard_at += now - looked_at
+            looked_at = now
+            if now - beat_at >= HEARTBEAT_SECONDS:
+                beat_at = now
+                self._beat(transport, now)
+
+    def _let_out(self, transport: EngineTransport) -> None:
+        """Closing drops what the socket still has; the last goodbyes get a moment to leave."""
+        until = self._clock() + GOODBYE_SECONDS
+        while self._links_told and (left := until - self._clock()) > 0:
+            transport.poll(left)
+
+    def _on_frames(self, fid: str, frames: Frames) -> None:
+        link = self._links.get(fid)
+        try:
+            message = codec.decode_up(frames)
+            values = codec.open_values(message, frames, self._open_shared)
+        except codec.DecodeError as error:
+            self.num_bad_messages += 1
+            _LOG.warning("frontend %r sent a bad message, its session ends: %s", fid, error)
+            if link is not None:
+                self._inbox.on_session_lost(fid, link.sid, "bad_message")
+                self._outbox.append((fid, Bye(link.sid, "bad_message")))
+            return
+        if link is not None:
+            link.heard_at = self._clock()
+            if isinstance(message, Heartbeat) and message.sid == link.sid:
+                return
+        self._inbox.on_message(fid, message, values or None)
+
+    def _send_all(self, transport: EngineTransport) -> None:
+        while self._outbox:
+            fid, message = self._outbox.popleft()
+            link = self._links.get(fid)
+            if isinstance(message, Welcome):
+                self._links[fid] = _Link(message.sid, self._clock())
+            elif isinstance(message, Bye) and link is not None and link.sid == message.sid:
+                del self._links[fid]
+                self._links_told = self._stopping
+            self._send_one(transport, fid, message)
+
+    def _send_one(self, transport: EngineTransport, fid: str, message: DownMessage) -> None:
+        try:
+            transport.send(fid, codec.encode_down(message))
+        except LinkDown as error:
+            link = self._links.pop(fid, None)
+            if link is not None:
+                _LOG.info("link to frontend %r is down: %s", fid, error.reason)
+                self._inbox.on_session_lost(fid, link.sid, error.reason)
+
+    def _beat(self, transport: EngineTransport, now: float) -> None:
+        watermark, busy = self._pulse()
+        for fid, link in list(self._links.items()):
+            if now - link.heard_at > DEAD_AFTER_SECONDS:
+                del self._links[fid]
+                _LOG.info("frontend %r was silent for %.1f s", fid, now - link.heard_at)
+                self._inbox.on_session_lost(fid, link.sid, "silent")
+                self._send_one(transport, fid, Bye(link.sid, "silent"))
+            else:
+                self._send_one(transport, fid, EngineHeartbeat(link.sid, watermark, busy))

@@ -1,0 +1,439 @@
+"""The engine's core behind the real protocol, without sockets: frontends, mirror, scheduler."""
+
+import random
+
+import msgspec
+import pytest
+
+from foveal_runtime.engine.assemble import LoadedEngine, assemble_core, scheduler_limits
+from foveal_runtime.engine.drive import FakeClock
+from foveal_runtime.engine.events import EventLog
+from foveal_runtime.engine.fake import FakeRunner, reference_tokens
+from foveal_runtime.engine.fake_frontend import FakeFrontend, FakeItem
+from foveal_runtime.mirror.messages import Down
+from foveal_runtime.plan.config import EngineCaches, EngineConfig, ModelConfig, SchedulerConfig
+from foveal_runtime.plan.encoder_budget import LargestItem
+from foveal_runtime.plan.errors import StartupError
+from foveal_runtime.plan.sampling import SamplingParams
+from foveal_runtime.wire import codec
+from foveal_runtime.wire.messages import RequestBody
+
+
+class Engine:
+    """A core, its frontends, and messages carried between them as bytes."""
+
+    def __init__(self, *, caches=None, scheduler=None, num_blocks=64, events=None, max_len=200):
+        self.clock = FakeClock()
+        config = EngineConfig(
+            model=ModelConfig(path="/models/fake"),
+            caches=caches or EngineCaches(ipc_bytes=4000, ipc_staging_bytes=8000, block_size=4),
+            scheduler=scheduler or SchedulerConfig(max_num_batched_tokens=32, max_num_seqs=8),
+        )
+        block_size = config.caches.block_size
+        self.runner = FakeRunner(num_blocks=num_blocks, block_size=block_size)
+        loaded = LoadedEngine(
+            runner=self.runner, num_blocks=num_blocks, max_model_len=max_len,
+            largest={"image": LargestItem(24, 24)},
+        )  # fmt: skip
+        self.sent = []
+        self.frontends = {}
+        self.core = assemble_core(
+            config, loaded, send=lambda fid, m: self.sent.append((fid, m)), clock=self.clock,
+            events=events, boot=1,
+        )  # fmt: skip
+
+    def connect(self, name="f1", boot=1, **options):
+        frontend = self.frontends[name] = FakeFrontend(name, boot=boot, **options)
+        self.up(frontend, frontend.hello())
+        return frontend
+
+    def up(self, frontend, sending):
+        """One message up, through its bytes."""
+        frames = [memoryview(bytes(frame)) for frame in codec.encode_up(sending)]
+        message = codec.decode_up(frames)
+        values = codec.open_values(message, frames)
+        self.core.on_message(frontend.sender.frontend_id, message, values)
+        self.deliver()
+
+    def deliver(self):
+        while self.sent:
+            fid, message = self.sent.pop(0)
+            message = codec.decode_down(codec.encode_down(message))
+            for answer in self.frontends[fid].take(message):
+                self.up(self.frontends[fid], answer)
+
+    def step(self):
+        self.core.step()
+        self.clock.now += 0.01
+        self.deliver()
+        self.core.check_integrity()
+
+    def run(self, max_steps=1000):
+        """Until nothing happens any more and all notes are out."""
+        for _ in range(max_steps):
+            if not self.core.has_work and self.core.seconds_to_note() is None:
+                return
+            if not self.core.has_work:
+                self.clock.now += self.core.seconds_to_note()
+            self.step()
+        raise AssertionError("the engine does not come to rest")
+
+    def check(self, frontend, rid):
+        tokens, inputs, values = frontend.expanded(rid)
+        made = frontend.tokens[rid]
+        sampling = frontend.bodies[rid][2]
+        assert made == reference_tokens(tokens, inputs, values, sampling, len(made)), rid
+
+    def assert_clean(self):
+        core = self.core
+        assert core.num_unfinished == 0
+        assert core.scheduler.pool.num_used_blocks == 0
+        assert core.scheduler.encoder.num_used_embeds == 0
+        assert core.receiver.store.held_bytes == 0
+        assert core.receiver.store.bypass_bytes == 0
+        core.check_integrity()
+
+
+A, B, C = (FakeItem(name, tokens) for name, tokens in (("A", 6), ("B", 9), ("C", 12)))
+
+
+def test_a_request_goes_through_and_a_repeat_costs_a_key():
+    engine = Engine()
+    frontend = engine.connect()
+    engine.up(frontend, frontend.request(("r", 0), [1, 2, A, 3]))
+    engine.run()
+    assert frontend.finish == {("r", 0): "length"}
+    engine.check(frontend, ("r", 0))
+    first = frontend.first["r", 0]
+    assert (first.num_prompt_tokens, first.num_mm_items, first.num_mm_hits) == (9, 1, 0)
+    sending = frontend.request(("s", 0), [1, 2, A, 4])
+    assert sending.frames == [], "the value is there: only its key travels"
+    engine.up(frontend, sending)
+    engine.run()
+    first = frontend.first["s", 0]
+    assert (first.num_cached_tokens, first.num_mm_hits, first.num_encoder_hits) == (8, 1, 0)
+    assert engine.runner.num_encoded == 1
+    engine.check(frontend, ("s", 0))
+    engine.assert_clean()
+
+
+def test_a_second_frontend_uses_what_the_first_one_sent():
+    engine = Engine()
+    one = engine.connect("f1")
+    two = engine.connect("f2")
+    engine.up(one, one.request(("r", 0), [1, A, 3]))
+    engine.run()
+    assert two.sender.believes(A.mm_hash)
+    assert two.sender.known_meta(A.mm_hash).num_tokens == 6
+    sending = two.request(("r", 0), [5, A, 3])
+    assert sending.frames == []
+    engine.up(two, sending)
+    engine.run()
+    assert two.first["r", 0].num_encoder_hits == 1
+    engine.check(two, ("r", 0))
+    engine.assert_clean()
+
+
+def test_a_missing_value_is_asked_for_before_the_step_of_others():
+    engine = Engine()
+    frontend = engine.connect()
+    engine.up(frontend, frontend.request(("text", 0), range(10, 40), max_tokens=20))
+    engine.up(frontend, frontend.request(("r", 0), [1, A, 3], with_values=False))
+    seen = []
+    engine.runner._on_execute = lambda plan: seen.append(
+        [m for _, m in engine.sent if isinstance(m, Down) and m.note and m.note.need]
+    )
+    engine.step()
+    assert seen[0], "the question left before the step began"
+    engine.run()
+    assert frontend.num_needs == 1
+    engine.check(frontend, ("r", 0))
+    engine.check(frontend, ("text", 0))
+
+
+def test_values_larger_than_the_cache_are_served_and_not_kept():
+    engine = Engine(caches=EngineCaches(ipc_bytes=0, ipc_staging_bytes=8000, block_size=4))
+    frontend = engine.connect()
+    for attempt in range(2):
+        engine.up(frontend, frontend.request((f"r{attempt}", 0), [1, A, B, 3]))
+        engine.run()
+        engine.check(frontend, (f"r{attempt}", 0))
+    assert not frontend.sender.believes(A.mm_hash)
+    # Prefix and encoder caches are on although the value cache is off.
+    assert frontend.first["r1", 0].num_cached_tokens == 16
+    assert engine.runner.num_encoded == 2
+    engine.assert_clean()
+
+
+def test_too_long_after_expansion_is_refused_by_name():
+    engine = Engine(max_len=20)
+    frontend = engine.connect()
+    engine.up(frontend, frontend.request(("r", 0), [1, B, C, 3]))
+    engine.run()
+    code, message = frontend.errors["r", 0]
+    assert code == "context_length_exceeded"
+    assert "23 tokens" in message
+    assert frontend.finish["r", 0] == "error"
+    engine.assert_clean()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"token_ids": b"\x01\x00\x00\x7f", "wide": False}, "outside the vocabulary"),
+        ({"placements": ((5, 0),)}, "placement"),
+        ({"sampling": SamplingParams(max_tokens=0)}, "max_tokens"),
+        ({"token_ids": b""}, "empty"),
+    ],
+)
+def test_a_bad_body_fails_only_its_request(change, text):
+    engine = Engine()
+    frontend = engine.connect()
+    good = RequestBody(
+        token_ids=codec.pack_tokens([1, 2, 3])[0], wide=False, placements=(),
+        sampling=SamplingParams(max_tokens=2, ignore_eos=True),
+    )  # fmt: skip
+    bad = msgspec.structs.replace(good, **change)
+    engine.up(frontend, frontend.request(("good", 0), [1, 2, 3], max_tokens=2))
+    engine.core.on_message(
+        "f1", frontend.sender.request(("bad", 0), [], codec.encode_body(bad), {}).message
+    )
+    frontend.tokens["bad", 0] = []
+    engine.run()
+    assert frontend.errors["bad", 0][0] == "invalid_request_error"
+    assert text in frontend.errors["bad", 0][1]
+    assert frontend.finish["good", 0] == "length"
+    engine.assert_clean()
+
+
+def test_an_abort_stops_the_request_and_frees_all():
+    engine = Engine()
+    frontend = engine.connect()
+    engine.up(frontend, frontend.request(("r", 0), [1, A, 3], max_tokens=50))
+    engine.step()
+    engine.up(frontend, frontend.sender.abort(("r", 0)))
+    engine.run()
+    assert 0 < len(frontend.tokens["r", 0]) < 5
+    assert ("r", 0) not in frontend.finish
+    engine.assert_clean()
+
+
+def test_a_lost_session_ends_its_requests_and_the_next_attempt_goes_on():
+    engine = Engine()
+    frontend = engine.connect()
+    engine.up(frontend, frontend.request(("r", 0), [1, A, 3], max_tokens=12))
+    for _ in range(4):
+        engine.step()
+    emitted = frontend.tokens["r", 0]
+    assert emitted
+    sid = frontend.sender.sid
+    assert frontend.sender.end_session("test") == [("r", 0)]
+    engine.core.on_session_lost("f1", sid, "test")
+    engine.run()
+    engine.assert_clean()
+    engine.up(frontend, frontend.hello())
+    engine.core.on_session_lost("f1", sid, "late news of the old one")
+    engine.up(frontend, frontend.request(("r", 1), [1, A, 3], max_tokens=12, emitted=list(emitted)))
+    engine.run()
+    assert frontend.tokens["r", 1][: len(emitted)] == emitted
+    assert len(frontend.tokens["r", 1]) == 12
+    engine.check(frontend, ("r", 1))
+    assert frontend.first["r", 1].num_prompt_tokens == 8
+    engine.assert_clean()
+
+
+def test_a_new_hello_ends_the_old_session():
+    engine = Engine()
+    frontend = engine.connect()
+    engine.up(frontend, frontend.request(("r", 0), [1, 2, 3], max_tokens=50))
+    engine.step()
+    frontend.sender.end_session("restart")
+    engine.up(frontend, frontend.hello())
+    engine.run()
+    assert len(frontend.tokens["r", 0]) < 5
+    engine.assert_clean()
+
+
+def test_another_namespace_is_refused():
+    engine = Engine()
+    frontend = engine.connect(namespace=b"other processor!")
+    assert frontend.over == "ns_mismatch"
+
+
+def test_load_is_reported_with_outputs_and_to_idle_frontends_when_it_changed():
+    engine = Engine()
+    busy, idle = engine.connect("f1"), engine.connect("f2")
+    engine.up(busy, busy.request(("r", 0), range(10, 30), max_tokens=20))
+    for _ in range(10):
+        engine.step()
+    assert (busy.load.num_running, busy.load.num_waiting) == (1, 0)
+    assert idle.load.num_running == 1
+    assert busy.load.kv_usage > 0
+    engine.run()
+    assert (idle.load.num_running, idle.load.kv_usage) == (0, 0.0)
+    assert not idle.load.draining
+
+
+def test_draining_finishes_what_is_here_and_takes_no_new_session():
+    engine = Engine()
+    frontend = engine.connect("f1")
+    engine.up(frontend, frontend.request(("r", 0), [1, 2, 3], max_tokens=20))
+    engine.step()
+    engine.core.drain()
+    engine.step()
+    assert frontend.load.draining
+    late = engine.connect("f2")
+    engine.deliver()
+    assert late.over == "draining"
+    engine.run()
+    assert frontend.finish["r", 0] == "length"
+    engine.core.close_sessions("draining")
+    engine.deliver()
+    assert frontend.over == "draining"
+    assert engine.core.receiver.sessions == {}
+
+
+def test_a_drain_that_takes_too_long_hands_requests_over():
+    engine = Engine()
+    frontend = engine.connect("f1")
+    engine.up(frontend, frontend.request(("r", 0), [1, 2, 3], max_tokens=50))
+    engine.step()
+    engine.core.drain()
+    engine.core.close_sessions("draining")
+    engine.deliver()
+    assert frontend.lost == [("r", 0)]
+    engine.run()
+    engine.assert_clean()
+
+
+def test_control_messages_reset_the_caches():
+    engine = Engine()
+    frontend = engine.connect()
+    engine.up(frontend, frontend.request(("r", 0), [1, A, 3, 4, 5]))
+    engine.run()
+    for action in ("reset_mm", "reset_encoder", "reset_prefix", "nonsense"):
+        engine.up(frontend, frontend.sender.control(action))
+    engine.run()
+    assert not frontend.sender.believes(A.mm_hash)
+    engine.up(frontend, frontend.request(("s", 0), [1, A, 3, 4, 5]))
+    engine.run()
+    first = frontend.first["s", 0]
+    assert (first.num_cached_tokens, first.num_mm_hits, first.num_encoder_hits) == (0, 0, 0)
+    assert engine.runner.num_encoded == 2
+    engine.check(frontend, ("s", 0))
+
+
+def test_events_tell_the_truth_about_all_three_caches():
+    batches = []
+    log = EventLog("e0", batches.append, wall_clock=lambda: 5.0)
+    engine = Engine(events=log)
+    frontend = engine.connect()
+    prompts = [[1, 2, A, 3], [1, 2, B, 3], [1, 2, A, 4], [7, 8, C, B, 1, 2, 3, 4]]
+    for number, prompt in enumerate(prompts):
+        engine.up(frontend, frontend.request((f"r{number}", 0), prompt))
+        engine.run()
+    for action in ("reset_mm", "reset_encoder", "reset_prefix"):
+        engine.up(frontend, frontend.sender.control(action))
+    engine.up(frontend, frontend.request(("last", 0), [1, 2, A, 3]))
+    engine.run()
+    values, encoder, blocks = set(), set(), {}
+    for batch in batches:
+        for event in batch.events:
+            kind = type(event).__name__
+            if kind == "ValueStored":
+                values.add(event.mm_hash)
+                assert event.num_tokens > 0
+            elif kind == "ValueRemoved":
+                values -= set(event.mm_hashes)
+            elif kind == "EncoderStored":
+                encoder |= set(event.mm_hashes)
+            elif kind == "EncoderRemoved":
+                encoder -= set(event.mm_hashes)
+            elif kind == "BlockStored":
+                blocks[event.block_hash] = event
+            elif kind == "BlocksRemoved":
+                for block_hash in event.block_hashes:
+                    del blocks[block_hash]
+    assert values == set(engine.core.receiver.store.announced())
+    assert encoder == set(engine.runner.device)
+    assert blocks.keys() == engine.core.scheduler.pool._by_hash.keys()
+    stored = list(blocks.values())
+    assert stored[0].token_ids == [1, 2, 7, 7]
+    assert stored[0].extra == ((A.mm_hash, 2),)
+    assert stored[1].parent == stored[0].block_hash
+    assert stored[1].extra == ((A.mm_hash, -2),)
+
+
+def test_limits_come_from_the_configuration():
+    runner = FakeRunner(num_blocks=100, block_size=16)
+    loaded = LoadedEngine(
+        runner=runner, num_blocks=100, max_model_len=10_000,
+        largest={"image": LargestItem(3000, 2900)},
+    )  # fmt: skip
+    config = EngineConfig(model=ModelConfig(path="/m"))
+    limits = scheduler_limits(config, loaded)
+    assert (limits.encoder_compute_embeds, limits.encoder_cache_embeds) == (2900, 2900)
+    assert limits.max_model_len == 1600, "no request may outgrow the KV cache"
+    config = msgspec.structs.replace(
+        config, scheduler=SchedulerConfig(disable_chunked_mm_input=True)
+    )
+    with pytest.raises(StartupError, match=r"3000.*2048"):
+        scheduler_limits(config, loaded)
+
+
+def test_too_many_waiting_requests_are_told_to_come_later():
+    engine = Engine(
+        scheduler=SchedulerConfig(max_num_batched_tokens=32, max_num_seqs=1, max_waiting=2)
+    )
+    frontend = engine.connect()
+    for number in range(4):
+        engine.up(frontend, frontend.request((f"r{number}", 0), [1, 2, 3]))
+    engine.run()
+    codes = [frontend.errors.get((f"r{n}", 0), ("",))[0] for n in range(4)]
+    assert codes == ["", "", "overloaded", "overloaded"]
+    engine.assert_clean()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_crowd_of_frontends_with_small_caches(seed):
+    """Three frontends, more media than any cache holds, aborts and lost sessions."""
+    print("seed", seed)
+    rng = random.Random(seed)
+    caches = EngineCaches(
+        ipc_bytes=rng.choice([0, 700, 2000]), ipc_staging_bytes=rng.choice([3000, 8000]),
+        block_size=4, encoder_embeds=24, encoder_host_bytes=rng.choice([0, 2000]),
+    )  # fmt: skip
+    engine = Engine(caches=caches, num_blocks=50)
+    items = [FakeItem(f"i{n}", 2 + 2 * n, 64 + 40 * n) for n in range(8)]
+    names = ["f1", "f2", "f3"]
+    for name in names:
+        engine.connect(name)
+    live, done = [], []
+    for number in range(60):
+        frontend = engine.frontends[rng.choice(names)]
+        rid = (f"r{number}", 0)
+        prompt = rng.choices([10, 11, *items], k=rng.randint(1, 4))
+        engine.up(frontend, frontend.request(rid, [5, *prompt], max_tokens=rng.randint(1, 20)))
+        live.append((frontend, rid))
+        for _ in range(rng.randint(0, 3)):
+            engine.step()
+        if rng.random() < 0.1:
+            frontend, rid = live.pop(rng.randrange(len(live)))
+            sending = frontend.sender.abort(rid)
+            if sending is not None:
+                engine.up(frontend, sending)
+        if rng.random() < 0.05:
+            frontend = engine.frontends[rng.choice(names)]
+            sid = frontend.sender.sid
+            lost = frontend.sender.end_session("test")
+            engine.core.on_session_lost(frontend.sender.frontend_id, sid, "test")
+            live = [entry for entry in live if entry[0] is not frontend or entry[1] not in lost]
+            engine.up(frontend, frontend.hello())
+    engine.run()
+    done = [(f, rid) for f, rid in live if f.finish.get(rid) == "length"]
+    assert len(done) > 20
+    for frontend, rid in done:
+        engine.check(frontend, rid)
+    for frontend, rid in live:
+        assert rid in frontend.finish, "a request was dropped silently"
+    engine.assert_clean()
