@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from mirror_world import NAMESPACE, World, mm_hash, value_bytes
+from mirror_world import NAMESPACE, Violation, World, mm_hash, value_bytes
 
 from foveal_runtime.mirror.messages import NIL, Bye, Down, Hello, Req, Welcome
 from foveal_runtime.mirror.receiver import ReceiverLimits
@@ -375,7 +375,8 @@ def test_a_peer_that_ignores_its_window_is_cut_off():
     w.senders[0, 0].window_bytes = 1000
     sending = w.send(w.add_task(0, (1, 2)), 0)
     assert carried(sending) == [1, 2]
-    w.deliver_up((0, 0))
+    with pytest.raises(Violation, match="over the window"):
+        w.deliver_up((0, 0))
     assert w.receivers[0].stats.session_ends == {"window": 1}
 
 

@@ -136,6 +136,7 @@ class Store:
             self._rest(mm_hash, entry)
         if not entry.silent:
             self.changed[mm_hash] = None
+        self._shed()  # a shrink may have waited for this reservation to end
 
     def insert_idle(self, mm_hash: MMHash, size_bytes: int, value: Value) -> None:
         """Keeps a value that nobody waits for. The caller has made room."""
