@@ -195,8 +195,10 @@ class World:
         task = self.tasks[int(rid[0])]
         if task.state == "sent" and task.rid == rid:
             task.state = "failed" if code in ("mm_too_large", "media_conflict") else "new"
-            if code == "mm_source_lost" and any(i in self.unmakeable for i in task.items):
+            if code == "mm_source_lost":
                 task.state = "failed"
+                if not any(i in self.unmakeable for i in task.items):
+                    raise Violation("I3: rejected for a value that its frontend could make")
 
     def _lost(self, link: Link, rids: list[tuple[str, int]]) -> None:
         self.needs[link].clear()
