@@ -175,6 +175,7 @@ class Search:
                 self.num_states = len(origin)
                 return
             index, state = frontier.popleft()
+            move: Move = ()
             try:
                 moves = self._moves(*state)
                 if not moves:
@@ -193,7 +194,7 @@ class Search:
                         frontier.append((known, following))
                     before[known].append(index)
             except AssertionError as error:
-                path = self._path(origin, index)
+                path = [*self._path(origin, index), move]
                 raise Violation(f"{error} after {path}") from error
         self.num_states = len(origin)
         self.is_complete = True

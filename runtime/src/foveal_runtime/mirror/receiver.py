@@ -32,6 +32,7 @@ from foveal_runtime.mirror.messages import (
     Fill,
     Heartbeat,
     Hello,
+    ItemRef,
     MirrorNote,
     NoFill,
     Put,
@@ -296,6 +297,16 @@ class Receiver:
         elif message.action == "resize_ipc":
             self.resize(message.value)
         self._controls.append(message)
+
+    def insert(self, fid: str, values: Mapping[MMHash, Value]) -> None:
+        """Takes the next numbered message of `fid` as having brought `values` (`facade`)."""
+        session = self.sessions[fid]
+        items = tuple(ItemRef(h, len(value.data)) for h, value in values.items())
+        record = Request(session, session.expected, None, items, dict(values), NIL)
+        record.staged_bytes = 0
+        session.expected += 1
+        self.admission.enqueue(record)
+        self._settle()
 
     # ---- the engine core's side ----------------------------------------------------------------
     def take_ready(self) -> list[ReadyRequest]:

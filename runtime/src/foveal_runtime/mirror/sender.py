@@ -261,6 +261,14 @@ class Sender:
         self._log(n, sent_bytes)
         return Sending(Put(self.sid, n, refs, pairs), frames)
 
+    def put_always(self, items: Sequence[SendItem], values: Mapping[MMHash, SendValue]) -> Sending:
+        """Like put, but takes a number even when nothing is left to send (`facade`)."""
+        self._require_session()
+        n = self._take_number()
+        refs, frames, sent_bytes = self._stamp(items, values, n, kind="put")
+        self._log(n, sent_bytes)
+        return Sending(Put(self.sid, n, refs), frames)
+
     def fill(self, mm_hash: MMHash, value: SendValue) -> Sending | None:
         """Answers a NEED; needs no window. None: the need is not open (any more)."""
         if not self._close_need(mm_hash):
@@ -292,6 +300,12 @@ class Sender:
     def finished(self, rid: RequestId) -> None:
         """Its last output came; the answer duty ends."""
         self.unfinished.pop(rid, None)
+
+    def reset(self) -> None:
+        """Forgets what the engine has. One-sided and harmless: values are sent again until the
+        next announcement of each."""
+        self.confirmed.clear()
+        self.optimistic.clear()
 
     # ---- messages down -------------------------------------------------------------------------
     def on_down(self, message: DownMessage) -> DownEvent:
