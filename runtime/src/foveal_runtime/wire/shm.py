@@ -1,4 +1,4 @@
-"""Values in a tmpfs that frontends and engines of one node share: the format, and the engine's side.
+"""Values in a tmpfs that the pods of one node share: the format, and the engine's side.
 
 One immutable file per value, `mm/<frontend boot>/<seq>-<hash>`, made by `shm_writer`. Engines map
 files read-only and check name, header and digest before they use one; a name is never used again,

@@ -59,13 +59,20 @@ class SharedWriter:
         self.num_swept = sweep(self.root)
 
     def _make_folder(self) -> int:
-        """Locked before it has its name, so that no sweep ever sees it without its lock."""
+        """Locked before it has its name. A sweep that comes between making and locking it takes
+        it away once: then it is made again."""
         hidden = self.root / f".{self._boot}"
-        hidden.mkdir(mode=0o750)
-        lock = os.open(hidden / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        hidden.rename(self.folder)
-        return lock
+        for last in (False, False, True):
+            hidden.mkdir(mode=0o750)
+            try:
+                lock = os.open(hidden / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                hidden.rename(self.folder)
+                return lock
+            except FileNotFoundError:
+                if last:
+                    raise
+        raise AssertionError("unreachable")
 
     # ---- questions -----------------------------------------------------------------------------
     def lookup(self, mm_hash: MMHash) -> str | None:
