@@ -124,6 +124,11 @@ class Run:
     def _can_send(self, task: Task, frontend: int, engine: int) -> bool:
         return frontend == task.frontend and self.world.senders[frontend, engine].is_up
 
+    def on_this_world(self, move: tuple) -> tuple:
+        """A move made for another copy of the world, for this one."""
+        tasks = self.world.tasks
+        return tuple(tasks[part.name] if isinstance(part, Task) else part for part in move)
+
     # ---- ordinary moves ------------------------------------------------------------------------
     def _hello(self, link: Link) -> None:
         self.world.hello(link)

@@ -6,7 +6,8 @@ the checker (or the rule) has become worthless.
 
 import pytest
 from mirror_check import INSTANCES, Instance, Search
-from mirror_fuzz import fuzz
+from mirror_fuzz import Run, fuzz
+from mirror_snapshot import copy, fingerprint
 from mirror_world import Violation
 
 from foveal_runtime.mirror.admission import Admission, State
@@ -47,6 +48,25 @@ def test_random_schedules_hold_every_guarantee():
     assert counts["steps"] > 5_000
     for kind in ("needs", "stale", "bypasses", "crash_engine", "crash_frontend", "resize"):
         assert counts[kind] > 0, f"the fuzzer never met {kind}"
+
+
+def test_snapshots_are_independent_and_equal():
+    """A forgotten class or attribute would let one branch of the search disturb another."""
+    for seed in range(20):
+        run = Run(seed)
+        for _ in range(60):
+            moves = run._moves()
+            if not moves:
+                break
+            state = (run.world, {})
+            before = fingerprint(state)
+            run.world, _ = copy(state)
+            assert fingerprint((run.world, {})) == before
+            move = run.rng.choice(moves)
+            move = run.on_this_world(move)
+            getattr(run, "_" + move[0])(*move[1:])
+            run.world.check()
+            assert fingerprint(state) == before, f"seed {seed}: {move} changed its origin"
 
 
 # ---- what each rule is for ---------------------------------------------------------------------
