@@ -42,7 +42,8 @@ class Instance:
     capacity: int = 1
     window: int = 1
     grace: int = 0
-    staging: int = 8
+    staging: int = 16
+    largest: int = 4
     aborts: int = 0
     breaks: int = 0
     engine_crashes: int = 0
@@ -56,6 +57,7 @@ class Instance:
         limits = ReceiverLimits(
             capacity_bytes=self.capacity,
             staging_bytes=self.staging,
+            largest_request_bytes=self.largest,
             grace_bytes=self.grace,
             max_cacheable_bytes=1 << 30,
             max_window_bytes=self.window,
@@ -98,12 +100,16 @@ INSTANCES: dict[str, Instance] = {
     ),
     "reset-2x1": Instance(resets=1, aborts=1),
     "bypass-2x1": Instance(
-        sizes=(2, 1), tasks=((0, (0,), 0), (1, (0, 1), 0), (1, (1,), 0)), capacity=1, staging=6,
-        window=2,
+        sizes=(2, 1), tasks=((0, (0,), 0), (1, (0, 1), 0), (1, (1,), 0)), capacity=1, staging=4,
+        largest=3, window=2,
     ),
-    "zero-2x1": Instance(capacity=0, staging=2),
+    "borrow-2x1": Instance(
+        sizes=(2, 1), tasks=((0, (0, 1), 0), (1, (0,), 0), (1, (1,), 0)), capacity=2, staging=2,
+        largest=3,
+    ),
+    "zero-2x1": Instance(capacity=0, staging=2, largest=1),
     "shrink-1x1": Instance(
-        frontends=1, tasks=((0, (0,), 0), (0, (1,), 0)), capacity=2, shrinks=1, staging=2
+        frontends=1, tasks=((0, (0,), 0), (0, (1,), 0)), capacity=2, shrinks=1, staging=2, largest=2
     ),
     "silent-crash-1x1": Instance(
         frontends=1, tasks=((0, (0,), 0),), engine_crashes=1, silent=True

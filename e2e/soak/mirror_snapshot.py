@@ -23,8 +23,8 @@ _MUTABLE = (
 _SKIPPED = frozenset(
     {
         "stats", "limits", "sizes", "departed", "boot", "links", "receiver_type", "codec",
-        "namespace", "info", "node", "frontend_id", "num_rescued", "num_evicted_limbo",
-        "num_evicted_forced", "num_hits", "body",
+        "namespace", "info", "node", "frontend_id", "num_rescued", "num_borrowed",
+        "num_evicted_limbo", "num_evicted_forced", "num_hits", "body",
     }
 )  # fmt: skip
 _PLAIN = frozenset({bytes, int, str, bool, type(None), State})

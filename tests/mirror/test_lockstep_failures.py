@@ -14,7 +14,7 @@ from foveal_runtime.mirror.facade import MissingValues, ReceiverCache, SenderCac
 from foveal_runtime.mirror.receiver import ReceiverLimits
 from foveal_runtime.plan.errors import MediaTooLarge
 
-SIZES = [10] * 8
+SIZES = [10] * 12
 
 
 class LockStep:
@@ -44,7 +44,7 @@ class LockStep:
 
 def world(frontends: int = 1) -> World:
     limits = ReceiverLimits(
-        capacity_bytes=20, staging_bytes=100, grace_bytes=0, max_cacheable_bytes=20,
+        capacity_bytes=20, staging_bytes=80, grace_bytes=0, max_cacheable_bytes=20,
         max_window_bytes=25,
     )  # fmt: skip
     made = World(frontends, 1, SIZES, limits)
@@ -124,9 +124,9 @@ def test_rejected_after_the_mirror_was_updated():
 
     w = world()
     with pytest.raises(MediaTooLarge):
-        ask(w, *range(8))
+        ask(w, *range(10))
     assert w.senders[0, 0].next_n == 1
-    for index in range(8):
+    for index in range(10):
         assert not w.senders[0, 0].believes(mm_hash(index))
     w.tasks.clear()
     task = ask(w, 1)

@@ -67,18 +67,23 @@ class Admission:
         """Room for the whole request now, counting all that eviction could free."""
         store = self.store
         if bypass:
-            new = sum(
-                item.size_bytes
-                for h, item in request.items.items()
-                if store.lookup_any(h) is None
-            )  # fmt: skip
-            return store.bypass_bytes + new <= store.bypass_capacity_bytes
+            idle = sum(self._size(i) for h, i in request.items.items() if self._is_idle(h))
+            borrowed = store.would_borrow(self._absent_bytes(request))
+            return store.held_bytes + idle + borrowed <= store.capacity_bytes or not borrowed
         new = sum(self._size(item) for h, item in request.items.items() if not store.is_held(h))
         return store.held_bytes + new <= store.capacity_bytes
 
+    def _is_idle(self, mm_hash: MMHash) -> bool:
+        return not self.store.is_held(mm_hash) and self.store.lookup(mm_hash) is not None
+
+    def _absent_bytes(self, request: Request) -> int:
+        """What the request needs that is neither here nor on its way."""
+        absent = (i for h, i in request.items.items() if self.store.lookup_any(h) is None)
+        return sum(item.size_bytes for item in absent)
+
     def is_too_large(self, request: Request) -> bool:
         total = sum(self._size(item) for item in request.items.values())
-        return total > max(self.store.capacity_bytes, self.store.bypass_capacity_bytes)
+        return total > self.store.capacity_bytes + self.store.bypass_capacity_bytes
 
     # ---- arrivals ------------------------------------------------------------------------------
     def enqueue(self, request: Request) -> None:
@@ -225,10 +230,11 @@ class Admission:
     def _admit(self, request: Request, bypass: bool) -> None:
         """One atomic step, the only one that pins: every item is pinned or reserved after it."""
         store = self.store
-        if not bypass:
-            missing = [i for h, i in request.items.items() if store.lookup_any(h) is None]
-            store.make_room(sum(item.size_bytes for item in missing), request.items)
-        else:
+        absent = self._absent_bytes(request)
+        room = store.would_borrow(absent) if bypass else absent
+        if room:
+            store.make_room(room, request.items)
+        if bypass:
             self.stats.num_bypass_requests += 1
             request.bypassed = True
         request.state = State.RESERVED

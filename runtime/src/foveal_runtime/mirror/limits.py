@@ -18,8 +18,9 @@ class ReceiverLimits:
     """Everything a receiver is bounded by. All sizes are bytes.
 
     Attributes:
-        capacity_bytes: C. staging_bytes: S; half of it is granted as windows, the other half
-            holds the values of requests larger than C (`max_inline_bytes` of WELCOME).
+        capacity_bytes: C. staging_bytes: S. C + S is all that values ever take.
+        largest_request_bytes: items of one request up to this sum are always served, whatever C
+            is; 0 = S. Smaller than S leaves more of S for windows when C is small.
         grace_bytes: G, announced as evicted before the room is needed; None = max(1 % of C,
             16 MiB), at most an eighth of C.
         max_cacheable_bytes: larger items are used and forgotten; None = C / 4.
@@ -29,6 +30,7 @@ class ReceiverLimits:
 
     capacity_bytes: int
     staging_bytes: int = 256 * MIB
+    largest_request_bytes: int = 0
     grace_bytes: int | None = None
     max_cacheable_bytes: int | None = None
     max_window_bytes: int = 64 * MIB
@@ -38,12 +40,18 @@ class ReceiverLimits:
     max_queued: int = 4096
 
     @property
-    def bypass_bytes(self) -> int:
-        return self.staging_bytes - self.window_pool_bytes
+    def window_pool_bytes(self) -> int:
+        """The part of S that sessions get as windows: all of it when every request fits the
+        cache; else at most half, and never so much that the largest request has no room."""
+        largest = min(self.largest_request_bytes or self.staging_bytes, self.staging_bytes)
+        if self.capacity_bytes >= largest:
+            return self.staging_bytes
+        return min(self.staging_bytes // 2, self.staging_bytes - largest + self.capacity_bytes)
 
     @property
-    def window_pool_bytes(self) -> int:
-        return self.staging_bytes // 2
+    def bypass_bytes(self) -> int:
+        """The other part of S: values of requests larger than the cache."""
+        return self.staging_bytes - self.window_pool_bytes
 
     def grace_of(self, capacity_bytes: int) -> int:
         """G for a capacity: an explicit one, or the default."""

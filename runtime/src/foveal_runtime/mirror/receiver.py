@@ -114,7 +114,7 @@ class Receiver:
             boot=self.boot,
             capacity_bytes=self.store.capacity_bytes,
             window_bytes=window,
-            max_inline_bytes=self.limits.bypass_bytes,
+            max_inline_bytes=self.store.capacity_bytes + self.limits.bypass_bytes,
             node=self.node,
             directory=self.directory(),
             bindings=tuple(self.bindings.table.items()),
@@ -393,4 +393,5 @@ class Receiver:
         self.admission.check_integrity()
         granted = sum(s.window_bytes for s in self.sessions.values())
         assert granted <= self.limits.window_pool_bytes
-        assert granted + self.store.bypass_bytes <= self.limits.staging_bytes, "I2: over S"
+        own_pool = self.store.bypass_bytes - self.store.borrowed_bytes
+        assert granted + own_pool <= self.limits.staging_bytes, "I2: over S"
