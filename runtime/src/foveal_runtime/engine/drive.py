@@ -138,7 +138,7 @@ class Drive:
         for request_id, tokens in self.outputs.items():
             assert tokens == self.expected(request_id), request_id
         scheduler, runner = self.scheduler, self.runner
-        assert not scheduler.has_work
+        assert not scheduler.num_requests
         assert scheduler.pool.num_used_blocks == 0
         assert scheduler.encoder.num_used_embeds == 0
         assert not runner.request_ids

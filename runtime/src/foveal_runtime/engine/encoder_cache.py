@@ -113,6 +113,11 @@ class EncoderCacheManager:
         entry = self._entries.get(mm_hash)
         return entry.num_embeds if entry is not None else self.host.num_embeds(mm_hash)
 
+    @property
+    def has_moves(self) -> bool:
+        """The runner has something to be told."""
+        return bool(self._store or self._freed or self._lost or self._drop_host or self._fresh)
+
     def has_cache(self, request: EncoderUser, input_id: int) -> bool:
         """The item's output is in the device cache, whoever had it encoded."""
         return request.mm_inputs[input_id].mm_hash in self._entries
@@ -231,6 +236,8 @@ class EncoderCacheManager:
     def reset(self) -> int:
         """Frees every output nobody holds, here and in the host tier; returns how many here."""
         idle = list(self._idle)
+        self._lost.update(self._freed)
+        self._freed.clear()
         for mm_hash in idle:
             self._evict_unstored(mm_hash)
         for mm_hash in list(self.host):
@@ -313,7 +320,7 @@ class EncoderCacheManager:
         self.num_free_embeds += entry.num_embeds
         self.num_evictions += 1
         if self._fresh.pop(mm_hash, None) not in ("absent", "host"):
-            self._freed[mm_hash] = None
+            self._lost[mm_hash] = None  # not to be reclaimed: somebody wants it gone
 
     def _drop_from_host(self, mm_hash: MMHash) -> None:
         self.host.remove(mm_hash)

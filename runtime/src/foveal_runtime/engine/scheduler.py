@@ -113,7 +113,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """A request is unfinished, or the runner has something to be told."""
-        return bool(self._requests) or bool(self._gone)
+        return bool(self._requests) or bool(self._gone) or self.encoder.has_moves
 
     @property
     def num_requests(self) -> int:
