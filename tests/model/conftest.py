@@ -26,11 +26,6 @@ def _load(name: str) -> ModuleType:
 
 
 @pytest.fixture(scope="session")
-def driver_module() -> ModuleType:
-    return _load("step_driver")
-
-
-@pytest.fixture(scope="session")
 def checkpoints() -> ModuleType:
     module = _load("tiny_checkpoints")
     _load("tiny_media")
@@ -49,3 +44,11 @@ def tiny(checkpoints: ModuleType, tmp_path_factory: pytest.TempPathFactory):
         return made[name]
 
     return get
+
+
+@pytest.fixture
+def bench(tiny):
+    """bench(name, **options) → a runner beside transformers' own model (see bench.py)."""
+    _load("step_driver")
+    module = _load("bench")
+    return lambda name, **options: module.Bench(name, tiny(name), **options)

@@ -19,9 +19,11 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from foveal_runtime.frontend.engine_link import EngineLink, Lost, Rejected, Stream
+from foveal_runtime.frontend.engine_link import EngineLink
+from foveal_runtime.frontend.engine_run import MAX_LOSSES, EngineRun
+from foveal_runtime.frontend.engine_stream import Lost, Rejected, Stream
 from foveal_runtime.frontend.prepared import PreparedRequest
-from foveal_runtime.frontend.routing import Candidate, Router, affinity_keys, estimate_load
+from foveal_runtime.frontend.routing import Candidate, Router, estimate_load
 from foveal_runtime.frontend.stats import FrontendStats
 from foveal_runtime.mirror.sender import Sender, SendItem, SendValue
 from foveal_runtime.plan.config import EngineAddress, FrontendConfig
@@ -34,15 +36,12 @@ from foveal_runtime.plan.errors import (
     from_wire,
 )
 from foveal_runtime.plan.media import ItemMeta, MMHash
-from foveal_runtime.wire import codec
-from foveal_runtime.wire.messages import EngineOutput, RequestBody
+from foveal_runtime.wire.messages import EngineOutput
 from foveal_runtime.wire.transport import FrontendTransport, LinkDown
 from foveal_runtime.wire.zmq_transport import ZmqDealer
 
 log = logging.getLogger(__name__)
 
-MAX_LOSSES = 4
-"""A request that lost this many engines may be what kills them: it ends with an error."""
 MAX_ATTEMPTS = 32
 RESOLVE_SECONDS = 5.0
 
@@ -192,6 +191,9 @@ class EngineClient:
         """Administration of every engine's caches. Returns how many were told."""
         return sum(link.control(action, value) for link in self._links.values())
 
+    def has_cache(self) -> bool:
+        return any(link.is_ready and link.sender.capacity_bytes for link in self._links.values())
+
     def put(self, items: Sequence[SendItem], values: dict[MMHash, SendValue]) -> int:
         """Offers values to the engine with the most room for them; how many were sent."""
         ready = [link for link in self._links.values() if link.is_ready]
@@ -203,7 +205,7 @@ class EngineClient:
     # ---- requests -------------------------------------------------------------------------------
     async def generate(self, request: PreparedRequest) -> AsyncGenerator[EngineOutput, None]:
         """See `seams.Generator`."""
-        run = _Run(request)
+        run = EngineRun(request)
         link: EngineLink | None = None
         stream: Stream | None = None
         try:
@@ -224,7 +226,7 @@ class EngineClient:
             for item in request.items:
                 item.source.release()
 
-    async def _submit(self, run: _Run) -> tuple[EngineLink, Stream]:
+    async def _submit(self, run: EngineRun) -> tuple[EngineLink, Stream]:
         """Sends the next attempt to the best engine there is, waiting for one if need be."""
         deadline = time.monotonic() + self.config.admission.no_engine_wait_seconds
         while True:
@@ -245,7 +247,9 @@ class EngineClient:
             self.router.commit(link.endpoint, run.affinity)
             return link, stream
 
-    async def _wait_for_engine(self, run: _Run, changed: asyncio.Event, deadline: float) -> None:
+    async def _wait_for_engine(
+        self, run: EngineRun, changed: asyncio.Event, deadline: float
+    ) -> None:
         if self.num_ready_engines() and any(i.is_held_only for i in run.request.items):
             raise MediaUnknown(
                 "the media behind a uuid is no longer held by any engine; send it again"
@@ -260,14 +264,14 @@ class EngineClient:
                 retry_after_seconds=5,
             ) from None
 
-    def _choose(self, run: _Run) -> EngineLink | None:
+    def _choose(self, run: EngineRun) -> EngineLink | None:
         ready = {link.endpoint: link for link in self._links.values() if link.is_ready}
         candidates = [self._candidate(link, run) for link in ready.values()]
         fresh = [c for c in candidates if c.name not in run.avoid]
         name = self.router.choose(fresh or candidates, run.affinity)
         return None if name is None else ready[name]
 
-    def _candidate(self, link: EngineLink, run: _Run) -> Candidate:
+    def _candidate(self, link: EngineLink, run: EngineRun) -> Candidate:
         held, has_all = 0, True
         for item in run.request.items:
             if link.sender.believes(item.mm_hash):
@@ -280,7 +284,7 @@ class EngineClient:
         )
         return Candidate(link.endpoint, load, held, has_all)
 
-    async def _follow(self, run: _Run, stream: Stream) -> AsyncGenerator[EngineOutput, None]:
+    async def _follow(self, run: EngineRun, stream: Stream) -> AsyncGenerator[EngineOutput, None]:
         """Outputs of one attempt. Ends without a finish when another attempt is due."""
         while True:
             event = await stream.next()
@@ -306,7 +310,7 @@ class EngineClient:
             if event.finish:
                 return
 
-    def _on_rejected(self, run: _Run, event: Rejected) -> None:
+    def _on_rejected(self, run: EngineRun, event: Rejected) -> None:
         """Raises what the client must know; returns when another attempt is worth it."""
         code = event.code
         if code == "mm_source_lost":
@@ -325,7 +329,7 @@ class EngineClient:
         if run.rejections > MAX_LOSSES:
             raise EngineFailure(f"the engines refused the request {run.rejections} times: {code}")
 
-    def _count(self, run: _Run) -> None:
+    def _count(self, run: EngineRun) -> None:
         """One query per item and request; a hit is an item that cost neither processor nor wire."""
         if run.is_counted:
             return
@@ -334,57 +338,6 @@ class EngineClient:
             self.stats.mm_queries[item.modality] += 1
             if run.attempt and not (item.was_processed or item.was_sent):
                 self.stats.mm_hits[item.modality] += 1
-
-
-class _Run:
-    """One sequence over all its attempts."""
-
-    def __init__(self, request: PreparedRequest) -> None:
-        self.request = request
-        self.attempt = 0
-        self.losses = 0
-        self.rejections = 0
-        self.emitted: list[int] = []
-        self.has_first = False
-        self.is_counted = False
-        self.began = time.monotonic()
-        self.avoid: set[str] = set()
-        self.affinity = affinity_keys(
-            request.token_ids, [item.mm_hash for item in request.items], request.cache_salt
-        )
-
-    def body(self) -> RequestBody:
-        request = self.request
-        wide = max(request.token_ids + self.emitted, default=0) > 0xFFFF
-        return RequestBody(
-            token_ids=codec.pack_tokens(request.token_ids, wide=wide)[0],
-            wide=wide,
-            placements=tuple(request.placements),
-            sampling=request.sampling,
-            emitted=codec.pack_tokens(self.emitted, wide=wide)[0],
-            priority=request.priority,
-            cache_salt=request.cache_salt,
-            read_prefix_cache=request.read_prefix_cache,
-            echo_prompt=request.echo_prompt and not self.has_first,
-            arrival_seconds=time.monotonic() - self.began,
-        )
-
-    def take(self, output: EngineOutput) -> EngineOutput:
-        """Remembers what was emitted; `first` is told once."""
-        self.emitted.extend(output.token_ids)
-        if output.first is None:
-            return output
-        if self.has_first:
-            return msgspec.structs.replace(output, first=None)
-        self.has_first = True
-        return output
-
-    def on_lost(self, reason: str) -> None:
-        if reason in ("draining", "engine_abort"):
-            return
-        self.losses += 1
-        if self.losses >= MAX_LOSSES:
-            raise EngineFailure(f"{self.losses} engines were lost while running this request")
 
 
 def _addresses(host: str, port: int) -> list[str]:

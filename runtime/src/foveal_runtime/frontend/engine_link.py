@@ -13,19 +13,18 @@ import contextlib
 import logging
 import random
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import msgspec
 
+from foveal_runtime.frontend.engine_stream import Lost, Rejected, Stream
 from foveal_runtime.frontend.prepared import PreparedItem, PreparedRequest
 from foveal_runtime.mirror.messages import EngineHeartbeat, RequestId
 from foveal_runtime.mirror.sender import DownEvent, Sender, Sending, SendItem, SendValue
 from foveal_runtime.plan.errors import FovealError
 from foveal_runtime.plan.media import MMHash
 from foveal_runtime.wire import codec
-from foveal_runtime.wire.messages import EngineInfo, EngineLoad, EngineOutput, RequestBody
+from foveal_runtime.wire.messages import EngineInfo, EngineLoad, RequestBody
 from foveal_runtime.wire.transport import FrontendTransport, LinkDown
 
 log = logging.getLogger(__name__)
@@ -34,46 +33,6 @@ HEARTBEAT_SECONDS = 1.0
 DEAD_AFTER_SECONDS = 3.0
 MIN_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.05, 5.0
 STALL_SECONDS = 60.0
-
-
-class Lost(NamedTuple):
-    """The session of a request ended before the request did."""
-
-    reason: str
-
-
-class Rejected(NamedTuple):
-    """The engine refused the request; `error`: why no value could be made, when that was it."""
-
-    code: str
-    error: FovealError | None
-
-
-Event = EngineOutput | Lost | Rejected
-
-
-class Stream:
-    """What comes back for one attempt of one request, in order."""
-
-    __slots__ = ("_events", "_news", "request", "rid", "value_error")
-
-    def __init__(self, rid: RequestId, request: PreparedRequest) -> None:
-        self.rid = rid
-        self.request = request
-        self.value_error: FovealError | None = None
-        self._events: deque[Event] = deque()
-        self._news = asyncio.Event()
-
-    def push(self, event: Event) -> None:
-        # At most max_tokens outputs and one end: bounded by the request itself.
-        self._events.append(event)
-        self._news.set()
-
-    async def next(self) -> Event:
-        while not self._events:
-            self._news.clear()
-            await self._news.wait()
-        return self._events.popleft()
 
 
 class EngineLink:

@@ -29,6 +29,8 @@ class EncoderSpec:
         ragged: fields whose first dimension may differ between items of one batch, because the
             model splits its output by itself; other fields must have equal shapes.
         batched: False runs each item alone (the method's output cannot be split for sure).
+        grid: field (1, 3) with the item's time, height and width in patches; spatial_merge_size
+            squared of them make one embedding.
     """
 
     method: str
@@ -36,6 +38,7 @@ class EncoderSpec:
     optional: tuple[str, ...] = ()
     ragged: tuple[str, ...] = ()
     batched: bool = True
+    grid: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +101,17 @@ _SIZED = Adapter({"image": EncoderSpec(_IMAGE, ("pixel_values", "image_sizes"))}
 _TILED = Adapter(
     {"image": EncoderSpec(_IMAGE, ("pixel_values",), optional=("pixel_attention_mask",))}
 )
-_GRID_IMAGE = EncoderSpec(_IMAGE, ("pixel_values", "image_grid_thw"), ragged=("pixel_values",))
+_GRID_IMAGE = EncoderSpec(
+    _IMAGE,
+    ("pixel_values", "image_grid_thw"),
+    ragged=("pixel_values",),
+    grid="image_grid_thw",
+)
 _GRID_VIDEO = EncoderSpec(
     "get_video_features",
     ("pixel_values_videos", "video_grid_thw"),
     ragged=("pixel_values_videos",),
+    grid="video_grid_thw",
 )
 _GRID_ROPE: dict[str, tuple[Modality, str]] = {
     "image_grid_thw": ("image", "image_grid_thw"),

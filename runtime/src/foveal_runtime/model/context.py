@@ -17,6 +17,7 @@ from transformers import AttentionInterface
 
 from foveal_runtime.model.adapters import Adapter
 from foveal_runtime.model.attention import ForwardContext, LayerGeometry
+from foveal_runtime.plan.errors import StartupError
 
 ATTENTION_NAME = "foveal_paged"
 
@@ -58,8 +59,10 @@ class PagedCall:
         context = self._context
         if self._correct_query is not None:
             query = self._correct_query(module, query, context.pos_of_token)
-        context.backend.write_kv(layer, key, value, context)
-        return context.backend.attend(layer, query, context, options.get("s_aux"))
+        dtype = context.pool.dtype  # some families leave rope in float32
+        context.backend.write_kv(layer, key.to(dtype), value.to(dtype), context)
+        out = context.backend.attend(layer, query.to(dtype), context, options.get("s_aux"))
+        return out.to(value.dtype)
 
 
 _current = threading.local()
@@ -85,7 +88,8 @@ def paged_attention(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention signature: query (1, H, T, Dk) in, (1, T, H, Dv) out."""
-    assert attention_mask is None
+    if attention_mask is not None:
+        raise StartupError("its layers make attention masks of their own: not supported")
     assert query.shape[0] == 1
     out = _current.call(
         module,

@@ -108,6 +108,8 @@ class EncoderRunner:
             try:
                 item = view_item(one.value)
                 key = batch_key(spec, item, one.modality)
+                if spec.grid:
+                    check_grid(item, spec.grid, one.num_embeds, self._core.config)
             except BadItem as error:
                 self._store.fail(one.mm_hash, str(error))
                 continue
@@ -169,6 +171,20 @@ def batch_key(spec: EncoderSpec, item: Item, modality: int) -> tuple[object, ...
             shape = info.shape[1:] if name in spec.ragged else info.shape
             shapes.append((name, info.dtype, tuple(shape)))
     return modality, *shapes
+
+
+def check_grid(item: Item, name: str, num_embeds: int, config: Any) -> None:
+    """Raises BadItem unless the grid makes `num_embeds` embeddings.
+
+    Encoders and position functions allocate by the grid before they look at anything else.
+    """
+    field = item.fields.get(name)
+    grid = [] if field is None else field.numpy().reshape(-1).tolist()
+    merge = int(config.vision_config.spatial_merge_size)
+    sizes_fit = len(grid) == 3 and all(size > 0 for size in grid)
+    sides_fit = sizes_fit and grid[1] % merge == 0 and grid[2] % merge == 0
+    if not sides_fit or grid[0] * grid[1] * grid[2] != num_embeds * merge**2:
+        raise BadItem(f"{name} {grid} does not make {num_embeds} embeddings")
 
 
 def split_rows(output: Any, promised: list[int]) -> list[torch.Tensor]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -63,8 +64,9 @@ def load_model(path: str, dtype: str = "auto", device: str = "cpu", **options: A
     check_class(config, model_class)
     check_weights(path)
     try:
-        model = model_class.from_pretrained(
+        model, report = model_class.from_pretrained(
             path,
+            output_loading_info=True,
             config=config,
             dtype=DTYPES.get(dtype, "auto"),
             use_safetensors=True,
@@ -72,8 +74,9 @@ def load_model(path: str, dtype: str = "auto", device: str = "cpu", **options: A
             trust_remote_code=False,
             **options,
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise StartupError(f"model {path}: cannot be loaded: {_one_line(error)}") from error
+    check_report(path, report)
     if not options:
         model = model.to(torch.device(device))
     return prepare(model.eval().requires_grad_(False), adapter)
@@ -184,6 +187,16 @@ def check_weights(path: str) -> None:
             "when read; convert them to safetensors"
         )
     raise StartupError(f"model {path}: no *.safetensors there")
+
+
+def check_report(path: str, report: dict[str, Any]) -> None:
+    """transformers fills missing weights with random numbers and only logs it. Raises."""
+    missing = sorted(report.get("missing_keys") or ())
+    if missing:
+        raise StartupError(
+            f"model {path}: {len(missing)} weights are not in the checkpoint, {missing[0]} among "
+            "them: files are incomplete or belong to another architecture"
+        )
 
 
 def _one_line(error: Exception) -> str:

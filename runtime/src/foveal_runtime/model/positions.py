@@ -13,7 +13,7 @@ import torch
 
 from foveal_runtime.engine.step import NewRequest
 from foveal_runtime.model.adapters import Adapter
-from foveal_runtime.model.encoder import field_tensor
+from foveal_runtime.model.encoder import check_grid, field_tensor
 from foveal_runtime.plan.media import MODALITIES
 from foveal_runtime.wire.item import BadItem, Item, view_item
 
@@ -34,12 +34,15 @@ def prompt_positions(
     types = torch.zeros(1, length, dtype=torch.int)
     for one in request.mm_inputs:
         kind = _TYPE_IDS.get(MODALITIES[one.modality])
-        if kind is None:
+        if kind is None or MODALITIES[one.modality] not in adapter.encoders:
             raise BadItem(f"{MODALITIES[one.modality]} has no place in this model's positions")
         for start, count in one.placeholder.embed_runs:
             begin = one.placeholder.offset + start
             types[0, begin : begin + count] = kind
     items = [view_item(value) for value in request.values]
+    for one, item in zip(request.mm_inputs, items, strict=True):
+        grid = adapter.encoders[MODALITIES[one.modality]].grid
+        check_grid(item, grid, one.placeholder.num_embeds, core.config)
     try:
         positions, delta = core.get_rope_index(
             input_ids=ids, mm_token_type_ids=types, **_rope_kwargs(adapter, items)

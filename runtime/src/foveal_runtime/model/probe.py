@@ -1,4 +1,4 @@
-"""Measures what a decoder's attention layers look like by running three tokens through them.
+"""Measures what a decoder's attention layers look like by running a few tokens through it.
 
 Called once after loading. A configuration file says much of this too, but not what tensor
 parallelism, latent attention or a family's own head size make of it; the call itself does.
@@ -13,10 +13,12 @@ import torch
 from foveal_runtime.model.adapters import Adapter
 from foveal_runtime.model.attention import LayerGeometry
 from foveal_runtime.model.context import forward_context
+from foveal_runtime.model.head import Head
 from foveal_runtime.model.loader import LoadedModel
 from foveal_runtime.plan.errors import StartupError
 
 _NUM_TOKENS = 3
+_REFUSALS = (ValueError, TypeError, AttributeError, KeyError, RuntimeError)
 _HARMLESS_TENSORS = {"s_aux", "position_ids", "cache_position"}
 
 
@@ -76,21 +78,39 @@ def _chunk_size(module: torch.nn.Module, index: int) -> int | None:
     return None
 
 
-def probe_layers(loaded: LoadedModel) -> tuple[LayerGeometry, ...]:
+def probe_layers(loaded: LoadedModel, head: Head) -> tuple[LayerGeometry, ...]:
     """Geometry of every layer on this rank, by index. Raises StartupError if it makes no sense."""
-    embed = loaded.core.get_input_embeddings()
-    device = next(loaded.decoder.parameters()).device
-    embeds = embed(torch.zeros(1, _NUM_TOKENS, dtype=torch.long, device=device))
-    positions = torch.arange(_NUM_TOKENS, device=device)[None]
-    if loaded.adapter.rope:
-        positions = positions.expand(3, 1, -1)
     recorder = _Recorder(loaded.adapter)
-    with torch.inference_mode(), forward_context(recorder):
-        loaded.decoder(inputs_embeds=embeds, position_ids=positions, use_cache=False)
+    kind = loaded.config.model_type
+    try:
+        logits = _run(loaded, head, recorder)
+    except StartupError as error:
+        raise StartupError(f"model_type {kind!r}: {error.message}") from error
+    except torch.OutOfMemoryError:
+        raise
+    except _REFUSALS as error:
+        reason = " ".join(str(error).split())[:200]
+        raise StartupError(f"model_type {kind!r} is not supported: {reason}") from error
     expected = int(loaded.text_config.num_hidden_layers)
     if sorted(recorder.layers) != list(range(expected)):
         raise StartupError(
-            f"{len(recorder.layers)} of {expected} decoder layers use replaceable attention: "
-            f"model_type {loaded.config.model_type!r} is not supported"
+            f"model_type {kind!r} is not supported: {len(recorder.layers)} of {expected} decoder "
+            "layers use replaceable attention"
         )
+    assert logits.shape[0] == _NUM_TOKENS
     return tuple(recorder.layers[i] for i in range(expected))
+
+
+def _run(loaded: LoadedModel, head: Head, recorder: _Recorder) -> torch.Tensor:
+    """Logits of a few tokens, with the recorder in place of attention."""
+    core: Any = loaded.core
+    device = next(loaded.decoder.parameters()).device
+    positions = torch.arange(_NUM_TOKENS, device=device)[None]
+    if loaded.adapter.rope:
+        positions = positions.expand(3, 1, -1)
+    with torch.inference_mode(), forward_context(recorder):
+        ids = torch.zeros(1, _NUM_TOKENS, dtype=torch.long, device=device)
+        output = loaded.decoder(
+            inputs_embeds=core.get_input_embeddings()(ids), position_ids=positions, use_cache=False
+        )
+        return head.logits(output.last_hidden_state[0])

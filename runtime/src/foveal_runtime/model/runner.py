@@ -69,11 +69,11 @@ class TorchRunner:
         self.loaded = loaded
         self.device = torch.device(device)
         self.block_size = block_size
-        self.layers = probe_layers(loaded)
+        self.head = Head(loaded.model, loaded.core_name)
+        self.layers = probe_layers(loaded, self.head)
         self.backend = create_backend(
             attention, BackendRequest(self.layers, block_size, loaded.dtype, self.device)
         )
-        self.head = Head(loaded.model, loaded.core_name)
         self.store = EncoderStore(self.device)
         self.encoder = EncoderRunner(loaded, self.store, self.device)
         self._traits = read_traits(loaded)
@@ -200,20 +200,19 @@ class TorchRunner:
 
     def _runnable(self, plan: StepPlan, failed: dict[str, str]) -> list[Window]:
         """The plan's windows without requests that cannot go on; those are noted in `failed`."""
-        for window in make_windows(
-            [s for s in plan.scheduled if s.request_id not in self._failed], self._sequences
-        ):
+        alive = [s for s in plan.scheduled if s.request_id not in self._failed]
+        windows = make_windows(alive, self._sequences)
+        for window in windows:
             for one, *_ in window.embed_spans():
                 if self.store.lookup(one.mm_hash) is None:
                     reason = self.store.lookup_failure(one.mm_hash)
                     self._failed[window.sequence.request_id] = reason
-        alive = []
         for scheduled in plan.scheduled:
             if scheduled.request_id in self._failed:
                 failed[scheduled.request_id] = self._failed[scheduled.request_id]
-            else:
-                alive.append(scheduled)
-        return make_windows(alive, self._sequences)
+        if not failed:
+            return windows
+        return make_windows([s for s in alive if s.request_id not in failed], self._sequences)
 
     def _embed(self, windows: Sequence[Window]) -> tuple[torch.Tensor, dict[str, Any]]:
         """Token embeddings (T, E) with encoder outputs in place, and deepstack arguments."""

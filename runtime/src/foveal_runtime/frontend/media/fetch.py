@@ -16,8 +16,11 @@ import socket
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote, urljoin, urlsplit
+
+import aiohttp
+from aiohttp.abc import AbstractResolver, ResolveResult
 
 from foveal_runtime.frontend.flights import SingleFlight
 from foveal_runtime.frontend.media.addresses import is_host_allowed, refusal
@@ -29,9 +32,6 @@ from foveal_runtime.plan.errors import (
     MediaInvalid,
     MediaTooLarge,
 )
-
-if TYPE_CHECKING:
-    import aiohttp
 
 _MAX_ATTEMPTS = 3
 _RETRY_SECONDS = 0.2
@@ -162,8 +162,6 @@ class Fetcher:
 
     async def _get(self, url: str, max_bytes: int) -> bytes | str:
         """The body, or where a redirect leads."""
-        import aiohttp
-
         try:
             async with self._open().get(url, allow_redirects=False) as response:
                 if response.status in (301, 302, 303, 307, 308):
@@ -204,8 +202,6 @@ class Fetcher:
         return bytes(data)
 
     def _open(self) -> aiohttp.ClientSession:
-        import aiohttp
-
         if self._session is None:
             connector = aiohttp.TCPConnector(
                 resolver=_CheckedResolver(self), use_dns_cache=False, limit=64, limit_per_host=16
@@ -228,7 +224,7 @@ class Fetcher:
         return await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
 
 
-class _CheckedResolver:
+class _CheckedResolver(AbstractResolver):
     """What aiohttp connects to: only addresses that passed the check, all of them or none."""
 
     def __init__(self, fetcher: Fetcher) -> None:
@@ -236,8 +232,8 @@ class _CheckedResolver:
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
-    ) -> list[dict[str, Any]]:
-        found = []
+    ) -> list[ResolveResult]:
+        found: list[ResolveResult] = []
         for kind, _, proto, _, address in await self._fetcher.resolve(host, port):
             text = str(address[0]).partition("%")[0]
             try:

@@ -69,6 +69,7 @@ class KVPool:
         assert [layer.index for layer in layers] == list(range(len(layers)))
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.dtype = dtype
         rows = num_blocks * block_size
         self.keys = [
             torch.zeros(rows, layer.num_kv_heads, layer.key_dim, dtype=dtype, device=device)

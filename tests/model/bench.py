@@ -1,0 +1,114 @@
+"""A runner and transformers' own model side by side, on one tiny checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import Any
+
+import torch
+from foveal_tests_model_step_driver import Job, StepDriver
+from foveal_tests_model_tiny_checkpoints import CASES, Prompt, make_prompt
+
+from foveal_runtime.engine.step import MMInput
+from foveal_runtime.model.loader import class_for, load_model, read_config
+from foveal_runtime.model.runner import TorchRunner
+from foveal_runtime.model.sampler import Sampler
+from foveal_runtime.plan.media import PlaceholderRange
+from foveal_runtime.plan.sampling import SamplingParams
+from foveal_runtime.wire.item import pack_item
+
+TOLERANCE = 2e-5
+NUM_OUTPUTS = 6
+NUM_BLOCKS = 128
+
+
+class RecordingSampler(Sampler):
+    """Greedy, and keeps the logits of every output token by (request id, output index)."""
+
+    def __init__(self) -> None:
+        super().__init__(())
+        self.logits: dict[tuple[str, int], torch.Tensor] = {}
+
+    def sample(self, logits, sequences, failed=None):
+        for row, sequence in zip(logits, sequences, strict=True):
+            self.logits[sequence.request_id, len(sequence.output_token_ids)] = row.clone()
+        return super().sample(logits, sequences, failed)
+
+
+def pack(item) -> bytes:
+    fields = {}
+    for name, tensor in item.fields.items():
+        fields[name] = (str(tensor.dtype).removeprefix("torch."), tensor.numpy())
+    return pack_item(item.modality, tuple(item.ids), item.embed_runs, fields)
+
+
+class Bench:
+    """One runner, and transformers' own model beside it."""
+
+    def __init__(self, name: str, path: Any, attention: str = "torch", **options: Any) -> None:
+        torch.set_num_threads(1)
+        self.case = CASES[name]
+        self.path = str(path)
+        self.sampler = RecordingSampler()
+        self.runner = TorchRunner(
+            load_model(self.path),
+            num_blocks=NUM_BLOCKS,
+            block_size=8,
+            attention=attention,
+            sampler=self.sampler,
+        )
+        self.driver = StepDriver(self.runner, NUM_BLOCKS, self.case.budget, **options)
+        config = read_config(self.path)
+        self.reference = class_for(config).from_pretrained(self.path).eval()
+
+    def prompt(self, seed: int, items: Any = (), **options: Any) -> Prompt:
+        return make_prompt(self.case, seed, list(items), **options)
+
+    def job(self, request_id: str, prompt: Prompt, start_step: int = 0, **sampling: Any) -> Job:
+        values = tuple(pack(item) for item in prompt.items)
+        inputs = tuple(
+            MMInput(
+                hashlib.sha256(value).digest(),
+                item.modality,
+                PlaceholderRange(offset, len(item.ids), item.embed_runs),
+            )
+            for value, item, offset in zip(values, prompt.items, prompt.offsets, strict=True)
+        )
+        params = SamplingParams(max_tokens=NUM_OUTPUTS, temperature=0.0, **sampling)
+        return Job(request_id, prompt.ids, inputs, values, params, start_step)
+
+    @torch.inference_mode()
+    def deviation(self, job: Job, prompt: Prompt) -> float:
+        """Largest |difference| of any logit of the job's outputs; checks greedy tokens, too."""
+        ids = torch.tensor([job.tokens[:-1]])
+        whole = replace(prompt, ids=job.tokens[:-1])
+        kwargs = self.case.forward_kwargs(whole)
+        logits = self.reference(input_ids=ids, use_cache=False, **kwargs).logits[0]
+        logits = logits[len(prompt.ids) - 1 :]
+        ours = torch.stack([self.sampler.logits[job.request_id, i] for i in range(NUM_OUTPUTS)])
+        assert logits.shape == ours.shape
+        self.spread = float(logits.std())
+        self.tokens_equal = logits.argmax(-1).tolist() == job.outputs
+        return float((logits - ours).abs().max())
+
+    def check(self, job: Job, prompt: Prompt) -> None:
+        assert job.request_id not in self.driver.failed, self.driver.failed
+        difference = self.deviation(job, prompt)
+        assert difference <= TOLERANCE, (job.request_id, difference, self.spread)
+        assert self.tokens_equal
+        assert self.spread > 0.2
+
+    @torch.inference_mode()
+    def generate(self, prompt: Prompt) -> list[int]:
+        kwargs = self.case.forward_kwargs(prompt)
+        out = self.reference.generate(
+            input_ids=torch.tensor([prompt.ids]),
+            attention_mask=torch.ones(1, len(prompt.ids), dtype=torch.long),
+            max_new_tokens=NUM_OUTPUTS,
+            min_new_tokens=NUM_OUTPUTS,
+            do_sample=False,
+            eos_token_id=-1,
+            **kwargs,
+        )
+        return out[0, len(prompt.ids) :].tolist()

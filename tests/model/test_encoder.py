@@ -1,0 +1,137 @@
+"""Encoder outputs: batching, counts, the store's moves, and failures that stay with one item."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from foveal_runtime.engine.step import EncoderInput, StepPlan
+from foveal_runtime.model.encoder import EncoderRunner, EncoderStore, field_tensor, split_rows
+from foveal_runtime.model.loader import load_model
+from foveal_runtime.wire.item import pack_item, view_item
+
+pytestmark = pytest.mark.model
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def encoder(tiny):
+    def make(name: str) -> tuple[EncoderRunner, EncoderStore]:
+        store = EncoderStore(CPU)
+        return EncoderRunner(load_model(str(tiny(name))), store, CPU), store
+
+    return make
+
+
+def llava_input(mm_hash: bytes, pixels: np.ndarray, num_embeds: int = 16) -> EncoderInput:
+    value = pack_item(0, (3,) * num_embeds, ((0, num_embeds),), {"pixel_values": pixels_of(pixels)})
+    return EncoderInput(mm_hash, 0, num_embeds, value)
+
+
+def pixels_of(pixels: np.ndarray) -> tuple[str, np.ndarray]:
+    return str(pixels.dtype), pixels
+
+
+def image(seed: int, size: int = 16) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((1, 3, size, size), dtype=np.float32)
+
+
+@torch.inference_mode()
+def test_a_batch_equals_items_alone(encoder) -> None:
+    runner, store = encoder("llava")
+    runner.encode([llava_input(bytes([i]), image(i)) for i in range(3)])
+    together = [store.lookup(bytes([i])) for i in range(3)]
+    for i in range(3):
+        runner.encode([llava_input(b"alone", image(i))])
+        torch.testing.assert_close(store.lookup(b"alone"), together[i], rtol=0, atol=1e-6)
+        assert together[i].shape == (1, 16, 32)
+    assert store.embeds_on_device() == 4 * 16
+    store.check_integrity()
+
+
+@torch.inference_mode()
+def test_a_bad_item_fails_alone(encoder) -> None:
+    """Wrong count, wrong shape, missing field, not an item, a modality the model has not."""
+    runner, store = encoder("llava")
+    good = llava_input(b"good", image(1))
+    no_field = EncoderInput(b"no field", 0, 1, pack_item(0, (3,), ((0, 1),), {}))
+    runner.encode(
+        [
+            llava_input(b"count", image(2), num_embeds=15),
+            good,
+            llava_input(b"shape", image(3, size=10)),
+            no_field,
+            EncoderInput(b"bytes", 0, 16, b"FMI1 and then nothing"),
+            EncoderInput(b"sound", 2, 16, good.value),
+        ]
+    )
+    assert store.lookup(b"good") is not None
+    assert "16 embeddings, 15 expected" in store.lookup_failure(b"count")
+    assert "encoder" in store.lookup_failure(b"shape")
+    assert "lacks the field pixel_values" in store.lookup_failure(b"no field")
+    assert "header" in store.lookup_failure(b"bytes")
+    assert "takes no audio" in store.lookup_failure(b"sound")
+    store.check_integrity()
+
+
+@torch.inference_mode()
+def test_an_all_zero_tile_fails_its_item_only(encoder, checkpoints) -> None:
+    """idefics3 takes an all-zero tile for padding and returns fewer rows."""
+    runner, store = encoder("idefics3")
+    inputs = []
+    for number, zero in enumerate((False, True)):
+        item = checkpoints.CASES["idefics3"].items[0](3)
+        if zero:
+            item.fields["pixel_values"][0, 1] = 0.0
+        fields = {
+            k: (str(v.dtype).removeprefix("torch."), v.numpy()) for k, v in item.fields.items()
+        }
+        value = pack_item(0, tuple(item.ids), item.embed_runs, fields)
+        inputs.append(EncoderInput(bytes([number]), 0, 12, value))
+    runner.encode(inputs)
+    assert store.lookup(b"\0") is not None
+    assert "8 embeddings, 12 expected" in store.lookup_failure(b"\1")
+
+
+def test_bfloat16_fields_keep_their_bits() -> None:
+    wanted = torch.randn(2, 3, generator=torch.Generator().manual_seed(1)).bfloat16()
+    bits = wanted.view(torch.uint16).numpy()
+    item = view_item(pack_item(0, (), (), {"x": ("bfloat16", bits)}))
+    both = field_tensor([item, item], "x")
+    assert both.dtype == torch.bfloat16
+    assert torch.equal(both, torch.cat([wanted, wanted]))
+
+
+def test_store_obeys_the_plan() -> None:
+    store = EncoderStore(CPU)
+    output = torch.randn(1, 4, 8)
+    store.put(b"a", output)
+    store.obey(StepPlan(0, store_encoder=[b"a"], free_encoder=[b"a"]))
+    assert store.lookup(b"a") is None
+    store.obey(StepPlan(1, load_encoder=[b"a"]))
+    assert torch.equal(store.lookup(b"a"), output)
+    store.obey(StepPlan(2, free_encoder=[b"a"], drop_host_encoder=[b"a"]))
+    store.obey(StepPlan(3, load_encoder=[b"a"]))
+    assert store.lookup(b"a") is None
+    assert "host tier" in store.lookup_failure(b"a")
+    store.obey(StepPlan(4, free_encoder=[b"a"]))
+    assert "not on the device" in store.lookup_failure(b"a")
+    store.check_integrity()
+
+
+def test_split_rows_takes_every_shape_that_families_return() -> None:
+    flat = torch.arange(12.0).reshape(6, 2)
+    for output in (
+        [flat[:4], flat[4:]],
+        (flat[:4], flat[4:]),
+        flat,
+        flat.reshape(3, 2, 2),
+        [flat[:2], flat[2:4], flat[4:]],
+    ):
+        rows = split_rows(output, [4, 2])
+        assert torch.equal(rows[0], flat[:4])
+        assert torch.equal(rows[1], flat[4:])
+    with pytest.raises(ValueError, match="2 embeddings, 4 expected"):
+        split_rows([flat[:2], flat[2:]], [4, 2])

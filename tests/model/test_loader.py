@@ -1,0 +1,129 @@
+"""What the loader refuses, and that it says why in one line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers
+
+from foveal_runtime.model.adapters import ADAPTERS
+from foveal_runtime.model.loader import (
+    adapter_for,
+    check_class,
+    check_weights,
+    class_for,
+    load_model,
+    read_config,
+)
+from foveal_runtime.model.runner import TorchRunner
+from foveal_runtime.plan.errors import StartupError
+
+pytestmark = pytest.mark.model
+
+
+def refusal(config) -> str:
+    def load() -> None:
+        adapter_for(config)
+        check_class(config, class_for(config))
+
+    with pytest.raises(StartupError) as caught:
+        load()
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "reason"),
+    [
+        ("MambaConfig", {}, "recurrent or state-space"),
+        ("JambaConfig", {}, "recurrent or state-space"),
+        ("Qwen3NextConfig", {}, "recurrent or state-space"),
+        ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}, "layers of type conv"),
+        ("BloomConfig", {}, "cannot be replaced"),
+        ("Gemma3nTextConfig", {}, "share keys and values"),
+        ("Gemma3TextConfig", {"use_bidirectional_attention": True}, "both directions"),
+    ],
+)
+def test_text_models_without_plain_kv_are_refused(kind: str, options, reason: str) -> None:
+    if "layer_types" in options:
+        options = {**options, "num_hidden_layers": len(options["layer_types"])}
+    assert reason in refusal(getattr(transformers, kind)(**options))
+
+
+def test_encoders_are_refused_by_the_probe(tmp_path) -> None:
+    """BERT has a causal class and replaceable attention, but looks both ways."""
+    config = transformers.BertConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    class_for(config)(config).save_pretrained(tmp_path)
+    with pytest.raises(StartupError, match="not supported"):
+        TorchRunner.load(str(tmp_path), attention="torch")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["MllamaConfig", "Blip2Config", "Florence2Config", "Qwen3_5Config", "Gemma3nConfig"],
+)
+def test_unknown_multimodal_models_are_refused(kind: str) -> None:
+    message = refusal(getattr(transformers, kind)())
+    assert "multimodal and not supported" in message
+    assert "llava" in message
+
+
+@pytest.mark.parametrize("kind", ["T5Config", "WhisperConfig", "CLIPConfig"])
+def test_other_models_are_refused(kind: str) -> None:
+    assert refusal(getattr(transformers, kind)())
+
+
+def test_every_adapter_names_a_loadable_class() -> None:
+    for kind, adapter in ADAPTERS.items():
+        config = transformers.AutoConfig.for_model(kind)
+        assert adapter_for(config) is adapter
+        check_class(config, class_for(config))
+
+
+def test_missing_checkpoint_is_one_line(tmp_path) -> None:
+    with pytest.raises(StartupError, match=r"no config\.json there"):
+        load_model(str(tmp_path))
+
+
+def test_code_from_checkpoints_is_never_run(tmp_path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "mine", "auto_map": {"AutoConfig": "evil.Config"}})
+    )
+    (tmp_path / "evil.py").write_text("raise SystemExit('ran')\n")
+    with pytest.raises(StartupError, match="never run"):
+        read_config(str(tmp_path))
+
+
+def test_pickled_weights_are_refused(tmp_path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04")
+    with pytest.raises(StartupError, match=r"pickles \(pytorch_model\.bin\)"):
+        check_weights(str(tmp_path))
+    (tmp_path / "pytorch_model.bin").unlink()
+    with pytest.raises(StartupError, match="no \\*\\.safetensors"):
+        check_weights(str(tmp_path))
+
+
+def test_broken_weights_are_one_line(tiny, tmp_path) -> None:
+    (tmp_path / "config.json").write_text((tiny("llama") / "config.json").read_text())
+    (tmp_path / "model.safetensors").write_bytes(b"not safetensors at all")
+    with pytest.raises(StartupError, match="cannot be loaded"):
+        load_model(str(tmp_path))
+
+
+def test_weights_of_another_model_are_refused(tiny, tmp_path) -> None:
+    """transformers fills missing weights with random numbers and only warns."""
+    (tmp_path / "config.json").write_text((tiny("llama") / "config.json").read_text())
+    (tmp_path / "model.safetensors").write_bytes(
+        (tiny("cohere2") / "model.safetensors").read_bytes()
+    )
+    with pytest.raises(StartupError, match="weights"):
+        load_model(str(tmp_path))
+
+
+def test_dtype_is_that_of_the_checkpoint_or_as_asked(tiny) -> None:
+    assert load_model(str(tiny("llama"))).dtype == torch.float32
+    assert load_model(str(tiny("llama")), "bfloat16").dtype == torch.bfloat16
