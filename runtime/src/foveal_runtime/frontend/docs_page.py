@@ -1,4 +1,4 @@
-"""/docs without the internet: one small page that draws /openapi.json. No scripts from elsewhere."""
+"""/docs without the internet: one small page that draws /openapi.json by itself."""
 
 from __future__ import annotations
 

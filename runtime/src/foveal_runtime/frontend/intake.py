@@ -51,8 +51,9 @@ def request_id_of(scope: Scope) -> str:
 class RequestContext:
     """Outermost: gives the request its id, writes one log line, answers what nobody caught."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, tracing: Tracing) -> None:
+    def __init__(self, app: ASGIApp, gate: Gate, metrics: Metrics, tracing: Tracing) -> None:
         self._app = app
+        self._gate = gate
         self._metrics = metrics
         self._tracing = tracing
 
@@ -73,6 +74,8 @@ class RequestContext:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                if self._gate.draining:
+                    headers.append((b"connection", b"close"))
                 message = {**message, "headers": headers}
             await send(message)
 
