@@ -130,10 +130,12 @@ def _refuse_placeholders(info: ProcessorInfo, token_ids: list[int]) -> None:
 async def whole_answer(run: CompletionRun) -> dict[str, Any]:
     answers = [Answer() for _ in range(run.num_choices * len(run.jobs))]
     tally = Tally(run.num_choices)
+    scores_only = run.request.max_tokens == 0
     async with open_run(run.service, run.jobs, run.started) as deltas:
         async for index, delta in deltas:
-            answers[index].add(delta)
-            tally.add(index, delta)
+            shown = Delta(first=delta.first, finish_reason="length") if scores_only else delta
+            answers[index].add(shown)
+            tally.add(index, shown)
     return {
         **run.head,
         "choices": [_choice(run, i, answer) for i, answer in enumerate(answers)],
