@@ -32,6 +32,8 @@ class BlockPool:
         # Blocks nobody uses, next to be taken first.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._on_removed = on_removed
+        self.num_evictions = 0
+        self.num_cached_blocks = 0  # free ones that still hold content
 
     @property
     def num_free_blocks(self) -> int:
@@ -58,10 +60,11 @@ class BlockPool:
         return sum(1 for block in blocks if refs[block] == 0)
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more user for each block found by `lookup`."""
+        """One more user for each block found by `lookup` (so each has a hash)."""
         for block in blocks:
             if self._refs[block] == 0:
                 del self._free[block]
+                self.num_cached_blocks -= 1
             self._refs[block] += 1
 
     def allocate(self, count: int) -> list[int]:
@@ -72,6 +75,7 @@ class BlockPool:
             block, _ = self._free.popitem(last=False)
             if self._hash[block] is not None:
                 self._forget(block)
+                self.num_evictions += 1
             self._refs[block] = 1
             taken.append(block)
         return taken
@@ -98,6 +102,8 @@ class BlockPool:
                 free[block] = None
                 if hashes[block] is None:
                     free.move_to_end(block, last=False)
+                else:
+                    self.num_cached_blocks += 1
 
     def reset(self) -> int:
         """Forgets the content of every block nobody uses; returns how many were forgotten. Blocks
@@ -112,6 +118,7 @@ class BlockPool:
         assert block_hash is not None
         self._hash[block] = None
         del self._by_hash[block_hash]
+        self.num_cached_blocks -= 1
         if self._on_removed is not None:
             self._on_removed(block_hash)
 
@@ -121,6 +128,8 @@ class BlockPool:
             assert (self._refs[block] == 0) == (block in self._free), block
             block_hash = self._hash[block]
             assert block_hash is None or self._by_hash[block_hash] == block, block
+        cached = sum(self._hash[block] is not None for block in self._free)
+        assert cached == self.num_cached_blocks
         assert len(self._by_hash) == sum(entry is not None for entry in self._hash)
         if used_by is not None:
             counted = [0] * self.num_blocks

@@ -76,6 +76,10 @@ class EventStream:
         self._encoder = msgspec.msgpack.Encoder()
         self._thread = threading.Thread(target=self._run, name="engine-events", daemon=True)
 
+    @property
+    def num_published(self) -> int:
+        return self._seq
+
     # ---- other threads --------------------------------------------------------------------------
 
     def start(self) -> None:
