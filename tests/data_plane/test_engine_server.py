@@ -171,25 +171,28 @@ async def test_a_step_that_hangs_fails_the_liveness_probe_and_idling_does_not():
 
 
 async def test_drain_finishes_requests_refuses_sessions_and_ends():
-    hold = threading.Semaphore(3)
+    hold = threading.Semaphore(0)  # one step per permit; each output the client gets gives one
     with engine(on_execute=lambda plan: hold.acquire(timeout=20)) as harness:
         client, late = Client(harness, "f1"), Client(harness, "f2")
         await client.open()
-        client.send(client.fake.request(("r", 0), [1, 2, 3], max_tokens=10))
+        await late.link.connected()
+        client.send(client.fake.request(("r", 0), [1, 2, 3], max_tokens=190))
+        hold.release(3)
         await client.until(lambda: len(client.fake.tokens["r", 0]) == 3)
         harness.server.request_drain()
-        hold.release()
+        hold.release(2)
         await client.until(lambda: client.fake.load.draining)
-        assert harness.get("/readyz") == (503, "draining\n")
-        await late.link.connected()
+        assert await asyncio.to_thread(harness.get, "/readyz") == (503, "draining\n")
         late.send(late.fake.hello())
-        hold.release()
-        await late.until(lambda: late.fake.over)
+
+        def over():
+            hold.release()
+            return client.fake.over
+
+        await asyncio.gather(late.until(lambda: late.fake.over), client.until(over))
         assert late.fake.over == "draining"
-        hold.release(50)
-        await client.until(lambda: ("r", 0) in client.fake.finish)
+        assert client.fake.finish["r", 0] == "length"
         client.check(("r", 0))
-        await client.until(lambda: client.fake.over)
         assert client.fake.over == "draining"
         await asyncio.to_thread(harness.join)
         assert harness.code == 0
