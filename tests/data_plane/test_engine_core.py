@@ -386,7 +386,7 @@ def test_limits_come_from_the_configuration():
     config = EngineConfig(model=ModelConfig(path="/m"))
     limits = scheduler_limits(config, loaded)
     assert (limits.encoder_compute_embeds, limits.encoder_cache_embeds) == (2900, 2900)
-    assert limits.max_model_len == 1600, "no request may outgrow the KV cache"
+    assert limits.max_model_len == 1584, "no request may outgrow the KV cache"
     config = msgspec.structs.replace(
         config, scheduler=SchedulerConfig(disable_chunked_mm_input=True)
     )

@@ -14,10 +14,12 @@ BlockHash = bytes
 
 
 class BlockPool:
-    """All blocks of one KV cache.
+    """All blocks of one KV cache that may be given to requests: ids 1 ... num_blocks.
+
+    Block 0 is the runner's (`step.TRASH_BLOCK`).
 
     Args:
-        num_blocks: blocks in the cache.
+        num_blocks: how many there are, without block 0.
         on_removed: called with the hash of each block whose content is given up.
     """
 
@@ -26,11 +28,11 @@ class BlockPool:
     ) -> None:
         assert num_blocks > 0
         self.num_blocks = num_blocks
-        self._refs = [0] * num_blocks
-        self._hash: list[BlockHash | None] = [None] * num_blocks
+        self._refs = [0] * (num_blocks + 1)
+        self._hash: list[BlockHash | None] = [None] * (num_blocks + 1)
         self._by_hash: dict[BlockHash, int] = {}
         # Blocks nobody uses, next to be taken first.
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
         self._on_removed = on_removed
         self.num_evictions = 0
         self.num_cached_blocks = 0  # free ones that still hold content
@@ -124,7 +126,7 @@ class BlockPool:
 
     def check_integrity(self, used_by: Iterable[Sequence[int]] | None = None) -> None:
         """Asserts the books agree, with the block lists of all users when given."""
-        for block in range(self.num_blocks):
+        for block in range(1, self.num_blocks + 1):
             assert (self._refs[block] == 0) == (block in self._free), block
             block_hash = self._hash[block]
             assert block_hash is None or self._by_hash[block_hash] == block, block
@@ -132,7 +134,7 @@ class BlockPool:
         assert cached == self.num_cached_blocks
         assert len(self._by_hash) == sum(entry is not None for entry in self._hash)
         if used_by is not None:
-            counted = [0] * self.num_blocks
+            counted = [0] * (self.num_blocks + 1)
             for blocks in used_by:
                 for block in blocks:
                     counted[block] += 1

@@ -40,7 +40,8 @@ class Drive:
     """One engine's core under a hand crank.
 
     Args:
-        limits: anything of SchedulerLimits; the defaults are small.
+        limits: anything of SchedulerLimits; the defaults are small. num_blocks counts those that
+            requests can have.
         check: check all books after each step.
     """
 
@@ -52,6 +53,7 @@ class Drive:
             "max_model_len": 200, "encoder_compute_embeds": 16, "encoder_cache_embeds": 32,
         }  # fmt: skip
         settings.update(limits)
+        settings["num_blocks"] += 1  # type: ignore[operator]
         self.limits = SchedulerLimits(**settings)  # type: ignore[arg-type]
         self.clock = FakeClock()
         self.scheduler = Scheduler(self.limits, traits, clock=self.clock)

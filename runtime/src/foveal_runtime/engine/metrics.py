@@ -133,7 +133,7 @@ class EngineMetrics:
             per_token = stats.prefill_seconds / stats.num_prefill_tokens
             m.set("foveal_cache_saved_seconds", per_token * hits, cache="kv")
         m.set("vllm:cache_config_info", 1, block_size=str(limits.block_size),
-              num_gpu_blocks=str(limits.num_blocks), cache_dtype="auto",
+              num_gpu_blocks=str(pool.num_blocks), cache_dtype="auto",
               enable_prefix_caching=str(limits.prefix_caching))  # fmt: skip
 
     def _values(self, m: Metrics) -> None:

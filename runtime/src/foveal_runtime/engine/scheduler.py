@@ -88,7 +88,7 @@ class Scheduler:
         self._clock = clock
         self._observer = observer
         removed = observer.block_removed if observer is not None else None
-        self.pool = BlockPool(limits.num_blocks, on_removed=removed)
+        self.pool = BlockPool(limits.num_blocks - 1, on_removed=removed)
         self.hasher = BlockHasher(limits.block_size, limits.namespace)
         host = HostTier(limits.encoder_host_bytes, traits.embed_bytes)
         self.encoder = EncoderCacheManager(
@@ -493,7 +493,7 @@ class Scheduler:
     def _kv_too_small(self, request: Request) -> EngineFailure:
         return EngineFailure(
             f"the request has reached {request.num_tokens} tokens and needs more KV blocks than "
-            f"this engine has ({self.limits.num_blocks} of {self.limits.block_size} tokens): give "
+            f"this engine has ({self.pool.num_blocks} of {self.limits.block_size} tokens): give "
             "the engine more KV memory or lower max_model_len"
         )
 
