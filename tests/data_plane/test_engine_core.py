@@ -454,3 +454,23 @@ def test_a_crowd_of_frontends_with_small_caches(seed):
     for frontend, rid in live:
         assert rid in frontend.finish, f"{rid} was dropped silently: {frontend.over}"
     engine.assert_clean()
+
+
+def test_a_request_that_waited_for_room_starts_when_another_ends():
+    size = len(A.value)
+    caches = EngineCaches(ipc_bytes=size, ipc_staging_bytes=8000, block_size=4)
+    engine = Engine(caches=caches)
+    frontend = engine.connect()
+    other = FakeItem("other", 6)
+    assert len(other.value) == size
+    engine.core.receiver.admission.max_cacheable_bytes = size
+    engine.up(frontend, frontend.request(("r", 0), [1, A, 3]))
+    engine.up(frontend, frontend.request(("s", 0), [1, other, 3]))
+    assert engine.core.scheduler.num_requests == 1, "its value has no room while A's is in use"
+    while ("r", 0) not in frontend.finish:
+        engine.core.step()
+        engine.deliver()
+    assert engine.core.has_work
+    engine.run()
+    engine.check(frontend, ("s", 0))
+    engine.assert_clean()
