@@ -51,7 +51,7 @@ def test_an_output_is_shared_by_content_and_counted_once():
     cache.free(two)
     assert (cache.num_used_embeds, cache.num_idle_embeds, cache.num_free_embeds) == (0, 6, 4)
     cache.check_integrity([])
-    assert (cache.num_queries, cache.num_hits) == (2, 1)
+    assert (cache.queries, cache.hits) == ({0: 2}, {(0, "device"): 1})
 
 
 def test_freeing_is_lazy_and_ids_are_reported_when_room_was_needed():

@@ -1,6 +1,7 @@
 """The engine's core behind the real protocol, without sockets: frontends, mirror, scheduler."""
 
 import random
+from collections import deque
 
 import msgspec
 import pytest
@@ -13,7 +14,7 @@ from foveal_runtime.engine.fake_frontend import FakeFrontend, FakeItem
 from foveal_runtime.mirror.messages import Down
 from foveal_runtime.plan.config import EngineCaches, EngineConfig, ModelConfig, SchedulerConfig
 from foveal_runtime.plan.encoder_budget import LargestItem
-from foveal_runtime.plan.errors import StartupError
+from foveal_runtime.plan.errors import MediaTooLarge, StartupError
 from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.wire import codec
 from foveal_runtime.wire.messages import RequestBody
@@ -36,6 +37,7 @@ class Engine:
             largest={"image": LargestItem(24, 24)},
         )  # fmt: skip
         self.sent = []
+        self.going_up = deque()
         self.frontends = {}
         self.core = assemble_core(
             config, loaded, send=lambda fid, m: self.sent.append((fid, m)), clock=self.clock,
@@ -48,19 +50,30 @@ class Engine:
         return frontend
 
     def up(self, frontend, sending):
-        """One message up, through its bytes."""
+        """One message up, through its bytes, and all that it leads to, in order."""
+        self.going_up.append((frontend, sending))
+        while self.going_up or self.sent:
+            if self.going_up:
+                self._take_up(*self.going_up.popleft())
+            else:
+                self._take_down(*self.sent.pop(0))
+
+    def _take_up(self, frontend, sending):
         frames = [memoryview(bytes(frame)) for frame in codec.encode_up(sending)]
         message = codec.decode_up(frames)
         values = codec.open_values(message, frames)
         self.core.on_message(frontend.sender.frontend_id, message, values)
-        self.deliver()
+
+    def _take_down(self, fid, message):
+        frontend = self.frontends[fid]
+        answers = frontend.take(codec.decode_down(codec.encode_down(message)))
+        self.going_up.extend((frontend, answer) for answer in answers)
 
     def deliver(self):
         while self.sent:
-            fid, message = self.sent.pop(0)
-            message = codec.decode_down(codec.encode_down(message))
-            for answer in self.frontends[fid].take(message):
-                self.up(self.frontends[fid], answer)
+            self._take_down(*self.sent.pop(0))
+            while self.going_up:
+                self._take_up(*self.going_up.popleft())
 
     def step(self):
         self.core.step()
@@ -373,7 +386,7 @@ def test_limits_come_from_the_configuration():
     config = EngineConfig(model=ModelConfig(path="/m"))
     limits = scheduler_limits(config, loaded)
     assert (limits.encoder_compute_embeds, limits.encoder_cache_embeds) == (2900, 2900)
-    assert limits.max_model_len == 1600, "no request may outgrow the KV cache"
+    assert limits.max_model_len == 1584, "no request may outgrow the KV cache"
     config = msgspec.structs.replace(
         config, scheduler=SchedulerConfig(disable_chunked_mm_input=True)
     )
@@ -413,7 +426,11 @@ def test_a_crowd_of_frontends_with_small_caches(seed):
         frontend = engine.frontends[rng.choice(names)]
         rid = (f"r{number}", 0)
         prompt = rng.choices([10, 11, *items], k=rng.randint(1, 4))
-        engine.up(frontend, frontend.request(rid, [5, *prompt], max_tokens=rng.randint(1, 20)))
+        try:
+            sending = frontend.request(rid, [5, *prompt], max_tokens=rng.randint(1, 20))
+        except MediaTooLarge:
+            continue
+        engine.up(frontend, sending)
         live.append((frontend, rid))
         for _ in range(rng.randint(0, 3)):
             engine.step()
@@ -435,5 +452,25 @@ def test_a_crowd_of_frontends_with_small_caches(seed):
     for frontend, rid in done:
         engine.check(frontend, rid)
     for frontend, rid in live:
-        assert rid in frontend.finish, "a request was dropped silently"
+        assert rid in frontend.finish, f"{rid} was dropped silently: {frontend.over}"
+    engine.assert_clean()
+
+
+def test_a_request_that_waited_for_room_starts_when_another_ends():
+    size = len(A.value)
+    caches = EngineCaches(ipc_bytes=size, ipc_staging_bytes=8000, block_size=4)
+    engine = Engine(caches=caches)
+    frontend = engine.connect()
+    other = FakeItem("other", 6)
+    assert len(other.value) == size
+    engine.core.receiver.admission.max_cacheable_bytes = size
+    engine.up(frontend, frontend.request(("r", 0), [1, A, 3]))
+    engine.up(frontend, frontend.request(("s", 0), [1, other, 3]))
+    assert engine.core.scheduler.num_requests == 1, "its value has no room while A's is in use"
+    while ("r", 0) not in frontend.finish:
+        engine.core.step()
+        engine.deliver()
+    assert engine.core.has_work
+    engine.run()
+    engine.check(frontend, ("s", 0))
     engine.assert_clean()

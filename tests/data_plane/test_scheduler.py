@@ -373,3 +373,19 @@ def test_stage_times_and_counters():
     assert stats.finished == {"length": 1}
     assert list(stats.observed.iteration_tokens) == [30, 1, 1]
     assert len(stats.observed.inter_token_seconds) == 2
+
+
+def test_a_sharer_of_a_failed_requests_encoding_starts_over_unharmed():
+    """The one it was encoded for fails; whether the output exists is not known, so the other
+    throws its step away and encodes the picture itself."""
+    drive = Drive(max_num_batched_tokens=64)
+    drive.add("a", [1, *[P] * 6, 2], [image("A", 1, 6)])
+    drive.add("b", [2, *[P] * 6, 2], [image("A", 1, 6)])
+    drive.runner.failures["a"] = "injected"
+    drive.step()
+    assert drive.outputs["b"] == []
+    assert drive.requests["b"].num_preemptions == 1
+    drive.run()
+    assert drive.finish == {"a": "error", "b": "length"}
+    assert drive.runner.num_encoded == 2
+    drive.assert_done()

@@ -29,7 +29,8 @@ class LoadedEngine:
     """A model that is ready to run.
 
     Attributes:
-        num_blocks: KV blocks of config.caches.block_size that the runner has.
+        num_blocks: KV blocks of config.caches.block_size that the runner has, TRASH_BLOCK
+            included.
         max_model_len: prompt + output tokens, at most what the model takes.
         largest: the largest item of each modality that is enabled and that the model takes.
         namespace: names weights and processor; frontends must present the same.
@@ -65,9 +66,9 @@ def scheduler_limits(config: EngineConfig, loaded: LoadedEngine) -> SchedulerLim
     """Everything the scheduler may hand out. Raises StartupError."""
     settings, caches = config.scheduler, config.caches
     budget = encoder_budget(config, loaded)
-    if loaded.num_blocks < 1:
+    if loaded.num_blocks < 2:
         raise StartupError(
-            f"caches.kv_bytes = {caches.kv_bytes} does not hold one block of "
+            f"caches.kv_bytes = {caches.kv_bytes} does not hold two blocks of "
             f"{caches.block_size} tokens: raise it"
         )
     return SchedulerLimits(
@@ -75,7 +76,7 @@ def scheduler_limits(config: EngineConfig, loaded: LoadedEngine) -> SchedulerLim
         block_size=caches.block_size,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_seqs=settings.max_num_seqs,
-        max_model_len=min(loaded.max_model_len, loaded.num_blocks * caches.block_size),
+        max_model_len=min(loaded.max_model_len, (loaded.num_blocks - 1) * caches.block_size),
         max_waiting=settings.max_waiting,
         policy=settings.policy,
         disable_chunked_mm_input=settings.disable_chunked_mm_input,

@@ -14,10 +14,12 @@ BlockHash = bytes
 
 
 class BlockPool:
-    """All blocks of one KV cache.
+    """All blocks of one KV cache that may be given to requests: ids 1 ... num_blocks.
+
+    Block 0 is the runner's (`step.TRASH_BLOCK`).
 
     Args:
-        num_blocks: blocks in the cache.
+        num_blocks: how many there are, without block 0.
         on_removed: called with the hash of each block whose content is given up.
     """
 
@@ -26,12 +28,14 @@ class BlockPool:
     ) -> None:
         assert num_blocks > 0
         self.num_blocks = num_blocks
-        self._refs = [0] * num_blocks
-        self._hash: list[BlockHash | None] = [None] * num_blocks
+        self._refs = [0] * (num_blocks + 1)
+        self._hash: list[BlockHash | None] = [None] * (num_blocks + 1)
         self._by_hash: dict[BlockHash, int] = {}
         # Blocks nobody uses, next to be taken first.
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
         self._on_removed = on_removed
+        self.num_evictions = 0
+        self.num_cached_blocks = 0  # free ones that still hold content
 
     @property
     def num_free_blocks(self) -> int:
@@ -58,10 +62,11 @@ class BlockPool:
         return sum(1 for block in blocks if refs[block] == 0)
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more user for each block found by `lookup`."""
+        """One more user for each block found by `lookup` (so each has a hash)."""
         for block in blocks:
             if self._refs[block] == 0:
                 del self._free[block]
+                self.num_cached_blocks -= 1
             self._refs[block] += 1
 
     def allocate(self, count: int) -> list[int]:
@@ -72,6 +77,7 @@ class BlockPool:
             block, _ = self._free.popitem(last=False)
             if self._hash[block] is not None:
                 self._forget(block)
+                self.num_evictions += 1
             self._refs[block] = 1
             taken.append(block)
         return taken
@@ -98,6 +104,8 @@ class BlockPool:
                 free[block] = None
                 if hashes[block] is None:
                     free.move_to_end(block, last=False)
+                else:
+                    self.num_cached_blocks += 1
 
     def reset(self) -> int:
         """Forgets the content of every block nobody uses; returns how many were forgotten. Blocks
@@ -112,18 +120,21 @@ class BlockPool:
         assert block_hash is not None
         self._hash[block] = None
         del self._by_hash[block_hash]
+        self.num_cached_blocks -= 1
         if self._on_removed is not None:
             self._on_removed(block_hash)
 
     def check_integrity(self, used_by: Iterable[Sequence[int]] | None = None) -> None:
         """Asserts the books agree, with the block lists of all users when given."""
-        for block in range(self.num_blocks):
+        for block in range(1, self.num_blocks + 1):
             assert (self._refs[block] == 0) == (block in self._free), block
             block_hash = self._hash[block]
             assert block_hash is None or self._by_hash[block_hash] == block, block
+        cached = sum(self._hash[block] is not None for block in self._free)
+        assert cached == self.num_cached_blocks
         assert len(self._by_hash) == sum(entry is not None for entry in self._hash)
         if used_by is not None:
-            counted = [0] * self.num_blocks
+            counted = [0] * (self.num_blocks + 1)
             for blocks in used_by:
                 for block in blocks:
                     counted[block] += 1

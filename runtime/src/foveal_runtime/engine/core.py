@@ -17,11 +17,11 @@ from foveal_runtime.engine.scheduler import Scheduler
 from foveal_runtime.engine.splice import splice
 from foveal_runtime.engine.step import ModelRunner, StepPlan
 from foveal_runtime.mirror.admission import RequestKey
-from foveal_runtime.mirror.messages import Bye, DownMessage, Hello, SessionId, Up
+from foveal_runtime.mirror.messages import Bye, DownMessage, Hello, Req, SessionId, Up
 from foveal_runtime.mirror.receiver import ReadyRequest, Receiver
 from foveal_runtime.mirror.store import Value
 from foveal_runtime.plan.errors import FovealError, InvalidRequest
-from foveal_runtime.plan.media import MMHash
+from foveal_runtime.plan.media import MODALITIES, MMHash
 from foveal_runtime.wire import codec
 from foveal_runtime.wire.item import read_header
 from foveal_runtime.wire.messages import EngineLoad, EngineOutput, Outputs
@@ -63,6 +63,8 @@ class EngineCore:
         self._load_stamp = 0
         self._load_told: dict[str, tuple[int, ...]] = {}
         self._warned_bypass = False
+        # When requests with items arrived that still wait for values; the oldest is first.
+        self._arrived: dict[RequestKey, float] = {}
 
     # ---- messages in ----------------------------------------------------------------------------
 
@@ -73,6 +75,8 @@ class EngineCore:
         if self.is_draining and isinstance(message, Hello):
             self._send(fid, Bye(message.sid, "draining"))
             return
+        if isinstance(message, Req) and message.items:
+            self._arrived[fid, message.rid] = self._clock()
         for answer in self.receiver.on_message(fid, message, values):
             self._send(fid, answer)
         self._after_receiver()
@@ -117,6 +121,14 @@ class EngineCore:
     def num_unfinished(self) -> int:
         """Requests here, those that still wait for values included."""
         return len(self.receiver.admission.requests)
+
+    def oldest_wait_seconds(self) -> float:
+        """Age of the oldest request that waits for values."""
+        here = self.receiver.admission.requests
+        for key, arrived in self._arrived.copy().items():  # another thread may ask
+            if key in here:
+                return self._clock() - arrived
+        return 0.0
 
     def seconds_to_note(self) -> float | None:
         """When `flush` is due; None when there is nothing to tell anybody."""
@@ -193,10 +205,17 @@ class EngineCore:
                 self.scheduler.abort(request_id)
             receiver.finish(*key)
         self._start_ready()
+        self._prune_arrivals()
         for control in receiver.take_controls():
             self._control(control.action)
         if self._note_at is None:
             self._note_at = self._clock() + NOTE_DELAY_SECONDS
+
+    def _prune_arrivals(self) -> None:
+        """Requests that ended before their values came must not stay here."""
+        here = self.receiver.admission.requests
+        if len(self._arrived) > 2 * len(here) + 64:
+            self._arrived = {key: at for key, at in self._arrived.items() if key in here}
 
     def _start_ready(self) -> None:
         """Each request that ends may make room for others, so until nobody is ready."""
@@ -213,8 +232,12 @@ class EngineCore:
                 "again each time (caches.ipc_bytes is %d)", self.receiver.store.capacity_bytes,
             )  # fmt: skip
         key = (ready.fid, ready.rid)
+        now = self._clock()
+        arrived = self._arrived.pop(key, now)
+        if ready.items:
+            self.stats.observed.values_seconds.append(now - arrived)
         try:
-            request = self._build(ready)
+            request = self._build(ready, arrived)
             self._ids[key] = request.request_id
             self.scheduler.add(request)
         except FovealError as error:
@@ -227,7 +250,7 @@ class EngineCore:
         else:
             self._collect()
 
-    def _build(self, ready: ReadyRequest) -> Request:
+    def _build(self, ready: ReadyRequest, arrived_seconds: float) -> Request:
         try:
             body = codec.decode_body(ready.body, len(ready.items))
         except codec.DecodeError as error:
@@ -241,6 +264,9 @@ class EngineCore:
             for mm_hash, value in zip(ready.items, values, strict=True)
         ]
         longest = self.scheduler.limits.max_model_len - 1
+        kinds: set[str] = {MODALITIES[header.modality] for _, header in items}
+        if items:
+            self.stats.count_values(kinds, len(items), ready.num_hits)
         token_ids, inputs, which = splice(prompt, body.placements, items, max_tokens=longest)
         num_prompt = len(token_ids)
         return Request(
@@ -257,7 +283,7 @@ class EngineCore:
             read_prefix_cache=body.read_prefix_cache,
             echo_prompt=body.echo_prompt,
             num_mm_hits=ready.num_hits,
-            arrival_seconds=self._clock(),
+            arrival_seconds=arrived_seconds,
             frontend_seconds=body.arrival_seconds,
         )
 

@@ -40,7 +40,8 @@ class Drive:
     """One engine's core under a hand crank.
 
     Args:
-        limits: anything of SchedulerLimits; the defaults are small.
+        limits: anything of SchedulerLimits; the defaults are small. num_blocks counts those that
+            requests can have.
         check: check all books after each step.
     """
 
@@ -52,6 +53,7 @@ class Drive:
             "max_model_len": 200, "encoder_compute_embeds": 16, "encoder_cache_embeds": 32,
         }  # fmt: skip
         settings.update(limits)
+        settings["num_blocks"] += 1  # type: ignore[operator]
         self.limits = SchedulerLimits(**settings)  # type: ignore[arg-type]
         self.clock = FakeClock()
         self.scheduler = Scheduler(self.limits, traits, clock=self.clock)
@@ -138,7 +140,7 @@ class Drive:
         for request_id, tokens in self.outputs.items():
             assert tokens == self.expected(request_id), request_id
         scheduler, runner = self.scheduler, self.runner
-        assert not scheduler.has_work
+        assert not scheduler.num_requests
         assert scheduler.pool.num_used_blocks == 0
         assert scheduler.encoder.num_used_embeds == 0
         assert not runner.request_ids

@@ -74,9 +74,11 @@ class EncoderCacheManager:
         self.num_free_embeds = cache_size
         self.num_idle_embeds = 0
         self.num_evictions = 0
-        self.num_queries = 0
-        self.num_hits = 0
-        self.num_host_hits = 0
+        self.num_resets = 0
+        self.num_host_evictions = 0
+        self.queries: dict[int, int] = {}  # occurrences looked up, by modality
+        self.hits: dict[tuple[int, str], int] = {}  # by modality and tier ("device", "host")
+        self.hit_embeds: dict[int, int] = {}  # by modality: not encoded again
         self._by_cost = eviction == "cost"
         self._clock = 0.0
         self._stamp = 0
@@ -112,6 +114,19 @@ class EncoderCacheManager:
         """Embeddings that the key stands for, when it is known."""
         entry = self._entries.get(mm_hash)
         return entry.num_embeds if entry is not None else self.host.num_embeds(mm_hash)
+
+    @property
+    def num_hits(self) -> int:
+        return sum(self.hits.values())
+
+    @property
+    def num_host_hits(self) -> int:
+        return sum(count for (_, tier), count in self.hits.items() if tier == "host")
+
+    @property
+    def has_moves(self) -> bool:
+        """The runner has something to be told."""
+        return bool(self._store or self._freed or self._lost or self._drop_host or self._fresh)
 
     def has_cache(self, request: EncoderUser, input_id: int) -> bool:
         """The item's output is in the device cache, whoever had it encoded."""
@@ -186,10 +201,15 @@ class EncoderCacheManager:
             self._freed.pop(mm_hash, None)
         held.add(input_id)
         entry.users[request.request_id] = entry.users.get(request.request_id, 0) + 1
-        self.num_queries += 1
-        self.num_hits += where != "absent"
-        self.num_host_hits += where == "host"
+        self._count(request.mm_inputs[input_id].modality, num_embeds, where)
         return where, evicted
+
+    def _count(self, modality: int, num_embeds: int, where: Where) -> None:
+        self.queries[modality] = self.queries.get(modality, 0) + 1
+        if where != "absent":
+            key = (modality, "host" if where == "host" else "device")
+            self.hits[key] = self.hits.get(key, 0) + 1
+            self.hit_embeds[modality] = self.hit_embeds.get(modality, 0) + num_embeds
 
     def free_encoder_input(self, request: EncoderUser, input_id: int) -> None:
         """The request is done with that occurrence; its reference ends with its last one."""
@@ -231,6 +251,8 @@ class EncoderCacheManager:
     def reset(self) -> int:
         """Frees every output nobody holds, here and in the host tier; returns how many here."""
         idle = list(self._idle)
+        self._lost.update(self._freed)
+        self._freed.clear()
         for mm_hash in idle:
             self._evict_unstored(mm_hash)
         for mm_hash in list(self.host):
@@ -298,6 +320,7 @@ class EncoderCacheManager:
         self._freed[mm_hash] = None
         reads = {key for key, where in self._fresh.items() if where == "host"}
         added, dropped = self.host.store(mm_hash, entry.num_embeds, keep | reads)
+        self.num_host_evictions += len(dropped)
         for victim in dropped:
             self._note_drop(victim)
         if added:
@@ -311,9 +334,9 @@ class EncoderCacheManager:
         del self._idle[mm_hash]
         self.num_idle_embeds -= entry.num_embeds
         self.num_free_embeds += entry.num_embeds
-        self.num_evictions += 1
+        self.num_resets += 1
         if self._fresh.pop(mm_hash, None) not in ("absent", "host"):
-            self._freed[mm_hash] = None
+            self._lost[mm_hash] = None  # not to be reclaimed: somebody wants it gone
 
     def _drop_from_host(self, mm_hash: MMHash) -> None:
         self.host.remove(mm_hash)

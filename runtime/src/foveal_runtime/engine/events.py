@@ -7,6 +7,7 @@ blocks). The format is documented in docs/events.md. Takes notes only: no socket
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -78,9 +79,13 @@ Event = (
 
 
 class EventBatch(msgspec.Struct, frozen=True):
-    """One message of the stream: the events of one step, in order."""
+    """One message of the stream: the events of one step, in order.
+
+    `boot` changes with every start of the engine: everything known before is void then.
+    """
 
     engine_id: str
+    boot: int
     seconds: float
     events: list[Event]
 
@@ -98,9 +103,11 @@ class EventLog:
         engine_id: str,
         publish: Callable[[EventBatch], None],
         *,
-        wall_clock: Callable[[], float],
+        wall_clock: Callable[[], float] = time.time,
+        boot: int = 0,
     ) -> None:
         self._engine_id = engine_id
+        self._boot = boot or time.time_ns()
         self._publish = publish
         self._wall_clock = wall_clock
         self._events: list[Event] = []
@@ -172,7 +179,7 @@ class EventLog:
         self._note_removed_blocks()
         if self._events:
             events, self._events = self._events, []
-            self._publish(EventBatch(self._engine_id, self._wall_clock(), events))
+            self._publish(EventBatch(self._engine_id, self._boot, self._wall_clock(), events))
 
 
 class ObservedStore(Store):

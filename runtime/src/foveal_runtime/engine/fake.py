@@ -14,6 +14,7 @@ import numpy as np
 from blake3 import blake3
 
 from foveal_runtime.engine.step import (
+    TRASH_BLOCK,
     MMInput,
     ModelTraits,
     NewRequest,
@@ -112,7 +113,7 @@ class FakeRunner:
     def __init__(
         self,
         *,
-        num_blocks: int,
+        num_blocks: int,  # TRASH_BLOCK included
         block_size: int,
         traits: ModelTraits = FAKE_TRAITS,
         encoder_cache_embeds: int | None = None,
@@ -195,6 +196,7 @@ class FakeRunner:
         stop += entry.num_scheduled_tokens
         assert entry.num_scheduled_tokens > 0
         assert stop <= len(entry.block_ids) * size
+        assert TRASH_BLOCK not in entry.block_ids
         for block in entry.block_ids[start // size : -(-stop // size)]:
             assert used.setdefault(block, entry.request_id) == entry.request_id, "block shared"
 

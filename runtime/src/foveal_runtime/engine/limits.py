@@ -15,7 +15,7 @@ class SchedulerLimits:
     """All counts are per engine.
 
     Attributes:
-        num_blocks, block_size: the KV pool.
+        num_blocks, block_size: the KV pool as the runner has it, TRASH_BLOCK included.
         max_num_batched_tokens, max_num_seqs: what one step may hold.
         max_model_len: prompt + output tokens of one request.
         max_waiting: requests that may wait; more are refused as overloaded.
@@ -41,7 +41,7 @@ class SchedulerLimits:
     namespace: bytes = b""
 
     def __post_init__(self) -> None:
-        assert self.num_blocks > 0
+        assert self.num_blocks > 1
         assert self.block_size > 0
         assert self.max_num_batched_tokens > 0
         assert self.max_num_seqs > 0
@@ -49,4 +49,5 @@ class SchedulerLimits:
 
     @property
     def kv_tokens(self) -> int:
-        return self.num_blocks * self.block_size
+        """Tokens that requests can have in the pool together."""
+        return (self.num_blocks - 1) * self.block_size

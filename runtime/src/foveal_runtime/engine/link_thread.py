@@ -164,9 +164,9 @@ class LinkThread:
 
     def _let_out(self, transport: EngineTransport) -> None:
         """Closing drops what the socket still has; the last goodbyes get a moment to leave."""
-        until = self._clock() + GOODBYE_SECONDS
-        while self._links_told and (left := until - self._clock()) > 0:
-            transport.poll(left)
+        if self._links_told:
+            for _ in range(4):
+                transport.poll(GOODBYE_SECONDS / 4)
 
     def _on_frames(self, fid: str, frames: Frames) -> None:
         link = self._links.get(fid)

@@ -35,6 +35,8 @@ class Outbox:
         if request.first_seconds == 0.0:
             request.first_seconds = now
             first = _first_output(request)
+            self._stats.num_prompt_tokens += first.num_prompt_tokens
+            self._stats.num_cached_prompt_tokens += first.num_cached_tokens
             observed.queue_seconds.append(first.queue_seconds + request.frontend_seconds)
             observed.prefill_seconds.append(first.prefill_seconds)
             observed.time_to_first_token_seconds.append(
@@ -70,16 +72,12 @@ class Outbox:
         stats, observed = self._stats, self._stats.observed
         stats.count_finished(finish)
         admitted = request.admit_seconds or now
-        observed.request_seconds.append(now - request.arrival_seconds + request.frontend_seconds)
+        observed.residence_seconds.append(now - request.arrival_seconds)
         observed.inference_seconds.append(now - admitted)
         if request.first_seconds:
             observed.decode_seconds.append(now - request.first_seconds)
         observed.prompt_tokens.append(request.num_prompt_tokens)
         observed.generation_tokens.append(request.num_output_tokens - request.num_emitted)
-        observed.prefill_computed_tokens.append(
-            request.num_prompt_tokens - min(request.num_cached_tokens, request.num_prompt_tokens)
-        )
-        observed.max_tokens.append(request.sampling.max_tokens)
         observed.preemptions.append(request.num_preemptions)
 
 

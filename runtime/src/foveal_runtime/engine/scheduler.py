@@ -88,7 +88,7 @@ class Scheduler:
         self._clock = clock
         self._observer = observer
         removed = observer.block_removed if observer is not None else None
-        self.pool = BlockPool(limits.num_blocks, on_removed=removed)
+        self.pool = BlockPool(limits.num_blocks - 1, on_removed=removed)
         self.hasher = BlockHasher(limits.block_size, limits.namespace)
         host = HostTier(limits.encoder_host_bytes, traits.embed_bytes)
         self.encoder = EncoderCacheManager(
@@ -113,7 +113,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """A request is unfinished, or the runner has something to be told."""
-        return bool(self._requests) or bool(self._gone)
+        return bool(self._requests) or bool(self._gone) or self.encoder.has_moves
 
     @property
     def num_requests(self) -> int:
@@ -139,9 +139,6 @@ class Scheduler:
         if self._caching:
             self.hasher.extend(request, request.num_tokens)
         self._requests[request.request_id] = request
-        self.stats.num_prompt_tokens += request.num_prompt_tokens
-        self.stats.num_mm_queries += len(request.mm_inputs)
-        self.stats.num_mm_hits += request.num_mm_hits
         if request.num_output_tokens >= request.output_limit_tokens:
             # An earlier attempt had already made all its tokens.
             self._drop(request)
@@ -471,6 +468,7 @@ class Scheduler:
             self._idle_passes = 0
             return
         self._idle_passes += 1
+        self.stats.num_empty_passes += 1
         if self._idle_passes < _MAX_IDLE_PASSES:
             return
         self._idle_passes = 0
@@ -495,7 +493,7 @@ class Scheduler:
     def _kv_too_small(self, request: Request) -> EngineFailure:
         return EngineFailure(
             f"the request has reached {request.num_tokens} tokens and needs more KV blocks than "
-            f"this engine has ({self.limits.num_blocks} of {self.limits.block_size} tokens): give "
+            f"this engine has ({self.pool.num_blocks} of {self.limits.block_size} tokens): give "
             "the engine more KV memory or lower max_model_len"
         )
 
@@ -596,14 +594,16 @@ class Scheduler:
         stats.num_steps += 1
         stats.num_generation_tokens += len(result.sampled)
         if plan.scheduled:
-            stats.observed.iteration_tokens.append(plan.num_tokens)
+            num_tokens = plan.num_tokens
+            stats.observed.iteration_tokens.append(num_tokens)
+            if num_tokens > 4 * len(plan.scheduled):
+                stats.num_prefill_tokens += num_tokens
+                stats.prefill_seconds += result.forward_seconds
         if plan.encode:
             total = sum(entry.num_embeds for entry in plan.encode)
-            stats.num_encoded_items += len(plan.encode)
-            stats.num_encoded_embeds += total
-            stats.observed.encode_seconds.append(result.encode_seconds)
             for entry in plan.encode:
                 share = result.encode_seconds * entry.num_embeds / max(total, 1)
+                stats.count_encoded(entry.modality, entry.num_embeds, share)
                 self.encoder.note_cost(entry.mm_hash, share)
         self._encoding.clear()
 

@@ -20,7 +20,10 @@ def _queue() -> deque[float]:
 class Observations:
     """Values for histograms since they were last collected; the oldest go when nobody collects.
 
-    Units are in the names; `iteration_tokens` is per step, the others per request.
+    Units are in the names. Per step: iteration_tokens, schedule/execute/update_seconds;
+    encode_item_seconds: (modality, seconds) of one item; the others per request.
+    `residence_seconds`: from arrival at this engine to the end; `values_seconds`: until all values
+    were there.
     """
 
     iteration_tokens: deque[float] = field(default_factory=_queue)
@@ -30,36 +33,63 @@ class Observations:
     inference_seconds: deque[float] = field(default_factory=_queue)
     time_to_first_token_seconds: deque[float] = field(default_factory=_queue)
     inter_token_seconds: deque[float] = field(default_factory=_queue)
-    request_seconds: deque[float] = field(default_factory=_queue)
+    residence_seconds: deque[float] = field(default_factory=_queue)
+    values_seconds: deque[float] = field(default_factory=_queue)
     prompt_tokens: deque[float] = field(default_factory=_queue)
     generation_tokens: deque[float] = field(default_factory=_queue)
-    prefill_computed_tokens: deque[float] = field(default_factory=_queue)
-    max_tokens: deque[float] = field(default_factory=_queue)
     preemptions: deque[float] = field(default_factory=_queue)
     schedule_seconds: deque[float] = field(default_factory=_queue)
     execute_seconds: deque[float] = field(default_factory=_queue)
     update_seconds: deque[float] = field(default_factory=_queue)
-    encode_seconds: deque[float] = field(default_factory=_queue)
+    encode_item_seconds: deque[tuple[int, float]] = field(
+        default_factory=lambda: deque(maxlen=_PENDING)
+    )
 
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counters (num_*, *_seconds) since the engine started, and observations."""
+    """Counters since the engine started, and observations.
+
+    Attributes:
+        num_prompt_tokens, num_cached_prompt_tokens: of requests that got their first token.
+        value_queries, value_hits: items of requests by modality ("mixed" where one request has
+            several modalities and only some were hits).
+        encoded_items, encoded_embeds, encode_seconds: by modality.
+        num_prefill_tokens, prefill_seconds: of steps that were mostly prefill: what a computed
+            token costs.
+    """
 
     num_steps: int = 0
     num_prefix_query_tokens: int = 0
     num_prefix_hit_tokens: int = 0
     num_prompt_tokens: int = 0
+    num_cached_prompt_tokens: int = 0
     num_generation_tokens: int = 0
     num_preemptions: int = 0
-    num_mm_queries: int = 0
-    num_mm_hits: int = 0
-    num_encoded_items: int = 0
-    num_encoded_embeds: int = 0
     num_no_progress: int = 0
+    num_empty_passes: int = 0
+    value_queries: dict[str, int] = field(default_factory=dict)
+    value_hits: dict[str, int] = field(default_factory=dict)
+    encoded_items: dict[int, int] = field(default_factory=dict)
+    encoded_embeds: dict[int, int] = field(default_factory=dict)
+    encode_seconds: dict[int, float] = field(default_factory=dict)
+    num_prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
     finished: dict[str, int] = field(default_factory=dict)
     errors: dict[str, int] = field(default_factory=dict)
     observed: Observations = field(default_factory=Observations)
+
+    def count_values(self, modalities: set[str], num_items: int, num_hits: int) -> None:
+        """Items of one request: how many, and how many were here without being sent."""
+        name = modalities.pop() if len(modalities) == 1 else "mixed"
+        self.value_queries[name] = self.value_queries.get(name, 0) + num_items
+        self.value_hits[name] = self.value_hits.get(name, 0) + num_hits
+
+    def count_encoded(self, modality: int, num_embeds: int, seconds: float) -> None:
+        self.encoded_items[modality] = self.encoded_items.get(modality, 0) + 1
+        self.encoded_embeds[modality] = self.encoded_embeds.get(modality, 0) + num_embeds
+        self.encode_seconds[modality] = self.encode_seconds.get(modality, 0.0) + seconds
+        self.observed.encode_item_seconds.append((modality, seconds))
 
     def count_finished(self, reason: str) -> None:
         self.finished[reason] = self.finished.get(reason, 0) + 1

@@ -13,6 +13,9 @@ import msgspec
 from foveal_runtime.plan.media import MMHash, PlaceholderRange
 from foveal_runtime.plan.sampling import SamplingParams
 
+TRASH_BLOCK = 0
+"""The KV block that belongs to no request: a runner may write padding there."""
+
 
 class ModelTraits(msgspec.Struct, frozen=True):
     """What the scheduler must know of a model.
@@ -64,6 +67,7 @@ class NewRequest(msgspec.Struct, array_like=True):
 class ScheduledRequest(msgspec.Struct, array_like=True):
     """Compute positions [num_computed_tokens, num_computed_tokens + num_scheduled_tokens).
 
+    No entry of `block_ids` is TRASH_BLOCK.
     `block_ids` is the whole block table up to the end of this window; the runner must not change
     it. `sample` is True when the window reaches the last known token, so a new one is wanted.
     """

@@ -16,10 +16,16 @@ Reason = Literal["requests", "tokens", "media_bytes", "draining"]
 
 
 class Gate:
-    """The counters of one process. Invariant: each is the sum over open tickets."""
+    """The counters of one process. Invariant: each is the sum over open tickets.
+
+    Attributes:
+        leaving: /readyz says no, requests are still served. draining: they are refused.
+        rejections: by reason, since the start.
+    """
 
     def __init__(self, limits: Admission) -> None:
         self.limits = limits
+        self.leaving = False
         self.draining = False
         self.num_requests = 0
         self.num_tokens = 0

@@ -29,13 +29,18 @@ from foveal_runtime.frontend.errors_http import (
 )
 from foveal_runtime.frontend.health import Health
 from foveal_runtime.frontend.intake import CLIENT_CLOSED, Intake, RequestContext, RequireKey
+from foveal_runtime.frontend.metrics_http import MetricsPage
+from foveal_runtime.frontend.openapi_doc import describe
 from foveal_runtime.frontend.request_rules import SamplingDefaults
+from foveal_runtime.frontend.request_stats import begin_at_zero, door_source
 from foveal_runtime.frontend.routes import build_router
 from foveal_runtime.frontend.seams import Generator, InputProcessor, ProcessorInfo
 from foveal_runtime.frontend.service import Service, runtime_version
 from foveal_runtime.frontend.tokenizer import TextTokenizer
 from foveal_runtime.plan.config import FrontendConfig
 from foveal_runtime.plan.errors import FovealError
+from foveal_runtime.telemetry.metrics import Metrics
+from foveal_runtime.telemetry.tracing import Tracing
 
 
 @dataclass(slots=True)
@@ -56,11 +61,23 @@ def build_app(
     info: ProcessorInfo,
     generator: Generator,
     tokenizer: TextTokenizer | None = None,
+    metrics: Metrics | None = None,
+    tracing: Tracing | None = None,
 ) -> HttpApp:
     """Reads tokenizer, chat template, sampling defaults and key file; raises StartupError."""
     tokenizer = tokenizer if tokenizer is not None else TextTokenizer.load(config.model.path)
     template = ChatTemplate(tokenizer, load_template(config.model.path, tokenizer), info)
     gate = Gate(config.admission)
+    health = Health(generator, processor, gate)
+    if metrics is None:
+        metrics = Metrics(
+            "frontend",
+            model_name=config.model.served_name,
+            process=config.frontend_id,
+            max_model_len=generator.max_model_len() or config.model.max_model_len,
+        )
+    begin_at_zero(metrics, runtime_version())
+    metrics.add_source(door_source(gate, health))
     service = Service(
         config=config,
         tokenizer=tokenizer,
@@ -69,24 +86,24 @@ def build_app(
         generator=generator,
         defaults=SamplingDefaults.load(config.model.path),
         gate=gate,
+        metrics=metrics,
         created=int(time.time()),
     )
-    health = Health(generator, processor, gate)
+    page = MetricsPage(metrics, config.metrics_peers)
+    keys = KeyFile(config.api_key_file) if config.api_key_file else None
     api = FastAPI(
         title="Foveal",
         version=runtime_version(),
         description="OpenAI-compatible API of a multimodal model served by Foveal.",
+        docs_url=None,
         redoc_url=None,
     )
-    api.include_router(build_router(service, info, health))
+    api.include_router(build_router(service, info, health, page))
+    describe(api, needs_key=keys is not None)
     _add_error_handlers(api)
-    keys = KeyFile(config.api_key_file) if config.api_key_file else None
-    asgi = RequestContext(RequireKey(Intake(api, gate), keys), _observe_nothing)
+    door = RequireKey(Intake(api, gate), keys)
+    asgi = RequestContext(door, gate, metrics, tracing or Tracing())
     return HttpApp(asgi=asgi, api=api, service=service, gate=gate, health=health)
-
-
-def _observe_nothing(method: str, path: str, status: int, seconds: float) -> None:
-    pass
 
 
 def _add_error_handlers(api: FastAPI) -> None:

@@ -40,6 +40,7 @@ class ChatRun:
     request: ChatCompletionRequest
     job: Job
     head: dict[str, Any]
+    started: float
 
     @property
     def num_choices(self) -> int:
@@ -85,7 +86,7 @@ async def plan_chat(
         "created": int(time.time()),
         "model": service.model_name,
     }
-    return ChatRun(service, request, job, head)
+    return ChatRun(service, request, job, head, scope.started)
 
 
 def _num_chars(request: ChatCompletionRequest) -> int:
@@ -101,7 +102,7 @@ def _num_chars(request: ChatCompletionRequest) -> int:
 async def whole_answer(run: ChatRun) -> dict[str, Any]:
     answers = [Answer() for _ in range(run.num_choices)]
     tally = Tally(run.num_choices)
-    async with open_run(run.service, [run.job]) as deltas:
+    async with open_run(run.service, [run.job], run.started) as deltas:
         async for index, delta in deltas:
             answers[index].add(delta)
             tally.add(index, delta)
@@ -140,7 +141,7 @@ async def stream_answer(run: ChatRun) -> AsyncGenerator[bytes, None]:
     continuous = options is not None and bool(options.continuous_usage_stats)
     tally = Tally(run.num_choices)
     began: set[int] = set()
-    async with open_run(run.service, [run.job]) as deltas:
+    async with open_run(run.service, [run.job], run.started) as deltas:
         async for index, delta in deltas:
             tally.add(index, delta)
             usage = {"usage": tally.usage() if continuous else None} if with_usage else {}

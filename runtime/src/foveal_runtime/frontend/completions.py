@@ -43,6 +43,7 @@ class CompletionRun:
     request: CompletionRequest
     jobs: list[Job]
     head: dict[str, Any]
+    started: float
 
     @property
     def num_choices(self) -> int:
@@ -80,7 +81,7 @@ async def plan_completion(
         "created": int(time.time()),
         "model": service.model_name,
     }
-    return CompletionRun(service, request, jobs, head)
+    return CompletionRun(service, request, jobs, head, scope.started)
 
 
 def _prompts(request: CompletionRequest) -> list[str | list[int]]:
@@ -129,10 +130,12 @@ def _refuse_placeholders(info: ProcessorInfo, token_ids: list[int]) -> None:
 async def whole_answer(run: CompletionRun) -> dict[str, Any]:
     answers = [Answer() for _ in range(run.num_choices * len(run.jobs))]
     tally = Tally(run.num_choices)
-    async with open_run(run.service, run.jobs) as deltas:
+    scores_only = run.request.max_tokens == 0
+    async with open_run(run.service, run.jobs, run.started) as deltas:
         async for index, delta in deltas:
-            answers[index].add(delta)
-            tally.add(index, delta)
+            shown = Delta(first=delta.first, finish_reason="length") if scores_only else delta
+            answers[index].add(shown)
+            tally.add(index, shown)
     return {
         **run.head,
         "choices": [_choice(run, i, answer) for i, answer in enumerate(answers)],
@@ -179,7 +182,7 @@ async def stream_answer(run: CompletionRun) -> AsyncGenerator[bytes, None]:
     continuous = options is not None and bool(options.continuous_usage_stats)
     tally = Tally(run.num_choices)
     offsets: dict[int, int] = {}
-    async with open_run(run.service, run.jobs) as deltas:
+    async with open_run(run.service, run.jobs, run.started) as deltas:
         async for index, delta in deltas:
             tally.add(index, delta)
             choice = _chunk_choice(run, index, delta, offsets)

@@ -61,9 +61,12 @@ class Health:
             return False, f"{type(error).__name__} while asking an engine"
         return ok, "" if ok else "no engine makes progress"
 
+    def num_engines(self) -> int:
+        return self._generator.num_ready_engines()
+
     def ready(self) -> tuple[bool, str]:
-        if self._gate.draining:
-            return False, "draining"
+        if self._gate.leaving or self._gate.draining:
+            return False, "shutting down"
         if self._generator.num_ready_engines() == 0:
             return False, "no engine with a compatible session and a loaded model"
         if not self._processor.is_warm():

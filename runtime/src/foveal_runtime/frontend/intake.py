@@ -10,7 +10,6 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -20,6 +19,8 @@ from foveal_runtime.frontend.disconnect import ClientGone
 from foveal_runtime.frontend.errors_http import error_response, internal_error, json_response
 from foveal_runtime.plan.errors import AuthenticationFailed, FovealError, MediaTooLarge
 from foveal_runtime.telemetry.logs import request_id_of_task
+from foveal_runtime.telemetry.metrics import Metrics
+from foveal_runtime.telemetry.tracing import NO_SPAN, Span, Tracing, span_of_task
 
 logger = logging.getLogger(__name__)
 
@@ -27,10 +28,8 @@ _SANE_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _QUIET = frozenset({"/livez", "/readyz", "/health", "/metrics"})
 _GENERATES = frozenset({"/v1/chat/completions", "/v1/completions"})
 _OPEN = _QUIET | {"/version", "/docs", "/openapi.json", "/"}
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 CLIENT_CLOSED = 499
-
-Observe = Callable[[str, str, int, float], None]
-"""(method, path template, status, seconds) of a finished request."""
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:
@@ -52,9 +51,11 @@ def request_id_of(scope: Scope) -> str:
 class RequestContext:
     """Outermost: gives the request its id, writes one log line, answers what nobody caught."""
 
-    def __init__(self, app: ASGIApp, observe: Observe) -> None:
+    def __init__(self, app: ASGIApp, gate: Gate, metrics: Metrics, tracing: Tracing) -> None:
         self._app = app
-        self._observe = observe
+        self._gate = gate
+        self._metrics = metrics
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -62,8 +63,10 @@ class RequestContext:
             return
         request_id = request_id_of(scope)
         scope["foveal.request_id"] = request_id
+        scope["foveal.started"] = started = time.monotonic()
         token = request_id_of_task.set(request_id)
-        started = time.monotonic()
+        span = self._span(scope, request_id)
+        span_token = span_of_task.set(span)
         status = 0
 
         async def send_with_id(message: Message) -> None:
@@ -71,6 +74,8 @@ class RequestContext:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                if self._gate.draining:
+                    headers.append((b"connection", b"close"))
                 message = {**message, "headers": headers}
             await send(message)
 
@@ -89,13 +94,35 @@ class RequestContext:
             if status == 0:
                 await json_response(internal_error(request_id), 500)(scope, receive, send_with_id)
         finally:
+            span.set("http.response.status_code", status)
+            span.end(scope.get("foveal.error", ""))
+            span_of_task.reset(span_token)
             self._finish(scope, status, time.monotonic() - started)
             request_id_of_task.reset(token)
 
+    def _span(self, scope: Scope, request_id: str) -> Span:
+        if not self._tracing.is_on or scope["path"] not in _GENERATES:
+            return NO_SPAN
+        headers = {
+            key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]
+        }
+        span = self._tracing.start(f"{scope['method']} {scope['path']}", headers)
+        span.set("foveal.request_id", request_id)
+        return span
+
     def _finish(self, scope: Scope, status: int, seconds: float) -> None:
-        route = scope.get("route")
-        template = getattr(route, "path", "unmatched")
-        self._observe(scope["method"], template, status, seconds)
+        error = scope.get("foveal.error")
+        if error == "client_gone":
+            self._metrics.inc("foveal_client_disconnects")
+        elif error is not None:
+            self._metrics.inc("foveal_request_errors", code=error)
+        handler = getattr(scope.get("route"), "path", "unmatched")
+        method = scope["method"] if scope["method"] in _METHODS else "other"
+        grouped = f"{status // 100}xx"
+        self._metrics.inc("http_requests", handler=handler, method=method, status=grouped)
+        self._metrics.observe(
+            "http_request_duration_seconds", seconds, handler=handler, method=method
+        )
         level = logging.DEBUG if scope["path"] in _QUIET and status < 500 else logging.INFO
         if logger.isEnabledFor(level):
             fields = {
@@ -104,8 +131,8 @@ class RequestContext:
                 "status": status,
                 "seconds": round(seconds, 4),
             }
-            if "foveal.error" in scope:
-                fields["error"] = scope["foveal.error"]
+            if error is not None:
+                fields["error"] = error
             logger.log(level, "request", extra={"fields": fields})
 
 

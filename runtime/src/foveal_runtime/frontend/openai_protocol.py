@@ -178,6 +178,9 @@ Prompt = (
 class CompletionRequest(_Sampling):
     prompt: Prompt = Field(description="text, token ids, or a list of either")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    max_tokens: int | None = Field(
+        None, ge=0, lt=2**31, description="default 16; 0 only with echo: score the prompt"
+    )
     echo: bool | None = Field(None, description="the prompt stands before the text")
     suffix: str | None = Field(None, description="not served")
 

@@ -75,6 +75,8 @@ def check_fields(request: ChatCompletionRequest | CompletionRequest) -> None:
             )
     elif request.suffix:
         raise Unsupported("suffix is not supported", param="suffix")
+    elif request.max_tokens == 0 and (not request.echo or request.stream):
+        raise InvalidRequest("max_tokens: 0 needs echo, without stream", param="max_tokens")
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise Unsupported("best_of is supported only when it equals n", param="best_of")
     if request.stream_options is not None and not request.stream:
@@ -175,7 +177,7 @@ def max_tokens_of(
             "context; ask for fewer, or shorten the prompt",
             param=name,
         )
-    return given
+    return max(1, given)  # a score of the prompt alone still takes one step
 
 
 def sampling_params(

@@ -6,19 +6,19 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
 from fastapi.routing import APIRoute
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from foveal_runtime.frontend import chat, completions
 from foveal_runtime.frontend.disconnect import start_stream, until_disconnect
 from foveal_runtime.frontend.errors_http import json_response
 from foveal_runtime.frontend.health import Health
+from foveal_runtime.frontend.metrics_http import MetricsPage
 from foveal_runtime.frontend.openai_protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -40,6 +40,7 @@ from foveal_runtime.frontend.request_rules import check_messages, check_model
 from foveal_runtime.frontend.seams import ProcessorInfo
 from foveal_runtime.frontend.service import RequestScope, Service, runtime_version
 from foveal_runtime.plan.errors import InvalidRequest
+from foveal_runtime.telemetry.metrics import CONTENT_TYPE
 
 _THREAD_BODY_BYTES = 1 << 20
 
@@ -103,16 +104,19 @@ def _scope_of(service: Service, request: Request) -> RequestScope:
         request_id=request.scope["foveal.request_id"],
         ticket=request.scope["foveal.ticket"],
         tenant=tenant,
-        started=time.monotonic(),
+        started=request.scope["foveal.started"],
     )
 
 
-def build_router(service: Service, info: ProcessorInfo, health: Health) -> APIRouter:
+def build_router(
+    service: Service, info: ProcessorInfo, health: Health, page: MetricsPage
+) -> APIRouter:
     router = APIRouter(route_class=BodyRoute)
     _add_generation(router, service, info)
     _add_models(router, service)
     _add_tokens(router, service)
     _add_health(router, health)
+    _add_metrics(router, page)
     return router
 
 
@@ -235,6 +239,13 @@ def _add_health(router: APIRouter, health: Health) -> None:
     async def readyz() -> Response:
         """Traffic may come: engine session, model loaded, first image warm, not draining."""
         return _verdict(*health.ready())
+
+
+def _add_metrics(router: APIRouter, page: MetricsPage) -> None:
+    @router.get("/metrics", response_class=PlainTextResponse, tags=["server"])
+    async def metrics(own: bool = False) -> Response:
+        """Prometheus text: this process and its peers; `own` leaves the peers out."""
+        return Response(await page.text(own=own), headers={"content-type": CONTENT_TYPE})
 
 
 def _verdict(ok: bool, detail: str) -> Response:

@@ -7,6 +7,7 @@ from `open_run`. Everything a run holds is given back when its context ends, how
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from foveal_runtime.frontend.request_rules import (
     sampling_params,
     stop_strings,
 )
+from foveal_runtime.frontend.request_stats import RequestStats
 from foveal_runtime.frontend.seams import (
     Generator,
     InputProcessor,
@@ -43,6 +45,8 @@ from foveal_runtime.frontend.sequence import (
 from foveal_runtime.frontend.tokenizer import TextTokenizer
 from foveal_runtime.plan.config import FrontendConfig
 from foveal_runtime.plan.errors import ContextLengthExceeded, InvalidRequest, NoEngine
+from foveal_runtime.telemetry.metrics import Metrics
+from foveal_runtime.telemetry.tracing import Span, child_span, span_of_task
 
 
 def runtime_version() -> str:
@@ -64,6 +68,7 @@ class Service:
     generator: Generator
     defaults: SamplingDefaults
     gate: Gate
+    metrics: Metrics
     created: int
 
     @property
@@ -100,8 +105,7 @@ class RequestScope:
     request_id: str
     ticket: Ticket
     tenant: bytes = b""
-    started: float = 0.0
-    headers: dict[str, str] = field(default_factory=dict)
+    started: float = field(default_factory=time.monotonic)
 
 
 def make_job(
@@ -168,21 +172,61 @@ def check_num_sequences(num_prompts: int, num_choices: int) -> None:
 
 @asynccontextmanager
 async def open_run(
-    service: Service, jobs: Sequence[Job]
+    service: Service, jobs: Sequence[Job], started: float
 ) -> AsyncIterator[AsyncGenerator[tuple[int, Delta], None]]:
     """Prepares all jobs and yields their interleaved deltas; choice `job * n + i` is the index."""
+    num_choices = jobs[0].num_choices
+    stats = RequestStats(
+        service.metrics,
+        started=started,
+        num_sequences=len(jobs) * num_choices,
+        num_choices=num_choices,
+        max_tokens=[job.options.sampling.max_tokens for job in jobs],
+    )
     requests: list[PreparedRequest] = []
     streams: list[AsyncGenerator[Delta, None]] = []
+    failed = False
+    parent = span_of_task.get()
     try:
-        for job in jobs:
-            prepared = await service.processor.prepare(job.token_ids, job.parts, job.options)
-            for request in fan_out(prepared, job.num_choices):
-                requests.append(request)
-                streams.append(_stream(service, job, request))
-        async with aclosing(merge(streams)) as merged:
+        with child_span("prepare", num_items=sum(len(job.parts) for job in jobs)):
+            for job in jobs:
+                prepared = await service.processor.prepare(job.token_ids, job.parts, job.options)
+                for request in fan_out(prepared, num_choices):
+                    requests.append(request)
+                    streams.append(_stream(service, job, request))
+        stats.prepared()
+        watched = _watched(merge(streams), stats, parent.child("generate"))
+        async with aclosing(watched) as merged:
             yield merged
+    except Exception:
+        failed = True
+        raise
     finally:
         release_media(requests)
+        stats.end(failed=failed)
+
+
+async def _watched(
+    deltas: AsyncGenerator[tuple[int, Delta], None], stats: RequestStats, span: Span
+) -> AsyncGenerator[tuple[int, Delta], None]:
+    """Counts what passes. Owns the span of the generation."""
+    num_tokens = 0
+    error = "aborted"
+    try:
+        async with aclosing(deltas):
+            async for index, delta in deltas:
+                if num_tokens == 0 and delta.num_tokens:
+                    span.event("first_token")
+                num_tokens += delta.num_tokens
+                stats.add(index, delta)
+                yield index, delta
+        error = ""
+    except Exception as raised:
+        error = type(raised).__name__
+        raise
+    finally:
+        span.set("num_output_tokens", num_tokens)
+        span.end(error)
 
 
 def _stream(service: Service, job: Job, request: PreparedRequest) -> AsyncGenerator[Delta, None]:

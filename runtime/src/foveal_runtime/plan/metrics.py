@@ -6,54 +6,42 @@ from the same list. No client library here.
 
 from __future__ import annotations
 
-from typing import Literal
+from foveal_runtime.plan.metric import (
+    BYTE_BUCKETS,
+    ITERATION_BUCKETS,
+    ITL_BUCKETS,
+    REQUEST_BUCKETS,
+    STAGE_BUCKETS,
+    TOKEN_BUCKETS,
+    TTFT_BUCKETS,
+    Kind,
+    Metric,
+    Role,
+)
+from foveal_runtime.plan.metrics_foveal import FOVEAL_METRICS
+from foveal_runtime.plan.metrics_vllm import VLLM_METRICS
 
-import msgspec
+__all__ = [
+    "BYTE_BUCKETS",
+    "ITERATION_BUCKETS",
+    "ITL_BUCKETS",
+    "METRICS",
+    "REQUEST_BUCKETS",
+    "STAGE_BUCKETS",
+    "TOKEN_BUCKETS",
+    "TTFT_BUCKETS",
+    "Kind",
+    "Metric",
+    "Role",
+    "by_name",
+]
 
-Kind = Literal["counter", "gauge", "histogram"]
-Role = Literal["frontend", "engine", "operator"]
+METRICS: tuple[Metric, ...] = (*VLLM_METRICS, *FOVEAL_METRICS)
 
-
-class Metric(msgspec.Struct, frozen=True, kw_only=True):
-    """One family. Counter names carry no `_total` here; the exposition adds it."""
-
-    name: str
-    kind: Kind
-    help: str
-    roles: tuple[Role, ...]
-    labels: tuple[str, ...] = ()
-    unit: str = ""
-    buckets: tuple[float, ...] = ()
-
-
-TTFT_BUCKETS = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
-    1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
-)  # fmt: skip
-ITL_BUCKETS = (
-    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
-    1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
-)  # fmt: skip
-REQUEST_BUCKETS = (
-    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
-    120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
-)  # fmt: skip
-ITERATION_BUCKETS = (
-    1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384,
-)  # fmt: skip
-STAGE_BUCKETS = (
-    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5,
-    5.0, 10.0,
-)  # fmt: skip
-TOKEN_BUCKETS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
-
-_M = ("model_name", "engine")
-
-METRICS: tuple[Metric, ...] = ()
+_BY_NAME = {metric.name: metric for metric in METRICS}
+assert len(_BY_NAME) == len(METRICS), "a metric is declared twice"
 
 
 def by_name(name: str) -> Metric:
-    for metric in METRICS:
-        if metric.name == name:
-            return metric
-    raise KeyError(name)
+    """Raises KeyError for a name nobody declared."""
+    return _BY_NAME[name]

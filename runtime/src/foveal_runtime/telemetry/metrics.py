@@ -1,0 +1,209 @@
+"""Live series from the declarations of plan.metrics: set, counted or collected at scrape time.
+
+One Metrics per process, made by main/. Rooms keep plain counters; a source registered here copies
+them when somebody scrapes, so hot paths pay nothing. A name, label or role that is not declared is
+a bug and fails at once.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import Metric as Family
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.platform_collector import PlatformCollector
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+
+from foveal_runtime.plan.metrics import METRICS, TOKEN_BUCKETS, Metric, Role
+
+Key = tuple[str, ...]
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class _Histogram:
+    """Counts per bucket (the last one is +Inf) and the sum."""
+
+    __slots__ = ("counts", "total")
+
+    def __init__(self, num_buckets: int) -> None:
+        self.counts = [0] * (num_buckets + 1)
+        self.total = 0.0
+
+
+class _Series:
+    """All series of one family."""
+
+    def __init__(self, metric: Metric, buckets: tuple[float, ...], fixed: Mapping[str, str]):
+        self.metric = metric
+        self.buckets = buckets
+        self.fixed = fixed
+        self.values: dict[Key, float] = {}
+        self.histograms: dict[Key, _Histogram] = {}
+        self._names = frozenset(metric.labels)
+        self.required = self._names - set(fixed)
+
+    def key(self, labels: Mapping[str, str]) -> Key:
+        assert self._names >= labels.keys() >= self.required, (
+            f"{self.metric.name} has labels {self.metric.labels}, not {sorted(labels)}"
+        )
+        return tuple(
+            labels[name] if name in labels else self.fixed[name] for name in self.metric.labels
+        )
+
+    def histogram(self, key: Key) -> _Histogram:
+        found = self.histograms.get(key)
+        if found is None:
+            found = self.histograms[key] = _Histogram(len(self.buckets))
+        return found
+
+    def family(self) -> Family:
+        metric, labels = self.metric, list(self.metric.labels)
+        if metric.kind == "histogram":
+            out = HistogramMetricFamily(metric.name, metric.help, labels=labels)
+            for key, found in self.histograms.items():
+                out.add_metric(list(key), _cumulative(self.buckets, found.counts), found.total)
+            return out
+        make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+        flat = make(metric.name, metric.help, labels=labels)
+        for key, value in self.values.items():
+            flat.add_metric(list(key), value)
+        return flat
+
+
+def _cumulative(buckets: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
+    out: list[tuple[str, float]] = []
+    total = 0
+    for bound, count in zip((*map(_bound, buckets), "+Inf"), counts, strict=True):
+        total += count
+        out.append((bound, float(total)))
+    return out
+
+
+def _bound(value: float) -> str:
+    return str(float(value))
+
+
+class _Named(Collector):
+    """The client library's own families with a `process` label, so that they can be merged."""
+
+    def __init__(self, inner: Collector, process: str) -> None:
+        self._inner = inner
+        self._process = process
+
+    def collect(self) -> Iterable[Family]:
+        for family in self._inner.collect():
+            family.samples = [
+                sample._replace(labels={**sample.labels, "process": self._process})
+                for sample in family.samples
+            ]
+            yield family
+
+
+Source = Callable[["Metrics"], None]
+"""Called before each scrape; copies a room's counters with set() and set_histogram()."""
+
+
+class Metrics(Collector):
+    """The series of one process.
+
+    Args:
+        role: whose families may be used here.
+        model_name, engine, process: constant labels, where a family has them.
+        max_model_len: cuts the token histograms' buckets, as dashboards expect.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        *,
+        model_name: str,
+        process: str,
+        engine: str = "",
+        max_model_len: int = 0,
+    ) -> None:
+        fixed = {"model_name": model_name, "process": process}
+        if role == "engine":
+            fixed["engine"] = engine
+        self._series: dict[str, _Series] = {}
+        for metric in METRICS:
+            if role in metric.roles:
+                mine = dict(fixed)
+                if role == "frontend" and metric.name.startswith("vllm:"):
+                    mine["engine"] = ""
+                buckets = metric.buckets
+                if buckets == TOKEN_BUCKETS and max_model_len:
+                    buckets = tuple(size for size in buckets if size <= max_model_len)
+                fixed_here = {name: mine[name] for name in metric.labels if name in mine}
+                self._series[metric.name] = _Series(metric, buckets, fixed_here)
+        self._sources: list[Source] = []
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+        for collector in (ProcessCollector(registry=None), PlatformCollector(registry=None)):
+            self._registry.register(_Named(collector, process))
+        self._begin_at_zero()
+
+    def _begin_at_zero(self) -> None:
+        """Counters and histograms without labels of their own exist from the start, so that the
+        first increase is seen as one."""
+        for series in self._series.values():
+            if series.required:
+                continue
+            if series.metric.kind == "counter":
+                series.values[series.key({})] = 0.0
+            elif series.metric.kind == "histogram":
+                series.histogram(series.key({}))
+
+    def inc(self, name: str, amount: float = 1.0, **labels: str) -> None:
+        series = self._of(name, "counter")
+        key = series.key(labels)
+        series.values[key] = series.values.get(key, 0.0) + amount
+
+    def set(self, name: str, value: float, **labels: str) -> None:
+        """A gauge's value, or a counter's as its owner counts it."""
+        series = self._series[name]
+        assert series.metric.kind != "histogram", f"{name} is a histogram"
+        series.values[series.key(labels)] = float(value)
+
+    def observe(self, name: str, value: float, **labels: str) -> None:
+        series = self._of(name, "histogram")
+        found = series.histogram(series.key(labels))
+        found.counts[bisect_left(series.buckets, value)] += 1
+        found.total += value
+
+    def observe_all(self, name: str, values: Iterable[float], **labels: str) -> None:
+        for value in values:
+            self.observe(name, value, **labels)
+
+    def set_histogram(self, name: str, counts: Sequence[int], total: float, **labels: str) -> None:
+        """A histogram that its owner keeps: counts per declared bucket, then +Inf."""
+        series = self._of(name, "histogram")
+        assert len(counts) == len(series.buckets) + 1, f"{name} has other buckets"
+        found = series.histogram(series.key(labels))
+        found.counts[:] = counts
+        found.total = total
+
+    def clear(self, name: str) -> None:
+        """Forgets a family's series, before a source sets those that still exist."""
+        self._series[name].values.clear()
+
+    def add_source(self, source: Source) -> None:
+        self._sources.append(source)
+
+    def collect(self) -> Iterable[Family]:
+        """For prometheus_client; families without series are left out."""
+        for source in self._sources:
+            source(self)
+        for series in self._series.values():
+            if series.values or series.histograms:
+                yield series.family()
+
+    def exposition(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def _of(self, name: str, kind: str) -> _Series:
+        series = self._series[name]
+        assert series.metric.kind == kind, f"{name} is a {series.metric.kind}"
+        return series
