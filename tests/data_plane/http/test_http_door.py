@@ -109,6 +109,34 @@ async def test_keys_are_needed_and_reloaded(start: Any, tmp_path: Path) -> None:
             assert (await harness.http.get(path)).status_code == 200, path
 
 
+class Told:
+    """A CacheAdmin that notes what it was told."""
+
+    def __init__(self) -> None:
+        self.caches: list[str] = []
+
+    def reset_cache(self, cache: str) -> int:
+        self.caches.append(cache)
+        return 2
+
+
+async def test_administration_has_its_own_key(start: Any, tmp_path: Path) -> None:
+    (tmp_path / "api").write_text("user")
+    (tmp_path / "admin").write_text("root")
+    admin = Told()
+    files = {f"{name}_key_file": str(tmp_path / name) for name in ("api", "admin")}
+    async with start(admin=admin, **files) as harness:
+        for key, status in (("user", 401), ("root", 200)):
+            response = await harness.http.post(
+                "/reset_mm_cache", headers={"authorization": f"Bearer {key}"}
+            )
+            assert response.status_code == status
+        assert response.json() == {"cache": "mm", "num_engines": 2}
+        assert admin.caches == ["mm"]
+    async with start(admin=admin) as harness:
+        assert (await harness.http.post("/reset_mm_cache")).status_code == 404
+
+
 def test_key_file_follows_changes(tmp_path: Path) -> None:
     """A Secret volume swaps the file; a moment without keys locks nobody out."""
     path = tmp_path / "keys"

@@ -17,7 +17,13 @@ from foveal_runtime.frontend.fake import FakeGenerator, FakeInputProcessor
 from foveal_runtime.frontend.fake_tokenizer import EOS, IMAGE
 from foveal_runtime.plan.config import FrontendConfig, ModelConfig
 
-PATHS = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", "/v1/models/{model}")
+PATHS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/tokenize",
+    "/detokenize",
+    "/v1/models/{model}",
+)
 
 
 @pytest.fixture(scope="module")

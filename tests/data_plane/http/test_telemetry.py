@@ -148,6 +148,14 @@ def record(message: str, fields: dict[str, Any] | None = None) -> logging.LogRec
     return made
 
 
+def test_fields_may_stand_in_extra() -> None:
+    made = logging.makeLogRecord(
+        {"msg": "ready", "endpoint": "tcp://x", "levelname": "INFO", "name": "x"}
+    )
+    assert json.loads(JsonFormatter().format(made))["endpoint"] == "tcp://x"
+    assert TextFormatter().format(made).endswith("ready endpoint=tcp://x")
+
+
 def test_log_lines() -> None:
     token = request_id_of_task.set("req-1")
     try:

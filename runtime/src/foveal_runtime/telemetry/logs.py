@@ -1,6 +1,7 @@
 """One-line structured logs: text on a terminal, JSON elsewhere, the request id in both.
 
-Set up once by main/; every room logs through `logging` with `extra={"fields": {...}}`.
+Set up once by main/; every room logs through `logging`, with fields in `extra={...}`, or in
+`extra={"fields": {...}}` where a name is taken by `logging` itself (name, process, args, ...).
 Never logs request text, keys or media.
 """
 
@@ -20,9 +21,19 @@ request_id_of_task: ContextVar[str] = ContextVar("request_id_of_task", default="
 _encoder = msgspec.json.Encoder(enc_hook=str)
 
 
+_OWN = frozenset(vars(logging.makeLogRecord({}))) | {
+    "message",
+    "asctime",
+    "fields",
+    "color_message",
+}
+
+
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    out = {key: value for key, value in vars(record).items() if key not in _OWN}
     fields = getattr(record, "fields", None)
-    out: dict[str, Any] = dict(fields) if isinstance(fields, dict) else {}
+    if isinstance(fields, dict):
+        out.update(fields)
     request_id = request_id_of_task.get()
     if request_id:
         out.setdefault("request_id", request_id)
