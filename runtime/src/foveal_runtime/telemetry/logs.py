@@ -18,6 +18,9 @@ import msgspec
 request_id_of_task: ContextVar[str] = ContextVar("request_id_of_task", default="")
 """The HTTP request that the current task works for; "" outside one."""
 
+_CHATTY = ("httpx", "httpcore", "uvicorn.error", "PIL", "asyncio")
+"""Libraries whose INFO says nothing that our own lines do not."""
+
 _encoder = msgspec.json.Encoder(enc_hook=str)
 
 
@@ -99,6 +102,8 @@ def configure_logging(
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
+    for name in _CHATTY:
+        logging.getLogger(name).setLevel(logging.WARNING)
     for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
         library = logging.getLogger(name)
         library.handlers.clear()
