@@ -204,6 +204,32 @@ async def test_shutdown_finishes_open_streams(start: Any, tmp_path: Path) -> Non
         app.gate.leaving = app.gate.draining = False
 
 
+async def test_shutdown_ends_after_the_drain_timeout(start: Any) -> None:
+    """A stream that never ends cannot keep the process; its engine request is aborted."""
+    async with start() as harness:
+        generator, app = harness.generator, harness.app
+        generator.hold = asyncio.Event()
+        listening = bind_tcp("127.0.0.1", 0)
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        stop, started = asyncio.Event(), asyncio.Event()
+        server = asyncio.create_task(
+            serve(app, [listening], stop, drain_timeout_seconds=0.05, started=started)
+        )
+        await started.wait()
+        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+            body = harness.body("hi", stream=True)
+            async with http.stream("POST", CHAT, json=body) as response:
+                lines = response.aiter_lines()
+                await anext(lines)
+                stop.set()
+                with pytest.raises(httpx.RemoteProtocolError):
+                    async for _ in lines:
+                        pass
+        await server
+        assert generator.aborted
+        app.gate.leaving = app.gate.draining = False
+
+
 def test_an_address_in_use_is_a_startup_error() -> None:
     taken = bind_tcp("127.0.0.1", 0)
     with taken, pytest.raises(StartupError, match="in use"):

@@ -1,4 +1,6 @@
-"""docs/metrics.md from the declarations: `python -m foveal_runtime.telemetry.table docs/metrics.md`.
+"""docs/metrics.md from the declarations.
+
+`python -m foveal_runtime.telemetry.table docs/metrics.md` writes it.
 
 A test compares the committed file with what this makes.
 """
@@ -13,8 +15,8 @@ from foveal_runtime.plan.metrics import METRICS, Metric
 
 _HEAD = """# Metrics
 
-Generated from `foveal_runtime.plan.metrics`; do not edit. Every process serves `/metrics`; a frontend
-shows the engines' series too when it is told about them (`metrics_peers`, local mode).
+Generated from `foveal_runtime.plan.metrics`; do not edit. Every process serves `/metrics`; a
+frontend shows the engines' series too when it is told about them (`metrics_peers`, local mode).
 
 Families named `vllm:` keep the names, types, labels and buckets that existing dashboards use. Each
 family has one exporter, so sums over processes count nothing twice; frontends leave the label
