@@ -8,6 +8,8 @@ commands: `!kill` (dies), `!kill-once:PATH` (dies unless PATH exists, and makes 
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import signal
 import sys
@@ -21,6 +23,8 @@ import numpy as np
 from foveal_runtime.frontend.media import protocol, worker_main
 from foveal_runtime.frontend.media.decode import decode_image
 from foveal_runtime.frontend.media.hashing import short_digest
+from foveal_runtime.frontend.media.workers import Processed
+from foveal_runtime.plan.config import ModalitiesConfig
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.wire.item import pack_item
 
@@ -57,6 +61,27 @@ class FakeProcessor:
         pixels = (media.astype(np.float32) * scale).transpose(2, 0, 1)[None]
         ids = (5, *([IMAGE_TOKEN] * (NUM_TOKENS - 2)), 6)
         return pack_item(0, ids, ((1, NUM_TOKENS - 2),), {"pixel_values": ("float32", pixels)})
+
+
+class InlineWorkers:
+    """The same processor in threads of this process: for tests that need no processes."""
+
+    def __init__(self, limits: ModalitiesConfig) -> None:
+        load = protocol.Load("/tiny", b"n" * 16, limits)
+        self.num_ready = 1
+        self._processor = FakeProcessor(load)
+        self.info = self._processor.examine(load.namespace)
+
+    async def process(self, modality: int, options: bytes, data: bytes | memoryview) -> Processed:
+        def work() -> bytes:
+            chosen = json.loads(options)
+            media = self._processor.decode(modality, memoryview(data), chosen)
+            return self._processor.process(modality, media, chosen)
+
+        return Processed(await asyncio.to_thread(work), 0.0, 0.0)
+
+    async def close(self) -> None:
+        self.num_ready = 0
 
 
 def _obey(command: str) -> None:
