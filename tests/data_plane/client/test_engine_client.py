@@ -391,3 +391,63 @@ async def test_many_requests_over_flapping_links_all_finish():
         for request, tokens in zip(requests, ends, strict=True):
             assert tokens == expected(request) or isinstance(tokens, EngineFailure)
         assert sum(isinstance(t, list) for t in ends) >= 20
+
+
+async def test_every_address_behind_a_name_is_an_engine():
+    world = World(2)
+    answers = [["10.0.0.1", "10.0.0.2"]]
+    world.hubs = {f"tcp://10.0.0.{i + 1}:5570": h for i, h in enumerate(world.hubs.values())}
+
+    def resolve(host: str, port: int) -> list[str]:
+        assert (host, port) == ("engines.svc", 5570)
+        if not answers:
+            raise OSError("the name server has a bad moment")
+        return answers.pop()
+
+    config = FrontendConfig(
+        model=ModelConfig(path="/nowhere"),
+        engines=(EngineAddress(endpoint="tcp://engines.svc:5570", dns=True),),
+    )
+    client = EngineClient(
+        config, NS, resolve=resolve,
+        open_transport=lambda endpoint: world.hubs[endpoint].connect(client.frontend_id),
+    )  # fmt: skip
+    await client.start()
+    await until(lambda: client.num_ready_engines() == 2)
+    request = make_request("a", 1)
+    assert await collect(client, request) == expected(request)
+    await client.close()
+    for engine in world.engines.values():
+        await engine.stop()
+
+
+async def test_health_means_a_stepping_engine():
+    async with running(1) as (world, client):
+        engine = next(iter(world.engines.values()))
+        assert await client.health()
+        await engine.stop()
+        await until(lambda: not client.links()[0].sender.is_up)
+        assert not await client.health()
+        assert client.links()[0].name == "tcp://e0:1"
+
+
+async def test_administration_reaches_every_engine():
+    async with running(2) as (_, client):
+        await collect(client, make_request("a", 1))
+        key = (1).to_bytes(32, "big")
+        await until(lambda: client.lookup_item(key) is not None)
+        assert client.control("reset_mm") == 2
+        await until(lambda: client.lookup_item(key) is None)
+
+
+async def test_injected_values_are_offered_and_then_believed():
+    from foveal_runtime.mirror.sender import SendItem, SendValue
+    from foveal_runtime.wire.codec import digest
+
+    async with running(2) as (_, client):
+        data, key = make_value(1), (1).to_bytes(32, "big")
+        assert client.put([SendItem(key, len(data))], {key: SendValue(data, digest(data))}) == 1
+        request = make_request("a", 1)
+        await collect(client, request)
+        assert request.items[0].source.asked == 0
+        assert client.stats.mm_hits[0] == 1

@@ -62,6 +62,8 @@ class Processed(NamedTuple):
 class Workers(Protocol):
     """What input_processor asks of a pool; `fake_worker.InlineWorkers` is the one for tests."""
 
+    restarts: int
+
     @property
     def num_ready(self) -> int: ...
 
