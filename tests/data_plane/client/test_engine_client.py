@@ -451,3 +451,21 @@ async def test_injected_values_are_offered_and_then_believed():
         await collect(client, request)
         assert request.items[0].source.asked == 0
         assert client.stats.mm_hits[0] == 1
+
+
+async def test_an_engine_that_dies_while_a_value_is_made():
+    """The session ended between the plan and the send: the request goes elsewhere, silently."""
+    async with running(2) as (world, client):
+        await collect(client, make_request("warm", 3))
+        home = world.taken()[0]
+        request = make_request("a", 3, 1)
+        source = request.items[1].source
+        source.gate.clear()
+        task = asyncio.create_task(collect(client, request))
+        await until(lambda: source.asked == 1)
+        world.transports[home].cut()
+        await until(lambda: client.num_ready_engines() == 1)
+        source.gate.set()
+        assert await task == expected(request)
+        assert sorted(world.taken()) == sorted(world.engines)
+        world.transports[home].heal()
