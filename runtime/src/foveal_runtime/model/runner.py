@@ -106,11 +106,11 @@ class TorchRunner:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the pool, including the trash block 0."""
+        """Blocks of the pool, the trash block included: plans use ids 0 ... num_blocks - 2."""
         return 0 if self._pool is None else self._pool.num_blocks
 
     def allocate_kv(self, num_blocks: int) -> None:
-        """Makes the KV pool; block 0 of it is never given to a request."""
+        """Makes the KV pool; one of its blocks is trash and belongs to no request."""
         assert self._pool is None
         if num_blocks < 2:
             raise StartupError(
