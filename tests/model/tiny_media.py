@@ -103,6 +103,15 @@ CASES["llava_next"] = Case(
     {IMAGE: anyres_item},
     stacked("pixel_values"),
 )
+
+
+def frames_item(seed: int) -> MediaItem:
+    """Frames of 16 patches pooled to 4, and one newline embedding at the end."""
+    frames = 2 + seed % 2
+    fields = {"pixel_values_videos": noise(seed, 1, frames, 3, 16, 16)}
+    return plain_item(4 * frames + 1, fields, VID_TOKEN)
+
+
 CASES["llava_onevision"] = Case(
     lambda: hf.LlavaOnevisionConfig(
         text_config=QWEN2,
@@ -112,7 +121,7 @@ CASES["llava_onevision"] = Case(
         video_token_index=VID_TOKEN,
         vision_feature_layer=-1,
     ),
-    {IMAGE: anyres_item},
+    {IMAGE: anyres_item, VIDEO: frames_item},
     stacked("pixel_values"),
 )
 
@@ -131,19 +140,20 @@ def pixtral_item(seed: int) -> MediaItem:
     return marked(IMAGE, ids, IMG_TOKEN, fields)
 
 
+PIXTRAL = {
+    "model_type": "pixtral",
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "head_dim": 16,
+    "image_size": 32,
+    "patch_size": 4,
+}
 CASES["mistral3"] = Case(
     lambda: hf.Mistral3Config(
         text_config={"model_type": "mistral", **TEXT, "head_dim": 8, "sliding_window": None},
-        vision_config={
-            "model_type": "pixtral",
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "head_dim": 16,
-            "image_size": 32,
-            "patch_size": 4,
-        },
+        vision_config=PIXTRAL,
         image_token_index=IMG_TOKEN,
         spatial_merge_size=2,
         tie_word_embeddings=False,
@@ -197,6 +207,101 @@ CASES["internvl"] = Case(
     ),
     {IMAGE: internvl_item},
     mm_fields,
+)
+
+
+def crops_item(seed: int) -> MediaItem:
+    """1 or 2 crops of 4 embeddings each."""
+    crops = 1 + seed % 2
+    return plain_item(4 * crops, {"pixel_values": noise(seed, crops, 3, 16, 16)})
+
+
+CASES["aya_vision"] = Case(
+    lambda: hf.AyaVisionConfig(
+        text_config={"model_type": "cohere2", **TEXT, "sliding_window": 12, "logit_scale": 0.5},
+        vision_config=SIGLIP,
+        image_token_index=IMG_TOKEN,
+    ),
+    {IMAGE: crops_item},
+    mm_fields,
+)
+CASES["cohere2_vision"] = Case(
+    lambda: hf.Cohere2VisionConfig(
+        text_config={"model_type": "cohere2", **TEXT, "sliding_window": 12, "logit_scale": 0.5},
+        vision_config=SIGLIP,
+        image_token_id=IMG_TOKEN,
+        alignment_intermediate_size=64,
+    ),
+    {IMAGE: crops_item},
+    mm_fields,
+)
+CASES["got_ocr2"] = Case(
+    lambda: hf.GotOcr2Config(
+        text_config=QWEN2,
+        vision_config={
+            "hidden_size": 16,
+            "output_channels": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 128,
+            "window_size": 4,
+            "global_attn_indexes": [1],
+            "mlp_dim": 24,
+        },
+        image_token_index=IMG_TOKEN,
+        image_seq_length=4,
+        tie_word_embeddings=False,
+    ),
+    {IMAGE: lambda seed: plain_item(4, {"pixel_values": noise(seed, 1, 3, 128, 128)})},
+    mm_fields,
+)
+CASES["vipllava"] = Case(
+    lambda: hf.VipLlavaConfig(
+        text_config=LLAMA,
+        vision_config={"model_type": "clip_vision_model", **CLIP},
+        vision_feature_layer=[-2, -1],
+        image_token_index=IMG_TOKEN,
+    ),
+    {IMAGE: lambda seed: plain_item(16, {"pixel_values": noise(seed, 1, 3, 16, 16)})},
+    mm_fields,
+)
+CASES["llama4"] = Case(
+    lambda: hf.Llama4Config(
+        text_config={
+            **TEXT,
+            "head_dim": 8,
+            "num_hidden_layers": 4,
+            "attention_chunk_size": 12,
+            "num_local_experts": 2,
+            "interleave_moe_layer_step": 2,
+            "intermediate_size_mlp": 48,
+            "floor_scale": 8,
+        },
+        vision_config={
+            "hidden_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 64,
+            "vision_output_dim": 24,
+            "image_size": 16,
+            "patch_size": 4,
+            "projector_input_dim": 24,
+            "projector_output_dim": 24,
+        },
+        image_token_index=IMG_TOKEN,
+    ),
+    {IMAGE: crops_item},
+    mm_fields,
+)
+CASES["lighton_ocr"] = Case(
+    lambda: hf.LightOnOcrConfig(
+        text_config={"model_type": "qwen3", **TEXT, "head_dim": 8},
+        vision_config=PIXTRAL,
+        image_token_id=IMG_TOKEN,
+        spatial_merge_size=2,
+    ),
+    {IMAGE: pixtral_item},
+    stacked("pixel_values"),
 )
 
 
@@ -292,23 +397,41 @@ CASES["qwen3_vl_moe"] = Case(
     {IMAGE: grid_item},
     grid_kwargs,
 )
+GLM_TOKENS = {
+    "image_token_id": IMG_TOKEN,
+    "video_token_id": VID_TOKEN,
+    "image_start_token_id": START,
+    "image_end_token_id": END,
+    "video_start_token_id": 9,
+    "video_end_token_id": 10,
+}
+GLM_ROPE = {**MROPE, "partial_rotary_factor": 1.0}
+GLM_VISION = {
+    **VISION,
+    "depth": 2,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "out_hidden_size": 32,
+    "image_size": 32,
+}
 CASES["glm4v"] = Case(
     lambda: hf.Glm4vConfig(
-        text_config={**TEXT, "rope_parameters": {**MROPE, "partial_rotary_factor": 1.0}},
-        vision_config={
-            **VISION,
-            "depth": 2,
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "out_hidden_size": 32,
-            "image_size": 32,
+        text_config={**TEXT, "rope_parameters": GLM_ROPE}, vision_config=GLM_VISION, **GLM_TOKENS
+    ),
+    {IMAGE: grid_item},
+    grid_kwargs,
+)
+CASES["glm4v_moe"] = Case(
+    lambda: hf.Glm4vMoeConfig(
+        text_config={
+            **TEXT,
+            "rope_parameters": GLM_ROPE,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
         },
-        image_token_id=IMG_TOKEN,
-        video_token_id=VID_TOKEN,
-        image_start_token_id=START,
-        image_end_token_id=END,
-        video_start_token_id=9,
-        video_end_token_id=10,
+        vision_config=GLM_VISION,
+        **GLM_TOKENS,
     ),
     {IMAGE: grid_item},
     grid_kwargs,

@@ -289,8 +289,7 @@ def read_traits(loaded: LoadedModel) -> ModelTraits:
     levels = 1
     if adapter.deepstack:
         levels += len(loaded.config.vision_config.deepstack_visual_indexes)
-    generation = getattr(loaded.model, "generation_config", None)
-    eos = getattr(generation, "eos_token_id", None)
+    eos = getattr(loaded.generation_config, "eos_token_id", None)
     if eos is None:
         eos = getattr(text, "eos_token_id", None)
     ids = (eos,) if isinstance(eos, int) else tuple(eos or ())
