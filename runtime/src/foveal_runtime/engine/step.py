@@ -6,12 +6,17 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
 from foveal_runtime.plan.media import MMHash, PlaceholderRange
 from foveal_runtime.plan.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    Buffer = bytes | memoryview
+else:
+    Buffer = memoryview  # msgspec takes no union here: encodes either, decodes as a view, no copy
 
 
 class ModelTraits(msgspec.Struct, frozen=True):
@@ -57,7 +62,7 @@ class NewRequest(msgspec.Struct, array_like=True):
     token_ids: list[int]
     num_prompt_tokens: int
     mm_inputs: tuple[MMInput, ...]
-    values: tuple[bytes | memoryview, ...]
+    values: tuple[Buffer, ...]
     sampling: SamplingParams
 
 
@@ -81,7 +86,7 @@ class EncoderInput(msgspec.Struct, array_like=True):
     mm_hash: MMHash
     modality: int
     num_embeds: int
-    value: bytes | memoryview
+    value: Buffer
 
 
 class StepPlan(msgspec.Struct, array_like=True):
