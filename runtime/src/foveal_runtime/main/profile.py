@@ -32,12 +32,12 @@ def profile_model(
     from foveal_runtime.frontend.media.largest import largest_items
     from foveal_runtime.model import profiler
 
-    predicted = profiler.predict(path, dtype)
+    predicted = profiler.predict(path, dtype, device=device)
     largest = {}
     if predicted.is_multimodal:
         largest = largest_items(path, limits, predicted.max_model_len)
         items = {name: one.profile for name, one in largest.items()}
-        predicted = profiler.predict(path, dtype, items)
+        predicted = profiler.predict(path, dtype, items, device)
     if not measure:
         return predicted
     return profiler.measure(
@@ -63,6 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.model,
         ModalitiesConfig(image=image, video=video, audio=audio),
         measure=arguments.measure,
+        device=getattr(arguments, "device", "cpu"),
         max_num_batched_tokens=arguments.max_num_batched_tokens,
     )
     sys.stdout.write(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n")

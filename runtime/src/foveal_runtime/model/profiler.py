@@ -41,8 +41,12 @@ _LOGIT_COPIES = 3  # the head's own, a float32 one, and the sampler's pieces
 _BLOCK_SIZE = 16
 
 
-def predict(path: str, dtype: str = "auto",
-            items: Mapping[str, ItemProfile] | None = None) -> ModelProfile:  # fmt: skip
+def predict(
+    path: str,
+    dtype: str = "auto",
+    items: Mapping[str, ItemProfile] | None = None,
+    device: str = "cpu",
+) -> ModelProfile:
     """The profile of the checkpoint directory `path` without loading it. Raises StartupError."""
     items = dict(items or {})
     loaded = meta_model(path, dtype)
@@ -50,7 +54,7 @@ def predict(path: str, dtype: str = "auto",
     traits = read_traits(loaded)
     itemsize = loaded.dtype.itemsize
     per_layer = tuple(layer.values_per_token * itemsize for layer in layers)
-    fixed, per_token = _activations(loaded.config, itemsize, max(per_layer), items)
+    fixed, per_token = _activations(loaded.config, itemsize, max(per_layer), items, device)
     sources: dict[str, ValueSource] = {
         "weight_bytes": "headers",
         "activation_bytes": "formula",
@@ -78,14 +82,19 @@ def predict(path: str, dtype: str = "auto",
 
 
 def _activations(
-    config: Any, itemsize: int, layer_kv_bytes: int, items: Mapping[str, ItemProfile]
+    config: Any,
+    itemsize: int,
+    layer_kv_bytes: int,
+    items: Mapping[str, ItemProfile],
+    device: str,
 ) -> tuple[int, int]:
     """(fixed, per token) bytes of a step's peak, as a bound, not a mean.
 
-    Decoder: residual, normed input and its float32 copy; then either projections, rotated copies
-    and output of attention, or three intermediates of the (routed) MLP; one bool mask row over the
-    context. Encoder, which runs before: the same of its tower, per patch. Both are assumed at
-    their worst at once, because the planner adds fixed + per token x tokens.
+    Decoder: residual, normed input and three float32 temporaries of the norm; then either
+    projections, rotated copies and output of attention, or four intermediates of the (routed) MLP;
+    on CPUs one mask row over the context, as bool and as float32. Encoder, which runs before: the
+    same of its tower, per patch. Both are assumed at their worst at once, because the planner adds
+    fixed + per token x tokens.
     """
     text = config.get_text_config()
     width, context = int(text.hidden_size), int(text.max_position_embeddings)
@@ -95,8 +104,9 @@ def _activations(
     routed = int(getattr(text, "num_experts_per_tok", 0) or 0)
     if routed:
         inner = max(inner, routed * int(getattr(text, "moe_intermediate_size", 0) or inner))
-    values = width * (2 + 4 // itemsize) + max(6 * heads, 3 * inner)
-    per_token = values * itemsize + context
+    per_token = 12 * width + (2 * width + max(6 * heads, 4 * inner)) * itemsize
+    if device == "cpu":
+        per_token += 5 * context
     fixed = LOGIT_ROWS * int(text.vocab_size) * 4 * _LOGIT_COPIES + context * layer_kv_bytes
     per_embed = _encoder_bytes_per_embed(config, width, itemsize)
     largest = max((item.num_embeds for item in items.values()), default=0)
