@@ -51,7 +51,7 @@ LEGAL: dict[str, Obj] = {
         engine={
             "replicas": 2,
             "accelerator": {"count": 2, "memory": "80Gi"},
-            "maxModelLen": 16_384,
+            "maxModelLen": 32_768,
             "hostMemory": "48Gi",
             "podTemplate": {"spec": {"nodeSelector": {"gpu": "h100"}}},
         },

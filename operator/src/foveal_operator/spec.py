@@ -66,7 +66,7 @@ def parse(obj: object) -> InferenceSpec:
         raise SpecError([("", "a resource is a mapping with apiVersion, kind, metadata, spec")])
     metadata = obj.get("metadata")
     if not isinstance(metadata, Mapping):
-        raise SpecError([("metadata", "is missing")])
+        metadata = {}
     problems = [*_header_problems(obj, metadata)]
     if not isinstance(obj.get("spec"), Mapping):
         raise SpecError([*problems, ("spec", "is missing")])
