@@ -144,6 +144,15 @@ async def test_health_while_loading_and_when_ready():
         assert harness.get("/other")[0] == 404
 
 
+async def test_metrics_that_cannot_be_rendered_are_a_500_and_not_the_end():
+    def render():
+        raise ValueError("no such series")
+
+    with engine(render_metrics=render) as harness:
+        assert harness.get("/metrics")[0] == 500
+        assert harness.get("/livez")[0] == 200
+
+
 async def test_a_step_that_hangs_fails_the_liveness_probe_and_idling_does_not():
     now = [100.0]
     hang, entered = threading.Event(), threading.Event()

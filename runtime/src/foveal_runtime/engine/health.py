@@ -6,10 +6,12 @@ Never asks the engine thread anything: it reads what that thread published.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+_LOG = logging.getLogger(__name__)
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SOCKET_TIMEOUT_SECONDS = 5.0
 
@@ -41,7 +43,13 @@ class HealthServer:
             def do_GET(self) -> None:
                 path = self.path.split("?", 1)[0]
                 if path == "/metrics":
-                    self._answer(200, metrics(), METRICS_TYPE)
+                    try:
+                        text = metrics()
+                    except Exception:
+                        _LOG.exception("metrics could not be rendered")
+                        self._answer(500, b"see the engine's log\n", "text/plain")
+                        return
+                    self._answer(200, text, METRICS_TYPE)
                 elif path in checks:
                     reason = checks[path]()
                     status = 503 if reason else 200
