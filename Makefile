@@ -47,7 +47,7 @@ serve: $(VENV)/.run ## keep serving the bundled model on http://127.0.0.1:8000 (
 	@$(VENV)/bin/foveal-runtime serve $(MODEL)
 
 # --- tests -------------------------------------------------------------------------------------
-.PHONY: check test faults fresh e2e bench soak
+.PHONY: check test generate faults fresh e2e bench soak
 check: $(VENV)/.dev ## ruff, mypy --strict, import contracts
 	@$(VENV)/bin/ruff format --check . && $(VENV)/bin/ruff check .
 	@$(VENV)/bin/mypy
@@ -55,6 +55,9 @@ check: $(VENV)/.dev ## ruff, mypy --strict, import contracts
 
 test: $(VENV)/.dev ## the tests (a few minutes; no GPU, no cluster, no root)
 	@OMP_WAIT_POLICY=passive $(VENV)/bin/pytest -q -m "not slow"
+
+generate: $(VENV)/.dev ## rewrite what is generated and committed: the CRD, the golden objects
+	@PYTHONPATH=.:runtime/src:operator/src $(PY) -m tests.control_plane.regenerate
 
 fresh: ## clone HEAD into an empty folder and run README's two commands there, with their times
 	@e2e/fresh.sh

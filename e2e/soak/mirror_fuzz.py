@@ -45,6 +45,7 @@ class Run:
         limits = ReceiverLimits(
             capacity_bytes=rng.choice((0, 3, 4, 6, 8, 12, 12, 20)),
             staging_bytes=rng.choice((0, 4, 8, 16, 40)),
+            largest_request_bytes=rng.choice((0, 4, 8)),
             grace_bytes=rng.choice((0, 0, 1, 3)),
             max_cacheable_bytes=rng.choice((None, 3, 100, 100)),
             max_window_bytes=rng.choice((0, 2, 4, 8, 100)),
@@ -93,6 +94,7 @@ class Run:
             self.counts["needs"] += stats.num_needs_pull + stats.num_needs_stale
             self.counts["stale"] += stats.num_needs_stale
             self.counts["bypasses"] += stats.num_bypass_requests
+            self.counts["borrowed"] += receiver.store.num_borrowed
             self.counts["rescued"] += receiver.store.num_rescued
         return self.counts
 
@@ -123,6 +125,11 @@ class Run:
 
     def _can_send(self, task: Task, frontend: int, engine: int) -> bool:
         return frontend == task.frontend and self.world.senders[frontend, engine].is_up
+
+    def on_this_world(self, move: tuple) -> tuple:
+        """A move made for another copy of the world, for this one."""
+        tasks = self.world.tasks
+        return tuple(tasks[part.name] if isinstance(part, Task) else part for part in move)
 
     # ---- ordinary moves ------------------------------------------------------------------------
     def _hello(self, link: Link) -> None:

@@ -167,6 +167,8 @@ class World:
             sending = sender.nofill(wanted)
         if sending is not None:
             self.up[link].append(sending)
+        elif wanted in sender.open_needs:
+            self.needs[link].append(wanted)
 
     def deliver_down(self, link: Link) -> None:
         message = self.down[link].popleft()
@@ -193,8 +195,10 @@ class World:
         task = self.tasks[int(rid[0])]
         if task.state == "sent" and task.rid == rid:
             task.state = "failed" if code in ("mm_too_large", "media_conflict") else "new"
-            if code == "mm_source_lost" and any(i in self.unmakeable for i in task.items):
+            if code == "mm_source_lost":
                 task.state = "failed"
+                if not any(i in self.unmakeable for i in task.items):
+                    raise Violation("I3: rejected for a value that its frontend could make")
 
     def _lost(self, link: Link, rids: list[tuple[str, int]]) -> None:
         self.needs[link].clear()
@@ -208,7 +212,10 @@ class World:
         sending = self.up[link].popleft()
         message, values = self.open(sending)
         receiver = self.receivers[link[1]]
-        self.down[link].extend(receiver.on_message(f"f{link[0]}", message, values))
+        answers = receiver.on_message(f"f{link[0]}", message, values)
+        if any(isinstance(answer, Bye) and answer.reason == "window" for answer in answers):
+            raise Violation("I2: staged bytes over the window")
+        self.down[link].extend(answers)
 
     def open(self, sending: Sending) -> tuple[Up, Mapping[MMHash, Value]]:
         message, frames = sending.message, [b"", *sending.frames]
@@ -228,12 +235,13 @@ class World:
     def take(self, engine: int) -> None:
         """The engine core takes what is complete and stops what is no longer wanted."""
         receiver = self.receivers[engine]
-        for ready in receiver.take_ready():
-            self._check_values(ready)
-            self.running[engine][ready.fid, ready.rid] = ready
-        for key in receiver.take_aborted():
-            self.running[engine].pop(key, None)
-            receiver.finish(*key)
+        while receiver.admission.ready or receiver.admission.lost:
+            for ready in receiver.take_ready():
+                self._check_values(ready)
+                self.running[engine][ready.fid, ready.rid] = ready
+            for key in receiver.take_aborted():
+                self.running[engine].pop(key, None)
+                receiver.finish(*key)
 
     def finish(self, engine: int, key: tuple[str, tuple[str, int]]) -> None:
         ready = self.running[engine].pop(key)

@@ -51,7 +51,7 @@ LEGAL: dict[str, Obj] = {
         engine={
             "replicas": 2,
             "accelerator": {"count": 2, "memory": "80Gi"},
-            "maxModelLen": 16_384,
+            "maxModelLen": 32_768,
             "hostMemory": "48Gi",
             "podTemplate": {"spec": {"nodeSelector": {"gpu": "h100"}}},
         },
@@ -107,6 +107,12 @@ ILLEGAL: list[tuple[str, str, Any, str]] = [
     ("uri too long", "spec.model.uri", "hf://" + "a" * 1020, "spec.model.uri"),
     ("uri not text", "spec.model.uri", 7, "spec.model.uri"),
     ("revision with a space", "spec.model.revision", "a b", "spec.model.revision"),
+    (
+        "revision of a claim model",
+        "spec.model",
+        {"uri": "pvc://c/m", "revision": "v1"},
+        "spec.model.revision",
+    ),
     ("secret name in capitals", "spec.model.secretRef", {"name": "A"}, "spec.model.secretRef.name"),
     (
         "cache of a claim model",

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from tests.control_plane import api_server_rules
+from tests.control_plane.regenerate import CRD_FILE
 from tests.control_plane.samples import ILLEGAL, LEGAL, TOGETHER, put, resource
 
 from foveal_operator import crd
 from foveal_operator.spec import SpecError, parse, transition_problems
-
-CRD_FILE = Path(__file__).parents[2] / "crds" / "foveal.dev_multimodalinferences.yaml"
 
 
 def parser_fields(obj: Any) -> list[str]:

@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from mirror_world import NAMESPACE, World, mm_hash, value_bytes
+from mirror_world import NAMESPACE, Violation, World, mm_hash, value_bytes
 
 from foveal_runtime.mirror.messages import NIL, Bye, Down, Hello, Req, Welcome
 from foveal_runtime.mirror.receiver import ReceiverLimits
@@ -71,7 +71,7 @@ def test_a_hint_that_came_too_late_is_healed_by_need():
 
 
 def test_a_full_window_pulls():
-    w = world(staging_bytes=30)  # window 15: one item of ten
+    w = world(staging_bytes=30, max_window_bytes=15)
     sending = w.send(w.add_task(0, (1, 2, 3)), 0)
     assert carried(sending) == [1]
     assert w.senders[0, 0].stats.num_pulls == 2
@@ -99,8 +99,28 @@ def test_requests_larger_than_the_cache_go_past_it():
     assert [int(a.mm_hash) for a in receiver.directory()] == [0]  # nothing evicted or announced
 
 
+@pytest.mark.parametrize(("capacity", "staging"), [(0, 50), (10, 50), (30, 50), (49, 50), (7, 50)])
+def test_a_request_as_large_as_the_staging_is_served_whatever_the_cache(capacity, staging):
+    """Windows must never eat the room of the largest request (they once took half of S)."""
+    w = world(capacity=capacity, staging_bytes=staging, frontends=2)
+    w.send(w.add_task(1, (6,)), 0)
+    w.send(w.add_task(0, (1, 2, 3, 4, 5)), 0)
+    w.send(w.add_task(1, (5, 4, 3, 2, 1)), 0)
+    w.settle()
+    assert all(task.state == "done" for task in w.tasks.values())
+    w.check_end()
+
+
+def test_a_cache_that_holds_every_request_leaves_all_staging_to_windows():
+    assert limits(capacity=200).window_pool_bytes == 200
+    assert limits(capacity=50, largest_request_bytes=50).window_pool_bytes == 200
+    assert limits(capacity=50).window_pool_bytes == 50
+    assert limits(capacity=0).window_pool_bytes == 0
+    assert limits(capacity=0, largest_request_bytes=20).window_pool_bytes == 100
+
+
 def test_a_cache_of_size_zero_serves_everything_past_it():
-    w = world(capacity=0)
+    w = world(capacity=0, largest_request_bytes=20)
     for _ in range(2):
         sending = w.send(w.add_task(0, (1, 2)), 0)
         assert carried(sending) == [1, 2]
@@ -111,9 +131,9 @@ def test_a_cache_of_size_zero_serves_everything_past_it():
 
 
 def test_above_cache_and_staging_the_frontend_says_so_before_sending():
-    w = world(capacity=15, staging_bytes=40)
-    with pytest.raises(MediaTooLarge, match="at most 20"):
-        w.send(w.add_task(0, (1, 2, 3)), 0)
+    w = world(capacity=15, staging_bytes=40)  # C + S - window
+    with pytest.raises(MediaTooLarge, match="at most 40"):
+        w.send(w.add_task(0, (1, 2, 3, 4, 5)), 0)
     assert w.senders[0, 0].next_n == 1
     assert not w.senders[0, 0].unfinished
 
@@ -249,7 +269,10 @@ def test_a_value_may_be_released_early_and_asked_for_again():
     receiver = w.receivers[0]
     [ready] = receiver.take_ready()
     receiver.release_value("f0", ready.rid, mm_hash(1))
-    w.put((0, 0), (2,))  # takes the room
+    w.senders[0, 0].window_bytes = 10
+    w.flush((0, 0))
+    w.deliver_down((0, 0))
+    assert w.put((0, 0), (2,))  # takes the room
     w.deliver_up((0, 0))
     receiver.requeue("f0", ready.rid)
     assert receiver.take_ready() == []
@@ -297,7 +320,7 @@ def test_text_requests_never_queue():
 
 
 def test_needs_rejections_and_credit_go_out_at_once():
-    w = world(staging_bytes=40)  # window 20
+    w = world(max_window_bytes=20)
     receiver = w.receivers[0]
     w.send(w.add_task(0, (1,)), 0)
     w.deliver_up((0, 0))
@@ -371,11 +394,12 @@ def test_an_old_hello_does_not_end_the_session():
 
 
 def test_a_peer_that_ignores_its_window_is_cut_off():
-    w = world(staging_bytes=20)
+    w = world(max_window_bytes=10)
     w.senders[0, 0].window_bytes = 1000
     sending = w.send(w.add_task(0, (1, 2)), 0)
     assert carried(sending) == [1, 2]
-    w.deliver_up((0, 0))
+    with pytest.raises(Violation, match="over the window"):
+        w.deliver_up((0, 0))
     assert w.receivers[0].stats.session_ends == {"window": 1}
 
 

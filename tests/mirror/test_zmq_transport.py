@@ -182,6 +182,42 @@ def test_a_taken_port_is_a_startup_error():
     router.close()
 
 
+async def test_a_frontend_that_does_not_read_is_given_up():
+    """Finite queues: the engine neither waits for a stuck frontend nor piles up its messages."""
+    router = ZmqRouter(PLAIN, max_queued=4)
+    link = ZmqDealer(router.endpoint, "f0", max_queued=4)
+    try:
+        await link.connected()
+        link.send([b"hello"])
+        assert [fid for fid, _ in router.poll(10)] == ["f0"]
+
+        def send_much() -> None:
+            for _ in range(500):  # the loop does not run meanwhile: nobody reads
+                router.send("f0", [bytes(2**20)])
+
+        with pytest.raises(LinkDown) as caught:
+            send_much()
+        assert caught.value.reason == "full"
+    finally:
+        link.close()
+        router.close()
+
+
+async def test_frames_above_the_limit_break_the_link():
+    router = ZmqRouter(PLAIN, max_frame_bytes=1000)
+    link = ZmqDealer(router.endpoint, "f0")
+    try:
+        await link.connected()
+        link.send([b"x" * 1001])
+        with pytest.raises(LinkDown) as caught:
+            await link.recv()
+        assert caught.value.reason == "disconnected"
+        assert router.poll(0) == []
+    finally:
+        link.close()
+        router.close()
+
+
 async def test_closing_wakes_a_waiting_receiver():
     link = ZmqDealer("tcp://127.0.0.1:9", "f0")
     waiter = asyncio.ensure_future(link.recv())

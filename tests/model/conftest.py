@@ -28,7 +28,8 @@ def _load(name: str) -> ModuleType:
 @pytest.fixture(scope="session")
 def checkpoints() -> ModuleType:
     module = _load("tiny_checkpoints")
-    _load("tiny_media")
+    for name in ("tiny_images", "tiny_grids", "tiny_groups", "tiny_sounds"):
+        _load(name)
     return module
 
 

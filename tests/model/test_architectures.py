@@ -24,7 +24,13 @@ MEDIA_NAMES = [
     "llava",
     "llava_next",
     "llava_onevision",
+    "vipllava",
+    "aya_vision",
+    "cohere2_vision",
+    "got_ocr2",
+    "llama4",
     "mistral3",
+    "lighton_ocr",
     "idefics3",
     "smolvlm",
     "internvl",
@@ -33,6 +39,7 @@ MEDIA_NAMES = [
     "qwen3_vl",
     "qwen3_vl_moe",
     "glm4v",
+    "glm4v_moe",
     "gemma3",
     "paligemma",
     "paligemma2",
@@ -44,7 +51,16 @@ MEDIA_NAMES = [
 
 @pytest.mark.parametrize("name", TEXT_NAMES + MEDIA_NAMES)
 def test_equals_transformers(name: str, bench) -> None:
-    one = bench(name)
+    check_architecture(bench(name))
+
+
+@pytest.mark.parametrize("name", [*TEXT_NAMES, "qwen3_vl", "gemma3", "paligemma2"])
+def test_default_attention_equals_transformers(name: str, bench) -> None:
+    """The same through the backend that a CPU engine gets when nobody names one."""
+    check_architecture(bench(name, attention="auto"))
+
+
+def check_architecture(one) -> None:
     kinds = list(one.case.items)
     # Two prompts share an item, one is text only, one has all kinds; b, c arrive while a runs.
     mixed = [(kind, 7 + kind) for kind in kinds]

@@ -232,3 +232,15 @@ def test_the_factory_refuses_other_devices_and_announces_slow_layers(caplog) -> 
         made = create_backend("cpu", BackendRequest(layers, 16, torch.float32, torch.device("cpu")))
     assert isinstance(made, CpuBackend)
     assert "layers [0] use torch attention" in caplog.text
+
+
+@pytest.mark.model
+def test_a_whole_model_says_the_same_with_the_kernel(bench) -> None:
+    """Gemma 2: head size 16, groups, sliding layers and soft caps, through the real runner."""
+    one = bench("gemma2_softcap", attention="cpu")
+    assert isinstance(one.runner.backend, CpuBackend)
+    prompts = {"a": one.prompt(1, num_text=40), "b": one.prompt(2, num_text=3)}
+    jobs = {key: one.job(key, prompt) for key, prompt in prompts.items()}
+    one.driver.run(list(jobs.values()), preempt={4: "a"})
+    for key, job in jobs.items():
+        one.check(job, prompts[key])

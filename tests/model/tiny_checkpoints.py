@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +144,53 @@ def plain_item(count: int, fields: dict[str, torch.Tensor], token: int = IMG_TOK
 
 def mm_fields(prompt: Prompt) -> dict[str, Any]:
     return dict(prompt.fields())
+
+
+LLAMA = {"model_type": "llama", **TEXT}
+QWEN2 = {"model_type": "qwen2", **TEXT}
+SIGLIP = {"model_type": "siglip_vision_model", **CLIP, "vision_use_head": False}
+
+
+def stacked(*names: str):
+    """Keyword arguments of a forward that wants items padded to the largest neighbour."""
+
+    def kwargs(prompt: Prompt) -> dict[str, Any]:
+        found: dict[str, list[torch.Tensor]] = {}
+        for item in prompt.items:
+            for name, tensor in item.fields.items():
+                found.setdefault(name, []).append(tensor)
+        for name in names:
+            shapes = [t.shape for t in found.get(name, [])]
+            largest = [max(sizes) for sizes in zip(*shapes, strict=True)]
+            padded = []
+            for tensor in found.get(name, []):
+                whole = tensor.new_zeros(1, *largest[1:])
+                whole[tuple(slice(0, n) for n in tensor.shape)] = tensor
+                padded.append(whole)
+            found[name] = padded
+        return {name: torch.cat(tensors) for name, tensors in found.items() if tensors}
+
+    return kwargs
+
+
+def runs_of(ids: list[int], token: int) -> tuple[tuple[int, int], ...]:
+    runs, start = [], None
+    for place, one in enumerate([*ids, -1]):
+        if one == token and start is None:
+            start = place
+        elif one != token and start is not None:
+            runs.append((start, place - start))
+            start = None
+    return tuple(runs)
+
+
+def marked(modality: int, ids: list[int], token: int, fields: dict[str, torch.Tensor]) -> MediaItem:
+    return MediaItem(modality, ids, runs_of(ids, token), fields)
+
+
+def as_video(make: Callable[[int], MediaItem]) -> Callable[[int], MediaItem]:
+    """For families whose videos are frames in image fields and image tokens."""
+    return lambda seed: replace(make(seed), modality=VIDEO)
 
 
 def _llama() -> Any:

@@ -6,6 +6,7 @@ schema and its CEL check, so that `foveal plan` refuses what the API server woul
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -66,7 +67,7 @@ def parse(obj: object) -> InferenceSpec:
         raise SpecError([("", "a resource is a mapping with apiVersion, kind, metadata, spec")])
     metadata = obj.get("metadata")
     if not isinstance(metadata, Mapping):
-        raise SpecError([("metadata", "is missing")])
+        metadata = {}
     problems = [*_header_problems(obj, metadata)]
     if not isinstance(obj.get("spec"), Mapping):
         raise SpecError([*problems, ("spec", "is missing")])
@@ -136,6 +137,13 @@ def _join(*parts: str) -> str:
     return ".".join(part for part in parts if part)
 
 
+@functools.cache
+def _fields(part: type[Part]) -> tuple[inspect.Field, ...]:
+    info = inspect.type_info(part)
+    assert isinstance(info, inspect.StructType)
+    return info.fields
+
+
 def rule_problems(part: Part, path: str) -> list[tuple[str, str]]:
     """Rules and formats that `part` and everything below it breaks."""
     found = [
@@ -143,9 +151,7 @@ def rule_problems(part: Part, path: str) -> list[tuple[str, str]]:
         for rule in getattr(type(part), "RULES", ())
         if not rule.check(part)
     ]
-    info = inspect.type_info(type(part))
-    assert isinstance(info, inspect.StructType)
-    for field in info.fields:
+    for field in _fields(type(part)):
         value, where = getattr(part, field.name), f"{path}.{field.encode_name}"
         if isinstance(value, Part):
             found += rule_problems(value, where)

@@ -72,6 +72,12 @@ class Model(Part, frozen=True, kw_only=True):
             "uri",
         ),
         Rule(
+            "!has(self.revision) || self.uri.startsWith('hf://')",
+            "revision is only for hf:// models",
+            lambda s: s.revision is None or s.uri.startswith("hf://"),
+            "revision",
+        ),
+        Rule(
             "!has(self.cache) || self.uri.startsWith('hf://') || self.uri.startsWith('s3://')",
             "cache is only for models that are fetched (hf:// and s3://)",
             lambda s: s.cache is None or s.uri.startswith(("hf://", "s3://")),

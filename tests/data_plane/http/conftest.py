@@ -88,7 +88,9 @@ def start(model_path: Path) -> Any:
     """`async with start(config field=...) as harness`."""
 
     @asynccontextmanager
-    async def starter(tracing: Any = None, **config: Any) -> AsyncIterator[Harness]:
+    async def starter(
+        tracing: Any = None, admin: Any = None, **config: Any
+    ) -> AsyncIterator[Harness]:
         said = ["Hello, world!"]
         generator = FakeGenerator(lambda _: list(said[0].encode()), EOS)
         processor = FakeInputProcessor(
@@ -104,6 +106,7 @@ def start(model_path: Path) -> Any:
             info=processor,
             generator=generator,
             tracing=tracing,
+            admin=admin,
         )
         async with serve(app.asgi) as url, httpx.AsyncClient(base_url=url, timeout=20) as http:
             yield Harness(app, generator, processor, url, http, said)

@@ -109,6 +109,34 @@ async def test_keys_are_needed_and_reloaded(start: Any, tmp_path: Path) -> None:
             assert (await harness.http.get(path)).status_code == 200, path
 
 
+class Told:
+    """A CacheAdmin that notes what it was told."""
+
+    def __init__(self) -> None:
+        self.caches: list[str] = []
+
+    def reset_cache(self, cache: str) -> int:
+        self.caches.append(cache)
+        return 2
+
+
+async def test_administration_has_its_own_key(start: Any, tmp_path: Path) -> None:
+    (tmp_path / "api").write_text("user")
+    (tmp_path / "admin").write_text("root")
+    admin = Told()
+    files = {f"{name}_key_file": str(tmp_path / name) for name in ("api", "admin")}
+    async with start(admin=admin, **files) as harness:
+        for key, status in (("user", 401), ("root", 200)):
+            response = await harness.http.post(
+                "/reset_mm_cache", headers={"authorization": f"Bearer {key}"}
+            )
+            assert response.status_code == status
+        assert response.json() == {"cache": "mm", "num_engines": 2}
+        assert admin.caches == ["mm"]
+    async with start(admin=admin) as harness:
+        assert (await harness.http.post("/reset_mm_cache")).status_code == 404
+
+
 def test_key_file_follows_changes(tmp_path: Path) -> None:
     """A Secret volume swaps the file; a moment without keys locks nobody out."""
     path = tmp_path / "keys"
@@ -173,6 +201,32 @@ async def test_shutdown_finishes_open_streams(start: Any, tmp_path: Path) -> Non
         with pytest.raises(httpx.ConnectError):
             async with httpx.AsyncClient() as late:
                 await late.get(f"{url}/livez")
+        app.gate.leaving = app.gate.draining = False
+
+
+async def test_shutdown_ends_after_the_drain_timeout(start: Any) -> None:
+    """A stream that never ends cannot keep the process; its engine request is aborted."""
+    async with start() as harness:
+        generator, app = harness.generator, harness.app
+        generator.hold = asyncio.Event()
+        listening = bind_tcp("127.0.0.1", 0)
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        stop, started = asyncio.Event(), asyncio.Event()
+        server = asyncio.create_task(
+            serve(app, [listening], stop, drain_timeout_seconds=0.05, started=started)
+        )
+        await started.wait()
+        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+            body = harness.body("hi", stream=True)
+            async with http.stream("POST", CHAT, json=body) as response:
+                lines = response.aiter_lines()
+                await anext(lines)
+                stop.set()
+                with pytest.raises(httpx.RemoteProtocolError):
+                    async for _ in lines:
+                        pass
+        await server
+        assert generator.aborted
         app.gate.leaving = app.gate.draining = False
 
 

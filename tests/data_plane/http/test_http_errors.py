@@ -204,6 +204,19 @@ async def test_unexpected_error_is_a_500_with_its_request_id(harness: Any, caplo
     assert "secret detail" in caplog.text
 
 
+async def test_equal_request_ids_are_different_requests(harness: Any) -> None:
+    """A client that sends one id twice would otherwise be refused by the engine as a duplicate."""
+    headers = {"x-request-id": "same"}
+    for _ in range(2):
+        response = await harness.http.post(
+            "/v1/chat/completions", json=harness.body(), headers=headers
+        )
+        assert response.json()["id"] == "chatcmpl-same"
+    first, second = (request.request_id for request in harness.generator.requests)
+    assert first != second
+    assert first.startswith("same.")
+
+
 async def test_request_ids_that_could_harm_are_replaced(harness: Any) -> None:
     for bad in ("a b", "x" * 200, "../etc", "a\tb"):
         response = await harness.http.get("/livez", headers={"x-request-id": bad})

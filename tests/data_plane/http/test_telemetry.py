@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from foveal_runtime.plan.metrics import METRICS
 from foveal_runtime.telemetry.exposition import merge, parse
 from foveal_runtime.telemetry.logs import JsonFormatter, TextFormatter, request_id_of_task
 from foveal_runtime.telemetry.metrics import Metrics
+from foveal_runtime.telemetry.table import markdown
 from foveal_runtime.telemetry.tracing import NO_SPAN, Tracing, child_span, configure_tracing
 
 
@@ -148,6 +150,14 @@ def record(message: str, fields: dict[str, Any] | None = None) -> logging.LogRec
     return made
 
 
+def test_fields_may_stand_in_extra() -> None:
+    made = logging.makeLogRecord(
+        {"msg": "ready", "endpoint": "tcp://x", "levelname": "INFO", "name": "x"}
+    )
+    assert json.loads(JsonFormatter().format(made))["endpoint"] == "tcp://x"
+    assert TextFormatter().format(made).endswith("ready endpoint=tcp://x")
+
+
 def test_log_lines() -> None:
     token = request_id_of_task.set("req-1")
     try:
@@ -215,3 +225,10 @@ def test_tracing_is_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
     assert tracing.start("x", {}) is NO_SPAN
     with child_span("stage", size=3) as span:
         assert span is NO_SPAN
+
+
+def test_the_committed_table_is_current() -> None:
+    committed = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
+    assert committed.read_text(encoding="utf-8") == markdown(), (
+        "run: python -m foveal_runtime.telemetry.table docs/metrics.md"
+    )

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
@@ -15,6 +15,11 @@ from foveal_runtime.plan.sampling import SamplingParams
 
 TRASH_BLOCK = 0
 """The KV block that belongs to no request: a runner may write padding there."""
+
+if TYPE_CHECKING:
+    Buffer = bytes | memoryview
+else:
+    Buffer = memoryview  # msgspec takes no union here: encodes either, decodes as a view, no copy
 
 
 class ModelTraits(msgspec.Struct, frozen=True):
@@ -60,7 +65,7 @@ class NewRequest(msgspec.Struct, array_like=True):
     token_ids: list[int]
     num_prompt_tokens: int
     mm_inputs: tuple[MMInput, ...]
-    values: tuple[bytes | memoryview, ...]
+    values: tuple[Buffer, ...]
     sampling: SamplingParams
 
 
@@ -85,7 +90,7 @@ class EncoderInput(msgspec.Struct, array_like=True):
     mm_hash: MMHash
     modality: int
     num_embeds: int
-    value: bytes | memoryview
+    value: Buffer
 
 
 class StepPlan(msgspec.Struct, array_like=True):

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from foveal_runtime.frontend.admin import CacheAdmin, build_admin_router
 from foveal_runtime.frontend.admission import Gate
 from foveal_runtime.frontend.auth import KeyFile
 from foveal_runtime.frontend.chat_template import ChatTemplate, load_template
@@ -63,6 +64,7 @@ def build_app(
     tokenizer: TextTokenizer | None = None,
     metrics: Metrics | None = None,
     tracing: Tracing | None = None,
+    admin: CacheAdmin | None = None,
 ) -> HttpApp:
     """Reads tokenizer, chat template, sampling defaults and key file; raises StartupError."""
     tokenizer = tokenizer if tokenizer is not None else TextTokenizer.load(config.model.path)
@@ -99,9 +101,12 @@ def build_app(
         redoc_url=None,
     )
     api.include_router(build_router(service, info, health, page))
+    admin_keys = KeyFile(config.admin_key_file) if config.admin_key_file else None
+    if admin is not None and admin_keys is not None:
+        api.include_router(build_admin_router(admin))
     describe(api, needs_key=keys is not None)
     _add_error_handlers(api)
-    door = RequireKey(Intake(api, gate), keys)
+    door = RequireKey(Intake(api, gate), keys, admin_keys)
     asgi = RequestContext(door, gate, metrics, tracing or Tracing())
     return HttpApp(asgi=asgi, api=api, service=service, gate=gate, health=health)
 

@@ -56,6 +56,7 @@ class EngineLink:
         self.sender = sender
         self.info: EngineInfo | None = None
         self.is_leaving = False
+        self._name = endpoint
         self.load: EngineLoad | None = None
         self.own_at_report = 0
         self.reported_at = 0.0
@@ -91,7 +92,8 @@ class EngineLink:
 
     @property
     def name(self) -> str:
-        return self.info.engine_id if self.info is not None else self.endpoint
+        """The engine's own name; the endpoint until it has said it. A metric label: it stays."""
+        return self._name
 
     def is_healthy(self) -> bool:
         """Heard of within three seconds, and stepping while it has work."""
@@ -292,6 +294,7 @@ class EngineLink:
             event = self.sender.on_down(codec.decode_down(frames))
             if event.welcome is not None:
                 self.info = codec.decode_info(event.welcome.info)
+                self._name = self.info.engine_id or self.endpoint
                 self._moved_at = self._opened_at = time.monotonic()
                 log.info("session with engine %s (%s) is open", self.info.engine_id, self.endpoint)
                 self._on_change(self)

@@ -23,7 +23,7 @@ from foveal_runtime.frontend.item_source import Buffer, ItemSource, RawMedia
 from foveal_runtime.frontend.media import hashing
 from foveal_runtime.frontend.media.fetch import Fetcher
 from foveal_runtime.frontend.media.protocol import ProcessorInfo
-from foveal_runtime.frontend.media.workers import MediaWorkers, WorkerSettings
+from foveal_runtime.frontend.media.workers import MediaWorkers, Workers, WorkerSettings
 from foveal_runtime.frontend.placement import check_counts, complete_prompt, match_placeholders
 from foveal_runtime.frontend.prepared import PreparedItem, PreparedRequest
 from foveal_runtime.frontend.processor_cache import ProcessorCache
@@ -86,7 +86,7 @@ class InputProcessor:
     def __init__(
         self,
         config: FrontendConfig,
-        workers: MediaWorkers,
+        workers: Workers,
         info: ProcessorInfo,
         *,
         knowledge: Knowledge | None = None,

@@ -13,6 +13,7 @@ import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from foveal_runtime.frontend.admin import ADMIN_PATHS
 from foveal_runtime.frontend.admission import Gate, Ticket
 from foveal_runtime.frontend.auth import KeyFile
 from foveal_runtime.frontend.disconnect import ClientGone
@@ -137,17 +138,21 @@ class RequestContext:
 
 
 class RequireKey:
-    """Every path but health, metrics and documentation needs a key, when there is a key file."""
+    """Every path but health, metrics and documentation needs a key, when there is a key file.
+    Administration needs its own key."""
 
-    def __init__(self, app: ASGIApp, keys: KeyFile | None) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyFile | None, admin_keys: KeyFile | None) -> None:
         self._app = app
         self._keys = keys
+        self._admin_keys = admin_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._keys is not None and scope["path"] not in _OPEN:
+        if scope["type"] == "http" and scope["path"] not in _OPEN:
+            keys = self._admin_keys if scope["path"] in ADMIN_PATHS else self._keys
             given = header(scope, b"authorization") or b""
             scheme, _, key = given.partition(b" ")
-            if scheme.lower() != b"bearer" or not self._keys.accepts(key.strip()):
+            is_bearer = scheme.lower() == b"bearer"
+            if keys is not None and not (is_bearer and keys.accepts(key.strip())):
                 raise AuthenticationFailed("a valid API key is needed: Authorization: Bearer <key>")
         await self._app(scope, receive, send)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from foveal_runtime.frontend.media.newlines import surround
 from foveal_runtime.frontend.media.protocol import ProcessorInfo
 from foveal_runtime.frontend.seams import MediaPart
 from foveal_runtime.plan.config import ModalitiesConfig, ModalityLimits
@@ -46,9 +47,16 @@ def complete_prompt(
     """The prompt as the model was trained on it.
 
     Prefix models (PaliGemma) take all placeholders first, in the order of the parts, then BOS, the
-    text without placeholders and BOS, a newline; others take the prompt as it is.
+    text without placeholders and BOS, a newline; Gemma 3 takes blank lines around each image;
+    others take the prompt as it is.
     """
-    if info.prompt_rule != "prefix" or not parts:
+    if not parts:
+        return token_ids
+    if info.newlines:
+        token = info.placeholder_token_id("image")
+        assert token is not None
+        return surround(token_ids, token, info.newline_ids, info.newlines)
+    if info.prompt_rule != "prefix":
         return token_ids
     marks = [info.placeholder_token_id(part.modality) for part in parts]
     drop = {*marks, *info.prefix_ids}

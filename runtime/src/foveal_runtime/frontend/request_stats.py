@@ -46,6 +46,7 @@ class RequestStats:
         self._metrics = metrics
         self._clock = clock
         self._started = started
+        self._routable = False
         self._sequences = [_Sequence() for _ in range(num_sequences)]
         metrics.observe("vllm:request_params_n", num_choices)
         for limit in max_tokens:
@@ -53,6 +54,7 @@ class RequestStats:
 
     def prepared(self) -> None:
         """Media are known and the request can be routed."""
+        self._routable = True
         self._metrics.observe("foveal_request_media_seconds", self._clock() - self._started)
 
     def add(self, index: int, delta: Delta) -> None:
@@ -75,7 +77,10 @@ class RequestStats:
             sequence.finish_reason = delta.finish_reason
 
     def end(self, *, failed: bool) -> None:
-        """Every sequence counts once; those that did not finish were aborted or failed."""
+        """Every sequence counts once; those that did not finish were aborted or failed. A request
+        that was refused before it could be routed had none."""
+        if not self._routable:
+            return
         unfinished = "error" if failed else "abort"
         for sequence in self._sequences:
             reason = sequence.finish_reason or unfinished

@@ -27,6 +27,8 @@ _BACKLOG = 2048
 _KEEP_ALIVE_SECONDS = 75
 """Longer than the idle time of common load balancers, so that they close first."""
 _POLL_SECONDS = 0.05
+_CLOSE_SECONDS = 1
+"""For connections to close once the drain is over; requests still open are cancelled then."""
 
 
 def bind_tcp(host: str, port: int, *, share: bool = False) -> socket.socket:
@@ -70,7 +72,7 @@ class _Server(uvicorn.Server):  # type: ignore[misc]
         yield
 
 
-def _server(app: ASGIApp, grace_seconds: float) -> _Server:
+def _server(app: ASGIApp) -> _Server:
     return _Server(
         uvicorn.Config(
             app,
@@ -82,7 +84,7 @@ def _server(app: ASGIApp, grace_seconds: float) -> _Server:
             proxy_headers=False,
             backlog=_BACKLOG,
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=max(1, int(grace_seconds)),
+            timeout_graceful_shutdown=_CLOSE_SECONDS,
         )
     )
 
@@ -104,8 +106,8 @@ async def serve(
     `drain_timeout_seconds`; then everything closes. `own_sockets` serve this process's own
     /metrics to its peers until the end. `started` is set once connections are accepted.
     """
-    public = _server(app.asgi, drain_timeout_seconds)
-    private = _server(own_metrics_app(app.service.metrics), 1)
+    public = _server(app.asgi)
+    private = _server(own_metrics_app(app.service.metrics))
     tasks = [asyncio.create_task(public.serve(sockets=list(sockets)))]
     if own_sockets:
         tasks.append(asyncio.create_task(private.serve(sockets=list(own_sockets))))

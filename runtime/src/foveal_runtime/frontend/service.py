@@ -100,12 +100,21 @@ class Job:
 
 @dataclass(slots=True)
 class RequestScope:
-    """What the door knows of an HTTP request."""
+    """What the door knows of an HTTP request.
+
+    Attributes:
+        request_id: the client's, or ours; for people and logs.
+        unique_id: never the same twice, whatever clients send: engines refuse duplicates.
+    """
 
     request_id: str
     ticket: Ticket
     tenant: bytes = b""
     started: float = field(default_factory=time.monotonic)
+    unique_id: str = ""
+
+    def __post_init__(self) -> None:
+        self.unique_id = f"{self.request_id}.{secrets.token_hex(6)}"
 
 
 def make_job(
@@ -140,7 +149,7 @@ def make_job(
         drawn_seed=secrets.randbits(63),
     )
     options = PrepareOptions(
-        request_id=scope.request_id + suffix,
+        request_id=scope.unique_id + suffix,
         sampling=sampling,
         mm_processor_kwargs=request.mm_processor_kwargs or {},
         cache_salt=request.cache_salt or "",

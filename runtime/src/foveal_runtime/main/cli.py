@@ -7,6 +7,7 @@ Parses arguments and turns every expected failure into one line and an exit code
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -75,6 +76,10 @@ def _parser() -> argparse.ArgumentParser:
     for role in ("frontend", "engine"):
         part = commands.add_parser(role, help=f"one {role} process from its document")
         part.add_argument("--config", required=True, help="JSON document")
+    fetch = commands.add_parser("fetch", help="download a model (hf:// or s3://) into a directory")
+    fetch.add_argument("uri", help="hf://ORG/NAME or s3://BUCKET/PREFIX")
+    fetch.add_argument("--to", required=True, metavar="DIRECTORY")
+    fetch.add_argument("--revision", default="", help="branch, tag or commit of a hf:// model")
     profile = commands.add_parser("profile", help="what a model costs, as JSON")
     profile.add_argument("model")
     profile.add_argument("--measure", action="store_true", help="load the model and measure")
@@ -82,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     profile.add_argument("--max-frames", type=positive, default=768)
     profile.add_argument("--max-seconds", type=float, default=600.0)
     profile.add_argument("--max-num-batched-tokens", type=positive, default=2048)
+    profile.add_argument("--output", default="", metavar="FILE", help="instead of standard output")
     return parser
 
 
@@ -106,9 +112,17 @@ def _run(arguments: argparse.Namespace) -> int:
         from foveal_runtime.main import frontend
 
         return frontend.run(arguments.config)
+    if arguments.command == "fetch":
+        from foveal_runtime.main import fetch
+
+        return fetch.run(arguments)
     from foveal_runtime.main import profile
 
-    return profile.run(arguments)
+    if not arguments.output:
+        return profile.run(arguments)
+    # In a pod: the termination message, which the operator reads without any right to the pod.
+    with open(arguments.output, "w", encoding="utf-8") as file, contextlib.redirect_stdout(file):
+        return profile.run(arguments)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -9,83 +9,19 @@ anything by what a mirror believes.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from enum import Enum, auto
 
-import msgspec
-
-from foveal_runtime.mirror.messages import ItemRef, RequestId
+from foveal_runtime.mirror.messages import ItemRef
+from foveal_runtime.mirror.request import Pending, Request, RequestKey, State
 from foveal_runtime.mirror.session import Session
 from foveal_runtime.mirror.stats import ReceiverStats
 from foveal_runtime.mirror.store import Store, Value
 from foveal_runtime.plan.media import MMHash
 
-RequestKey = tuple[str, RequestId]
-"""(frontend id, (request id, attempt))."""
+__all__ = ["Admission", "Pending", "Request", "RequestKey", "State"]
 
 MM_TOO_LARGE = "mm_too_large"
 MM_SOURCE_LOST = "mm_source_lost"
 MAX_DEPARTED = 65536
-
-
-class State(Enum):
-    QUEUED = auto()  # in the queue, holds nothing
-    DEAD = auto()  # in the queue for its values alone (aborted, rejected, PUT)
-    RESERVED = auto()  # holds pins and reservations, data on the way
-    READY = auto()  # complete, not yet taken by the engine core
-    RUNNING = auto()  # taken; ends by finish() only
-
-
-class Request:
-    """One REQ (or PUT: `rid` is None) on the engine's side.
-
-    `session` is the one it came by; `copies` are values sent along; `held` hashes it pins;
-    `missing` hashes it waits for. `queued_n` is its n while it holds back the ack, else 0.
-    `taken`: the engine core has seen it and must be told when it goes without finish().
-    """
-
-    __slots__ = (
-        "body", "bypassed", "copies", "fid", "held", "items", "missing", "num_hits", "queued_n",
-        "rid", "session", "staged_bytes", "state", "taken",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        session: Session,
-        n: int,
-        rid: RequestId | None,
-        items: tuple[ItemRef, ...],
-        copies: dict[MMHash, Value],
-        body: msgspec.Raw,
-    ) -> None:
-        self.session = session
-        self.fid = session.fid
-        self.queued_n = n
-        self.rid = rid
-        self.items = {item.mm_hash: item for item in items}
-        self.copies = copies
-        self.body = body
-        self.state = State.DEAD if rid is None else State.QUEUED
-        self.held: dict[MMHash, None] = {}
-        self.missing: dict[MMHash, None] = {}
-        self.num_hits = 0
-        self.taken = False
-        self.bypassed = False
-        self.staged_bytes = sum(self.items[h].size_bytes for h in copies)
-
-    @property
-    def key(self) -> RequestKey:
-        assert self.rid is not None
-        return (self.fid, self.rid)
-
-
-class Pending:
-    """A reservation: who was asked for the data, who waits for it."""
-
-    __slots__ = ("asked", "waiters")
-
-    def __init__(self, asked: str) -> None:
-        self.asked = asked
-        self.waiters: dict[RequestKey, None] = {}
 
 
 class Admission:
@@ -131,18 +67,23 @@ class Admission:
         """Room for the whole request now, counting all that eviction could free."""
         store = self.store
         if bypass:
-            new = sum(
-                item.size_bytes
-                for h, item in request.items.items()
-                if store.lookup_any(h) is None
-            )  # fmt: skip
-            return store.bypass_bytes + new <= store.bypass_capacity_bytes
+            idle = sum(self._size(i) for h, i in request.items.items() if self._is_idle(h))
+            borrowed = store.would_borrow(self._absent_bytes(request))
+            return store.held_bytes + idle + borrowed <= store.capacity_bytes or not borrowed
         new = sum(self._size(item) for h, item in request.items.items() if not store.is_held(h))
         return store.held_bytes + new <= store.capacity_bytes
 
+    def _is_idle(self, mm_hash: MMHash) -> bool:
+        return not self.store.is_held(mm_hash) and self.store.lookup(mm_hash) is not None
+
+    def _absent_bytes(self, request: Request) -> int:
+        """What the request needs that is neither here nor on its way."""
+        absent = (i for h, i in request.items.items() if self.store.lookup_any(h) is None)
+        return sum(item.size_bytes for item in absent)
+
     def is_too_large(self, request: Request) -> bool:
         total = sum(self._size(item) for item in request.items.values())
-        return total > max(self.store.capacity_bytes, self.store.bypass_capacity_bytes)
+        return total > self.store.capacity_bytes + self.store.bypass_capacity_bytes
 
     # ---- arrivals ------------------------------------------------------------------------------
     def enqueue(self, request: Request) -> None:
@@ -289,10 +230,11 @@ class Admission:
     def _admit(self, request: Request, bypass: bool) -> None:
         """One atomic step, the only one that pins: every item is pinned or reserved after it."""
         store = self.store
-        if not bypass:
-            missing = [i for h, i in request.items.items() if store.lookup_any(h) is None]
-            store.make_room(sum(item.size_bytes for item in missing), request.items)
-        else:
+        absent = self._absent_bytes(request)
+        room = store.would_borrow(absent) if bypass else absent
+        if room:
+            store.make_room(room, request.items)
+        if bypass:
             self.stats.num_bypass_requests += 1
             request.bypassed = True
         request.state = State.RESERVED

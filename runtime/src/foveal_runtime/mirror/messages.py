@@ -146,7 +146,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=33):
     Attributes:
         boot: u64 that changes with every engine start.
         capacity_bytes: C. window_bytes: credit for optimistic values; 0 = pull only.
-        max_inline_bytes: S, the largest sum of item bytes a request may carry past the cache.
+        max_inline_bytes: the largest sum of item bytes of one request, through or past the cache.
         info: engine facts the request layer needs (opaque to the mirror; wire.messages.EngineInfo).
         max_cacheable_bytes: larger items are never kept, so a sender must not believe in them.
     """

@@ -13,12 +13,12 @@ finish(). One thread at a time; nothing here blocks, sleeps, reads a clock or a 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import msgspec
 
 from foveal_runtime.mirror.admission import Admission, Request, RequestKey, State
 from foveal_runtime.mirror.bindings import Bindings
+from foveal_runtime.mirror.limits import ReadyRequest, ReceiverLimits
 from foveal_runtime.mirror.messages import (
     NIL,
     PROTOCOL_VERSION,
@@ -32,6 +32,7 @@ from foveal_runtime.mirror.messages import (
     Fill,
     Heartbeat,
     Hello,
+    ItemRef,
     MirrorNote,
     NoFill,
     Put,
@@ -45,59 +46,11 @@ from foveal_runtime.mirror.stats import ReceiverStats
 from foveal_runtime.mirror.store import Store, Value
 from foveal_runtime.plan.media import MMHash
 
-MIB = 1024**2
+__all__ = ["ReadyRequest", "Receiver", "ReceiverLimits"]
+
 MEDIA_CONFLICT = "media_conflict"
 OVERLOADED = "overloaded"
 DUPLICATE_REQUEST = "duplicate_request"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReceiverLimits:
-    """Everything a receiver is bounded by. All sizes are bytes.
-
-    Attributes:
-        capacity_bytes: C. staging_bytes: S; half of it is granted as windows, the other half
-            holds the values of requests larger than C (`max_inline_bytes` of WELCOME).
-        grace_bytes: G, announced as evicted before the room is needed; None = max(1 % of C,
-            16 MiB), at most an eighth of C.
-        max_cacheable_bytes: larger items are used and forgotten; None = C / 4.
-        max_window_bytes: largest window of one session.
-        max_capacity_bytes: a resize cannot go above; None = no limit.
-    """
-
-    capacity_bytes: int
-    staging_bytes: int = 256 * MIB
-    grace_bytes: int | None = None
-    max_cacheable_bytes: int | None = None
-    max_window_bytes: int = 64 * MIB
-    max_capacity_bytes: int | None = None
-    max_bindings: int = 65536
-    max_sessions: int = 256
-    max_queued: int = 4096
-
-    @property
-    def bypass_bytes(self) -> int:
-        return self.staging_bytes - self.window_pool_bytes
-
-    @property
-    def window_pool_bytes(self) -> int:
-        return self.staging_bytes // 2
-
-
-@dataclass(frozen=True, slots=True)
-class ReadyRequest:
-    """A request whose values are all here and pinned until finish(fid, rid).
-
-    `items` maps each distinct hash to its value, in first-use order; `num_hits` of them were here
-    before the request and came without a copy; `bypassed`: larger than the cache (warn once).
-    """
-
-    fid: str
-    rid: RequestId
-    body: msgspec.Raw
-    items: dict[MMHash, Value]
-    num_hits: int
-    bypassed: bool
 
 
 class Receiver:
@@ -161,7 +114,7 @@ class Receiver:
             boot=self.boot,
             capacity_bytes=self.store.capacity_bytes,
             window_bytes=window,
-            max_inline_bytes=self.limits.bypass_bytes,
+            max_inline_bytes=self.store.capacity_bytes + self.limits.bypass_bytes,
             node=self.node,
             directory=self.directory(),
             bindings=tuple(self.bindings.table.items()),
@@ -263,9 +216,9 @@ class Receiver:
                 session.rejected.append((rid, code))
         if not request.items and request.state is State.QUEUED:
             self._admit_text(request)
-        else:
+        elif request.copies or request.state is State.QUEUED:
             self.admission.enqueue(request)
-        return ""
+        return ""  # what is dead and brought no values is answered already
 
     def _refusal(self, request: Request, binds: tuple[tuple[Alias, MMHash], ...]) -> str:
         """Binds the uuids, or says why the request cannot be taken."""
@@ -296,6 +249,16 @@ class Receiver:
         elif message.action == "resize_ipc":
             self.resize(message.value)
         self._controls.append(message)
+
+    def insert(self, fid: str, values: Mapping[MMHash, Value]) -> None:
+        """Takes the next numbered message of `fid` as having brought `values` (`facade`)."""
+        session = self.sessions[fid]
+        items = tuple(ItemRef(h, len(value.data)) for h, value in values.items())
+        record = Request(session, session.expected, None, items, dict(values), NIL)
+        record.staged_bytes = 0
+        session.expected += 1
+        self.admission.enqueue(record)
+        self._settle()
 
     # ---- the engine core's side ----------------------------------------------------------------
     def take_ready(self) -> list[ReadyRequest]:
@@ -399,10 +362,7 @@ class Receiver:
 
     # ---- internals -----------------------------------------------------------------------------
     def _grace(self) -> int:
-        if self.limits.grace_bytes is not None:
-            return self.limits.grace_bytes
-        capacity = self.store.capacity_bytes
-        return min(max(capacity // 100, 16 * MIB), capacity // 8)
+        return self.limits.grace_of(self.store.capacity_bytes)
 
     def _close(self, session: Session, reason: str) -> None:
         del self.sessions[session.fid]
@@ -433,4 +393,5 @@ class Receiver:
         self.admission.check_integrity()
         granted = sum(s.window_bytes for s in self.sessions.values())
         assert granted <= self.limits.window_pool_bytes
-        assert granted + self.store.bypass_bytes <= self.limits.staging_bytes, "I2: over S"
+        own_pool = self.store.bypass_bytes - self.store.borrowed_bytes
+        assert granted + own_pool <= self.limits.staging_bytes, "I2: over S"

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import msgspec
 
@@ -42,64 +40,16 @@ from foveal_runtime.mirror.messages import (
     RequestId,
     SessionId,
     SharedValue,
-    Up,
     ValueRef,
     Welcome,
 )  # fmt: skip
+from foveal_runtime.mirror.sending import DownEvent, Sending, SendItem, SendValue
 from foveal_runtime.mirror.stats import SenderStats
 from foveal_runtime.mirror.store import Buffer
 from foveal_runtime.plan.errors import MediaTooLarge, Overloaded
 from foveal_runtime.plan.media import ItemMeta, MMHash
 
-
-class SendItem(NamedTuple):
-    """One distinct item of a request. `source`: frontend or injector to ask first when missing."""
-
-    mm_hash: MMHash
-    size_bytes: int
-    source: str | None = None
-
-
-class SendValue(NamedTuple):
-    """A serialised value to send: inline `data`, or the name of a shared-memory file with it.
-
-    `digest` is the 8-byte BLAKE3 of the bytes (`wire.codec.digest`).
-    """
-
-    data: Buffer
-    digest: bytes
-    shared_name: str = ""
-
-
-class Sending(NamedTuple):
-    """A message and the value frames that follow it, in frame order."""
-
-    message: Up
-    frames: list[Buffer]
-
-
-@dataclass(slots=True)
-class DownEvent:
-    """What a message from the engine means for the request layer, in the order to act on it.
-
-    Attributes:
-        session_over: why the session ended, "" when it goes on. `lost`: unfinished requests to
-            issue again (a new attempt number, here or elsewhere).
-        welcome: the session is open.
-        needs: hashes to answer, each exactly once, with fill() or nofill(). Answer inline: a need
-            may mean that a shared file could not be opened.
-        rejected: (rid, code) of requests that failed; they are finished.
-        outputs: opaque here; act on it after the above.
-        heartbeat: the engine is alive (and how far).
-    """
-
-    session_over: str = ""
-    lost: list[RequestId] = field(default_factory=list)
-    welcome: Welcome | None = None
-    needs: list[MMHash] = field(default_factory=list)
-    rejected: list[tuple[RequestId, str]] = field(default_factory=list)
-    outputs: msgspec.Raw | None = None
-    heartbeat: EngineHeartbeat | None = None
+__all__ = ["DownEvent", "SendItem", "SendValue", "Sender", "Sending"]
 
 
 class Sender:
@@ -261,6 +211,14 @@ class Sender:
         self._log(n, sent_bytes)
         return Sending(Put(self.sid, n, refs, pairs), frames)
 
+    def put_always(self, items: Sequence[SendItem], values: Mapping[MMHash, SendValue]) -> Sending:
+        """Like put, but takes a number even when nothing is left to send (`facade`)."""
+        self._require_session()
+        n = self._take_number()
+        refs, frames, sent_bytes = self._stamp(items, values, n, kind="put")
+        self._log(n, sent_bytes)
+        return Sending(Put(self.sid, n, refs), frames)
+
     def fill(self, mm_hash: MMHash, value: SendValue) -> Sending | None:
         """Answers a NEED; needs no window. None: the need is not open (any more)."""
         if not self._close_need(mm_hash):
@@ -292,6 +250,12 @@ class Sender:
     def finished(self, rid: RequestId) -> None:
         """Its last output came; the answer duty ends."""
         self.unfinished.pop(rid, None)
+
+    def reset(self) -> None:
+        """Forgets what the engine has. One-sided and harmless: values are sent again until the
+        next announcement of each."""
+        self.confirmed.clear()
+        self.optimistic.clear()
 
     # ---- messages down -------------------------------------------------------------------------
     def on_down(self, message: DownMessage) -> DownEvent:

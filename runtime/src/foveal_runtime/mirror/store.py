@@ -4,7 +4,8 @@ Used by `admission` alone. An entry is in exactly one of four places: *reserved*
 on the way), *pinned* (a request uses it), *idle* (LRU) or *limbo* (announced as evicted, bytes not
 yet freed). `idle + limbo + pinned + reserved <= capacity` always, except that a shrink below the
 pinned bytes lets them end first. Entries of requests that go past the cache (*bypass*) are counted
-in a second pool and are never announced. Never blocks, never asks a peer, never copies a value.
+in a second pool and are never announced; what exceeds that pool is borrowed from the capacity.
+Never blocks, never asks a peer, never copies a value.
 """
 
 from __future__ import annotations
@@ -58,17 +59,29 @@ class Store:
         self.idle_bytes = self.limbo_bytes = 0
         self.pinned_bytes = self.reserved_bytes = self.bypass_bytes = 0
         self.changed: dict[MMHash, None] = {}
+        self.num_borrowed = 0
         self.num_rescued = self.num_evicted_limbo = self.num_evicted_forced = 0
 
     # ---- questions -----------------------------------------------------------------------------
     @property
     def used_bytes(self) -> int:
-        return self.idle_bytes + self.limbo_bytes + self.pinned_bytes + self.reserved_bytes
+        held = self.pinned_bytes + self.reserved_bytes + self.borrowed_bytes
+        return self.idle_bytes + self.limbo_bytes + held
 
     @property
     def held_bytes(self) -> int:
         """Bytes that eviction cannot free."""
-        return self.pinned_bytes + self.reserved_bytes
+        return self.pinned_bytes + self.reserved_bytes + self.borrowed_bytes
+
+    @property
+    def borrowed_bytes(self) -> int:
+        """Bypass bytes beyond their own pool."""
+        return max(0, self.bypass_bytes - self.bypass_capacity_bytes)
+
+    def would_borrow(self, size_bytes: int) -> int:
+        """What `size_bytes` more of bypass entries would take from the capacity."""
+        after = max(0, self.bypass_bytes + size_bytes - self.bypass_capacity_bytes)
+        return after - self.borrowed_bytes
 
     def lookup(self, mm_hash: MMHash) -> Entry | None:
         """The entry with data, wherever it is; None when absent or only reserved."""
@@ -106,6 +119,7 @@ class Store:
         self.reserved[mm_hash] = Entry(size_bytes, silent or bypass, bypass)
         if bypass:
             self.bypass_bytes += size_bytes
+            self.num_borrowed += self.borrowed_bytes > 0
         else:
             self.reserved_bytes += size_bytes
 
@@ -136,6 +150,7 @@ class Store:
             self._rest(mm_hash, entry)
         if not entry.silent:
             self.changed[mm_hash] = None
+        self._shed()  # a shrink may have waited for this reservation to end
 
     def insert_idle(self, mm_hash: MMHash, size_bytes: int, value: Value) -> None:
         """Keeps a value that nobody waits for. The caller has made room."""
@@ -252,7 +267,6 @@ class Store:
         assert self.reserved_bytes == total(self.reserved)
         held = [*self.pinned.values(), *self.reserved.values()]
         assert self.bypass_bytes == sum(e.size_bytes for e in held if e.bypass)
-        assert self.bypass_bytes <= self.bypass_capacity_bytes
         assert all(e.pins > 0 and e.value is not None for e in self.pinned.values())
         assert all(e.value is None for e in self.reserved.values())
         resting = [*self.idle.values(), *self.limbo.values()]

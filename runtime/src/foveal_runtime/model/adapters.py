@@ -93,14 +93,22 @@ def _llama4_temperature(module: Any, query: torch.Tensor, positions: torch.Tenso
     return (query * ratio[:, None, None]).to(query.dtype)
 
 
-CUSTOM_ENCODERS = {"qwen2_audio": _qwen2_audio}
+def _llama4_image(core: Any, pixel_values: torch.Tensor) -> Any:
+    """Llama 4 projects outside of its feature method."""
+    return core.multi_modal_projector(core.get_image_features(pixel_values).last_hidden_state)
+
+
+CUSTOM_ENCODERS: dict[str, Callable[..., Any]] = {
+    "llama4_image": _llama4_image,
+    "qwen2_audio": _qwen2_audio,
+}
 
 _IMAGE = "get_image_features"
 _PIXELS = Adapter({"image": EncoderSpec(_IMAGE, ("pixel_values",))})
+_CROPS_SPEC = EncoderSpec(_IMAGE, ("pixel_values",), ragged=("pixel_values",))
+_CROPS = Adapter({"image": _CROPS_SPEC})
 _SIZED = Adapter({"image": EncoderSpec(_IMAGE, ("pixel_values", "image_sizes"))})
-_TILED = Adapter(
-    {"image": EncoderSpec(_IMAGE, ("pixel_values",), optional=("pixel_attention_mask",))}
-)
+_TILED = EncoderSpec(_IMAGE, ("pixel_values",), optional=("pixel_attention_mask",))
 _GRID_IMAGE = EncoderSpec(
     _IMAGE,
     ("pixel_values", "image_grid_thw"),
@@ -118,16 +126,29 @@ _GRID_ROPE: dict[str, tuple[Modality, str]] = {
     "video_grid_thw": ("video", "video_grid_thw"),
 }
 _GRIDS: dict[Modality, EncoderSpec] = {"image": _GRID_IMAGE, "video": _GRID_VIDEO}
+_GLM_GRIDS = Adapter({"image": _GRID_IMAGE}, rope={"image_grid_thw": ("image", "image_grid_thw")})
 
 ADAPTERS: dict[str, Adapter] = {
     "llava": Adapter({"image": EncoderSpec(_IMAGE, ("pixel_values",), optional=("image_sizes",))}),
     "llava_next": _SIZED,
-    "llava_onevision": _SIZED,
+    "llava_onevision": Adapter(
+        {
+            "image": EncoderSpec(_IMAGE, ("pixel_values", "image_sizes")),
+            "video": EncoderSpec("get_video_features", ("pixel_values_videos",)),
+        }
+    ),
+    "vipllava": _PIXELS,
+    "aya_vision": _CROPS,
+    "cohere2_vision": _CROPS,
+    "got_ocr2": _CROPS,
     "mistral3": _SIZED,
-    "idefics3": _TILED,
-    "smolvlm": _TILED,
-    "internvl": Adapter(
-        {"image": EncoderSpec(_IMAGE, ("pixel_values",), ragged=("pixel_values",))}
+    "lighton_ocr": _SIZED,
+    "idefics3": Adapter({"image": _TILED}),
+    "smolvlm": Adapter({"image": _TILED, "video": _TILED}),
+    "internvl": Adapter({"image": _CROPS_SPEC, "video": _CROPS_SPEC}),
+    "llama4": Adapter(
+        {"image": EncoderSpec("llama4_image", ("pixel_values",), ragged=("pixel_values",))},
+        correct_query=_llama4_temperature,
     ),
     "qwen2_vl": Adapter(_GRIDS, rope=_GRID_ROPE),
     "qwen2_5_vl": Adapter(
@@ -135,7 +156,8 @@ ADAPTERS: dict[str, Adapter] = {
     ),
     "qwen3_vl": Adapter(_GRIDS, rope=_GRID_ROPE, deepstack=True),
     "qwen3_vl_moe": Adapter(_GRIDS, rope=_GRID_ROPE, deepstack=True),
-    "glm4v": Adapter({"image": _GRID_IMAGE}, rope={"image_grid_thw": ("image", "image_grid_thw")}),
+    "glm4v": _GLM_GRIDS,
+    "glm4v_moe": _GLM_GRIDS,
     "gemma3": Adapter(_PIXELS.encoders, bidirectional="item"),
     "paligemma": Adapter(
         _PIXELS.encoders, bidirectional="prompt", groups_ignore_window=True, position_offset=1

@@ -14,8 +14,15 @@ import numpy as np
 import torch
 
 from foveal_runtime.engine.step import MMInput, ScheduledRequest
-from foveal_runtime.model.attention import AttentionBackend, ForwardContext, KVPool
+from foveal_runtime.model.attention import (
+    TRASH_BLOCK,
+    AttentionBackend,
+    ForwardContext,
+    KVPool,
+)
 from foveal_runtime.model.sequence import SequenceState
+
+FIRST_BLOCK = TRASH_BLOCK + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +77,10 @@ def make_context(
     groups: torch.Tensor | None,
     device: torch.device,
 ) -> ForwardContext:
-    """The attention metadata of a flat batch."""
+    """The attention metadata of a flat batch.
+
+    The engine numbers its blocks from 0; in the pool they come after the trash block.
+    """
     q_lens = [w.scheduled.num_scheduled_tokens for w in windows]
     kv_lens = [w.hi for w in windows]
     widest = max(len(w.scheduled.block_ids) for w in windows)
@@ -80,6 +90,8 @@ def make_context(
         ids = window.scheduled.block_ids
         assert len(ids) * pool.block_size >= window.hi
         row[: len(ids)] = ids
+        row[: len(ids)] += FIRST_BLOCK
+        assert row.max() < pool.num_blocks
         position = np.arange(window.lo, window.hi, dtype=np.int64)
         positions.append(position)
         slots.append(row[position // pool.block_size].astype(np.int64) * pool.block_size

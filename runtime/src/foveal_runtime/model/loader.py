@@ -33,8 +33,9 @@ class LoadedModel:
     """A model ready for paged attention.
 
     Attributes:
-        model: the outer ...For... class. `core_name` is its attribute that holds `core`, the part
-            without head, which has the feature methods and get_rope_index.
+        model: the outermost class that turns hidden states into logits; `core_name` is the
+            attribute that holds what lies below its head.
+        core: has the feature methods, get_rope_index and the token embeddings.
         decoder: the text stack, set to paged attention; encoders keep their own.
         text_config: configuration of the decoder.
     """
@@ -46,6 +47,7 @@ class LoadedModel:
     config: Any
     text_config: Any
     adapter: Adapter
+    generation_config: Any = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -83,15 +85,27 @@ def load_model(path: str, dtype: str = "auto", device: str = "cpu", **options: A
 
 
 def prepare(model: Any, adapter: Adapter) -> LoadedModel:
-    """Finds the core and the decoder and switches the decoder to paged attention."""
-    core = model.base_model
-    if core is model:  # e.g. Llama4ForCausalLM names a prefix that it does not have
-        core = model.model
-    core_name = next(name for name, module in model.named_children() if module is core)
-    decoder = core.get_decoder()
+    """Finds core, decoder and head and switches the decoder to paged attention."""
+    core, outer = model.base_model, model
+    if core is model:
+        # Llama 4: a causal model under a prefix that it does not have, or such a model inside.
+        outer = getattr(model, "language_model", model)
+        decoder = outer.model
+        core = decoder if outer is model else model
+    else:
+        decoder = core.get_decoder()
+    inner = core if outer is model else decoder
+    core_name = next(name for name, module in outer.named_children() if module is inner)
     decoder.set_attn_implementation(ATTENTION_NAME)
     return LoadedModel(
-        model, core_name, core, decoder, model.config, model.config.get_text_config(), adapter
+        model=outer,
+        core_name=core_name,
+        core=core,
+        decoder=decoder,
+        config=model.config,
+        text_config=model.config.get_text_config(),
+        adapter=adapter,
+        generation_config=getattr(model, "generation_config", None),
     )
 
 

@@ -106,11 +106,11 @@ class TorchRunner:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the pool, including the trash block 0."""
+        """Blocks of the pool, the trash block included: plans use ids 0 ... num_blocks - 2."""
         return 0 if self._pool is None else self._pool.num_blocks
 
     def allocate_kv(self, num_blocks: int) -> None:
-        """Makes the KV pool; block 0 of it is never given to a request."""
+        """Makes the KV pool; one of its blocks is trash and belongs to no request."""
         assert self._pool is None
         if num_blocks < 2:
             raise StartupError(
@@ -289,8 +289,7 @@ def read_traits(loaded: LoadedModel) -> ModelTraits:
     levels = 1
     if adapter.deepstack:
         levels += len(loaded.config.vision_config.deepstack_visual_indexes)
-    generation = getattr(loaded.model, "generation_config", None)
-    eos = getattr(generation, "eos_token_id", None)
+    eos = getattr(loaded.generation_config, "eos_token_id", None)
     if eos is None:
         eos = getattr(text, "eos_token_id", None)
     ids = (eos,) if isinstance(eos, int) else tuple(eos or ())

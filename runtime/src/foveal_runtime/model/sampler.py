@@ -25,7 +25,8 @@ from foveal_runtime.plan.sampling import SamplingParams
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-_PROMPT_ROWS = 256
+_ROWS_AT_ONCE = 32
+"""Bounds the float32 and float64 copies of logits: about eight of a piece, not of the batch."""
 
 
 class SequenceState(Protocol):
@@ -87,10 +88,9 @@ class Sampler:
         ids: list[int] = best_ids.tolist()
         finite: list[bool] = torch.isfinite(best).tolist()
         drawn = [i for i, s in enumerate(sequences) if s.sampling.temperature > 0 and finite[i]]
-        if drawn:
-            for row, token in zip(
-                drawn, self._draw(logits, sequences, drawn, adjusted), strict=True
-            ):
+        for low in range(0, len(drawn), _ROWS_AT_ONCE):
+            rows = drawn[low : low + _ROWS_AT_ONCE]
+            for row, token in zip(rows, self._draw(logits, sequences, rows, adjusted), strict=True):
                 ids[row] = token
         for ok, sequence in zip(finite, sequences, strict=True):
             if not ok:
@@ -157,16 +157,26 @@ class Sampler:
     ) -> list[Sampled]:
         results = [Sampled(s.request_id, i) for s, i in zip(sequences, ids, strict=True)]
         rows = [i for i, s in enumerate(sequences) if s.sampling.logprobs >= 0]
-        if rows:
-            wanted = [sequences[i].sampling.logprobs for i in rows]
-            picked = logits[torch.tensor(rows, device=logits.device)]
-            found = _logprobs(picked, [ids[i] for i in rows], max(wanted))
-            for place, (i, count) in enumerate(zip(rows, wanted, strict=True)):
-                one = results[i]
-                one.logprob, one.rank = found.logprobs[place], found.ranks[place]
-                one.top_ids = found.top_ids[place][:count]
-                one.top_logprobs = found.top_logprobs[place][:count]
+        for low in range(0, len(rows), _ROWS_AT_ONCE):
+            self._fill_logprobs(logits, sequences, ids, rows[low : low + _ROWS_AT_ONCE], results)
         return results
+
+    def _fill_logprobs(
+        self,
+        logits: torch.Tensor,
+        sequences: Sequence[SequenceState],
+        ids: list[int],
+        rows: list[int],
+        results: list[Sampled],
+    ) -> None:
+        wanted = [sequences[i].sampling.logprobs for i in rows]
+        picked = logits[torch.tensor(rows, device=logits.device)]
+        found = _logprobs(picked, [ids[i] for i in rows], max(wanted))
+        for place, (i, count) in enumerate(zip(rows, wanted, strict=True)):
+            one = results[i]
+            one.logprob, one.rank = found.logprobs[place], found.ranks[place]
+            one.top_ids = found.top_ids[place][:count]
+            one.top_logprobs = found.top_logprobs[place][:count]
 
 
 def prompt_logprobs(
@@ -176,8 +186,8 @@ def prompt_logprobs(
     output at position start + i and so speaks of the token at start + i + 1."""
     assert logits.shape[0] == len(next_ids)
     result = PromptLogprobs(request_id, start, (), (), (), ())
-    for low in range(0, len(next_ids), _PROMPT_ROWS):  # bounds the float32 copies
-        high = low + _PROMPT_ROWS
+    for low in range(0, len(next_ids), _ROWS_AT_ONCE):
+        high = low + _ROWS_AT_ONCE
         part = _logprobs(logits[low:high], next_ids[low:high], num_top)
         result.logprobs += part.logprobs
         result.ranks += part.ranks

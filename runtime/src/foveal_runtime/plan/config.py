@@ -7,6 +7,10 @@ value is a new object (`msgspec.structs.replace`).
 
 from __future__ import annotations
 
+import json
+import os
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -211,13 +215,45 @@ class FrontendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     log_format: Literal["auto", "text", "json"] = "auto"
 
 
-def load(path: str | Path, kind: type[EngineConfig] | type[FrontendConfig]) -> msgspec.Struct:
-    """Reads a JSON document. Raises StartupError naming file, field and value."""
+_POD_FIELD = re.compile(r"\$\((POD_NAME|POD_IP|POD_HOST|NODE_NAME)\)")
+
+
+def expand(text: str, environment: Mapping[str, str]) -> str:
+    """Fills in what only a pod knows: $(POD_NAME), $(POD_IP), $(POD_HOST), $(NODE_NAME).
+
+    All pods of a role share one immutable document; the downward API sets the variables. POD_HOST
+    is POD_IP as it stands in an address: in brackets when it is IPv6. Raises StartupError for a
+    variable that is not set.
+    """
+
+    def value(match: re.Match[str]) -> str:
+        name = "POD_IP" if match[1] == "POD_HOST" else match[1]
+        found = environment.get(name)
+        if not found:
+            raise StartupError(f"the document asks for $({match[1]}) and {name} is not set")
+        if match[1] == "POD_HOST" and ":" in found:
+            found = f"[{found}]"
+        return json.dumps(found)[1:-1]
+
+    return _POD_FIELD.sub(value, text)
+
+
+def load(
+    path: str | Path,
+    kind: type[EngineConfig] | type[FrontendConfig],
+    environment: Mapping[str, str] | None = None,
+) -> msgspec.Struct:
+    """Reads a JSON document; pod fields are taken from `environment` (default: the process's).
+
+    Raises StartupError naming file, field and value.
+    """
     try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        raise StartupError(f"cannot read configuration {path}: {error.strerror}") from error
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise StartupError(f"cannot read configuration {path}: {reason}") from error
     try:
-        return msgspec.json.decode(data, type=kind)
+        expanded = expand(text, os.environ if environment is None else environment)
+        return msgspec.json.decode(expanded, type=kind)
     except (msgspec.ValidationError, msgspec.DecodeError) as error:
         raise StartupError(f"configuration {path}: {error}") from error

@@ -13,6 +13,8 @@ import msgspec
 
 from foveal_runtime.plan.errors import StartupError
 
+ValueSource = Literal["config", "headers", "formula", "processor", "measured"]
+
 
 class ItemProfile(msgspec.Struct, frozen=True, kw_only=True):
     """The largest item of one modality that the processor can produce under the set limits.
@@ -21,11 +23,13 @@ class ItemProfile(msgspec.Struct, frozen=True, kw_only=True):
         num_tokens: prompt tokens its placeholder expands to.
         num_embeds: encoder outputs among them.
         processed_bytes: the processed item as it crosses the wire and lies in a cache.
+        example: media that gives this item, e.g. "3584x3584 pixels".
     """
 
     num_tokens: int
     num_embeds: int
     processed_bytes: int
+    example: str = ""
 
 
 class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +45,10 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
         max_model_len: the model's own limit, prompt + output tokens.
         items: modality to its largest item; empty for a text-only model.
         source: "predicted" from files, or "measured" on the device.
+        kv_bytes_per_layer: kv_bytes_per_token, layer by layer.
+        sources: field name (items.image for a modality) to where its value comes from: the
+            configuration, the headers of the weight files, a formula over configuration values,
+            the processor at work, or a measurement.
     """
 
     model: str = ""
@@ -57,6 +65,8 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
     activation_bytes_per_token: int = 0
     items: dict[str, ItemProfile] = {}
     source: Literal["predicted", "measured"] = "predicted"
+    kv_bytes_per_layer: tuple[int, ...] = ()
+    sources: dict[str, ValueSource] = {}
 
     @property
     def bytes_per_embed(self) -> int:

@@ -1,6 +1,7 @@
 """One-line structured logs: text on a terminal, JSON elsewhere, the request id in both.
 
-Set up once by main/; every room logs through `logging` with `extra={"fields": {...}}`.
+Set up once by main/; every room logs through `logging`, with fields in `extra={...}`, or in
+`extra={"fields": {...}}` where a name is taken by `logging` itself (name, process, args, ...).
 Never logs request text, keys or media.
 """
 
@@ -17,12 +18,25 @@ import msgspec
 request_id_of_task: ContextVar[str] = ContextVar("request_id_of_task", default="")
 """The HTTP request that the current task works for; "" outside one."""
 
+_CHATTY = ("httpx", "httpcore", "uvicorn.error", "PIL", "asyncio")
+"""Libraries whose INFO says nothing that our own lines do not."""
+
 _encoder = msgspec.json.Encoder(enc_hook=str)
 
 
+_OWN = frozenset(vars(logging.makeLogRecord({}))) | {
+    "message",
+    "asctime",
+    "fields",
+    "color_message",
+}
+
+
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    out = {key: value for key, value in vars(record).items() if key not in _OWN}
     fields = getattr(record, "fields", None)
-    out: dict[str, Any] = dict(fields) if isinstance(fields, dict) else {}
+    if isinstance(fields, dict):
+        out.update(fields)
     request_id = request_id_of_task.get()
     if request_id:
         out.setdefault("request_id", request_id)
@@ -88,6 +102,8 @@ def configure_logging(
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
+    for name in _CHATTY:
+        logging.getLogger(name).setLevel(logging.WARNING)
     for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
         library = logging.getLogger(name)
         library.handlers.clear()

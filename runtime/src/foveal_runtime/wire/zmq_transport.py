@@ -54,10 +54,12 @@ def _is_loopback(host: str | None) -> bool:
         return False
 
 
-def _set_common(socket: zmq.Socket[bytes], endpoint: str, max_frame_bytes: int) -> None:
+def _set_common(
+    socket: zmq.Socket[bytes], endpoint: str, max_frame_bytes: int, max_queued: int
+) -> None:
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.SNDHWM, HWM_MESSAGES)
-    socket.setsockopt(zmq.RCVHWM, HWM_MESSAGES)
+    socket.setsockopt(zmq.SNDHWM, max_queued)
+    socket.setsockopt(zmq.RCVHWM, max_queued)
     socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, DEAD_AFTER_MS)
@@ -84,6 +86,7 @@ class ZmqDealer:
         keys: CurveKeys | None = None,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
         max_frame_bytes: int = MAX_FRAME_BYTES,
+        max_queued: int = HWM_MESSAGES,
     ) -> None:
         keys = keys or CurveKeys()
         check_plain(endpoint, keys)
@@ -97,7 +100,7 @@ class ZmqDealer:
         self._is_scheduled = False
         self._is_closed = False
         self._socket = (context or zmq.Context.instance()).socket(zmq.DEALER)
-        _set_common(self._socket, endpoint, max_frame_bytes)
+        _set_common(self._socket, endpoint, max_frame_bytes, max_queued)
         self._socket.setsockopt(zmq.ROUTING_ID, frontend_id.encode())
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
@@ -231,6 +234,7 @@ class ZmqRouter:
         *,
         keys: CurveKeys | None = None,
         max_frame_bytes: int = MAX_FRAME_BYTES,
+        max_queued: int = HWM_MESSAGES,
     ) -> None:
         keys = keys or CurveKeys()
         check_plain(bind, keys)
@@ -240,7 +244,7 @@ class ZmqRouter:
         self._socket = self._context.socket(zmq.ROUTER)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         try:
-            _set_common(self._socket, bind, max_frame_bytes)
+            _set_common(self._socket, bind, max_frame_bytes, max_queued)
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
             if curve.is_enabled(keys):

@@ -9,7 +9,6 @@ checked like the first. Never uses a proxy, cookies, credentials or content enco
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ipaddress
 import os
 import socket
@@ -51,6 +50,25 @@ def _charge_nothing(num_bytes: int) -> None:
     """Nobody counts."""
 
 
+class _Budget:
+    """The size limit of one fetch, and who pays: only what is new is charged, retries are not."""
+
+    def __init__(self, max_bytes: int, charge: Charge) -> None:
+        self._max_bytes = max_bytes
+        self._charge = charge
+        self._charged = 0
+
+    def announce(self, num_bytes: int) -> None:
+        """The file has at least this many bytes. Raises MediaTooLarge or what `charge` raises."""
+        if num_bytes > self._max_bytes:
+            raise MediaTooLarge(
+                f"media has {num_bytes} bytes or more, the limit is {self._max_bytes}"
+            )
+        if num_bytes > self._charged:
+            self._charge(num_bytes - self._charged)
+            self._charged = num_bytes
+
+
 class Fetcher:
     """One per HTTP process. Identical URLs under way are fetched once.
 
@@ -66,7 +84,8 @@ class Fetcher:
     async def fetch(self, url: str, *, max_bytes: int, charge: Charge = _charge_nothing) -> bytes:
         """The file behind a URL.
 
-        `charge` is told the bytes as they arrive and may raise to stop. Raises MediaForbidden,
+        `charge` is told the bytes as they are announced or arrive and may raise to stop; who joins
+        a fetch under way is charged when it has landed. Raises MediaForbidden,
         MediaTooLarge, MediaInvalid (no such scheme) or MediaFetchFailed.
         """
         if len(url) > _MAX_URL_LENGTH:
@@ -80,8 +99,16 @@ class Fetcher:
             raise MediaInvalid(
                 f"URL scheme {scheme[:16]!r} is not supported; use data:, https: or http:"
             )
-        data = await self.flights.run((url, max_bytes), lambda: work(url, max_bytes))
-        charge(len(data))
+        charged = 0
+
+        def charge_more(num_bytes: int) -> None:
+            nonlocal charged
+            charge(num_bytes)
+            charged += num_bytes
+
+        data = await self.flights.run((url, max_bytes), lambda: work(url, max_bytes, charge_more))
+        if len(data) > charged:
+            charge(len(data) - charged)
         return data
 
     async def close(self) -> None:
@@ -90,7 +117,7 @@ class Fetcher:
             self._session = None
 
     # ---- file: ----------------------------------------------------------------------------------
-    async def _fetch_file(self, url: str, max_bytes: int) -> bytes:
+    async def _fetch_file(self, url: str, max_bytes: int, charge: Charge) -> bytes:
         if not self.sources.file_root:
             raise MediaForbidden("file: URLs are switched off (media_sources.file_root)")
         parts = urlsplit(url)
@@ -101,12 +128,13 @@ class Fetcher:
         )
 
     # ---- http(s): -------------------------------------------------------------------------------
-    async def _fetch_http(self, url: str, max_bytes: int) -> bytes:
+    async def _fetch_http(self, url: str, max_bytes: int, charge: Charge) -> bytes:
+        budget = _Budget(max_bytes, charge)
         try:
             async with asyncio.timeout(self.sources.fetch_timeout_seconds):
                 for attempt in range(_MAX_ATTEMPTS):
                     try:
-                        return await self._follow(url, max_bytes)
+                        return await self._follow(url, budget)
                     except _Retry as error:
                         if attempt + 1 == _MAX_ATTEMPTS:
                             raise MediaFetchFailed(
@@ -119,10 +147,10 @@ class Fetcher:
             ) from error
         raise AssertionError("unreachable")
 
-    async def _follow(self, url: str, max_bytes: int) -> bytes:
+    async def _follow(self, url: str, budget: _Budget) -> bytes:
         for _ in range(self.sources.max_redirects + 1):
             self.check_url(url)
-            found = await self._get(url, max_bytes)
+            found = await self._get(url, budget)
             if isinstance(found, bytes):
                 return found
             url = found
@@ -160,7 +188,7 @@ class Fetcher:
         if why:
             raise MediaForbidden(f"host {host!r} leads to a {why}")
 
-    async def _get(self, url: str, max_bytes: int) -> bytes | str:
+    async def _get(self, url: str, budget: _Budget) -> bytes | str:
         """The body, or where a redirect leads."""
         try:
             async with self._open().get(url, allow_redirects=False) as response:
@@ -173,7 +201,7 @@ class Fetcher:
                     raise MediaFetchFailed(
                         f"media could not be fetched: the server answered {response.status}"
                     )
-                return await self._read(response, max_bytes)
+                return await self._read(response, budget)
         except FovealError:
             raise
         except aiohttp.ClientConnectorDNSError as error:
@@ -190,15 +218,12 @@ class Fetcher:
             # The error's text may hold addresses of the inside: only its kind is told.
             raise _Retry(type(error).__name__) from error
 
-    async def _read(self, response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
-        announced = response.content_length
-        if announced is not None and announced > max_bytes:
-            raise MediaTooLarge(f"media has {announced} bytes, the limit is {max_bytes}")
+    async def _read(self, response: aiohttp.ClientResponse, budget: _Budget) -> bytes:
+        budget.announce(response.content_length or 0)
         data = bytearray()
         async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
             data += chunk
-            if len(data) > max_bytes:
-                raise MediaTooLarge(f"media has more than {max_bytes} bytes")
+            budget.announce(len(data))
         return bytes(data)
 
     def _open(self) -> aiohttp.ClientSession:
@@ -286,7 +311,7 @@ def read_below(root: Path, path: str, max_bytes: int) -> bytes:
         handle = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise MediaFetchFailed(f"file cannot be read: {error.strerror}") from error
-    with contextlib.closing(os.fdopen(handle, "rb")) as file:
+    try:
         # Somebody may have swapped a directory for a link since: ask what was really opened.
         if not Path(os.readlink(f"/proc/self/fd/{handle}")).is_relative_to(base):
             raise MediaForbidden("file: path leads out of media_sources.file_root")
@@ -295,7 +320,12 @@ def read_below(root: Path, path: str, max_bytes: int) -> bytes:
             raise MediaForbidden("file: path is not a regular file")
         if status.st_size > max_bytes:
             raise MediaTooLarge(f"media has {status.st_size} bytes, the limit is {max_bytes}")
-        data = file.read(max_bytes + 1)
+        with os.fdopen(handle, "rb", closefd=False) as file:
+            data = file.read(max_bytes + 1)
+    except OSError as error:
+        raise MediaFetchFailed(f"file cannot be read: {error.strerror}") from error
+    finally:
+        os.close(handle)
     if len(data) > max_bytes:
         raise MediaTooLarge(f"media has more than {max_bytes} bytes")
     return data

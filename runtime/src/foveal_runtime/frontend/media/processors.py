@@ -16,6 +16,7 @@ import io
 import json
 import logging
 import time
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from PIL import Image
 from foveal_runtime.frontend.media import rules
 from foveal_runtime.frontend.media.decode import decode_image
 from foveal_runtime.frontend.media.hashing import short_digest
+from foveal_runtime.frontend.media.newlines import surround
 from foveal_runtime.frontend.media.protocol import PlaceholderInfo, ProcessorInfo
 from foveal_runtime.frontend.media.timed import Frames, decode_audio, decode_video
 from foveal_runtime.plan.config import ModalitiesConfig, ModalityLimits
@@ -81,6 +83,8 @@ class ItemProcessor:
             prompt_rule=self.rule.prompt_rule,
             prefix_ids=self._prefix_ids(),
             suffix_ids=self._suffix_ids(),
+            newlines=self.rule.newlines,
+            newline_ids=rules.newline_ids(self.tokenizer) if self.rule.newlines else (),
             sampling_rate=self._sampling_rate(),
             seconds=time.perf_counter() - begin,
         )
@@ -181,7 +185,9 @@ class ItemProcessor:
         wants_offsets = "offsets" in rules.methods_of(self.processor)
         if wants_offsets:
             wrapped["return_text_replacement_offsets"] = True
-        output = self.processor(text=[text], return_tensors="pt", **wrapped, **options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # theirs, once per picture
+            output = self.processor(text=[text], return_tensors="pt", **wrapped, **options)
         return dict(output)
 
     def _replacement(self, info: PlaceholderInfo, output: Mapping[str, Any]) -> list[int]:
@@ -190,6 +196,7 @@ class ItemProcessor:
             return _ids(output)
         if info.method == "offsets":
             text = output["text_replacement_offsets"][0][0]["replacement"]
+            text = rules.strip_newlines(text, self.rule.newlines)
             return [int(i) for i in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
         return self._difference(info, info.token, output)
 
@@ -264,7 +271,7 @@ class ItemProcessor:
         if self.rule.run is not None:
             return ""
         for count in (1, 2) if self.rule.several else (1,):
-            text = rules.probe_text(info.token, count)
+            text = rules.probe_text(info.text, count)
             try:
                 full = _ids(self._call(info.modality, [sample] * count, text, {}))
             except Exception:
@@ -272,6 +279,11 @@ class ItemProcessor:
                     raise
                 continue  # one item a prompt is all this processor takes
             plain = [int(i) for i in self.tokenizer(rules.final_text(self, text))["input_ids"]]
+            if self.rule.newlines:
+                bare = [int(i) for i in self.tokenizer(text)["input_ids"]]
+                table = rules.newline_ids(self.tokenizer)
+                if surround(bare, info.token_id, table, self.rule.newlines) != plain:
+                    return "newlines around the placeholder are merged in an unknown way"
             spliced: list[int] = []
             for token in plain:
                 spliced.extend(replacement if token == info.token_id else [token])

@@ -47,6 +47,8 @@ class ProcessorInfo(msgspec.Struct, frozen=True):
             pixels; part of every MMHash.
         prompt_rule: "inline" (placeholders stand where the chat template puts them) or "prefix"
             (PaliGemma: all placeholders first, then `prefix_ids` (BOS), the text, `suffix_ids`).
+        newlines, newline_ids: how many newlines stand on both sides of each image placeholder, and
+            the token of n newlines at n - 1 (see `newlines.surround`).
         sampling_rate: of audio, 0 when the model takes none.
         seconds: what loading and the first item took.
     """
@@ -58,6 +60,8 @@ class ProcessorInfo(msgspec.Struct, frozen=True):
     prompt_rule: Literal["inline", "prefix"] = "inline"
     prefix_ids: tuple[int, ...] = ()
     suffix_ids: tuple[int, ...] = ()
+    newlines: int = 0
+    newline_ids: tuple[int, ...] = ()
     sampling_rate: int = 0
     seconds: float = 0.0
 

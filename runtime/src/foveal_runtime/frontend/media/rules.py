@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from foveal_runtime.plan.errors import MediaInvalid
+
 if TYPE_CHECKING:
     from foveal_runtime.frontend.media.processors import ItemProcessor
 
@@ -38,6 +40,8 @@ class FamilyRule(msgspec.Struct, frozen=True):
         methods: ways to find replacement ids, tried in order; () = the default order.
         several: False when a prompt with two items is not made of two items alone (LLaVA-OneVision
             drops the tiles of each picture as soon as there are two).
+        newlines: the replacement begins and ends with this many newlines, which belong to the
+            prompt (see `newlines`).
         wraps: modality → (before, after) that chat templates write around the placeholder.
         run: calls a processor that is not called like the others.
     """
@@ -47,6 +51,7 @@ class FamilyRule(msgspec.Struct, frozen=True):
     methods: tuple[Method, ...] = ()
     prompt_rule: Literal["inline", "prefix"] = "inline"
     several: bool = True
+    newlines: int = 0
     wraps: tuple[tuple[str, str, str], ...] = ()
     run: Run | None = None
 
@@ -75,7 +80,7 @@ _GLM = (
 )
 
 _RULES: dict[str, FamilyRule] = {
-    "gemma3": FamilyRule(embed_from=(("image", "tokenizer"),), modalities=("image",)),
+    "gemma3": FamilyRule(embed_from=(("image", "tokenizer"),), modalities=("image",), newlines=2),
     "paligemma": FamilyRule(modalities=("image",), prompt_rule="prefix"),
     "glm4v": FamilyRule(embed_from=(("video", "image"),), wraps=_GLM),
     "glm4v_moe": FamilyRule(embed_from=(("video", "image"),), wraps=_GLM),
@@ -142,19 +147,44 @@ def _text(token: Any) -> str:
     return str(getattr(token, "content", token) or "")
 
 
-def probe_text(token: str, count: int) -> str:
-    """A prompt with `count` placeholders amid ordinary text."""
-    return "".join(f"{token}\nitem {i} is here. " for i in range(count)) + "What is it?"
+def probe_text(item: str, count: int) -> str:
+    """A prompt with `count` items, as a chat template writes them, amid ordinary text."""
+    return "What\n" + "".join(f"{item}\nitem {i} is here. " for i in range(count)) + "What is it?"
 
 
 def final_text(owner: ItemProcessor, text: str) -> str:
     """The unexpanded prompt as the processor would complete it (PaliGemma: BOS and newline)."""
+    if owner.rule.newlines:
+        around, token = "\n" * owner.rule.newlines, owner.processor.image_token
+        return text.replace(token, f"{around}{token}{around}")
     if owner.rule.prompt_rule != "prefix":
         return text
     token = owner.processor.image_token
     end = text.rfind(token) + len(token)
     bos = getattr(owner.tokenizer, "bos_token", "") or ""
     return f"{text[:end]}{bos}{text[end:]}\n"
+
+
+def strip_newlines(text: str, count: int) -> str:
+    """The replacement without the newlines that belong to the prompt."""
+    around = "\n" * count
+    if count == 0:
+        return text
+    if not (text.startswith(around) and text.endswith(around)):
+        # Gemma 3's pan-and-scan puts a sentence first.
+        raise MediaInvalid("do_pan_and_scan is not supported")
+    return text[count:-count]
+
+
+def newline_ids(tokenizer: Any, limit: int = 64) -> tuple[int, ...]:
+    """The token of n newlines for n = 1, 2, ... as long as there is one."""
+    found: list[int] = []
+    for count in range(1, limit):
+        ids = tokenizer("\n" * count, add_special_tokens=False)["input_ids"]
+        if len(ids) != 1 or ids[0] in found:
+            break
+        found.append(int(ids[0]))
+    return tuple(found)
 
 
 def sampling_defaults(video_processor: Any) -> dict[str, Any]:

@@ -15,7 +15,8 @@ import signal
 import socket
 import sys
 import time
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from foveal_runtime.frontend.media import protocol
 from foveal_runtime.plan.errors import EngineFailure, FovealError
@@ -86,7 +87,24 @@ def _options(raw: bytes) -> dict[str, Any]:
     return options if isinstance(options, dict) else {}
 
 
-def serve(link: Link) -> int:
+class Processor(Protocol):
+    """What a worker runs: `processors.ItemProcessor`, or `fake_worker`'s."""
+
+    def examine(self, namespace: bytes) -> protocol.ProcessorInfo: ...
+
+    def decode(self, modality: int, data: memoryview, options: Mapping[str, Any]) -> Any: ...
+
+    def process(self, modality: int, media: Any, options: Mapping[str, Any]) -> bytes: ...
+
+
+def load_processor(load: protocol.Load) -> Processor:
+    """The model's own. Imports torch and transformers. Raises StartupError."""
+    from foveal_runtime.frontend.media.processors import ItemProcessor
+
+    return ItemProcessor(load.model_path, load.limits)
+
+
+def serve(link: Link, make: Callable[[protocol.Load], Processor] = load_processor) -> int:
     """Answers until the link closes. Exit code 2 when the model cannot be loaded."""
     first = link.receive()
     if first is None or not isinstance(first[0], protocol.Load):
@@ -94,9 +112,7 @@ def serve(link: Link) -> int:
     load = first[0]
     _limit_process(load)
     try:
-        from foveal_runtime.frontend.media.processors import ItemProcessor
-
-        processor = ItemProcessor(load.model_path, load.limits)
+        processor = make(load)
         info = processor.examine(load.namespace)
     except FovealError as error:
         link.send(protocol.Failed(0, error.code, error.message))
@@ -113,7 +129,7 @@ def serve(link: Link) -> int:
     return 0
 
 
-def _answer(link: Link, processor: Any, message: protocol.Process, body: memoryview) -> None:
+def _answer(link: Link, processor: Processor, message: protocol.Process, body: memoryview) -> None:
     begin = time.perf_counter()
     try:
         options = _options(message.options)
@@ -135,13 +151,13 @@ def _answer(link: Link, processor: Any, message: protocol.Process, body: memoryv
         link.send(protocol.Done(message.job, middle - begin, end - middle), value)
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str], make: Callable[[protocol.Load], Processor] = load_processor) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the HTTP process, which closes us
     sock = socket.socket(fileno=int(arguments[0]))
     # Libraries print; nothing they say may reach anything but the log.
     sys.stdout = sys.stderr
     try:
-        return serve(Link(sock))
+        return serve(Link(sock), make)
     except (BrokenPipeError, ConnectionResetError):
         return 0
 

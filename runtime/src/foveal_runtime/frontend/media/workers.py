@@ -15,7 +15,7 @@ import socket
 import sys
 from collections import deque
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -57,6 +57,21 @@ class Processed(NamedTuple):
     value: bytes
     decode_seconds: float
     process_seconds: float
+
+
+class Workers(Protocol):
+    """What input_processor asks of a pool; `fake_worker.InlineWorkers` is the one for tests."""
+
+    restarts: int
+
+    @property
+    def num_ready(self) -> int: ...
+
+    async def process(
+        self, modality: int, options: bytes, data: bytes | memoryview
+    ) -> Processed: ...
+
+    async def close(self) -> None: ...
 
 
 class _Job:
@@ -135,7 +150,7 @@ _LINK_LOST = (
 
 
 class MediaWorkers:
-    """Attributes: `restarts` and `retries` are plain counters."""
+    """Attributes: `restarts` and `retries` are plain counters, `num_busy` workers have a job."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self.settings = settings
@@ -146,6 +161,7 @@ class MediaWorkers:
         self._wake = asyncio.Condition()
         self._slots: list[asyncio.Task[None]] = []
         self._live: dict[int, _Worker] = {}
+        self.num_busy = 0
         self._info: asyncio.Future[ProcessorInfo] | None = None
 
     async def start(self) -> ProcessorInfo:
@@ -241,6 +257,7 @@ class MediaWorkers:
                 await self._requeue(job)
                 return
             job.attempts += 1
+            self.num_busy += 1
             try:
                 result = await asyncio.wait_for(worker.ask(job), self.settings.job_timeout_seconds)
             except asyncio.CancelledError:
@@ -262,6 +279,8 @@ class MediaWorkers:
             else:
                 if not job.future.done():
                     job.future.set_result(result)
+            finally:
+                self.num_busy -= 1
 
     async def _retry(self, job: _Job) -> None:
         if job.attempts >= 2:

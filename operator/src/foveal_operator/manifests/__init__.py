@@ -1,0 +1,142 @@
+"""From resource, plan and facts to every object of one MultiModalInference. Pure.
+
+Called by the reconciler, by `foveal plan` and by tests. One builder per kind of object stands in a
+file of its own; this file only says which objects there are, and in which order they are applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from foveal_operator.manifests.autoscaling import engine_autoscaler, frontend_autoscaler
+from foveal_operator.manifests.config_map import engine_config_map, frontend_config_map
+from foveal_operator.manifests.context import ClusterFacts, Context, Obj, Owned
+from foveal_operator.manifests.deployment import frontend_deployment
+from foveal_operator.manifests.job import fetch_job, profile_job
+from foveal_operator.manifests.model_source import model_source
+from foveal_operator.manifests.monitoring import (
+    dashboard,
+    is_wanted,
+    pod_monitor,
+    prometheus_rule,
+)
+from foveal_operator.manifests.network_policy import (
+    engine_network_policy,
+    frontend_network_policy,
+)
+from foveal_operator.manifests.persistent_volume_claim import model_claim
+from foveal_operator.manifests.pod_disruption_budget import pod_disruption_budget
+from foveal_operator.manifests.resource_claim_template import resource_claim_template
+from foveal_operator.manifests.routes import http_route, inference_pool
+from foveal_operator.manifests.secret import CurveKeyPairs, curve_secret
+from foveal_operator.manifests.service import engine_service, frontend_service
+from foveal_operator.manifests.service_account import service_account
+from foveal_operator.manifests.stateful_set import engine_stateful_set
+from foveal_operator.spec import InferenceSpec
+from foveal_runtime.plan.budget_types import BudgetPlan
+
+
+class Desired(msgspec.Struct, frozen=True, kw_only=True):
+    """What should exist, in the order of application.
+
+    Attributes:
+        complete: everything is listed, so owned objects that are not listed may be pruned. False
+            while a profile or the model is missing or the budgets do not fit: running pods of an
+            earlier spec are then left alone.
+        missing_apis: optional APIs that the resource asks for and the cluster does not serve.
+    """
+
+    objects: tuple[Owned, ...]
+    complete: bool
+    missing_apis: tuple[str, ...] = ()
+
+    def of_kind(self, kind: str) -> list[Obj]:
+        return [owned.body for owned in self.objects if owned.body["kind"] == kind]
+
+
+def desired(
+    inference: InferenceSpec,
+    plan: BudgetPlan | None,
+    facts: ClusterFacts,
+    keys: CurveKeyPairs | None = None,
+) -> Desired:
+    """Every object. Raises SpecError when a podTemplate touches what the operator derives."""
+    context = Context(inference=inference, plan=plan, facts=facts)
+    objects = [*_model_objects(context)]
+    if plan is None:
+        objects.append(Owned(body=profile_job(context)))
+        return Desired(objects=tuple(objects), complete=False)
+    serves = plan.fits and facts.model_ready
+    missing: list[str] = []
+    if serves:
+        objects += [Owned(body=body) for body in _access_objects(context)]
+        objects.append(Owned(body=curve_secret(context, keys), policy="CreateOnly"))
+        objects += [Owned(body=body) for body in _workload_objects(context)]
+        for kind, body in _optional_objects(context):
+            if kind in facts.apis or kind == "ConfigMap":
+                objects.append(Owned(body=body))
+            elif kind not in missing:
+                missing.append(kind)
+    return Desired(objects=tuple(objects), complete=serves, missing_apis=tuple(missing))
+
+
+def _model_objects(context: Context) -> Iterator[Owned]:
+    """What comes before any plan: identity, weights."""
+    yield Owned(body=service_account(context))
+    source = model_source(context)
+    if source.owns_claim:
+        yield Owned(body=model_claim(context), policy="Retain")
+    if source.fetched:
+        yield Owned(body=fetch_job(context))
+
+
+def _access_objects(context: Context) -> Iterator[Obj]:
+    if context.inference.spec.security.network_policy == "Enabled":
+        yield engine_network_policy(context)
+        yield frontend_network_policy(context)
+    yield engine_service(context)
+    yield frontend_service(context)
+
+
+def _workload_objects(context: Context) -> Iterator[Obj]:
+    """Engines first: a new frontend is ready with its first compatible session."""
+    spec = context.inference.spec
+    yield engine_config_map(context)
+    yield frontend_config_map(context)
+    yield engine_stateful_set(context)
+    yield frontend_deployment(context)
+    if context.inference.num_engines > 1:
+        yield pod_disruption_budget(context, "engine")
+    if context.inference.num_frontends > 1:
+        yield pod_disruption_budget(context, "frontend")
+    scaling = spec.frontend.autoscaling
+    if scaling and scaling.metric == "CPU":
+        yield frontend_autoscaler(context, scaling)
+
+
+def _optional_objects(context: Context) -> Iterator[tuple[str, Obj]]:
+    """(kind of the API, object) of everything that needs more than core Kubernetes."""
+    spec, facts = context.inference.spec, context.facts
+    networking, watch = spec.networking, spec.observability
+    if spec.frontend.autoscaling and spec.frontend.autoscaling.metric != "CPU":
+        yield "ScaledObject", frontend_autoscaler(context, spec.frontend.autoscaling)
+    if spec.engine.autoscaling:
+        yield "ScaledObject", engine_autoscaler(context, spec.engine.autoscaling)
+    if spec.engine.accelerator.device_class_name:
+        template = resource_claim_template(context, spec.engine.accelerator)
+        yield "ResourceClaimTemplate", template
+    if networking.inference_pool:
+        yield "InferencePool", inference_pool(context, networking.inference_pool)
+    if networking.http_route:
+        yield "HTTPRoute", http_route(context, networking.http_route)
+    if is_wanted(watch.pod_monitor, "PodMonitor" in facts.apis):
+        yield "PodMonitor", pod_monitor(context)
+    if facts.rule_groups and is_wanted(watch.prometheus_rule, "PrometheusRule" in facts.apis):
+        yield "PrometheusRule", prometheus_rule(context)
+    if facts.dashboards and is_wanted(watch.dashboard, "PodMonitor" in facts.apis):
+        yield "ConfigMap", dashboard(context)
+
+
+__all__ = ["ClusterFacts", "CurveKeyPairs", "Desired", "Owned", "desired"]

@@ -1,0 +1,174 @@
+"""The start-up documents: every number a process obeys, from the resource and the plan.
+
+Called by the ConfigMap builder and by `foveal up`. The engine's document depends on nothing of
+frontend.*, so that no change of the API tier can restart an engine; a test holds it to that.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from foveal_operator.budget_inputs import modalities_config
+from foveal_operator.manifests.context import ENGINE_HTTP_PORT, ENGINE_PORT, Context
+from foveal_operator.manifests.model_source import model_source
+from foveal_operator.spec_service import SecretKey
+from foveal_runtime.plan.config import (
+    Admission,
+    CurveKeys,
+    EngineAddress,
+    EngineCaches,
+    EngineConfig,
+    FrontendConfig,
+    InjectionConfig,
+    MediaSources,
+    ModelConfig,
+    SchedulerConfig,
+)
+from foveal_runtime.plan.quantity import parse_bytes, parse_millicores
+
+CURVE_DIRECTORY = "/etc/foveal/curve"
+SECRETS_DIRECTORY = "/etc/foveal/secrets"
+SHARED_DIRECTORY = "/shared"
+WARM_DIRECTORY = "/warm"
+
+
+def secret_path(purpose: str, ref: SecretKey | None) -> str:
+    """Where a key of a Secret is mounted; "" when there is none."""
+    return f"{SECRETS_DIRECTORY}/{purpose}/{ref.key}" if ref else ""
+
+
+def engine_cpu_millicores(context: Context) -> int:
+    engine = context.inference.spec.engine
+    if engine.cpu is not None:
+        return parse_millicores(engine.cpu)
+    return 4000 * engine.accelerator.count
+
+
+def frontend_cpu_millicores(context: Context) -> int:
+    frontend = context.inference.spec.frontend
+    if frontend.cpu is not None:
+        return parse_millicores(frontend.cpu)
+    return 1000 * (frontend.processes + frontend.media_workers)
+
+
+def engine_document(context: Context) -> EngineConfig:
+    """The document of every engine of the resource; pods fill in their own names."""
+    spec, plan = context.inference.spec, context.budgets
+    engine, is_cpu = spec.engine, spec.engine.accelerator.type == "CPU"
+    shared = spec.caches.ipc.type == "SharedMemory"
+    return EngineConfig(
+        engine_id="$(POD_NAME)",
+        model=_model(context),
+        scheduler=SchedulerConfig(
+            max_num_batched_tokens=engine.max_num_batched_tokens,
+            max_num_seqs=engine.max_num_seqs,
+            max_num_encoder_input_tokens=plan.encoder_compute_embeds,
+            disable_chunked_mm_input=engine.disable_chunked_multi_modal_input,
+            policy="priority" if engine.scheduling_policy == "Priority" else "fcfs",
+        ),
+        caches=EngineCaches(
+            ipc_bytes=plan.ipc_bytes,
+            ipc_staging_bytes=plan.ipc_staging_bytes,
+            encoder_embeds=plan.encoder_embeds,
+            encoder_host_bytes=plan.encoder_host_bytes,
+            kv_bytes=plan.kv_bytes,
+            block_size=engine.block_size,
+            prefix_caching=engine.prefix_caching,
+            warm_directory=WARM_DIRECTORY if spec.caches.encoder.warm_set else "",
+        ),
+        modalities=modalities_config(spec.modalities),
+        bind=f"tcp://$(POD_HOST):{ENGINE_PORT}",
+        http_host="$(POD_IP)",
+        http_port=ENGINE_HTTP_PORT,
+        curve=CurveKeys(
+            server_public_file=f"{CURVE_DIRECTORY}/server-public",
+            server_secret_file=f"{CURVE_DIRECTORY}/server-secret",
+            client_public_file=f"{CURVE_DIRECTORY}/client-public",
+        ),
+        node="$(NODE_NAME)",
+        shm_directory=SHARED_DIRECTORY if shared else "",
+        device="cpu" if is_cpu else "cuda",
+        attention=engine.attention,
+        num_threads=-(-engine_cpu_millicores(context) // 1000) if is_cpu else 0,
+        tensor_parallel=engine.accelerator.count,
+        drain_timeout_seconds=float(spec.rollout.drain_timeout_seconds),
+        log_format="json",
+    )
+
+
+def frontend_document(context: Context) -> FrontendConfig:
+    """The document of every frontend. It names the engines' Service, never single engines."""
+    spec, plan = context.inference.spec, context.budgets
+    frontend, security = spec.frontend, spec.security
+    shared = spec.caches.ipc.type == "SharedMemory"
+    host = (
+        f"{context.child('engine')}.{context.inference.namespace}.svc."
+        f"{context.facts.cluster_domain}"
+    )
+    return FrontendConfig(
+        frontend_id="$(POD_NAME)",
+        model=_model(context),
+        modalities=modalities_config(spec.modalities),
+        host="$(POD_IP)",
+        port=spec.networking.port,
+        processes=frontend.processes,
+        engines=(
+            EngineAddress(
+                endpoint=f"tcp://{host}:{ENGINE_PORT}",
+                http=f"http://{host}:{ENGINE_HTTP_PORT}",
+                dns=True,
+            ),
+        ),
+        curve=CurveKeys(
+            server_public_file=f"{CURVE_DIRECTORY}/server-public",
+            client_public_file=f"{CURVE_DIRECTORY}/client-public",
+            client_secret_file=f"{CURVE_DIRECTORY}/client-secret",
+        ),
+        node="$(NODE_NAME)",
+        processor_bytes=plan.processor_bytes,
+        ipc_type="shm" if shared else "inline",
+        shm_directory=SHARED_DIRECTORY if shared else "",
+        shm_bytes=plan.ipc_bytes if shared else 0,
+        media_workers=frontend.media_workers,
+        media_sources=MediaSources(allowed_domains=security.media_sources.allowed_domains),
+        admission=Admission(
+            max_requests=frontend.admission.max_requests,
+            max_tokens=frontend.admission.max_tokens,
+            max_media_bytes=parse_bytes(frontend.admission.max_media),
+            max_body_bytes=parse_bytes(frontend.admission.max_body),
+        ),
+        injection=_injection(context),
+        api_key_file=secret_path("api", security.api_key_secret_ref),
+        admin_key_file=secret_path("admin", security.admin_key_secret_ref),
+        tenant_salt_header=security.tenant_salt_header or "",
+        drain_timeout_seconds=float(spec.rollout.drain_timeout_seconds),
+        log_format="json",
+    )
+
+
+def document_json(config: EngineConfig | FrontendConfig) -> str:
+    """Readable and the same on every machine."""
+    data = msgspec.json.encode(config, order="deterministic")
+    return msgspec.json.format(data, indent=2).decode() + "\n"
+
+
+def _model(context: Context) -> ModelConfig:
+    engine = context.inference.spec.engine
+    return ModelConfig(
+        path=model_source(context).path,
+        name=context.inference.served_name,
+        revision=context.facts.model_revision,
+        dtype=engine.dtype,
+        max_model_len=context.budgets.max_model_len,
+    )
+
+
+def _injection(context: Context) -> InjectionConfig:
+    injection = context.inference.spec.security.injection
+    if injection is None:
+        return InjectionConfig()
+    return InjectionConfig(
+        enabled=True,
+        api_key_file=secret_path("injection", injection.key_secret_ref),
+        trusted=injection.trusted,
+    )

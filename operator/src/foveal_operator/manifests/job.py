@@ -1,0 +1,97 @@
+"""Jobs that run once per model: fetch the files, and say what the model costs.
+
+A Job's pod template cannot change, so each name carries the hash of what the Job does. The profile
+is small enough for a termination message, so its pod needs no right to write anything.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from foveal_operator.manifests.context import Context, Obj, content_hash
+from foveal_operator.manifests.model_source import model_source
+from foveal_operator.manifests.pods import CONTAINER_SECURITY, POD_SECURITY, Volumes, resources
+from foveal_runtime.plan.config import GIB
+
+FETCH_MEMORY_BYTES = 2 * GIB
+PROFILE_MEMORY_BYTES = 4 * GIB
+
+
+def fetch_job(context: Context) -> Obj:
+    """Downloads a hf:// or s3:// model into the claim; resumes where a broken one stopped."""
+    model, source = context.inference.spec.model, model_source(context)
+    args = ["fetch", model.uri, "--to", source.path]
+    if model.revision:
+        args += ["--revision", model.revision]
+    environment: list[Obj] = [{"name": "HOME", "value": "/tmp"}]
+    credentials = [{"secretRef": {"name": model.secret_ref.name}}] if model.secret_ref else []
+    return _job(
+        context, "fetch", args, environment, FETCH_MEMORY_BYTES, read_only=False,
+        envFrom=credentials,
+    )  # fmt: skip
+
+
+def profile_job(context: Context) -> Obj:
+    """Predicts the model's costs from its files under the resource's limits on media."""
+    spec = context.inference.spec
+    modalities = spec.modalities
+    args = [
+        "profile",
+        model_source(context).path,
+        "--max-pixels",
+        str(max(modalities.image.max_pixels, modalities.video.max_pixels)),
+        "--max-frames",
+        str(modalities.video.max_frames),
+        "--max-seconds",
+        str(max(modalities.video.max_seconds, modalities.audio.max_seconds)),
+        "--max-num-batched-tokens",
+        str(spec.engine.max_num_batched_tokens),
+        "--output",
+        "/dev/termination-log",
+    ]
+    environment = [{"name": "HF_HUB_OFFLINE", "value": "1"}, {"name": "HOME", "value": "/tmp"}]
+    return _job(context, "profile", args, environment, PROFILE_MEMORY_BYTES, read_only=True)
+
+
+def _job(
+    context: Context,
+    what: str,
+    args: list[str],
+    environment: list[Obj],
+    memory_bytes: int,
+    *,
+    read_only: bool,
+    **container: Any,
+) -> Obj:
+    volumes, source = Volumes(), model_source(context)
+    volumes.volumes.append(source.volume())
+    volumes.mounts.append(source.mount(read_only=read_only))
+    volumes.add({"name": "tmp", "emptyDir": {"sizeLimit": "8Gi"}}, "/tmp")
+    pod = {
+        "serviceAccountName": context.name,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "restartPolicy": "OnFailure",
+        "securityContext": POD_SECURITY,
+        "containers": [
+            {
+                "name": what,
+                "image": context.image,
+                "command": ["foveal-runtime"],
+                "args": args,
+                "env": environment,
+                "resources": resources(1000, memory_bytes),
+                "securityContext": CONTAINER_SECURITY,
+                "terminationMessagePolicy": "FallbackToLogsOnError",
+                "volumeMounts": volumes.mounts,
+                **{key: value for key, value in container.items() if value},
+            }
+        ],
+        "volumes": volumes.volumes,
+    }
+    spec = {
+        "backoffLimit": 6,
+        "template": {"metadata": {"labels": context.labels("model")}, "spec": pod},
+    }
+    suffix = f"{what}-{content_hash(spec)}"
+    return context.object("batch/v1", "Job", suffix, "model", spec=spec)

@@ -1,0 +1,122 @@
+"""Lays a user's podTemplate over ours: adds, never overrides what the plan rests on.
+
+Called by both workload builders. Mappings merge, lists of named things merge by name, other lists
+are appended; a value that the operator derives is refused with its path.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from foveal_operator.manifests.context import Obj
+from foveal_operator.spec import SpecError
+
+_LOCKED_SPEC = frozenset(
+    {"serviceAccountName", "automountServiceAccountToken", "hostNetwork", "hostPID", "hostIPC",
+     "terminationGracePeriodSeconds", "restartPolicy", "subdomain", "hostname"}
+)  # fmt: skip
+_LOCKED_CONTAINER = frozenset(
+    {"command", "args", "image", "resources", "ports", "securityContext", "startupProbe",
+     "readinessProbe", "livenessProbe"}
+)  # fmt: skip
+
+
+_LOCKED_VOLUMES = frozenset({"config", "model", "curve", "shm", "shared", "warm"})
+_LOCKED_ENV = frozenset({"NODE_NAME", "POD_IP", "POD_NAME"})
+
+
+def lay_over(template: Obj, overlay: Obj | None, path: str, container: str) -> Obj:
+    """The template with the overlay on it. Raises SpecError naming each locked field it touches.
+
+    Args:
+        path: where the overlay stands in the resource, for messages.
+        container: name of the operator's container, whose essentials are locked.
+    """
+    if not overlay:
+        return template
+    problems = [*_locked(overlay, path, container)]
+    if problems:
+        raise SpecError(problems)
+    merged = _merge(template, overlay, path)
+    assert isinstance(merged, dict)
+    return merged
+
+
+def _locked(overlay: Obj, path: str, container: str) -> list[tuple[str, str]]:
+    found = [
+        (f"{path}.{key}", "only metadata and spec can be laid over")
+        for key in overlay
+        if key not in ("metadata", "spec")
+    ]
+    for part in ("metadata", "spec"):
+        if not isinstance(overlay.get(part, {}), dict):
+            return [*found, (f"{path}.{part}", "must be an object")]
+    found += [
+        (f"{path}.metadata.{key}", "only labels and annotations can be added")
+        for key in overlay.get("metadata", {})
+        if key not in ("labels", "annotations")
+    ]
+    for label in overlay.get("metadata", {}).get("labels") or {}:
+        if label.startswith(("app.kubernetes.io/", "foveal.dev/")):
+            found.append((f"{path}.metadata.labels.{label}", "belongs to the operator"))
+    spec = overlay.get("spec", {})
+    found += [
+        (f"{path}.spec.{key}", "is the operator's: it cannot be laid over")
+        for key in spec
+        if key in _LOCKED_SPEC
+    ]
+    containers = spec.get("containers") or ()
+    for item in containers if isinstance(containers, list) else ():
+        if not isinstance(item, dict) or not isinstance(item.get("name"), str):
+            found.append((f"{path}.spec.containers", "every container needs a name"))
+        elif item["name"] == container:
+            found += [
+                (f"{path}.spec.containers[{container}].{key}", "is derived by the operator")
+                for key in item
+                if key in _LOCKED_CONTAINER
+            ]
+            found += [
+                (f"{path}.spec.containers[{container}].env[{name}]", "is set by the operator")
+                for name in _names(item.get("env"))
+                if name in _LOCKED_ENV
+            ]
+    found += [
+        (f"{path}.spec.volumes[{name}]", "is the operator's: its size is part of a budget")
+        for name in _names(spec.get("volumes"))
+        if name in _LOCKED_VOLUMES or name.startswith("secret-")
+    ]
+    return found
+
+
+def _names(items: object) -> list[str]:
+    """Names in a list of named things; a list that is none is refused where it is merged."""
+    if not isinstance(items, list):
+        return []
+    return [str(item.get("name")) for item in items if isinstance(item, dict)]
+
+
+def _merge(base: Any, over: Any, path: str) -> Any:
+    if isinstance(base, dict) and isinstance(over, dict):
+        merged = dict(base)
+        for key, value in over.items():
+            merged[key] = _merge(base[key], value, f"{path}.{key}") if key in base else value
+        return merged
+    if isinstance(base, list) and isinstance(over, list):
+        return _merge_lists(base, over, path)
+    for kind, word in ((dict, "an object"), (list, "a list")):
+        if isinstance(base, kind):
+            raise SpecError([(path, f"must be {word}")])
+    if isinstance(over, dict | list):
+        raise SpecError([(path, "must be a single value")])
+    return over
+
+
+def _merge_lists(base: list[Any], over: list[Any], path: str) -> list[Any]:
+    """By name where every element has one (containers, env, volumes); else appended."""
+    if not all(isinstance(item, dict) and "name" in item for item in (*base, *over)):
+        return [*base, *(item for item in over if item not in base)]
+    merged = {item["name"]: item for item in base}
+    for item in over:
+        name = item["name"]
+        merged[name] = _merge(merged[name], item, f"{path}[{name}]") if name in merged else item
+    return list(merged.values())

@@ -1,0 +1,11 @@
+"""One pod of a role at a time may leave for a node drain; with one replica there is no budget,
+because it would block the drain for ever."""
+
+from __future__ import annotations
+
+from foveal_operator.manifests.context import Context, Obj, Role
+
+
+def pod_disruption_budget(context: Context, role: Role) -> Obj:
+    spec = {"maxUnavailable": 1, "selector": {"matchLabels": context.selector(role)}}
+    return context.object("policy/v1", "PodDisruptionBudget", role, role, spec=spec)

@@ -1,0 +1,185 @@
+"""What both workloads' pods have in common: security, volumes, probes, the one container.
+
+Called by deployment.py, stateful_set.py and job.py. Every pod meets restricted Pod Security; every
+memory-backed volume has a size limit that the budgets count.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from foveal_operator.manifests.context import Context, Obj, Role, content_hash
+from foveal_operator.manifests.documents import CURVE_DIRECTORY, SECRETS_DIRECTORY
+from foveal_operator.manifests.model_source import model_source
+from foveal_operator.manifests.overlay import lay_over
+from foveal_operator.spec_service import SecretKey
+from foveal_runtime.plan.quantity import format_bytes, format_millicores
+
+CONFIG_DIRECTORY = "/etc/foveal/config"
+USER_ID = 10001
+DRAIN_MARGIN_SECONDS = 15
+REVISION_LABEL = "foveal.dev/revision"
+SECRET_REVISION = "foveal.dev/secret-revision"
+TMP_SIZE = "2Gi"
+
+CONTAINER_SECURITY: Obj = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+}
+POD_SECURITY: Obj = {
+    "runAsNonRoot": True,
+    "runAsUser": USER_ID,
+    "runAsGroup": USER_ID,
+    "fsGroup": USER_ID,
+    "fsGroupChangePolicy": "OnRootMismatch",
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+
+
+class Volumes:
+    """Collects volumes and their mounts side by side, so that neither is forgotten."""
+
+    def __init__(self) -> None:
+        self.volumes: list[Obj] = []
+        self.mounts: list[Obj] = []
+
+    def add(self, volume: Obj, path: str, *, read_only: bool = False) -> None:
+        self.volumes.append(volume)
+        mount: Obj = {"name": volume["name"], "mountPath": path}
+        if read_only:
+            mount["readOnly"] = True
+        self.mounts.append(mount)
+
+    def add_secret(self, name: str, secret: str, keys: tuple[str, ...], path: str) -> None:
+        """Only the named keys, readable by the pod's group alone."""
+        source = {
+            "secretName": secret,
+            "defaultMode": 0o440,
+            "items": [{"key": key, "path": key} for key in keys],
+        }
+        self.add({"name": name, "secret": source}, path, read_only=True)
+
+    def add_claim(self, name: str, claim: str, path: str) -> None:
+        self.add({"name": name, "persistentVolumeClaim": {"claimName": claim}}, path)
+
+
+def role_volumes(
+    context: Context, config_map: str, shm_bytes: int, curve_keys: tuple[str, ...]
+) -> Volumes:
+    """Configuration, model, keys, /dev/shm and /tmp."""
+    volumes = Volumes()
+    volumes.add(
+        {"name": "config", "configMap": {"name": config_map}}, CONFIG_DIRECTORY, read_only=True
+    )
+    source = model_source(context)
+    volumes.volumes.append(source.volume())
+    volumes.mounts.append(source.mount())
+    volumes.add_secret("curve", context.child("curve"), curve_keys, CURVE_DIRECTORY)
+    shm = {"medium": "Memory", "sizeLimit": format_bytes(shm_bytes)}
+    volumes.add({"name": "shm", "emptyDir": shm}, "/dev/shm")
+    volumes.add({"name": "tmp", "emptyDir": {"sizeLimit": TMP_SIZE}}, "/tmp")
+    return volumes
+
+
+def add_user_secret(volumes: Volumes, purpose: str, ref: SecretKey | None) -> None:
+    if ref is not None:
+        path = f"{SECRETS_DIRECTORY}/{purpose}"
+        volumes.add_secret(f"secret-{purpose}", ref.name, (ref.key,), path)
+
+
+def environment() -> list[Obj]:
+    """What documents may ask for, and a home that can be written."""
+    fields = {
+        "NODE_NAME": "spec.nodeName",
+        "POD_IP": "status.podIP",
+        "POD_NAME": "metadata.name",
+    }
+    found: list[Obj] = [
+        {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+        for name, path in fields.items()
+    ]
+    return [*found, {"name": "HF_HUB_OFFLINE", "value": "1"}, {"name": "HOME", "value": "/tmp"}]
+
+
+def resources(cpu_millicores: int, memory_bytes: int, devices: Obj | None = None) -> Obj:
+    """Memory is requested as it is limited: a cache must never find its memory taken."""
+    memory = format_bytes(memory_bytes)
+    found: Obj = {
+        "requests": {"cpu": format_millicores(cpu_millicores), "memory": memory},
+        "limits": {"memory": memory},
+    }
+    for key, value in (devices or {}).items():
+        if key == "claims":
+            found["claims"] = value
+        else:
+            found["requests"][key] = found["limits"][key] = value
+    return found
+
+
+def probe(path: str, port: str, period: int, failures: int) -> Obj:
+    return {
+        "httpGet": {"path": path, "port": port},
+        "periodSeconds": period,
+        "failureThreshold": failures,
+        "timeoutSeconds": 3,
+    }
+
+
+def role_container(
+    context: Context, role: Role, port: int, volumes: Volumes, needs: Obj, extra_ports: list[Obj]
+) -> Obj:
+    """The one container of a frontend or engine pod; it may start for progressDeadlineSeconds."""
+    deadline = context.inference.spec.rollout.progress_deadline_seconds
+    return {
+        "name": role,
+        "image": context.image,
+        "command": ["foveal-runtime"],
+        "args": [role, "--config", f"{CONFIG_DIRECTORY}/{role}.json"],
+        "env": environment(),
+        "ports": [{"name": "http", "containerPort": port, "protocol": "TCP"}, *extra_ports],
+        "resources": needs,
+        "securityContext": CONTAINER_SECURITY,
+        "startupProbe": probe("/livez", "http", 5, max(1, deadline // 5)),
+        "readinessProbe": probe("/readyz", "http", 2, 2),
+        "livenessProbe": probe("/livez", "http", 10, 6),
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": volumes.mounts,
+    }
+
+
+def pod_template(
+    context: Context, role: Role, container: Obj, volumes: Volumes, **extra: Any
+) -> Obj:
+    """The finished template, the user's overlay on it, labelled with the hash of what it says."""
+    spec = context.inference.spec
+    overlay = spec.frontend.pod_template if role == "frontend" else spec.engine.pod_template
+    grace = spec.rollout.drain_timeout_seconds + DRAIN_MARGIN_SECONDS
+    metadata: Obj = {"labels": context.labels(role)}
+    if spec.security.secret_revision:
+        metadata["annotations"] = {SECRET_REVISION: spec.security.secret_revision}
+    template: Obj = {
+        "metadata": metadata,
+        "spec": {
+            "serviceAccountName": context.name,
+            "automountServiceAccountToken": False,
+            "enableServiceLinks": False,
+            "securityContext": POD_SECURITY,
+            "terminationGracePeriodSeconds": grace,
+            "topologySpreadConstraints": [
+                {
+                    "maxSkew": 1,
+                    "topologyKey": "kubernetes.io/hostname",
+                    "whenUnsatisfiable": "ScheduleAnyway",
+                    "labelSelector": {"matchLabels": context.selector(role)},
+                }
+            ],
+            "containers": [container],
+            "volumes": volumes.volumes,
+            **extra,
+        },
+    }
+    template = lay_over(template, overlay, f"spec.{role}.podTemplate", role)
+    revision = content_hash(template)
+    labels = {**template["metadata"]["labels"], REVISION_LABEL: revision}
+    return {**template, "metadata": {**template["metadata"], "labels": labels}}

@@ -1,0 +1,23 @@
+"""Dynamic resource allocation: the devices of one engine, claimed from a DeviceClass."""
+
+from __future__ import annotations
+
+from foveal_operator.manifests.context import Context, Obj
+from foveal_operator.spec_workloads import Accelerator
+
+
+def resource_claim_template(context: Context, accelerator: Accelerator) -> Obj:
+    exactly: Obj = {
+        "deviceClassName": accelerator.device_class_name,
+        "allocationMode": "ExactCount",
+        "count": accelerator.count,
+    }
+    if accelerator.device_selectors:
+        exactly["selectors"] = [
+            {"cel": {"expression": expression}} for expression in accelerator.device_selectors
+        ]
+    requests = [{"name": "devices", "exactly": exactly}]
+    return context.object(
+        "resource.k8s.io/v1", "ResourceClaimTemplate", "engine-devices", "engine",
+        spec={"spec": {"devices": {"requests": requests}}},
+    )  # fmt: skip

@@ -1,0 +1,31 @@
+"""Two Services: the entry for clients, and a headless one by which frontends find engines."""
+
+from __future__ import annotations
+
+from foveal_operator.manifests.context import ENGINE_HTTP_PORT, ENGINE_PORT, Context, Obj
+
+
+def _port(name: str, number: int, target: str) -> Obj:
+    return {"name": name, "port": number, "targetPort": target, "protocol": "TCP"}
+
+
+def frontend_service(context: Context) -> Obj:
+    """ClusterIP over ready frontends."""
+    port = _port("http", context.inference.spec.networking.port, "http")
+    spec = {"type": "ClusterIP", "selector": context.selector("frontend"), "ports": [port]}
+    return context.object("v1", "Service", "", "frontend", spec=spec)
+
+
+def engine_service(context: Context) -> Obj:
+    """Headless; it publishes engines before they are ready, so that sessions open early."""
+    spec = {
+        "type": "ClusterIP",
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": context.selector("engine"),
+        "ports": [
+            _port("wire", ENGINE_PORT, "wire"),
+            _port("http", ENGINE_HTTP_PORT, "http"),
+        ],
+    }
+    return context.object("v1", "Service", "engine", "engine", spec=spec)

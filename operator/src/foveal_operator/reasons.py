@@ -1,0 +1,84 @@
+"""Every reason a condition can carry: a constant, what to do next, and its place in the docs.
+
+Used by diagnose.py and status.py, and by docs/reasons.md, whose headings are these names. A reason
+is never made up elsewhere.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+DOCS = "docs/reasons.md"
+
+
+class Reason(msgspec.Struct, frozen=True):
+    """`action` ends every message with this reason; "" where nothing is to be done."""
+
+    name: str
+    action: str = ""
+    is_permanent: bool = False
+
+    @property
+    def anchor(self) -> str:
+        return f"{DOCS}#{self.name.lower()}"
+
+    def message(self, what: str) -> str:
+        """What happened, what to do next, where to read more."""
+        if not self.action:
+            return what
+        end = "" if what.endswith((".", "!", "?")) else "."
+        return f"{what}{end} {self.action} ({self.anchor})"
+
+
+ACCEPTED = Reason("Accepted")
+INVALID_SPEC = Reason("InvalidSpec", "Correct the named field and apply again.", True)
+MISSING_API = Reason(
+    "MissingApi", "Install the API in the cluster or remove the field that asks for it.", True
+)
+FITS = Reason("Fits")
+SHRUNK = Reason("Shrunk")
+BUDGET_MISFIT = Reason("BudgetMisfit", "Make one of the named edits.", True)
+PROFILING = Reason("Profiling")
+RESOLVED = Reason("Resolved")
+DOWNLOADING = Reason("Downloading")
+FETCH_FAILED = Reason("FetchFailed", "Check model.uri, model.secretRef and the claim's free space.")
+CLAIM_PENDING = Reason(
+    "ClaimPending", "Give model.cache a storageClassName and accessMode that the cluster has."
+)
+WAITING = Reason("Waiting")
+SERVING = Reason("Serving")
+SCALED_TO_ZERO = Reason("ScaledToZero")
+STARTING = Reason("Starting")
+ROLLING = Reason("Rolling")
+UNSCHEDULABLE = Reason(
+    "Unschedulable", "Free or add nodes with the devices and memory asked for, or ask for less."
+)
+IMAGE_PULL = Reason("ImagePull", "Check spec.image and the nodes' access to its registry.")
+CONFIG_ERROR = Reason(
+    "ConfigError", "Create the Secret, key or claim that the message names; pods start then."
+)
+OOM_KILLED = Reason(
+    "OOMKilled", "Raise the pod's hostMemory or caches.headroomPercent, or pin smaller caches."
+)
+SHM_FULL = Reason("ShmFull", "Lower the modalities' limits or frontend.mediaWorkers.")
+INVALID_ARGUMENT = Reason(
+    "InvalidArgument", "The runtime refused its document: correct the field it names.", True
+)
+CRASHED = Reason("Crashed", "Read status.lastFailure and the pod's log.")
+DEADLINE_EXCEEDED = Reason(
+    "ProgressDeadlineExceeded", "Correct or revert the last change; older pods keep serving.", True
+)
+MIRRORED = Reason("Mirrored")
+SESSION_DOWN = Reason("SessionDown", "Check NetworkPolicies between frontends and engines.")
+STALE_HINTS = Reason("StaleHints", "Raise caches.ipc.size: values leave before they are used.")
+ROUTED = Reason("Routed")
+ROUTE_PENDING = Reason("RoutePending", "Check the Gateway's listeners and allowed routes.")
+AVAILABLE = Reason("Available")
+UNAVAILABLE = Reason("Unavailable")
+READY = Reason("Ready")
+PAUSED = Reason("Paused")
+
+ALL: tuple[Reason, ...] = tuple(
+    value for value in list(globals().values()) if isinstance(value, Reason)
+)
+BY_NAME = {reason.name: reason for reason in ALL}

@@ -1,0 +1,357 @@
+"""What is observed, as conditions: a pure function from objects to the status of a resource.
+
+Called by the reconciler after every pass. Never an input of anything; `Ready` is True only when
+every replica of the *current* revision serves. Time comes in as text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from foveal_operator import reasons
+from foveal_operator.diagnose import Obj, diagnose, is_ready, last_failure
+from foveal_operator.manifests import Desired
+from foveal_operator.manifests.pods import REVISION_LABEL
+from foveal_operator.reasons import Reason
+from foveal_operator.spec import InferenceSpec, SpecError
+from foveal_operator.spec_status import (
+    Budget,
+    Condition,
+    ModelStatus,
+    MultiModalInferenceStatus,
+    RoleStatus,
+)
+from foveal_runtime.plan.budget_types import BudgetPlan, Line, PlaceBudget
+from foveal_runtime.plan.quantity import format_gib
+
+MAX_MESSAGE = 4096
+
+
+class Observed(msgspec.Struct, frozen=True, kw_only=True):
+    """What the reconciler saw, raw. Absent objects are None or empty.
+
+    Attributes:
+        now: RFC 3339 time of this pass.
+        model: state of the model: Resolved, Downloading, ... with its message.
+        sessions_up, sessions_wanted: (frontend, engine) pairs; -1 = not known.
+        stale_rate: stale hints per query.
+        route_ready: None when no route is asked for.
+        deadline_exceeded: the rollout did not progress in time.
+        measured: bytes that pods report, by budget name.
+    """
+
+    now: str
+    deployment: Obj | None = None
+    stateful_set: Obj | None = None
+    frontend_pods: tuple[Obj, ...] = ()
+    engine_pods: tuple[Obj, ...] = ()
+    model: Reason = reasons.WAITING
+    model_message: str = ""
+    sessions_up: int = -1
+    sessions_wanted: int = -1
+    stale_rate: float = 0.0
+    route_ready: bool | None = None
+    route_message: str = ""
+    deadline_exceeded: bool = False
+    rollout_strategy: str = ""
+    measured: dict[str, int] = {}
+
+
+class _Verdict(msgspec.Struct, frozen=True):
+    kind: str
+    status: str
+    reason: Reason
+    text: str
+
+
+def report(
+    inference: InferenceSpec | None,
+    error: SpecError | None,
+    plan: BudgetPlan | None,
+    desired: Desired | None,
+    observed: Observed,
+    generation: int,
+    previous: tuple[Condition, ...] = (),
+) -> MultiModalInferenceStatus:
+    """The whole status. Exactly one of `inference` and `error` is None.
+
+    Pods of an earlier spec are still counted when the present one is refused.
+    """
+    assert (inference is None) != (error is None)
+    verdicts = [_spec_accepted(error, desired)]
+    frontend = _role(observed.deployment, observed.frontend_pods, desired, "Deployment")
+    engine = _role(observed.stateful_set, observed.engine_pods, desired, "StatefulSet")
+    if inference is not None:
+        verdicts += [_budget_fits(plan), _model_ready(observed)]
+        verdicts += [
+            _role_ready("EnginesReady", engine, observed.engine_pods, desired),
+            _role_ready("FrontendsReady", frontend, observed.frontend_pods, desired),
+            _mirrored(observed),
+        ]
+        if observed.route_ready is not None:
+            reason = reasons.ROUTED if observed.route_ready else reasons.ROUTE_PENDING
+            text = observed.route_message or "the gateway has taken the route"
+            verdicts.append(_verdict("RouteReady", observed.route_ready, reason, text))
+    verdicts += [_available(frontend, engine), *_summary(verdicts, observed)]
+    return MultiModalInferenceStatus(
+        observed_generation=generation,
+        conditions=_conditions(verdicts, generation, observed.now, previous),
+        url=_url(inference),
+        frontend=frontend,
+        engine=engine,
+        budgets=budgets(plan, observed.measured) if plan else {},
+        current_revision=_serving_revision(observed.engine_pods),
+        update_revision=_wanted_revision(desired, "StatefulSet"),
+        rendered_config_map=_config_map(desired),
+        rendered_config_hash=_config_map(desired).rpartition("-")[2],
+        rollout_strategy=observed.rollout_strategy,
+        last_failure=last_failure((*observed.engine_pods, *observed.frontend_pods)),
+        model=ModelStatus(modalities=_modalities(inference)),
+        resolved=_resolved(inference),
+    )
+
+
+def _verdict(kind: str, ok: bool, reason: Reason, text: str) -> _Verdict:
+    return _Verdict(kind, "True" if ok else "False", reason, text)
+
+
+def _spec_accepted(error: SpecError | None, desired: Desired | None) -> _Verdict:
+    if error is not None:
+        return _verdict("SpecAccepted", False, reasons.INVALID_SPEC, str(error))
+    if desired is not None and desired.missing_apis:
+        names = ", ".join(desired.missing_apis)
+        return _verdict(
+            "SpecAccepted", False, reasons.MISSING_API, f"the cluster does not serve {names}"
+        )
+    return _verdict("SpecAccepted", True, reasons.ACCEPTED, "the resource is well formed")
+
+
+def _budget_fits(plan: BudgetPlan | None) -> _Verdict:
+    if plan is None:
+        text = "waiting for the model's profile"
+        return _Verdict("BudgetFits", "Unknown", reasons.PROFILING, text)
+    if not plan.fits:
+        text = " ".join(problem.message for problem in plan.problems)
+        return _verdict("BudgetFits", False, reasons.BUDGET_MISFIT, text)
+    shrunk = [note for note in plan.notes if "Shrink" in note]
+    if shrunk:
+        return _verdict("BudgetFits", True, reasons.SHRUNK, "; ".join(shrunk))
+    return _verdict("BudgetFits", True, reasons.FITS, "; ".join(plan.notes) or "every limit holds")
+
+
+def _model_ready(observed: Observed) -> _Verdict:
+    ok = observed.model is reasons.RESOLVED
+    text = observed.model_message or ("the model is in place" if ok else "waiting for the model")
+    return _verdict("ModelReady", ok, observed.model, text)
+
+
+def _role(
+    workload: Obj | None, pods: tuple[Obj, ...], desired: Desired | None, kind: str
+) -> RoleStatus:
+    """Counts from pods, so that they never lag behind them."""
+    revision = _wanted_revision(desired, kind)
+    live = [pod for pod in pods if not pod["metadata"].get("deletionTimestamp")]
+    ready = [pod for pod in live if is_ready(pod)]
+    asked = workload.get("spec", {}).get("replicas", 1) if workload else 0
+    if desired is not None:
+        for body in desired.of_kind(kind):
+            asked = body["spec"].get("replicas", asked)
+    return RoleStatus(
+        workload=f"{kind}/{workload['metadata']['name']}" if workload else "",
+        desired=asked,
+        replicas=len(live),
+        updated=sum(1 for pod in live if _revision(pod) == revision and revision),
+        ready=len(ready),
+        available=len(ready),
+        draining=len(pods) - len(live),
+    )
+
+
+def _revision(pod: Obj) -> str:
+    return str(pod["metadata"].get("labels", {}).get(REVISION_LABEL, ""))
+
+
+def _wanted_revision(desired: Desired | None, kind: str) -> str:
+    for body in desired.of_kind(kind) if desired else ():
+        return str(body["spec"]["template"]["metadata"]["labels"][REVISION_LABEL])
+    return ""
+
+
+def _serving_revision(pods: Iterable[Obj]) -> str:
+    """The revision that most ready pods have."""
+    found = sorted(_revision(pod) for pod in pods if is_ready(pod))
+    return max(found, key=found.count, default="")
+
+
+def _role_ready(
+    condition: str, role: RoleStatus, pods: tuple[Obj, ...], desired: Desired | None
+) -> _Verdict:
+    kind = "StatefulSet" if condition == "EnginesReady" else "Deployment"
+    revision = _wanted_revision(desired, kind)
+    if not revision:
+        return _verdict(condition, False, reasons.WAITING, "no pods are asked for yet")
+    current = [pod for pod in pods if _revision(pod) == revision]
+    ready = sum(1 for pod in current if is_ready(pod))
+    if role.desired == 0:
+        return _verdict(condition, True, reasons.SCALED_TO_ZERO, "no replicas are asked for")
+    if ready >= role.desired and role.replicas == ready:
+        return _verdict(condition, True, reasons.SERVING, f"{ready} of {role.desired} serve")
+    trouble = diagnose(current)
+    if trouble:
+        return _verdict(condition, False, trouble.reason, trouble.message)
+    if role.ready > ready or role.replicas > role.updated:
+        text = f"{ready} of {role.desired} of the new revision serve, {role.ready} in all"
+        return _verdict(condition, False, reasons.ROLLING, text)
+    return _verdict(condition, False, reasons.STARTING, f"{ready} of {role.desired} serve")
+
+
+def _mirrored(observed: Observed) -> _Verdict:
+    up, wanted = observed.sessions_up, observed.sessions_wanted
+    if wanted < 0:
+        text = "no session has been reported yet"
+        return _Verdict("CachesMirrored", "Unknown", reasons.WAITING, text)
+    if up < wanted:
+        text = f"{up} of {wanted} sessions between frontends and engines are up"
+        return _verdict("CachesMirrored", False, reasons.SESSION_DOWN, text)
+    if observed.stale_rate > 1e-3:
+        text = f"{observed.stale_rate:.4f} of the cache hints are stale"
+        return _verdict("CachesMirrored", False, reasons.STALE_HINTS, text)
+    return _verdict("CachesMirrored", True, reasons.MIRRORED, f"all {wanted} sessions are up")
+
+
+def _available(frontend: RoleStatus, engine: RoleStatus) -> _Verdict:
+    ok = frontend.ready > 0 and engine.ready > 0
+    text = f"{frontend.ready} frontends and {engine.ready} engines serve"
+    return _verdict("Available", ok, reasons.AVAILABLE if ok else reasons.UNAVAILABLE, text)
+
+
+def _summary(verdicts: list[_Verdict], observed: Observed) -> list[_Verdict]:
+    """Ready, and of the pair Reconciling and Stalled the one that is true."""
+    # Unknown mirrors (nothing reported yet) do not hold back what serves.
+    failing = [
+        v for v in verdicts
+        if v.status == "False" or (v.status == "Unknown" and v.kind != "CachesMirrored")
+    ]  # fmt: skip
+    if not failing:
+        return [_verdict("Ready", True, reasons.READY, "every replica of this revision serves")]
+    first = failing[0]
+    found = [_verdict("Ready", False, first.reason, f"{first.kind}: {first.text}")]
+    if observed.deadline_exceeded:
+        reason = reasons.DEADLINE_EXCEEDED
+        found.append(_Verdict("Stalled", "True", reason, first.text))
+    elif first.reason.is_permanent:
+        found.append(_Verdict("Stalled", "True", first.reason, first.text))
+    else:
+        found.append(_Verdict("Reconciling", "True", first.reason, first.text))
+    return found
+
+
+def _conditions(
+    verdicts: list[_Verdict], generation: int, now: str, previous: tuple[Condition, ...]
+) -> tuple[Condition, ...]:
+    """lastTransitionTime moves only when a status flips."""
+    before = {condition.type: condition for condition in previous}
+    found = []
+    for verdict in verdicts:
+        old = before.get(verdict.kind)
+        kept = old is not None and old.status == verdict.status
+        found.append(
+            Condition(
+                type=verdict.kind,
+                status=verdict.status,  # type: ignore[arg-type]
+                reason=verdict.reason.name,
+                message=verdict.reason.message(verdict.text)[:MAX_MESSAGE],
+                observed_generation=generation,
+                last_transition_time=old.last_transition_time if old and kept else now,
+            )
+        )
+    return tuple(found)
+
+
+def budgets(plan: BudgetPlan, measured: dict[str, int]) -> dict[str, Budget]:
+    """The product's block: each cache, weights, shm and every limit, with its formula."""
+    found = {}
+    for place in plan.places:
+        for line in place.lines:
+            if line.is_cache or line.name == "weights":
+                found[line.name] = _budget(line, measured.get(line.name))
+        if place.place == "engine":
+            found["shm"] = _budget(place.line("shm"), measured.get("shm"))
+        name = "deviceMemory" if place.place == "device" else f"{place.place}PodMemory"
+        found[name] = _limit(place, measured.get(name))
+    return dict(sorted(found.items()))
+
+
+def _budget(line: Line, measured: int | None) -> Budget:
+    return Budget(
+        bytes=line.each_bytes,
+        display=format_gib(line.each_bytes),
+        measured_bytes=measured,
+        items=line.num_items or None,
+        source=line.source,
+        formula=line.formula[:512],
+    )
+
+
+def _limit(place: PlaceBudget, measured: int | None) -> Budget:
+    terms = " + ".join(line.name for line in place.lines if line.bytes)
+    return Budget(
+        bytes=place.limit_bytes,
+        display=format_gib(place.limit_bytes),
+        measured_bytes=measured,
+        source=place.source,
+        formula=f"{terms} + headroom"[:512],
+    )
+
+
+def _url(inference: InferenceSpec | None) -> str:
+    if inference is None:
+        return ""
+    port = inference.spec.networking.port
+    return f"http://{inference.name}.{inference.namespace}.svc:{port}/v1"
+
+
+def _config_map(desired: Desired | None) -> str:
+    for body in desired.of_kind("ConfigMap") if desired else ():
+        if "engine.json" in body.get("data", {}):
+            return str(body["metadata"]["name"])
+    return ""
+
+
+def _modalities(inference: InferenceSpec | None) -> tuple[str, ...]:
+    if inference is None:
+        return ()
+    limits = inference.spec.modalities
+    names = ("image", "video", "audio")
+    return tuple(name for name in names if getattr(limits, name).max_per_prompt > 0)
+
+
+def _resolved(inference: InferenceSpec | None) -> dict[str, object]:
+    """The operator's defaults as applied: every field of these parts, whether given or not."""
+    if inference is None:
+        return {}
+    spec = inference.spec
+    parts = {
+        "modalities": spec.modalities,
+        "admission": spec.frontend.admission,
+        "caches": spec.caches,
+        "rollout": spec.rollout,
+        "networking": spec.networking,
+    }
+    found = {name: plain(part) for name, part in parts.items()}
+    found["maxFrontends"] = inference.num_frontends
+    found["maxEngines"] = inference.num_engines
+    return found
+
+
+def plain(value: object) -> object:
+    """JSON as the API server takes it: camel case, zeros kept, what is not set left out."""
+    if isinstance(value, msgspec.Struct):
+        names = zip(value.__struct_encode_fields__, value.__struct_fields__, strict=True)
+        pairs = ((key, getattr(value, name)) for key, name in names)
+        return {key: plain(item) for key, item in pairs if item is not None}
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, tuple) else value

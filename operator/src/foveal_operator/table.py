@@ -1,0 +1,122 @@
+"""The budgets and objects of a plan as a table for people.
+
+Called by the CLI. Plain text unless told that a terminal reads it; then bars and bold heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from foveal_operator.manifests import Desired
+from foveal_operator.spec import InferenceSpec
+from foveal_runtime.plan.budget_types import BudgetPlan, Line, PlaceBudget
+from foveal_runtime.plan.profile import ModelProfile
+from foveal_runtime.plan.quantity import format_gib
+
+BAR_WIDTH = 24
+_TITLE = {"frontend": "Frontend pod", "engine": "Engine pod", "device": "Device of an engine"}
+
+
+class Style(msgspec.Struct, frozen=True, kw_only=True):
+    """How to print. `width` is that of the terminal; 0 = as wide as the text is."""
+
+    is_terminal: bool = False
+    width: int = 0
+
+    def bold(self, text: str) -> str:
+        return f"\x1b[1m{text}\x1b[0m" if self.is_terminal else text
+
+    def clip(self, text: str) -> str:
+        if not self.is_terminal or self.width <= 0 or len(text) <= self.width:
+            return text
+        return text[: self.width - 1] + "…"
+
+
+def plan_table(
+    inference: InferenceSpec,
+    profile: ModelProfile,
+    plan: BudgetPlan,
+    desired: Desired,
+    style: Style,
+) -> str:
+    """Budgets by place, then notes and problems, then the objects."""
+    lines = [style.bold(f"{inference.name} in {inference.namespace}"), _model(inference, profile)]
+    for place in plan.places:
+        lines += ["", *_place(place, inference, style)]
+    if plan.kv_tokens:
+        lines += ["", _capacity(plan)]
+    lines += [f"note: {note}" for note in plan.notes]
+    lines += [
+        f"note: {kind} is asked for and the cluster does not serve it"
+        for kind in desired.missing_apis
+    ]
+    lines += ["", *_verdict(plan, style), "", *_objects(desired, style)]
+    return "\n".join(lines) + "\n"
+
+
+def _model(inference: InferenceSpec, profile: ModelProfile) -> str:
+    kib = profile.kv_bytes_per_token / 1024
+    return (
+        f"{inference.spec.model.uri}: {format_gib(profile.weight_bytes)} of weights, "
+        f"{kib:.1f} KiB of KV a token ({profile.source})"
+    )
+
+
+def _place(place: PlaceBudget, inference: InferenceSpec, style: Style) -> Iterator[str]:
+    replicas = {
+        "frontend": inference.num_frontends,
+        "engine": inference.num_engines,
+        "device": inference.spec.engine.accelerator.count,
+    }[place.place]
+    times = "" if replicas == 1 else f"  x {replicas}"
+    limit = f"limit {format_gib(place.limit_bytes)}, {place.source}{times}"
+    yield style.bold(f"{_TITLE[place.place]}  {limit}")
+    for line in place.lines:
+        if line.bytes or line.is_cache:
+            yield style.clip(_row(line, place, style))
+    bar = _bar(place.headroom_bytes, place.limit_bytes, style)
+    yield f"  {'headroom':<13} {format_gib(place.headroom_bytes):>13}  {bar}"
+
+
+def _row(line: Line, place: PlaceBudget, style: Style) -> str:
+    each = f" ({line.count} x {format_gib(line.each_bytes)})" if line.count > 1 else ""
+    count = f" [{line.num_items} {line.unit}]" if line.unit and line.num_items else ""
+    bar = _bar(line.bytes, place.limit_bytes, style)
+    return (
+        f"  {line.name:<13} {format_gib(line.bytes):>13}  {bar}{line.source:<8}  "
+        f"{line.formula}{each}{count}"
+    )
+
+
+def _bar(part: int, whole: int, style: Style) -> str:
+    if not style.is_terminal:
+        return ""
+    filled = min(BAR_WIDTH, round(BAR_WIDTH * part / whole)) if whole > 0 else 0
+    return "█" * filled + "·" * (BAR_WIDTH - filled) + "  "
+
+
+def _capacity(plan: BudgetPlan) -> str:
+    requests = plan.kv_tokens / plan.max_model_len
+    return (
+        f"An engine holds {plan.kv_tokens:,} tokens: {requests:.1f} requests of "
+        f"{plan.max_model_len:,}, and {plan.encoder_embeds:,} encoder outputs."
+    )
+
+
+def _verdict(plan: BudgetPlan, style: Style) -> Iterator[str]:
+    if plan.fits:
+        yield style.bold("Fits.")
+        return
+    yield style.bold("Does not fit: no pods would be made.")
+    for problem in plan.problems:
+        yield f"  {problem.reason}: {problem.message}"
+
+
+def _objects(desired: Desired, style: Style) -> Iterator[str]:
+    how = {"Apply": "", "CreateOnly": "created once", "Retain": "kept when the resource goes"}
+    yield style.bold("Objects" if desired.complete else "Objects before any pod")
+    for owned in desired.objects:
+        kind, _, name = owned.key
+        yield f"  {kind:<24} {name:<44} {how[owned.policy]}".rstrip()

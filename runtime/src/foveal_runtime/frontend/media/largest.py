@@ -1,0 +1,252 @@
+"""The largest item of each modality that a processor can make under the set limits.
+
+Called once per profile (and by an engine that starts without one), never per request. Sizes are
+searched with the processor's own arithmetic where it has some; the winner then goes through the
+real path, so counts and bytes are those of a request. Items longer than the model's context do
+not count: no request can hold them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from foveal_runtime.frontend.media.processors import ItemProcessor
+from foveal_runtime.frontend.media.timed import Frames
+from foveal_runtime.plan.config import ModalitiesConfig, ModalityLimits
+from foveal_runtime.plan.errors import FovealError
+from foveal_runtime.plan.media import MODALITIES
+from foveal_runtime.plan.profile import ItemProfile
+from foveal_runtime.wire.item import meta_of, read_header
+
+_FACTORS = (14, 16, 28, 32)
+_RATIOS = (1, 4 / 3, 3 / 2, 16 / 9, 2, 3, 4, 6)
+_MAX_PROBE_PIXELS = 4_000_000
+_MAX_RATIO = 200  # what the widest-minded processors take
+_MAX_TRIES = 6
+_VIDEO_PROBE_FRAMES = 8
+_PICTURE = (120, 60, 200)  # nothing a processor takes for padding
+
+
+class Largest(NamedTuple):
+    """An item's figures, and its serialised value (of a shorter probe for video and audio)."""
+
+    profile: ItemProfile
+    value: bytes
+
+
+def largest_items(model_path: str, limits: ModalitiesConfig, max_tokens: int) -> dict[str, Largest]:
+    """Modality → its largest item, for every modality the processor takes and limits leave on.
+
+    `max_tokens`: the model's context. Raises StartupError when the processor cannot be loaded.
+    """
+    processor = ItemProcessor(model_path, limits)
+    processor.examine(b"")
+    finders: dict[int, Callable[..., Largest | None]] = {0: _image, 1: _video, 2: _audio}
+    found: dict[str, Largest] = {}
+    for modality, info in sorted(processor.placeholders.items()):
+        if info.method:
+            name = MODALITIES[modality]
+            largest = finders[modality](processor, getattr(limits, name), max_tokens)
+            if largest is not None:
+                found[name] = largest
+    return found
+
+
+def _image(processor: ItemProcessor, limits: ModalityLimits, max_tokens: int) -> Largest | None:
+    sizes = list(_image_sizes(processor.processor, limits.max_pixels))
+    counts = _predicted(processor.processor, "image", sizes)
+    if counts is None:
+        sizes = sorted({_scaled(size, _MAX_PROBE_PIXELS) for size in _ratio_sizes(
+            min(limits.max_pixels, _MAX_PROBE_PIXELS))})  # fmt: skip
+        counts = [_tokens(_make_image(processor, size)) for size in sizes]
+    best: Largest | None = None
+    for size in _best_first(sizes, counts, max_tokens):
+        value = _make_image(processor, size)
+        if value is not None and _tokens(value) <= max_tokens:
+            best = Largest(_profile(value, f"{size[1]}x{size[0]} pixels"), value)
+            break
+    return best
+
+
+def _best_first(
+    sizes: list[tuple[int, int]], counts: list[int], max_tokens: int
+) -> Iterable[tuple[int, int]]:
+    """(height, width) by descending tokens, the smallest picture first; at most three tries."""
+    order = sorted(zip(counts, sizes, strict=True), key=lambda p: (-p[0], p[1][0] * p[1][1]))
+    tried = 0
+    last = 0
+    for count, size in order:
+        if count <= max_tokens and count != last and tried < 3:
+            tried, last = tried + 1, count
+            yield size
+
+
+def _image_sizes(processor: Any, max_pixels: int) -> Iterator[tuple[int, int]]:
+    """Candidates (height, width): whole grids of common patch sizes, and common shapes."""
+    for pixels in sorted({max_pixels, *_own_limits(processor.image_processor, max_pixels)}):
+        for factor in _FACTORS:
+            for rows in range(1, math.isqrt(pixels) // factor + 1):
+                columns = pixels // (factor * factor * rows)
+                if columns <= _MAX_RATIO * rows:
+                    yield rows * factor, columns * factor
+                    yield columns * factor, rows * factor
+        yield from _ratio_sizes(pixels)
+
+
+def _own_limits(part: Any, max_pixels: int) -> set[int]:
+    """Pixel counts at which the processor itself starts to shrink pictures."""
+    size = getattr(part, "size", None) or {}
+    found = {getattr(part, "max_pixels", None)}
+    for name in ("longest_edge", "max_pixels", "shortest_edge", "height", "width"):
+        side = size.get(name) if hasattr(size, "get") else getattr(size, name, None)
+        if isinstance(side, int):
+            found |= {side, side * side}
+    return {p for p in found if isinstance(p, int) and 784 <= p <= max_pixels}
+
+
+def _ratio_sizes(pixels: int) -> Iterator[tuple[int, int]]:
+    for scale in (1, 4, 16, 64):
+        for ratio in _RATIOS:
+            side = math.isqrt(int(pixels / scale / ratio))
+            if side >= 32:
+                long = min(int(side * ratio), pixels // scale // side)
+                yield side, long
+                yield long, side
+
+
+def _scaled(size: tuple[int, int], pixels: int) -> tuple[int, int]:
+    shrink = min(1.0, math.sqrt(pixels / (size[0] * size[1])))
+    return max(1, int(size[0] * shrink)), max(1, int(size[1] * shrink))
+
+
+def _predicted(processor: Any, name: str, sizes: list[Any]) -> list[int] | None:
+    """The processor's own count for each size, or None when it has no such arithmetic."""
+    count = getattr(processor, "_get_num_multimodal_tokens", None)
+    if count is None:
+        return None
+    try:
+        data = count(**{f"{name}_sizes": [list(size) for size in sizes]})
+        found = getattr(data, f"num_{name}_tokens", None)
+    except Exception:  # private and uneven over families: without it, sizes are tried for real
+        return None
+    if not isinstance(found, list) or len(found) != len(sizes):
+        return None
+    return [int(n) for n in found]
+
+
+def _make_image(processor: ItemProcessor, size: tuple[int, int]) -> bytes | None:
+    try:
+        return processor.process(0, Image.new("RGB", (size[1], size[0]), _PICTURE), {})
+    except FovealError:
+        return None  # e.g. too narrow for this processor: then no request can send it either
+
+
+def _video(processor: ItemProcessor, limits: ModalityLimits, max_tokens: int) -> Largest | None:
+    """The frames and frame size with most embeddings that fit the context.
+
+    Counted by the processor's arithmetic when it has some, else in proportion to the frames of a
+    probe. Marker tokens and bytes always grow from a probe of a few frames of the winning size.
+    """
+    own = _own_limits(processor.processor.video_processor, limits.max_pixels)
+    pixels = {min(limits.max_pixels, _MAX_PROBE_PIXELS), *own}
+    sizes = sorted({_scaled(s, _MAX_PROBE_PIXELS) for p in pixels for s in _ratio_sizes(p)})
+    shapes = [(n, *size) for n in _frame_counts(limits.max_frames) for size in sizes]
+    counts = _predicted(processor.processor, "video", shapes)
+    if counts is None:
+        shapes = [(n, *sizes[-1]) for n in _frame_counts(limits.max_frames)]
+        counts = _proportional(processor, shapes)
+    ceiling = max_tokens
+    for _ in range(_MAX_TRIES):
+        fitting = [(c, s) for c, s in zip(counts, shapes, strict=True) if 0 < c <= ceiling]
+        if not fitting:
+            return None
+        embeds, shape = max(fitting, key=lambda one: (one[0], -math.prod(one[1])))
+        value = _make_video(processor, (min(_VIDEO_PROBE_FRAMES, shape[0]), *shape[1:]))
+        if value is not None:
+            grown = _grown(value, embeds, f"{shape[0]} frames of {shape[2]}x{shape[1]} pixels")
+            if grown.num_tokens <= max_tokens:
+                return Largest(grown, value)
+            ceiling = max_tokens * embeds // grown.num_tokens
+        ceiling = min(ceiling, embeds - 1)
+    return None
+
+
+def _frame_counts(most: int) -> list[int]:
+    """Every count to 64, then steps of 5 %, and the limit itself."""
+    counts = list(range(1, min(64, most) + 1))
+    while counts[-1] < most:
+        counts.append(min(most, math.ceil(counts[-1] * 1.05)))
+    return counts
+
+
+def _proportional(processor: ItemProcessor, shapes: list[tuple[int, int, int]]) -> list[int]:
+    frames = min(_VIDEO_PROBE_FRAMES, shapes[-1][0])
+    value = _make_video(processor, (frames, *shapes[-1][1:]))
+    if value is None:
+        return [0] * len(shapes)
+    embeds = meta_of(read_header(value)).num_embeds
+    return [-(-embeds * shape[0] // frames) for shape in shapes]
+
+
+def _grown(value: bytes, embeds: int, example: str) -> ItemProfile:
+    """The figures of a probe, grown to `embeds`."""
+    probe = _profile(value, example)
+    return ItemProfile(
+        num_tokens=-(-probe.num_tokens * embeds // probe.num_embeds),
+        num_embeds=embeds,
+        processed_bytes=-(-probe.processed_bytes * embeds // probe.num_embeds),
+        example=example,
+    )
+
+
+def _make_video(processor: ItemProcessor, shape: tuple[int, ...]) -> bytes | None:
+    try:
+        return processor.process(1, _frames(shape[0], (shape[1], shape[2])), {})
+    except FovealError:
+        return None
+
+
+def _frames(count: int, size: tuple[int, int]) -> Frames:
+    pixels = np.full((count, *size, 3), 120, np.uint8)
+    return Frames(pixels, list(range(count)), count, 2.0)
+
+
+def _audio(processor: ItemProcessor, limits: ModalityLimits, max_tokens: int) -> Largest | None:
+    """The longest sound that fits limit and context; processors refuse what they cannot take."""
+    extractor = getattr(processor.processor, "feature_extractor", None)
+    rate = int(getattr(extractor, "sampling_rate", 0) or 16000)
+
+    def make(seconds: float) -> bytes | None:
+        sound = np.sin(np.arange(int(seconds * rate), dtype=np.float32) * 0.1) * 0.5
+        try:
+            return processor.process(2, sound.astype(np.float32), {})
+        except FovealError:
+            return None
+
+    seconds = limits.max_seconds
+    value = make(seconds)
+    while (value is None or _tokens(value) > max_tokens) and seconds > 0.5:
+        seconds /= 2
+        value = make(seconds)
+    if value is None:
+        return None
+    return Largest(_profile(value, f"{seconds:g} seconds"), value)
+
+
+def _tokens(value: bytes | None) -> int:
+    return 0 if value is None else len(read_header(value).replacement)
+
+
+def _profile(value: bytes, example: str) -> ItemProfile:
+    meta = meta_of(read_header(value))
+    return ItemProfile(
+        num_tokens=meta.num_tokens,
+        num_embeds=meta.num_embeds,
+        processed_bytes=len(value),
+        example=example,
+    )

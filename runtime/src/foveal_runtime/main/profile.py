@@ -1,0 +1,70 @@
+"""`foveal-runtime profile MODEL`: what a model costs, as JSON on standard output.
+
+Joins the two rooms that know: the model layer (weights, KV, activations) and the frontend's
+processors (the largest items). Run by users, and by the operator as a Job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import msgspec
+
+from foveal_runtime.model import threads
+from foveal_runtime.plan.config import ModalitiesConfig, ModalityLimits
+from foveal_runtime.plan.profile import ModelProfile
+
+
+def profile_model(
+    path: str,
+    limits: ModalitiesConfig,
+    *,
+    measure: bool = False,
+    dtype: str = "auto",
+    device: str = "cpu",
+    max_num_batched_tokens: int = 2048,
+) -> ModelProfile:
+    """The profile of a checkpoint directory; with `measure` it is loaded and run on `device`.
+
+    Raises StartupError for a model that an engine would refuse, too.
+    """
+    from foveal_runtime.frontend.media.largest import largest_items
+    from foveal_runtime.model import profiler
+
+    predicted = profiler.predict(path, dtype, device=device)
+    largest = {}
+    if predicted.is_multimodal:
+        largest = largest_items(path, limits, predicted.max_model_len)
+        items = {name: one.profile for name, one in largest.items()}
+        predicted = profiler.predict(path, dtype, items, device)
+    if not measure:
+        return predicted
+    return profiler.measure(
+        predicted,
+        path,
+        dtype=dtype,
+        device=device,
+        max_num_batched_tokens=max_num_batched_tokens,
+        values={name: one.value for name, one in largest.items()},
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    threads.configure()
+    image = ModalityLimits(max_pixels=arguments.max_pixels)
+    video = ModalityLimits(
+        max_pixels=arguments.max_pixels,
+        max_frames=arguments.max_frames,
+        max_seconds=arguments.max_seconds,
+    )
+    audio = ModalityLimits(max_seconds=arguments.max_seconds)
+    found = profile_model(
+        arguments.model,
+        ModalitiesConfig(image=image, video=video, audio=audio),
+        measure=arguments.measure,
+        device=getattr(arguments, "device", "cpu"),
+        max_num_batched_tokens=arguments.max_num_batched_tokens,
+    )
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n")
+    return 0

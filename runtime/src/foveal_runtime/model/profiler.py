@@ -1,0 +1,206 @@
+"""What a model costs: predicted from config.json and weight headers, or measured by running it.
+
+Called by `main.profile` (and so by the operator's profile Job). Prediction loads no weights and
+needs no GPU: the model is built on the meta device. The largest items come from the caller, which
+may run processors. Never writes anything.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from foveal_runtime.engine.step import (
+    EncoderInput,
+    NewRequest,
+    ScheduledRequest,
+    StepPlan,
+)
+from foveal_runtime.model.head import Head
+from foveal_runtime.model.memory import PeakMeter
+from foveal_runtime.model.meta import meta_model
+from foveal_runtime.model.probe import probe_layers
+from foveal_runtime.model.runner import TorchRunner, read_traits
+from foveal_runtime.model.sampler import Sampler
+from foveal_runtime.model.sequence import SequenceState
+from foveal_runtime.model.weights import stored_bytes
+from foveal_runtime.plan.media import MODALITIES
+from foveal_runtime.plan.profile import ItemProfile, ModelProfile, ValueSource
+from foveal_runtime.plan.sampling import SamplingParams
+from foveal_runtime.wire.item import meta_of, read_header
+
+LOGIT_ROWS = 256
+"""Rows of logits alive at once: a step's samples, or a piece of prompt logprobs."""
+_LOGIT_COPIES = 3  # the head's own, a float32 one, and the sampler's pieces
+_BLOCK_SIZE = 16
+
+
+def predict(
+    path: str,
+    dtype: str = "auto",
+    items: Mapping[str, ItemProfile] | None = None,
+    device: str = "cpu",
+) -> ModelProfile:
+    """The profile of the checkpoint directory `path` without loading it. Raises StartupError."""
+    items = dict(items or {})
+    loaded = meta_model(path, dtype)
+    layers = probe_layers(loaded, Head(loaded.model, loaded.core_name))
+    traits = read_traits(loaded)
+    itemsize = loaded.dtype.itemsize
+    per_layer = tuple(layer.values_per_token * itemsize for layer in layers)
+    fixed, per_token = _activations(loaded.config, itemsize, max(per_layer), items, device)
+    sources: dict[str, ValueSource] = {
+        "weight_bytes": "headers",
+        "activation_bytes": "formula",
+        "activation_bytes_per_token": "formula",
+        **{f"items.{name}": "processor" for name in items},
+    }
+    for name in ("max_model_len", "kv_bytes_per_token", "embed_width", "embed_levels"):
+        sources[name] = "config"
+    return ModelProfile(
+        model=Path(path).name,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        is_multimodal=traits.is_multimodal,
+        max_model_len=traits.max_position,
+        weight_bytes=stored_bytes(path, itemsize),
+        kv_bytes_per_token=sum(per_layer),
+        kv_bytes_per_layer=per_layer,
+        embed_width=traits.embed_width,
+        embed_bytes=itemsize,
+        embed_levels=traits.embed_levels,
+        activation_bytes=fixed,
+        activation_bytes_per_token=per_token,
+        items=items,
+        sources=sources,
+    )
+
+
+def _activations(
+    config: Any,
+    itemsize: int,
+    layer_kv_bytes: int,
+    items: Mapping[str, ItemProfile],
+    device: str,
+) -> tuple[int, int]:
+    """(fixed, per token) bytes of a step's peak, as a bound, not a mean.
+
+    Decoder: residual, normed input and three float32 temporaries of the norm; then either
+    projections, rotated copies and output of attention, or four intermediates of the (routed) MLP;
+    on CPUs one mask row over the context, as bool and as float32. Encoder, which runs before: the
+    same of its tower, per patch. Both are assumed at their worst at once, because the planner adds
+    fixed + per token x tokens.
+    """
+    text = config.get_text_config()
+    width, context = int(text.hidden_size), int(text.max_position_embeddings)
+    heads = int(text.num_attention_heads) * int(getattr(text, "head_dim", 0) or
+                                                width // text.num_attention_heads)  # fmt: skip
+    inner = int(getattr(text, "intermediate_size", 0) or 4 * width)
+    routed = int(getattr(text, "num_experts_per_tok", 0) or 0)
+    if routed:
+        inner = max(inner, routed * int(getattr(text, "moe_intermediate_size", 0) or inner))
+    per_token = 12 * width + (2 * width + max(6 * heads, 4 * inner)) * itemsize
+    if device == "cpu":
+        per_token += 5 * context
+    fixed = LOGIT_ROWS * int(text.vocab_size) * 4 * _LOGIT_COPIES + context * layer_kv_bytes
+    per_embed = _encoder_bytes_per_embed(config, width, itemsize)
+    largest = max((item.num_embeds for item in items.values()), default=0)
+    return max(fixed, per_embed * largest), max(per_token, per_embed if items else 0)
+
+
+def _encoder_bytes_per_embed(config: Any, width: int, itemsize: int) -> int:
+    """Peak bytes of encoding, for each embedding that comes out."""
+    peak = 0
+    for name in ("vision_config", "audio_config"):
+        tower = getattr(config, name, None)
+        if tower is None:
+            continue
+        inside = int(getattr(tower, "hidden_size", 0) or getattr(tower, "d_model", 0) or width)
+        inside = max(inside, int(getattr(tower, "embed_dim", 0) or 0))
+        inner = int(getattr(tower, "intermediate_size", 0) or 4 * inside)
+        merge = int(getattr(tower, "spatial_merge_size", 0) or getattr(config, "scale_factor", 1))
+        patches = max(1, merge) ** 2 if name == "vision_config" else 4
+        peak = max(peak, patches * (8 * inside + 2 * inner) * itemsize + 3 * width * itemsize)
+    return peak
+
+
+def measure(
+    predicted: ModelProfile,
+    path: str,
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    max_num_batched_tokens: int = 2048,
+    values: Mapping[str, bytes] | None = None,
+) -> ModelProfile:
+    """`predicted` with what loading and running the model on `device` really costs.
+
+    `values` are serialised largest items by modality; they are encoded to see that peak. Raises
+    StartupError.
+    """
+    runner = TorchRunner.load(path, dtype=dtype, device=device, block_size=_BLOCK_SIZE)
+    large = max(2, min(max_num_batched_tokens, runner.traits.max_position - 1))
+    runner.allocate_kv(-(-large // _BLOCK_SIZE) + 1)
+    weights = {t.data_ptr(): t.nbytes for t in runner.loaded.model.state_dict().values()}
+    meter = PeakMeter(device)
+    _run_tokens(runner, 2)  # the first step allocates what stays
+    small = max(1, large // 4)
+    low = meter.peak_of(lambda: _run_tokens(runner, small))
+    high = meter.peak_of(lambda: _run_tokens(runner, large))
+    per_token = max(0, high - low) // max(1, large - small)
+    encoding = 0
+    for value in (values or {}).values():
+        encoding = max(encoding, meter.peak_of(functools.partial(_run_encoder, runner, value)))
+    logits = meter.peak_of(lambda: _run_sampler(runner))
+    fixed = max(0, low - per_token * small, encoding, logits)
+    sources = dict(predicted.sources)
+    for name in ("weight_bytes", "activation_bytes", "activation_bytes_per_token",
+                 "kv_bytes_per_token"):  # fmt: skip
+        sources[name] = "measured"
+    kv = runner.kv_block_bytes // _BLOCK_SIZE
+    runner.close()
+    return msgspec.structs.replace(
+        predicted,
+        weight_bytes=sum(weights.values()),
+        kv_bytes_per_token=kv,
+        activation_bytes=fixed,
+        activation_bytes_per_token=per_token,
+        source="measured",
+        sources=sources,
+    )
+
+
+def _run_tokens(runner: TorchRunner, count: int) -> None:
+    """One step of one request with `count` prompt tokens that samples."""
+    name = f"profile-{count}-{time.monotonic_ns()}"
+    blocks = list(range(1, -(-count // _BLOCK_SIZE) + 1))
+    request = NewRequest(
+        name, [0] * count, count, (), (), SamplingParams(max_tokens=1, temperature=1.0)
+    )
+    runner.execute(
+        StepPlan(0, new=[request], scheduled=[ScheduledRequest(name, 0, count, blocks, True)])
+    )
+    runner.execute(StepPlan(1, finished=[name]))
+
+
+def _run_sampler(runner: TorchRunner) -> None:
+    """The logits of a full step of decoding requests, and their tokens."""
+    params = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, logprobs=5)
+    states = [SequenceState(str(i), [0], 1, (), params) for i in range(LOGIT_ROWS)]
+    width = int(runner.loaded.text_config.hidden_size)
+    hidden = torch.zeros(LOGIT_ROWS, width, dtype=runner.loaded.dtype, device=runner.device)
+    with torch.inference_mode():
+        Sampler(()).sample(runner.head.logits(hidden), states)
+
+
+def _run_encoder(runner: TorchRunner, value: bytes) -> None:
+    meta = meta_of(read_header(value))
+    assert 0 <= meta.modality < len(MODALITIES)
+    key = b"profile".ljust(32, b"\0")
+    runner.execute(StepPlan(0, encode=[EncoderInput(key, meta.modality, meta.num_embeds, value)]))
+    runner.execute(StepPlan(1, free_encoder=[key]))

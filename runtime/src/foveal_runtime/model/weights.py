@@ -1,0 +1,75 @@
+"""The size of a checkpoint's weights from the headers of its files: no tensor is read.
+
+Used by the profiler. Headers come from a file that a user supplied: lengths are checked.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import msgspec
+
+from foveal_runtime.plan.errors import StartupError
+
+_MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+_INDEX = "model.safetensors.index.json"
+
+
+class _Tensor(msgspec.Struct):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def weight_files(path: str) -> list[Path]:
+    """The files transformers would load; other safetensors beside them (consolidated copies,
+    adapters) do not count. Raises StartupError when there are none."""
+    root = Path(path)
+    if (root / _INDEX).is_file():
+        try:
+            index = msgspec.json.decode((root / _INDEX).read_bytes(), type=_Index)
+        except msgspec.MsgspecError as error:
+            raise StartupError(f"model {path}: {_INDEX}: {error}") from error
+        return sorted({root / Path(name).name for name in index.weight_map.values()})
+    if (root / "model.safetensors").is_file():
+        return [root / "model.safetensors"]
+    found = sorted(root.glob("*.safetensors"))
+    if not found:
+        raise StartupError(f"model {path}: no *.safetensors there")
+    return found
+
+
+def stored_bytes(path: str, loaded_itemsize: int) -> int:
+    """Bytes of all weights once loaded: floating-point ones in the loaded type, others as stored.
+
+    Raises StartupError for a file that is missing or no safetensors file.
+    """
+    total = 0
+    for file in weight_files(path):
+        for tensor in _header(file).values():
+            if tensor.dtype in _FLOATS:
+                total += math.prod(tensor.shape) * loaded_itemsize
+            else:
+                total += tensor.data_offsets[1] - tensor.data_offsets[0]
+    return total
+
+
+def _header(file: Path) -> dict[str, _Tensor]:
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if length > min(_MAX_HEADER_BYTES, file.stat().st_size):
+                raise StartupError(f"{file}: not a safetensors file (header of {length} bytes)")
+            raw = msgspec.json.decode(stream.read(length), type=dict[str, msgspec.Raw])
+        raw.pop("__metadata__", None)
+        return {name: msgspec.json.decode(one, type=_Tensor) for name, one in raw.items()}
+    except OSError as error:
+        raise StartupError(f"cannot read {file}: {error.strerror}") from error
+    except msgspec.MsgspecError as error:
+        raise StartupError(f"{file}: not a safetensors file ({error})") from error

@@ -1,0 +1,63 @@
+"""Rewrites what is generated and committed: the CRD and the golden objects. `make generate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.control_plane.budget_samples import TOY, VLM
+from tests.control_plane.samples import LEGAL, Obj
+
+from foveal_operator import crd
+from foveal_operator.budget_inputs import NodeFacts, budget_inputs
+from foveal_operator.manifests import ClusterFacts, Desired, desired
+from foveal_operator.render import desired_yaml
+from foveal_operator.spec import InferenceSpec, parse
+from foveal_runtime.plan.budget import plan
+from foveal_runtime.plan.budget_types import BudgetPlan
+from foveal_runtime.plan.config import GIB
+from foveal_runtime.plan.profile import ModelProfile
+
+ROOT = Path(__file__).parents[2]
+CRD_FILE = ROOT / "crds" / "foveal.dev_multimodalinferences.yaml"
+GOLDEN = Path(__file__).parent / "golden"
+ALL_APIS = frozenset(
+    {"HTTPRoute", "InferencePool", "PodMonitor", "PrometheusRule", "ResourceClaimTemplate"}
+    | {"ScaledObject"}
+)
+FACTS = ClusterFacts(
+    runtime_image="registry.example/foveal-runtime:test",
+    apis=ALL_APIS,
+    rule_groups=({"name": "foveal", "rules": []},),
+    dashboards={"foveal.json": "{}\n"},
+)
+
+
+def profile_for(inference: InferenceSpec) -> ModelProfile:
+    return TOY if inference.spec.engine.accelerator.type == "CPU" else VLM
+
+
+def planned(obj: Obj, nodes: NodeFacts | None = None) -> tuple[InferenceSpec, BudgetPlan]:
+    """A resource and its plan, on devices of 80 GiB unless the resource says otherwise."""
+    inference = parse(obj)
+    facts = nodes or NodeFacts(device_bytes=80 * GIB)
+    return inference, plan(budget_inputs(inference, facts), profile_for(inference))
+
+
+def wanted(obj: Obj, facts: ClusterFacts = FACTS) -> Desired:
+    inference, result = planned(obj)
+    return desired(inference, result, facts)
+
+
+def golden_text(name: str) -> str:
+    return desired_yaml(wanted(LEGAL[name]))
+
+
+def main() -> None:
+    CRD_FILE.write_text(crd.render(), encoding="utf-8")
+    GOLDEN.mkdir(exist_ok=True)
+    for name in LEGAL:
+        (GOLDEN / f"{name}.yaml").write_text(golden_text(name), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

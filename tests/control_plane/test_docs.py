@@ -1,0 +1,26 @@
+"""The documents that messages point to have the headings that they point to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from foveal_operator import reasons
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_every_reason_has_its_heading() -> None:
+    text = (DOCS / "reasons.md").read_text(encoding="utf-8")
+    headings = [line[3:] for line in text.splitlines() if line.startswith("## ")]
+    assert headings == [reason.name for reason in reasons.ALL]
+    for reason in reasons.ALL:
+        assert reason.action in text
+
+
+def test_every_misfit_is_in_the_budgets_page() -> None:
+    text = (DOCS / "budgets.md").read_text(encoding="utf-8")
+    source = Path(__file__).parents[2] / "runtime/src/foveal_runtime/plan"
+    for file in ("budget.py", "budget_needs.py"):
+        for line in (source / file).read_text(encoding="utf-8").splitlines():
+            if line.strip().startswith('reason="'):
+                assert line.split('"')[1] in text

@@ -1,0 +1,226 @@
+"""Every odd picture gives the right pixels or a clear 4xx, never a library's own error."""
+
+import contextlib
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from foveal_runtime.frontend.media.decode import decode_image
+from foveal_runtime.frontend.media.timed import decode_audio, decode_video
+from foveal_runtime.plan.config import ModalityLimits
+from foveal_runtime.plan.errors import MediaInvalid, MediaTooLarge
+
+LIMITS = ModalityLimits(max_bytes=1 << 20, max_pixels=100_000, max_seconds=2.0, max_frames=8)
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def pixel(data: bytes, at: tuple[int, int] = (0, 0)) -> tuple[int, ...]:
+    image = decode_image(data, LIMITS)
+    assert image.mode == "RGB"
+    return image.getpixel(at)
+
+
+def near(a: tuple[int, ...], b: tuple[int, ...], slack: int = 6) -> bool:
+    return all(abs(x - y) <= slack for x, y in zip(a, b, strict=True))
+
+
+def test_plain_rgb_is_untouched():
+    assert pixel(encoded(Image.new("RGB", (9, 5), (10, 20, 30)))) == (10, 20, 30)
+
+
+def test_cmyk_jpeg():
+    image = Image.new("CMYK", (16, 16), (0, 255, 255, 0))
+    assert near(pixel(encoded(image, "JPEG", quality=95)), (255, 0, 0), 12)
+
+
+def test_palette_with_and_without_transparency():
+    image = Image.new("P", (4, 4), 1)
+    image.putpalette([0, 0, 0, 200, 100, 50] + [0] * 762)
+    assert pixel(encoded(image)) == (200, 100, 50)
+    assert pixel(encoded(image, transparency=1)) == (255, 255, 255)
+
+
+def test_transparency_is_composited_on_white():
+    assert pixel(encoded(Image.new("RGBA", (4, 4), (0, 0, 0, 0)))) == (255, 255, 255)
+    assert near(pixel(encoded(Image.new("RGBA", (4, 4), (0, 0, 0, 128)))), (127, 127, 127))
+    assert near(pixel(encoded(Image.new("LA", (4, 4), (0, 128)))), (127, 127, 127))
+
+
+def test_rgb_with_a_transparent_colour():
+    data = encoded(Image.new("RGB", (4, 4), (1, 2, 3)), transparency=(1, 2, 3))
+    assert pixel(data) == (255, 255, 255)
+
+
+@pytest.mark.parametrize("value", [0, 257 * 100, 65535])
+def test_sixteen_bit_grey_is_scaled_not_clipped(value):
+    """Pillow's own conversion clips at 255, which turns every 16-bit scan white."""
+    image = Image.fromarray(np.full((4, 4), value, np.uint16))
+    assert pixel(encoded(image)) == (value // 257,) * 3
+
+
+def test_bilevel():
+    assert pixel(encoded(Image.new("1", (4, 4), 1))) == (255, 255, 255)
+
+
+def test_exif_rotation_is_applied():
+    image = Image.new("RGB", (8, 4), (255, 0, 0))
+    image.paste((0, 0, 255), (4, 0, 8, 4))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    turned = decode_image(encoded(image, "PNG", exif=exif), LIMITS)
+    assert turned.size == (4, 8)
+    assert turned.getpixel((0, 0)) == (255, 0, 0)
+    assert turned.getpixel((0, 7)) == (0, 0, 255)
+
+
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
+def test_animations_give_their_first_frame(kind):
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "lime", "blue")]
+    data = encoded(frames[0], kind, save_all=True, append_images=frames[1:], duration=50)
+    assert near(pixel(data), (255, 0, 0))
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP"])
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_truncated_files_are_clear_errors(kind, share):
+    noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
+    data = encoded(Image.fromarray(noise), kind)
+    with pytest.raises(MediaInvalid):
+        decode_image(data[: int(len(data) * share)], LIMITS)
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A PNG that claims its size in 100 bytes."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        crc = zlib.crc32(kind + body)
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", crc)
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    body = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + body
+
+
+@pytest.mark.parametrize("size", [(1000, 1000), (60_000, 60_000), (2**31 - 1, 2**31 - 1)])
+def test_bombs_are_refused_on_their_header(size):
+    with pytest.raises(MediaTooLarge, match="100000"):
+        decode_image(bomb(*size), LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("data", "match"),
+    [
+        (b"", "empty"),
+        (b"<!DOCTYPE html><html>", "HTML"),
+        (b'{"error": 1}', "JSON"),
+        (b"<svg xmlns=", "SVG"),
+        (b"%PDF-1.7", "PDF"),
+        (b"\x00" * 50, "unknown"),
+        (b"\x89PNG\r\n\x1a\n" + b"\xff" * 40, "image cannot"),
+    ],
+)
+def test_other_things_are_named(data, match):
+    with pytest.raises(MediaInvalid, match=match):
+        decode_image(data, LIMITS)
+
+
+def test_floating_point_pictures_are_refused():
+    image = Image.fromarray(np.full((4, 4), 0.5, np.float32))
+    with pytest.raises(MediaInvalid, match="floating"):
+        decode_image(encoded(image, "TIFF"), LIMITS)
+
+
+def test_too_many_bytes():
+    with pytest.raises(MediaTooLarge):
+        decode_image(b"x" * (LIMITS.max_bytes + 1), LIMITS)
+
+
+def test_random_damage_never_escapes_as_another_error():
+    random = np.random.default_rng(7)
+    noise = random.integers(0, 255, (24, 24, 3), dtype=np.uint8)
+    for kind in ("PNG", "JPEG", "WEBP", "GIF", "TIFF"):
+        data = bytearray(encoded(Image.fromarray(noise), kind))
+        for _ in range(60):
+            damaged = bytearray(data)
+            for at in random.integers(0, len(data), 8):
+                damaged[at] = random.integers(0, 256)
+            with contextlib.suppress(MediaInvalid, MediaTooLarge):
+                assert decode_image(bytes(damaged), LIMITS).mode == "RGB"
+
+
+# ---- audio and video ----
+def wav(seconds: float, rate: int = 8000, channels: int = 1) -> bytes:
+    import soundfile
+
+    times = np.arange(int(seconds * rate)) / rate
+    tone = np.sin(2 * np.pi * 220 * times).astype(np.float32)
+    buffer = io.BytesIO()
+    soundfile.write(buffer, np.stack([tone] * channels, axis=1), rate, format="WAV")
+    return buffer.getvalue()
+
+
+def test_audio_is_mono_at_the_processors_rate():
+    samples = decode_audio(wav(0.5, 8000, channels=2), LIMITS, 16000)
+    assert samples.dtype == np.float32
+    assert abs(len(samples) - 8000) < 50
+    assert 0.9 < np.abs(samples).max() < 1.1
+
+
+def test_audio_limits_and_errors():
+    with pytest.raises(MediaTooLarge, match="lasts"):
+        decode_audio(wav(2.5), LIMITS, 16000)
+    with pytest.raises(MediaInvalid):
+        decode_audio(b"not audio at all", LIMITS, 16000)
+    with pytest.raises(MediaInvalid):
+        decode_audio(b"", LIMITS, 16000)
+
+
+def video(num_frames: int, size: tuple[int, int] = (32, 24), fps: int = 8) -> bytes:
+    import av
+
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=fps)
+        stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
+        for index in range(num_frames):
+            pixels = np.full((size[1], size[0], 3), index * 20 % 256, np.uint8)
+            for packet in stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")):
+                container.mux(packet)
+        for packet in stream.encode():
+            container.mux(packet)
+    return buffer.getvalue()
+
+
+def every_third(total: int, fps: float, width: int, height: int) -> list[int]:
+    return list(range(0, total, 3))
+
+
+def test_only_the_chosen_frames_are_kept():
+    frames = decode_video(video(10), LIMITS, every_third)
+    assert frames.pixels.shape == (4, 24, 32, 3)
+    assert frames.indices == [0, 3, 6, 9]
+    assert frames.total == 10
+    means = frames.pixels.mean(axis=(1, 2, 3))
+    assert np.allclose(means, [0, 60, 120, 180], atol=12)
+
+
+def test_video_limits_and_errors():
+    with pytest.raises(MediaTooLarge, match="lasts"):
+        decode_video(video(40), LIMITS, every_third)
+    with pytest.raises(MediaTooLarge, match="frames"):
+        decode_video(video(12), LIMITS, lambda total, *_: list(range(total)))
+    with pytest.raises(MediaTooLarge, match="pixels"):
+        decode_video(video(2, (640, 480)), LIMITS, every_third)
+    with pytest.raises(MediaInvalid):
+        decode_video(b"not a video", LIMITS, every_third)
+    with pytest.raises(MediaInvalid):
+        decode_video(wav(0.2), LIMITS, every_third)

@@ -1,0 +1,141 @@
+"""Media workers as processes: answers, deaths, hangs, limits; each fault costs at most its item."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from foveal_runtime.frontend.media.workers import cpu_quota, default_num_workers
+from foveal_runtime.plan.errors import (
+    EngineFailure,
+    MediaInvalid,
+    Overloaded,
+    StartupError,
+)
+from foveal_runtime.wire.item import view_item
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 - processes have no event
+            await asyncio.sleep(0.005)
+
+
+async def test_an_item_comes_back_serialised(start_workers, picture):
+    pool, info = await start_workers()
+    done = await pool.process(0, b'{"scale": 2.0}', picture())
+    item = view_item(done.value)
+    assert item.meta.num_tokens == 6
+    assert item.meta.num_embeds == 4
+    assert item.fields["pixel_values"].numpy().shape == (1, 3, 16, 16)
+    assert info.placeholder_token_id("image") == 4
+    assert info.placeholder_token_id("audio") is None
+    assert info.placeholder_text("image") == "<image>"
+
+
+async def test_equal_input_gives_equal_bytes_on_every_worker(start_workers, picture):
+    pool, _ = await start_workers(2)
+    await until(lambda: pool.num_ready == 2)
+    values = await asyncio.gather(*(pool.process(0, b"{}", picture(1)) for _ in range(8)))
+    assert len({v.value for v in values}) == 1
+
+
+async def test_bad_media_is_the_requests_error_and_the_worker_lives(start_workers, picture):
+    pool, _ = await start_workers()
+    pids = pool.pids()
+    with pytest.raises(MediaInvalid, match="HTML"):
+        await pool.process(0, b"{}", b"<html>")
+    with pytest.raises(EngineFailure, match="LookupError"):
+        await pool.process(0, b"{}", b"!bug")
+    await pool.process(0, b"{}", picture())
+    assert pool.pids() == pids
+    assert pool.restarts == 0
+
+
+async def test_a_worker_killed_in_the_middle_costs_one_retry(start_workers, tmp_path):
+    pool, _ = await start_workers()
+    done = await pool.process(0, b"{}", f"!kill-once:{tmp_path / 'flag'}".encode())
+    assert view_item(done.value).meta.num_tokens == 6
+    assert pool.retries == 1
+
+
+async def test_an_item_that_kills_two_workers_is_refused(start_workers, picture):
+    """It may be a bomb for the codec: no third worker, and the others' items go on."""
+    pool, _ = await start_workers()
+    bad = asyncio.create_task(pool.process(0, b"{}", b"!kill"))
+    good = asyncio.create_task(pool.process(0, b"{}", picture()))
+    with pytest.raises(MediaInvalid, match="two media workers"):
+        await bad
+    await good
+    assert pool.retries == 1
+
+
+async def test_killed_from_outside_while_busy_and_while_idle(start_workers, tmp_path, picture):
+    pool, _ = await start_workers()
+    flag = tmp_path / "go"
+    task = asyncio.create_task(pool.process(0, b"{}", f"!slow:{flag}".encode()))
+    await until(lambda: pool.num_busy == 1)
+    os.kill(pool.pids()[0], signal.SIGKILL)
+    flag.touch()
+    await task
+    assert pool.retries == 1
+    os.kill(pool.pids()[0], signal.SIGKILL)
+    await pool.process(0, b"{}", picture())
+
+
+async def test_a_hung_worker_is_killed_and_replaced(start_workers, picture):
+    pool, _ = await start_workers(job_timeout_seconds=0.3)
+    with pytest.raises(MediaInvalid, match="longer than"):
+        await pool.process(0, b"{}", b"!hang")
+    await pool.process(0, b"{}", picture())
+    assert pool.restarts == 1
+
+
+async def test_the_queue_is_bounded(start_workers, tmp_path):
+    pool, _ = await start_workers(max_queue=2)
+    flag = tmp_path / "go"
+    slow = f"!slow:{flag}".encode()
+    tasks = [asyncio.create_task(pool.process(0, b"{}", slow))]
+    await until(lambda: pool.num_busy == 1)
+    tasks += [asyncio.create_task(pool.process(0, b"{}", slow)) for _ in range(2)]
+    await until(lambda: pool.queue_length == 2)
+    with pytest.raises(Overloaded):
+        await pool.process(0, b"{}", slow)
+    flag.touch()
+    await asyncio.gather(*tasks)
+
+
+async def test_a_cancelled_caller_leaves_the_worker_usable(start_workers, tmp_path, picture):
+    pool, _ = await start_workers()
+    flag = tmp_path / "go"
+    task = asyncio.create_task(pool.process(0, b"{}", f"!slow:{flag}".encode()))
+    await until(lambda: pool.num_busy == 1)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    flag.touch()
+    await pool.process(0, b"{}", picture())
+    assert pool.restarts == 0
+
+
+async def test_a_processor_that_does_not_load_is_a_startup_error(start_workers):
+    with pytest.raises(StartupError, match="cannot load"):
+        await start_workers(path="/some/broken")
+
+
+async def test_closing_ends_the_processes_and_waiting_jobs(start_workers, tmp_path):
+    pool, _ = await start_workers()
+    pid = pool.pids()[0]
+    slow = f"!slow:{tmp_path / 'never'}".encode()
+    tasks = [asyncio.create_task(pool.process(0, b"{}", slow)) for _ in range(2)]
+    await until(lambda: pool.queue_length == 1)
+    await pool.close()
+    ends = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(end, Overloaded) for end in ends)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_the_number_of_workers_follows_the_quota():
+    assert cpu_quota() > 0
+    assert 1 <= default_num_workers() <= 8

@@ -1,0 +1,160 @@
+"""Real processors of many families with tiny settings and a small tokenizer, saved to a folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import transformers as hf
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers.image_processing_utils import BaseImageProcessor  # noqa: F401  (import order)
+
+WORDS = [
+    "<unk>", "<s>", "</s>", "<pad>", "\n", "\n\n", "\n\n\n", "\n\n\n\n", "item", "0", "1", "is",
+    "here", ".", "What", "it", "?", "what", "two", "<", ">", "seconds", "0.2", "1.2", "0.0", "0.5",
+]  # fmt: skip
+SPECIALS = [
+    "<image>", "<video>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>",
+    "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<fake_token_around_image>", "<global-img>",
+    "<end_of_utterance>", "<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>",
+    "<|begin_of_video|>", "<|end_of_video|>", "<boi>", "<eoi>", "<img>", "</img>", "<IMG_CONTEXT>",
+    "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>", "<sound>",
+    *(f"<row_{i}_col_{j}>" for i in range(1, 4) for j in range(1, 4)),
+]  # fmt: skip
+
+
+def tokenizer(**extra: str) -> Any:
+    """Word-level; newline runs are one token each, as in the tokenizers of Gemma and Qwen."""
+    vocab = {word: index for index, word in enumerate(WORDS)}
+    core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    pattern = Regex(r"\n+|[A-Za-z]+|[0-9.]+|[^\s]")
+    core.pre_tokenizer = pre_tokenizers.Split(pattern, "isolated")
+    made = hf.PreTrainedTokenizerFast(
+        tokenizer_object=core, unk_token="<unk>", bos_token="<s>", eos_token="</s>",
+        pad_token="<pad>", extra_special_tokens=extra,
+    )  # fmt: skip
+    made.add_tokens([hf.AddedToken(s, special=True, normalized=False) for s in SPECIALS])
+    return made
+
+
+CLIP = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
+QWEN = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+QWEN_SIZE = {"size": {"shortest_edge": 256, "longest_edge": 4096}}
+PIN = [[32, 64], [64, 32], [64, 64]]
+
+
+def qwen_parts(image: str, video: str) -> dict[str, Any]:
+    return {
+        "image_processor": getattr(hf, image)(**QWEN, **QWEN_SIZE),
+        "video_processor": getattr(hf, video)(**QWEN, **QWEN_SIZE),
+        "tokenizer": tokenizer(),
+    }
+
+
+def llava() -> Any:
+    return hf.LlavaProcessor(
+        hf.CLIPImageProcessor(**CLIP), tokenizer(), patch_size=8,
+        vision_feature_select_strategy="full",
+    )  # fmt: skip
+
+
+def llava_next() -> Any:
+    image = hf.LlavaNextImageProcessor(**CLIP, image_grid_pinpoints=PIN)
+    return hf.LlavaNextProcessor(
+        image, tokenizer(), patch_size=8, vision_feature_select_strategy="full"
+    )
+
+
+def llava_onevision() -> Any:
+    size = {"height": 32, "width": 32}
+    return hf.LlavaOnevisionProcessor(
+        hf.LlavaOnevisionImageProcessor(size=size, image_grid_pinpoints=PIN), tokenizer(),
+        hf.LlavaOnevisionVideoProcessor(size=size), num_image_tokens=16,
+        vision_feature_select_strategy="full",
+    )  # fmt: skip
+
+
+def mistral3() -> Any:
+    image = hf.PixtralImageProcessor(size={"longest_edge": 64}, patch_size=8)
+    return hf.PixtralProcessor(image, tokenizer(), patch_size=8, spatial_merge_size=2)
+
+
+def qwen2_vl() -> Any:
+    return hf.Qwen2VLProcessor(**qwen_parts("Qwen2VLImageProcessor", "Qwen2VLVideoProcessor"))
+
+
+def qwen2_5_vl() -> Any:
+    return hf.Qwen2_5_VLProcessor(**qwen_parts("Qwen2VLImageProcessor", "Qwen2VLVideoProcessor"))
+
+
+def qwen3_vl() -> Any:
+    return hf.Qwen3VLProcessor(**qwen_parts("Qwen2VLImageProcessor", "Qwen3VLVideoProcessor"))
+
+
+def glm4v() -> Any:
+    return hf.Glm4vProcessor(**qwen_parts("Glm4vImageProcessor", "Glm4vVideoProcessor"))
+
+
+def idefics3() -> Any:
+    image = hf.Idefics3ImageProcessor(
+        size={"longest_edge": 64}, max_image_size={"longest_edge": 32}
+    )
+    return hf.Idefics3Processor(image, tokenizer(), image_seq_len=4)
+
+
+def smolvlm() -> Any:
+    size = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}
+    return hf.SmolVLMProcessor(
+        hf.SmolVLMImageProcessor(**size), tokenizer(), hf.SmolVLMVideoProcessor(), image_seq_len=4
+    )
+
+
+def internvl() -> Any:
+    tok = tokenizer(
+        start_image_token="<img>", end_image_token="</img>", context_image_token="<IMG_CONTEXT>",
+        video_token="<video>",
+    )  # fmt: skip
+    size = {"height": 32, "width": 32}
+    image = hf.GotOcr2ImageProcessor(size=size, crop_to_patches=True, max_patches=4)
+    return hf.InternVLProcessor(
+        image, tok, hf.InternVLVideoProcessor(size=size), image_seq_length=4
+    )
+
+
+def gemma3() -> Any:
+    tok = tokenizer(boi_token="<boi>", eoi_token="<eoi>", image_token="<image>")
+    image = hf.Gemma3ImageProcessor(size={"height": 32, "width": 32})
+    return hf.Gemma3Processor(image, tok, image_seq_length=4)
+
+
+def paligemma() -> Any:
+    image = hf.SiglipImageProcessor(size={"height": 32, "width": 32})
+    image.image_seq_length = 16
+    return hf.PaliGemmaProcessor(image, tokenizer())
+
+
+def qwen2_audio() -> Any:
+    return hf.Qwen2AudioProcessor(hf.WhisperFeatureExtractor(feature_size=8), tokenizer())
+
+
+def audioflamingo3() -> Any:
+    return hf.AudioFlamingo3Processor(hf.WhisperFeatureExtractor(feature_size=8), tokenizer())
+
+
+MAKERS: dict[str, Callable[[], Any]] = {
+    make.__name__: make
+    for make in (
+        llava, llava_next, llava_onevision, mistral3, qwen2_vl, qwen2_5_vl, qwen3_vl, glm4v,
+        idefics3, smolvlm, internvl, gemma3, paligemma, qwen2_audio, audioflamingo3,
+    )
+}  # fmt: skip
+
+
+def save(name: str, folder: Path) -> Path:
+    """A model directory without weights."""
+    path = folder / name
+    MAKERS[name]().save_pretrained(path)
+    (path / "config.json").write_text(json.dumps({"model_type": name}))
+    return path
