@@ -9,24 +9,23 @@ from __future__ import annotations
 import logging
 import signal
 import time
+from pathlib import Path
 
-import msgspec
-
+from foveal_runtime.engine.assemble import LoadedEngine, assemble_core, scheduler_limits
 from foveal_runtime.engine.core import EngineCore
+from foveal_runtime.engine.event_stream import EventStream
 from foveal_runtime.engine.events import EventLog
-from foveal_runtime.engine.limits import SchedulerLimits
-from foveal_runtime.engine.scheduler import Scheduler
+from foveal_runtime.engine.metrics import EngineMetrics
 from foveal_runtime.engine.server import EngineServer
-from foveal_runtime.engine.step import ModelRunner
 from foveal_runtime.main.warmup import warm_up
-from foveal_runtime.mirror.receiver import Receiver, ReceiverLimits
 from foveal_runtime.model import threads
 from foveal_runtime.plan.config import EngineConfig, load
-from foveal_runtime.plan.encoder_budget import LargestItem, compute_encoder_budget
+from foveal_runtime.plan.encoder_budget import LargestItem
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.telemetry.logs import configure_logging
-from foveal_runtime.wire.messages import EngineInfo
+from foveal_runtime.telemetry.metrics import Metrics
 from foveal_runtime.wire.namespace import model_namespace
+from foveal_runtime.wire.shm import SharedReader
 from foveal_runtime.wire.zmq_transport import ZmqRouter
 
 log = logging.getLogger(__name__)
@@ -43,51 +42,50 @@ def run(path: str) -> int:
 def serve(config: EngineConfig) -> int:
     """Runs the process to its end; returns its exit code. Raises StartupError."""
     namespace = model_namespace(config.model.path, config.model.revision)
+    name = config.engine_id
+    metrics = Metrics("engine", model_name=config.model.served_name, process=name, engine=name)
     server = EngineServer(
         http_host=config.http_host,
         http_port=config.http_port,
         drain_timeout_seconds=config.drain_timeout_seconds,
+        render_metrics=metrics.exposition,
     )
+    shared = SharedReader(Path(config.shm_directory)) if config.shm_directory else None
+    stream = EventStream(config.events_bind, keys=config.curve) if config.events_bind else None
     signal.signal(signal.SIGTERM, lambda *_: server.request_drain())
     signal.signal(signal.SIGINT, lambda *_: server.request_stop())
-    return server.run(
-        lambda: make_core(config, namespace, server),
-        lambda: ZmqRouter(config.bind, keys=config.curve),
-        on_ready=lambda endpoint: log.info("ready", extra={"endpoint": endpoint}),
-    )
+    if stream is not None:
+        stream.start()
+    try:
+        return server.run(
+            lambda: make_core(config, namespace, server, metrics, stream),
+            lambda: ZmqRouter(config.bind, keys=config.curve),
+            open_shared=None if shared is None else shared.open,
+            on_ready=lambda endpoint: log.info("ready", extra={"endpoint": endpoint}),
+        )
+    finally:
+        if stream is not None:
+            stream.close()
 
 
-def make_core(config: EngineConfig, namespace: bytes, server: EngineServer) -> EngineCore:
+def make_core(
+    config: EngineConfig,
+    namespace: bytes,
+    server: EngineServer,
+    metrics: Metrics,
+    stream: EventStream | None,
+) -> EngineCore:
     """Loads and warms the model, sizes everything from the document, joins the parts."""
-    runner, limits = load_model(config, namespace)
-    warm_up(runner, limits)
-    info = EngineInfo(
-        engine_id=config.engine_id,
-        model=config.model.served_name,
-        revision=config.model.revision,
-        max_model_len=limits.max_model_len,
-        max_num_seqs=limits.max_num_seqs,
-        largest_item_embeds=limits.encoder_cache_embeds,
-    )
-    receiver = Receiver(
-        ReceiverLimits(
-            capacity_bytes=config.caches.ipc_bytes,
-            staging_bytes=config.caches.ipc_staging_bytes,
-        ),
-        namespace=namespace,
-        boot=time.time_ns(),
-        node=config.node,
-        info=msgspec.Raw(msgspec.msgpack.encode(info)),
-    )
-    events = EventLog() if config.events_bind else None
-    scheduler = Scheduler(limits, runner.traits, clock=time.monotonic, observer=events)
-    return EngineCore(
-        scheduler, runner, receiver, send=server.send, clock=time.monotonic, events=events
-    )
+    loaded = load_model(config, namespace)
+    warm_up(loaded.runner, scheduler_limits(config, loaded))
+    events = None if stream is None else EventLog(config.engine_id, stream.publish)
+    core = assemble_core(config, loaded, send=server.send, events=events)
+    metrics.add_source(EngineMetrics(core, stream=stream).collect)
+    return core
 
 
-def load_model(config: EngineConfig, namespace: bytes) -> tuple[ModelRunner, SchedulerLimits]:
-    """The runner with its KV pool, and the limits that follow from document and model."""
+def load_model(config: EngineConfig, namespace: bytes) -> LoadedEngine:
+    """The runner with its KV pool, and what its limits follow from. Raises StartupError."""
     from foveal_runtime.model.runner import TorchRunner
 
     started = time.perf_counter()
@@ -101,49 +99,31 @@ def load_model(config: EngineConfig, namespace: bytes) -> tuple[ModelRunner, Sch
     )
     num_blocks = config.caches.kv_bytes // runner.kv_block_bytes
     runner.allocate_kv(num_blocks)
-    traits, scheduler = runner.traits, config.scheduler
-    max_model_len = config.model.max_model_len or traits.max_position
-    if max_model_len > traits.max_position:
+    max_position = runner.traits.max_position
+    max_model_len = config.model.max_model_len or max_position
+    if max_model_len > max_position:
         raise StartupError(
             f"model.max_model_len {max_model_len} is more than the model's own limit of "
-            f"{traits.max_position}; lower it"
+            f"{max_position}; lower it"
         )
-    try:
-        budget = compute_encoder_budget(
-            is_multimodal=traits.is_multimodal,
-            largest=_largest_items(config),
-            max_num_batched_tokens=scheduler.max_num_batched_tokens,
-            max_num_encoder_input_tokens=scheduler.max_num_encoder_input_tokens
-            or scheduler.max_num_batched_tokens,
-            encoder_cache_size=config.caches.encoder_embeds or scheduler.max_num_batched_tokens,
-            disable_chunked_mm_input=scheduler.disable_chunked_mm_input,
-        )
-    except ValueError as error:
-        raise StartupError(str(error)) from error
-    log.info(
-        "model loaded",
-        extra={
-            "seconds": round(time.perf_counter() - started, 1),
-            "kv_blocks": num_blocks,
-            "encoder_cache_embeds": budget.cache_embeds,
-        },
-    )
-    return runner, SchedulerLimits(
+    largest = _largest_items(config, max_model_len) if runner.traits.is_multimodal else {}
+    seconds = round(time.perf_counter() - started, 1)
+    log.info("model loaded", extra={"seconds": seconds, "kv_blocks": num_blocks})
+    return LoadedEngine(
+        runner=runner,
         num_blocks=num_blocks,
-        block_size=config.caches.block_size,
-        max_num_batched_tokens=scheduler.max_num_batched_tokens,
-        max_num_seqs=scheduler.max_num_seqs,
-        max_model_len=min(max_model_len, (num_blocks - 1) * config.caches.block_size),
-        max_waiting=scheduler.max_waiting,
-        policy=scheduler.policy,
-        disable_chunked_mm_input=scheduler.disable_chunked_mm_input,
-        encoder_compute_embeds=budget.compute_embeds,
-        encoder_cache_embeds=budget.cache_embeds,
-        encoder_host_bytes=config.caches.encoder_host_bytes,
-        prefix_caching=config.caches.prefix_caching,
+        max_model_len=max_model_len,
+        largest=largest,
         namespace=namespace,
     )
 
 
-def _largest_items(config: EngineConfig) -> dict[str, LargestItem]:
-    raise NotImplementedError
+def _largest_items(config: EngineConfig, max_model_len: int) -> dict[str, LargestItem]:
+    """What the processor makes of the largest media that the limits let through."""
+    from foveal_runtime.frontend.media.largest import largest_items
+
+    found = largest_items(config.model.path, config.modalities, max_model_len)
+    return {
+        name: LargestItem(one.profile.num_tokens, one.profile.num_embeds)
+        for name, one in found.items()
+    }
