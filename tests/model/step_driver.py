@@ -67,7 +67,7 @@ class StepDriver:
         self.reuse = reuse
         self.image_keys = image_keys
         self.rule = runner.traits.bidirectional if bidirectional is None else bidirectional
-        self.free = list(range(num_blocks - 2, -1, -1))
+        self.free = list(range(num_blocks - 1, 0, -1))
         self.shared: dict[object, int] = {}
         self.encoded: set[bytes] = set()
         self.num_encodes = 0

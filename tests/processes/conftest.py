@@ -6,6 +6,7 @@ questions whose answers the generator knows.
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +20,8 @@ from foveal_runtime.main.documents import LocalOptions, local_documents
 from foveal_runtime.main.launcher import LocalDeployment, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = ROOT / "examples" / "tiny-vlm"
+TINY = Path(os.environ.get("FOVEAL_TINY", ROOT / "examples" / "tiny-vlm"))
+WEIGHTS = Path(os.environ.get("FOVEAL_TEST_MODEL", TINY / "model"))
 sys.path[:0] = [str(TINY), str(Path(__file__).parent)]
 
 from evaluate import LONGEST_REPLY, draw_samples, to_request  # noqa: E402
@@ -68,8 +70,8 @@ def samples() -> list[Sample]:
     import torch
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    model = AutoModelForImageTextToText.from_pretrained(TINY / "model", dtype=torch.float32).eval()
-    processor = AutoProcessor.from_pretrained(TINY / "model")
+    model = AutoModelForImageTextToText.from_pretrained(WEIGHTS, dtype=torch.float32).eval()
+    processor = AutoProcessor.from_pretrained(WEIGHTS)
     drawn = draw_samples(list(FAMILIES), 5, "processes", False)
     for sample in drawn:
         text = processor.apply_chat_template(
@@ -82,7 +84,8 @@ def samples() -> list[Sample]:
         fresh = output[0, inputs["input_ids"].shape[1] :]
         sample.reference = processor.tokenizer.decode(fresh, skip_special_tokens=True)
     right = sum(is_right(sample.reference, sample.verdict) for sample in drawn)
-    assert right >= 0.9 * len(drawn), "the bundled model itself does not know its pictures"
+    if "FOVEAL_TEST_MODEL" not in os.environ:
+        assert right >= 0.9 * len(drawn), "the bundled model does not know its own pictures"
     return drawn
 
 
@@ -121,7 +124,7 @@ def make_deployment(
 ) -> LocalDeployment:
     """A small deployment; `options` are LocalOptions, `change` edits the documents."""
     defaults: dict[str, Any] = {
-        "model": str(TINY / "model"),
+        "model": str(WEIGHTS),
         "name": MODEL,
         "port": 0,
         "kv_bytes": 32 * MIB,

@@ -126,7 +126,7 @@ def local_documents(
             admin_key_file=options.admin_key_file,
             metrics_peers=tuple(
                 [a.http + "/metrics" for a in addresses]
-                + [u + "/metrics?self=1" for j, u in enumerate(urls) if j != i]
+                + [u + "/metrics?own=1" for j, u in enumerate(urls) if j != i]
             ),
             log_format=options.log_format,  # type: ignore[arg-type]
         )

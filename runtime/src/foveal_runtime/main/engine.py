@@ -11,7 +11,7 @@ import signal
 import time
 from pathlib import Path
 
-from foveal_runtime.engine.assemble import LoadedEngine, assemble_core, scheduler_limits
+from foveal_runtime.engine.assemble import LoadedEngine, assemble_core
 from foveal_runtime.engine.core import EngineCore
 from foveal_runtime.engine.event_stream import EventStream
 from foveal_runtime.engine.events import EventLog
@@ -41,26 +41,37 @@ def run(path: str) -> int:
 
 def serve(config: EngineConfig) -> int:
     """Runs the process to its end; returns its exit code. Raises StartupError."""
-    namespace = model_namespace(config.model.path, config.model.revision)
-    name = config.engine_id
-    metrics = Metrics("engine", model_name=config.model.served_name, process=name, engine=name)
+    metrics = Metrics(
+        "engine",
+        model_name=config.model.served_name,
+        process=config.engine_id,
+        engine=config.engine_id,
+        max_model_len=config.model.max_model_len,
+    )
     server = EngineServer(
         http_host=config.http_host,
         http_port=config.http_port,
         drain_timeout_seconds=config.drain_timeout_seconds,
         render_metrics=metrics.exposition,
     )
-    shared = SharedReader(Path(config.shm_directory)) if config.shm_directory else None
     stream = EventStream(config.events_bind, keys=config.curve) if config.events_bind else None
+    events = EventLog(config.engine_id, stream.publish) if stream else None
     signal.signal(signal.SIGTERM, lambda *_: server.request_drain())
     signal.signal(signal.SIGINT, lambda *_: server.request_stop())
+
+    def make_core() -> EngineCore:
+        core = assemble_core(config, load_engine(config), send=server.send, events=events)
+        metrics.add_source(EngineMetrics(core, stream=stream).collect)
+        return core
+
+    shared = SharedReader(Path(config.shm_directory)) if config.shm_directory else None
     if stream is not None:
         stream.start()
     try:
         return server.run(
-            lambda: make_core(config, namespace, server, metrics, stream),
+            make_core,
             lambda: ZmqRouter(config.bind, keys=config.curve),
-            open_shared=None if shared is None else shared.open,
+            open_shared=shared.open if shared else None,
             on_ready=lambda endpoint: log.info("ready", extra={"endpoint": endpoint}),
         )
     finally:
@@ -68,61 +79,67 @@ def serve(config: EngineConfig) -> int:
             stream.close()
 
 
-def make_core(
-    config: EngineConfig,
-    namespace: bytes,
-    server: EngineServer,
-    metrics: Metrics,
-    stream: EventStream | None,
-) -> EngineCore:
-    """Loads and warms the model, sizes everything from the document, joins the parts."""
-    loaded = load_model(config, namespace)
-    warm_up(loaded.runner, scheduler_limits(config, loaded))
-    events = None if stream is None else EventLog(config.engine_id, stream.publish)
-    core = assemble_core(config, loaded, send=server.send, events=events)
-    metrics.add_source(EngineMetrics(core, stream=stream).collect)
-    return core
-
-
-def load_model(config: EngineConfig, namespace: bytes) -> LoadedEngine:
-    """The runner with its KV pool, and what its limits follow from. Raises StartupError."""
+def load_engine(config: EngineConfig) -> LoadedEngine:
+    """Loads and warms the model and gives it the KV pool of the document. Raises StartupError."""
     from foveal_runtime.model.runner import TorchRunner
+    from foveal_runtime.model.tensor_parallel import TensorParallelRunner
 
     started = time.perf_counter()
     log.info("loading the model", extra={"path": config.model.path})
-    runner = TorchRunner.load(
-        config.model.path,
-        dtype=config.model.dtype,
-        device=config.device,
-        block_size=config.caches.block_size,
-        attention=config.attention,
-    )
-    num_blocks = config.caches.kv_bytes // runner.kv_block_bytes
-    runner.allocate_kv(num_blocks)
-    max_position = runner.traits.max_position
-    max_model_len = config.model.max_model_len or max_position
-    if max_model_len > max_position:
-        raise StartupError(
-            f"model.max_model_len {max_model_len} is more than the model's own limit of "
-            f"{max_position}; lower it"
+    namespace = model_namespace(config.model.path, config.model.revision)
+    runner: TorchRunner | TensorParallelRunner
+    if config.tensor_parallel > 1:
+        runner = TensorParallelRunner.load(
+            config.model.path,
+            config.tensor_parallel,
+            dtype=config.model.dtype,
+            device=config.device,
+            block_size=config.caches.block_size,
+            attention=config.attention,
         )
+    else:
+        runner = TorchRunner.load(
+            config.model.path,
+            dtype=config.model.dtype,
+            device=config.device,
+            block_size=config.caches.block_size,
+            attention=config.attention,
+        )
+    runner.allocate_kv(config.caches.kv_bytes // runner.kv_block_bytes)
+    loaded_seconds = time.perf_counter() - started
+    limit = runner.traits.max_position
+    if config.model.max_model_len > limit:
+        raise StartupError(
+            f"model.max_model_len {config.model.max_model_len} is more than the model's own limit "
+            f"of {limit}; lower it"
+        )
+    max_model_len = config.model.max_model_len or limit
+    warm_up(runner, config.caches.block_size)
     largest = _largest_items(config, max_model_len) if runner.traits.is_multimodal else {}
-    seconds = round(time.perf_counter() - started, 1)
-    log.info("model loaded", extra={"seconds": seconds, "kv_blocks": num_blocks})
+    log.info(
+        "model loaded",
+        extra={
+            "load_seconds": round(loaded_seconds, 2),
+            "warm_seconds": round(time.perf_counter() - started - loaded_seconds, 2),
+            "kv_blocks": runner.num_blocks - 1,
+            "largest_items": {name: tuple(item) for name, item in largest.items()},
+        },
+    )
     return LoadedEngine(
         runner=runner,
-        num_blocks=num_blocks,
+        num_blocks=runner.num_blocks,
         max_model_len=max_model_len,
         largest=largest,
         namespace=namespace,
+        revision=config.model.revision,
     )
 
 
-def _largest_items(config: EngineConfig, max_model_len: int) -> dict[str, LargestItem]:
-    """What the processor makes of the largest media that the limits let through."""
+def _largest_items(config: EngineConfig, max_tokens: int) -> dict[str, LargestItem]:
+    """What the encoder budgets rest on: asked of the real processor under the real limits."""
     from foveal_runtime.frontend.media.largest import largest_items
 
-    found = largest_items(config.model.path, config.modalities, max_model_len)
+    found = largest_items(config.model.path, config.modalities, max_tokens)
     return {
         name: LargestItem(one.profile.num_tokens, one.profile.num_embeds)
         for name, one in found.items()

@@ -6,29 +6,29 @@ everything about them is forgotten. Touches no scheduler state.
 
 from __future__ import annotations
 
-import logging
-import time
-
-from foveal_runtime.engine.limits import SchedulerLimits
-from foveal_runtime.engine.step import ModelRunner, NewRequest, ScheduledRequest, StepPlan
+from foveal_runtime.engine.step import (
+    TRASH_BLOCK,
+    ModelRunner,
+    NewRequest,
+    ScheduledRequest,
+    StepPlan,
+)
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.sampling import SamplingParams
 
-log = logging.getLogger(__name__)
 NAME = "warm-up"
 
 
-def warm_up(runner: ModelRunner, limits: SchedulerLimits) -> None:
+def warm_up(runner: ModelRunner, block_size: int) -> None:
     """Runs two steps of one text request. Raises StartupError when the model cannot do them."""
-    started = time.perf_counter()
-    num_tokens = min(limits.block_size - 1, limits.max_num_batched_tokens, limits.max_model_len - 2)
+    num_tokens = max(1, block_size - 1)
     request = NewRequest(NAME, [0] * num_tokens, num_tokens, (), (), SamplingParams(max_tokens=2))
-    result = runner.execute(
-        StepPlan(0, [request], [ScheduledRequest(NAME, 0, num_tokens, [1], True)])
-    )
+    blocks = [TRASH_BLOCK + 1] * 2  # one block is enough; a second entry serves block size 1
+    prefill = ScheduledRequest(NAME, 0, num_tokens, blocks, True)
+    result = runner.execute(StepPlan(0, [request], [prefill]))
     if NAME not in result.failed:
-        result = runner.execute(StepPlan(0, [], [ScheduledRequest(NAME, num_tokens, 1, [1], True)]))
+        decode = ScheduledRequest(NAME, num_tokens, 1, blocks, True)
+        result = runner.execute(StepPlan(0, [], [decode]))
     runner.execute(StepPlan(0, finished=[NAME]))
     if NAME in result.failed:
         raise StartupError(f"the model failed its first step: {result.failed[NAME]}")
-    log.info("warmed up", extra={"seconds": round(time.perf_counter() - started, 2)})

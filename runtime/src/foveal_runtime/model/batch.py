@@ -15,14 +15,11 @@ import torch
 
 from foveal_runtime.engine.step import MMInput, ScheduledRequest
 from foveal_runtime.model.attention import (
-    TRASH_BLOCK,
     AttentionBackend,
     ForwardContext,
     KVPool,
 )
 from foveal_runtime.model.sequence import SequenceState
-
-FIRST_BLOCK = TRASH_BLOCK + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +76,7 @@ def make_context(
 ) -> ForwardContext:
     """The attention metadata of a flat batch.
 
-    The engine numbers its blocks from 0; in the pool they come after the trash block.
+    Block ids are rows of the pool as they are; id 0 is the trash block and in no table.
     """
     q_lens = [w.scheduled.num_scheduled_tokens for w in windows]
     kv_lens = [w.hi for w in windows]
@@ -90,7 +87,6 @@ def make_context(
         ids = window.scheduled.block_ids
         assert len(ids) * pool.block_size >= window.hi
         row[: len(ids)] = ids
-        row[: len(ids)] += FIRST_BLOCK
         assert row.max() < pool.num_blocks
         position = np.arange(window.lo, window.hi, dtype=np.int64)
         positions.append(position)

@@ -106,7 +106,7 @@ class TorchRunner:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the pool, the trash block included: plans use ids 0 ... num_blocks - 2."""
+        """Blocks of the pool, the trash block included: plans use ids 1 ... num_blocks - 1."""
         return 0 if self._pool is None else self._pool.num_blocks
 
     def allocate_kv(self, num_blocks: int) -> None:
