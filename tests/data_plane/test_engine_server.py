@@ -14,6 +14,7 @@ from foveal_runtime.engine.fake_frontend import FakeFrontend, FakeItem
 from foveal_runtime.engine.server import EngineServer, Phase
 from foveal_runtime.plan.config import EngineCaches, EngineConfig, ModelConfig, SchedulerConfig
 from foveal_runtime.plan.encoder_budget import LargestItem
+from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.wire import codec
 from foveal_runtime.wire.transport import LinkDown
 from foveal_runtime.wire.zmq_transport import ZmqDealer, ZmqRouter
@@ -144,6 +145,15 @@ async def test_health_while_loading_and_when_ready():
         assert harness.get("/other")[0] == 404
 
 
+async def test_metrics_that_cannot_be_rendered_are_a_500_and_not_the_end():
+    def render():
+        raise ValueError("no such series")
+
+    with engine(render_metrics=render) as harness:
+        assert harness.get("/metrics")[0] == 500
+        assert harness.get("/livez")[0] == 200
+
+
 async def test_a_step_that_hangs_fails_the_liveness_probe_and_idling_does_not():
     now = [100.0]
     hang, entered = threading.Event(), threading.Event()
@@ -264,9 +274,9 @@ async def test_a_silent_frontend_is_dropped():
 
 
 async def test_a_port_in_use_is_a_start_up_error():
-    from foveal_runtime.plan.errors import StartupError
-
     with engine() as harness:
+        with pytest.raises(StartupError, match="http_port: cannot listen"):
+            EngineServer(http_port=harness.server.health.port)
         server = EngineServer()
         with pytest.raises(StartupError, match="cannot listen"):
             server.run(harness._make_core, lambda: ZmqRouter(harness.server.endpoint))

@@ -6,10 +6,15 @@ Never asks the engine thread anything: it reads what that thread published.
 
 from __future__ import annotations
 
+import logging
+import socket
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from foveal_runtime.plan.errors import StartupError
+
+_LOG = logging.getLogger(__name__)
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SOCKET_TIMEOUT_SECONDS = 5.0
 
@@ -20,6 +25,8 @@ class HealthServer:
     Args:
         live, ready: return why not, or "".
         metrics: returns the exposition text.
+
+    Raises StartupError when the address cannot be bound.
     """
 
     def __init__(
@@ -41,7 +48,13 @@ class HealthServer:
             def do_GET(self) -> None:
                 path = self.path.split("?", 1)[0]
                 if path == "/metrics":
-                    self._answer(200, metrics(), METRICS_TYPE)
+                    try:
+                        text = metrics()
+                    except Exception:
+                        _LOG.exception("metrics could not be rendered")
+                        self._answer(500, b"see the engine's log\n", "text/plain")
+                        return
+                    self._answer(200, text, METRICS_TYPE)
                 elif path in checks:
                     reason = checks[path]()
                     status = 503 if reason else 200
@@ -59,7 +72,15 @@ class HealthServer:
             def log_message(self, format: str, *args: object) -> None:
                 """Probes are not worth a log line each."""
 
-        self._server = ThreadingHTTPServer((host, port), Handler)
+        class Server(ThreadingHTTPServer):
+            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+        try:
+            self._server = Server((host, port), Handler)
+        except OSError as error:
+            raise StartupError(
+                f"http_host, http_port: cannot listen on {host}:{port}: {error.strerror}"
+            ) from error
         self._server.daemon_threads = True
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.2,), name="engine-http", daemon=True
