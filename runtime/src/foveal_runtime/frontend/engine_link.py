@@ -40,6 +40,8 @@ class EngineLink:
 
     Attributes:
         info: the engine's facts, None while no session is open.
+        ended_at: monotonic time at which the last session ended.
+        boot: changes with every start of the engine; kept while no session is open.
         inflight: requests of ours at this engine; `load` its last report.
     """
 
@@ -56,6 +58,8 @@ class EngineLink:
         self.sender = sender
         self.info: EngineInfo | None = None
         self.is_leaving = False
+        self.ended_at = 0.0
+        self.boot = 0
         self._name = endpoint
         self.load: EngineLoad | None = None
         self.own_at_report = 0
@@ -187,6 +191,7 @@ class EngineLink:
     def _lose(self, reason: str, rids: Sequence[RequestId]) -> None:
         is_news = self.info is not None or self.last_end != reason
         self.info, self.load, self._pulse, self.last_end = None, None, None, reason
+        self.ended_at = time.monotonic()
         for rid in {*rids, *self._streams}:
             stream = self._take(rid)
             if stream is not None:
@@ -294,6 +299,7 @@ class EngineLink:
             event = self.sender.on_down(codec.decode_down(frames))
             if event.welcome is not None:
                 self.info = codec.decode_info(event.welcome.info)
+                self.boot = event.welcome.boot
                 self._name = self.info.engine_id or self.endpoint
                 self._moved_at = self._opened_at = time.monotonic()
                 log.info("session with engine %s (%s) is open", self.info.engine_id, self.endpoint)
