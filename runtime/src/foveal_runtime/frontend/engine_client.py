@@ -24,6 +24,7 @@ from foveal_runtime.frontend.engine_run import MAX_ATTEMPTS, MAX_LOSSES, EngineR
 from foveal_runtime.frontend.engine_stream import Lost, Rejected, Stream
 from foveal_runtime.frontend.prepared import PreparedRequest
 from foveal_runtime.frontend.routing import Candidate, Router, estimate_load
+from foveal_runtime.frontend.shared_values import SharedValues
 from foveal_runtime.frontend.stats import FrontendStats
 from foveal_runtime.mirror.sender import Sender, SendItem, SendValue
 from foveal_runtime.plan.config import EngineAddress, FrontendConfig
@@ -79,6 +80,7 @@ class EngineClient:
         self._changed = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
         self._max_model_len = 0
+        self.shared = SharedValues.from_config(config, self._boot, self.links)
 
     # ---- life -----------------------------------------------------------------------------------
     async def start(self) -> None:
@@ -95,6 +97,8 @@ class EngineClient:
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(link.close() for link in self._links.values()))
         self._links.clear()
+        if self.shared is not None:
+            self.shared.close()
 
     def set_endpoints(self, endpoints: Sequence[str]) -> None:
         """The engines there are from now on. One that left finishes what it has."""
@@ -106,7 +110,9 @@ class EngineClient:
                     self.frontend_id, frontend_boot=self._boot, namespace=self.namespace,
                     node=self.config.node,
                 )  # fmt: skip
-                link = EngineLink(endpoint, sender, self._open, on_change=self._on_change)
+                link = EngineLink(
+                    endpoint, sender, self._open, on_change=self._on_change, shared=self.shared
+                )
                 self._links[endpoint] = link
                 link.start()
 
@@ -118,6 +124,8 @@ class EngineClient:
         link = self._links.pop(endpoint)
         link.is_leaving = True
         self.router.forget(endpoint)
+        if self.shared is not None:
+            self.shared.forget(endpoint)
 
         async def finish() -> None:
             with contextlib.suppress(TimeoutError):

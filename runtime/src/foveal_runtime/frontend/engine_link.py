@@ -19,7 +19,8 @@ import msgspec
 
 from foveal_runtime.frontend.engine_stream import Lost, Rejected, Stream
 from foveal_runtime.frontend.prepared import PreparedItem, PreparedRequest
-from foveal_runtime.mirror.messages import EngineHeartbeat, RequestId
+from foveal_runtime.frontend.shared_values import SharedValues
+from foveal_runtime.mirror.messages import EngineHeartbeat, RequestId, SharedValue
 from foveal_runtime.mirror.sender import DownEvent, Sender, Sending, SendItem, SendValue
 from foveal_runtime.plan.errors import FovealError
 from foveal_runtime.plan.media import MMHash
@@ -52,6 +53,7 @@ class EngineLink:
         open_transport: Callable[[str], FrontendTransport],
         *,
         on_change: Callable[[EngineLink], None] = lambda link: None,
+        shared: SharedValues | None = None,
         backoff_seconds: float = MIN_BACKOFF_SECONDS,
     ) -> None:
         self.endpoint = endpoint
@@ -76,6 +78,7 @@ class EngineLink:
         self._transport: FrontendTransport | None = None
         self._reader: asyncio.Task[None] | None = None
         self._on_change = on_change
+        self._shared = shared
         self._first_backoff_seconds = backoff_seconds
         self._task: asyncio.Task[None] | None = None
 
@@ -249,6 +252,8 @@ class EngineLink:
         for reference in getattr(sending.message, "items", ()):
             if reference.value is not None:
                 by_hash[reference.mm_hash].was_sent = True
+            if self._shared is not None and isinstance(reference.value, SharedValue):
+                self._shared.sent(self, reference.mm_hash)
         return stream
 
     async def _value_of(self, item: PreparedItem) -> SendValue:
@@ -258,7 +263,10 @@ class EngineLink:
                 "an item was announced with %d bytes but has %d", item.size_bytes, len(data)
             )
             item.size_bytes = len(data)
-        return SendValue(data, codec.digest(data))
+        digest = codec.digest(data)
+        shared = self._shared
+        name = "" if shared is None else shared.name(self, item.mm_hash, data, digest)
+        return SendValue(data, digest, name)
 
     def put(self, items: Sequence[SendItem], values: dict[MMHash, SendValue]) -> int:
         """Values without a request. Returns how many were sent (what fits the window)."""
