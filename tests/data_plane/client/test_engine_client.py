@@ -425,7 +425,10 @@ async def test_every_address_behind_a_name_is_an_engine():
 async def test_health_means_a_stepping_engine():
     async with running(1) as (world, client):
         engine = next(iter(world.engines.values()))
+        link = client.links()[0]
+        before = link.sender.next_n
         assert await client.health()
+        assert link.sender.acked >= before, "an answer of the engine's core, not a flag"
         await engine.stop()
         await until(lambda: not client.links()[0].sender.is_up)
         assert not await client.health()

@@ -302,8 +302,8 @@ class EngineCore:
             count = self.scheduler.reset_encoder_cache()
         elif action == "reset_prefix":
             count = self.scheduler.reset_prefix_cache()
-        elif action in ("reset_mm", "resize_ipc"):
-            return
+        elif action in ("reset_mm", "resize_ipc", "ping"):
+            return  # the receiver's business; a ping asks for nothing but the acknowledgement
         else:
             _LOG.warning("unknown control action %r", action)
             return

@@ -193,8 +193,9 @@ class EngineClient:
         return sum(link.is_ready for link in self._links.values())
 
     async def health(self) -> bool:
-        """Some engine was heard of within three seconds and steps while it has work."""
-        return any(link.is_healthy() for link in self._links.values())
+        """Some engine's core answered a message just now, or is in a step and makes progress."""
+        asked = await asyncio.gather(*(link.ping() for link in self._links.values()))
+        return any(asked)
 
     def control(self, action: str, value: int = 0) -> int:
         """Administration of every engine's caches. Returns how many were told."""

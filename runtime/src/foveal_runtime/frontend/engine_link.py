@@ -20,7 +20,7 @@ import msgspec
 from foveal_runtime.frontend.engine_stream import Lost, Rejected, Stream
 from foveal_runtime.frontend.prepared import PreparedItem, PreparedRequest
 from foveal_runtime.frontend.shared_values import SharedValues
-from foveal_runtime.mirror.messages import EngineHeartbeat, RequestId, SharedValue
+from foveal_runtime.mirror.messages import Control, EngineHeartbeat, RequestId, SharedValue
 from foveal_runtime.mirror.sender import DownEvent, Sender, Sending, SendItem, SendValue
 from foveal_runtime.plan.errors import FovealError
 from foveal_runtime.plan.media import MMHash
@@ -74,6 +74,7 @@ class EngineLink:
         self._streams: dict[RequestId, Stream] = {}
         self._emptied = asyncio.Event()
         self._fills: set[asyncio.Task[None]] = set()
+        self._echoes: dict[int, asyncio.Future[bool]] = {}  # pings by message number
         self._open = open_transport
         self._transport: FrontendTransport | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -109,6 +110,32 @@ class EngineLink:
             return False
         busy = self._pulse is not None and self._pulse.busy
         return not (busy and now - self._moved_at > STALL_SECONDS)
+
+    async def ping(self, timeout_seconds: float = 1.0) -> bool:
+        """A round trip through the engine's core thread. A core that is inside a long step cannot
+        answer in time; it counts as well while its step counter moves."""
+        if not self.is_healthy():
+            return False
+        try:
+            sending = self.sender.control("ping")
+            self._send(sending)
+        except LinkDown:
+            return False
+        assert isinstance(sending.message, Control)
+        echo = asyncio.get_running_loop().create_future()
+        self._echoes[sending.message.n] = echo
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                return bool(await echo)
+        except TimeoutError:
+            return self.is_healthy() and self._pulse is not None and self._pulse.busy
+        finally:
+            self._echoes.pop(sending.message.n, None)
+
+    def _settle_echoes(self, *, is_over: bool = False) -> None:
+        for n, echo in self._echoes.items():
+            if not echo.done() and (is_over or n <= self.sender.acked):
+                echo.set_result(not is_over)
 
     # ---- life -----------------------------------------------------------------------------------
     def start(self) -> None:
@@ -195,6 +222,7 @@ class EngineLink:
         is_news = self.info is not None or self.last_end != reason
         self.info, self.load, self._pulse, self.last_end = None, None, None, reason
         self.ended_at = time.monotonic()
+        self._settle_echoes(is_over=True)
         for rid in {*rids, *self._streams}:
             stream = self._take(rid)
             if stream is not None:
@@ -322,6 +350,7 @@ class EngineLink:
         if event.session_over:
             self._lose(event.session_over, event.lost)
             return
+        self._settle_echoes()
         if event.heartbeat is not None:
             if self._pulse is None or self._pulse.watermark != event.heartbeat.watermark:
                 self._moved_at = time.monotonic()
