@@ -53,8 +53,25 @@ check: $(VENV)/.dev ## ruff, mypy --strict, import contracts
 	@$(VENV)/bin/mypy
 	@$(VENV)/bin/lint-imports
 
-test: $(VENV)/.dev ## the tests (a few minutes; no GPU, no cluster, no root)
-	@OMP_WAIT_POLICY=passive $(VENV)/bin/pytest -q -m "not slow"
+test: $(VENV)/.dev ## the tests (no GPU, no cluster, no root)
+	@OMP_WAIT_POLICY=passive $(VENV)/bin/pytest -q -m "not slow and not faults"
+
+faults: $(VENV)/.dev ## 3 frontends x 2 engines under load: processes killed, paused, cut off
+	@OMP_WAIT_POLICY=passive $(VENV)/bin/pytest -q -s -m faults tests/processes
+
+e2e: faults ## real processes under faults (the cluster tier is still to come)
+	@echo "the cluster tier (image, chart, a real node) is still to come"
+
+bench: $(VENV)/.dev ## micro benches (the bench against other servers is still to come)
+	@$(PY) e2e/bench/scheduler_micro.py
+	@$(PY) e2e/bench/attention_micro.py
+	@echo "the serving bench against other servers is still to come"
+
+soak: $(VENV)/.dev ## the full counts: 100 faults, a million fuzz steps, the large checker instances
+	@FOVEAL_FAULTS=100 $(MAKE) --no-print-directory faults
+	@$(PY) e2e/soak/mirror_fuzz.py --steps 1000000
+	@$(PY) e2e/soak/mirror_check.py --states 200000
+	@$(VENV)/bin/pytest -q -m slow
 
 generate: $(VENV)/.dev ## rewrite what is generated and committed: the CRD, the golden objects
 	@PYTHONPATH=.:runtime/src:operator/src $(PY) -m tests.control_plane.regenerate

@@ -21,7 +21,7 @@ import pytest
 from foveal_runtime.main.launcher import Child, LocalDeployment
 from foveal_runtime.plan.config import EngineAddress
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.processes, pytest.mark.faults, pytest.mark.timeout(3600)]
 
 NUM_FAULTS = int(os.environ.get("FOVEAL_FAULTS", "20"))
 SEED = int(os.environ.get("FOVEAL_SEED", "1"))
