@@ -120,6 +120,16 @@ INSTANCES: dict[str, Instance] = {
     "disjoint-2x1": Instance(
         sizes=(1, 1, 1, 1), tasks=((0, (0, 1), 0), (1, (2, 3), 0)), capacity=2, window=2
     ),
+    "break-1x1": Instance(frontends=1, tasks=((0, (0,), 0), (0, (1,), 0)), breaks=1),
+    "crash-1x1": Instance(
+        frontends=1, tasks=((0, (0,), 0), (0, (0,), 0)), engine_crashes=1, frontend_crashes=1
+    ),
+    "abort-reset-1x1": Instance(
+        frontends=1, tasks=((0, (0,), 0), (0, (0,), 0)), aborts=1, resets=1
+    ),
+    "pull-abort-1x1": Instance(
+        frontends=1, tasks=((0, (0,), 0), (0, (0, 1), 0)), capacity=2, window=0, aborts=1
+    ),
     "failover-1x2": Instance(
         frontends=1, engines=2, tasks=((0, (0,), -1), (0, (0,), -1)), engine_crashes=1
     ),

@@ -17,7 +17,7 @@ from foveal_runtime.mirror.sender import Sender
 from foveal_runtime.mirror.session import Session
 from foveal_runtime.mirror.store import Store
 
-COMPLETE = ["repeat-1x1", "zero-2x1", "silent-crash-1x1", "shrink-1x1"]
+COMPLETE = ["repeat-1x1", "zero-2x1", "silent-crash-1x1", "shrink-1x1", "break-1x1"]
 BOUNDED = sorted(set(INSTANCES) - set(COMPLETE))
 
 

@@ -86,6 +86,14 @@ async def test_sending_without_a_peer_ends_the_session_at_once():
         await link.connected()
 
 
+def test_waking_a_closed_router_is_harmless():
+    """A core thread may wake the poller while that closes: once an OSError in the core."""
+    router = ZmqRouter(PLAIN)
+    router.close()
+    router.wake()
+    router.close()
+
+
 def test_an_unknown_frontend_is_unreachable():
     router = ZmqRouter(PLAIN)
     with pytest.raises(LinkDown) as caught:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from foveal_runtime.model.logit_rules import nucleus_by_histogram, nucleus_by_sort
 from foveal_runtime.model.sampler import Sampler, prompt_logprobs, uniform
 from foveal_runtime.plan.errors import EngineFailure
 from foveal_runtime.plan.sampling import SamplingParams
@@ -191,8 +192,19 @@ def test_greedy_obeys_masks_penalties_and_bias() -> None:
     assert [s.token_id for s in out] == [want for _, want in cases]
 
 
-def test_a_wide_nucleus_is_found_beyond_the_first_candidates() -> None:
-    """A flat distribution has a nucleus of most of the vocabulary."""
+@pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 4.0, 30.0])
+def test_both_ways_to_find_a_nucleus_agree(scale: float) -> None:
+    """Flat, peaked and tied distributions, with zeros as filters leave them."""
+    weights = (random_logits(6, 5000, seed=9) * scale).round(decimals=3)
+    weights = (weights - weights.max(-1, keepdim=True).values).exp()
+    weights[:, ::7] = 0.0
+    for top_p in (1e-6, 0.1, 0.5, 0.9, 0.999999):
+        want = nucleus_by_sort(weights, torch.full((6,), top_p, dtype=torch.float64))
+        got = [nucleus_by_histogram(row.numpy(), top_p) for row in weights]
+        assert got == want.tolist()
+
+
+def test_a_wide_nucleus_has_the_right_size() -> None:
     vocab = 6000
     logits = torch.linspace(0, 0.1, vocab)[None]
     got = draw_many(logits, options(seed=5, top_p=0.5), 3000)

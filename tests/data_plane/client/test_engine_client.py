@@ -23,6 +23,7 @@ from foveal_runtime.plan.errors import (
 from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.wire.inprocess import InProcessHub
 from foveal_runtime.wire.item import meta_of, pack_item, read_header
+from foveal_runtime.wire.shm import SharedReader
 
 NS = b"n" * 16
 
@@ -344,15 +345,16 @@ async def test_a_uuid_bound_elsewhere_is_a_conflict():
 
 
 async def test_a_request_that_loses_engine_after_engine_ends():
-    """A request that kills whatever runs it must not travel for ever."""
+    """A request that kills whatever runs it must not travel for ever; a flapping link is no
+    death, which the engine's unchanged boot tells."""
     async with running(1) as (world, client):
         engine = next(iter(world.engines.values()))
         engine.allowance = 0
         task = asyncio.create_task(collect(client, make_request("a", 1)))
-        for attempt in range(4):
+        for attempt in range(5):  # the fifth tells that the fourth engine did not come back
             await until(lambda n=attempt: len(engine.served) == n + 1)
-            world.transports["tcp://e0:1"].cut()
-            world.transports["tcp://e0:1"].heal()
+            assert client.stats.resubmissions.get("unknown_session", 0) == attempt
+            engine.restart()
         with pytest.raises(EngineFailure):
             await task
 
@@ -387,10 +389,9 @@ async def test_many_requests_over_flapping_links_all_finish():
             await asyncio.sleep(0)
             link.heal()
             await until(lambda: client.num_ready_engines() >= 2)
-        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        ends = await asyncio.gather(*tasks)
         for request, tokens in zip(requests, ends, strict=True):
-            assert tokens == expected(request) or isinstance(tokens, EngineFailure)
-        assert sum(isinstance(t, list) for t in ends) >= 20
+            assert tokens == expected(request)
 
 
 async def test_every_address_behind_a_name_is_an_engine():
@@ -469,3 +470,59 @@ async def test_an_engine_that_dies_while_a_value_is_made():
         assert await task == expected(request)
         assert sorted(world.taken()) == sorted(world.engines)
         world.transports[home].heal()
+
+
+@contextlib.asynccontextmanager
+async def sharing(tmp_path, *, engine_sees: bool = True, shm_bytes: int = 1 << 20):
+    """One engine on the frontend's node, values through shared memory."""
+    folder = tmp_path if engine_sees else tmp_path / "elsewhere"
+    hub, reader = InProcessHub(), SharedReader(folder)
+    engine = ScriptedEngine(
+        hub, namespace=NS, node="n1", open_shared=reader.open,
+        limits=ReceiverLimits(capacity_bytes=1 << 18),
+    )  # fmt: skip
+    engine.start()
+    config = FrontendConfig(
+        model=ModelConfig(path="/nowhere"), engines=(EngineAddress(endpoint="tcp://e0:1"),),
+        node="n1", ipc_type="shm", shm_directory=str(tmp_path), shm_bytes=shm_bytes,
+    )  # fmt: skip
+    client = EngineClient(config, NS, open_transport=lambda _: hub.connect(client.frontend_id))
+    await client.start()
+    await until(lambda: client.num_ready_engines() == 1)
+    try:
+        yield client, engine, reader
+    finally:
+        client.shared.writer.check_integrity()
+        await client.close()
+        await engine.stop()
+        assert not list((tmp_path / "mm").iterdir())
+
+
+async def test_values_go_through_shared_memory(tmp_path):
+    async with sharing(tmp_path) as (client, engine, reader):
+        request = make_request("a", 1, side=64)
+        assert await collect(client, request) == expected(request)
+        assert reader.num_opened == 1
+        sent = client.links()[0].sender.stats.bytes_sent
+        assert sent == {"req": 0, "fill": 0, "put": 0, "shm": request.items[0].size_bytes}
+        assert engine.served[0].items == {request.items[0].mm_hash: request.items[0].size_bytes}
+
+
+async def test_a_file_that_cannot_be_opened_is_asked_for_inline(tmp_path):
+    async with sharing(tmp_path, engine_sees=False) as (client, _, reader):
+        request = make_request("a", 1, side=64)
+        assert await collect(client, request) == expected(request)
+        assert reader.num_absent == 1
+        assert client.links()[0].sender.stats.bytes_sent["fill"] == request.items[0].size_bytes
+
+
+async def test_shared_files_are_freed_when_engines_let_go(tmp_path):
+    """The budget holds two files, the engine's cache five: room comes from what it evicted, and
+    what finds none goes inline."""
+    async with sharing(tmp_path, shm_bytes=110_000) as (client, _, _):
+        for index in range(1, 16):
+            request = make_request(f"r{index}", index, side=64)
+            assert await collect(client, request) == expected(request)
+        sent = client.links()[0].sender.stats.bytes_sent
+        assert sent["req"] > 0
+        assert client.shared.writer.num_written > 2

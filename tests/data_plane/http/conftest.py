@@ -89,7 +89,7 @@ def start(model_path: Path) -> Any:
 
     @asynccontextmanager
     async def starter(
-        tracing: Any = None, admin: Any = None, **config: Any
+        tracing: Any = None, admin: Any = None, injector: Any = None, **config: Any
     ) -> AsyncIterator[Harness]:
         said = ["Hello, world!"]
         generator = FakeGenerator(lambda _: list(said[0].encode()), EOS)
@@ -107,6 +107,7 @@ def start(model_path: Path) -> Any:
             generator=generator,
             tracing=tracing,
             admin=admin,
+            injector=injector,
         )
         async with serve(app.asgi) as url, httpx.AsyncClient(base_url=url, timeout=20) as http:
             yield Harness(app, generator, processor, url, http, said)

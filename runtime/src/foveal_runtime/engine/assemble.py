@@ -33,6 +33,8 @@ class LoadedEngine:
             included.
         max_model_len: prompt + output tokens, at most what the model takes.
         largest: the largest item of each modality that is enabled and that the model takes.
+        largest_request_bytes: serialised items of the largest request under the limits; 0 = not
+            known.
         namespace: names weights and processor; frontends must present the same.
     """
 
@@ -40,6 +42,7 @@ class LoadedEngine:
     num_blocks: int
     max_model_len: int
     largest: Mapping[str, LargestItem]
+    largest_request_bytes: int = 0
     namespace: bytes = b""
     revision: str = ""
 
@@ -112,6 +115,7 @@ def assemble_core(
         ReceiverLimits(
             capacity_bytes=config.caches.ipc_bytes,
             staging_bytes=config.caches.ipc_staging_bytes,
+            largest_request_bytes=loaded.largest_request_bytes,
         ),
         namespace=loaded.namespace,
         boot=time.time_ns() if boot is None else boot,

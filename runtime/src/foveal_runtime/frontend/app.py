@@ -29,6 +29,8 @@ from foveal_runtime.frontend.errors_http import (
     validation_response,
 )
 from foveal_runtime.frontend.health import Health
+from foveal_runtime.frontend.injection import Injector
+from foveal_runtime.frontend.injection_http import build_injection_router, injection_keys
 from foveal_runtime.frontend.intake import CLIENT_CLOSED, Intake, RequestContext, RequireKey
 from foveal_runtime.frontend.metrics_http import MetricsPage
 from foveal_runtime.frontend.openapi_doc import describe
@@ -65,6 +67,7 @@ def build_app(
     metrics: Metrics | None = None,
     tracing: Tracing | None = None,
     admin: CacheAdmin | None = None,
+    injector: Injector | None = None,
 ) -> HttpApp:
     """Reads tokenizer, chat template, sampling defaults and key file; raises StartupError."""
     tokenizer = tokenizer if tokenizer is not None else TextTokenizer.load(config.model.path)
@@ -104,9 +107,12 @@ def build_app(
     admin_keys = KeyFile(config.admin_key_file) if config.admin_key_file else None
     if admin is not None and admin_keys is not None:
         api.include_router(build_admin_router(admin))
+    inject_keys = injection_keys(config)
+    if injector is not None and inject_keys is not None:
+        api.include_router(build_injection_router(injector, config))
     describe(api, needs_key=keys is not None)
     _add_error_handlers(api)
-    door = RequireKey(Intake(api, gate), keys, admin_keys)
+    door = RequireKey(Intake(api, gate), keys, admin_keys, inject_keys)
     asgi = RequestContext(door, gate, metrics, tracing or Tracing())
     return HttpApp(asgi=asgi, api=api, service=service, gate=gate, health=health)
 

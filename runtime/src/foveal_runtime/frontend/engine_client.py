@@ -20,10 +20,11 @@ from urllib.parse import urlsplit
 import msgspec
 
 from foveal_runtime.frontend.engine_link import EngineLink
-from foveal_runtime.frontend.engine_run import MAX_LOSSES, EngineRun
+from foveal_runtime.frontend.engine_run import MAX_ATTEMPTS, MAX_LOSSES, EngineRun
 from foveal_runtime.frontend.engine_stream import Lost, Rejected, Stream
 from foveal_runtime.frontend.prepared import PreparedRequest
 from foveal_runtime.frontend.routing import Candidate, Router, estimate_load
+from foveal_runtime.frontend.shared_values import SharedValues
 from foveal_runtime.frontend.stats import FrontendStats
 from foveal_runtime.mirror.sender import Sender, SendItem, SendValue
 from foveal_runtime.plan.config import EngineAddress, FrontendConfig
@@ -42,8 +43,9 @@ from foveal_runtime.wire.zmq_transport import ZmqDealer
 
 log = logging.getLogger(__name__)
 
-MAX_ATTEMPTS = 32
 RESOLVE_SECONDS = 5.0
+RECONNECT_SECONDS = 1.0
+"""A link that was lost for less may come back: its engine is not taken for dead yet."""
 
 
 class EngineClient:
@@ -78,6 +80,7 @@ class EngineClient:
         self._changed = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
         self._max_model_len = 0
+        self.shared = SharedValues.from_config(config, self._boot, self.links)
 
     # ---- life -----------------------------------------------------------------------------------
     async def start(self) -> None:
@@ -94,6 +97,8 @@ class EngineClient:
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(link.close() for link in self._links.values()))
         self._links.clear()
+        if self.shared is not None:
+            self.shared.close()
 
     def set_endpoints(self, endpoints: Sequence[str]) -> None:
         """The engines there are from now on. One that left finishes what it has."""
@@ -105,7 +110,9 @@ class EngineClient:
                     self.frontend_id, frontend_boot=self._boot, namespace=self.namespace,
                     node=self.config.node,
                 )  # fmt: skip
-                link = EngineLink(endpoint, sender, self._open, on_change=self._on_change)
+                link = EngineLink(
+                    endpoint, sender, self._open, on_change=self._on_change, shared=self.shared
+                )
                 self._links[endpoint] = link
                 link.start()
 
@@ -117,6 +124,8 @@ class EngineClient:
         link = self._links.pop(endpoint)
         link.is_leaving = True
         self.router.forget(endpoint)
+        if self.shared is not None:
+            self.shared.forget(endpoint)
 
         async def finish() -> None:
             with contextlib.suppress(TimeoutError):
@@ -211,7 +220,7 @@ class EngineClient:
         try:
             while True:
                 link, stream = await self._submit(run)
-                async with contextlib.aclosing(self._follow(run, stream)) as outputs:
+                async with contextlib.aclosing(self._follow(run, link, stream)) as outputs:
                     async for output in outputs:
                         if output.finish:
                             stream = None
@@ -284,13 +293,20 @@ class EngineClient:
         )
         return Candidate(link.endpoint, load, held, has_all)
 
-    async def _follow(self, run: EngineRun, stream: Stream) -> AsyncGenerator[EngineOutput, None]:
+    async def _follow(
+        self, run: EngineRun, link: EngineLink, stream: Stream
+    ) -> AsyncGenerator[EngineOutput, None]:
         """Outputs of one attempt. Ends without a finish when another attempt is due."""
+        boot = link.boot
         while True:
             event = await stream.next()
             if isinstance(event, Lost):
-                run.on_lost(event.reason)
                 self.stats.count_resubmission(event.reason)
+                if event.reason != "draining":
+                    run.on_lost(link.endpoint, boot, self._boot_of)
+                if len(run.lost_on) > 1:
+                    # Twice is suspicious: let it show which engines died before risking another.
+                    await asyncio.sleep(RECONNECT_SECONDS / 2)
                 return
             if isinstance(event, Rejected):
                 self._on_rejected(run, event)
@@ -299,7 +315,6 @@ class EngineClient:
                 raise from_wire(*(event.error or ("engine_error", "the engine gave no reason")))
             if event.finish == "abort":
                 # Not by us: the engine gave it up (drain, restart of its runner).
-                run.on_lost("engine_abort")
                 self.stats.count_resubmission("engine_abort")
                 if event.token_ids:
                     yield run.take(msgspec.structs.replace(event, finish=""))
@@ -309,6 +324,13 @@ class EngineClient:
             yield run.take(event)
             if event.finish:
                 return
+
+    def _boot_of(self, endpoint: str) -> int:
+        link = self._links.get(endpoint)
+        if link is None:
+            return 0
+        is_back = link.sender.is_up or time.monotonic() - link.ended_at < RECONNECT_SECONDS
+        return link.boot if is_back else 0
 
     def _on_rejected(self, run: EngineRun, event: Rejected) -> None:
         """Raises what the client must know; returns when another attempt is worth it."""

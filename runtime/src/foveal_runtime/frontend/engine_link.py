@@ -19,7 +19,8 @@ import msgspec
 
 from foveal_runtime.frontend.engine_stream import Lost, Rejected, Stream
 from foveal_runtime.frontend.prepared import PreparedItem, PreparedRequest
-from foveal_runtime.mirror.messages import EngineHeartbeat, RequestId
+from foveal_runtime.frontend.shared_values import SharedValues
+from foveal_runtime.mirror.messages import EngineHeartbeat, RequestId, SharedValue
 from foveal_runtime.mirror.sender import DownEvent, Sender, Sending, SendItem, SendValue
 from foveal_runtime.plan.errors import FovealError
 from foveal_runtime.plan.media import MMHash
@@ -40,6 +41,8 @@ class EngineLink:
 
     Attributes:
         info: the engine's facts, None while no session is open.
+        ended_at: monotonic time at which the last session ended.
+        boot: changes with every start of the engine; kept while no session is open.
         inflight: requests of ours at this engine; `load` its last report.
     """
 
@@ -50,12 +53,15 @@ class EngineLink:
         open_transport: Callable[[str], FrontendTransport],
         *,
         on_change: Callable[[EngineLink], None] = lambda link: None,
+        shared: SharedValues | None = None,
         backoff_seconds: float = MIN_BACKOFF_SECONDS,
     ) -> None:
         self.endpoint = endpoint
         self.sender = sender
         self.info: EngineInfo | None = None
         self.is_leaving = False
+        self.ended_at = 0.0
+        self.boot = 0
         self._name = endpoint
         self.load: EngineLoad | None = None
         self.own_at_report = 0
@@ -72,6 +78,7 @@ class EngineLink:
         self._transport: FrontendTransport | None = None
         self._reader: asyncio.Task[None] | None = None
         self._on_change = on_change
+        self._shared = shared
         self._first_backoff_seconds = backoff_seconds
         self._task: asyncio.Task[None] | None = None
 
@@ -187,6 +194,7 @@ class EngineLink:
     def _lose(self, reason: str, rids: Sequence[RequestId]) -> None:
         is_news = self.info is not None or self.last_end != reason
         self.info, self.load, self._pulse, self.last_end = None, None, None, reason
+        self.ended_at = time.monotonic()
         for rid in {*rids, *self._streams}:
             stream = self._take(rid)
             if stream is not None:
@@ -244,6 +252,8 @@ class EngineLink:
         for reference in getattr(sending.message, "items", ()):
             if reference.value is not None:
                 by_hash[reference.mm_hash].was_sent = True
+            if self._shared is not None and isinstance(reference.value, SharedValue):
+                self._shared.sent(self, reference.mm_hash)
         return stream
 
     async def _value_of(self, item: PreparedItem) -> SendValue:
@@ -253,7 +263,10 @@ class EngineLink:
                 "an item was announced with %d bytes but has %d", item.size_bytes, len(data)
             )
             item.size_bytes = len(data)
-        return SendValue(data, codec.digest(data))
+        digest = codec.digest(data)
+        shared = self._shared
+        name = "" if shared is None else shared.name(self, item.mm_hash, data, digest)
+        return SendValue(data, digest, name)
 
     def put(self, items: Sequence[SendItem], values: dict[MMHash, SendValue]) -> int:
         """Values without a request. Returns how many were sent (what fits the window)."""
@@ -294,6 +307,7 @@ class EngineLink:
             event = self.sender.on_down(codec.decode_down(frames))
             if event.welcome is not None:
                 self.info = codec.decode_info(event.welcome.info)
+                self.boot = event.welcome.boot
                 self._name = self.info.engine_id or self.endpoint
                 self._moved_at = self._opened_at = time.monotonic()
                 log.info("session with engine %s (%s) is open", self.info.engine_id, self.endpoint)

@@ -6,6 +6,7 @@ Made by engine_client for each request. Pure state; never sends anything.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -17,6 +18,8 @@ from foveal_runtime.wire.messages import EngineOutput, RequestBody
 
 MAX_LOSSES = 4
 """A request that lost this many engines may be what kills them: it ends with an error."""
+MAX_ATTEMPTS = 32
+"""Whatever the reasons, and they may all be a bad network, this is enough."""
 
 
 class EngineRun:
@@ -25,7 +28,7 @@ class EngineRun:
     def __init__(self, request: PreparedRequest) -> None:
         self.request = request
         self.attempt = 0
-        self.losses = 0
+        self.lost_on: list[tuple[str, int]] = []
         self.rejections = 0
         self.emitted: list[int] = []
         self.has_first = False
@@ -62,9 +65,15 @@ class EngineRun:
         self.has_first = True
         return output
 
-    def on_lost(self, reason: str) -> None:
-        if reason in ("draining", "engine_abort"):
-            return
-        self.losses += 1
-        if self.losses >= MAX_LOSSES:
-            raise EngineFailure(f"{self.losses} engines were lost while running this request")
+    def on_lost(self, endpoint: str, boot: int, boot_of: Callable[[str], int]) -> None:
+        """An attempt ended with its session. Raises EngineFailure when too many engines died.
+
+        `boot_of` gives the boot of a connected engine, 0 of others. An engine that is back with the
+        same boot did not die: its link did.
+        """
+        self.lost_on.append((endpoint, boot))
+        deaths = sum(boot_of(where) != then for where, then in self.lost_on)
+        if deaths >= MAX_LOSSES:
+            raise EngineFailure(f"{deaths} engines were lost while running this request")
+        if self.attempt >= MAX_ATTEMPTS:
+            raise EngineFailure(f"the request was interrupted {self.attempt} times")

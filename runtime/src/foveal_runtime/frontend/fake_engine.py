@@ -67,6 +67,8 @@ class ScriptedEngine:
         limits: ReceiverLimits | None = None,
         max_model_len: int = 2048,
         boot: int = 1,
+        node: str = "",
+        open_shared: codec.SharedOpener | None = None,
     ) -> None:
         self.transport = transport
         self.limits = limits or ReceiverLimits(capacity_bytes=64 << 20)
@@ -80,6 +82,8 @@ class ScriptedEngine:
         self.load: EngineLoad | None = None
         self._running: list[Served] = []
         self._boot = boot
+        self._node = node
+        self._open_shared = open_shared
         self.receiver = self._new_receiver()
         self._task: asyncio.Task[None] | None = None
 
@@ -88,6 +92,7 @@ class ScriptedEngine:
             self.limits,
             namespace=self.namespace,
             boot=self._boot,
+            node=self._node,
             info=codec.encode_info(self.info),
         )
 
@@ -128,7 +133,7 @@ class ScriptedEngine:
     def _step(self, beat: int) -> None:
         for fid, frames in self.transport.poll(0):
             message = codec.decode_up(frames)
-            values = codec.open_values(message, frames)
+            values = codec.open_values(message, frames, self._open_shared)
             for answer in self.receiver.on_message(fid, message, values):
                 self._send(fid, answer)
         for key in self.receiver.take_aborted():

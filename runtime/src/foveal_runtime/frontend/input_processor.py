@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -259,7 +260,10 @@ class InputProcessor:
 
         async def work() -> Buffer:
             data = await raw.read()
+            begin = time.perf_counter()
             done = await self.workers.process(modality, options, data)
+            worked = done.decode_seconds + done.process_seconds
+            self.stats.stages.observe("queue", max(0.0, time.perf_counter() - begin - worked))
             self.stats.stages.observe("decode", done.decode_seconds)
             self.stats.stages.observe("process", done.process_seconds)
             self.stats.processed_items[modality] += 1

@@ -18,6 +18,7 @@ from foveal_runtime.frontend.admission import Gate, Ticket
 from foveal_runtime.frontend.auth import KeyFile
 from foveal_runtime.frontend.disconnect import ClientGone
 from foveal_runtime.frontend.errors_http import error_response, internal_error, json_response
+from foveal_runtime.frontend.injection_http import INJECTION_PATH
 from foveal_runtime.plan.errors import AuthenticationFailed, FovealError, MediaTooLarge
 from foveal_runtime.telemetry.logs import request_id_of_task
 from foveal_runtime.telemetry.metrics import Metrics
@@ -139,16 +140,22 @@ class RequestContext:
 
 class RequireKey:
     """Every path but health, metrics and documentation needs a key, when there is a key file.
-    Administration needs its own key."""
+    Administration needs its own key, and so does injection."""
 
-    def __init__(self, app: ASGIApp, keys: KeyFile | None, admin_keys: KeyFile | None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: KeyFile | None,
+        admin_keys: KeyFile | None,
+        injection_keys: KeyFile | None = None,
+    ) -> None:
         self._app = app
         self._keys = keys
-        self._admin_keys = admin_keys
+        self._special = dict.fromkeys(ADMIN_PATHS, admin_keys) | {INJECTION_PATH: injection_keys}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in _OPEN:
-            keys = self._admin_keys if scope["path"] in ADMIN_PATHS else self._keys
+            keys = self._special.get(scope["path"], self._keys)
             given = header(scope, b"authorization") or b""
             scheme, _, key = given.partition(b" ")
             is_bearer = scheme.lower() == b"bearer"

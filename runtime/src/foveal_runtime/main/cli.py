@@ -12,6 +12,7 @@ import re
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
+from foveal_runtime.main.launcher import end_with_parent
 from foveal_runtime.plan.errors import StartupError
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1024, "mi": 1024**2, "gi": 1024**3}
@@ -104,6 +105,7 @@ def _run(arguments: argparse.Namespace) -> int:
         from foveal_runtime.main import serve
 
         return serve.run(arguments)
+    end_with_parent()
     if arguments.command == "engine":
         from foveal_runtime.main import engine
 

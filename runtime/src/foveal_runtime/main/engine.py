@@ -22,6 +22,7 @@ from foveal_runtime.model import threads
 from foveal_runtime.plan.config import EngineConfig, load
 from foveal_runtime.plan.encoder_budget import LargestItem
 from foveal_runtime.plan.errors import StartupError
+from foveal_runtime.plan.profile import ItemProfile
 from foveal_runtime.telemetry.logs import configure_logging
 from foveal_runtime.telemetry.metrics import Metrics
 from foveal_runtime.wire.namespace import model_namespace
@@ -115,32 +116,35 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
         )
     max_model_len = config.model.max_model_len or limit
     warm_up(runner, config.caches.block_size)
-    largest = _largest_items(config, max_model_len) if runner.traits.is_multimodal else {}
+    items = _largest_items(config, max_model_len) if runner.traits.is_multimodal else {}
+    limits = {name: getattr(config.modalities, name).max_per_prompt for name in items}
     log.info(
         "model loaded",
         extra={
             "load_seconds": round(loaded_seconds, 2),
             "warm_seconds": round(time.perf_counter() - started - loaded_seconds, 2),
             "kv_blocks": runner.num_blocks - 1,
-            "largest_items": {name: tuple(item) for name, item in largest.items()},
+            "largest_items": {name: item.example for name, item in items.items()},
         },
     )
     return LoadedEngine(
         runner=runner,
         num_blocks=runner.num_blocks,
         max_model_len=max_model_len,
-        largest=largest,
+        largest={n: LargestItem(item.num_tokens, item.num_embeds) for n, item in items.items()},
+        # A prompt takes as many items as the limit says, but no more than the context holds.
+        largest_request_bytes=sum(
+            item.processed_bytes * min(limits[name], max(1, max_model_len // item.num_tokens))
+            for name, item in items.items()
+        ),
         namespace=namespace,
         revision=config.model.revision,
     )
 
 
-def _largest_items(config: EngineConfig, max_tokens: int) -> dict[str, LargestItem]:
+def _largest_items(config: EngineConfig, max_tokens: int) -> dict[str, ItemProfile]:
     """What the encoder budgets rest on: asked of the real processor under the real limits."""
     from foveal_runtime.frontend.media.largest import largest_items
 
     found = largest_items(config.model.path, config.modalities, max_tokens)
-    return {
-        name: LargestItem(one.profile.num_tokens, one.profile.num_embeds)
-        for name, one in found.items()
-    }
+    return {name: one.profile for name, one in found.items()}

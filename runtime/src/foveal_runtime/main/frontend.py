@@ -95,6 +95,7 @@ async def serve(config: FrontendConfig) -> None:
         metrics=metrics,
         tracing=configure_tracing("foveal-frontend", config.frontend_id),
         admin=_Admin(processor, client) if config.admin_key_file else None,
+        injector=processor.injector,
     )
     await client.start()
     log.info("listening", extra={"host": config.host, "port": config.port})

@@ -8,6 +8,7 @@ requests or caches.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -28,6 +29,18 @@ from foveal_runtime.plan.config import EngineConfig, FrontendConfig
 from foveal_runtime.plan.errors import StartupError
 
 Say = Callable[[str], None]
+PARENT_VARIABLE = "FOVEAL_PARENT_PID"
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """In a child of this launcher: asks the kernel for SIGTERM when the launcher dies, however it
+    dies. A launcher that was killed would otherwise leave engines behind."""
+    parent = os.environ.pop(PARENT_VARIABLE, "")
+    if parent.isdigit() and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != int(parent):  # it died before the call
+            sys.exit(1)
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -77,7 +90,7 @@ class Child:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, **self.env},
+                env={**os.environ, **self.env, PARENT_VARIABLE: str(os.getpid())},
                 start_new_session=True,
             )
 

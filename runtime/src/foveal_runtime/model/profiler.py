@@ -178,7 +178,7 @@ def measure(
 def _run_tokens(runner: TorchRunner, count: int) -> None:
     """One step of one request with `count` prompt tokens that samples."""
     name = f"profile-{count}-{time.monotonic_ns()}"
-    blocks = list(range(1, -(-count // _BLOCK_SIZE) + 1))
+    blocks = list(range(-(-count // _BLOCK_SIZE)))
     request = NewRequest(
         name, [0] * count, count, (), (), SamplingParams(max_tokens=1, temperature=1.0)
     )

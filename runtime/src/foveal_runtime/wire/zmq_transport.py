@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import os
+import threading
 from collections import deque
 from collections.abc import Sequence
 from urllib.parse import urlsplit
@@ -242,6 +243,7 @@ class ZmqRouter:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator: ThreadAuthenticator | None = None
         self._socket = self._context.socket(zmq.ROUTER)
+        self._wake_lock = threading.Lock()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         try:
             _set_common(self._socket, bind, max_frame_bytes, max_queued)
@@ -307,7 +309,9 @@ class ZmqRouter:
         self.counters.count_sent(frames)
 
     def wake(self) -> None:
-        os.eventfd_write(self._wake_fd, 1)
+        with self._wake_lock:  # whoever wakes may come when the polling thread has just closed
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
         if self._wake_fd < 0:
@@ -316,5 +320,6 @@ class ZmqRouter:
         if self._authenticator is not None:
             self._authenticator.stop()
         self._context.term()
-        os.close(self._wake_fd)
-        self._wake_fd = -1
+        with self._wake_lock:
+            os.close(self._wake_fd)
+            self._wake_fd = -1
