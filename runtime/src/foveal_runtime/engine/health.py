@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -74,6 +75,11 @@ class HealthServer:
 
         class Server(ThreadingHTTPServer):
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+            def handle_error(self, request: object, client_address: object) -> None:
+                """A prober that hangs up early is its own business; anything else is logged."""
+                if not isinstance(sys.exc_info()[1], OSError):
+                    _LOG.exception("a health request failed")
 
         try:
             self._server = Server((host, port), Handler)

@@ -1,0 +1,307 @@
+"""One pass: what the next step computes, for whom, with which blocks and encoder outputs.
+
+Used by `scheduler`. Running requests first, then waiting ones in the order of the policy; asks
+`encoder_window` how far a request may go, takes KV blocks, and commits encoder outputs last, so
+that a refusal leaves nothing behind. Knows nothing of results.
+"""
+
+from __future__ import annotations
+
+from foveal_runtime.engine.encoder_window import Window, plan_window
+from foveal_runtime.engine.prefix_cache import cut_to_groups, max_hit_blocks
+from foveal_runtime.engine.request import Request, Status
+from foveal_runtime.engine.roster import Roster
+from foveal_runtime.engine.step import EncoderInput, NewRequest, ScheduledRequest, StepPlan
+from foveal_runtime.plan.errors import EngineFailure
+from foveal_runtime.plan.media import MMHash
+
+_MAX_IDLE_PASSES = 2
+
+
+class _Pass:
+    """One schedule() in the making."""
+
+    __slots__ = ("blocked", "compute_left", "encode", "new", "num_preempted", "scheduled",
+                 "step", "tokens_left")  # fmt: skip
+
+    def __init__(self, step: int, tokens: int, compute: int) -> None:
+        self.step = step
+        self.tokens_left = tokens
+        self.compute_left = compute
+        self.scheduled: dict[str, ScheduledRequest] = {}
+        self.new: dict[str, NewRequest] = {}
+        self.encode: dict[MMHash, EncoderInput] = {}
+        self.blocked: Request | None = None
+        self.num_preempted = 0
+
+
+class Planner:
+    """See the module.
+
+    Attributes:
+        step: number of the last pass.
+        encoding: keys to encode in it, and for which request.
+    """
+
+    def __init__(self, roster: Roster) -> None:
+        self.roster = roster
+        self.limits = roster.limits
+        self.traits = roster.traits
+        self.step = 0
+        self.encoding: dict[MMHash, str] = {}
+        bidirectional = roster.traits.bidirectional
+        self._indivisible = roster.limits.disable_chunked_mm_input or bidirectional == "item"
+        self._whole_prompt = bidirectional == "prompt"
+        self._first: Request | None = None  # got nothing in the last pass: goes first in this one
+        self._idle_passes = 0
+        # The head could not get blocks while so many were free; more must come free first.
+        self._stuck_head: tuple[str, int] = ("", 0)
+
+    def schedule(self) -> StepPlan:
+        """The next step's plan; empty (`num_tokens` 0, nothing to move) when nobody wants one."""
+        self.step += 1
+        self.encoding.clear()
+        limits = self.limits
+        now = _Pass(self.step, limits.max_num_batched_tokens, limits.encoder_compute_embeds)
+        first, self._first = self._first, None
+        if first is not None and first.status is Status.RUNNING:
+            self._continue(first, now)
+        elif first is not None and len(self.roster.waiting) and self.roster.waiting.head() is first:
+            self._admit_waiting(now, limit=1)
+        self._continue_running(now)
+        if not now.num_preempted:
+            self._admit_waiting(now)
+        self._first = now.blocked
+        self._watch_progress(now)
+        return self._finish_pass(now)
+
+    def _continue_running(self, now: _Pass) -> None:
+        """Gives each running request its tokens, in order. The common case, one more token and a
+        block that has room, is inlined: it is most of the work of most steps."""
+        size, step, scheduled = self.limits.block_size, now.step, now.scheduled
+        at = 0
+        while at < len(self.roster.running) and now.tokens_left > 0:
+            request = self.roster.running[at]
+            if request.step == step:
+                at += 1
+                continue
+            computed = request.num_computed
+            if (
+                request.num_tokens - computed == 1
+                and computed < len(request.block_ids) * size
+                and request.next_mm == len(request.mm_inputs)
+            ):
+                request.step = step
+                now.tokens_left -= 1
+                scheduled[request.request_id] = ScheduledRequest(
+                    request.request_id, computed, 1, request.block_ids, True
+                )
+                at += 1
+                continue
+            self._continue(request, now)
+            # Preemption may have shortened the list before this place or removed the request.
+            if at < len(self.roster.running) and self.roster.running[at] is request:
+                at += 1
+            elif request.status is Status.RUNNING:
+                at = self.roster.running.index(request) + 1
+
+    def _continue(self, request: Request, now: _Pass) -> None:
+        """Schedules more of a running request; preempts others, or itself, for blocks."""
+        window = self._window(request, request.num_computed, now)
+        if window is None:
+            return
+        if window.num_tokens == 0:
+            now.blocked = now.blocked or request
+            return
+        while True:
+            need = self._blocks_to_add(request, request.num_computed + window.num_tokens)
+            if need <= self.roster.pool.num_free_blocks:
+                break
+            victim = self._victim()
+            if victim is request and len(self.roster.running) == 1:
+                self.roster.fail(request, self._kv_too_small(request))
+                return
+            self._preempt(victim, now)
+            if victim is request:
+                return
+        self._commit(request, request.num_computed, window, need, now)
+
+    def _window(self, request: Request, start: int, now: _Pass) -> Window | None:
+        """How far the request may go from `start`; None when it had to be failed."""
+        num_tokens = min(request.num_tokens - start, now.tokens_left)
+        if self._whole_prompt and start + num_tokens < request.num_prompt_tokens:
+            return Window(0)
+        if request.next_mm == len(request.mm_inputs):
+            return Window(num_tokens)
+        window = plan_window(
+            request, start, num_tokens, self.roster.encoder, now.compute_left,
+            indivisible=self._indivisible,
+        )  # fmt: skip
+        if window.bad_item is not None:
+            known = self.roster.encoder.known_embeds(request.mm_inputs[window.bad_item].mm_hash)
+            text = (
+                f"media item {window.bad_item} stands for {request.mm_embeds[window.bad_item]} "
+                f"encoder outputs here and for {known} under the same key elsewhere"
+            )
+            self.roster.fail(request, EngineFailure(text))
+            return None
+        if self._whole_prompt and start + window.num_tokens < request.num_prompt_tokens:
+            return Window(0)
+        return window
+
+    def _blocks_to_add(self, request: Request, num_tokens: int) -> int:
+        have = len(request.block_ids)
+        return max(-(-num_tokens // self.limits.block_size) - have, 0)
+
+    def _victim(self) -> Request:
+        """Who gives way: the last to come, or the last of the least important."""
+        if self.limits.policy == "priority":
+            return max(self.roster.running, key=lambda entry: (entry.priority, entry.sequence))
+        return self.roster.running[-1]  # nobody overtakes, so this is the youngest
+
+    def _preempt(self, victim: Request, now: _Pass) -> None:
+        """Takes everything from a running request, what this pass gave it included."""
+        self.roster.preempt(victim)
+        undone = now.scheduled.pop(victim.request_id, None)
+        if undone is not None:
+            now.tokens_left += undone.num_scheduled_tokens
+        now.new.pop(victim.request_id, None)
+        now.num_preempted += 1
+
+    def _admit_waiting(self, now: _Pass, limit: int | None = None) -> None:
+        while (
+            len(self.roster.waiting)
+            and now.tokens_left > 0
+            and len(self.roster.running) < self.limits.max_num_seqs
+            and (limit is None or limit > 0)
+        ):
+            if not self._admit(self.roster.waiting.head(), now):
+                break
+            limit = None if limit is None else limit - 1
+
+    def _admit(self, request: Request, now: _Pass) -> bool:
+        """Starts (or starts again) the head of the queue; False when it has to wait. Nobody
+        overtakes it then."""
+        pool, size = self.roster.pool, self.limits.block_size
+        stuck, num_free = self._stuck_head
+        if stuck == request.request_id and self.roster.running and pool.num_free_blocks <= num_free:
+            return False
+        hit = self._lookup_prefix(request)
+        start = len(hit) * size
+        window = self._window(request, start, now)
+        if window is None:
+            return True
+        if window.num_tokens == 0:
+            now.blocked = now.blocked or request
+            return False
+        # Room for the whole sequence must be free, not only for this chunk: a prompt that is
+        # admitted piecemeal would soon preempt others or itself.
+        whole = -(-request.num_tokens // size) - len(hit) + pool.num_unused(hit)
+        if whole > pool.num_free_blocks:
+            if self.roster.running:
+                self._stuck_head = (request.request_id, pool.num_free_blocks)
+                return False
+            self.roster.fail(request, self._kv_too_small(request))
+            return True
+        self._stuck_head = ("", 0)
+        self.roster.waiting.remove(request)
+        pool.share(hit)
+        request.block_ids = hit
+        request.num_published = len(hit)
+        request.status = Status.RUNNING
+        self.roster.running.append(request)
+        self._count_admission(request, start)
+        need = self._blocks_to_add(request, start + window.num_tokens)
+        self._commit(request, start, window, need, now)
+        return True
+
+    def _lookup_prefix(self, request: Request) -> list[int]:
+        if not self.roster.is_caching:
+            return []
+        size = self.limits.block_size
+        most = max_hit_blocks(request, size, self.traits.bidirectional)
+        hit = self.roster.pool.lookup(request.block_hashes, most)
+        if self.traits.bidirectional == "item" and hit:
+            del hit[cut_to_groups(request.mm_inputs, len(hit), size) :]
+        return hit
+
+    def _count_admission(self, request: Request, num_cached: int) -> None:
+        if request.num_preemptions:
+            return
+        request.num_cached_tokens = num_cached
+        request.admit_seconds = self.roster.clock()
+        if self.roster.is_caching and request.read_prefix_cache:
+            self.roster.stats.num_prefix_query_tokens += request.num_prompt_tokens
+            self.roster.stats.num_prefix_hit_tokens += min(num_cached, request.num_prompt_tokens)
+
+    def _commit(
+        self, request: Request, start: int, window: Window, num_new_blocks: int, now: _Pass
+    ) -> None:
+        """Takes blocks and encoder outputs and writes the request into the plan."""
+        if num_new_blocks:
+            request.block_ids.extend(self.roster.pool.allocate(num_new_blocks))
+        request.num_computed = start
+        for index in window.take:
+            where, _ = self.roster.encoder.allocate(request, index, window.keep_host)
+            entry = request.mm_inputs[index]
+            if where == "absent":
+                embeds = request.mm_embeds[index]
+                now.encode[entry.mm_hash] = EncoderInput(
+                    entry.mm_hash, entry.modality, embeds, request.values[index]
+                )
+                self.encoding[entry.mm_hash] = request.request_id
+            elif not request.num_preemptions:
+                request.num_encoder_hits += 1
+        now.compute_left -= window.compute_embeds
+        if not request.known_to_runner:
+            request.known_to_runner = True
+            now.new[request.request_id] = NewRequest(
+                request.request_id, request.token_ids.copy(), request.num_prompt_tokens,
+                request.mm_inputs, request.values, request.sampling,
+            )  # fmt: skip
+        request.step = now.step
+        now.tokens_left -= window.num_tokens
+        last = start + window.num_tokens == request.num_tokens
+        now.scheduled[request.request_id] = ScheduledRequest(
+            request.request_id, start, window.num_tokens, request.block_ids, last
+        )
+
+    def _watch_progress(self, now: _Pass) -> None:
+        """A pass that computes nothing although somebody waits must not repeat itself: the state
+        it saw will be the same next time. The request that blocks is failed by name."""
+        if now.scheduled or not self.roster.requests:
+            self._idle_passes = 0
+            return
+        self._idle_passes += 1
+        self.roster.stats.num_empty_passes += 1
+        if self._idle_passes < _MAX_IDLE_PASSES:
+            return
+        self._idle_passes = 0
+        self.roster.stats.num_no_progress += 1
+        culprit = now.blocked or (
+            self.roster.running[0] if self.roster.running else self.roster.waiting.head()
+        )
+        encoder = self.roster.encoder
+        text = (
+            f"no step can compute a token of this request: {culprit.num_computed} of "
+            f"{culprit.num_tokens} tokens computed, {self.roster.pool.num_free_blocks} KV blocks "
+            f"and {encoder.num_free_embeds + encoder.num_idle_embeds} encoder outputs free"
+        )
+        self.roster.fail(culprit, EngineFailure(text))
+
+    def _finish_pass(self, now: _Pass) -> StepPlan:
+        self.roster.in_runner.update(now.new)
+        moves = self.roster.encoder.take_moves()
+        gone, self.roster.gone = self.roster.gone, []
+        encode = [now.encode[mm_hash] for mm_hash in moves.encode]
+        return StepPlan(
+            now.step, list(now.new.values()), list(now.scheduled.values()), encode,
+            moves.free, moves.store, moves.load, moves.drop_host, gone,
+        )  # fmt: skip
+
+    def _kv_too_small(self, request: Request) -> EngineFailure:
+        return EngineFailure(
+            f"the request has reached {request.num_tokens} tokens and needs more KV blocks than "
+            f"this engine has ({self.roster.pool.num_blocks} of {self.limits.block_size} tokens): "
+            "give the engine more KV memory or lower max_model_len"
+        )
