@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -44,10 +45,17 @@ def end_with_parent() -> None:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    """A port that was free a moment ago, below the range from which outgoing connections take
+    theirs: one of those could otherwise sit on it before the server binds."""
+    for _ in range(200):
+        port = random.randint(12000, 30000)
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+            return port
+    raise StartupError(f"no free port between 12000 and 30000 on {host}")
 
 
 class Child:

@@ -221,6 +221,10 @@ class _AllowList:
         return key in self._keys
 
 
+GOODBYE_MS = 500
+"""How long a closing engine may take to send what it has said."""
+
+
 class ZmqRouter:
     """All links of one engine (`wire.transport.EngineTransport`). Made, polled and closed by one
     thread; `wake` may be called from any.
@@ -316,7 +320,8 @@ class ZmqRouter:
     def close(self) -> None:
         if self._wake_fd < 0:
             return
-        self._socket.close(0)
+        # What was said last is the goodbye that tells frontends to go on elsewhere: it may leave.
+        self._socket.close(GOODBYE_MS)
         if self._authenticator is not None:
             self._authenticator.stop()
         self._context.term()
