@@ -1,5 +1,6 @@
 """The house keeps its shape: layout, import weight, and what must never be in a process."""
 
+import ast
 import json
 import subprocess
 import sys
@@ -63,3 +64,22 @@ def test_no_pickle_or_eval_in_the_sources():
         if word in path.read_text()
     ]
     assert not hits
+
+
+def _sources() -> list[Path]:
+    return [p for room in ("operator/src", "runtime/src") for p in (ROOT / room).rglob("*.py")]
+
+
+def test_files_are_one_noun_and_functions_fit_a_screen():
+    """Not a style limit: past these sizes a file holds two ideas, a function two steps."""
+    long_files = [p.name for p in _sources() if len(p.read_text().splitlines()) > 450]
+    long_functions = [
+        f"{path.name}:{node.name}"
+        for path in _sources()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.end_lineno is not None
+        and node.end_lineno - node.lineno >= 70
+    ]
+    assert not long_files
+    assert not long_functions

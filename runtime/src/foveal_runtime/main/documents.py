@@ -70,66 +70,80 @@ def local_documents(
         dtype=options.dtype,  # type: ignore[arg-type]
         max_model_len=options.max_model_len,
     )
-    shm = "/dev/shm" if options.ipc_type == "shm" else ""
-    engines = [
-        EngineConfig(
-            engine_id=f"engine-{i}",
-            model=model,
-            scheduler=SchedulerConfig(
-                max_num_batched_tokens=options.max_num_batched_tokens,
-                max_num_seqs=options.max_num_seqs,
-            ),
-            caches=EngineCaches(
-                ipc_bytes=options.ipc_bytes,
-                encoder_embeds=options.encoder_embeds,
-                kv_bytes=options.kv_bytes,
-                block_size=options.block_size,
-                prefix_caching=options.prefix_caching,
-            ),
-            bind=f"tcp://127.0.0.1:{pick_port()}",
-            http_port=pick_port(),
-            node="local",
-            shm_directory=shm,
-            device=options.device,
-            attention=options.attention,
-            num_threads=options.num_threads,
-            tensor_parallel=options.tensor_parallel,
-            log_format=options.log_format,  # type: ignore[arg-type]
-        )
-        for i in range(options.num_engines)
-    ]
-    addresses = tuple(
-        EngineAddress(endpoint=e.bind, http=f"http://{e.http_host}:{e.http_port}") for e in engines
-    )
+    engines = [_engine(options, model, i, pick_port) for i in range(options.num_engines)]
     ports = [
         options.port + i if options.port else pick_port() for i in range(options.num_frontends)
     ]
-    urls = [f"http://{options.host}:{port}" for port in ports]
-    frontends = [
-        FrontendConfig(
-            frontend_id=f"frontend-{i}",
-            model=model,
-            host=options.host,
-            port=ports[i],
-            processes=options.processes,
-            engines=addresses,
-            node="local",
-            processor_bytes=options.processor_bytes,
-            ipc_type=options.ipc_type,  # type: ignore[arg-type]
-            shm_directory=shm,
-            shm_bytes=options.processor_bytes if shm else 0,
-            media_workers=options.media_workers,
-            media_sources=MediaSources(
-                allowed_domains=options.allowed_domains, file_root=options.file_root
-            ),
-            api_key_file=options.api_key_file,
-            admin_key_file=options.admin_key_file,
-            metrics_peers=tuple(
-                [a.http + "/metrics" for a in addresses]
-                + [u + "/metrics?own=1" for j, u in enumerate(urls) if j != i]
-            ),
-            log_format=options.log_format,  # type: ignore[arg-type]
-        )
-        for i in range(options.num_frontends)
-    ]
+    frontends = [_frontend(options, model, i, ports, engines) for i in range(len(ports))]
     return engines, frontends
+
+
+def _shared_memory(options: LocalOptions) -> str:
+    return "/dev/shm" if options.ipc_type == "shm" else ""
+
+
+def _engine(
+    options: LocalOptions, model: ModelConfig, index: int, pick_port: Callable[[], int]
+) -> EngineConfig:
+    return EngineConfig(
+        engine_id=f"engine-{index}",
+        model=model,
+        scheduler=SchedulerConfig(
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_num_seqs=options.max_num_seqs,
+        ),
+        caches=EngineCaches(
+            ipc_bytes=options.ipc_bytes,
+            encoder_embeds=options.encoder_embeds,
+            kv_bytes=options.kv_bytes,
+            block_size=options.block_size,
+            prefix_caching=options.prefix_caching,
+        ),
+        bind=f"tcp://127.0.0.1:{pick_port()}",
+        http_port=pick_port(),
+        node="local",
+        shm_directory=_shared_memory(options),
+        device=options.device,
+        attention=options.attention,
+        num_threads=options.num_threads,
+        tensor_parallel=options.tensor_parallel,
+        log_format=options.log_format,  # type: ignore[arg-type]
+    )
+
+
+def _frontend(
+    options: LocalOptions,
+    model: ModelConfig,
+    index: int,
+    ports: list[int],
+    engines: list[EngineConfig],
+) -> FrontendConfig:
+    addresses = tuple(
+        EngineAddress(endpoint=e.bind, http=f"http://{e.http_host}:{e.http_port}") for e in engines
+    )
+    shm = _shared_memory(options)
+    others = [port for port in ports if port != ports[index]]
+    return FrontendConfig(
+        frontend_id=f"frontend-{index}",
+        model=model,
+        host=options.host,
+        port=ports[index],
+        processes=options.processes,
+        engines=addresses,
+        node="local",
+        processor_bytes=options.processor_bytes,
+        ipc_type=options.ipc_type,  # type: ignore[arg-type]
+        shm_directory=shm,
+        shm_bytes=options.processor_bytes if shm else 0,
+        media_workers=options.media_workers,
+        media_sources=MediaSources(
+            allowed_domains=options.allowed_domains, file_root=options.file_root
+        ),
+        api_key_file=options.api_key_file,
+        admin_key_file=options.admin_key_file,
+        metrics_peers=(
+            *(address.http + "/metrics" for address in addresses),
+            *(f"http://{options.host}:{port}/metrics?own=1" for port in others),
+        ),
+        log_format=options.log_format,  # type: ignore[arg-type]
+    )
