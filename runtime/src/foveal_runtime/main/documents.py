@@ -17,6 +17,7 @@ from foveal_runtime.plan.config import (
     EngineCaches,
     EngineConfig,
     FrontendConfig,
+    InjectionConfig,
     MediaSources,
     ModelConfig,
     SchedulerConfig,
@@ -24,7 +25,10 @@ from foveal_runtime.plan.config import (
 
 
 class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What `foveal-runtime serve` takes; sizes in bytes."""
+    """What `foveal-runtime serve` takes; sizes in bytes.
+
+    `shm_bytes` is all frontends' together; 0 = as much as one engine's value cache holds.
+    """
 
     model: str
     name: str = ""
@@ -42,6 +46,7 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
     ipc_bytes: int = 4 * GIB
     ipc_type: str = "inline"
     processor_bytes: int = 4 * GIB
+    shm_bytes: int = 0
     encoder_embeds: int = 0
     prefix_caching: bool = True
     device: str = "cpu"
@@ -53,6 +58,8 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
     file_root: str = ""
     api_key_file: str = ""
     admin_key_file: str = ""
+    injection_key_file: str = ""
+    injection_trusted: bool = False
     log_format: str = "auto"
 
 
@@ -71,6 +78,7 @@ def local_documents(
         max_model_len=options.max_model_len,
     )
     shm = "/dev/shm" if options.ipc_type == "shm" else ""
+    shm_bytes = (options.shm_bytes or options.ipc_bytes) if shm else 0
     engines = [
         EngineConfig(
             engine_id=f"engine-{i}",
@@ -117,13 +125,18 @@ def local_documents(
             processor_bytes=options.processor_bytes,
             ipc_type=options.ipc_type,  # type: ignore[arg-type]
             shm_directory=shm,
-            shm_bytes=options.processor_bytes if shm else 0,
+            shm_bytes=shm_bytes // options.num_frontends,
             media_workers=options.media_workers,
             media_sources=MediaSources(
                 allowed_domains=options.allowed_domains, file_root=options.file_root
             ),
             api_key_file=options.api_key_file,
             admin_key_file=options.admin_key_file,
+            injection=InjectionConfig(
+                enabled=bool(options.injection_key_file),
+                api_key_file=options.injection_key_file,
+                trusted=options.injection_trusted,
+            ),
             metrics_peers=tuple(
                 [a.http + "/metrics" for a in addresses]
                 + [u + "/metrics?own=1" for j, u in enumerate(urls) if j != i]
