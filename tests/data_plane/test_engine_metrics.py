@@ -89,9 +89,10 @@ def test_the_numbers(samples):
     assert of("vllm:iteration_tokens_total_sum") == 10 + 2 + 2 + 12
     assert of("vllm:num_requests_running") == 0
     assert of("vllm:kv_cache_usage_perc") == 0
-    ipc = {"cache": "ipc", "modality": "image", "tier": ""}
-    assert value("foveal_cache_queries_total", **ipc) == 3
-    assert value("foveal_cache_hits_total", **ipc) == 2
+    # Frontends count queries and hits of values; here they would be counted a second time.
+    assert not any(("cache", "ipc") in labels for name, labels in samples if "_hits" in name)
+    assert not any(("cache", "ipc") in labels for name, labels in samples if "_queries" in name)
+    assert value("foveal_cache_entries", cache="ipc", tier="host") >= 1
     encoder = {"cache": "encoder", "modality": "image", "tier": "device"}
     assert value("foveal_cache_queries_total", **encoder) == 1
     assert value("foveal_encoder_items_total", modality="image") == 1

@@ -115,8 +115,12 @@ class Told:
     def __init__(self) -> None:
         self.caches: list[str] = []
 
-    def reset_cache(self, cache: str) -> int:
+    async def reset_cache(self, cache: str) -> int:
         self.caches.append(cache)
+        return 2
+
+    async def resize_ipc_cache(self, size_bytes: int) -> int:
+        self.caches.append(str(size_bytes))
         return 2
 
 
@@ -133,6 +137,16 @@ async def test_administration_has_its_own_key(start: Any, tmp_path: Path) -> Non
             assert response.status_code == status
         assert response.json() == {"cache": "mm", "num_engines": 2}
         assert admin.caches == ["mm"]
+        root = {"authorization": "Bearer root"}
+        for body, status in (({"bytes": 0}, 200), ({"bytes": -1}, 400), ({"bytes": "1Gi"}, 400)):
+            resized = await harness.http.post("/resize_ipc_cache", json=body, headers=root)
+            assert resized.status_code == status, body
+        user = {"authorization": "Bearer user"}
+        body = {"bytes": 5}
+        assert (
+            await harness.http.post("/resize_ipc_cache", json=body, headers=user)
+        ).status_code == 401
+        assert admin.caches == ["mm", "0"]
     async with start(admin=admin) as harness:
         assert (await harness.http.post("/reset_mm_cache")).status_code == 404
 

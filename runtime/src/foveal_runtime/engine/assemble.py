@@ -119,7 +119,8 @@ def assemble_core(
         ),
         namespace=loaded.namespace,
         boot=time.time_ns() if boot is None else boot,
-        node=config.node,
+        # Without a folder nothing can be opened here: frontends must send bytes.
+        node=config.node if config.shm_directory else "",
         info=codec.encode_info(info),
     )
     if events is not None:

@@ -21,7 +21,7 @@ from foveal_runtime.mirror.messages import Bye, DownMessage, Hello, Req, Session
 from foveal_runtime.mirror.receiver import ReadyRequest, Receiver
 from foveal_runtime.mirror.store import Value
 from foveal_runtime.plan.errors import FovealError, InvalidRequest
-from foveal_runtime.plan.media import MODALITIES, MMHash
+from foveal_runtime.plan.media import MMHash
 from foveal_runtime.wire import codec
 from foveal_runtime.wire.item import read_header
 from foveal_runtime.wire.messages import EngineLoad, EngineOutput, Outputs
@@ -264,9 +264,6 @@ class EngineCore:
             for mm_hash, value in zip(ready.items, values, strict=True)
         ]
         longest = self.scheduler.limits.max_model_len - 1
-        kinds: set[str] = {MODALITIES[header.modality] for _, header in items}
-        if items:
-            self.stats.count_values(kinds, len(items), ready.num_hits)
         token_ids, inputs, which = splice(prompt, body.placements, items, max_tokens=longest)
         num_prompt = len(token_ids)
         return Request(

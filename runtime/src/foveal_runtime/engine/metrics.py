@@ -140,15 +140,12 @@ class EngineMetrics:
         core, stats = self._core, self._core.stats
         receiver = core.receiver
         store, mirror = receiver.store, receiver.stats
-        for modality, count in list(stats.value_queries.items()):
-            m.set("foveal_cache_queries", count, cache="ipc", modality=modality, tier="")
-        for modality, count in list(stats.value_hits.items()):
-            m.set("foveal_cache_hits", count, cache="ipc", modality=modality, tier="")
-        self._sizes(m, "ipc", "", store.used_bytes, store.capacity_bytes, store.num_entries)
+        # Its queries and hits are the frontends' to count: once per item, wherever it is answered.
+        self._sizes(m, "ipc", "host", store.used_bytes, store.capacity_bytes, store.num_entries)
         for reason, count in (
             ("limbo", store.num_evicted_limbo), ("forced", store.num_evicted_forced),
         ):  # fmt: skip
-            m.set("foveal_cache_evictions", count, cache="ipc", tier="", reason=reason)
+            m.set("foveal_cache_evictions", count, cache="ipc", tier="host", reason=reason)
         staged = sum(entry.staged_bytes for entry in list(receiver.sessions.values()))
         for state, size in (
             ("idle", store.idle_bytes), ("pinned", store.pinned_bytes),

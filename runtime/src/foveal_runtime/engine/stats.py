@@ -52,8 +52,6 @@ class EngineStats:
 
     Attributes:
         num_prompt_tokens, num_cached_prompt_tokens: of requests that got their first token.
-        value_queries, value_hits: items of requests by modality ("mixed" where one request has
-            several modalities and only some were hits).
         encoded_items, encoded_embeds, encode_seconds: by modality.
         num_prefill_tokens, prefill_seconds: of steps that were mostly prefill: what a computed
             token costs.
@@ -68,8 +66,6 @@ class EngineStats:
     num_preemptions: int = 0
     num_no_progress: int = 0
     num_empty_passes: int = 0
-    value_queries: dict[str, int] = field(default_factory=dict)
-    value_hits: dict[str, int] = field(default_factory=dict)
     encoded_items: dict[int, int] = field(default_factory=dict)
     encoded_embeds: dict[int, int] = field(default_factory=dict)
     encode_seconds: dict[int, float] = field(default_factory=dict)
@@ -78,12 +74,6 @@ class EngineStats:
     finished: dict[str, int] = field(default_factory=dict)
     errors: dict[str, int] = field(default_factory=dict)
     observed: Observations = field(default_factory=Observations)
-
-    def count_values(self, modalities: set[str], num_items: int, num_hits: int) -> None:
-        """Items of one request: how many, and how many were here without being sent."""
-        name = modalities.pop() if len(modalities) == 1 else "mixed"
-        self.value_queries[name] = self.value_queries.get(name, 0) + num_items
-        self.value_hits[name] = self.value_hits.get(name, 0) + num_hits
 
     def count_encoded(self, modality: int, num_embeds: int, seconds: float) -> None:
         self.encoded_items[modality] = self.encoded_items.get(modality, 0) + 1

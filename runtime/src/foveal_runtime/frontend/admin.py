@@ -1,4 +1,4 @@
-"""Administration over HTTP: emptying caches. Exists only with an admin key file.
+"""Administration over HTTP: emptying and resizing caches. Exists only with an admin key file.
 
 The paths are those of other servers; the admin key is not the API key. Emptying a cache is never
 needed for correctness: it is for measurements and for people who want content gone.
@@ -9,19 +9,37 @@ from __future__ import annotations
 from typing import Literal, Protocol
 
 from fastapi import APIRouter
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field
 
 Cache = Literal["mm", "encoder", "prefix"]
-ADMIN_PATHS = frozenset({"/reset_mm_cache", "/reset_encoder_cache", "/reset_prefix_cache"})
+ADMIN_PATHS = frozenset(
+    {"/reset_mm_cache", "/reset_encoder_cache", "/reset_prefix_cache", "/resize_ipc_cache"}
+)
+MAX_BYTES = 1 << 50
 
 
 class CacheAdmin(Protocol):
     """Implemented by main/ over the processor cache and the engine client."""
 
-    def reset_cache(self, cache: Cache) -> int:
-        """Empties it here and in every connected engine; entries in use stay until released.
-        Returns the number of engines told."""
+    async def reset_cache(self, cache: Cache) -> int:
+        """Empties it in every process of this frontend and in every connected engine; entries in
+        use stay until released. Returns the number of engines told."""
         ...
+
+    async def resize_ipc_cache(self, size_bytes: int) -> int:
+        """New capacity of every connected engine's value cache. Returns the number told."""
+        ...
+
+
+class ResizeRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    bytes: int = Field(ge=0, le=MAX_BYTES, description="of each engine; 0 switches it off")
+
+
+class ResizeResponse(BaseModel):
+    bytes: int
+    num_engines: int
 
 
 class ResetResponse(BaseModel):
@@ -35,16 +53,23 @@ def build_admin_router(admin: CacheAdmin) -> APIRouter:
     @router.post("/reset_mm_cache")
     async def reset_mm_cache() -> ResetResponse:
         """Forgets processed media: the processor cache and every engine's value cache."""
-        return ResetResponse(cache="mm", num_engines=admin.reset_cache("mm"))
+        return ResetResponse(cache="mm", num_engines=await admin.reset_cache("mm"))
 
     @router.post("/reset_encoder_cache")
     async def reset_encoder_cache() -> ResetResponse:
         """Forgets encoder outputs in every engine."""
-        return ResetResponse(cache="encoder", num_engines=admin.reset_cache("encoder"))
+        return ResetResponse(cache="encoder", num_engines=await admin.reset_cache("encoder"))
 
     @router.post("/reset_prefix_cache")
     async def reset_prefix_cache() -> ResetResponse:
         """Forgets cached KV blocks in every engine."""
-        return ResetResponse(cache="prefix", num_engines=admin.reset_cache("prefix"))
+        return ResetResponse(cache="prefix", num_engines=await admin.reset_cache("prefix"))
+
+    @router.post("/resize_ipc_cache")
+    async def resize_ipc_cache(body: ResizeRequest) -> ResizeResponse:
+        """Resizes every connected engine's value cache until its next start; values in use stay
+        until released."""
+        told = await admin.resize_ipc_cache(body.bytes)
+        return ResizeResponse(bytes=body.bytes, num_engines=told)
 
     return router

@@ -7,6 +7,7 @@ loads no torch.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fastapi import FastAPI
@@ -68,8 +69,12 @@ def build_app(
     tracing: Tracing | None = None,
     admin: CacheAdmin | None = None,
     injector: Injector | None = None,
+    siblings: Sequence[str] = (),
 ) -> HttpApp:
-    """Reads tokenizer, chat template, sampling defaults and key file; raises StartupError."""
+    """Reads tokenizer, chat template, sampling defaults and key files; raises StartupError.
+
+    `siblings`: metrics peers that serve the same port.
+    """
     tokenizer = tokenizer if tokenizer is not None else TextTokenizer.load(config.model.path)
     template = ChatTemplate(tokenizer, load_template(config.model.path, tokenizer), info)
     gate = Gate(config.admission)
@@ -94,7 +99,7 @@ def build_app(
         metrics=metrics,
         created=int(time.time()),
     )
-    page = MetricsPage(metrics, config.metrics_peers)
+    page = MetricsPage(metrics, config.metrics_peers, siblings)
     keys = KeyFile(config.api_key_file) if config.api_key_file else None
     api = FastAPI(
         title="Foveal",

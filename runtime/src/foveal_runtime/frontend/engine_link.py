@@ -20,7 +20,13 @@ import msgspec
 from foveal_runtime.frontend.engine_stream import Lost, Rejected, Stream
 from foveal_runtime.frontend.prepared import PreparedItem, PreparedRequest
 from foveal_runtime.frontend.shared_values import SharedValues
-from foveal_runtime.mirror.messages import Control, EngineHeartbeat, RequestId, SharedValue
+from foveal_runtime.mirror.messages import (
+    Control,
+    EngineHeartbeat,
+    ItemRef,
+    RequestId,
+    SharedValue,
+)
 from foveal_runtime.mirror.sender import DownEvent, Sender, Sending, SendItem, SendValue
 from foveal_runtime.plan.errors import FovealError
 from foveal_runtime.plan.media import MMHash
@@ -280,8 +286,7 @@ class EngineLink:
         for reference in getattr(sending.message, "items", ()):
             if reference.value is not None:
                 by_hash[reference.mm_hash].was_sent = True
-            if self._shared is not None and isinstance(reference.value, SharedValue):
-                self._shared.sent(self, reference.mm_hash)
+        self._count_shared(getattr(sending.message, "items", ()))
         return stream
 
     async def _value_of(self, item: PreparedItem) -> SendValue:
@@ -300,6 +305,9 @@ class EngineLink:
         """Values without a request. Returns how many were sent (what fits the window)."""
         if not self.is_ready:
             return 0
+        if self._shared is not None:
+            named = {h: self._shared.name(self, h, v.data, v.digest) for h, v in values.items()}
+            values = {h: v._replace(shared_name=named[h]) for h, v in values.items()}
         sending = self.sender.put(items, values)
         if sending is None:
             return 0
@@ -307,7 +315,14 @@ class EngineLink:
             self._send(sending)
         except LinkDown:
             return 0
-        return len(sending.frames)
+        carried = getattr(sending.message, "items", ())
+        self._count_shared(carried)
+        return len(carried)
+
+    def _count_shared(self, references: Sequence[ItemRef]) -> None:
+        for reference in references:
+            if self._shared is not None and isinstance(reference.value, SharedValue):
+                self._shared.sent(self, reference.mm_hash)
 
     def control(self, action: str, value: int = 0) -> bool:
         """Sends an administration message; False without a session."""
@@ -358,6 +373,8 @@ class EngineLink:
                 self._moved_at = time.monotonic()
             self._pulse = event.heartbeat
         for mm_hash in event.needs:
+            if self._shared is not None:
+                self._shared.needed(self, mm_hash)
             task = asyncio.create_task(self._answer(mm_hash))
             self._fills.add(task)
             task.add_done_callback(self._fills.discard)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_ITEMS = 256
+MAX_NAME_LENGTH = 256
 _KEY_HEX = 64
 
 
@@ -64,6 +65,14 @@ class InjectedItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 class InjectedItems(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     items: tuple[InjectedItem, ...]
+
+
+class Packed(NamedTuple):
+    """A checked item of a payload, serialised."""
+
+    modality: Modality
+    name: str
+    value: bytes
 
 
 _MSGPACK = msgspec.msgpack.Decoder(InjectedItems)
@@ -137,11 +146,15 @@ class Injector:
     ) -> dict[str, int]:
         """The endpoint: msgpack (`application/msgpack`) or JSON (bytes as base64).
 
-        Returns {"stored": items stored, "sent": items an engine took}. Raises Unsupported when
-        injection is off and InvalidRequest / MediaInvalid naming the item; items before it stay.
+        Returns {"stored": items kept, "sent": items an engine took}. Raises Unsupported when
+        injection is off and InvalidRequest / MediaInvalid naming the item; nothing is kept then.
         """
         if not self._config.enabled:
             raise Unsupported("injection is switched off here (injection.enabled)")
+        return self.store_payload(self.read_payload(body, content_type), tenant)
+
+    def read_payload(self, body: bytes | memoryview, content_type: str) -> list[Packed]:
+        """Decodes and checks; changes nothing, so a thread may do it for large bodies."""
         decoder = _MSGPACK if "msgpack" in content_type else _JSON
         try:
             payload = decoder.decode(body)
@@ -151,16 +164,27 @@ class Injector:
             raise InvalidRequest(
                 f"payload has {len(payload.items)} items, the limit is {MAX_ITEMS}"
             )
-        sent = 0
+        packed = []
         for index, item in enumerate(payload.items):
             try:
+                if not 0 < len(item.name) <= MAX_NAME_LENGTH:
+                    raise BadItem(f"name must have 1 to {MAX_NAME_LENGTH} characters")
                 value = self._pack(item.modality, item.value or _mapping(item))
-                key = self.key(item.name, tenant, trusted=self._config.trusted)
-                sent += self._store(key, item.modality, value)
             except (BadItem, ValueError, TypeError) as error:
                 self._stats.injection_failures += 1
                 raise MediaInvalid(f"items[{index}]: {error}", param=f"items[{index}]") from error
-        return {"stored": len(payload.items), "sent": sent}
+            packed.append(Packed(item.modality, item.name, value))
+        return packed
+
+    def store_payload(self, items: Sequence[Packed], tenant: bytes) -> dict[str, int]:
+        """Keeps what `read_payload` made. With every cache off nothing can be kept."""
+        if not self.has_cache:
+            return {"stored": 0, "sent": 0}
+        sent = 0
+        for item in items:
+            key = self.key(item.name, tenant, trusted=self._config.trusted)
+            sent += self._store(key, item.modality, item.value)
+        return {"stored": len(items), "sent": sent}
 
     def _store(self, key: MMHash, modality: str, value: bytes) -> int:
         index = MODALITIES.index(modality)

@@ -22,7 +22,7 @@ MAX_BODIES = 4
 
 
 class InjectionResponse(BaseModel):
-    """`stored`: items now in this process's processor cache; `sent`: taken by an engine too."""
+    """`stored`: items kept by this process; `sent`: those an engine took, known to everyone."""
 
     stored: int
     sent: int
@@ -52,6 +52,7 @@ def build_injection_router(injector: Injector, config: FrontendConfig) -> APIRou
         async with bodies:
             body = await request.body()
             content_type = request.headers.get("content-type", "")
-            return InjectionResponse(**injector.inject_payload(body, content_type, tenant))
+            items = await asyncio.to_thread(injector.read_payload, body, content_type)
+            return InjectionResponse(**injector.store_payload(items, tenant))
 
     return router

@@ -28,17 +28,22 @@ _MAX_PEER_BYTES = 16 << 20
 
 
 class MetricsPage:
-    """`peers`: http: URLs of /metrics pages, or unix:/path of sockets that serve one."""
+    """`peers`: http: URLs of /metrics pages, or unix:/path of sockets that serve one. `siblings`:
+    the same for the other processes behind this port, which belong to `own` too."""
 
-    def __init__(self, metrics: Metrics, peers: Sequence[str] = ()) -> None:
+    def __init__(
+        self, metrics: Metrics, peers: Sequence[str] = (), siblings: Sequence[str] = ()
+    ) -> None:
         self._metrics = metrics
         self._peers = tuple(peers)
+        self._siblings = tuple(siblings)
 
     async def text(self, *, own: bool = False) -> bytes:
         """A peer that does not answer is left out and counted."""
-        if own or not self._peers:
+        peers = self._siblings if own else (*self._siblings, *self._peers)
+        if not peers:
             return self._metrics.exposition()
-        found = await asyncio.gather(*(self._fetch(peer) for peer in self._peers))
+        found = await asyncio.gather(*(self._fetch(peer) for peer in peers))
         pages = [page for page in found if page is not None]
         self._metrics.set("foveal_metrics_peers_unreachable", len(found) - len(pages))
         return merge([parse(self._metrics.exposition().decode()), *pages])

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from foveal_runtime.frontend.engine_client import EngineClient
 from foveal_runtime.frontend.engine_link import EngineLink
 from foveal_runtime.frontend.input_processor import InputProcessor
+from foveal_runtime.frontend.shared_values import SharedValues
 from foveal_runtime.frontend.stats import FrontendStats
 from foveal_runtime.plan.media import MODALITIES
 from foveal_runtime.telemetry.metrics import Metrics
@@ -26,6 +27,8 @@ def media_source(
         _items(metrics, stats)
         _processor_cache(metrics, processor)
         _media(metrics, stats, processor)
+        if client.shared is not None:
+            _shared(metrics, client.shared)
         for name in ("mirror_keys", "mirror_window_inflight_bytes"):
             metrics.clear(f"foveal_{name}")  # engines come and go
         for link in client.links():
@@ -73,6 +76,17 @@ def _media(metrics: Metrics, stats: FrontendStats, processor: InputProcessor) ->
         metrics.set("foveal_media_errors", count, code=code)
     for source, count in stats.value_source.items():
         metrics.set("foveal_mirror_value_sources", count, source=source)
+
+
+def _shared(metrics: Metrics, shared: SharedValues) -> None:
+    writer = shared.writer
+    metrics.set("foveal_shm_bytes", writer.used_bytes)
+    metrics.set("foveal_shm_capacity_bytes", writer.budget_bytes)
+    metrics.set("foveal_shm_files_written", writer.num_written)
+    metrics.set("foveal_shm_files_reused", writer.num_reused)
+    metrics.set("foveal_shm_swept_writers", writer.num_swept)
+    for reason, count in shared.fallbacks.items():
+        metrics.set("foveal_shm_fallbacks", count, reason=reason)
 
 
 def _mirror(metrics: Metrics, link: EngineLink) -> None:

@@ -31,9 +31,9 @@ _CLOSE_SECONDS = 1
 """For connections to close once the drain is over; requests still open are cancelled then."""
 
 
-def bind_tcp(host: str, port: int, *, share: bool = False) -> socket.socket:
-    """A listening socket; `share` lets several processes listen on the same port.
-    Raises StartupError naming the address."""
+def bind_tcp(host: str, port: int, *, share: bool = False, listen: bool = True) -> socket.socket:
+    """A listening socket; `share` lets several processes listen on the same port, and without
+    `listen` the port is only kept. Raises StartupError naming the address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -41,7 +41,8 @@ def bind_tcp(host: str, port: int, *, share: bool = False) -> socket.socket:
         if share:
             found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         found.bind((host, port))
-        found.listen(_BACKLOG)
+        if listen:
+            found.listen(_BACKLOG)
     except OSError as error:
         found.close()
         raise StartupError(f"cannot listen on {host}:{port}: {error.strerror}") from error
@@ -95,6 +96,7 @@ async def serve(
     stop: asyncio.Event,
     *,
     own_sockets: Sequence[socket.socket] = (),
+    own_app: ASGIApp | None = None,
     drain_timeout_seconds: float = 120.0,
     lame_duck_seconds: float = 0.0,
     started: asyncio.Event | None = None,
@@ -103,11 +105,12 @@ async def serve(
 
     Shutdown: /readyz says no; for `lame_duck_seconds` new requests are still served, while load
     balancers notice; then they get 503 with Retry-After, and open ones finish, at most for
-    `drain_timeout_seconds`; then everything closes. `own_sockets` serve this process's own
-    /metrics to its peers until the end. `started` is set once connections are accepted.
+    `drain_timeout_seconds`; then everything closes. `own_sockets` serve `own_app`
+    (default: this process's own /metrics) to its peers until the end. `started` is set
+    once connections are accepted.
     """
     public = _server(app.asgi)
-    private = _server(own_metrics_app(app.service.metrics))
+    private = _server(own_app or own_metrics_app(app.service.metrics))
     tasks = [asyncio.create_task(public.serve(sockets=list(sockets)))]
     if own_sockets:
         tasks.append(asyncio.create_task(private.serve(sockets=list(own_sockets))))

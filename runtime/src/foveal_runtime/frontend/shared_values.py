@@ -7,6 +7,7 @@ that may mean that a shared file could not be opened.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
@@ -14,52 +15,124 @@ from typing import Protocol
 from foveal_runtime.mirror.sender import Sender
 from foveal_runtime.mirror.store import Buffer
 from foveal_runtime.plan.config import FrontendConfig
+from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.media import MMHash
+from foveal_runtime.wire.shm import check_capacity
 from foveal_runtime.wire.shm_writer import SharedWriter
+
+log = logging.getLogger(__name__)
 
 MIN_BYTES = 16 * 1024
 """Smaller values are not worth a file."""
+MAX_WATCHED = 16
+MAX_MISSES = 3
+"""An engine that opened none of so many files does not see our folder."""
 
 
 class Holder(Protocol):
-    """A link whose engine may hold files."""
+    """A link whose engine may hold files. `boot` changes with every start of the engine."""
 
     endpoint: str
     sender: Sender
+    boot: int
+
+
+class _Sight:
+    """Whether one engine, in one life, can open our files."""
+
+    __slots__ = ("boot", "named", "num_misses", "sees")
+
+    def __init__(self, boot: int) -> None:
+        self.boot = boot
+        self.named: dict[MMHash, None] = {}
+        self.num_misses = 0
+        self.sees = False
+
+    @property
+    def is_blind(self) -> bool:
+        return not self.sees and self.num_misses >= MAX_MISSES
 
 
 class SharedValues:
-    """`links` gives the links there are now."""
+    """`links` gives the links there are now.
+
+    Attributes:
+        fallbacks: values that went inline although the engine is on this node, by reason: no_room,
+            write_failed, engine_blind.
+    """
 
     def __init__(self, writer: SharedWriter, links: Callable[[], Iterable[Holder]]) -> None:
         self.writer = writer
+        self.fallbacks = {"no_room": 0, "write_failed": 0, "engine_blind": 0}
         self._links = links
+        self._sights: dict[str, _Sight] = {}
 
     @classmethod
     def from_config(
         cls, config: FrontendConfig, boot: int, links: Callable[[], Iterable[Holder]]
     ) -> SharedValues | None:
-        """None when values go inline. Raises StartupError when the folder cannot be made."""
-        if config.ipc_type != "shm" or not config.shm_directory or config.shm_bytes <= 0:
+        """None when values go inline. The processes of a pod have equal parts of `shm_bytes`.
+
+        Raises StartupError when the folder cannot be made or cannot hold the budget.
+        """
+        if config.ipc_type != "shm" or config.shm_bytes <= 0:
             return None
-        return cls(SharedWriter(Path(config.shm_directory), boot, config.shm_bytes), links)
+        if not config.shm_directory:
+            raise StartupError('ipc_type "shm" needs shm_directory, a tmpfs that engines see too')
+        directory = Path(config.shm_directory)
+        check_capacity(directory, config.shm_bytes)
+        return cls(SharedWriter(directory, boot, config.shm_bytes // config.processes), links)
 
     def name(self, link: Holder, mm_hash: MMHash, data: Buffer, value_digest: bytes) -> str:
         """The name to send to this engine, "" when the value goes inline."""
         if len(data) < MIN_BYTES or not link.sender.shares_node():
             return ""
+        if self._sight(link).is_blind:
+            self.fallbacks["engine_blind"] += 1
+            return ""
+        failed = self.writer.num_failed
         found = self.writer.put(mm_hash, data, value_digest)
-        if found is None:
+        if found is None and self.writer.num_failed == failed:
             self._reconcile()
             found = self.writer.put(mm_hash, data, value_digest)
+        if found is None:
+            why = "no_room" if self.writer.num_failed == failed else "write_failed"
+            self.fallbacks[why] += 1
         return found or ""
 
     def sent(self, link: Holder, mm_hash: MMHash) -> None:
         self.writer.sent(mm_hash, link.endpoint)
+        sight = self._sight(link)
+        if not sight.sees and len(sight.named) < MAX_WATCHED:
+            sight.named[mm_hash] = None
+
+    def needed(self, link: Holder, mm_hash: MMHash) -> None:
+        """The engine asks for a value: it may not have been able to open the file. An engine that
+        opens none, say because another volume is mounted there, gets values inline from then on
+        instead of a round trip for each."""
+        sight = self._sight(link)
+        if sight.sees or mm_hash not in sight.named:
+            return
+        del sight.named[mm_hash]
+        sight.num_misses += 1
+        if sight.is_blind:
+            sight.named.clear()
+            log.warning("engine %s opens no shared values: it gets them inline; are shm_directory "
+                        "and the volume the same there?", link.endpoint)  # fmt: skip
 
     def forget(self, endpoint: str) -> None:
         """The engine is gone, and its mappings with it."""
         self.writer.forget_engine(endpoint)
+        self._sights.pop(endpoint, None)
+
+    def _sight(self, link: Holder) -> _Sight:
+        known = self._sights.get(link.endpoint)
+        if known is None or known.boot != link.boot:
+            known = self._sights[link.endpoint] = _Sight(link.boot)
+        elif any(h in link.sender.confirmed for h in known.named):
+            known.sees = True
+            known.named.clear()
+        return known
 
     def close(self) -> None:
         self.writer.close()

@@ -50,6 +50,8 @@ def _serve_options(parser: argparse.ArgumentParser) -> None:
     add("--kv-cache", type=size, default=size("1Gi"), metavar="SIZE")
     add("--ipc-cache", type=size, default=size("4Gi"), metavar="SIZE", help="values, per engine")
     add("--ipc-type", default="inline", choices=["inline", "shm"])
+    add("--shm-size", type=size, default=0, metavar="SIZE",
+        help="/dev/shm for values with --ipc-type shm; 0: as the value cache")  # fmt: skip
     add("--processor-cache", type=size, default=size("4Gi"), metavar="SIZE", help="per process")
     add("--encoder-cache-embeds", type=int, default=0, metavar="N", help="0: derived")
     add("--no-prefix-caching", action="store_true")
@@ -61,7 +63,9 @@ def _serve_options(parser: argparse.ArgumentParser) -> None:
     add("--allowed-domain", action="append", default=[], help="host that image URLs may name")
     add("--file-root", default="", help="folder below which file: URLs may point")
     add("--api-key-file", default="", help="file with one API key per line")
-    add("--admin-key-file", default="", help="file with keys for cache resets")
+    add("--admin-key-file", default="", help="file with keys for cache resets and resizes")
+    add("--injection-key-file", default="", help='file with keys for injected media; "": off')
+    add("--trust-injected-keys", action="store_true", help="injectors may name content keys")
     add("--log-format", default="auto", choices=["auto", "text", "json"])
 
 
@@ -77,6 +81,9 @@ def _parser() -> argparse.ArgumentParser:
     for role in ("frontend", "engine"):
         part = commands.add_parser(role, help=f"one {role} process from its document")
         part.add_argument("--config", required=True, help="JSON document")
+        if role == "frontend":  # given by the parent when the document asks for several processes
+            part.add_argument("--process", type=int, default=None, help=argparse.SUPPRESS)
+            part.add_argument("--sockets", default="", help=argparse.SUPPRESS)
     fetch = commands.add_parser("fetch", help="download a model (hf:// or s3://) into a directory")
     fetch.add_argument("uri", help="hf://ORG/NAME or s3://BUCKET/PREFIX")
     fetch.add_argument("--to", required=True, metavar="DIRECTORY")
@@ -113,7 +120,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.command == "frontend":
         from foveal_runtime.main import frontend
 
-        return frontend.run(arguments.config)
+        return frontend.run(arguments.config, arguments.process, arguments.sockets)
     if arguments.command == "fetch":
         from foveal_runtime.main import fetch
 

@@ -17,6 +17,7 @@ from foveal_runtime.plan.config import (
     EngineCaches,
     EngineConfig,
     FrontendConfig,
+    InjectionConfig,
     MediaSources,
     ModelConfig,
     SchedulerConfig,
@@ -24,7 +25,10 @@ from foveal_runtime.plan.config import (
 
 
 class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What `foveal-runtime serve` takes; sizes in bytes."""
+    """What `foveal-runtime serve` takes; sizes in bytes.
+
+    `shm_bytes` is all frontends' together; 0 = as much as one engine's value cache holds.
+    """
 
     model: str
     name: str = ""
@@ -42,6 +46,7 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
     ipc_bytes: int = 4 * GIB
     ipc_type: str = "inline"
     processor_bytes: int = 4 * GIB
+    shm_bytes: int = 0
     encoder_embeds: int = 0
     prefix_caching: bool = True
     device: str = "cpu"
@@ -53,6 +58,8 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
     file_root: str = ""
     api_key_file: str = ""
     admin_key_file: str = ""
+    injection_key_file: str = ""
+    injection_trusted: bool = False
     log_format: str = "auto"
 
 
@@ -122,6 +129,7 @@ def _frontend(
         EngineAddress(endpoint=e.bind, http=f"http://{e.http_host}:{e.http_port}") for e in engines
     )
     shm = _shared_memory(options)
+    shm_bytes = (options.shm_bytes or options.ipc_bytes) if shm else 0
     others = [port for port in ports if port != ports[index]]
     return FrontendConfig(
         frontend_id=f"frontend-{index}",
@@ -134,13 +142,18 @@ def _frontend(
         processor_bytes=options.processor_bytes,
         ipc_type=options.ipc_type,  # type: ignore[arg-type]
         shm_directory=shm,
-        shm_bytes=options.processor_bytes if shm else 0,
+        shm_bytes=shm_bytes // options.num_frontends,
         media_workers=options.media_workers,
         media_sources=MediaSources(
             allowed_domains=options.allowed_domains, file_root=options.file_root
         ),
         api_key_file=options.api_key_file,
         admin_key_file=options.admin_key_file,
+        injection=InjectionConfig(
+            enabled=bool(options.injection_key_file),
+            api_key_file=options.injection_key_file,
+            trusted=options.injection_trusted,
+        ),
         metrics_peers=(
             *(address.http + "/metrics" for address in addresses),
             *(f"http://{options.host}:{port}/metrics?own=1" for port in others),

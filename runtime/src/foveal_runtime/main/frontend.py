@@ -1,7 +1,9 @@
 """One frontend process: media workers, engine client and HTTP app, put together and taken down.
 
-Started by `foveal-runtime frontend --config`. Serves until SIGTERM or SIGINT, then turns readiness
-off, lets streams finish within the drain time and exits. Imports no torch.
+Started by `foveal-runtime frontend --config`, which hands over to `frontend_group` when the
+document asks for several processes; each of them comes back here with its index. Serves
+until SIGTERM or SIGINT, then turns readiness off, lets streams finish within the drain time and
+exits. Imports no torch.
 """
 
 from __future__ import annotations
@@ -9,18 +11,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from typing import Literal
+from typing import Literal, NamedTuple
 
+import msgspec
 import uvloop
 
 from foveal_runtime.frontend.app import build_app
 from foveal_runtime.frontend.engine_client import EngineClient
 from foveal_runtime.frontend.input_processor import InputProcessor
-from foveal_runtime.frontend.media.workers import MediaWorkers, WorkerSettings
+from foveal_runtime.frontend.media.workers import MediaWorkers, WorkerSettings, default_num_workers
 from foveal_runtime.frontend.metrics_source import media_source
-from foveal_runtime.frontend.server import bind_tcp
+from foveal_runtime.frontend.server import bind_tcp, bind_unix
 from foveal_runtime.frontend.server import serve as serve_http
+from foveal_runtime.frontend.siblings import Siblings, sibling_app, socket_path
 from foveal_runtime.frontend.stats import FrontendStats
+from foveal_runtime.main import frontend_group
 from foveal_runtime.plan.config import FrontendConfig, load
 from foveal_runtime.telemetry.logs import configure_logging
 from foveal_runtime.telemetry.metrics import Metrics
@@ -31,30 +36,63 @@ log = logging.getLogger(__name__)
 
 
 class _Admin:
-    """Cache resets over HTTP (`frontend.admin.CacheAdmin`)."""
+    """Caches over HTTP (`frontend.admin.CacheAdmin`)."""
 
-    def __init__(self, processor: InputProcessor, client: EngineClient) -> None:
+    def __init__(self, processor: InputProcessor, client: EngineClient, siblings: Siblings) -> None:
         self._processor = processor
         self._client = client
+        self._siblings = siblings
 
-    def reset_cache(self, cache: Literal["mm", "encoder", "prefix"]) -> int:
-        """Tells every engine; returns how many were told."""
+    async def reset_cache(self, cache: Literal["mm", "encoder", "prefix"]) -> int:
         if cache == "mm":
             self._processor.reset_cache()
+            await self._siblings.reset_processor_caches()
         return self._client.control(f"reset_{cache}")
 
+    async def resize_ipc_cache(self, size_bytes: int) -> int:
+        return self._client.control("resize_ipc", size_bytes)
 
-def run(path: str) -> int:
+
+class Member(NamedTuple):
+    """This process's place among those that share the port; `folder` holds their sockets."""
+
+    number: int = 0
+    folder: str = ""
+
+    def siblings(self, processes: int) -> Siblings:
+        others = [i for i in range(processes) if self.folder and i != self.number]
+        return Siblings([socket_path(self.folder, i) for i in others])
+
+
+def run(path: str, index: int | None = None, folder: str = "") -> int:
     config = load(path, FrontendConfig)
     assert isinstance(config, FrontendConfig)
+    if index is None:
+        configure_logging(config.log_format, process=config.frontend_id)
+        if config.processes > 1:
+            return frontend_group.run(path, config)
+        uvloop.run(serve(config))
+        return 0
+    config = msgspec.structs.replace(
+        config,
+        frontend_id=f"{config.frontend_id}/{index}",
+        media_workers=_share(config.media_workers or default_num_workers(), config, index),
+    )
     configure_logging(config.log_format, process=config.frontend_id)
-    uvloop.run(serve(config))
+    uvloop.run(serve(config, Member(index, folder)))
     return 0
 
 
-async def serve(config: FrontendConfig) -> None:
+def _share(total: int, config: FrontendConfig, index: int) -> int:
+    """One process's part of what the pod has; at least one."""
+    return max(1, total // config.processes + (index < total % config.processes))
+
+
+async def serve(config: FrontendConfig, member: Member | None = None) -> None:
     """Runs the process to its end. Raises StartupError."""
-    listener = bind_tcp(config.host, config.port)
+    # With siblings it must not take connections before it can answer: they would wait here.
+    listener = bind_tcp(config.host, config.port) if member is None else None
+    siblings = (member or Member()).siblings(config.processes)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -94,13 +132,21 @@ async def serve(config: FrontendConfig) -> None:
         generator=client,
         metrics=metrics,
         tracing=configure_tracing("foveal-frontend", config.frontend_id),
-        admin=_Admin(processor, client) if config.admin_key_file else None,
+        admin=_Admin(processor, client, siblings) if config.admin_key_file else None,
         injector=processor.injector,
+        siblings=siblings.metrics_peers,
     )
     await client.start()
     log.info("listening", extra={"host": config.host, "port": config.port})
     try:
-        await serve_http(app, [listener], stop, drain_timeout_seconds=config.drain_timeout_seconds)
+        await serve_http(
+            app,
+            [listener or bind_tcp(config.host, config.port, share=True)],
+            stop,
+            own_sockets=[bind_unix(socket_path(member.folder, member.number))] if member else [],
+            own_app=sibling_app(metrics, processor.reset_cache),
+            drain_timeout_seconds=config.drain_timeout_seconds,
+        )
     finally:
         await client.close()
         await processor.close()

@@ -32,6 +32,7 @@ def options_from(arguments: argparse.Namespace) -> LocalOptions:
         kv_bytes=arguments.kv_cache,
         ipc_bytes=arguments.ipc_cache,
         ipc_type=arguments.ipc_type,
+        shm_bytes=arguments.shm_size,
         processor_bytes=arguments.processor_cache,
         encoder_embeds=arguments.encoder_cache_embeds,
         prefix_caching=not arguments.no_prefix_caching,
@@ -44,6 +45,8 @@ def options_from(arguments: argparse.Namespace) -> LocalOptions:
         file_root=arguments.file_root,
         api_key_file=arguments.api_key_file,
         admin_key_file=arguments.admin_key_file,
+        injection_key_file=arguments.injection_key_file,
+        injection_trusted=arguments.trust_injected_keys,
         log_format=arguments.log_format,
     )
 

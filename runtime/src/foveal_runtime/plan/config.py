@@ -182,9 +182,11 @@ class FrontendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """One frontend pod: `processes` HTTP processes share its port.
 
     Attributes:
+        processes: each with its own admission limits; `/metrics` of any shows all.
         processor_bytes: processor cache of each process; 0 = off.
-        media_workers: processes that decode and run HF processors; 0 = from the CPU quota.
-        shm_directory, shm_bytes: shared-memory values (`ipc_type` = "shm").
+        media_workers: processes that decode and run HF processors, of the whole pod; 0 = from the
+            CPU quota.
+        shm_directory, shm_bytes: shared-memory values (`ipc_type` = "shm") of the whole pod.
         metrics_peers: other processes whose /metrics this one's /metrics also shows (local mode).
     """
 

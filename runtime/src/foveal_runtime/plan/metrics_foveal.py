@@ -36,7 +36,8 @@ def _one(
 
 
 _CACHES = (
-    _one(_BOTH, "counter", "cache_queries", "Lookups: items (kv: tokens).",
+    _one(_BOTH, "counter", "cache_queries", "Lookups: items (kv: tokens; ipc: counted by "
+         "frontends, once per item and request).",
          "cache", "modality", "tier"),
     _one(_BOTH, "counter", "cache_hits", "Lookups that found what they looked for.",
          "cache", "modality", "tier"),
@@ -112,6 +113,12 @@ _MEDIA = (
     _one(_FRONTEND, "gauge", "shm_bytes", "Shared memory in use.", unit="bytes"),
     _one(_FRONTEND, "gauge", "shm_capacity_bytes", "Shared memory that may be used.",
          unit="bytes"),
+    _one(_FRONTEND, "counter", "shm_files_written", "Values written to shared memory."),
+    _one(_FRONTEND, "counter", "shm_files_reused", "Values that were there already when an engine "
+         "was to get them."),
+    _one(_FRONTEND, "counter", "shm_fallbacks", "Values sent inline to an engine of this node: "
+         "no_room, write_failed, engine_blind.", "reason"),
+    _one(_FRONTEND, "counter", "shm_swept_writers", "Folders of dead processes removed at start."),
 )  # fmt: skip
 
 _DOOR = (

@@ -1,0 +1,123 @@
+"""Several HTTP processes behind one port: started, watched, restarted and stopped together.
+
+Run by `main.frontend` when the document says `processes` > 1. Each child is the same command with
+its index; the kernel spreads connections over those that listen. The parent keeps the port bound
+(not listening), so that nobody else takes it while all children are down, and serves nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+from foveal_runtime.frontend.server import bind_tcp
+from foveal_runtime.main.launcher import PARENT_VARIABLE
+from foveal_runtime.plan.config import FrontendConfig
+
+log = logging.getLogger(__name__)
+
+MIN_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.5, 30.0
+STEADY_SECONDS = 60.0
+"""A process that lived so long starts again with the shortest backoff."""
+STARTUP_ERROR = 2
+_POLL_SECONDS = 0.2
+_SPARE_SECONDS = 10.0
+
+
+class _Slot:
+    """One process and its restarts."""
+
+    def __init__(self, index: int, command: list[str]) -> None:
+        self.index = index
+        self._command = command
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started_at = self._start_at = 0.0
+        self._backoff_seconds = MIN_BACKOFF_SECONDS
+
+    def tend(self, now: float) -> bool:
+        """Starts it when it is due. False: it says that it can never start."""
+        if self._process is None:
+            if now >= self._start_at:
+                self._start(now)
+            return True
+        code = self._process.poll()
+        if code is None:
+            return True
+        self._process = None
+        if code == STARTUP_ERROR:
+            return False
+        if now - self._started_at > STEADY_SECONDS:
+            self._backoff_seconds = MIN_BACKOFF_SECONDS
+        self._start_at = now + self._backoff_seconds
+        log.error(
+            "HTTP process %d ended with %d; again in %.1f s",
+            self.index, code, self._backoff_seconds,
+        )  # fmt: skip
+        self._backoff_seconds = min(2 * self._backoff_seconds, MAX_BACKOFF_SECONDS)
+        return True
+
+    def _start(self, now: float) -> None:
+        self._process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+        )
+        self._started_at = now
+
+    def terminate(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+
+    def wait(self, deadline: float) -> None:
+        """Until it has ended; SIGKILL at the deadline."""
+        if self._process is None:
+            return
+        try:
+            self._process.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def _tend(slots: list[_Slot], now: float) -> bool:
+    """Every one of them, also after one that cannot start."""
+    verdicts = [slot.tend(now) for slot in slots]
+    return all(verdicts)
+
+
+def run(path: str, config: FrontendConfig) -> int:
+    """Serves until SIGTERM or SIGINT, which every process gets as SIGTERM. Returns 0, or 2 when a
+    process cannot start at all (it has said why). Raises StartupError when the port is taken."""
+    reserved = bind_tcp(config.host, config.port, share=True, listen=False)
+    folder = tempfile.mkdtemp(prefix="foveal-http-")
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    base = [sys.executable, "-m", "foveal_runtime.main.cli", "frontend", "--config", path]
+    slots = [
+        _Slot(i, [*base, "--process", str(i), "--sockets", folder]) for i in range(config.processes)
+    ]
+    can_start = True
+    try:
+        while can_start and not stop.is_set():
+            now = time.monotonic()
+            can_start = _tend(slots, now)
+            stop.wait(_POLL_SECONDS)
+    finally:
+        for slot in slots:
+            slot.terminate()
+        deadline = time.monotonic() + config.drain_timeout_seconds + _SPARE_SECONDS
+        for slot in slots:
+            slot.wait(deadline)
+        reserved.close()
+        shutil.rmtree(folder, ignore_errors=True)
+    return 0 if can_start else STARTUP_ERROR
