@@ -24,9 +24,12 @@ TINY = Path(os.environ.get("FOVEAL_TINY", ROOT / "examples" / "tiny-vlm"))
 WEIGHTS = Path(os.environ.get("FOVEAL_TEST_MODEL", TINY / "model"))
 sys.path[:0] = [str(TINY), str(Path(__file__).parent)]
 
-from evaluate import LONGEST_REPLY, draw_samples, to_request  # noqa: E402
+import evaluate  # noqa: E402
+from evaluate import draw_samples, to_request  # noqa: E402
 from questions import FAMILIES, Sample, is_right  # noqa: E402
 
+# Another model may never say that it is done; its replies may be cut short.
+LONGEST_REPLY = int(os.environ.get("FOVEAL_TEST_TOKENS", evaluate.LONGEST_REPLY))
 MIB = 1024**2
 MODEL = "tiny-vlm"
 
@@ -39,7 +42,7 @@ class Asker:
         self.http = httpx.Client(base_url=url, timeout=60)
 
     def post(self, sample: Sample, **options: Any) -> httpx.Response:
-        body = {**to_request(sample, MODEL), **options}
+        body = {**to_request(sample, MODEL), "max_tokens": LONGEST_REPLY, **options}
         return self.http.post("/v1/chat/completions", json=body)
 
     def ask(self, sample: Sample, **options: Any) -> str:
@@ -87,6 +90,12 @@ def samples() -> list[Sample]:
     if "FOVEAL_TEST_MODEL" not in os.environ:
         assert right >= 0.9 * len(drawn), "the bundled model does not know its own pictures"
     return drawn
+
+
+@pytest.fixture(scope="session")
+def longest_reply() -> int:
+    """Tokens after which every reply of `samples` has ended."""
+    return LONGEST_REPLY
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ from foveal_runtime.frontend.admin import CacheAdmin, build_admin_router
 from foveal_runtime.frontend.admission import Gate
 from foveal_runtime.frontend.auth import KeyFile
 from foveal_runtime.frontend.chat_template import ChatTemplate, load_template
+from foveal_runtime.frontend.debug import MirrorSource, build_debug_router
 from foveal_runtime.frontend.disconnect import ClientGone
 from foveal_runtime.frontend.errors_http import (
     error_response,
@@ -65,6 +66,7 @@ def build_app(
     metrics: Metrics | None = None,
     tracing: Tracing | None = None,
     admin: CacheAdmin | None = None,
+    mirrors: MirrorSource | None = None,
 ) -> HttpApp:
     """Reads tokenizer, chat template, sampling defaults and key file; raises StartupError."""
     tokenizer = tokenizer if tokenizer is not None else TextTokenizer.load(config.model.path)
@@ -104,6 +106,8 @@ def build_app(
     admin_keys = KeyFile(config.admin_key_file) if config.admin_key_file else None
     if admin is not None and admin_keys is not None:
         api.include_router(build_admin_router(admin))
+    if mirrors is not None:
+        api.include_router(build_debug_router(mirrors))
     describe(api, needs_key=keys is not None)
     _add_error_handlers(api)
     door = RequireKey(Intake(api, gate), keys, admin_keys)

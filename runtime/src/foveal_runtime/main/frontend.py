@@ -94,6 +94,7 @@ async def serve(config: FrontendConfig) -> None:
         generator=client,
         metrics=metrics,
         tracing=configure_tracing("foveal-frontend", config.frontend_id),
+        mirrors=client.mirrors,
         admin=_Admin(processor, client) if config.admin_key_file else None,
     )
     await client.start()
