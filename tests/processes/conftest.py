@@ -6,6 +6,7 @@ questions whose answers the generator knows.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import sys
@@ -40,6 +41,9 @@ class Asker:
     def __init__(self, url: str) -> None:
         self.url = url
         self.http = httpx.Client(base_url=url, timeout=60)
+
+    def close(self) -> None:
+        self.http.close()
 
     def post(self, sample: Sample, **options: Any) -> httpx.Response:
         body = {**to_request(sample, MODEL), "max_tokens": LONGEST_REPLY, **options}
@@ -114,15 +118,20 @@ Start = Callable[..., tuple[LocalDeployment, list[Asker]]]
 def start() -> Iterator[Start]:
     """Starts deployments that are torn down after the test."""
     running: list[LocalDeployment] = []
+    askers: list[Asker] = []
 
     def run(**options: Any) -> tuple[LocalDeployment, list[Asker]]:
         deployment = make_deployment(**options)
         running.append(deployment)
         deployment.start()
         deployment.wait_ready(120)
-        return deployment, [Asker(child.url) for child in deployment.frontends]
+        own = [Asker(child.url) for child in deployment.frontends]
+        askers.extend(own)
+        return deployment, own
 
     yield run
+    for asker in askers:
+        asker.close()
     for deployment in running:
         deployment.stop(10)
 
@@ -155,8 +164,10 @@ def deploy() -> Callable[..., LocalDeployment]:
 
 
 @pytest.fixture
-def asker_for() -> Callable[[str], Asker]:
-    return Asker
+def asker_for() -> Iterator[Callable[[str], Asker]]:
+    """Makes askers that are closed after the test."""
+    with contextlib.ExitStack() as stack:
+        yield lambda url: stack.enter_context(contextlib.closing(Asker(url)))
 
 
 @pytest.fixture(scope="session")
@@ -164,4 +175,5 @@ def shared() -> Iterator[tuple[LocalDeployment, Asker]]:
     """One frontend and one engine for all tests that change nothing for others."""
     with make_deployment() as deployment:
         deployment.wait_ready(120)
-        yield deployment, Asker(deployment.frontends[0].url)
+        with contextlib.closing(Asker(deployment.frontends[0].url)) as asker:
+            yield deployment, asker

@@ -19,9 +19,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from foveal_runtime.frontend.debug import MirrorView
 from foveal_runtime.frontend.engine_link import EngineLink
 from foveal_runtime.frontend.engine_run import MAX_LOSSES, EngineRun
-from foveal_runtime.frontend.debug import MirrorView
 from foveal_runtime.frontend.engine_stream import Lost, Rejected, Stream
 from foveal_runtime.frontend.prepared import PreparedRequest
 from foveal_runtime.frontend.routing import Candidate, Router, estimate_load
