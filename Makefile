@@ -54,7 +54,15 @@ check: $(VENV)/.dev ## ruff, mypy --strict, import contracts
 	@$(VENV)/bin/lint-imports
 
 test: $(VENV)/.dev ## the tests (a few minutes; no GPU, no cluster, no root)
-	@OMP_WAIT_POLICY=passive $(VENV)/bin/pytest -q -m "not slow"
+	@OMP_WAIT_POLICY=passive $(VENV)/bin/pytest -q -m "not slow and not faults"
+
+faults: $(VENV)/.dev ## 20 times: kill, pause or cut off a real process under load (up to 8 minutes)
+	@OMP_WAIT_POLICY=passive FOVEAL_FAULTS=20 timeout 480 $(VENV)/bin/pytest -q -s -m faults tests/processes
+
+soak: $(VENV)/.dev ## 100 such faults, and the cache mirror's fuzzer and checker at length (about an hour)
+	@PYTHONPATH=runtime/src $(PY) e2e/soak/mirror_check.py
+	@PYTHONPATH=runtime/src $(PY) e2e/soak/mirror_fuzz.py --steps 1000000
+	@OMP_WAIT_POLICY=passive FOVEAL_FAULTS=100 $(VENV)/bin/pytest -q -s -m "faults or slow" tests
 
 generate: $(VENV)/.dev ## rewrite what is generated and committed: the CRD, the golden objects
 	@PYTHONPATH=.:runtime/src:operator/src $(PY) -m tests.control_plane.regenerate

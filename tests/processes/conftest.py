@@ -163,6 +163,29 @@ def deploy() -> Callable[..., LocalDeployment]:
     return make_deployment
 
 
+@pytest.fixture(scope="session")
+def deploy_through_relays() -> Callable[..., Any]:
+    """A context manager: (deployment, askers, relays), a relay of its own in every link."""
+    from relay import Relay, through_relays
+
+    @contextlib.contextmanager
+    def run(**options: Any) -> Iterator[tuple[LocalDeployment, list[Asker], list[Relay]]]:
+        relays: list[Relay] = []
+        with contextlib.ExitStack() as stack:
+            deployment = make_deployment(change=through_relays(relays), **options)
+            for relay in relays:
+                stack.enter_context(contextlib.closing(relay))
+            stack.enter_context(deployment)
+            deployment.wait_ready(240)
+            askers = [
+                stack.enter_context(contextlib.closing(Asker(child.url)))
+                for child in deployment.frontends
+            ]
+            yield deployment, askers, relays
+
+    return run
+
+
 @pytest.fixture
 def asker_for() -> Iterator[Callable[[str], Asker]]:
     """Makes askers that are closed after the test."""
