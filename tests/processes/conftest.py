@@ -6,6 +6,7 @@ questions whose answers the generator knows.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import sys
@@ -24,9 +25,12 @@ TINY = Path(os.environ.get("FOVEAL_TINY", ROOT / "examples" / "tiny-vlm"))
 WEIGHTS = Path(os.environ.get("FOVEAL_TEST_MODEL", TINY / "model"))
 sys.path[:0] = [str(TINY), str(Path(__file__).parent)]
 
-from evaluate import LONGEST_REPLY, draw_samples, to_request  # noqa: E402
+import evaluate  # noqa: E402
+from evaluate import draw_samples, to_request  # noqa: E402
 from questions import FAMILIES, Sample, is_right  # noqa: E402
 
+# Another model may never say that it is done; its replies may be cut short.
+LONGEST_REPLY = int(os.environ.get("FOVEAL_TEST_TOKENS", evaluate.LONGEST_REPLY))
 MIB = 1024**2
 MODEL = "tiny-vlm"
 
@@ -38,8 +42,11 @@ class Asker:
         self.url = url
         self.http = httpx.Client(base_url=url, timeout=60)
 
+    def close(self) -> None:
+        self.http.close()
+
     def post(self, sample: Sample, **options: Any) -> httpx.Response:
-        body = {**to_request(sample, MODEL), **options}
+        body = {**to_request(sample, MODEL), "max_tokens": LONGEST_REPLY, **options}
         return self.http.post("/v1/chat/completions", json=body)
 
     def ask(self, sample: Sample, **options: Any) -> str:
@@ -90,6 +97,12 @@ def samples() -> list[Sample]:
 
 
 @pytest.fixture(scope="session")
+def longest_reply() -> int:
+    """Tokens after which every reply of `samples` has ended."""
+    return LONGEST_REPLY
+
+
+@pytest.fixture(scope="session")
 def mixed(samples: list[Sample]) -> list[Sample]:
     """Forty samples, each asked about twice, in an order that mixes them."""
     some = samples[:40]
@@ -105,15 +118,20 @@ Start = Callable[..., tuple[LocalDeployment, list[Asker]]]
 def start() -> Iterator[Start]:
     """Starts deployments that are torn down after the test."""
     running: list[LocalDeployment] = []
+    askers: list[Asker] = []
 
     def run(**options: Any) -> tuple[LocalDeployment, list[Asker]]:
         deployment = make_deployment(**options)
         running.append(deployment)
         deployment.start()
         deployment.wait_ready(120)
-        return deployment, [Asker(child.url) for child in deployment.frontends]
+        own = [Asker(child.url) for child in deployment.frontends]
+        askers.extend(own)
+        return deployment, own
 
     yield run
+    for asker in askers:
+        asker.close()
     for deployment in running:
         deployment.stop(10)
 
@@ -145,9 +163,34 @@ def deploy() -> Callable[..., LocalDeployment]:
     return make_deployment
 
 
+@pytest.fixture(scope="session")
+def deploy_through_relays() -> Callable[..., Any]:
+    """A context manager: (deployment, askers, relays), a relay of its own in every link."""
+    from relay import Relay, through_relays
+
+    @contextlib.contextmanager
+    def run(**options: Any) -> Iterator[tuple[LocalDeployment, list[Asker], list[Relay]]]:
+        relays: list[Relay] = []
+        with contextlib.ExitStack() as stack:
+            deployment = make_deployment(change=through_relays(relays), **options)
+            for relay in relays:
+                stack.enter_context(contextlib.closing(relay))
+            stack.enter_context(deployment)
+            deployment.wait_ready(240)
+            askers = [
+                stack.enter_context(contextlib.closing(Asker(child.url)))
+                for child in deployment.frontends
+            ]
+            yield deployment, askers, relays
+
+    return run
+
+
 @pytest.fixture
-def asker_for() -> Callable[[str], Asker]:
-    return Asker
+def asker_for() -> Iterator[Callable[[str], Asker]]:
+    """Makes askers that are closed after the test."""
+    with contextlib.ExitStack() as stack:
+        yield lambda url: stack.enter_context(contextlib.closing(Asker(url)))
 
 
 @pytest.fixture(scope="session")
@@ -155,4 +198,5 @@ def shared() -> Iterator[tuple[LocalDeployment, Asker]]:
     """One frontend and one engine for all tests that change nothing for others."""
     with make_deployment() as deployment:
         deployment.wait_ready(120)
-        yield deployment, Asker(deployment.frontends[0].url)
+        with contextlib.closing(Asker(deployment.frontends[0].url)) as asker:
+            yield deployment, asker

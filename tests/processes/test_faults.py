@@ -12,19 +12,17 @@ import signal
 import threading
 import time
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
-import msgspec
 import pytest
 
 from foveal_runtime.main.launcher import Child, LocalDeployment
-from foveal_runtime.plan.config import EngineAddress
 
 pytestmark = [pytest.mark.processes, pytest.mark.faults, pytest.mark.timeout(3600)]
 
 NUM_FAULTS = int(os.environ.get("FOVEAL_FAULTS", "20"))
 SEED = int(os.environ.get("FOVEAL_SEED", "1"))
+CAPACITY_BYTES = 512 * 1024
 
 
 class Load:
@@ -34,7 +32,7 @@ class Load:
         self.askers = askers
         self.samples = samples
         self.stopping = threading.Event()
-        self.frontend_lives = [0] * len(askers)  # grows when the test kills that frontend
+        self.frontend_lives = [0] * len(askers)  # grows with each death and birth
         self.num_asked = 0
         self.failures: list[str] = []
         self.threads = [
@@ -48,15 +46,15 @@ class Load:
         index = number % len(self.askers)
         while not self.stopping.is_set():
             sample = rng.choice(self.samples)
-            life = self.frontend_lives[index]
+            life = self.frontend_lives[index]  # odd: it is being killed or starts
             try:
                 answer = self.askers[index].post(sample)
             except httpx.HTTPError as error:
-                if self.frontend_lives[index] == life:
+                if self.frontend_lives[index] == life and life % 2 == 0:
                     self.failures.append(f"frontend {index}: {type(error).__name__}: {error}")
                 time.sleep(0.2)
                 continue
-            if self.frontend_lives[index] != life:
+            if self.frontend_lives[index] != life or life % 2:
                 continue
             self.num_asked += 1
             if answer.status_code != 200:
@@ -73,24 +71,42 @@ class Load:
             assert not thread.is_alive()
 
 
-def through_relays(relays: list[Any]):
-    """Puts a relay between every frontend and every engine."""
-    from relay import Relay
+class Inspector:
+    """Asks the engines for their books, again and again, while everything else goes on."""
 
-    def change(engines: list[Any], frontends: list[Any]) -> tuple[list[Any], list[Any]]:
-        changed = []
-        for frontend in frontends:
-            addresses = []
-            for address in frontend.engines:
-                port = urlsplit(address.endpoint).port
-                relays.append(Relay(("127.0.0.1", port)))
-                addresses.append(
-                    EngineAddress(endpoint=f"tcp://127.0.0.1:{relays[-1].port}", http=address.http)
-                )
-            changed.append(msgspec.structs.replace(frontend, engines=tuple(addresses)))
-        return engines, changed
+    def __init__(self, deployment: LocalDeployment) -> None:
+        self.engines = deployment.engines
+        self.stopping = threading.Event()
+        self.failures: list[str] = []
+        self.num_reports = 0
+        self.most_used_bytes = 0
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
 
-    return change
+    def _run(self) -> None:
+        with httpx.Client(timeout=2) as http:
+            while not self.stopping.wait(0.2):
+                for child in self.engines:
+                    try:
+                        answer = http.get(child.url + "/debug/integrity")
+                    except httpx.HTTPError:
+                        continue  # killed, paused or starting
+                    if answer.status_code == 200:
+                        self._look(answer.json())
+
+    def _look(self, state: dict[str, Any]) -> None:
+        self.num_reports += 1
+        self.most_used_bytes = max(self.most_used_bytes, state["mm_used_bytes"])
+        if (
+            state["broken"]
+            or state["mm_used_bytes"] > state["mm_capacity_bytes"]
+            or state["mm_staged_bytes"] > state["mm_staging_bytes"]
+        ):
+            self.failures.append(str(state))
+
+    def stop(self) -> None:
+        self.stopping.set()
+        self.thread.join(10)
 
 
 def restart(child: Child) -> None:
@@ -130,28 +146,34 @@ def one_fault(rng: random.Random, deployment: LocalDeployment, load: Load, relay
     return f"{kind} {child.name if child else ''}"
 
 
-def test_faults_under_load(deploy, asker_for, samples):
+def test_faults_under_load(deploy_through_relays, samples):
     rng = random.Random(SEED)
-    relays: list[Any] = []
-    deployment = deploy(change=through_relays(relays), num_frontends=3, num_engines=2)
-    with deployment:
-        deployment.wait_ready(180)
-        load = Load([asker_for(child.url) for child in deployment.frontends], samples)
+    # A value cache that the samples do not fit into, so that it also evicts all the time.
+    options = {"num_frontends": 3, "num_engines": 2, "ipc_bytes": CAPACITY_BYTES}
+    with deploy_through_relays(**options) as (deployment, askers, relays):
+        load, inspector = Load(askers, samples), Inspector(deployment)
         for number in range(NUM_FAULTS):
-            before = load.num_asked
-            what = one_fault(rng, deployment, load, relays)
-            deadline = time.monotonic() + 30
+            before, began = load.num_asked, time.monotonic()
+            what = f"fault {number + 1}: {one_fault(rng, deployment, load, relays)}"
+            deadline = time.monotonic() + 60
             while load.num_asked < before + 12 and time.monotonic() < deadline:
                 time.sleep(0.05)
-            print(f"fault {number + 1}: {what}; {load.num_asked} answers", flush=True)
-            assert not load.failures, (SEED, number, what, load.failures[:5])
-            assert load.num_asked >= before + 12, (SEED, number, what, "no progress")
+            seconds = time.monotonic() - began
+            print(f"{what}: {load.num_asked} answers, {seconds:.1f} s", flush=True)
+            failures = load.failures + inspector.failures
+            assert not failures, (SEED, what, failures[:5])
+            assert load.num_asked >= before + 12, (SEED, what, "no progress")
         load.stop()
-        assert not load.failures, (SEED, load.failures[:5])
-        print(f"seed {SEED}: {NUM_FAULTS} faults, {load.num_asked} answers, none wrong or lost")
+        inspector.stop()
+        failures = load.failures + inspector.failures
+        assert not failures, (SEED, failures[:5])
+        print(
+            f"seed {SEED}: {NUM_FAULTS} faults, {load.num_asked} answers, none wrong or lost; "
+            f"{inspector.num_reports} looks at the books, at most {inspector.most_used_bytes} of "
+            f"{CAPACITY_BYTES} bytes of values"
+        )
+        assert inspector.most_used_bytes > CAPACITY_BYTES // 2, "the cache was never under pressure"
         check_idle(deployment)
-    for relay in relays:
-        relay.close()
 
 
 def check_idle(deployment: LocalDeployment) -> None:
@@ -168,7 +190,16 @@ def check_idle(deployment: LocalDeployment) -> None:
         same = all(
             f["mirrors"].get(name) == digest for f in fronts for name, digest in held.items()
         )
-        if same and all(e["idle"] for e in engines):
-            return
+        sent = sum(
+            v["inflight_bytes"] + v["num_optimistic"] for f in fronts for v in f["views"].values()
+        )
+        if same and not sent and all(e["idle"] for e in engines):
+            break
         assert time.monotonic() < deadline, (engines, fronts)
         time.sleep(0.2)
+    for state in engines:
+        assert not state["broken"], state
+        assert state["kv_blocks_in_use"] == 0
+        assert state["encoder_references"] == 0
+        assert state["mm_pinned_bytes"] == 0
+        assert state["mm_staged_bytes"] == 0

@@ -100,6 +100,11 @@ class EncoderCacheManager:
         """Embeddings that some request holds."""
         return self.cache_size - self.num_free_embeds - self.num_idle_embeds
 
+    @property
+    def num_references(self) -> int:
+        """Items held by requests, an item counted once for each occurrence."""
+        return sum(len(held) for held in self._held.values())
+
     def __len__(self) -> int:
         return len(self._entries)
 

@@ -1,7 +1,9 @@
-"""A small HTTP server beside the engine: /livez, /readyz, /metrics. Standard library only.
+"""A small HTTP server beside the engine: /livez, /readyz, /metrics, /debug/integrity. Standard
+library only.
 
 Run by `server` in its own thread, so that it answers while a step or a model load takes long.
-Never asks the engine thread anything: it reads what that thread published.
+Reads what the engine thread published; only `inspect` asks that thread, and may say that it is
+busy.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ class HealthServer:
     Args:
         live, ready: return why not, or "".
         metrics: returns the exposition text.
+        inspect: returns /debug/integrity as JSON; None = the engine cannot say now.
 
     Raises StartupError when the address cannot be bound.
     """
@@ -38,6 +41,7 @@ class HealthServer:
         live: Callable[[], str],
         ready: Callable[[], str],
         metrics: Callable[[], bytes],
+        inspect: Callable[[], bytes | None] = lambda: None,
     ) -> None:
         checks = {"/livez": live, "/readyz": ready}
 
@@ -56,6 +60,12 @@ class HealthServer:
                         self._answer(500, b"see the engine's log\n", "text/plain")
                         return
                     self._answer(200, text, METRICS_TYPE)
+                elif path == "/debug/integrity":
+                    found = inspect()
+                    if found is None:
+                        self._answer(503, b"not now: loading, ending or in a step\n", "text/plain")
+                    else:
+                        self._answer(200, found, "application/json")
                 elif path in checks:
                     reason = checks[path]()
                     status = 503 if reason else 200

@@ -13,8 +13,11 @@ import queue
 import time
 from collections.abc import Callable, Mapping
 
+import msgspec
+
 from foveal_runtime.engine.core import EngineCore
 from foveal_runtime.engine.health import HealthServer
+from foveal_runtime.engine.integrity import IntegrityReport, report
 from foveal_runtime.engine.link_thread import LinkThread
 from foveal_runtime.mirror.messages import DownMessage, SessionId, Up
 from foveal_runtime.mirror.store import Value
@@ -27,6 +30,7 @@ IDLE_TICK_SECONDS = 1.0
 MAX_INBOX = 65536
 STALL_SECONDS = 60.0
 GOODBYE_SECONDS = 2.0
+INSPECT_SECONDS = 10.0
 
 
 class Phase(enum.Enum):
@@ -77,7 +81,8 @@ class EngineServer:
     """See the module.
 
     Args:
-        http_host, http_port: /livez, /readyz, /metrics; port 0 = any.
+        http_host, http_port: /livez, /readyz, /metrics, /debug/integrity; port 0 = any.
+        engine_id: the name in /debug/integrity.
         render_metrics: the exposition text, called in the HTTP thread.
         stall_seconds: /livez fails when work waits and no step ended for so long.
     """
@@ -87,6 +92,7 @@ class EngineServer:
         *,
         http_host: str = "127.0.0.1",
         http_port: int = 0,
+        engine_id: str = "",
         drain_timeout_seconds: float = 120.0,
         stall_seconds: float = STALL_SECONDS,
         render_metrics: Callable[[], bytes] = lambda: b"",
@@ -94,6 +100,7 @@ class EngineServer:
     ) -> None:
         self.phase = Phase.LOADING
         self.endpoint = ""
+        self._engine_id = engine_id
         self._clock = clock
         self._drain_timeout_seconds = drain_timeout_seconds
         self._stall_seconds = stall_seconds
@@ -105,7 +112,12 @@ class EngineServer:
         # What other threads read about progress: (finished loops, time of the last one, busy).
         self._progress: tuple[int, float, bool] = (0, clock(), False)
         self.health = HealthServer(
-            http_host, http_port, live=self.liveness, ready=self.readiness, metrics=render_metrics
+            http_host,
+            http_port,
+            live=self.liveness,
+            ready=self.readiness,
+            metrics=render_metrics,
+            inspect=self._inspect_json,
         )
 
     # ---- any thread -----------------------------------------------------------------------------
@@ -140,6 +152,22 @@ class EngineServer:
     def readiness(self) -> str:
         """Why no request should be sent here, or ""."""
         return "" if self.phase is Phase.READY else self.phase.value
+
+    def inspect(self, timeout_seconds: float = INSPECT_SECONDS) -> IntegrityReport | None:
+        """The books as they are between two steps, checked in the core thread. None when that
+        thread does not serve, or a step takes longer than `timeout_seconds`."""
+        if self.phase not in (Phase.READY, Phase.DRAINING):
+            return None
+        found: queue.SimpleQueue[IntegrityReport] = queue.SimpleQueue()
+        self._inbox.put(lambda core: found.put(report(core, self._engine_id)))
+        try:
+            return found.get(timeout=timeout_seconds)
+        except queue.Empty:
+            return None
+
+    def _inspect_json(self) -> bytes | None:
+        found = self.inspect()
+        return None if found is None else msgspec.json.encode(found)
 
     # ---- the core thread ------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from foveal_runtime.frontend.admin import CacheAdmin, build_admin_router
 from foveal_runtime.frontend.admission import Gate
 from foveal_runtime.frontend.auth import KeyFile
 from foveal_runtime.frontend.chat_template import ChatTemplate, load_template
+from foveal_runtime.frontend.debug import MirrorSource, build_debug_router
 from foveal_runtime.frontend.disconnect import ClientGone
 from foveal_runtime.frontend.errors_http import (
     error_response,
@@ -70,6 +71,7 @@ def build_app(
     admin: CacheAdmin | None = None,
     injector: Injector | None = None,
     siblings: Sequence[str] = (),
+    mirrors: MirrorSource | None = None,
 ) -> HttpApp:
     """Reads tokenizer, chat template, sampling defaults and key files; raises StartupError.
 
@@ -115,6 +117,8 @@ def build_app(
     inject_keys = injection_keys(config)
     if injector is not None and inject_keys is not None:
         api.include_router(build_injection_router(injector, config))
+    if mirrors is not None:
+        api.include_router(build_debug_router(mirrors))
     describe(api, needs_key=keys is not None)
     _add_error_handlers(api)
     door = RequireKey(Intake(api, gate), keys, admin_keys, inject_keys)

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from foveal_runtime.frontend.debug import MirrorView
 from foveal_runtime.frontend.engine_link import EngineLink
 from foveal_runtime.frontend.engine_run import MAX_ATTEMPTS, MAX_LOSSES, EngineRun
 from foveal_runtime.frontend.engine_stream import Lost, Rejected, Stream
@@ -211,6 +212,14 @@ class EngineClient:
             return 0
         link = max(ready, key=lambda one: one.sender.window_bytes - one.sender.inflight_bytes)
         return link.put(items, values)
+
+    def mirrors(self) -> dict[str, MirrorView]:
+        """What this process believes of each engine it has a session with, by engine name."""
+        return {
+            link.name: MirrorView.of(link.sender, link.inflight)
+            for link in self._links.values()
+            if link.sender.is_up
+        }
 
     # ---- requests -------------------------------------------------------------------------------
     async def generate(self, request: PreparedRequest) -> AsyncGenerator[EngineOutput, None]:

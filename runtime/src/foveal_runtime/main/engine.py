@@ -52,6 +52,7 @@ def serve(config: EngineConfig) -> int:
     server = EngineServer(
         http_host=config.http_host,
         http_port=config.http_port,
+        engine_id=config.engine_id,
         drain_timeout_seconds=config.drain_timeout_seconds,
         render_metrics=metrics.exposition,
     )

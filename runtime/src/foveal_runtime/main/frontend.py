@@ -135,6 +135,7 @@ async def serve(config: FrontendConfig, member: Member | None = None) -> None:
         admin=_Admin(processor, client, siblings) if config.admin_key_file else None,
         injector=processor.injector,
         siblings=siblings.metrics_peers,
+        mirrors=client.mirrors,
     )
     await client.start()
     log.info("listening", extra={"host": config.host, "port": config.port})
