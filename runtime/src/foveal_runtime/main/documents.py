@@ -43,6 +43,9 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
     ipc_type: str = "inline"
     processor_bytes: int = 4 * GIB
     encoder_embeds: int = 0
+    encoder_host_bytes: int = 0
+    encoder_eviction: str = "lru"
+    warm_directory: str = ""
     prefix_caching: bool = True
     device: str = "cpu"
     attention: str = "auto"
@@ -54,6 +57,11 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
     api_key_file: str = ""
     admin_key_file: str = ""
     log_format: str = "auto"
+
+
+def _warm_directory(parent: str, engine: int) -> str:
+    """Each engine has a directory of its own."""
+    return str(Path(parent).resolve() / f"engine-{engine}") if parent else ""
 
 
 def local_documents(
@@ -82,6 +90,9 @@ def local_documents(
             caches=EngineCaches(
                 ipc_bytes=options.ipc_bytes,
                 encoder_embeds=options.encoder_embeds,
+                encoder_host_bytes=options.encoder_host_bytes,
+                encoder_eviction=options.encoder_eviction,  # type: ignore[arg-type]
+                warm_directory=_warm_directory(options.warm_directory, i),
                 kv_bytes=options.kv_bytes,
                 block_size=options.block_size,
                 prefix_caching=options.prefix_caching,
