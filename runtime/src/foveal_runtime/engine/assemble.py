@@ -1,7 +1,7 @@
 """Puts an engine's parts together from its configuration and the loaded model.
 
 Used by main/ (inside `EngineServer.run`'s make_core) and by tests with a FakeRunner. Derives every
-limit; opens nothing and starts nothing.
+limit; starts nothing and opens nothing but the warm set of the last process.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from foveal_runtime.engine.events import EventLog, ObservedReceiver
 from foveal_runtime.engine.limits import SchedulerLimits
 from foveal_runtime.engine.scheduler import Scheduler
 from foveal_runtime.engine.step import ModelRunner
+from foveal_runtime.engine.warm import WarmSet
 from foveal_runtime.mirror.messages import DownMessage
 from foveal_runtime.mirror.receiver import ReceiverLimits
 from foveal_runtime.plan.config import EngineConfig
@@ -86,6 +87,7 @@ def scheduler_limits(config: EngineConfig, loaded: LoadedEngine) -> SchedulerLim
         encoder_compute_embeds=budget.compute_embeds,
         encoder_cache_embeds=budget.cache_embeds,
         encoder_host_bytes=caches.encoder_host_bytes,
+        encoder_eviction=caches.encoder_eviction,
         prefix_caching=caches.prefix_caching,
         namespace=loaded.namespace,
     )
@@ -126,4 +128,14 @@ def assemble_core(
     if events is not None:
         receiver.observe(events)
     scheduler = Scheduler(limits, loaded.runner.traits, clock=clock, observer=events)
-    return EngineCore(scheduler, loaded.runner, receiver, send=send, clock=clock, events=events)
+    warm = None
+    caches, traits = config.caches, loaded.runner.traits
+    if caches.warm_directory and traits.embed_bytes:
+        warm = WarmSet(
+            caches.warm_directory, caches.warm_bytes, namespace=loaded.namespace, traits=traits
+        )
+    core = EngineCore(
+        scheduler, loaded.runner, receiver, send=send, clock=clock, events=events, warm=warm
+    )
+    core.load_warm_set()
+    return core

@@ -16,6 +16,7 @@ from foveal_runtime.engine.request import Request
 from foveal_runtime.engine.scheduler import Scheduler
 from foveal_runtime.engine.splice import splice
 from foveal_runtime.engine.step import ModelRunner, StepPlan
+from foveal_runtime.engine.warm import WarmSet
 from foveal_runtime.mirror.admission import RequestKey
 from foveal_runtime.mirror.messages import Bye, DownMessage, Hello, Req, SessionId, Up
 from foveal_runtime.mirror.receiver import ReadyRequest, Receiver
@@ -36,6 +37,7 @@ class EngineCore:
     Args:
         send: hands a message for one frontend to whoever owns the socket.
         events: hears of what the caches hold; None = no event stream.
+        warm: encoder outputs that outlive the process; None = none do.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class EngineCore:
         send: Callable[[str, DownMessage], None],
         clock: Callable[[], float],
         events: EventLog | None = None,
+        warm: WarmSet | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
@@ -56,6 +59,8 @@ class EngineCore:
         self._send = send
         self._clock = clock
         self._events = events
+        self._warm = warm
+        self.num_warm_outputs = 0
         self._ids: dict[RequestKey, str] = {}  # of requests the scheduler has
         self._serial = itertools.count(1)
         self._outputs: dict[str, list[EngineOutput]] = {}
@@ -97,6 +102,28 @@ class EngineCore:
         if session is not None:
             self._send(fid, Bye(session.sid, reason))
             self.on_session_lost(fid, session.sid, reason)
+
+    def load_warm_set(self) -> None:
+        """Takes over what the last process saved; before the first message."""
+        if self._warm is not None:
+            began = self._clock()
+            try:
+                loaded = self._warm.load(self.scheduler.encoder, self.runner)
+            except Exception:  # whatever lies there, the engine starts
+                _LOG.exception("the warm set is not used")
+                return
+            self.num_warm_outputs = len(loaded.device) + len(loaded.host)
+            if self._events is not None:
+                self._events.note_adopted(*loaded)
+            _LOG.info("warm set: %d encoder outputs on the device and %d in the host tier in %.1f "
+                      "s", len(loaded.device), len(loaded.host), self._clock() - began)  # fmt: skip
+
+    def save_warm_set(self) -> None:
+        """After the last step: what the next process may take over."""
+        if self._warm is not None:
+            began = self._clock()
+            count = self._warm.save(self.scheduler.encoder, self.runner)
+            _LOG.info("warm set: saved %d encoder outputs in %.1f s", count, self._clock() - began)
 
     def drain(self) -> None:
         """No new sessions from now on; frontends hear it with the next load report."""

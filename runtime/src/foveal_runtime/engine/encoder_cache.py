@@ -41,13 +41,23 @@ class Moves(NamedTuple):
     encode: list[MMHash]
 
 
+class Kept(NamedTuple):
+    """An output worth keeping over a restart. `cost_seconds`: of encoding one embedding; 0 =
+    not known any more."""
+
+    mm_hash: MMHash
+    num_embeds: int
+    cost_seconds: float
+
+
 class _Entry:
-    __slots__ = ("cost_seconds", "num_embeds", "stamp", "users")
+    __slots__ = ("cost_seconds", "num_embeds", "priority", "stamp", "users")
 
     def __init__(self, num_embeds: int) -> None:
         self.num_embeds = num_embeds
         self.users: dict[str, int] = {}  # request id -> occurrences of the item it holds
         self.cost_seconds = 0.0  # per embedding
+        self.priority = 0.0
         self.stamp = 0
 
 
@@ -158,7 +168,39 @@ class EncoderCacheManager:
         entry = self._entries.get(mm_hash)
         return () if entry is None else tuple(entry.users)
 
+    def by_heat(self) -> list[Kept]:
+        """Every output, those that eviction would take last first: held ones, idle ones, then
+        what only the host tier has."""
+        entries = self._entries
+        idle = list(reversed(self._idle))
+        if self._by_cost:
+            idle.sort(key=lambda mm_hash: -entries[mm_hash].priority)
+        hot = [key for key, entry in entries.items() if entry.users] + idle
+        kept = [Kept(key, entries[key].num_embeds, entries[key].cost_seconds) for key in hot]
+        for mm_hash in reversed(list(self.host)):
+            num_embeds = self.host.num_embeds(mm_hash)
+            if mm_hash not in entries and num_embeds:
+                kept.append(Kept(mm_hash, num_embeds, 0.0))
+        return kept
+
     # ---- changes --------------------------------------------------------------------------------
+
+    def adopt(self, kept: Kept, tier: Literal["device", "host"]) -> None:
+        """An output that the runner has from elsewhere becomes the most recently released one.
+        The caller has checked that it fits and is not here."""
+        mm_hash, num_embeds, cost_seconds = kept
+        assert self.lookup(mm_hash) == "absent"
+        if tier == "host":
+            added, dropped = self.host.store(mm_hash, num_embeds, set())
+            assert added
+            assert not dropped
+            return
+        assert num_embeds <= self.num_free_embeds
+        entry = self._entries[mm_hash] = _Entry(num_embeds)
+        entry.cost_seconds = cost_seconds
+        self.num_free_embeds -= num_embeds
+        self.num_idle_embeds += num_embeds
+        self._make_idle(mm_hash)
 
     def reserve(self, num_embeds: int, keep_host: Iterable[MMHash] = ()) -> list[MMHash]:
         """Evicts idle outputs until `num_embeds` are free; returns what it evicted.
@@ -239,10 +281,13 @@ class EncoderCacheManager:
             self.free_encoder_input(request, input_id)
 
     def note_cost(self, mm_hash: MMHash, seconds: float) -> None:
-        """What encoding the item took; used by the "cost" policy from its next release on."""
+        """What encoding the item took, for the "cost" policy. A short prompt is consumed in the
+        very step that encodes its items, so the output may be idle already."""
         entry = self._entries.get(mm_hash)
         if entry is not None and entry.num_embeds:
             entry.cost_seconds = seconds / entry.num_embeds
+            if self._by_cost and mm_hash in self._idle:
+                self._rank(mm_hash)
 
     def forget(self, mm_hash: MMHash) -> None:
         """An output nobody holds turned out not to exist: takes it off the books."""
@@ -287,14 +332,18 @@ class EncoderCacheManager:
     def _make_idle(self, mm_hash: MMHash) -> None:
         self._idle[mm_hash] = None
         if self._by_cost:
-            entry = self._entries[mm_hash]
-            self._stamp += 1
-            entry.stamp = self._stamp
-            priority = self._clock + entry.cost_seconds
-            heapq.heappush(self._heap, (priority, entry.stamp, mm_hash))
-            if len(self._heap) > 4 * len(self._idle) + 64:
-                self._heap = [item for item in self._heap if self._is_current(item)]
-                heapq.heapify(self._heap)
+            self._rank(mm_hash)
+
+    def _rank(self, mm_hash: MMHash) -> None:
+        """Gives an idle output its place in the order of the "cost" policy."""
+        entry = self._entries[mm_hash]
+        self._stamp += 1
+        entry.stamp = self._stamp
+        entry.priority = self._clock + entry.cost_seconds
+        heapq.heappush(self._heap, (entry.priority, entry.stamp, mm_hash))
+        if len(self._heap) > 4 * len(self._idle) + 64:
+            self._heap = [item for item in self._heap if self._is_current(item)]
+            heapq.heapify(self._heap)
 
     def _unidle(self, mm_hash: MMHash) -> None:
         del self._idle[mm_hash]

@@ -152,6 +152,13 @@ class EventLog:
         if made:
             self._events.append(EncoderStored(made, "device"))
 
+    def note_adopted(self, device: list[MMHash], host: list[MMHash]) -> None:
+        """Outputs that survived a restart."""
+        if device:
+            self._events.append(EncoderStored(device, "device"))
+        if host:
+            self._events.append(EncoderStored(host, "host"))
+
     # ---- media values ---------------------------------------------------------------------------
 
     def note_values(self, store: Store, changed: dict[MMHash, None]) -> None:

@@ -8,8 +8,10 @@ wrong encoder output changes the tokens, as it would in a model. Each rule of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
+import msgspec
 import numpy as np
 from blake3 import blake3
 
@@ -159,6 +161,27 @@ class FakeRunner:
         for entry in plan.scheduled:
             self._run(entry, result)
         return result
+
+    def save_encoder(self, path: str, mm_hashes: Sequence[MMHash]) -> list[MMHash]:
+        held = {**self.host, **self.device}
+        saved = [mm_hash for mm_hash in mm_hashes if mm_hash in held]
+        rows = {key.hex(): (held[key], self.sizes[key]) for key in saved}
+        Path(path).write_bytes(msgspec.json.encode(rows))
+        return saved
+
+    def load_encoder(
+        self, path: str, device: Mapping[MMHash, int], host: Mapping[MMHash, int]
+    ) -> list[MMHash]:
+        rows = msgspec.json.decode(Path(path).read_bytes(), type=dict[str, tuple[int, int]])
+        taken = []
+        for tier, wanted in ((self.device, device), (self.host, host)):
+            for mm_hash, num_embeds in wanted.items():
+                number, size = rows.get(mm_hash.hex(), (0, 0))
+                if size == num_embeds:
+                    tier[mm_hash] = number
+                    self.sizes[mm_hash] = size
+                    taken.append(mm_hash)
+        return taken
 
     def close(self) -> None:
         self.closed = True

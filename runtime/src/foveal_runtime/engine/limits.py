@@ -21,6 +21,7 @@ class SchedulerLimits:
         max_waiting: requests that may wait; more are refused as overloaded.
         encoder_compute_embeds, encoder_cache_embeds: from `plan.encoder_budget`.
         encoder_host_bytes: host tier; 0 = off.
+        encoder_eviction: see `plan.config.EngineCaches`.
         disable_chunked_mm_input: an item's tokens are computed in one step.
         namespace: weights and processor identity, part of every block hash.
     """

@@ -218,6 +218,10 @@ class EngineServer:
             self._say_goodbye(core, "engine_failed")
             return 1
         self._say_goodbye(core, "draining")
+        try:
+            core.save_warm_set()
+        except Exception:
+            _LOG.exception("the warm set was not saved")
         self.phase = Phase.STOPPED
         return 0
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
@@ -32,6 +33,8 @@ class ModelTraits(msgspec.Struct, frozen=True):
         eos_token_ids: end a sequence unless ignore_eos.
         embed_width: values per encoder output, `embed_levels` 1 + number of deepstack levels.
         embed_bytes: bytes of one encoder output, all levels.
+        embed_kind: names what else encoder outputs depend on (their dtype, the software that
+            computes them): outputs of another kind are not taken over from disk.
     """
 
     vocab_size: int
@@ -42,6 +45,7 @@ class ModelTraits(msgspec.Struct, frozen=True):
     embed_width: int = 0
     embed_levels: int = 1
     embed_bytes: int = 0
+    embed_kind: str = ""
 
 
 class MMInput(msgspec.Struct, frozen=True, array_like=True):
@@ -163,6 +167,20 @@ class ModelRunner(Protocol):
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Obey the plan. Errors of one request go to `failed`; an exception ends the engine."""
+        ...
+
+    def save_encoder(self, path: str, mm_hashes: Sequence[MMHash]) -> list[MMHash]:
+        """Writes those encoder outputs that exist to a new file, in no plan's time; returns their
+        keys. Raises OSError."""
+        ...
+
+    def load_encoder(
+        self, path: str, device: Mapping[MMHash, int], host: Mapping[MMHash, int]
+    ) -> list[MMHash]:
+        """Takes outputs from such a file before the first plan: those of `device` to the device,
+        those of `host` to the host tier, each of so many embeddings. Returns the keys taken; one
+        that is missing in the file or has another shape is left out. Raises OSError or ValueError
+        for a file that cannot be read."""
         ...
 
     def close(self) -> None: ...

@@ -54,6 +54,9 @@ def _serve_options(parser: argparse.ArgumentParser) -> None:
         help="/dev/shm for values with --ipc-type shm; 0: as the value cache")  # fmt: skip
     add("--processor-cache", type=size, default=size("4Gi"), metavar="SIZE", help="per process")
     add("--encoder-cache-embeds", type=int, default=0, metavar="N", help="0: derived")
+    add("--encoder-host-tier", type=size, default=0, metavar="SIZE", help="behind it, per engine")
+    add("--encoder-eviction", default="lru", choices=["lru", "cost"])
+    add("--warm-directory", default="", help="encoder outputs survive a planned restart here")
     add("--no-prefix-caching", action="store_true")
     add("--device", default="cpu", help="cpu or cuda")
     add("--attention", default="auto", help="attention backend")

@@ -48,6 +48,9 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
     processor_bytes: int = 4 * GIB
     shm_bytes: int = 0
     encoder_embeds: int = 0
+    encoder_host_bytes: int = 0
+    encoder_eviction: str = "lru"
+    warm_directory: str = ""
     prefix_caching: bool = True
     device: str = "cpu"
     attention: str = "auto"
@@ -61,6 +64,11 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
     injection_key_file: str = ""
     injection_trusted: bool = False
     log_format: str = "auto"
+
+
+def _warm_directory(parent: str, engine: int) -> str:
+    """Each engine has a directory of its own."""
+    return str(Path(parent).resolve() / f"engine-{engine}") if parent else ""
 
 
 def local_documents(
@@ -102,6 +110,9 @@ def _engine(
         caches=EngineCaches(
             ipc_bytes=options.ipc_bytes,
             encoder_embeds=options.encoder_embeds,
+            encoder_host_bytes=options.encoder_host_bytes,
+            encoder_eviction=options.encoder_eviction,  # type: ignore[arg-type]
+            warm_directory=_warm_directory(options.warm_directory, index),
             kv_bytes=options.kv_bytes,
             block_size=options.block_size,
             prefix_caching=options.prefix_caching,

@@ -8,11 +8,13 @@ is noted with a reason: it fails the requests that need it, not the step.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from foveal_runtime.engine.step import EncoderInput, StepPlan
 from foveal_runtime.model.adapters import CUSTOM_ENCODERS, EncoderSpec
@@ -74,6 +76,52 @@ class EncoderStore:
 
     def lookup_failure(self, mm_hash: MMHash) -> str:
         return self._failures.get(mm_hash, "its encoder output is not on the device")
+
+    def save(self, path: str, mm_hashes: Sequence[MMHash]) -> list[MMHash]:
+        """Writes those outputs that are here to a safetensors file. Raises OSError."""
+        found = {key: self._outputs.get(key, self._host.get(key)) for key in mm_hashes}
+        tensors = {
+            key.hex(): output.contiguous().cpu()
+            for key, output in found.items()
+            if output is not None
+        }
+        try:
+            save_file(tensors, path)
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
+        return [bytes.fromhex(name) for name in tensors]
+
+    def load(
+        self,
+        path: str,
+        device: Mapping[MMHash, int],
+        host: Mapping[MMHash, int],
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+    ) -> list[MMHash]:
+        """See `ModelRunner.load_encoder`; `shape` is (levels, E) of every output."""
+        taken = []
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                names = set(file.keys())
+                for tier, wanted in (("device", device), ("host", host)):
+                    for mm_hash, num_embeds in wanted.items():
+                        if mm_hash.hex() not in names:
+                            continue
+                        # A copy of its own: what the file's mapping lends goes with the file.
+                        output = file.get_tensor(mm_hash.hex()).clone()
+                        if output.shape != (shape[0], num_embeds, shape[1]):
+                            continue
+                        if output.dtype != dtype:
+                            continue
+                        if tier == "device":
+                            self.put(mm_hash, output.to(self._device))
+                        else:
+                            self._host[mm_hash] = output
+                        taken.append(mm_hash)
+        except SafetensorError as error:
+            raise ValueError(str(error)) from error
+        return taken
 
     def embeds_on_device(self) -> int:
         return sum(output.shape[1] for output in self._outputs.values())

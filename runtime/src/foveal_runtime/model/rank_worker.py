@@ -17,6 +17,7 @@ from foveal_runtime.model.ranks import (
     Allocate,
     Channel,
     Step,
+    Warm,
     checksum,
     join,
     load_shard,
@@ -55,6 +56,12 @@ def _obey(channel: Channel, runner: TorchRunner, rank: int) -> int:
             mine = checksum(runner.execute(command.plan))
         elif isinstance(command, Allocate):
             runner.allocate_kv(command.num_blocks)
+        elif isinstance(command, Warm):
+            wanted = command.device.keys() | command.host.keys()
+            if set(runner.load_encoder(command.path, command.device, command.host)) != wanted:
+                _log.error("%d: it read other encoder outputs than rank 0; the engine must end",
+                           rank)  # fmt: skip
+                return 3
         else:
             runner.close()
             return 0

@@ -23,6 +23,7 @@ from foveal_runtime.engine.step import StepPlan, StepResult
 from foveal_runtime.model.loader import load_model
 from foveal_runtime.model.runner import TorchRunner
 from foveal_runtime.plan.errors import StartupError
+from foveal_runtime.plan.media import MMHash
 
 _IDLE = timedelta(days=365)
 """Between two steps any time may pass; a rank that dies is noticed by its closed connection."""
@@ -65,11 +66,19 @@ class Step(msgspec.Struct, tag="step"):
     previous: int
 
 
+class Warm(msgspec.Struct, tag="warm"):
+    """Take encoder outputs from a file (`ModelRunner.load_encoder`)."""
+
+    path: str
+    device: dict[MMHash, int]
+    host: dict[MMHash, int]
+
+
 class Close(msgspec.Struct, tag="close"):
     """End in peace."""
 
 
-Command = Allocate | Step | Close
+Command = Allocate | Step | Warm | Close
 
 
 def checksum(result: StepResult) -> int:

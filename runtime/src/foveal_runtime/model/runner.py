@@ -8,10 +8,11 @@ them. A request whose input cannot be computed ends up in `StepResult.failed`, a
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import transformers
 
 from foveal_runtime.engine.step import (
     ModelTraits,
@@ -42,6 +43,7 @@ from foveal_runtime.model.probe import probe_layers
 from foveal_runtime.model.sampler import Sampler, prompt_logprobs
 from foveal_runtime.model.sequence import SequenceState
 from foveal_runtime.plan.errors import StartupError
+from foveal_runtime.plan.media import MMHash
 from foveal_runtime.wire.item import BadItem
 
 _LOGPROB_ROWS = 256
@@ -145,6 +147,17 @@ class TorchRunner:
             self._sample(windows, hidden, result)
             result.forward_seconds = time.perf_counter() - started
         return result
+
+    def save_encoder(self, path: str, mm_hashes: Sequence[MMHash]) -> list[MMHash]:
+        """See `ModelRunner`."""
+        return self.store.save(path, mm_hashes)
+
+    def load_encoder(
+        self, path: str, device: Mapping[MMHash, int], host: Mapping[MMHash, int]
+    ) -> list[MMHash]:
+        """See `ModelRunner`."""
+        shape = (self._traits.embed_levels, self._traits.embed_width)
+        return self.store.load(path, device, host, shape, self.loaded.dtype)
 
     def close(self) -> None:
         """Gives up all memory of requests and caches; the runner cannot be used afterwards."""
@@ -303,4 +316,5 @@ def read_traits(loaded: LoadedModel) -> ModelTraits:
         embed_width=int(text.hidden_size) if multimodal else 0,
         embed_levels=levels,
         embed_bytes=int(text.hidden_size) * levels * loaded.dtype.itemsize if multimodal else 0,
+        embed_kind=f"{loaded.dtype} transformers {transformers.__version__}",
     )

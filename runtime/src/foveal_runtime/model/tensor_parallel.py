@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -34,6 +34,7 @@ from foveal_runtime.model.ranks import (
     Close,
     RankConfig,
     Step,
+    Warm,
     checksum,
     join,
     load_shard,
@@ -42,6 +43,7 @@ from foveal_runtime.model.ranks import (
 from foveal_runtime.model.runner import TorchRunner
 from foveal_runtime.model.threads import cpu_limit, num_threads, thread_environment
 from foveal_runtime.plan.errors import StartupError
+from foveal_runtime.plan.media import MMHash
 
 _log = logging.getLogger(__name__)
 GRACE_SECONDS = 10.0
@@ -257,6 +259,24 @@ class TensorParallelRunner:
             raise
         self._previous = checksum(result)
         return result
+
+    def save_encoder(self, path: str, mm_hashes: Sequence[MMHash]) -> list[MMHash]:
+        """See `ModelRunner`; encoders are replicated, so one rank's outputs are everybody's."""
+        return self._runner.save_encoder(path, mm_hashes)
+
+    def load_encoder(
+        self, path: str, device: Mapping[MMHash, int], host: Mapping[MMHash, int]
+    ) -> list[MMHash]:
+        """See `ModelRunner`. Rank 0 reads first: the others are only told of what is good."""
+        taken = self._runner.load_encoder(path, device, host)
+        if taken:
+            there = set(taken)
+            self._channel.send(Warm(
+                path,
+                {key: count for key, count in device.items() if key in there},
+                {key: count for key, count in host.items() if key in there},
+            ))  # fmt: skip
+        return taken
 
     def check_integrity(self) -> None:
         self._runner.check_integrity()

@@ -81,7 +81,11 @@ class EngineCaches(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             max_num_batched_tokens, whichever is more).
         encoder_host_bytes: host tier behind it; 0 = off.
         kv_bytes: KV pool; block_size in tokens.
-        warm_directory: hot encoder outputs survive a planned restart here; "" = off.
+        warm_directory: hot encoder outputs survive a planned restart here; "" = off. One engine's
+            own: two engines must not share it.
+        warm_bytes: what that may hold at most.
+        encoder_eviction: which idle encoder output goes first: the one released first ("lru") or
+            the one that is cheapest to encode again per embedding ("cost").
     """
 
     ipc_bytes: int = 4 * GIB
@@ -92,6 +96,8 @@ class EngineCaches(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     block_size: int = 16
     prefix_caching: bool = True
     warm_directory: str = ""
+    warm_bytes: int = 1 * GIB
+    encoder_eviction: Literal["lru", "cost"] = "lru"
 
 
 class CurveKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
