@@ -220,7 +220,7 @@ class EngineClient:
         try:
             while True:
                 link, stream = await self._submit(run)
-                async with contextlib.aclosing(self._follow(run, stream)) as outputs:
+                async with contextlib.aclosing(self._follow(run, link, stream)) as outputs:
                     async for output in outputs:
                         if output.finish:
                             stream = None
@@ -293,7 +293,9 @@ class EngineClient:
         )
         return Candidate(link.endpoint, load, held, has_all)
 
-    async def _follow(self, run: EngineRun, stream: Stream) -> AsyncGenerator[EngineOutput, None]:
+    async def _follow(
+        self, run: EngineRun, link: EngineLink, stream: Stream
+    ) -> AsyncGenerator[EngineOutput, None]:
         """Outputs of one attempt. Ends without a finish when another attempt is due."""
         while True:
             event = await stream.next()
@@ -302,9 +304,13 @@ class EngineClient:
                 self.stats.count_resubmission(event.reason)
                 return
             if isinstance(event, Rejected):
-                self._on_rejected(run, event)
+                self._on_rejected(run, link, event)
                 return
             if event.finish == "error":
+                if event.error is not None and event.error[0] == "overloaded":
+                    # Refused by the scheduler instead of the value cache: the same to us.
+                    self._on_rejected(run, link, Rejected("overloaded", None))
+                    return
                 raise from_wire(*(event.error or ("engine_error", "the engine gave no reason")))
             if event.finish == "abort":
                 # Not by us: the engine gave it up (drain, restart of its runner).
@@ -319,7 +325,7 @@ class EngineClient:
             if event.finish:
                 return
 
-    def _on_rejected(self, run: EngineRun, event: Rejected) -> None:
+    def _on_rejected(self, run: EngineRun, link: EngineLink, event: Rejected) -> None:
         """Raises what the client must know; returns when another attempt is worth it."""
         code = event.code
         if code == "mm_source_lost":
@@ -331,6 +337,8 @@ class EngineClient:
             raise MediaTooLarge("the request's media are larger than the engines' value cache")
         elif code not in ("overloaded", "duplicate_request", "draining", "mm_value_damaged"):
             raise from_wire(code, f"the engine refused the request: {code}")
+        elif code in ("overloaded", "draining"):
+            run.avoid.add(link.endpoint)
         self.stats.count_resubmission(code)
         run.rejections += 1
         if code == "overloaded" and run.rejections >= max(1, self.num_ready_engines()):
