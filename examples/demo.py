@@ -76,7 +76,7 @@ def metrics(url: str) -> dict[str, float]:
     totals: dict[str, float] = defaultdict(float)
     with urllib.request.urlopen(url + "/metrics", timeout=10) as answer:
         for line in answer.read().decode().splitlines():
-            match = re.match(r"([a-zA-Z_:]\w*)(\{.*\})? (\S+)$", line)
+            match = re.match(r"([\w:]+)(\{.*\})? (\S+)$", line)
             if match:
                 cache = re.search(r'cache="(\w+)"', match.group(2) or "")
                 key = match.group(1) + (f"[{cache.group(1)}]" if cache else "")

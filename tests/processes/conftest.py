@@ -40,7 +40,7 @@ class Asker:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.http = httpx.Client(base_url=url, timeout=60)
+        self.http = httpx.Client(base_url=url, timeout=120)
 
     def close(self) -> None:
         self.http.close()
@@ -176,7 +176,7 @@ def deploy_through_relays() -> Callable[..., Any]:
             for relay in relays:
                 stack.enter_context(contextlib.closing(relay))
             stack.enter_context(deployment)
-            deployment.wait_ready(240)
+            deployment.wait_ready(400)
             askers = [
                 stack.enter_context(contextlib.closing(Asker(child.url)))
                 for child in deployment.frontends
