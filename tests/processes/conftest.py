@@ -186,6 +186,22 @@ def deploy_through_relays() -> Callable[..., Any]:
     return run
 
 
+@pytest.fixture(scope="session")
+def deployment_of() -> Callable[..., LocalDeployment]:
+    """`deploy` for fixtures that live longer than a test."""
+    return make_deployment
+
+
+@pytest.fixture(scope="session")
+def asker_of() -> Callable[[str], Asker]:
+    return Asker
+
+
+@pytest.fixture(scope="session")
+def model_folder() -> Path:
+    return WEIGHTS
+
+
 @pytest.fixture
 def asker_for() -> Iterator[Callable[[str], Asker]]:
     """Makes askers that are closed after the test."""
