@@ -23,13 +23,6 @@ RESETS = ("/reset_mm_cache", "/reset_encoder_cache", "/reset_prefix_cache")
 KIB = 1024
 
 
-def right(asker: Any, sample: Any) -> None:
-    """The reply's first tokens are those of plain transformers."""
-    text = asker.ask(sample, max_tokens=8)
-    assert text, sample.family
-    assert sample.reference.startswith(text), (sample.family, text, sample.reference)
-
-
 def until(condition: Callable[[], Any], seconds: float = 30) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
@@ -76,7 +69,7 @@ def test_resets_under_load(served: Any, samples: Any) -> None:
     def ask(number: int) -> None:
         try:
             while not stop.is_set():
-                right(served[number % 2], some[num_asked[number] % len(some)])
+                served[number % 2].check_beginning(some[num_asked[number] % len(some)])
                 num_asked[number] += 1
         except BaseException as error:
             failures.append(error)
@@ -100,15 +93,15 @@ def test_resets_under_load(served: Any, samples: Any) -> None:
 
 def test_a_reset_forgets(served: Any, samples: Any) -> None:
     (sample,) = pictured(samples, 1)
-    right(served[0], sample)
+    served[0].check_beginning(sample)
     processed = served[0].metric("foveal_media_items_processed_total", process="frontend-0")
-    right(served[0], sample)
+    served[0].check_beginning(sample)
     again = served[0].metric("foveal_media_items_processed_total", process="frontend-0")
     assert again == processed
     for asker in served:
         assert post(asker, "/reset_mm_cache").json() == {"cache": "mm", "num_engines": 1}
     until(lambda: served[0].metric("foveal_cache_entries", cache="ipc") == 0)
-    right(served[0], sample)
+    served[0].check_beginning(sample)
     assert (
         served[0].metric("foveal_media_items_processed_total", process="frontend-0")
         == processed + 1
@@ -124,7 +117,7 @@ def test_resizing_at_run_time(served: Any, samples: Any) -> None:
         assert answer.json() == {"bytes": size, "num_engines": 1}
         until(lambda n=size: served[0].metric("foveal_cache_capacity_bytes", cache="ipc") == n)
         for index, sample in enumerate(some):
-            right(served[index % 2], sample)
+            served[index % 2].check_beginning(sample)
         assert served[0].metric("foveal_cache_bytes", cache="ipc") <= size
     assert post(served[0], "/resize_ipc_cache", bytes=-1).status_code == 400
     assert post(served[0], "/resize_ipc_cache", key="inject-key", bytes=1).status_code == 401
@@ -203,7 +196,7 @@ def test_injection(served: Any, samples: Any, pack: Packer) -> None:
     assert counted("frontend-1") == (before[1][0] + 2, before[1][1] + 2)
     # An untrusted injector cannot stand in for content: 64 hex digits are a name like others.
     assert inject(served[0], "ab" * 32, pack(sample)).status_code == 200
-    right(served[0], sample)
+    served[0].check_beginning(sample)
 
 
 def test_bad_items_fail_their_own_request_alone(served: Any, samples: Any, pack: Packer) -> None:
@@ -217,7 +210,7 @@ def test_bad_items_fail_their_own_request_alone(served: Any, samples: Any, pack:
         answer = served[0].post(sample, messages=by_name(sample, name))
         assert 400 <= answer.status_code <= 500, answer.text
         assert answer.json()["error"]["code"] in ("engine_error", "invalid_request_error")
-        right(served[0], sample)
+        served[0].check_beginning(sample)
     refused = inject(served[0], "x", b"no item")
     assert refused.status_code == 400
     assert "items[0]" in refused.json()["error"]["message"]
@@ -228,7 +221,7 @@ def test_every_cache_off(start: Any, samples: Any, pack: Packer, tmp_path: Path)
     _, (asker,) = start(processor_bytes=0, ipc_bytes=0, prefix_caching=False, **keys(tmp_path))
     some = pictured(samples, 3)
     for sample in some:
-        right(asker, sample)
+        asker.check_beginning(sample)
     for path in RESETS:
         assert post(asker, path).status_code == 200
     queries = asker.metric("vllm:mm_cache_queries_total")
@@ -236,12 +229,12 @@ def test_every_cache_off(start: Any, samples: Any, pack: Packer, tmp_path: Path)
     assert asker.metric("vllm:mm_cache_queries_total") == queries
     missing = asker.post(some[0], messages=by_name(some[0], "cat"))
     assert missing.json()["error"]["code"] == "media_unknown"
-    right(asker, some[0])
+    asker.check_beginning(some[0])
     assert asker.metric("foveal_mirror_hits_total") == 0
     assert post(asker, "/resize_ipc_cache", bytes=1 << 20).status_code == 200
     until(lambda: asker.metric("foveal_cache_capacity_bytes", cache="ipc") == 1 << 20)
     for sample in some + some:
-        right(asker, sample)
+        asker.check_beginning(sample)
     assert asker.metric("foveal_mirror_hits_total") > 0
 
 

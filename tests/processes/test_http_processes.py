@@ -61,7 +61,7 @@ def test_two_processes_are_one_service(start, asker_for, samples, tmp_path) -> N
     pictured = [sample for sample in samples if sample.pictures][:16]
 
     def ask(sample: Any) -> None:
-        asker_for(url).check(sample)  # a connection of its own
+        asker_for(url).check_beginning(sample)  # a connection of its own
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         list(pool.map(ask, pictured * 3))
