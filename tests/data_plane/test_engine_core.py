@@ -4,6 +4,7 @@ import random
 from collections import deque
 
 import msgspec
+import numpy as np
 import pytest
 
 from foveal_runtime.engine.assemble import LoadedEngine, assemble_core, scheduler_limits
@@ -17,6 +18,7 @@ from foveal_runtime.plan.encoder_budget import LargestItem
 from foveal_runtime.plan.errors import MediaTooLarge, StartupError
 from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.wire import codec
+from foveal_runtime.wire.item import pack_item
 from foveal_runtime.wire.messages import RequestBody
 
 
@@ -216,6 +218,24 @@ def test_a_bad_body_fails_only_its_request(change, text):
     assert frontend.errors["bad", 0][0] == "invalid_request_error"
     assert text in frontend.errors["bad", 0][1]
     assert frontend.finish["good", 0] == "length"
+    engine.assert_clean()
+
+
+def test_an_item_that_expands_to_impossible_ids_fails_only_its_request():
+    """An injector chooses an item's ids; one outside the vocabulary ended the whole step. Where
+    encoder outputs stand, any id will do."""
+    engine = Engine()
+    frontend = engine.connect()
+    size = engine.runner.traits.vocab_size
+    pixels = {"pixels": ("uint8", np.zeros(4, np.uint8))}
+    for name, ids, runs in (("bad", (1, size), ((0, 1),)), ("fine", (1, size), ((1, 1),))):
+        item = FakeItem(name, 2)
+        item.value = pack_item(0, ids, runs, pixels)
+        engine.up(frontend, frontend.request((name, 0), [1, item, 3], max_tokens=2))
+    engine.run()
+    assert frontend.errors["bad", 0][0] == "invalid_request_error"
+    assert "outside the vocabulary" in frontend.errors["bad", 0][1]
+    assert frontend.finish["fine", 0] == "length"
     engine.assert_clean()
 
 

@@ -58,6 +58,12 @@ class Asker:
         """The reply is what plain transformers says, token for token."""
         assert self.ask(sample, **options) == sample.reference, sample.family
 
+    def check_beginning(self, sample: Sample) -> None:
+        """The same for the reply's first tokens, where many requests matter more than long ones."""
+        text = self.ask(sample, max_tokens=8)
+        assert text, sample.family
+        assert sample.reference.startswith(text), (sample.family, text, sample.reference)
+
     def metric(self, name: str, **labels: str) -> float:
         """Sum of a family's series that carry the given labels."""
         from prometheus_client.parser import text_string_to_metric_families
@@ -184,6 +190,22 @@ def deploy_through_relays() -> Callable[..., Any]:
             yield deployment, askers, relays
 
     return run
+
+
+@pytest.fixture(scope="session")
+def deployment_of() -> Callable[..., LocalDeployment]:
+    """`deploy` for fixtures that live longer than a test."""
+    return make_deployment
+
+
+@pytest.fixture(scope="session")
+def asker_of() -> Callable[[str], Asker]:
+    return Asker
+
+
+@pytest.fixture(scope="session")
+def model_folder() -> Path:
+    return WEIGHTS
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -21,6 +22,7 @@ from foveal_runtime.plan.errors import (
     MediaUnknown,
     NoEngine,
     Overloaded,
+    StartupError,
 )
 from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.wire.inprocess import InProcessHub
@@ -561,3 +563,42 @@ async def test_shared_files_are_freed_when_engines_let_go(tmp_path):
         sent = client.links()[0].sender.stats.bytes_sent
         assert sent["req"] > 0
         assert client.shared.writer.num_written > 2
+
+
+async def test_an_engine_that_opens_no_file_gets_values_inline(tmp_path):
+    """Another volume under the same name must not cost a round trip for every picture."""
+    async with sharing(tmp_path, engine_sees=False) as (client, engine, reader):
+        for index in range(1, 8):
+            request = make_request(f"r{index}", index, side=64)
+            assert await collect(client, request) == expected(request)
+        assert reader.num_absent == 3
+        assert client.shared.fallbacks == {"no_room": 0, "write_failed": 0, "engine_blind": 4}
+        engine.restart()  # a new life may have the right mount
+        await until(lambda: client.links()[0].boot == 2 and client.num_ready_engines() == 1)
+        request = make_request("again", 9, side=64)
+        assert await collect(client, request) == expected(request)
+        assert reader.num_absent == 4
+
+
+async def test_an_engine_that_sees_files_may_ask_as_often_as_it_likes(tmp_path):
+    """Evictions race with sends; that is no reason to give shared memory up."""
+    async with sharing(tmp_path) as (client, _, reader):
+        for index in range(1, 4):
+            await collect(client, make_request(f"r{index}", index, side=64))
+        link = client.links()[0]
+        for index in range(1, 10):
+            client.shared.needed(link, index.to_bytes(32, "big"))
+        await collect(client, make_request("more", 11, side=64))
+        assert reader.num_opened == 4
+        assert client.shared.fallbacks["engine_blind"] == 0
+
+
+async def test_what_does_not_fit_is_a_startup_error(tmp_path):
+    config = FrontendConfig(
+        model=ModelConfig(path="/nowhere"), ipc_type="shm", shm_directory=str(tmp_path),
+        shm_bytes=1 << 60,
+    )  # fmt: skip
+    with pytest.raises(StartupError, match="lower shm_bytes"):
+        EngineClient(config, NS)
+    with pytest.raises(StartupError, match="shm_directory"):
+        EngineClient(msgspec.structs.replace(config, shm_directory=""), NS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 
 from foveal_runtime.frontend.admission import Gate
 from foveal_runtime.frontend.auth import KeyFile
+from foveal_runtime.frontend.metrics_http import MetricsPage
 from foveal_runtime.frontend.server import bind_tcp, bind_unix, serve
+from foveal_runtime.frontend.siblings import Siblings, sibling_app, socket_path
 from foveal_runtime.plan.config import Admission
 from foveal_runtime.plan.errors import RateLimited, StartupError
 
@@ -248,3 +251,45 @@ def test_an_address_in_use_is_a_startup_error() -> None:
     taken = bind_tcp("127.0.0.1", 0)
     with taken, pytest.raises(StartupError, match="in use"):
         bind_tcp("127.0.0.1", taken.getsockname()[1])
+
+
+async def test_processes_behind_one_port_show_and_empty_each_other(
+    start: Any, tmp_path: Path
+) -> None:
+    """`own` means the pod: a peer that asks one process gets all of them."""
+    emptied: list[str] = []
+    async with start() as other, start() as harness:
+        path = socket_path(str(tmp_path), 1)
+        stop, started = asyncio.Event(), asyncio.Event()
+        other.app.service.metrics.set("foveal_media_workers", 7)
+        app = sibling_app(other.app.service.metrics, lambda: emptied.append("other"))
+        listening = bind_tcp("127.0.0.1", 0)
+        server = asyncio.create_task(
+            serve(
+                other.app, [listening], stop, own_sockets=[bind_unix(path)], own_app=app,
+                started=started,
+            )
+        )  # fmt: skip
+        await started.wait()
+        gone = socket_path(str(tmp_path), 2)
+        siblings = Siblings([path, gone])
+        page = MetricsPage(harness.app.service.metrics, (), siblings.metrics_peers)
+        await harness.until(lambda: Path(path).exists())
+        text = (await page.text(own=True)).decode()
+        assert "foveal_media_workers{" in text
+        assert " 7.0" in text
+        assert await siblings.reset_processor_caches() == 1
+        assert emptied == ["other"]
+        stop.set()
+        await server
+        other.app.gate.leaving = other.app.gate.draining = False
+
+
+def test_a_kept_port_takes_no_connections() -> None:
+    """The parent of several processes holds the port for them without answering on it."""
+    with bind_tcp("127.0.0.1", 0, share=True, listen=False) as kept:
+        port = kept.getsockname()[1]
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=5)
+        with bind_tcp("127.0.0.1", port, share=True):
+            socket.create_connection(("127.0.0.1", port), timeout=5).close()

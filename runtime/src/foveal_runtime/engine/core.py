@@ -24,7 +24,7 @@ from foveal_runtime.mirror.store import Value
 from foveal_runtime.plan.errors import FovealError, InvalidRequest
 from foveal_runtime.plan.media import MMHash
 from foveal_runtime.wire import codec
-from foveal_runtime.wire.item import read_header
+from foveal_runtime.wire.item import ItemHeader, read_header
 from foveal_runtime.wire.messages import EngineLoad, EngineOutput, Outputs
 
 _LOG = logging.getLogger(__name__)
@@ -290,6 +290,8 @@ class EngineCore:
             (mm_hash, read_header(value))
             for mm_hash, value in zip(ready.items, values, strict=True)
         ]
+        for _, header in items:
+            self._check_replacement(header)
         longest = self.scheduler.limits.max_model_len - 1
         token_ids, inputs, which = splice(prompt, body.placements, items, max_tokens=longest)
         num_prompt = len(token_ids)
@@ -320,6 +322,20 @@ class EngineCore:
         bad += [token for token in emitted if token >= size]
         if bad:
             raise InvalidRequest(f"token id {bad[0]} is outside the vocabulary of {size}")
+
+    def _check_replacement(self, header: ItemHeader) -> None:
+        """The same for an item's own ids, which an injector may have chosen. Those that encoder
+        outputs stand in for may be anything."""
+        size = self.runner.traits.vocab_size
+        ids = header.replacement
+        if max(ids, default=0) < size:
+            return
+        covered = {i for start, length in header.embed_runs for i in range(start, start + length)}
+        bad = [token for i, token in enumerate(ids) if token >= size and i not in covered]
+        if bad:
+            raise InvalidRequest(
+                f"a media item expands to token id {bad[0]}, outside the vocabulary of {size}"
+            )
 
     def _control(self, action: str) -> None:
         if action == "reset_encoder":

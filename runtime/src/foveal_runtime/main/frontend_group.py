@@ -1,8 +1,8 @@
 """Several HTTP processes behind one port: started, watched, restarted and stopped together.
 
 Run by `main.frontend` when the document says `processes` > 1. Each child is the same command with
-its index; the kernel spreads connections over those that listen. The parent keeps the port bound
-(not listening), so that nobody else takes it while all children are down, and serves nothing.
+its index; the kernel spreads connections over those that listen. The parent binds the port without
+listening, so that a port in use is said at once and by one process; it serves nothing.
 """
 
 from __future__ import annotations
