@@ -157,7 +157,7 @@ def make_deployment(
     return LocalDeployment(engines, frontends)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def deploy() -> Callable[..., LocalDeployment]:
     """Makes a deployment without starting it."""
     return make_deployment
@@ -186,9 +186,9 @@ def deploy_through_relays() -> Callable[..., Any]:
     return run
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def asker_for() -> Iterator[Callable[[str], Asker]]:
-    """Makes askers that are closed after the test."""
+    """Makes askers that are closed at the end."""
     with contextlib.ExitStack() as stack:
         yield lambda url: stack.enter_context(contextlib.closing(Asker(url)))
 
