@@ -86,7 +86,13 @@ def test_a_file_gives_only_what_fits_the_model(tmp_path) -> None:
     for key, shape in ((b"a", (1, 4, 8)), (b"b", (1, 3, 8)), (b"c", (2, 4, 8)), (b"d", (1, 4, 6))):
         store.put(key, torch.randn(shape))
     store.put(b"e", torch.randn(1, 4, 8).bfloat16())
-    assert store.save(path, [b"a", b"b", b"c", b"d", b"e", b"gone"]) == [b"a", b"b", b"c", b"d", b"e"]
+    assert store.save(path, [b"a", b"b", b"c", b"d", b"e", b"gone"]) == [
+        b"a",
+        b"b",
+        b"c",
+        b"d",
+        b"e",
+    ]
     other = EncoderStore(CPU)
     wanted = dict.fromkeys((b"a", b"b", b"c", b"d", b"e", b"gone"), 4)
     assert other.load(path, wanted, {}, (1, 8), torch.float32) == [b"a"]

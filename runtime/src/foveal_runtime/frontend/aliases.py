@@ -38,7 +38,10 @@ class Aliases:
         return len(self._local)
 
     def key(self, uuid: str, salt: bytes, modality: Modality, path: str = "") -> bytes:
-        """The alias of a uuid under a request's salt. Raises InvalidRequest: empty, too long or not printable."""
+        """The alias of a uuid under a request's salt.
+
+        Raises InvalidRequest: empty, too long or not printable.
+        """
         if not uuid or len(uuid) > self._max_uuid_length:
             raise InvalidRequest(
                 f"{path or 'media'}: uuid has {len(uuid)} characters, allowed are 1 to "
