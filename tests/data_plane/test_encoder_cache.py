@@ -2,9 +2,14 @@
 
 from dataclasses import dataclass
 
-from foveal_runtime.engine.drive import image
+import pytest
+
+from foveal_runtime.engine.assemble import LoadedEngine, scheduler_limits
+from foveal_runtime.engine.drive import Drive, image
 from foveal_runtime.engine.encoder_cache import EncoderCacheManager
+from foveal_runtime.engine.fake import FakeRunner
 from foveal_runtime.engine.host_tier import HostTier
+from foveal_runtime.plan.config import EngineCaches, EngineConfig, ModelConfig
 
 
 @dataclass
@@ -204,3 +209,34 @@ def test_reset_frees_what_nobody_holds_in_both_tiers():
     assert (moves.free, moves.drop_host) == ([key("B")], [key("A")])
     assert cache.has_cache(c, 0)
     cache.check_integrity([c])
+
+
+class PricedRunner(FakeRunner):
+    """Encoding takes as many seconds as the item's name says."""
+
+    def execute(self, plan):
+        result = super().execute(plan)
+        result.encode_seconds = float(sum(int(e.value.split()[-1]) for e in plan.encode))
+        return result
+
+
+@pytest.mark.parametrize(("eviction", "kept"), [("lru", "125"), ("cost", "925")])
+def test_the_policy_of_the_document_decides_who_stays(eviction, kept):
+    """9 is dear and old, 1 and 2 are cheap and newer; 5 needs the place of one. Regression: an
+    item consumed in the step that encodes it was ranked before its cost was known."""
+    caches = EngineCaches() if eviction == "lru" else EngineCaches(encoder_eviction=eviction)
+    config = EngineConfig(model=ModelConfig(path="/m"), caches=caches)
+    loaded = LoadedEngine(
+        runner=FakeRunner(num_blocks=64, block_size=4), num_blocks=64, max_model_len=100, largest={}
+    )
+    drive = Drive(
+        encoder_cache_embeds=12,
+        prefix_caching=False,
+        encoder_eviction=scheduler_limits(config, loaded).encoder_eviction,
+    )
+    drive.runner = PricedRunner(num_blocks=65, block_size=4, encoder_cache_embeds=12)
+    for name in "9125":
+        drive.add(name, range(10, 17), [image(name, 0, 4)])
+        drive.run()
+    assert {name for name in "9125" if key(name) in drive.runner.device} == set(kept)
+    drive.assert_done()

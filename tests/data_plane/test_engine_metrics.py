@@ -14,11 +14,10 @@ from foveal_runtime.plan.metrics import METRICS
 from foveal_runtime.telemetry.metrics import Metrics
 from foveal_runtime.wire import codec
 
-# Exported by others: start-up code, the model layer, or only with a list of ghosts.
+# Exported by others: start-up code or the model layer.
 NOT_HERE = {
     "foveal_build_info",
     "foveal_budget_bytes",
-    "foveal_cache_estimated_hit_ratio",
     "foveal_cache_saved_bytes",
     "foveal_events_published",
     "foveal_engine_errors",
@@ -93,6 +92,10 @@ def test_the_numbers(samples):
     assert not any(("cache", "ipc") in labels for name, labels in samples if "_hits" in name)
     assert not any(("cache", "ipc") in labels for name, labels in samples if "_queries" in name)
     assert value("foveal_cache_entries", cache="ipc", tier="host") >= 1
+    ratio = "foveal_cache_estimated_hit_ratio"
+    assert value(ratio, cache="ipc", factor="1") == pytest.approx(2 / 3)
+    assert value(ratio, cache="kv", factor="0.5") == pytest.approx(4 / 6)
+    assert value(ratio, cache="encoder", factor="4") == 0
     encoder = {"cache": "encoder", "modality": "image", "tier": "device"}
     assert value("foveal_cache_queries_total", **encoder) == 1
     assert value("foveal_encoder_items_total", modality="image") == 1

@@ -35,8 +35,9 @@ def jobs_of(one) -> list:
 
 
 @pytest.mark.parametrize("name", ["llama", "llava", "qwen2_vl"])
-def test_two_ranks_equal_one_process(name: str, bench, tiny) -> None:
-    """And then (once) a rank is killed: starting ranks is most of this test's time."""
+def test_two_ranks_equal_one_process(name: str, bench, tiny, tmp_path) -> None:
+    """And then encoder outputs come from a file, and (once) a rank is killed: starting ranks is
+    most of this test's time."""
     lost: queue.Queue[str] = queue.Queue()
     one = bench(name)
     want = jobs_of(one)
@@ -54,6 +55,19 @@ def test_two_ranks_equal_one_process(name: str, bench, tiny) -> None:
         driver.run(got, preempt={4: "a"})
         assert driver.failed == {}
         assert [job.outputs for job in got] == [job.outputs for job in want]
+        if name == "llava":
+            sizes = {i.mm_hash: i.placeholder.num_embeds for i in got[1].mm_inputs}
+            path = str(tmp_path / "part")
+            assert set(runner.save_encoder(path, list(sizes))) == set(sizes)
+            assert set(runner.load_encoder(path, {}, sizes)) == set(sizes)
+            keys = list(sizes)  # every rank has them in its host tier now
+            driver.runner.execute(StepPlan(driver.step, free_encoder=keys, load_encoder=keys))
+            again = jobs_of(one)[1:2]
+            again[0].start_step = 0
+            driver.shared.clear()
+            driver.step += 1
+            driver.run(again)
+            assert again[0].outputs == want[1].outputs
         if name == "llama":
             runner.worker_processes[0].kill()
             with pytest.raises(RankLost, match="rank 1 ended with exit code -9"):

@@ -163,7 +163,7 @@ def make_deployment(
     return LocalDeployment(engines, frontends)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def deploy() -> Callable[..., LocalDeployment]:
     """Makes a deployment without starting it."""
     return make_deployment
@@ -208,9 +208,9 @@ def model_folder() -> Path:
     return WEIGHTS
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def asker_for() -> Iterator[Callable[[str], Asker]]:
-    """Makes askers that are closed after the test."""
+    """Makes askers that are closed at the end."""
     with contextlib.ExitStack() as stack:
         yield lambda url: stack.enter_context(contextlib.closing(Asker(url)))
 

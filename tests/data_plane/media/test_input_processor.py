@@ -1,6 +1,7 @@
 """Preparing requests: what a hit skips, what a uuid means, what is joined, what is refused."""
 
 import asyncio
+import base64
 import subprocess
 import sys
 
@@ -151,7 +152,7 @@ async def test_options_tenants_and_salt_separate_keys(start_input, picture):
     assert len(salts) == 3
     salted = await inputs.prepare([IMAGE], [part], options(cache_salt="x"))
     assert salted.cache_salt not in salts
-    assert salted.items[0].mm_hash == requests[0].items[0].mm_hash
+    assert salted.items[0].mm_hash not in {r.items[0].mm_hash for r in requests}
     values = [await r.items[0].source.value() for r in requests[:2]]
     plain, scaled = (view_item(v).fields["pixel_values"].numpy() for v in values)
     assert np.array_equal(scaled, 2 * plain)
@@ -172,6 +173,29 @@ async def test_uuids_name_content_at_first_sight(start_input, picture):
         [IMAGE], [image(data=picture(1), uuid="cat")], options(tenant=b"t")
     )
     assert other.items[0].mm_hash != first.items[0].mm_hash
+
+
+@pytest.mark.parametrize("mine", [{"tenant": b"a"}, {"cache_salt": "a"}], ids=["tenant", "salt"])
+async def test_salts_share_nothing(start_input, picture, mine):
+    """Text of data: URLs, uuids and processed items of one salt are unknown under another."""
+    inputs = await start_input()
+    text = base64.b64encode(picture()).decode()
+    part = image(url=f"data:image/png;base64,{text}", uuid="cat")
+    first = await inputs.prepare([IMAGE], [part], options(**mine))
+    for stranger in (options(), options(tenant=b"b"), options(cache_salt="b"),
+                     options(tenant=b"b", cache_salt="a")):  # fmt: skip
+        with pytest.raises(MediaUnknown):
+            await inputs.prepare([IMAGE], [image(uuid="cat")], stranger)
+    other = image(url=part.url)
+    before = inputs.stats.processed_items[0]
+    strange = await inputs.prepare([IMAGE], [other], options(cache_salt="b"))
+    assert strange.items[0].mm_hash != first.items[0].mm_hash
+    assert inputs.stats.processed_items[0] == before + 1
+    assert (inputs.cache.hits, inputs.stats.url_text_hits) == (0, 0)
+    again = await inputs.prepare([IMAGE], [other], options(**mine))
+    named = await inputs.prepare([IMAGE], [image(uuid="cat")], options(**mine))
+    assert again.items[0].mm_hash == named.items[0].mm_hash == first.items[0].mm_hash
+    assert (inputs.cache.hits, inputs.stats.url_text_hits) == (2, 1)
 
 
 async def test_unknown_uuids_are_named(start_input, picture):

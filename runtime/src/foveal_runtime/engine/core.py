@@ -23,6 +23,7 @@ from foveal_runtime.mirror.receiver import ReadyRequest, Receiver
 from foveal_runtime.mirror.store import Value
 from foveal_runtime.plan.errors import FovealError, InvalidRequest
 from foveal_runtime.plan.media import MMHash
+from foveal_runtime.telemetry.ghosts import GhostLists
 from foveal_runtime.wire import codec
 from foveal_runtime.wire.item import ItemHeader, read_header
 from foveal_runtime.wire.messages import EngineLoad, EngineOutput, Outputs
@@ -60,6 +61,7 @@ class EngineCore:
         self._clock = clock
         self._events = events
         self._warm = warm
+        self.value_ghosts = GhostLists(receiver.store.capacity_bytes)
         self.num_warm_outputs = 0
         self._ids: dict[RequestKey, str] = {}  # of requests the scheduler has
         self._serial = itertools.count(1)
@@ -293,6 +295,8 @@ class EngineCore:
         for _, header in items:
             self._check_replacement(header)
         longest = self.scheduler.limits.max_model_len - 1
+        for mm_hash, whole in ready.items.items():
+            self.value_ghosts.query(mm_hash, len(whole.data))
         token_ids, inputs, which = splice(prompt, body.placements, items, max_tokens=longest)
         num_prompt = len(token_ids)
         return Request(
@@ -343,7 +347,11 @@ class EngineCore:
         elif action == "reset_prefix":
             count = self.scheduler.reset_prefix_cache()
         elif action in ("reset_mm", "resize_ipc", "ping"):
-            return  # the receiver's business; a ping asks for nothing but the acknowledgement
+            # The receiver's business; a ping asks for nothing but the acknowledgement.
+            if action == "reset_mm":
+                self.value_ghosts.reset()
+            self.value_ghosts.resize(self.receiver.store.capacity_bytes)
+            return
         else:
             _LOG.warning("unknown control action %r", action)
             return

@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple, Protocol
 from foveal_runtime.engine.host_tier import HostTier
 from foveal_runtime.engine.step import MMInput
 from foveal_runtime.plan.media import MMHash
+from foveal_runtime.telemetry.ghosts import GhostLists
 
 Where = Literal["device", "reclaim", "host", "absent"]
 """device: usable now; reclaim: evicted in this pass, the tensor still exists; host: can be
@@ -89,6 +90,10 @@ class EncoderCacheManager:
         self.queries: dict[int, int] = {}  # occurrences looked up, by modality
         self.hits: dict[tuple[int, str], int] = {}  # by modality and tier ("device", "host")
         self.hit_embeds: dict[int, int] = {}  # by modality: not encoded again
+        # A hit in either tier saves the encoder, so the two count as one cache here.
+        embed_bytes = self.host.embed_bytes
+        host_embeds = self.host.capacity_bytes // embed_bytes if embed_bytes else 0
+        self.ghosts = GhostLists(cache_size + host_embeds)
         self._by_cost = eviction == "cost"
         self._clock = 0.0
         self._stamp = 0
@@ -249,6 +254,7 @@ class EncoderCacheManager:
         held.add(input_id)
         entry.users[request.request_id] = entry.users.get(request.request_id, 0) + 1
         self._count(request.mm_inputs[input_id].modality, num_embeds, where)
+        self.ghosts.query(mm_hash, num_embeds)
         return where, evicted
 
     def _count(self, modality: int, num_embeds: int, where: Where) -> None:
@@ -300,6 +306,7 @@ class EncoderCacheManager:
 
     def reset(self) -> int:
         """Frees every output nobody holds, here and in the host tier; returns how many here."""
+        self.ghosts.reset()
         idle = list(self._idle)
         self._lost.update(self._freed)
         self._freed.clear()

@@ -32,6 +32,7 @@ class EngineMetrics:
         self._encoder(metrics)
         self._prefix(metrics)
         self._values(metrics)
+        self._ghosts(metrics)
 
     def _requests(self, m: Metrics) -> None:
         core, stats = self._core, self._core.stats
@@ -164,6 +165,16 @@ class EngineMetrics:
         m.set("foveal_mirror_waitq_age_seconds", core.oldest_wait_seconds())
         m.observe_all("foveal_mirror_waitq_seconds", _drain(stats.observed.values_seconds))
         m.set("foveal_mirror_sessions", len(receiver.sessions))
+
+    def _ghosts(self, m: Metrics) -> None:
+        core = self._core
+        for cache, ghosts in (
+            ("ipc", core.value_ghosts),
+            ("encoder", core.scheduler.encoder.ghosts),
+            ("kv", core.scheduler.roster.block_ghosts),
+        ):
+            for factor, ratio in ghosts.ratios().items():
+                m.set("foveal_cache_estimated_hit_ratio", ratio, cache=cache, factor=f"{factor:g}")
 
     def _sizes(
         self, m: Metrics, cache: str, tier: str, held: int, capacity: int, entries: int

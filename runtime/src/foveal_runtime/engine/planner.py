@@ -233,6 +233,9 @@ class Planner:
         if self.roster.is_caching and request.read_prefix_cache:
             self.roster.stats.num_prefix_query_tokens += request.num_prompt_tokens
             self.roster.stats.num_prefix_hit_tokens += min(num_cached, request.num_prompt_tokens)
+            # Last blocks first, as they are evicted: a block is of no use without those before it.
+            for block_hash in reversed(request.block_hashes):
+                self.roster.block_ghosts.query(block_hash, 1)
 
     def _commit(
         self, request: Request, start: int, window: Window, num_new_blocks: int, now: _Pass

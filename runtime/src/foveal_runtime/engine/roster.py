@@ -21,6 +21,7 @@ from foveal_runtime.engine.stats import EngineStats
 from foveal_runtime.engine.step import ModelTraits
 from foveal_runtime.engine.waiting import make_queue
 from foveal_runtime.plan.errors import FovealError
+from foveal_runtime.telemetry.ghosts import GhostLists
 
 
 class Roster:
@@ -51,6 +52,7 @@ class Roster:
         self.waiting = make_queue(limits.policy)
         removed = observer.block_removed if observer is not None else None
         self.pool = BlockPool(limits.num_blocks - 1, on_removed=removed)
+        self.block_ghosts = GhostLists(self.pool.num_blocks, window=1 << 18)
         self.hasher = BlockHasher(limits.block_size, limits.namespace)
         self.encoder = EncoderCacheManager(
             limits.encoder_cache_embeds,

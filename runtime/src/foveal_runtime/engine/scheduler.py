@@ -163,6 +163,7 @@ class Scheduler:
         for index in range(request.num_published, num_full):
             block_hash = request.block_hashes[index]
             new = self.roster.pool.publish(request.block_ids[index], block_hash)
+            self.roster.block_ghosts.insert(block_hash, 1)
             if new and self.roster.observer is not None:
                 self.roster.observer.block_stored(request, index, self.roster.hasher)
         request.num_published = num_full
@@ -217,6 +218,7 @@ class Scheduler:
     def reset_prefix_cache(self) -> int:
         """Forgets all blocks nobody uses; returns how many."""
         count = self.roster.pool.reset()
+        self.roster.block_ghosts.reset()
         if self.roster.observer is not None:
             self.roster.observer.blocks_cleared()
         return count

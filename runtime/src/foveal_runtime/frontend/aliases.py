@@ -37,8 +37,11 @@ class Aliases:
     def __len__(self) -> int:
         return len(self._local)
 
-    def key(self, uuid: str, tenant: bytes, modality: Modality, path: str = "") -> bytes:
-        """The alias of a uuid. Raises InvalidRequest: empty, too long or not printable."""
+    def key(self, uuid: str, salt: bytes, modality: Modality, path: str = "") -> bytes:
+        """The alias of a uuid under a request's salt.
+
+        Raises InvalidRequest: empty, too long or not printable.
+        """
         if not uuid or len(uuid) > self._max_uuid_length:
             raise InvalidRequest(
                 f"{path or 'media'}: uuid has {len(uuid)} characters, allowed are 1 to "
@@ -49,7 +52,7 @@ class Aliases:
             raise InvalidRequest(
                 f"{path or 'media'}: uuid holds control characters", param=path or None
             )
-        return blake3(frame(["foveal.alias", tenant or None, modality, uuid])).digest()
+        return blake3(frame(["foveal.alias", salt or None, modality, uuid])).digest()
 
     def lookup(self, alias: bytes) -> bytes | None:
         """The content digest bound to the alias, if any; changes nothing."""

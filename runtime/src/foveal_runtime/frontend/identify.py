@@ -58,7 +58,8 @@ class DataUrl:
 
 
 class Identifier:
-    """`recall_injected(name, tenant)` gives the key of an injected item of that name, if known."""
+    """`recall_injected(name, options)` gives the key of an injected item of that name, if the
+    request may use one and it is known."""
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class Identifier:
         aliases: Aliases,
         url_texts: hashing.UrlTextMap,
         stats: FrontendStats,
-        recall_injected: Callable[[str, bytes], MMHash | None],
+        recall_injected: Callable[[str, PrepareOptions], MMHash | None],
     ) -> None:
         self._modalities = modalities
         self._fetcher = fetcher
@@ -84,10 +85,10 @@ class Identifier:
         try:
             alias = None
             if part.uuid is not None:
-                alias = self._aliases.key(part.uuid, options.tenant, part.modality, part.path)
+                alias = self._aliases.key(part.uuid, options.salt, part.modality, part.path)
             if part.is_uuid_only:
                 ordinal = sum(p.modality == part.modality for p in parts[:index])
-                return self._recall(part, alias, ordinal, options.tenant)
+                return self._recall(part, alias, ordinal, options)
             digest, raw = await self._read(part, options)
             if alias is not None:
                 self._aliases.check(alias, digest, part.uuid or "", part.path)
@@ -95,14 +96,16 @@ class Identifier:
         except FovealError as error:
             raise naming(part.path, error) from error
 
-    def _recall(self, part: MediaPart, alias: bytes | None, ordinal: int, tenant: bytes) -> Named:
+    def _recall(
+        self, part: MediaPart, alias: bytes | None, ordinal: int, options: PrepareOptions
+    ) -> Named:
         """uuid-only media: what the uuid was bound to, or an injected item of that name."""
         if alias is None or part.uuid is None:
             raise InvalidRequest("a media part needs a url or a uuid")
         digest = self._aliases.lookup(alias)
         if digest is not None:
             return Named(digest, None, alias)
-        key = self._recall_injected(part.uuid, tenant)
+        key = self._recall_injected(part.uuid, options)
         if key is not None:
             return Named(b"", None, None, key)
         raise unknown_media(part.modality, f"{part.modality} {ordinal}", part.uuid)
@@ -116,16 +119,16 @@ class Identifier:
         url = part.url or ""
         if url[:5].lower() == "data:":
             url = url if url.startswith("data:") else "data:" + url[5:]
-            return await self._read_data_url(url, limit), DataUrl(url, limit)
+            return await self._read_data_url(url, limit, options.salt), DataUrl(url, limit)
         with self._stats.stages.measure("fetch"):
             data = await self._fetcher.fetch(
-                url, max_bytes=limit, charge=options.charge_media_bytes
+                url, max_bytes=limit, charge=options.charge_media_bytes, salt=options.salt
             )
         return await self._digest(data), GivenBytes(data)
 
-    async def _read_data_url(self, url: str, limit: int) -> bytes:
+    async def _read_data_url(self, url: str, limit: int, salt: bytes) -> bytes:
         begin = time.perf_counter()
-        key = await off_loop(len(url), functools.partial(self._url_texts.key, url))
+        key = await off_loop(len(url), functools.partial(self._url_texts.key, url, salt))
         known = self._url_texts.lookup(key)
         if known is not None and known[1] <= limit:
             self._stats.url_text_hits += 1

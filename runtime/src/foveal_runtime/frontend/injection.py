@@ -109,12 +109,13 @@ class Injector:
             name, namespace=self._config.namespace, identity=self._info.identity, salt=tenant
         )
 
-    def recall(self, name: str, tenant: bytes) -> MMHash:
-        """The key that a request's uuid would have as the name of an injected item.
+    def recall(self, name: str, tenant: bytes, *, is_salted: bool = False) -> MMHash:
+        """The key that a request's uuid would have as the name of an injected item. All requests
+        of the tenant it was injected for share it, whatever their own salts.
 
-        A tenant cannot name raw keys: they would reach past its salt.
+        Who has a salt cannot name raw keys: they would reach past it.
         """
-        return self.key(name, tenant, trusted=self._config.trusted and not tenant)
+        return self.key(name, tenant, trusted=self._config.trusted and not (tenant or is_salted))
 
     def inject(
         self, mm_hashes: Mapping[str, Sequence[str]], mm_kwargs: Mapping[str, Sequence[Any]]

@@ -171,7 +171,7 @@ class InputProcessor:
                 sampling=options.sampling,
                 binds=list(dict.fromkeys((n.alias, n.digest) for n in named if n.alias)),
                 priority=options.priority,
-                cache_salt=_cache_salt(options),
+                cache_salt=options.salt,
                 read_prefix_cache=options.read_prefix_cache,
                 echo_prompt=options.echo_prompt,
             )
@@ -215,7 +215,7 @@ class InputProcessor:
                 modality=modality,
                 identity=self.info.identity,
                 options=options.mm_processor_kwargs,
-                salt=options.tenant,
+                salt=options.salt,
             )
             if key not in index_of:
                 index_of[key] = len(items)
@@ -272,8 +272,8 @@ class InputProcessor:
 
         return await self.processing.run(key, work)
 
-    def _recall_injected(self, name: str, tenant: bytes) -> MMHash | None:
-        key = self.injector.recall(name, tenant)
+    def _recall_injected(self, name: str, options: PrepareOptions) -> MMHash | None:
+        key = self.injector.recall(name, options.tenant, is_salted=bool(options.salt))
         known = self.cache.is_cached(key) or self.knowledge.lookup_item(key) is not None
         return key if known else None
 
@@ -307,12 +307,6 @@ def _canonical(options: Mapping[str, object]) -> bytes:
         raise InvalidRequest(
             f"mm_processor_kwargs is not plain JSON: {error}", param="mm_processor_kwargs"
         ) from error
-
-
-def _cache_salt(options: PrepareOptions) -> bytes:
-    if not options.cache_salt and not options.tenant:
-        return b""
-    return hashing.short_digest(options.tenant, options.cache_salt.encode())
 
 
 async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -59,6 +59,9 @@ def _processor_cache(metrics: Metrics, processor: InputProcessor) -> None:
     metrics.set("foveal_cache_bytes", cache.used_bytes, **_CACHE)
     metrics.set("foveal_cache_capacity_bytes", cache.capacity_bytes, **_CACHE)
     metrics.set("foveal_cache_entries", len(cache), **_CACHE)
+    for factor, ratio in cache.ghosts.ratios().items():
+        metrics.set("foveal_cache_estimated_hit_ratio", ratio, cache="processor",
+                    factor=f"{factor:g}")  # fmt: skip
 
 
 def _media(metrics: Metrics, stats: FrontendStats, processor: InputProcessor) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from foveal_runtime.plan.media import MMHash
+from foveal_runtime.telemetry.ghosts import GhostLists
 
 ENTRY_BYTES = 256
 """Counted per entry on top of the value: key, object and dictionary slot."""
@@ -20,6 +21,7 @@ class ProcessorCache:
     Attributes:
         queries, hits, evictions, refused: plain counters. `refused` counts values larger than the
             cache, which are served without it and evict nothing.
+        ghosts: what other sizes would bring.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -29,6 +31,7 @@ class ProcessorCache:
         self.hits = 0
         self.evictions = 0
         self.refused = 0
+        self.ghosts = GhostLists(capacity_bytes)
         self._values: OrderedDict[MMHash, bytes | memoryview] = OrderedDict()
 
     def __len__(self) -> int:
@@ -43,7 +46,9 @@ class ProcessorCache:
         self.queries += 1
         value = self._values.get(mm_hash)
         if value is None:
+            self.ghosts.query(mm_hash)
             return None
+        self.ghosts.query(mm_hash, len(value) + ENTRY_BYTES)
         self.hits += 1
         self._values.move_to_end(mm_hash)
         return value
@@ -58,6 +63,7 @@ class ProcessorCache:
             self._values.move_to_end(mm_hash)
             return True
         cost = len(value) + ENTRY_BYTES
+        self.ghosts.insert(mm_hash, cost)
         if cost > self.capacity_bytes:
             self.refused += self.capacity_bytes > 0
             return False
@@ -77,6 +83,7 @@ class ProcessorCache:
     def reset(self) -> None:
         self._values.clear()
         self.used_bytes = 0
+        self.ghosts.reset()
 
     def check_integrity(self) -> None:
         assert self.used_bytes == sum(len(v) + ENTRY_BYTES for v in self._values.values())

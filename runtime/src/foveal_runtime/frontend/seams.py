@@ -2,7 +2,7 @@
 
 The app (app.py and the serving modules) codes against these Protocols; `input_processor` and
 `engine_client` implement them, `fake.py` ships implementations for tests. main/ wires them.
-Holds no behaviour; never imports torch, sockets or the web framework.
+Holds next to no behaviour; never imports torch, sockets or the web framework.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from foveal_runtime.frontend.media import hashing
 from foveal_runtime.frontend.prepared import PreparedRequest
 from foveal_runtime.plan.media import Modality
 from foveal_runtime.plan.sampling import SamplingParams
@@ -53,8 +54,8 @@ class PrepareOptions:
         request_id: of the first sequence; others of the same HTTP request get suffixed ids.
         sampling: of the first sequence; max_tokens is at most max_model_len - len(token_ids).
         mm_processor_kwargs: the user's processor options (part of every item's key).
-        cache_salt: "" = shared caches.
-        tenant: bytes that separate tenants in every cache key; b"" = one tenant.
+        cache_salt: the request's own; "" = shared caches.
+        tenant: the tenant's, from the deployment's header; b"" = one tenant.
         charge_media_bytes: called with the encoded size of media that did not arrive in the HTTP
             body, before it is read (Content-Length) or as it grows; raises RateLimited when the
             process holds too much. What was charged is given back when the request ends.
@@ -69,6 +70,14 @@ class PrepareOptions:
     read_prefix_cache: bool = True
     echo_prompt: bool = False
     charge_media_bytes: Callable[[int], None] = _charge_nothing
+
+    @property
+    def salt(self) -> bytes:
+        """Part of every key of every cache and of every flight that requests join: who has
+        another salt sees no hit, no value and no timing of ours. b"" = shared."""
+        if not self.cache_salt and not self.tenant:
+            return b""
+        return hashing.short_digest(self.tenant, self.cache_salt.encode())
 
 
 class ProcessorInfo(Protocol):

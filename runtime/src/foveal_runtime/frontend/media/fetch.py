@@ -77,15 +77,23 @@ class Fetcher:
 
     def __init__(self, sources: MediaSources, *, resolve: Resolve | None = None) -> None:
         self.sources = sources
-        self.flights: SingleFlight[tuple[str, int], bytes] = SingleFlight()
+        self.flights: SingleFlight[tuple[str, int, bytes], bytes] = SingleFlight()
         self._resolve = resolve
         self._session: aiohttp.ClientSession | None = None
 
-    async def fetch(self, url: str, *, max_bytes: int, charge: Charge = _charge_nothing) -> bytes:
+    async def fetch(
+        self,
+        url: str,
+        *,
+        max_bytes: int,
+        charge: Charge = _charge_nothing,
+        salt: bytes = b"",
+    ) -> bytes:
         """The file behind a URL.
 
         `charge` is told the bytes as they are announced or arrive and may raise to stop; who joins
-        a fetch under way is charged when it has landed. Raises MediaForbidden,
+        a fetch under way is charged when it has landed. Only who has the same `salt` joins: a
+        joined fetch would tell by its time that somebody else wants the URL. Raises MediaForbidden,
         MediaTooLarge, MediaInvalid (no such scheme) or MediaFetchFailed.
         """
         if len(url) > _MAX_URL_LENGTH:
@@ -106,7 +114,9 @@ class Fetcher:
             charge(num_bytes)
             charged += num_bytes
 
-        data = await self.flights.run((url, max_bytes), lambda: work(url, max_bytes, charge_more))
+        data = await self.flights.run(
+            (url, max_bytes, salt), lambda: work(url, max_bytes, charge_more)
+        )
         if len(data) > charged:
             charge(len(data) - charged)
         return data
