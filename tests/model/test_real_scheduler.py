@@ -15,7 +15,7 @@ from foveal_runtime.engine.scheduler import Scheduler
 pytestmark = pytest.mark.model
 
 
-SPARE_BLOCKS = 2
+SPARE_BLOCKS = 3
 
 
 def submit(scheduler: Scheduler, job, seconds: float) -> None:
