@@ -2,7 +2,8 @@
 
 Starts the same processes that pods run, asks over the OpenAI API about image files that the model
 never saw in training, prints question, picture, answer, time to first token and what each cache
-saved, and stops. Exit code 1 when an answer is wrong.
+saved, and stops. The small model itself errs now and then, and the demo says so; exit code 1 means
+that a second answer differed from the first, which no cache may ever cause.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import sys
 import time
 import urllib.request
 from collections import defaultdict
+from itertools import zip_longest
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from PIL import Image
 
@@ -102,9 +105,36 @@ def saved(before: dict[str, float], after: dict[str, float]) -> str:
     )
 
 
+def is_right(answer: str, verdict: str) -> bool:
+    """Whether the answer ends in the verdict, whatever its case and punctuation."""
+    got, want = (re.sub(r"[^a-z0-9]+", " ", text.lower()).strip() for text in (answer, verdict))
+    return got == want or got.endswith(" " + want)
+
+
+class Asked(NamedTuple):
+    answer: str
+    right: bool
+    seconds: float
+
+
+def ask_one(url: str, entry: dict[str, Any], *, draw: bool) -> Asked:
+    """Asks, prints question, picture, answer and savings."""
+    paths = [HERE / "images" / name for name in entry["images"]]
+    before = metrics(url)
+    answer, first = ask(url, "tiny-vlm", paths, entry["question"])
+    right = is_right(answer, entry["verdict"])
+    if draw:
+        rows = zip_longest(*(picture(path) for path in paths), fillvalue="")
+        print("\n".join("  " + "  ".join(row) for row in rows))
+    print("  " + ", ".join(str(path.relative_to(HERE.parents[1])) for path in paths))
+    print(f"  Q {entry['question']}")
+    print(f"  A {answer}   " + ("✓" if right else f"✗ right is: {entry['answer']}"))
+    print(f"    first token after {first * 1000:.0f} ms · {saved(before, metrics(url))}\n")
+    return Asked(answer, right, first)
+
+
 def main() -> int:
     questions = json.loads((HERE / "images" / "questions.json").read_text())
-    colours = sys.stdout.isatty()
     options = LocalOptions(
         model=str(HERE / "model"), name="tiny-vlm", port=free_port(), kv_bytes=64 * MIB,
         ipc_bytes=64 * MIB, processor_bytes=64 * MIB, media_workers=1,
@@ -112,43 +142,25 @@ def main() -> int:
     engines, frontends = local_documents(options, free_port)
     print("starting one engine and one frontend on the bundled model ...", flush=True)
     started = time.perf_counter()
-    num_wrong, seconds = 0, {1: [], 2: []}
     with LocalDeployment(engines, frontends, say=print) as deployment:
         deployment.wait_ready(180.0)
         url = deployment.frontends[0].url
         print(f"ready after {time.perf_counter() - started:.1f} s\n")
-        for round_number, title in (
-            (1, "First round: new pictures"),
-            (2, "Second round: the same"),
-        ):
+        rounds: list[list[Asked]] = []
+        for title in ("First round: new pictures", "Second round: the same again"):
             print(f"{title}\n" + "─" * len(title))
-            for entry in questions:
-                paths = [HERE / "images" / name for name in entry["images"]]
-                before = metrics(url)
-                answer, first = ask(url, "tiny-vlm", paths, entry["question"])
-                right = answer.split()[-1:] == entry["answer"].split()[-1:]
-                num_wrong += not right
-                seconds[round_number].append(first)
-                if colours and round_number == 1:
-                    rows = zip(*(picture(path) for path in paths), strict=False)
-                    print("\n".join("  " + "  ".join(row) for row in rows))
-                names = ", ".join(str(path.relative_to(Path.cwd(), walk_up=True)
-                                      if sys.version_info >= (3, 12) else path.name)
-                                  for path in paths)  # fmt: skip
-                print(f"  {names}")
-                print(f"  Q {entry['question']}")
-                print(f"  A {answer}   {'✓' if right else '✗ expected: ' + entry['answer']}")
-                print(
-                    f"    first token after {first * 1000:.0f} ms · {saved(before, metrics(url))}\n"
-                )
-        means = {r: sum(s) / len(s) * 1000 for r, s in seconds.items()}
-        num_asked = 2 * len(questions)
-        print(
-            f"{num_asked - num_wrong} of {num_asked} answers right; first token after "
-            f"{means[1]:.0f} ms on new pictures, {means[2]:.0f} ms on known ones"
-        )
+            draw = sys.stdout.isatty() and not rounds
+            rounds.append([ask_one(url, entry, draw=draw) for entry in questions])
+    num_right = sum(asked.right for asked in rounds[0])
+    means = [sum(asked.seconds for asked in one) / len(one) * 1000 for one in rounds]
+    print(
+        f"{num_right} of {len(questions)} answers right; first token after {means[0]:.0f} ms the "
+        f"first time, {means[1]:.0f} ms the second"
+    )
+    same = [one.answer for one in rounds[0]] == [one.answer for one in rounds[1]]
+    print("both rounds gave the same answers" if same else "THE ROUNDS DIFFER: a cache is wrong")
     print("stopped. `make serve` keeps it running; `make test` runs the tests.")
-    return 1 if num_wrong else 0
+    return 0 if same else 1
 
 
 if __name__ == "__main__":

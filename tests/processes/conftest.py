@@ -98,7 +98,9 @@ def samples() -> list[Sample]:
         sample.reference = processor.tokenizer.decode(fresh, skip_special_tokens=True)
     right = sum(is_right(sample.reference, sample.verdict) for sample in drawn)
     if "FOVEAL_TEST_MODEL" not in os.environ:
-        assert right >= 0.9 * len(drawn), "the bundled model does not know its own pictures"
+        # Its accuracy by family is evaluate.py's business. Here it only has to look at pictures, or
+        # equality with the reference would prove little.
+        assert right >= 0.6 * len(drawn), "the bundled model does not look at its pictures"
     return drawn
 
 
