@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import threading
 import urllib.error
 import urllib.request
@@ -11,6 +12,7 @@ import pytest
 from foveal_runtime.engine.assemble import LoadedEngine, assemble_core
 from foveal_runtime.engine.fake import FakeRunner, reference_tokens
 from foveal_runtime.engine.fake_frontend import FakeFrontend, FakeItem
+from foveal_runtime.engine.integrity import digest_of
 from foveal_runtime.engine.server import EngineServer, Phase
 from foveal_runtime.plan.config import EngineCaches, EngineConfig, ModelConfig, SchedulerConfig
 from foveal_runtime.plan.encoder_budget import LargestItem
@@ -253,6 +255,55 @@ async def test_garbage_ends_a_session_and_not_the_engine():
         other.check(("r", 0))
         client.link.close()
         other.link.close()
+
+
+async def test_the_books_can_be_looked_at_from_outside():
+    """/debug/integrity: in use while a request runs, all back when it was aborted."""
+    steps = threading.Semaphore(3)
+    hold = threading.Event()
+
+    def on_execute(plan):
+        if not steps.acquire(blocking=False):
+            hold.wait(20)
+
+    with engine(on_execute=on_execute, engine_id="engine-7") as harness:
+        client = Client(harness)
+        await client.open()
+        client.send(client.fake.request(("r", 0), [1, A, 2], max_tokens=100))
+        await client.until(lambda: client.fake.tokens.get(("r", 0)))
+        asked = asyncio.create_task(asyncio.to_thread(harness.get, "/debug/integrity"))
+        hold.set()
+        status, text = await asked
+        state = json.loads(text)
+        assert (status, state["engine"], state["broken"]) == (200, "engine-7", "")
+        client.send(client.fake.sender.abort(("r", 0)))
+        while not state["idle"]:
+            state = json.loads((await asyncio.to_thread(harness.get, "/debug/integrity"))[1])
+            assert not state["broken"]
+        assert state["kv_blocks_in_use"] == state["encoder_references"] == 0
+        assert state["mm_pinned_bytes"] == state["mm_staged_bytes"] == 0
+        assert state["mm_used_bytes"] == len(A.value) <= state["mm_capacity_bytes"]
+        assert state["mm_digest"] == digest_of([A.mm_hash])
+        client.link.close()
+
+
+def test_books_that_disagree_are_told_and_the_engine_goes_on():
+    with engine() as harness:
+        harness.core.receiver.store.pinned_bytes += 1
+        status, text = harness.get("/debug/integrity")
+        assert status == 200
+        assert "pinned_bytes" in json.loads(text)["broken"]
+        assert harness.get("/livez")[0] == 200
+        harness.core.receiver.store.pinned_bytes -= 1
+
+
+def test_an_engine_that_loads_has_no_books_yet():
+    gate = threading.Event()
+    with engine(gate=gate) as harness:
+        while not harness.server.health._thread.is_alive():
+            pass
+        assert harness.get("/debug/integrity")[0] == 503
+        gate.set()
 
 
 async def test_a_silent_frontend_is_dropped():

@@ -40,7 +40,7 @@ class Asker:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.http = httpx.Client(base_url=url, timeout=60)
+        self.http = httpx.Client(base_url=url, timeout=120)
 
     def close(self) -> None:
         self.http.close()

@@ -68,7 +68,9 @@ class Counter:
 
 
 class Relay:
-    """Forwards 127.0.0.1:`port` to `target`; `cut()` drops every open connection at once."""
+    """Forwards 127.0.0.1:`port` to `target`. `cut()` drops every open connection at once; while
+    `held` nothing moves, as when packets are lost, and then what was sent meanwhile arrives late.
+    """
 
     def __init__(self, target: tuple[str, int]) -> None:
         self.target = target
@@ -81,6 +83,7 @@ class Relay:
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.listener, selectors.EVENT_READ)
         self.cut_wanted = threading.Event()
+        self.held = threading.Event()
         self.stopped = threading.Event()
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
@@ -94,6 +97,9 @@ class Relay:
 
     def _run(self) -> None:
         while not self.stopped.is_set():
+            if self.held.is_set():
+                self.stopped.wait(0.05)
+                continue
             for key, _ in self.selector.select(0.05):
                 if key.fileobj is self.listener:
                     self._accept()

@@ -1,4 +1,4 @@
-"""Three frontends and two engines under load while processes are killed, paused and cut off.
+"""Three frontends and two engines under load: processes are killed and paused, links cut and held.
 
 What has to hold: no wrong answer, no failed request of a client whose frontend lived, mirrors equal
 to what the engines hold once idle, nothing leaked.
@@ -6,11 +6,13 @@ to what the engines hold once idle, nothing leaked.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,6 +25,10 @@ pytestmark = [pytest.mark.processes, pytest.mark.faults, pytest.mark.timeout(360
 NUM_FAULTS = int(os.environ.get("FOVEAL_FAULTS", "20"))
 SEED = int(os.environ.get("FOVEAL_SEED", "1"))
 CAPACITY_BYTES = 512 * 1024
+KINDS = (
+    "kill engine", "kill frontend", "kill media worker", "pause engine", "pause frontend",
+    "hold link", "cut link", "cut link",
+)  # fmt: skip
 
 
 class Load:
@@ -44,7 +50,8 @@ class Load:
     def _run(self, number: int) -> None:
         rng = random.Random(f"{SEED}/{number}")
         index = number % len(self.askers)
-        while not self.stopping.is_set():
+        # Restarted processes need some of the machine, too.
+        while not self.stopping.wait(rng.uniform(0, 0.2)):
             sample = rng.choice(self.samples)
             life = self.frontend_lives[index]  # odd: it is being killed or starts
             try:
@@ -64,11 +71,20 @@ class Load:
             if text != sample.reference:
                 self.failures.append(f"wrong: {sample.family}: {text!r} != {sample.reference!r}")
 
-    def stop(self) -> None:
+    def __enter__(self) -> Load:
+        return self
+
+    def __exit__(self, *args: object) -> None:
         self.stopping.set()
         for thread in self.threads:
             thread.join(60)
-            assert not thread.is_alive()
+
+    def stop(self) -> None:
+        """Every client has its last answer."""
+        self.stopping.set()
+        for thread in self.threads:
+            thread.join(120)
+            assert not thread.is_alive(), "a request never ended"
 
 
 class Inspector:
@@ -104,6 +120,12 @@ class Inspector:
         ):
             self.failures.append(str(state))
 
+    def __enter__(self) -> Inspector:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.stop()
+
     def stop(self) -> None:
         self.stopping.set()
         self.thread.join(10)
@@ -112,46 +134,64 @@ class Inspector:
 def restart(child: Child) -> None:
     child.kill_group()
     child.start()
-
-
-def wait_ready(child: Child, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + 180
     while not child.is_ready():
         assert child.is_alive, child.last_lines()
         assert time.monotonic() < deadline, f"{child.name} did not come back"
         time.sleep(0.1)
 
 
+def pause(child: Child) -> None:
+    """Past the heartbeat's 3 s: the time itself is the fault."""
+    child.signal(signal.SIGSTOP)
+    time.sleep(4.0)
+    child.signal(signal.SIGCONT)
+
+
+def kill_media_worker(frontend: Child) -> None:
+    """Its frontend lives: no client may notice."""
+    children = Path(f"/proc/{frontend.pid}/task/{frontend.pid}/children").read_text().split()
+    for pid in children:
+        if b"worker_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            os.kill(int(pid), signal.SIGKILL)
+
+
 def one_fault(rng: random.Random, deployment: LocalDeployment, load: Load, relays: list) -> str:
-    kind = rng.choice(["kill engine", "pause engine", "cut", "cut", "kill frontend"])
+    kind = rng.choice(KINDS)
+    index = rng.randrange(len(deployment.frontends))
+    frontend, engine = deployment.frontends[index], rng.choice(deployment.engines)
+    relay = rng.randrange(len(relays))
     if kind == "kill engine":
-        child = rng.choice(deployment.engines)
-        restart(child)
-        wait_ready(child)
+        restart(engine)
+    elif kind == "kill frontend":
+        load.frontend_lives[index] += 1
+        restart(frontend)
+        load.frontend_lives[index] += 1
+    elif kind == "kill media worker":
+        kill_media_worker(frontend)
     elif kind == "pause engine":
-        child = rng.choice(deployment.engines)
-        child.signal(signal.SIGSTOP)
-        time.sleep(4.0)  # past the heartbeat's 3 s: the pause itself is the fault
-        child.signal(signal.SIGCONT)
-    elif kind == "cut":
-        child = None
-        rng.choice(relays).cut()
+        pause(engine)
+    elif kind == "pause frontend":
+        pause(frontend)
+    elif kind == "hold link":
+        relays[relay].held.set()
+        time.sleep(4.0)
+        relays[relay].held.clear()
     else:
-        index = rng.randrange(len(deployment.frontends))
-        child = deployment.frontends[index]
-        load.frontend_lives[index] += 1
-        restart(child)
-        wait_ready(child)
-        load.frontend_lives[index] += 1
-    return f"{kind} {child.name if child else ''}"
+        relays[relay].cut()
+    where = {"engine": engine.name, "link": f"link {relay}"}.get(kind.split()[-1], frontend.name)
+    return f"{kind} ({where})"
 
 
 def test_faults_under_load(deploy_through_relays, samples):
     rng = random.Random(SEED)
     # A value cache that the samples do not fit into, so that it also evicts all the time.
     options = {"num_frontends": 3, "num_engines": 2, "ipc_bytes": CAPACITY_BYTES}
-    with deploy_through_relays(**options) as (deployment, askers, relays):
-        load, inspector = Load(askers, samples), Inspector(deployment)
+    with contextlib.ExitStack() as stack:
+        found = stack.enter_context(deploy_through_relays(**options))
+        deployment, askers, relays = found
+        load = stack.enter_context(Load(askers, samples))
+        inspector = stack.enter_context(Inspector(deployment))
         for number in range(NUM_FAULTS):
             before, began = load.num_asked, time.monotonic()
             what = f"fault {number + 1}: {one_fault(rng, deployment, load, relays)}"

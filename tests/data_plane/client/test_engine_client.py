@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from foveal_runtime.engine.integrity import digest_of
 from foveal_runtime.frontend.engine_client import EngineClient
 from foveal_runtime.frontend.fake_engine import ScriptedEngine, token_at
 from foveal_runtime.frontend.prepared import PreparedItem, PreparedRequest
@@ -19,6 +20,7 @@ from foveal_runtime.plan.errors import (
     MediaTooLarge,
     MediaUnknown,
     NoEngine,
+    Overloaded,
 )
 from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.wire.inprocess import InProcessHub
@@ -357,6 +359,36 @@ async def test_a_request_that_loses_engine_after_engine_ends():
             engine.restart()
         with pytest.raises(EngineFailure):
             await task
+
+
+async def test_a_full_engine_passes_requests_on():
+    """Regression: a request that the engine holding its image refused as overloaded went to the
+    same engine again (it still held the most), and failed with a 503 though another was free."""
+    async with running(2) as (world, client):
+        await collect(client, make_request("first", 1))
+        full = next(e for e in world.engines.values() if e.served)
+        free = next(e for e in world.engines.values() if e is not full)
+        full.finish_with = ("overloaded", "256 requests are waiting in this engine already")
+        request = make_request("second", 1)
+        assert await collect(client, request) == expected(request)
+        assert [served.rid[0] for served in free.served] == ["second"]
+        assert client.stats.resubmissions == {"overloaded": 1}
+        free.finish_with = full.finish_with
+        with pytest.raises(Overloaded, match="every engine's queue is full"):
+            await collect(client, make_request("third", 1))
+
+
+async def test_mirrors_can_be_compared_with_engines():
+    """/debug/mirrors tells the same digest as the engine's directory has."""
+    async with running(2) as (world, client):
+        await collect(client, make_request("a", 1, 2))
+        views = client.mirrors()
+        assert views.keys() == world.engines.keys()
+        for name, engine in world.engines.items():
+            await until(lambda n=name: not client.mirrors()[n].num_optimistic)
+            assert client.mirrors()[name].digest == digest_of(engine.receiver.store.announced())
+            assert client.mirrors()[name].inflight_bytes == 0
+        assert sum(view.num_confirmed for view in client.mirrors().values()) == 2
 
 
 async def test_a_silent_engine_is_given_up():

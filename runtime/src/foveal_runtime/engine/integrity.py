@@ -56,7 +56,7 @@ def report(core: EngineCore, engine_id: str) -> IntegrityReport:
         core.check_integrity()
     except AssertionError as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
-        broken = f"{where.name}: {error or where.line}"
+        broken = f"{where.name}: {str(error) or where.line}"
     scheduler, receiver = core.scheduler, core.receiver
     store = receiver.store
     staged = sum(session.staged_bytes for session in receiver.sessions.values())

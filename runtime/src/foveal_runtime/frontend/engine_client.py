@@ -319,9 +319,13 @@ class EngineClient:
                     await asyncio.sleep(RECONNECT_SECONDS / 2)
                 return
             if isinstance(event, Rejected):
-                self._on_rejected(run, event)
+                self._on_rejected(run, link, event)
                 return
             if event.finish == "error":
+                if event.error is not None and event.error[0] == "overloaded":
+                    # Refused by the scheduler instead of the value cache: the same to us.
+                    self._on_rejected(run, link, Rejected("overloaded", None))
+                    return
                 raise from_wire(*(event.error or ("engine_error", "the engine gave no reason")))
             if event.finish == "abort":
                 # Not by us: the engine gave it up (drain, restart of its runner).
@@ -342,7 +346,7 @@ class EngineClient:
         is_back = link.sender.is_up or time.monotonic() - link.ended_at < RECONNECT_SECONDS
         return link.boot if is_back else 0
 
-    def _on_rejected(self, run: EngineRun, event: Rejected) -> None:
+    def _on_rejected(self, run: EngineRun, link: EngineLink, event: Rejected) -> None:
         """Raises what the client must know; returns when another attempt is worth it."""
         code = event.code
         if code == "mm_source_lost":
@@ -354,6 +358,8 @@ class EngineClient:
             raise MediaTooLarge("the request's media are larger than the engines' value cache")
         elif code not in ("overloaded", "duplicate_request", "draining", "mm_value_damaged"):
             raise from_wire(code, f"the engine refused the request: {code}")
+        elif code in ("overloaded", "draining"):
+            run.avoid.add(link.endpoint)
         self.stats.count_resubmission(code)
         run.rejections += 1
         if code == "overloaded" and run.rejections >= max(1, self.num_ready_engines()):
