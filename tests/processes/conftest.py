@@ -176,7 +176,7 @@ def deploy_through_relays() -> Callable[..., Any]:
             for relay in relays:
                 stack.enter_context(contextlib.closing(relay))
             stack.enter_context(deployment)
-            deployment.wait_ready(240)
+            deployment.wait_ready(400)
             askers = [
                 stack.enter_context(contextlib.closing(Asker(child.url)))
                 for child in deployment.frontends

@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.faults, pytest.mark.timeout(360
 
 NUM_FAULTS = int(os.environ.get("FOVEAL_FAULTS", "20"))
 SEED = int(os.environ.get("FOVEAL_SEED", "1"))
+START_SECONDS = float(os.environ.get("FOVEAL_START_SECONDS", "240"))  # a busy machine is slow
 CAPACITY_BYTES = 512 * 1024
 KINDS = (
     "kill engine", "kill frontend", "kill media worker", "pause engine", "pause frontend",
@@ -134,10 +135,11 @@ class Inspector:
 def restart(child: Child) -> None:
     child.kill_group()
     child.start()
-    deadline = time.monotonic() + 180
+    deadline = time.monotonic() + START_SECONDS
     while not child.is_ready():
         assert child.is_alive, child.last_lines()
-        assert time.monotonic() < deadline, f"{child.name} did not come back"
+        slow = f"{child.name} did not come back\n{child.last_lines()}"
+        assert time.monotonic() < deadline, slow
         time.sleep(0.1)
 
 
