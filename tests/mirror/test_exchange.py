@@ -423,3 +423,17 @@ def test_a_rejected_value_conflict_keeps_the_first_value():
     assert receiver.stats.num_value_conflicts == 1
     entry = receiver.store.lookup(mm_hash(1))
     assert bytes(entry.value.data) == value_bytes(1, 10)
+
+
+def test_a_shrink_leaves_room_for_the_largest_request():
+    """S is all windows when the largest request fits the cache at start. A shrink to nothing then
+    left such requests no place at all: each was refused until the engine's next start."""
+    w = world(largest_request_bytes=60)
+    w.receivers[0].resize(0)
+    w.settle()
+    assert w.receivers[0].store.capacity_bytes == 60
+    w.send(w.add_task(0, (1, 2, 3, 4, 5, 6)), 0)
+    w.settle()
+    assert w.is_settled()
+    off = world(capacity=0, largest_request_bytes=60)
+    assert off.receivers[0].limits.min_capacity_bytes == 0

@@ -34,7 +34,7 @@ class CacheAdmin(Protocol):
 class ResizeRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    bytes: int = Field(ge=0, le=MAX_BYTES, description="of each engine; 0 switches it off")
+    bytes: int = Field(ge=0, le=MAX_BYTES, description="of each engine")
 
 
 class ResizeResponse(BaseModel):
@@ -68,7 +68,8 @@ def build_admin_router(admin: CacheAdmin) -> APIRouter:
     @router.post("/resize_ipc_cache")
     async def resize_ipc_cache(body: ResizeRequest) -> ResizeResponse:
         """Resizes every connected engine's value cache until its next start; values in use stay
-        until released."""
+        until released. An engine keeps room for its largest request: see its
+        foveal_cache_capacity_bytes."""
         told = await admin.resize_ipc_cache(body.bytes)
         return ResizeResponse(bytes=body.bytes, num_engines=told)
 

@@ -53,6 +53,12 @@ class ReceiverLimits:
         """The other part of S: values of requests larger than the cache."""
         return self.staging_bytes - self.window_pool_bytes
 
+    @property
+    def min_capacity_bytes(self) -> int:
+        """A resize cannot go below. S was divided for the C of the start: if the largest request
+        goes through the cache, it must go on fitting, or it would be refused until a restart."""
+        return max(0, self.largest_request_bytes - self.bypass_bytes)
+
     def grace_of(self, capacity_bytes: int) -> int:
         """G for a capacity: an explicit one, or the default."""
         if self.grace_bytes is not None:

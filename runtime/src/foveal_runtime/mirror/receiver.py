@@ -323,9 +323,10 @@ class Receiver:
         self._settle()
 
     def resize(self, capacity_bytes: int) -> None:
-        """Changes C. A shrink below the pinned bytes lets them end first."""
+        """Changes C, within the limits. A shrink below the pinned bytes lets them end first."""
         limit = self.limits.max_capacity_bytes
-        wanted = max(0, capacity_bytes if limit is None else min(capacity_bytes, limit))
+        wanted = capacity_bytes if limit is None else min(capacity_bytes, limit)
+        wanted = max(self.limits.min_capacity_bytes, wanted)
         self.store.resize(wanted)
         self.admission.grace_bytes = self._grace()
         self.admission.reject_hopeless()
