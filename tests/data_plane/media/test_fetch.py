@@ -174,6 +174,23 @@ async def test_identical_fetches_are_one_and_survive_a_cancelled_caller():
         assert server.requests == ["/a"]
 
 
+async def test_fetches_of_another_salt_are_not_joined():
+    """A joined fetch would tell by its time that somebody else wants the URL."""
+    async with serving() as (server, base, fetcher):
+        server.routes["/a"] = [reply(200, b"once"), reply(200, b"once")]
+        server.gate.clear()
+        tasks = [
+            asyncio.create_task(fetcher.fetch(f"{base}/a", max_bytes=10, salt=salt))
+            for salt in (b"a", b"b", b"a")
+        ]
+        while len(server.requests) < 2:  # noqa: ASYNC110 - the server has no event
+            await asyncio.sleep(0.001)
+        server.gate.set()
+        assert await asyncio.gather(*tasks) == [b"once"] * 3
+        assert server.requests == ["/a"] * 2
+        assert fetcher.flights.joins == 1
+
+
 async def test_a_name_is_judged_by_every_address_it_has():
     """DNS rebinding: what is checked is what is connected to, and one bad address spoils a name."""
     asked = []
