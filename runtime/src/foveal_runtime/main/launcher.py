@@ -106,6 +106,9 @@ class Child:
         try:
             with urllib.request.urlopen(self.url + "/readyz", timeout=2) as answer:
                 return int(answer.status) == 200
+        except urllib.error.HTTPError as error:
+            error.close()  # the error is the answer, with its connection
+            return False
         except (urllib.error.URLError, OSError):
             return False
 
