@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -148,8 +149,8 @@ class LocalDeployment:
         env: dict[str, str] | None = None,
         say: Say = lambda line: None,
     ) -> None:
-        self._temporary = None if folder else tempfile.TemporaryDirectory(prefix="foveal-")
-        self.folder = Path(folder or self._temporary.name)  # type: ignore[union-attr]
+        self._is_temporary = folder is None
+        self.folder = Path(folder or tempfile.mkdtemp(prefix="foveal-"))
         self.folder.mkdir(parents=True, exist_ok=True)
         self.say = say
         self.engines = [Child("engine", c, self.folder, env or {}) for c in engines]
@@ -199,8 +200,8 @@ class LocalDeployment:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     child.process.wait(max(0.1, deadline - time.monotonic()))
                 child.kill_group()
-        if self._temporary is not None:
-            self._temporary.cleanup()
+        if self._is_temporary:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def __enter__(self) -> LocalDeployment:
         try:
