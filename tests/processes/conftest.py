@@ -201,11 +201,6 @@ def deployment_of() -> Callable[..., LocalDeployment]:
 
 
 @pytest.fixture(scope="session")
-def asker_of() -> Callable[[str], Asker]:
-    return Asker
-
-
-@pytest.fixture(scope="session")
 def model_folder() -> Path:
     return WEIGHTS
 

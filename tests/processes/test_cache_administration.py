@@ -51,13 +51,13 @@ def post(asker: Any, path: str, key: str = "admin-key", **body: Any) -> httpx.Re
 
 
 @pytest.fixture(scope="module", params=["inline", "shm"])
-def served(request: Any, tmp_path_factory: Any, deployment_of: Any, asker_of: Any) -> Any:
+def served(request: Any, tmp_path_factory: Any, deployment_of: Any, asker_for: Any) -> Any:
     """Two frontends and an engine for all tests of one way that values travel."""
     folder = tmp_path_factory.mktemp("keys")
     deployment = deployment_of(ipc_type=request.param, num_frontends=2, **keys(folder))
     with deployment:
         deployment.wait_ready(200)
-        yield [asker_of(child.url) for child in deployment.frontends]
+        yield [asker_for(child.url) for child in deployment.frontends]
 
 
 def test_resets_under_load(served: Any, samples: Any) -> None:
