@@ -118,7 +118,9 @@ Policy = Callable[[Frontend, list[bytes], list[bytes]], str]
 
 
 def foveal(frontend: Frontend, keys: list[bytes], affinity: list[bytes]) -> str:
-    name = frontend.router.choose(frontend.candidates(keys), affinity)
+    senders = frontend.senders.values()
+    new = [key for key in keys if not any(sender.believes(key) for sender in senders)]
+    name = frontend.router.choose(frontend.candidates(keys), affinity, max(new, default=b""))
     assert name is not None
     frontend.router.commit(name, affinity)
     return name

@@ -14,7 +14,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from urllib.parse import urlsplit
 
 import msgspec
@@ -287,7 +287,7 @@ class EngineClient:
         ready = {link.endpoint: link for link in self._links.values() if link.is_ready}
         candidates = [self._candidate(link, run) for link in ready.values()]
         fresh = [c for c in candidates if c.name not in run.avoid]
-        name = self.router.choose(fresh or candidates, run.affinity)
+        name = self.router.choose(fresh or candidates, run.affinity, _home(run, ready.values()))
         return None if name is None else ready[name]
 
     def _candidate(self, link: EngineLink, run: EngineRun) -> Candidate:
@@ -376,6 +376,13 @@ class EngineClient:
             self.stats.mm_queries[item.modality] += 1
             if run.attempt and not (item.was_processed or item.was_sent):
                 self.stats.mm_hits[item.modality] += 1
+
+
+def _home(run: EngineRun, links: Iterable[EngineLink]) -> bytes:
+    """Hash of the largest item that none of the engines holds; empty when they hold all."""
+    senders = [link.sender for link in links]
+    new = [i for i in run.request.items if not any(s.believes(i.mm_hash) for s in senders)]
+    return max(new, key=lambda i: (i.size_bytes, i.mm_hash)).mm_hash if new else b""
 
 
 def _addresses(host: str, port: int) -> list[str]:

@@ -1,7 +1,8 @@
 """Which engine gets a request: the one that holds most of it, unless it has too much to do.
 
 Called by engine_client with facts; pure but for a small memory of where prompts went. Bounded load:
-an engine with more than 1.25 times its share of all requests is passed over, however much it holds.
+an engine far above its share of all requests (`load_bound`) is passed over, however much it holds.
+docs/decisions/routing.md says what was measured.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import NamedTuple
 
 from blake3 import blake3
 
-LOAD_BOUND = 1.25
+LOAD_FACTOR = 1.25
 PREFIX_TOKENS = (32, 256, 1024)
 _STALE_SECONDS = 5.0
 
@@ -44,6 +45,17 @@ def estimate_load(own: int, reported: int, own_at_report: int, age_seconds: floa
     return own + max(0, reported - own_at_report)
 
 
+def load_bound(loads: Sequence[int]) -> int:
+    """An engine with this many requests or more gets no other while one has fewer.
+
+    A quarter above the share of each, and what chance alone makes of that share (its square
+    root): without the latter a handful of requests counts as too much, the items of the next are
+    copied to a second engine, and the copies push out what only that one held.
+    """
+    share = (sum(loads) + 1) / len(loads)
+    return math.ceil(LOAD_FACTOR * share + math.sqrt(share))
+
+
 class Router:
     """Remembers, for at most `max_entries` prompt beginnings and items, which engine took them."""
 
@@ -51,16 +63,21 @@ class Router:
         self._max_entries = max_entries
         self._memory: OrderedDict[bytes, str] = OrderedDict()
 
-    def choose(self, candidates: Sequence[Candidate], affinity: Sequence[bytes]) -> str | None:
+    def choose(
+        self, candidates: Sequence[Candidate], affinity: Sequence[bytes], home: bytes = b""
+    ) -> str | None:
         """The name of the engine to send to; None without candidates. Changes nothing.
 
-        `affinity` are the request's memory keys (`affinity_keys`), most specific last.
+        Args:
+            affinity: the request's memory keys (`affinity_keys`), most specific last.
+            home: hash of its largest item that no engine holds, if any. Every frontend has the
+                same order of engines for it, so two that meet it at once do not store it twice.
         """
         able = [c for c in candidates if c.has_all_sources]
         if not able:
             return None
-        share = math.ceil(LOAD_BOUND * (sum(c.load for c in able) + 1) / len(able))
-        free = [c for c in able if c.load < share] or able
+        bound = load_bound([c.load for c in able])
+        free = [c for c in able if c.load < bound] or able
         remembered: dict[str, int] = {}
         for rank, key in enumerate(affinity, start=1):
             name = self._memory.get(key)
@@ -72,7 +89,7 @@ class Router:
                 c.held_bytes,
                 remembered.get(c.name, 0),
                 -c.load,
-                _tie(c.name, affinity),
+                _tie(c.name, home or (affinity[-1] if affinity else b"")),
             ),
         )
         return best.name
@@ -108,6 +125,6 @@ def affinity_keys(
     return keys
 
 
-def _tie(name: str, affinity: Sequence[bytes]) -> bytes:
+def _tie(name: str, key: bytes) -> bytes:
     """Rendezvous: every frontend breaks the same tie the same way."""
-    return blake3(name.encode() + (affinity[-1] if affinity else b"")).digest(length=8)
+    return blake3(name.encode() + key).digest(length=8)
