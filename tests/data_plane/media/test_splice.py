@@ -274,3 +274,43 @@ def test_newlines_merge_only_beside_items():
     assert surround([1, 10, 5, 10, 10, 2, 10, 10], 5, runs, 2) == [1, 12, 5, 13, 2, 10, 10]
     assert surround([5, 5], 5, runs, 2) == [11, 5, 13, 5, 11]
     assert surround([5, 13], 5, runs, 2) == [11, 5, 13, 11]
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_pictures_travel_short_and_equal_bit_by_bit(loaded, name):
+    """What the engine gets from the short form is what the processor made."""
+    processor, _ = loaded(name)
+    assert "pixel_values" in processor.codebooks
+    rng = np.random.default_rng(3)
+    ramp = np.add.outer(np.arange(200), np.arange(150)).astype(np.uint8)
+    pictures = [
+        rng.integers(0, 256, (64, 64, 3), dtype=np.uint8),
+        rng.integers(0, 256, (50, 90, 3), dtype=np.uint8),
+        np.stack([ramp, 255 - ramp, ramp // 2], -1),
+    ]
+    books = processor.codebooks
+    for pixels in pictures:
+        short = processor.process(0, Image.fromarray(pixels), {})
+        try:
+            processor.codebooks = None
+            whole = processor.process(0, Image.fromarray(pixels), {})
+        finally:
+            processor.codebooks = books
+        assert len(short) < 0.6 * len(whole)
+        one, other = view_item(short), view_item(whole)
+        assert one.header.replacement == other.header.replacement
+        assert one.fields.keys() == other.fields.keys()
+        for field in one.fields:
+            got, made = one.fields[field].numpy(), other.fields[field].numpy()
+            assert (got.dtype, got.shape) == (made.dtype, made.shape)
+            assert got.tobytes() == made.tobytes()
+
+
+def test_options_that_change_the_arithmetic_are_stored_as_processed(loaded):
+    processor, _ = loaded("llava")
+    picture = Image.fromarray(np.full((40, 40, 3), 77, np.uint8))
+    for options in ({"do_normalize": False}, {"image_mean": [0.1, 0.2, 0.3]}):
+        value = processor.process(0, picture, options)
+        pixels = view_item(value).fields["pixel_values"]
+        assert pixels.palette is None
+        assert pixels.numpy().shape == (1, 3, 32, 32)

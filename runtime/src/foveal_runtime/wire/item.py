@@ -16,6 +16,15 @@ import msgspec
 import numpy as np
 
 from foveal_runtime.plan.media import MODALITIES, ItemMeta
+from foveal_runtime.wire.palette import (
+    BYTES,
+    INTEGERS,
+    Codebook,
+    Palette,
+    Stored,
+    encode_integers,
+    expand,
+)
 
 MAGIC = b"FMI1"
 ALIGN = 64
@@ -30,13 +39,15 @@ class BadItem(ValueError):
 
 
 class FieldInfo(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor: offset counts from the start of the buffer section."""
+    """One tensor: offset counts from the start of the buffer section. `dtype` and `shape` are those
+    of the tensor, `num_bytes` what is stored: less than the tensor's when it has a `palette`."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     offset: int
     num_bytes: int
+    palette: Palette | None = None
 
 
 class ItemHeader(msgspec.Struct, frozen=True, array_like=True):
@@ -56,17 +67,24 @@ class ItemHeader(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Field:
-    """A tensor of an item as raw bytes: `data` is a view, `dtype` a torch name ("bfloat16")."""
+    """A tensor of an item as stored bytes: `data` is a view, `dtype` a torch name ("bfloat16")."""
 
-    __slots__ = ("data", "dtype", "shape")
+    __slots__ = ("data", "dtype", "palette", "shape")
 
-    def __init__(self, dtype: str, shape: tuple[int, ...], data: memoryview) -> None:
+    def __init__(
+        self, dtype: str, shape: tuple[int, ...], data: memoryview, palette: Palette | None = None
+    ) -> None:
         self.dtype = dtype
         self.shape = shape
         self.data = data
+        self.palette = palette
 
     def numpy(self) -> np.ndarray:
-        """A read-only array; bfloat16 comes as uint16 bit patterns."""
+        """The tensor, read-only unless it had to be expanded; bfloat16 comes as uint16 bit
+        patterns."""
+        if self.palette is not None:
+            flat = expand(self.data, self.palette, math.prod(self.shape), self.dtype)
+            return flat.reshape(self.shape)
         kind = "uint16" if self.dtype == "bfloat16" else self.dtype
         return np.frombuffer(self.data, dtype=kind).reshape(self.shape)
 
@@ -100,15 +118,22 @@ def pack_item(
     replacement: tuple[int, ...],
     embed_runs: tuple[tuple[int, int], ...],
     fields: Mapping[str, tuple[str, np.ndarray]],
+    codebooks: Mapping[str, Codebook] | None = None,
 ) -> bytes:
     """Serialises an item. `fields` maps a name to (torch dtype name, array); a bfloat16 tensor is
-    given as a uint16 array of its bits."""
+    given as a uint16 array of its bits. With `codebooks` (which may be empty) fields are stored
+    short where that loses no bit; None stores all as they are."""
     infos, buffers, offset = [], [], 0
     for name in sorted(fields):
         dtype, array = fields[name]
         shape = tuple(array.shape)
-        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        infos.append(FieldInfo(name, dtype, shape, offset, data.nbytes))
+        stored = _shorten(name, dtype, array, codebooks)
+        if stored is None:
+            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            infos.append(FieldInfo(name, dtype, shape, offset, data.nbytes))
+        else:
+            data = stored.data
+            infos.append(FieldInfo(name, dtype, shape, offset, data.nbytes, stored.palette))
         buffers.append(data)
         offset += -(-data.nbytes // ALIGN) * ALIGN
     header = msgspec.msgpack.encode(ItemHeader(modality, replacement, embed_runs, tuple(infos)))
@@ -119,8 +144,19 @@ def pack_item(
     out[8 : 8 + len(header)] = header
     for info, data in zip(infos, buffers, strict=True):
         begin = start + info.offset
-        out[begin : begin + info.num_bytes] = data.tobytes()
+        out[begin : begin + info.num_bytes] = data.data
     return bytes(out)
+
+
+def _shorten(
+    name: str, dtype: str, array: np.ndarray, codebooks: Mapping[str, Codebook] | None
+) -> Stored | None:
+    if codebooks is None:
+        return None
+    if dtype in INTEGERS:
+        return encode_integers(array)
+    book = codebooks.get(name) if dtype == "float32" else None
+    return None if book is None else book.encode(array)
 
 
 def _section_start(header_bytes: int) -> int:
@@ -153,7 +189,8 @@ def view_item(buffer: bytes | memoryview) -> Item:
         begin = start + info.offset
         if info.offset < 0 or begin + info.num_bytes > len(view):
             raise BadItem(f"field {info.name} runs past the end")
-        fields[info.name] = Field(info.dtype, info.shape, view[begin : begin + info.num_bytes])
+        data = view[begin : begin + info.num_bytes]
+        fields[info.name] = Field(info.dtype, info.shape, data, info.palette)
     return Item(header, fields, len(view))
 
 
@@ -171,7 +208,16 @@ def _check(header: ItemHeader) -> None:
         size = ITEM_SIZES.get(info.dtype)
         if size is None:
             raise BadItem(f"field {info.name}: unknown dtype {info.dtype}")
-        if any(dim < 0 for dim in info.shape) or math.prod(info.shape) * size != info.num_bytes:
+        count = math.prod(info.shape)
+        if info.palette is None:
+            num_bytes = count * size
+        elif info.palette.is_sound(count) and (
+            info.dtype in INTEGERS if info.palette == BYTES else info.dtype == "float32"
+        ):
+            num_bytes = info.palette.num_bytes(count)
+        else:
+            raise BadItem(f"field {info.name}: no such palette")
+        if any(dim < 0 for dim in info.shape) or num_bytes != info.num_bytes:
             raise BadItem(f"field {info.name}: shape and bytes differ")
 
 

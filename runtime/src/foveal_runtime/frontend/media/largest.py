@@ -46,6 +46,8 @@ def largest_items(model_path: str, limits: ModalitiesConfig, max_tokens: int) ->
     """
     processor = ItemProcessor(model_path, limits)
     processor.examine(b"")
+    # Options of a request can take a picture out of its short form: budgets count the long one.
+    processor.codebooks = None
     finders: dict[int, Callable[..., Largest | None]] = {0: _image, 1: _video, 2: _audio}
     found: dict[str, Largest] = {}
     for modality, info in sorted(processor.placeholders.items()):

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from foveal_runtime.frontend.media import rules
+from foveal_runtime.frontend.media import palettes, rules
 from foveal_runtime.frontend.media.decode import decode_image
 from foveal_runtime.frontend.media.hashing import short_digest
 from foveal_runtime.frontend.media.newlines import surround
@@ -40,8 +40,12 @@ from foveal_runtime.plan.errors import (
 )
 from foveal_runtime.plan.media import MODALITIES
 from foveal_runtime.wire.item import pack_item
+from foveal_runtime.wire.palette import Codebook
 
 log = logging.getLogger(__name__)
+
+ITEM_FORM = b"palette-1"
+"""Changes with the bytes that the same tensors become: part of every key."""
 
 _PIXEL_LIBRARIES = ("transformers", "torchvision", "pillow", "soxr", "av")
 _TEXT_FIELDS = {
@@ -65,6 +69,7 @@ class ItemProcessor:
         self.processor = _load_processor(model_path)
         self.tokenizer = getattr(self.processor, "tokenizer", None)
         self.placeholders: dict[int, PlaceholderInfo] = {}
+        self.codebooks: dict[str, Codebook] | None = None  # None: everything as processed
 
     def examine(self, namespace: bytes) -> ProcessorInfo:
         """Finds and proves each modality's placeholder; processes the first item on the way."""
@@ -75,6 +80,7 @@ class ItemProcessor:
             if info is not None:
                 found.append(info)
                 self.placeholders[modality] = info
+        self.codebooks = self._learn_codebooks()
         return ProcessorInfo(
             processor_class=type(self.processor).__name__,
             model_type=self.model_type,
@@ -153,7 +159,7 @@ class ItemProcessor:
         config = "".join(part.to_json_string() for part in parts if part is not None)
         classes = ",".join(type(part).__name__ for part in [self.processor, *parts])
         return short_digest(
-            namespace, classes.encode(), config.encode(), ",".join(versions).encode()
+            namespace, classes.encode(), config.encode(), ",".join(versions).encode(), ITEM_FORM
         )
 
     def _choose_frames(
@@ -219,12 +225,35 @@ class ItemProcessor:
         runs = embed_runs(replacement, info.embed_token_id)
         if not runs:
             raise MediaInvalid(f"{MODALITIES[info.modality]} takes no place in the prompt")
+        fields = self._fields(output)
+        return pack_item(info.modality, tuple(replacement), runs, fields, self.codebooks)
+
+    def _fields(self, output: Mapping[str, Any]) -> dict[str, tuple[str, np.ndarray[Any, Any]]]:
+        """Everything of an output that is not the prompt's."""
         unused = set(getattr(self.processor, "unused_input_names", ()) or ())
-        fields: dict[str, tuple[str, np.ndarray[Any, Any]]] = {}
-        for name, value in output.items():
-            if name not in _TEXT_FIELDS and name not in unused and value is not None:
-                fields[name] = _array(name, value)
-        return pack_item(info.modality, tuple(replacement), runs, fields)
+        return {
+            name: _array(name, value)
+            for name, value in output.items()
+            if name not in _TEXT_FIELDS and name not in unused and value is not None
+        }
+
+    def _learn_codebooks(self) -> dict[str, Codebook]:
+        """Which fields of pictures and frames can be stored short; none when that fails."""
+        image = self.placeholders.get(0)
+        if image is None or not image.method:
+            return {}
+        begin = time.perf_counter()
+        try:
+            books = palettes.learn(lambda p: self._fields(self._call(0, [p], image.token, {})))
+        except (
+            Exception
+        ) as error:  # a foreign processor raises anything; the long form always works
+            log.warning("pictures travel as processed: %s: %s", type(error).__name__, error)
+            return {}
+        if "pixel_values" in books:  # videos go through the same arithmetic, or are not packed
+            books["pixel_values_videos"] = books["pixel_values"]
+        log.info("codebooks of %s after %.2f s", sorted(books), time.perf_counter() - begin)
+        return books
 
     def _examine(self, modality: int) -> PlaceholderInfo | None:
         """Tries each method on a sample item, against one full call with two items."""
