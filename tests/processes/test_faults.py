@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.faults, pytest.mark.timeout(360
 NUM_FAULTS = int(os.environ.get("FOVEAL_FAULTS", "20"))
 SEED = int(os.environ.get("FOVEAL_SEED", "1"))
 START_SECONDS = float(os.environ.get("FOVEAL_START_SECONDS", "240"))  # a busy machine is slow
-CAPACITY_BYTES = 512 * 1024
+CAPACITY_BYTES = 192 * 1024
 KINDS = (
     "kill engine", "kill frontend", "kill media worker", "pause engine", "pause frontend",
     "hold link", "cut link", "cut link",

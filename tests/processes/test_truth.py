@@ -32,7 +32,7 @@ def test_mixed_order_with_warm_caches(shared, mixed):
         {"processor_bytes": 0, "ipc_bytes": 0},
         {"prefix_caching": False},
         {"processor_bytes": 0, "ipc_bytes": 0, "prefix_caching": False, "encoder_embeds": 36},
-        {"ipc_bytes": 64 * 1024, "processor_bytes": 64 * 1024},
+        {"ipc_bytes": 24 * 1024, "processor_bytes": 24 * 1024},
         {"max_num_batched_tokens": 24, "encoder_embeds": 72, "block_size": 8},
         {"ipc_type": "shm"},
         {"attention": "torch"},
