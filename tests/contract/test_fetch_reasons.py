@@ -50,9 +50,9 @@ def hub() -> Iterator[str]:
     [(401, "FetchDenied"), (403, "FetchDenied"), (404, "NotFound"), (400, "FetchFailed")],
 )
 def test_a_hubs_refusal_has_a_reason(hub: str, tmp_path: Path, code: int, reason: str) -> None:
-    target = str(tmp_path / "model")
+    command = ["fetch", f"hf://a/{code}", "--to", str(tmp_path / "model")]
     done = subprocess.run(
-        [sys.executable, "-m", "foveal_runtime.main.cli", "fetch", f"hf://a/{code}", "--to", target],
+        [sys.executable, "-m", "foveal_runtime.main.cli", *command],
         env={**os.environ, "HF_ENDPOINT": hub, "HF_HUB_DISABLE_TELEMETRY": "1", "HF_TOKEN": "x",
              "HF_HOME": str(tmp_path)},
         capture_output=True,
