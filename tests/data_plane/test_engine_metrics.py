@@ -21,6 +21,8 @@ NOT_HERE = {
     "foveal_cache_saved_bytes",
     "foveal_events_published",
     "foveal_engine_errors",
+    "foveal_memory_limit_bytes",
+    "foveal_memory_peak_bytes",
     "foveal_mirror_rejects",
 }
 
