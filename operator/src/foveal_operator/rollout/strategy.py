@@ -80,14 +80,10 @@ def _chosen(
             why = f"{why}; {each} first, {OUTAGE}"
         else:
             why = f"{why}; at most {limit} of the engines is down at a time"
-    return msgspec.structs.replace(
-        state, asked=wish, strategy=kind, why=why, num_surge=num_surge
-    )
+    return msgspec.structs.replace(state, asked=wish, strategy=kind, why=why, num_surge=num_surge)
 
 
-def _is_surge_stuck(
-    state: State, inference: InferenceSpec, pods: Pods, num_engines: int
-) -> bool:
+def _is_surge_stuck(state: State, inference: InferenceSpec, pods: Pods, num_engines: int) -> bool:
     if state.strategy != "Surge" or inference.spec.rollout.strategy != "Auto":
         return False
     return any(
