@@ -52,14 +52,15 @@ class Applier:
         self._applied: dict[str, dict[ObjectKey, _Applied]] = {}
         self._created: dict[str, set[ObjectKey]] = {}
 
-    async def ensure(self, owner_uid: str, body: Obj, *, on_version: str = "") -> bool:
+    async def ensure(self, owner_uid: str, body: Obj) -> bool:
         """Server-side apply, unless that could change nothing. True when something changed.
 
-        Args:
-            on_version: apply only if the live object still has this resourceVersion.
-        Raises ObjectError.
+        A resourceVersion in the body is a condition, not a wish: it is sent along when an apply is
+        needed at all. Raises ObjectError.
         """
-        kind, metadata = kind_of(body), body["metadata"]
+        kind, metadata = kind_of(body), dict(body["metadata"])
+        on_version = metadata.pop("resourceVersion", "")
+        body = {**body, "metadata": metadata}
         key = (kind.name, metadata["name"])
         live = self._caches.get(kind, metadata["namespace"], metadata["name"])
         digest = content_hash(body)

@@ -44,9 +44,7 @@ class Cluster(Protocol):
     async def get(self, kind: Kind, namespace: str | None, name: str) -> Obj | None:
         """None when it is not there."""
 
-    async def list_all(
-        self, kind: Kind, namespace: str | None, selector: str = ""
-    ) -> list[Obj]:
+    async def list_all(self, kind: Kind, namespace: str | None, selector: str = "") -> list[Obj]:
         """All objects, a quorum read. Raises NotFound when the cluster lacks the API."""
 
     async def serves(self, kind: Kind) -> bool:
@@ -106,10 +104,9 @@ async def load_configuration(kubeconfig: str = "", context: str = "") -> Any:
     return found
 
 
-def credentials(configuration: Any) -> Credentials:
+async def credentials(configuration: Any) -> Credentials:
     """What a second client needs to be the same user. Reads a rotated token anew."""
-    configuration.retries = None
-    header = configuration.get_api_key_with_prefix("BearerToken") or ""
+    header = await configuration.get_api_key_with_prefix("BearerToken") or ""
     return Credentials(
         server=configuration.host,
         ca_path=configuration.ssl_ca_cert or "",
@@ -157,9 +154,7 @@ class KubeCluster:
         except NotFound:
             return None
 
-    async def list_all(
-        self, kind: Kind, namespace: str | None, selector: str = ""
-    ) -> list[Obj]:
+    async def list_all(self, kind: Kind, namespace: str | None, selector: str = "") -> list[Obj]:
         found: list[Obj] = []
         query = {"limit": str(PAGE)}
         if selector:
@@ -316,7 +311,12 @@ class KubeCluster:
             )  # fmt: skip
             method, url, headers, _, posted, *_ = request
             answer = await self._client.call_api(
-                method, url, headers, body, posted, _request_timeout=aiohttp.ClientTimeout(total=TIMEOUT_SECONDS)
+                method,
+                url,
+                headers,
+                body,
+                posted,
+                _request_timeout=aiohttp.ClientTimeout(total=TIMEOUT_SECONDS),
             )
             return answer.status, answer.headers, await answer.read()
         except ApiException as error:

@@ -49,7 +49,7 @@ class EventRecorder:
     async def record(
         self, regarding: Obj, kind: Type, reason: str, note: str, action: str = "Reconcile"
     ) -> None:
-        """Says that something happened to `regarding` (with its metadata). Never raises ApiError."""
+        """Says that something happened to `regarding`, a whole object. Never raises ApiError."""
         now = self._clock.monotonic()
         key = (regarding["metadata"]["uid"], reason)
         known = self._series.get(key)

@@ -8,7 +8,7 @@ error: the resource can then say it (engine.accelerator.memory).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from foveal_operator.api_errors import ApiError, Forbidden, NotFound
@@ -34,8 +34,8 @@ class Survey:
     def __init__(self, cluster: Cluster, clock: Clock) -> None:
         self._cluster = cluster
         self._clock = clock
-        self._nodes: list[Obj] = []
-        self._slices: list[Obj] = []
+        self._nodes: Sequence[Obj] = ()
+        self._slices: Sequence[Obj] = ()
         self._free: dict[str, tuple[float, int | None]] = {}
         self.apis: frozenset[str] = frozenset()
 
@@ -162,7 +162,9 @@ def _asked(pod: Obj, resource: str) -> int:
     def limit(container: Obj) -> int:
         resources = container.get("resources", {})
         asked = resources.get("limits", {}).get(resource)
-        return _amount(asked if asked is not None else resources.get("requests", {}).get(resource, 0))
+        return _amount(
+            asked if asked is not None else resources.get("requests", {}).get(resource, 0)
+        )
 
     plain = sum(limit(container) for container in spec.get("containers", ()))
     first = max((limit(container) for container in spec.get("initContainers") or ()), default=0)

@@ -97,10 +97,11 @@ def drop(target: Any, path: Path) -> None:
 def applied(live: Obj | None, owners: Owners, body: Obj, manager: str) -> tuple[Obj, Owners]:
     """The object and its owners after `manager` applied `body` with force."""
     wanted = dict(leaves(body))
-    result = copy.deepcopy(live) if live is not None else {
-        "apiVersion": body["apiVersion"], "kind": body["kind"],
-        "metadata": {k: body["metadata"][k] for k in ("name", "namespace") if k in body["metadata"]},
-    }  # fmt: skip
+    if live is not None:
+        result = copy.deepcopy(live)
+    else:
+        named = {k: v for k, v in body["metadata"].items() if k in ("name", "namespace")}
+        result = {"apiVersion": body["apiVersion"], "kind": body["kind"], "metadata": named}
     current = dict(leaves(result))
     others = {path for name, paths in owners.items() if name != manager for path in paths}
     for path in owners.get(manager, frozenset()) - wanted.keys():
@@ -124,7 +125,7 @@ def edited(before: Obj, after: Obj, owners: Owners, manager: str) -> Owners:
     changed = {path for path, value in new.items() if old.get(path, object) != value}
     gone = old.keys() - new.keys()
     fresh = {name: paths - changed - gone for name, paths in owners.items()}
-    fresh[manager] = frozenset((fresh.get(manager, frozenset()) | changed))
+    fresh[manager] = frozenset(fresh.get(manager, frozenset()) | changed)
     return {name: paths for name, paths in fresh.items() if paths}
 
 

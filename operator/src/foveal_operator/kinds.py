@@ -34,7 +34,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def group(self) -> str:
-        """"" for core."""
+        """ "" for core."""
         return self.api_version.rpartition("/")[0]
 
     @property

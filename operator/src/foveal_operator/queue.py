@@ -111,7 +111,7 @@ class QueueCore(Generic[K]):
         """The next delay after a failure; doubles each time, with up to 20 % added by chance."""
         failures = self._failures.get(key, 0)
         self._failures[key] = failures + 1
-        plain = min(MAX_SECONDS, BASE_SECONDS * 2 ** min(failures, 30))
+        plain = min(MAX_SECONDS, BASE_SECONDS * float(2 ** min(failures, 30)))
         return plain * (1.0 + JITTER * self._random())
 
     def forget(self, key: K) -> None:

@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 
@@ -16,6 +23,8 @@ from foveal_operator.operator_metrics import OPERATOR_METRICS
 from foveal_runtime.plan.metric import Metric
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+# Of no use to anybody here, and they double the number of series.
+disable_created_metrics()
 
 
 class Telemetry:
@@ -31,26 +40,26 @@ class Telemetry:
         PlatformCollector(registry=self.registry)
         return self
 
-    def count(self, name: str, by: float = 1.0, **labels: str) -> None:
+    def count(self, name: str, /, by: float = 1.0, **labels: str) -> None:
         found = self._metrics[name]
         assert isinstance(found, Counter)
         (found.labels(**labels) if labels else found).inc(by)
 
-    def set(self, name: str, value: float, **labels: str) -> None:
+    def set(self, name: str, value: float, /, **labels: str) -> None:
         found = self._metrics[name]
         assert isinstance(found, Gauge)
         (found.labels(**labels) if labels else found).set(value)
 
-    def observe(self, name: str, value: float, **labels: str) -> None:
+    def observe(self, name: str, value: float, /, **labels: str) -> None:
         found = self._metrics[name]
         assert isinstance(found, Histogram)
         (found.labels(**labels) if labels else found).observe(value)
 
-    def forget(self, name: str, **labels: str) -> None:
+    def forget(self, name: str, /, **labels: str) -> None:
         """Drops every series of a family that has these labels."""
         self._metrics[name].remove_by_labels(labels)
 
-    def value(self, name: str, **labels: str) -> float:
+    def value(self, name: str, /, **labels: str) -> float:
         """For tests and probes; 0.0 when there is no such series. `name` as exposed."""
         return self.registry.get_sample_value(name, labels) or 0.0
 
