@@ -140,7 +140,7 @@ def _next_state(
 
 
 def _is_complete(view: RolloutView, target: _Target, pods: Pods) -> bool:
-    """Every pod that is asked for serves, at the revision that is aimed at, and no other is left."""
+    """Every pod that is asked for serves, at the target's revision, and no other is left."""
     engines, frontends = target.engine_revision, target.frontend_revision
     if view.live_stateful_set is None or view.live_deployment is None:
         return False

@@ -18,7 +18,8 @@ HOLD_SECONDS = 30 * 24 * 3600
 
 def is_held(deployment: Obj | None) -> bool:
     """Old and new pods stand side by side on purpose."""
-    return (deployment or {}).get("spec", {}).get("minReadySeconds", 0) >= HOLD_SECONDS
+    spec = (deployment or {}).get("spec", {})
+    return int(spec.get("minReadySeconds", 0)) >= HOLD_SECONDS
 
 
 def frontend_body(body: Body, live: Obj | None, pods: Pods, num_frontends: int) -> Body | None:
