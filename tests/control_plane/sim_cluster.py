@@ -6,7 +6,6 @@ management here; maxSurge, maxUnavailable and minReadySeconds there. Time goes i
 
 from __future__ import annotations
 
-import copy
 import functools
 import random
 from dataclasses import dataclass, field
@@ -167,21 +166,19 @@ class SimCluster:
             if pod.ready and self.random.random() < 0.7:
                 mine = [f for f in self.role("frontend") if f.started and f.group == pod.group]
                 sessions[pod.name] = len(mine)
-        return copy.deepcopy(
-            RolloutView(
-                inference=inference,
-                stateful_set=objects.of_kind("StatefulSet")[0],
-                deployment=objects.of_kind("Deployment")[0],
-                live_stateful_set=self.stateful_set,
-                live_deployment=self.deployment,
-                record=self.record,
-                engine_pods=tuple(pod.raw() for pod in self.role("engine")),
-                frontend_pods=tuple(pod.raw() for pod in self.role("frontend")),
-                free_devices=self.free_devices() if self.knows_devices else None,
-                sessions=sessions,
-                announced=self.announced,
-                now=self.now,
-            )
+        return RolloutView(
+            inference=inference,
+            stateful_set=objects.of_kind("StatefulSet")[0],
+            deployment=objects.of_kind("Deployment")[0],
+            live_stateful_set=self.stateful_set,
+            live_deployment=self.deployment,
+            record=self.record,
+            engine_pods=tuple(pod.raw() for pod in self.role("engine")),
+            frontend_pods=tuple(pod.raw() for pod in self.role("frontend")),
+            free_devices=self.free_devices() if self.knows_devices else None,
+            sessions=sessions,
+            announced=self.announced,
+            now=self.now,
         )
 
     # the operator's acts
@@ -208,20 +205,19 @@ class SimCluster:
 
     def _apply(self, kind: str, body: Obj) -> int:
         live: Obj | None = getattr(self, kind)
-        before = copy.deepcopy(live)
-        merged = {**copy.deepcopy(body), "metadata": {**body["metadata"]}}
-        if live is None:
-            merged["metadata"]["generation"] = 1
-            merged["status"] = {}
-        else:
-            merged["metadata"]["generation"] = live["metadata"]["generation"]
+        metadata, status = {**body["metadata"], "generation": 1}, {}
+        merged = {**body, "metadata": metadata, "status": status}
+        if live is not None:
+            metadata["generation"] = live["metadata"]["generation"]
             merged["status"] = live["status"]
             if kind != "record" and "replicas" not in merged["spec"]:
-                merged["spec"]["replicas"] = live["spec"]["replicas"]
+                merged["spec"] = {**merged["spec"], "replicas": live["spec"]["replicas"]}
             if merged.get("spec") != live.get("spec"):
-                merged["metadata"]["generation"] += 1
+                metadata["generation"] += 1
+        if merged == live:
+            return 0
         setattr(self, kind, merged)
-        return int(before != merged)
+        return 1
 
     def ask(self, wish: Wish) -> None:
         self.wish = wish
@@ -242,9 +238,7 @@ class SimCluster:
     def _create(self, role: str, name: str, template: Obj) -> None:
         self.count += 1
         starts_in = self.random.randint(1, 6 if role == "engine" else 3)
-        self.pods[name] = SimPod(
-            name, f"uid-{self.count}", role, copy.deepcopy(template), self.now, starts_in
-        )
+        self.pods[name] = SimPod(name, f"uid-{self.count}", role, template, self.now, starts_in)
 
     def _terminate(self, pod: SimPod) -> None:
         if pod.ends_in is None:

@@ -1,7 +1,8 @@
-"""Rollouts over a simulated cluster: what never happens, and that every road ends where it should."""
+"""Rollouts over a simulated cluster: what never happens, and where every road ends."""
 
 from __future__ import annotations
 
+import copy
 import random
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from tests.control_plane.sim_cluster import (
     desired_of,
 )
 
-from foveal_operator.rollout import RolloutDecision
+from foveal_operator.rollout import RolloutDecision, decide
 from foveal_operator.rollout.pods import template_revision
 from foveal_operator.rollout.strategy import OUTAGE
 from foveal_operator.status import Observed, report
@@ -48,6 +49,16 @@ def check_always(cluster: SimCluster, decision: RolloutDecision) -> None:
     replicas = cluster.stateful_set["spec"]["replicas"]
     surge = 1 if decision.strategy.startswith("Surge") else 0
     assert replicas <= cluster.wish.engines + surge or cluster.wish.paused
+    if decision.in_progress:
+        assert decision.next_check_seconds is not None
+    if decision.delete_pods and not surge:
+        assert decision.strategy.startswith("FreeFirst"), decision.strategy
+    if cluster.random.random() < 0.2:
+        check_status(cluster, decision)
+
+
+def check_status(cluster: SimCluster, decision: RolloutDecision) -> None:
+    """A role is never called ready while a replica of its current revision does not serve."""
     _, objects = desired_of(cluster.wish)
     observed = Observed(
         now="2026-01-01T00:00:00Z",
@@ -67,10 +78,6 @@ def check_always(cluster: SimCluster, decision: RolloutDecision) -> None:
     if conditions["FrontendsReady"] == "True":
         mine = [p for p in cluster.role("frontend") if p.revision == frontend and p.ready]
         assert len(mine) >= cluster.wish.frontends
-    if decision.in_progress:
-        assert decision.next_check_seconds is not None
-    if decision.delete_pods and not surge:
-        assert decision.strategy.startswith("FreeFirst"), decision.strategy
 
 
 def run(
@@ -211,6 +218,19 @@ def test_a_first_revision_that_never_comes_up_has_nothing_to_go_back_to() -> Non
     run(cluster, good)
 
 
+def test_deciding_changes_nothing_of_what_it_reads() -> None:
+    wish = Wish(engines=2)
+    cluster = started(8, wish, num_devices=2)
+    cluster.ask(replace(wish, image="good-2"))
+    for _ in range(12):
+        view = cluster.view()
+        before = copy.deepcopy(view)
+        assert decide(view) == decide(view)
+        assert view == before
+        cluster.reconcile()
+        cluster.tick()
+
+
 def test_paused_leaves_every_object_alone() -> None:
     wish = Wish()
     cluster = started(1, wish)
@@ -281,7 +301,7 @@ def test_without_a_record_a_rollout_goes_on_but_knows_no_way_back() -> None:
     run(cluster, after, floor=1)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(30))
 def test_every_road_converges(seed: int) -> None:
     """Random wishes, random trouble, an operator that dies: whatever was done, the last wish wins,
     and no deletion ever takes an engine below what the strategy promises."""
@@ -301,7 +321,7 @@ def test_every_road_converges(seed: int) -> None:
         for key in rng.sample(sorted(change), rng.randint(1, 3)):
             wish = replace(wish, **{key: change[key]})  # type: ignore[arg-type]
         cluster.ask(wish)
-        for _ in range(rng.randint(1, 150)):
+        for _ in range(rng.randint(1, 140)):
             _pass_under_trouble(cluster, trouble=0.01)
     wish = replace(wish, image="good-3", engine_note="", frontend_note="", strategy="Auto")
     cluster.ask(wish)
