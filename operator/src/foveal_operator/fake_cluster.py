@@ -79,7 +79,7 @@ class FakeCluster:
         if live is None:
             raise NotFound(f"{kind.plural} {key[2]} not found", 404)
         self._preconditions(body, live)
-        part = {**body, "metadata": {}}
+        part = {"status": body["status"]}
         result, self.status_owners[key] = applied(
             live, self.status_owners.get(key, {}), part, FIELD_MANAGER
         )

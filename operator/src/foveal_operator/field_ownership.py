@@ -104,7 +104,9 @@ def applied(live: Obj | None, owners: Owners, body: Obj, manager: str) -> tuple[
         result = {"apiVersion": body["apiVersion"], "kind": body["kind"], "metadata": named}
     current = dict(leaves(result))
     others = {path for name, paths in owners.items() if name != manager for path in paths}
-    for path in owners.get(manager, frozenset()) - wanted.keys():
+    # What an element is found by goes last.
+    gone = owners.get(manager, frozenset()) - wanted.keys()
+    for path in sorted(gone, key=lambda path: path[-1] in _KEYS):
         if path not in others and path in current:
             drop(result, path)
     fresh: Owners = {}
