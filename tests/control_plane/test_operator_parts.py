@@ -310,11 +310,11 @@ async def credentials() -> Credentials:
 def engine(*namespaces: str) -> WatchEngine:
     return WatchEngine(
         WATCHED, namespaces, login=credentials, sink=lambda *_: None,
-        loop=asyncio.new_event_loop(), identity="me",
+        loop=asyncio.get_running_loop(), identity="me",
     )  # fmt: skip
 
 
-def test_kopf_gets_event_handlers_and_nothing_else() -> None:
+async def test_kopf_gets_event_handlers_and_nothing_else() -> None:
     """Any other kind of handler writes annotations or finalizers on users' objects."""
     registry = engine().registry()
     assert registry._changing.get_all_handlers() == []
@@ -323,7 +323,7 @@ def test_kopf_gets_event_handlers_and_nothing_else() -> None:
     assert len(registry._watching.get_all_handlers()) == len(WATCHED)
 
 
-def test_kopf_is_silent_standalone_and_patient() -> None:
+async def test_kopf_is_silent_standalone_and_patient() -> None:
     settings = engine("a").settings()
     assert settings.posting.enabled is False
     assert settings.peering.standalone is True
