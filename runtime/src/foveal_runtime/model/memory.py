@@ -1,8 +1,8 @@
 """The most memory a piece of work takes while it runs, on a device or on the host.
 
-Used by the profiler, and by engines for their metrics. On a CUDA device the allocator counts exactly; on the host the kernel's
-high-water mark of resident memory is reset before and read after; free memory that the C library
-still holds is given back first, or its reuse would not show.
+Used by the profiler, and by engines for their metrics. On a CUDA device the allocator counts
+exactly; on the host the kernel's high-water mark of resident memory is reset before and read
+after; free memory that the C library still holds is given back first, or its reuse would not show.
 """
 
 from __future__ import annotations

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -85,29 +87,35 @@ def ended(note: Path, code: int) -> dict[str, object]:
     }
 
 
-def engine(note: Path, config: object) -> subprocess.Popen[bytes]:
-    document = note.with_suffix(".json")
-    document.write_text(json.dumps(config))
+@contextlib.contextmanager
+def running(role: str, document: Path, note: Path) -> Iterator[subprocess.Popen[bytes]]:
     note.touch()
-    return subprocess.Popen(
-        [sys.executable, "-m", "foveal_runtime.main.cli", "engine", "--config", str(document)],
+    process = subprocess.Popen(
+        [sys.executable, "-m", "foveal_runtime.main.cli", role, "--config", str(document)],
         env={**os.environ, "FOVEAL_TERMINATION_LOG": str(note)},
         stderr=subprocess.DEVNULL,
     )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("role", "config", "said"),
     [
-        ({"engine_id": "e", "model": {"path": 7}}, "path"),
-        ({"engine_id": "e", "model": {"path": "/nowhere", "name": "m"}}, "/nowhere"),
+        ("engine", {"engine_id": "e", "model": {"path": 7}}, "path"),
+        ("frontend", {"model": {"path": "/nowhere", "name": "m"}, "host": "127.0.0.1"}, "/nowhere"),
     ],
 )
 def test_a_refused_document_is_a_reason_with_its_line(
-    tmp_path: Path, config: object, said: str
+    tmp_path: Path, role: str, config: dict[str, object], said: str
 ) -> None:
-    process = engine(tmp_path / "note", config)
-    assert process.wait(60) == 2
+    document = tmp_path / "document"
+    document.write_text(json.dumps(config))
+    with running(role, document, tmp_path / "note") as process:
+        assert process.wait(100) == 2
     pod = ended(tmp_path / "note", 2)
     found, failure = diagnose([pod]), last_failure([pod])
     assert found is not None
@@ -123,14 +131,8 @@ def test_a_killed_process_has_left_its_peak(tmp_path: Path) -> None:
     fifo = tmp_path / "document"
     os.mkfifo(fifo)
     note = tmp_path / "note"
-    note.touch()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "foveal_runtime.main.cli", "engine", "--config", str(fifo)],
-        env={**os.environ, "FOVEAL_TERMINATION_LOG": str(note)},
-        stderr=subprocess.DEVNULL,
-    )
-    with fifo.open("w"):  # it has come as far as reading its document
-        process.send_signal(signal.SIGBUS)
+    with running("engine", fifo, note) as process, fifo.open("w"):
+        process.send_signal(signal.SIGBUS)  # it has come as far as reading its document
         code = process.wait(60)
     pod = ended(note, code)
     found, failure = diagnose([pod]), last_failure([pod])
