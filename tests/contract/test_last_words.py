@@ -106,7 +106,7 @@ def running(role: str, document: Path, note: Path) -> Iterator[subprocess.Popen[
     ("role", "config", "said"),
     [
         ("engine", {"engine_id": "e", "model": {"path": 7}}, "path"),
-        ("frontend", {"model": {"path": "/nowhere", "name": "m"}, "host": "127.0.0.1"}, "/nowhere"),
+        ("frontend", {"model": {"path": "/nowhere", "name": "m"}, "port": 0}, "/nowhere"),
     ],
 )
 def test_a_refused_document_is_a_reason_with_its_line(
