@@ -6,7 +6,14 @@ import copy
 
 import msgspec
 import pytest
-from tests.control_plane.operator_kit import EXAMPLES, KEY, OPTIONAL_KINDS, Kit, resource
+from tests.control_plane.operator_kit import (
+    EXAMPLES,
+    KEY,
+    OPTIONAL_KINDS,
+    Kit,
+    resource,
+    with_claim,
+)
 
 from foveal_operator.api_errors import Conflict, Forbidden, Transient, UserError
 from foveal_operator.fake_cluster import FakeCluster
@@ -398,8 +405,28 @@ async def test_a_fetched_models_claim_outlives_the_resource(kit: Kit) -> None:
     assert "ownerReferences" not in claim["metadata"]
     kit.cluster.remove(INFERENCE, *KEY)
     await kit.settle()
-    assert kit.cluster.names("PersistentVolumeClaim") == ["tiny-model"]
+    assert "tiny-model" in kit.cluster.names("PersistentVolumeClaim")
     assert kit.cluster.names("ServiceAccount") == []
+
+
+async def test_a_users_claim_is_looked_for_until_it_is_there(kit: Kit) -> None:
+    kit.cluster.remove(BY_NAME["PersistentVolumeClaim"], "default", "models")
+    await kit.start()
+    kit.cluster.add(resource())
+    await kit.settle()
+    assert kit.condition("ModelReady") == ("False", "ClaimPending")
+    with_claim(kit.cluster)
+    kit.time.now += 61
+    await kit.settle()
+    assert kit.condition("ModelReady") == ("False", "Profiling")
+    assert [n for n in kit.cluster.names("Job") if "-profile-" in n]
+
+
+async def test_the_profile_job_goes_when_its_result_is_kept(kit: Kit) -> None:
+    await served(kit)
+    assert kit.cluster.names("Job") == []
+    (name,) = [n for n in kit.cluster.names("ConfigMap") if "-profile-" in n]
+    assert kit.cluster.body("ConfigMap", name)["immutable"] is True
 
 
 async def test_a_deleted_resource_is_forgotten_without_a_write(kit: Kit) -> None:

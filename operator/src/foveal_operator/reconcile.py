@@ -22,7 +22,6 @@ from foveal_operator.cluster import Cluster
 from foveal_operator.curve_keys import make_key_pairs
 from foveal_operator.events import EventRecorder
 from foveal_operator.facts import Survey
-from foveal_operator.interim_model import model_keys
 from foveal_operator.kinds import (
     BY_NAME,
     CONFIG_MAP,
@@ -35,6 +34,7 @@ from foveal_operator.kinds import (
 from foveal_operator.look import COMPONENT, Looker, ObservePods, Pass, Settings
 from foveal_operator.manifests.context import Obj
 from foveal_operator.manifests.secret import curve_secret
+from foveal_operator.model_flow import PROFILE_KEY
 from foveal_operator.observe import config_maps_in_use, newest
 from foveal_operator.rollout import record_name
 from foveal_operator.spec import SpecError
@@ -74,7 +74,7 @@ class Reconciler:
         self._caches = caches
         self._random_bytes = random_bytes
         self._looker = Looker(
-            caches, survey, clock=clock, settings=settings, observe_pods=observe_pods
+            cluster, caches, survey, clock=clock, settings=settings, observe_pods=observe_pods
         )
         self._teller = Teller(cluster, caches, recorder, telemetry, clock)
         self.applier = Applier(cluster, caches, telemetry)
@@ -193,10 +193,9 @@ class Reconciler:
         ]
         kept = config_maps_in_use(workloads, (*work.engine_pods, *work.frontend_pods))
         kept |= work.rollout.keep_config_maps | {basis_name(key[1]), record_name(key[1])}
-        for document in ("engine.json", "frontend.json"):
+        for document in ("engine.json", "frontend.json", PROFILE_KEY):
             kept |= newest(config_maps, document, REVISIONS_KEPT)
         keep: set[ObjectKey] = {("ConfigMap", name) for name in kept}
-        keep |= set(model_keys(work.inference, work.facts))
         keep |= {_key(owned.body) for owned in work.desired.objects}
         for kind, body in self.applier.prunable(key, work.uid, wanted | keep):
             metadata = body["metadata"]
