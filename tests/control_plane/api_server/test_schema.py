@@ -118,11 +118,11 @@ def _edges(schema: Obj) -> Iterator[Any]:
     """Values just inside and just outside of what one field allows."""
     kind = schema["type"]
     yield from (v for v in ("text", 3, True, [], {}, None) if not _is(kind, v))
-    if kind == "integer":
+    yield from schema.get("enum", ())
+    if "minimum" in schema:
         low, high = schema["minimum"], schema["maximum"]
         yield from (low - 1, low, high, high + 1)
     elif kind == "string":
-        yield from schema.get("enum", ())
         if "maxLength" in schema:
             yield from ("a" * schema["maxLength"], "a" * (schema["maxLength"] + 1))
         yield from ("", " ", "0", "1Gi", "1.5Gi", "-1Gi", "1e3", "Auto", "a-b.c/d", "ä", "A_b")
