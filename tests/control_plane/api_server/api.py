@@ -31,7 +31,9 @@ GROUP_VERSIONS = {
         ("Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding"), "rbac.authorization.k8s.io/v1"
     ),
     "HorizontalPodAutoscaler": "autoscaling/v2",
-    **dict.fromkeys(("ResourceClaimTemplate", "ResourceClaim", "DeviceClass"), "resource.k8s.io/v1"),
+    **dict.fromkeys(
+        ("ResourceClaimTemplate", "ResourceClaim", "DeviceClass"), "resource.k8s.io/v1"
+    ),
     **dict.fromkeys(("PodMonitor", "PrometheusRule"), "monitoring.coreos.com/v1"),
     "ScaledObject": "keda.sh/v1alpha1",
     "HTTPRoute": "gateway.networking.k8s.io/v1",
@@ -155,7 +157,13 @@ class Api:
         return self.request("PATCH", path, obj, APPLY, fieldManager=manager, **query)
 
     def merge(
-        self, kind: str, namespace: str, name: str, change: Obj, sub: str = "", manager: str = "test"
+        self,
+        kind: str,
+        namespace: str,
+        name: str,
+        change: Obj,
+        sub: str = "",
+        manager: str = "test",
     ) -> Reply:
         path = self.path(kind, namespace, name, sub)
         return self.request("PATCH", path, change, MERGE, fieldManager=manager)

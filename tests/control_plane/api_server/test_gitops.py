@@ -42,7 +42,9 @@ def test_applied_twice_by_several_tools_no_generation_and_no_difference(
     assert "unchanged" in apply_file(kubectl, obj)
     for manager in ("argocd-controller", "kustomize-controller"):
         for _ in range(2):
-            apply_file(kubectl, obj, "--server-side", "--force-conflicts", f"--field-manager={manager}")
+            apply_file(
+                kubectl, obj, "--server-side", "--force-conflicts", f"--field-manager={manager}"
+            )
     difference = run([*kubectl, "diff", "-f", "-"], obj)
     assert difference.returncode == 0, difference.stdout + difference.stderr
     live = api.get("MultiModalInference", namespace, "qwen")

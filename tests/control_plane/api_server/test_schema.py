@@ -71,9 +71,7 @@ def test_legal_resources_are_accepted(api: Api, name: str) -> None:
 
 
 @pytest.mark.parametrize(("path", "value", "field"), [c[1:] for c in ILLEGAL], ids=lambda v: "")
-def test_illegal_resources_are_refused_by_name(
-    api: Api, path: str, value: Any, field: str
-) -> None:
+def test_illegal_resources_are_refused_by_name(api: Api, path: str, value: Any, field: str) -> None:
     reply = api.create(put(resource(), path, value), **STRICT)
     assert names_field(reply, field), f"{reply.status}: {reply.message}"
 
@@ -188,6 +186,12 @@ def test_kubectl_explain_has_words_for_every_field(api: Api) -> None:
     """From the server's own OpenAPI document, which is what `kubectl explain` reads."""
     body = api.request("GET", "/openapi/v3/apis/foveal.dev/v1alpha1").must()
     schemas = body["components"]["schemas"]
-    (ours,) = [s for name, s in schemas.items() if re.search(r"v1alpha1\.MultiModalInference$", name)]
-    blank = [path for path, schema in _leaves(ours["properties"]["spec"], "spec") if not schema.get("description")]
+    (ours,) = [
+        s for name, s in schemas.items() if re.search(r"v1alpha1\.MultiModalInference$", name)
+    ]
+    blank = [
+        path
+        for path, schema in _leaves(ours["properties"]["spec"], "spec")
+        if not schema.get("description")
+    ]
     assert blank == []
