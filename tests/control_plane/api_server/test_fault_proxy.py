@@ -142,18 +142,27 @@ class Watcher:
         ):
             for line in reply.iter_lines():
                 event = json.loads(line)
+                if event["type"] == "DELETED":
+                    break
                 shown = event["object"].get("data", {}).get("k", event["object"].get("code"))
                 self.seen.append((event["type"], shown))
         self.ended = True
 
+    def close(self, api: Api, namespace: str) -> None:
+        """The last event there is: its config map goes."""
+        api.delete("ConfigMap", namespace, "c")
+        self._thread.join(20)
+
 
 @pytest.fixture
-def watch(client: Api, api: Api, proxy: FaultProxy, namespace: str) -> Watcher:
-    """Of the config maps of the namespace but the one every namespace has; it ends by itself."""
+def watch(client: Api, api: Api, proxy: FaultProxy, namespace: str) -> Iterator[Watcher]:
+    """Of the one config map that the tests change."""
     version = api.request("GET", api.path("ConfigMap", namespace)).must()["metadata"]
     path = client.path("ConfigMap", namespace)
-    query = f"watch=true&resourceVersion={version['resourceVersion']}&timeoutSeconds=10"
-    return Watcher(f"{proxy.url('w')}{path}?{query}&fieldSelector=metadata.name%3Dc")
+    query = f"watch=true&resourceVersion={version['resourceVersion']}&timeoutSeconds=30"
+    watcher = Watcher(f"{proxy.url('w')}{path}?{query}&fieldSelector=metadata.name%3Dc")
+    yield watcher
+    watcher.close(api, namespace)
 
 
 def change(api: Api, namespace: str, *values: str) -> None:
