@@ -127,13 +127,14 @@ class Nodes:
     ) -> list[Obj]:
         """Exactly `num` pods of a component, all ready or all not."""
 
-        def there() -> list[Obj] | bool:
-            found = self.pods(component)
-            return len(found) == num and all(is_ready(pod) is ready for pod in found) and found
+        found: list[Obj] = []
+
+        def there() -> bool:
+            found[:] = self.pods(component)
+            return len(found) == num and all(is_ready(pod) is ready for pod in found)
 
         what = f"{num} pods of {component} that are {'ready' if ready else 'not ready'}"
-        found = wait_until(what, there, timeout_seconds)
-        assert isinstance(found, list)
+        wait_until(what, there, timeout_seconds)
         return found
 
     # --- the player ----------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(os.environ.get("FOVEAL_E2E", "/var/tmp/foveal-e2e"))
 ADMIN, CONTROLLERS = "admin-token", "controllers-token"
 _TOKENS = f"""{ADMIN},admin,1,"system:masters"
-{CONTROLLERS},system:kube-controller-manager,2,"system:authenticated"
+{CONTROLLERS},controllers,2,"system:masters"
 """
 _CONTROLLERS_RUN = (
     "deployment-controller,replicaset-controller,statefulset-controller,job-controller,"
