@@ -16,6 +16,8 @@ from tests.control_plane.api_server.programs import (
     running_cluster,
     start_controllers,
 )
+from tests.control_plane.api_server.scenarios import Children, undisturbed
+from tests.control_plane.api_server.world import World, running_world
 from tests.control_plane.regenerate import CRD_FILE
 
 HERE = Path(__file__).parent
@@ -69,3 +71,16 @@ def namespace(api: Api) -> str:
     """A fresh namespace that admits only pods of the restricted standard."""
     standard = {"pod-security.kubernetes.io/enforce": "restricted"}
     return api.namespace(f"test-{next(_NUMBERS)}", **standard)
+
+
+@pytest.fixture
+def world(controlled_cluster: Cluster, namespace: str) -> Iterator[World]:
+    """The namespace with nodes and a proxy; operators are the test's to start."""
+    with running_world(controlled_cluster, namespace) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def expected(controlled_cluster: Cluster, api: Api) -> dict[str, Children]:
+    """By step of the scenarios: the children after a run in which nothing goes wrong."""
+    return undisturbed(controlled_cluster, api.namespace(f"test-{next(_NUMBERS)}-calm"))

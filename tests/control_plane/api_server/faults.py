@@ -25,6 +25,40 @@ def write_number(number: int) -> When:
     return lambda call: call.write_number == number
 
 
+class OncePerWrite:
+    """True for the first write of each object by each verb, until it is cleared. Leases and Events
+    do not count."""
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[str, str]] = set()
+
+    def clear(self) -> None:
+        self._seen.clear()
+
+    def __call__(self, call: Call) -> bool:
+        if not any_write(call) or call.target.resource == "events":
+            return False
+        point = (call.verb, str(call.target))
+        is_new = point not in self._seen
+        self._seen.add(point)
+        return is_new
+
+
+class OncePerEvent:
+    """True for the first event of each object and type."""
+
+    def __init__(self) -> None:
+        self.seen: set[tuple[str, ...]] = set()
+
+    def __call__(self, call: Call, event: Event) -> bool:
+        if event["type"] not in ("ADDED", "MODIFIED", "DELETED"):
+            return False
+        point = (call.target.resource, event["object"]["metadata"]["name"], event["type"])
+        is_new = point not in self.seen
+        self.seen.add(point)
+        return is_new
+
+
 def status_answer(status: int, reason: str, retry_after_seconds: int | None = None) -> Answer:
     body = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": status}
     body |= {"reason": reason, "message": f"a test's {reason}"}

@@ -127,15 +127,14 @@ class Nodes:
     ) -> list[Obj]:
         """Exactly `num` pods of a component, all ready or all not."""
 
-        found: list[Obj] = []
-
-        def there() -> bool:
-            found[:] = self.pods(component)
-            return len(found) == num and all(is_ready(pod) is ready for pod in found)
-
         what = f"{num} pods of {component} that are {'ready' if ready else 'not ready'}"
-        wait_until(what, there, timeout_seconds)
-        return found
+        wait_until(what, lambda: self.are_ready(component, num, ready=ready), timeout_seconds)
+        return self.pods(component)
+
+    def are_ready(self, component: str, num: int, *, ready: bool = True) -> bool:
+        """There are `num` pods of a component, all ready or all not."""
+        found = self.pods(component)
+        return len(found) == num and all(is_ready(pod) is ready for pod in found)
 
     # --- the player ----------------------------------------------------------------------------
     def _run(self) -> None:

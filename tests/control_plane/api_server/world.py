@@ -27,25 +27,12 @@ from foveal_operator.spec import parse
 
 KIND = "MultiModalInference"
 MANAGED = "app.kubernetes.io/managed-by=foveal-operator"
-CHILD_KINDS = [
-    "ConfigMap",
-    "Secret",
-    "Service",
-    "ServiceAccount",
-    "PersistentVolumeClaim",
-    "Deployment",
-    "StatefulSet",
-    "Job",
-    "NetworkPolicy",
-    "PodDisruptionBudget",
-    "HorizontalPodAutoscaler",
-    "PodMonitor",
-    "PrometheusRule",
-    "ScaledObject",
-    "HTTPRoute",
-    "InferencePool",
-    "ResourceClaimTemplate",
-]
+CHILD_KINDS = (
+    *("ConfigMap", "Secret", "Service", "ServiceAccount", "PersistentVolumeClaim"),
+    *("Deployment", "StatefulSet", "Job", "NetworkPolicy", "PodDisruptionBudget"),
+    *("HorizontalPodAutoscaler", "PodMonitor", "PrometheusRule", "ScaledObject"),
+    *("HTTPRoute", "InferencePool", "ResourceClaimTemplate"),
+)
 SETTLE_SECONDS = 60.0
 
 
@@ -54,7 +41,7 @@ class World:
 
     def __init__(self, cluster: Cluster, api: Api, namespace: str, nodes: Nodes) -> None:
         self.cluster, self.api, self.namespace, self.nodes = cluster, api, namespace, nodes
-        self.proxy = FaultProxy(cluster, Audit(needs_lease=True))
+        self.proxy = FaultProxy(cluster, Audit())
         self.operators: list[OperatorProcess] = []
 
     def operator(self, name: str = "a", *flags: str) -> OperatorProcess:
