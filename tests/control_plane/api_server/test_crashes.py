@@ -45,7 +45,7 @@ class Crasher:
         return faults.REFUSALS[503]
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200, func_only=True)
 @pytest.mark.parametrize(
     "first_after", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["odd", "even"]
 )

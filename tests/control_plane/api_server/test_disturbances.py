@@ -24,21 +24,21 @@ def run_all(world: World, expected: dict[str, Children]) -> None:
     assert len(done) == len(_STEPS)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600, func_only=True)
 @pytest.mark.parametrize("status", [409, 429, 500, 503])
 def test_each_write_refused_once(world: World, expected: dict[str, Children], status: int) -> None:
     world.proxy.faults.append(faults.refuse(faults.OncePerWrite(), status, times=None))
     run_all(world, expected)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600, func_only=True)
 def test_each_answer_lost_once(world: World, expected: dict[str, Children]) -> None:
     """The API server did it, the operator saw a timeout: nothing is made twice."""
     world.proxy.faults.append(faults.lose_answer(faults.OncePerWrite(), times=None))
     run_all(world, expected)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600, func_only=True)
 @pytest.mark.parametrize(
     "fault", [faults.drop_events, faults.duplicate_events, faults.expire_watch, faults.cut_watch]
 )

@@ -44,7 +44,7 @@ def does(world: World, step: object) -> None:
     wait_until("the step is over", lambda: is_over(world, step), 90.0)  # type: ignore[arg-type]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600, func_only=True)
 def test_another_takes_over_when_the_leader_dies_or_leaves(pair: World) -> None:
     wait_until("one leads", lambda: holder(pair), 60.0)
     does(pair, CREATE)
@@ -61,7 +61,7 @@ def test_another_takes_over_when_the_leader_dies_or_leaves(pair: World) -> None:
     does(pair, STEPS[2])
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600, func_only=True)
 def test_a_leader_that_slept_past_its_lease_writes_nothing(pair: World) -> None:
     """Stopped in the middle, it wakes up when another leads; it must end before it writes."""
     wait_until("one leads", lambda: holder(pair), 60.0)

@@ -28,7 +28,7 @@ OUTAGES = {
 }
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600, func_only=True)
 @pytest.mark.parametrize("outage", OUTAGES)
 def test_an_outage_is_survived_and_caught_up_with(
     world: World, expected: dict[str, Children], outage: str

@@ -19,7 +19,7 @@ def num_writes(world: World) -> int:
     return sum(not call.is_lease for call, _ in world.proxy.writes)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600, func_only=True)
 def test_at_rest_and_over_a_restart_nothing_is_written(world: World) -> None:
     operator = world.operator("a", NO_LEASE)
     operator.start()
@@ -52,7 +52,7 @@ DRIFT: list[tuple[str, str, Any]] = [
 ]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600, func_only=True)
 def test_what_others_change_is_repaired_and_what_is_not_ours_is_left(world: World) -> None:
     world.operator("a", NO_LEASE).start()
     wanted = run(world, CREATE)
@@ -81,7 +81,7 @@ def test_what_others_change_is_repaired_and_what_is_not_ours_is_left(world: Worl
     assert service["metadata"]["annotations"]["example.org/note"] == "theirs"
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600, func_only=True)
 def test_without_an_operator_a_resource_can_be_deleted_and_changed(
     world: World, expected: dict[str, Children]
 ) -> None:
