@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from tests.control_plane.fake_clock import FakeTime
+
 from foveal_operator.api_errors import ApiError
 from foveal_operator.fake_cluster import FakeCluster
 from foveal_operator.kinds import INFERENCE, Kind
@@ -16,7 +18,6 @@ from foveal_operator.manifests.context import Obj
 from foveal_operator.options import Options
 from foveal_operator.probes import PodReports
 from foveal_operator.telemetry import Telemetry
-from tests.control_plane.fake_clock import FakeTime
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 KEY = ("default", "tiny")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from foveal_operator.queue import BASE_SECONDS, MAX_SECONDS, QueueCore, WorkQueue
-from foveal_operator.telemetry import Telemetry
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.control_plane.fake_clock import FakeTime
+
+from foveal_operator.queue import BASE_SECONDS, MAX_SECONDS, QueueCore, WorkQueue
+from foveal_operator.telemetry import Telemetry
 
 KEYS = st.sampled_from("abcd")
 
@@ -65,7 +66,7 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 TestQueueMachine = QueueMachine.TestCase
-TestQueueMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestQueueMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 
 
 def test_a_key_added_while_worked_on_runs_once_more() -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 
+import msgspec
 import pytest
+from tests.control_plane.operator_kit import EXAMPLES, KEY, OPTIONAL_KINDS, Kit, resource
+
 from foveal_operator.api_errors import Conflict, Forbidden, Transient, UserError
 from foveal_operator.fake_cluster import FakeCluster
 from foveal_operator.kinds import (
@@ -16,7 +19,7 @@ from foveal_operator.kinds import (
 )
 from foveal_operator.manifests.context import Obj
 from foveal_operator.manifests.pods import REVISION_LABEL
-from tests.control_plane.operator_kit import EXAMPLES, KEY, OPTIONAL_KINDS, Kit, resource
+from foveal_operator.spec_status import MultiModalInferenceStatus
 
 PROFILE = (EXAMPLES / "profiles" / "tiny-vlm.json").read_text(encoding="utf-8")
 EXPECTED = {
@@ -200,7 +203,7 @@ async def test_frontend_changes_touch_no_engine(kit: Kit) -> None:
     assert "tiny-engine-0" in kit.cluster.names("Pod")
 
 
-@pytest.mark.parametrize("kind", sorted(EXPECTED.keys() - {"Secret"}) + ["ConfigMap"])
+@pytest.mark.parametrize("kind", [*sorted(EXPECTED.keys() - {"Secret"}), "ConfigMap"])
 async def test_a_deleted_object_comes_back(kind: str, kit: Kit) -> None:
     await served(kit)
     names = kit.cluster.names(kind)
@@ -214,7 +217,7 @@ async def test_a_deleted_object_comes_back(kind: str, kit: Kit) -> None:
     assert kit.cluster.names(kind) == names
 
 
-@pytest.mark.parametrize("kind", sorted(EXPECTED.keys() - {"Secret"}) + ["ConfigMap"])
+@pytest.mark.parametrize("kind", [*sorted(EXPECTED.keys() - {"Secret"}), "ConfigMap"])
 async def test_a_changed_field_of_ours_is_put_right_and_others_stay(kind: str, kit: Kit) -> None:
     await served(kit)
     name = kit.cluster.names(kind)[0]
@@ -354,7 +357,7 @@ async def test_paused_means_hands_off(kit: Kit) -> None:
 
     def pause(body: Obj) -> None:
         body["spec"]["paused"] = True
-        body["spec"]["frontend"]["mediaWorkers"] = 2
+        body["spec"]["frontend"]["hostMemory"] = "4Gi"
 
     before = {k: v for k, v in versions(kit.cluster).items() if "Multi" not in k}
     kit.cluster.edit(INFERENCE, *KEY, pause)
@@ -454,7 +457,8 @@ async def test_what_the_api_server_calls_wrong_is_the_users_to_mend(kit: Kit) ->
     kit.cluster.add(resource())
     await kit.settle()
     text = 'failed to create typed patch object: duplicate entries for key [name="A"]'
-    kit.fail(UserError(text, 500), kind="StatefulSet")
+    for _ in range(9):
+        kit.fail(UserError(text, 500), kind="StatefulSet")
     finish_profile(kit.cluster)
     await kit.settle()
     assert kit.condition("Stalled") == ("True", "InvalidSpec")
@@ -575,9 +579,6 @@ async def test_an_engine_change_replaces_the_engine_by_its_uid(kit: Kit) -> None
 
 async def test_the_status_is_what_the_schema_takes(kit: Kit) -> None:
     """Round trip: what is stored reads back as the typed status."""
-    import msgspec
-    from foveal_operator.spec_status import MultiModalInferenceStatus
-
     await served(kit, pods=True)
     msgspec.convert(kit.status(), MultiModalInferenceStatus)
 

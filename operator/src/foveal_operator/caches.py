@@ -66,9 +66,9 @@ class Caches:
         key = (metadata.get("namespace", ""), metadata["name"])
         of_kind = self._objects.setdefault(kind.name, {})
         known = of_kind.get(key)
-        if known is not None and known["metadata"]["uid"] == uid:
-            if version_of(body) <= version_of(known):
-                return False
+        is_same = known is not None and known["metadata"]["uid"] == uid
+        if known is not None and is_same and version_of(body) <= version_of(known):
+            return False
         if known is not None:
             self._unlink(kind, key, known)
         of_kind[key] = trimmed(kind, body)
