@@ -53,9 +53,11 @@ STEPS = (
 
 
 def is_over(world: World, step: Step) -> bool:
-    """The pods of the step are there and ready; a deleted resource has left nothing."""
+    """All is ready and the operator says so; a deleted resource has left nothing."""
     if step.name == "delete":
         return not world.children() and not world.nodes.pods()
+    if world.conditions().get("Ready") != "True":
+        return False
     image = ((world.resource() or {}).get("spec") or {}).get("image")
     pods = [*world.nodes.pods("engine"), *world.nodes.pods("frontend")]
     if image and any(image not in _images(pod) for pod in pods):
