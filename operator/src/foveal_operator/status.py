@@ -363,11 +363,15 @@ def _resolved(inference: InferenceSpec | None) -> dict[str, object]:
 
 
 def plain(value: object) -> object:
-    """JSON as the API server takes it: camel case, zeros kept, what is not set left out."""
+    """JSON as the API server takes it: camel case, zeros kept, what is not set left out.
+
+    Empty maps are left out as well: sent after a filled one, server-side apply makes them null,
+    which the schema then refuses.
+    """
     if isinstance(value, msgspec.Struct):
         names = zip(value.__struct_encode_fields__, value.__struct_fields__, strict=True)
-        pairs = ((key, getattr(value, name)) for key, name in names)
-        return {key: plain(item) for key, item in pairs if item is not None}
+        pairs = ((key, plain(getattr(value, name))) for key, name in names)
+        return {key: item for key, item in pairs if item is not None and item != {}}
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, tuple) else value
