@@ -220,7 +220,7 @@ def test_conditions_of_another_version_count_as_absent() -> None:
     assert [c.type for c in previous_conditions(stored)] == ["Ready"]
 
 
-# --- pods' reports in the background ---------------------------------------------------------------
+# --- pods' reports in the background -----------------------------------------------------------
 async def test_a_pass_never_waits_for_a_pod_and_news_bring_it_back() -> None:
     said, gate, keys = [PodReports(sessions_up=1, sessions_wanted=1)], asyncio.Event(), []
 

@@ -396,6 +396,21 @@ async def test_the_key_secret_is_created_once_and_never_read(kit: Kit) -> None:
     assert verbs == {"POST"}
 
 
+async def test_a_key_secret_that_vanished_is_made_again_when_pods_cannot_start(kit: Kit) -> None:
+    """It is never read, so its absence shows only in pods that wait for it."""
+    await served(kit, pods=True)
+    kit.cluster.remove(BY_NAME["Secret"], "default", "tiny-curve")
+    await kit.resync()
+    assert kit.cluster.names("Secret") == [], "nobody needs it"
+
+    def wait(body: Obj) -> None:
+        body["status"] = {"phase": "Pending"}
+
+    kit.cluster.edit(POD, "default", "tiny-engine-0", wait, manager="kubelet")
+    await kit.resync()
+    assert kit.cluster.names("Secret") == ["tiny-curve"]
+
+
 async def test_a_fetched_models_claim_outlives_the_resource(kit: Kit) -> None:
     body = resource(model={"uri": "hf://org/model", "cache": {"size": "1Gi"}})
     await kit.start()

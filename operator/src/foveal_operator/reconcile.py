@@ -206,6 +206,14 @@ class Reconciler:
         pods = (self._looker.pods(key, "engine"), self._looker.pods(key, "frontend"))
         await self._teller.refuse(resource, error, *pods)
 
+    def doubt(self) -> None:
+        """Called now and then: where pods cannot start, the key Secret may be gone. It cannot be
+        looked at, so the next pass tries to create it again."""
+        for key, uid in self._uids.items():
+            pods = (*self._looker.pods(key, "engine"), *self._looker.pods(key, "frontend"))
+            if any(pod.get("status", {}).get("phase") == "Pending" for pod in pods):
+                self.applier.doubt_created(uid)
+
     def _forget(self, key: Key) -> None:
         """The resource that had this name is gone: so is all that was kept for it."""
         uid = self._uids.pop(key)
