@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from foveal_operator.api_errors import UserError
+from foveal_operator.api_errors import ApiError, Forbidden, NotLeader, UserError
 from foveal_operator.apply import Applier, ObjectError, ObjectKey
 from foveal_operator.basis import basis_config_map, basis_name
 from foveal_operator.caches import Caches, Key
@@ -93,18 +93,32 @@ class Reconciler:
         self._uids[key] = uid
         try:
             work = await self._looker.look(key, resource)
-            again = await self._act(work)
         except SpecError as error:
             await self._refuse(key, resource, error)
             return Outcome()
+        try:
+            again = await self._act(work)
         except ObjectError as error:
             if isinstance(error.cause, UserError):
                 await self._refuse(key, resource, SpecError([("", str(error))]))
                 return Outcome()
-            log.warning("%s/%s: %s", *key, error)
+            await self._tell_failure(work, error)
             raise error.cause from error
         await self._teller.tell(work)
         return Outcome(again_seconds=again)
+
+    async def _tell_failure(self, work: Pass, error: ObjectError) -> None:
+        """A resource without a status counts as healthy, so tell even when a write has failed.
+        Only a lacking right is named: it does not pass, and its text does not change."""
+        log.warning("%s/%s: %s", *work.key, error)
+        if isinstance(error.cause, NotLeader):
+            return
+        try:
+            await self._teller.tell(
+                work, trouble=str(error) if isinstance(error.cause, Forbidden) else ""
+            )
+        except ApiError as other:
+            log.warning("%s/%s: status: %s", *work.key, other)
 
     async def _act(self, work: Pass) -> float | None:
         """Applies, deletes, prunes. Returns in how many seconds to look again, or None."""
