@@ -57,6 +57,17 @@ def test_the_newest_warning_is_the_last_line(tmp_path: Path) -> None:
     assert note.read_text().splitlines() == ["memory_peak=5Mi", last]
 
 
+def test_growth_keeps_what_another_process_of_the_container_said(tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    one = LastWords(note, memory_of(tmp_path, 5 * MIB))
+    other = LastWords(note, memory_of(tmp_path, 5 * MIB))
+    one.say("old news")
+    other.say("it broke")
+    memory_of(tmp_path, 50 * MIB)
+    one.look()
+    assert note.read_text() == "memory_peak=50Mi\nit broke\n"
+
+
 def test_configuring_logs_keeps_the_last_words(tmp_path: Path) -> None:
     root = logging.getLogger()
     before, level = list(root.handlers), root.level

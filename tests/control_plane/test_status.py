@@ -190,6 +190,21 @@ TROUBLE: list[tuple[dict[str, Any], reasons.Reason, str]] = [
         reasons.CONFIG_ERROR,
         'secret "qwen-api-keys" not found',
     ),
+    (
+        container(state={"waiting": {"reason": "ErrImagePull", "message": "401 Unauthorized"}}),
+        reasons.IMAGE_DENIED,
+        "401 Unauthorized",
+    ),
+    (
+        ended(2, "foveal-runtime: shm_bytes is 9, but /shared holds only 4 bytes: lower it"),
+        reasons.SHM_FULL,
+        "holds only 4 bytes",
+    ),
+    (
+        ended(1, "memory_peak=9Mi\nthe step loop failed: OutOfMemoryError: CUDA out of memory"),
+        reasons.DEVICE_FULL,
+        "CUDA out of memory",
+    ),
     ({"conditions": UNSCHEDULABLE}, reasons.UNSCHEDULABLE, "Insufficient nvidia.com/gpu"),
 ]
 
@@ -301,3 +316,38 @@ def test_an_empty_map_is_not_sent() -> None:
     assert isinstance(sent, dict)
     assert sent["url"] == "u"
     assert {} not in sent.values()
+
+
+def test_a_failure_that_left_no_peak_has_the_one_last_reported() -> None:
+    broken = pod("b", **ended(137, "", "OOMKilled", at=LATER))
+    limits = {"resources": {"limits": {"memory": "12Gi"}}}
+    name = broken["status"]["containerStatuses"][0]["name"]
+    broken["spec"] = {"containers": [{"name": name, **limits}]}
+    failure = last_failure([broken], {"b": 12_345 << 20})
+    assert failure is not None
+    assert (failure.memory_peak, failure.memory_limit) == ("12345Mi", "12Gi")
+
+
+def test_budgets_show_planned_and_measured_with_their_difference() -> None:
+    status = status_of(measured={"weights": 1 << 30, "enginePodMemory": 1 << 30})
+    for name in ("weights", "enginePodMemory"):
+        budget = status.budgets[name]
+        assert budget.measured_bytes == 1 << 30
+        assert budget.difference_bytes == (1 << 30) - budget.bytes
+    assert status.budgets["kv"].measured_bytes is status.budgets["kv"].difference_bytes is None
+
+
+def test_a_rolled_back_rollout_stalls_and_says_where_it_stands() -> None:
+    text = "revision a/b did not serve in time, so the last good revision is back"
+    values = {
+        **serving(),
+        "engine_pods": (),
+        "deadline_exceeded": True,
+        "rollout_message": text,
+        "rollout_strategy": "FreeFirst: no spare device is known",
+    }
+    status = status_of(**values)
+    stalled = next(c for c in status.conditions if c.type == "Stalled")
+    assert stalled.reason == "ProgressDeadlineExceeded"
+    assert text in stalled.message
+    assert status.rollout_strategy.startswith("FreeFirst")

@@ -234,7 +234,7 @@ def _message(target: _Target, pods: Pods, record: Record, is_complete: bool) -> 
     state = record.state
     new = sum(1 for p in pods.engines if p.revision == target.engine_revision and p.serves)
     old = sum(1 for p in pods.engines if p.revision != target.engine_revision)
-    engines = f"{new} of {target.num_engines} engines of it serve"
+    engines = f"{new} engines of it serve, {target.num_engines} are asked for"
     if old:
         engines += f", {old} of another revision are left"
     if target.rolled_back:

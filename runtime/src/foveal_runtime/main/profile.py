@@ -83,8 +83,9 @@ def run(arguments: argparse.Namespace) -> int:
 def compact(profile: ModelProfile) -> bytes:
     """The document on one line, so small that a termination message holds it: what budgets do not
     need is left out when it must be. Raises StartupError when even that does not fit."""
-    for left_out in ({}, {"kv_bytes_per_layer": ()}, {"kv_bytes_per_layer": (), "sources": {}}):
-        data = msgspec.json.encode(msgspec.structs.replace(profile, **left_out))
+    small = msgspec.structs.replace(profile, kv_bytes_per_layer=())
+    for one in (profile, small, msgspec.structs.replace(small, sources={})):
+        data = msgspec.json.encode(one)
         if len(data) <= MAX_TERMINATION_MESSAGE_BYTES:
             return data
     raise StartupError(

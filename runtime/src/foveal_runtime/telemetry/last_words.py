@@ -30,7 +30,6 @@ class LastWords(logging.Handler):
         super().__init__(logging.WARNING)
         self._path = path
         self._memory = memory
-        self._line = ""
         self._written_bytes = 0
         self._stop = threading.Event()
 
@@ -46,18 +45,23 @@ class LastWords(logging.Handler):
 
     def say(self, line: str) -> None:
         """The last line from now on."""
-        self._line = " ".join(line.split())[:MAX_LINE]
-        self.write()
+        self._write(" ".join(line.split())[:MAX_LINE])
 
     def write(self) -> None:
-        """Peak, limit and last line."""
+        """Peak and limit; the last line stays, whichever process of the container said it."""
+        try:
+            self._write(self._path.read_text().partition("\n")[2].strip())
+        except (OSError, ValueError):
+            self._write("")
+
+    def _write(self, line: str) -> None:
         self._written_bytes = self._memory.peak_bytes()
         text = f"memory_peak={_mebibytes(self._written_bytes)}"
         limit_bytes = self._memory.limit_bytes()
         if limit_bytes:
             text += f" memory_limit={_mebibytes(limit_bytes)}"
         with contextlib.suppress(OSError):
-            self._path.write_text(f"{text}\n{self._line}\n" if self._line else f"{text}\n")
+            self._path.write_text(f"{text}\n{line}\n" if line else f"{text}\n")
 
     def look(self) -> None:
         """Writes if the peak has grown."""

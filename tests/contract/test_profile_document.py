@@ -1,0 +1,79 @@
+"""The profile as a Job writes it: small enough for a termination message, and the committed one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from foveal_runtime.main.profile import MAX_TERMINATION_MESSAGE_BYTES, compact
+from foveal_runtime.plan.errors import StartupError
+from foveal_runtime.plan.profile import ItemProfile, ModelProfile, decode
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "foveal_runtime.main.cli", "profile", *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=115,
+    )
+
+
+def test_the_committed_profile_is_what_the_command_writes(tmp_path: Path) -> None:
+    """After a change that is meant: write it again with
+    `foveal-runtime profile examples/tiny-vlm/model`, with "tiny-vlm" as the model's name."""
+    note = tmp_path / "termination-log"
+    done = run(str(EXAMPLES / "tiny-vlm" / "model"), "--output", str(note))
+    assert done.returncode == 0, done.stderr
+    data = note.read_bytes()
+    assert len(data) <= MAX_TERMINATION_MESSAGE_BYTES
+    committed = decode((EXAMPLES / "profiles" / "tiny-vlm.json").read_bytes())
+    assert msgspec.structs.replace(decode(data), model="tiny-vlm") == committed
+
+
+def test_a_model_that_is_none_leaves_the_message_to_the_log(tmp_path: Path) -> None:
+    note = tmp_path / "termination-log"
+    note.touch()
+    done = run(str(tmp_path / "absent"), "--output", str(note))
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("foveal-runtime: ")
+    assert note.read_text() == ""
+
+
+def large(num_layers: int, name: str = "m") -> ModelProfile:
+    item = ItemProfile(
+        num_tokens=2**40, num_embeds=2**40, processed_bytes=2**50, example="65535x65535 pixels"
+    )
+    names = ("image", "video", "audio")
+    return ModelProfile(
+        model=name,
+        max_model_len=2**40,
+        weight_bytes=2**50,
+        kv_bytes_per_token=2**50,
+        items=dict.fromkeys(names, item),
+        kv_bytes_per_layer=tuple(2**40 + i for i in range(num_layers)),
+        sources={f"items.{name}": "processor" for name in names},
+    )
+
+
+@pytest.mark.parametrize("num_layers", [64, 126, 1000])
+def test_large_models_fit_a_termination_message(num_layers: int) -> None:
+    profile = large(num_layers)
+    data = compact(profile)
+    assert len(data) <= MAX_TERMINATION_MESSAGE_BYTES
+    read = decode(data)
+    assert read.items == profile.items
+    assert read.kv_bytes_per_token == profile.kv_bytes_per_token
+
+
+def test_a_profile_that_cannot_fit_is_refused_and_not_cut() -> None:
+    with pytest.raises(StartupError, match="termination message"):
+        compact(large(1, "m" * 5000))
