@@ -309,6 +309,15 @@ def test_the_status_is_the_same_for_the_same_input() -> None:
     assert msgspec.json.encode(one) == msgspec.json.encode(two)
 
 
+def test_an_empty_map_is_not_sent() -> None:
+    """Found on a real API server: `budgets: {}` after filled budgets became null, and the status
+    of a resource whose spec had become wrong was refused for ever (422)."""
+    sent = plain(MultiModalInferenceStatus(url="u"))
+    assert isinstance(sent, dict)
+    assert sent["url"] == "u"
+    assert {} not in sent.values()
+
+
 def test_a_failure_that_left_no_peak_has_the_one_last_reported() -> None:
     broken = pod("b", **ended(137, "", "OOMKilled", at=LATER))
     limits = {"resources": {"limits": {"memory": "12Gi"}}}

@@ -41,6 +41,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
         deadline_exceeded: the rollout did not progress in time.
         rollout_message: where the rollout stands; "" when there is none.
         measured: bytes that pods report, by budget name.
+        is_paused: the operator was told to leave everything as it is.
         peaks: pod -> the peak of memory it last reported, in bytes.
         resolved_revision: commit or digest of the model; "" = not known.
     """
@@ -61,6 +62,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     rollout_strategy: str = ""
     rollout_message: str = ""
     measured: dict[str, int] = {}
+    is_paused: bool = False
     peaks: dict[str, int] = {}
     resolved_revision: str = ""
 
@@ -245,6 +247,9 @@ def _summary(verdicts: list[_Verdict], observed: Observed) -> list[_Verdict]:
     if not failing:
         return [_verdict("Ready", True, reasons.READY, "every replica of this revision serves")]
     first = failing[0]
+    if observed.is_paused:
+        text = f"paused; {first.kind}: {first.text}"
+        return [_verdict("Ready", False, reasons.PAUSED, text)]
     found = [_verdict("Ready", False, first.reason, f"{first.kind}: {first.text}")]
     text = ". ".join(part for part in (first.text, observed.rollout_message) if part)
     if observed.deadline_exceeded:
@@ -358,11 +363,15 @@ def _resolved(inference: InferenceSpec | None) -> dict[str, object]:
 
 
 def plain(value: object) -> object:
-    """JSON as the API server takes it: camel case, zeros kept, what is not set left out."""
+    """JSON as the API server takes it: camel case, zeros kept, what is not set left out.
+
+    Empty maps are left out as well: sent after a filled one, server-side apply makes them null,
+    which the schema then refuses.
+    """
     if isinstance(value, msgspec.Struct):
         names = zip(value.__struct_encode_fields__, value.__struct_fields__, strict=True)
-        pairs = ((key, getattr(value, name)) for key, name in names)
-        return {key: plain(item) for key, item in pairs if item is not None}
+        pairs = ((key, plain(getattr(value, name))) for key, name in names)
+        return {key: item for key, item in pairs if item is not None and item != {}}
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, tuple) else value
