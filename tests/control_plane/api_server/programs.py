@@ -31,7 +31,7 @@ _CONTROLLERS_RUN = (
     "garbage-collector-controller,namespace-controller,serviceaccount-controller,"
     "pod-garbage-collector-controller,resourceclaim-controller"
 )
-START_SECONDS = 90.0
+START_SECONDS = 240.0
 
 
 def program(name: str) -> Path:
