@@ -207,7 +207,7 @@ class Api:
         namespace: str,
         name: str,
         condition: Callable[[Obj | None], Any],
-        timeout_seconds: float = 20.0,
+        timeout_seconds: float = 60.0,
     ) -> Obj | None:
         """The object once the condition holds (None stands for absence)."""
         seen: list[Obj | None] = []

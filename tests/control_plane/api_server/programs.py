@@ -31,7 +31,7 @@ _CONTROLLERS_RUN = (
     "garbage-collector-controller,namespace-controller,serviceaccount-controller,"
     "pod-garbage-collector-controller,resourceclaim-controller"
 )
-START_SECONDS = 90.0
+START_SECONDS = 240.0
 
 
 def program(name: str) -> Path:
@@ -48,7 +48,7 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def wait_until(what: str, condition: object, timeout_seconds: float = 20.0) -> object:
+def wait_until(what: str, condition: object, timeout_seconds: float = 60.0) -> object:
     """The first truthy value of condition(); says what did not happen when none comes in time."""
     assert callable(condition)
     end = time.monotonic() + timeout_seconds

@@ -142,13 +142,13 @@ class World:
             for obj in self.api.list(kind, self.namespace, MANAGED)
         }
 
-    def conditions(self, name: str = "qwen") -> dict[str, str]:
-        """Status by type of condition; {} while the status speaks of an older spec."""
+    def conditions(self, name: str = "qwen", field: str = "status") -> dict[str, str]:
+        """Status (or reason) by type of condition; {} while it speaks of an older spec."""
         obj = self.resource(name) or {}
         status = obj.get("status", {})
         if status.get("observedGeneration") != obj.get("metadata", {}).get("generation"):
             return {}
-        return {c["type"]: c["status"] for c in status.get("conditions", ())}
+        return {c["type"]: c[field] for c in status.get("conditions", ())}
 
     def wait_condition(
         self, kind: str, value: str = "True", timeout_seconds: float = SETTLE_SECONDS
