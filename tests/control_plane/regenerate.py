@@ -1,4 +1,7 @@
-"""Rewrites what is generated and committed: the CRD and the golden objects. `make generate`."""
+"""Rewrites what is generated and committed: the CRD, the golden objects, the dashboards.
+
+`make generate` runs it.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from tests.control_plane.samples import LEGAL, Obj
 from foveal_operator import crd
 from foveal_operator.budget_inputs import NodeFacts, budget_inputs
 from foveal_operator.manifests import ClusterFacts, Desired, desired
+from foveal_operator.observability import grafana
 from foveal_operator.render import desired_yaml
 from foveal_operator.spec import InferenceSpec, parse
 from foveal_runtime.plan.budget import plan
@@ -19,6 +23,7 @@ from foveal_runtime.plan.profile import ModelProfile
 
 ROOT = Path(__file__).parents[2]
 CRD_FILE = ROOT / "crds" / "foveal.dev_multimodalinferences.yaml"
+DASHBOARDS = ROOT / "operator/src/foveal_operator/observability/dashboards"
 GOLDEN = Path(__file__).parent / "golden"
 ALL_APIS = frozenset(
     {"HTTPRoute", "InferencePool", "PodMonitor", "PrometheusRule", "ResourceClaimTemplate"}
@@ -27,8 +32,8 @@ ALL_APIS = frozenset(
 FACTS = ClusterFacts(
     runtime_image="registry.example/foveal-runtime:test",
     apis=ALL_APIS,
-    rule_groups=({"name": "foveal", "rules": []},),
-    dashboards={"foveal.json": "{}\n"},
+    rule_groups=({"name": "foveal", "rules": [{"alert": "A", "expr": 'up{n="@namespace@"}'}]},),
+    dashboards={"foveal-resource.json": '{"uid": "@id@", "title": "@resource@"}\n'},
 )
 
 
@@ -52,7 +57,13 @@ def golden_text(name: str) -> str:
     return desired_yaml(wanted(LEGAL[name]))
 
 
+def dashboard_files() -> dict[str, str]:
+    return {**grafana.cluster_files(), **dict([grafana.resource_file()])}
+
+
 def main() -> None:
+    for name, text in dashboard_files().items():
+        (DASHBOARDS / name).write_text(text, encoding="utf-8")
     CRD_FILE.write_text(crd.render(), encoding="utf-8")
     GOLDEN.mkdir(exist_ok=True)
     for name in LEGAL:
