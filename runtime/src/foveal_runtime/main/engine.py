@@ -24,6 +24,7 @@ from foveal_runtime.plan.encoder_budget import LargestItem
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.profile import ItemProfile
 from foveal_runtime.telemetry.logs import configure_logging
+from foveal_runtime.telemetry.memory import memory_source
 from foveal_runtime.telemetry.metrics import Metrics
 from foveal_runtime.wire.namespace import model_namespace
 from foveal_runtime.wire.shm import SharedReader
@@ -49,6 +50,7 @@ def serve(config: EngineConfig) -> int:
         engine=config.engine_id,
         max_model_len=config.model.max_model_len,
     )
+    metrics.add_source(memory_source())
     server = EngineServer(
         http_host=config.http_host,
         http_port=config.http_port,

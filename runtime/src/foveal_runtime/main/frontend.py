@@ -28,6 +28,7 @@ from foveal_runtime.frontend.stats import FrontendStats
 from foveal_runtime.main import frontend_group
 from foveal_runtime.plan.config import FrontendConfig, load
 from foveal_runtime.telemetry.logs import configure_logging
+from foveal_runtime.telemetry.memory import memory_source
 from foveal_runtime.telemetry.metrics import Metrics
 from foveal_runtime.telemetry.tracing import configure_tracing
 from foveal_runtime.wire.namespace import model_namespace
@@ -124,6 +125,7 @@ async def serve(config: FrontendConfig, member: Member | None = None) -> None:
         process=config.frontend_id,
         max_model_len=config.model.max_model_len,
     )
+    metrics.add_source(memory_source())
     metrics.add_source(media_source(stats, processor, client))
     app = build_app(
         config,

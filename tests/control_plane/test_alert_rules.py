@@ -1,0 +1,214 @@
+"""Alert rules against Prometheus's own tool: they parse, fire when they should, else are quiet.
+
+Dashboards' expressions are parsed by the same tool. Without `promtool` these tests are skipped and
+say so; .ci/run installs it.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tests.control_plane.test_observability import FILES, expressions
+
+from foveal_operator.observability import operator_rule_groups, resource_rule_groups
+from foveal_operator.observability.alerts import ALERTS
+
+PROMTOOL = shutil.which("promtool")
+pytestmark = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed")
+
+T = 'namespace="models",resource="qwen"'
+POD = f'{T},pod="qwen-engine-0"'
+BUDGET = f'{POD},process="engine-0",part="pod"'
+CONDITION = f"foveal_operator_condition{{{T},"
+Series = dict[str, str]
+
+# name -> (series that make it fire at 60 min, series that do not)
+CASES: dict[str, tuple[Series, Series]] = {
+    "FovealPodMemoryNearLimit": (
+        {f'foveal_budget_bytes{{{BUDGET},source="planned"}}': "100x60",
+         f'foveal_budget_bytes{{{BUDGET},source="measured"}}': "95x60"},
+        {f'foveal_budget_bytes{{{BUDGET},source="planned"}}': "100x60",
+         f'foveal_budget_bytes{{{BUDGET},source="measured"}}': "80x60"},
+    ),
+    "FovealBudgetExceeded": (
+        {f'foveal_operator_budget_bytes{{{T},budget="ipc",source="planned"}}': "100x60",
+         f'foveal_operator_budget_bytes{{{T},budget="ipc",source="measured"}}': "120x60"},
+        {f'foveal_operator_budget_bytes{{{T},budget="ipc",source="planned"}}': "100x60",
+         f'foveal_operator_budget_bytes{{{T},budget="ipc",source="measured"}}': "110x60"},
+    ),
+    "FovealBudgetMisfit": (
+        {CONDITION + 'type="BudgetFits",status="False"}': "1x60"},
+        {CONDITION + 'type="BudgetFits",status="False"}': "0x60"},
+    ),
+    "FovealPodFailing": (
+        {f'foveal_operator_pod_failures_total{{{T},reason="OOMKilled"}}': "0+1x60"},
+        {f'foveal_operator_pod_failures_total{{{T},reason="OOMKilled"}}': "7x60"},
+    ),
+    "FovealStaleHints": (
+        {f'foveal_mirror_needs_total{{{POD},why="stale"}}': "0+60x60",
+         f'foveal_cache_queries_total{{{T},pod="f",cache="ipc"}}': "0+6000x60"},
+        {f'foveal_mirror_needs_total{{{POD},why="stale"}}': "0+1x60",
+         f'foveal_cache_queries_total{{{T},pod="f",cache="ipc"}}': "0+6000x60"},
+    ),
+    "FovealHitRatioFell": (
+        {f"vllm:mm_cache_queries_total{{{T}}}": "0+60x60",
+         f"vllm:mm_cache_hits_total{{{T}}}": "0+50x30 1500x30",
+         f"process_start_time_seconds{{{T}}}": "2400x60"},
+        {f"vllm:mm_cache_queries_total{{{T}}}": "0+60x60",
+         f"vllm:mm_cache_hits_total{{{T}}}": "0+50x60",
+         f"process_start_time_seconds{{{T}}}": "2400x60"},
+    ),
+    "FovealMirrorSessionDown": (
+        {CONDITION + 'type="CachesMirrored",status="False"}': "1x60"},
+        {CONDITION + 'type="CachesMirrored",status="Unknown"}': "1x60"},
+    ),
+    "FovealValuesLate": (
+        {f'foveal_mirror_waitq_seconds_bucket{{{POD},le="1.0"}}': "0+1x60",
+         f'foveal_mirror_waitq_seconds_bucket{{{POD},le="10.0"}}': "0+60x60",
+         f'foveal_mirror_waitq_seconds_bucket{{{POD},le="+Inf"}}': "0+60x60"},
+        {f'foveal_mirror_waitq_seconds_bucket{{{POD},le="0.5"}}': "0+60x60",
+         f'foveal_mirror_waitq_seconds_bucket{{{POD},le="+Inf"}}': "0+60x60"},
+    ),
+    "FovealValueConflict": (
+        {f"foveal_mirror_value_conflicts_total{{{POD}}}": "0x30 1x30"},
+        {f"foveal_mirror_value_conflicts_total{{{POD}}}": "0x60"},
+    ),
+    "FovealUnavailable": (
+        {CONDITION + 'type="Available",status="False"}': "1x60"},
+        {CONDITION + 'type="Available",status="True"}': "1x60"},
+    ),
+    "FovealRolloutStalled": (
+        {CONDITION + 'type="Stalled",status="True"}': "1x60"},
+        {CONDITION + 'type="Reconciling",status="True"}': "1x60"},
+    ),
+    "FovealErrorRate": (
+        {f'http_requests_total{{{T},status="2xx"}}': "0+80x60",
+         f'http_requests_total{{{T},status="5xx"}}': "0+20x60"},
+        {f'http_requests_total{{{T},status="2xx"}}': "0+80x60",
+         f'http_requests_total{{{T},status="4xx"}}': "0+20x60"},
+    ),
+    "FovealFrontendsAtMost": (
+        {f'foveal_operator_replicas{{{T},role="frontend",state="ready"}}': "4x60",
+         f'foveal_operator_max_replicas{{{T},role="frontend"}}': "4x60",
+         f'vllm:admission_rejections_total{{{T},reason="requests"}}': "0+5x60"},
+        {f'foveal_operator_replicas{{{T},role="frontend",state="ready"}}': "4x60",
+         f'foveal_operator_max_replicas{{{T},role="frontend"}}': "4x60",
+         f'vllm:admission_rejections_total{{{T},reason="requests"}}': "5x60"},
+    ),
+    "FovealEngineStuck": (
+        {f"vllm:num_requests_running{{{POD}}}": "3x60",
+         f"foveal_engine_steps_total{{{POD}}}": "9x60"},
+        {f"vllm:num_requests_running{{{POD}}}": "3x60",
+         f"foveal_engine_steps_total{{{POD}}}": "0+9x60"},
+    ),
+    "FovealMediaWorkersDying": (
+        {f'foveal_media_worker_restarts_total{{{T},pod="f",reason="died"}}': "0+1x60"},
+        {f'foveal_media_worker_restarts_total{{{T},pod="f",reason="died"}}': "0x59 1x1"},
+    ),
+    "FovealMetricsAbsent": (
+        {f'foveal_cache_capacity_bytes{{namespace="other",resource="qwen",pod="{0}"}}': "1x60"},
+        {f"foveal_cache_capacity_bytes{{{POD}}}": "1x60"},
+    ),
+    "FovealOperatorNoLeader": (
+        {'leader_election_master_status{name="a"}': "0x60"},
+        {'leader_election_master_status{name="a"}': "1x60"},
+    ),
+    "FovealOperatorTwoLeaders": (
+        {'leader_election_master_status{name="a",pod="x"}': "1x60",
+         'leader_election_master_status{name="a",pod="y"}': "1x60"},
+        {'leader_election_master_status{name="a",pod="x"}': "1x60",
+         'leader_election_master_status{name="a",pod="y"}': "0x60"},
+    ),
+    "FovealOperatorReconcileErrors": (
+        {'controller_runtime_reconcile_errors_total{controller="mmi"}': "0+60x60"},
+        {'controller_runtime_reconcile_errors_total{controller="mmi"}': "0+1x60"},
+    ),
+    "FovealOperatorQueueStuck": (
+        {'workqueue_depth{name="mmi"}': "2x60",
+         'controller_runtime_reconcile_total{controller="mmi",result="success"}': "9x60"},
+        {'workqueue_depth{name="mmi"}': "2x60",
+         'controller_runtime_reconcile_total{controller="mmi",result="success"}': "0+9x60"},
+    ),
+    "FovealOperatorApiErrors": (
+        {'rest_client_requests_total{method="GET",code="200"}': "0+50x60",
+         'rest_client_requests_total{method="GET",code="503"}': "0+50x60"},
+        {'rest_client_requests_total{method="GET",code="200"}': "0+50x60",
+         'rest_client_requests_total{method="GET",code="404"}': "0+50x60"},
+    ),
+    "FovealDriftFight": (
+        {f'foveal_operator_drift_corrections_total{{{T},kind="Service"}}': "0+5x60"},
+        {f'foveal_operator_drift_corrections_total{{{T},kind="Service"}}': "0x50 1x10"},
+    ),
+}  # fmt: skip
+
+
+def rule_groups() -> list[dict[str, Any]]:
+    text = yaml.safe_dump([*resource_rule_groups(), *operator_rule_groups()], sort_keys=False)
+    text = text.replace("@namespace@", "models").replace("@resource@", "qwen")
+    found: list[dict[str, Any]] = yaml.safe_load(text)
+    return found
+
+
+def promtool(*arguments: str) -> None:
+    assert PROMTOOL is not None
+    done = subprocess.run([PROMTOOL, *arguments], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _count(name: str) -> str:
+    return f'count(ALERTS{{alertname="{name}",alertstate="firing"}}) or vector(0)'
+
+
+def _test(name: str, series: Series, fires: bool) -> dict[str, Any]:
+    return {
+        "name": f"{name} {'fires' if fires else 'is quiet'}",
+        "interval": "1m",
+        "input_series": [{"series": key, "values": value} for key, value in series.items()],
+        "promql_expr_test": [
+            {
+                "expr": f"({_count(name)}) > bool 0",
+                "eval_time": "60m",
+                "exp_samples": [{"value": int(fires)}],
+            }
+        ],
+    }
+
+
+def test_every_alert_fires_and_every_alert_can_be_quiet(tmp_path: Path) -> None:
+    assert set(CASES) == {alert.name for alert in ALERTS}
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(yaml.safe_dump({"groups": rule_groups()}))
+    promtool("check", "rules", str(rules))
+    tests = [
+        _test(name, series, fires)
+        for name, pair in CASES.items()
+        for series, fires in zip(pair, (True, False), strict=True)
+    ]
+    suite = tmp_path / "suite.yaml"
+    suite.write_text(
+        yaml.safe_dump(
+            {"rule_files": [str(rules)], "evaluation_interval": "1m", "tests": tests},
+            width=10_000,
+        )
+    )
+    promtool("test", "rules", str(suite))
+
+
+def test_every_panel_query_is_valid(tmp_path: Path) -> None:
+    """As recording rules, with the dashboards' variables filled in."""
+    queries = [expr for where, expr in expressions() if where.split(":")[0] in FILES]
+    assert len(queries) > 150
+    for name, value in (("$__rate_interval", "1m"), ("$namespace", ".*"), ("$resource", ".*"),
+                        ("$pod", ".*")):  # fmt: skip
+        queries = [query.replace(name, value) for query in queries]
+    assert not [query for query in queries if re.search(r"\$\w", query)]
+    records = [{"record": f"query_{number}", "expr": query} for number, query in enumerate(queries)]
+    file = tmp_path / "queries.yaml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "q", "rules": records}]}, width=10_000))
+    promtool("check", "rules", str(file))
