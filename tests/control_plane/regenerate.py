@@ -14,16 +14,19 @@ from foveal_operator import crd
 from foveal_operator.budget_inputs import NodeFacts, budget_inputs
 from foveal_operator.manifests import ClusterFacts, Desired, desired
 from foveal_operator.observability import grafana
+from foveal_operator.operator_metrics import OPERATOR_METRICS
 from foveal_operator.render import desired_yaml
 from foveal_operator.spec import InferenceSpec, parse
 from foveal_runtime.plan.budget import plan
 from foveal_runtime.plan.budget_types import BudgetPlan
 from foveal_runtime.plan.config import GIB
 from foveal_runtime.plan.profile import ModelProfile
+from foveal_runtime.telemetry.table import rows
 
 ROOT = Path(__file__).parents[2]
 CRD_FILE = ROOT / "crds" / "foveal.dev_multimodalinferences.yaml"
 DASHBOARDS = ROOT / "operator/src/foveal_operator/observability/dashboards"
+OPERATOR_METRICS_PAGE = ROOT / "docs" / "metrics-operator.md"
 GOLDEN = Path(__file__).parent / "golden"
 ALL_APIS = frozenset(
     {"HTTPRoute", "InferencePool", "PodMonitor", "PrometheusRule", "ResourceClaimTemplate"}
@@ -61,7 +64,20 @@ def dashboard_files() -> dict[str, str]:
     return {**grafana.cluster_files(), **dict([grafana.resource_file()])}
 
 
+_OPERATOR_HEAD = """# The operator's metrics
+
+Generated from `foveal_operator.operator_metrics`; do not edit. The operator serves them at
+`/metrics`; those of frontends and engines are in [metrics.md](metrics.md).
+
+"""
+
+
+def operator_metrics_page() -> str:
+    return _OPERATOR_HEAD + rows(OPERATOR_METRICS)
+
+
 def main() -> None:
+    OPERATOR_METRICS_PAGE.write_text(operator_metrics_page(), encoding="utf-8")
     for name, text in dashboard_files().items():
         (DASHBOARDS / name).write_text(text, encoding="utf-8")
     CRD_FILE.write_text(crd.render(), encoding="utf-8")

@@ -23,9 +23,10 @@ PROMTOOL = shutil.which("promtool")
 pytestmark = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed")
 
 T = 'namespace="models",resource="qwen"'
+N = 'namespace="models",name="qwen"'
 POD = f'{T},pod="qwen-engine-0"'
 BUDGET = f'{POD},process="engine-0",part="pod"'
-CONDITION = f"foveal_operator_condition{{{T},"
+CONDITION = f"foveal_inference_condition{{{N},"
 Series = dict[str, str]
 
 # name -> (series that make it fire at 60 min, series that do not)
@@ -37,18 +38,18 @@ CASES: dict[str, tuple[Series, Series]] = {
          f'foveal_budget_bytes{{{BUDGET},source="measured"}}': "80x60"},
     ),
     "FovealBudgetExceeded": (
-        {f'foveal_operator_budget_bytes{{{T},budget="ipc",source="planned"}}': "100x60",
-         f'foveal_operator_budget_bytes{{{T},budget="ipc",source="measured"}}': "120x60"},
-        {f'foveal_operator_budget_bytes{{{T},budget="ipc",source="planned"}}': "100x60",
-         f'foveal_operator_budget_bytes{{{T},budget="ipc",source="measured"}}': "110x60"},
+        {f'foveal_inference_budget_bytes{{{N},budget="ipc"}}': "100x60",
+         f'foveal_inference_measured_bytes{{{N},budget="ipc"}}': "120x60"},
+        {f'foveal_inference_budget_bytes{{{N},budget="ipc"}}': "100x60",
+         f'foveal_inference_measured_bytes{{{N},budget="ipc"}}': "110x60"},
     ),
     "FovealBudgetMisfit": (
         {CONDITION + 'type="BudgetFits",status="False"}': "1x60"},
         {CONDITION + 'type="BudgetFits",status="False"}': "0x60"},
     ),
     "FovealPodFailing": (
-        {f'foveal_operator_pod_failures_total{{{T},reason="OOMKilled"}}': "0+1x60"},
-        {f'foveal_operator_pod_failures_total{{{T},reason="OOMKilled"}}': "7x60"},
+        {f'foveal_inference_pod_failures_total{{{N},reason="OOMKilled"}}': "0+1x60"},
+        {f'foveal_inference_pod_failures_total{{{N},reason="OOMKilled"}}': "7x60"},
     ),
     "FovealStaleHints": (
         {f'foveal_mirror_needs_total{{{POD},why="stale"}}': "0+60x60",
@@ -94,11 +95,11 @@ CASES: dict[str, tuple[Series, Series]] = {
          f'http_requests_total{{{T},status="4xx"}}': "0+20x60"},
     ),
     "FovealFrontendsAtMost": (
-        {f'foveal_operator_replicas{{{T},role="frontend",state="ready"}}': "4x60",
-         f'foveal_operator_max_replicas{{{T},role="frontend"}}': "4x60",
+        {f'foveal_inference_pods{{{N},role="frontend",state="ready"}}': "4x60",
+         f'foveal_inference_max_pods{{{N},role="frontend"}}': "4x60",
          f'vllm:admission_rejections_total{{{T},reason="requests"}}': "0+5x60"},
-        {f'foveal_operator_replicas{{{T},role="frontend",state="ready"}}': "4x60",
-         f'foveal_operator_max_replicas{{{T},role="frontend"}}': "4x60",
+        {f'foveal_inference_pods{{{N},role="frontend",state="ready"}}': "4x60",
+         f'foveal_inference_max_pods{{{N},role="frontend"}}': "4x60",
          f'vllm:admission_rejections_total{{{T},reason="requests"}}': "5x60"},
     ),
     "FovealEngineStuck": (
@@ -135,15 +136,19 @@ CASES: dict[str, tuple[Series, Series]] = {
         {'workqueue_depth{name="mmi"}': "2x60",
          'controller_runtime_reconcile_total{controller="mmi",result="success"}': "0+9x60"},
     ),
+    "FovealOperatorWatchesDown": (
+        {'foveal_operator_watch_is_up{pod="x"}': "0x60"},
+        {'foveal_operator_watch_is_up{pod="x"}': "1x60"},
+    ),
     "FovealOperatorApiErrors": (
-        {'rest_client_requests_total{method="GET",code="200"}': "0+50x60",
-         'rest_client_requests_total{method="GET",code="503"}': "0+50x60"},
-        {'rest_client_requests_total{method="GET",code="200"}': "0+50x60",
-         'rest_client_requests_total{method="GET",code="404"}': "0+50x60"},
+        {'rest_client_requests_total{verb="GET",code="200"}': "0+50x60",
+         'rest_client_requests_total{verb="GET",code="503"}': "0+50x60"},
+        {'rest_client_requests_total{verb="GET",code="200"}': "0+50x60",
+         'rest_client_requests_total{verb="GET",code="404"}': "0+50x60"},
     ),
     "FovealDriftFight": (
-        {f'foveal_operator_drift_corrections_total{{{T},kind="Service"}}': "0+5x60"},
-        {f'foveal_operator_drift_corrections_total{{{T},kind="Service"}}': "0x50 1x10"},
+        {'foveal_operator_drift_repairs_total{kind="Service"}': "0+5x60"},
+        {'foveal_operator_drift_repairs_total{kind="Service"}': "0x50 1x10"},
     ),
 }  # fmt: skip
 

@@ -23,6 +23,7 @@ from foveal_operator.observability import (
 from foveal_operator.observability.alerts import ALERTS
 from foveal_operator.observability.boards import BOARDS
 from foveal_operator.observability.promql import KNOWN, TARGET_LABELS
+from foveal_operator.operator_metrics import OPERATOR_METRICS
 from foveal_runtime.plan.metrics import METRICS
 
 FILES = {**cluster_dashboards(), **resource_dashboards()}
@@ -98,6 +99,11 @@ def test_committed_dashboards_are_what_is_generated() -> None:
     assert on_disk == FILES
 
 
+def test_the_operators_metrics_have_their_page() -> None:
+    page = regenerate.OPERATOR_METRICS_PAGE.read_text(encoding="utf-8")
+    assert page == regenerate.operator_metrics_page(), "run: make generate"
+
+
 @pytest.mark.parametrize(("where", "expr"), ALL, ids=[where for where, _ in ALL])
 def test_every_expression_reads_declared_metrics(where: str, expr: str) -> None:
     assert used_metrics(expr), where
@@ -112,7 +118,7 @@ def test_the_check_above_finds_what_is_wrong() -> None:
 
 def test_every_metric_is_on_a_dashboard_or_left_out_on_purpose() -> None:
     shown = set().union(*(used_metrics(expr) for _, expr in ALL))
-    assert {metric.name for metric in METRICS} - shown == NOT_SHOWN
+    assert {metric.name for metric in (*METRICS, *OPERATOR_METRICS)} - shown == NOT_SHOWN
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -170,7 +176,7 @@ def test_rules_and_dashboard_are_pinned_to_their_resource() -> None:
     for group in rule["spec"]["groups"]:
         for one in group["rules"]:
             assert one["labels"]["resource"] == "qwen"
-            assert 'namespace="models",resource="qwen"' in one["expr"]
+            assert re.search(r'namespace="models",(resource|name)="qwen"', one["expr"])
     raw = json.loads(board["data"]["foveal-resource.json"])
     assert len(raw["uid"]) <= 40
     assert raw["title"] == "Foveal / models / qwen"

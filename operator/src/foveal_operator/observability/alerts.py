@@ -45,7 +45,7 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _condition(kind: str, status: str) -> str:
-    name = "foveal_operator_condition"
+    name = "foveal_inference_condition"
     return f"{_R.total(name, how='max', type=kind, status=status)} == 1"
 
 
@@ -56,10 +56,10 @@ _ITEMS = _R.rate("foveal_cache_queries", cache="ipc")
 _HITS_NOW = _LONG.ratio("vllm:mm_cache_hits", "vllm:mm_cache_queries")
 _HITS_BEFORE = _HITS_NOW.replace("[15m]", "[15m] offset 45m")
 _STARTED = _R.total("process_start_time_seconds", how="max")
-_PLANNED = _R.total("foveal_operator_budget_bytes", "budget", how="max", source="planned")
-_MEASURED = _R.total("foveal_operator_budget_bytes", "budget", how="max", source="measured")
-_READY_FRONTENDS = _R.total("foveal_operator_replicas", role="frontend", state="ready")
-_MOST_FRONTENDS = _R.total("foveal_operator_max_replicas", role="frontend")
+_PLANNED = _R.total("foveal_inference_budget_bytes", "budget", how="max")
+_MEASURED = _R.total("foveal_inference_measured_bytes", "budget", how="max")
+_READY_FRONTENDS = _R.total("foveal_inference_pods", role="frontend", state="ready")
+_MOST_FRONTENDS = _R.total("foveal_inference_max_pods", role="frontend")
 
 MEMORY_ALERTS = (
     Alert(
@@ -93,7 +93,7 @@ MEMORY_ALERTS = (
     Alert(
         name="FovealPodFailing",
         expr=_LONG.total(
-            "foveal_operator_pod_failures", "reason", inner="increase(%s[15m])"
+            "foveal_inference_pod_failures", "reason", inner="increase(%s[15m])"
         ) + " > 0",
         hold="1m",
         severity="warning",
@@ -252,6 +252,14 @@ OPERATOR_ALERTS = (
         about="Workers hang on the API server, or the leader has lost its workers.",
     ),
     Alert(
+        name="FovealOperatorWatchesDown",
+        expr=_O.total("foveal_operator_watch_is_up", "pod", how="min") + " == 0",
+        hold="5m",
+        severity="warning",
+        summary="The watches of operator {{ $labels.pod }} are down.",
+        about="Changes are seen only by the regular re-list, minutes late.",
+    ),
+    Alert(
         name="FovealOperatorApiErrors",
         expr=_O.rate("rest_client_requests", code="~5..|429") + " / "
         + _O.rate("rest_client_requests") + " > 0.1",
@@ -263,13 +271,12 @@ OPERATOR_ALERTS = (
     Alert(
         name="FovealDriftFight",
         expr=_O.total(
-            "foveal_operator_drift_corrections", "namespace,resource,kind",
+            "foveal_operator_drift_repairs", "kind",
             inner="increase(%s[15m])",
         ) + " > 10",
         hold="15m",
         severity="warning",
-        summary="{{ $labels.kind }} of {{ $labels.namespace }}/{{ $labels.resource }} is changed "
-        "by somebody else again and again.",
+        summary="Objects of kind {{ $labels.kind }} are changed by somebody else again and again.",
         about="Another controller or a GitOps tool writes fields that the operator owns.",
     ),
 )  # fmt: skip

@@ -14,7 +14,8 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import common as cm
 from grafana_foundation_sdk.models import dashboard as dm
 
-from foveal_operator.observability.boards import BOARDS, OVERVIEW
+from foveal_operator.observability.boards import BOARDS
+from foveal_operator.observability.boards.overview import OVERVIEW
 from foveal_operator.observability.panel import Board, Panel, Query
 
 _SOURCE = dm.DataSourceRef("prometheus", "${datasource}")

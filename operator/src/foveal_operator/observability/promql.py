@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import msgspec
 
+from foveal_operator.operator_metrics import OPERATOR_METRICS
 from foveal_runtime.plan.metrics import METRICS, Metric
 
 TARGET_LABELS = frozenset({"namespace", "resource", "pod", "role", "revision"})
-"""`resource`, `role` and `revision` come from pod labels by the PodMonitor's relabelings; families
-of the operator carry `namespace` and `resource` themselves (honorLabels)."""
+"""`resource`, `role` and `revision` come from pod labels by the PodMonitor's relabelings. The
+operator's families about a resource carry `namespace` and `name` themselves (honorLabels)."""
 
 _PROCESS = ("process",)
 PROCESS_METRICS: tuple[Metric, ...] = (
@@ -25,7 +26,9 @@ PROCESS_METRICS: tuple[Metric, ...] = (
 )  # fmt: skip
 """What the client library adds to every process."""
 
-KNOWN: dict[str, Metric] = {metric.name: metric for metric in (*METRICS, *PROCESS_METRICS)}
+KNOWN: dict[str, Metric] = {
+    metric.name: metric for metric in (*METRICS, *OPERATOR_METRICS, *PROCESS_METRICS)
+}
 
 
 class Scope(msgspec.Struct, frozen=True):
@@ -47,10 +50,11 @@ class Scope(msgspec.Struct, frozen=True):
         metric = KNOWN[name]
         assert (metric.kind == "histogram") == bool(part), f"{name}: part {part!r}"
         scope = {"namespace": self.namespace, "resource": self.resource, "pod": self.pod}
-        matchers = [f"{key}{value}" for key, value in scope.items() if value]
         if metric.roles == ("operator",):
-            # The operator's own pod says nothing about whose series it is.
-            matchers = [m for m in matchers if m.split("=")[0].rstrip("!~") in metric.labels]
+            # The operator's pod and namespace say nothing about whose series it is.
+            is_about_one = {"namespace", "name"} <= set(metric.labels)
+            scope = {"namespace": self.namespace, "name": self.resource} if is_about_one else {}
+        matchers = [f"{key}{value}" for key, value in scope.items() if value]
         for label, value in labels.items():
             assert label in metric.labels or label in TARGET_LABELS, f"{name} has no {label}"
             matchers.append(_matcher(label, value))

@@ -19,7 +19,6 @@ from foveal_runtime.plan.metric import (
     Role,
 )
 from foveal_runtime.plan.metrics_foveal import FOVEAL_METRICS
-from foveal_runtime.plan.metrics_operator import OPERATOR_METRICS
 from foveal_runtime.plan.metrics_vllm import VLLM_METRICS
 
 __all__ = [
@@ -37,7 +36,7 @@ __all__ = [
     "by_name",
 ]
 
-METRICS: tuple[Metric, ...] = (*VLLM_METRICS, *FOVEAL_METRICS, *OPERATOR_METRICS)
+METRICS: tuple[Metric, ...] = (*VLLM_METRICS, *FOVEAL_METRICS)
 
 _BY_NAME = {metric.name: metric for metric in METRICS}
 assert len(_BY_NAME) == len(METRICS), "a metric is declared twice"

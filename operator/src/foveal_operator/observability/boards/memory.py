@@ -10,8 +10,8 @@ _USED = D.total("foveal_budget_bytes", "pod", how="max", part="pod", source="mea
 _SLOPE = D.total(
     "foveal_budget_bytes", "pod", how="max", part="pod", source="measured", inner="deriv(%s[30m])"
 )
-_PLANNED = D.total("foveal_operator_budget_bytes", "budget", how="max", source="planned")
-_MEASURED = D.total("foveal_operator_budget_bytes", "budget", how="max", source="measured")
+_PLANNED = D.total("foveal_inference_budget_bytes", "budget", how="max")
+_MEASURED = D.total("foveal_inference_measured_bytes", "budget", how="max")
 
 _PODS = Row("Pods", (
     stat("Least headroom", "Share of the limit that the fullest pod has left.",
