@@ -1,4 +1,5 @@
-"""Rewrites what is generated and committed: the CRD, the golden objects, the dashboards.
+"""Rewrites what is generated and committed: the CRD, the golden objects, the dashboards,
+the chart's generated files.
 
 `make generate` runs it.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.control_plane import chart_files
 from tests.control_plane.budget_samples import TOY, VLM
 from tests.control_plane.samples import LEGAL, Obj
 
@@ -81,6 +83,8 @@ def main() -> None:
     for name, text in dashboard_files().items():
         (DASHBOARDS / name).write_text(text, encoding="utf-8")
     CRD_FILE.write_text(crd.render(), encoding="utf-8")
+    for name, text in chart_files.files().items():
+        (chart_files.CHART / name).write_text(text, encoding="utf-8")
     GOLDEN.mkdir(exist_ok=True)
     for name in LEGAL:
         (GOLDEN / f"{name}.yaml").write_text(golden_text(name), encoding="utf-8")
