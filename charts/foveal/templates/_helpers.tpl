@@ -82,9 +82,9 @@ annotations:
 
 {{- define "foveal.podSecurity" -}}
 runAsNonRoot: true
-runAsUser: 65532
-runAsGroup: 65532
-fsGroup: 65532
+runAsUser: 10001
+runAsGroup: 10001
+fsGroup: 10001
 seccompProfile:
   type: RuntimeDefault
 {{- end -}}
@@ -93,8 +93,8 @@ seccompProfile:
 allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true
 runAsNonRoot: true
-runAsUser: 65532
-runAsGroup: 65532
+runAsUser: 10001
+runAsGroup: 10001
 capabilities:
   drop: [ALL]
 {{- end -}}
