@@ -6,6 +6,7 @@ say so; .ci/run installs it.
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import subprocess
@@ -18,6 +19,8 @@ from tests.control_plane.test_observability import FILES, expressions
 
 from foveal_operator.observability import operator_rule_groups, resource_rule_groups
 from foveal_operator.observability.alerts import ALERTS
+from foveal_operator.observability.promql import KNOWN
+from foveal_runtime.plan.metric import Metric
 
 PROMTOOL = shutil.which("promtool")
 pytestmark = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed")
@@ -217,3 +220,77 @@ def test_every_panel_query_is_valid(tmp_path: Path) -> None:
     file = tmp_path / "queries.yaml"
     file.write_text(yaml.safe_dump({"groups": [{"name": "q", "rules": records}]}, width=10_000))
     promtool("check", "rules", str(file))
+
+
+# --- every panel shows something ----------------------------------------------------------------
+_LABEL_VALUES = {
+    "cache": ("processor", "ipc", "encoder", "kv"),
+    "tier": ("device", "host"),
+    "part": ("pod", "pageCache"),
+    "source": ("planned", "measured"),
+    "stage": ("fetch", "encode"),
+    "type": ("Ready", "Stalled", "Reconciling", "BudgetFits"),
+    "role": ("frontend", "engine"),
+    "state": ("ready", "desired"),
+    "why": ("stale", "pull"),
+}
+_STATUS_VALUES = {"http_requests": ("2xx", "5xx"), "foveal_inference_condition": ("True", "False")}
+
+
+def _series_of(metric: Metric) -> Series:
+    """Every combination of label values that expressions choose by, one value of the others."""
+    choices = {}
+    for label in metric.labels:
+        values = _STATUS_VALUES.get(metric.name, ("s",)) if label == "status" else ("x",)
+        choices[label] = _LABEL_VALUES.get(label, values)
+    scraped = {"namespace": "models", "resource": "qwen", "pod": "p", "role": "engine",
+               "revision": "r"}  # fmt: skip
+    own = {"namespace": "models", "name": "qwen"} if "operator" in metric.roles else {}
+    found: Series = {}
+    for combination in itertools.product(*choices.values()):
+        labels = {**scraped, **dict(zip(choices, combination, strict=True)), **own}
+        text = ",".join(f'{key}="{value}"' for key, value in sorted(labels.items()))
+        if metric.kind == "histogram":
+            for bound, step in (("0.1", 30), ("10.0", 60), ("+Inf", 60)):
+                found[f'{metric.name}_bucket{{{text},le="{bound}"}}'] = f"0+{step}x60"
+            found[f"{metric.name}_sum{{{text}}}"] = found[f"{metric.name}_count{{{text}}}"] = (
+                "0+60x60"
+            )
+        elif metric.kind == "counter":
+            # Queries run ahead of hits.
+            step = 60 if "hits" in metric.name else 90
+            found[f"{metric.name}_total{{{text}}}"] = f"0+{step}x60"
+        else:
+            high = labels.get("source") == "planned" or "planned" in metric.name
+            found[f"{metric.name}{{{text}}}"] = "100000x60" if high else "1+1x60"
+    return found
+
+
+def test_every_panel_has_data_when_every_metric_has(tmp_path: Path) -> None:
+    """Catches matchers that exclude each other and divisions whose sides never meet."""
+    series: Series = {}
+    for metric in KNOWN.values():
+        series |= _series_of(metric)
+    checks = []
+    for where, expr in expressions():
+        if where.split(":")[0] not in FILES:
+            continue
+        for name, value in (("$__rate_interval", "5m"), ("$namespace", "models"),
+                            ("$resource", "qwen"), ("$pod", ".*")):  # fmt: skip
+            expr = expr.replace(name, value)
+        checks.append(
+            {
+                "expr": f"(count({expr}) or vector(0)) > bool 0",
+                "eval_time": "50m",
+                "exp_samples": [{"value": 1}],
+            }
+        )
+    assert len(checks) > 150
+    # A query that finds nothing would be seen.
+    nothing = {**checks[0], "expr": checks[0]["expr"].replace("models", "nowhere")}
+    checks.append({**nothing, "exp_samples": [{"value": 0}]})
+    suite = tmp_path / "suite.yaml"
+    inputs = [{"series": key, "values": value} for key, value in series.items()]
+    one = {"interval": "1m", "input_series": inputs, "promql_expr_test": checks}
+    suite.write_text(yaml.safe_dump({"evaluation_interval": "1m", "tests": [one]}, width=10_000))
+    promtool("test", "rules", str(suite))
