@@ -28,17 +28,16 @@ pytestmark = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not instal
 T = 'namespace="models",resource="qwen"'
 N = 'namespace="models",name="qwen"'
 POD = f'{T},pod="qwen-engine-0"'
-BUDGET = f'{POD},process="engine-0",part="pod"'
 CONDITION = f"foveal_inference_condition{{{N},"
 Series = dict[str, str]
 
 # name -> (series that make it fire at 60 min, series that do not)
 CASES: dict[str, tuple[Series, Series]] = {
     "FovealPodMemoryNearLimit": (
-        {f'foveal_budget_bytes{{{BUDGET},source="planned"}}': "100x60",
-         f'foveal_budget_bytes{{{BUDGET},source="measured"}}': "95x60"},
-        {f'foveal_budget_bytes{{{BUDGET},source="planned"}}': "100x60",
-         f'foveal_budget_bytes{{{BUDGET},source="measured"}}': "80x60"},
+        {f"foveal_memory_limit_bytes{{{POD}}}": "100x60",
+         f"foveal_memory_used_bytes{{{POD}}}": "95x60"},
+        {f"foveal_memory_limit_bytes{{{POD}}}": "100x60",
+         f"foveal_memory_used_bytes{{{POD}}}": "80x60"},
     ),
     "FovealBudgetExceeded": (
         {f'foveal_inference_budget_bytes{{{N},budget="ipc"}}': "100x60",
@@ -261,7 +260,7 @@ def _series_of(metric: Metric) -> Series:
             step = 60 if "hits" in metric.name else 90
             found[f"{metric.name}_total{{{text}}}"] = f"0+{step}x60"
         else:
-            high = labels.get("source") == "planned" or "planned" in metric.name
+            high = labels.get("source") == "planned" or "limit" in metric.name
             found[f"{metric.name}{{{text}}}"] = "100000x60" if high else "1+1x60"
     return found
 

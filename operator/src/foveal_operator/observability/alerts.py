@@ -49,8 +49,8 @@ def _condition(kind: str, status: str) -> str:
     return f"{_R.total(name, how='max', type=kind, status=status)} == 1"
 
 
-_POD_LIMIT = _R.total("foveal_budget_bytes", "pod", how="max", part="pod", source="planned")
-_POD_USED = _R.total("foveal_budget_bytes", "pod", how="max", part="pod", source="measured")
+_POD_LIMIT = f"({_R.total('foveal_memory_limit_bytes', 'pod', how='max')} > 0)"
+_POD_USED = _R.total("foveal_memory_used_bytes", "pod", how="max")
 _STALE_OF = _R.rate("foveal_mirror_needs", why="stale")
 _ITEMS = _R.rate("foveal_cache_queries", cache="ipc")
 _HITS_NOW = _LONG.ratio("vllm:mm_cache_hits", "vllm:mm_cache_queries")

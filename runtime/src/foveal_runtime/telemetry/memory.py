@@ -1,71 +1,78 @@
-"""A container's memory against its limit, as the kernel accounts it: `foveal_budget_bytes`.
+"""This container's memory as the kernel that may kill it counts it: peak, use and limit.
 
-main/ registers `memory_source()` with the process's Metrics. Only reads files; outside a memory
-cgroup with a limit (a laptop) it sets nothing.
+Used by telemetry.last_words and by main/ as a metrics source. Reads the control group's files, of
+version 2 or 1; a process outside any limit falls back to its own high-water mark.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import resource
 from pathlib import Path
 
 from foveal_runtime.telemetry.metrics import Metrics
 
-_ROOT = Path("/sys/fs/cgroup")
+CGROUP = Path("/sys/fs/cgroup")
 _NO_LIMIT = 1 << 60
+"""Version 1 says "no limit" with a number near 2^63."""
 
 
-def memory_source(root: Path = _ROOT) -> Callable[[Metrics], None]:
-    """For `Metrics.add_source`; `root` is where cgroups are mounted (v2, or v1's parent)."""
+class ContainerMemory:
+    """Args: `cgroup`: where the container's own control group is mounted."""
 
-    def copy(metrics: Metrics) -> None:
-        read = _read_v2(root) if (root / "memory.max").exists() else _read_v1(root / "memory")
-        if read is None:
-            return
-        limit_bytes, used_bytes, cache_bytes = read
-        metrics.set("foveal_budget_bytes", limit_bytes, part="pod", source="planned")
-        metrics.set("foveal_budget_bytes", used_bytes, part="pod", source="measured")
-        metrics.set("foveal_budget_bytes", cache_bytes, part="pageCache", source="measured")
+    def __init__(self, cgroup: Path = CGROUP) -> None:
+        self._cgroup = cgroup
 
-    return copy
+    def peak_bytes(self) -> int:
+        """The most there ever was: all processes, page cache and /dev/shm of the container. Without
+        a control group, what this process alone had resident."""
+        found = self._read("memory.peak")
+        if not found and self._limit_v1():
+            found = self._read("memory/memory.max_usage_in_bytes")
+        return found or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
+    def limit_bytes(self) -> int:
+        """0 where there is none."""
+        return self._read("memory.max") or self._limit_v1()
 
-def _read_v2(folder: Path) -> tuple[int, int, int] | None:
-    """(limit, anonymous + shared + kernel memory, page cache without shared memory)."""
-    limit = _number(folder / "memory.max")
-    if limit is None:
-        return None
-    stat = _stat(folder)
-    shared = stat.get("shmem", 0)
-    used = stat.get("anon", 0) + shared + stat.get("kernel", 0)
-    return limit, used, max(0, stat.get("file", 0) - shared)
+    def used_bytes(self) -> tuple[int, int]:
+        """(anonymous + shared + kernel memory, page cache): the second is taken back when the first
+        needs room. (0, 0) outside a limit."""
+        if self._read("memory.max"):
+            found = self._stat("memory.stat")
+            anonymous, shared, cache = (found.get(key, 0) for key in ("anon", "shmem", "file"))
+            kernel = found.get("kernel", 0)
+        elif self._limit_v1():
+            found = self._stat("memory/memory.stat")
+            names = ("total_rss", "total_shmem", "total_cache")
+            anonymous, shared, cache = (found.get(key, 0) for key in names)
+            kernel = self._read("memory/memory.kmem.usage_in_bytes")
+        else:
+            return 0, 0
+        return anonymous + shared + kernel, max(0, cache - shared)
 
+    def collect(self, metrics: Metrics) -> None:
+        """A telemetry source: `metrics.add_source(memory.collect)`."""
+        metrics.set("foveal_memory_peak_bytes", self.peak_bytes())
+        metrics.set("foveal_memory_limit_bytes", self.limit_bytes())
+        used, cache = self.used_bytes()
+        metrics.set("foveal_memory_used_bytes", used)
+        metrics.set("foveal_memory_page_cache_bytes", cache)
 
-def _read_v1(folder: Path) -> tuple[int, int, int] | None:
-    limit = _number(folder / "memory.limit_in_bytes")
-    if limit is None:
-        return None
-    stat = _stat(folder)
-    shared = stat.get("total_shmem", 0)
-    kernel = _number(folder / "memory.kmem.usage_in_bytes") or 0
-    used = stat.get("total_rss", 0) + shared + kernel
-    return limit, used, max(0, stat.get("total_cache", 0) - shared)
+    def _limit_v1(self) -> int:
+        found = self._read("memory/memory.limit_in_bytes")
+        return found if found < _NO_LIMIT else 0
 
+    def _read(self, name: str) -> int:
+        try:
+            text = (self._cgroup / name).read_text().strip()
+        except OSError:
+            return 0
+        return int(text) if text.isdigit() else 0
 
-def _number(file: Path) -> int | None:
-    """None where there is no such file, no number in it, or no limit."""
-    try:
-        text = file.read_text().strip()
-    except OSError:
-        return None
-    found = int(text) if text.isdigit() else _NO_LIMIT
-    return found if found < _NO_LIMIT else None
-
-
-def _stat(folder: Path) -> dict[str, int]:
-    try:
-        lines = (folder / "memory.stat").read_text().splitlines()
-    except OSError:
-        return {}
-    pairs = (line.partition(" ") for line in lines)
-    return {name: int(value) for name, _, value in pairs if value.isdigit()}
+    def _stat(self, name: str) -> dict[str, int]:
+        try:
+            lines = (self._cgroup / name).read_text().splitlines()
+        except OSError:
+            return {}
+        pairs = (line.partition(" ") for line in lines)
+        return {key: int(value) for key, _, value in pairs if value.isdigit()}

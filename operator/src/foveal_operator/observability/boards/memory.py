@@ -5,11 +5,9 @@ from __future__ import annotations
 from foveal_operator.observability.panel import Board, Row, graph, stat
 from foveal_operator.observability.promql import DASHBOARD as D
 
-_LIMIT = D.total("foveal_budget_bytes", "pod", how="max", part="pod", source="planned")
-_USED = D.total("foveal_budget_bytes", "pod", how="max", part="pod", source="measured")
-_SLOPE = D.total(
-    "foveal_budget_bytes", "pod", how="max", part="pod", source="measured", inner="deriv(%s[30m])"
-)
+_LIMIT = f"({D.total('foveal_memory_limit_bytes', 'pod', how='max')} > 0)"
+_USED = D.total("foveal_memory_used_bytes", "pod", how="max")
+_SLOPE = D.total("foveal_memory_used_bytes", "pod", how="max", inner="deriv(%s[30m])")
 _PLANNED = D.total("foveal_inference_budget_bytes", "budget", how="max")
 _MEASURED = D.total("foveal_inference_measured_bytes", "budget", how="max")
 
@@ -21,11 +19,13 @@ _PODS = Row("Pods", (
          f"min(({_LIMIT} - {_USED}) / ({_SLOPE} > 0)) or vector(31536000)", "s", width=5),
     graph("Measured and limit", "Anonymous, shared and kernel memory of each pod, and its limit. "
           "Page cache is not counted: the kernel takes it back.",
-          (_USED, "{{pod}}"), (_LIMIT, "{{pod}} limit"), unit="bytes", width=16),
+          (_USED, "{{pod}}"), (_LIMIT, "{{pod}} limit"),
+          (D.total("foveal_memory_peak_bytes", "pod", how="max"), "{{pod}} peak with page cache"),
+          unit="bytes", width=16),
     graph("Used share of the limit", "A pod is killed at 1.",
           (f"{_USED} / {_LIMIT}", "{{pod}}"), unit="percentunit", top=1, warn=0.9, bad=0.95),
     graph("Page cache", "Files that the kernel keeps while there is room.",
-          (D.total("foveal_budget_bytes", "pod", how="max", part="pageCache"), "{{pod}}"),
+          (D.total("foveal_memory_page_cache_bytes", "pod", how="max"), "{{pod}}"),
           unit="bytes"),
     graph("Processes", "Resident memory of each process.",
           (D.total("process_resident_memory_bytes", "pod,process"), "{{pod}} {{process}}"),
@@ -53,9 +53,12 @@ _CACHES = Row("Caches of each pod", (
 ))  # fmt: skip
 
 _PLAN = Row("Predicted and measured", (
+    graph("Parts as pods measure them", "By pod; names as in the resource's status.",
+          (D.total("foveal_budget_bytes", "pod,part", how="max", source="measured"),
+           "{{pod}} {{part}}"), unit="bytes", width=24),
     graph("Planned budgets", "As in the resource's status.",
           (_PLANNED, "{{budget}}"), unit="bytes"),
-    graph("Measured", "What pods reported, beside the plan.",
+    graph("Measured", "What the operator took from them, beside the plan.",
           (_MEASURED, "{{budget}}"), unit="bytes"),
     graph("Measured above plan", "Above zero the plan was too small.",
           (f"{_MEASURED} / {_PLANNED} - 1", "{{budget}}"), unit="percentunit",
