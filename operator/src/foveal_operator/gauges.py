@@ -97,4 +97,4 @@ def _failure(
         return
     before = (resource.get("status") or {}).get("lastFailure") or {}
     if (before.get("pod"), before.get("time", "")) != (last.pod, last.time or ""):
-        telemetry.count("foveal_inference_pod_failures", **labels, reason=last.reason)
+        telemetry.count("foveal_inference_pod_failures", 1.0, **labels, reason=last.reason)
