@@ -34,7 +34,7 @@ $(VENV)/.dev: $(VENV)/.run requirements/dev.txt
 .PHONY: setup lock
 setup: $(VENV)/.dev ## everything the other targets need
 lock: $(VENV)/.uv ## compile requirements/*.in to hash-pinned *.txt
-	@cd requirements && for n in uv run dev; do \
+	@cd requirements && for n in uv build run operator torch runtime dev; do \
 	  c=""; [ $$n = dev ] && c="-c run.txt"; \
 	  ../$(UV) pip compile --quiet --generate-hashes --no-emit-index-url --universal \
 	    --python-version 3.11 --custom-compile-command 'make lock' $$n.in $$c -o $$n.txt; done
@@ -47,7 +47,7 @@ serve: $(VENV)/.run ## keep serving the bundled model on http://127.0.0.1:8000 (
 	@$(VENV)/bin/foveal-runtime serve $(MODEL) --name tiny-vlm
 
 # --- tests -------------------------------------------------------------------------------------
-.PHONY: check test generate control-plane faults fresh e2e bench soak
+.PHONY: check test generate control-plane chart faults fresh e2e bench soak
 check: $(VENV)/.dev ## ruff, mypy --strict, import contracts
 	@$(VENV)/bin/ruff format --check . && $(VENV)/bin/ruff check .
 	@$(VENV)/bin/mypy
@@ -77,8 +77,12 @@ soak: $(VENV)/.dev ## 100 faults, a million fuzz steps, the large checker instan
 	@$(PY) e2e/soak/mirror_fuzz.py --steps 1000000
 	@OMP_WAIT_POLICY=passive FOVEAL_FAULTS=100 $(VENV)/bin/pytest -q -s -m "faults or slow" tests
 
-generate: $(VENV)/.dev ## rewrite what is generated and committed: the CRD, the golden objects
+chart: ## lint --strict, render and unit-test the chart (needs helm; HELM="helm3 helm4" for both)
+	@e2e/chart.sh
+
+generate: $(VENV)/.dev ## rewrite what is generated and committed: CRD, golden objects, chart, dashboards
 	@PYTHONPATH=.:runtime/src:operator/src $(PY) -m tests.control_plane.regenerate
+	@PYTHONPATH=runtime/src $(PY) -m foveal_runtime.telemetry.table docs/metrics.md
 
 fresh: ## clone HEAD into an empty folder and run README's two commands there, with their times
 	@e2e/fresh.sh

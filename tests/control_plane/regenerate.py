@@ -1,24 +1,37 @@
-"""Rewrites what is generated and committed: the CRD and the golden objects. `make generate`."""
+"""Rewrites what is generated and committed: the CRD, the golden objects, the dashboards,
+the chart's generated files, Argo CD's test data.
+
+`make generate` runs it.
+"""
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
+import yaml
+from tests.control_plane import chart_files
 from tests.control_plane.budget_samples import TOY, VLM
 from tests.control_plane.samples import LEGAL, Obj
 
 from foveal_operator import crd
 from foveal_operator.budget_inputs import NodeFacts, budget_inputs
 from foveal_operator.manifests import ClusterFacts, Desired, desired
+from foveal_operator.observability import grafana
+from foveal_operator.operator_metrics import OPERATOR_METRICS
 from foveal_operator.render import desired_yaml
 from foveal_operator.spec import InferenceSpec, parse
 from foveal_runtime.plan.budget import plan
 from foveal_runtime.plan.budget_types import BudgetPlan
 from foveal_runtime.plan.config import GIB
 from foveal_runtime.plan.profile import ModelProfile
+from foveal_runtime.telemetry.table import rows
 
 ROOT = Path(__file__).parents[2]
 CRD_FILE = ROOT / "crds" / "foveal.dev_multimodalinferences.yaml"
+DASHBOARDS = ROOT / "operator/src/foveal_operator/observability/dashboards"
+ARGO = ROOT / "examples/gitops/argocd/resource_customizations/foveal.dev/MultiModalInference"
+OPERATOR_METRICS_PAGE = ROOT / "docs" / "metrics-operator.md"
 GOLDEN = Path(__file__).parent / "golden"
 ALL_APIS = frozenset(
     {"HTTPRoute", "InferencePool", "PodMonitor", "PrometheusRule", "ResourceClaimTemplate"}
@@ -27,8 +40,8 @@ ALL_APIS = frozenset(
 FACTS = ClusterFacts(
     runtime_image="registry.example/foveal-runtime:test",
     apis=ALL_APIS,
-    rule_groups=({"name": "foveal", "rules": []},),
-    dashboards={"foveal.json": "{}\n"},
+    rule_groups=({"name": "foveal", "rules": [{"alert": "A", "expr": 'up{n="@namespace@"}'}]},),
+    dashboards={"foveal-resource.json": '{"uid": "@id@", "title": "@resource@"}\n'},
 )
 
 
@@ -52,8 +65,57 @@ def golden_text(name: str) -> str:
     return desired_yaml(wanted(LEGAL[name]))
 
 
+def dashboard_files() -> dict[str, str]:
+    return {**grafana.cluster_files(), **dict([grafana.resource_file()])}
+
+
+_OPERATOR_HEAD = """# The operator's metrics
+
+Generated from `foveal_operator.operator_metrics`; do not edit. The operator serves them at
+`/metrics`; those of frontends and engines are in [metrics.md](metrics.md).
+
+"""
+
+
+def operator_metrics_page() -> str:
+    return _OPERATOR_HEAD + rows(OPERATOR_METRICS)
+
+
+def argo_files() -> dict[str, str]:
+    """Argo CD's test list and its data, in the layout of its repository."""
+    from tests.control_plane.gitops_states import states
+    from tests.control_plane.test_gitops import argo_health
+
+    found, cases = {}, []
+    for name, (obj, _, _) in states().items():
+        status, message = argo_health(obj)
+        path = f"testdata/{name}.yaml"
+        cases.append({"healthStatus": {"status": status, "message": message}, "inputPath": path})
+        found[path] = yaml.safe_dump(obj, sort_keys=False, width=100)
+    found["health_test.yaml"] = yaml.safe_dump({"tests": cases}, sort_keys=False, width=100)
+    return found
+
+
+def argo_config() -> str:
+    """The same script as a ConfigMap of Argo CD, for who does not wait for a release."""
+    script = textwrap.indent((ARGO / "health.lua").read_text(encoding="utf-8"), "    ")
+    key = "resource.customizations.health.foveal.dev_MultiModalInference"
+    return (
+        "apiVersion: v1\nkind: ConfigMap\nmetadata:\n  name: argocd-cm\n  namespace: argocd\n"
+        f"data:\n  {key}: |\n{script}"
+    )
+
+
 def main() -> None:
+    OPERATOR_METRICS_PAGE.write_text(operator_metrics_page(), encoding="utf-8")
+    for name, text in dashboard_files().items():
+        (DASHBOARDS / name).write_text(text, encoding="utf-8")
     CRD_FILE.write_text(crd.render(), encoding="utf-8")
+    for name, text in chart_files.files().items():
+        (chart_files.CHART / name).write_text(text, encoding="utf-8")
+    for name, text in argo_files().items():
+        (ARGO / name).write_text(text, encoding="utf-8")
+    (ARGO.parents[2] / "argocd-cm.yaml").write_text(argo_config(), encoding="utf-8")
     GOLDEN.mkdir(exist_ok=True)
     for name in LEGAL:
         (GOLDEN / f"{name}.yaml").write_text(golden_text(name), encoding="utf-8")

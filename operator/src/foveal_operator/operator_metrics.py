@@ -62,4 +62,20 @@ OPERATOR_METRICS: tuple[Metric, ...] = (
         "foveal_inference_budget_bytes", "Planned bytes of a cache or limit.", *_PER, "budget",
         unit="bytes",
     ),
+    _gauge(
+        "foveal_inference_measured_bytes", "The same, as pods measured it.", *_PER, "budget",
+        unit="bytes",
+    ),
+    _gauge(
+        "foveal_inference_condition", "1 for the status that a condition has, 0 for the others.",
+        *_PER, "type", "status",
+    ),
+    _gauge(
+        "foveal_inference_max_pods", "Most pods of a role: its autoscaler's maximum, or replicas.",
+        *_PER, "role",
+    ),
+    _counter(
+        "foveal_inference_pod_failures", "Failures seen in status.lastFailure, by reason.",
+        *_PER, "reason",
+    ),
 )  # fmt: skip

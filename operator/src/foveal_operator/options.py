@@ -20,6 +20,7 @@ import yaml
 from foveal_operator.cli_errors import UsageError
 from foveal_operator.lease import LeaseSettings
 from foveal_operator.look import Settings
+from foveal_operator.observability import resource_dashboards, resource_rule_groups
 
 MAX_NAMESPACES = 256
 _EPILOG = "Every flag can be given as FOVEAL_OPERATOR_<FLAG>, such as FOVEAL_OPERATOR_LOG_FORMAT."
@@ -63,8 +64,18 @@ def parser() -> argparse.ArgumentParser:
     add("--bind", default="0.0.0.0:8080", help="/livez, /readyz, /metrics")
     add("--cluster-domain", default="cluster.local")
     add("--monitoring-namespace", default="monitoring", help="may scrape pods; see NetworkPolicy")
-    add("--rules", default="", metavar="FILE", help="PrometheusRule groups, as YAML")
-    add("--dashboards", default="", metavar="DIRECTORY", help="dashboards, *.json")
+    add(
+        "--rules",
+        default="",
+        metavar="FILE",
+        help="PrometheusRule groups, as YAML; default: built in",
+    )
+    add(
+        "--dashboards",
+        default="",
+        metavar="DIRECTORY",
+        help="dashboards, *.json; default: built in",
+    )
     add("--kubeconfig", default="", help="default: the pod's service account, else KUBECONFIG")
     add("--context", default="", help="context of the kubeconfig")
     add("--log-format", default="json", choices=["json", "text"])
@@ -138,7 +149,7 @@ def _lease(
 
 def _rules(path: str) -> tuple[dict[str, Any], ...]:
     if not path:
-        return ()
+        return resource_rule_groups()
     try:
         body = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
@@ -151,7 +162,7 @@ def _rules(path: str) -> tuple[dict[str, Any], ...]:
 
 def _dashboards(path: str) -> dict[str, str]:
     if not path:
-        return {}
+        return resource_dashboards()
     found = {}
     try:
         for file in sorted(Path(path).glob("*.json")):

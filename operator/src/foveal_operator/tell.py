@@ -6,6 +6,7 @@ else.
 
 from __future__ import annotations
 
+from foveal_operator import gauges
 from foveal_operator.api_errors import Conflict, NotFound
 from foveal_operator.caches import Caches, Key
 from foveal_operator.clock import Clock
@@ -17,7 +18,6 @@ from foveal_operator.manifests import Desired
 from foveal_operator.manifests.context import Obj
 from foveal_operator.observe import noteworthy, previous_conditions, route_state, steady
 from foveal_operator.spec import InferenceSpec, SpecError
-from foveal_operator.spec_status import MultiModalInferenceStatus
 from foveal_operator.status import Observed, plain, report
 from foveal_operator.telemetry import Telemetry
 from foveal_runtime.plan.budget_types import BudgetPlan
@@ -100,7 +100,7 @@ class Teller:
         status = report(
             inference, error, plan, desired, observed, metadata.get("generation", 0), before
         )
-        self._gauges((metadata["namespace"], metadata["name"]), resource, status)
+        gauges.put(self._telemetry, resource, inference, status)
         body = plain(status)
         if body != resource.get("status"):
             try:
@@ -126,36 +126,7 @@ class Teller:
         for kind, reason, note in noteworthy(status.conditions, before):
             await self._recorder.record(resource, kind, reason, note)
 
-    def _gauges(self, key: Key, resource: Obj, status: MultiModalInferenceStatus) -> None:
-        labels = {"namespace": key[0], "name": key[1]}
-        states = {condition.type: condition.status == "True" for condition in status.conditions}
-        put = self._telemetry.set
-        put("foveal_inference_ready", states.get("Ready", False), **labels)
-        put("foveal_inference_available", states.get("Available", False), **labels)
-        put("foveal_inference_stalled", states.get("Stalled", False), **labels)
-        generation = resource["metadata"].get("generation", 0)
-        put("foveal_inference_generation", generation, **labels)
-        put("foveal_inference_observed_generation", status.observed_generation, **labels)
-        for role, counts in (("frontend", status.frontend), ("engine", status.engine)):
-            for state in ("desired", "replicas", "updated", "ready", "draining"):
-                value = getattr(counts, state) if counts else 0
-                put("foveal_inference_pods", value, **labels, role=role, state=state)
-        for name, budget in status.budgets.items():
-            put("foveal_inference_budget_bytes", budget.bytes, **labels, budget=name)
-
     def forget(self, key: Key, uid: str) -> None:
         """The resource is gone: so are its series."""
         self._recorder.forget(uid)
-        for name in _PER_RESOURCE:
-            self._telemetry.forget(name, namespace=key[0], name=key[1])
-
-
-_PER_RESOURCE = (
-    "foveal_inference_ready",
-    "foveal_inference_available",
-    "foveal_inference_stalled",
-    "foveal_inference_generation",
-    "foveal_inference_observed_generation",
-    "foveal_inference_pods",
-    "foveal_inference_budget_bytes",
-)
+        gauges.forget(self._telemetry, *key)

@@ -1,12 +1,24 @@
 """PodMonitor, PrometheusRule and dashboard ConfigMap of one resource.
 
-Rules and dashboards come in as data, generated from the metric registry elsewhere; these builders
-only place them. PodMonitor, because several processes stand behind one Service port.
+Rules and dashboards come in as data, generated from the metric registry by observability/; these
+builders place them and fill in whose they are. PodMonitor, because several processes stand behind
+one Service port.
 """
 
 from __future__ import annotations
 
-from foveal_operator.manifests.context import Context, Obj
+from typing import Any
+
+from foveal_operator.manifests.context import Context, Obj, content_hash
+from foveal_operator.manifests.pods import REVISION_LABEL
+
+# Labels of pods that every series carries; dashboards and rules choose by them.
+TARGET_LABELS = {
+    "resource": "app.kubernetes.io/instance",
+    "role": "app.kubernetes.io/component",
+    "revision": REVISION_LABEL,
+}
+FOLDER_ANNOTATION = "grafana_folder"
 
 
 def is_wanted(toggle: str, api_exists: bool) -> bool:
@@ -22,7 +34,9 @@ def pod_monitor(context: Context) -> Obj:
     }
     spec = {
         "selector": {"matchLabels": labels},
-        "podMetricsEndpoints": [{"port": "http", "path": "/metrics", "interval": "15s"}],
+        "podMetricsEndpoints": [
+            {"port": "http", "path": "/metrics", "interval": "15s", "relabelings": _relabelings()}
+        ],
     }
     return _labelled(
         context, context.object("monitoring.coreos.com/v1", "PodMonitor", "", "frontend", spec=spec)
@@ -30,7 +44,7 @@ def pod_monitor(context: Context) -> Obj:
 
 
 def prometheus_rule(context: Context) -> Obj:
-    spec = {"groups": list(context.facts.rule_groups)}
+    spec = {"groups": _pinned(context, list(context.facts.rule_groups))}
     return _labelled(
         context,
         context.object("monitoring.coreos.com/v1", "PrometheusRule", "", "frontend", spec=spec),
@@ -39,9 +53,45 @@ def prometheus_rule(context: Context) -> Obj:
 
 def dashboard(context: Context) -> Obj:
     body = context.object(
-        "v1", "ConfigMap", "dashboard", "frontend", data=dict(context.facts.dashboards)
+        "v1",
+        "ConfigMap",
+        "dashboard",
+        "frontend",
+        data=_pinned(context, dict(context.facts.dashboards)),
     )
-    return _labelled(context, body, {"grafana_dashboard": "1"})
+    body = _labelled(context, body, {"grafana_dashboard": "1"})
+    annotations = {FOLDER_ANNOTATION: "Foveal"}
+    return {**body, "metadata": {**body["metadata"], "annotations": annotations}}
+
+
+def _relabelings() -> list[Obj]:
+    return [
+        {
+            "sourceLabels": [f"__meta_kubernetes_pod_label_{_as_prometheus_names(label)}"],
+            "targetLabel": target,
+        }
+        for target, label in TARGET_LABELS.items()
+    ]
+
+
+def _as_prometheus_names(label: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in label)
+
+
+def _pinned(context: Context, value: Any) -> Any:
+    """The same with this resource in place of the tokens, in every text inside."""
+    namespace, name = context.inference.namespace, context.name
+    if isinstance(value, str):
+        for token, text in (
+            ("@namespace@", namespace),
+            ("@resource@", name),
+            ("@id@", content_hash([namespace, name])),
+        ):
+            value = value.replace(token, text)
+        return value
+    if isinstance(value, dict):
+        return {key: _pinned(context, item) for key, item in value.items()}
+    return [_pinned(context, item) for item in value] if isinstance(value, list) else value
 
 
 def _labelled(context: Context, body: Obj, more: dict[str, str] | None = None) -> Obj:

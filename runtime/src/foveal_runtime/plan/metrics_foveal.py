@@ -162,6 +162,10 @@ _ENGINE_WORK = (
     _one(_BOTH, "gauge", "memory_peak_bytes", "The most memory the container ever had, as its "
          "control group counts it.", unit="bytes"),
     _one(_BOTH, "gauge", "memory_limit_bytes", "What it may have; 0 = no limit.", unit="bytes"),
+    _one(_BOTH, "gauge", "memory_used_bytes", "Of that, what it has now: anonymous, shared and "
+         "kernel memory; 0 without a limit.", unit="bytes"),
+    _one(_BOTH, "gauge", "memory_page_cache_bytes", "Files that the kernel keeps for it and takes "
+         "back when memory is short.", unit="bytes"),
     _one(_BOTH, "gauge", "budget_bytes", "A part of the process's memory: planned, and as "
          "measured.", "part", "source", unit="bytes"),
 )  # fmt: skip

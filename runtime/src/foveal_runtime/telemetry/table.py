@@ -38,9 +38,14 @@ def markdown(metrics: Iterable[Metric] = METRICS) -> str:
     for key, title in by_role.items():
         if not groups[key]:
             continue
-        parts.append(f"\n## {title}\n\n| name | type | labels | meaning |\n|---|---|---|---|\n")
-        parts.extend(_row(metric) for metric in groups[key])
+        parts.append(f"\n## {title}\n\n{rows(groups[key])}")
     return "".join(parts)
+
+
+def rows(metrics: Iterable[Metric]) -> str:
+    """The table alone."""
+    head = "| name | type | labels | meaning |\n|---|---|---|---|\n"
+    return head + "".join(_row(metric) for metric in metrics)
 
 
 def _row(metric: Metric) -> str:

@@ -1,0 +1,91 @@
+# Two images: `operator` (no torch) and `runtime` (frontends, engines, fetch and profile jobs).
+#
+#   docker build --target operator -t foveal/operator:0.1.0 .
+#   docker build --target runtime  -t foveal/runtime:0.1.0 .
+#
+# Another base: --build-arg BASE=... (Debian with Python 3.11 or newer, venv and pip). Settings of
+# the builder's package indexes come in as bind mounts (-v pip.conf:/etc/pip.conf:ro), never as ARG:
+# consumed arguments land in the image's history. Reproducible: pass a fixed SOURCE_DATE_EPOCH and
+# let the builder rewrite time stamps (buildah --timestamp, buildx rewrite-timestamp=true).
+ARG BASE=python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b
+
+# --- what both have ---------------------------------------------------------------------------
+# hadolint ignore=DL3006
+FROM ${BASE} AS base
+ARG SOURCE_DATE_EPOCH=1767225600
+ENV PATH=/opt/venv/bin:$PATH \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PIP_NO_CACHE_DIR=1 \
+    PYTHONUNBUFFERED=1
+# A passwd entry: some libraries ask for the user's name.
+RUN groupadd --gid 10001 foveal \
+    && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin foveal \
+    && python3 -m venv /opt/venv
+
+# --- wheels of Foveal, with the C kernel compiled ---------------------------------------------
+FROM base AS wheels
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
+COPY requirements/build.txt /src/requirements/
+RUN python3 -m venv /opt/tools \
+    && /opt/tools/bin/pip install --require-hashes -r /src/requirements/build.txt
+COPY runtime /src/runtime
+COPY operator /src/operator
+WORKDIR /src
+RUN FOVEAL_REQUIRE_KERNELS=1 /opt/tools/bin/pip wheel --no-deps --no-build-isolation \
+    --wheel-dir /wheels ./runtime ./operator
+
+# --- operator ---------------------------------------------------------------------------------
+FROM base AS operator
+RUN --mount=type=bind,source=requirements/operator.txt,target=/requirements.txt \
+    pip install --require-hashes -r /requirements.txt
+RUN --mount=type=bind,from=wheels,source=/wheels,target=/wheels \
+    --mount=type=bind,from=wheels,source=/opt/tools,target=/opt/tools \
+    pip install --no-deps --no-index /wheels/foveal_runtime-*.whl /wheels/foveal_operator-*.whl \
+    && /opt/tools/bin/cyclonedx-py environment /opt/venv/bin/python \
+       --output-reproducible --output-file /opt/venv/sbom.cdx.json
+COPY LICENSE /opt/venv/LICENSE
+LABEL org.opencontainers.image.title="foveal-operator" \
+      org.opencontainers.image.description="Reconciles MultiModalInference resources" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="0.1.0"
+USER 10001:10001
+WORKDIR /tmp
+EXPOSE 8080
+ENTRYPOINT ["foveal-operator"]
+
+# --- runtime ----------------------------------------------------------------------------------
+FROM base AS runtime
+# OpenMP for the C kernel, and an init that reaps media workers and passes SIGTERM on.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends libgomp1 tini \
+    && rm -rf /var/lib/apt/lists/*
+# The largest and slowest layer first: a change of code leaves it and the next one alone.
+RUN --mount=type=bind,source=requirements/torch.txt,target=/requirements.txt \
+    pip install --require-hashes -r /requirements.txt
+RUN --mount=type=bind,source=requirements/runtime.txt,target=/requirements.txt \
+    pip install --require-hashes -r /requirements.txt
+# Pods name the command; the one they find first on the path starts the init.
+RUN --mount=type=bind,from=wheels,source=/wheels,target=/wheels \
+    --mount=type=bind,from=wheels,source=/opt/tools,target=/opt/tools \
+    pip install --no-deps --no-index /wheels/foveal_runtime-*.whl \
+    && mkdir -p /opt/init \
+    && printf '#!/bin/sh\nexec tini -- /opt/venv/bin/foveal-runtime "$@"\n' > /opt/init/foveal-runtime \
+    && chmod 0755 /opt/init/foveal-runtime \
+    && /opt/tools/bin/cyclonedx-py environment /opt/venv/bin/python \
+       --output-reproducible --output-file /opt/venv/sbom.cdx.json
+COPY LICENSE /opt/venv/LICENSE
+ENV PATH=/opt/init:$PATH \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility \
+    NVIDIA_VISIBLE_DEVICES=all
+LABEL org.opencontainers.image.title="foveal-runtime" \
+      org.opencontainers.image.description="Frontends and engines of Foveal" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="0.1.0"
+USER 10001:10001
+WORKDIR /tmp
+EXPOSE 8000 5570 5580
+ENTRYPOINT ["foveal-runtime"]

@@ -1,0 +1,100 @@
+{{- define "foveal.name" -}}
+{{- default "foveal-operator" .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "foveal.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride -}}
+{{- else if or (eq .Release.Name (include "foveal.name" .)) (eq .Release.Name "foveal") -}}
+{{- include "foveal.name" . -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name (include "foveal.name" .) | trunc 52 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "foveal.serviceAccountName" -}}
+{{- if .Values.serviceAccount.create -}}
+{{- default (include "foveal.fullname" .) .Values.serviceAccount.name -}}
+{{- else -}}
+{{- default "default" .Values.serviceAccount.name -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Labels that never change. */}}
+{{- define "foveal.selector" -}}
+app.kubernetes.io/name: {{ include "foveal.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "foveal.labels" -}}
+{{ include "foveal.selector" . }}
+app.kubernetes.io/component: operator
+{{ include "foveal.sharedLabels" . }}
+{{- end -}}
+
+{{/* Of the pod of `helm test`: the operator's selectors must not find it. */}}
+{{- define "foveal.testLabels" -}}
+app.kubernetes.io/name: {{ include "foveal.name" . }}-test
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/component: test
+{{ include "foveal.sharedLabels" . }}
+{{- end -}}
+
+{{- define "foveal.sharedLabels" -}}
+app.kubernetes.io/part-of: foveal
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name (replace "+" "_" .Chart.Version) }}
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* Annotations of an object: call with (list . dict). Nothing when there are none. */}}
+{{- define "foveal.annotations" -}}
+{{- $all := merge (dict) (index . 1) (index . 0).Values.commonAnnotations -}}
+{{- with $all -}}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end -}}
+{{- end -}}
+
+{{/* registry/repository:tag, or @digest: call with (list . image). */}}
+{{- define "foveal.image" -}}
+{{- $image := index . 1 -}}
+{{- $name := $image.repository -}}
+{{- if $image.registry -}}
+{{- $name = printf "%s/%s" (trimSuffix "/" $image.registry) $name -}}
+{{- end -}}
+{{- if $image.digest -}}
+{{- printf "%s@%s" $name $image.digest -}}
+{{- else -}}
+{{- printf "%s:%s" $name (default (index . 0).Chart.AppVersion $image.tag) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Comma-separated namespaces that are watched; empty for all. */}}
+{{- define "foveal.namespaces" -}}
+{{- if eq .Values.rbac.scope "namespaced" -}}
+{{- join "," (default (list .Release.Namespace) .Values.rbac.watchNamespaces) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "foveal.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 10001
+runAsGroup: 10001
+fsGroup: 10001
+seccompProfile:
+  type: RuntimeDefault
+{{- end -}}
+
+{{- define "foveal.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+runAsNonRoot: true
+runAsUser: 10001
+runAsGroup: 10001
+capabilities:
+  drop: [ALL]
+{{- end -}}

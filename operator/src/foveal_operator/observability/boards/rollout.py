@@ -1,0 +1,68 @@
+"""Rollout: which revision serves, what a roll costs, and why it does not go on."""
+
+from __future__ import annotations
+
+from foveal_operator.observability.panel import Board, Row, graph
+from foveal_operator.observability.promql import DASHBOARD as D
+
+_CONDITION = "foveal_inference_condition"
+
+_STATE = Row("State", (
+    graph("Processes by revision", "Frontends and engines that answer a scrape.",
+          (D.total("foveal_build_info", "role,revision", how="count"), "{{role}} {{revision}}"),
+          stacked=True, width=12),
+    graph("Pods", "Desired, ready, of the wanted revision, and draining.",
+          (D.total("foveal_inference_pods", "role,state"), "{{role}} {{state}}"), width=12),
+    graph("Conditions that are not met", "1 while a condition of the resource is False.",
+          (D.total(_CONDITION, "name,type", how="max", status="False"),
+           "{{name}} {{type}}")),
+    graph("Reconciling or stalled", "1 while the operator works on it, or cannot.",
+          (D.total(_CONDITION, "name,type", how="max", type="~Reconciling|Stalled",
+                   status="True"), "{{name}} {{type}}")),
+    graph("Ready and available", "1 when every replica of the revision serves; when any does.",
+          (D.total("foveal_inference_ready", "name", how="max"), "{{name}} ready"),
+          (D.total("foveal_inference_available", "name", how="max"), "{{name}} available"),
+          (D.total("foveal_inference_stalled", "name", how="max"), "{{name}} stalled")),
+    graph("Specs not looked at yet", "Generations that the status is behind the spec.",
+          (D.total("foveal_inference_generation", "name", how="max") + " - "
+           + D.total("foveal_inference_observed_generation", "name", how="max"), "{{name}}")),
+    graph("Pod failures", "Containers that ended wrongly or cannot start, in five minutes.",
+          (D.total("foveal_inference_pod_failures", "reason", inner="increase(%s[5m])"),
+           "{{reason}}")),
+))  # fmt: skip
+
+_COST = Row("What a roll costs", (
+    graph("Draining", "Processes that take no new requests.",
+          (D.total("foveal_draining"), "frontends"),
+          (D.total("foveal_engine_draining"), "engines")),
+    graph("Sequences sent to another engine", "By reason: none is lost.",
+          (D.rate("foveal_request_resubmissions", "reason"), "{{reason}}"), unit="ops"),
+    graph("Errors", "By code, during and after.",
+          (D.rate("foveal_request_errors", "code"), "{{code}}"), unit="ops"),
+    graph("Hit ratio by revision", "A new revision begins cold.",
+          (D.ratio("foveal_cache_hits", "foveal_cache_queries", "cache,revision"),
+           "{{cache}} {{revision}}"), unit="percentunit", top=1),
+    graph("Uptime", "Of each process.",
+          ("time() - " + D.total("process_start_time_seconds", "pod,process", how="max"),
+           "{{pod}} {{process}}"), unit="s"),
+    graph("Clients that went away", "Requests in a second whose client closed the connection.",
+          (D.rate("foveal_client_disconnects"), "disconnects"), unit="ops"),
+))  # fmt: skip
+
+_SCALE = Row("Scaling", (
+    graph("Frontends and their most", "At the most with a growing queue, requests are refused.",
+          (D.total("foveal_inference_pods", role="frontend", state="ready"), "ready"),
+          (D.total("foveal_inference_max_pods", role="frontend"), "most")),
+    graph("Engines and their most", "",
+          (D.total("foveal_inference_pods", role="engine", state="ready"), "ready"),
+          (D.total("foveal_inference_max_pods", role="engine"), "most")),
+    graph("Requests in flight", "By frontend.",
+          (D.total("foveal_requests_inflight", "pod"), "{{pod}}"), stacked=True),
+))  # fmt: skip
+
+ROLLOUT = Board(
+    uid="foveal-rollout",
+    title="Foveal / Rollout",
+    about="Which revision serves, what a roll costs, and why it does not go on.",
+    rows=(_STATE, _COST, _SCALE),
+)

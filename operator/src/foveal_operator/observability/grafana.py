@@ -1,0 +1,155 @@
+"""Draws boards/ as Grafana dashboards with Grafana's own builder library (its 11.x line).
+
+Run by `make generate` and by the test that compares; the only importer of the library, which is a
+development dependency. What it writes is committed in dashboards/ and shipped as package data.
+"""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+from grafana_foundation_sdk.builders import common, dashboard, prometheus, stat, timeseries
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models import common as cm
+from grafana_foundation_sdk.models import dashboard as dm
+
+from foveal_operator.observability.boards import BOARDS
+from foveal_operator.observability.boards.overview import OVERVIEW
+from foveal_operator.observability.panel import Board, Panel, Query
+
+_SOURCE = dm.DataSourceRef("prometheus", "${datasource}")
+_VARIABLES = {
+    "namespace": 'label_values(foveal_build_info, namespace)',
+    "resource": 'label_values(foveal_build_info{namespace=~"$namespace"}, resource)',
+    "pod": 'label_values(foveal_build_info{namespace=~"$namespace",resource=~"$resource"}, pod)',
+}  # fmt: skip
+_ALL = dm.VariableOption(True, ["All"], ["$__all"])
+
+
+def cluster_files() -> dict[str, str]:
+    """File name to JSON of every dashboard that a cluster has once."""
+    return {f"{board.uid}.json": draw(board) for board in BOARDS}
+
+
+def resource_file() -> tuple[str, str]:
+    """The overview of one resource, with tokens that manifests/monitoring.py fills in."""
+    pinned = msgspec.structs.replace(
+        OVERVIEW, uid="foveal-@id@", title="Foveal / @namespace@ / @resource@"
+    )
+    chosen = {"namespace": "@namespace@", "resource": "@resource@"}
+    return "foveal-resource.json", draw(pinned, chosen)
+
+
+def draw(board: Board, chosen: dict[str, str] | None = None) -> str:
+    """The same JSON on every machine. `chosen` are variables' first values."""
+    made = (
+        dashboard.Dashboard(board.title)
+        .uid(board.uid)
+        .description(board.about)
+        .tags(["foveal"])
+        .readonly()
+        .tooltip(dm.DashboardCursorSync.CROSSHAIR)
+        .time("now-1h", "now")
+        .refresh("30s")
+        .timezone("browser")
+        .with_variable(
+            dashboard.DatasourceVariable("datasource").label("Source").type("prometheus")
+        )
+        .link(
+            dashboard.DashboardLink("Foveal")
+            .type(dm.DashboardLinkType.DASHBOARDS)
+            .tags(["foveal"])
+            .as_dropdown(True)
+            .include_vars(True)
+            .keep_time(True)
+        )
+    )
+    for name in board.variables:
+        made = made.with_variable(_variable(name, (chosen or {}).get(name)))
+    number = 0
+    for row in board.rows:
+        number += 1
+        made = made.with_row(dashboard.Row(row.title).id(number))
+        for panel in row.panels:
+            number += 1
+            made = made.with_panel(_panel(panel).id(number))
+    return json.dumps(made.build(), cls=JSONEncoder, indent=1, sort_keys=True) + "\n"
+
+
+def _variable(name: str, chosen: str | None) -> dashboard.QueryVariable:
+    current = _ALL if chosen is None else dm.VariableOption(True, [chosen], [chosen])
+    return (
+        dashboard.QueryVariable(name)
+        .label(name.capitalize())
+        .datasource(_SOURCE)
+        .query({"query": _VARIABLES[name], "refId": f"foveal-{name}"})
+        .refresh(dm.VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .sort(dm.VariableSort.ALPHABETICAL_ASC)
+        .multi(True)
+        .include_all(True)
+        .all_value(".*")
+        .current(current)
+    )
+
+
+def _panel(panel: Panel) -> timeseries.Panel | stat.Panel:
+    made = _stat() if panel.shape == "stat" else _timeseries(panel)
+    made = (
+        made.title(panel.title)
+        .description(panel.about)
+        .datasource(_SOURCE)
+        .unit(panel.unit)
+        .span(panel.width)
+        .height(panel.height)
+    )
+    if panel.bad is not None and panel.warn is not None:
+        made = made.thresholds(_thresholds(panel.warn, panel.bad))
+    for number, query in enumerate(panel.queries):
+        made = made.with_target(_query(query, chr(ord("A") + number)))
+    return made
+
+
+def _timeseries(panel: Panel) -> timeseries.Panel:
+    made = (
+        timeseries.Panel()
+        .line_width(1)
+        .fill_opacity(40 if panel.stacked else 8)
+        .show_points(cm.VisibilityMode.NEVER)
+        .axis_soft_min(0)
+        .legend(
+            common.VizLegendOptions()
+            .display_mode(cm.LegendDisplayMode.LIST)
+            .placement(cm.LegendPlacement.BOTTOM)
+            .show_legend(True)
+        )
+        .tooltip(
+            common.VizTooltipOptions()
+            .mode(cm.TooltipDisplayMode.MULTI)
+            .sort(cm.SortOrder.DESCENDING)
+        )
+    )
+    if panel.stacked:
+        made = made.stacking(common.StackingConfig().mode(cm.StackingMode.NORMAL).group("A"))
+    if panel.top is not None:
+        made = made.max(panel.top).min(0)
+    return made
+
+
+def _stat() -> stat.Panel:
+    return stat.Panel().reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
+
+
+def _thresholds(warn: float, bad: float) -> dashboard.ThresholdsConfig:
+    """Green, yellow from `warn` on, red from `bad` on; the other way round where less is worse."""
+    first, low, high = ("red", bad, warn) if bad < warn else ("green", warn, bad)
+    steps = [dm.Threshold(None, first), dm.Threshold(low, "yellow"),
+             dm.Threshold(high, "green" if bad < warn else "red")]  # fmt: skip
+    return dashboard.ThresholdsConfig().mode(dm.ThresholdsMode.ABSOLUTE).steps(steps)
+
+
+def _query(query: Query, ref: str) -> prometheus.Dataquery:
+    made = prometheus.Dataquery().expr(query.expr).ref_id(ref).datasource(_SOURCE)
+    if query.legend:
+        made = made.legend_format(query.legend)
+    return made.range()

@@ -1,0 +1,68 @@
+"""What a panel, a row and a dashboard are, as data. grafana.py draws them; tests read them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Unit = Literal["short", "bytes", "Bps", "s", "percentunit", "reqps", "ops"]
+Shape = Literal["timeseries", "stat"]
+
+
+class Query(msgspec.Struct, frozen=True):
+    expr: str
+    legend: str = ""
+
+
+class Panel(msgspec.Struct, frozen=True, kw_only=True):
+    """One panel. `width` is of 24; Yellow begins at `warn`, red at `bad`; below
+    them where bad < warn."""
+
+    title: str
+    about: str
+    queries: tuple[Query, ...]
+    unit: Unit = "short"
+    shape: Shape = "timeseries"
+    width: int = 8
+    height: int = 8
+    stacked: bool = False
+    top: float | None = None
+    warn: float | None = None
+    bad: float | None = None
+
+
+class Row(msgspec.Struct, frozen=True):
+    title: str
+    panels: tuple[Panel, ...]
+
+
+class Board(msgspec.Struct, frozen=True, kw_only=True):
+    """One dashboard; `variables` are those it has besides the data source."""
+
+    uid: str
+    title: str
+    about: str
+    rows: tuple[Row, ...]
+    variables: tuple[str, ...] = ("namespace", "resource", "pod")
+
+    @property
+    def panels(self) -> list[Panel]:
+        return [panel for row in self.rows for panel in row.panels]
+
+
+def stat(title: str, about: str, expr: str, unit: Unit = "short", **more: object) -> Panel:
+    """One number with its recent course, an eighth of the page wide."""
+    values = {"width": 3, "height": 4, **more}
+    return Panel(
+        title=title, about=about, queries=(Query(expr),), unit=unit, shape="stat",
+        **values,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def graph(
+    title: str, about: str, *queries: tuple[str, str], unit: Unit = "short", **more: object
+) -> Panel:
+    """Lines over time; each query is (expression, legend)."""
+    drawn = tuple(Query(expr, legend) for expr, legend in queries)
+    return Panel(title=title, about=about, queries=drawn, unit=unit, **more)  # type: ignore[arg-type]

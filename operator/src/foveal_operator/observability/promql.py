@@ -1,0 +1,114 @@
+"""PromQL made from the metric registry: a name or label that nobody declared fails at once.
+
+Used by boards/ and alerts.py while dashboards and rules are generated, never at run time. Besides a
+family's own labels there are those that scraping adds (TARGET_LABELS, see the PodMonitors).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from foveal_operator.operator_metrics import OPERATOR_METRICS
+from foveal_runtime.plan.metrics import METRICS, Metric
+
+TARGET_LABELS = frozenset({"namespace", "resource", "pod", "role", "revision"})
+"""`resource`, `role` and `revision` come from pod labels by the PodMonitor's relabelings. The
+operator's families about a resource carry `namespace` and `name` themselves (honorLabels)."""
+
+_PROCESS = ("process",)
+PROCESS_METRICS: tuple[Metric, ...] = (
+    Metric(name="process_resident_memory_bytes", kind="gauge", help="Resident memory.",
+           roles=("frontend", "engine"), labels=_PROCESS, unit="bytes"),
+    Metric(name="process_start_time_seconds", kind="gauge", help="When the process began.",
+           roles=("frontend", "engine"), labels=_PROCESS, unit="seconds"),
+    Metric(name="process_cpu_seconds", kind="counter", help="CPU time.",
+           roles=("frontend", "engine"), labels=_PROCESS, unit="seconds"),
+)  # fmt: skip
+"""What the client library adds to every process."""
+
+KNOWN: dict[str, Metric] = {
+    metric.name: metric for metric in (*METRICS, *OPERATOR_METRICS, *PROCESS_METRICS)
+}
+
+
+class Scope(msgspec.Struct, frozen=True):
+    """Whose series, and over which time rates are taken.
+
+    Attributes:
+        namespace, resource, pod: label matchers, or "" where a family must not be narrowed.
+        window: a duration or a dashboard variable that holds one.
+    """
+
+    namespace: str = ""
+    resource: str = ""
+    pod: str = ""
+    window: str = "5m"
+
+    def series(self, name: str, part: str = "", /, **labels: str) -> str:
+        """A selector. `part` is bucket, sum or count of a histogram. A label's value "~a|b" is a
+        pattern, "!a" its negation."""
+        metric = KNOWN[name]
+        assert (metric.kind == "histogram") == bool(part), f"{name}: part {part!r}"
+        scope = {"namespace": self.namespace, "resource": self.resource, "pod": self.pod}
+        if metric.roles == ("operator",):
+            # The operator's pod and namespace say nothing about whose series it is.
+            is_about_one = {"namespace", "name"} <= set(metric.labels)
+            scope = {"namespace": self.namespace, "name": self.resource} if is_about_one else {}
+        matchers = [f"{key}{value}" for key, value in scope.items() if value]
+        for label, value in labels.items():
+            assert label in metric.labels or label in TARGET_LABELS, f"{name} has no {label}"
+            matchers.append(_matcher(label, value))
+        suffix = {"counter": "_total", "gauge": "", "histogram": f"_{part}"}[metric.kind]
+        inside = ",".join(matchers)
+        return f"{name}{suffix}{{{inside}}}" if inside else f"{name}{suffix}"
+
+    def rate(self, name: str, by: str = "", part: str = "", /, **labels: str) -> str:
+        """Per second, summed; `by` names the labels that are kept, separated by commas."""
+        return self.total(name, by, part, inner=f"rate(%s[{self.window}])", **labels)
+
+    def increase(self, name: str, by: str = "", /, **labels: str) -> str:
+        return self.total(name, by, inner=f"increase(%s[{self.window}])", **labels)
+
+    def total(
+        self, name: str, by: str = "", part: str = "", /, *,
+        inner: str = "%s", how: str = "sum", **labels: str,
+    ) -> str:  # fmt: skip
+        """An aggregate of a family: `how` is sum, max, min, avg or count."""
+        _check_labels(name, by)
+        over = f" by ({by})" if by else ""
+        return f"{how}{over} ({inner % self.series(name, part, **labels)})"
+
+    def ratio(self, top: str, bottom: str, by: str = "", /, **labels: str) -> str:
+        """Of two counters' rates; no data before the first event of the lower one."""
+        return f"{self.rate(top, by, **labels)} / {self.rate(bottom, by, **labels)}"
+
+    def mean(self, name: str, by: str = "", /, **labels: str) -> str:
+        """The mean of a histogram."""
+        top = self.rate(name, by, "sum", **labels)
+        return f"{top} / {self.rate(name, by, 'count', **labels)}"
+
+    def quantile(self, q: float, name: str, by: str = "", /, **labels: str) -> str:
+        _check_labels(name, by)
+        over = ",".join(filter(None, ("le", by)))
+        inner = f"rate({self.series(name, 'bucket', **labels)}[{self.window}])"
+        return f"histogram_quantile({q:g}, sum by ({over}) ({inner}))"
+
+
+def _check_labels(name: str, by: str) -> None:
+    for label in filter(None, by.split(",")):
+        known = label in KNOWN[name].labels or label in TARGET_LABELS
+        assert known, f"{name} has no label {label}"
+
+
+def _matcher(label: str, value: str) -> str:
+    if value.startswith("~"):
+        return f'{label}=~"{value[1:]}"'
+    if value.startswith("!"):
+        return f'{label}!="{value[1:]}"'
+    return f'{label}="{value}"'
+
+
+DASHBOARD = Scope('=~"$namespace"', '=~"$resource"', '=~"$pod"', "$__rate_interval")
+RESOURCE = Scope('="@namespace@"', '="@resource@"')
+"""Alert rules of one resource: the tokens are filled in by manifests/monitoring.py."""
+OPERATOR = Scope()
