@@ -1,7 +1,6 @@
 """The `foveal` command: parses arguments, runs one subcommand, turns its result into an exit code.
 
-Exit codes: 0 well, 2 wrong arguments, resource or profile, 3 the budgets do not fit. Usable as
-`kubectl foveal` too. Holds no behaviour of its own.
+Exit codes stand in cli_errors.py. Usable as `kubectl foveal` too. Holds no behaviour of its own.
 """
 
 from __future__ import annotations
@@ -10,15 +9,8 @@ import argparse
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
-from foveal_operator import cli_plan
-from foveal_operator.cli_errors import UsageError
-
-EXIT_CODES = """\
-exit codes:
-  0  well
-  2  wrong arguments, resource, podTemplate or profile
-  3  the budgets do not fit (plan)
-"""
+from foveal_operator import cli_plan, cli_up
+from foveal_operator.cli_errors import EXIT_CODES, EXIT_INTERRUPTED, EXIT_OK, CommandError
 
 
 def parser() -> argparse.ArgumentParser:
@@ -31,7 +23,8 @@ def parser() -> argparse.ArgumentParser:
     )
     root.add_argument("--version", action="version", version=f"foveal {_version()}")
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    cli_plan.add_parser(commands)
+    for command in (cli_plan, cli_up):
+        command.add_parser(commands)
     return root
 
 
@@ -46,13 +39,15 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
         return int(arguments.run(arguments))
-    except UsageError as error:
+    except CommandError as error:
         print(f"foveal: {error}", file=sys.stderr)
-        return 2
+        return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader of our output has seen enough (| head).
         sys.stderr.close()
-        return 0
+        return EXIT_OK
 
 
 if __name__ == "__main__":
