@@ -49,7 +49,8 @@ examples:
 A model that the resource names by hf:// or s3:// is downloaded when no --model is given.
 
 exit codes: 0 drained after Ctrl-C, 1 a process ended by itself (its last lines are shown),
-2 wrong resource or arguments, 3 does not fit this machine, 5 not ready or not drained in time
+2 wrong resource or arguments, 3 does not fit this machine, 5 not ready or not drained in time,
+130 ended at once by a second Ctrl-C
 """
 _MODELS = "~/.cache/foveal/models"
 
@@ -78,6 +79,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--injection-key-file", default="", metavar="FILE", help="for security.injection")
     add("--folder", metavar="DIRECTORY", help="documents, logs and warm sets (default: temporary)")
     add("--runtime", default="", metavar="PROGRAM", help="foveal-runtime to run")
+    add("--start-timeout", type=float, metavar="SECONDS",
+        help="give up then (default: the resource's progressDeadlineSeconds)")  # fmt: skip
+    add("--drain-margin", type=float, default=15.0, metavar="SECONDS",
+        help="grace after the resource's drainTimeoutSeconds (default: %(default)s)")  # fmt: skip
     add("--dry-run", action="store_true", help="write the documents and name them, start nothing")
     parser.set_defaults(run=run)
 
@@ -116,23 +121,26 @@ def run(arguments: argparse.Namespace) -> int:
                 print(process.document)
             return EXIT_OK
         _write_curve_keys(folder)
-        _serve(inference, processes, command, folder)
+        print(f"starting {len(processes)} processes; documents and logs: {folder}", flush=True)
+        _serve(inference, processes, command, arguments)
     return EXIT_OK
 
 
 def _serve(
-    inference: InferenceSpec, processes: list[LocalProcess], command: list[str], folder: Path
+    inference: InferenceSpec,
+    processes: list[LocalProcess],
+    command: list[str],
+    arguments: argparse.Namespace,
 ) -> None:
-    print(f"starting {len(processes)} processes; documents and logs are in {folder}", flush=True)
-    rollout = inference.spec.rollout
+    rollout, start = inference.spec.rollout, arguments.start_timeout
     with Screen(sys.stdout, style_of(sys.stdout)) as screen, Stop().listening() as stop:
         LocalDeployment(
             inference.name,
             processes,
             command,
             show=screen.show,
-            start_timeout_seconds=float(rollout.progress_deadline_seconds),
-            drain_timeout_seconds=float(rollout.drain_timeout_seconds),
+            start_timeout_seconds=start or float(rollout.progress_deadline_seconds),
+            drain_timeout_seconds=rollout.drain_timeout_seconds + arguments.drain_margin,
         ).run(stop)
     print("drained and ended", flush=True)
 

@@ -14,14 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import FrameType
 
-from foveal_operator.cli_errors import CommandError, TimeRanOut
+from foveal_operator.cli_errors import CommandError, Interrupted, TimeRanOut
 from foveal_operator.local.processes import LocalProcess
 from foveal_operator.local.readings import Readings, Totals, totals
 from foveal_operator.local.view import Picture, ProcessFigures, State, load_of
 from foveal_runtime.plan.config import EngineConfig
 
 TICK_SECONDS = 1.0
-DRAIN_MARGIN_SECONDS = 15.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 Show = Callable[[Picture], None]
 
@@ -108,7 +107,7 @@ class LocalDeployment:
 
     def _drain(self, stop: Stop) -> None:
         """Frontends first, so that their streams can finish. Raises TimeRanOut."""
-        deadline = time.monotonic() + self._drain_timeout_seconds + DRAIN_MARGIN_SECONDS
+        deadline = time.monotonic() + self._drain_timeout_seconds
         for role in ("frontend", "engine"):
             group = [process for process in self._processes if process.role == role]
             for process in group:
@@ -116,7 +115,7 @@ class LocalDeployment:
             while any(process.is_alive for process in group):
                 self._look()
                 if stop.count > 1:
-                    raise CommandError("ended at once, without waiting for streams")
+                    raise Interrupted("ended at once, without waiting for streams")
                 if time.monotonic() > deadline:
                     left = ", ".join(process.name for process in group if process.is_alive)
                     raise TimeRanOut(f"still running after the drain time, killed: {left}")
