@@ -55,7 +55,7 @@ def test_up_answers_and_ctrl_c_lets_a_stream_finish(model_folder, tmp_path):
             assert said[0]
             assert said[0] == said[1]
             assert answers[1].json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-            long = request(max_tokens=64, stream=True, ignore_eos=True)
+            long = request(max_tokens=48, min_tokens=48, stream=True)
             num_tokens, done = 0, False
             with client.stream("POST", "chat/completions", json=long) as stream:
                 assert stream.status_code == 200

@@ -8,23 +8,27 @@ from __future__ import annotations
 import argparse
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
-from foveal_operator import cli_plan, cli_up
+from foveal_operator import cli_completion, cli_doctor, cli_plan, cli_status, cli_up
 from foveal_operator.cli_errors import EXIT_CODES, EXIT_INTERRUPTED, EXIT_OK, CommandError
 
 
 def parser() -> argparse.ArgumentParser:
     """Arguments of every subcommand."""
     root = argparse.ArgumentParser(
-        prog="foveal",
+        prog="kubectl foveal" if Path(sys.argv[0]).name == "kubectl-foveal" else "foveal",
         description="Multimodal models on Kubernetes: budgets first, then pods.",
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     root.add_argument("--version", action="version", version=f"foveal {_version()}")
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (cli_plan, cli_up):
-        command.add_parser(commands)
+    cli_plan.add_parser(commands)
+    cli_up.add_parser(commands)
+    cli_status.add_parsers(commands)
+    cli_doctor.add_parser(commands)
+    cli_completion.add_parser(commands, root)
     return root
 
 
