@@ -12,6 +12,7 @@ from pathlib import Path
 
 from foveal_operator import cli_completion, cli_doctor, cli_plan, cli_status, cli_up
 from foveal_operator.cli_errors import EXIT_CODES, EXIT_INTERRUPTED, EXIT_OK, CommandError
+from foveal_operator.cli_help import Help
 
 
 def parser() -> argparse.ArgumentParser:
@@ -20,7 +21,7 @@ def parser() -> argparse.ArgumentParser:
         prog="kubectl foveal" if Path(sys.argv[0]).name == "kubectl-foveal" else "foveal",
         description="Multimodal models on Kubernetes: budgets first, then pods.",
         epilog=EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     root.add_argument("--version", action="version", version=f"foveal {_version()}")
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")

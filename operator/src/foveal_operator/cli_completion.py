@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from foveal_operator.cli_errors import EXIT_OK
+from foveal_operator.cli_help import Help
 
 _EPILOG = """\
   bash:  source <(foveal completion bash)        # in ~/.bashrc
@@ -49,7 +50,7 @@ def add_parser(
         help="a script for bash, zsh or fish",
         description="Prints a completion script.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     parser.add_argument("shell", choices=sorted(_SHELLS))
     parser.set_defaults(run=lambda arguments: run(arguments, root))

@@ -10,6 +10,7 @@ import msgspec
 
 from foveal_operator.cli_cluster import OUTPUTS, Connect, add_cluster_flags, connect, formatted
 from foveal_operator.cli_errors import EXIT_NO, EXIT_OK, ClusterAnswerError
+from foveal_operator.cli_help import Help
 from foveal_operator.cluster_reader import NotConfiguredError, Reader
 from foveal_operator.doctor.cluster_checks import (
     clock_findings,
@@ -57,7 +58,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="facts of cluster and machine that would bite",
         description="Checks the cluster, your rights in it, and this machine.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     parser.add_argument("-o", "--output", choices=OUTPUTS, default="table")
     parser.add_argument("--local", action="store_true", help="this machine only, no cluster")

@@ -11,6 +11,7 @@ import sys
 
 from foveal_operator.budget_inputs import NodeFacts, budget_inputs
 from foveal_operator.cli_errors import UsageError
+from foveal_operator.cli_help import Help
 from foveal_operator.cli_resource import bullets, read_profile, read_resource, size
 from foveal_operator.manifests import ClusterFacts, desired
 from foveal_operator.render import desired_yaml, plan_json
@@ -35,7 +36,7 @@ _EPILOG = """\
 examples:
   foveal plan -f mmi.yaml --profile profile.json --device-memory 80Gi
   foveal plan -f mmi.yaml --profile profile.json -o yaml | kubectl diff -f -
-  foveal-runtime profile MODEL_DIRECTORY > profile.json     # where a profile comes from
+  foveal-runtime profile MODEL_DIRECTORY > profile.json     # makes one
 
 exit codes: 0 fits, 2 wrong resource or arguments, 3 does not fit
 """
@@ -47,7 +48,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="budgets and objects of a resource, without a cluster",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     add = parser.add_argument
     add("-f", "--filename", required=True, metavar="FILE", help="the resource; - reads stdin")
@@ -59,8 +60,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--api",
         action="append",
         default=[],
+        metavar="KIND",
         choices=[*OPTIONAL_APIS, "all", "none"],
-        help="optional API that the cluster serves (repeat; default: all)",
+        help="optional API that the cluster serves, by its kind; repeat, or none (default: all)",
     )
     add("-o", "--output", choices=["table", "yaml", "json"], default="table")
     parser.set_defaults(run=run)

@@ -27,6 +27,7 @@ from foveal_operator.cli_errors import (
     ClusterAnswerError,
     TimeRanOut,
 )
+from foveal_operator.cli_help import Help
 from foveal_operator.cluster_reader import Obj, Reader, UnreachableError
 from foveal_operator.status_view import (
     condition,
@@ -51,7 +52,7 @@ exit codes: 0 answered, 4 no such resource or no cluster
 """
 _WAIT_EPILOG = """\
 examples:
-  foveal wait qwen                              # until it is Ready, for 30 minutes at most
+  foveal wait qwen                          # Ready, within 30 minutes
   foveal wait qwen --for Available --timeout 5m
   foveal wait qwen --for delete
 
@@ -95,7 +96,7 @@ def _parser(
         help=summary,
         description=f"{summary[0].upper()}{summary[1:]}.",
         epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
 
 

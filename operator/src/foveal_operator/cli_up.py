@@ -22,6 +22,7 @@ import msgspec
 
 from foveal_operator.budget_inputs import NodeFacts, budget_inputs
 from foveal_operator.cli_errors import EXIT_OK, CommandError, MisfitError, UsageError
+from foveal_operator.cli_help import Help
 from foveal_operator.cli_resource import bullets, parse_profile, read_profile, read_resource, size
 from foveal_operator.curve_keys import make_key_pairs
 from foveal_operator.local import machine
@@ -44,7 +45,7 @@ _EPILOG = """\
 examples:
   foveal up -f mmi.yaml --model ~/models/qwen
   foveal up -f mmi.yaml --model ~/models/qwen --cpu --port 9000
-  foveal up -f mmi.yaml --model ~/models/qwen --dry-run      # writes the documents, starts nothing
+  foveal up -f mmi.yaml --model ~/models/qwen --dry-run   # documents only
 
 A model that the resource names by hf:// or s3:// is downloaded when no --model is given.
 
@@ -61,7 +62,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="run a resource on this machine, with a live view",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     add = parser.add_argument
     add("-f", "--filename", required=True, metavar="FILE", help="the resource; - reads stdin")
@@ -70,8 +71,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--host", default=LOOPBACK, help="address of the frontends (default: %(default)s)")
     add("--port", type=int, metavar="PORT",
         help="of the first frontend, 0 for any (default: the resource's)")  # fmt: skip
-    add("--frontends", type=int, metavar="N", help="instead of the resource's replicas")
-    add("--engines", type=int, metavar="N", help="instead of the resource's replicas")
+    add("--frontends", type=int, metavar="N", help="how many, whatever the resource asks for")
+    add("--engines", type=int, metavar="N", help="how many, whatever the resource asks for")
     add("--cpu", action="store_true", help="run engines on the CPU, whatever the resource asks for")
     add("--device-memory", type=size, default=0, metavar="SIZE", help="instead of what is found")
     add("--api-key-file", default="", metavar="FILE", help="for security.apiKeySecretRef")

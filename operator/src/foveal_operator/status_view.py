@@ -62,13 +62,14 @@ def status_text(resource: Obj, now: float, style: Style) -> str:
     metadata, status = resource["metadata"], resource.get("status") or {}
     lines = [_title(resource, style)]
     if status.get("url"):
-        lines.append(f"serves {resource['spec'].get('model', {}).get('uri', '')} on "
-                     f"{status['url']}")  # fmt: skip
+        uri = resource.get("spec", {}).get("model", {}).get("uri", "")
+        lines += wrapped(f"serves {uri} on {status['url']}", style, indent="")
     if not is_current(resource):
-        lines += style.paint(
+        note = (
             f"The operator has not seen generation {metadata.get('generation')} yet: what follows "
-            f"is about generation {status.get('observedGeneration', 0)}.", "yellow",
-        ).splitlines()  # fmt: skip
+            f"is about generation {status.get('observedGeneration', 0)}."
+        )
+        lines += [style.paint(line, "yellow") for line in wrapped(note, style, indent="")]
     lines += ["", *_conditions(status, now, style)]
     roles = [(name, status[name]) for name in ("frontend", "engine") if status.get(name)]
     if roles:
@@ -119,15 +120,13 @@ def _conditions(status: Obj, now: float, style: Style) -> list[str]:
     return result
 
 
-def wrapped(text: str, style: Style) -> list[str]:
+def wrapped(text: str, style: Style, indent: str = "    ") -> list[str]:
+    """The text in as many lines as the terminal needs; one line for programs."""
     if not text:
         return []
     if not style.is_terminal or style.width < 40:
-        return [f"    {text}"]
-    return textwrap.wrap(
-        text, style.width, initial_indent="    ", subsequent_indent="    ",
-        break_long_words=False, break_on_hyphens=False,
-    )  # fmt: skip
+        return [f"{indent}{text}"]
+    return textwrap.wrap(text, style.width, initial_indent=indent, subsequent_indent=indent)
 
 
 def _roles(roles: list[tuple[str, Obj]], style: Style) -> list[str]:
@@ -171,8 +170,9 @@ def _failure(failure: Obj, now: float, style: Style) -> Iterator[str]:
     ended = f", exit code {code}" if code >= 0 else ""
     peak = failure.get("memoryPeak")
     used = f", memory peak {peak}" if peak else ""
-    what = f"{failure['reason']}{ended}{used}, {when} ago"
-    yield f"{style.bold('Last failure')}  {failure['pod']} ({failure['container']}): {what}"
+    yield f"{style.bold('LAST FAILURE')}  {when} ago"
+    what = f"{failure['pod']} ({failure['container']}): {failure['reason']}{ended}{used}"
+    yield from wrapped(what, style)
     yield from wrapped(failure.get("message", ""), style)
 
 
