@@ -56,7 +56,7 @@ def test_help_names_every_command_and_fits_80_columns(capsys: Any, monkeypatch: 
     assert ended.value.code == 0
     out = capsys.readouterr().out
     for name in ("plan", "up", "status", "budget", "wait", "doctor", "completion"):
-        assert f"\n    {name}  " in out
+        assert f"\n    {name}" in out
         with pytest.raises(SystemExit):
             cli.main([name, "--help"])
         text = capsys.readouterr().out

@@ -94,7 +94,7 @@ def _parser(
     return commands.add_parser(
         name,
         help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}.",
+        description=f"{name.capitalize()}: {summary}.",
         epilog=epilog,
         formatter_class=Help,
     )

@@ -97,3 +97,13 @@ def age(seconds: float) -> str:
     if hours < 48:
         return f"{hours}h{minutes % 60}m" if hours < 10 and minutes % 60 else f"{hours}h"
     return f"{days}d"
+
+
+def short_bytes(size_bytes: int) -> str:
+    """Three figures at most: 812 KiB, 1.2 MiB, 14 GiB."""
+    value, unit = float(size_bytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1000 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" or value >= 10 else f"{value:.1f} {unit}"

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 
 from foveal_operator.doctor.report import Finding, fail, ok, warn
 from foveal_operator.local.machine import Machine
-from foveal_operator.local.view import short_bytes
+from foveal_operator.terminal import short_bytes
 
 _GIB = 1024**3
 MIN_MEMORY_BYTES = 4 * _GIB

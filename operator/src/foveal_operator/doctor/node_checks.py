@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from foveal_operator.cluster_reader import Obj, Reader
 from foveal_operator.doctor.report import Finding, fail, ok, warn
-from foveal_operator.local.view import short_bytes
+from foveal_operator.terminal import short_bytes
 from foveal_runtime.plan.quantity import is_quantity, parse
 
 MIN_NODE_BYTES = 4 * 1024**3
@@ -18,15 +18,20 @@ MEMORY_LABELS = {"nvidia.com/gpu": "nvidia.com/gpu.memory", "amd.com/gpu": "amd.
 """In MiB, as feature discovery labels nodes. Extended resource -> label."""
 _DEFAULT_CLASS = "storageclass.kubernetes.io/is-default-class"
 _PRESSURES = ("MemoryPressure", "DiskPressure", "PIDPressure")
-# (API, kind, what is missing without it, worth a warning)
-_APIS = (
-    ("metrics.k8s.io/v1beta1", "pods", "autoscaling by CPU and kubectl top do not work", True),
-    ("monitoring.coreos.com/v1", "podmonitors", "nothing scrapes the pods by itself", True),
-    ("monitoring.coreos.com/v1", "prometheusrules", "there are no alerts", True),
-    ("keda.sh/v1alpha1", "scaledobjects", "autoscaling by queue or requests", False),
-    ("gateway.networking.k8s.io/v1", "httproutes", "networking.httpRoute", False),
-    ("inference.networking.k8s.io/v1", "inferencepools", "networking.inferencePool", False),
-    ("resource.k8s.io/v1", "resourceclaimtemplates", "accelerator.deviceClassName", False),
+# (API, kind, what is missing without it)
+_WORTH = (
+    ("metrics.k8s.io/v1beta1", "pods", "autoscaling by CPU and kubectl top do not work",
+     "install metrics-server"),
+    ("monitoring.coreos.com/v1", "podmonitors", "nothing scrapes the pods by itself",
+     "install the Prometheus operator, or scrape the pods' /metrics yourself"),
+    ("monitoring.coreos.com/v1", "prometheusrules", "there are no alerts",
+     "install the Prometheus operator"),
+)  # fmt: skip
+_OPTIONAL = (
+    ("keda.sh/v1alpha1", "scaledobjects", "autoscaling by anything but CPU"),
+    ("gateway.networking.k8s.io/v1", "httproutes", "networking.httpRoute"),
+    ("inference.networking.k8s.io/v1", "inferencepools", "networking.inferencePool"),
+    ("resource.k8s.io/v1", "resourceclaimtemplates", "accelerator.deviceClassName"),
 )
 
 
@@ -126,18 +131,19 @@ def storage_findings(reader: Reader) -> Iterator[Finding]:
 
 def api_findings(reader: Reader) -> Iterator[Finding]:
     area = "apis"
+    wanted = [(version, kind) for version, kind, *_ in (*_WORTH, *_OPTIONAL)]
     served: dict[str, set[str]] = {}
-    for version in {version for version, _, _, _ in _APIS}:
+    for version in {version for version, _ in wanted}:
         listed = reader.get(f"/apis/{version}") or {}
         served[version] = {entry["name"] for entry in listed.get("resources") or ()}
-    present = [kind for version, kind, _, _ in _APIS if kind in served[version]]
+    present = [kind for version, kind in wanted if kind in served[version]]
     if present:
         yield ok(area, f"served: {', '.join(present)}")
-    for version, kind, without, is_worth in _APIS:
-        if kind not in served[version] and is_worth:
-            yield warn(area, f"{kind}.{version.partition('/')[0]} is missing: {without}",
-                       "install it if you want that")  # fmt: skip
-    absent = [f"{without} ({kind})" for version, kind, without, is_worth in _APIS
-              if kind not in served[version] and not is_worth]  # fmt: skip
+    for version, kind, without, step in _WORTH:
+        if kind not in served[version]:
+            group = version.partition("/")[0]
+            yield warn(area, f"{kind}.{group} is missing: {without}", step)
+    absent = [f"{field} ({kind})" for version, kind, field in _OPTIONAL
+              if kind not in served[version]]  # fmt: skip
     if absent:
-        yield ok(area, f"not to be asked for here: {'; '.join(absent)}")
+        yield ok(area, f"resources cannot use {', '.join(absent)}")

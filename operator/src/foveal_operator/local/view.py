@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from foveal_operator.local.readings import Readings, Totals
-from foveal_operator.terminal import Style, age, columns
+from foveal_operator.terminal import Style, age, columns, short_bytes
 
 State = Literal["starting", "ready", "not ready", "draining", "ended"]
 _LOOKS: dict[State, tuple[str, ...]] = {
@@ -64,16 +64,6 @@ def load_of(role: str, readings: Readings) -> str:
     engines = readings.total("foveal_engines_ready")
     answered = readings.total("vllm:request_success_total")
     return f"{inflight:.0f} in flight, {answered:.0f} answered, engines up: {engines:.0f}"
-
-
-def short_bytes(size_bytes: int) -> str:
-    """Three figures at most: 812 KiB, 1.2 MiB, 14 GiB."""
-    value, unit = float(size_bytes), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1000 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{value:.0f} {unit}" if unit == "B" or value >= 10 else f"{value:.1f} {unit}"
 
 
 def draw(picture: Picture, style: Style) -> list[str]:
