@@ -40,6 +40,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
         route_ready: None when no route is asked for.
         deadline_exceeded: the rollout did not progress in time.
         measured: bytes that pods report, by budget name.
+        is_paused: the operator was told to leave everything as it is.
     """
 
     now: str
@@ -57,6 +58,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     deadline_exceeded: bool = False
     rollout_strategy: str = ""
     measured: dict[str, int] = {}
+    is_paused: bool = False
 
 
 class _Verdict(msgspec.Struct, frozen=True):
@@ -237,6 +239,9 @@ def _summary(verdicts: list[_Verdict], observed: Observed) -> list[_Verdict]:
     if not failing:
         return [_verdict("Ready", True, reasons.READY, "every replica of this revision serves")]
     first = failing[0]
+    if observed.is_paused:
+        text = f"paused; {first.kind}: {first.text}"
+        return [_verdict("Ready", False, reasons.PAUSED, text)]
     found = [_verdict("Ready", False, first.reason, f"{first.kind}: {first.text}")]
     if observed.deadline_exceeded:
         reason = reasons.DEADLINE_EXCEEDED

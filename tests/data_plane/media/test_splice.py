@@ -159,6 +159,23 @@ def test_sounds(loaded, name):
         check(loaded, name, 2, [wav(0.7), wav(1.3)], f"{item}{item}what is it?")
 
 
+def test_voxtral(loaded):
+    """Its processor takes whole conversations of Mistral's own tokenizer, so the reference is the
+    feature step inside it: 375 embeddings for every started half minute."""
+    processor, info = loaded("voxtral")
+    assert info.placeholder_text("audio") == "[AUDIO]"
+    media = [processor.decode(2, wav(seconds), {}) for seconds in (0.7, 31.0)]
+    items = [view_item(processor.process(2, one, {})) for one in media]
+    settings = dict(processor.processor.audio_kwargs)
+    settings.pop("max_source_positions")
+    features = processor.processor._retrieve_input_features(media, 3000, **settings).numpy()
+    assert features.shape[0] == 3
+    alone = np.concatenate([item.fields["input_features"].numpy() for item in items])
+    assert np.array_equal(alone, features)
+    assert [item.meta.num_embeds for item in items] == [375, 750]
+    assert all(set(item.header.replacement) == {24} for item in items)
+
+
 async def test_a_worker_process_makes_the_same_item(tiny, loaded, tmp_path):
     """The real worker: its own process, the real processor, bytes equal to those made here."""
     from foveal_runtime.frontend.media.workers import MediaWorkers, WorkerSettings

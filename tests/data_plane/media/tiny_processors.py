@@ -25,9 +25,9 @@ SPECIALS = [
 ]  # fmt: skip
 
 
-def tokenizer(**extra: str) -> Any:
+def tokenizer(words: list[str] = WORDS, **extra: str) -> Any:
     """Word-level; newline runs are one token each, as in the tokenizers of Gemma and Qwen."""
-    vocab = {word: index for index, word in enumerate(WORDS)}
+    vocab = {word: index for index, word in enumerate(words)}
     core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     pattern = Regex(r"\n+|[A-Za-z]+|[0-9.]+|[^\s]")
     core.pre_tokenizer = pre_tokenizers.Split(pattern, "isolated")
@@ -143,11 +143,19 @@ def audioflamingo3() -> Any:
     return hf.AudioFlamingo3Processor(hf.WhisperFeatureExtractor(feature_size=8), tokenizer())
 
 
+def voxtral() -> Any:
+    """Its audio token is number 24 by definition; a tokenizer.json stands in for Mistral's own."""
+    words = [*WORDS[:24], "[AUDIO]", *WORDS[24:]]
+    tok = tokenizer(words)
+    tok.add_tokens([hf.AddedToken("[AUDIO]", special=True, normalized=False)])
+    return hf.VoxtralProcessor(hf.WhisperFeatureExtractor(feature_size=8), tok)
+
+
 MAKERS: dict[str, Callable[[], Any]] = {
     make.__name__: make
     for make in (
         llava, llava_next, llava_onevision, mistral3, qwen2_vl, qwen2_5_vl, qwen3_vl, glm4v,
-        idefics3, smolvlm, internvl, gemma3, paligemma, qwen2_audio, audioflamingo3,
+        idefics3, smolvlm, internvl, gemma3, paligemma, qwen2_audio, audioflamingo3, voxtral,
     )
 }  # fmt: skip
 

@@ -19,6 +19,8 @@ CONFIG_DIRECTORY = "/etc/foveal/config"
 USER_ID = 10001
 DRAIN_MARGIN_SECONDS = 15
 REVISION_LABEL = "foveal.dev/revision"
+SESSION_GROUP_LABEL = "foveal.dev/session-group"
+"""Frontends and engines of one group understand each other: same runtime image, same model."""
 SECRET_REVISION = "foveal.dev/secret-revision"
 TMP_SIZE = "2Gi"
 
@@ -148,6 +150,15 @@ def role_container(
     }
 
 
+def session_group(context: Context) -> str:
+    """What decides wire version and model namespace. Other images may speak the same version, but
+    only their processes know; to take them for strangers costs a rollout some patience, no more."""
+    source = model_source(context)
+    return content_hash(
+        [context.image, source.image or source.claim, source.path, context.facts.model_revision]
+    )
+
+
 def pod_template(
     context: Context, role: Role, container: Obj, volumes: Volumes, **extra: Any
 ) -> Obj:
@@ -155,7 +166,9 @@ def pod_template(
     spec = context.inference.spec
     overlay = spec.frontend.pod_template if role == "frontend" else spec.engine.pod_template
     grace = spec.rollout.drain_timeout_seconds + DRAIN_MARGIN_SECONDS
-    metadata: Obj = {"labels": context.labels(role)}
+    metadata: Obj = {
+        "labels": {**context.labels(role), SESSION_GROUP_LABEL: session_group(context)}
+    }
     if spec.security.secret_revision:
         metadata["annotations"] = {SECRET_REVISION: spec.security.secret_revision}
     template: Obj = {

@@ -1,0 +1,84 @@
+"""What an API call can come to, as types that say what to do next. Pure.
+
+Raised by cluster.py and fake_cluster.py, decided upon by reconcile.py, lease.py and watch.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+MAX_MESSAGE = 1024
+# Answers that the API server gives to a malformed server-side apply, as HTTP 500.
+_TYPED_PATCH = ("failed to create typed patch object", "failed to convert", "duplicate entries")
+
+
+class ApiError(Exception):
+    """An API call failed. `status` is 0 when there was no answer."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        self.message = message[:MAX_MESSAGE]
+        self.status = status
+        super().__init__(f"{status}: {self.message}" if status else self.message)
+
+
+class Transient(ApiError):
+    """It may work later: 429, 5xx, no connection, time-out. `retry_after` in seconds, or 0."""
+
+    def __init__(self, message: str, status: int = 0, retry_after_seconds: float = 0.0) -> None:
+        super().__init__(message, status)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class Conflict(ApiError):
+    """Somebody was faster, or a precondition does not hold: look again, at once."""
+
+
+class NotFound(ApiError):
+    """The object or its API is not there."""
+
+
+class Forbidden(ApiError):
+    """The operator's Role does not allow it."""
+
+
+class UserError(ApiError):
+    """The object is wrong, and stays wrong until the resource changes."""
+
+
+class NotLeader(ApiError):
+    """This replica may not write: its lease has run out."""
+
+
+def classify(status: int, body: Mapping[str, Any], retry_after: str = "") -> ApiError:
+    """The error that an answer stands for.
+
+    Args:
+        body: the Status object of the answer, {} when it had none.
+        retry_after: the answer's Retry-After header.
+    """
+    message = str(body.get("message") or body.get("reason") or f"HTTP {status}")
+    if status == 409:
+        return Conflict(message, status)
+    if status in (404, 410):
+        return NotFound(message, status)
+    if status in (401, 403):
+        # A quota or an admission plug-in also says 403: the user's, not the Role's, to put right.
+        if "exceeded quota" in message or "violates PodSecurity" in message:
+            return UserError(message, status)
+        return Forbidden(message, status)
+    if status == 500 and any(text in message for text in _TYPED_PATCH):
+        return UserError(message, status)
+    if status == 429 or status >= 500 or status == 408:
+        return Transient(message, status, _seconds(retry_after, body))
+    return UserError(message, status)
+
+
+def _seconds(header: str, body: Mapping[str, Any]) -> float:
+    """How long the server asks to wait, at most five minutes."""
+    details = body.get("details")
+    given = header or (details.get("retryAfterSeconds") if isinstance(details, Mapping) else 0)
+    try:
+        return max(0.0, min(300.0, float(given or 0)))
+    except ValueError:
+        return 0.0

@@ -1,0 +1,157 @@
+"""Brings single objects to what is wanted: apply or skip, create once, prune. No policy of its own.
+
+Used by the reconciler. Remembers, in memory only, what each apply returned: an object that is
+wanted as before and lies there as it was left costs no request. After a restart everything is
+applied once more, which changes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from foveal_operator.api_errors import ApiError
+from foveal_operator.caches import Caches, Key
+from foveal_operator.cluster import Cluster
+from foveal_operator.diff import diff
+from foveal_operator.kinds import FIELD_MANAGER, KINDS, MANAGED_BY, Kind, kind_of
+from foveal_operator.manifests.context import Obj, content_hash
+from foveal_operator.telemetry import Telemetry
+
+log = logging.getLogger(__name__)
+
+ObjectKey = tuple[str, str]
+"""(kind, name) within one resource's namespace."""
+
+
+class ObjectError(Exception):
+    """An object could not be written; `cause` says what the API server answered."""
+
+    def __init__(self, kind: str, name: str, cause: ApiError) -> None:
+        self.cause = cause
+        super().__init__(f"{kind} {name}: {cause.message}")
+
+
+class _Applied(msgspec.Struct, frozen=True):
+    digest: str
+    uid: str
+    version: str
+    generation: int
+
+
+class Applier:
+    """One for all resources; `forget` when a resource is gone."""
+
+    def __init__(self, cluster: Cluster, caches: Caches, telemetry: Telemetry) -> None:
+        self._cluster = cluster
+        self._caches = caches
+        self._telemetry = telemetry
+        self._applied: dict[str, dict[ObjectKey, _Applied]] = {}
+        self._created: dict[str, set[ObjectKey]] = {}
+
+    async def ensure(self, owner_uid: str, body: Obj) -> bool:
+        """Server-side apply, unless that could change nothing. True when something changed.
+
+        A resourceVersion in the body is a condition, not a wish: it is sent along when an apply is
+        needed at all. Raises ObjectError.
+        """
+        kind, metadata = kind_of(body), dict(body["metadata"])
+        on_version = metadata.pop("resourceVersion", "")
+        body = {**body, "metadata": metadata}
+        key = (kind.name, metadata["name"])
+        live = self._caches.get(kind, metadata["namespace"], metadata["name"])
+        digest = content_hash(body)
+        memory = self._applied.setdefault(owner_uid, {})
+        known = memory.get(key)
+        if known and live and known.digest == digest and _is_as_left(known, body, live):
+            return False
+        if on_version:
+            body = {**body, "metadata": {**metadata, "resourceVersion": on_version}}
+        try:
+            stored = await self._cluster.apply(body)
+        except ApiError as error:
+            memory.pop(key, None)
+            raise ObjectError(kind.name, metadata["name"], error) from error
+        self._caches.put(kind, stored)
+        after = stored["metadata"]
+        memory[key] = _Applied(
+            digest, after["uid"], after["resourceVersion"], after.get("generation", 0)
+        )
+        changed = live is None or live["metadata"]["resourceVersion"] != after["resourceVersion"]
+        if changed and known and known.digest == digest:
+            log.info("put right: %s %s/%s", kind.name, metadata["namespace"], metadata["name"])
+            self._telemetry.count("foveal_operator_drift_repairs", kind=kind.name)
+        return changed
+
+    async def create_once(self, owner_uid: str, key: ObjectKey, make: Callable[[], Obj]) -> bool:
+        """Creates an object that is never read: one that is there already is left alone."""
+        done = self._created.setdefault(owner_uid, set())
+        if key in done:
+            return False
+        try:
+            made = await self._cluster.create(make())
+        except ApiError as error:
+            raise ObjectError(*key, error) from error
+        done.add(key)
+        return made is not None
+
+    def doubt_created(self, owner_uid: str) -> None:
+        """Something may have deleted what was created once: try again at the next pass."""
+        self._created.pop(owner_uid, None)
+
+    async def delete(self, kind: Kind, namespace: str, name: str, uid: str) -> bool:
+        """Deletes this very object, after a live read has shown that it is still ours."""
+        live = await self._cluster.get(kind, namespace, name)
+        if live is None or live["metadata"]["uid"] != uid:
+            self._caches.drop(kind, namespace, name, uid)
+            return False
+        if live["metadata"].get("labels", {}).get(MANAGED_BY) != FIELD_MANAGER:
+            return False
+        if live["metadata"].get("deletionTimestamp"):
+            return False
+        return await self._cluster.delete(kind, namespace, name, uid)
+
+    def prunable(
+        self, owner: Key, owner_uid: str, wanted: Iterable[ObjectKey]
+    ) -> list[tuple[Kind, Obj]]:
+        """Owned objects, by what is cached, that nobody wants. Effect-free."""
+        keep = set(wanted)
+        return [
+            (kind, body)
+            for kind in KINDS
+            if kind.pruned and kind.watched
+            for body in self._caches.owned(kind, owner)
+            if (kind.name, body["metadata"]["name"]) not in keep
+            and not body["metadata"].get("deletionTimestamp")
+            and any(
+                ref.get("uid") == owner_uid for ref in body["metadata"].get("ownerReferences", ())
+            )
+        ]
+
+    def forget(self, owner_uid: str) -> None:
+        self._applied.pop(owner_uid, None)
+        self._created.pop(owner_uid, None)
+
+    def forget_others(self, uids: set[str]) -> None:
+        """Drops what is kept of resources that are not among these."""
+        for uid in (self._applied.keys() | self._created.keys()) - uids:
+            self.forget(uid)
+
+
+def _is_as_left(known: _Applied, body: Obj, live: Obj) -> bool:
+    """Nobody has touched what we own since our last apply."""
+    metadata: dict[str, Any] = live["metadata"]
+    if metadata["uid"] != known.uid:
+        return False
+    if metadata["resourceVersion"] == known.version:
+        return True
+    # Newer, perhaps only its status. Labels and owners do not count in the generation, and
+    # objects without a generation (ConfigMaps, Services) are compared whole.
+    if metadata.get("generation", 0) != known.generation:
+        return False
+    if metadata.get("generation"):
+        return not diff({"metadata": body["metadata"]}, live)
+    return not diff(body, live)

@@ -1,0 +1,199 @@
+"""One pass's view of a resource: everything a decision needs, and the decisions themselves.
+
+Used by the reconciler. Reads the caches, asks pods over HTTP and, while a rollout runs, the API
+server for free devices; writes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+import msgspec
+
+from foveal_operator import manifests
+from foveal_operator.basis import Basis, basis_name, read_basis
+from foveal_operator.budget_inputs import budget_inputs
+from foveal_operator.caches import Caches, Key
+from foveal_operator.clock import Clock
+from foveal_operator.facts import Survey
+from foveal_operator.interim_model import decide_model, model_keys
+from foveal_operator.kinds import BY_NAME, CONFIG_MAP, DEPLOYMENT, FIELD_MANAGER, POD, STATEFUL_SET
+from foveal_operator.manifests import ClusterFacts, Desired
+from foveal_operator.manifests.context import Context, Obj
+from foveal_operator.manifests.pods import REVISION_LABEL
+from foveal_operator.model_flow import ModelDecision, ModelView
+from foveal_operator.probes import PodReports
+from foveal_operator.replicas import is_handed_over, live_replicas
+from foveal_operator.rollout import RolloutDecision, RolloutView, decide, record_name
+from foveal_operator.spec import InferenceSpec, parse
+from foveal_runtime.plan.budget import plan as make_plan
+from foveal_runtime.plan.budget_types import BudgetPlan
+
+ObservePods = Callable[[Sequence[Obj], Sequence[Obj]], Awaitable[PodReports]]
+COMPONENT = "app.kubernetes.io/component"
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the operator's flags say about resources."""
+
+    runtime_image: str = "foveal/runtime:0.1.0"
+    cluster_domain: str = "cluster.local"
+    monitoring_namespace: str = "monitoring"
+    rule_groups: tuple[Obj, ...] = ()
+    dashboards: dict[str, str] = {}
+
+
+class Pass(msgspec.Struct, kw_only=True):
+    """One pass over one resource: what is known so far."""
+
+    key: Key
+    resource: Obj
+    now: float
+    inference: InferenceSpec
+    model: ModelDecision
+    facts: ClusterFacts
+    basis: Basis
+    plan: BudgetPlan | None
+    desired: Desired
+    engine_pods: tuple[Obj, ...]
+    frontend_pods: tuple[Obj, ...]
+    reports: PodReports = PodReports()
+    rollout: RolloutDecision = RolloutDecision()
+
+    @property
+    def uid(self) -> str:
+        return str(self.resource["metadata"]["uid"])
+
+    @property
+    def context(self) -> Context:
+        return Context(inference=self.inference, plan=self.plan, facts=self.facts)
+
+
+class Looker:
+    """One per operator."""
+
+    def __init__(
+        self,
+        caches: Caches,
+        survey: Survey,
+        *,
+        clock: Clock,
+        settings: Settings,
+        observe_pods: ObservePods,
+    ) -> None:
+        self._caches = caches
+        self._survey = survey
+        self._clock = clock
+        self._settings = settings
+        self._observe_pods = observe_pods
+
+    async def look(self, key: Key, resource: Obj) -> Pass:
+        """Everything a decision needs, and the decision. Raises SpecError."""
+        inference = parse(resource)
+        now = self._clock.wall().timestamp()
+        basis_map = self._caches.get(CONFIG_MAP, key[0], basis_name(key[1]))
+        basis = read_basis(basis_map)
+        present = self._survey.node_facts(inference.spec.engine.accelerator)
+        image = basis.runtime_image if basis else self._settings.runtime_image
+        facts = self._facts(key, inference, image)
+        model = self._model(key, inference, facts, now)
+        facts = msgspec.structs.replace(facts, model_ready=model.model_ready)
+        plan: BudgetPlan | None = None
+        nodes = basis.nodes if basis else present
+        if model.profile is not None:
+            plan = make_plan(budget_inputs(inference, nodes), model.profile)
+            if not plan.fits and basis is not None and nodes != present:
+                # The nodes of the first day no longer carry it; those of today may.
+                fresh = make_plan(budget_inputs(inference, present), model.profile)
+                if fresh.fits:
+                    plan, nodes = fresh, present
+        work = Pass(
+            key=key,
+            resource=resource,
+            now=now,
+            inference=inference,
+            model=model,
+            facts=facts,
+            basis=Basis(
+                runtime_image=image, node_bytes=nodes.node_bytes, device_bytes=nodes.device_bytes
+            ),
+            plan=plan,
+            desired=manifests.desired(inference, plan, facts),
+            engine_pods=self.pods(key, "engine"),
+            frontend_pods=self.pods(key, "frontend"),
+        )
+        work.reports = await self._observe_pods(work.engine_pods, work.frontend_pods)
+        work.rollout = await self.decide(work)
+        return work
+
+    def _facts(self, key: Key, inference: InferenceSpec, image: str) -> ClusterFacts:
+        settings, spec = self._settings, inference.spec
+        engines = self._caches.get(STATEFUL_SET, key[0], f"{key[1]}-engine")
+        frontends = self._caches.get(DEPLOYMENT, key[0], f"{key[1]}-frontend")
+        return ClusterFacts(
+            runtime_image=image,
+            apis=self._survey.apis,
+            live_frontends=live_replicas(frontends) if spec.frontend.autoscaling else None,
+            live_engines=live_replicas(engines) if spec.engine.autoscaling else None,
+            frontends_handed_over=is_handed_over(frontends, FIELD_MANAGER),
+            engines_handed_over=is_handed_over(engines, FIELD_MANAGER),
+            monitoring_namespace=settings.monitoring_namespace,
+            cluster_domain=settings.cluster_domain,
+            rule_groups=settings.rule_groups,
+            dashboards=settings.dashboards,
+        )
+
+    def _model(
+        self, key: Key, inference: InferenceSpec, facts: ClusterFacts, now: float
+    ) -> ModelDecision:
+        live = {}
+        for kind, name in model_keys(inference, facts):
+            body = self._caches.get(BY_NAME[kind], key[0], name)
+            if body is not None:
+                live[kind, name] = body
+        view = ModelView(
+            inference=inference, facts=facts, live=live, job_pods=self.pods(key, "model"), now=now
+        )
+        return decide_model(view)
+
+    def pods(self, key: Key, component: str) -> tuple[Obj, ...]:
+        """Pods of a role that are not finished (Jobs: all)."""
+        return tuple(
+            pod
+            for pod in self._caches.owned(POD, key)
+            if pod["metadata"].get("labels", {}).get(COMPONENT) == component
+            and (
+                component == "model"
+                or pod.get("status", {}).get("phase") not in ("Succeeded", "Failed")
+            )
+        )
+
+    async def decide(self, work: Pass) -> RolloutDecision:
+        """The rollout rules' answer to what is known now."""
+        spec, key = work.inference.spec, work.key
+        wanted = work.desired.of_kind("StatefulSet")
+        free = None
+        if wanted and _is_rolling(wanted[0], work.engine_pods):
+            free = await self._survey.free_devices(spec.engine.accelerator)
+        return decide(
+            RolloutView(
+                inference=work.inference,
+                stateful_set=next(iter(wanted), None),
+                deployment=next(iter(work.desired.of_kind("Deployment")), None),
+                live_stateful_set=self._caches.get(STATEFUL_SET, key[0], f"{key[1]}-engine"),
+                live_deployment=self._caches.get(DEPLOYMENT, key[0], f"{key[1]}-frontend"),
+                record=self._caches.get(CONFIG_MAP, key[0], record_name(key[1])),
+                engine_pods=work.engine_pods,
+                frontend_pods=work.frontend_pods,
+                free_devices=free,
+                sessions=work.reports.sessions,
+                load=work.reports.load,
+                announced=work.resource.get("status", {}).get("rolloutStrategy", ""),
+                now=work.now,
+            )
+        )
+
+
+def _is_rolling(wanted: Obj, pods: Sequence[Obj]) -> bool:
+    revision = wanted["spec"]["template"]["metadata"]["labels"][REVISION_LABEL]
+    return any(pod["metadata"].get("labels", {}).get(REVISION_LABEL) != revision for pod in pods)

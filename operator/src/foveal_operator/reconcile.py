@@ -1,0 +1,215 @@
+"""The one recipe: what is wanted of one resource, what is there, and the steps between them.
+
+Called by main.py's workers with a key. Level-triggered: every pass starts from the present state
+and a pass that finds all in order writes nothing. Reads come from the caches; whatever destroys is
+preceded by a live read and carries a uid. Holds no state that a restart would miss.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable
+
+import msgspec
+
+from foveal_operator.api_errors import UserError
+from foveal_operator.apply import Applier, ObjectError, ObjectKey
+from foveal_operator.basis import basis_config_map, basis_name
+from foveal_operator.caches import Caches, Key
+from foveal_operator.clock import Clock
+from foveal_operator.cluster import Cluster
+from foveal_operator.curve_keys import make_key_pairs
+from foveal_operator.events import EventRecorder
+from foveal_operator.facts import Survey
+from foveal_operator.interim_model import model_keys
+from foveal_operator.kinds import (
+    BY_NAME,
+    CONFIG_MAP,
+    DEPLOYMENT,
+    INFERENCE,
+    INSTANCE,
+    POD,
+    STATEFUL_SET,
+)
+from foveal_operator.look import COMPONENT, Looker, ObservePods, Pass, Settings
+from foveal_operator.manifests.context import Obj
+from foveal_operator.manifests.secret import curve_secret
+from foveal_operator.observe import config_maps_in_use, newest
+from foveal_operator.rollout import record_name
+from foveal_operator.spec import SpecError
+from foveal_operator.telemetry import Telemetry
+from foveal_operator.tell import Teller
+
+log = logging.getLogger(__name__)
+
+REVISIONS_KEPT = 3
+POLL_SECONDS = 60.0
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """`again_seconds`: look again then even if nothing changes; None = no need."""
+
+    again_seconds: float | None = None
+
+
+class Reconciler:
+    """All collaborators come in; one per operator."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        caches: Caches,
+        survey: Survey,
+        recorder: EventRecorder,
+        telemetry: Telemetry,
+        *,
+        clock: Clock,
+        settings: Settings,
+        observe_pods: ObservePods,
+        random_bytes: Callable[[int], bytes] = secrets.token_bytes,
+    ) -> None:
+        self._cluster = cluster
+        self._caches = caches
+        self._random_bytes = random_bytes
+        self._looker = Looker(
+            caches, survey, clock=clock, settings=settings, observe_pods=observe_pods
+        )
+        self._teller = Teller(cluster, caches, recorder, telemetry, clock)
+        self.applier = Applier(cluster, caches, telemetry)
+        self._uids: dict[Key, str] = {}
+
+    async def reconcile(self, key: Key) -> Outcome:
+        """One pass. Raises ApiError for what may work later; what only an edit can help is told
+        in the status instead."""
+        resource = self._caches.get(INFERENCE, *key)
+        uid = resource["metadata"]["uid"] if resource else ""
+        if self._uids.get(key, uid) != uid:
+            self._forget(key)
+        if resource is None or resource["metadata"].get("deletionTimestamp"):
+            # The garbage collector takes what we own; there is nothing of ours outside.
+            return Outcome()
+        self._uids[key] = uid
+        try:
+            work = await self._looker.look(key, resource)
+            again = await self._act(work)
+        except SpecError as error:
+            await self._refuse(key, resource, error)
+            return Outcome()
+        except ObjectError as error:
+            if isinstance(error.cause, UserError):
+                await self._refuse(key, resource, SpecError([("", str(error))]))
+                return Outcome()
+            log.warning("%s/%s: %s", *key, error)
+            raise error.cause from error
+        await self._teller.tell(work)
+        return Outcome(again_seconds=again)
+
+    async def _act(self, work: Pass) -> float | None:
+        """Applies, deletes, prunes. Returns in how many seconds to look again, or None."""
+        again = [s for s in (work.rollout.next_check_seconds, work.model.next_check_seconds) if s]
+        if work.engine_pods or work.frontend_pods:
+            again.append(POLL_SECONDS)
+        if work.inference.spec.paused:
+            return min(again, default=None)
+        wanted = await self._apply_all(work)
+        for kind, name, uid in work.model.delete:
+            await self.applier.delete(BY_NAME[kind], work.key[0], name, uid)
+        if work.rollout.delete_pods:
+            await self._delete_pods(work)
+        if work.desired.complete:
+            await self._prune(work, wanted)
+        return min(again, default=None)
+
+    async def _apply_all(self, work: Pass) -> set[ObjectKey]:
+        """Applies what is wanted, in order. Returns the keys of all of it."""
+        uid = work.uid
+        wanted: set[ObjectKey] = set()
+        for owned in work.model.objects:
+            wanted.add(_key(owned.body))
+            await self.applier.ensure(uid, owned.body)
+        if not work.desired.complete:
+            return wanted
+        basis = basis_config_map(work.context, work.basis)
+        wanted.add(_key(basis))
+        await self.applier.ensure(uid, basis)
+        if work.rollout.record is not None:
+            await self.applier.ensure(uid, work.rollout.record)
+        for owned in work.desired.objects:
+            key = _key(owned.body)
+            if key in wanted:
+                continue
+            wanted.add(key)
+            if owned.policy == "CreateOnly":
+                await self.applier.create_once(uid, key, lambda: self._curve_secret(work))
+            elif key[0] != "Job":
+                await self._apply_one(work, owned.body)
+        return wanted
+
+    async def _apply_one(self, work: Pass, body: Obj) -> None:
+        """A workload goes as the rollout says; anything else as it is."""
+        chosen: Obj | None = body
+        if body["kind"] == "StatefulSet":
+            chosen = work.rollout.stateful_set
+        elif body["kind"] == "Deployment":
+            chosen = work.rollout.deployment
+        if chosen is not None:
+            await self.applier.ensure(work.uid, chosen)
+
+    def _curve_secret(self, work: Pass) -> Obj:
+        return curve_secret(work.context, make_key_pairs(self._random_bytes))
+
+    async def _delete_pods(self, work: Pass) -> None:
+        """Decides once more on a live list: what a stale cache suggested must still hold."""
+        key = work.key
+        before = self._caches.uids(POD)
+        selector = f"{INSTANCE}={key[1]},{COMPONENT}=engine"
+        pods = await self._cluster.list_all(POD, key[0], selector)
+        for pod in pods:
+            self._caches.put(POD, pod)
+        listed = {pod["metadata"]["uid"] for pod in pods}
+        for pod in work.engine_pods:
+            metadata = pod["metadata"]
+            if metadata["uid"] in before and metadata["uid"] not in listed:
+                self._caches.drop(POD, key[0], metadata["name"], metadata["uid"])
+        work.engine_pods = self._looker.pods(key, "engine")
+        again = await self._looker.decide(work)
+        for name, uid in set(again.delete_pods) & set(work.rollout.delete_pods):
+            log.info("replacing pod %s/%s: %s", key[0], name, again.message)
+            await self.applier.delete(POD, key[0], name, uid)
+
+    async def _prune(self, work: Pass, wanted: set[ObjectKey]) -> None:
+        """Deletes owned objects that nothing wants or uses any more."""
+        key = work.key
+        config_maps = self._caches.owned(CONFIG_MAP, key)
+        workloads = [
+            work.rollout.stateful_set,
+            work.rollout.deployment,
+            self._caches.get(STATEFUL_SET, key[0], f"{key[1]}-engine"),
+            self._caches.get(DEPLOYMENT, key[0], f"{key[1]}-frontend"),
+        ]
+        kept = config_maps_in_use(workloads, (*work.engine_pods, *work.frontend_pods))
+        kept |= work.rollout.keep_config_maps | {basis_name(key[1]), record_name(key[1])}
+        for document in ("engine.json", "frontend.json"):
+            kept |= newest(config_maps, document, REVISIONS_KEPT)
+        keep: set[ObjectKey] = {("ConfigMap", name) for name in kept}
+        keep |= set(model_keys(work.inference, work.facts))
+        keep |= {_key(owned.body) for owned in work.desired.objects}
+        for kind, body in self.applier.prunable(key, work.uid, wanted | keep):
+            metadata = body["metadata"]
+            log.info("pruning %s %s/%s", kind.name, key[0], metadata["name"])
+            await self.applier.delete(kind, key[0], metadata["name"], metadata["uid"])
+
+    async def _refuse(self, key: Key, resource: Obj, error: SpecError) -> None:
+        pods = (self._looker.pods(key, "engine"), self._looker.pods(key, "frontend"))
+        await self._teller.refuse(resource, error, *pods)
+
+    def _forget(self, key: Key) -> None:
+        """The resource that had this name is gone: so is all that was kept for it."""
+        uid = self._uids.pop(key)
+        self.applier.forget(uid)
+        self._teller.forget(key, uid)
+
+
+def _key(body: Obj) -> ObjectKey:
+    return body["kind"], body["metadata"]["name"]

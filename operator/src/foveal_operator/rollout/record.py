@@ -1,0 +1,93 @@
+"""The rollout's only memory: one ConfigMap per resource, read and written by rollout. Pure.
+
+It holds the pod templates that served last ("good") and the state of the present rollout. Both are
+small, both must survive the operator, and neither may hang on annotations, which other tools strip.
+A lost or unreadable record means no rollback and a clock that starts again; nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from foveal_operator.rollout.view import Body, Obj, record_name
+
+_GOOD, _STATE = "good.json", "state.json"
+
+
+class State(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The rollout to `revision`.
+
+    Attributes:
+        revision: of the engine and frontend templates that are asked for, "ENGINE/FRONTEND".
+        generation: of the resource when the clock last started.
+        since_seconds: when the rollout last got on, seconds since the epoch.
+        num_serving: most pods of the revision that have served at a time.
+        asked: the strategy of the resource that `strategy` was chosen for.
+        strategy: "Surge", "FreeFirst", "OnDelete"; "" while no engine has to be replaced.
+        why: the rest of status.rolloutStrategy.
+        num_surge: engines above those asked for.
+        done: everything asked for has served at once; later trouble is no rollout.
+        failed: it did not get on in time.
+    """
+
+    revision: str = ""
+    generation: int = 0
+    since_seconds: float = 0.0
+    num_serving: int = 0
+    asked: str = ""
+    strategy: str = ""
+    why: str = ""
+    num_surge: int = 0
+    done: bool = False
+    failed: bool = False
+
+    @property
+    def text(self) -> str:
+        return f"{self.strategy}: {self.why}" if self.strategy else ""
+
+
+class Good(msgspec.Struct, frozen=True, kw_only=True):
+    """The templates that last served in full."""
+
+    revision: str
+    engine: dict[str, Any]
+    frontend: dict[str, Any]
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything remembered."""
+
+    state: State = State()
+    good: Good | None = None
+
+
+def read_record(live: Obj | None) -> Record:
+    """What a live ConfigMap says; an empty record where it says nothing that can be read."""
+    data = (live or {}).get("data") or {}
+    state, good = State(), None
+    try:
+        state = msgspec.json.decode(data.get(_STATE, "{}"), type=State)
+        if _GOOD in data:
+            good = msgspec.json.decode(data[_GOOD], type=Good)
+    except (msgspec.DecodeError, msgspec.ValidationError):
+        pass
+    return Record(state=state, good=good)
+
+
+def record_body(record: Record, name: str, owned_like: Obj) -> Body:
+    """The ConfigMap, with labels and owner as on `owned_like`, another object of the resource."""
+    data = {_STATE: _json(record.state)}
+    if record.good is not None:
+        data[_GOOD] = _json(record.good)
+    model = owned_like["metadata"]
+    metadata = {"name": record_name(name), "namespace": model["namespace"]}
+    for key in ("labels", "ownerReferences"):
+        if key in model:
+            metadata[key] = model[key]
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
+
+
+def _json(value: msgspec.Struct) -> str:
+    return msgspec.json.encode(value, order="deterministic").decode()

@@ -1,0 +1,157 @@
+"""Tells the truth about a resource: its status, Events and gauges, after every pass.
+
+Used by the reconciler. Writes the status only when it says something new; never touches anything
+else.
+"""
+
+from __future__ import annotations
+
+from foveal_operator.api_errors import Conflict, NotFound
+from foveal_operator.caches import Caches, Key
+from foveal_operator.clock import Clock
+from foveal_operator.cluster import Cluster
+from foveal_operator.events import EventRecorder
+from foveal_operator.kinds import BY_NAME, DEPLOYMENT, INFERENCE, STATEFUL_SET
+from foveal_operator.look import Pass
+from foveal_operator.manifests import Desired
+from foveal_operator.manifests.context import Obj
+from foveal_operator.observe import noteworthy, previous_conditions, route_state, steady
+from foveal_operator.spec import InferenceSpec, SpecError
+from foveal_operator.spec_status import MultiModalInferenceStatus
+from foveal_operator.status import Observed, plain, report
+from foveal_operator.telemetry import Telemetry
+from foveal_runtime.plan.budget_types import BudgetPlan
+
+Pods = tuple[Obj, ...]
+
+
+class Teller:
+    """One per operator."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        caches: Caches,
+        recorder: EventRecorder,
+        telemetry: Telemetry,
+        clock: Clock,
+    ) -> None:
+        self._cluster = cluster
+        self._caches = caches
+        self._recorder = recorder
+        self._telemetry = telemetry
+        self._clock = clock
+
+    async def tell(self, work: Pass) -> None:
+        key, reports = work.key, work.reports
+        route = self._caches.get(BY_NAME["HTTPRoute"], *key)
+        route_ready, route_message = route_state(
+            route, work.inference.spec.networking.http_route is not None
+        )
+        observed = Observed(
+            now=self._clock.now_text(),
+            deployment=self._caches.get(DEPLOYMENT, key[0], f"{key[1]}-frontend"),
+            stateful_set=self._caches.get(STATEFUL_SET, key[0], f"{key[1]}-engine"),
+            frontend_pods=work.frontend_pods,
+            engine_pods=work.engine_pods,
+            model=work.model.reason,
+            model_message=work.model.message,
+            sessions_up=reports.sessions_up,
+            sessions_wanted=reports.sessions_wanted,
+            stale_rate=reports.stale_rate,
+            route_ready=route_ready,
+            route_message=route_message,
+            deadline_exceeded=work.rollout.deadline_exceeded,
+            rollout_strategy=work.rollout.strategy,
+            measured=steady(reports.measured, work.resource),
+            is_paused=work.inference.spec.paused,
+        )
+        await self._write(work.resource, work.inference, None, work.plan, work.desired, observed)
+
+    async def refuse(self, resource: Obj, error: SpecError, engines: Pods, frontends: Pods) -> None:
+        """The spec is wrong: nothing is touched, and what runs is still counted."""
+        metadata = resource["metadata"]
+        key = (metadata["namespace"], metadata["name"])
+        observed = Observed(
+            now=self._clock.now_text(),
+            deployment=self._caches.get(DEPLOYMENT, key[0], f"{key[1]}-frontend"),
+            stateful_set=self._caches.get(STATEFUL_SET, key[0], f"{key[1]}-engine"),
+            engine_pods=engines,
+            frontend_pods=frontends,
+        )
+        await self._write(resource, None, error, None, None, observed)
+
+    async def _write(
+        self,
+        resource: Obj,
+        inference: InferenceSpec | None,
+        error: SpecError | None,
+        plan: BudgetPlan | None,
+        desired: Desired | None,
+        observed: Observed,
+    ) -> None:
+        """Status, Events and gauges; the status only when it says something new."""
+        metadata = resource["metadata"]
+        before = previous_conditions(resource)
+        status = report(
+            inference, error, plan, desired, observed, metadata.get("generation", 0), before
+        )
+        self._gauges((metadata["namespace"], metadata["name"]), resource, status)
+        body = plain(status)
+        if body != resource.get("status"):
+            try:
+                stored = await self._cluster.apply_status(
+                    {
+                        "apiVersion": INFERENCE.api_version,
+                        "kind": INFERENCE.name,
+                        # The uid makes this a 409 for a namesake made meanwhile.
+                        "metadata": {
+                            "name": metadata["name"],
+                            "namespace": metadata["namespace"],
+                            "uid": metadata["uid"],
+                        },
+                        "status": body,
+                    }
+                )
+            except NotFound as gone:
+                self._caches.drop(
+                    INFERENCE, metadata["namespace"], metadata["name"], metadata["uid"]
+                )
+                raise Conflict(gone.message, gone.status) from gone
+            self._caches.put(INFERENCE, stored)
+        for kind, reason, note in noteworthy(status.conditions, before):
+            await self._recorder.record(resource, kind, reason, note)
+
+    def _gauges(self, key: Key, resource: Obj, status: MultiModalInferenceStatus) -> None:
+        labels = {"namespace": key[0], "name": key[1]}
+        states = {condition.type: condition.status == "True" for condition in status.conditions}
+        put = self._telemetry.set
+        put("foveal_inference_ready", states.get("Ready", False), **labels)
+        put("foveal_inference_available", states.get("Available", False), **labels)
+        put("foveal_inference_stalled", states.get("Stalled", False), **labels)
+        generation = resource["metadata"].get("generation", 0)
+        put("foveal_inference_generation", generation, **labels)
+        put("foveal_inference_observed_generation", status.observed_generation, **labels)
+        for role, counts in (("frontend", status.frontend), ("engine", status.engine)):
+            for state in ("desired", "replicas", "updated", "ready", "draining"):
+                value = getattr(counts, state) if counts else 0
+                put("foveal_inference_pods", value, **labels, role=role, state=state)
+        for name, budget in status.budgets.items():
+            put("foveal_inference_budget_bytes", budget.bytes, **labels, budget=name)
+
+    def forget(self, key: Key, uid: str) -> None:
+        """The resource is gone: so are its series."""
+        self._recorder.forget(uid)
+        for name in _PER_RESOURCE:
+            self._telemetry.forget(name, namespace=key[0], name=key[1])
+
+
+_PER_RESOURCE = (
+    "foveal_inference_ready",
+    "foveal_inference_available",
+    "foveal_inference_stalled",
+    "foveal_inference_generation",
+    "foveal_inference_observed_generation",
+    "foveal_inference_pods",
+    "foveal_inference_budget_bytes",
+)

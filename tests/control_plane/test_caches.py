@@ -1,0 +1,177 @@
+"""Caches and watches: no ghost, no lost object, whatever the order of news."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from tests.control_plane.fake_clock import FakeTime
+
+from foveal_operator.api_errors import NotFound
+from foveal_operator.caches import Caches, owner_of, trimmed
+from foveal_operator.clock import Clock
+from foveal_operator.cluster import Obj
+from foveal_operator.fake_cluster import FakeCluster
+from foveal_operator.kinds import CONFIG_MAP, DEPLOYMENT, INFERENCE, POD, WATCHED
+from foveal_operator.telemetry import Telemetry
+from foveal_operator.watch import Watch, selector_of
+
+LABELS = {"app.kubernetes.io/instance": "tiny", "app.kubernetes.io/managed-by": "foveal-operator"}
+
+
+def config_map(name: str, uid: str = "u", version: int = 1, instance: str = "tiny") -> Obj:
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {
+            "name": name, "namespace": "default", "uid": uid, "resourceVersion": str(version),
+            "labels": {**LABELS, "app.kubernetes.io/instance": instance},
+        },
+    }  # fmt: skip
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """News of a real history arrive late, twice and out of order; a list puts all right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.caches = Caches()
+        self.version = 0
+        self.live: dict[str, Obj] = {}
+        self.news: list[tuple[str, Obj]] = []
+
+    @rule(name=st.sampled_from("abc"))
+    def write(self, name: str) -> None:
+        self.version += 1
+        uid = self.live[name]["metadata"]["uid"] if name in self.live else f"u{self.version}"
+        self.live[name] = config_map(name, uid, self.version)
+        self.news.append(("PUT", self.live[name]))
+
+    @rule(name=st.sampled_from("abc"))
+    def delete(self, name: str) -> None:
+        if name in self.live:
+            self.news.append(("DELETED", self.live.pop(name)))
+
+    @rule(data=st.data())
+    def deliver(self, data: st.DataObject) -> None:
+        """Any piece of news, perhaps for the second time; deletions may be lost for ever."""
+        if self.news:
+            change, body = data.draw(st.sampled_from(self.news))
+            metadata = body["metadata"]
+            if change == "PUT":
+                self.caches.put(CONFIG_MAP, body)
+            else:
+                self.caches.drop(CONFIG_MAP, "default", metadata["name"], metadata["uid"])
+
+    @rule(extra=st.booleans())
+    def list_live(self, extra: bool) -> None:
+        before = self.caches.uids(CONFIG_MAP)
+        listed = list(self.live.values())
+        if extra:
+            self.write("a")
+            self.caches.put(CONFIG_MAP, self.live["a"])
+        self.caches.replace(CONFIG_MAP, listed, before)
+        for name, body in self.live.items():
+            found = self.caches.get(CONFIG_MAP, "default", name)
+            assert found is not None
+            assert found["metadata"]["resourceVersion"] == body["metadata"]["resourceVersion"]
+        assert {name for _, name in self.caches.keys(CONFIG_MAP)} == set(self.live)
+
+    @invariant()
+    def holds(self) -> None:
+        self.caches.check_integrity()
+
+
+TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+
+
+def test_a_late_echo_of_a_deleted_object_does_not_revive_it() -> None:
+    caches = Caches()
+    caches.put(CONFIG_MAP, config_map("a", "u1", 5))
+    assert caches.drop(CONFIG_MAP, "default", "a", "u1")
+    assert not caches.put(CONFIG_MAP, config_map("a", "u1", 4))
+    assert caches.put(CONFIG_MAP, config_map("a", "u2", 9)), "a namesake is another object"
+
+
+def test_the_owner_is_the_instance_the_labels_name() -> None:
+    assert owner_of(CONFIG_MAP, config_map("a")) == ("default", "tiny")
+    mmi = {"metadata": {"name": "x", "namespace": "n", "labels": LABELS}}
+    assert owner_of(INFERENCE, mmi) == ("n", "x")
+    assert owner_of(POD, {"metadata": {"name": "x", "namespace": "n"}}) is None
+
+
+def test_an_object_that_changes_its_owner_leaves_the_old_one() -> None:
+    caches = Caches()
+    caches.put(CONFIG_MAP, config_map("a", version=1))
+    caches.put(CONFIG_MAP, config_map("a", version=2, instance="other"))
+    assert caches.owned(CONFIG_MAP, ("default", "tiny")) == []
+    assert len(caches.owned(CONFIG_MAP, ("default", "other"))) == 1
+    caches.check_integrity()
+
+
+def test_managed_fields_are_kept_only_where_replicas_may_be_handed_over() -> None:
+    fields = [
+        {"manager": "hpa", "fieldsV1": {"f:spec": {"f:replicas": {}, "f:template": {}}}},
+        {"manager": "kubectl", "fieldsV1": {"f:metadata": {}}},
+    ]
+    body = {"metadata": {"name": "a", "managedFields": fields}}
+    kept = trimmed(DEPLOYMENT, body)["metadata"]["managedFields"]
+    assert [entry["manager"] for entry in kept] == ["hpa"]
+    assert "managedFields" not in trimmed(CONFIG_MAP, body)["metadata"]
+
+
+def watch(cluster: FakeCluster, clock: Clock, keys: list[tuple[str, str]]) -> Watch:
+    return Watch(cluster, Caches(), Telemetry(), clock=clock, namespaces=(), enqueue=keys.append)
+
+
+async def test_a_watch_that_begins_anew_is_followed_by_a_list() -> None:
+    """kopf re-lists after a 410 and tells nobody what is gone (its events have no type then)."""
+    time, cluster, keys = FakeTime(), FakeCluster(), list[tuple[str, str]]()
+    cluster.add({**config_map("a"), "data": {}})
+    cluster.add({**config_map("b"), "data": {}})
+    found = watch(cluster, time.clock, keys)
+    await found.sync((INFERENCE, CONFIG_MAP))
+    time.now += 60
+    cluster.remove(CONFIG_MAP, "default", "a")
+    keys.clear()
+    body = cluster.body("ConfigMap", "b")
+    found.on_event(CONFIG_MAP, None, body)
+    assert keys == [], "nothing new in itself"
+    await found.relist_stale()
+    assert keys == [("default", "tiny")]
+    calls = len(cluster.calls)
+    await found.relist_stale()
+    assert len(cluster.calls) == calls, "once is enough"
+
+
+async def test_the_first_list_of_the_watch_costs_no_second_one() -> None:
+    time, cluster, keys = FakeTime(), FakeCluster(), list[tuple[str, str]]()
+    cluster.add({**config_map("a"), "data": {}})
+    found = watch(cluster, time.clock, keys)
+    await found.sync((INFERENCE, CONFIG_MAP))
+    time.now += 1
+    found.on_event(CONFIG_MAP, None, cluster.body("ConfigMap", "a"))
+    calls = len(cluster.calls)
+    await found.relist_stale()
+    assert len(cluster.calls) == calls
+
+
+async def test_a_missing_resource_definition_is_an_error_a_missing_option_is_not() -> None:
+    time, keys = FakeTime(), list[tuple[str, str]]()
+    found = watch(FakeCluster(missing=frozenset({"PodMonitor"})), time.clock, keys)
+    await found.sync(WATCHED)
+    assert found.is_synced
+    found = watch(FakeCluster(missing=frozenset({"MultiModalInference"})), time.clock, keys)
+    try:
+        await found.sync(WATCHED)
+    except NotFound:
+        assert not found.is_synced
+    else:
+        raise AssertionError("the resource's own API must be there")
+
+
+def test_children_are_filtered_by_the_server() -> None:
+    for kind in WATCHED:
+        expected = "" if kind is INFERENCE else "app.kubernetes.io/managed-by=foveal-operator"
+        assert selector_of(kind) == expected
