@@ -1,4 +1,4 @@
-"""`foveal plan`: every budget and every object of a resource, without a cluster.
+"""`foveal plan`: every budget and every object of a resource, without a cluster or against one.
 
 The same functions as the operator's, so what `-o yaml` prints is what it applies (less the owner
 reference, which only a cluster can give).
@@ -10,6 +10,7 @@ import argparse
 import sys
 
 from foveal_operator.budget_inputs import NodeFacts, budget_inputs
+from foveal_operator.cli_cluster import add_cluster_flags
 from foveal_operator.cli_errors import UsageError
 from foveal_operator.cli_help import Help
 from foveal_operator.cli_resource import bullets, read_profile, read_resource, size
@@ -31,6 +32,9 @@ OPTIONAL_APIS = (
 _DESCRIPTION = """\
 Derives every memory budget of a MultiModalInference and lists the objects the operator would own.
 Needs no cluster: what nodes and devices offer is given here, or stands in the resource.
+
+With --server it reads a cluster as the operator would and says what applying the resource would
+change there: objects field by field, and which pods would restart and why. It writes nothing.
 """
 _EPILOG = """\
 examples:
@@ -38,7 +42,10 @@ examples:
   foveal plan -f mmi.yaml --profile profile.json -o yaml | kubectl diff -f -
   foveal-runtime profile MODEL_DIRECTORY > profile.json     # makes one
 
-exit codes: 0 fits, 2 wrong resource or arguments, 3 does not fit
+  foveal plan -f mmi.yaml --server                          # what would change
+
+exit codes: 0 fits (with --server: nothing would change), 1 something would change (--server), 2
+wrong resource or arguments, 3 does not fit, 4 the cluster does not answer (--server)
 """
 
 
@@ -52,7 +59,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     add = parser.add_argument
     add("-f", "--filename", required=True, metavar="FILE", help="the resource; - reads stdin")
-    add("--profile", required=True, metavar="FILE", help="the model's costs, as JSON")
+    add("--profile", metavar="FILE", help="the model's costs, as JSON; --server finds its own")
+    add("--server", action="store_true", help="compare with a cluster")
     add("--node-memory", type=size, default=0, metavar="SIZE", help="allocatable on a node")
     add("--device-memory", type=size, default=0, metavar="SIZE", help="memory of one device")
     add("--image", metavar="IMAGE", help="runtime image, unless the resource names one")
@@ -65,11 +73,18 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="optional API that the cluster serves, by its kind; repeat, or none (default: all)",
     )
     add("-o", "--output", choices=["table", "yaml", "json"], default="table")
+    add_cluster_flags(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the plan. Returns 0 when it fits, 3 when it does not. Raises UsageError."""
+    if arguments.server:
+        from foveal_operator import cli_server  # kopf and the operator, only where needed
+
+        return cli_server.run(arguments)
+    if not arguments.profile:
+        raise UsageError("give --profile FILE, or --server to take it from a cluster")
     inference = read_resource(arguments.filename)
     profile = read_profile(arguments.profile)
     nodes = NodeFacts(node_bytes=arguments.node_memory, device_bytes=arguments.device_memory)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -47,6 +48,15 @@ def _read(path: str, what: str) -> str:
 
 def read_resource(path: str) -> InferenceSpec:
     """The one MultiModalInference of a file that may hold other objects beside it."""
+    return _read_both(path)[1]
+
+
+def read_resource_object(path: str) -> dict[str, Any]:
+    """The same as it stands in the file, once it has been found in order."""
+    return _read_both(path)[0]
+
+
+def _read_both(path: str) -> tuple[dict[str, Any], InferenceSpec]:
     try:
         documents = [d for d in yaml.safe_load_all(_read(path, "resource")) if d is not None]
     except yaml.YAMLError as error:
@@ -57,7 +67,7 @@ def read_resource(path: str) -> InferenceSpec:
     if len(found) != 1:
         raise UsageError(f"{path} holds {len(found)} MultiModalInference objects; give one")
     try:
-        return parse(found[0])
+        return found[0], parse(found[0])
     except SpecError as error:
         raise UsageError(f"{path} is refused:\n{bullets(error)}") from error
 

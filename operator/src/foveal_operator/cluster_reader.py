@@ -19,6 +19,8 @@ from foveal_operator.cli_errors import ClusterAnswerError
 
 Obj = dict[str, Any]
 TIMEOUT_SECONDS = 15.0
+OPERATOR_SELECTOR = "app.kubernetes.io/part-of=foveal,app.kubernetes.io/component=operator"
+"""The operator's own Deployment, by its chart's labels."""
 _POD_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 

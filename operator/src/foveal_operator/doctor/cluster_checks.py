@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from foveal_operator import crd
-from foveal_operator.cluster_reader import ForbiddenError, Obj, Reader
+from foveal_operator.cluster_reader import OPERATOR_SELECTOR, ForbiddenError, Obj, Reader
 from foveal_operator.diff import diff
 from foveal_operator.doctor.report import Finding, fail, ok, warn
 
@@ -179,8 +179,8 @@ def _quotas(reader: Reader) -> Iterator[Finding]:
 
 def operator_findings(reader: Reader) -> Iterator[Finding]:
     """Whether anybody acts on resources."""
-    area, selector = "operator", "app.kubernetes.io/name=foveal-operator"
-    found = reader.get("/apis/apps/v1/deployments", labelSelector=selector) or {}
+    area = "operator"
+    found = reader.get("/apis/apps/v1/deployments", labelSelector=OPERATOR_SELECTOR) or {}
     for item in found.get("items") or ():
         where = f"{item['metadata']['namespace']}/{item['metadata']['name']}"
         ready = item.get("status", {}).get("readyReplicas", 0)
@@ -188,7 +188,7 @@ def operator_findings(reader: Reader) -> Iterator[Finding]:
         if ready < 1:
             yield fail(area, f"{where} has no ready pod",
                        f"kubectl -n {item['metadata']['namespace']} describe pods -l "
-                       f"{selector}")  # fmt: skip
+                       f"{OPERATOR_SELECTOR}")  # fmt: skip
         elif ready < wanted:
             yield warn(area, f"{where}: {ready} of {wanted} pods ready", "one is enough to act; "
                        "see why the other is not ready")  # fmt: skip
