@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from foveal_operator.status_view import condition, wrapped
-from foveal_operator.terminal import Style, columns
+from foveal_operator.status_view import condition
+from foveal_operator.terminal import Style, columns, wrapped
 from foveal_runtime.plan.quantity import format_gib
 
 Obj = Mapping[str, Any]

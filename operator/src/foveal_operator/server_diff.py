@@ -15,7 +15,7 @@ import msgspec
 from foveal_operator.diff import Change, diff, restart_reasons
 from foveal_operator.manifests import Desired
 from foveal_operator.manifests.pods import REVISION_LABEL
-from foveal_operator.terminal import Style
+from foveal_operator.terminal import Style, wrapped
 
 Obj = Mapping[str, Any]
 Find = Callable[[str, str], Obj | None]
@@ -166,7 +166,8 @@ def diff_text(title: str, found: ServerDiff, style: Style) -> str:
     for change in found.changes:
         mark, look = _MARKS[change.action]
         lines.append(style.paint(f"{mark} {change.kind} {change.name}", look))
-        lines += _fields(change.fields, style)
+        telling = tuple(field for field in change.fields if not _is_consequence(field.path))
+        lines += _fields(telling, style)
     if not found.changes:
         lines.append("No object changes.")
     lines.append("")
@@ -176,14 +177,22 @@ def diff_text(title: str, found: ServerDiff, style: Style) -> str:
         head = f"{count} {restart.role} {plural}: {', '.join(restart.pods)}"
         lines += [style.clip(style.paint(head, "yellow")), *_fields(restart.reasons, style)]
     if found.restarts and found.how:
-        lines.append(f"How: {found.how}")
+        lines += wrapped(f"How: {found.how}", style, indent="")
     if not found.restarts:
         lines.append("No pod restarts.")
     return "\n".join(lines) + "\n"
 
 
 def _fields(changes: tuple[Change, ...], style: Style) -> list[str]:
-    lines = [style.clip(f"    {change}") for change in changes[:MAX_FIELDS]]
+    """A line each; what is too long for the terminal goes on, so that both values are seen."""
+    lines: list[str] = []
+    for change in changes[:MAX_FIELDS]:
+        whole = f"    {change}"
+        path, _, values = str(change).partition(": ")
+        if not style.is_terminal or len(whole) <= style.width or not values:
+            lines.append(whole)
+        else:
+            lines += [style.clip(f"    {path}:"), style.clip(f"        {values}")]
     if len(changes) > MAX_FIELDS:
         lines.append(f"    and {len(changes) - MAX_FIELDS} more fields (see -o json)")
     return lines

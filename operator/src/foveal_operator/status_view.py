@@ -6,12 +6,11 @@ of a newer or older operator can still be read.
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from foveal_operator.terminal import Style, age, columns
+from foveal_operator.terminal import Style, age, columns, wrapped
 
 Obj = Mapping[str, Any]
 _ORDER = (
@@ -96,6 +95,8 @@ def _title(resource: Obj, style: Style) -> str:
 def _state(value: str, kind: str, style: Style) -> str:
     good = "False" if kind in _BAD_WHEN_TRUE else "True"
     look = "yellow" if value == "Unknown" else "green" if value == good else "red"
+    if kind == "Reconciling" and value == "True":
+        look = "yellow"  # on its way is no trouble
     return style.paint(value, look)
 
 
@@ -118,15 +119,6 @@ def _conditions(status: Obj, now: float, style: Style) -> list[str]:
         if found[kind]["status"] != good and kind not in ("Ready", "Reconciling", "Stalled"):
             result += wrapped(found[kind].get("message", ""), style)
     return result
-
-
-def wrapped(text: str, style: Style, indent: str = "    ") -> list[str]:
-    """The text in as many lines as the terminal needs; one line for programs."""
-    if not text:
-        return []
-    if not style.is_terminal or style.width < 40:
-        return [f"{indent}{text}"]
-    return textwrap.wrap(text, style.width, initial_indent=indent, subsequent_indent=indent)
 
 
 def _roles(roles: list[tuple[str, Obj]], style: Style) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
@@ -107,3 +108,12 @@ def short_bytes(size_bytes: int) -> str:
             break
         value /= 1024
     return f"{value:.0f} {unit}" if unit == "B" or value >= 10 else f"{value:.1f} {unit}"
+
+
+def wrapped(text: str, style: Style, indent: str = "    ") -> list[str]:
+    """The text in as many lines as the terminal needs; one line for programs."""
+    if not text:
+        return []
+    if not style.is_terminal or style.width < 40:
+        return [f"{indent}{text}"]
+    return textwrap.wrap(text, style.width, initial_indent=indent, subsequent_indent=indent)
