@@ -47,14 +47,18 @@ serve: $(VENV)/.run ## keep serving the bundled model on http://127.0.0.1:8000 (
 	@$(VENV)/bin/foveal-runtime serve $(MODEL) --name tiny-vlm
 
 # --- tests -------------------------------------------------------------------------------------
-.PHONY: check test generate faults fresh e2e bench soak
+.PHONY: check test generate control-plane faults fresh e2e bench soak
 check: $(VENV)/.dev ## ruff, mypy --strict, import contracts
 	@$(VENV)/bin/ruff format --check . && $(VENV)/bin/ruff check .
 	@$(VENV)/bin/mypy
 	@$(VENV)/bin/lint-imports
 
 test: $(VENV)/.dev ## the tests (no GPU, no cluster, no root)
-	@OMP_WAIT_POLICY=passive $(VENV)/bin/pytest -q -m "not slow and not faults"
+	@OMP_WAIT_POLICY=passive $(VENV)/bin/pytest -q -m "not slow and not faults and not api_server"
+
+control-plane: $(VENV)/.dev ## schema, objects and operator against a real API server (builds it once: 10 to 20 minutes)
+	@e2e/cluster/build.sh
+	@timeout 900 $(VENV)/bin/pytest -q -m "api_server and not slow" tests/control_plane/api_server
 
 faults: $(VENV)/.dev ## 20 times: kill, pause or cut off a real process under load (up to 8 minutes)
 	@OMP_WAIT_POLICY=passive FOVEAL_FAULTS=20 timeout 480 $(VENV)/bin/pytest -q -s -m faults tests/processes
@@ -68,6 +72,7 @@ bench: $(VENV)/.dev ## micro benches (the bench against other servers is still t
 	@echo "the serving bench against other servers is still to come"
 
 soak: $(VENV)/.dev ## 100 faults, a million fuzz steps, the large checker instances (about an hour)
+	@e2e/cluster/build.sh
 	@$(PY) e2e/soak/mirror_check.py
 	@$(PY) e2e/soak/mirror_fuzz.py --steps 1000000
 	@OMP_WAIT_POLICY=passive FOVEAL_FAULTS=100 $(VENV)/bin/pytest -q -s -m "faults or slow" tests

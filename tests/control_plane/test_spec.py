@@ -83,6 +83,14 @@ def test_what_may_change_may_change(old: dict[str, str] | None, new: dict[str, s
     assert transition_problems(parse(after).spec, parse(before).spec) == []
 
 
+@pytest.mark.parametrize("part", ["frontend", "caches", "paused", "rollout"])
+def test_a_field_set_to_nothing_is_absent(part: str) -> None:
+    """Found on a real API server: it drops nulls, `foveal plan` refused the same file."""
+    assert parse(resource(**{part: None})).spec == parse(resource()).spec
+    nested = put(resource(), "spec.engine.accelerator", {"type": None, "count": 2})
+    assert parse(nested).spec.engine.accelerator.count == 2
+
+
 def test_several_mistakes_are_told_at_once() -> None:
     obj = resource(name="1x", caches={"encoder": {"size": "1Gi", "tokens": 4}})
     assert parser_fields(obj) == ["metadata.name", "spec.caches.encoder.tokens"]

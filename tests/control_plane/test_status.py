@@ -292,3 +292,12 @@ def test_a_status_of_an_older_generation_is_in_progress() -> None:
 def test_the_status_is_the_same_for_the_same_input() -> None:
     one, two = status_of(**serving()), status_of(**serving())
     assert msgspec.json.encode(one) == msgspec.json.encode(two)
+
+
+def test_an_empty_map_is_not_sent() -> None:
+    """Found on a real API server: `budgets: {}` after filled budgets became null, and the status
+    of a resource whose spec had become wrong was refused for ever (422)."""
+    sent = plain(MultiModalInferenceStatus(url="u"))
+    assert isinstance(sent, dict)
+    assert sent["url"] == "u"
+    assert {} not in sent.values()

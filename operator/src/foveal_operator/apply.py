@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from foveal_operator.api_errors import ApiError
+from foveal_operator.api_errors import ApiError, UserError
 from foveal_operator.caches import Caches, Key
 from foveal_operator.cluster import Cluster
 from foveal_operator.diff import diff
@@ -71,7 +71,7 @@ class Applier:
         if on_version:
             body = {**body, "metadata": {**metadata, "resourceVersion": on_version}}
         try:
-            stored = await self._cluster.apply(body)
+            stored = await self._apply(kind, body, live)
         except ApiError as error:
             memory.pop(key, None)
             raise ObjectError(kind.name, metadata["name"], error) from error
@@ -85,6 +85,19 @@ class Applier:
             log.info("put right: %s %s/%s", kind.name, metadata["namespace"], metadata["name"])
             self._telemetry.count("foveal_operator_drift_repairs", kind=kind.name)
         return changed
+
+    async def _apply(self, kind: Kind, body: Obj, live: Obj | None) -> Obj:
+        """Apply; a Service whose ports somebody has changed is replaced. Raises ApiError.
+
+        Ports are merged by number: a foreign number stays beside ours under the same name, which
+        the API server refuses.
+        """
+        try:
+            return await self._cluster.apply(body)
+        except UserError:
+            if kind.name != "Service" or live is None:
+                raise
+        return await self._cluster.update({**live, "spec": {**live["spec"], **body["spec"]}})
 
     async def create_once(self, owner_uid: str, key: ObjectKey, make: Callable[[], Obj]) -> bool:
         """Creates an object that is never read: one that is there already is left alone."""

@@ -24,7 +24,11 @@ _PULL = frozenset(
      "RegistryUnavailable", "ImageInspectError"}
 )  # fmt: skip
 _CONFIG = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
+_DENIED = re.compile(r"\b(401|403|unauthorized|forbidden|denied|authentication)\b", re.IGNORECASE)
 _PEAK = re.compile(r"memory_peak=(\S+)")
+_SHM = re.compile(r"/dev/shm|shm_bytes|shared memory")
+_NO_SPACE = re.compile(r"No space left on device|holds only|cannot allocate")
+_DEVICE_FULL = re.compile(r"CUDA out of memory|CUDA error: out of memory|OutOfMemoryError")
 MAX_MESSAGE = 1024
 
 
@@ -41,6 +45,8 @@ _ORDER = (
     reasons.INVALID_ARGUMENT,
     reasons.OOM_KILLED,
     reasons.SHM_FULL,
+    reasons.DEVICE_FULL,
+    reasons.IMAGE_DENIED,
     reasons.IMAGE_PULL,
     reasons.CONFIG_ERROR,
     reasons.UNSCHEDULABLE,
@@ -66,10 +72,14 @@ def diagnose(pods: Iterable[Obj]) -> Diagnosis | None:
     return min(found, key=lambda d: (_ORDER.index(d.reason), d.pod))
 
 
-def last_failure(pods: Iterable[Obj]) -> Failure | None:
-    """The container that ended badly last, in any pod."""
+def last_failure(pods: Iterable[Obj], peaks: Mapping[str, int] | None = None) -> Failure | None:
+    """The container that ended badly last, in any pod.
+
+    Args:
+        peaks: pod -> bytes it last reported, for those that left no peak behind.
+    """
     failures = [
-        _failure(pod, container, ended)
+        _failure(pod, container, ended, peaks or {})
         for pod in pods
         for container in _containers(pod)
         if (ended := _ended(container)) and ended.get("exitCode", 0) != 0
@@ -92,6 +102,7 @@ def _ended(container: Obj) -> Obj | None:
 
 
 def _last_line(text: str) -> str:
+    """Of a termination message: an error if there is one, else what it says of memory."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1][:MAX_MESSAGE] if lines else ""
 
@@ -100,8 +111,10 @@ def _of_exit(ended: Obj) -> Reason | None:
     code, text = ended.get("exitCode", 0), ended.get("message") or ""
     if ended.get("reason") == "OOMKilled":
         return reasons.OOM_KILLED
-    if code == EXIT_SIGBUS or ("No space left on device" in text and "/dev/shm" in text):
+    if code == EXIT_SIGBUS or (code != 0 and _SHM.search(text) and _NO_SPACE.search(text)):
         return reasons.SHM_FULL
+    if code != 0 and _DEVICE_FULL.search(text):
+        return reasons.DEVICE_FULL
     if code == EXIT_STARTUP_ERROR:
         return reasons.INVALID_ARGUMENT
     return reasons.CRASHED if code != 0 else None
@@ -118,28 +131,42 @@ def _of_pod(pod: Obj) -> Iterable[Diagnosis]:
         cause, text = waiting.get("reason", ""), waiting.get("message") or ""
         what = f"{name}: {text or cause}"
         if cause in _PULL:
-            yield Diagnosis(reason=reasons.IMAGE_PULL, message=what, pod=name)
+            denied = _DENIED.search(text)
+            reason = reasons.IMAGE_DENIED if denied else reasons.IMAGE_PULL
+            yield Diagnosis(reason=reason, message=what, pod=name)
         elif cause in _CONFIG:
             yield Diagnosis(reason=reasons.CONFIG_ERROR, message=what, pod=name)
         ended = _ended(container)
-        reason = _of_exit(ended) if ended else None
-        if ended and reason:
+        exit_reason = _of_exit(ended) if ended else None
+        if ended and exit_reason:
             line = _last_line(ended.get("message") or "") or f"exit code {ended.get('exitCode')}"
-            yield Diagnosis(
-                reason=reason, message=f"{name} ({container.get('name')}): {line}", pod=name
-            )
+            what = f"{name} ({container.get('name')}): {line}"
+            yield Diagnosis(reason=exit_reason, message=what, pod=name)
 
 
-def _failure(pod: Obj, container: Obj, ended: Obj) -> Failure:
-    text = ended.get("message") or ""
-    peak = _PEAK.search(text)
+def _failure(pod: Obj, container: Obj, ended: Obj, peaks: Mapping[str, int]) -> Failure:
+    text, name = ended.get("message") or "", str(container.get("name", ""))
+    found = _PEAK.search(text)
+    pod_name = pod["metadata"]["name"]
+    peak = found[1][:64] if found else ""
+    if not peak and pod_name in peaks:
+        peak = f"{-(-peaks[pod_name] // (1 << 20))}Mi"
     reason = _of_exit(ended) or reasons.CRASHED
     return Failure(
-        pod=pod["metadata"]["name"],
-        container=str(container.get("name", "")),
+        pod=pod_name,
+        container=name,
         reason=reason.name,
         message=_last_line(text),
         exit_code=max(-1, min(255, int(ended.get("exitCode", -1)))),
-        memory_peak=peak[1][:64] if peak else "",
+        memory_peak=peak,
+        memory_limit=_memory_limit(pod, name),
         time=ended.get("finishedAt"),
     )
+
+
+def _memory_limit(pod: Obj, container: str) -> str:
+    spec = pod.get("spec", {})
+    for one in (*spec.get("initContainers", ()), *spec.get("containers", ())):
+        if one.get("name") == container:
+            return str(one.get("resources", {}).get("limits", {}).get("memory", ""))[:64]
+    return ""

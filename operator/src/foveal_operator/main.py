@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 from foveal_operator.api_errors import ApiError, Conflict, NotFound, NotLeader, Transient
 from foveal_operator.caches import Caches, Key
@@ -20,15 +20,15 @@ from foveal_operator.clock import Clock
 from foveal_operator.cluster import Cluster
 from foveal_operator.events import EventRecorder
 from foveal_operator.facts import Survey
-from foveal_operator.kinds import INFERENCE, Kind
+from foveal_operator.kinds import INFERENCE, POD, Kind
 from foveal_operator.lease import Elector
 from foveal_operator.logs import set_up_logs
 from foveal_operator.look import ObservePods
-from foveal_operator.manifests.context import Obj
 from foveal_operator.options import Options, read
-from foveal_operator.probes import PodReports
+from foveal_operator.probes import PodProber, aiohttp_fetch
 from foveal_operator.queue import WorkQueue
 from foveal_operator.reconcile import Reconciler
+from foveal_operator.reports import Reports
 from foveal_operator.server import ProbeServer
 from foveal_operator.telemetry import Telemetry
 from foveal_operator.watch import Watch
@@ -136,6 +136,7 @@ class Operator:
         on_lost: Callable[[], None],
         start_watches: Callable[[tuple[Kind, ...]], None],
         watches_up: Callable[[], bool],
+        forget_pods: Callable[[Iterable[str]], None] = lambda uids: None,
     ) -> None:
         self.cluster = cluster
         self.options = options
@@ -168,6 +169,7 @@ class Operator:
             self.elector = Elector(cluster, options.lease, clock=clock, on_lost=on_lost)
         self._start_watches = start_watches
         self._watches_up = watches_up
+        self._forget_pods = forget_pods
         self._next_resync = 0.0
         self._next_beat = 0.0
         self._waiting_for = "the first list"
@@ -242,6 +244,7 @@ class Operator:
         if changed or is_first:
             self._start_watches(kinds)
         await self.watch.sync(kinds)
+        self._forget_pods(self.caches.uids(POD))
         pause = self.options.resync_seconds * (1.0 + 0.1 * self.clock.random())
         self._next_resync = self.clock.monotonic() + pause
 
@@ -279,10 +282,6 @@ class Operator:
         return "" if seconds < STUCK_SECONDS else f"a pass has run for {seconds:.0f} s"
 
 
-async def _no_reports(engines: Sequence[Obj], frontends: Sequence[Obj]) -> PodReports:
-    return PodReports()
-
-
 def exit_at_once() -> None:
     """The lease is lost: another may write at any moment, so nothing of ours may run on."""
     sys.stderr.flush()
@@ -291,6 +290,9 @@ def exit_at_once() -> None:
 
 async def serve(options: Options) -> None:
     """The whole process, until SIGTERM or SIGINT."""
+    # Here, not above: the command line's other users of this package need none of these.
+    import aiohttp
+
     from foveal_operator.cluster import KubeCluster, credentials, load_configuration
     from foveal_operator.handlers import WatchEngine
 
@@ -303,6 +305,9 @@ async def serve(options: Options) -> None:
     cluster = KubeCluster(
         configuration, telemetry, clock=clock, may_write=lambda: operator.may_write()
     )
+    session = aiohttp.ClientSession(auto_decompress=False)
+    prober = PodProber(aiohttp_fetch(session), clock=clock.monotonic)
+    reports = Reports(prober.observe_pods, lambda key: operator.queue.add(key))
     engines: list[WatchEngine] = []
 
     def start_watches(kinds: tuple[Kind, ...]) -> None:
@@ -324,7 +329,8 @@ async def serve(options: Options) -> None:
         options,
         telemetry,
         clock=clock,
-        observe_pods=_no_reports,
+        observe_pods=lambda engines, frontends: reports.observe(engines, frontends),
+        forget_pods=prober.forget,
         on_lost=exit_at_once,
         start_watches=start_watches,
         watches_up=lambda: bool(engines) and engines[-1].is_alive,
@@ -348,6 +354,8 @@ async def serve(options: Options) -> None:
         stopping.cancel()
         for engine in engines:
             engine.stop()
+        await reports.stop()
+        await session.close()
         await server.stop()
         await cluster.close()
     for result in results:

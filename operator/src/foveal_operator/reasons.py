@@ -42,6 +42,17 @@ PROFILING = Reason("Profiling")
 RESOLVED = Reason("Resolved")
 DOWNLOADING = Reason("Downloading")
 FETCH_FAILED = Reason("FetchFailed", "Check model.uri, model.secretRef and the claim's free space.")
+FETCH_DENIED = Reason(
+    "FetchDenied",
+    "Put a token that may read the model into model.secretRef's Secret, and accept its licence.",
+)
+NOT_FOUND = Reason("NotFound", "Correct model.uri and model.revision.", True)
+UNSUPPORTED_MODEL = Reason(
+    "UnsupportedModel", "Choose a model that the runtime can load; the message says why not.", True
+)
+PROFILE_FAILED = Reason(
+    "ProfileFailed", "Read the profile Job's log; deleting the Job runs it again."
+)
 CLAIM_PENDING = Reason(
     "ClaimPending", "Give model.cache a storageClassName and accessMode that the cluster has."
 )
@@ -54,11 +65,18 @@ UNSCHEDULABLE = Reason(
     "Unschedulable", "Free or add nodes with the devices and memory asked for, or ask for less."
 )
 IMAGE_PULL = Reason("ImagePull", "Check spec.image and the nodes' access to its registry.")
+IMAGE_DENIED = Reason(
+    "ImageDenied",
+    "Give the registry's credentials: imagePullSecrets in podTemplate, or on the nodes.",
+)
 CONFIG_ERROR = Reason(
     "ConfigError", "Create the Secret, key or claim that the message names; pods start then."
 )
 OOM_KILLED = Reason(
     "OOMKilled", "Raise the pod's hostMemory or caches.headroomPercent, or pin smaller caches."
+)
+DEVICE_FULL = Reason(
+    "DeviceFull", "Raise caches.headroomPercent, pin smaller encoder and kv caches, or batch less."
 )
 SHM_FULL = Reason("ShmFull", "Lower the modalities' limits or frontend.mediaWorkers.")
 INVALID_ARGUMENT = Reason(

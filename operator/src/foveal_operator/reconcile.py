@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 
 REVISIONS_KEPT = 3
 POLL_SECONDS = 60.0
+EAGER_POLL_SECONDS = 15.0
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,7 +110,9 @@ class Reconciler:
         """Applies, deletes, prunes. Returns in how many seconds to look again, or None."""
         again = [s for s in (work.rollout.next_check_seconds, work.model.next_check_seconds) if s]
         if work.engine_pods or work.frontend_pods:
-            again.append(POLL_SECONDS)
+            reports = work.reports
+            mirrored = 0 <= reports.sessions_wanted <= reports.sessions_up
+            again.append(POLL_SECONDS if mirrored else EAGER_POLL_SECONDS)
         if work.inference.spec.paused:
             return min(again, default=None)
         wanted = await self._apply_all(work)

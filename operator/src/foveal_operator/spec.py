@@ -72,7 +72,7 @@ def parse(obj: object) -> InferenceSpec:
     if not isinstance(obj.get("spec"), Mapping):
         raise SpecError([*problems, ("spec", "is missing")])
     try:
-        spec = msgspec.convert(obj["spec"], MultiModalInferenceSpec)
+        spec = msgspec.convert(_without_nulls(obj["spec"]), MultiModalInferenceSpec)
     except msgspec.ValidationError as error:
         raise SpecError([*problems, _located(str(error))]) from error
     problems += rule_problems(spec, "spec")
@@ -85,6 +85,20 @@ def parse(obj: object) -> InferenceSpec:
         uid=metadata.get("uid") or "",
         spec=spec,
     )
+
+
+def _without_nulls(value: object) -> object:
+    """As the API server: a field set to nothing (`frontend:` alone on its line) is absent.
+
+    A podTemplate keeps its nulls; there they say what to remove.
+    """
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        key: item if key == "podTemplate" else _without_nulls(item)
+        for key, item in value.items()
+        if item is not None
+    }
 
 
 def transition_problems(

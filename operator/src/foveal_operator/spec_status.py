@@ -55,6 +55,10 @@ class Budget(Part, frozen=True, kw_only=True):
     bytes: Annotated[Bytes, Meta(description="Planned bytes.")]
     display: Annotated[Short, Meta(description="The same in GiB.")]
     measured_bytes: Annotated[Bytes | None, Meta(description="What the pods report.")] = None
+    difference_bytes: Annotated[
+        Annotated[int, Meta(ge=-(2**60), extra_json_schema={"format": "int64"})] | None,
+        Meta(description="Measured less planned."),
+    ] = None
     items: Annotated[
         Annotated[int, Meta(ge=0, extra_json_schema={"format": "int64"})] | None,
         Meta(description="The same in embeddings, blocks or items."),
@@ -78,6 +82,7 @@ class Failure(Part, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=-1, le=255)], Meta(description="-1 when it never ran.")
     ] = -1
     memory_peak: Annotated[Short, Meta(description="Last self-reported peak of memory.")] = ""
+    memory_limit: Annotated[Short, Meta(description="The container's limit beside it.")] = ""
     time: Annotated[Time | None, Meta(description="When.")] = None
 
 

@@ -39,8 +39,11 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
         stale_rate: stale hints per query.
         route_ready: None when no route is asked for.
         deadline_exceeded: the rollout did not progress in time.
+        rollout_message: where the rollout stands; "" when there is none.
         measured: bytes that pods report, by budget name.
         is_paused: the operator was told to leave everything as it is.
+        peaks: pod -> the peak of memory it last reported, in bytes.
+        resolved_revision: commit or digest of the model; "" = not known.
     """
 
     now: str
@@ -57,8 +60,11 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     route_message: str = ""
     deadline_exceeded: bool = False
     rollout_strategy: str = ""
+    rollout_message: str = ""
     measured: dict[str, int] = {}
     is_paused: bool = False
+    peaks: dict[str, int] = {}
+    resolved_revision: str = ""
 
 
 class _Verdict(msgspec.Struct, frozen=True):
@@ -109,8 +115,10 @@ def report(
         rendered_config_map=_config_map(desired),
         rendered_config_hash=_config_map(desired).rpartition("-")[2],
         rollout_strategy=observed.rollout_strategy,
-        last_failure=last_failure((*observed.engine_pods, *observed.frontend_pods)),
-        model=ModelStatus(modalities=_modalities(inference)),
+        last_failure=last_failure((*observed.engine_pods, *observed.frontend_pods), observed.peaks),
+        model=ModelStatus(
+            resolved_revision=observed.resolved_revision, modalities=_modalities(inference)
+        ),
         resolved=_resolved(inference),
     )
 
@@ -243,13 +251,14 @@ def _summary(verdicts: list[_Verdict], observed: Observed) -> list[_Verdict]:
         text = f"paused; {first.kind}: {first.text}"
         return [_verdict("Ready", False, reasons.PAUSED, text)]
     found = [_verdict("Ready", False, first.reason, f"{first.kind}: {first.text}")]
+    text = ". ".join(part for part in (first.text, observed.rollout_message) if part)
     if observed.deadline_exceeded:
         reason = reasons.DEADLINE_EXCEEDED
-        found.append(_Verdict("Stalled", "True", reason, first.text))
+        found.append(_Verdict("Stalled", "True", reason, text))
     elif first.reason.is_permanent:
-        found.append(_Verdict("Stalled", "True", first.reason, first.text))
+        found.append(_Verdict("Stalled", "True", first.reason, text))
     else:
-        found.append(_Verdict("Reconciling", "True", first.reason, first.text))
+        found.append(_Verdict("Reconciling", "True", first.reason, text))
     return found
 
 
@@ -294,6 +303,7 @@ def _budget(line: Line, measured: int | None) -> Budget:
         bytes=line.each_bytes,
         display=format_gib(line.each_bytes),
         measured_bytes=measured,
+        difference_bytes=None if measured is None else measured - line.each_bytes,
         items=line.num_items or None,
         source=line.source,
         formula=line.formula[:512],
@@ -306,6 +316,7 @@ def _limit(place: PlaceBudget, measured: int | None) -> Budget:
         bytes=place.limit_bytes,
         display=format_gib(place.limit_bytes),
         measured_bytes=measured,
+        difference_bytes=None if measured is None else measured - place.limit_bytes,
         source=place.source,
         formula=f"{terms} + headroom"[:512],
     )
@@ -352,11 +363,15 @@ def _resolved(inference: InferenceSpec | None) -> dict[str, object]:
 
 
 def plain(value: object) -> object:
-    """JSON as the API server takes it: camel case, zeros kept, what is not set left out."""
+    """JSON as the API server takes it: camel case, zeros kept, what is not set left out.
+
+    Empty maps are left out as well: sent after a filled one, server-side apply makes them null,
+    which the schema then refuses.
+    """
     if isinstance(value, msgspec.Struct):
         names = zip(value.__struct_encode_fields__, value.__struct_fields__, strict=True)
-        pairs = ((key, getattr(value, name)) for key, name in names)
-        return {key: plain(item) for key, item in pairs if item is not None}
+        pairs = ((key, plain(getattr(value, name))) for key, name in names)
+        return {key: item for key, item in pairs if item is not None and item != {}}
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, tuple) else value

@@ -24,7 +24,7 @@ from foveal_runtime.plan.metric import Metric
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # Of no use to anybody here, and they double the number of series.
-disable_created_metrics()
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class Telemetry:

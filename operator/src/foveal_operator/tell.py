@@ -63,6 +63,9 @@ class Teller:
             route_message=route_message,
             deadline_exceeded=work.rollout.deadline_exceeded,
             rollout_strategy=work.rollout.strategy,
+            rollout_message=work.rollout.message,
+            peaks=reports.peaks,
+            resolved_revision=work.model.profile.revision if work.model.profile else "",
             measured=steady(reports.measured, work.resource),
             is_paused=work.inference.spec.paused,
         )

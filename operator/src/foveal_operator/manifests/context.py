@@ -37,6 +37,7 @@ class ClusterFacts(msgspec.Struct, frozen=True, kw_only=True):
         model_revision: commit or digest it was resolved to; "" lets processes derive one.
         live_frontends, live_engines: replicas there are, applied until the autoscaler owns them.
         frontends_handed_over, engines_handed_over: the autoscaler owns spec.replicas.
+        monitoring_namespace, operator_namespace: who may read engines' metrics; "" = nobody.
         rule_groups, dashboards: generated elsewhere from the metric registry.
     """
 
@@ -49,6 +50,7 @@ class ClusterFacts(msgspec.Struct, frozen=True, kw_only=True):
     frontends_handed_over: bool = False
     engines_handed_over: bool = False
     monitoring_namespace: str = "monitoring"
+    operator_namespace: str = ""
     cluster_domain: str = "cluster.local"
     rule_groups: tuple[Obj, ...] = ()
     dashboards: dict[str, str] = {}

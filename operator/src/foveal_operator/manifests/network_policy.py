@@ -22,17 +22,18 @@ def _dns() -> Obj:
 
 def engine_network_policy(context: Context) -> Obj:
     frontends = {"podSelector": {"matchLabels": context.selector("frontend")}}
-    monitoring = {
-        "namespaceSelector": {
-            "matchLabels": {"kubernetes.io/metadata.name": context.facts.monitoring_namespace}
-        }
-    }
+    names = (context.facts.monitoring_namespace, context.facts.operator_namespace)
+    watchers = [
+        {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}
+        for name in dict.fromkeys(names)
+        if name
+    ]
     spec = {
         "podSelector": {"matchLabels": context.selector("engine")},
         "policyTypes": ["Ingress", "Egress"],
         "ingress": [
             {"from": [frontends], "ports": _ports(ENGINE_PORT, ENGINE_HTTP_PORT)},
-            {"from": [monitoring], "ports": _ports(ENGINE_HTTP_PORT)},
+            {"from": watchers, "ports": _ports(ENGINE_HTTP_PORT)},
         ],
         "egress": [_dns()],
     }

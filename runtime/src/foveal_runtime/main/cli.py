@@ -7,13 +7,15 @@ Parses arguments and turns every expected failure into one line and an exit code
 from __future__ import annotations
 
 import argparse
-import contextlib
+import logging
 import re
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
 from foveal_runtime.main.launcher import end_with_parent
 from foveal_runtime.plan.errors import StartupError
+from foveal_runtime.telemetry.last_words import LastWords, begin_last_words
+from foveal_runtime.telemetry.memory import ContainerMemory
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1024, "mi": 1024**2, "gi": 1024**3}
 
@@ -98,7 +100,11 @@ def _parser() -> argparse.ArgumentParser:
     profile.add_argument("--max-frames", type=positive, default=768)
     profile.add_argument("--max-seconds", type=float, default=600.0)
     profile.add_argument("--max-num-batched-tokens", type=positive, default=2048)
-    profile.add_argument("--output", default="", metavar="FILE", help="instead of standard output")
+    profile.add_argument("--dtype", default="auto",
+                         choices=["auto", "float32", "bfloat16", "float16"])  # fmt: skip
+    profile.add_argument("--device", default="cpu", help="cpu or cuda: where it is to run")
+    profile.add_argument("--output", default="", metavar="FILE",
+                         help="one compact line into FILE instead of standard output")  # fmt: skip
     return parser
 
 
@@ -116,6 +122,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
         return serve.run(arguments)
     end_with_parent()
+    if arguments.command in ("engine", "frontend"):
+        begin_last_words(ContainerMemory())
     if arguments.command == "engine":
         from foveal_runtime.main import engine
 
@@ -130,11 +138,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return fetch.run(arguments)
     from foveal_runtime.main import profile
 
-    if not arguments.output:
-        return profile.run(arguments)
-    # In a pod: the termination message, which the operator reads without any right to the pod.
-    with open(arguments.output, "w", encoding="utf-8") as file, contextlib.redirect_stdout(file):
-        return profile.run(arguments)
+    return profile.run(arguments)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -142,10 +146,21 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _run(arguments)
     except StartupError as error:
+        _say(f"foveal-runtime: {error.message}")
         print(f"foveal-runtime: {error.message}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+    except Exception as error:
+        _say(f"{type(error).__name__}: {error}")
+        raise
+
+
+def _say(line: str) -> None:
+    """Into the termination message, where a frontend or an engine keeps one."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, LastWords):
+            handler.say(line)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ warms the model while /livez already answers, serves until SIGTERM (drain) or SI
 
 from __future__ import annotations
 
+import functools
 import logging
 import signal
 import time
@@ -24,6 +25,7 @@ from foveal_runtime.plan.encoder_budget import LargestItem
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.profile import ItemProfile
 from foveal_runtime.telemetry.logs import configure_logging
+from foveal_runtime.telemetry.memory import ContainerMemory
 from foveal_runtime.telemetry.metrics import Metrics
 from foveal_runtime.wire.namespace import model_namespace
 from foveal_runtime.wire.shm import SharedReader
@@ -56,6 +58,8 @@ def serve(config: EngineConfig) -> int:
         drain_timeout_seconds=config.drain_timeout_seconds,
         render_metrics=metrics.exposition,
     )
+    memory = ContainerMemory()
+    metrics.add_source(memory.collect)
     stream = EventStream(config.events_bind, keys=config.curve) if config.events_bind else None
     events = EventLog(config.engine_id, stream.publish) if stream else None
     signal.signal(signal.SIGTERM, lambda *_: server.request_drain())
@@ -64,6 +68,7 @@ def serve(config: EngineConfig) -> int:
     def make_core() -> EngineCore:
         core = assemble_core(config, load_engine(config), send=server.send, events=events)
         metrics.add_source(EngineMetrics(core, stream=stream).collect)
+        metrics.add_source(functools.partial(_measured, core, memory, config.device))
         return core
 
     shared = SharedReader(Path(config.shm_directory)) if config.shm_directory else None
@@ -79,6 +84,27 @@ def serve(config: EngineConfig) -> int:
     finally:
         if stream is not None:
             stream.close()
+
+
+def _measured(core: EngineCore, memory: ContainerMemory, device: str, metrics: Metrics) -> None:
+    """What the budgets' parts really take, by their names in the resource's status."""
+    from foveal_runtime.model.memory import device_peak_bytes
+    from foveal_runtime.model.runner import TorchRunner
+
+    runner, encoder = core.runner, core.scheduler.encoder
+    parts = {
+        "ipc": core.receiver.store.capacity_bytes,
+        "encoder": encoder.cache_size * runner.traits.embed_bytes,
+        "encoderHost": encoder.host.capacity_bytes,
+        "enginePodMemory": memory.peak_bytes(),
+        "deviceMemory": device_peak_bytes(device),
+    }
+    if isinstance(runner, TorchRunner):
+        parts["weights"] = runner.weight_bytes
+        parts["kv"] = runner.num_blocks * runner.kv_block_bytes
+    for part, size in parts.items():
+        if size:
+            metrics.set("foveal_budget_bytes", size, part=part, source="measured")
 
 
 def load_engine(config: EngineConfig) -> LoadedEngine:

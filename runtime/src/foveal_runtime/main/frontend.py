@@ -9,6 +9,7 @@ exits. Imports no torch.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import signal
 from typing import Literal, NamedTuple
@@ -28,6 +29,7 @@ from foveal_runtime.frontend.stats import FrontendStats
 from foveal_runtime.main import frontend_group
 from foveal_runtime.plan.config import FrontendConfig, load
 from foveal_runtime.telemetry.logs import configure_logging
+from foveal_runtime.telemetry.memory import ContainerMemory
 from foveal_runtime.telemetry.metrics import Metrics
 from foveal_runtime.telemetry.tracing import configure_tracing
 from foveal_runtime.wire.namespace import model_namespace
@@ -88,6 +90,16 @@ def _share(total: int, config: FrontendConfig, index: int) -> int:
     return max(1, total // config.processes + (index < total % config.processes))
 
 
+def _measured(processor: InputProcessor, memory: ContainerMemory, metrics: Metrics) -> None:
+    """What the budgets' parts really take, by their names in the resource's status."""
+    memory.collect(metrics)
+    for part, size in (
+        ("processor", processor.cache.capacity_bytes),
+        ("frontendPodMemory", memory.peak_bytes()),
+    ):
+        metrics.set("foveal_budget_bytes", size, part=part, source="measured")
+
+
 async def serve(config: FrontendConfig, member: Member | None = None) -> None:
     """Runs the process to its end. Raises StartupError."""
     # With siblings it must not take connections before it can answer: they would wait here.
@@ -125,6 +137,7 @@ async def serve(config: FrontendConfig, member: Member | None = None) -> None:
         max_model_len=config.model.max_model_len,
     )
     metrics.add_source(media_source(stats, processor, client))
+    metrics.add_source(functools.partial(_measured, processor, ContainerMemory()))
     app = build_app(
         config,
         processor=processor,

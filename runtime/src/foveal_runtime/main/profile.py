@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 import msgspec
 
 from foveal_runtime.model import threads
 from foveal_runtime.plan.config import ModalitiesConfig, ModalityLimits
+from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.profile import ModelProfile
+
+MAX_TERMINATION_MESSAGE_BYTES = 4096
+"""Kubernetes' own limit; what is longer is cut off."""
 
 
 def profile_model(
@@ -63,8 +68,26 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.model,
         ModalitiesConfig(image=image, video=video, audio=audio),
         measure=arguments.measure,
-        device=getattr(arguments, "device", "cpu"),
+        dtype=arguments.dtype,
+        device=arguments.device,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
     )
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n")
+    if arguments.output:
+        # In a pod: the termination message, which the operator reads without any right to the pod.
+        Path(arguments.output).write_bytes(compact(found))
+    else:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n")
     return 0
+
+
+def compact(profile: ModelProfile) -> bytes:
+    """The document on one line, so small that a termination message holds it: what budgets do not
+    need is left out when it must be. Raises StartupError when even that does not fit."""
+    for left_out in ({}, {"kv_bytes_per_layer": ()}, {"kv_bytes_per_layer": (), "sources": {}}):
+        data = msgspec.json.encode(msgspec.structs.replace(profile, **left_out))
+        if len(data) <= MAX_TERMINATION_MESSAGE_BYTES:
+            return data
+    raise StartupError(
+        f"the profile has {len(data)} bytes, more than a termination message's "
+        f"{MAX_TERMINATION_MESSAGE_BYTES}: shorten the model's folder name"
+    )

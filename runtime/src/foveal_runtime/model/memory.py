@@ -1,8 +1,8 @@
 """The most memory a piece of work takes while it runs, on a device or on the host.
 
-Used by the profiler only. On a CUDA device the allocator counts exactly; on the host the kernel's
-high-water mark of resident memory is reset before and read after; free memory that the C library
-still holds is given back first, or its reuse would not show.
+Used by the profiler, and by engines for their metrics. On a CUDA device the allocator counts
+exactly; on the host the kernel's high-water mark of resident memory is reset before and read
+after; free memory that the C library still holds is given back first, or its reuse would not show.
 """
 
 from __future__ import annotations
@@ -37,6 +37,13 @@ class PeakMeter:
         before = _reset_peak()
         work()
         return max(0, _peak() - before)
+
+
+def device_peak_bytes(device: str) -> int:
+    """The most that this process ever had reserved on the device; 0 on a CPU."""
+    if torch.device(device).type != "cuda" or not torch.cuda.is_initialized():
+        return 0
+    return int(torch.cuda.max_memory_reserved(device))
 
 
 def _reset_peak() -> int:

@@ -146,7 +146,6 @@ def measure(
     runner = TorchRunner.load(path, dtype=dtype, device=device, block_size=_BLOCK_SIZE)
     large = max(2, min(max_num_batched_tokens, runner.traits.max_position - 1))
     runner.allocate_kv(-(-large // _BLOCK_SIZE) + 1)
-    weights = {t.data_ptr(): t.nbytes for t in runner.loaded.model.state_dict().values()}
     meter = PeakMeter(device)
     _run_tokens(runner, 2)  # the first step allocates what stays
     small = max(1, large // 4)
@@ -162,11 +161,11 @@ def measure(
     for name in ("weight_bytes", "activation_bytes", "activation_bytes_per_token",
                  "kv_bytes_per_token"):  # fmt: skip
         sources[name] = "measured"
-    kv = runner.kv_block_bytes // _BLOCK_SIZE
+    kv, weight_bytes = runner.kv_block_bytes // _BLOCK_SIZE, runner.weight_bytes
     runner.close()
     return msgspec.structs.replace(
         predicted,
-        weight_bytes=sum(weights.values()),
+        weight_bytes=weight_bytes,
         kv_bytes_per_token=kv,
         activation_bytes=fixed,
         activation_bytes_per_token=per_token,

@@ -7,6 +7,7 @@ them. A request whose input cannot be computed ends up in `StepResult.failed`, a
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -105,6 +106,12 @@ class TorchRunner:
         """Bytes of one KV block, all layers of this rank."""
         values = sum(layer.values_per_token for layer in self.layers)
         return values * self.block_size * int(self.loaded.dtype.itemsize)
+
+    @functools.cached_property
+    def weight_bytes(self) -> int:
+        """Bytes of all parameters and buffers as loaded, shared ones once."""
+        found = {t.data_ptr(): t.nbytes for t in self.loaded.model.state_dict().values()}
+        return sum(found.values())
 
     @property
     def num_blocks(self) -> int:

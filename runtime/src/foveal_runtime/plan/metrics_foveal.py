@@ -159,6 +159,9 @@ _ENGINE_WORK = (
     _one(_ENGINE, "gauge", "kv_blocks", "KV blocks by state: active, cached, free.", "state",
          unit="blocks"),
     _one(_ENGINE, "counter", "events_published", "Cache events on the event stream."),
+    _one(_BOTH, "gauge", "memory_peak_bytes", "The most memory the container ever had, as its "
+         "control group counts it.", unit="bytes"),
+    _one(_BOTH, "gauge", "memory_limit_bytes", "What it may have; 0 = no limit.", unit="bytes"),
     _one(_BOTH, "gauge", "budget_bytes", "A part of the process's memory: planned, and as "
          "measured.", "part", "source", unit="bytes"),
 )  # fmt: skip

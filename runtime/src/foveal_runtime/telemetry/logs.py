@@ -15,6 +15,8 @@ from typing import Any, Literal, TextIO
 
 import msgspec
 
+from foveal_runtime.telemetry.last_words import LastWords
+
 request_id_of_task: ContextVar[str] = ContextVar("request_id_of_task", default="")
 """The HTTP request that the current task works for; "" outside one."""
 
@@ -100,7 +102,7 @@ def configure_logging(
     handler = logging.StreamHandler(target)
     handler.setFormatter(TextFormatter() if as_text else JsonFormatter(process))
     root = logging.getLogger()
-    root.handlers[:] = [handler]
+    root.handlers[:] = [handler, *(old for old in root.handlers if isinstance(old, LastWords))]
     root.setLevel(level)
     for name in _CHATTY:
         logging.getLogger(name).setLevel(logging.WARNING)

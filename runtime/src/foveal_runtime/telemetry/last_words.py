@@ -1,0 +1,92 @@
+"""What a container leaves behind when it ends, written while it lives: its termination message.
+
+A process that the kernel kills says nothing more, so the message is kept up to date: first the peak
+of memory beside the limit, last the newest warning or error. Kubernetes hands the file to whoever
+reads the pod's status. Started by main/ where the file exists, which is in pods only. Never raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from pathlib import Path
+
+from foveal_runtime.telemetry.memory import ContainerMemory
+
+PATH_VARIABLE = "FOVEAL_TERMINATION_LOG"
+DEFAULT_PATH = "/dev/termination-log"
+MAX_LINE = 1024
+GROWTH_BYTES = 16 << 20
+"""A peak is written again when it has grown by so much."""
+INTERVAL_SECONDS = 1.0
+
+
+class LastWords(logging.Handler):
+    """Keeps the message at `path`; a handler of the root logger, so that it sees every warning."""
+
+    def __init__(self, path: Path, memory: ContainerMemory) -> None:
+        super().__init__(logging.WARNING)
+        self._path = path
+        self._memory = memory
+        self._line = ""
+        self._written_bytes = 0
+        self._stop = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = record.getMessage()
+            if record.exc_info and record.exc_info[1] is not None:
+                line += f": {type(record.exc_info[1]).__name__}: {record.exc_info[1]}"
+        except Exception:
+            self.handleError(record)
+        else:
+            self.say(line)
+
+    def say(self, line: str) -> None:
+        """The last line from now on."""
+        self._line = " ".join(line.split())[:MAX_LINE]
+        self.write()
+
+    def write(self) -> None:
+        """Peak, limit and last line."""
+        self._written_bytes = self._memory.peak_bytes()
+        text = f"memory_peak={_mebibytes(self._written_bytes)}"
+        limit_bytes = self._memory.limit_bytes()
+        if limit_bytes:
+            text += f" memory_limit={_mebibytes(limit_bytes)}"
+        with contextlib.suppress(OSError):
+            self._path.write_text(f"{text}\n{self._line}\n" if self._line else f"{text}\n")
+
+    def look(self) -> None:
+        """Writes if the peak has grown."""
+        if self._memory.peak_bytes() - self._written_bytes >= GROWTH_BYTES:
+            self.write()
+
+    def start(self) -> None:
+        logging.getLogger().addHandler(self)
+        self.write()
+        threading.Thread(target=self._watch, name="last-words", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        logging.getLogger().removeHandler(self)
+
+    def _watch(self) -> None:
+        while not self._stop.wait(INTERVAL_SECONDS):
+            self.look()
+
+
+def _mebibytes(size_bytes: int) -> str:
+    return f"{-(-size_bytes // (1 << 20))}Mi"
+
+
+def begin_last_words(memory: ContainerMemory) -> LastWords | None:
+    """Starts keeping the message; None where there is no such file to write to."""
+    path = Path(os.environ.get(PATH_VARIABLE) or DEFAULT_PATH)
+    if not path.is_file() or not os.access(path, os.W_OK):
+        return None
+    words = LastWords(path, memory)
+    words.start()
+    return words

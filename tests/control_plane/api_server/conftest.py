@@ -1,0 +1,86 @@
+"""One real API server for all tests of this folder; each test has a namespace of its own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from tests.control_plane.api_server.api import Api
+from tests.control_plane.api_server.foreign import FOREIGN, definition
+from tests.control_plane.api_server.programs import (
+    Cluster,
+    missing_programs,
+    running_cluster,
+    start_controllers,
+)
+from tests.control_plane.api_server.scenarios import Children, undisturbed
+from tests.control_plane.api_server.world import World, running_world
+from tests.control_plane.regenerate import CRD_FILE
+
+HERE = Path(__file__).parent
+_NUMBERS = itertools.count(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in Path(item.path).parents:
+            item.add_marker(pytest.mark.api_server)
+
+
+@pytest.fixture(scope="session")
+def bare_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """etcd and an API server without any custom resource."""
+    missing = missing_programs("etcd", "kube-apiserver")
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not built: make control-plane builds what is missing")
+    with running_cluster(tmp_path_factory.mktemp("cluster")) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def cluster(bare_cluster: Cluster) -> Cluster:
+    """With Foveal's resource and stand-ins for the foreign ones."""
+    with Api(bare_cluster) as api:
+        api.install(yaml.safe_load(CRD_FILE.read_text(encoding="utf-8")))
+        for kind in FOREIGN:
+            api.install(definition(kind))
+    return bare_cluster
+
+
+@pytest.fixture(scope="session")
+def controlled_cluster(cluster: Cluster) -> Cluster:
+    """With the real controllers of Deployments, StatefulSets, Jobs and owners as well."""
+    if missing_programs("kube-controller-manager"):
+        pytest.skip("kube-controller-manager not built: make control-plane builds what is missing")
+    start_controllers(cluster)
+    return cluster
+
+
+@pytest.fixture(scope="session")
+def api(cluster: Cluster) -> Iterator[Api]:
+    """The administrator."""
+    with Api(cluster) as client:
+        yield client
+
+
+@pytest.fixture
+def namespace(api: Api) -> str:
+    """A fresh namespace that admits only pods of the restricted standard."""
+    standard = {"pod-security.kubernetes.io/enforce": "restricted"}
+    return api.namespace(f"test-{next(_NUMBERS)}", **standard)
+
+
+@pytest.fixture
+def world(controlled_cluster: Cluster, namespace: str) -> Iterator[World]:
+    """The namespace with nodes and a proxy; operators are the test's to start."""
+    with running_world(controlled_cluster, namespace) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def expected(controlled_cluster: Cluster, api: Api) -> dict[str, Children]:
+    """By step of the scenarios: the children after a run in which nothing goes wrong."""
+    return undisturbed(controlled_cluster, api.namespace(f"test-{next(_NUMBERS)}-calm"))

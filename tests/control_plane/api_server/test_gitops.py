@@ -1,0 +1,73 @@
+"""A resource applied again and again by several tools stays what it is: no new generation."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from tests.control_plane.api_server.api import Api
+from tests.control_plane.api_server.programs import Cluster, missing_programs, program
+from tests.control_plane.samples import LEGAL, Obj, put
+
+
+@pytest.fixture
+def kubectl(cluster: Cluster, tmp_path: Path) -> list[str]:
+    if missing_programs("kubectl"):
+        pytest.skip("kubectl not built: make control-plane builds what is missing")
+    config = cluster.kubeconfig("kubectl")
+    return [str(program("kubectl")), f"--kubeconfig={config}", f"--cache-dir={tmp_path}"]
+
+
+def run(command: list[str], obj: Obj) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, input=json.dumps(obj), capture_output=True, text=True, timeout=60
+    )
+
+
+def apply_file(kubectl: list[str], obj: Obj, *flags: str) -> str:
+    done = run([*kubectl, "apply", "-f", "-", *flags], obj)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", LEGAL)
+def test_applied_twice_by_several_tools_no_generation_and_no_difference(
+    api: Api, kubectl: list[str], namespace: str, name: str
+) -> None:
+    """Also proves that the server rewrites nothing: no default, no normalised quantity."""
+    obj = put(LEGAL[name], "metadata.namespace", namespace)
+    assert "created" in apply_file(kubectl, obj)
+    assert "unchanged" in apply_file(kubectl, obj)
+    for manager in ("argocd-controller", "kustomize-controller"):
+        for _ in range(2):
+            apply_file(
+                kubectl, obj, "--server-side", "--force-conflicts", f"--field-manager={manager}"
+            )
+    difference = run([*kubectl, "diff", "-f", "-"], obj)
+    assert difference.returncode == 0, difference.stdout + difference.stderr
+    live = api.get("MultiModalInference", namespace, "qwen")
+    assert live is not None
+    assert live["metadata"]["generation"] == 1
+    assert live["spec"] == obj["spec"]
+
+
+def test_kubectl_says_what_is_wrong_with_a_misspelt_field(
+    kubectl: list[str], namespace: str
+) -> None:
+    """Client-side apply validates strictly by default since 1.27; nothing is dropped silently."""
+    obj = put(LEGAL["minimal"], "metadata.namespace", namespace)
+    done = run([*kubectl, "apply", "-f", "-"], put(obj, "spec.engine.gpus", 2))
+    assert done.returncode != 0
+    assert "spec.engine.gpus" in done.stderr
+
+
+def test_get_prints_ready_and_reason_in_one_line(kubectl: list[str], namespace: str) -> None:
+    apply_file(kubectl, put(LEGAL["minimal"], "metadata.namespace", namespace))
+    done = run([*kubectl, "get", "mmi", "-n", namespace], {})
+    assert done.returncode == 0, done.stderr
+    heads = done.stdout.splitlines()[0].split()
+    assert heads == ["NAME", "READY", "REASON", "FRONTENDS", "ENGINES", "MM", "KV", "AGE"]
+    explained = run([*kubectl, "explain", "mmi.spec.caches.ipc.size"], {})
+    assert "DESCRIPTION" in explained.stdout

@@ -1,0 +1,93 @@
+"""Two replicas: one writes at a time, and another takes over. The proxy audits every write."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from tests.control_plane.api_server.audit import Audit
+from tests.control_plane.api_server.fault_proxy import FaultProxy
+from tests.control_plane.api_server.programs import wait_until
+from tests.control_plane.api_server.scenarios import STEPS, is_over
+from tests.control_plane.api_server.world import World
+
+LEASE_SECONDS = 4.0
+FLAGS = (f"--lease-seconds={LEASE_SECONDS}", "--renew-seconds=3", "--retry-seconds=0.5")
+CREATE, SCALE = STEPS[:2]
+
+
+@pytest.fixture
+def pair(world: World) -> Iterator[World]:
+    """A world whose audit lets only the holder of the Lease write, with replicas a and b."""
+    world.proxy.audit = Audit(needs_lease=True)
+    for name in ("a", "b"):
+        world.operator(name, *FLAGS).start()
+    return world
+
+
+def holder(world: World) -> str:
+    """Name of the replica that holds the Lease, or ""."""
+    lease = world.api.get("Lease", world.namespace, "foveal-operator")
+    return str((lease or {}).get("spec", {}).get("holderIdentity") or "").partition("_")[0]
+
+
+def take_over(world: World, old: str) -> float:
+    """Seconds until another one leads."""
+    started = time.monotonic()
+    wait_until("another leads", lambda: holder(world) not in ("", old), 60.0)
+    return time.monotonic() - started
+
+
+def does(world: World, step: object) -> None:
+    step.act(world)  # type: ignore[attr-defined]
+    wait_until("the step is over", lambda: is_over(world, step), 90.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.timeout(600, func_only=True)
+def test_another_takes_over_when_the_leader_dies_or_leaves(pair: World) -> None:
+    wait_until("one leads", lambda: holder(pair), 60.0)
+    does(pair, CREATE)
+    first = holder(pair)
+    (leader,) = [o for o in pair.operators if o.name == first]
+    leader.kill()
+    print(f"after SIGKILL: {take_over(pair, first):.1f} s with a lease of {LEASE_SECONDS} s")
+    does(pair, SCALE)
+    leader.start()
+    leader.wait_ready()
+    (other,) = [o for o in pair.operators if o.name != first]
+    assert other.stop() == 0
+    print(f"after SIGTERM: {take_over(pair, other.name):.1f} s")
+    does(pair, STEPS[2])
+
+
+@pytest.mark.timeout(600, func_only=True)
+def test_a_leader_that_slept_past_its_lease_writes_nothing(pair: World) -> None:
+    """Stopped in the middle, it wakes up when another leads; it must end before it writes."""
+    wait_until("one leads", lambda: holder(pair), 60.0)
+    does(pair, CREATE)
+    first = holder(pair)
+    (leader,) = [o for o in pair.operators if o.name == first]
+    leader.pause()
+    try:
+        take_over(pair, first)
+        does(pair, SCALE)
+    finally:
+        leader.resume()
+    wait_until("the old leader has ended", lambda: not leader.is_alive, 30.0)
+    writes = [call for call, _ in pair.proxy.writes if not call.is_lease]
+    assert writes[-1].client != first
+
+
+def test_the_rule_of_one_writer_is_checked(pair: World) -> None:
+    """The audit of these tests does see a write without the Lease."""
+    assert isinstance(pair.proxy, FaultProxy)
+    wait_until("one leads", lambda: holder(pair), 60.0)
+    operator = pair.operator("c", "--leader-elect=false")
+    operator.start()
+    CREATE.act(pair)
+    wait_until("it is noticed", lambda: pair.proxy.audit.violations, 60.0)
+    assert all(" c: " in text for text in pair.proxy.audit.violations)
+    pair.proxy.audit.violations.clear()
+    operator.kill()
+    pair.proxy.audit = Audit()

@@ -1,0 +1,55 @@
+"""The API server is away: refused, failing or silent. The process lives on and catches up."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from tests.control_plane.api_server import faults
+from tests.control_plane.api_server.calls import Call
+from tests.control_plane.api_server.fault_proxy import Fault
+from tests.control_plane.api_server.programs import wait_until
+from tests.control_plane.api_server.scenarios import NO_LEASE, STEPS, Children, run
+from tests.control_plane.api_server.world import World, difference
+
+OUTAGE_SECONDS = 20.0
+MAX_CALLS_A_SECOND = 20
+
+
+def every(call: Call) -> bool:
+    return True
+
+
+OUTAGES = {
+    "503": lambda: faults.refuse(every, 503, times=None),
+    "403": lambda: faults.refuse(every, 403, times=None),
+    "429": lambda: faults.refuse(every, 429, times=None),
+    "silence": lambda: faults.black_hole(every),
+}
+
+
+@pytest.mark.timeout(600, func_only=True)
+@pytest.mark.parametrize("outage", OUTAGES)
+def test_an_outage_is_survived_and_caught_up_with(
+    world: World, expected: dict[str, Children], outage: str
+) -> None:
+    """Open watches are cut as well: a client that is told nothing must come back by itself."""
+    operator = world.operator("a", NO_LEASE)
+    operator.start()
+    run(world, STEPS[0])
+    fault: Fault = OUTAGES[outage]()
+    cut = faults.cut_watch(lambda call, event: event["type"] != "BOOKMARK", times=None)
+    world.proxy.faults.append(fault)
+    world.proxy.event_faults.append(cut)
+    STEPS[1].act(world)
+    calls_before, until = len(world.proxy.calls), time.monotonic() + OUTAGE_SECONDS
+    wait_until("the outage is over", lambda: time.monotonic() > until, OUTAGE_SECONDS + 30)
+    rate = (len(world.proxy.calls) - calls_before) / OUTAGE_SECONDS
+    assert operator.is_alive, operator.log_tail()
+    assert operator.ask("/livez")[0] == 200
+    world.proxy.clear()
+    started = time.monotonic()
+    children = run(world, STEPS[1])
+    print(f"{outage}: {rate:.1f} calls a second, back after {time.monotonic() - started:.1f} s")
+    assert not difference(children, expected[STEPS[1].name])
+    assert rate <= MAX_CALLS_A_SECOND
