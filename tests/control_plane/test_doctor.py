@@ -147,6 +147,15 @@ def test_each_trouble_is_found_and_has_a_next_step(case: str) -> None:
     assert all(finding.next_step for finding in findings(reader) if finding.level != "ok")
 
 
+def test_large_bounds_as_the_api_server_prints_them_are_no_difference() -> None:
+    """Go prints the float -2^60 as -1152921504606847000: doctor called that another schema."""
+    reader = healthy()
+    body = definition()
+    limits = json.dumps(body).replace("1152921504606846976", "1152921504606847000")
+    reader.answers[CRD_PATH] = json.loads(limits)
+    assert bad(reader) == []
+
+
 def test_without_the_right_to_definitions_the_api_itself_is_asked() -> None:
     reader = healthy()
     reader.answers[CRD_PATH] = ForbiddenError("no")

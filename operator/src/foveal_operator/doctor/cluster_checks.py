@@ -12,7 +12,7 @@ from typing import Any
 
 from foveal_operator import crd
 from foveal_operator.cluster_reader import OPERATOR_SELECTOR, ForbiddenError, Obj, Reader
-from foveal_operator.diff import diff
+from foveal_operator.diff import Change, diff
 from foveal_operator.doctor.report import Finding, fail, ok, warn
 
 Check = Callable[[Reader], Iterator[Finding]]
@@ -106,8 +106,14 @@ def _schema_changes(found: Obj) -> int:
     theirs = next(v for v in found["spec"]["versions"] if v["name"] == crd.VERSION)["schema"]
     forth = diff({"kind": "", "metadata": {"name": ""}, **ours}, theirs)
     back = diff({"kind": "", "metadata": {"name": ""}, **theirs}, ours)
-    paths = {change.path for change in (*forth, *back)}
+    paths = {change.path for change in (*forth, *back) if not _is_same_number(change)}
     return len({path for path in paths if not path.startswith(("kind", "metadata"))})
+
+
+def _is_same_number(change: Change) -> bool:
+    """The API server keeps bounds as floats and prints 2^60 with zeros at its end."""
+    both = (change.before, change.after)
+    return all(isinstance(one, int | float) for one in both) and float(both[0]) == float(both[1])
 
 
 def _may(reader: Reader, verb: str, group: str, resource: str) -> bool:
