@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from foveal_operator import cli
+from foveal_operator import cli, cli_completion, cli_errors
 
 
 def script(shell: str, capsys: Any) -> str:
@@ -47,6 +48,15 @@ def test_each_script_parses_in_its_shell(shell: str, capsys: Any) -> None:
     if not shutil.which(shell):
         pytest.skip(f"{shell} is not installed")
     subprocess.run([shell, "-n"], input=text, text=True, check=True, timeout=20)
+
+
+def test_the_docs_name_every_command_and_exit_code() -> None:
+    text = (Path(__file__).parents[2] / "docs/cli.md").read_text(encoding="utf-8")
+    for command in cli_completion.commands_of(cli.parser()):
+        assert f"`foveal {command.name}" in text, command.name
+    codes = [value for name, value in vars(cli_errors).items() if name.startswith("EXIT_")]
+    for code in filter(lambda value: isinstance(value, int), codes):
+        assert f"\n| {code} | " in text, code
 
 
 def test_help_names_every_command_and_fits_80_columns(capsys: Any, monkeypatch: Any) -> None:

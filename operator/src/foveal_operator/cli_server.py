@@ -52,6 +52,9 @@ def run(arguments: argparse.Namespace, open_cluster: Connect = connect) -> int:
         )
     except SpecError as error:
         raise UsageError(f"{arguments.filename} is refused:\n{bullets(error)}") from error
+    if work.inference.spec.paused:
+        print("foveal: note: paused: the operator changes none of this until it is not",
+              file=sys.stderr)  # fmt: skip
     if note and live is None:
         print(f"foveal: note: {note}", file=sys.stderr)
     if work.plan is None:
