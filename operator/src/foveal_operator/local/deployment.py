@@ -6,6 +6,7 @@ signal or a death. Engines and frontends start together; frontends drain before 
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 import time
@@ -23,6 +24,7 @@ from foveal_runtime.plan.config import EngineConfig
 TICK_SECONDS = 1.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 Show = Callable[[Picture], None]
+_LOG_HEAD = re.compile(r"^\d\d:\d\d:\d\d [A-Z]+ +\S+ ")
 
 
 class Stop:
@@ -159,7 +161,7 @@ def _figures(process: LocalProcess) -> tuple[ProcessFigures, Readings]:
     load = load_of(process.role, readings)
     if state == "starting":
         # What it last said is more telling than a row of zeros.
-        load = next(iter(process.last_lines(1)), "")
+        load = _LOG_HEAD.sub("", next(iter(process.last_lines(1)), ""))
     figures = ProcessFigures(
         name=process.name,
         role="engine" if process.role == "engine" else "frontend",
