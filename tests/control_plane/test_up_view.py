@@ -31,7 +31,8 @@ foveal_cache_hits_total{process="e",cache="encoder",tier="device",modality="imag
 """
 FRONTEND = """\
 foveal_requests_inflight{process="f"} 4.0
-foveal_engines_ready{process="f"} 1.0
+foveal_engines_ready{process="f/0"} 1.0
+foveal_engines_ready{process="f/1"} 1.0
 vllm:request_success_total{model_name="m",engine="e",finished_reason="stop"} 11.0
 vllm:request_success_total{model_name="m",engine="e",finished_reason="length"} 1.0
 foveal_mirror_value_bytes_sent_total{process="f",engine="e",kind="data"} 8388608.0

@@ -40,6 +40,10 @@ class Readings:
             value for found, value in self._series.get(name, ()) if labels.items() <= found.items()
         )
 
+    def least(self, name: str) -> float:
+        """The smallest of a family's series: what every process behind one port agrees on."""
+        return min((value for _, value in self._series.get(name, ())), default=0.0)
+
     def has(self, name: str, **labels: str) -> bool:
         return any(labels.items() <= found.items() for found, _ in self._series.get(name, ()))
 

@@ -61,7 +61,7 @@ def load_of(role: str, readings: Readings) -> str:
         usage = readings.total("vllm:kv_cache_usage_perc")
         return f"{running:.0f} running, {waiting:.0f} waiting, KV {usage:.0%} in use"
     inflight = readings.total("foveal_requests_inflight")
-    engines = readings.total("foveal_engines_ready")
+    engines = readings.least("foveal_engines_ready")
     answered = readings.total("vllm:request_success_total")
     return f"{inflight:.0f} in flight, {answered:.0f} answered, engines up: {engines:.0f}"
 
