@@ -35,13 +35,21 @@ def resource(**spec: Any) -> Obj:
     return body
 
 
+def with_claim(cluster: FakeCluster) -> FakeCluster:
+    """The claim with the model, which is the user's."""
+    metadata = {"name": "models", "namespace": "default"}
+    claim = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata}
+    cluster.add({**claim, "status": {"phase": "Bound"}})
+    return cluster
+
+
 class Kit:
     """One replica without leader election; passes are run by `settle`, one worker, no waiting."""
 
     def __init__(
         self, cluster: FakeCluster | None = None, *, image: str = "foveal/runtime:1"
     ) -> None:
-        self.cluster = cluster or FakeCluster(missing=OPTIONAL_KINDS)
+        self.cluster = cluster or with_claim(FakeCluster(missing=OPTIONAL_KINDS))
         self.time = FakeTime()
         self.telemetry = Telemetry()
         self.reports = PodReports()

@@ -130,6 +130,18 @@ async def test_a_renewal_that_hangs_cannot_prolong_the_right_to_write(time: Fake
     await one.end()
 
 
+async def test_a_slow_start_of_the_work_does_not_cost_the_lease(time: FakeTime) -> None:
+    """Regression: renewals waited for the start, so a leader that waited for the API lost."""
+    cluster = FakeCluster()
+    settings = LeaseSettings(namespace="foveal", identity="one")
+    elector = Elector(cluster, settings, clock=time.clock, on_lost=lambda: None)
+    task = asyncio.ensure_future(elector.run(asyncio.Event().wait))  # type: ignore[arg-type]
+    await time.pass_(120)
+    assert elector.may_write()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
 async def test_an_outage_shorter_than_the_deadline_is_survived(time: FakeTime) -> None:
     cluster = FakeCluster()
     one = Replica(cluster, time, "one")

@@ -28,6 +28,8 @@ from foveal_operator.logs import JsonLines
 from foveal_operator.observe import noteworthy, previous_conditions, route_state, steady
 from foveal_operator.operator_metrics import OPERATOR_METRICS
 from foveal_operator.options import read
+from foveal_operator.probes import PodReports
+from foveal_operator.reports import Reports
 from foveal_operator.server import ProbeServer
 from foveal_operator.spec_status import Condition
 from foveal_operator.spec_workloads import Accelerator
@@ -216,6 +218,31 @@ def test_conditions_of_another_version_count_as_absent() -> None:
     }  # fmt: skip
     stored = {"status": {"conditions": [good, {"type": "Odd"}]}}
     assert [c.type for c in previous_conditions(stored)] == ["Ready"]
+
+
+# --- pods' reports in the background -----------------------------------------------------------
+async def test_a_pass_never_waits_for_a_pod_and_news_bring_it_back() -> None:
+    said, gate, keys = [PodReports(sessions_up=1, sessions_wanted=1)], asyncio.Event(), []
+
+    async def ask(engines: Any, frontends: Any) -> PodReports:
+        await gate.wait()
+        return said[0]
+
+    reports = Reports(ask, keys.append)
+    labels = {"app.kubernetes.io/instance": "tiny"}
+    pods = ({"metadata": {"name": "p", "namespace": "default", "labels": labels}},)
+    assert await reports.observe((), ()) == PodReports()
+    for _ in range(3):
+        assert await reports.observe(pods, ()) == PodReports(), "not known yet"
+    gate.set()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert keys == [("default", "tiny")]
+    assert await reports.observe(pods, ()) == said[0]
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert keys == [("default", "tiny")], "no news, no key"
+    await reports.stop()
 
 
 # --- flags -------------------------------------------------------------------------------------

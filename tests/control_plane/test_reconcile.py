@@ -6,7 +6,14 @@ import copy
 
 import msgspec
 import pytest
-from tests.control_plane.operator_kit import EXAMPLES, KEY, OPTIONAL_KINDS, Kit, resource
+from tests.control_plane.operator_kit import (
+    EXAMPLES,
+    KEY,
+    OPTIONAL_KINDS,
+    Kit,
+    resource,
+    with_claim,
+)
 
 from foveal_operator.api_errors import Conflict, Forbidden, Transient, UserError
 from foveal_operator.fake_cluster import FakeCluster
@@ -389,6 +396,21 @@ async def test_the_key_secret_is_created_once_and_never_read(kit: Kit) -> None:
     assert verbs == {"POST"}
 
 
+async def test_a_key_secret_that_vanished_is_made_again_when_pods_cannot_start(kit: Kit) -> None:
+    """It is never read, so its absence shows only in pods that wait for it."""
+    await served(kit, pods=True)
+    kit.cluster.remove(BY_NAME["Secret"], "default", "tiny-curve")
+    await kit.resync()
+    assert kit.cluster.names("Secret") == [], "nobody needs it"
+
+    def wait(body: Obj) -> None:
+        body["status"] = {"phase": "Pending"}
+
+    kit.cluster.edit(POD, "default", "tiny-engine-0", wait, manager="kubelet")
+    await kit.resync()
+    assert kit.cluster.names("Secret") == ["tiny-curve"]
+
+
 async def test_a_fetched_models_claim_outlives_the_resource(kit: Kit) -> None:
     body = resource(model={"uri": "hf://org/model", "cache": {"size": "1Gi"}})
     await kit.start()
@@ -398,8 +420,28 @@ async def test_a_fetched_models_claim_outlives_the_resource(kit: Kit) -> None:
     assert "ownerReferences" not in claim["metadata"]
     kit.cluster.remove(INFERENCE, *KEY)
     await kit.settle()
-    assert kit.cluster.names("PersistentVolumeClaim") == ["tiny-model"]
+    assert "tiny-model" in kit.cluster.names("PersistentVolumeClaim")
     assert kit.cluster.names("ServiceAccount") == []
+
+
+async def test_a_users_claim_is_looked_for_until_it_is_there(kit: Kit) -> None:
+    kit.cluster.remove(BY_NAME["PersistentVolumeClaim"], "default", "models")
+    await kit.start()
+    kit.cluster.add(resource())
+    await kit.settle()
+    assert kit.condition("ModelReady") == ("False", "ClaimPending")
+    with_claim(kit.cluster)
+    kit.time.now += 61
+    await kit.settle()
+    assert kit.condition("ModelReady") == ("False", "Profiling")
+    assert [n for n in kit.cluster.names("Job") if "-profile-" in n]
+
+
+async def test_the_profile_job_goes_when_its_result_is_kept(kit: Kit) -> None:
+    await served(kit)
+    assert kit.cluster.names("Job") == []
+    (name,) = [n for n in kit.cluster.names("ConfigMap") if "-profile-" in n]
+    assert kit.cluster.body("ConfigMap", name)["immutable"] is True
 
 
 async def test_a_deleted_resource_is_forgotten_without_a_write(kit: Kit) -> None:
@@ -427,15 +469,19 @@ async def test_a_namesake_made_at_once_starts_afresh(kit: Kit) -> None:
 
 
 async def test_transient_errors_are_retried_with_backoff(kit: Kit) -> None:
+    """And told: a resource without any status counts as healthy."""
     await kit.start()
     kit.cluster.add(resource())
-    for _ in range(3):
+    for _ in range(4):
         kit.fail(Transient("busy", 503, 7.0), kind="ServiceAccount")
-    assert await kit.settle() == ["error"]
+    # The status is new, so the watch brings the resource back once.
+    assert await kit.settle() == ["error", "error"]
+    assert kit.condition("Ready")[0] == "False"
     assert kit.operator.queue.core.next_due() == kit.time.now + 7.0, "Retry-After is kept to"
     for _ in range(2):
+        assert await kit.settle() == [], "nobody comes early"
         kit.time.now += 60
-        assert "error" in await kit.settle()
+        assert await kit.settle() == ["error"]
     kit.time.now += 60
     assert "error" not in await kit.settle()
     assert kit.cluster.names("ServiceAccount") == ["tiny"]
@@ -471,7 +517,13 @@ async def test_a_missing_right_is_retried_not_blamed_on_the_user(kit: Kit) -> No
     await kit.start()
     kit.cluster.add(resource())
     kit.fail(Forbidden("may not", 403), kind="ServiceAccount")
-    assert await kit.settle() == ["error"]
+    taken = kit.operator.queue.core.take(kit.time.now)
+    assert taken is not None
+    assert await kit.operator.workers.once(taken[0]) == "error"
+    kit.operator.queue.done(taken[0])
+    assert kit.condition("SpecAccepted")[0] == "True"
+    (message,) = [c["message"] for c in kit.status()["conditions"] if c["type"] == "Reconciling"]
+    assert "ServiceAccount tiny: may not" in message
     kit.time.now += 60
     assert "error" not in await kit.settle()
 

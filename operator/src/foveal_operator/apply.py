@@ -148,11 +148,6 @@ class Applier:
         self._applied.pop(owner_uid, None)
         self._created.pop(owner_uid, None)
 
-    def forget_others(self, uids: set[str]) -> None:
-        """Drops what is kept of resources that are not among these."""
-        for uid in (self._applied.keys() | self._created.keys()) - uids:
-            self.forget(uid)
-
 
 def _is_as_left(known: _Applied, body: Obj, live: Obj) -> bool:
     """Nobody has touched what we own since our last apply."""

@@ -32,7 +32,8 @@ Answer = tuple[int, Mapping[str, str], bytes]
 
 MAX_IN_FLIGHT = 16
 TIMEOUT_SECONDS = 15.0
-MAX_TRIES = 3
+MAX_TRIES = 2
+MAX_PAUSE_SECONDS = 5.0
 PAGE = 500
 _APPLY = "application/apply-patch+yaml"
 _JSON = "application/json"
@@ -245,20 +246,20 @@ class KubeCluster:
         verb: str = "",
         tries: int = MAX_TRIES,
     ) -> Obj:
-        """Sends, again after a transient failure. Every call here may be repeated safely: applies
-        are idempotent, creates and deletes have an answer of their own for the second time."""
-        wait = 0.2
+        """Sends; once more when there was no answer, or the answer was "in a moment". Anything
+        longer is the queue's to wait for: a worker must not stand still for one resource. Every
+        call may be repeated: applies are idempotent, and creates and deletes have an answer of
+        their own for the second time."""
         for attempt in range(1, tries + 1):
             try:
                 async with self._in_flight:
                     return await self._once(method, path, query, body, content, verb or method)
             except Transient as error:
-                # Long waits are the queue's: a worker must not stand still for one resource.
-                if attempt == tries or error.retry_after_seconds > 5.0:
+                is_brief = error.status == 0 or 0 < error.retry_after_seconds <= MAX_PAUSE_SECONDS
+                if attempt == tries or not is_brief:
                     raise
-                pause = max(error.retry_after_seconds, wait)
+                pause = error.retry_after_seconds or 0.2
                 await self._clock.sleep(pause * (1.0 + 0.2 * self._clock.random()))
-                wait *= 2
                 if method != "GET" and not self._may_write():
                     raise NotLeader("the lease was lost between two tries") from error
         raise AssertionError("unreachable")

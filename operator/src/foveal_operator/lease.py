@@ -86,11 +86,13 @@ class Elector:
         self._is_leading = True
         log.info("leading", extra={"identity": self._settings.identity})
         watchdog = asyncio.ensure_future(self._watch_deadline())
+        # Beside the renewals, not before them: getting to work may take longer than a lease lasts.
+        starting = asyncio.ensure_future(on_started())
         try:
-            await on_started()
             await self._keep()
         finally:
             watchdog.cancel()
+            starting.cancel()
 
     async def _keep(self) -> None:
         while self._is_leading:

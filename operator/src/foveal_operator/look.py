@@ -1,7 +1,7 @@
 """One pass's view of a resource: everything a decision needs, and the decisions themselves.
 
-Used by the reconciler. Reads the caches, asks pods over HTTP and, while a rollout runs, the API
-server for free devices; writes nothing.
+Used by the reconciler. Reads the caches and what pods have reported; asks the API server only for a
+claim that is not ours and, while a rollout runs, for free devices. Writes nothing.
 """
 
 from __future__ import annotations
@@ -15,13 +15,21 @@ from foveal_operator.basis import Basis, basis_name, read_basis
 from foveal_operator.budget_inputs import budget_inputs
 from foveal_operator.caches import Caches, Key
 from foveal_operator.clock import Clock
+from foveal_operator.cluster import Cluster
 from foveal_operator.facts import Survey
-from foveal_operator.interim_model import decide_model, model_keys
-from foveal_operator.kinds import BY_NAME, CONFIG_MAP, DEPLOYMENT, FIELD_MANAGER, POD, STATEFUL_SET
+from foveal_operator.kinds import (
+    BY_NAME,
+    CLAIM,
+    CONFIG_MAP,
+    DEPLOYMENT,
+    FIELD_MANAGER,
+    POD,
+    STATEFUL_SET,
+)
 from foveal_operator.manifests import ClusterFacts, Desired
 from foveal_operator.manifests.context import Context, Obj
 from foveal_operator.manifests.pods import REVISION_LABEL
-from foveal_operator.model_flow import ModelDecision, ModelView
+from foveal_operator.model_flow import ModelDecision, ModelView, decide_model, model_keys
 from foveal_operator.probes import PodReports
 from foveal_operator.replicas import is_handed_over, live_replicas
 from foveal_operator.rollout import RolloutDecision, RolloutView, decide, record_name
@@ -31,6 +39,9 @@ from foveal_runtime.plan.budget_types import BudgetPlan
 
 ObservePods = Callable[[Sequence[Obj], Sequence[Obj]], Awaitable[PodReports]]
 COMPONENT = "app.kubernetes.io/component"
+CLAIM_SECONDS = 300.0
+MISSING_CLAIM_SECONDS = 5.0
+MAX_CLAIMS = 10_000
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +85,7 @@ class Looker:
 
     def __init__(
         self,
+        cluster: Cluster,
         caches: Caches,
         survey: Survey,
         *,
@@ -81,11 +93,13 @@ class Looker:
         settings: Settings,
         observe_pods: ObservePods,
     ) -> None:
+        self._cluster = cluster
         self._caches = caches
         self._survey = survey
         self._clock = clock
         self._settings = settings
         self._observe_pods = observe_pods
+        self._claims: dict[Key, tuple[float, Obj | None]] = {}
 
     async def look(self, key: Key, resource: Obj) -> Pass:
         """Everything a decision needs, and the decision. Raises SpecError."""
@@ -96,7 +110,7 @@ class Looker:
         present = self._survey.node_facts(inference.spec.engine.accelerator)
         image = basis.runtime_image if basis else self._settings.runtime_image
         facts = self._facts(key, inference, image)
-        model = self._model(key, inference, facts, now)
+        model = await self._model(key, inference, facts, now)
         facts = msgspec.structs.replace(facts, model_ready=model.model_ready)
         plan: BudgetPlan | None = None
         nodes = basis.nodes if basis else present
@@ -143,18 +157,32 @@ class Looker:
             dashboards=settings.dashboards,
         )
 
-    def _model(
+    async def _model(
         self, key: Key, inference: InferenceSpec, facts: ClusterFacts, now: float
     ) -> ModelDecision:
-        live = {}
+        live: dict[tuple[str, str], Obj] = {}
         for kind, name in model_keys(inference, facts):
             body = self._caches.get(BY_NAME[kind], key[0], name)
+            if body is None and kind == CLAIM.name:
+                body = await self._foreign_claim(key[0], name)
             if body is not None:
                 live[kind, name] = body
         view = ModelView(
             inference=inference, facts=facts, live=live, job_pods=self.pods(key, "model"), now=now
         )
         return decide_model(view)
+
+    async def _foreign_claim(self, namespace: str, name: str) -> Obj | None:
+        """A claim that is the user's, not ours: not watched, so asked for now and then."""
+        now = self._clock.monotonic()
+        until, body = self._claims.get((namespace, name), (0.0, None))
+        if now >= until:
+            body = await self._cluster.get(CLAIM, namespace, name)
+            seconds = CLAIM_SECONDS if body else MISSING_CLAIM_SECONDS
+            while len(self._claims) >= MAX_CLAIMS:
+                del self._claims[next(iter(self._claims))]
+            self._claims[namespace, name] = (now + seconds, body)
+        return body
 
     def pods(self, key: Key, component: str) -> tuple[Obj, ...]:
         """Pods of a role that are not finished (Jobs: all)."""

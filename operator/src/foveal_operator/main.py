@@ -243,6 +243,7 @@ class Operator:
             raise NotFound(f"no {INFERENCE.plural}", 404)
         if changed or is_first:
             self._start_watches(kinds)
+        self.reconciler.doubt()
         await self.watch.sync(kinds)
         self._forget_pods(self.caches.uids(POD))
         pause = self.options.resync_seconds * (1.0 + 0.1 * self.clock.random())
@@ -373,7 +374,7 @@ def main(argv: list[str] | None = None) -> int:
     set_up_logs(options.log_format, options.log_level)
     try:
         asyncio.run(serve(options))
-    except ApiError as error:
+    except (ApiError, OSError) as error:
         log.error("%s", error)
         return 1
     log.info("stopped")

@@ -1,6 +1,9 @@
 """From a model's uri to its profile: fetch, profile, remember. Pure.
 
-Called by the reconciler before the budgets; it applies `objects` and deletes `delete`.
+Called by the reconciler before the budgets; it applies `objects`, deletes `delete`, and keeps what
+is in `objects` from being pruned. The profile lives in an immutable ConfigMap with the name of the
+Job that made it, which is a hash of image, model, revision and limits: another revision has another
+name, and going back finds the old profile. Deleting the ConfigMap has the model profiled anew.
 """
 
 from __future__ import annotations
@@ -11,19 +14,30 @@ from typing import Any
 import msgspec
 
 from foveal_operator import reasons
-from foveal_operator.manifests import ClusterFacts, Owned
+from foveal_operator.job_state import JobState, read_job
+from foveal_operator.manifests import ClusterFacts, Owned, desired
+from foveal_operator.manifests.context import Context
+from foveal_operator.manifests.model_source import ModelSource, model_source
 from foveal_operator.reasons import Reason
 from foveal_operator.spec import InferenceSpec
-from foveal_runtime.plan.profile import ModelProfile
+from foveal_runtime.plan.errors import StartupError
+from foveal_runtime.plan.profile import ModelProfile, decode
 
 Obj = Mapping[str, Any]
+PROFILE_KEY = "profile.json"
+RETRY_SECONDS = {"FetchDenied": 600.0, "FetchFailed": 1800.0, "ProfileFailed": 1800.0}
+"""A failed Job has tried for some ten minutes itself. Reasons that only an edit heals are not
+here: an edit gives the Job another name."""
+UNREAD_SECONDS = 60.0
+"""A finished profile Job whose message cannot be read runs again, but not at once."""
+CHECK_SECONDS = 15.0
 
 
 class ModelView(msgspec.Struct, frozen=True, kw_only=True):
     """What the reconciler has read.
 
     Attributes:
-        live: (kind, name) -> object, for every key of `model_keys`.
+        live: (kind, name) -> object, for every key of `model_keys` that exists.
         job_pods: pods of the resource's Jobs (label app.kubernetes.io/component=model).
         now: seconds since the epoch.
     """
@@ -43,7 +57,7 @@ class ModelDecision(msgspec.Struct, frozen=True, kw_only=True):
         reason, message: for status.Observed.model and model_message.
         model_ready: for ClusterFacts.model_ready.
         objects: to apply by their policy: account, claim, Jobs, the profile's ConfigMap.
-        delete: (kind, name, uid) of Jobs to delete (background) so that they run again.
+        delete: (kind, name, uid) of Jobs to delete with their pods, so that they run again.
         next_check_seconds: decide again after so long; None = no need.
     """
 
@@ -56,11 +70,201 @@ class ModelDecision(msgspec.Struct, frozen=True, kw_only=True):
     next_check_seconds: float | None = None
 
 
+class _Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """The objects that bring a model and its profile."""
+
+    base: tuple[Owned, ...]
+    fetch: Owned | None
+    profile: Owned
+    config_map: str
+    source: ModelSource
+    context: Context
+
+
 def model_keys(inference: InferenceSpec, facts: ClusterFacts) -> tuple[tuple[str, str], ...]:
     """(kind, name) of all that ModelView.live should hold."""
-    raise NotImplementedError
+    wanted = _wanted(inference, facts)
+    found = [("Job", wanted.profile.body["metadata"]["name"]), ("ConfigMap", wanted.config_map)]
+    if wanted.fetch is not None:
+        found.append(("Job", wanted.fetch.body["metadata"]["name"]))
+    if wanted.source.claim:
+        found.append(("PersistentVolumeClaim", wanted.source.claim))
+    return tuple(found)
 
 
 def decide_model(view: ModelView) -> ModelDecision:
     """The next step towards a profile; the same view gives the same decision."""
-    raise NotImplementedError
+    wanted = _wanted(view.inference, view.facts)
+    objects = wanted.base
+    if wanted.fetch is not None:
+        objects = (*objects, wanted.fetch)
+        job = _job(view, wanted.fetch)
+        if not job.is_complete:
+            return _fetching(view, wanted, job, objects)
+    elif wanted.source.claim and _claim(view, wanted) is None:
+        text = f"claim {wanted.source.claim} does not exist"
+        return ModelDecision(
+            reason=reasons.CLAIM_PENDING, message=text, objects=objects, next_check_seconds=60.0
+        )
+    profile = _cached(view, wanted)
+    if profile is not None:
+        assert wanted.config_map
+        body = dict(view.live["ConfigMap", wanted.config_map])
+        return _resolved(profile, objects, _config_map(wanted, body["data"][PROFILE_KEY]))
+    return _profiling(view, wanted, objects)
+
+
+def _wanted(inference: InferenceSpec, facts: ClusterFacts) -> _Wanted:
+    context = Context(inference=inference, plan=None, facts=facts)
+    base: list[Owned] = []
+    fetch: Owned | None = None
+    *rest, profile = desired(inference, None, facts).objects
+    for owned in rest:
+        if owned.body["kind"] == "Job":
+            fetch = owned
+        else:
+            base.append(owned)
+    name = profile.body["metadata"]["name"]
+    return _Wanted(
+        base=tuple(base),
+        fetch=fetch,
+        profile=profile,
+        config_map=name,
+        source=model_source(context),
+        context=context,
+    )
+
+
+def _job(view: ModelView, wanted: Owned) -> JobState:
+    name = wanted.body["metadata"]["name"]
+    return read_job(view.live.get(("Job", name)), name, view.job_pods)
+
+
+def _claim(view: ModelView, wanted: _Wanted) -> Obj | None:
+    return view.live.get(("PersistentVolumeClaim", wanted.source.claim))
+
+
+def _fetching(
+    view: ModelView, wanted: _Wanted, job: JobState, objects: tuple[Owned, ...]
+) -> ModelDecision:
+    assert wanted.fetch is not None
+    claim = _claim(view, wanted)
+    phase = (claim or {}).get("status", {}).get("phase", "Pending")
+    if job.is_failed:
+        reason = job.fetch_reason()
+        return _failed(view, wanted.fetch, job, reason, objects)
+    if phase != "Bound" and (phase == "Lost" or job.is_unschedulable):
+        text = f"claim {wanted.source.claim} is {phase}"
+        if job.text:
+            text += f"; {job.text}"
+        return _waiting(reasons.CLAIM_PENDING, text, objects)
+    if job.trouble is not None:
+        reason = job.fetch_reason() if job.has_ended_badly else job.trouble
+        again = "; it is tried again" if job.has_ended_badly else ""
+        return _waiting(reason, f"{job.text}{again}", objects)
+    what = f"fetching {view.inference.spec.model.uri}"
+    return _waiting(reasons.DOWNLOADING, what if job.exists else f"{what}: starting", objects)
+
+
+def _profiling(view: ModelView, wanted: _Wanted, objects: tuple[Owned, ...]) -> ModelDecision:
+    job = _job(view, wanted.profile)
+    objects = (*objects, wanted.profile)
+    if job.is_complete:
+        profile = _read(job.message)
+        if profile is not None:
+            return _resolved(profile, objects, _config_map(wanted, job.message))
+        text = "the profile Job ended without a profile that can be read; it runs again"
+        return _again(
+            view, wanted.profile, job, reasons.PROFILE_FAILED, text, objects, UNREAD_SECONDS
+        )
+    if job.is_failed:
+        return _failed(view, wanted.profile, job, job.profile_reason(), objects, model_ready=True)
+    if job.trouble is not None:
+        reason = job.profile_reason() if job.has_ended_badly else job.trouble
+        return _waiting(reason, job.text, objects, model_ready=True)
+    return _waiting(reasons.PROFILING, "computing what the model costs", objects, model_ready=True)
+
+
+def _failed(
+    view: ModelView,
+    owned: Owned,
+    job: JobState,
+    reason: Reason,
+    objects: tuple[Owned, ...],
+    *,
+    model_ready: bool = False,
+) -> ModelDecision:
+    name = owned.body["metadata"]["name"]
+    text = f"Job {name}: {job.text or 'failed'}"
+    after = RETRY_SECONDS.get(reason.name)
+    if after is None:
+        return ModelDecision(reason=reason, message=text, model_ready=model_ready, objects=objects)
+    found = _again(view, owned, job, reason, text, objects, after)
+    return msgspec.structs.replace(found, model_ready=model_ready)
+
+
+def _again(
+    view: ModelView,
+    owned: Owned,
+    job: JobState,
+    reason: Reason,
+    text: str,
+    objects: tuple[Owned, ...],
+    after_seconds: float,
+) -> ModelDecision:
+    """Deletes the Job once it has been over for `after_seconds`; the next pass makes it anew."""
+    left = job.ended_at + after_seconds - view.now
+    found = ModelDecision(reason=reason, message=text, objects=objects)
+    if left > 0:
+        return msgspec.structs.replace(found, next_check_seconds=left)
+    # Applied in the same pass it would be the old one that is patched.
+    rest = tuple(other for other in objects if other.key != owned.key)
+    key = ("Job", owned.body["metadata"]["name"], job.uid)
+    return msgspec.structs.replace(found, objects=rest, delete=(key,), next_check_seconds=1.0)
+
+
+def _waiting(
+    reason: Reason, message: str, objects: tuple[Owned, ...], *, model_ready: bool = False
+) -> ModelDecision:
+    return ModelDecision(
+        reason=reason,
+        message=message,
+        model_ready=model_ready,
+        objects=objects,
+        next_check_seconds=CHECK_SECONDS,
+    )
+
+
+def _resolved(
+    profile: ModelProfile, objects: tuple[Owned, ...], config_map: Owned
+) -> ModelDecision:
+    return ModelDecision(
+        profile=profile,
+        reason=reasons.RESOLVED,
+        message="",
+        model_ready=True,
+        objects=(*objects, config_map),
+    )
+
+
+def _config_map(wanted: _Wanted, text: str) -> Owned:
+    suffix = wanted.config_map.removeprefix(f"{wanted.context.name}-")
+    body = wanted.context.object(
+        "v1", "ConfigMap", suffix, "model", immutable=True, data={PROFILE_KEY: text}
+    )
+    return Owned(body=body)
+
+
+def _cached(view: ModelView, wanted: _Wanted) -> ModelProfile | None:
+    live = view.live.get(("ConfigMap", wanted.config_map))
+    return _read((live or {}).get("data", {}).get(PROFILE_KEY, ""))
+
+
+def _read(text: str) -> ModelProfile | None:
+    """None for what is no profile: a cut off or foreign message is no reason to stop."""
+    if not text:
+        return None
+    try:
+        return decode(text.encode())
+    except StartupError:
+        return None

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from foveal_operator.api_errors import UserError
+from foveal_operator.api_errors import ApiError, Forbidden, NotLeader, UserError
 from foveal_operator.apply import Applier, ObjectError, ObjectKey
 from foveal_operator.basis import basis_config_map, basis_name
 from foveal_operator.caches import Caches, Key
@@ -22,7 +22,6 @@ from foveal_operator.cluster import Cluster
 from foveal_operator.curve_keys import make_key_pairs
 from foveal_operator.events import EventRecorder
 from foveal_operator.facts import Survey
-from foveal_operator.interim_model import model_keys
 from foveal_operator.kinds import (
     BY_NAME,
     CONFIG_MAP,
@@ -35,6 +34,7 @@ from foveal_operator.kinds import (
 from foveal_operator.look import COMPONENT, Looker, ObservePods, Pass, Settings
 from foveal_operator.manifests.context import Obj
 from foveal_operator.manifests.secret import curve_secret
+from foveal_operator.model_flow import PROFILE_KEY
 from foveal_operator.observe import config_maps_in_use, newest
 from foveal_operator.rollout import record_name
 from foveal_operator.spec import SpecError
@@ -74,7 +74,7 @@ class Reconciler:
         self._caches = caches
         self._random_bytes = random_bytes
         self._looker = Looker(
-            caches, survey, clock=clock, settings=settings, observe_pods=observe_pods
+            cluster, caches, survey, clock=clock, settings=settings, observe_pods=observe_pods
         )
         self._teller = Teller(cluster, caches, recorder, telemetry, clock)
         self.applier = Applier(cluster, caches, telemetry)
@@ -93,18 +93,32 @@ class Reconciler:
         self._uids[key] = uid
         try:
             work = await self._looker.look(key, resource)
-            again = await self._act(work)
         except SpecError as error:
             await self._refuse(key, resource, error)
             return Outcome()
+        try:
+            again = await self._act(work)
         except ObjectError as error:
             if isinstance(error.cause, UserError):
                 await self._refuse(key, resource, SpecError([("", str(error))]))
                 return Outcome()
-            log.warning("%s/%s: %s", *key, error)
+            await self._tell_failure(work, error)
             raise error.cause from error
         await self._teller.tell(work)
         return Outcome(again_seconds=again)
+
+    async def _tell_failure(self, work: Pass, error: ObjectError) -> None:
+        """A resource without a status counts as healthy, so tell even when a write has failed.
+        Only a lacking right is named: it does not pass, and its text does not change."""
+        log.warning("%s/%s: %s", *work.key, error)
+        if isinstance(error.cause, NotLeader):
+            return
+        try:
+            await self._teller.tell(
+                work, trouble=str(error) if isinstance(error.cause, Forbidden) else ""
+            )
+        except ApiError as other:
+            log.warning("%s/%s: status: %s", *work.key, other)
 
     async def _act(self, work: Pass) -> float | None:
         """Applies, deletes, prunes. Returns in how many seconds to look again, or None."""
@@ -193,10 +207,9 @@ class Reconciler:
         ]
         kept = config_maps_in_use(workloads, (*work.engine_pods, *work.frontend_pods))
         kept |= work.rollout.keep_config_maps | {basis_name(key[1]), record_name(key[1])}
-        for document in ("engine.json", "frontend.json"):
+        for document in ("engine.json", "frontend.json", PROFILE_KEY):
             kept |= newest(config_maps, document, REVISIONS_KEPT)
         keep: set[ObjectKey] = {("ConfigMap", name) for name in kept}
-        keep |= set(model_keys(work.inference, work.facts))
         keep |= {_key(owned.body) for owned in work.desired.objects}
         for kind, body in self.applier.prunable(key, work.uid, wanted | keep):
             metadata = body["metadata"]
@@ -206,6 +219,14 @@ class Reconciler:
     async def _refuse(self, key: Key, resource: Obj, error: SpecError) -> None:
         pods = (self._looker.pods(key, "engine"), self._looker.pods(key, "frontend"))
         await self._teller.refuse(resource, error, *pods)
+
+    def doubt(self) -> None:
+        """Called now and then: where pods cannot start, the key Secret may be gone. It cannot be
+        looked at, so the next pass tries to create it again."""
+        for key, uid in self._uids.items():
+            pods = (*self._looker.pods(key, "engine"), *self._looker.pods(key, "frontend"))
+            if any(pod.get("status", {}).get("phase") == "Pending" for pod in pods):
+                self.applier.doubt_created(uid)
 
     def _forget(self, key: Key) -> None:
         """The resource that had this name is gone: so is all that was kept for it."""

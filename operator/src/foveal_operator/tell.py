@@ -42,7 +42,8 @@ class Teller:
         self._telemetry = telemetry
         self._clock = clock
 
-    async def tell(self, work: Pass) -> None:
+    async def tell(self, work: Pass, trouble: str = "") -> None:
+        """`trouble` is what kept the pass from its end, in words."""
         key, reports = work.key, work.reports
         route = self._caches.get(BY_NAME["HTTPRoute"], *key)
         route_ready, route_message = route_state(
@@ -63,7 +64,7 @@ class Teller:
             route_message=route_message,
             deadline_exceeded=work.rollout.deadline_exceeded,
             rollout_strategy=work.rollout.strategy,
-            rollout_message=work.rollout.message,
+            rollout_message=trouble or work.rollout.message,
             peaks=reports.peaks,
             resolved_revision=work.model.profile.revision if work.model.profile else "",
             measured=steady(reports.measured, work.resource),

@@ -184,7 +184,14 @@ class FaultProxy:
         headers = {k: v for k, v in request.headers.items() if k.lower() not in _NOT_PASSED_ON}
         headers["Accept-Encoding"] = "identity"
         url = URL(self._cluster.url + request.rel_url.raw_path_qs, encoded=True)
-        return self._session.request(request.method, url, data=data, headers=headers)
+        # Nothing is added: a GET with aiohttp's own Content-Type is answered by 415.
+        return self._session.request(
+            request.method,
+            url,
+            data=data or None,
+            headers=headers,
+            skip_auto_headers=("Content-Type", "Accept", "User-Agent"),
+        )
 
     async def _ask(self, request: web.Request, data: bytes) -> Answer:
         async with self._upstream(request, data) as reply:

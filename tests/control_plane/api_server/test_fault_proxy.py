@@ -49,6 +49,12 @@ def test_without_faults_it_only_counts(client: Api, proxy: FaultProxy, namespace
     assert "field manager 'test'" in proxy.audit.violations[0]
 
 
+def test_discovery_without_headers_passes(proxy: FaultProxy) -> None:
+    """The proxy once added a content type of its own; kopf's first question was then refused."""
+    headers = {"Authorization": f"Bearer {ADMIN}"}
+    assert httpx.get(f"{proxy.url('k')}/api", headers=headers, trust_env=False).status_code == 200
+
+
 def test_clients_are_told_apart(
     client: Api, cluster: Cluster, proxy: FaultProxy, namespace: str
 ) -> None:

@@ -23,6 +23,8 @@ from tests.control_plane.api_server.programs import Cluster, wait_until
 from tests.control_plane.regenerate import profile_for
 from tests.control_plane.samples import LEGAL, Obj, put
 
+from foveal_operator.manifests import ClusterFacts
+from foveal_operator.model_flow import PROFILE_KEY, model_keys
 from foveal_operator.spec import parse
 
 KIND = "MultiModalInference"
@@ -64,8 +66,19 @@ class World:
     def apply(self, obj: Obj) -> Obj:
         """As the user; the model's profile is there already, as after the first start."""
         stored = self.api.apply(obj, "user").must()
-        self.api.create(self._profile(stored))  # 409 once it is there
+        for body in (self._claim(), self._profile(stored)):
+            self.api.create(body)  # 409 once it is there
         return stored
+
+    def _claim(self) -> Obj:
+        """Where the sample's model lies."""
+        size = {"requests": {"storage": "1Gi"}}
+        return {
+            "apiVersion": "v1",
+            "kind": "PersistentVolumeClaim",
+            "metadata": {"name": "models", "namespace": self.namespace},
+            "spec": {"accessModes": ["ReadWriteMany"], "resources": size},
+        }
 
     def _profile(self, stored: Obj) -> Obj:
         meta = stored["metadata"]
@@ -76,17 +89,20 @@ class World:
             "app.kubernetes.io/instance": meta["name"],
             "app.kubernetes.io/component": "model",
         }
-        text = msgspec.json.encode(profile_for(parse(stored))).decode()
+        inference = parse(stored)
+        text = msgspec.json.encode(profile_for(inference)).decode()
+        (name,) = [n for kind, n in model_keys(inference, ClusterFacts()) if kind == "ConfigMap"]
         return {
             "apiVersion": "v1",
             "kind": "ConfigMap",
             "metadata": {
-                "name": f"{meta['name']}-profile",
+                "name": name,
                 "namespace": self.namespace,
                 "labels": labels,
                 "ownerReferences": [owner],
             },
-            "data": {"profile.json": text},
+            "immutable": True,
+            "data": {PROFILE_KEY: text},
         }
 
     def resource(self, name: str = "qwen") -> Obj | None:

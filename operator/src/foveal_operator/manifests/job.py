@@ -39,13 +39,21 @@ def profile_job(context: Context) -> Obj:
         "profile",
         model_source(context).path,
         "--max-pixels",
-        str(max(modalities.image.max_pixels, modalities.video.max_pixels)),
+        str(modalities.image.max_pixels),
+        "--max-video-pixels",
+        str(modalities.video.max_pixels),
         "--max-frames",
         str(modalities.video.max_frames),
         "--max-seconds",
-        str(max(modalities.video.max_seconds, modalities.audio.max_seconds)),
+        str(modalities.video.max_seconds),
+        "--max-audio-seconds",
+        str(modalities.audio.max_seconds),
         "--max-num-batched-tokens",
         str(spec.engine.max_num_batched_tokens),
+        "--dtype",
+        spec.engine.dtype,
+        "--device",
+        "cpu" if spec.engine.accelerator.type == "CPU" else "cuda",
         "--output",
         "/dev/termination-log",
     ]
@@ -71,7 +79,9 @@ def _job(
         "serviceAccountName": context.name,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "restartPolicy": "OnFailure",
+        # A pod for each attempt: with OnFailure the last pod is deleted when the Job gives up, and
+        # with it the reason.
+        "restartPolicy": "Never",
         "securityContext": POD_SECURITY,
         "containers": [
             {

@@ -97,8 +97,10 @@ def _parser() -> argparse.ArgumentParser:
     profile.add_argument("model")
     profile.add_argument("--measure", action="store_true", help="load the model and measure")
     profile.add_argument("--max-pixels", type=positive, default=64_000_000)
+    profile.add_argument("--max-video-pixels", type=int, default=0, help="0: as --max-pixels")
     profile.add_argument("--max-frames", type=positive, default=768)
     profile.add_argument("--max-seconds", type=float, default=600.0)
+    profile.add_argument("--max-audio-seconds", type=float, default=0.0, help="0: as --max-seconds")
     profile.add_argument("--max-num-batched-tokens", type=positive, default=2048)
     profile.add_argument("--dtype", default="auto",
                          choices=["auto", "float32", "bfloat16", "float16"])  # fmt: skip

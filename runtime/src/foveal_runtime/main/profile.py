@@ -59,11 +59,11 @@ def run(arguments: argparse.Namespace) -> int:
     threads.configure()
     image = ModalityLimits(max_pixels=arguments.max_pixels)
     video = ModalityLimits(
-        max_pixels=arguments.max_pixels,
+        max_pixels=arguments.max_video_pixels or arguments.max_pixels,
         max_frames=arguments.max_frames,
         max_seconds=arguments.max_seconds,
     )
-    audio = ModalityLimits(max_seconds=arguments.max_seconds)
+    audio = ModalityLimits(max_seconds=arguments.max_audio_seconds or arguments.max_seconds)
     found = profile_model(
         arguments.model,
         ModalitiesConfig(image=image, video=video, audio=audio),

@@ -1,0 +1,170 @@
+"""The parts put together: start, waiting for the API, leading, losing, ending. One event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from tests.control_plane.fake_clock import FakeTime
+from tests.control_plane.operator_kit import OPTIONAL_KINDS, resource, with_claim
+
+from foveal_operator.api_errors import Transient
+from foveal_operator.fake_cluster import FakeCluster
+from foveal_operator.kinds import Kind
+from foveal_operator.lease import LeaseSettings
+from foveal_operator.look import Settings
+from foveal_operator.main import STUCK_SECONDS, Operator, main
+from foveal_operator.manifests.context import Obj
+from foveal_operator.options import Options
+from foveal_operator.probes import PodReports
+from foveal_operator.telemetry import Telemetry
+
+
+async def no_reports(engines: Sequence[Obj], frontends: Sequence[Obj]) -> PodReports:
+    return PodReports()
+
+
+class Replica:
+    """An Operator that runs, and the watches it asked for."""
+
+    def __init__(self, cluster: FakeCluster, time: FakeTime, name: str = "one") -> None:
+        self.starts: list[tuple[Kind, ...]] = []
+        self.are_watches_up = True
+        self.is_lost = False
+        self.operator = Operator(
+            cluster,
+            Options(
+                settings=Settings(),
+                lease=LeaseSettings(namespace="foveal", identity=name),
+                identity=name,
+                num_workers=2,
+            ),
+            Telemetry(),
+            clock=time.clock,
+            observe_pods=no_reports,
+            on_lost=self._lost,
+            start_watches=self._start,
+            watches_up=lambda: self.are_watches_up,
+        )
+        cluster.watchers.append(self._hear)
+        self.task = asyncio.ensure_future(self.operator.run())
+
+    def _lost(self) -> None:
+        self.is_lost = True
+        self.task.cancel()
+
+    def _start(self, kinds: tuple[Kind, ...]) -> None:
+        self.starts.append(kinds)
+        self.are_watches_up = True
+
+    def _hear(self, kind: Kind, change: str, body: Obj) -> None:
+        if self.starts and kind in self.starts[-1]:
+            self.operator.watch.on_event(kind, change, body)
+
+    async def end(self) -> None:
+        self.task.cancel()
+        await self.operator.stop()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+
+@pytest.fixture
+def time() -> FakeTime:
+    return FakeTime()
+
+
+@pytest.fixture
+def cluster() -> FakeCluster:
+    return with_claim(FakeCluster(missing=OPTIONAL_KINDS))
+
+
+async def test_it_waits_for_the_definition_and_then_works(
+    cluster: FakeCluster, time: FakeTime
+) -> None:
+    cluster.missing |= {"MultiModalInference"}
+    one = Replica(cluster, time)
+    await time.pass_(8)
+    ready = one.operator.ready_checks(lambda: time.now)
+    assert "CustomResourceDefinition" in ready["synced"]()
+    cluster.missing = OPTIONAL_KINDS
+    await time.pass_(8)
+    assert ready["synced"]() == ""
+    cluster.add(resource())
+    await time.pass_(1)
+    assert cluster.names("ServiceAccount") == ["tiny"]
+    await one.end()
+
+
+async def test_an_outage_at_the_start_is_waited_out(cluster: FakeCluster, time: FakeTime) -> None:
+    for _ in range(10):
+        cluster.fail(Transient("no connection"), verb="GET", kind="PodMonitor")
+    one = Replica(cluster, time)
+    await time.pass_(60)
+    assert one.operator.watch.is_synced
+    await one.end()
+
+
+async def test_only_the_leader_writes_and_the_other_is_warm(
+    cluster: FakeCluster, time: FakeTime
+) -> None:
+    one = Replica(cluster, time, "one")
+    await time.pass_(3)
+    two = Replica(cluster, time, "two")
+    await time.pass_(3)
+    cluster.add(resource())
+    await time.pass_(3)
+    assert one.operator.may_write()
+    assert not two.operator.may_write()
+    assert two.operator.caches.count(one.starts[0][0]) == 1, "it knows what the leader knows"
+    lists = sum(1 for verb, *_ in cluster.calls if verb == "LIST")
+    await one.end()
+    cluster.watchers.pop(0)
+    await time.pass_(4)
+    assert two.operator.may_write()
+    assert sum(1 for verb, *_ in cluster.calls if verb == "LIST") == lists, "no list at hand-over"
+    await two.end()
+
+
+async def test_dead_watches_are_started_anew_and_nothing_is_missed(
+    cluster: FakeCluster, time: FakeTime
+) -> None:
+    one = Replica(cluster, time)
+    await time.pass_(3)
+    cluster.watchers.clear()
+    one.are_watches_up = False
+    cluster.add(resource())
+    assert one.operator.ready_checks(lambda: time.now)["watches"]()
+    await time.pass_(5)
+    assert len(one.starts) == 2
+    assert cluster.names("ServiceAccount") == ["tiny"]
+    await one.end()
+
+
+async def test_a_defect_is_retried_and_counted_not_fatal(
+    cluster: FakeCluster, time: FakeTime
+) -> None:
+    one = Replica(cluster, time)
+    await time.pass_(3)
+    cluster.add({**resource(), "status": {"budgets": 5}})
+    cluster.add({**resource(), "metadata": {"name": "other", "namespace": "default"}})
+    await time.pass_(3)
+    assert "other" in cluster.names("ServiceAccount"), "another resource is not held up"
+    assert not one.task.done()
+    await one.end()
+
+
+async def test_a_stuck_pass_is_what_liveness_tells(cluster: FakeCluster, time: FakeTime) -> None:
+    one = Replica(cluster, time)
+    await time.pass_(3)
+    check = one.operator.live_checks()["workers"]
+    assert check() == ""
+    one.operator.queue.core.add(("n", "stuck"), time.now)
+    one.operator.queue.core.take(time.now)
+    time.now += STUCK_SECONDS + 1
+    assert "a pass has run for" in check()
+    await one.end()
+
+
+def test_wrong_flags_are_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--bind", "nowhere"]) == 2
+    assert capsys.readouterr().err == "foveal-operator: --bind 'nowhere' is not HOST:PORT\n"
