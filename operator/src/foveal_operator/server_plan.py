@@ -159,11 +159,14 @@ async def look_as_operator(
     survey = Survey(cluster, clock)
     await survey.refresh()
     caches = _filled(reader, key, survey.apis)
-    looker = Looker(caches, survey, clock=clock, settings=settings, observe_pods=_nobody_asked)
+    looker = Looker(
+        cluster, caches, survey, clock=clock, settings=settings, observe_pods=_nobody_asked
+    )
     body = {**resource, "metadata": {"uid": "", **metadata}}
     work = await looker.look(key, body)
-    if work.model.profile is None and profile is not None:
-        await _planned(looker, work, profile, nodes)
+    known = work.model.profile or profile
+    if known is not None and (work.plan is None or not work.facts.model_ready):
+        await _planned(looker, work, known, nodes)
     return work, caches
 
 
@@ -214,6 +217,7 @@ def unwanted(work: Pass, caches: Caches) -> list[tuple[Kind, dict[str, Any]]]:
         for kind in WATCHED
         if kind.pruned and kind.name not in ("ConfigMap", "Job")
         for body in caches.owned(kind, work.key)
-        if (kind.name, body["metadata"]["name"]) not in wanted
+        if work.desired.complete
+        and (kind.name, body["metadata"]["name"]) not in wanted
         and any(ref.get("uid") == work.uid for ref in body["metadata"].get("ownerReferences") or ())
     ]
