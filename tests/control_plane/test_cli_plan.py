@@ -19,7 +19,7 @@ from tests.control_plane.samples import resource
 from foveal_operator import cli
 from foveal_operator.manifests import ClusterFacts
 from foveal_operator.render import yaml_documents
-from foveal_operator.table import Style
+from foveal_operator.terminal import Style
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 QWEN, TINY = EXAMPLES / "profiles/qwen2.5-vl-7b.json", EXAMPLES / "profiles/tiny-vlm.json"

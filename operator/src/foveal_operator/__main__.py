@@ -2,4 +2,5 @@
 
 from foveal_operator.main import process
 
-process()
+if __name__ == "__main__":  # walking the package must not start it
+    process()

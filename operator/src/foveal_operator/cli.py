@@ -1,7 +1,6 @@
 """The `foveal` command: parses arguments, runs one subcommand, turns its result into an exit code.
 
-Exit codes: 0 well, 2 wrong arguments, resource or profile, 3 the budgets do not fit. Usable as
-`kubectl foveal` too. Holds no behaviour of its own.
+Exit codes stand in cli_errors.py. Usable as `kubectl foveal` too. Holds no behaviour of its own.
 """
 
 from __future__ import annotations
@@ -9,29 +8,28 @@ from __future__ import annotations
 import argparse
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
-from foveal_operator import cli_plan
-from foveal_operator.cli_errors import UsageError
-
-EXIT_CODES = """\
-exit codes:
-  0  well
-  2  wrong arguments, resource, podTemplate or profile
-  3  the budgets do not fit (plan)
-"""
+from foveal_operator import cli_completion, cli_doctor, cli_plan, cli_status, cli_up
+from foveal_operator.cli_errors import EXIT_CODES, EXIT_INTERRUPTED, EXIT_OK, CommandError
+from foveal_operator.cli_help import Help
 
 
 def parser() -> argparse.ArgumentParser:
     """Arguments of every subcommand."""
     root = argparse.ArgumentParser(
-        prog="foveal",
+        prog="kubectl foveal" if Path(sys.argv[0]).name == "kubectl-foveal" else "foveal",
         description="Multimodal models on Kubernetes: budgets first, then pods.",
         epilog=EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     root.add_argument("--version", action="version", version=f"foveal {_version()}")
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
     cli_plan.add_parser(commands)
+    cli_up.add_parser(commands)
+    cli_status.add_parsers(commands)
+    cli_doctor.add_parser(commands)
+    cli_completion.add_parser(commands, root)
     return root
 
 
@@ -46,13 +44,15 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
         return int(arguments.run(arguments))
-    except UsageError as error:
+    except CommandError as error:
         print(f"foveal: {error}", file=sys.stderr)
-        return 2
+        return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader of our output has seen enough (| head).
         sys.stderr.close()
-        return 0
+        return EXIT_OK
 
 
 if __name__ == "__main__":

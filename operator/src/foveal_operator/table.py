@@ -7,31 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import msgspec
-
 from foveal_operator.manifests import Desired
 from foveal_operator.spec import InferenceSpec
+from foveal_operator.terminal import Style
 from foveal_runtime.plan.budget_types import BudgetPlan, Line, PlaceBudget
 from foveal_runtime.plan.profile import ModelProfile
 from foveal_runtime.plan.quantity import format_gib
 
-BAR_WIDTH = 24
 _TITLE = {"frontend": "Frontend pod", "engine": "Engine pod", "device": "Device of an engine"}
-
-
-class Style(msgspec.Struct, frozen=True, kw_only=True):
-    """How to print. `width` is that of the terminal; 0 = as wide as the text is."""
-
-    is_terminal: bool = False
-    width: int = 0
-
-    def bold(self, text: str) -> str:
-        return f"\x1b[1m{text}\x1b[0m" if self.is_terminal else text
-
-    def clip(self, text: str) -> str:
-        if not self.is_terminal or self.width <= 0 or len(text) <= self.width:
-            return text
-        return text[: self.width - 1] + "…"
 
 
 def plan_table(
@@ -91,10 +74,8 @@ def _row(line: Line, place: PlaceBudget, style: Style) -> str:
 
 
 def _bar(part: int, whole: int, style: Style) -> str:
-    if not style.is_terminal:
-        return ""
-    filled = min(BAR_WIDTH, round(BAR_WIDTH * part / whole)) if whole > 0 else 0
-    return "█" * filled + "·" * (BAR_WIDTH - filled) + "  "
+    bar = style.bar(part, whole)
+    return f"{bar}  " if bar else ""
 
 
 def _capacity(plan: BudgetPlan) -> str:

@@ -1,0 +1,22 @@
+"""How every command's --help is set: paragraphs wrapped to the terminal, indented lines as is."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import textwrap
+
+
+class Help(argparse.HelpFormatter):
+    """For `formatter_class`. Examples and tables are indented, so they keep their lines."""
+
+    def __init__(self, prog: str, **options: int) -> None:
+        super().__init__(prog, max_help_position=28, **options)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines: list[str] = []
+        groups = itertools.groupby(text.splitlines(), lambda line: line[:1] in ("", " "))
+        for is_literal, group in groups:
+            found = list(group)
+            lines += found if is_literal else textwrap.wrap(" ".join(found), width)
+        return "\n".join(indent + line for line in lines)

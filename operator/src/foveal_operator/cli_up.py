@@ -1,0 +1,298 @@
+"""`foveal up`: the pods of a resource as processes of this machine, from the same documents.
+
+Plans with the operator's functions, reads the documents out of the ConfigMaps that a cluster would
+get, adapts them (`local.documents`) and runs them (`local.deployment`) until Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from foveal_operator.budget_inputs import NodeFacts, budget_inputs
+from foveal_operator.cli_errors import EXIT_OK, CommandError, MisfitError, UsageError
+from foveal_operator.cli_help import Help
+from foveal_operator.cli_resource import bullets, parse_profile, read_profile, read_resource, size
+from foveal_operator.curve_keys import make_key_pairs
+from foveal_operator.local import machine
+from foveal_operator.local.deployment import LocalDeployment, Stop
+from foveal_operator.local.documents import LOOPBACK, LocalDocuments, LocalPlace, local_documents
+from foveal_operator.local.processes import LocalProcess, free_port, runtime_command
+from foveal_operator.local.screen import Screen
+from foveal_operator.manifests import ClusterFacts, Desired, desired
+from foveal_operator.spec import InferenceSpec, SpecError
+from foveal_operator.terminal import style_of
+from foveal_runtime.plan.budget import plan
+from foveal_runtime.plan.profile import ModelProfile
+
+_DESCRIPTION = """\
+Runs a MultiModalInference on this machine: the documents that its pods would get, as local
+processes, with a live view of processes and caches. Ctrl-C drains: readiness off, streams finish,
+processes end. Each process writes its log into the folder that is named at the start.
+"""
+_EPILOG = """\
+examples:
+  foveal up -f mmi.yaml --model ~/models/qwen
+  foveal up -f mmi.yaml --model ~/models/qwen --cpu --port 9000
+  foveal up -f mmi.yaml --model ~/models/qwen --dry-run   # documents only
+
+A model that the resource names by hf:// or s3:// is downloaded when no --model is given.
+
+exit codes: 0 drained after Ctrl-C, 1 a process ended by itself (its last lines are shown),
+2 wrong resource or arguments, 3 does not fit this machine, 5 not ready or not drained in time,
+130 ended at once by a second Ctrl-C
+"""
+_MODELS = "~/.cache/foveal/models"
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "up",
+        help="run a resource on this machine, with a live view",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=Help,
+    )
+    add = parser.add_argument
+    add("-f", "--filename", required=True, metavar="FILE", help="the resource; - reads stdin")
+    add("--model", metavar="DIRECTORY", help="the model's files, whatever the resource names")
+    add("--profile", metavar="FILE", help="the model's costs; default: computed now")
+    add("--host", default=LOOPBACK, help="address of the frontends (default: %(default)s)")
+    add("--port", type=int, metavar="PORT",
+        help="of the first frontend, 0 for any (default: the resource's)")  # fmt: skip
+    add("--frontends", type=int, metavar="N", help="how many, whatever the resource asks for")
+    add("--engines", type=int, metavar="N", help="how many, whatever the resource asks for")
+    add("--cpu", action="store_true", help="run engines on the CPU, whatever the resource asks for")
+    add("--device-memory", type=size, default=0, metavar="SIZE", help="instead of what is found")
+    add("--api-key-file", default="", metavar="FILE", help="for security.apiKeySecretRef")
+    add("--admin-key-file", default="", metavar="FILE", help="for security.adminKeySecretRef")
+    add("--injection-key-file", default="", metavar="FILE", help="for security.injection")
+    add("--folder", metavar="DIRECTORY", help="documents, logs and warm sets (default: temporary)")
+    add("--runtime", default="", metavar="PROGRAM", help="foveal-runtime to run")
+    add("--start-timeout", type=float, metavar="SECONDS",
+        help="give up then (default: the resource's progressDeadlineSeconds)")  # fmt: skip
+    add("--drain-margin", type=float, default=15.0, metavar="SECONDS",
+        help="grace after the resource's drainTimeoutSeconds (default: %(default)s)")  # fmt: skip
+    add("--dry-run", action="store_true", help="write the documents and name them, start nothing")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serves until a signal. Raises UsageError, MisfitError, ProcessDied or TimeRanOut."""
+    command = runtime_command(arguments.runtime)
+    inference = _adapted(read_resource(arguments.filename), arguments)
+    here = machine.look()
+    model = _model(inference, arguments.model, command)
+    profile = (
+        read_profile(arguments.profile)
+        if arguments.profile
+        else _profile(inference, model, command)
+    )
+    wanted = _wanted(inference, profile, here, arguments)
+    with _folder(arguments) as folder, _shared_memory(inference) as shared:
+        place = LocalPlace(
+            model_path=str(model),
+            folder=str(folder),
+            host=arguments.host,
+            port=_port(inference, arguments.port),
+            shm_directory=shared,
+            num_cpus=max(1, int(here.cpus)),
+            num_engines=arguments.engines,
+            num_frontends=arguments.frontends,
+            key_files=_key_files(arguments),
+        )
+        documents = local_documents(wanted, place, free_port)
+        processes = _processes(inference, documents, folder, here)
+        for note in documents.notes:
+            print(f"note: {note}", flush=True)
+        if arguments.dry_run:
+            for process in processes:
+                process.write_document()
+                print(process.document)
+            return EXIT_OK
+        _write_curve_keys(folder)
+        print(f"starting {len(processes)} processes; documents and logs: {folder}", flush=True)
+        _serve(inference, processes, command, arguments)
+    return EXIT_OK
+
+
+def _serve(
+    inference: InferenceSpec,
+    processes: list[LocalProcess],
+    command: list[str],
+    arguments: argparse.Namespace,
+) -> None:
+    rollout, start = inference.spec.rollout, arguments.start_timeout
+    with Screen(sys.stdout, style_of(sys.stdout)) as screen, Stop().listening() as stop:
+        LocalDeployment(
+            inference.name,
+            processes,
+            command,
+            show=screen.show,
+            start_timeout_seconds=start or float(rollout.progress_deadline_seconds),
+            drain_timeout_seconds=rollout.drain_timeout_seconds + arguments.drain_margin,
+        ).run(stop)
+    print("drained and ended", flush=True)
+
+
+def _adapted(inference: InferenceSpec, arguments: argparse.Namespace) -> InferenceSpec:
+    """With --cpu: the same resource, its engines on CPUs."""
+    for option in ("engines", "frontends"):
+        count = getattr(arguments, option)
+        if count is not None and not 1 <= count <= 64:
+            raise UsageError(f"--{option} {count}: give 1 to 64")
+    if not arguments.cpu or inference.spec.engine.accelerator.type == "CPU":
+        return inference
+    engine = inference.spec.engine
+    cpu = type(engine.accelerator)(type="CPU")
+    spec = msgspec.structs.replace(
+        inference.spec, engine=msgspec.structs.replace(engine, accelerator=cpu)
+    )
+    return msgspec.structs.replace(inference, spec=spec)
+
+
+def _port(inference: InferenceSpec, given: int | None) -> int:
+    port: int = inference.spec.networking.port if given is None else given
+    if not 0 <= port <= 65000:
+        raise UsageError(f"--port {port}: give 0 to 65000")
+    return port
+
+
+def _key_files(arguments: argparse.Namespace) -> dict[str, str]:
+    found = {}
+    for option in ("--api-key-file", "--admin-key-file", "--injection-key-file"):
+        path = getattr(arguments, option[2:].replace("-", "_"))
+        if path:
+            if not Path(path).is_file():
+                raise UsageError(f"{option} {path}: there is no such file")
+            found[option] = str(Path(path).resolve())
+    return found
+
+
+def _model(inference: InferenceSpec, given: str | None, command: list[str]) -> Path:
+    """The directory given, or the one that the resource's model is downloaded into."""
+    if given:
+        if not Path(given, "config.json").is_file():
+            raise UsageError(f"--model {given} holds no config.json: give a model's directory")
+        return Path(given).resolve()
+    model = inference.spec.model
+    if not model.uri.startswith(("hf://", "s3://")):
+        raise UsageError(f"{model.uri} is the cluster's: say where the model is with --model")
+    name = re.sub(r"[^A-Za-z0-9._-]+", "--", f"{model.uri}--{model.revision or 'main'}")
+    folder = Path(_MODELS).expanduser() / name
+    revision = ["--revision", model.revision] if model.revision else []
+    print(f"fetching {model.uri} into {folder}", flush=True)
+    if subprocess.run([*command, "fetch", model.uri, "--to", str(folder), *revision]).returncode:
+        raise CommandError(f"{model.uri} was not fetched; or give --model DIRECTORY")
+    return folder
+
+
+def _profile(inference: InferenceSpec, model: Path, command: list[str]) -> ModelProfile:
+    """What the operator's profile Job would find, by the same command."""
+    job = desired(inference, None, ClusterFacts()).of_kind("Job")[-1]
+    args: list[str] = job["spec"]["template"]["spec"]["containers"][0]["args"]
+    args = [args[0], str(model), *args[2 : args.index("--output")]]
+    print("profiling the model (--profile FILE saves this)", flush=True)
+    with tempfile.TemporaryDirectory(prefix="foveal-profile-") as folder:
+        file = Path(folder) / "profile.json"
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run([*command, *args, "--output", str(file)], env=environment)
+        if done.returncode:
+            raise CommandError(f"the model in {model} cannot be profiled")
+        return parse_profile(file.read_bytes(), str(model))
+
+
+def _wanted(
+    inference: InferenceSpec,
+    profile: ModelProfile,
+    here: machine.Machine,
+    arguments: argparse.Namespace,
+) -> Desired:
+    """The operator's objects, planned with this machine as the node."""
+    facts = NodeFacts(
+        node_bytes=here.limit_bytes,
+        device_bytes=arguments.device_memory or min(here.devices, default=0),
+    )
+    result = plan(budget_inputs(inference, facts), profile)
+    if not result.fits:
+        problems = "\n".join(f"  {p.reason}: {p.message}" for p in result.problems)
+        raise MisfitError(f"{inference.name} does not fit this machine:\n{problems}")
+    try:
+        return desired(inference, result, ClusterFacts())
+    except SpecError as error:
+        raise UsageError(f"{arguments.filename} is refused:\n{bullets(error)}") from error
+
+
+def _processes(
+    inference: InferenceSpec, documents: LocalDocuments, folder: Path, here: machine.Machine
+) -> list[LocalProcess]:
+    """Engines first. Each engine sees its own devices and no others."""
+    if not documents.engines or not documents.frontends:
+        raise UsageError("the resource asks for no replicas: give --engines and --frontends")
+    accelerator = inference.spec.engine.accelerator
+    count = accelerator.count if accelerator.type == "GPU" else 0
+    needed = count * len(documents.engines)
+    if needed > len(here.devices):
+        raise UsageError(
+            f"{len(documents.engines)} engines x {count} devices need {needed} GPUs and this "
+            f"machine has {len(here.devices)}; lower --engines, or try --cpu"
+        )
+    found = []
+    for index, config in enumerate(documents.engines):
+        devices = range(index * count, (index + 1) * count)
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if count else {}
+        found.append(LocalProcess(config, folder, visible))
+    return [*found, *(LocalProcess(config, folder, {}) for config in documents.frontends)]
+
+
+@contextlib.contextmanager
+def _folder(arguments: argparse.Namespace) -> Iterator[Path]:
+    """A temporary one is removed after a good end, and kept for its logs after a bad one."""
+    given: str | None = arguments.folder
+    if given:
+        folder = Path(given).resolve()
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise UsageError(f"--folder {given} cannot be made: {error.strerror}") from error
+        yield folder
+        return
+    folder = Path(tempfile.mkdtemp(prefix="foveal-up-"))
+    yield folder
+    if not arguments.dry_run:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _shared_memory(inference: InferenceSpec) -> Iterator[str]:
+    """Stands for the node's shared volume, when the resource asks for one."""
+    if inference.spec.caches.ipc.type != "SharedMemory":
+        yield ""
+        return
+    folder = tempfile.mkdtemp(prefix="foveal-up-", dir="/dev/shm")
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_curve_keys(folder: Path) -> None:
+    """Fresh for each run, readable by this user alone."""
+    target = folder / "curve"
+    target.mkdir(mode=0o700, exist_ok=True)
+    pairs = make_key_pairs(secrets.token_bytes)
+    for field in pairs.__struct_fields__:
+        file = target / field.replace("_", "-")
+        file.write_text(getattr(pairs, field), encoding="ascii")
+        file.chmod(0o600)

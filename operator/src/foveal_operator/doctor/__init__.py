@@ -1,0 +1,1 @@
+"""`foveal doctor`: what in a cluster or on this machine would bite, each with a next step."""

@@ -1,0 +1,1 @@
+"""`foveal up`: the processes that pods would run, on this machine."""

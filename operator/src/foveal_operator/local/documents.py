@@ -1,0 +1,202 @@
+"""The pods' start-up documents, made to fit processes of one machine. Pure.
+
+Called by `foveal up` with the objects that the operator would apply: their ConfigMaps are read as
+a pod reads them, and only what a pod has and a process has not is replaced: addresses, mounted
+paths, the number of CPUs. Every budget, limit and switch stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from foveal_operator.manifests import Desired
+from foveal_operator.manifests.documents import CURVE_DIRECTORY, SHARED_DIRECTORY, WARM_DIRECTORY
+from foveal_runtime.plan.config import (
+    CurveKeys,
+    EngineAddress,
+    EngineConfig,
+    FrontendConfig,
+    InjectionConfig,
+    expand,
+)
+
+LOOPBACK = "127.0.0.1"
+_KEY_FILES = {
+    "api_key_file": "--api-key-file",
+    "admin_key_file": "--admin-key-file",
+    "injection": "--injection-key-file",
+}
+
+
+class LocalPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """What stands in for a pod's surroundings.
+
+    Attributes:
+        model_path: directory of the model.
+        folder: for CURVE keys and warm sets.
+        host, port: of the first frontend; the next ones follow it. 0 = any free ports.
+        shm_directory: stands for the volume that frontends and engines of a node share.
+        num_cpus: no engine computes with more threads.
+        num_engines, num_frontends: None = as many as the workloads ask for.
+        key_files: by option, files that stand for the resource's Secrets.
+    """
+
+    model_path: str
+    folder: str
+    host: str = LOOPBACK
+    port: int = 0
+    shm_directory: str = "/dev/shm"
+    num_cpus: int = 1
+    num_engines: int | None = None
+    num_frontends: int | None = None
+    key_files: dict[str, str] = {}
+
+
+class LocalDocuments(msgspec.Struct, frozen=True, kw_only=True):
+    """One document for each process; `notes` say in what they differ from pods for a reason that
+    a user may care about."""
+
+    engines: tuple[EngineConfig, ...]
+    frontends: tuple[FrontendConfig, ...]
+    notes: tuple[str, ...]
+
+
+def local_documents(
+    wanted: Desired, place: LocalPlace, pick_port: Callable[[], int]
+) -> LocalDocuments:
+    """From the operator's objects to documents that run here. `wanted` must be complete."""
+    workload, deployment = wanted.of_kind("StatefulSet")[0], wanted.of_kind("Deployment")[0]
+    name = deployment["metadata"]["name"].removesuffix("-frontend")
+    num_engines = _count(place.num_engines, workload)
+    num_frontends = _count(place.num_frontends, deployment)
+    engines = tuple(
+        _engine(_pod_engine(wanted, f"{name}-engine-{i}"), place, pick_port)
+        for i in range(num_engines)
+    )
+    pods = [_pod_frontend(wanted, f"{name}-frontend-{i}") for i in range(num_frontends)]
+    ports = [place.port + i if place.port else pick_port() for i in range(num_frontends)]
+    frontends = tuple(
+        _frontend(pod, place, port, ports, engines) for pod, port in zip(pods, ports, strict=True)
+    )
+    notes = tuple(dict.fromkeys(note for pod in pods for note in _notes(pod, place)))
+    return LocalDocuments(engines=engines, frontends=frontends, notes=notes)
+
+
+def _count(given: int | None, workload: dict[str, object]) -> int:
+    spec = workload["spec"]
+    assert isinstance(spec, dict)
+    return given if given is not None else int(spec.get("replicas", 1))
+
+
+def _pod_text(wanted: Desired, role: str, pod: str) -> str:
+    """The document as a pod of this name reads it."""
+    found = [
+        body["data"][f"{role}.json"]
+        for body in wanted.of_kind("ConfigMap")
+        if f"{role}.json" in body.get("data", {})
+    ]
+    environment = {"POD_NAME": pod, "POD_IP": LOOPBACK, "NODE_NAME": "local"}
+    return expand(found[0], environment)
+
+
+def _pod_engine(wanted: Desired, pod: str) -> EngineConfig:
+    return msgspec.json.decode(_pod_text(wanted, "engine", pod), type=EngineConfig)
+
+
+def _pod_frontend(wanted: Desired, pod: str) -> FrontendConfig:
+    return msgspec.json.decode(_pod_text(wanted, "frontend", pod), type=FrontendConfig)
+
+
+def _engine(pod: EngineConfig, place: LocalPlace, pick_port: Callable[[], int]) -> EngineConfig:
+    warm = pod.caches.warm_directory.replace(
+        WARM_DIRECTORY, f"{place.folder}/warm/{pod.engine_id}", 1
+    )
+    return msgspec.structs.replace(
+        pod,
+        model=msgspec.structs.replace(pod.model, path=place.model_path),
+        caches=msgspec.structs.replace(pod.caches, warm_directory=warm),
+        bind=f"tcp://{LOOPBACK}:{pick_port()}",
+        http_port=pick_port(),
+        curve=_curve(pod.curve, place),
+        shm_directory=pod.shm_directory.replace(SHARED_DIRECTORY, place.shm_directory, 1),
+        num_threads=min(pod.num_threads, place.num_cpus),
+        log_format="text",
+    )
+
+
+def _frontend(
+    pod: FrontendConfig,
+    place: LocalPlace,
+    port: int,
+    ports: list[int],
+    engines: tuple[EngineConfig, ...],
+) -> FrontendConfig:
+    http = [f"http://{engine.http_host}:{engine.http_port}" for engine in engines]
+    others = [other for other in ports if other != port]
+    return msgspec.structs.replace(
+        pod,
+        model=msgspec.structs.replace(pod.model, path=place.model_path),
+        host=place.host,
+        port=port,
+        engines=tuple(
+            EngineAddress(endpoint=engine.bind, http=url)
+            for engine, url in zip(engines, http, strict=True)
+        ),
+        curve=_curve(pod.curve, place),
+        shm_directory=pod.shm_directory.replace(SHARED_DIRECTORY, place.shm_directory, 1),
+        api_key_file=_key_file(pod, "api_key_file", place),
+        admin_key_file=_key_file(pod, "admin_key_file", place),
+        injection=_injection(pod, place),
+        metrics_peers=(
+            *(f"{url}/metrics" for url in http),
+            *(f"http://{url_host(place.host)}:{other}/metrics?own=1" for other in others),
+        ),
+        log_format="text",
+    )
+
+
+def url_host(host: str) -> str:
+    """What stands in a URL of this machine for an address that a server is bound to."""
+    if host in ("0.0.0.0", "::"):
+        return LOOPBACK if host == "0.0.0.0" else "[::1]"
+    return f"[{host}]" if ":" in host else host
+
+
+def _curve(keys: CurveKeys, place: LocalPlace) -> CurveKeys:
+    """The same encryption as between pods, with keys of this deployment's own."""
+    folder = f"{place.folder}/curve"
+    changed = {
+        name: getattr(keys, name).replace(CURVE_DIRECTORY, folder, 1)
+        for name in keys.__struct_fields__
+    }
+    return CurveKeys(**changed)
+
+
+def _key_file(pod: FrontendConfig, field: str, place: LocalPlace) -> str:
+    return place.key_files.get(_KEY_FILES[field], "") if getattr(pod, field) else ""
+
+
+def _injection(pod: FrontendConfig, place: LocalPlace) -> InjectionConfig:
+    given = place.key_files.get(_KEY_FILES["injection"], "")
+    if not pod.injection.enabled or not given:
+        return InjectionConfig()
+    return msgspec.structs.replace(pod.injection, api_key_file=given)
+
+
+def _notes(pod: FrontendConfig, place: LocalPlace) -> Iterator[str]:
+    """Secrets are a cluster's: what happens without them is said, never silent."""
+    without = {
+        "api_key_file": "requests need no API key here",
+        "admin_key_file": "cache administration is off here",
+        "injection": "injected media is off here",
+    }
+    asked = {
+        "api_key_file": bool(pod.api_key_file),
+        "admin_key_file": bool(pod.admin_key_file),
+        "injection": pod.injection.enabled,
+    }
+    for field, option in _KEY_FILES.items():
+        if asked[field] and not place.key_files.get(option):
+            yield f"the resource takes keys from a Secret; without {option} {without[field]}"

@@ -1,0 +1,128 @@
+"""What this machine offers: memory, CPUs, devices, shared memory. Reads, never writes.
+
+Called by `foveal up` in the place of what nodes report, and by `foveal doctor`. `root` is "/" but
+in tests.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import msgspec
+
+_MIB = 1024**2
+_UNLIMITED = 1 << 60
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """0 = not known, or no limit.
+
+    Attributes:
+        memory_bytes: what the machine has; cgroup_bytes: what this process's cgroup may use.
+        cpus: CPUs that this process may use, as its quota says.
+        shm_bytes, shm_free_bytes: size and room of /dev/shm.
+        cpu_flags: of the first CPU, lower case.
+        devices: memory of each GPU.
+    """
+
+    memory_bytes: int = 0
+    available_bytes: int = 0
+    cgroup_bytes: int = 0
+    cpus: float = 1.0
+    shm_bytes: int = 0
+    shm_free_bytes: int = 0
+    cpu_flags: frozenset[str] = frozenset()
+    devices: tuple[int, ...] = ()
+
+    @property
+    def limit_bytes(self) -> int:
+        """The smaller of the two limits that apply."""
+        return min(self.memory_bytes or self.cgroup_bytes, self.cgroup_bytes or self.memory_bytes)
+
+
+def look(root: Path = Path("/")) -> Machine:
+    """Facts of this machine. What cannot be read is 0."""
+    info = dict(
+        line.split(":", 1) for line in _read(root / "proc/meminfo").splitlines() if ":" in line
+    )
+    shm = root / "dev/shm"
+    total, free = 0, 0
+    if shm.is_dir():
+        usage = shutil.disk_usage(shm)
+        total, free = usage.total, usage.free
+    return Machine(
+        memory_bytes=_kib(info.get("MemTotal", "")),
+        available_bytes=_kib(info.get("MemAvailable", "")),
+        cgroup_bytes=_cgroup_bytes(root),
+        cpus=_cpus(root),
+        shm_bytes=total,
+        shm_free_bytes=free,
+        cpu_flags=_cpu_flags(root),
+        devices=_devices(),
+    )
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _kib(text: str) -> int:
+    first = text.split()[0] if text.split() else "0"
+    return int(first) * 1024 if first.isdigit() else 0
+
+
+def _cgroup_folder(root: Path) -> Path:
+    """Where this process's limits stand (version 2); in a container that is the mount itself."""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        if line.startswith("0::"):
+            folder = root / "sys/fs/cgroup" / line[3:].strip().lstrip("/")
+            if folder.is_dir():
+                return folder
+    return root / "sys/fs/cgroup"
+
+
+def _cgroup_bytes(root: Path) -> int:
+    """The tightest limit of the cgroup and those above it, or version 1's."""
+    top, folder = root / "sys/fs/cgroup", _cgroup_folder(root)
+    texts = [_read(folder / "memory.max")]
+    while folder not in (top, folder.parent):
+        folder = folder.parent
+        texts.append(_read(folder / "memory.max"))
+    texts.append(_read(top / "memory/memory.limit_in_bytes"))
+    sizes = [int(text) for text in texts if text.strip().isdigit()]
+    return min((size for size in sizes if 0 < size < _UNLIMITED), default=0)
+
+
+def _cpus(root: Path) -> float:
+    """The quota, or the CPUs that this process may run on."""
+    allowed = float(len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else 1.0
+    quota, _, period = _read(_cgroup_folder(root) / "cpu.max").partition(" ")
+    if quota.isdigit() and period.strip().isdigit() and int(period) > 0:
+        return min(allowed, int(quota) / int(period))
+    return allowed
+
+
+def _cpu_flags(root: Path) -> frozenset[str]:
+    for line in _read(root / "proc/cpuinfo").splitlines():
+        if line.startswith(("flags", "Features")):
+            return frozenset(line.partition(":")[2].lower().split())
+    return frozenset()
+
+
+def _devices() -> tuple[int, ...]:
+    """Memory of each NVIDIA device, as its driver's tool tells."""
+    tool = shutil.which("nvidia-smi")
+    if not tool:
+        return ()
+    command = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        out = subprocess.run(command, capture_output=True, text=True, timeout=15, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return tuple(int(line) * _MIB for line in out.stdout.split() if line.isdigit())
