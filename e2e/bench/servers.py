@@ -27,7 +27,7 @@ from foveal_runtime.main.launcher import free_port
 
 KV_GIB = 2
 MAX_MODEL_LEN = 4096
-START_SECONDS = 600.0
+START_SECONDS = 900.0
 
 
 class Options(NamedTuple):
