@@ -1,6 +1,6 @@
 """What naming KV blocks costs, per 1,000 tokens, with and without a picture in the prompt.
 
-    PYTHONPATH=.:runtime/src python e2e/bench/blocks_micro.py
+    python -m e2e.bench.blocks_micro
 
 Limit: BLAKE3 alone over the same bytes in the same pieces, as a block's name needs its parent's.
 """

@@ -1,6 +1,6 @@
 """What the identity of a picture costs a frontend: hash and lookup, repeated and new, by size.
 
-    PYTHONPATH=.:runtime/src python e2e/bench/media_micro.py
+    python -m e2e.bench.media_micro
 
 A repeated data URL is hashed as text and found; a new one is also base64-decoded and its file
 hashed; then its key is made. Limits: one BLAKE3 pass (repeated), BLAKE3 over text and file plus a

@@ -1,6 +1,6 @@
 """What the cache mirror and its messages cost a request: both ends, without a socket.
 
-    PYTHONPATH=.:runtime/src python e2e/bench/mirror_micro.py
+    python -m e2e.bench.mirror_micro
 
 A repeated item: plan, stamp, encode, decode, admit, finish, with 100 and with 100,000 known items
 (the cost must not grow). A new item adds its value's digest twice (made once, checked once).
