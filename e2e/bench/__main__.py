@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import datetime
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -111,7 +110,8 @@ def main(argv: list[str] | None = None) -> int:
     )  # fmt: skip
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="foveal-bench-")))
+        folder = path.with_suffix(".logs")
+        folder.mkdir()
         bars = stack.enter_context(Bars(*columns, TimeElapsedColumn(), transient=True))
         progress = BarProgress(bars)
         servers = []

@@ -111,6 +111,7 @@ MAKERS: dict[str, Maker] = {
     "vllm-no-caches": lambda n, o: _vllm(
         n, o, "--mm-processor-cache-gb", "0", "--no-enable-prefix-caching"
     ),
+    "vllm-eager": lambda n, o: _vllm(n, o, "--enforce-eager"),
     "vllm-2-api": lambda n, o: _vllm(n, o, "--api-server-count", "2"),
     "transformers": _transformers,
 }

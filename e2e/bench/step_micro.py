@@ -9,11 +9,12 @@ Limits: reading the decoder's weights once from memory (decode), the decoder's m
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from e2e.bench.checkpoints import SHAPES, checkpoint
-from e2e.bench.micro import best_seconds
+from e2e.bench.micro import best_cpu_seconds, best_seconds
 
 from foveal_runtime.engine.step import NewRequest, ScheduledRequest, StepPlan
 from foveal_runtime.model.runner import TorchRunner
@@ -52,16 +53,19 @@ class Bench:
         assert len(result.sampled) == num_sequences
 
 
-def product_rate(dtype: torch.dtype) -> float:
+Timer = Callable[[Callable[[], object]], float]
+
+
+def product_rate(dtype: torch.dtype, timed: Timer) -> float:
     """Operations a second of one large matrix product."""
     a, b = torch.randn(1024, 1024).to(dtype), torch.randn(1024, 1024).to(dtype)
-    return 2 * 1024**3 / best_seconds(lambda: a @ b)
+    return 2 * 1024**3 / timed(lambda: a @ b)
 
 
-def read_rate() -> float:
+def read_rate(timed: Timer) -> float:
     """Bytes a second of summing an array larger than the caches."""
     large = torch.ones(48 * 1024**2)
-    return large.nbytes / best_seconds(large.sum)
+    return large.nbytes / timed(large.sum)
 
 
 def main() -> None:
@@ -69,9 +73,11 @@ def main() -> None:
     parser.add_argument("--model", default="llava-small")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--cpu-time", action="store_true", help="of all threads, not the clock's")
     parser.add_argument("--profile", action="store_true", help="operators of a decode step of 4")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    timed = best_cpu_seconds if options.cpu_time else best_seconds
     model = checkpoint(options.model) if options.model in SHAPES else Path(options.model)
     runner = TorchRunner.load(str(model), dtype=options.dtype)
     longest = max(max(a + b for a, b in PREFILLS), CONTEXT_TOKENS) + 1
@@ -83,16 +89,16 @@ def main() -> None:
     num_weights = sum(p.numel() for p in decoder.parameters()) - embedded
     head = runner.loaded.model.get_output_embeddings().weight.numel()
     size = runner.loaded.dtype.itemsize
-    reads, products = read_rate(), product_rate(runner.loaded.dtype)
+    reads, products = read_rate(timed), product_rate(runner.loaded.dtype, timed)
     print(f"{model.name} {options.dtype}, {options.threads} threads: reads {reads / 1e9:.1f} GB/s, "
           f"products {products / 1e9:.0f} Gop/s")  # fmt: skip
     for batch in BATCHES:
-        seconds = best_seconds(lambda: bench.step(batch, 1, CONTEXT_TOKENS - 1), 1.0)  # noqa: B023
+        seconds = timed(lambda: bench.step(batch, 1, CONTEXT_TOKENS - 1))  # noqa: B023
         limit = (num_weights + head) * size / reads
         print(f"decode {batch:>3} x context {CONTEXT_TOKENS}: {seconds * 1e3:8.1f} ms, "
               f"{seconds / limit:5.2f} x reading the weights", flush=True)  # fmt: skip
     for tokens, computed in PREFILLS:
-        seconds = best_seconds(lambda: bench.step(1, tokens, computed), 1.0)  # noqa: B023
+        seconds = timed(lambda: bench.step(1, tokens, computed))  # noqa: B023
         limit = 2 * (num_weights * tokens + head) / products
         print(f"prefill {tokens:>4} after {computed:>3}:    {seconds * 1e3:8.1f} ms, "
               f"{seconds / limit:5.2f} x the products", flush=True)  # fmt: skip

@@ -53,13 +53,12 @@ def can_pack(dtype: torch.dtype) -> bool:
             return False
         weight = torch.arange(64 * 32, dtype=dtype).reshape(64, 32).remainder(7)
         rows = torch.eye(32, dtype=dtype)
-        return torch.equal(_multiply(rows, _pack(weight), None), weight.t())
+        return bool(torch.equal(_multiply(rows, _pack(weight), None), weight.t()))
     except (AttributeError, RuntimeError) as error:
         _log.info("weights stay unpacked: %s", error)
         return False
 
 
-@torch.no_grad()
 def pack_linears(model: nn.Module) -> int:
     """Replaces the linear layers of a model on the CPU; returns how many.
 
