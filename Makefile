@@ -63,7 +63,7 @@ e2e: faults ## real processes under faults (the cluster tier is still to come)
 	@echo "the cluster tier (image, chart, a real node) is still to come"
 
 bench: $(VENV)/.dev ## micro benches, then a short paired run against the servers installed (minutes)
-	@for part in media mirror blocks scheduler attention; do \
+	@for part in media mirror blocks scheduler attention step; do \
 	  echo "--- $$part"; $(PY) -m e2e.bench.$${part}_micro || exit 1; done
 	@$(PY) -m e2e.bench --quick
 

@@ -24,7 +24,7 @@ def best_seconds(work: Callable[[], object], budget_seconds: float = 0.2) -> flo
     return best
 
 
-def best_cpu_seconds(work: Callable[[], object], num_runs: int = 5) -> float:
+def best_cpu_seconds(work: Callable[[], object], num_runs: int = 3) -> float:
     """The least CPU time of all threads: what counts while neighbours take the cores away."""
     work()
     best = float("inf")
