@@ -47,7 +47,7 @@ serve: $(VENV)/.run ## keep serving the bundled model on http://127.0.0.1:8000 (
 	@$(VENV)/bin/foveal-runtime serve $(MODEL) --name tiny-vlm
 
 # --- tests -------------------------------------------------------------------------------------
-.PHONY: check test generate control-plane chart faults fresh e2e bench soak
+.PHONY: check test generate control-plane chart faults fresh e2e bench bench-peers soak
 check: $(VENV)/.dev ## ruff, mypy --strict, import contracts
 	@$(VENV)/bin/ruff format --check . && $(VENV)/bin/ruff check .
 	@$(VENV)/bin/mypy
@@ -66,10 +66,13 @@ faults: $(VENV)/.dev ## 20 times: kill, pause or cut off a real process under lo
 e2e: faults ## real processes under faults (the cluster tier is still to come)
 	@echo "the cluster tier (image, chart, a real node) is still to come"
 
-bench: $(VENV)/.dev ## micro benches (the bench against other servers is still to come)
-	@$(PY) e2e/bench/scheduler_micro.py
-	@$(PY) e2e/bench/attention_micro.py
-	@echo "the serving bench against other servers is still to come"
+bench: $(VENV)/.dev ## micro benches, then a short paired run against the servers installed (minutes)
+	@for part in media mirror blocks scheduler attention step; do \
+	  echo "--- $$part"; $(PY) -m e2e.bench.$${part}_micro || exit 1; done
+	@$(PY) -m e2e.bench --quick
+
+bench-peers: $(VENV)/.dev ## install what to compare with, outside the tree: vLLM's CPU build, 6 GB
+	@$(PY) -m e2e.bench.peers
 
 soak: $(VENV)/.dev ## 100 faults, a million fuzz steps, the large checker instances (about an hour)
 	@e2e/cluster/build.sh

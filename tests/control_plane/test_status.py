@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.control_plane import api_server_rules
+from tests.control_plane import api_server_rules, kstatus
 from tests.control_plane.regenerate import FACTS, planned
 from tests.control_plane.samples import Obj, put, resource
 
@@ -264,21 +264,6 @@ def test_every_reason_that_needs_action_says_which() -> None:
     assert len(reasons.BY_NAME) == len(reasons.ALL)
 
 
-def kstatus(obj: Obj) -> str:
-    """The generic rules that Flux and Helm 4 judge a resource by."""
-    status = obj.get("status") or {}
-    if obj["metadata"].get("deletionTimestamp"):
-        return "Terminating"
-    if status.get("observedGeneration", 0) != obj["metadata"].get("generation", 0):
-        return "InProgress"
-    found = {c["type"]: c["status"] for c in status.get("conditions", ())}
-    if found.get("Reconciling") == "True":
-        return "InProgress"
-    if found.get("Stalled") == "True":
-        return "Failed"
-    return {"True": "Current", None: "Current"}.get(found.get("Ready"), "InProgress")
-
-
 KSTATUS: list[tuple[Obj, dict[str, Any], str]] = [
     (BASE, serving(), "Current"),
     (BASE, {}, "InProgress"),
@@ -295,13 +280,13 @@ KSTATUS: list[tuple[Obj, dict[str, Any], str]] = [
 def test_generic_tools_judge_it_rightly(obj: Obj, observed: dict[str, Any], verdict: str) -> None:
     judged = {**obj, "metadata": {**obj["metadata"], "generation": 3}}
     judged["status"] = plain(status_of(obj, **observed))
-    assert kstatus(judged) == verdict
+    assert kstatus.verdict(judged) == verdict
 
 
 def test_a_status_of_an_older_generation_is_in_progress() -> None:
     judged = {**BASE, "metadata": {**BASE["metadata"], "generation": 4}}
     judged["status"] = plain(status_of(**serving()))
-    assert kstatus(judged) == "InProgress"
+    assert kstatus.verdict(judged) == "InProgress"
 
 
 def test_the_status_is_the_same_for_the_same_input() -> None:

@@ -22,6 +22,7 @@ from transformers.models.auto import modeling_auto
 
 from foveal_runtime.model.adapters import ADAPTERS, PLAIN_TEXT, TEXT_ADAPTERS, Adapter
 from foveal_runtime.model.context import ATTENTION_NAME
+from foveal_runtime.model.packing import pack_linears
 from foveal_runtime.plan.errors import StartupError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -81,6 +82,8 @@ def load_model(path: str, dtype: str = "auto", device: str = "cpu", **options: A
     check_report(path, report)
     if not options:
         model = model.to(torch.device(device))
+        if model.device.type == "cpu":
+            pack_linears(model)
     return prepare(model.eval().requires_grad_(False), adapter)
 
 

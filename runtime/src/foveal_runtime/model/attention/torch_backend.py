@@ -64,14 +64,18 @@ def attend_sequence(
     rows = gather_rows(block_ids, kv_len, pool.block_size)
     keys = pool.keys[layer.index].index_select(0, rows).transpose(0, 1)
     values = pool.values[layer.index].index_select(0, rows).transpose(0, 1)
-    mask = visible(layer, query.shape[0], kv_len, groups, query.device)
     heads = query.transpose(0, 1)
-    if layer.softcap is None and sinks is None:
+    is_sdpa = layer.softcap is None and sinks is None
+    # A whole prompt: SDPA then skips the half that nobody sees, and no mask has to be made.
+    is_causal = is_sdpa and is_plain_prompt(layer, query.shape[0], kv_len, groups)
+    mask = None if is_causal else visible(layer, query.shape[0], kv_len, groups, query.device)
+    if is_sdpa:
         out = scaled_dot_product_attention(
             heads[None],
             keys[None],
             values[None],
             attn_mask=mask,
+            is_causal=is_causal,
             scale=layer.scaling,
             enable_gqa=layer.num_heads != layer.num_kv_heads,
         )[0]
@@ -86,6 +90,18 @@ def gather_rows(block_ids: torch.Tensor, kv_len: int, block_size: int) -> torch.
     offsets = torch.arange(block_size, device=block_ids.device)
     rows = block_ids[:num_blocks, None].long() * block_size + offsets
     return rows.flatten()[:kv_len]
+
+
+def is_plain_prompt(
+    layer: LayerGeometry, q_len: int, kv_len: int, groups: torch.Tensor | None
+) -> bool:
+    """Whether plain causal attention from the first position on is all that is asked for."""
+    return (
+        q_len == kv_len
+        and groups is None
+        and layer.sliding_window is None
+        and layer.chunk_size is None
+    )
 
 
 def visible(

@@ -1,0 +1,173 @@
+"""Replays a trace against a server that speaks the OpenAI API, streaming, and times every token.
+
+Knows no server in particular. Conversations start when a place is free (`concurrency`) or at given
+times (`starts`); the turns of one follow each other. Pictures are drawn and encoded before the
+clock starts. Never retries: a request that fails is an error of the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import msgspec
+from e2e.bench.trace import Trace, Turn
+
+REQUEST_SECONDS = 600.0
+
+
+@dataclass
+class Reply:
+    """One request. Times are seconds on one clock; `chunks`: when each piece of text came."""
+
+    conversation: int
+    turn: int
+    sent: float
+    chunks: list[float] = field(default_factory=list)
+    done: float = 0.0
+    text: str = ""
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    error: str = ""
+
+    @property
+    def first_token_seconds(self) -> float:
+        return self.chunks[0] - self.sent
+
+    @property
+    def gaps_seconds(self) -> list[float]:
+        return [b - a for a, b in zip(self.chunks, self.chunks[1:], strict=False)]
+
+
+class Target(msgspec.Struct, frozen=True):
+    """`urls`: base URLs of equal frontends, used in turn; `model`: what requests name."""
+
+    urls: tuple[str, ...]
+    model: str
+
+
+class Replay:
+    """One run of one trace. `urls_of`: data URL by picture number."""
+
+    def __init__(
+        self,
+        target: Target,
+        trace: Trace,
+        urls_of: Mapping[int, str],
+        on_reply: Callable[[Reply], None] = lambda reply: None,
+    ) -> None:
+        self._target = target
+        self._trace = trace
+        self._urls_of = urls_of
+        self._on_reply = on_reply
+        self._replies: list[Reply] = []
+
+    async def run(
+        self, concurrency: int = 0, starts: Sequence[float] = ()
+    ) -> tuple[list[Reply], float]:
+        """Replies in trace order, and the seconds from the first request to the last answer.
+
+        Args:
+            concurrency: conversations under way at the same time; 0: no limit.
+            starts: seconds after the start at which each conversation begins; (): at once.
+        """
+        places = asyncio.Semaphore(concurrency or len(self._trace.conversations))
+        timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+            begin = time.perf_counter()
+
+            async def converse(index: int) -> None:
+                if starts:
+                    await asyncio.sleep(begin + starts[index] - time.perf_counter())
+                async with places:
+                    await self._converse(session, index)
+
+            await asyncio.gather(*(converse(i) for i in range(len(self._trace.conversations))))
+            seconds = time.perf_counter() - begin
+        self._replies.sort(key=lambda reply: (reply.conversation, reply.turn))
+        return self._replies, seconds
+
+    async def _converse(self, session: aiohttp.ClientSession, index: int) -> None:
+        messages: list[dict[str, Any]] = []
+        for number, turn in enumerate(self._trace.conversations[index]):
+            messages.append(self._message(turn))
+            reply = await self._ask(session, index, number, messages)
+            self._replies.append(reply)
+            self._on_reply(reply)
+            if reply.error:
+                return
+            messages.append({"role": "assistant", "content": reply.text})
+
+    def _message(self, turn: Turn) -> dict[str, Any]:
+        parts: list[dict[str, Any]] = [
+            {"type": "image_url", "image_url": {"url": self._urls_of[p]}} for p in turn.pictures
+        ]
+        return {"role": "user", "content": [*parts, {"type": "text", "text": turn.text}]}
+
+    async def _ask(
+        self, session: aiohttp.ClientSession, index: int, turn: int, messages: list[dict[str, Any]]
+    ) -> Reply:
+        body = msgspec.json.encode(
+            {
+                "model": self._target.model,
+                "messages": messages,
+                "max_tokens": self._trace.max_tokens,
+                "temperature": 0,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+        )
+        url = self._target.urls[index % len(self._target.urls)] + "/v1/chat/completions"
+        reply = Reply(index, turn, time.perf_counter())
+        try:
+            headers = {"content-type": "application/json"}
+            async with session.post(url, data=body, headers=headers) as answer:
+                if answer.status != 200:
+                    reply.error = f"{answer.status}: {(await answer.text())[:300]}"
+                else:
+                    await _read(answer, reply)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            reply.error = f"{type(error).__name__}: {error}"[:300]
+        reply.done = time.perf_counter()
+        if not reply.error and not reply.chunks:
+            reply.error = "the stream ended without any text"
+        return reply
+
+
+async def _read(answer: aiohttp.ClientResponse, reply: Reply) -> None:
+    """Server-sent events into `reply`. An error event or a stream that is cut is an error."""
+    is_whole = False
+    async for line in answer.content:
+        data = line.strip()
+        if not data.startswith(b"data:"):
+            continue
+        now = time.perf_counter()
+        data = data[5:].strip()
+        if data == b"[DONE]":
+            is_whole = True
+            continue
+        event = msgspec.json.decode(data)
+        if "error" in event:
+            reply.error = str(event["error"])[:300]
+            return
+        for choice in event.get("choices") or []:
+            is_whole = is_whole or bool(choice.get("finish_reason"))
+            text = (choice.get("delta") or {}).get("content")
+            if text:
+                reply.text += text
+                reply.chunks.append(now)
+        if usage := event.get("usage"):
+            reply.num_prompt_tokens = usage.get("prompt_tokens") or 0
+            reply.num_output_tokens = usage.get("completion_tokens") or 0
+            with contextlib.suppress(AttributeError):
+                details = usage.get("prompt_tokens_details") or {}
+                reply.num_cached_tokens = details.get("cached_tokens") or 0
+    if not is_whole:
+        reply.error = "the stream was cut"

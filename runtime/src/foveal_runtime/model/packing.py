@@ -1,0 +1,100 @@
+"""Linear layers whose weights are kept in the layout that oneDNN computes with, on CPUs.
+
+Called by the loader once the weights are there. With the plain layout every product rearranges its
+weights first, which is most of the work of a decode step: 4 rows in float32 take 1.6 times as long,
+in bfloat16 2.1 times; 640 rows still 1.1 to 1.3 times. The packed weight takes the place of the
+plain one (same number of bytes) and gives it back bit by bit (`weight.to_dense()`).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+HINT_ROWS = 16
+"""The batch size that the layout is chosen for: good from 1 row to thousands, unlike 1 or none."""
+
+_log = logging.getLogger(__name__)
+
+
+class PackedLinear(nn.Module):  # type: ignore[misc]
+    """Stands where an nn.Linear stood; computes the same up to the order of sums."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.weight = nn.Parameter(_pack(linear.weight.data), requires_grad=False)
+        self.bias = linear.bias
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return _multiply(rows, self.weight, self.bias)
+
+
+def _pack(weight: torch.Tensor) -> torch.Tensor:
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, HINT_ROWS)
+    return packed
+
+
+def _multiply(rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
+    return out
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether this torch, on this machine, computes with packed weights of `dtype`."""
+    if not torch.backends.mkldnn.is_available() or dtype not in (torch.float32, torch.bfloat16):
+        return False
+    try:
+        if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return False
+        weight = torch.arange(64 * 32, dtype=dtype).reshape(64, 32).remainder(7)
+        rows = torch.eye(32, dtype=dtype)
+        return bool(torch.equal(_multiply(rows, _pack(weight), None), weight.t()))
+    except (AttributeError, RuntimeError) as error:
+        _log.info("weights stay unpacked: %s", error)
+        return False
+
+
+def pack_linears(model: nn.Module) -> int:
+    """Replaces the linear layers of a model on the CPU; returns how many.
+
+    Left as they are: weights that another module holds, too (a head tied to the embeddings), layers
+    of other classes (their forward is their own) or with hooks, and dtypes that cannot be packed.
+    """
+    holders = _holders(model)
+    able: dict[torch.dtype, bool] = {}
+    num_packed = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is not nn.Linear or not _is_plain(child, holders):
+                continue
+            dtype = child.weight.dtype
+            if able.setdefault(dtype, can_pack(dtype)):
+                setattr(parent, name, PackedLinear(child).eval())
+                num_packed += 1
+    return num_packed
+
+
+def _holders(model: nn.Module) -> dict[int, int]:
+    """How many places in the model hold each parameter."""
+    found: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                found[id(parameter)] = found.get(id(parameter), 0) + 1
+    return found
+
+
+def _is_plain(linear: Any, holders: dict[int, int]) -> bool:
+    weight = linear.weight
+    return (
+        type(weight) is nn.Parameter
+        and weight.device.type == "cpu"
+        and holders[id(weight)] == 1
+        and not linear._forward_hooks
+        and not linear._forward_pre_hooks
+    )

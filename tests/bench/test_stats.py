@@ -1,0 +1,43 @@
+"""Percentiles, paired ratios and the order of runs."""
+
+import math
+
+import pytest
+from e2e.bench.runs import schedule
+from e2e.bench.stats import Spread, paired_ratio, percentile
+
+
+def test_percentiles_lie_between_neighbours():
+    assert percentile([4, 1, 3, 2], 50) == 2.5
+    assert percentile(range(101), 99) == 99
+    assert percentile([5], 90) == 5
+    assert math.isnan(percentile([], 50))
+
+
+def test_a_ratio_is_taken_within_pairs():
+    """The machine became four times slower after the first round: the ratio did not change."""
+    assert paired_ratio([8, 2], [4, 1]) == Spread(2, 2, 2, 2)
+
+
+def test_a_ratio_shows_its_spread():
+    spread = paired_ratio([1, 2, 6], [1, 1, 2])
+    assert spread == Spread(2, 1, 3, 3)
+    assert str(spread) == "2.00 (1.00 to 3.00)"
+
+
+def test_pairs_without_a_divisor_are_left_out():
+    assert paired_ratio([1, 2], [0, 2]) == Spread(1, 1, 1, 1)
+    assert paired_ratio([1], [0]) is None
+
+
+def test_unequal_numbers_of_runs_are_a_mistake():
+    with pytest.raises(ValueError, match="zip"):
+        paired_ratio([1, 2], [1])
+
+
+def test_runs_alternate():
+    """Every trace is run on every server before the next trace, in turned order every round."""
+    steps = schedule(["a", "b"], 2, 3, seed=10)
+    assert [s.server for s in steps] == [0, 1, 2] * 2 + [2, 1, 0] * 2
+    assert [s.kind for s in steps[:6]] == ["a"] * 3 + ["b"] * 3
+    assert {(s.round, s.seed) for s in steps} == {(0, 10), (1, 11)}

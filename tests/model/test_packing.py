@@ -1,0 +1,69 @@
+"""Packed linear layers compute what plain ones do, and only plain ones are replaced."""
+
+import pytest
+import torch
+from torch import nn
+
+from foveal_runtime.model.packing import PackedLinear, can_pack, pack_linears
+
+pytestmark = pytest.mark.model
+
+needs_packing = pytest.mark.skipif(
+    not can_pack(torch.float32), reason="this torch has no oneDNN linear layers"
+)
+
+
+class Other(nn.Linear):
+    """A subclass has a forward of its own."""
+
+    def forward(self, rows):
+        return super().forward(rows) + 1
+
+
+@needs_packing
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 96), (1, 1, 96), (2, 3, 96), (577, 96), (0, 96)])
+def test_a_packed_layer_computes_the_same(shape, dtype, bias):
+    if not can_pack(dtype):
+        pytest.skip(f"no packed {dtype} on this machine")
+    torch.manual_seed(1)
+    linear = nn.Linear(96, 130, bias=bias).to(dtype)
+    holder = nn.ModuleDict({"one": linear})
+    rows = torch.randn(*shape).to(dtype)
+    wanted = linear(rows)
+    assert pack_linears(holder) == 1
+    assert isinstance(holder["one"], PackedLinear)
+    assert torch.equal(holder["one"].weight.to_dense(), linear.weight)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
+    with torch.inference_mode():
+        got = holder["one"](rows)
+    assert got.shape == wanted.shape
+    assert torch.allclose(got, wanted, atol=tolerance, rtol=tolerance)
+
+
+@needs_packing
+def test_strided_rows():
+    torch.manual_seed(1)
+    linear = nn.Linear(32, 48)
+    rows = torch.randn(7, 64)[::2, ::2]
+    holder = nn.Sequential(linear)
+    wanted = linear(rows)
+    pack_linears(holder)
+    assert torch.allclose(holder(rows), wanted, atol=1e-5)
+
+
+def test_what_is_shared_or_special_stays():
+    """A tied head would otherwise take its memory twice."""
+    model = nn.ModuleDict(
+        {"embed": nn.Embedding(40, 32), "head": nn.Linear(32, 40, bias=False), "own": Other(32, 8)}
+    )
+    model["head"].weight = model["embed"].weight
+    hooked = model["hooked"] = nn.Linear(32, 8)
+    hooked.register_forward_hook(lambda *_: None)
+    assert pack_linears(model) == 0
+    assert model["head"].weight is model["embed"].weight
+
+
+def test_other_dtypes_stay():
+    assert pack_linears(nn.Sequential(nn.Linear(32, 8).double())) == 0
