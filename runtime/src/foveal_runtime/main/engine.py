@@ -54,6 +54,7 @@ def serve(config: EngineConfig) -> int:
         http_port=config.http_port,
         engine_id=config.engine_id,
         drain_timeout_seconds=config.drain_timeout_seconds,
+        idle_check_seconds=config.idle_check_seconds,
         render_metrics=metrics.exposition,
     )
     stream = EventStream(config.events_bind, keys=config.curve) if config.events_bind else None
