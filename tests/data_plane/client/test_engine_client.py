@@ -366,8 +366,7 @@ async def test_a_request_that_sees_engine_after_engine_die_ends():
 
 
 async def test_links_that_break_again_and_again_are_no_deaths():
-    """Regression: a link that was down counted as an engine's death each time it had broken, so
-    that a few cuts of two links in a row failed the request."""
+    """Eight cuts, twice as many as engines a request may see die."""
     async with running(2) as (world, client):
         for engine in world.engines.values():
             engine.allowance = 0
