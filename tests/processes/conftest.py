@@ -34,6 +34,8 @@ from questions import FAMILIES, Sample, is_right  # noqa: E402
 
 # Another model may never say that it is done; its replies may be cut short.
 LONGEST_REPLY = int(os.environ.get("FOVEAL_TEST_TOKENS", evaluate.LONGEST_REPLY))
+# A process is ready after about 15 s of one core; on a machine that does much else, much later.
+START_SECONDS = float(os.environ.get("FOVEAL_START_SECONDS", "400"))
 MIB = 1024**2
 MODEL = "tiny-vlm"
 
@@ -164,7 +166,7 @@ def start() -> Iterator[Start]:
         deployment = make_deployment(**options)
         running.append(deployment)
         deployment.start()
-        deployment.wait_ready(120)
+        deployment.wait_ready(START_SECONDS)
         own = [Asker(child.url) for child in deployment.frontends]
         askers.extend(own)
         return deployment, own
@@ -217,7 +219,7 @@ def deploy_through_relays() -> Callable[..., Any]:
             for relay in relays:
                 stack.enter_context(contextlib.closing(relay))
             stack.enter_context(deployment)
-            deployment.wait_ready(400)
+            deployment.wait_ready(START_SECONDS)
             askers = [
                 stack.enter_context(contextlib.closing(Asker(child.url)))
                 for child in deployment.frontends
@@ -231,6 +233,12 @@ def deploy_through_relays() -> Callable[..., Any]:
 def deployment_of() -> Callable[..., LocalDeployment]:
     """`deploy` for fixtures that live longer than a test."""
     return make_deployment
+
+
+@pytest.fixture(scope="session")
+def start_seconds() -> float:
+    """What a process may take until it is ready."""
+    return START_SECONDS
 
 
 @pytest.fixture(scope="session")
@@ -249,6 +257,6 @@ def asker_for() -> Iterator[Callable[[str], Asker]]:
 def shared() -> Iterator[tuple[LocalDeployment, Asker]]:
     """One frontend and one engine for all tests that change nothing for others."""
     with make_deployment() as deployment:
-        deployment.wait_ready(120)
+        deployment.wait_ready(START_SECONDS)
         with contextlib.closing(Asker(deployment.frontends[0].url)) as asker:
             yield deployment, asker

@@ -11,8 +11,8 @@ import pytest
 from foveal_runtime.engine.integrity import digest_of
 from foveal_runtime.frontend.engine_client import EngineClient
 from foveal_runtime.frontend.fake_engine import ScriptedEngine, token_at
-from foveal_runtime.frontend.sequence import fan_out
 from foveal_runtime.frontend.prepared import PreparedItem, PreparedRequest
+from foveal_runtime.frontend.sequence import fan_out
 from foveal_runtime.mirror.receiver import ReceiverLimits
 from foveal_runtime.plan.config import Admission, EngineAddress, FrontendConfig, ModelConfig
 from foveal_runtime.plan.errors import (
