@@ -101,7 +101,7 @@ class Scheduler:
             for index, entry in enumerate(request.mm_inputs)
             if index >= request.next_mm and index not in held
         }
-        released = {}
+        released: dict[MMHash, None] = {}
         for index, entry in enumerate(request.mm_inputs):
             if entry.mm_hash not in wanted and request.values[index]:
                 request.release_value(index)

@@ -101,4 +101,4 @@ class EngineRun:
         """Before the next attempt: none after one loss, then more and more."""
         if self.num_losses < 2:
             return 0.0
-        return min(0.05 * 2 ** min(self.num_losses - 2, 10), MAX_PAUSE_SECONDS)
+        return min(0.05 * 2.0 ** min(self.num_losses - 2, 10), MAX_PAUSE_SECONDS)
