@@ -384,6 +384,9 @@ class EngineCore:
         self.scheduler.check_integrity()
         self.receiver.check_integrity()
         self.runner.check_integrity()
+        roster = self.scheduler.roster
+        for ghosts in (self.value_ghosts, roster.block_ghosts, roster.encoder.ghosts):
+            ghosts.check_integrity()
         assert len(self._ids) == self.scheduler.num_requests
         assert self._ids.keys() <= self.receiver.admission.requests.keys()
 
