@@ -34,7 +34,7 @@ from questions import FAMILIES, Sample, is_right  # noqa: E402
 
 # Another model may never say that it is done; its replies may be cut short.
 LONGEST_REPLY = int(os.environ.get("FOVEAL_TEST_TOKENS", evaluate.LONGEST_REPLY))
-# A process is ready after about 15 s of one core; on a machine that does much else, much later.
+# A process needs some 10 s of a core until it is ready; on a machine that does much else, minutes.
 START_SECONDS = float(os.environ.get("FOVEAL_START_SECONDS", "400"))
 MIB = 1024**2
 MODEL = "tiny-vlm"
