@@ -577,6 +577,23 @@ def test_who_waits_for_released_values_can_be_aborted():
     engine.assert_clean()
 
 
+def test_released_values_that_nobody_has_any_more_end_their_request():
+    engine = early_release(num_blocks=17)
+    frontend = engine.connect()
+    engine.up(frontend, frontend.request(("r", 0), [1, A, 3], max_tokens=40))
+    engine.up(frontend, frontend.request(("s", 0), [2, C, 4], max_tokens=40))
+    engine.step()
+    engine.core.receiver.reset()
+    frontend.items.clear()  # as for media that came by uuid alone
+    engine.run()
+    assert sorted(frontend.finish.values()) == ["length", "rejected"]
+    [(rid, error)] = frontend.errors.items()
+    assert error[0] == "mm_source_lost"
+    [other] = frontend.bodies.keys() - {rid}
+    engine.check(frontend, other)
+    engine.assert_clean()
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_crowd_with_early_release(seed):
     """Tokens stay those of a straight computation, whatever is released, preempted and fetched."""
