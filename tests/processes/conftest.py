@@ -45,7 +45,8 @@ class Asker:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.http = httpx.Client(base_url=url, timeout=120)
+        # A new picture may have to wait for a media worker that has just been killed.
+        self.http = httpx.Client(base_url=url, timeout=START_SECONDS)
 
     def close(self) -> None:
         self.http.close()

@@ -108,7 +108,7 @@ class Load:
         """Every client has its last answer."""
         self.stopping.set()
         for thread in self.threads:
-            thread.join(120)
+            thread.join(PROGRESS_SECONDS)
             assert not thread.is_alive(), "a request never ended"
 
 
