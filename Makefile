@@ -44,7 +44,7 @@ lock: $(VENV)/.uv ## compile requirements/*.in to hash-pinned *.txt
 demo: $(VENV)/.run ## serve the bundled model, ask it about pictures twice, show what the caches saved
 	@$(PY) examples/demo.py
 serve: $(VENV)/.run ## keep serving the bundled model on http://127.0.0.1:8000 (MODEL=dir for another)
-	@$(VENV)/bin/foveal-runtime serve $(MODEL) --name tiny-vlm
+	@$(VENV)/bin/foveal-runtime serve $(MODEL) --name tiny-vlm --idle-check-seconds 30
 
 # --- tests -------------------------------------------------------------------------------------
 .PHONY: check test generate control-plane chart faults fresh e2e bench bench-peers soak
@@ -60,8 +60,8 @@ control-plane: $(VENV)/.dev ## schema, objects and operator against a real API s
 	@e2e/cluster/build.sh
 	@timeout 900 $(VENV)/bin/pytest -q -m "api_server and not slow" tests/control_plane/api_server
 
-faults: $(VENV)/.dev ## 20 times: kill, pause or cut off a real process under load (up to 8 minutes)
-	@OMP_WAIT_POLICY=passive FOVEAL_FAULTS=20 timeout 480 $(VENV)/bin/pytest -q -s -m faults tests/processes
+faults: $(VENV)/.dev ## 20 times: kill, pause or cut off a real process under load (minutes; most of it is processes that start)
+	@OMP_WAIT_POLICY=passive FOVEAL_FAULTS=20 timeout 1800 $(VENV)/bin/pytest -q -s -m faults tests/processes
 
 e2e: faults ## real processes under faults (the cluster tier is still to come)
 	@echo "the cluster tier (image, chart, a real node) is still to come"

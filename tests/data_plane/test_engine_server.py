@@ -297,6 +297,24 @@ def test_books_that_disagree_are_told_and_the_engine_goes_on():
         harness.core.receiver.store.pinned_bytes -= 1
 
 
+async def test_an_idle_engine_checks_its_books():
+    with engine(idle_check_seconds=0.01) as harness:
+        client = Client(harness)
+        await client.open()
+        client.send(client.fake.request(("r", 0), [1, A, 3]))
+        await client.until(lambda: client.fake.finish)
+        before = harness.server.num_idle_checks
+        async with asyncio.timeout(20):
+            while harness.server.num_idle_checks < before + 2:  # noqa: ASYNC110 - a thread's
+                await asyncio.sleep(0.01)
+        assert harness.server.phase is Phase.READY
+        harness.core.receiver.store.idle_bytes += 1
+        harness.join()
+        assert harness.code == 1
+        assert harness.server.phase is Phase.FAILED
+        client.link.close()
+
+
 def test_an_engine_that_loads_has_no_books_yet():
     gate = threading.Event()
     with engine(gate=gate) as harness:

@@ -72,6 +72,22 @@ def test_a_failed_request_can_come_back(bench) -> None:
     assert len(last.sampled) == 1
 
 
+def test_an_encoding_that_fails_is_told_by_its_key(bench) -> None:
+    """Regression: the reason stayed with the requests of the same step; who hit the same key in
+    a later step found no output, and the scheduler believed in one."""
+    one = bench("llava")
+    good, bad = one.prompt(1, [(0, 1)]), one.prompt(2, [(0, 2)])
+    jobs = [one.job("good", good), one.job("bad", bad)]
+    jobs[1].values = (pack_item(0, (3,) * 16, ((0, 16),), {}),)
+    inputs = [EncoderInput(job.mm_inputs[0].mm_hash, 0, 16, job.values[0]) for job in jobs]
+    result = one.runner.execute(StepPlan(0, encode=inputs))
+    assert list(result.failed_encodes) == [jobs[1].mm_inputs[0].mm_hash]
+    assert "lacks the field pixel_values" in result.failed_encodes[jobs[1].mm_inputs[0].mm_hash]
+    assert not result.failed
+    again = one.runner.execute(StepPlan(1, encode=inputs[:1]))
+    assert not again.failed_encodes
+
+
 @torch.inference_mode()
 def test_prompt_logprobs_equal_the_plain_forward(bench) -> None:
     one = bench("llama")

@@ -7,10 +7,13 @@ questions whose answers the generator knows.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 import random
 import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,8 @@ from questions import FAMILIES, Sample, is_right  # noqa: E402
 
 # Another model may never say that it is done; its replies may be cut short.
 LONGEST_REPLY = int(os.environ.get("FOVEAL_TEST_TOKENS", evaluate.LONGEST_REPLY))
+# A process needs some 10 s of a core until it is ready; on a machine that does much else, minutes.
+START_SECONDS = float(os.environ.get("FOVEAL_START_SECONDS", "400"))
 MIB = 1024**2
 MODEL = "tiny-vlm"
 
@@ -40,7 +45,8 @@ class Asker:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.http = httpx.Client(base_url=url, timeout=120)
+        # A new picture may have to wait for a media worker that has just been killed.
+        self.http = httpx.Client(base_url=url, timeout=START_SECONDS)
 
     def close(self) -> None:
         self.http.close()
@@ -78,15 +84,49 @@ class Asker:
 
 
 @pytest.fixture(scope="session")
-def samples() -> list[Sample]:
-    """Held-out questions of every family, with the greedy reply of plain transformers in fp32."""
+def samples(request: pytest.FixtureRequest) -> list[Sample]:
+    """Held-out questions of every family, with the greedy reply of plain transformers in fp32.
+
+    The replies are kept between runs under a key of all that they depend on: running the model
+    takes longer than most tests, above all where a test is run alone.
+    """
+    drawn = draw_samples(list(FAMILIES), 5, "processes", False)
+    cache = request.config.cache
+    assert cache is not None
+    name = f"foveal/references-{digest_of_references(drawn)}"
+    replies = cache.get(name, None)
+    if replies is None:
+        replies = plain_replies(drawn)
+        cache.set(name, replies)
+    for sample, reply in zip(drawn, replies, strict=True):
+        sample.reference = reply
+    right = sum(is_right(sample.reference, sample.verdict) for sample in drawn)
+    if "FOVEAL_TEST_MODEL" not in os.environ:
+        # Its accuracy by family is evaluate.py's business. Here it only has to look at pictures, or
+        # equality with the reference would prove little.
+        assert right >= 0.6 * len(drawn), "the bundled model does not look at its pictures"
+    return drawn
+
+
+def digest_of_references(samples: list[Sample]) -> str:
+    """Of the questions, the model's files and the software that answers."""
+    found = hashlib.blake2b(digest_size=16)
+    for sample in samples:
+        found.update(json.dumps(to_request(sample, MODEL), sort_keys=True).encode())
+    for path in sorted(WEIGHTS.iterdir()):
+        found.update(path.name.encode() + path.read_bytes())
+    found.update(f"{version('torch')} {version('transformers')} {LONGEST_REPLY}".encode())
+    return found.hexdigest()
+
+
+def plain_replies(samples: list[Sample]) -> list[str]:
     import torch
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     model = AutoModelForImageTextToText.from_pretrained(WEIGHTS, dtype=torch.float32).eval()
     processor = AutoProcessor.from_pretrained(WEIGHTS)
-    drawn = draw_samples(list(FAMILIES), 5, "processes", False)
-    for sample in drawn:
+    replies = []
+    for sample in samples:
         text = processor.apply_chat_template(
             sample.messages, add_generation_prompt=True, tokenize=False
         )
@@ -95,13 +135,8 @@ def samples() -> list[Sample]:
         with torch.inference_mode():
             output = model.generate(**inputs, max_new_tokens=LONGEST_REPLY, do_sample=False)
         fresh = output[0, inputs["input_ids"].shape[1] :]
-        sample.reference = processor.tokenizer.decode(fresh, skip_special_tokens=True)
-    right = sum(is_right(sample.reference, sample.verdict) for sample in drawn)
-    if "FOVEAL_TEST_MODEL" not in os.environ:
-        # Its accuracy by family is evaluate.py's business. Here it only has to look at pictures, or
-        # equality with the reference would prove little.
-        assert right >= 0.6 * len(drawn), "the bundled model does not look at its pictures"
-    return drawn
+        replies.append(processor.tokenizer.decode(fresh, skip_special_tokens=True))
+    return replies
 
 
 @pytest.fixture(scope="session")
@@ -132,7 +167,7 @@ def start() -> Iterator[Start]:
         deployment = make_deployment(**options)
         running.append(deployment)
         deployment.start()
-        deployment.wait_ready(120)
+        deployment.wait_ready(START_SECONDS)
         own = [Asker(child.url) for child in deployment.frontends]
         askers.extend(own)
         return deployment, own
@@ -158,6 +193,7 @@ def make_deployment(
         "processor_bytes": 32 * MIB,
         "media_workers": 1,
         "num_threads": 1,
+        "idle_check_seconds": 1.0,
     }
     engines, frontends = local_documents(LocalOptions(**{**defaults, **options}), free_port)
     if change:
@@ -184,7 +220,7 @@ def deploy_through_relays() -> Callable[..., Any]:
             for relay in relays:
                 stack.enter_context(contextlib.closing(relay))
             stack.enter_context(deployment)
-            deployment.wait_ready(400)
+            deployment.wait_ready(START_SECONDS)
             askers = [
                 stack.enter_context(contextlib.closing(Asker(child.url)))
                 for child in deployment.frontends
@@ -198,6 +234,12 @@ def deploy_through_relays() -> Callable[..., Any]:
 def deployment_of() -> Callable[..., LocalDeployment]:
     """`deploy` for fixtures that live longer than a test."""
     return make_deployment
+
+
+@pytest.fixture(scope="session")
+def start_seconds() -> float:
+    """What a process may take until it is ready."""
+    return START_SECONDS
 
 
 @pytest.fixture(scope="session")
@@ -216,6 +258,6 @@ def asker_for() -> Iterator[Callable[[str], Asker]]:
 def shared() -> Iterator[tuple[LocalDeployment, Asker]]:
     """One frontend and one engine for all tests that change nothing for others."""
     with make_deployment() as deployment:
-        deployment.wait_ready(120)
+        deployment.wait_ready(START_SECONDS)
         with contextlib.closing(Asker(deployment.frontends[0].url)) as asker:
             yield deployment, asker

@@ -16,7 +16,7 @@ import pytest
 
 from foveal_runtime.wire.item import pack_item
 
-pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 
 INJECT = "/v1/media/items"
 RESETS = ("/reset_mm_cache", "/reset_encoder_cache", "/reset_prefix_cache")
@@ -51,12 +51,14 @@ def post(asker: Any, path: str, key: str = "admin-key", **body: Any) -> httpx.Re
 
 
 @pytest.fixture(scope="module", params=["inline", "shm"])
-def served(request: Any, tmp_path_factory: Any, deployment_of: Any, asker_for: Any) -> Any:
+def served(
+    request: Any, tmp_path_factory: Any, deployment_of: Any, asker_for: Any, start_seconds: float
+) -> Any:
     """Two frontends and an engine for all tests of one way that values travel."""
     folder = tmp_path_factory.mktemp("keys")
     deployment = deployment_of(ipc_type=request.param, num_frontends=2, **keys(folder))
     with deployment:
-        deployment.wait_ready(200)
+        deployment.wait_ready(start_seconds)
         yield [asker_for(child.url) for child in deployment.frontends]
 
 

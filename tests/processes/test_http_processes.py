@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
 
 
 def pages(url: str) -> str:
@@ -50,14 +50,14 @@ def children_of(pid: int) -> list[int]:
         return [int(word) for word in file.read().split()]
 
 
-def test_two_processes_are_one_service(start, asker_for, samples, tmp_path) -> None:
+def test_two_processes_are_one_service(start, asker_for, samples, tmp_path, start_seconds) -> None:
     (tmp_path / "admin").write_text("root")
     deployment, (first,) = start(
         processes=2, ipc_type="shm", media_workers=2, admin_key_file=str(tmp_path / "admin")
     )
     url = first.url
     both = {"frontend-0/0", "frontend-0/1"}
-    until(lambda: set(processes_in(pages(url))) == both)
+    until(lambda: set(processes_in(pages(url))) == both, start_seconds)
     pictured = [sample for sample in samples if sample.pictures][:16]
 
     def ask(sample: Any) -> None:
@@ -86,7 +86,7 @@ def test_two_processes_are_one_service(start, asker_for, samples, tmp_path) -> N
     until(lambda: len(set(children_of(parent)) - set(before)) == 1)
     for sample in pictured[:4]:
         ask(sample)
-    until(lambda: set(processes_in(pages(url))) == both)
+    until(lambda: set(processes_in(pages(url))) == both, start_seconds)
     ask(pictured[0])
 
     # The parent's end is everyone's.

@@ -50,14 +50,14 @@ class Tenant:
 
 
 @pytest.fixture(scope="module")
-def asker(deploy, asker_for):
+def asker(deploy, asker_for, start_seconds):
     def change(engines, frontends):
         return engines, [
             msgspec.structs.replace(one, tenant_salt_header=HEADER) for one in frontends
         ]
 
     with deploy(change=change) as deployment:
-        deployment.wait_ready(120)
+        deployment.wait_ready(start_seconds)
         yield asker_for(deployment.frontends[0].url)
 
 

@@ -42,7 +42,7 @@ def sent_by_kind(asker: Any) -> dict[str, float]:
 
 
 def test_values_leave_the_socket_and_files_leave_with_their_writer(
-    start, samples, shared_folder: Path
+    start, samples, shared_folder: Path, start_seconds: float
 ) -> None:
     """Two engines get names of the same files; a frontend that was killed leaves files, which the
     next start removes; one that is stopped leaves nothing."""
@@ -67,7 +67,7 @@ def test_values_leave_the_socket_and_files_leave_with_their_writer(
     child.kill_group()
     assert folders(shared_folder) == [writer]
     child.start()
-    deployment.wait_ready(60)
+    deployment.wait_ready(start_seconds)
     assert writer not in folders(shared_folder)
     assert asker.metric("foveal_shm_swept_writers_total") == 1
     for sample in pictured[:6]:

@@ -12,6 +12,7 @@ from foveal_runtime.engine.integrity import digest_of
 from foveal_runtime.frontend.engine_client import EngineClient
 from foveal_runtime.frontend.fake_engine import ScriptedEngine, token_at
 from foveal_runtime.frontend.prepared import PreparedItem, PreparedRequest
+from foveal_runtime.frontend.sequence import fan_out
 from foveal_runtime.mirror.receiver import ReceiverLimits
 from foveal_runtime.plan.config import Admission, EngineAddress, FrontendConfig, ModelConfig
 from foveal_runtime.plan.errors import (
@@ -27,6 +28,7 @@ from foveal_runtime.plan.errors import (
 from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.wire.inprocess import InProcessHub
 from foveal_runtime.wire.item import meta_of, pack_item, read_header
+from foveal_runtime.wire.messages import EngineLoad
 from foveal_runtime.wire.shm import SharedReader
 
 NS = b"n" * 16
@@ -225,7 +227,7 @@ async def test_need_is_filled_from_the_source():
         request = make_request("a", 1, 2)
         assert await collect(client, request) == expected(request)
         assert client.links()[0].sender.stats.num_needs == 2
-        assert all(item.was_sent for item in request.items)
+        assert all(item.cost.was_sent for item in request.items)
         assert client.stats.mm_hits[0] == 0
 
 
@@ -348,19 +350,116 @@ async def test_a_uuid_bound_elsewhere_is_a_conflict():
             await collect(client, second)
 
 
-async def test_a_request_that_loses_engine_after_engine_ends():
-    """A request that kills whatever runs it must not travel for ever; a flapping link is no
-    death, which the engine's unchanged boot tells."""
+async def test_a_request_that_sees_engine_after_engine_die_ends():
+    """A request that kills whatever runs it must not travel for ever."""
     async with running(1) as (world, client):
         engine = next(iter(world.engines.values()))
         engine.allowance = 0
         task = asyncio.create_task(collect(client, make_request("a", 1)))
-        for attempt in range(5):  # the fifth tells that the fourth engine did not come back
+        for attempt in range(4):
             await until(lambda n=attempt: len(engine.served) == n + 1)
             assert client.stats.resubmissions.get("unknown_session", 0) == attempt
             engine.restart()
-        with pytest.raises(EngineFailure):
+        with pytest.raises(EngineFailure, match="4 engines died"):
             await task
+        assert len(engine.served) == 4
+
+
+async def test_links_that_break_again_and_again_are_no_deaths():
+    """Eight cuts, twice as many as engines a request may see die."""
+    async with running(2) as (world, client):
+        for engine in world.engines.values():
+            engine.allowance = 0
+        request = make_request("a", 1)
+        task = asyncio.create_task(collect(client, request))
+        for cut in range(8):
+            await until(lambda n=cut: len(world.taken()) == n + 1)
+            home = next(link.endpoint for link in client.links() if link.inflight)
+            world.transports[home].cut()
+            await until(lambda n=home: not _is_up(client, n))
+            world.transports[home].heal()
+        for engine in world.engines.values():
+            engine.allowance = None
+        assert await task == expected(request)
+        assert sum(client.stats.resubmissions.values()) == 8
+
+
+async def test_no_fifth_engine_is_risked_before_it_shows_what_became_of_four():
+    """Four engines went away with the request: it waits until one of them is back, and does not
+    take the next one down as well."""
+    async with running(5) as (world, client):
+        for engine in world.engines.values():
+            engine.allowance = 0
+        request = make_request("a", 1)
+        task = asyncio.create_task(collect(client, request))
+        gone = []
+        for loss in range(4):
+            await until(lambda n=loss: len(world.taken()) == n + 1)
+            gone.append(next(link.endpoint for link in client.links() if link.inflight))
+            world.transports[gone[-1]].cut()
+        await until(lambda: sum(client.stats.resubmissions.values()) == 4)
+        [left] = world.engines.keys() - set(gone)
+        assert client.num_ready_engines() == 1
+        assert not world.engines[left].served
+        for engine in world.engines.values():
+            engine.allowance = None
+        world.transports[gone[0]].heal()  # the same boot: a link broke, no engine died
+        assert await task == expected(request)
+
+
+async def test_engines_nobody_can_reach_for_long_are_taken_for_dead():
+    async with running(4, wait_seconds=0.3) as (world, client):
+        for engine in world.engines.values():
+            engine.allowance = 0
+        task = asyncio.create_task(collect(client, make_request("a", 1)))
+        for loss in range(4):
+            await until(lambda n=loss: len(world.taken()) == n + 1)
+            home = next(link.endpoint for link in client.links() if link.inflight)
+            world.transports[home].cut()
+        with pytest.raises(EngineFailure, match="4 engines died"):
+            await task
+
+
+def _is_up(client: EngineClient, endpoint: str) -> bool:
+    return any(link.sender.is_up for link in client.links() if link.endpoint == endpoint)
+
+
+async def test_an_engine_that_says_it_drains_gets_no_new_requests():
+    """It says so with its load report, long before it ends the session."""
+    async with running(2) as (world, client):
+        await collect(client, make_request("a", 1))
+        home = world.taken()[0]
+        world.engines[home].load = EngineLoad(1, 0, 0, 0, 0.0, draining=True)
+        await collect(client, make_request("b", 1))  # its outputs carry the report
+        await collect(client, make_request("c", 1))
+        assert world.taken().count(home) == 2
+        assert client.num_ready_engines() == 1
+        assert not client.stats.resubmissions
+
+
+async def test_sequences_of_a_request_count_its_items_once():
+    """Regression: n = 3 counted three queries and two hits for one new picture."""
+    async with running(1) as (_, client):
+        for name, hits in (("a", 0), ("b", 1)):
+            sequences = fan_out(make_request(name, 1), 3)
+            tokens = await asyncio.gather(*(collect(client, one) for one in sequences))
+            assert tokens == [expected(one) for one in sequences]
+            assert client.stats.mm_hits[0] == hits
+        assert client.stats.mm_queries[0] == 2
+
+
+async def test_a_uuid_waits_for_its_holder_while_the_link_is_down():
+    async with running(2) as (world, client):
+        await collect(client, make_request("a", 1))
+        home = world.taken()[0]
+        world.transports[home].cut()
+        await until(lambda: not _is_up(client, home))
+        request = make_request("b", 1)
+        request.items[0].is_held_only = True
+        task = asyncio.create_task(collect(client, request))
+        world.transports[home].heal()
+        assert await task == expected(request)
+        assert world.taken() == [home, home]
 
 
 async def test_a_full_engine_passes_requests_on():

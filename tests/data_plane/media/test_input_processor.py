@@ -78,7 +78,7 @@ async def test_a_repeat_decodes_nothing(start_input, picture, data_url):
     assert first.items[0].meta == again.items[0].meta == ItemMeta(0, 6, 4)
     assert inputs.stats.processed_items[0] == 1
     assert inputs.stats.url_text_hits == 1
-    assert (first.items[0].was_processed, again.items[0].was_processed) == (True, False)
+    assert (first.items[0].cost.was_processed, again.items[0].cost.was_processed) == (True, False)
     value = await again.items[0].source.value()
     assert len(value) == again.items[0].size_bytes
     assert view_item(value).meta == again.items[0].meta
@@ -336,7 +336,7 @@ async def test_injected_items_are_hits_afterwards(start_input, picture):
     assert kwargs == {"image": [value]}
     assert len(mirrors.puts) == 1
     request = await inputs.prepare([IMAGE], [image(data=picture())], options())
-    assert not request.items[0].was_processed
+    assert not request.items[0].cost.was_processed
     assert inputs.stats.processed_items[0] == 1
 
 
@@ -398,7 +398,7 @@ async def test_the_endpoint_has_its_own_namespace_unless_trusted(start_input, pi
         answer = inputs.injector.inject_payload(body, "application/msgpack")
         assert answer == {"stored": 1, "sent": 0}
         request = await inputs.prepare([IMAGE], [image(data=picture())], options())
-        assert request.items[0].was_processed is not trusted
+        assert request.items[0].cost.was_processed is not trusted
 
 
 async def test_bad_payloads_are_client_errors(start_input):

@@ -84,6 +84,20 @@ async def test_killed_from_outside_while_busy_and_while_idle(start_workers, tmp_
     await pool.process(0, b"{}", picture())
 
 
+async def test_an_idle_worker_that_dies_is_replaced_at_once(start_workers, picture):
+    """Regression: its place stayed empty until the next item came, which then waited for the new
+    process to load the processor."""
+    pool, _ = await start_workers(2)
+    await until(lambda: pool.num_ready == 2)
+    [victim, other] = pool.pids()
+    os.kill(victim, signal.SIGKILL)
+    await until(lambda: pool.num_ready == 2 and victim not in pool.pids())
+    assert other in pool.pids()
+    assert (pool.restarts, pool.retries) == (1, 0)
+    await asyncio.gather(*(pool.process(0, b"{}", picture(i)) for i in range(4)))
+    assert (pool.restarts, pool.retries) == (1, 0)
+
+
 async def test_a_hung_worker_is_killed_and_replaced(start_workers, picture):
     pool, _ = await start_workers(job_timeout_seconds=0.3)
     with pytest.raises(MediaInvalid, match="longer than"):

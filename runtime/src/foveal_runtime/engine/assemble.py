@@ -135,7 +135,8 @@ def assemble_core(
             caches.warm_directory, caches.warm_bytes, namespace=loaded.namespace, traits=traits
         )
     core = EngineCore(
-        scheduler, loaded.runner, receiver, send=send, clock=clock, events=events, warm=warm
-    )
+        scheduler, loaded.runner, receiver, send=send, clock=clock, events=events, warm=warm,
+        unpin_encoded=caches.unpin_at == "encoded",
+    )  # fmt: skip
     core.load_warm_set()
     return core

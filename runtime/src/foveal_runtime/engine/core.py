@@ -16,6 +16,7 @@ from foveal_runtime.engine.request import Request
 from foveal_runtime.engine.scheduler import Scheduler
 from foveal_runtime.engine.splice import splice
 from foveal_runtime.engine.step import ModelRunner, StepPlan
+from foveal_runtime.engine.value_release import ValueRelease
 from foveal_runtime.engine.warm import WarmSet
 from foveal_runtime.mirror.admission import RequestKey
 from foveal_runtime.mirror.messages import Bye, DownMessage, Hello, Req, SessionId, Up
@@ -39,6 +40,7 @@ class EngineCore:
         send: hands a message for one frontend to whoever owns the socket.
         events: hears of what the caches hold; None = no event stream.
         warm: encoder outputs that outlive the process; None = none do.
+        unpin_encoded: values are unpinned as soon as their items are encoded.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class EngineCore:
         clock: Callable[[], float],
         events: EventLog | None = None,
         warm: WarmSet | None = None,
+        unpin_encoded: bool = False,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
@@ -61,6 +64,7 @@ class EngineCore:
         self._clock = clock
         self._events = events
         self._warm = warm
+        self._values = ValueRelease(scheduler, receiver, is_on=unpin_encoded)
         self.value_ghosts = GhostLists(receiver.store.capacity_bytes)
         self.num_warm_outputs = 0
         self._ids: dict[RequestKey, str] = {}  # of requests the scheduler has
@@ -182,6 +186,9 @@ class EngineCore:
                 observed.update_seconds.append(self._clock() - executed)
                 if self._events is not None:
                     self._events.note_plan(plan, result)
+                self._values.after_step(plan)
+            if self._values.recall():
+                self._drop_aborted()
             self._start_ready()
         self.flush()
 
@@ -227,18 +234,20 @@ class EngineCore:
 
     def _after_receiver(self) -> None:
         """Whatever the receiver made ready, gave up or was told to do."""
-        receiver = self.receiver
-        for key in receiver.take_aborted():
-            request_id = self._ids.pop(key, None)
-            if request_id is not None:
-                self.scheduler.abort(request_id)
-            receiver.finish(*key)
+        self._drop_aborted()
         self._start_ready()
         self._prune_arrivals()
-        for control in receiver.take_controls():
+        for control in self.receiver.take_controls():
             self._control(control.action)
         if self._note_at is None:
             self._note_at = self._clock() + NOTE_DELAY_SECONDS
+
+    def _drop_aborted(self) -> None:
+        for key in self.receiver.take_aborted():
+            request_id = self._ids.pop(key, None)
+            if request_id is not None:
+                self.scheduler.abort(request_id)
+            self.receiver.finish(*key)
 
     def _prune_arrivals(self) -> None:
         """Requests that ended before their values came must not stay here."""
@@ -254,6 +263,10 @@ class EngineCore:
 
     def _start(self, ready: ReadyRequest) -> None:
         """Splices a complete request and hands it to the scheduler, or says why not."""
+        request_id = self._ids.get((ready.fid, ready.rid))
+        if request_id is not None:
+            self._values.resume(request_id, ready)
+            return
         if ready.bypassed and not self._warned_bypass:
             self._warned_bypass = True
             _LOG.warning(
@@ -367,9 +380,13 @@ class EngineCore:
                 self.receiver.finish(*key)
 
     def check_integrity(self) -> None:
-        """Asserts that scheduler, receiver and this class agree on who is here."""
+        """Asserts that scheduler, receiver, runner and this class agree on who is here."""
         self.scheduler.check_integrity()
         self.receiver.check_integrity()
+        self.runner.check_integrity()
+        roster = self.scheduler.roster
+        for ghosts in (self.value_ghosts, roster.block_ghosts, roster.encoder.ghosts):
+            ghosts.check_integrity()
         assert len(self._ids) == self.scheduler.num_requests
         assert self._ids.keys() <= self.receiver.admission.requests.keys()
 

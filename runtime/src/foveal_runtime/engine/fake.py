@@ -183,6 +183,10 @@ class FakeRunner:
                     taken.append(mm_hash)
         return taken
 
+    def check_integrity(self) -> None:
+        held = {*self.device, *self.host}
+        assert held <= self.sizes.keys(), "an output without a size"
+
     def close(self) -> None:
         self.closed = True
 

@@ -6,9 +6,11 @@ which blocks and encoder references the request has. Never decides anything.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 
 from foveal_runtime.engine.step import MMInput, PromptLogprobs
+from foveal_runtime.plan.media import MMHash
 from foveal_runtime.plan.sampling import SamplingParams
 
 
@@ -28,7 +30,8 @@ class Request:
         num_tokens: len(token_ids), kept as a number because it is read on each step.
         num_computed: positions whose KV is in this request's blocks.
         num_emitted: outputs of earlier attempts inside token_ids.
-        values: serialised item of each entry of mm_inputs, views on the value pool.
+        values: serialised item of each entry of mm_inputs, views on the value pool; empty where
+            the value was released (`num_released` counts those).
         next_mm: index of the first entry of mm_inputs that ends after num_computed.
         block_ids: KV blocks, in order. num_published: how many of them the prefix cache knows.
         block_hashes: hashes of the full blocks of token_ids, made once and kept.
@@ -57,6 +60,7 @@ class Request:
         "num_preemptions",
         "num_prompt_tokens",
         "num_published",
+        "num_released",
         "num_tokens",
         "output_limit_tokens",
         "priority",
@@ -119,6 +123,7 @@ class Request:
         self.block_hashes: list[bytes] = []
         self.hash_mm = 0
         self.num_published = 0
+        self.num_released = 0
         self.num_cached_tokens = 0
         self.num_encoder_hits = 0
         self.num_preemptions = 0
@@ -136,6 +141,16 @@ class Request:
     def num_output_tokens(self) -> int:
         """Outputs over all attempts: what max_tokens and min_tokens count."""
         return self.num_tokens - self.num_prompt_tokens
+
+    def release_value(self, index: int) -> None:
+        """The value of an item is not needed any more, as long as the request keeps running."""
+        if self.values[index]:
+            self.values = (*self.values[:index], b"", *self.values[index + 1 :])
+            self.num_released += 1
+
+    def restore_values(self, values: Mapping[MMHash, memoryview]) -> None:
+        self.values = tuple(values[entry.mm_hash] for entry in self.mm_inputs)
+        self.num_released = 0
 
     def __repr__(self) -> str:
         return (

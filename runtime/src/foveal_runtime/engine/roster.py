@@ -6,7 +6,7 @@ loses everything, so that nothing it holds can be forgotten. Decides nothing abo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from foveal_runtime.engine.block_pool import BlockPool
 from foveal_runtime.engine.encoder_cache import EncoderCacheManager
@@ -21,6 +21,7 @@ from foveal_runtime.engine.stats import EngineStats
 from foveal_runtime.engine.step import ModelTraits
 from foveal_runtime.engine.waiting import make_queue
 from foveal_runtime.plan.errors import FovealError
+from foveal_runtime.plan.media import MMHash
 from foveal_runtime.telemetry.ghosts import GhostLists
 
 
@@ -60,6 +61,8 @@ class Roster:
             eviction=limits.encoder_eviction,
         )
         self.is_caching = limits.prefix_caching and traits.bidirectional != "prompt"
+        self.away: dict[str, Request] = {}  # preempted, their values must come back first
+        self.recalled: list[Request] = []  # those of them that nobody was asked for yet
         self.in_runner: set[str] = set()
         self.gone: list[str] = []  # requests the runner may forget
         self._sequence = 0
@@ -92,8 +95,11 @@ class Roster:
         """Ends a request without an output; None when it is unknown or already over."""
         request = self.requests.get(request_id)
         if request is None:
-            return None
-        if request.status is Status.RUNNING:
+            request = self.away.pop(request_id, None)
+            if request is None:
+                return None
+            self.requests[request_id] = request
+        elif request.status is Status.RUNNING:
             self.running.remove(request)
         else:
             self.waiting.remove(request)
@@ -135,7 +141,24 @@ class Roster:
         victim.status = Status.WAITING
         victim.num_preemptions += 1
         self.stats.num_preemptions += 1
-        self.waiting.push_back(victim)
+        if victim.num_released:
+            del self.requests[victim.request_id]
+            self.away[victim.request_id] = victim
+            self.recalled.append(victim)
+        else:
+            self.waiting.push_back(victim)
+
+    def resume(self, request_id: str, values: Mapping[MMHash, memoryview]) -> None:
+        """The values of a request that is away are here again: it waits for its turn."""
+        request = self.away.pop(request_id)
+        request.restore_values(values)
+        self.requests[request_id] = request
+        self.waiting.push_back(request)
+
+    def take_recalled(self) -> list[Request]:
+        """Requests that went away since the last call and are still wanted."""
+        recalled, self.recalled = self.recalled, []
+        return [request for request in recalled if request.request_id in self.away]
 
     def check_integrity(self) -> None:
         """Asserts that all books agree with each other, between two steps."""
@@ -145,7 +168,13 @@ class Roster:
         assert len(live) == len(self.requests)
         assert self.waiting.num_tokens == sum(entry.num_tokens for entry in waiting)
         assert len(self.running) <= self.limits.max_num_seqs
+        assert not self.away.keys() & self.requests.keys()
+        for request in self.away.values():
+            assert request.status is Status.WAITING
+            assert request.num_released
+            assert not request.block_ids
         for request in live:
+            assert request.num_released == sum(not value for value in request.values)
             assert request.num_tokens == len(request.token_ids)
             assert request.num_computed <= request.num_tokens <= self.limits.max_model_len
             held = self.encoder.get_cached_input_ids(request)
@@ -157,6 +186,7 @@ class Roster:
             assert len(set(request.block_ids)) == len(request.block_ids)
         for request in waiting:
             assert request.status is Status.WAITING
+            assert not request.num_released
             assert not request.block_ids
             assert not self.encoder.get_cached_input_ids(request)
         self.pool.check_integrity([request.block_ids for request in self.running])

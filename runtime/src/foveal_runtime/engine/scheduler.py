@@ -9,7 +9,7 @@ touches tensors, sockets or threads; the clock is handed in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from foveal_runtime.engine.block_pool import BlockPool
 from foveal_runtime.engine.encoder_cache import EncoderCacheManager
@@ -75,7 +75,8 @@ class Scheduler:
 
     @property
     def num_requests(self) -> int:
-        return len(self.roster.requests)
+        """Those that are away included."""
+        return len(self.roster.requests) + len(self.roster.away)
 
     def get(self, request_id: str) -> Request | None:
         return self.roster.requests.get(request_id)
@@ -90,6 +91,31 @@ class Scheduler:
     def abort(self, request_id: str) -> Request | None:
         """Ends a request without an output; None when it is unknown or already over."""
         return self.roster.abort(request_id)
+
+    def release_secured(self, request: Request) -> list[MMHash]:
+        """Gives up the values of items that are encoded or computed: nothing but a preemption can
+        make them needed again. Returns the keys of which no value is left with the request."""
+        held = self.roster.encoder.get_cached_input_ids(request)
+        wanted = {
+            entry.mm_hash
+            for index, entry in enumerate(request.mm_inputs)
+            if index >= request.next_mm and index not in held
+        }
+        released: dict[MMHash, None] = {}
+        for index, entry in enumerate(request.mm_inputs):
+            if entry.mm_hash not in wanted and request.values[index]:
+                request.release_value(index)
+                released[entry.mm_hash] = None
+        return list(released)
+
+    def take_recalled(self) -> list[Request]:
+        """Requests that were preempted after their values were released: each is away until
+        `resume` brings the values back (or `abort` ends it)."""
+        return self.roster.take_recalled()
+
+    def resume(self, request_id: str, values: Mapping[MMHash, memoryview]) -> None:
+        """The values of a request that is away are here again."""
+        self.roster.resume(request_id, values)
 
     def schedule(self) -> StepPlan:
         """The next step's plan; empty (`num_tokens` 0, nothing to move) when nobody wants one."""

@@ -85,6 +85,8 @@ class EngineServer:
         engine_id: the name in /debug/integrity.
         render_metrics: the exposition text, called in the HTTP thread.
         stall_seconds: /livez fails when work waits and no step ended for so long.
+        idle_check_seconds: an idle engine checks all its books this often, and ends when they do
+            not agree; 0 = never.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class EngineServer:
         engine_id: str = "",
         drain_timeout_seconds: float = 120.0,
         stall_seconds: float = STALL_SECONDS,
+        idle_check_seconds: float = 0.0,
         render_metrics: Callable[[], bytes] = lambda: b"",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -104,6 +107,9 @@ class EngineServer:
         self._clock = clock
         self._drain_timeout_seconds = drain_timeout_seconds
         self._stall_seconds = stall_seconds
+        self._idle_check_seconds = idle_check_seconds
+        self._checked_at = clock()
+        self.num_idle_checks = 0
         self._inbox = _Inbox()
         self._core: EngineCore | None = None
         self._links: LinkThread | None = None
@@ -212,6 +218,7 @@ class EngineServer:
                     self._progress = (self._progress[0], self._clock(), True)
                 core.step()
                 self._progress = (core.stats.num_steps, self._clock(), core.has_work)
+                self._check_when_idle(core)
         except Exception:
             _LOG.exception("the step loop failed; frontends send their requests elsewhere")
             self.phase = Phase.FAILED
@@ -224,6 +231,17 @@ class EngineServer:
             _LOG.exception("the warm set was not saved")
         self.phase = Phase.STOPPED
         return 0
+
+    def _check_when_idle(self, core: EngineCore) -> None:
+        """Raises AssertionError when the books do not agree: an engine that may serve one request
+        another's memory must not serve on."""
+        if not self._idle_check_seconds or core.has_work:
+            return
+        now = self._clock()
+        if now - self._checked_at >= self._idle_check_seconds:
+            core.check_integrity()
+            self._checked_at = self._clock()
+            self.num_idle_checks += 1
 
     def _patience(self, core: EngineCore) -> float:
         """How long to wait for messages before the next step."""

@@ -21,7 +21,7 @@ import msgspec
 
 from foveal_runtime.frontend.debug import MirrorView
 from foveal_runtime.frontend.engine_link import EngineLink
-from foveal_runtime.frontend.engine_run import MAX_ATTEMPTS, MAX_LOSSES, EngineRun
+from foveal_runtime.frontend.engine_run import MAX_LOSSES, EngineRun, Fate
 from foveal_runtime.frontend.engine_stream import Lost, Rejected, Stream
 from foveal_runtime.frontend.prepared import PreparedRequest
 from foveal_runtime.frontend.routing import Candidate, Router, estimate_load
@@ -45,8 +45,10 @@ from foveal_runtime.wire.zmq_transport import ZmqDealer
 log = logging.getLogger(__name__)
 
 RESOLVE_SECONDS = 5.0
-RECONNECT_SECONDS = 1.0
-"""A link that was lost for less may come back: its engine is not taken for dead yet."""
+HOLDER_WAIT_SECONDS = 5.0
+"""How long a request by uuid alone waits for an engine that may hold its media to come back."""
+_PLANNED_ENDS = ("draining", "closed")
+"""Ends of sessions that nobody died of: the engine's own goodbye, and ours."""
 
 
 class EngineClient:
@@ -247,6 +249,7 @@ class EngineClient:
 
     async def _submit(self, run: EngineRun) -> tuple[EngineLink, Stream]:
         """Sends the next attempt to the best engine there is, waiting for one if need be."""
+        await self._let_it_show(run)
         deadline = time.monotonic() + self.config.admission.no_engine_wait_seconds
         while True:
             changed = self._changed
@@ -259,9 +262,8 @@ class EngineClient:
                 with self.stats.stages.measure("send"):
                     stream = await link.submit(rid, run.request, run.body())
             except LinkDown:
-                if run.attempt > MAX_ATTEMPTS:
-                    raise EngineFailure("the request could not be sent to any engine") from None
-                await asyncio.sleep(0)
+                run.num_losses += 1  # a link alone: nobody died of what was never sent
+                await self._let_it_show(run)
                 continue
             self.router.commit(link.endpoint, run.affinity)
             return link, stream
@@ -269,15 +271,22 @@ class EngineClient:
     async def _wait_for_engine(
         self, run: EngineRun, changed: asyncio.Event, deadline: float
     ) -> None:
+        lost = None
         if self.num_ready_engines() and any(i.is_held_only for i in run.request.items):
-            raise MediaUnknown(
-                "the media behind a uuid is no longer held by any engine; send it again"
-            )
+            text = "the media behind a uuid is no longer held by any engine; send it again"
+            lost = MediaUnknown(text)
+            # A holder whose link broke a moment ago has it still.
+            if all(link.sender.is_up for link in self._links.values()):
+                raise lost
+            limit = self.config.admission.no_engine_wait_seconds
+            deadline += min(limit, HOLDER_WAIT_SECONDS) - limit
         left = deadline - time.monotonic()
         try:
             async with asyncio.timeout(max(0.0, left)):
                 await changed.wait()
         except TimeoutError:
+            if lost is not None:
+                raise lost from None
             raise NoEngine(
                 f"no engine was ready within {self.config.admission.no_engine_wait_seconds:g} s",
                 retry_after_seconds=5,
@@ -312,11 +321,8 @@ class EngineClient:
             event = await stream.next()
             if isinstance(event, Lost):
                 self.stats.count_resubmission(event.reason)
-                if event.reason != "draining":
-                    run.on_lost(link.endpoint, boot, self._boot_of)
-                if len(run.lost_on) > 1:
-                    # Twice is suspicious: let it show which engines died before risking another.
-                    await asyncio.sleep(RECONNECT_SECONDS / 2)
+                if event.reason not in _PLANNED_ENDS:
+                    run.on_lost(link.endpoint, boot)
                 return
             if isinstance(event, Rejected):
                 self._on_rejected(run, link, event)
@@ -333,18 +339,33 @@ class EngineClient:
                 if event.token_ids:
                     yield run.take(msgspec.structs.replace(event, finish=""))
                 return
-            if not run.is_counted:
-                self._count(run)
+            self._count(run)
             yield run.take(event)
             if event.finish:
                 return
 
-    def _boot_of(self, endpoint: str) -> int:
+    def _fate_of(self, endpoint: str, boot: int, lost_at: float) -> Fate:
+        """What became of an engine whose link broke. One that nobody can reach for as long as a
+        request would wait for any engine is taken for dead."""
         link = self._links.get(endpoint)
-        if link is None:
-            return 0
-        is_back = link.sender.is_up or time.monotonic() - link.ended_at < RECONNECT_SECONDS
-        return link.boot if is_back else 0
+        if link is not None and link.sender.is_up:
+            return "alive" if link.boot == boot else "dead"
+        waited_seconds = time.monotonic() - lost_at
+        limit_seconds = self.config.admission.no_engine_wait_seconds
+        return "unknown" if waited_seconds < limit_seconds else "dead"
+
+    async def _let_it_show(self, run: EngineRun) -> None:
+        """Before another engine is risked: how many has this request killed? Raises EngineFailure
+        when it is too many."""
+        await asyncio.sleep(run.pause_seconds)
+        while True:
+            changed = self._changed
+            if run.settle(self._fate_of):
+                return
+            overdue = min(run.suspects.values()) + self.config.admission.no_engine_wait_seconds
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, overdue - time.monotonic())):
+                    await changed.wait()
 
     def _on_rejected(self, run: EngineRun, link: EngineLink, event: Rejected) -> None:
         """Raises what the client must know; returns when another attempt is worth it."""
@@ -368,13 +389,14 @@ class EngineClient:
             raise EngineFailure(f"the engines refused the request {run.rejections} times: {code}")
 
     def _count(self, run: EngineRun) -> None:
-        """One query per item and request; a hit is an item that cost neither processor nor wire."""
-        if run.is_counted:
+        """One query per item and request, whatever its number of sequences; a hit is an item that
+        cost neither processor nor wire."""
+        if run.request.tally.is_counted:
             return
-        run.is_counted = True
+        run.request.tally.is_counted = True
         for item in run.request.items:
             self.stats.mm_queries[item.modality] += 1
-            if run.attempt and not (item.was_processed or item.was_sent):
+            if run.attempt and not (item.cost.was_processed or item.cost.was_sent):
                 self.stats.mm_hits[item.modality] += 1
 
 

@@ -47,7 +47,6 @@ class EngineLink:
 
     Attributes:
         info: the engine's facts, None while no session is open.
-        ended_at: monotonic time at which the last session ended.
         boot: changes with every start of the engine; kept while no session is open.
         inflight: requests of ours at this engine; `load` its last report.
     """
@@ -66,7 +65,6 @@ class EngineLink:
         self.sender = sender
         self.info: EngineInfo | None = None
         self.is_leaving = False
-        self.ended_at = 0.0
         self.boot = 0
         self._name = endpoint
         self.load: EngineLoad | None = None
@@ -97,6 +95,7 @@ class EngineLink:
             self.sender.is_up
             and self.info is not None
             and not self.info.draining
+            and not (self.load is not None and self.load.draining)
             and not self.is_leaving
         )
 
@@ -227,7 +226,6 @@ class EngineLink:
     def _lose(self, reason: str, rids: Sequence[RequestId]) -> None:
         is_news = self.info is not None or self.last_end != reason
         self.info, self.load, self._pulse, self.last_end = None, None, None, reason
-        self.ended_at = time.monotonic()
         self._settle_echoes(is_over=True)
         for rid in {*rids, *self._streams}:
             stream = self._take(rid)
@@ -285,7 +283,7 @@ class EngineLink:
             raise
         for reference in getattr(sending.message, "items", ()):
             if reference.value is not None:
-                by_hash[reference.mm_hash].was_sent = True
+                by_hash[reference.mm_hash].cost.was_sent = True
         self._count_shared(getattr(sending.message, "items", ()))
         return stream
 
@@ -420,7 +418,7 @@ class EngineLink:
                 if sending is not None:
                     self._send(sending)
                     for _, user in users:
-                        user.was_sent = True
+                        user.cost.was_sent = True
             return
         if error is not None:
             log.warning("a value an engine needs cannot be made: %s", error.code)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Literal
 
 import msgspec
 
@@ -17,9 +18,14 @@ from foveal_runtime.wire import codec
 from foveal_runtime.wire.messages import EngineOutput, RequestBody
 
 MAX_LOSSES = 4
-"""A request that lost this many engines may be what kills them: it ends with an error."""
-MAX_ATTEMPTS = 32
-"""Whatever the reasons, and they may all be a bad network, this is enough."""
+"""A request that saw this many engines die may be what kills them: it ends with an error."""
+MAX_ATTEMPTS = 64
+"""Whatever the reasons, and they may all be a bad network, this is enough: with the pauses between
+them, about a minute of links that break as soon as they are up."""
+MAX_PAUSE_SECONDS = 1.0
+
+Fate = Literal["alive", "dead", "unknown"]
+"""Of an engine whose link broke: back with the same boot, gone for good, or not known yet."""
 
 
 class EngineRun:
@@ -28,11 +34,12 @@ class EngineRun:
     def __init__(self, request: PreparedRequest) -> None:
         self.request = request
         self.attempt = 0
-        self.lost_on: list[tuple[str, int]] = []
+        self.num_losses = 0
+        self.num_deaths = 0
+        self.suspects: dict[tuple[str, int], float] = {}  # (endpoint, boot) → when it was lost
         self.rejections = 0
         self.emitted: list[int] = []
         self.has_first = False
-        self.is_counted = False
         self.began = time.monotonic()
         self.avoid: set[str] = set()
         self.affinity = affinity_keys(
@@ -65,15 +72,33 @@ class EngineRun:
         self.has_first = True
         return output
 
-    def on_lost(self, endpoint: str, boot: int, boot_of: Callable[[str], int]) -> None:
-        """An attempt ended with its session. Raises EngineFailure when too many engines died.
+    def on_lost(self, endpoint: str, boot: int) -> None:
+        """An attempt ended with its session. Why is not known yet: an engine that comes back with
+        the same boot did not die, its link did."""
+        self.num_losses += 1
+        self.suspects.setdefault((endpoint, boot), time.monotonic())
 
-        `boot_of` gives the boot of a connected engine, 0 of others. An engine that is back with the
-        same boot did not die: its link did.
+    def settle(self, fate_of: Callable[[str, int, float], Fate]) -> bool:
+        """Learns what became of the engines this request was lost on; True when it may go on.
+
+        False: those it saw die and those it may have killed are as many as it may see die; ask
+        again when more is known. Only deaths count, once each, however often a link breaks.
+        Raises EngineFailure when too many died, or after too many attempts for whatever reason.
         """
-        self.lost_on.append((endpoint, boot))
-        deaths = sum(boot_of(where) != then for where, then in self.lost_on)
-        if deaths >= MAX_LOSSES:
-            raise EngineFailure(f"{deaths} engines were lost while running this request")
+        for (endpoint, boot), lost_at in list(self.suspects.items()):
+            fate = fate_of(endpoint, boot, lost_at)
+            if fate != "unknown":
+                del self.suspects[endpoint, boot]
+                self.num_deaths += fate == "dead"
+        if self.num_deaths >= MAX_LOSSES:
+            raise EngineFailure(f"{self.num_deaths} engines died while running this request")
         if self.attempt >= MAX_ATTEMPTS:
             raise EngineFailure(f"the request was interrupted {self.attempt} times")
+        return self.num_deaths + len(self.suspects) < MAX_LOSSES
+
+    @property
+    def pause_seconds(self) -> float:
+        """Before the next attempt: none after one loss, then more and more."""
+        if self.num_losses < 2:
+            return 0.0
+        return min(0.05 * 2.0 ** min(self.num_losses - 2, 10), MAX_PAUSE_SECONDS)

@@ -248,7 +248,7 @@ class InputProcessor:
             if item.is_held_only:
                 name = MODALITIES[item.modality]
                 raise unknown_media(name, name, None)
-            item.was_processed = True
+            item.cost.was_processed = True
             value = await source.value()
         except FovealError as error:
             raise naming(path, error) from error

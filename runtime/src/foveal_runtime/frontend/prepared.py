@@ -28,6 +28,26 @@ class ValueSource(Protocol):
 
 
 @dataclass(slots=True)
+class ItemCost:
+    """What an item has cost, once for all sequences of its HTTP request.
+
+    Attributes:
+        was_processed: the processor ran for this request's sake; was_sent: value bytes left for an
+            engine. An item with neither is a hit.
+    """
+
+    was_processed: bool = False
+    was_sent: bool = False
+
+
+@dataclass(slots=True)
+class Tally:
+    """Whether a request's items are in the counters: `n` sequences are one request."""
+
+    is_counted: bool = False
+
+
+@dataclass(slots=True)
 class PreparedItem:
     """One distinct item of a request.
 
@@ -37,8 +57,7 @@ class PreparedItem:
     Attributes:
         is_held_only: nothing here can make the value (uuid-only media): only an engine that holds
             it can run the request.
-        was_processed: the processor ran for this request's sake; was_sent: value bytes left for an
-            engine. An item with neither is a hit.
+        cost: shared by all sequences of the HTTP request.
     """
 
     mm_hash: MMHash
@@ -48,8 +67,7 @@ class PreparedItem:
     meta: ItemMeta | None = None
     injector: str | None = None
     is_held_only: bool = False
-    was_processed: bool = False
-    was_sent: bool = False
+    cost: ItemCost = field(default_factory=ItemCost)
 
 
 @dataclass(slots=True)
@@ -60,6 +78,7 @@ class PreparedRequest:
         token_ids: unexpanded prompt, one placeholder token per item occurrence.
         placements: (index into token_ids, index into items), in prompt order.
         binds: (alias, mm_hash) pairs that this request's uuids establish.
+        tally: shared by all sequences of the HTTP request.
     """
 
     request_id: str
@@ -72,3 +91,4 @@ class PreparedRequest:
     cache_salt: bytes = b""
     read_prefix_cache: bool = True
     echo_prompt: bool = False
+    tally: Tally = field(default_factory=Tally)

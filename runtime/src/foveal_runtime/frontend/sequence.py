@@ -74,17 +74,13 @@ class _Share:
 
 
 def fan_out(prepared: PreparedRequest, num_choices: int) -> list[PreparedRequest]:
-    """`num_choices` requests with ids and seeds of their own, sharing the media. What the media
-    cost counts for the first of them."""
+    """`num_choices` requests with ids and seeds of their own, sharing the media, what they cost and
+    whether that is counted."""
     shared = [_Shared(item.source, num_choices) for item in prepared.items]
     out: list[PreparedRequest] = []
     for index in range(num_choices):
         items: list[PreparedItem] = [
-            dataclasses.replace(
-                item,
-                source=_Share(source),
-                was_processed=item.was_processed and index == 0,
-            )
+            dataclasses.replace(item, source=_Share(source))
             for item, source in zip(prepared.items, shared, strict=True)
         ]
         sampling = prepared.sampling

@@ -72,6 +72,9 @@ def _serve_options(parser: argparse.ArgumentParser) -> None:
     add("--injection-key-file", default="", help='file with keys for injected media; "": off')
     add("--trust-injected-keys", action="store_true", help="injectors may name content keys")
     add("--log-format", default="auto", choices=["auto", "text", "json"])
+    add(
+        "--idle-check-seconds", type=float, default=0.0, help="debugging: check all books when idle"
+    )
 
 
 def _parser() -> argparse.ArgumentParser:

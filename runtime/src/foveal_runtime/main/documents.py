@@ -64,6 +64,7 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
     injection_key_file: str = ""
     injection_trusted: bool = False
     log_format: str = "auto"
+    idle_check_seconds: float = 0.0
 
 
 def _warm_directory(parent: str, engine: int) -> str:
@@ -126,6 +127,7 @@ def _engine(
         num_threads=options.num_threads,
         tensor_parallel=options.tensor_parallel,
         log_format=options.log_format,  # type: ignore[arg-type]
+        idle_check_seconds=options.idle_check_seconds,
     )
 
 

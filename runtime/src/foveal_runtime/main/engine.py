@@ -56,6 +56,7 @@ def serve(config: EngineConfig) -> int:
         http_port=config.http_port,
         engine_id=config.engine_id,
         drain_timeout_seconds=config.drain_timeout_seconds,
+        idle_check_seconds=config.idle_check_seconds,
         render_metrics=metrics.exposition,
     )
     memory = ContainerMemory()

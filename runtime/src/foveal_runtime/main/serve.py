@@ -51,6 +51,7 @@ def options_from(arguments: argparse.Namespace) -> LocalOptions:
         injection_key_file=arguments.injection_key_file,
         injection_trusted=arguments.trust_injected_keys,
         log_format=arguments.log_format,
+        idle_check_seconds=arguments.idle_check_seconds,
     )
 
 

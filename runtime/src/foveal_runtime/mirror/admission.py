@@ -238,13 +238,14 @@ class Admission:
             self.stats.num_bypass_requests += 1
             request.bypassed = True
         request.state = State.RESERVED
-        self.stats.num_queries += len(request.items)
+        is_first = not request.taken  # who comes back for values it had is in the counts already
+        self.stats.num_queries += len(request.items) if is_first else 0
         for mm_hash, item in request.items.items():
             copy = request.copies.get(mm_hash)
             if store.lookup_any(mm_hash) is not None:
                 if copy is not None:
                     self._drop_copy(mm_hash, copy, item.size_bytes)
-                self._join(request, mm_hash, counts_as_hit=copy is None)
+                self._join(request, mm_hash, counts_as_hit=copy is None and is_first)
                 continue
             silent = bypass or not self.is_cacheable(item.size_bytes)
             store.reserve(mm_hash, item.size_bytes, silent=silent, bypass=bypass)

@@ -8,7 +8,7 @@ is noted with a reason: it fails the requests that need it, not the step.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -73,6 +73,10 @@ class EncoderStore:
 
     def lookup(self, mm_hash: MMHash) -> torch.Tensor | None:
         return self._outputs.get(mm_hash)
+
+    def failures_of(self, mm_hashes: Iterable[MMHash]) -> dict[MMHash, str]:
+        """Why those of the given outputs that are not here are missing."""
+        return {h: self.lookup_failure(h) for h in mm_hashes if h not in self._outputs}
 
     def lookup_failure(self, mm_hash: MMHash) -> str:
         return self._failures.get(mm_hash, "its encoder output is not on the device")

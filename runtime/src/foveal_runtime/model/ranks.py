@@ -83,7 +83,8 @@ Command = Allocate | Step | Warm | Close
 
 def checksum(result: StepResult) -> int:
     """Tokens and failures of a step as a number that must be the same on every rank."""
-    text = [(s.request_id, s.token_id) for s in result.sampled], sorted(result.failed)
+    tokens = [(s.request_id, s.token_id) for s in result.sampled]
+    text = tokens, sorted(result.failed), sorted(result.failed_encodes)
     return zlib.crc32(msgspec.msgpack.encode(text))
 
 

@@ -147,6 +147,7 @@ class TorchRunner:
             self.encoder.encode(plan.encode)
             self._synchronize()
             result.encode_seconds = time.perf_counter() - started
+            result.failed_encodes = self.store.failures_of(one.mm_hash for one in plan.encode)
         windows = self._runnable(plan, result.failed)
         if windows:
             started = time.perf_counter()

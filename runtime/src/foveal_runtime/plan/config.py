@@ -86,6 +86,9 @@ class EngineCaches(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         warm_bytes: what that may hold at most.
         encoder_eviction: which idle encoder output goes first: the one released first ("lru") or
             the one that is cheapest to encode again per embedding ("cost").
+        unpin_at: how long a request pins its values: to its end ("finish"), or until its items are
+            encoded ("encoded"): less memory is in use, and a request that is preempted then may
+            have to fetch its values again.
     """
 
     ipc_bytes: int = 4 * GIB
@@ -98,6 +101,7 @@ class EngineCaches(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     warm_directory: str = ""
     warm_bytes: int = 1 * GIB
     encoder_eviction: Literal["lru", "cost"] = "lru"
+    unpin_at: Literal["finish", "encoded"] = "finish"
 
 
 class CurveKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -119,6 +123,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         device: "cpu" or "cuda". attention: backend name; "auto" chooses.
         num_threads: compute threads; 0 = from the CPU quota.
         tensor_parallel: ranks of this engine on this machine.
+        idle_check_seconds: for tests and debugging: an idle engine checks all its books at most
+            this often, and ends when they do not agree; 0 = never.
     """
 
     engine_id: str = "engine-0"
@@ -139,6 +145,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     tensor_parallel: int = 1
     drain_timeout_seconds: float = 120.0
     log_format: Literal["auto", "text", "json"] = "auto"
+    idle_check_seconds: float = 0.0
 
 
 class Admission(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -33,7 +33,7 @@ from foveal_runtime.plan.media import MODALITIES
 log = logging.getLogger(__name__)
 
 _STREAM_BYTES = 8 << 20
-_MAX_BACKOFF_SECONDS = 30.0
+_MIN_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS = 0.5, 30.0
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,6 +102,10 @@ class _Worker:
     @property
     def is_dead(self) -> bool:
         return self.process.returncode is not None or self._reader.at_eof()
+
+    async def ended(self) -> None:
+        """Returns when the process has ended."""
+        await self.process.wait()
 
     async def load(self, message: protocol.Load) -> ProcessorInfo:
         self._writer.write(protocol.encode(message))
@@ -214,18 +218,28 @@ class MediaWorkers:
         async with self._wake:
             self._wake.notify()
 
-    async def _next(self) -> _Job:
+    async def _next(self, worker: _Worker) -> _Job | None:
+        """The next job for a worker; None once it is dead, and the job is another one's."""
         async with self._wake:
             while True:
+                if worker.is_dead:
+                    self._wake.notify()  # what woke this one may have been meant for a live one
+                    return None
                 while self._jobs:
                     job = self._jobs.popleft()
                     if not job.future.done():
                         return job
                 await self._wake.wait()
 
+    async def _watch(self, worker: _Worker) -> None:
+        """Wakes the slot of a worker that dies without a job, so that it is replaced at once."""
+        await worker.ended()
+        async with self._wake:
+            self._wake.notify_all()
+
     async def _run_slot(self, index: int) -> None:
         """Keeps one worker alive and busy."""
-        backoff_seconds = 0.5
+        backoff_seconds = _MIN_BACKOFF_SECONDS
         while True:
             try:
                 worker = await self._spawn()
@@ -240,22 +254,30 @@ class MediaWorkers:
                 await asyncio.sleep(backoff_seconds)
                 backoff_seconds = min(backoff_seconds * 2, _MAX_BACKOFF_SECONDS)
                 continue
-            backoff_seconds = 0.5
             self._live[index] = worker
+            watch = asyncio.create_task(self._watch(worker))
             try:
-                await self._serve(worker)
+                num_done = await self._serve(worker)
             finally:
+                watch.cancel()
                 del self._live[index]
                 await worker.close()
             self.restarts += 1
+            if num_done:
+                backoff_seconds = _MIN_BACKOFF_SECONDS
+                continue
+            # It may be what ends them as soon as they are up.
+            await asyncio.sleep(backoff_seconds)
+            backoff_seconds = min(backoff_seconds * 2, _MAX_BACKOFF_SECONDS)
 
-    async def _serve(self, worker: _Worker) -> None:
-        """Feeds one worker until it dies."""
+    async def _serve(self, worker: _Worker) -> int:
+        """Feeds one worker until it dies; returns how many items it has answered."""
+        num_done = 0
         while True:
-            job = await self._next()
-            if worker.is_dead:
-                await self._requeue(job)
-                return
+            job = await self._next(worker)
+            if job is None:
+                log.warning("media worker %d ended without a job", worker.process.pid)
+                return num_done
             job.attempts += 1
             self.num_busy += 1
             try:
@@ -269,14 +291,16 @@ class MediaWorkers:
                     f"{self.settings.job_timeout_seconds:g} s to process"
                 ))  # fmt: skip
                 log.warning("media worker %d hung and was killed", worker.process.pid)
-                return
+                return num_done
             except _LINK_LOST as error:
                 log.warning("media worker %d died: %s", worker.process.pid, type(error).__name__)
                 await self._retry(job)
-                return
+                return num_done
             except Exception as error:  # the item's own error, named by the worker
                 _fail(job, error)
+                num_done += 1
             else:
+                num_done += 1
                 if not job.future.done():
                     job.future.set_result(result)
             finally:
