@@ -35,7 +35,7 @@ CHAT_TEMPLATE = """\
 {%- if message['content'] is string -%}
 {{- message['content'] -}}
 {%- else -%}
-{%- for part in message['content'] or [] -%}
+{%- for part in message['content'] -%}
 {%- if part['type'] in ('image', 'image_url') -%}
 {{- '<image>' -}}
 {%- elif part['type'] == 'text' -%}
