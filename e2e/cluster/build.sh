@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the Kubernetes programs that the control-plane tests start: e2e/cluster/build.sh [NAME ...]
 #   etcd kube-apiserver kubectl kube-controller-manager (without arguments), kube-scheduler kubelet
-#   kube-proxy kwok (by name). What is there in the right version is skipped, so a second run takes
+#   kube-proxy coredns helm kwok (by name; `node` stands for all that a node needs). What is there in the right version is skipped, so a second run takes
 #   a second. FOVEAL_E2E says where everything lies (default /var/tmp/foveal-e2e); nothing is put
 #   anywhere else but in Go's own caches. Each module beside this file pins sources by hash.
 set -euo pipefail
@@ -10,6 +10,7 @@ root=${FOVEAL_E2E:-/var/tmp/foveal-e2e}
 kube_version=1.37.0
 etcd_version=3.7.3
 kwok_version=0.8.0
+helm_version=4.2.4
 need_gib=9  # sources, build cache and binaries of everything together
 
 find_go() {
@@ -26,7 +27,7 @@ find_go() {
 program() {
   case $1 in
     etcd) echo "$root/etcd/etcd" ;;
-    kwok) echo "$root/kwok/kwok" ;;
+    coredns | helm | kwok) echo "$root/$1/$1" ;;
     *) echo "$root/cp/bin/$1" ;;
   esac
 }
@@ -37,7 +38,8 @@ is_built() {
   [ -x "$file" ] || return 1
   case $1 in
     etcd) "$file" --version | grep -qF "Version: $etcd_version" ;;
-    kwok) true ;;
+    coredns | kwok) true ;;
+    helm) "$file" version --short | grep -qF "v$helm_version" ;;
     kubectl) "$file" version --client | grep -qF "v$kube_version" ;;
     *) "$file" --version | grep -qF "v$kube_version" ;;
   esac
@@ -58,6 +60,10 @@ build() {
   out=$(program "$name")
   case $name in
     etcd) module=etcd package=go.etcd.io/etcd/server/v3 ;;
+    coredns) module=coredns package=. ;;
+    helm)
+      module=helm package=helm.sh/helm/v4/cmd/helm
+      flags+=" -X helm.sh/helm/v4/internal/version.version=v$helm_version" ;;
     kwok) module=kwok package=sigs.k8s.io/kwok/cmd/kwok ;;
     kube-apiserver | kube-controller-manager | kube-scheduler | kube-proxy | kubectl | kubelet)
       module=kube package=k8s.io/kubernetes/cmd/$name flags+=$(kube_stamps) ;;
@@ -69,6 +75,8 @@ build() {
 }
 
 [ $# -gt 0 ] || set -- etcd kube-apiserver kubectl kube-controller-manager
+[ "$1" != node ] || set -- etcd kube-apiserver kubectl kube-controller-manager kube-scheduler \
+  kubelet kube-proxy coredns helm
 missing=()
 for name in "$@"; do is_built "$name" || missing+=("$name"); done
 if [ ${#missing[@]} -eq 0 ]; then

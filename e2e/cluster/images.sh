@@ -1,0 +1,95 @@
+#!/usr/bin/env bash
+# Builds images without a registry: images.sh [pause] [coredns] [operator] [runtime]  (default all)
+#   An image whose inputs did not change is left as it is. A machine's package settings (CA bundle,
+#   pip, apt) are lent to the builder by bind mounts: they are in no layer and in no history.
+set -euo pipefail
+# shellcheck source=e2e/cluster/env.sh
+. "$(dirname "$0")/env.sh"
+base=localhost/python:3.11-slim-bookworm
+epoch=1767225600
+mkdir -p "$images" "$store"
+
+need_gib() {
+  local free
+  free=$(($(df --output=avail -k "$root" | tail -n 1) / 1024 / 1024))
+  [ "$free" -ge "$1" ] || { echo "$2 needs $1 GiB of free disk under $root, found $free" >&2; exit 1; }
+}
+
+base_image() {
+  buildah_here inspect --type image "$base" >/dev/null 2>&1 && return
+  local container tree
+  mmdebstrap --quiet --variant=minbase --include=python3,python3-pip,python3-venv,ca-certificates \
+    --aptopt='Acquire::Languages "none"' --dpkgopt='path-exclude=/usr/share/doc/*' \
+    --dpkgopt='path-exclude=/usr/share/man/*' --dpkgopt='path-exclude=/usr/share/locale/*' \
+    bookworm "$images/base.tar" /etc/apt/sources.list.d/debian.sources
+  container=$(buildah_here from scratch)
+  buildah_here add --quiet "$container" "$images/base.tar" / >/dev/null
+  tree=$(buildah_here mount "$container")
+  ln -sf ../../bin/python3 "$tree/usr/local/bin/python"
+  rm -rf "$tree"/var/lib/apt/lists/* "$tree"/var/cache/apt/* "$tree"/etc/apt/sources.list*
+  mkdir -p "$tree/etc/apt/sources.list.d"
+  buildah_here umount "$container" >/dev/null
+  buildah_here config --env LANG=C.UTF-8 --cmd python3 --env \
+    PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin "$container"
+  buildah_here commit --quiet "$container" "$base" >/dev/null
+  buildah_here rm "$container" >/dev/null
+  rm -f "$images/base.tar"
+}
+
+# What an image is made of, as one hash: tracked and new files, as they are in the tree.
+inputs_of() {
+  (
+    cd "$repo"
+    git ls-files -z --cached --others --exclude-standard -- "$@" | sort -z |
+      while IFS= read -r -d '' file; do [ ! -f "$file" ] || sha256sum "$file"; done | sha256sum
+  )
+}
+
+from_dockerfile() {
+  local target=$1 inputs lend=$store/lend name variable settings=()
+  name=localhost/foveal/$target:e2e
+  inputs=$(inputs_of Dockerfile .dockerignore LICENSE requirements runtime operator)
+  if [ "$(cat "$images/$target.inputs" 2>/dev/null)" = "$inputs" ] &&
+    buildah_here inspect --type image "$name" >/dev/null 2>&1; then
+    return
+  fi
+  base_image
+  mkdir -p "$lend"
+  {
+    echo "[global]"
+    for variable in $(compgen -e PIP_ | grep -vx PIP_FIND_LINKS); do
+      name_lower=${variable#PIP_}
+      name_lower=${name_lower,,}
+      echo "${name_lower//_/-} = ${!variable}"
+    done
+  } >"$lend/pip.conf"
+  for variable in /etc/apt/sources.list.d /etc/apt/apt.conf.d \
+    /etc/ssl/certs/ca-certificates.crt; do
+    settings+=(-v "$variable:$variable:ro")
+  done
+  buildah_here bud --isolation chroot --pull-never --layers --format oci --timestamp "$epoch" \
+    --build-arg "BASE=$base" "${settings[@]}" -v "$lend/pip.conf:/etc/pip.conf:ro" \
+    --target "$target" -t "$name" "$repo" >"$images/$target.log" 2>&1 ||
+    { tail -n 30 "$images/$target.log" >&2; return 1; }
+  printf '%s\n' "$inputs" >"$images/$target.inputs"
+}
+
+from_file() { # NAME PATH ENTRY
+  printf 'FROM scratch\nCOPY %s /%s\nENTRYPOINT ["/%s"]\n' "$1" "$1" "$1" |
+    buildah_here bud --quiet --isolation chroot --timestamp "$epoch" -f - \
+      -t "localhost/$1:e2e" "$2" >/dev/null
+}
+
+pause() {
+  [ -x "$images/pause" ] || gcc -Os -static -s -o "$images/pause" "$here/pause.c"
+  from_file pause "$images"
+}
+coredns() { from_file coredns "$root/coredns"; }
+operator() { from_dockerfile operator; }
+runtime() {
+  need_gib 25 "the runtime image"
+  from_dockerfile runtime
+}
+
+[ $# -gt 0 ] || set -- pause coredns operator runtime
+for image in "$@"; do timed "$image"; done
