@@ -47,14 +47,14 @@ serve: $(VENV)/.run ## keep serving the bundled model on http://127.0.0.1:8000 (
 	@$(VENV)/bin/foveal-runtime serve $(MODEL) --name tiny-vlm --idle-check-seconds 30
 
 # --- tests -------------------------------------------------------------------------------------
-.PHONY: check test generate control-plane chart faults fresh e2e bench bench-peers soak
+.PHONY: check test generate control-plane chart faults fresh cluster e2e bench bench-peers soak
 check: $(VENV)/.dev ## ruff, mypy --strict, import contracts
 	@$(VENV)/bin/ruff format --check . && $(VENV)/bin/ruff check .
 	@$(VENV)/bin/mypy
 	@$(VENV)/bin/lint-imports
 
 test: $(VENV)/.dev ## the tests (no GPU, no cluster, no root)
-	@OMP_WAIT_POLICY=passive $(VENV)/bin/pytest -q -m "not slow and not faults and not api_server"
+	@OMP_WAIT_POLICY=passive $(VENV)/bin/pytest -q -m "not slow and not faults and not api_server and not cluster"
 
 control-plane: $(VENV)/.dev ## schema, objects and operator against a real API server (builds it once: 10 to 20 minutes)
 	@e2e/cluster/build.sh
@@ -63,8 +63,10 @@ control-plane: $(VENV)/.dev ## schema, objects and operator against a real API s
 faults: $(VENV)/.dev ## 20 times: kill, pause or cut off a real process under load (minutes; most of it is processes that start)
 	@OMP_WAIT_POLICY=passive FOVEAL_FAULTS=20 timeout 1800 $(VENV)/bin/pytest -q -s -m faults tests/processes
 
-e2e: faults ## real processes under faults (the cluster tier is still to come)
-	@echo "the cluster tier (image, chart, a real node) is still to come"
+cluster: $(VENV)/.dev ## image, chart and resource on a real node of this machine (root; 25 GiB of disk the first time)
+	@e2e/cluster/run.sh
+
+e2e: cluster faults ## everything on real processes: a cluster of one node, then processes under faults
 
 bench: $(VENV)/.dev ## micro benches, then a short paired run against the servers installed (minutes)
 	@for part in media mirror blocks scheduler attention step; do \

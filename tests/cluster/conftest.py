@@ -1,0 +1,79 @@
+"""The operator by its chart, and the bundled model on a volume, once for all cluster tests."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from tests.cluster import kit
+
+CLAIM = {
+    "apiVersion": "v1",
+    "kind": "PersistentVolumeClaim",
+    "metadata": {"name": "models"},
+    "spec": {
+        "accessModes": ["ReadOnlyMany"],
+        "storageClassName": "",
+        "volumeName": "models",
+        "resources": {"requests": {"storage": "1Gi"}},
+    },
+}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cluster() -> None:
+    """run.sh starts it; a test never starts or stops a cluster of its own."""
+    if not kit.KUBECONFIG.exists():
+        pytest.fail("no cluster is up: `make e2e` starts one and runs these tests on it")
+
+
+@pytest.fixture(scope="session")
+def operator(cluster: None) -> Iterator[str]:
+    """The chart, installed as its README says but for images that no registry has."""
+    kit.run(
+        "helm", "install", "foveal", "charts/foveal", "-n", "foveal-system", "--create-namespace",
+        "--set", f"image.repository={kit.OPERATOR_IMAGE},image.tag=e2e,image.pullPolicy=Never",
+        "--set", f"runtimeImage.repository={kit.RUNTIME_IMAGE},runtimeImage.tag=e2e",
+        "--set", "resources.requests.cpu=20m",
+        "--wait", "--timeout=120s", seconds=150,
+    )  # fmt: skip
+    yield "foveal-system"
+    kit.run("helm", "uninstall", "foveal", "-n", "foveal-system", "--wait", seconds=120)
+
+
+@pytest.fixture(scope="session")
+def models(cluster: None) -> str:
+    """A claim with examples/tiny-vlm/model in folder tiny-vlm."""
+    folder = kit.ROOT / "run/models/tiny-vlm"
+    shutil.copytree(
+        Path(kit.REPOSITORY) / "examples/tiny-vlm/model", folder, dirs_exist_ok=True
+    )
+    folder.parent.chmod(0o755)
+    kit.apply(
+        {
+            "apiVersion": "v1",
+            "kind": "PersistentVolume",
+            "metadata": {"name": "models"},
+            "spec": {
+                "capacity": {"storage": "1Gi"},
+                "accessModes": ["ReadOnlyMany"],
+                "storageClassName": "",
+                "hostPath": {"path": str(folder.parent)},
+            },
+        },
+        CLAIM,
+    )
+    return "models"
+
+
+@pytest.fixture(scope="session")
+def tiny(operator: str, models: str) -> Iterator[str]:
+    """Two frontends and two engines that are Ready; the service's URL."""
+    body = yaml.safe_load((Path(__file__).parent / "tiny.yaml").read_text(encoding="utf-8"))
+    kit.apply(body)
+    kit.kubectl("wait", "mmi/tiny", "--for=condition=Ready", "--timeout=300s", seconds=320)
+    yield kit.service_url()
+    kit.kubectl("delete", "mmi", "tiny", "--ignore-not-found", "--wait", seconds=120)

@@ -1,0 +1,157 @@
+"""A resource's life on a real node: questions, metrics, changes, lost pods, and its end."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from tests.cluster import kit
+
+pytestmark = pytest.mark.cluster
+
+QUESTIONS = [
+    (item["question"], tuple(item["images"]), item["answer"])
+    for item in json.loads((kit.PICTURES / "questions.json").read_text(encoding="utf-8"))
+]
+
+
+def wrong_answers(url: str) -> list[str]:
+    """Every question of the examples; what the model answers in one process is the truth here."""
+    wrong = []
+    for question, images, answer in QUESTIONS:
+        found = kit.ask(url, question, *images)
+        if found != answer:
+            wrong.append(f"{question} {images}: {found!r}, not {answer!r}")
+    return wrong
+
+
+class Asker(threading.Thread):
+    """Asks all the time through the Service; a lost connection counts as a failure."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(daemon=True)
+        self.url, self.answered, self.failures = url, 0, list[str]()
+        self.stopping = threading.Event()
+
+    def run(self) -> None:
+        while not self.stopping.is_set():
+            question, images, answer = QUESTIONS[self.answered % len(QUESTIONS)]
+            try:
+                found = kit.ask(self.url, question, *images)
+            except OSError as error:
+                self.failures.append(f"{type(error).__name__}: {error}")
+                continue
+            self.answered += 1
+            if found != answer:
+                self.failures.append(f"{question}: {found!r}, not {answer!r}")
+
+
+@contextmanager
+def asking(url: str) -> Iterator[Asker]:
+    asker = Asker(url)
+    asker.start()
+    try:
+        yield asker
+    finally:
+        asker.stopping.set()
+        asker.join(120)
+
+
+def test_answers_through_the_service_are_right(tiny: str) -> None:
+    assert wrong_answers(tiny) == []
+
+
+def test_metrics_show_what_the_caches_saved(tiny: str) -> None:
+    """Each frontend sees a picture at most once as new; the second question finds it."""
+    for _ in range(4):
+        assert kit.ask(tiny, "which digit is this?", "digit-3.png") == "3"
+    totals: dict[str, float] = {}
+    for pod in [*kit.pods("frontend").values(), *kit.pods("engine").values()]:
+        port = pod["spec"]["containers"][0]["ports"][0]["containerPort"]
+        for name, value in kit.metrics(f"http://{pod['status']['podIP']}:{port}").items():
+            totals[name] = totals.get(name, 0.0) + value
+    assert totals["foveal_cache_hits_total"] > 0, totals
+    assert totals["foveal_mirror_hits_total"] > 0, totals
+    assert totals["foveal_encoder_items_total"] > 0, totals
+
+
+def test_a_change_of_frontends_leaves_engines_alone(tiny: str) -> None:
+    engines, frontends = kit.uids(kit.pods("engine")), kit.uids(kit.pods("frontend"))
+    with asking(tiny) as asker:
+        kit.patch("tiny", {"caches": {"processor": {"size": "80Mi"}}})
+        kit.until("Ready with the change", lambda: kit.is_current("tiny"), 300)
+        kit.until(
+            "new frontends only", lambda: not frontends & kit.uids(kit.pods("frontend")), 120
+        )
+    assert kit.uids(kit.pods("engine")) == engines
+    assert asker.failures == []
+    print(f"answered while frontends rolled: {asker.answered}")
+
+
+def test_frontends_scale_under_load(tiny: str) -> None:
+    engines = kit.uids(kit.pods("engine"))
+    with asking(tiny) as asker:
+        for replicas in (3, 1):
+            kit.patch("tiny", {"frontend": {"replicas": replicas}})
+
+            def has_scaled(count: int = replicas) -> bool:
+                return len(kit.pods("frontend")) == count and kit.is_current("tiny")
+
+            kit.until(f"{replicas} frontends", has_scaled, 300)
+    assert asker.failures == []
+    assert kit.uids(kit.pods("engine")) == engines
+    print(f"answered while frontends scaled: {asker.answered}")
+
+
+def test_a_deleted_engine_comes_back(tiny: str) -> None:
+    """Requests of its own may fail; afterwards every answer is right again."""
+    name, lost = sorted(kit.pods("engine").items())[0]
+    kit.kubectl("delete", "pod", name, "--wait=false")
+    kit.until(
+        "another pod of that name",
+        lambda: kit.pods("engine").get(name, lost)["metadata"]["uid"] != lost["metadata"]["uid"],
+        120,
+    )
+    kit.until("Ready again", lambda: kit.is_current("tiny"), 300)
+    assert wrong_answers(tiny) == []
+
+
+def test_a_kubelet_that_restarts_is_not_noticed(tiny: str) -> None:
+    everything = kit.uids(kit.pods("engine")) | kit.uids(kit.pods("frontend"))
+    with asking(tiny) as asker:
+        kit.run("e2e/cluster/node.sh", "restart-kubelet")
+        kit.kubectl("wait", "node/node1", "--for=condition=Ready", "--timeout=60s")
+        kit.until("some more answers", lambda: asker.answered > 5 or asker.failures, 60)
+    assert asker.failures == []
+    assert kit.uids(kit.pods("engine")) | kit.uids(kit.pods("frontend")) == everything
+
+
+def test_serving_goes_on_without_the_operator(tiny: str, operator: str) -> None:
+    scale = ("scale", "deployment/foveal-operator", "-n", operator)
+    kit.kubectl(*scale, "--replicas=0")
+    try:
+        assert wrong_answers(tiny) == []
+    finally:
+        kit.kubectl(*scale, "--replicas=2")
+        kit.kubectl(
+            "rollout", "status", "deployment/foveal-operator", "-n", operator, "--timeout=120s"
+        )
+
+
+def test_at_the_end_only_the_claim_is_left(tiny: str) -> None:
+    kit.kubectl("delete", "mmi", "tiny", "--wait", "--timeout=60s")
+    kinds = (
+        "deployments,statefulsets,services,configmaps,secrets,jobs,pods,serviceaccounts,"
+        "networkpolicies,poddisruptionbudgets,persistentvolumeclaims,endpointslices"
+    )
+    own = {("ConfigMap", "kube-root-ca.crt"), ("ServiceAccount", "default"),
+           ("Service", "kubernetes"), ("EndpointSlice", "kubernetes")}  # fmt: skip
+
+    def left() -> set[tuple[str, str]]:
+        items = kit.get(kinds)["items"]
+        return {(item["kind"], item["metadata"]["name"]) for item in items} - own
+
+    kit.until("all but the claim is gone", lambda: left() == {("PersistentVolumeClaim", "models")}, 120)
