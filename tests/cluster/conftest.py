@@ -34,7 +34,8 @@ def cluster() -> None:
 def operator(cluster: None) -> Iterator[str]:
     """The chart, installed as its README says but for images that no registry has."""
     kit.run(
-        "helm", "install", "foveal", "charts/foveal", "-n", "foveal-system", "--create-namespace",
+        "helm", "upgrade", "--install", "foveal", "charts/foveal",
+        "-n", "foveal-system", "--create-namespace",
         "--set", f"image.repository={kit.OPERATOR_IMAGE},image.tag=e2e,image.pullPolicy=Never",
         "--set", f"runtimeImage.repository={kit.RUNTIME_IMAGE},runtimeImage.tag=e2e",
         "--set", "resources.requests.cpu=20m",
@@ -48,9 +49,7 @@ def operator(cluster: None) -> Iterator[str]:
 def models(cluster: None) -> str:
     """A claim with examples/tiny-vlm/model in folder tiny-vlm."""
     folder = kit.ROOT / "run/models/tiny-vlm"
-    shutil.copytree(
-        Path(kit.REPOSITORY) / "examples/tiny-vlm/model", folder, dirs_exist_ok=True
-    )
+    shutil.copytree(Path(kit.REPOSITORY) / "examples/tiny-vlm/model", folder, dirs_exist_ok=True)
     folder.parent.chmod(0o755)
     kit.apply(
         {

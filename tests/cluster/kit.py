@@ -59,7 +59,9 @@ def get(kind: str, name: str = "", namespace: str = "default", selector: str = "
 def pods(role: str, resource: str = "tiny", namespace: str = "default") -> dict[str, Obj]:
     """Name to pod of one role; those on their way out too."""
     selector = f"app.kubernetes.io/instance={resource},app.kubernetes.io/component={role}"
-    return {item["metadata"]["name"]: item for item in get("pods", "", namespace, selector)["items"]}
+    return {
+        item["metadata"]["name"]: item for item in get("pods", "", namespace, selector)["items"]
+    }
 
 
 def uids(found: dict[str, Obj]) -> set[str]:

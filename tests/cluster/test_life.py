@@ -83,9 +83,7 @@ def test_a_change_of_frontends_leaves_engines_alone(tiny: str) -> None:
     with asking(tiny) as asker:
         kit.patch("tiny", {"caches": {"processor": {"size": "80Mi"}}})
         kit.until("Ready with the change", lambda: kit.is_current("tiny"), 300)
-        kit.until(
-            "new frontends only", lambda: not frontends & kit.uids(kit.pods("frontend")), 120
-        )
+        kit.until("new frontends only", lambda: not frontends & kit.uids(kit.pods("frontend")), 120)
     assert kit.uids(kit.pods("engine")) == engines
     assert asker.failures == []
     print(f"answered while frontends rolled: {asker.answered}")
@@ -154,4 +152,6 @@ def test_at_the_end_only_the_claim_is_left(tiny: str) -> None:
         items = kit.get(kinds)["items"]
         return {(item["kind"], item["metadata"]["name"]) for item in items} - own
 
-    kit.until("all but the claim is gone", lambda: left() == {("PersistentVolumeClaim", "models")}, 120)
+    kit.until(
+        "all but the claim is gone", lambda: left() == {("PersistentVolumeClaim", "models")}, 120
+    )

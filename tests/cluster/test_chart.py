@@ -1,0 +1,58 @@
+"""The chart as a user meets it: `helm test`, the commands of its notes, an upgrade."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from tests.cluster import kit
+
+pytestmark = pytest.mark.cluster
+
+
+def notes(namespace: str) -> list[str]:
+    """The indented commands of NOTES.txt, with their here-documents."""
+    text = kit.run("helm", "get", "notes", "foveal", "-n", namespace)
+    parts = re.split(r"^\d\. .*$", text, flags=re.MULTILINE)[1:]
+    return ["\n".join(line[3:] for line in part.splitlines()).strip() for part in parts]
+
+
+def test_helm_test_passes(operator: str) -> None:
+    kit.run("helm", "test", "foveal", "-n", operator, "--timeout=90s", seconds=120)
+
+
+def test_the_operator_runs_with_the_charts_role_and_nothing_is_forbidden(operator: str) -> None:
+    """Its log would say which verb the generated Role lacks."""
+    log = kit.kubectl("logs", "-n", operator, "-l", "app.kubernetes.io/name=foveal-operator",
+                      "--tail=-1", "--prefix")  # fmt: skip
+    assert "leading" in log
+    assert "is forbidden" not in log
+    assert "cannot list resource" not in log
+
+
+def test_the_commands_of_the_notes_run_as_printed(operator: str) -> None:
+    """All but the wait, which would be for a real model's download; its form is checked."""
+    apply, wait, ask = notes(operator)
+    kit.run("bash", "-euo", "pipefail", "-c", apply)
+    try:
+        message = kit.until(
+            "the operator takes it up", lambda: kit.condition("qwen", "SpecAccepted", operator)
+        )
+        assert message["status"] == "True", message
+        first, table = wait.split("; ")
+        assert "--for=condition=Ready" in first
+        shorter = first.replace("condition=Ready --timeout=30m", "condition=SpecAccepted")
+        kit.run("bash", "-c", shorter)
+        assert "qwen" in kit.run("bash", "-c", table)
+        assert "/v1/models" in ask
+    finally:
+        kit.kubectl("delete", "mmi", "qwen", "-n", operator, "--timeout=60s")
+
+
+def test_an_upgrade_with_the_same_values_changes_nothing(operator: str) -> None:
+    command = ("get", "deployment", "foveal-operator", "-n", operator, "-o", "json")
+    before = json.loads(kit.kubectl(*command))["metadata"]["generation"]
+    kit.run("helm", "upgrade", "foveal", "charts/foveal", "-n", operator, "--reuse-values",
+            "--wait", "--timeout=90s", seconds=120)  # fmt: skip
+    assert json.loads(kit.kubectl(*command))["metadata"]["generation"] == before
