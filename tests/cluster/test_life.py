@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -137,6 +139,75 @@ def test_serving_goes_on_without_the_operator(tiny: str, operator: str) -> None:
         kit.kubectl(
             "rollout", "status", "deployment/foveal-operator", "-n", operator, "--timeout=120s"
         )
+
+
+def test_the_question_of_the_notes_is_answered_inside_the_cluster(tiny: str, operator: str) -> None:
+    """Cluster DNS, the Service and the image that the notes name, from another namespace's pod."""
+    text = kit.run("helm", "get", "notes", "foveal", "-n", operator)
+    command = text[text.index("3. ") :].split("\n", 1)[1].strip()
+    command = command.replace(f"-n {operator}", "-n default").replace("qwen:", "tiny:")
+    assert "tiny-vlm" in kit.run("bash", "-c", command)
+
+
+FILL_MEMORY = """
+import os, time
+for pid in os.listdir("/proc"):
+    if pid.isdigit() and int(pid) not in (1, os.getpid()):
+        try:
+            open(f"/proc/{pid}/oom_score_adj", "w").write("1000")
+        except OSError:
+            pass
+for _ in range(60):
+    if os.fork() == 0:
+        memory = bytearray(64 << 20)
+        time.sleep(60)
+time.sleep(60)
+"""
+
+
+def test_a_container_at_its_limit_is_killed_and_the_status_says_so(tiny: str) -> None:
+    """The limit is the kernel's: what is forked inside the engine's container counts with it, and
+    the engine, the largest, is the one that goes. It comes back and answers right."""
+    name, pod = sorted(kit.pods("engine").items())[0]
+
+    def failure() -> kit.Obj:
+        found = kit.get("mmi", "tiny")["status"].get("lastFailure", {})
+        return found if found.get("reason") == "OOMKilled" and found["pod"] == name else {}
+
+    subprocess.run(
+        ["kubectl", "exec", name, "--", "python3", "-c", FILL_MEMORY],
+        env=kit.environment(), capture_output=True, timeout=90, check=False,
+    )  # fmt: skip
+    found = kit.until("the status names the kill", failure, 60)
+    print(f"lastFailure: {found}")
+    assert found["exitCode"] == 137
+    assert found["memoryLimit"] == pod["spec"]["containers"][0]["resources"]["limits"]["memory"]
+    kit.until("Ready again", lambda: kit.is_current("tiny"), 300)
+    assert wrong_answers(tiny) == []
+
+
+def test_an_engine_that_hangs_is_restarted(tiny: str) -> None:
+    """A stopped process answers no probe: the kubelet ends it, and it comes back."""
+    name, pod = sorted(kit.pods("engine").items())[-1]
+    restarts = pod["status"]["containerStatuses"][0]["restartCount"]
+    stop = (
+        "import os, signal\n"
+        "for pid in filter(str.isdigit, os.listdir('/proc')):\n"
+        "    words = open(f'/proc/{pid}/cmdline').read().split(chr(0))\n"
+        "    if int(pid) not in (1, os.getpid()) and 'engine' in words:\n"
+        "        os.kill(int(pid), signal.SIGSTOP)\n"
+    )
+    kit.kubectl("exec", name, "--", "python3", "-c", stop)
+    started = time.monotonic()
+
+    def restarted() -> bool:
+        now: kit.Obj = kit.pods("engine")[name]["status"]["containerStatuses"][0]
+        return bool(now["restartCount"] > restarts)
+
+    kit.until("its container is restarted", restarted, 240)
+    print(f"hang to restart: {time.monotonic() - started:.0f} s")
+    kit.until("Ready again", lambda: kit.is_current("tiny"), 300)
+    assert wrong_answers(tiny) == []
 
 
 def test_at_the_end_only_the_claim_is_left(tiny: str) -> None:
