@@ -38,14 +38,20 @@ RUN FOVEAL_REQUIRE_KERNELS=1 /opt/tools/bin/pip wheel --no-deps --no-build-isola
     --wheel-dir /wheels ./runtime ./operator
 
 # --- operator ---------------------------------------------------------------------------------
-FROM base AS operator
+FROM base AS operator-files
 RUN --mount=type=bind,source=requirements/operator.txt,target=/requirements.txt \
     pip install --require-hashes -r /requirements.txt
-RUN --mount=type=bind,from=wheels,source=/wheels,target=/wheels \
-    --mount=type=bind,from=wheels,source=/opt/tools,target=/opt/tools \
-    pip install --no-deps --no-index /wheels/foveal_runtime-*.whl /wheels/foveal_operator-*.whl \
-    && /opt/tools/bin/cyclonedx-py environment /opt/venv/bin/python \
-       --output-reproducible --output-file /opt/venv/sbom.cdx.json
+COPY --from=wheels /wheels/ /opt/wheels/
+RUN pip install --no-deps --no-index /opt/wheels/*.whl
+
+# What is installed, by a tool that is not installed.
+FROM operator-files AS operator-sbom
+COPY --from=wheels /opt/tools /opt/tools
+RUN /opt/tools/bin/cyclonedx-py environment /opt/venv/bin/python \
+    --output-reproducible --output-file /opt/sbom.cdx.json
+
+FROM operator-files AS operator
+COPY --from=operator-sbom /opt/sbom.cdx.json /opt/venv/sbom.cdx.json
 COPY LICENSE /opt/venv/LICENSE
 LABEL org.opencontainers.image.title="foveal-operator" \
       org.opencontainers.image.description="Reconciles MultiModalInference resources" \
@@ -57,7 +63,7 @@ EXPOSE 8080
 ENTRYPOINT ["foveal-operator"]
 
 # --- runtime ----------------------------------------------------------------------------------
-FROM base AS runtime
+FROM base AS runtime-files
 # OpenMP for the C kernel, and an init that reaps media workers and passes SIGTERM on.
 # hadolint ignore=DL3008
 RUN apt-get update \
@@ -68,15 +74,20 @@ RUN --mount=type=bind,source=requirements/torch.txt,target=/requirements.txt \
     pip install --require-hashes -r /requirements.txt
 RUN --mount=type=bind,source=requirements/runtime.txt,target=/requirements.txt \
     pip install --require-hashes -r /requirements.txt
+COPY --from=wheels /wheels/foveal_runtime-*.whl /opt/wheels/
 # Pods name the command; the one they find first on the path starts the init.
-RUN --mount=type=bind,from=wheels,source=/wheels,target=/wheels \
-    --mount=type=bind,from=wheels,source=/opt/tools,target=/opt/tools \
-    pip install --no-deps --no-index /wheels/foveal_runtime-*.whl \
+RUN pip install --no-deps --no-index /opt/wheels/*.whl \
     && mkdir -p /opt/init \
     && printf '#!/bin/sh\nexec tini -- /opt/venv/bin/foveal-runtime "$@"\n' > /opt/init/foveal-runtime \
-    && chmod 0755 /opt/init/foveal-runtime \
-    && /opt/tools/bin/cyclonedx-py environment /opt/venv/bin/python \
-       --output-reproducible --output-file /opt/venv/sbom.cdx.json
+    && chmod 0755 /opt/init/foveal-runtime
+
+FROM runtime-files AS runtime-sbom
+COPY --from=wheels /opt/tools /opt/tools
+RUN /opt/tools/bin/cyclonedx-py environment /opt/venv/bin/python \
+    --output-reproducible --output-file /opt/sbom.cdx.json
+
+FROM runtime-files AS runtime
+COPY --from=runtime-sbom /opt/sbom.cdx.json /opt/venv/sbom.cdx.json
 COPY LICENSE /opt/venv/LICENSE
 ENV PATH=/opt/init:$PATH \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility \

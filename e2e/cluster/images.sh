@@ -46,7 +46,7 @@ inputs_of() {
 }
 
 from_dockerfile() {
-  local target=$1 inputs lend=$store/lend name variable settings=()
+  local target=$1 inputs locks lend=$store/lend name name_lower variable settings=()
   name=localhost/foveal/$target:e2e
   inputs=$(inputs_of Dockerfile .dockerignore LICENSE requirements runtime operator)
   if [ "$(cat "$images/$target.inputs" 2>/dev/null)" = "$inputs" ] &&
@@ -67,10 +67,15 @@ from_dockerfile() {
     /etc/ssl/certs/ca-certificates.crt; do
     settings+=(-v "$variable:$variable:ro")
   done
+  # Buildah of Debian 12 takes a RUN step for the same when only what it mounts has changed.
+  locks=$(inputs_of requirements)
+  [ "$(cat "$images/$target.locks" 2>/dev/null || echo "$locks")" = "$locks" ] ||
+    settings+=(--no-cache)
   buildah_here bud --isolation chroot --pull-never --layers --format oci --timestamp "$epoch" \
     --build-arg "BASE=$base" "${settings[@]}" -v "$lend/pip.conf:/etc/pip.conf:ro" \
     --target "$target" -t "$name" "$repo" >"$images/$target.log" 2>&1 ||
     { tail -n 30 "$images/$target.log" >&2; return 1; }
+  printf '%s\n' "$locks" >"$images/$target.locks"
   printf '%s\n' "$inputs" >"$images/$target.inputs"
 }
 
