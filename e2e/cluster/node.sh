@@ -30,6 +30,8 @@ prepare() {
         cat "${hierarchy}cpuset.cpus" >"$hierarchy$namespace/cpuset.cpus"
         cat "${hierarchy}cpuset.mems" >"$hierarchy$namespace/cpuset.mems"
         ;;
+      # Else all pods together weigh as much as one process outside.
+      */cpu/ | */cpu,cpuacct/) echo 8192 >"$hierarchy$namespace/cpu.shares" ;;
     esac
   done
 }
