@@ -63,7 +63,7 @@ control-plane: $(VENV)/.dev ## schema, objects and operator against a real API s
 faults: $(VENV)/.dev ## 20 times: kill, pause or cut off a real process under load (minutes; most of it is processes that start)
 	@OMP_WAIT_POLICY=passive FOVEAL_FAULTS=20 timeout 1800 $(VENV)/bin/pytest -q -s -m faults tests/processes
 
-cluster: $(VENV)/.dev ## image, chart and resource on a real node of this machine (root; 25 GiB of disk the first time)
+cluster: $(VENV)/.dev ## image, chart and resource on a real node of this machine (root; 32 GiB of disk the first time)
 	@e2e/cluster/run.sh
 
 e2e: cluster faults ## everything on real processes: a cluster of one node, then processes under faults

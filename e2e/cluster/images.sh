@@ -92,7 +92,7 @@ pause() {
 coredns() { from_file coredns "$root/coredns"; }
 operator() { from_dockerfile operator; }
 runtime() {
-  need_gib 25 "the runtime image"
+  need_gib 32 "the runtime image"
   from_dockerfile runtime
 }
 
