@@ -19,7 +19,7 @@ CONFIG_DIRECTORY = "/etc/foveal/config"
 USER_ID = 10001
 DRAIN_MARGIN_SECONDS = 15
 LAME_DUCK_SECONDS = 5
-"""A frontend that was told to end still takes requests while nodes and gateways unlearn its address;
+"""A frontend told to end still takes requests while nodes and gateways unlearn its address;
 without it a rollout costs a few refused connections. Part of the margin."""
 REVISION_LABEL = "foveal.dev/revision"
 SESSION_GROUP_LABEL = "foveal.dev/session-group"
