@@ -114,6 +114,11 @@ class FaultProxy:
     async def _stop(self) -> None:
         await self._runner.cleanup()
         await self._session.close()
+        # Calls in a black hole never end by themselves.
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
     def url(self, client: str) -> str:
         """A new address; calls that come in there are `client`'s."""
