@@ -169,7 +169,7 @@ class FaultProxy:
         verb = verb_of(request.method, target, query, request.content_type)
         assert request.transport is not None
         port = request.transport.get_extra_info("sockname")[1]
-        draft = Call(0, 0, self._clients[port], verb, target)
+        draft = Call(0, 0, self._clients[port], verb, target, query)
         counts = draft.is_write and not draft.is_lease
         self._num_attempts += counts
         number, write_number = len(self.calls) + 1, self._num_attempts if counts else 0

@@ -56,6 +56,7 @@ def test_another_takes_over_when_the_leader_dies_or_leaves(pair: World) -> None:
     leader.kill()
     print(f"after SIGKILL: {take_over(pair, first):.1f} s with a lease of {LEASE_SECONDS} s")
     does(pair, SCALE)
+    pair.proxy.audit.forget(first)  # another life, with nothing remembered
     leader.start()
     leader.wait_ready()
     (other,) = [o for o in pair.operators if o.name != first]
