@@ -12,9 +12,6 @@ from tests.control_plane.api_server.programs import wait_until
 from tests.control_plane.api_server.scenarios import STEPS, is_over
 from tests.control_plane.api_server.world import World
 
-# Under make soak until it has been seen to pass whole on an idle machine.
-pytestmark = pytest.mark.slow
-
 LEASE_SECONDS = 4.0
 FLAGS = (f"--lease-seconds={LEASE_SECONDS}", "--renew-seconds=3", "--retry-seconds=0.5")
 CREATE, SCALE = STEPS[:2]
@@ -63,6 +60,34 @@ def test_another_takes_over_when_the_leader_dies_or_leaves(pair: World) -> None:
     assert other.stop() == 0
     print(f"after SIGTERM: {take_over(pair, other.name):.1f} s")
     does(pair, STEPS[2])
+
+
+@pytest.mark.timeout(7200, func_only=True)
+@pytest.mark.parametrize("num_kills", [3, pytest.param(100, marks=pytest.mark.slow)])
+def test_there_is_one_writer_however_often_leaders_go(pair: World, num_kills: int) -> None:
+    """In the middle of work, by SIGKILL and SIGTERM in turn. Prints how long nobody led."""
+    seconds: dict[str, list[float]] = {"SIGKILL": [], "SIGTERM": []}
+    for number in range(num_kills):
+        wait_until("one leads", lambda: holder(pair), 60.0)
+        step = (CREATE, SCALE)[number % 2]
+        step.act(pair)
+        first = holder(pair)
+        (leader,) = [o for o in pair.operators if o.name == first]
+        how = ("SIGKILL", "SIGTERM")[number % 2]
+        if how == "SIGKILL":
+            leader.kill()
+        else:
+            assert leader.stop() == 0, leader.log_tail()
+        seconds[how].append(take_over(pair, first))
+        pair.proxy.audit.forget(first)
+        leader.start()
+        wait_until("the step is over", lambda s=step: is_over(pair, s), 120.0)
+        leader.wait_ready()
+    for how, found in seconds.items():
+        found.sort()
+        p99 = found[min(len(found) - 1, int(0.99 * len(found)))]
+        print(f"{how}: {len(found)} times, median {found[len(found) // 2]:.1f} s, p99 {p99:.1f} s")
+    assert not pair.proxy.audit.violations
 
 
 @pytest.mark.timeout(600, func_only=True)
