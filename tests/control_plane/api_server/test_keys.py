@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from tests.control_plane.api_server.programs import wait_until
 from tests.control_plane.api_server.scenarios import NO_LEASE, STEPS, run
@@ -25,6 +27,7 @@ def test_a_deleted_key_secret_replaces_all_pods(world: World) -> None:
     before = groups(world)
     assert len(before) == 1
     world.api.delete("Secret", world.namespace, SECRET).must()
+    deleted = time.monotonic()
     wait_until("keys are there again", lambda: has_keys(world), 60.0)
     try:
         wait_until(
@@ -39,6 +42,7 @@ def test_a_deleted_key_secret_replaces_all_pods(world: World) -> None:
         )
     except TimeoutError as error:
         raise TimeoutError(f"{error}\n{world.told()}") from None
+    print(f"all pods have new keys {time.monotonic() - deleted:.1f} s after the deletion")
     assert len(groups(world)) == 1
     versions = world.versions()
     world.settled(quiet_seconds=6.0)  # a resync among them

@@ -72,3 +72,19 @@ def test_watches_that_fail_at_their_start_are_started_anew(world: World) -> None
     run(world, STEPS[0])
     watched = {call.target.resource for call in world.proxy.calls if call.verb == "watch"}
     assert "multimodalinferences" in watched
+
+
+@pytest.mark.timeout(300, func_only=True)
+def test_readiness_names_what_is_not_watched(world: World) -> None:
+    """A thread that runs is no proof of a watch."""
+    no_pods = faults.refuse(
+        lambda call: call.verb == "watch" and call.target.resource == "pods", 403, times=None
+    )
+    world.proxy.faults.append(no_pods)
+    operator = world.operator("a", NO_LEASE)
+    operator.start()
+    wait_until("only pods are missing", lambda: "no watch of pods\n" in operator.ask("/readyz")[1])
+    assert operator.ask("/readyz")[0] == 503
+    assert operator.ask("/livez")[0] == 200
+    world.proxy.clear()
+    operator.wait_ready()
