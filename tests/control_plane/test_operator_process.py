@@ -156,6 +156,25 @@ async def test_dead_watches_are_started_anew_and_nothing_is_missed(
     await one.end()
 
 
+async def test_deaf_watches_are_told_and_started_anew(cluster: FakeCluster, time: FakeTime) -> None:
+    """Found on a real API server: the thread of the watches was up and watched nothing, and only
+    the resync noticed, ten minutes later."""
+    one = Replica(cluster, time)
+    await time.pass_(3)
+    cluster.watchers.clear()
+    one.silent = ("multimodalinferences",)
+    cluster.add(resource())
+    ready = one.operator.ready_checks(lambda: time.now)
+    assert ready["watches"]() == "no watch of multimodalinferences"
+    assert len(one.starts) == 1
+    await time.pass_(65)
+    assert len(one.starts) == 2
+    assert cluster.names("ServiceAccount") == ["tiny"]
+    one.silent = ()
+    assert ready["watches"]() == ""
+    await one.end()
+
+
 async def test_a_defect_is_retried_and_counted_not_fatal(
     cluster: FakeCluster, time: FakeTime
 ) -> None:

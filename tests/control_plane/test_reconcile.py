@@ -438,6 +438,16 @@ async def test_a_key_secret_that_no_pod_has_used_is_simply_made_again(kit: Kit) 
     assert session_group(kit, "StatefulSet", "tiny-engine") == before
 
 
+async def test_a_full_quota_does_not_make_keys_look_lost(kit: Kit) -> None:
+    """The API server counts before it looks whether the name is taken."""
+    await served(kit, pods=True)
+    before = session_group(kit, "StatefulSet", "tiny-engine")
+    kit.fail(UserError("exceeded quota: secrets", 403), kind="Secret")
+    await kit.resync()
+    assert session_group(kit, "StatefulSet", "tiny-engine") == before
+    assert kit.condition("SpecAccepted")[0] == "True"
+
+
 async def test_an_operator_that_dies_between_note_and_keys_mixes_none(kit: Kit) -> None:
     """The generation is noted before the keys are made; its successor goes on from there."""
     await served(kit, pods=True)

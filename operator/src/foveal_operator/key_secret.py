@@ -8,9 +8,10 @@ pods are replaced in the order of any rollout), and only then are keys made.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
-from foveal_operator.api_errors import ApiError
+from foveal_operator.api_errors import ApiError, UserError
 from foveal_operator.apply import ObjectError
 from foveal_operator.clock import Clock
 from foveal_operator.cluster import Cluster
@@ -20,6 +21,8 @@ from foveal_operator.look import Pass
 from foveal_operator.manifests.context import Obj
 from foveal_operator.manifests.pods import SESSION_GROUP_LABEL, session_group
 from foveal_operator.manifests.secret import curve_secret
+
+log = logging.getLogger(__name__)
 
 # How often to look for it while a pod waits for something.
 WAITING_SECONDS = 30.0
@@ -41,9 +44,14 @@ class KeySecret:
         create that is only tried, which needs no right to read. Raises ObjectError."""
         if not self._is_due(work) or not _are_in_use(work):
             return False
-        body = curve_secret(work.context, None)
-        if await self._create(body, dry_run=True) is not None:
-            return True
+        try:
+            if await self._create(curve_secret(work.context, None), dry_run=True) is not None:
+                return True
+        except ObjectError as error:
+            # A full quota refuses even what is there already, before it is looked for.
+            if not isinstance(error.cause, UserError):
+                raise
+            log.info("%s/%s: whether the keys are there is not known: %s", *work.key, error)
         self._known[work.uid] = self._clock.monotonic()
         return False
 
