@@ -30,7 +30,7 @@ OUTAGES = {
 }
 
 
-@pytest.mark.timeout(600, func_only=True)
+@pytest.mark.timeout(1200, func_only=True)
 @pytest.mark.parametrize(
     "outage",
     ["503", "silence", *(pytest.param(one, marks=pytest.mark.slow) for one in ("403", "429"))],
