@@ -9,7 +9,7 @@ import pytest
 from tests.control_plane.api_server.audit import Audit
 from tests.control_plane.api_server.fault_proxy import FaultProxy
 from tests.control_plane.api_server.programs import wait_until
-from tests.control_plane.api_server.scenarios import STEPS, is_over
+from tests.control_plane.api_server.scenarios import STEP_SECONDS, STEPS, Step, is_over
 from tests.control_plane.api_server.world import World
 
 LEASE_SECONDS = 4.0
@@ -39,9 +39,16 @@ def take_over(world: World, old: str) -> float:
     return time.monotonic() - started
 
 
-def does(world: World, step: object) -> None:
-    step.act(world)  # type: ignore[attr-defined]
-    wait_until("the step is over", lambda: is_over(world, step), 90.0)  # type: ignore[arg-type]
+def does(world: World, step: Step) -> None:
+    step.act(world)
+    wait_over(world, step)
+
+
+def wait_over(world: World, step: Step) -> None:
+    try:
+        wait_until(f"step {step.name!r} is over", lambda: is_over(world, step), STEP_SECONDS)
+    except TimeoutError as error:
+        raise TimeoutError(f"{error}\n{world.told()}") from None
 
 
 @pytest.mark.timeout(600, func_only=True)
@@ -81,7 +88,7 @@ def test_there_is_one_writer_however_often_leaders_go(pair: World, num_kills: in
         seconds[how].append(take_over(pair, first))
         pair.proxy.audit.forget(first)
         leader.start()
-        wait_until("the step is over", lambda s=step: is_over(pair, s), 120.0)
+        wait_over(pair, step)
         leader.wait_ready()
     for how, found in seconds.items():
         found.sort()
