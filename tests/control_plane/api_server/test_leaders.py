@@ -12,8 +12,8 @@ from tests.control_plane.api_server.programs import wait_until
 from tests.control_plane.api_server.scenarios import STEP_SECONDS, STEPS, Step, is_over
 from tests.control_plane.api_server.world import World
 
-LEASE_SECONDS = 4.0
-FLAGS = (f"--lease-seconds={LEASE_SECONDS}", "--renew-seconds=3", "--retry-seconds=0.5")
+LEASE_SECONDS = 8.0
+FLAGS = (f"--lease-seconds={LEASE_SECONDS}", "--renew-seconds=6", "--retry-seconds=0.5")
 CREATE, SCALE = STEPS[:2]
 
 
