@@ -80,7 +80,7 @@ soak: $(VENV)/.dev ## 100 faults, a million fuzz steps, the large checker instan
 	@e2e/cluster/build.sh
 	@$(PY) e2e/soak/mirror_check.py
 	@$(PY) e2e/soak/mirror_fuzz.py --steps 1000000
-	@OMP_WAIT_POLICY=passive FOVEAL_FAULTS=100 $(VENV)/bin/pytest -q -s -m "faults or slow" tests
+	@OMP_WAIT_POLICY=passive FOVEAL_FAULTS=100 FOVEAL_OUTAGE_SECONDS=300 $(VENV)/bin/pytest -q -s -m "faults or slow" tests
 
 chart: ## lint --strict, render and unit-test the chart (needs helm; HELM="helm3 helm4" for both)
 	@e2e/chart.sh

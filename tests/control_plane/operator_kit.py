@@ -43,6 +43,19 @@ def with_claim(cluster: FakeCluster) -> FakeCluster:
     return cluster
 
 
+class NoEngine:
+    """The kit hands events over itself."""
+
+    is_alive = True
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def lookup_silent(self) -> tuple[str, ...]:
+        return ()
+
+
 class Kit:
     """One replica without leader election; passes are run by `settle`, one worker, no waiting."""
 
@@ -60,8 +73,7 @@ class Kit:
             clock=self.time.clock,
             observe_pods=self._observe,
             on_lost=lambda: None,
-            start_watches=self._start,
-            watches_up=lambda: True,
+            make_watches=self._make_watches,
         )
         self.watched: tuple[Kind, ...] = ()
         self.hears = True
@@ -70,8 +82,9 @@ class Kit:
     async def _observe(self, engines: Sequence[Obj], frontends: Sequence[Obj]) -> PodReports:
         return self.reports
 
-    def _start(self, kinds: tuple[Kind, ...]) -> None:
+    def _make_watches(self, kinds: tuple[Kind, ...]) -> NoEngine:
         self.watched = kinds
+        return NoEngine()
 
     def _hear(self, kind: Kind, change: str, body: Obj) -> None:
         if self.hears and kind in self.watched:

@@ -1,4 +1,4 @@
-"""Events, facts, flags, probes, log lines and the watch engine's registry."""
+"""Events, facts, flags, probes and log lines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import kopf
 import pytest
 from tests.control_plane.fake_clock import FakeTime
 from tests.control_plane.operator_kit import OPTIONAL_KINDS, resource
@@ -18,12 +17,9 @@ from foveal_operator.api_errors import Forbidden, Transient
 from foveal_operator.basis import Basis, read_basis
 from foveal_operator.budget_inputs import NodeFacts
 from foveal_operator.cli_errors import UsageError
-from foveal_operator.cluster import Credentials
 from foveal_operator.events import EventRecorder
 from foveal_operator.facts import Survey, count_free_devices
 from foveal_operator.fake_cluster import FakeCluster
-from foveal_operator.handlers import EndlessBackoff, WatchEngine
-from foveal_operator.kinds import BY_NAME, KINDS, SECRET, WATCHED
 from foveal_operator.logs import JsonLines
 from foveal_operator.observe import noteworthy, previous_conditions, route_state, steady
 from foveal_operator.operator_metrics import OPERATOR_METRICS
@@ -327,49 +323,3 @@ def test_metric_names_are_unique_and_follow_controller_runtime() -> None:
 def test_log_lines_are_json() -> None:
     record = logging.LogRecord("a", logging.INFO, "", 0, "x %s", ("é",), None)
     assert json.loads(JsonLines().format(record))["message"] == "x é"
-
-
-# --- the watch engine --------------------------------------------------------------------------
-async def credentials() -> Credentials:
-    return Credentials(server="http://127.0.0.1:9", token="t")
-
-
-def engine(*namespaces: str) -> WatchEngine:
-    return WatchEngine(
-        WATCHED, namespaces, login=credentials, sink=lambda *_: None,
-        loop=asyncio.get_running_loop(), identity="me",
-    )  # fmt: skip
-
-
-async def test_kopf_gets_event_handlers_and_nothing_else() -> None:
-    """Any other kind of handler writes annotations or finalizers on users' objects."""
-    registry = engine().registry()
-    assert registry._changing.get_all_handlers() == []
-    assert registry._spawning.get_all_handlers() == []
-    assert registry._indexing.get_all_handlers() == []
-    assert len(registry._watching.get_all_handlers()) == len(WATCHED)
-
-
-async def test_kopf_is_silent_standalone_and_patient() -> None:
-    settings = engine("a").settings()
-    assert settings.posting.enabled is False
-    assert settings.peering.standalone is True
-    assert settings.scanning.disabled is True
-    found = iter(settings.networking.error_backoffs)  # type: ignore[arg-type]
-    waits = [next(found) for _ in range(1000)]
-    assert max(waits) == 15.0
-    assert list(zip(range(3), EndlessBackoff(), strict=False)) == [(0, 1.0), (1, 2.0), (2, 4.0)]
-
-
-async def test_login_hands_over_a_token_that_expires() -> None:
-    found = await engine()._on_login()
-    assert isinstance(found, kopf.ConnectionInfo)
-    assert (found.scheme, found.token) == ("Bearer", "t")
-    assert found.expiration is not None
-
-
-def test_secrets_are_never_watched_read_or_pruned() -> None:
-    assert not SECRET.watched
-    assert not SECRET.pruned
-    assert BY_NAME["PersistentVolumeClaim"].pruned is False
-    assert [kind.name for kind in KINDS if kind.plural == "secrets"] == ["Secret"]

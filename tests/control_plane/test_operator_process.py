@@ -25,12 +25,33 @@ async def no_reports(engines: Sequence[Obj], frontends: Sequence[Obj]) -> PodRep
     return PodReports()
 
 
+class FakeEngine:
+    """Watches of a replica: up from the start, until the replica says otherwise."""
+
+    def __init__(self, replica: Replica, kinds: tuple[Kind, ...]) -> None:
+        self._replica, self._kinds = replica, kinds
+
+    @property
+    def is_alive(self) -> bool:
+        return self._replica.are_watches_up
+
+    def start(self) -> None:
+        self._replica.starts.append(self._kinds)
+        self._replica.are_watches_up = True
+
+    def stop(self) -> None: ...
+
+    def lookup_silent(self) -> tuple[str, ...]:
+        return self._replica.silent
+
+
 class Replica:
     """An Operator that runs, and the watches it asked for."""
 
     def __init__(self, cluster: FakeCluster, time: FakeTime, name: str = "one") -> None:
         self.starts: list[tuple[Kind, ...]] = []
         self.are_watches_up = True
+        self.silent: tuple[str, ...] = ()
         self.is_lost = False
         self.operator = Operator(
             cluster,
@@ -44,8 +65,7 @@ class Replica:
             clock=time.clock,
             observe_pods=no_reports,
             on_lost=self._lost,
-            start_watches=self._start,
-            watches_up=lambda: self.are_watches_up,
+            make_watches=lambda kinds: FakeEngine(self, kinds),
         )
         cluster.watchers.append(self._hear)
         self.task = asyncio.ensure_future(self.operator.run())
@@ -53,10 +73,6 @@ class Replica:
     def _lost(self) -> None:
         self.is_lost = True
         self.task.cancel()
-
-    def _start(self, kinds: tuple[Kind, ...]) -> None:
-        self.starts.append(kinds)
-        self.are_watches_up = True
 
     def _hear(self, kind: Kind, change: str, body: Obj) -> None:
         if self.starts and kind in self.starts[-1]:
@@ -137,6 +153,25 @@ async def test_dead_watches_are_started_anew_and_nothing_is_missed(
     await time.pass_(5)
     assert len(one.starts) == 2
     assert cluster.names("ServiceAccount") == ["tiny"]
+    await one.end()
+
+
+async def test_deaf_watches_are_told_and_started_anew(cluster: FakeCluster, time: FakeTime) -> None:
+    """Found on a real API server: the thread of the watches was up and watched nothing, and only
+    the resync noticed, ten minutes later."""
+    one = Replica(cluster, time)
+    await time.pass_(3)
+    cluster.watchers.clear()
+    one.silent = ("multimodalinferences",)
+    cluster.add(resource())
+    ready = one.operator.ready_checks(lambda: time.now)
+    assert ready["watches"]() == "no watch of multimodalinferences"
+    assert len(one.starts) == 1
+    await time.pass_(65)
+    assert len(one.starts) == 2
+    assert cluster.names("ServiceAccount") == ["tiny"]
+    one.silent = ()
+    assert ready["watches"]() == ""
     await one.end()
 
 

@@ -1,4 +1,4 @@
-"""Brings single objects to what is wanted: apply or skip, create once, prune. No policy of its own.
+"""Brings single objects to what is wanted: apply or skip, prune. No policy of its own.
 
 Used by the reconciler. Remembers, in memory only, what each apply returned: an object that is
 wanted as before and lies there as it was left costs no request. After a restart everything is
@@ -8,7 +8,7 @@ applied once more, which changes nothing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -50,7 +50,6 @@ class Applier:
         self._caches = caches
         self._telemetry = telemetry
         self._applied: dict[str, dict[ObjectKey, _Applied]] = {}
-        self._created: dict[str, set[ObjectKey]] = {}
 
     async def ensure(self, owner_uid: str, body: Obj) -> bool:
         """Server-side apply, unless that could change nothing. True when something changed.
@@ -99,22 +98,6 @@ class Applier:
                 raise
         return await self._cluster.update({**live, "spec": {**live["spec"], **body["spec"]}})
 
-    async def create_once(self, owner_uid: str, key: ObjectKey, make: Callable[[], Obj]) -> bool:
-        """Creates an object that is never read: one that is there already is left alone."""
-        done = self._created.setdefault(owner_uid, set())
-        if key in done:
-            return False
-        try:
-            made = await self._cluster.create(make())
-        except ApiError as error:
-            raise ObjectError(*key, error) from error
-        done.add(key)
-        return made is not None
-
-    def doubt_created(self, owner_uid: str) -> None:
-        """Something may have deleted what was created once: try again at the next pass."""
-        self._created.pop(owner_uid, None)
-
     async def delete(self, kind: Kind, namespace: str, name: str, uid: str) -> bool:
         """Deletes this very object, after a live read has shown that it is still ours."""
         live = await self._cluster.get(kind, namespace, name)
@@ -146,7 +129,6 @@ class Applier:
 
     def forget(self, owner_uid: str) -> None:
         self._applied.pop(owner_uid, None)
-        self._created.pop(owner_uid, None)
 
 
 def _is_as_left(known: _Applied, body: Obj, live: Obj) -> bool:

@@ -24,6 +24,8 @@ class Basis(msgspec.Struct, frozen=True, kw_only=True):
     runtime_image: str
     node_bytes: int = 0
     device_bytes: int = 0
+    # Which set of CURVE keys the pods share; another one replaces them all. "" is the first.
+    key_generation: str | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def nodes(self) -> NodeFacts:

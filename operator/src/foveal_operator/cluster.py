@@ -57,8 +57,8 @@ class Cluster(Protocol):
     async def apply_status(self, body: Obj) -> Obj:
         """The same for the status. Raises NotFound: it never creates."""
 
-    async def create(self, body: Obj) -> Obj | None:
-        """None when it is there already."""
+    async def create(self, body: Obj, *, dry_run: bool = False) -> Obj | None:
+        """None when it is there already. A dry run only says whether it is."""
 
     async def update(self, body: Obj) -> Obj:
         """Replaces; Conflict unless its resourceVersion is the present one."""
@@ -187,12 +187,11 @@ class KubeCluster:
         path = kind.path(metadata.get("namespace"), metadata["name"], "status")
         return await self._write("PATCH", kind, path, body, content=_APPLY, verb="APPLY")
 
-    async def create(self, body: Obj) -> Obj | None:
+    async def create(self, body: Obj, *, dry_run: bool = False) -> Obj | None:
         kind = kind_of(body)
+        path = kind.path(body["metadata"].get("namespace"))
         try:
-            return await self._write(
-                "POST", kind, kind.path(body["metadata"].get("namespace")), body
-            )
+            return await self._write("POST", kind, path, body, dry_run=dry_run)
         except Conflict:
             return None
 
@@ -216,7 +215,15 @@ class KubeCluster:
         return True
 
     async def _write(
-        self, method: str, kind: Kind, path: str, body: Obj, *, content: str = _JSON, verb: str = ""
+        self,
+        method: str,
+        kind: Kind,
+        path: str,
+        body: Obj,
+        *,
+        content: str = _JSON,
+        verb: str = "",
+        dry_run: bool = False,
     ) -> Obj:
         """Every write passes here: manager, strictness, and the right to write at all."""
         if kind is not LEASE and not self._may_write():
@@ -226,12 +233,15 @@ class KubeCluster:
             query = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict"}
         if content == _APPLY:
             query["force"] = "true"
+        if dry_run:
+            query["dryRun"] = "All"
         # Lease calls are timed and repeated by the elector alone.
         tries = 1 if kind is LEASE else MAX_TRIES
         answer = await self._call(
             method, path, query=query, body=body, content=content, verb=verb, tries=tries
         )
-        self._telemetry.count("foveal_operator_writes", kind=kind.name, verb=verb or method)
+        if not dry_run:
+            self._telemetry.count("foveal_operator_writes", kind=kind.name, verb=verb or method)
         return answer
 
     # --- one request ------------------------------------------------------------------------

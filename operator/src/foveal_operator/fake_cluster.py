@@ -85,10 +85,12 @@ class FakeCluster:
         )
         return self._store("APPLY", kind, key, result)
 
-    async def create(self, body: Obj) -> Obj | None:
+    async def create(self, body: Obj, *, dry_run: bool = False) -> Obj | None:
         kind, key = self._target("POST", body)
         if key in self.objects:
             return None
+        if dry_run:
+            return copy.deepcopy(body)
         self.owners[key] = edited({}, body, {}, FIELD_MANAGER)
         return self._store("POST", kind, key, copy.deepcopy(body))
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import aiohttp
 import kopf
 
 from foveal_operator.cluster import Credentials, Obj
@@ -25,6 +28,12 @@ log = logging.getLogger(__name__)
 Sink = Callable[[Kind, str | None, Obj], None]
 MAX_BACKOFF_SECONDS = 15.0
 TOKEN_SECONDS = 2400
+LOGIN_PAUSE_SECONDS = 5.0
+# The API server ends each watch after this long, so that every watch has to be asked for again and
+# again: an answer to that is the sign of its life.
+WATCH_SECONDS = 120
+# Room for one watch, kopf's 70 s without a bookmark and a backoff.
+SILENT_SECONDS = 240.0
 
 
 class EndlessBackoff:
@@ -54,6 +63,7 @@ class WatchEngine:
         sink: Sink,
         loop: asyncio.AbstractEventLoop,
         identity: str,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._kinds = tuple(kinds)
         self._namespaces = tuple(namespaces)
@@ -61,6 +71,10 @@ class WatchEngine:
         self._sink = sink
         self._loop = loop
         self._identity = identity
+        self._monotonic = monotonic
+        # By path of a list: when its watch was last answered. Written by the thread only.
+        self._answered: dict[str, float] = {}
+        self._next_login = 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watches", daemon=True)
 
@@ -71,6 +85,18 @@ class WatchEngine:
     @property
     def is_alive(self) -> bool:
         return self._thread.is_alive()
+
+    def lookup_silent(self) -> tuple[str, ...]:
+        """Plurals of the kinds that no watch is known to follow, in any namespace of ours."""
+        since = self._monotonic() - SILENT_SECONDS
+        return tuple(
+            kind.plural
+            for kind in self._kinds
+            if any(
+                self._answered.get(kind.path(namespace), -math.inf) < since
+                for namespace in self._namespaces or (None,)
+            )
+        )
 
     def start(self) -> None:
         self._thread.start()
@@ -105,6 +131,9 @@ class WatchEngine:
         settings.networking.request_timeout = 60.0
         settings.watching.connect_timeout = 10.0
         settings.watching.chunk_size = 500
+        settings.watching.server_timeout = WATCH_SECONDS
+        # Else kopf kills the whole process when its own end takes long.
+        settings.process.ultimate_exiting_timeout = None
         settings.queueing.exit_timeout = 0.5
         for kind in self._kinds:
             selector = selector_of(kind)
@@ -124,9 +153,17 @@ class WatchEngine:
 
         return on_event
 
-    async def _on_login(self, **_: Any) -> kopf.ConnectionInfo:
+    async def _on_login(self, **_: Any) -> kopf.AiohttpSession:
+        """A session of ours, so that we see which watches are answered.
+
+        Refused credentials are asked for without end, but not faster than every few seconds: they
+        may be replaced in their file, and an API server that starts refuses good ones.
+        """
+        now = self._monotonic()
+        await asyncio.sleep(max(0.0, self._next_login - now))
+        self._next_login = max(now, self._next_login) + LOGIN_PAUSE_SECONDS
         found = await self._login()
-        return kopf.ConnectionInfo(
+        info = kopf.ConnectionInfo(
             server=found.server,
             ca_path=found.ca_path or None,
             insecure=found.is_insecure,
@@ -134,27 +171,54 @@ class WatchEngine:
             scheme="Bearer" if found.token else None,
             certificate_path=found.certificate_path or None,
             private_key_path=found.key_path or None,
+        )
+        trace = aiohttp.TraceConfig()
+        trace.on_request_end.append(self._on_answer)
+        session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, ssl=info.as_ssl_context()),
+            headers=info.as_http_headers(),
+            trace_configs=[trace],
+        )
+        return kopf.AiohttpSession(
+            server=found.server,
+            aiohttp_session=session,
             expiration=(
                 datetime.now(UTC) + timedelta(seconds=TOKEN_SECONDS) if found.token else None
             ),
         )
 
+    async def _on_answer(self, session: Any, context: Any, params: Any) -> None:
+        """The head of an answer is there: of a watch, it says that the stream is open."""
+        url = params.url
+        if url.query.get("watch") != "true" or params.response.status != 200:
+            return
+        for kind in self._kinds:
+            for namespace in self._namespaces or (None,):
+                if url.path.endswith(path := kind.path(namespace)):
+                    self._answered[path] = self._monotonic()
+
     def _run(self) -> None:
         try:
-            asyncio.run(
-                kopf.operator(
-                    registry=self.registry(),
-                    settings=self.settings(),
-                    # Given, so that kopf need not ask the system for a user name it may lack.
-                    identity=self._identity,
-                    standalone=True,
-                    clusterwide=not self._namespaces,
-                    namespaces=self._namespaces,
-                    stop_flag=self._stop,
-                )
-            )
+            asyncio.run(self._watch())
         except Exception:
             log.exception("the watches ended")
+
+    async def _watch(self) -> None:
+        try:
+            await kopf.operator(
+                registry=self.registry(),
+                settings=self.settings(),
+                # Given, so that kopf need not ask the system for a user name it may lack.
+                identity=self._identity,
+                standalone=True,
+                clusterwide=not self._namespaces,
+                namespaces=self._namespaces,
+                stop_flag=self._stop,
+            )
         finally:
-            if not self._stop.is_set():
+            was_asked = self._stop.is_set()
+            # kopf waits for the flag in a thread of its own, and asyncio.run for that thread: left
+            # unset, an engine that has failed looks alive for ever.
+            self._stop.set()
+            if not was_asked:
                 log.error("the watches ended by themselves")

@@ -109,7 +109,8 @@ class Looker:
         basis = read_basis(basis_map)
         present = self._survey.node_facts(inference.spec.engine.accelerator)
         image = basis.runtime_image if basis else self._settings.runtime_image
-        facts = self._facts(key, inference, image)
+        generation = (basis.key_generation or "") if basis else ""
+        facts = self._facts(key, inference, image, generation)
         model = await self._model(key, inference, facts, now)
         facts = msgspec.structs.replace(facts, model_ready=model.model_ready)
         plan: BudgetPlan | None = None
@@ -129,7 +130,10 @@ class Looker:
             model=model,
             facts=facts,
             basis=Basis(
-                runtime_image=image, node_bytes=nodes.node_bytes, device_bytes=nodes.device_bytes
+                runtime_image=image,
+                node_bytes=nodes.node_bytes,
+                device_bytes=nodes.device_bytes,
+                key_generation=generation or msgspec.UNSET,
             ),
             plan=plan,
             desired=manifests.desired(inference, plan, facts),
@@ -140,7 +144,9 @@ class Looker:
         work.rollout = await self.decide(work)
         return work
 
-    def _facts(self, key: Key, inference: InferenceSpec, image: str) -> ClusterFacts:
+    def _facts(
+        self, key: Key, inference: InferenceSpec, image: str, key_generation: str
+    ) -> ClusterFacts:
         settings, spec = self._settings, inference.spec
         engines = self._caches.get(STATEFUL_SET, key[0], f"{key[1]}-engine")
         frontends = self._caches.get(DEPLOYMENT, key[0], f"{key[1]}-frontend")
@@ -153,6 +159,7 @@ class Looker:
             engines_handed_over=is_handed_over(engines, FIELD_MANAGER),
             monitoring_namespace=settings.monitoring_namespace,
             cluster_domain=settings.cluster_domain,
+            key_generation=key_generation,
             rule_groups=settings.rule_groups,
             dashboards=settings.dashboards,
         )

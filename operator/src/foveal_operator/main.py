@@ -32,6 +32,7 @@ from foveal_operator.reports import Reports
 from foveal_operator.server import ProbeServer
 from foveal_operator.telemetry import Telemetry
 from foveal_operator.watch import Watch
+from foveal_operator.watch_keeper import Engine, WatchKeeper
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +123,7 @@ class Operator:
 
     Args:
         on_lost: ends the process when the lease is lost.
-        start_watches: starts (or starts anew) the watches of these kinds.
+        make_watches: a watch engine for these kinds, not started.
     """
 
     def __init__(
@@ -134,8 +135,7 @@ class Operator:
         clock: Clock,
         observe_pods: ObservePods,
         on_lost: Callable[[], None],
-        start_watches: Callable[[tuple[Kind, ...]], None],
-        watches_up: Callable[[], bool],
+        make_watches: Callable[[tuple[Kind, ...]], Engine],
         forget_pods: Callable[[Iterable[str]], None] = lambda uids: None,
     ) -> None:
         self.cluster = cluster
@@ -167,8 +167,7 @@ class Operator:
         self.elector: Elector | None = None
         if options.lease is not None:
             self.elector = Elector(cluster, options.lease, clock=clock, on_lost=on_lost)
-        self._start_watches = start_watches
-        self._watches_up = watches_up
+        self.watches = WatchKeeper(make_watches, clock)
         self._forget_pods = forget_pods
         self._next_resync = 0.0
         self._next_beat = 0.0
@@ -189,6 +188,7 @@ class Operator:
 
     async def stop(self) -> None:
         """After `run` was cancelled: in order, within about two seconds."""
+        self.watches.stop()
         await self.workers.stop(STOP_SECONDS)
         if self.elector is not None:
             await self.elector.release()
@@ -222,9 +222,9 @@ class Operator:
 
     async def _tick(self) -> None:
         now = self.clock.monotonic()
-        if not self._watches_up():
-            log.error("the watches are down: starting them anew")
-            self._start_watches(self.watch.kinds(self.survey.apis))
+        if self.watches.restart_if_due():
+            self.telemetry.count("foveal_operator_watch_restarts")
+            # What was missed meanwhile; and an API that has gone is watched no more.
             self._next_resync = min(self._next_resync, now + TICK_SECONDS)
         if now >= self._next_resync:
             await self._resync()
@@ -242,7 +242,7 @@ class Operator:
         if is_first and not await self.cluster.serves(INFERENCE):
             raise NotFound(f"no {INFERENCE.plural}", 404)
         if changed or is_first:
-            self._start_watches(kinds)
+            self.watches.start(kinds)
         self.reconciler.doubt()
         await self.watch.sync(kinds)
         self._forget_pods(self.caches.uids(POD))
@@ -260,12 +260,12 @@ class Operator:
 
         return {
             "synced": lambda: "" if self.watch.is_synced else f"waiting for {self._waiting_for}",
-            "watches": lambda: "" if self._watches_up() else "the watches are down",
+            "watches": self.watches.lookup_trouble,
             "api": api,
         }
 
     def before_scrape(self) -> None:
-        self.telemetry.set("foveal_operator_watch_is_up", self._watches_up())
+        self.telemetry.set("foveal_operator_watch_is_up", not self.watches.lookup_trouble())
         leading = self.elector is None or self.elector.is_leading
         name = self.options.lease.name if self.options.lease else "none"
         self.telemetry.set("leader_election_master_status", leading, name=name)
@@ -309,12 +309,9 @@ async def serve(options: Options) -> None:
     session = aiohttp.ClientSession(auto_decompress=False)
     prober = PodProber(aiohttp_fetch(session), clock=clock.monotonic)
     reports = Reports(prober.observe_pods, lambda key: operator.queue.add(key))
-    engines: list[WatchEngine] = []
 
-    def start_watches(kinds: tuple[Kind, ...]) -> None:
-        while engines:
-            engines.pop().stop()
-        engine = WatchEngine(
+    def make_watches(kinds: tuple[Kind, ...]) -> WatchEngine:
+        return WatchEngine(
             kinds,
             options.namespaces,
             login=lambda: credentials(configuration),
@@ -322,8 +319,6 @@ async def serve(options: Options) -> None:
             loop=loop,
             identity=options.identity,
         )
-        engine.start()
-        engines.append(engine)
 
     operator = Operator(
         cluster,
@@ -333,8 +328,7 @@ async def serve(options: Options) -> None:
         observe_pods=lambda engines, frontends: reports.observe(engines, frontends),
         forget_pods=prober.forget,
         on_lost=exit_at_once,
-        start_watches=start_watches,
-        watches_up=lambda: bool(engines) and engines[-1].is_alive,
+        make_watches=make_watches,
     )
     server = ProbeServer(
         telemetry,
@@ -353,8 +347,6 @@ async def serve(options: Options) -> None:
         results = await asyncio.gather(running, return_exceptions=True)
     finally:
         stopping.cancel()
-        for engine in engines:
-            engine.stop()
         await reports.stop()
         await session.close()
         await server.stop()

@@ -45,7 +45,8 @@ OPERATOR_METRICS: tuple[Metric, ...] = (
     _seconds("rest_client_request_duration_seconds", "Seconds of an API request.", "verb"),
     _gauge("leader_election_master_status", "1 on the replica that writes.", "name"),
     _gauge("foveal_operator_cached_objects", "Objects in the caches.", "kind"),
-    _gauge("foveal_operator_watch_is_up", "1 while the watches run."),
+    _gauge("foveal_operator_watch_is_up", "1 while every kind is watched."),
+    _counter("foveal_operator_watch_restarts", "Times dead or deaf watches were started anew."),
     _counter(
         "foveal_operator_watch_missed", "Changes that a re-list found and the watch had not told.",
         "kind",

@@ -32,6 +32,9 @@ class Reason(msgspec.Struct, frozen=True):
 
 ACCEPTED = Reason("Accepted")
 INVALID_SPEC = Reason("InvalidSpec", "Correct the named field and apply again.", True)
+REFUSED = Reason(
+    "Refused", "Change the field that the refused object follows from, or what refuses it.", True
+)
 MISSING_API = Reason(
     "MissingApi", "Install the API in the cluster or remove the field that asks for it.", True
 )

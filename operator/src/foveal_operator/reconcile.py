@@ -19,9 +19,9 @@ from foveal_operator.basis import basis_config_map, basis_name
 from foveal_operator.caches import Caches, Key
 from foveal_operator.clock import Clock
 from foveal_operator.cluster import Cluster
-from foveal_operator.curve_keys import make_key_pairs
 from foveal_operator.events import EventRecorder
 from foveal_operator.facts import Survey
+from foveal_operator.key_secret import KeySecret
 from foveal_operator.kinds import (
     BY_NAME,
     CONFIG_MAP,
@@ -33,7 +33,6 @@ from foveal_operator.kinds import (
 )
 from foveal_operator.look import COMPONENT, Looker, ObservePods, Pass, Settings
 from foveal_operator.manifests.context import Obj
-from foveal_operator.manifests.secret import curve_secret
 from foveal_operator.model_flow import PROFILE_KEY
 from foveal_operator.observe import config_maps_in_use, newest
 from foveal_operator.rollout import record_name
@@ -46,6 +45,7 @@ log = logging.getLogger(__name__)
 REVISIONS_KEPT = 3
 POLL_SECONDS = 60.0
 EAGER_POLL_SECONDS = 15.0
+REFUSED_SECONDS = 60.0
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +72,8 @@ class Reconciler:
     ) -> None:
         self._cluster = cluster
         self._caches = caches
-        self._random_bytes = random_bytes
+        self._recorder = recorder
+        self._keys = KeySecret(cluster, clock, random_bytes)
         self._looker = Looker(
             cluster, caches, survey, clock=clock, settings=settings, observe_pods=observe_pods
         )
@@ -100,8 +101,9 @@ class Reconciler:
             again = await self._act(work)
         except ObjectError as error:
             if isinstance(error.cause, UserError):
-                await self._refuse(key, resource, SpecError([("", str(error))]))
-                return Outcome()
+                # Only an edit can help, or whoever set the quota or the policy: no hurry.
+                await self._teller.tell(work, refused=str(error))
+                return Outcome(again_seconds=REFUSED_SECONDS)
             await self._tell_failure(work, error)
             raise error.cause from error
         await self._teller.tell(work)
@@ -129,6 +131,9 @@ class Reconciler:
             again.append(POLL_SECONDS if mirrored else EAGER_POLL_SECONDS)
         if work.inference.spec.paused:
             return min(again, default=None)
+        if work.desired.complete and await self._keys.is_lost(work):
+            await self._replace_keys(work)
+            return 0.0
         wanted = await self._apply_all(work)
         for kind, name, uid in work.model.delete:
             await self.applier.delete(BY_NAME[kind], work.key[0], name, uid)
@@ -158,7 +163,7 @@ class Reconciler:
                 continue
             wanted.add(key)
             if owned.policy == "CreateOnly":
-                await self.applier.create_once(uid, key, lambda: self._curve_secret(work))
+                await self._keys.ensure(work)
             elif key[0] != "Job":
                 await self._apply_one(work, owned.body)
         return wanted
@@ -173,8 +178,15 @@ class Reconciler:
         if chosen is not None:
             await self.applier.ensure(work.uid, chosen)
 
-    def _curve_secret(self, work: Pass) -> Obj:
-        return curve_secret(work.context, make_key_pairs(self._random_bytes))
+    async def _replace_keys(self, work: Pass) -> None:
+        """Notes that pods need other keys; the next pass makes them and asks for other pods. In
+        this order, so that an operator that dies in between never mixes two sets."""
+        generation = self._keys.new_generation()
+        basis = msgspec.structs.replace(work.basis, key_generation=generation)
+        await self.applier.ensure(work.uid, basis_config_map(work.context, basis))
+        note = "The Secret with the CURVE keys was deleted: all pods are replaced by new ones."
+        log.warning("%s/%s: %s", *work.key, note)
+        await self._recorder.record(work.resource, "Warning", "KeysReplaced", note)
 
     async def _delete_pods(self, work: Pass) -> None:
         """Decides once more on a live list: what a stale cache suggested must still hold."""
@@ -221,17 +233,14 @@ class Reconciler:
         await self._teller.refuse(resource, error, *pods)
 
     def doubt(self) -> None:
-        """Called now and then: where pods cannot start, the key Secret may be gone. It cannot be
-        looked at, so the next pass tries to create it again."""
-        for key, uid in self._uids.items():
-            pods = (*self._looker.pods(key, "engine"), *self._looker.pods(key, "frontend"))
-            if any(pod.get("status", {}).get("phase") == "Pending" for pod in pods):
-                self.applier.doubt_created(uid)
+        """Called now and then: no watch tells of a key Secret that somebody has deleted."""
+        self._keys.doubt()
 
     def _forget(self, key: Key) -> None:
         """The resource that had this name is gone: so is all that was kept for it."""
         uid = self._uids.pop(key)
         self.applier.forget(uid)
+        self._keys.forget(uid)
         self._teller.forget(key, uid)
 
 

@@ -62,7 +62,7 @@ class ReadOnlyCluster:
     async def apply_status(self, body: Obj) -> Obj:
         raise AssertionError("a plan writes nothing")
 
-    async def create(self, body: Obj) -> Obj | None:
+    async def create(self, body: Obj, *, dry_run: bool = False) -> Obj | None:
         raise AssertionError("a plan writes nothing")
 
     async def update(self, body: Obj) -> Obj:

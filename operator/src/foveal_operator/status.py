@@ -44,6 +44,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
         is_paused: the operator was told to leave everything as it is.
         peaks: pod -> the peak of memory it last reported, in bytes.
         resolved_revision: commit or digest of the model; "" = not known.
+        refused: the object that the API server does not take, and why; "" = none.
     """
 
     now: str
@@ -65,6 +66,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     is_paused: bool = False
     peaks: dict[str, int] = {}
     resolved_revision: str = ""
+    refused: str = ""
 
 
 class _Verdict(msgspec.Struct, frozen=True):
@@ -88,7 +90,7 @@ def report(
     Pods of an earlier spec are still counted when the present one is refused.
     """
     assert (inference is None) != (error is None)
-    verdicts = [_spec_accepted(error, desired)]
+    verdicts = [_spec_accepted(error, desired, observed.refused)]
     frontend = _role(observed.deployment, observed.frontend_pods, desired, "Deployment")
     engine = _role(observed.stateful_set, observed.engine_pods, desired, "StatefulSet")
     if inference is not None:
@@ -127,9 +129,12 @@ def _verdict(kind: str, ok: bool, reason: Reason, text: str) -> _Verdict:
     return _Verdict(kind, "True" if ok else "False", reason, text)
 
 
-def _spec_accepted(error: SpecError | None, desired: Desired | None) -> _Verdict:
+def _spec_accepted(error: SpecError | None, desired: Desired | None, refused: str) -> _Verdict:
     if error is not None:
         return _verdict("SpecAccepted", False, reasons.INVALID_SPEC, str(error))
+    if refused:
+        text = f"the API server refuses {refused}"
+        return _verdict("SpecAccepted", False, reasons.REFUSED, text)
     if desired is not None and desired.missing_apis:
         names = ", ".join(desired.missing_apis)
         return _verdict(

@@ -42,8 +42,9 @@ class Teller:
         self._telemetry = telemetry
         self._clock = clock
 
-    async def tell(self, work: Pass, trouble: str = "") -> None:
-        """`trouble` is what kept the pass from its end, in words."""
+    async def tell(self, work: Pass, trouble: str = "", refused: str = "") -> None:
+        """`trouble` is what kept the pass from its end, in words; `refused` is what the API server
+        will not take as long as the resource stays as it is."""
         key, reports = work.key, work.reports
         route = self._caches.get(BY_NAME["HTTPRoute"], *key)
         route_ready, route_message = route_state(
@@ -69,6 +70,7 @@ class Teller:
             resolved_revision=work.model.profile.revision if work.model.profile else "",
             measured=steady(reports.measured, work.resource),
             is_paused=work.inference.spec.paused,
+            refused=refused,
         )
         await self._write(work.resource, work.inference, None, work.plan, work.desired, observed)
 

@@ -53,7 +53,7 @@ class Audit:
 
     # --- when a request comes in ---------------------------------------------------------------
     def before(self, call: Call) -> None:
-        if call.target.resource == "secrets" and not call.is_write:
+        if call.target.resource == "secrets" and call.verb in ("get", "list", "watch"):
             self._note(call, "reads Secrets")
         if not call.is_write:
             return

@@ -40,7 +40,8 @@ class Call:
 
     @property
     def is_write(self) -> bool:
-        return self.verb in WRITES
+        """A dry run changes nothing."""
+        return self.verb in WRITES and not self.query.get("dryRun")
 
     @property
     def is_lease(self) -> bool:

@@ -114,6 +114,11 @@ class FaultProxy:
     async def _stop(self) -> None:
         await self._runner.cleanup()
         await self._session.close()
+        # Calls in a black hole never end by themselves.
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
     def url(self, client: str) -> str:
         """A new address; calls that come in there are `client`'s."""
@@ -164,7 +169,7 @@ class FaultProxy:
         verb = verb_of(request.method, target, query, request.content_type)
         assert request.transport is not None
         port = request.transport.get_extra_info("sockname")[1]
-        draft = Call(0, 0, self._clients[port], verb, target)
+        draft = Call(0, 0, self._clients[port], verb, target, query)
         counts = draft.is_write and not draft.is_lease
         self._num_attempts += counts
         number, write_number = len(self.calls) + 1, self._num_attempts if counts else 0

@@ -14,9 +14,6 @@ from tests.control_plane.api_server.world import World
 from foveal_operator import reasons
 from foveal_operator.reasons import Reason
 
-# Under make soak until it has been seen to pass whole on an idle machine.
-pytestmark = pytest.mark.slow
-
 CREATE, SCALE = STEPS[:2]
 
 

@@ -9,14 +9,11 @@ import pytest
 from tests.control_plane.api_server.audit import Audit
 from tests.control_plane.api_server.fault_proxy import FaultProxy
 from tests.control_plane.api_server.programs import wait_until
-from tests.control_plane.api_server.scenarios import STEPS, is_over
+from tests.control_plane.api_server.scenarios import STEP_SECONDS, STEPS, Step, is_over
 from tests.control_plane.api_server.world import World
 
-# Under make soak until it has been seen to pass whole on an idle machine.
-pytestmark = pytest.mark.slow
-
-LEASE_SECONDS = 4.0
-FLAGS = (f"--lease-seconds={LEASE_SECONDS}", "--renew-seconds=3", "--retry-seconds=0.5")
+LEASE_SECONDS = 8.0
+FLAGS = (f"--lease-seconds={LEASE_SECONDS}", "--renew-seconds=6", "--retry-seconds=0.5")
 CREATE, SCALE = STEPS[:2]
 
 
@@ -35,27 +32,59 @@ def holder(world: World) -> str:
     return str((lease or {}).get("spec", {}).get("holderIdentity") or "").partition("_")[0]
 
 
+def live_on(world: World, but: str = "") -> bool:
+    """Whoever has ended starts again, as a kubelet would see to: on a busy machine a replica can
+    miss its short lease, and then ends at once. Always True."""
+    for operator in world.operators:
+        if operator.name != but and not operator.is_alive:
+            world.proxy.audit.forget(operator.name)
+            operator.start()
+    return True
+
+
+def is_led(world: World) -> bool:
+    """By a replica that lives: the holder may have died and be remembered still."""
+    name = holder(world)
+    return any(o.name == name and o.is_alive for o in world.operators)
+
+
 def take_over(world: World, old: str) -> float:
     """Seconds until another one leads."""
     started = time.monotonic()
-    wait_until("another leads", lambda: holder(world) not in ("", old), 60.0)
+    wait_until(
+        "another leads",
+        lambda: live_on(world, but=old) and holder(world) not in ("", old),
+        STEP_SECONDS,
+    )
     return time.monotonic() - started
 
 
-def does(world: World, step: object) -> None:
-    step.act(world)  # type: ignore[attr-defined]
-    wait_until("the step is over", lambda: is_over(world, step), 90.0)  # type: ignore[arg-type]
+def does(world: World, step: Step, but: str = "") -> None:
+    step.act(world)
+    wait_over(world, step, but)
+
+
+def wait_over(world: World, step: Step, but: str = "") -> None:
+    try:
+        wait_until(
+            f"step {step.name!r} is over",
+            lambda: live_on(world, but) and is_over(world, step),
+            STEP_SECONDS,
+        )
+    except TimeoutError as error:
+        raise TimeoutError(f"{error}\n{world.told()}") from None
 
 
 @pytest.mark.timeout(600, func_only=True)
 def test_another_takes_over_when_the_leader_dies_or_leaves(pair: World) -> None:
-    wait_until("one leads", lambda: holder(pair), 60.0)
     does(pair, CREATE)
+    wait_until("one leads", lambda: live_on(pair) and is_led(pair), STEP_SECONDS)
     first = holder(pair)
     (leader,) = [o for o in pair.operators if o.name == first]
     leader.kill()
     print(f"after SIGKILL: {take_over(pair, first):.1f} s with a lease of {LEASE_SECONDS} s")
-    does(pair, SCALE)
+    does(pair, SCALE, but=first)
+    pair.proxy.audit.forget(first)  # another life, with nothing remembered
     leader.start()
     leader.wait_ready()
     (other,) = [o for o in pair.operators if o.name != first]
@@ -64,17 +93,42 @@ def test_another_takes_over_when_the_leader_dies_or_leaves(pair: World) -> None:
     does(pair, STEPS[2])
 
 
+@pytest.mark.timeout(7200, func_only=True)
+@pytest.mark.parametrize("num_kills", [3, pytest.param(100, marks=pytest.mark.slow)])
+def test_there_is_one_writer_however_often_leaders_go(pair: World, num_kills: int) -> None:
+    """In the middle of work, by SIGKILL and SIGTERM in turn. Prints how long nobody led."""
+    seconds: dict[str, list[float]] = {"SIGKILL": [], "SIGTERM": []}
+    for number in range(num_kills):
+        wait_until("one leads", lambda: live_on(pair) and is_led(pair), STEP_SECONDS)
+        step = (CREATE, SCALE)[number % 2]
+        step.act(pair)
+        first = holder(pair)
+        (leader,) = [o for o in pair.operators if o.name == first]
+        how = ("SIGKILL", "SIGTERM")[number % 2]
+        if how == "SIGKILL":
+            leader.kill()
+        else:
+            assert leader.stop() >= 0, leader.log_tail()  # by itself
+        seconds[how].append(take_over(pair, first))
+        wait_over(pair, step)
+    for how, found in seconds.items():
+        found.sort()
+        p99 = found[min(len(found) - 1, int(0.99 * len(found)))]
+        print(f"{how}: {len(found)} times, median {found[len(found) // 2]:.1f} s, p99 {p99:.1f} s")
+    assert not pair.proxy.audit.violations
+
+
 @pytest.mark.timeout(600, func_only=True)
 def test_a_leader_that_slept_past_its_lease_writes_nothing(pair: World) -> None:
     """Stopped in the middle, it wakes up when another leads; it must end before it writes."""
-    wait_until("one leads", lambda: holder(pair), 60.0)
     does(pair, CREATE)
+    wait_until("one leads", lambda: live_on(pair) and is_led(pair), STEP_SECONDS)
     first = holder(pair)
     (leader,) = [o for o in pair.operators if o.name == first]
     leader.pause()
     try:
         take_over(pair, first)
-        does(pair, SCALE)
+        does(pair, SCALE, but=first)
     finally:
         leader.resume()
     wait_until("the old leader has ended", lambda: not leader.is_alive, 30.0)

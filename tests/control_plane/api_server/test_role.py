@@ -58,8 +58,6 @@ def token(world: World) -> str:
     return str(reply.must()["status"]["token"])
 
 
-# Under `make soak` until it has been seen to pass whole.
-@pytest.mark.slow
 @pytest.mark.timeout(300, func_only=True)
 def test_the_charts_roles_are_enough(world: World) -> None:
     config = world.cluster.kubeconfig(

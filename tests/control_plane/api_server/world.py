@@ -20,6 +20,7 @@ from tests.control_plane.api_server.fault_proxy import FaultProxy
 from tests.control_plane.api_server.nodes import Nodes
 from tests.control_plane.api_server.operator_process import OperatorProcess
 from tests.control_plane.api_server.programs import Cluster, wait_until
+from tests.control_plane.api_server.stable import stable
 from tests.control_plane.regenerate import profile_for
 from tests.control_plane.samples import LEGAL, Obj, put
 
@@ -116,7 +117,7 @@ class World:
             for obj in self.api.list(kind, self.namespace, MANAGED):
                 obj["kind"] = kind
                 found[f"{kind}/{obj['metadata']['name']}"] = self._normal(obj)
-        return found
+        return stable(found, self.namespace)
 
     def _normal(self, obj: Obj) -> Obj:
         kept = {"name", "labels", "annotations", "ownerReferences"}
@@ -132,7 +133,7 @@ class World:
             plain["spec"].pop("clusterIPs", None)
         for owner in plain["metadata"].get("ownerReferences", ()):
             owner["uid"] = "UID"
-        return dict(json.loads(json.dumps(plain).replace(self.namespace, "NAMESPACE")))
+        return plain
 
     def versions(self) -> dict[str, str]:
         """resourceVersion of every child."""

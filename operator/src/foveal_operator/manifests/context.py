@@ -38,6 +38,7 @@ class ClusterFacts(msgspec.Struct, frozen=True, kw_only=True):
         live_frontends, live_engines: replicas there are, applied until the autoscaler owns them.
         frontends_handed_over, engines_handed_over: the autoscaler owns spec.replicas.
         monitoring_namespace, operator_namespace: who may read engines' metrics; "" = nobody.
+        key_generation: which set of CURVE keys pods share; "" is the first.
         rule_groups, dashboards: generated elsewhere from the metric registry.
     """
 
@@ -52,6 +53,7 @@ class ClusterFacts(msgspec.Struct, frozen=True, kw_only=True):
     monitoring_namespace: str = "monitoring"
     operator_namespace: str = ""
     cluster_domain: str = "cluster.local"
+    key_generation: str = ""
     rule_groups: tuple[Obj, ...] = ()
     dashboards: dict[str, str] = {}
 

@@ -156,12 +156,12 @@ def role_container(
 
 
 def session_group(context: Context) -> str:
-    """What decides wire version and model namespace. Other images may speak the same version, but
-    only their processes know; to take them for strangers costs a rollout some patience, no more."""
-    source = model_source(context)
-    return content_hash(
-        [context.image, source.image or source.claim, source.path, context.facts.model_revision]
-    )
+    """What decides wire version, model namespace and CURVE keys. Other images may speak the same
+    version, but only their processes know; to take them for strangers costs a rollout some
+    patience, no more."""
+    source, facts = model_source(context), context.facts
+    parts = [context.image, source.image or source.claim, source.path, facts.model_revision]
+    return content_hash([*parts, facts.key_generation] if facts.key_generation else parts)
 
 
 def pod_template(
