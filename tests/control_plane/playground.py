@@ -46,6 +46,7 @@ class Playground:
         self._has_started = False
         self._num_frontends = 0
         self.cluster.add(_node())
+        self.cluster.add(_devices())
         for name in ("models", "shared-tmpfs", "warm", "w", "c"):
             self.cluster.add(_claim(name))
 
@@ -99,16 +100,17 @@ class Playground:
         status = copy.deepcopy(self.cluster.body(INFERENCE.name, NAME, NAMESPACE).get("status", {}))
         for part in ("observedGeneration", "rolloutStrategy", "lastFailure"):
             status.pop(part, None)
-        for condition in status.get("conditions", ()):
-            condition.pop("observedGeneration")
-            condition.pop("lastTransitionTime")
+        said = ("status", "reason", "message")
+        status["conditions"] = {
+            condition["type"]: {key: condition.get(key, "") for key in said}
+            for condition in status.get("conditions", ())
+        }
         return dict(status)
 
     def condition(self, kind: str) -> tuple[str, str]:
-        for condition in self.told().get("conditions", ()):
-            if condition["type"] == kind:
-                return condition["status"], condition["reason"]
-        return "", ""
+        """(status, reason)"""
+        found = self.told()["conditions"].get(kind, {"status": "", "reason": ""})
+        return found["status"], found["reason"]
 
     def pods(self, component: str) -> list[Obj]:
         return [
@@ -150,7 +152,11 @@ class Playground:
         template = job["spec"]["template"]
         labels = {**template["metadata"]["labels"], "job-name": name}
         profile = TOY if "CPU" in json.dumps(self._spec().get("engine", {})) else VLM
-        ended = {"exitCode": 0, "message": msgspec.json.encode(profile).decode(), "finishedAt": START.isoformat()}
+        ended = {
+            "exitCode": 0,
+            "message": msgspec.json.encode(profile).decode(),
+            "finishedAt": START.isoformat(),
+        }
         container = template["spec"]["containers"][0]["name"]
         states = [{"name": container, "state": {"terminated": ended}}]
         pod = f"{name}-x"
@@ -241,9 +247,12 @@ class Playground:
                 refs = [{"parentRef": ref} for ref in body["spec"]["parentRefs"]]
                 status = {"parents": [{**ref, "conditions": accepted} for ref in refs]}
                 self.cluster.edit(
-                    BY_NAME[kind], NAMESPACE, name, lambda b, s=status: b.update(status=s), "gateway"
+                    BY_NAME[kind],
+                    NAMESPACE,
+                    name,
+                    lambda b, s=status: b.update(status=s),
+                    "gateway",
                 )
-
 
 
 def _is_ours(body: Obj) -> bool:
@@ -255,7 +264,7 @@ def _is_kept(key: str, body: Obj, used: str) -> bool:
     which outlives everything; and the rollout's memory, which speaks of the way here."""
     kind, _, name = key.partition("/")
     if kind == "ConfigMap":
-        return bool(body.get("immutable")) and name not in used or name.endswith("-rollout")
+        return (bool(body.get("immutable")) and name not in used) or name.endswith("-rollout")
     return kind in ("PersistentVolumeClaim", "Job") and name not in used
 
 
@@ -280,6 +289,12 @@ def _node() -> Obj:
         "metadata": {"name": "node", "labels": labels},
         "status": {"allocatable": amounts},
     }
+
+
+def _devices() -> Obj:
+    device = {"name": "gpu-0", "capacity": {"memory": {"value": "80Gi"}}}
+    body = {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice"}
+    return {**body, "metadata": {"name": "node-gpus"}, "spec": {"devices": [device]}}
 
 
 def _claim(name: str) -> Obj:
