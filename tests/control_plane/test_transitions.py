@@ -140,6 +140,20 @@ def test_500_transitions_end_where_a_fresh_start_does() -> None:
     run_transitions(MANY)
 
 
+async def test_without_engines_new_frontends_wait_for_none() -> None:
+    """With engine.replicas 0 and another model the frontends kept the old revision for ever: they
+    waited for an engine of the new one."""
+    after = {**LEGAL["minimal"]["spec"], "engine": {"replicas": 0}}
+    await there_and_back(LEGAL["cpu"]["spec"], after)
+
+
+async def test_the_basis_of_one_accelerator_is_none_of_another() -> None:
+    """A resource that began on CPUs was planned for devices of 0 bytes when it came to have some,
+    and one that changed from one kind of device to another for the memory of the first."""
+    for engine in ({}, {"accelerator": {"resourceName": "amd.com/gpu"}}):
+        await there_and_back(LEGAL["cpu"]["spec"], {**LEGAL["minimal"]["spec"], "engine": engine})
+
+
 @pytest.mark.parametrize("name", ["gpu", "cpu"])
 @pytest.mark.parametrize("what", BAD)
 async def test_a_bad_spec_is_told_and_taken_back(name: str, what: str) -> None:
