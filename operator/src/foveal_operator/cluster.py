@@ -2,7 +2,7 @@
 
 `Cluster` is the seam; KubeCluster speaks HTTP (raw objects, no typed models; exchange.py carries
 them), FakeCluster (fake_cluster.py) lives in memory. The only file that imports `kubernetes`, which
-loads the configuration, and only once it is used. Never caches, never decides what should be written.
+loads the configuration, and only once it is used. Never caches, never decides what is written.
 """
 
 from __future__ import annotations
