@@ -40,9 +40,7 @@ NOT_SHOWN = {
     "foveal_engine_errors", "foveal_engine_residence_seconds",
     "foveal_engine_steps_without_progress", "foveal_events_published",
     "foveal_metrics_peers_unreachable", "foveal_prompt_tokens_inflight",
-    "foveal_shm_swept_writers",
-    # Declared, and counted by nobody yet.
-    "foveal_cache_saved_bytes", "foveal_media_fetched_bytes",
+    "foveal_shm_swept_writers", "foveal_media_fetched_bytes",
 }  # fmt: skip
 _WORDS = {"sum", "max", "min", "avg", "count", "by", "on", "and", "or", "rate", "increase",
           "deriv", "histogram_quantile", "vector", "time", "absent", "offset"}  # fmt: skip

@@ -18,11 +18,12 @@ from foveal_runtime.wire import codec
 NOT_HERE = {
     "foveal_build_info",
     "foveal_budget_bytes",
-    "foveal_cache_saved_bytes",
     "foveal_events_published",
     "foveal_engine_errors",
     "foveal_memory_limit_bytes",
+    "foveal_memory_page_cache_bytes",
     "foveal_memory_peak_bytes",
+    "foveal_memory_used_bytes",
     "foveal_mirror_rejects",
 }
 

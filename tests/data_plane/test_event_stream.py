@@ -70,7 +70,7 @@ def test_batches_arrive_numbered_and_can_be_replayed(stream, sockets):
         stream.publish(batch(last))
     topic, number, payload = sub.recv_multipart()
     assert topic == TOPIC
-    assert 3 < int.from_bytes(number, "big") <= last
+    assert 1 <= int.from_bytes(number, "big") <= last  # the socket may have been quicker than us
     decoded = msgspec.msgpack.decode(payload)
     assert decoded["engine_id"] == "e0"
     assert decoded["events"] == [

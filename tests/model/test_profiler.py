@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import struct
 from pathlib import Path
@@ -10,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from foveal_runtime.main import profile as profile_command
+from foveal_runtime.main import cli
 from foveal_runtime.model import profiler
 from foveal_runtime.model.memory import PeakMeter
+from foveal_runtime.model.packing import weight_bytes
 from foveal_runtime.model.runner import TorchRunner
 from foveal_runtime.model.weights import stored_bytes, weight_files
 from foveal_runtime.plan.errors import StartupError
@@ -34,8 +34,8 @@ def test_prediction_equals_the_loaded_model(name: str, tiny) -> None:
     assert found.kv_bytes_per_token * 8 == runner.kv_block_bytes
     assert sum(found.kv_bytes_per_layer) == found.kv_bytes_per_token
     assert len(found.kv_bytes_per_layer) == len(runner.layers)
-    weights = {p.data_ptr(): p.nbytes for p in runner.loaded.model.parameters()}
-    assert found.weight_bytes == pytest.approx(sum(weights.values()), rel=0.02)
+    loaded = weight_bytes(list(runner.loaded.model.parameters()))
+    assert found.weight_bytes == pytest.approx(loaded, rel=0.02)
     traits = runner.traits
     assert (found.is_multimodal, found.max_model_len) == (traits.is_multimodal, traits.max_position)
     if traits.is_multimodal:
@@ -108,11 +108,8 @@ def test_only_files_that_would_be_loaded_count(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_a_document_that_the_planner_reads(tiny, capsys) -> None:
-    arguments = argparse.Namespace(
-        model=str(tiny("llama")), measure=False, max_pixels=1000, max_frames=4, max_seconds=5.0,
-        max_num_batched_tokens=64,
-    )  # fmt: skip
-    assert profile_command.run(arguments) == 0
+    limits = ["--max-pixels", "1000", "--max-frames", "4", "--max-seconds", "5"]
+    assert cli.main(["profile", str(tiny("llama")), *limits]) == 0
     found = decode(capsys.readouterr().out.encode())
     assert (found.is_multimodal, found.items) == (False, {})
     assert found.weight_bytes > 0

@@ -76,6 +76,7 @@ async def test_a_file_arrives_and_is_charged():
         server.routes["/a"] = [reply(200, b"picture")]
         charged: list[int] = []
         assert await fetcher.fetch(f"{base}/a", max_bytes=100, charge=charged.append) == b"picture"
+        assert fetcher.fetched_bytes == len(b"picture")
         assert sum(charged) == 7
 
 

@@ -68,6 +68,7 @@ def _media(metrics: Metrics, stats: FrontendStats, processor: InputProcessor) ->
     for stage, counts in stats.stages.counts.items():
         total = stats.stages.sums[stage]
         metrics.set_histogram("foveal_media_stage_seconds", counts, total, stage=stage, modality="")
+    metrics.set("foveal_media_fetched_bytes", processor.fetcher.fetched_bytes)
     metrics.set("foveal_media_joins", processor.fetcher.flights.joins, stage="fetch")
     metrics.set("foveal_media_joins", processor.processing.joins, stage="process")
     metrics.set("foveal_media_url_text_hits", stats.url_text_hits)

@@ -9,6 +9,7 @@ plain one (same number of bytes) and gives it back bit by bit (`weight.to_dense(
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -42,6 +43,12 @@ def _pack(weight: torch.Tensor) -> torch.Tensor:
 def _multiply(rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
     return out
+
+
+def weight_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of these tensors, those that share memory counted once. Packed ones show no address."""
+    found = {id(t) if t.is_mkldnn else t.data_ptr(): t.nbytes for t in tensors}
+    return sum(found.values())
 
 
 def can_pack(dtype: torch.dtype) -> bool:

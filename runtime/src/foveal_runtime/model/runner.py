@@ -39,6 +39,7 @@ from foveal_runtime.model.context import PagedCall, forward_context
 from foveal_runtime.model.encoder import EncoderRunner, EncoderStore
 from foveal_runtime.model.head import Head
 from foveal_runtime.model.loader import LoadedModel, load_model
+from foveal_runtime.model.packing import weight_bytes
 from foveal_runtime.model.positions import prompt_positions
 from foveal_runtime.model.probe import probe_layers
 from foveal_runtime.model.sampler import Sampler, prompt_logprobs
@@ -110,8 +111,7 @@ class TorchRunner:
     @functools.cached_property
     def weight_bytes(self) -> int:
         """Bytes of all parameters and buffers as loaded, shared ones once."""
-        found = {t.data_ptr(): t.nbytes for t in self.loaded.model.state_dict().values()}
-        return sum(found.values())
+        return weight_bytes(list(self.loaded.model.state_dict().values()))
 
     @property
     def num_blocks(self) -> int:

@@ -78,6 +78,7 @@ class Fetcher:
     def __init__(self, sources: MediaSources, *, resolve: Resolve | None = None) -> None:
         self.sources = sources
         self.flights: SingleFlight[tuple[str, int, bytes], bytes] = SingleFlight()
+        self.fetched_bytes = 0
         self._resolve = resolve
         self._session: aiohttp.ClientSession | None = None
 
@@ -234,6 +235,7 @@ class Fetcher:
         async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
             data += chunk
             budget.announce(len(data))
+        self.fetched_bytes += len(data)
         return bytes(data)
 
     def _open(self) -> aiohttp.ClientSession:
