@@ -81,6 +81,7 @@ soak: $(VENV)/.dev ## 100 faults, a million fuzz steps, the large checker instan
 	@$(PY) e2e/soak/mirror_check.py
 	@$(PY) e2e/soak/mirror_fuzz.py --steps 1000000
 	@OMP_WAIT_POLICY=passive FOVEAL_FAULTS=100 FOVEAL_OUTAGE_SECONDS=300 $(VENV)/bin/pytest -q -s -m "faults or slow" tests
+	@PYTHONPATH=.:runtime/src:operator/src $(PY) -m e2e.soak.operator_scale --num 1000 --rest-seconds 600 --single 100
 
 chart: ## lint --strict, render and unit-test the chart (needs helm; HELM="helm3 helm4" for both)
 	@e2e/chart.sh

@@ -2,7 +2,8 @@
 
 The runtime image and the node facts of the day the pods were first asked for stay the basis of all
 later plans: neither a new operator nor a bigger node restarts anything. Used by the reconciler.
-Deleting the ConfigMap, or a spec that no longer fits the basis, adopts what is true today.
+Deleting the ConfigMap, another kind of accelerator, or a spec that no longer fits the basis adopts
+what is true today.
 """
 
 from __future__ import annotations
@@ -13,23 +14,40 @@ from typing import Any
 import msgspec
 
 from foveal_operator.budget_inputs import NodeFacts
-from foveal_operator.manifests.context import Context, Obj
+from foveal_operator.manifests.context import DEFAULT_RESOURCE_NAME, Context, Obj
+from foveal_operator.spec_workloads import Accelerator
 
 _KEY = "basis.json"
 
 
 class Basis(msgspec.Struct, frozen=True, kw_only=True):
-    """Input of every plan of one resource."""
+    """Input of every plan of one resource.
+
+    Attributes:
+        accelerator: what the node facts are about; "" in a basis written before it was kept.
+    """
 
     runtime_image: str
+    accelerator: str = ""
     node_bytes: int = 0
     device_bytes: int = 0
     # Which set of CURVE keys the pods share; another one replaces them all. "" is the first.
     key_generation: str | msgspec.UnsetType = msgspec.UNSET
 
+    def is_about(self, accelerator: Accelerator) -> bool:
+        """Facts about one kind of device say nothing of another."""
+        return self.accelerator in ("", accelerator_name(accelerator))
+
     @property
     def nodes(self) -> NodeFacts:
         return NodeFacts(node_bytes=self.node_bytes, device_bytes=self.device_bytes)
+
+
+def accelerator_name(accelerator: Accelerator) -> str:
+    """Whose memory the node facts tell: CPU, a device class, or an extended resource."""
+    if accelerator.type == "CPU":
+        return "CPU"
+    return accelerator.device_class_name or accelerator.resource_name or DEFAULT_RESOURCE_NAME
 
 
 def basis_name(name: str) -> str:

@@ -1,14 +1,13 @@
 """The API server: the only calls there are, behind one function that stamps and classifies them.
 
-`Cluster` is the seam; KubeCluster speaks HTTP through the official client (raw objects, no typed
-models), FakeCluster (fake_cluster.py) lives in memory. The only file that imports `kubernetes`,
-and only once it is used. Never caches, never decides what should be written.
+`Cluster` is the seam; KubeCluster speaks HTTP (raw objects, no typed models; exchange.py carries
+them), FakeCluster (fake_cluster.py) lives in memory. The only file that imports `kubernetes`, which
+loads the configuration, and only once it is used. Never caches, never decides what is written.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import urllib.parse
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -28,7 +27,6 @@ from foveal_operator.kinds import FIELD_MANAGER, LEASE, Kind, kind_of
 from foveal_operator.telemetry import Telemetry
 
 Obj = dict[str, Any]
-Answer = tuple[int, Mapping[str, str], bytes]
 
 MAX_IN_FLIGHT = 16
 TIMEOUT_SECONDS = 15.0
@@ -134,11 +132,11 @@ class KubeCluster:
         clock: Clock | None = None,
         may_write: Callable[[], bool] = lambda: True,
     ) -> None:
-        from kubernetes.aio import client
+        from foveal_operator.exchange import Exchange
 
-        configuration.retries = None
-        configuration.connection_pool_maxsize = 2 * MAX_IN_FLIGHT
-        self._client = client.ApiClient(configuration)
+        self._exchange = Exchange(
+            configuration, num_connections=2 * MAX_IN_FLIGHT, timeout_seconds=TIMEOUT_SECONDS
+        )
         self._telemetry = telemetry
         self._clock = clock or Clock()
         self._may_write = may_write
@@ -146,7 +144,7 @@ class KubeCluster:
         self.last_answer_seconds = float("-inf")
 
     async def close(self) -> None:
-        await self._client.close()
+        await self._exchange.close()
 
     # --- reads ------------------------------------------------------------------------------
     async def get(self, kind: Kind, namespace: str | None, name: str) -> Obj | None:
@@ -286,7 +284,9 @@ class KubeCluster:
         started = self._clock.monotonic()
         code = "<error>"
         try:
-            status, headers, data = await self._send(method, path, query, body, content)
+            target = f"{path}?{urllib.parse.urlencode(query)}" if query else path
+            posted = None if body is None else msgspec.json.encode(body)
+            status, headers, data = await self._exchange.send(method, target, posted, content)
             code = str(status)
             self.last_answer_seconds = self._clock.monotonic()
         finally:
@@ -294,45 +294,10 @@ class KubeCluster:
             self._telemetry.count("rest_client_requests", verb=verb, code=code)
             self._telemetry.observe("rest_client_request_duration_seconds", seconds, verb=verb)
         try:
-            parsed = json.loads(data) if data else {}
-        except ValueError:
+            parsed = msgspec.json.decode(data) if data else {}
+        except msgspec.DecodeError:
             parsed = {"message": data[:200].decode("utf-8", "replace")}
         found: Obj = parsed if isinstance(parsed, dict) else {}
         if 200 <= status < 300:
             return found
         raise classify(status, found, headers.get("Retry-After", ""))
-
-    async def _send(
-        self,
-        method: str,
-        path: str,
-        query: Mapping[str, str] | None,
-        body: Obj | None,
-        content: str,
-    ) -> Answer:
-        """One HTTP exchange. Raises Transient when there is no answer."""
-        import aiohttp
-        from kubernetes.aio.client.exceptions import ApiException
-
-        target = f"{path}?{urllib.parse.urlencode(query)}" if query else path
-        try:
-            request = await self._client.param_serialize(
-                method, target, header_params={"Accept": _JSON, "Content-Type": content},
-                body=None, auth_settings=["BearerToken"],
-            )  # fmt: skip
-            method, url, headers, _, posted, *_ = request
-            answer = await self._client.call_api(
-                method,
-                url,
-                headers,
-                body,
-                posted,
-                _request_timeout=aiohttp.ClientTimeout(total=TIMEOUT_SECONDS),
-            )
-            return answer.status, answer.headers, await answer.read()
-        except ApiException as error:
-            data = error.body
-            text = data.encode() if isinstance(data, str) else data or b""
-            return int(error.status or 0) or 503, dict(error.headers or {}), text
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise Transient(f"{method} {path}: {error or type(error).__name__}") from error

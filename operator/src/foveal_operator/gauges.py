@@ -77,7 +77,7 @@ def _conditions(
     ):
         telemetry.set(family, states.get(kind) == "True", **labels)
     # Reconciling and Stalled come and go; a series left behind would say that they still hold.
-    telemetry.forget("foveal_inference_condition", **labels)
+    telemetry.forget("foveal_inference_condition", states, label="type", **labels)
     for kind, found in states.items():
         for value in _STATUSES:
             telemetry.set(

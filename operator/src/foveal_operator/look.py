@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 
 from foveal_operator import manifests
-from foveal_operator.basis import Basis, basis_name, read_basis
+from foveal_operator.basis import Basis, accelerator_name, basis_name, read_basis
 from foveal_operator.budget_inputs import budget_inputs
 from foveal_operator.caches import Caches, Key
 from foveal_operator.clock import Clock
@@ -107,14 +107,15 @@ class Looker:
         now = self._clock.wall().timestamp()
         basis_map = self._caches.get(CONFIG_MAP, key[0], basis_name(key[1]))
         basis = read_basis(basis_map)
-        present = self._survey.node_facts(inference.spec.engine.accelerator)
+        accelerator = inference.spec.engine.accelerator
+        present = self._survey.node_facts(accelerator)
         image = basis.runtime_image if basis else self._settings.runtime_image
         generation = (basis.key_generation or "") if basis else ""
         facts = self._facts(key, inference, image, generation)
         model = await self._model(key, inference, facts, now)
         facts = msgspec.structs.replace(facts, model_ready=model.model_ready)
         plan: BudgetPlan | None = None
-        nodes = basis.nodes if basis else present
+        nodes = basis.nodes if basis and basis.is_about(accelerator) else present
         if model.profile is not None:
             plan = make_plan(budget_inputs(inference, nodes), model.profile)
             if not plan.fits and basis is not None and nodes != present:
@@ -131,6 +132,7 @@ class Looker:
             facts=facts,
             basis=Basis(
                 runtime_image=image,
+                accelerator=accelerator_name(accelerator),
                 node_bytes=nodes.node_bytes,
                 device_bytes=nodes.device_bytes,
                 key_generation=generation or msgspec.UNSET,

@@ -42,6 +42,8 @@ TICK_SECONDS = 2.0
 STUCK_SECONDS = 300.0
 SILENT_SECONDS = 30.0
 STOP_SECONDS = 1.0
+FRESH_SECONDS = 5.0
+"""A replica that comes to lead lists anew unless its last list is younger."""
 
 
 class Workers:
@@ -170,6 +172,7 @@ class Operator:
         self.watches = WatchKeeper(make_watches, clock)
         self._forget_pods = forget_pods
         self._next_resync = 0.0
+        self._synced_at = float("-inf")
         self._next_beat = 0.0
         self._waiting_for = "the first list"
 
@@ -194,9 +197,16 @@ class Operator:
             await self.elector.release()
 
     async def _lead(self) -> None:
-        """Works once the caches are complete."""
+        """Works once the caches are complete and, after a wait for the lease, true."""
         while not self.watch.is_synced:
             await self.clock.sleep(0.05)
+        while self.clock.monotonic() - self._synced_at > FRESH_SECONDS:
+            # A standby's watch may have been silent; what it knew would undo what has been done.
+            try:
+                await self._resync()
+            except ApiError as error:
+                log.warning("list before leading: %s", error)
+                await self.clock.sleep(1.0)
         self.workers.start(self.options.num_workers)
 
     async def _keep_true(self) -> None:
@@ -244,7 +254,9 @@ class Operator:
         if changed or is_first:
             self.watches.start(kinds)
         self.reconciler.doubt()
+        began = self.clock.monotonic()
         await self.watch.sync(kinds)
+        self._synced_at = began
         self._forget_pods(self.caches.uids(POD))
         pause = self.options.resync_seconds * (1.0 + 0.1 * self.clock.random())
         self._next_resync = self.clock.monotonic() + pause

@@ -6,7 +6,7 @@ is a bug and fails at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from prometheus_client import (
     CollectorRegistry,
@@ -27,12 +27,24 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
+Values = tuple[str, ...]
+Series = Counter | Gauge | Histogram
+
+
 class Telemetry:
-    """Counts, sets and observes by name."""
+    """Counts, sets and observes by name.
+
+    Series are kept at hand by their label values, and those of one resource (labels `namespace`
+    and `name`) by that: the library finds and drops series by looking at all of them.
+    """
 
     def __init__(self, metrics: Iterable[Metric] = OPERATOR_METRICS) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
+        metrics = tuple(metrics)
         self._metrics = {metric.name: _make(metric, self.registry) for metric in metrics}
+        self._labels = {metric.name: tuple(metric.labels) for metric in metrics}
+        self._series: dict[str, dict[Values, Series]] = {metric.name: {} for metric in metrics}
+        self._of_resource: dict[tuple[str, str, str], set[Values]] = {}
 
     def with_process(self) -> Telemetry:
         """Adds CPU, memory and file descriptors of this process."""
@@ -41,23 +53,55 @@ class Telemetry:
         return self
 
     def count(self, name: str, /, by: float = 1.0, **labels: str) -> None:
-        found = self._metrics[name]
+        found = self._find(name, labels)
         assert isinstance(found, Counter)
-        (found.labels(**labels) if labels else found).inc(by)
+        found.inc(by)
 
     def set(self, name: str, value: float, /, **labels: str) -> None:
-        found = self._metrics[name]
+        found = self._find(name, labels)
         assert isinstance(found, Gauge)
-        (found.labels(**labels) if labels else found).set(value)
+        found.set(value)
 
     def observe(self, name: str, value: float, /, **labels: str) -> None:
-        found = self._metrics[name]
+        found = self._find(name, labels)
         assert isinstance(found, Histogram)
-        (found.labels(**labels) if labels else found).observe(value)
+        found.observe(value)
 
-    def forget(self, name: str, /, **labels: str) -> None:
-        """Drops every series of a family that has these labels."""
-        self._metrics[name].remove_by_labels(labels)
+    def forget(
+        self,
+        family: str,
+        /,
+        but: Container[str] = (),
+        *,
+        label: str = "",
+        namespace: str,
+        name: str,
+    ) -> None:
+        """Drops every series of a family that is about this resource, but those whose `label` has
+        one of the values in `but`."""
+        about = (family, namespace, name)
+        at = self._labels[family].index(label) if label else -1
+        known = self._of_resource.get(about, set())
+        for values in [v for v in known if at < 0 or v[at] not in but]:
+            known.discard(values)
+            del self._series[family][values]
+            self._metrics[family].remove(*values)
+        if not known:
+            self._of_resource.pop(about, None)
+
+    def _find(self, name: str, labels: dict[str, str]) -> Series:
+        if not labels:
+            return self._metrics[name]
+        names = self._labels[name]
+        assert len(labels) == len(names), f"{name} has the labels {names}"
+        values = tuple(labels[label] for label in names)
+        found = self._series[name].get(values)
+        if found is None:
+            found = self._series[name][values] = self._metrics[name].labels(*values)
+            if "namespace" in labels and "name" in labels:
+                about = (name, labels["namespace"], labels["name"])
+                self._of_resource.setdefault(about, set()).add(values)
+        return found
 
     def value(self, name: str, /, **labels: str) -> float:
         """For tests and probes; 0.0 when there is no such series. `name` as exposed."""

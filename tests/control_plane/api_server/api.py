@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import ssl
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import httpx
@@ -105,6 +106,12 @@ class Api:
         return Reply(
             self._client.request(method, path, content=content, headers=headers, params=query)
         )
+
+    def stream(
+        self, method: str, path: str, query: dict[str, str], timeout: httpx.Timeout
+    ) -> AbstractContextManager[httpx.Response]:
+        """A watch, line by line."""
+        return self._client.stream(method, path, params=query, timeout=timeout)
 
     # --- addresses ---------------------------------------------------------------------------
     def path(

@@ -10,14 +10,17 @@ import pytest
 import yaml
 from tests.control_plane.api_server.api import Api
 from tests.control_plane.api_server.foreign import FOREIGN, definition
+from tests.control_plane.api_server.nursery import Nursery
+from tests.control_plane.api_server.operator_process import packages
 from tests.control_plane.api_server.programs import (
     Cluster,
     missing_programs,
     running_cluster,
     start_controllers,
+    wait_until,
 )
 from tests.control_plane.api_server.scenarios import Children, undisturbed
-from tests.control_plane.api_server.world import World, running_world
+from tests.control_plane.api_server.world import KIND, World, running_world
 from tests.control_plane.regenerate import CRD_FILE
 
 HERE = Path(__file__).parent
@@ -84,6 +87,42 @@ def world(controlled_cluster: Cluster, namespace: str) -> Iterator[World]:
 
 
 @pytest.fixture(scope="session")
-def expected(controlled_cluster: Cluster, api: Api) -> dict[str, Children]:
+def nursery(bare_cluster: Cluster) -> Iterator[Nursery]:
+    """Operators of it start in a fraction of a second."""
+    with Nursery(bare_cluster.folder / "nursery.log", packages()) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def arena_namespace(api: Api) -> str:
+    """One for all tests that compare with `expected`: names end in hashes that depend on it."""
+    standard = {"pod-security.kubernetes.io/enforce": "restricted"}
+    return api.namespace("arena", **standard)
+
+
+@pytest.fixture(scope="session")
+def expected(
+    controlled_cluster: Cluster, arena_namespace: str, nursery: Nursery
+) -> dict[str, Children]:
     """By step of the scenarios: the children after a run in which nothing goes wrong."""
-    return undisturbed(controlled_cluster, api.namespace(f"test-{next(_NUMBERS)}-calm"))
+    with running_world(controlled_cluster, arena_namespace) as made:
+        made.nursery = nursery
+        return undisturbed(made)
+
+
+@pytest.fixture
+def arena(
+    controlled_cluster: Cluster,
+    arena_namespace: str,
+    nursery: Nursery,
+    expected: dict[str, Children],
+) -> Iterator[World]:
+    """The world of `expected`, empty; operators start fast."""
+    with running_world(controlled_cluster, arena_namespace) as made:
+        made.nursery = nursery
+        try:
+            yield made
+        finally:
+            made.proxy.clear()
+            made.api.delete(KIND, arena_namespace, "qwen")
+            wait_until("nothing is left", lambda: not made.children(), 60)

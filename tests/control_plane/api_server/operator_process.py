@@ -12,12 +12,20 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from tests.control_plane.api_server.nursery import Nursery
 from tests.control_plane.api_server.programs import Program, free_port, start, wait_until
 
 import foveal_operator
 import foveal_runtime
 
 RESYNC_SECONDS = 5
+
+
+def packages() -> list[str]:
+    """Where the operator under test lies."""
+    return sorted(
+        {str(Path(str(m.__file__)).parents[1]) for m in (foveal_operator, foveal_runtime)}
+    )
 
 
 class OperatorProcess:
@@ -32,14 +40,19 @@ class OperatorProcess:
         self._command += [f"--lease-namespace={namespace}", "--log-format=text", "--workers=4"]
         self._command += [f"--resync-seconds={RESYNC_SECONDS}", *flags]
         self._program: Program | None = None
+        self.nursery: Nursery | None = None
         self.num_starts = 0
 
     def start(self) -> None:
         assert not self.is_alive
-        packages = {Path(str(m.__file__)).parents[1] for m in (foveal_operator, foveal_runtime)}
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, packages))}
-        env["POD_NAME"] = self.name
-        self._program = start(f"operator-{self.name}", self._command, self._folder, env)
+        name, own = f"operator-{self.name}", {"POD_NAME": self.name}
+        if self.nursery is not None:
+            log = self._folder / f"{name}.log"
+            child = self.nursery.spawn(self._command[3:], self._folder, own, log)
+            self._program = Program(name, child, log)
+        else:
+            env = {**os.environ, "PYTHONPATH": os.pathsep.join(packages()), **own}
+            self._program = start(name, self._command, self._folder, env)
         self.num_starts += 1
 
     @property

@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.control_plane.api_server.nursery import Forked
+
 ROOT = Path(os.environ.get("FOVEAL_E2E", "/var/tmp/foveal-e2e"))
 ADMIN, CONTROLLERS = "admin-token", "controllers-token"
 _TOKENS = f"""{ADMIN},admin,1,"system:masters"
@@ -66,7 +68,7 @@ class Program:
     """A child process with its log."""
 
     name: str
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Forked
     log: Path
 
     @property

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.control_plane.api_server.programs import Cluster, wait_until
-from tests.control_plane.api_server.world import KIND, World, running_world
+from tests.control_plane.api_server.programs import wait_until
+from tests.control_plane.api_server.world import KIND, World
 from tests.control_plane.samples import Obj
 
 Children = dict[str, Obj]
@@ -79,11 +79,10 @@ NO_LEASE = "--leader-elect=false"
 STEP_SECONDS = 240.0
 
 
-def undisturbed(cluster: Cluster, namespace: str) -> dict[str, Children]:
+def undisturbed(world: World) -> dict[str, Children]:
     """The children after each step of a run in which nothing goes wrong."""
-    with running_world(cluster, namespace) as world:
-        world.operator("a", NO_LEASE).start()
-        return {step.name: run(world, step) for step in STEPS}
+    world.operator("a", NO_LEASE).start()
+    return {step.name: run(world, step) for step in STEPS}
 
 
 def run(world: World, step: Step) -> Children:

@@ -29,16 +29,16 @@ def run_all(world: World, expected: dict[str, Children]) -> None:
 
 @pytest.mark.timeout(600, func_only=True)
 @pytest.mark.parametrize("status", [409, 429, 500, 503])
-def test_each_write_refused_once(world: World, expected: dict[str, Children], status: int) -> None:
-    world.proxy.faults.append(faults.refuse(faults.OncePerWrite(), status, times=None))
-    run_all(world, expected)
+def test_each_write_refused_once(arena: World, expected: dict[str, Children], status: int) -> None:
+    arena.proxy.faults.append(faults.refuse(faults.OncePerWrite(), status, times=None))
+    run_all(arena, expected)
 
 
 @pytest.mark.timeout(600, func_only=True)
-def test_each_answer_lost_once(world: World, expected: dict[str, Children]) -> None:
+def test_each_answer_lost_once(arena: World, expected: dict[str, Children]) -> None:
     """The API server did it, the operator saw a timeout: nothing is made twice."""
-    world.proxy.faults.append(faults.lose_answer(faults.OncePerWrite(), times=None))
-    run_all(world, expected)
+    arena.proxy.faults.append(faults.lose_answer(faults.OncePerWrite(), times=None))
+    run_all(arena, expected)
 
 
 @pytest.mark.timeout(600, func_only=True)
@@ -46,13 +46,13 @@ def test_each_answer_lost_once(world: World, expected: dict[str, Children]) -> N
     "fault", [faults.drop_events, faults.duplicate_events, faults.expire_watch, faults.cut_watch]
 )
 def test_each_event_lost_once(
-    world: World,
+    arena: World,
     expected: dict[str, Children],
     fault: Callable[..., EventFault],
 ) -> None:
     """Dropped, told twice, or lost with the watch (410 Gone, or without a word)."""
     once = faults.OncePerEvent()
-    world.proxy.event_faults.append(fault(once, times=None))
-    run_all(world, expected)
+    arena.proxy.event_faults.append(fault(once, times=None))
+    run_all(arena, expected)
     print(f"{len(once.seen)} events")
     assert len(once.seen) > 10

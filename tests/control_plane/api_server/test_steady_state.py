@@ -83,9 +83,10 @@ def test_what_others_change_is_repaired_and_what_is_not_ours_is_left(world: Worl
 
 @pytest.mark.timeout(600, func_only=True)
 def test_without_an_operator_a_resource_can_be_deleted_and_changed(
-    world: World, expected: dict[str, Children]
+    arena: World, expected: dict[str, Children]
 ) -> None:
     """No finalizer: deletion never waits for us. Changes made meanwhile are caught up with."""
+    world = arena
     operator = world.operator("a", NO_LEASE)
     operator.start()
     run(world, CREATE)

@@ -18,6 +18,7 @@ from tests.control_plane.api_server.api import Api
 from tests.control_plane.api_server.audit import Audit
 from tests.control_plane.api_server.fault_proxy import FaultProxy
 from tests.control_plane.api_server.nodes import Nodes
+from tests.control_plane.api_server.nursery import Nursery
 from tests.control_plane.api_server.operator_process import OperatorProcess
 from tests.control_plane.api_server.programs import Cluster, wait_until
 from tests.control_plane.api_server.stable import stable
@@ -46,6 +47,7 @@ class World:
         self.cluster, self.api, self.namespace, self.nodes = cluster, api, namespace, nodes
         self.proxy = FaultProxy(cluster, Audit())
         self.operators: list[OperatorProcess] = []
+        self.nursery: Nursery | None = None
 
     def operator(self, name: str = "a", *flags: str) -> OperatorProcess:
         """A replica, not started."""
@@ -53,6 +55,7 @@ class World:
             f"{self.namespace}-{name}-{len(self.operators)}", url=self.proxy.url(name)
         )
         operator = OperatorProcess(name, config, self.namespace, *flags)
+        operator.nursery = self.nursery
         self.operators.append(operator)
         return operator
 

@@ -209,7 +209,11 @@ def _decision(
         record=body,
         stateful_set=target.stateful_set,
         deployment=frontend_body(
-            target.deployment, view.live_deployment, pods, target.num_frontends
+            target.deployment,
+            view.live_deployment,
+            pods,
+            target.num_frontends,
+            target.num_engines,
         ),
         delete_pods=tuple((pod.name, pod.uid) for pod in delete),
         strategy=state.text,

@@ -22,11 +22,14 @@ def is_held(deployment: Obj | None) -> bool:
     return int(spec.get("minReadySeconds", 0)) >= HOLD_SECONDS
 
 
-def frontend_body(body: Body, live: Obj | None, pods: Pods, num_frontends: int) -> Body | None:
+def frontend_body(
+    body: Body, live: Obj | None, pods: Pods, num_frontends: int, num_engines: int
+) -> Body | None:
     """The Deployment to apply now; None = leave the live one as it is.
 
     Args:
         body: the Deployment with the template that is aimed at.
+        num_engines: asked for. With none, no engine of the new group will ever come up to wait for.
     """
     group = template_group(body)
     strangers = any(pod.group != group for pod in (*pods.engines, *pods.frontends))
@@ -37,7 +40,7 @@ def frontend_body(body: Body, live: Obj | None, pods: Pods, num_frontends: int) 
     new = sum(1 for e in pods.engines if e.group == group and e.is_ready)
     if new and old:
         return _held(body, pods, num_frontends, new, old)
-    if new or (not old and template_group(live) == group):
+    if new or (not old and (template_group(live) == group or not num_engines)):
         return body
     if is_held(live) or template_group(live) == group:
         return None
