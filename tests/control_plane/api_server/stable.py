@@ -31,5 +31,6 @@ def stable(children: dict[str, Obj], namespace: str, name: str = "qwen") -> dict
         template = obj.get("spec", {}).get("template", {})
         revision = template.get("metadata", {}).get("labels", {}).pop(REVISION_LABEL, "")
         if revision:
-            text = text.replace(revision, content_hash(template))
+            # Not of its labels: a label of somebody else's is not in our revision.
+            text = text.replace(revision, content_hash(template["spec"]))
     return dict(json.loads(text))
