@@ -20,13 +20,18 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("shm")
 
 
+def small(frontend: Any, **settings: Any) -> Any:
+    """The bundled model's pictures are of 10 kB, less than what is worth a file otherwise."""
+    return msgspec.structs.replace(frontend, shm_min_value_bytes=1024, **settings)
+
+
 def within(folder: Path) -> Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]]:
     """Documents that share `folder` instead of /dev/shm, so that tests do not meet."""
 
     def change(engines: list[Any], frontends: list[Any]) -> tuple[list[Any], list[Any]]:
         return (
             [msgspec.structs.replace(e, shm_directory=str(folder)) for e in engines],
-            [msgspec.structs.replace(f, shm_directory=str(folder)) for f in frontends],
+            [small(f, shm_directory=str(folder)) for f in frontends],
         )
 
     return change
@@ -84,7 +89,7 @@ def test_an_engine_that_sees_another_volume_gets_bytes(start, samples, tmp_path:
             (tmp_path / name).mkdir()
         return (
             [msgspec.structs.replace(e, shm_directory=str(tmp_path / "yours")) for e in engines],
-            [msgspec.structs.replace(f, shm_directory=str(tmp_path / "mine")) for f in frontends],
+            [small(f, shm_directory=str(tmp_path / "mine")) for f in frontends],
         )
 
     _, (asker,) = start(ipc_type="shm", change=elsewhere)

@@ -22,8 +22,6 @@ from foveal_runtime.wire.shm_writer import SharedWriter
 
 log = logging.getLogger(__name__)
 
-MIN_BYTES = 16 * 1024
-"""Smaller values are not worth a file."""
 MAX_WATCHED = 16
 MAX_MISSES = 3
 """An engine that opened none of so many files does not see our folder."""
@@ -61,8 +59,11 @@ class SharedValues:
             write_failed, engine_blind.
     """
 
-    def __init__(self, writer: SharedWriter, links: Callable[[], Iterable[Holder]]) -> None:
+    def __init__(
+        self, writer: SharedWriter, links: Callable[[], Iterable[Holder]], min_bytes: int = 0
+    ) -> None:
         self.writer = writer
+        self._min_bytes = min_bytes
         self.fallbacks = {"no_room": 0, "write_failed": 0, "engine_blind": 0}
         self._links = links
         self._sights: dict[str, _Sight] = {}
@@ -81,11 +82,12 @@ class SharedValues:
             raise StartupError('ipc_type "shm" needs shm_directory, a tmpfs that engines see too')
         directory = Path(config.shm_directory)
         check_capacity(directory, config.shm_bytes)
-        return cls(SharedWriter(directory, boot, config.shm_bytes // config.processes), links)
+        writer = SharedWriter(directory, boot, config.shm_bytes // config.processes)
+        return cls(writer, links, config.shm_min_value_bytes)
 
     def name(self, link: Holder, mm_hash: MMHash, data: Buffer, value_digest: bytes) -> str:
         """The name to send to this engine, "" when the value goes inline."""
-        if len(data) < MIN_BYTES or not link.sender.shares_node():
+        if len(data) < self._min_bytes or not link.sender.shares_node():
             return ""
         if self._sight(link).is_blind:
             self.fallbacks["engine_blind"] += 1

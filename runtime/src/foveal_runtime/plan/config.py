@@ -200,6 +200,7 @@ class FrontendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         media_workers: processes that decode and run HF processors, of the whole pod; 0 = from the
             CPU quota.
         shm_directory, shm_bytes: shared-memory values (`ipc_type` = "shm") of the whole pod.
+        shm_min_value_bytes: smaller values go inline: they are not worth a file.
         metrics_peers: other processes whose /metrics this one's /metrics also shows (local mode).
     """
 
@@ -216,6 +217,7 @@ class FrontendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     ipc_type: Literal["inline", "shm"] = "inline"
     shm_directory: str = ""
     shm_bytes: int = 0
+    shm_min_value_bytes: int = 16 * 1024
     media_workers: int = 0
     max_uuid_length: int = 256
     max_bindings: int = 65536
