@@ -57,6 +57,9 @@ class Asker:
         self.rng = rng
         self.held_out = held_out
         self.unseen = unseen
+        self.captions_of_one = (
+            1  # how many parts of seven, of the questions about one of two scenes
+        )
 
     def phrase(self, key: str, **slots: str) -> str:
         trained, held = PHRASES[key]
@@ -181,7 +184,7 @@ class Asker:
             return Turn(self.phrase("more"), answer, verdict)
         which = self.rng.randrange(2)
         picture = pictures[which]
-        inner = self.rng.choice((*SCENE_FAMILIES, "caption"))
+        inner = self.rng.choice((*SCENE_FAMILIES, *["caption"] * self.captions_of_one))
         turn = self.turn("digit" if picture.digit is not None else inner, picture)
         if turn is None:
             return None
@@ -192,7 +195,7 @@ class Asker:
         if self.rng.random() < 0.5:
             question = f"in {image}, {turn.question}"
         else:
-            question = turn.question.rstrip("?") + f" in {image}?"
+            question = turn.question.rstrip("?.") + f" in {image}?"
         return Turn(question, turn.answer, turn.verdict)
 
     def pictures_for(self, family: str) -> list[Picture]:

@@ -22,11 +22,11 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import LlavaForConditionalGeneration, LlavaProcessor
 
-HALF = 64  # scenes in a batch, and as many digits
+SCENES, DIGITS = 32, 96  # in a batch; handwriting takes by far the longest to learn
 PEAK_RATE = 1e-3
 WARM_UP = 100
 IGNORED = -100
-NOTHING = len(COLOURS)
+NOTHING, NO_SHAPE = len(COLOURS), len(SHAPES)
 CELLS = 9
 SIZE = 0.3  # root mean square of an image token, near that of a word embedding
 
@@ -40,7 +40,8 @@ class Facts:
     digits: torch.Tensor
 
 
-def facts_of(pictures: list[Picture]) -> Facts:
+def facts_of(pictures: list[Picture], empty_cells: bool = False) -> Facts:
+    """What the pictures show; with `empty_cells`, that an empty cell has no shape as well."""
     colours = torch.full((len(pictures), CELLS), IGNORED)
     shapes = torch.full((len(pictures), CELLS), IGNORED)
     digits = torch.full((len(pictures),), IGNORED)
@@ -49,6 +50,8 @@ def facts_of(pictures: list[Picture]) -> Facts:
             digits[row] = picture.digit
             continue
         colours[row] = NOTHING
+        if empty_cells:
+            shapes[row] = NO_SHAPE
         for thing in picture.things:
             cell = thing.row * 3 + thing.column
             colours[row, cell] = list(COLOURS).index(thing.colour)
@@ -64,7 +67,7 @@ class Words:
         nothing = self.tokenizer.convert_tokens_to_ids("<pad>")
         # A word that opens a reply and the same word after a space are two tokens.
         self.colours = [[*self._ids(COLOURS, space), nothing] for space in ("", " ")]
-        self.shapes = [self._ids(SHAPES, space) for space in ("", " ")]
+        self.shapes = [[*self._ids(SHAPES, space), nothing] for space in ("", " ")]
         self.rows, self.columns = self._ids(ROWS, " "), self._ids(COLUMNS, " ")
         self.digits = self._ids([str(digit) for digit in range(10)], "")
 
@@ -91,7 +94,9 @@ class Words:
         cells, wholes = self.scores(model, features)
         cells = cells.reshape(-1, cells.shape[-1])
         total = features.new_zeros(())
-        for targets, choices in ((facts.colours, self.colours), (facts.shapes, self.shapes)):
+        no_shape = bool((facts.shapes == NO_SHAPE).any())
+        shapes = self.shapes if no_shape else [ids[:-1] for ids in self.shapes]
+        for targets, choices in ((facts.colours, self.colours), (facts.shapes, shapes)):
             if (targets != IGNORED).any():
                 for ids in choices:
                     total = total + 0.5 * cross_entropy(
@@ -119,8 +124,8 @@ class Lessons(IterableDataset):
     def __iter__(self) -> Iterator[tuple[torch.Tensor, Facts]]:
         rng = random.Random(f"{self.seed}/sight")
         while True:
-            pictures = [draw_scene(rng) for _ in range(HALF)]
-            pictures += [draw_digit(rng, held_out=False) for _ in range(HALF)]
+            pictures = [draw_scene(rng) for _ in range(SCENES)]
+            pictures += [draw_digit(rng, held_out=False) for _ in range(DIGITS)]
             pixels = [squeeze(through_jpeg(rng, picture.image)) for picture in pictures]
             yield torch.from_numpy(np.stack(pixels)), facts_of(pictures)
 

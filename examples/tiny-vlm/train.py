@@ -32,67 +32,110 @@ SEED = 7
 BATCH = 32
 PEAK_RATE = 1e-3
 WARM_UP = 200
-SAVE_EVERY = 500
+SAVE_EVERY = 1000
 CHECK_EACH = 40
 
 # Dense answers first: captions name place, colour and shape of everything, relations state both
 # places before the verdict. Single-word answers alone leave the text model guessing.
 DENSE = {
-    "caption": 50,
-    "digit": 14,
-    "relation": 6,
+    "caption": 60,
+    "digit": 10,
+    "relation": 8,
     "two_scenes": 5,
-    "two_digits": 4,
-    "place": 4,
-    "colour": 6,
-    "shape": 6,
+    "two_digits": 3,
+    "place": 3,
+    "colour": 4,
+    "shape": 3,
     "count": 2,
     "presence": 1,
-    "detail": 1,
+    "detail": 4,
     "text": 1,
 }
 EVEN = {
-    "caption": 5,
-    "detail": 5,
-    "digit": 11,
+    "caption": 6,
+    "detail": 6,
+    "digit": 9,
     "relation": 16,
-    "two_scenes": 12,
-    "two_digits": 9,
-    "two_mixed": 6,
-    "place": 4,
-    "colour": 6,
-    "shape": 6,
-    "count": 8,
-    "presence": 7,
-    "same_digit": 8,
-    "more": 5,
-    "text": 3,
-}
-# What was still weak at step 3,000 gets more.
-LATE = {
-    "caption": 3,
-    "detail": 4,
-    "digit": 13,
-    "relation": 14,
-    "two_scenes": 13,
-    "two_digits": 10,
+    "two_scenes": 14,
+    "two_digits": 8,
     "two_mixed": 7,
-    "place": 7,
-    "colour": 7,
-    "shape": 6,
-    "count": 9,
-    "presence": 9,
+    "place": 5,
+    "colour": 8,
+    "shape": 5,
+    "count": 8,
+    "presence": 8,
     "same_digit": 7,
-    "more": 4,
-    "text": 2,
+    "more": 3,
+    "text": 1,
 }
-SIGHT_STEPS = 800
+# What was still weak at step 9,000 gets more.
+LATE = {
+    "caption": 4,
+    "detail": 8,
+    "digit": 11,
+    "relation": 12,
+    "two_scenes": 16,
+    "two_digits": 10,
+    "two_mixed": 6,
+    "place": 5,
+    "colour": 14,
+    "shape": 5,
+    "count": 10,
+    "presence": 7,
+    "same_digit": 6,
+    "more": 3,
+    "text": 1,
+}
+# And what was weak at step 14,000: finding a thing by its shape, and in the right image.
+LAST = {
+    "caption": 4,
+    "detail": 11,
+    "digit": 5,
+    "relation": 8,
+    "two_scenes": 22,
+    "two_digits": 4,
+    "two_mixed": 5,
+    "place": 4,
+    "colour": 26,
+    "shape": 4,
+    "count": 6,
+    "presence": 4,
+    "same_digit": 5,
+    "more": 1,
+    "text": 1,
+}
+# Telling two images apart came last, above all in captions.
+PAIRS = {
+    "caption": 3,
+    "detail": 8,
+    "digit": 5,
+    "relation": 6,
+    "two_scenes": 38,
+    "two_digits": 8,
+    "two_mixed": 5,
+    "place": 3,
+    "colour": 9,
+    "shape": 3,
+    "count": 4,
+    "presence": 3,
+    "same_digit": 8,
+    "more": 1,
+    "text": 1,
+}
+SIGHT_STEPS = 2400
 SEEN_SHARE = 0.3
 SIGHT_RATE = 0.5
-STEPS = 6200
-# The run was first planned with fewer steps and went on from its checkpoint with a longer cosine.
-FIRST_STEPS, RESUMED_AT = 3800, 3000
-SCHEDULE = [(0, DENSE), (1400, EVEN), (3000, LATE)]
+STEPS = 20_500
+SCHEDULE = [(0, DENSE), (2600, EVEN), (9000, LATE), (14_000, LAST), (18_000, PAIRS)]
+# The run was planned with fewer steps and went on from its checkpoints: from which step on, and the
+# first step, the last step and the peak of the cosine that held from there.
+PLANS = [
+    (0, WARM_UP, 14_000, PEAK_RATE),
+    (9000, WARM_UP, 17_000, PEAK_RATE),
+    (14_000, 14_000, 21_000, 0.6 * PEAK_RATE),
+    (16_000, 14_000, 19_000, 0.6 * PEAK_RATE),
+    (18_000, 15_000, STEPS, 0.6 * PEAK_RATE),
+]
 
 
 class Log:
@@ -111,14 +154,13 @@ class Log:
             file.write(line + "\n")
 
 
-def rate_at(step: int, steps: int) -> float:
-    """Linear warm-up, then a cosine down to a fiftieth of the peak."""
+def rate_at(step: int) -> float:
+    """Linear warm-up, then cosines down to a fiftieth of their peak."""
     if step < WARM_UP:
         return PEAK_RATE * (step + 1) / WARM_UP
-    if step < RESUMED_AT:
-        steps = FIRST_STEPS
-    progress = (step - WARM_UP) / max(1, steps - WARM_UP)
-    return PEAK_RATE * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
+    first, last, peak = next(plan[1:] for plan in reversed(PLANS) if step >= plan[0])
+    progress = min(1.0, (step - first) / (last - first))
+    return peak * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def check_pixels(processor: LlavaProcessor) -> float:
@@ -136,7 +178,7 @@ def check_pixels(processor: LlavaProcessor) -> float:
 def loss_of(
     model: LlavaForConditionalGeneration, batch: Batch, processor: LlavaProcessor, words: Words
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean cross-entropy of the answers' tokens, and the loss of what the images show.
+    """Weighted mean cross-entropy of the answers' tokens, and the loss of what the images show.
 
     The same steps as the model's own forward; right padding needs no mask in a causal model.
     """
@@ -152,7 +194,9 @@ def loss_of(
         targets = batch.labels[:, 1:].reshape(-1)
         spoken = targets != IGNORED
         scores = model.lm_head(hidden[:, :-1].reshape(-1, hidden.shape[-1])[spoken])
-    return torch.nn.functional.cross_entropy(scores.float(), targets[spoken]), seen
+    weights = batch.weights[:, 1:].reshape(-1)[spoken]
+    losses = torch.nn.functional.cross_entropy(scores.float(), targets[spoken], reduction="none")
+    return (losses * weights).sum() / weights.sum(), seen
 
 
 def keep_held_out_scans() -> None:
@@ -213,7 +257,7 @@ class Trainer:
             asked = time.monotonic()
             batch = next(loader)
             waited += time.monotonic() - asked
-            total += self.learn(batch, rate_at(self.step, steps))
+            total += self.learn(batch, rate_at(self.step))
             self.step += 1
             if self.step % 100 == 0:
                 spent = time.monotonic() - mark
@@ -261,9 +305,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "model")
     parser.add_argument("--log", type=Path, default=HERE / "train.log")
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     options.scratch.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(2)
+    torch.set_num_threads(options.threads)
     keep_held_out_scans()
     trainer = Trainer(options.scratch, options.log)
     trainer.run(options.steps)

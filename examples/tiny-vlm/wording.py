@@ -100,7 +100,6 @@ PHRASES: dict[str, Pair] = {
             "is the {one} {how} the {other}?",
             "is the {one} {how} the {other}, yes or no?",
             "would you say the {one} is {how} the {other}?",
-            "the {one} is {how} the {other}, right?",
             "is it true that the {one} is {how} the {other}?",
         ),
         ("do you see the {one} {how} the {other}?",),
