@@ -13,6 +13,8 @@ from tests.control_plane.api_server.programs import wait_until
 from tests.control_plane.api_server.scenarios import NO_LEASE, STEPS, Children, run
 from tests.control_plane.api_server.world import World, difference
 
+pytestmark = pytest.mark.slow  # until the first of them has been seen to pass beside other work
+
 # make soak takes five minutes for each.
 OUTAGE_SECONDS = float(os.environ.get("FOVEAL_OUTAGE_SECONDS", "12"))
 MAX_CALLS_A_SECOND = 20
