@@ -122,11 +122,28 @@ PAIRS = {
     "more": 1,
     "text": 1,
 }
+REST = {
+    "caption": 2,
+    "detail": 24,
+    "digit": 4,
+    "relation": 5,
+    "two_scenes": 44,
+    "two_digits": 3,
+    "two_mixed": 4,
+    "place": 2,
+    "colour": 4,
+    "shape": 2,
+    "count": 3,
+    "presence": 2,
+    "same_digit": 3,
+    "more": 1,
+    "text": 1,
+}
 SIGHT_STEPS = 2400
 SEEN_SHARE = 0.3
 SIGHT_RATE = 0.5
-STEPS = 20_500
-SCHEDULE = [(0, DENSE), (2600, EVEN), (9000, LATE), (14_000, LAST), (18_000, PAIRS)]
+STEPS = 22_900
+SCHEDULE = [(0, DENSE), (2600, EVEN), (9000, LATE), (14_000, LAST), (18_000, PAIRS), (20_500, REST)]
 # The run was planned with fewer steps and went on from its checkpoints: from which step on, and the
 # first step, the last step and the peak of the cosine that held from there.
 PLANS = [
@@ -134,7 +151,8 @@ PLANS = [
     (9000, WARM_UP, 17_000, PEAK_RATE),
     (14_000, 14_000, 21_000, 0.6 * PEAK_RATE),
     (16_000, 14_000, 19_000, 0.6 * PEAK_RATE),
-    (18_000, 15_000, STEPS, 0.6 * PEAK_RATE),
+    (18_000, 15_000, 20_500, 0.6 * PEAK_RATE),
+    (20_500, 20_000, STEPS, 0.4 * PEAK_RATE),
 ]
 
 
