@@ -73,7 +73,7 @@ async def test_openai_async_concurrent(shared, samples, longest_reply):
 def test_seeded_sampling_does_not_depend_on_the_batch(shared, samples):
     _, asker = shared
     sample = samples[0]
-    options = {"temperature": 1.5, "seed": 7, "max_tokens": 24, "ignore_eos": True}
+    options = {"temperature": 2.0, "seed": 7, "max_tokens": 48, "ignore_eos": True}
     alone = asker.ask(sample, **options)
     import concurrent.futures
 
@@ -83,7 +83,8 @@ def test_seeded_sampling_does_not_depend_on_the_batch(shared, samples):
         assert [f.result() for f in again] == [alone] * 3
         for future in futures:
             future.result()
-    assert asker.ask(sample, **{**options, "seed": 8}) != alone
+    # A model this sure of itself may well say the same by another seed, not by five.
+    assert any(asker.ask(sample, **{**options, "seed": seed}) != alone for seed in range(8, 13))
 
 
 async def test_64_mixed_requests_with_random_aborts_leave_nothing_behind(shared, samples):
