@@ -122,6 +122,7 @@ PAIRS = {
     "more": 1,
     "text": 1,
 }
+# Last, what still missed the aim.
 REST = {
     "caption": 2,
     "detail": 24,

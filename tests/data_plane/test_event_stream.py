@@ -72,6 +72,7 @@ def test_batches_arrive_numbered_and_can_be_replayed(stream, sockets):
     assert topic == TOPIC
     assert 1 <= int.from_bytes(number, "big") <= last  # the socket may have been quicker than us
     decoded = msgspec.msgpack.decode(payload)
+    assert decoded["seconds"] == int.from_bytes(number, "big"), "the batch of this number"
     assert decoded["engine_id"] == "e0"
     assert decoded["events"] == [
         {"type": "encoder_stored", "mm_hashes": [b"k" * 32], "tier": "device"}

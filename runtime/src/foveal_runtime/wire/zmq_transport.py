@@ -199,16 +199,14 @@ class ZmqDealer:
                 self._is_connected.set()
             elif event == zmq.Event.DISCONNECTED:
                 if self._is_connected.is_set():
-                    self._drain()  # a peer that ends says its last words just before
                     self._broken("disconnected")
             else:
                 self._broken("handshake_failed")
 
     def _broken(self, reason: str) -> None:
-        """What was received before is still read, then LinkDown; a new session starts after it."""
+        """What was received before belongs to a session that is over."""
         self._is_connected.clear()
-        if self._is_closed:
-            self._received.clear()
+        self._received.clear()
         self._break = reason
         self._news.set()
 
