@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -91,7 +92,8 @@ def test_a_pod_that_runs_as_root_is_not_admitted(api: Api, namespace: str) -> No
 
 def _pod(template: Obj, namespace: str) -> dict[str, Any]:
     metadata = {**template["metadata"], "name": "judged", "namespace": namespace}
-    spec = {"restartPolicy": "Always", **template["spec"]}
+    # Copied: templates share their constant parts with every object built later in this process.
+    spec = copy.deepcopy({"restartPolicy": "Always", **template["spec"]})
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 

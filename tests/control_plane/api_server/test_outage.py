@@ -13,8 +13,6 @@ from tests.control_plane.api_server.programs import wait_until
 from tests.control_plane.api_server.scenarios import NO_LEASE, STEPS, Children, run
 from tests.control_plane.api_server.world import World, difference
 
-pytestmark = pytest.mark.slow  # until the first of them has been seen to pass beside other work
-
 # make soak takes five minutes for each.
 OUTAGE_SECONDS = float(os.environ.get("FOVEAL_OUTAGE_SECONDS", "12"))
 MAX_CALLS_A_SECOND = 20
@@ -38,9 +36,10 @@ OUTAGES = {
     ["503", "silence", *(pytest.param(one, marks=pytest.mark.slow) for one in ("403", "429"))],
 )
 def test_an_outage_is_survived_and_caught_up_with(
-    world: World, expected: dict[str, Children], outage: str
+    arena: World, expected: dict[str, Children], outage: str
 ) -> None:
     """Open watches are cut as well: a client that is told nothing must come back by itself."""
+    world = arena
     operator = world.operator("a", NO_LEASE)
     operator.start()
     run(world, STEPS[0])

@@ -60,10 +60,11 @@ def token(world: World) -> str:
 
 @pytest.mark.timeout(300, func_only=True)
 def test_the_charts_roles_are_enough(world: World) -> None:
+    # A name of its own: other tests' operators append to the log of theirs.
     config = world.cluster.kubeconfig(
-        f"{world.namespace}-role", token(world), url=world.proxy.url("a")
+        f"{world.namespace}-role", token(world), url=world.proxy.url("limited")
     )
-    operator = OperatorProcess("a", config, world.namespace)
+    operator = OperatorProcess("limited", config, world.namespace)
     world.operators.append(operator)
     operator.start()
     found = run(world, STEPS[0])
