@@ -39,6 +39,7 @@ class ModelView(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         live: (kind, name) -> object, for every key of `model_keys` that exists.
         job_pods: pods of the resource's Jobs (label app.kubernetes.io/component=model).
+        downloads: pod -> percent of the model that it has fetched, as it said last.
         now: seconds since the epoch.
     """
 
@@ -46,6 +47,7 @@ class ModelView(msgspec.Struct, frozen=True, kw_only=True):
     facts: ClusterFacts
     live: Mapping[tuple[str, str], Obj] = {}
     job_pods: tuple[Obj, ...] = ()
+    downloads: Mapping[str, int] = {}
     now: float
 
 
@@ -59,6 +61,7 @@ class ModelDecision(msgspec.Struct, frozen=True, kw_only=True):
         objects: to apply by their policy: account, claim, Jobs, the profile's ConfigMap.
         delete: (kind, name, uid) of Jobs to delete with their pods, so that they run again.
         next_check_seconds: decide again after so long; None = no need.
+        download_percent: None when nothing is fetched, or nobody knows how much there is.
     """
 
     profile: ModelProfile | None = None
@@ -68,6 +71,12 @@ class ModelDecision(msgspec.Struct, frozen=True, kw_only=True):
     objects: tuple[Owned, ...] = ()
     delete: tuple[tuple[str, str, str], ...] = ()
     next_check_seconds: float | None = None
+    download_percent: int | None = None
+
+    @property
+    def resolved_revision(self) -> str:
+        """The commit or digest that the profile is of; "" = not known."""
+        return self.profile.revision if self.profile else ""
 
 
 class _Wanted(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,7 +172,13 @@ def _fetching(
         again = "; it is tried again" if job.has_ended_badly else ""
         return _waiting(reason, f"{job.text}{again}", objects)
     what = f"fetching {view.inference.spec.model.uri}"
-    return _waiting(reasons.DOWNLOADING, what if job.exists else f"{what}: starting", objects)
+    if not job.exists:
+        return _waiting(reasons.DOWNLOADING, f"{what}: starting", objects)
+    done = view.downloads.get(job.newest_pod)
+    found = _waiting(
+        reasons.DOWNLOADING, what if done is None else f"{what}: {done} % is there", objects
+    )
+    return msgspec.structs.replace(found, download_percent=done)
 
 
 def _profiling(view: ModelView, wanted: _Wanted, objects: tuple[Owned, ...]) -> ModelDecision:

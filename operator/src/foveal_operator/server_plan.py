@@ -185,7 +185,7 @@ async def _planned(
     work.rollout = await looker.decide(work)
 
 
-async def _nobody_asked(engines: Sequence[Obj], frontends: Sequence[Obj]) -> PodReports:
+async def _nobody_asked(*_: Sequence[Obj]) -> PodReports:
     """Pods are not asked from here: their ports take only frontends and Prometheus."""
     return PodReports()
 

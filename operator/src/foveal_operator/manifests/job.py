@@ -10,11 +10,19 @@ from typing import Any
 
 from foveal_operator.manifests.context import Context, Obj, content_hash
 from foveal_operator.manifests.model_source import model_source
-from foveal_operator.manifests.pods import CONTAINER_SECURITY, POD_SECURITY, Volumes, resources
+from foveal_operator.manifests.pods import (
+    CONTAINER_SECURITY,
+    POD_SECURITY,
+    PROGRESS_PORT_NAME,
+    Volumes,
+    resources,
+)
 from foveal_runtime.plan.config import GIB
 
 FETCH_MEMORY_BYTES = 2 * GIB
 PROFILE_MEMORY_BYTES = 4 * GIB
+PROGRESS_PORT = 8000
+# Not "http": a PodMonitor would scrape it, and alert when the Job is over.
 
 
 def fetch_job(context: Context) -> Obj:
@@ -23,11 +31,14 @@ def fetch_job(context: Context) -> Obj:
     args = ["fetch", model.uri, "--to", source.path]
     if model.revision:
         args += ["--revision", model.revision]
+    # Read by the operator as it reads frontends and engines: no right to the pod is needed.
+    args += ["--metrics-port", str(PROGRESS_PORT)]
+    ports = [{"name": PROGRESS_PORT_NAME, "containerPort": PROGRESS_PORT, "protocol": "TCP"}]
     environment: list[Obj] = [{"name": "HOME", "value": "/tmp"}]
     credentials = [{"secretRef": {"name": model.secret_ref.name}}] if model.secret_ref else []
     return _job(
         context, "fetch", args, environment, FETCH_MEMORY_BYTES, read_only=False,
-        envFrom=credentials,
+        envFrom=credentials, ports=ports,
     )  # fmt: skip
 
 

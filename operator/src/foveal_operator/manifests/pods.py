@@ -21,6 +21,7 @@ DRAIN_MARGIN_SECONDS = 15
 LAME_DUCK_SECONDS = 5
 """A frontend told to end still takes requests while nodes and gateways unlearn its address;
 without it a rollout costs a few refused connections. Part of the margin."""
+PROGRESS_PORT_NAME = "progress"
 REVISION_LABEL = "foveal.dev/revision"
 SESSION_GROUP_LABEL = "foveal.dev/session-group"
 """Frontends and engines of one group understand each other: same runtime image, same model."""
