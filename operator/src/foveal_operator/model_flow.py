@@ -17,11 +17,13 @@ from foveal_operator import reasons
 from foveal_operator.job_state import JobState, read_job
 from foveal_operator.manifests import ClusterFacts, Owned, desired
 from foveal_operator.manifests.context import Context
+from foveal_operator.manifests.job import profile_limit_bytes
 from foveal_operator.manifests.model_source import ModelSource, model_source
 from foveal_operator.reasons import Reason
 from foveal_operator.spec import InferenceSpec
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.profile import ModelProfile, decode
+from foveal_runtime.plan.quantity import format_bytes
 
 Obj = Mapping[str, Any]
 PROFILE_KEY = "profile.json"
@@ -184,6 +186,8 @@ def _fetching(
 def _profiling(view: ModelView, wanted: _Wanted, objects: tuple[Owned, ...]) -> ModelDecision:
     job = _job(view, wanted.profile)
     objects = (*objects, wanted.profile)
+    if job.trouble is reasons.OOM_KILLED:
+        job = msgspec.structs.replace(job, text=f"{job.text}; {_more_memory(view)}")
     if job.is_complete:
         profile = _read(job.message)
         if profile is not None:
@@ -198,6 +202,15 @@ def _profiling(view: ModelView, wanted: _Wanted, objects: tuple[Owned, ...]) -> 
         reason = job.profile_reason() if job.has_ended_badly else job.trouble
         return _waiting(reason, job.text, objects, model_ready=True)
     return _waiting(reasons.PROFILING, "computing what the model costs", objects, model_ready=True)
+
+
+def _more_memory(view: ModelView) -> str:
+    """The Job's limit follows from limits of the resource's."""
+    limit = profile_limit_bytes(view.inference.spec.modalities)
+    return (
+        f"its limit of {format_bytes(limit)} follows from modalities.image.maxPixels, "
+        "modalities.video.maxPixels and modalities.audio.maxSeconds: lower the largest of them"
+    )
 
 
 def _failed(
