@@ -7,15 +7,19 @@ from pathlib import Path
 import pytest
 
 from foveal_runtime.main.fetch import Download, fetch
+from foveal_runtime.main.progress import Progress
+from foveal_runtime.main.revision import SOURCE_FILE, resolved_revision
 from foveal_runtime.plan.errors import StartupError
 
 
 def source(*names: str, fails: bool = False) -> dict[str, Download]:
-    def download(rest: str, revision: str, directory: Path) -> None:
+    def download(rest: str, revision: str, directory: Path, progress: Progress) -> str:
+        progress.total_bytes = 100
         for name in names:
             (directory / name).write_text(f"{rest}@{revision}")
         if fails:
             raise StartupError("the line broke")
+        return "f" * 40
 
     return {"hf": download}
 
@@ -27,6 +31,7 @@ def test_a_model_appears_whole_and_only_once(tmp_path: Path) -> None:
     target = tmp_path / "a" / "model"
     assert fetch("hf://org/name", target, "v1", source(*MODEL)) is True
     assert (target / "config.json").read_text() == "org/name@v1"
+    assert resolved_revision(target) == "f" * 40
     assert fetch("hf://org/name", target, "v1", {"hf": source(fails=True)["hf"]}) is False
 
 
@@ -57,3 +62,23 @@ def test_unknown_sources_are_refused(tmp_path: Path, uri: str) -> None:
 def test_s3_has_no_revision_and_says_what_it_needs(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"boto3|revision"):
         fetch("s3://bucket/model", tmp_path / "model", "v1")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"uri": 3}'])
+def test_a_spoilt_note_of_the_source_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / SOURCE_FILE).write_text(text)
+    assert resolved_revision(tmp_path) == ""
+
+
+def test_the_commit_is_known_of_what_the_hubs_own_tools_have_put_there(tmp_path: Path) -> None:
+    commit = "0123456789" * 4
+    cache = tmp_path / "models--org--name/snapshots" / commit
+    cache.mkdir(parents=True)
+    assert resolved_revision(cache) == commit
+    assert resolved_revision(tmp_path / "snapshots/main") == ""
+    notes = tmp_path / ".cache/huggingface/download/config.json.metadata"
+    notes.parent.mkdir(parents=True)
+    notes.write_text(f"{commit}\netag\n1.5\n")
+    assert resolved_revision(tmp_path) == commit
+    notes.write_text("what is this")
+    assert resolved_revision(tmp_path) == ""

@@ -59,5 +59,6 @@ host = document["http_host" if is_engine else "host"]
 port = document["http_port" if is_engine else "port"]
 server = ThreadingHTTPServer((host, port), Handler)
 signal.signal(signal.SIGTERM, end)
+(path.parent / f"{name}.devices").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
 (path.parent / f"{name}.began").write_text(str(time.monotonic()))
 server.serve_forever()

@@ -79,7 +79,7 @@ class Kit:
         self.hears = True
         self.cluster.watchers = [self._hear]
 
-    async def _observe(self, engines: Sequence[Obj], frontends: Sequence[Obj]) -> PodReports:
+    async def _observe(self, *_: Sequence[Obj]) -> PodReports:
         return self.reports
 
     def _make_watches(self, kinds: tuple[Kind, ...]) -> NoEngine:

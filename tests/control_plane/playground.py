@@ -43,6 +43,7 @@ class Playground:
     def __init__(self) -> None:
         self.cluster = FakeCluster()
         self.kit = Kit(self.cluster)
+        self.cluster.now_text = self.kit.time.clock.now_text
         self._has_started = False
         self._num_frontends = 0
         self.cluster.add(_node())

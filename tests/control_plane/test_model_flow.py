@@ -38,6 +38,7 @@ class World:
         self.inference = inference
         self.live: dict[tuple[str, str], Obj] = {}
         self.pods: list[Obj] = []
+        self.downloads: dict[str, int] = {}
         self.names = {}
         for kind, name in model_keys(inference, FACTS):
             what = "fetch" if "-fetch-" in name else "profile"
@@ -49,6 +50,7 @@ class World:
             facts=FACTS,
             live=self.live,
             job_pods=tuple(self.pods),
+            downloads=self.downloads,
             now=NOW,
         )
         found = decide_model(view)

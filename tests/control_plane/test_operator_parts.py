@@ -220,7 +220,7 @@ def test_conditions_of_another_version_count_as_absent() -> None:
 async def test_a_pass_never_waits_for_a_pod_and_news_bring_it_back() -> None:
     said, gate, keys = [PodReports(sessions_up=1, sessions_wanted=1)], asyncio.Event(), []
 
-    async def ask(engines: Any, frontends: Any) -> PodReports:
+    async def ask(*_: Any) -> PodReports:
         await gate.wait()
         return said[0]
 

@@ -21,7 +21,7 @@ from foveal_operator.probes import PodReports
 from foveal_operator.telemetry import Telemetry
 
 
-async def no_reports(engines: Sequence[Obj], frontends: Sequence[Obj]) -> PodReports:
+async def no_reports(*_: Sequence[Obj]) -> PodReports:
     return PodReports()
 
 

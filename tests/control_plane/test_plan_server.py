@@ -26,8 +26,8 @@ PROFILE = EXAMPLES / "profiles/tiny-vlm.json"
 class Over(FakeReader):
     """A FakeCluster as the command line reads one."""
 
-    def __init__(self, cluster: FakeCluster) -> None:
-        super().__init__({}, "default")
+    def __init__(self, cluster: FakeCluster, namespace: str = "default") -> None:
+        super().__init__({}, namespace)
         self.cluster = cluster
         self.forbidden: set[str] = set()
 
@@ -38,7 +38,7 @@ class Over(FakeReader):
             if path == kind.root and kind.name not in self.cluster.missing:
                 served = [k for k in KINDS if k.root == path and k.name not in self.cluster.missing]
                 return {"resources": [{"name": k.plural} for k in served]}
-            for namespace in ("default", None):
+            for namespace in (self.namespace, None):
                 base = kind.path(namespace)
                 if path == base:
                     if kind.name in self.forbidden:

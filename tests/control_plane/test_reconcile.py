@@ -43,14 +43,14 @@ def versions(cluster: FakeCluster) -> dict[str, str]:
     return {"/".join(k): b["metadata"]["resourceVersion"] for k, b in cluster.objects.items()}
 
 
-def finish_profile(cluster: FakeCluster) -> None:
+def finish_profile(cluster: FakeCluster, text: str = "") -> None:
     """What Job controller and kubelet do: the profile Job's pod ends with the document."""
     (name,) = [n for n in cluster.names("Job") if "-profile-" in n]
     job = cluster.body("Job", name)
     labels = {**job["spec"]["template"]["metadata"]["labels"], "job-name": name}
     ref = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": job["metadata"]["uid"]}
     ref["controller"] = True  # type: ignore[assignment]
-    ended = {"exitCode": 0, "message": PROFILE, "finishedAt": "2026-01-01T00:01:00Z"}
+    ended = {"exitCode": 0, "message": text or PROFILE, "finishedAt": "2026-01-01T00:01:00Z"}
     cluster.add(
         {
             "apiVersion": "v1",

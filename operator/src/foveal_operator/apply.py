@@ -1,4 +1,4 @@
-"""Brings single objects to what is wanted: apply or skip, prune. No policy of its own.
+"""Brings single objects to what is wanted: apply or skip, delete. No policy of its own.
 
 Used by the reconciler. Remembers, in memory only, what each apply returned: an object that is
 wanted as before and lies there as it was left costs no request. After a restart everything is
@@ -8,16 +8,15 @@ applied once more, which changes nothing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
 from foveal_operator.api_errors import ApiError, UserError
-from foveal_operator.caches import Caches, Key
+from foveal_operator.caches import Caches
 from foveal_operator.cluster import Cluster
 from foveal_operator.diff import diff
-from foveal_operator.kinds import FIELD_MANAGER, KINDS, MANAGED_BY, Kind, kind_of
+from foveal_operator.kinds import FIELD_MANAGER, MANAGED_BY, Kind, kind_of
 from foveal_operator.manifests.context import Obj, content_hash
 from foveal_operator.telemetry import Telemetry
 
@@ -109,23 +108,6 @@ class Applier:
         if live["metadata"].get("deletionTimestamp"):
             return False
         return await self._cluster.delete(kind, namespace, name, uid)
-
-    def prunable(
-        self, owner: Key, owner_uid: str, wanted: Iterable[ObjectKey]
-    ) -> list[tuple[Kind, Obj]]:
-        """Owned objects, by what is cached, that nobody wants. Effect-free."""
-        keep = set(wanted)
-        return [
-            (kind, body)
-            for kind in KINDS
-            if kind.pruned and kind.watched
-            for body in self._caches.owned(kind, owner)
-            if (kind.name, body["metadata"]["name"]) not in keep
-            and not body["metadata"].get("deletionTimestamp")
-            and any(
-                ref.get("uid") == owner_uid for ref in body["metadata"].get("ownerReferences", ())
-            )
-        ]
 
     def forget(self, owner_uid: str) -> None:
         self._applied.pop(owner_uid, None)

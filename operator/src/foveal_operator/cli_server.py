@@ -24,9 +24,10 @@ from foveal_operator.cli_resource import bullets, read_profile, read_resource_ob
 from foveal_operator.cluster_reader import Obj, Reader
 from foveal_operator.kinds import BY_NAME
 from foveal_operator.look import Pass
+from foveal_operator.prune import unwanted_in_the_end
 from foveal_operator.render import desired_yaml
 from foveal_operator.server_diff import ServerDiff, diff_json, diff_text, server_diff
-from foveal_operator.server_plan import look_as_operator, merged, operator_settings, unwanted
+from foveal_operator.server_plan import look_as_operator, merged, operator_settings
 from foveal_operator.spec import SpecError, parse, transition_problems
 from foveal_operator.terminal import style_of
 
@@ -64,12 +65,14 @@ def run(arguments: argparse.Namespace, open_cluster: Connect = connect) -> int:
             print(f"foveal: {problem.reason}: {problem.message}", file=sys.stderr)
         return EXIT_MISFIT
     namespace = work.key[0]
+    gone = unwanted_in_the_end(work, caches)
     found = server_diff(
         work.desired,
         lambda kind, name: caches.get(BY_NAME[kind], namespace, name),
         {"engine": work.engine_pods, "frontend": work.frontend_pods},
-        tuple((kind.name, body["metadata"]["name"]) for kind, body in unwanted(work, caches)),
+        tuple((kind.name, body["metadata"]["name"]) for kind, body in gone),
         work.rollout.strategy or work.rollout.message,
+        tuple(owned.body for owned in work.model.objects if owned.body["kind"] == "Job"),
     )
     _show(arguments.output, work, found, reader)
     return EXIT_OK if found.is_empty else EXIT_NO

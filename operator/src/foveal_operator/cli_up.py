@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import re
 import secrets
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -21,13 +18,14 @@ from pathlib import Path
 import msgspec
 
 from foveal_operator.budget_inputs import NodeFacts, budget_inputs
-from foveal_operator.cli_errors import EXIT_OK, CommandError, MisfitError, UsageError
+from foveal_operator.cli_errors import EXIT_OK, MisfitError, UsageError
 from foveal_operator.cli_help import Help
-from foveal_operator.cli_resource import bullets, parse_profile, read_profile, read_resource, size
+from foveal_operator.cli_resource import bullets, read_profile, read_resource, size
 from foveal_operator.curve_keys import make_key_pairs
 from foveal_operator.local import machine
 from foveal_operator.local.deployment import LocalDeployment, Stop
 from foveal_operator.local.documents import LOOPBACK, LocalDocuments, LocalPlace, local_documents
+from foveal_operator.local.model import find_model, find_profile
 from foveal_operator.local.processes import LocalProcess, free_port, runtime_command
 from foveal_operator.local.screen import Screen
 from foveal_operator.manifests import ClusterFacts, Desired, desired
@@ -53,7 +51,6 @@ exit codes: 0 drained after Ctrl-C, 1 a process ended by itself (its last lines 
 2 wrong resource or arguments, 3 does not fit this machine, 5 not ready or not drained in time,
 130 ended at once by a second Ctrl-C
 """
-_MODELS = "~/.cache/foveal/models"
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -93,11 +90,12 @@ def run(arguments: argparse.Namespace) -> int:
     command = runtime_command(arguments.runtime)
     inference = _adapted(read_resource(arguments.filename), arguments)
     here = machine.look()
-    model = _model(inference, arguments.model, command)
+    _check_devices(inference, here, arguments)
+    model = find_model(inference, arguments.model, command)
     profile = (
         read_profile(arguments.profile)
         if arguments.profile
-        else _profile(inference, model, command)
+        else find_profile(inference, model, command)
     )
     wanted = _wanted(inference, profile, here, arguments)
     with _folder(arguments) as folder, _shared_memory(inference) as shared:
@@ -113,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
             key_files=_key_files(arguments),
         )
         documents = local_documents(wanted, place, free_port)
-        processes = _processes(inference, documents, folder, here)
+        processes = _processes(inference, documents, folder)
         for note in documents.notes:
             print(f"note: {note}", flush=True)
         if arguments.dry_run:
@@ -162,6 +160,27 @@ def _adapted(inference: InferenceSpec, arguments: argparse.Namespace) -> Inferen
     return msgspec.structs.replace(inference, spec=spec)
 
 
+def _check_devices(
+    inference: InferenceSpec, here: machine.Machine, arguments: argparse.Namespace
+) -> None:
+    """Before anything is downloaded. Raises MisfitError; documents alone need no device."""
+    engine = inference.spec.engine
+    if engine.accelerator.type != "GPU" or (arguments.dry_run and arguments.device_memory):
+        return
+    scaling = engine.autoscaling
+    asked = 1 if engine.replicas is None else engine.replicas
+    if scaling:
+        asked = scaling.min_replicas
+    num_engines = asked if arguments.engines is None else arguments.engines
+    needed = engine.accelerator.count * num_engines
+    if needed > len(here.devices):
+        fewer = "lower --engines, or " if engine.accelerator.count <= len(here.devices) else ""
+        raise MisfitError(
+            f"{inference.name} asks for {num_engines} x {engine.accelerator.count} GPUs and this "
+            f"machine has {len(here.devices)}: {fewer}run the engines on its CPUs with --cpu"
+        )
+
+
 def _port(inference: InferenceSpec, given: int | None) -> int:
     port: int = inference.spec.networking.port if given is None else given
     if not 0 <= port <= 65000:
@@ -178,39 +197,6 @@ def _key_files(arguments: argparse.Namespace) -> dict[str, str]:
                 raise UsageError(f"{option} {path}: there is no such file")
             found[option] = str(Path(path).resolve())
     return found
-
-
-def _model(inference: InferenceSpec, given: str | None, command: list[str]) -> Path:
-    """The directory given, or the one that the resource's model is downloaded into."""
-    if given:
-        if not Path(given, "config.json").is_file():
-            raise UsageError(f"--model {given} holds no config.json: give a model's directory")
-        return Path(given).resolve()
-    model = inference.spec.model
-    if not model.uri.startswith(("hf://", "s3://")):
-        raise UsageError(f"{model.uri} is the cluster's: say where the model is with --model")
-    name = re.sub(r"[^A-Za-z0-9._-]+", "--", f"{model.uri}--{model.revision or 'main'}")
-    folder = Path(_MODELS).expanduser() / name
-    revision = ["--revision", model.revision] if model.revision else []
-    print(f"fetching {model.uri} into {folder}", flush=True)
-    if subprocess.run([*command, "fetch", model.uri, "--to", str(folder), *revision]).returncode:
-        raise CommandError(f"{model.uri} was not fetched; or give --model DIRECTORY")
-    return folder
-
-
-def _profile(inference: InferenceSpec, model: Path, command: list[str]) -> ModelProfile:
-    """What the operator's profile Job would find, by the same command."""
-    job = desired(inference, None, ClusterFacts()).of_kind("Job")[-1]
-    args: list[str] = job["spec"]["template"]["spec"]["containers"][0]["args"]
-    args = [args[0], str(model), *args[2 : args.index("--output")]]
-    print("profiling the model (--profile FILE saves this)", flush=True)
-    with tempfile.TemporaryDirectory(prefix="foveal-profile-") as folder:
-        file = Path(folder) / "profile.json"
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run([*command, *args, "--output", str(file)], env=environment)
-        if done.returncode:
-            raise CommandError(f"the model in {model} cannot be profiled")
-        return parse_profile(file.read_bytes(), str(model))
 
 
 def _wanted(
@@ -235,19 +221,13 @@ def _wanted(
 
 
 def _processes(
-    inference: InferenceSpec, documents: LocalDocuments, folder: Path, here: machine.Machine
+    inference: InferenceSpec, documents: LocalDocuments, folder: Path
 ) -> list[LocalProcess]:
     """Engines first. Each engine sees its own devices and no others."""
     if not documents.engines or not documents.frontends:
         raise UsageError("the resource asks for no replicas: give --engines and --frontends")
     accelerator = inference.spec.engine.accelerator
     count = accelerator.count if accelerator.type == "GPU" else 0
-    needed = count * len(documents.engines)
-    if needed > len(here.devices):
-        raise UsageError(
-            f"{len(documents.engines)} engines x {count} devices need {needed} GPUs and this "
-            f"machine has {len(here.devices)}; lower --engines, or try --cpu"
-        )
     found = []
     for index, config in enumerate(documents.engines):
         devices = range(index * count, (index + 1) * count)

@@ -37,6 +37,8 @@ class FakeCluster:
         """Of those, the ones that changed something."""
         self.watchers: list[Watcher] = []
         self.failures: list[tuple[Callable[[str, str, str], bool], ApiError]] = []
+        self.now_text: Callable[[], str] = lambda: "2026-01-01T00:00:00Z"
+        """When objects are created."""
         self._versions = itertools.count(1)
         self._uids = itertools.count(1)
 
@@ -204,7 +206,7 @@ class FakeCluster:
         if live is None:
             metadata["uid"] = f"uid-{next(self._uids)}"
             metadata["generation"] = 1
-            metadata["creationTimestamp"] = "2026-01-01T00:00:00Z"
+            metadata["creationTimestamp"] = self.now_text()
         elif _spec(body) != _spec(live):
             metadata["generation"] += 1
         metadata["resourceVersion"] = str(next(self._versions))

@@ -36,6 +36,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
         message: termination message of the pod that succeeded.
         trouble, text: what its pods suffer from, and the last line that tells it.
         exit_code: of the container that ended last; 0 = none did.
+        newest_pod: name of its latest attempt; "" = none yet.
     """
 
     exists: bool = False
@@ -47,6 +48,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     trouble: Reason | None = None
     text: str = ""
     exit_code: int = 0
+    newest_pod: str = ""
 
     @property
     def has_ended_badly(self) -> bool:
@@ -100,6 +102,7 @@ def read_job(job: Obj | None, name: str, pods: Iterable[Obj]) -> JobState:
         trouble=found.reason if found else None,
         text=text,
         exit_code=int(bad[-1].get("exitCode", 0)) if bad else 0,
+        newest_pod=str(newest["metadata"]["name"]) if newest else "",
     )
 
 

@@ -37,7 +37,8 @@ from foveal_operator.spec import InferenceSpec, parse
 from foveal_runtime.plan.budget import plan as make_plan
 from foveal_runtime.plan.budget_types import BudgetPlan
 
-ObservePods = Callable[[Sequence[Obj], Sequence[Obj]], Awaitable[PodReports]]
+ObservePods = Callable[[Sequence[Obj], Sequence[Obj], Sequence[Obj]], Awaitable[PodReports]]
+"""(pods of engines, of frontends, of Jobs) -> what they said last."""
 COMPONENT = "app.kubernetes.io/component"
 CLAIM_SECONDS = 300.0
 MISSING_CLAIM_SECONDS = 5.0
@@ -112,7 +113,9 @@ class Looker:
         image = basis.runtime_image if basis else self._settings.runtime_image
         generation = (basis.key_generation or "") if basis else ""
         facts = self._facts(key, inference, image, generation)
-        model = await self._model(key, inference, facts, now)
+        pods = {role: self.pods(key, role) for role in ("engine", "frontend", "model")}
+        reports = await self._observe_pods(pods["engine"], pods["frontend"], pods["model"])
+        model = await self._model(key, inference, facts, reports, pods["model"])
         facts = msgspec.structs.replace(facts, model_ready=model.model_ready)
         plan: BudgetPlan | None = None
         nodes = basis.nodes if basis and basis.is_about(accelerator) else present
@@ -139,10 +142,10 @@ class Looker:
             ),
             plan=plan,
             desired=manifests.desired(inference, plan, facts),
-            engine_pods=self.pods(key, "engine"),
-            frontend_pods=self.pods(key, "frontend"),
+            engine_pods=pods["engine"],
+            frontend_pods=pods["frontend"],
+            reports=reports,
         )
-        work.reports = await self._observe_pods(work.engine_pods, work.frontend_pods)
         work.rollout = await self.decide(work)
         return work
 
@@ -167,7 +170,12 @@ class Looker:
         )
 
     async def _model(
-        self, key: Key, inference: InferenceSpec, facts: ClusterFacts, now: float
+        self,
+        key: Key,
+        inference: InferenceSpec,
+        facts: ClusterFacts,
+        reports: PodReports,
+        job_pods: tuple[Obj, ...],
     ) -> ModelDecision:
         live: dict[tuple[str, str], Obj] = {}
         for kind, name in model_keys(inference, facts):
@@ -177,7 +185,12 @@ class Looker:
             if body is not None:
                 live[kind, name] = body
         view = ModelView(
-            inference=inference, facts=facts, live=live, job_pods=self.pods(key, "model"), now=now
+            inference=inference,
+            facts=facts,
+            live=live,
+            job_pods=job_pods,
+            downloads=reports.downloads,
+            now=self._clock.wall().timestamp(),
         )
         return decide_model(view)
 

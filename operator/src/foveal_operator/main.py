@@ -337,7 +337,7 @@ async def serve(options: Options) -> None:
         options,
         telemetry,
         clock=clock,
-        observe_pods=lambda engines, frontends: reports.observe(engines, frontends),
+        observe_pods=reports.observe,
         forget_pods=prober.forget,
         on_lost=exit_at_once,
         make_watches=make_watches,

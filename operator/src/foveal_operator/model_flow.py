@@ -17,11 +17,13 @@ from foveal_operator import reasons
 from foveal_operator.job_state import JobState, read_job
 from foveal_operator.manifests import ClusterFacts, Owned, desired
 from foveal_operator.manifests.context import Context
+from foveal_operator.manifests.job import profile_limit_bytes
 from foveal_operator.manifests.model_source import ModelSource, model_source
 from foveal_operator.reasons import Reason
 from foveal_operator.spec import InferenceSpec
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.profile import ModelProfile, decode
+from foveal_runtime.plan.quantity import format_bytes
 
 Obj = Mapping[str, Any]
 PROFILE_KEY = "profile.json"
@@ -39,6 +41,7 @@ class ModelView(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         live: (kind, name) -> object, for every key of `model_keys` that exists.
         job_pods: pods of the resource's Jobs (label app.kubernetes.io/component=model).
+        downloads: pod -> percent of the model that it has fetched, as it said last.
         now: seconds since the epoch.
     """
 
@@ -46,6 +49,7 @@ class ModelView(msgspec.Struct, frozen=True, kw_only=True):
     facts: ClusterFacts
     live: Mapping[tuple[str, str], Obj] = {}
     job_pods: tuple[Obj, ...] = ()
+    downloads: Mapping[str, int] = {}
     now: float
 
 
@@ -59,6 +63,7 @@ class ModelDecision(msgspec.Struct, frozen=True, kw_only=True):
         objects: to apply by their policy: account, claim, Jobs, the profile's ConfigMap.
         delete: (kind, name, uid) of Jobs to delete with their pods, so that they run again.
         next_check_seconds: decide again after so long; None = no need.
+        download_percent: None when nothing is fetched, or nobody knows how much there is.
     """
 
     profile: ModelProfile | None = None
@@ -68,6 +73,12 @@ class ModelDecision(msgspec.Struct, frozen=True, kw_only=True):
     objects: tuple[Owned, ...] = ()
     delete: tuple[tuple[str, str, str], ...] = ()
     next_check_seconds: float | None = None
+    download_percent: int | None = None
+
+    @property
+    def resolved_revision(self) -> str:
+        """The commit or digest that the profile is of; "" = not known."""
+        return self.profile.revision if self.profile else ""
 
 
 class _Wanted(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,12 +174,20 @@ def _fetching(
         again = "; it is tried again" if job.has_ended_badly else ""
         return _waiting(reason, f"{job.text}{again}", objects)
     what = f"fetching {view.inference.spec.model.uri}"
-    return _waiting(reasons.DOWNLOADING, what if job.exists else f"{what}: starting", objects)
+    if not job.exists:
+        return _waiting(reasons.DOWNLOADING, f"{what}: starting", objects)
+    done = view.downloads.get(job.newest_pod)
+    found = _waiting(
+        reasons.DOWNLOADING, what if done is None else f"{what}: {done} % is there", objects
+    )
+    return msgspec.structs.replace(found, download_percent=done)
 
 
 def _profiling(view: ModelView, wanted: _Wanted, objects: tuple[Owned, ...]) -> ModelDecision:
     job = _job(view, wanted.profile)
     objects = (*objects, wanted.profile)
+    if job.trouble is reasons.OOM_KILLED:
+        job = msgspec.structs.replace(job, text=f"{job.text}; {_more_memory(view)}")
     if job.is_complete:
         profile = _read(job.message)
         if profile is not None:
@@ -183,6 +202,15 @@ def _profiling(view: ModelView, wanted: _Wanted, objects: tuple[Owned, ...]) -> 
         reason = job.profile_reason() if job.has_ended_badly else job.trouble
         return _waiting(reason, job.text, objects, model_ready=True)
     return _waiting(reasons.PROFILING, "computing what the model costs", objects, model_ready=True)
+
+
+def _more_memory(view: ModelView) -> str:
+    """The Job's limit follows from limits of the resource's."""
+    limit = profile_limit_bytes(view.inference.spec.modalities)
+    return (
+        f"its limit of {format_bytes(limit)} follows from modalities.image.maxPixels, "
+        "modalities.video.maxPixels and modalities.audio.maxSeconds: lower the largest of them"
+    )
 
 
 def _failed(

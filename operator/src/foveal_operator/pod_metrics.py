@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from foveal_runtime.plan.fetch_progress import FETCH_TOTAL_BYTES, FETCHED_BYTES, percent
 from foveal_runtime.plan.metrics import by_name
 
 SESSIONS = by_name("foveal_mirror_sessions").name
@@ -21,7 +22,8 @@ QUERIES = by_name("foveal_mirror_queries").name
 NEEDS = by_name("foveal_mirror_needs").name
 BUDGET = by_name("foveal_budget_bytes").name
 PEAK = by_name("foveal_memory_peak_bytes").name
-_WANTED = (SESSIONS, ENGINES_READY, RUNNING, WAITING, QUERIES, NEEDS, BUDGET, PEAK)
+_WANTED = (SESSIONS, ENGINES_READY, RUNNING, WAITING, QUERIES, NEEDS, BUDGET, PEAK,
+           FETCHED_BYTES, FETCH_TOTAL_BYTES)  # fmt: skip
 
 WINDOW_SECONDS = 600.0
 MIN_QUERIES = 1000
@@ -38,6 +40,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
         load: requests in an engine, running or waiting.
         measured: bytes by name of status.budgets; the larger of several processes.
         num_queries, num_stale: since the pod started.
+        fetched_bytes, fetch_total_bytes: of a fetch Job's download; 0 = not known.
     """
 
     engines_ready: tuple[int, ...] = ()
@@ -47,6 +50,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     num_queries: int = 0
     num_stale: int = 0
     peak_bytes: int = 0
+    fetched_bytes: int = 0
+    fetch_total_bytes: int = 0
 
 
 class History:
@@ -96,6 +101,7 @@ class PodReports(msgspec.Struct, frozen=True, kw_only=True):
         measured: bytes by name of status.budgets, the largest over pods.
         peaks: pod -> its self-reported peak memory in bytes.
         unknown: pods that should have answered and did not.
+        downloads: pod of a fetch Job -> percent of the model that it has.
     """
 
     sessions: dict[str, int] = {}
@@ -106,6 +112,7 @@ class PodReports(msgspec.Struct, frozen=True, kw_only=True):
     measured: dict[str, int] = {}
     peaks: dict[str, int] = {}
     unknown: tuple[str, ...] = ()
+    downloads: dict[str, int] = {}
 
 
 def read_figures(text: str) -> Figures:
@@ -114,11 +121,11 @@ def read_figures(text: str) -> Figures:
     engines_ready: dict[str, int] = {}
     measured: dict[str, int] = {}
     sessions: int | None = None
-    load = num_queries = num_stale = peak_bytes = 0
+    load = num_queries = num_stale = peak_bytes = fetched_bytes = fetch_total_bytes = 0
     for family in text_string_to_metric_families("\n".join(lines) + "\n"):
         for sample in family.samples:
             name, labels, value = sample.name.removesuffix("_total"), sample.labels, sample.value
-            if not 0 <= value < 2**60:  # also refuses what is not a number
+            if not 0 <= value < 2**53:  # also refuses what is not a number
                 raise ValueError(f"{name} is {value}")
             if name == SESSIONS:
                 sessions = int(value)
@@ -135,6 +142,10 @@ def read_figures(text: str) -> Figures:
                 measured[part] = max(measured.get(part, 0), int(value))
             elif name == PEAK:
                 peak_bytes = max(peak_bytes, int(value))
+            elif name == FETCHED_BYTES:
+                fetched_bytes = int(value)
+            elif name == FETCH_TOTAL_BYTES:
+                fetch_total_bytes = int(value)
     return Figures(
         engines_ready=tuple(engines_ready.values()),
         sessions=sessions,
@@ -143,11 +154,16 @@ def read_figures(text: str) -> Figures:
         num_queries=num_queries,
         num_stale=num_stale,
         peak_bytes=peak_bytes,
+        fetched_bytes=fetched_bytes,
+        fetch_total_bytes=fetch_total_bytes,
     )
 
 
-def report(engines: Sequence[Seen], frontends: Sequence[Seen]) -> PodReports:
-    """All pods together. A pod that said nothing counts nowhere but in `unknown`."""
+def report(
+    engines: Sequence[Seen], frontends: Sequence[Seen], jobs: Sequence[Seen] = ()
+) -> PodReports:
+    """All pods together. A pod that said nothing counts nowhere but in `unknown`; pods of Jobs
+    count nowhere but in `downloads`."""
     everyone = [*engines, *frontends]
     known = {seen.pod: seen.figures for seen in everyone if seen.figures is not None}
     up, wanted = _pairs(engines, frontends)
@@ -171,7 +187,14 @@ def report(engines: Sequence[Seen], frontends: Sequence[Seen]) -> PodReports:
         measured=measured,
         peaks={pod: figures.peak_bytes for pod, figures in known.items() if figures.peak_bytes},
         unknown=tuple(s.pod for s in everyone if s.should_answer and s.figures is None),
+        downloads={seen.pod: done for seen in jobs if (done := _downloaded(seen)) is not None},
     )
+
+
+def _downloaded(seen: Seen) -> int | None:
+    if seen.figures is None:
+        return None
+    return percent(seen.figures.fetched_bytes, seen.figures.fetch_total_bytes)
 
 
 def _pairs(engines: Sequence[Seen], frontends: Sequence[Seen]) -> tuple[int, int]:

@@ -15,7 +15,7 @@ import aiohttp
 import msgspec
 
 from foveal_operator.diagnose import is_ready
-from foveal_operator.manifests.pods import SESSION_GROUP_LABEL
+from foveal_operator.manifests.pods import PROGRESS_PORT_NAME, SESSION_GROUP_LABEL
 from foveal_operator.pod_metrics import Figures, History, PodReports, Seen, read_figures, report
 
 Obj = Mapping[str, Any]
@@ -82,12 +82,15 @@ class PodProber:
         self._known: dict[str, _Known] = {}
 
     async def observe_pods(
-        self, engine_pods: Sequence[Obj], frontend_pods: Sequence[Obj]
+        self,
+        engine_pods: Sequence[Obj],
+        frontend_pods: Sequence[Obj],
+        job_pods: Sequence[Obj] = (),
     ) -> PodReports:
         """The latest answers of these pods, at most `interval_seconds` old. Never raises."""
-        pods = [*engine_pods, *frontend_pods]
+        pods = [*engine_pods, *frontend_pods, *job_pods]
         await asyncio.gather(*(self._ask(pod) for pod in pods))
-        return report(self._seen(engine_pods), self._seen(frontend_pods))
+        return report(self._seen(engine_pods), self._seen(frontend_pods), self._seen(job_pods))
 
     def forget(self, keep_uids: Iterable[str]) -> None:
         """Drops what is kept of all pods but these; call it after a full listing."""
@@ -140,7 +143,7 @@ def metrics_url(pod: Obj) -> str | None:
         return None
     for container in pod.get("spec", {}).get("containers", ()):
         for port in container.get("ports", ()):
-            if port.get("name") == "http":
+            if port.get("name") in ("http", PROGRESS_PORT_NAME):
                 host = f"[{address}]" if ":" in address else address
                 return f"http://{host}:{port['containerPort']}/metrics"
     return None

@@ -15,7 +15,7 @@ import msgspec
 
 from foveal_operator.api_errors import ApiError, Forbidden, NotLeader, UserError
 from foveal_operator.apply import Applier, ObjectError, ObjectKey
-from foveal_operator.basis import basis_config_map, basis_name
+from foveal_operator.basis import basis_config_map
 from foveal_operator.caches import Caches, Key
 from foveal_operator.clock import Clock
 from foveal_operator.cluster import Cluster
@@ -24,25 +24,19 @@ from foveal_operator.facts import Survey
 from foveal_operator.key_secret import KeySecret
 from foveal_operator.kinds import (
     BY_NAME,
-    CONFIG_MAP,
-    DEPLOYMENT,
     INFERENCE,
     INSTANCE,
     POD,
-    STATEFUL_SET,
 )
 from foveal_operator.look import COMPONENT, Looker, ObservePods, Pass, Settings
 from foveal_operator.manifests.context import Obj
-from foveal_operator.model_flow import PROFILE_KEY
-from foveal_operator.observe import config_maps_in_use, newest
-from foveal_operator.rollout import record_name
+from foveal_operator.prune import unwanted_now
 from foveal_operator.spec import SpecError
 from foveal_operator.telemetry import Telemetry
 from foveal_operator.tell import Teller
 
 log = logging.getLogger(__name__)
 
-REVISIONS_KEPT = 3
 POLL_SECONDS = 60.0
 EAGER_POLL_SECONDS = 15.0
 REFUSED_SECONDS = 60.0
@@ -134,24 +128,24 @@ class Reconciler:
         if work.desired.complete and await self._keys.is_lost(work):
             await self._replace_keys(work)
             return 0.0
-        wanted = await self._apply_all(work)
+        await self._apply_all(work)
         for kind, name, uid in work.model.delete:
             await self.applier.delete(BY_NAME[kind], work.key[0], name, uid)
         if work.rollout.delete_pods:
             await self._delete_pods(work)
         if work.desired.complete:
-            await self._prune(work, wanted)
+            await self._prune(work)
         return min(again, default=None)
 
-    async def _apply_all(self, work: Pass) -> set[ObjectKey]:
-        """Applies what is wanted, in order. Returns the keys of all of it."""
+    async def _apply_all(self, work: Pass) -> None:
+        """Applies what is wanted, in order."""
         uid = work.uid
         wanted: set[ObjectKey] = set()
         for owned in work.model.objects:
             wanted.add(_key(owned.body))
             await self.applier.ensure(uid, owned.body)
         if not work.desired.complete:
-            return wanted
+            return
         basis = basis_config_map(work.context, work.basis)
         wanted.add(_key(basis))
         await self.applier.ensure(uid, basis)
@@ -166,7 +160,6 @@ class Reconciler:
                 await self._keys.ensure(work)
             elif key[0] != "Job":
                 await self._apply_one(work, owned.body)
-        return wanted
 
     async def _apply_one(self, work: Pass, body: Obj) -> None:
         """A workload goes as the rollout says; anything else as it is."""
@@ -207,23 +200,10 @@ class Reconciler:
             log.info("replacing pod %s/%s: %s", key[0], name, again.message)
             await self.applier.delete(POD, key[0], name, uid)
 
-    async def _prune(self, work: Pass, wanted: set[ObjectKey]) -> None:
+    async def _prune(self, work: Pass) -> None:
         """Deletes owned objects that nothing wants or uses any more."""
         key = work.key
-        config_maps = self._caches.owned(CONFIG_MAP, key)
-        workloads = [
-            work.rollout.stateful_set,
-            work.rollout.deployment,
-            self._caches.get(STATEFUL_SET, key[0], f"{key[1]}-engine"),
-            self._caches.get(DEPLOYMENT, key[0], f"{key[1]}-frontend"),
-        ]
-        kept = config_maps_in_use(workloads, (*work.engine_pods, *work.frontend_pods))
-        kept |= work.rollout.keep_config_maps | {basis_name(key[1]), record_name(key[1])}
-        for document in ("engine.json", "frontend.json", PROFILE_KEY):
-            kept |= newest(config_maps, document, REVISIONS_KEPT)
-        keep: set[ObjectKey] = {("ConfigMap", name) for name in kept}
-        keep |= {_key(owned.body) for owned in work.desired.objects}
-        for kind, body in self.applier.prunable(key, work.uid, wanted | keep):
+        for kind, body in unwanted_now(work, self._caches):
             metadata = body["metadata"]
             log.info("pruning %s %s/%s", kind.name, key[0], metadata["name"])
             await self.applier.delete(kind, key[0], metadata["name"], metadata["uid"])

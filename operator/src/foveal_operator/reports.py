@@ -14,7 +14,7 @@ from foveal_operator.kinds import POD
 from foveal_operator.manifests.context import Obj
 from foveal_operator.probes import PodReports
 
-ObservePods = Callable[[Sequence[Obj], Sequence[Obj]], Awaitable[PodReports]]
+ObservePods = Callable[[Sequence[Obj], Sequence[Obj], Sequence[Obj]], Awaitable[PodReports]]
 MAX_RESOURCES = 10_000
 
 
@@ -27,20 +27,27 @@ class Reports:
         self._known: dict[Key, PodReports] = {}
         self._asking: dict[Key, asyncio.Task[None]] = {}
 
-    async def observe(self, engine_pods: Sequence[Obj], frontend_pods: Sequence[Obj]) -> PodReports:
+    async def observe(
+        self,
+        engine_pods: Sequence[Obj],
+        frontend_pods: Sequence[Obj],
+        job_pods: Sequence[Obj] = (),
+    ) -> PodReports:
         """What the pods of one resource said last. Returns at once."""
-        pods = [*engine_pods, *frontend_pods]
+        pods = [*engine_pods, *frontend_pods, *job_pods]
         key = owner_of(POD, pods[0]) if pods else None
         if key is None:
             return PodReports()
         if key not in self._asking:
-            ask = self._ask(key, tuple(engine_pods), tuple(frontend_pods))
+            ask = self._ask(key, tuple(engine_pods), tuple(frontend_pods), tuple(job_pods))
             self._asking[key] = asyncio.create_task(ask)
         return self._known.get(key, PodReports())
 
-    async def _ask(self, key: Key, engines: Sequence[Obj], frontends: Sequence[Obj]) -> None:
+    async def _ask(
+        self, key: Key, engines: Sequence[Obj], frontends: Sequence[Obj], jobs: Sequence[Obj]
+    ) -> None:
         try:
-            found = await self._observe_pods(engines, frontends)
+            found = await self._observe_pods(engines, frontends, jobs)
         finally:
             del self._asking[key]
         if found != self._known.get(key, PodReports()):

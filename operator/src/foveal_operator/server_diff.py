@@ -60,9 +60,16 @@ def server_diff(
     pods: Mapping[str, tuple[Obj, ...]],
     unwanted: tuple[tuple[str, str], ...] = (),
     how: str = "",
+    jobs: tuple[Obj, ...] = (),
 ) -> ServerDiff:
-    """`pods` by role; `unwanted` are (kind, name) of objects that would be deleted."""
-    changes = list(_changes(wanted, find))
+    """`pods` by role; `unwanted` are (kind, name) of objects that would be deleted, `jobs` those
+    that the model needs."""
+    changes = [
+        ObjectChange(kind="Job", name=body["metadata"]["name"], action="create")
+        for body in jobs
+        if find("Job", body["metadata"]["name"]) is None
+    ]
+    changes += _changes(wanted, find)
     changes += [ObjectChange(kind=kind, name=name, action="delete") for kind, name in unwanted]
     restarts = [
         found for body in _workloads(wanted) if (found := _restart(body, wanted, find, pods))
@@ -73,14 +80,13 @@ def server_diff(
 def _changes(wanted: Desired, find: Find) -> Iterator[ObjectChange]:
     for owned in wanted.objects:
         kind, _, name = owned.key
-        if owned.policy == "CreateOnly":
-            continue  # never read: whether it is there is the operator's to see
+        if owned.policy == "CreateOnly" or kind == "Job":
+            continue  # never read: whether it is there is the operator's to see; Jobs: see above
         live = find(kind, name)
         if live is None:
-            if kind != "Job":  # a Job that has done its work may be gone
-                yield ObjectChange(kind=kind, name=name, action="create")
+            yield ObjectChange(kind=kind, name=name, action="create")
             continue
-        found = tuple(change for change in diff(owned.body, live) if kind != "Job")
+        found = tuple(diff(owned.body, live))
         if found:
             yield ObjectChange(kind=kind, name=name, action="change", fields=found)
 

@@ -8,7 +8,6 @@ is impossible by construction: the cluster that it is given has no writes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
@@ -185,7 +184,7 @@ async def _planned(
     work.rollout = await looker.decide(work)
 
 
-async def _nobody_asked(engines: Sequence[Obj], frontends: Sequence[Obj]) -> PodReports:
+async def _nobody_asked(*_: Sequence[Obj]) -> PodReports:
     """Pods are not asked from here: their ports take only frontends and Prometheus."""
     return PodReports()
 
@@ -204,20 +203,3 @@ def _filled(reader: Reader, key: Key, apis: frozenset[str]) -> Caches:
         for body in list_objects(reader, kind, namespace, narrowed):
             caches.put(kind, body)
     return caches
-
-
-def unwanted(work: Pass, caches: Caches) -> list[tuple[Kind, dict[str, Any]]]:
-    """Objects of the resource's that it no longer asks for. ConfigMaps and Jobs have lives of
-    their own: revisions are kept for rollbacks, Jobs as a record."""
-    wanted = {
-        (owned.body["kind"], owned.body["metadata"]["name"]) for owned in work.desired.objects
-    }
-    return [
-        (kind, body)
-        for kind in WATCHED
-        if kind.pruned and kind.name not in ("ConfigMap", "Job")
-        for body in caches.owned(kind, work.key)
-        if work.desired.complete
-        and (kind.name, body["metadata"]["name"]) not in wanted
-        and any(ref.get("uid") == work.uid for ref in body["metadata"].get("ownerReferences") or ())
-    ]

@@ -56,7 +56,8 @@ class Budget(Part, frozen=True, kw_only=True):
     display: Annotated[Short, Meta(description="The same in GiB.")]
     measured_bytes: Annotated[Bytes | None, Meta(description="What the pods report.")] = None
     difference_bytes: Annotated[
-        Annotated[int, Meta(ge=-(2**60), extra_json_schema={"format": "int64"})] | None,
+        # What a double holds: tools that print a schema's bounds as one print these as they are.
+        Annotated[int, Meta(ge=-(2**53), le=2**53, extra_json_schema={"format": "int64"})] | None,
         Meta(description="Measured less planned."),
     ] = None
     items: Annotated[
@@ -90,6 +91,10 @@ class ModelStatus(Part, frozen=True, kw_only=True):
     """The model as resolved."""
 
     resolved_revision: Annotated[Short, Meta(description="Commit or digest.")] = ""
+    download_percent: Annotated[
+        Annotated[int, Meta(ge=0, le=100)] | None,
+        Meta(description="How much is fetched, while it is and the source tells its size."),
+    ] = None
     modalities: Annotated[
         Annotated[tuple[Annotated[str, Meta(max_length=16)], ...], Meta(max_length=8)],
         Meta(description="What it takes besides text."),

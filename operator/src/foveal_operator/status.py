@@ -44,6 +44,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
         is_paused: the operator was told to leave everything as it is.
         peaks: pod -> the peak of memory it last reported, in bytes.
         resolved_revision: commit or digest of the model; "" = not known.
+        download_percent: of the model; None = nothing is fetched, or its size is not known.
         refused: the object that the API server does not take, and why; "" = none.
     """
 
@@ -66,6 +67,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     is_paused: bool = False
     peaks: dict[str, int] = {}
     resolved_revision: str = ""
+    download_percent: int | None = None
     refused: str = ""
 
 
@@ -119,7 +121,9 @@ def report(
         rollout_strategy=observed.rollout_strategy,
         last_failure=last_failure((*observed.engine_pods, *observed.frontend_pods), observed.peaks),
         model=ModelStatus(
-            resolved_revision=observed.resolved_revision, modalities=_modalities(inference)
+            resolved_revision=observed.resolved_revision,
+            download_percent=observed.download_percent,
+            modalities=_modalities(inference),
         ),
         resolved=_resolved(inference),
     )

@@ -140,7 +140,12 @@ def _roles(roles: list[tuple[str, Obj]], style: Style) -> list[str]:
 
 def _revisions(status: Obj) -> list[str]:
     current, update = status.get("currentRevision"), status.get("updateRevision")
+    model = status.get("model") or {}
     lines = []
+    if model.get("downloadPercent") is not None:
+        lines.append(f"model: {model['downloadPercent']} % fetched")
+    if model.get("resolvedRevision"):
+        lines.append(f"model revision: {model['resolvedRevision']}")
     if current and update and current != update:
         lines.append(f"revision {current} serves, {update} is on its way")
     if status.get("rolloutStrategy"):

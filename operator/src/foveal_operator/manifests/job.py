@@ -8,13 +8,26 @@ from __future__ import annotations
 
 from typing import Any
 
+from foveal_operator.budget_inputs import modalities_config
 from foveal_operator.manifests.context import Context, Obj, content_hash
 from foveal_operator.manifests.model_source import model_source
-from foveal_operator.manifests.pods import CONTAINER_SECURITY, POD_SECURITY, Volumes, resources
+from foveal_operator.manifests.pods import (
+    CONTAINER_SECURITY,
+    POD_SECURITY,
+    PROGRESS_PORT_NAME,
+    Volumes,
+    resources,
+)
+from foveal_operator.spec_caches import Modalities
 from foveal_runtime.plan.config import GIB
+from foveal_runtime.plan.profile_memory import profile_memory_bytes
 
 FETCH_MEMORY_BYTES = 2 * GIB
-PROFILE_MEMORY_BYTES = 4 * GIB
+PROFILE_REQUEST_BYTES = 4 * GIB
+"""Enough for most processors, which shrink what they are given; the limit is for those that do
+not."""
+PROGRESS_PORT = 8000
+# Not "http": a PodMonitor would scrape it, and alert when the Job is over.
 
 
 def fetch_job(context: Context) -> Obj:
@@ -23,11 +36,14 @@ def fetch_job(context: Context) -> Obj:
     args = ["fetch", model.uri, "--to", source.path]
     if model.revision:
         args += ["--revision", model.revision]
+    # Read by the operator as it reads frontends and engines: no right to the pod is needed.
+    args += ["--metrics-port", str(PROGRESS_PORT)]
+    ports = [{"name": PROGRESS_PORT_NAME, "containerPort": PROGRESS_PORT, "protocol": "TCP"}]
     environment: list[Obj] = [{"name": "HOME", "value": "/tmp"}]
     credentials = [{"secretRef": {"name": model.secret_ref.name}}] if model.secret_ref else []
     return _job(
         context, "fetch", args, environment, FETCH_MEMORY_BYTES, read_only=False,
-        envFrom=credentials,
+        envFrom=credentials, ports=ports,
     )  # fmt: skip
 
 
@@ -58,7 +74,14 @@ def profile_job(context: Context) -> Obj:
         "/dev/termination-log",
     ]
     environment = [{"name": "HF_HUB_OFFLINE", "value": "1"}, {"name": "HOME", "value": "/tmp"}]
-    return _job(context, "profile", args, environment, PROFILE_MEMORY_BYTES, read_only=True)
+    return _job(
+        context, "profile", args, environment, profile_limit_bytes(modalities), read_only=True
+    )
+
+
+def profile_limit_bytes(modalities: Modalities) -> int:
+    """The Job's limit under the resource's limits on media, which are its arguments as well."""
+    return profile_memory_bytes(modalities_config(modalities))
 
 
 def _job(
@@ -90,7 +113,7 @@ def _job(
                 "command": ["foveal-runtime"],
                 "args": args,
                 "env": environment,
-                "resources": resources(1000, memory_bytes),
+                "resources": resources(1000, memory_bytes, None, PROFILE_REQUEST_BYTES),
                 "securityContext": CONTAINER_SECURITY,
                 "terminationMessagePolicy": "FallbackToLogsOnError",
                 "volumeMounts": volumes.mounts,

@@ -21,6 +21,7 @@ DRAIN_MARGIN_SECONDS = 15
 LAME_DUCK_SECONDS = 5
 """A frontend told to end still takes requests while nodes and gateways unlearn its address;
 without it a rollout costs a few refused connections. Part of the margin."""
+PROGRESS_PORT_NAME = "progress"
 REVISION_LABEL = "foveal.dev/revision"
 SESSION_GROUP_LABEL = "foveal.dev/session-group"
 """Frontends and engines of one group understand each other: same runtime image, same model."""
@@ -107,11 +108,15 @@ def environment() -> list[Obj]:
     return [*found, {"name": "HF_HUB_OFFLINE", "value": "1"}, {"name": "HOME", "value": "/tmp"}]
 
 
-def resources(cpu_millicores: int, memory_bytes: int, devices: Obj | None = None) -> Obj:
-    """Memory is requested as it is limited: a cache must never find its memory taken."""
+def resources(
+    cpu_millicores: int, memory_bytes: int, devices: Obj | None = None, requested_bytes: int = 0
+) -> Obj:
+    """Memory is requested as it is limited: a cache must never find its memory taken. Jobs, which
+    may be tried again, can request less."""
     memory = format_bytes(memory_bytes)
+    requested = format_bytes(min(requested_bytes or memory_bytes, memory_bytes))
     found: Obj = {
-        "requests": {"cpu": format_millicores(cpu_millicores), "memory": memory},
+        "requests": {"cpu": format_millicores(cpu_millicores), "memory": requested},
         "limits": {"memory": memory},
     }
     for key, value in (devices or {}).items():

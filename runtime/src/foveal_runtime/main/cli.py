@@ -96,6 +96,8 @@ def _parser() -> argparse.ArgumentParser:
     fetch.add_argument("uri", help="hf://ORG/NAME or s3://BUCKET/PREFIX")
     fetch.add_argument("--to", required=True, metavar="DIRECTORY")
     fetch.add_argument("--revision", default="", help="branch, tag or commit of a hf:// model")
+    fetch.add_argument("--metrics-port", type=int, default=0, metavar="PORT",
+                       help="serve the progress at /metrics there; 0 (default): not")  # fmt: skip
     profile = commands.add_parser("profile", help="what a model costs, as JSON")
     profile.add_argument("model")
     profile.add_argument("--measure", action="store_true", help="load the model and measure")

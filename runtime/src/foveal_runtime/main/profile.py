@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from foveal_runtime.main.revision import resolved_revision
 from foveal_runtime.model import threads
 from foveal_runtime.plan.config import ModalitiesConfig, ModalityLimits
 from foveal_runtime.plan.errors import StartupError
@@ -43,6 +44,7 @@ def profile_model(
         largest = largest_items(path, limits, predicted.max_model_len)
         items = {name: one.profile for name, one in largest.items()}
         predicted = profiler.predict(path, dtype, items, device)
+    predicted = msgspec.structs.replace(predicted, revision=resolved_revision(Path(path)))
     if not measure:
         return predicted
     return profiler.measure(

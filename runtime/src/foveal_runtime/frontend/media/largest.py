@@ -21,14 +21,13 @@ from foveal_runtime.plan.config import ModalitiesConfig, ModalityLimits
 from foveal_runtime.plan.errors import FovealError
 from foveal_runtime.plan.media import MODALITIES
 from foveal_runtime.plan.profile import ItemProfile
+from foveal_runtime.plan.profile_memory import MAX_PROBE_PIXELS, VIDEO_PROBE_FRAMES
 from foveal_runtime.wire.item import meta_of, read_header
 
 _FACTORS = (14, 16, 28, 32)
 _RATIOS = (1, 4 / 3, 3 / 2, 16 / 9, 2, 3, 4, 6)
-_MAX_PROBE_PIXELS = 4_000_000
 _MAX_RATIO = 200  # what the widest-minded processors take
 _MAX_TRIES = 6
-_VIDEO_PROBE_FRAMES = 8
 _PICTURE = (120, 60, 200)  # nothing a processor takes for padding
 
 
@@ -63,8 +62,8 @@ def _image(processor: ItemProcessor, limits: ModalityLimits, max_tokens: int) ->
     sizes = list(_image_sizes(processor.processor, limits.max_pixels))
     counts = _predicted(processor.processor, "image", sizes)
     if counts is None:
-        sizes = sorted({_scaled(size, _MAX_PROBE_PIXELS) for size in _ratio_sizes(
-            min(limits.max_pixels, _MAX_PROBE_PIXELS))})  # fmt: skip
+        sizes = sorted({_scaled(size, MAX_PROBE_PIXELS) for size in _ratio_sizes(
+            min(limits.max_pixels, MAX_PROBE_PIXELS))})  # fmt: skip
         counts = [_tokens(_make_image(processor, size)) for size in sizes]
     best: Largest | None = None
     for size in _best_first(sizes, counts, max_tokens):
@@ -155,8 +154,8 @@ def _video(processor: ItemProcessor, limits: ModalityLimits, max_tokens: int) ->
     probe. Marker tokens and bytes always grow from a probe of a few frames of the winning size.
     """
     own = _own_limits(processor.processor.video_processor, limits.max_pixels)
-    pixels = {min(limits.max_pixels, _MAX_PROBE_PIXELS), *own}
-    sizes = sorted({_scaled(s, _MAX_PROBE_PIXELS) for p in pixels for s in _ratio_sizes(p)})
+    pixels = {min(limits.max_pixels, MAX_PROBE_PIXELS), *own}
+    sizes = sorted({_scaled(s, MAX_PROBE_PIXELS) for p in pixels for s in _ratio_sizes(p)})
     shapes = [(n, *size) for n in _frame_counts(limits.max_frames) for size in sizes]
     counts = _predicted(processor.processor, "video", shapes)
     if counts is None:
@@ -168,7 +167,7 @@ def _video(processor: ItemProcessor, limits: ModalityLimits, max_tokens: int) ->
         if not fitting:
             return None
         embeds, shape = max(fitting, key=lambda one: (one[0], -math.prod(one[1])))
-        value = _make_video(processor, (min(_VIDEO_PROBE_FRAMES, shape[0]), *shape[1:]))
+        value = _make_video(processor, (min(VIDEO_PROBE_FRAMES, shape[0]), *shape[1:]))
         if value is not None:
             grown = _grown(value, embeds, f"{shape[0]} frames of {shape[2]}x{shape[1]} pixels")
             if grown.num_tokens <= max_tokens:
@@ -187,7 +186,7 @@ def _frame_counts(most: int) -> list[int]:
 
 
 def _proportional(processor: ItemProcessor, shapes: list[tuple[int, int, int]]) -> list[int]:
-    frames = min(_VIDEO_PROBE_FRAMES, shapes[-1][0])
+    frames = min(VIDEO_PROBE_FRAMES, shapes[-1][0])
     value = _make_video(processor, (frames, *shapes[-1][1:]))
     if value is None:
         return [0] * len(shapes)
