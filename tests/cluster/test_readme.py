@@ -7,6 +7,8 @@ import re
 import signal
 import subprocess
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from tests.cluster import kit
@@ -22,24 +24,26 @@ def commands() -> list[str]:
     return re.findall(r"(?:[^\n]*\\\n)*[^\n]+\n", block[1])
 
 
-def test_quick_start(cluster: None) -> None:
+def test_quick_start(cluster: None, tmp_path: Path) -> None:
     script = commands()
     assert len(script) <= 5
     timed = "".join(f'{command}echo "=== $SECONDS s" >&2\n' for command in script)
     started = time.monotonic()
+    log = tmp_path / "log"
     try:
-        shell = subprocess.Popen(
-            ["bash", "-euo", "pipefail", "-c", timed],
-            env={**kit.environment(), "REGISTRY": kit.REGISTRY}, cwd=kit.REPOSITORY,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        )  # fmt: skip
+        with log.open("w") as output:
+            shell = subprocess.Popen(
+                ["bash", "-euo", "pipefail", "-c", timed],
+                env={**kit.environment(), "REGISTRY": kit.REGISTRY}, cwd=kit.REPOSITORY,
+                stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
         try:
             shell.wait(600)
         finally:
-            os.killpg(shell.pid, signal.SIGTERM)  # the port-forward
-        assert shell.stdout
-        said = shell.stdout.read()
-        print(f"{said}{len(script)} commands: {time.monotonic() - started:.0f} s")
+            with suppress(ProcessLookupError):
+                os.killpg(shell.pid, signal.SIGTERM)  # the port-forward
+        said = log.read_text(encoding="utf-8")
+        print(f"\n{said}{len(script)} commands: {time.monotonic() - started:.0f} s")
         assert shell.returncode == 0, said
         assert re.search(r'"content": ?"[^"]*7', said), said
         assert re.search(r"^foveal_cache_queries_total\{.*\} [1-9]", said, re.M), said
