@@ -122,6 +122,7 @@ def test_a_third_engine_finds_no_device(broken: Broken, two_devices: None) -> No
             "replicas": 3,
             "accelerator": {"type": "GPU", "memory": "24Gi"},
             "dtype": "bfloat16",
+            "hostMemory": "4Gi",
             "podTemplate": {"spec": {"initContainers": [hold], "terminationGracePeriodSeconds": 1}},
         }
     )

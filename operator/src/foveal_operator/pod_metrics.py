@@ -96,6 +96,7 @@ class PodReports(msgspec.Struct, frozen=True, kw_only=True):
         measured: bytes by name of status.budgets, the largest over pods.
         peaks: pod -> its self-reported peak memory in bytes.
         unknown: pods that should have answered and did not.
+        waits: pod -> why its volumes are not there (pod_events.py).
     """
 
     sessions: dict[str, int] = {}
@@ -106,6 +107,7 @@ class PodReports(msgspec.Struct, frozen=True, kw_only=True):
     measured: dict[str, int] = {}
     peaks: dict[str, int] = {}
     unknown: tuple[str, ...] = ()
+    waits: dict[str, str] = {}
 
 
 def read_figures(text: str) -> Figures:

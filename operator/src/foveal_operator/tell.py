@@ -67,6 +67,7 @@ class Teller:
             rollout_strategy=work.rollout.strategy,
             rollout_message=trouble or work.rollout.message,
             peaks=reports.peaks,
+            waits=reports.waits,
             resolved_revision=work.model.profile.revision if work.model.profile else "",
             measured=steady(reports.measured, work.resource),
             is_paused=work.inference.spec.paused,
