@@ -63,7 +63,7 @@ control-plane: $(VENV)/.dev ## schema, objects and operator against a real API s
 faults: $(VENV)/.dev ## 20 times: kill, pause or cut off a real process under load (minutes; most of it is processes that start)
 	@OMP_WAIT_POLICY=passive FOVEAL_FAULTS=20 timeout 1800 $(VENV)/bin/pytest -q -s -m faults tests/processes
 
-cluster: $(VENV)/.dev ## image, chart and resource on a real node of this machine (root; 32 GiB of disk the first time)
+cluster: $(VENV)/.dev ## image, chart and resource on a real node of this machine (root; 34 GiB of disk the first time)
 	@e2e/cluster/run.sh
 
 e2e: cluster faults ## everything on real processes: a cluster of one node, then processes under faults
@@ -80,7 +80,8 @@ soak: $(VENV)/.dev ## 100 faults, a million fuzz steps, the large checker instan
 	@e2e/cluster/build.sh
 	@$(PY) e2e/soak/mirror_check.py
 	@$(PY) e2e/soak/mirror_fuzz.py --steps 1000000
-	@OMP_WAIT_POLICY=passive FOVEAL_FAULTS=100 FOVEAL_OUTAGE_SECONDS=300 $(VENV)/bin/pytest -q -s -m "faults or slow" tests
+	@OMP_WAIT_POLICY=passive FOVEAL_FAULTS=100 FOVEAL_OUTAGE_SECONDS=300 $(VENV)/bin/pytest -q -s -m "(faults or slow) and not cluster" tests
+	@FOVEAL_CLUSTER=full e2e/cluster/run.sh
 	@PYTHONPATH=.:runtime/src:operator/src $(PY) -m e2e.soak.operator_scale --num 1000 --rest-seconds 600 --single 100
 
 chart: ## lint --strict, render and unit-test the chart (needs helm; HELM="helm3 helm4" for both)

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Builds the Kubernetes programs that the control-plane tests start: e2e/cluster/build.sh [NAME ...]
 #   etcd kube-apiserver kubectl kube-controller-manager (without arguments), kube-scheduler kubelet
-#   kube-proxy coredns helm kwok (by name; `node` stands for all that a node needs). What is there in the right version is skipped, so a second run takes
-#   a second. FOVEAL_E2E says where everything lies (default /var/tmp/foveal-e2e); nothing is put
+#   kube-proxy containerd coredns helm kwok (by name; `node` stands for all that a node needs). What
+#   is there in the right version is skipped, so a second run takes a second. FOVEAL_E2E says where everything lies (default /var/tmp/foveal-e2e); nothing is put
 #   anywhere else but in Go's own caches. Each module beside this file pins sources by hash.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -11,6 +11,7 @@ kube_version=1.37.0
 etcd_version=3.7.3
 kwok_version=0.8.0
 helm_version=4.2.4
+containerd_version=2.3.7
 need_gib=9  # sources, build cache and binaries of everything together
 
 find_go() {
@@ -28,6 +29,7 @@ program() {
   case $1 in
     etcd) echo "$root/etcd/etcd" ;;
     coredns | helm | kwok) echo "$root/$1/$1" ;;
+    containerd | containerd-shim-runc-v2 | ctr) echo "$root/containerd/$1" ;;
     *) echo "$root/cp/bin/$1" ;;
   esac
 }
@@ -39,6 +41,8 @@ is_built() {
   case $1 in
     etcd) "$file" --version | grep -qF "Version: $etcd_version" ;;
     coredns | kwok) true ;;
+    containerd | ctr) "$file" --version | grep -qF " $containerd_version" ;;
+    containerd-shim-runc-v2) "$file" -v | grep -qF " $containerd_version" ;;
     helm) "$file" version --short | grep -qF "v$helm_version" ;;
     kubectl) "$file" version --client | grep -qF "v$kube_version" ;;
     *) "$file" --version | grep -qF "v$kube_version" ;;
@@ -56,7 +60,7 @@ kube_stamps() {
 }
 
 build() {
-  local name=$1 module package flags="-s -w" out
+  local name=$1 module package flags="-s -w" out tags=''
   out=$(program "$name")
   case $name in
     etcd) module=etcd package=go.etcd.io/etcd/server/v3 ;;
@@ -65,18 +69,22 @@ build() {
       module=helm package=helm.sh/helm/v4/cmd/helm
       flags+=" -X helm.sh/helm/v4/internal/version.version=v$helm_version" ;;
     kwok) module=kwok package=sigs.k8s.io/kwok/cmd/kwok ;;
+    containerd | containerd-shim-runc-v2 | ctr)
+      module=containerd package=github.com/containerd/containerd/v2/cmd/$name
+      tags=no_btrfs,no_zfs,no_devmapper
+      flags+=" -X github.com/containerd/containerd/v2/version.Version=$containerd_version" ;;
     kube-apiserver | kube-controller-manager | kube-scheduler | kube-proxy | kubectl | kubelet)
       module=kube package=k8s.io/kubernetes/cmd/$name flags+=$(kube_stamps) ;;
     *) echo "build.sh knows no program $name" >&2; return 2 ;;
   esac
   mkdir -p "$(dirname "$out")"
-  "$go" build -C "$here/$module" -mod=readonly -trimpath -ldflags "$flags" -o "$out.new" "$package"
+  "$go" build -C "$here/$module" -mod=readonly -trimpath -tags "$tags" -ldflags "$flags" -o "$out.new" "$package"
   mv "$out.new" "$out"  # whole or not at all: a stopped build leaves nothing that looks built
 }
 
 [ $# -gt 0 ] || set -- etcd kube-apiserver kubectl kube-controller-manager
 [ "$1" != node ] || set -- etcd kube-apiserver kubectl kube-controller-manager kube-scheduler \
-  kubelet kube-proxy coredns helm
+  kubelet kube-proxy containerd containerd-shim-runc-v2 ctr coredns helm
 missing=()
 for name in "$@"; do is_built "$name" || missing+=("$name"); done
 if [ ${#missing[@]} -eq 0 ]; then

@@ -26,7 +26,7 @@ remove_cgroups() {
 }
 
 "$here/node.sh" stop
-for name in scheduler controller-manager apiserver etcd; do
+for name in registry scheduler controller-manager apiserver etcd; do
   pid=$(cat "$state/pids/$name" 2>/dev/null) && kill -KILL "$pid" 2>/dev/null
 done
 failed=0

@@ -17,7 +17,7 @@ api_port=16443
 service_cidr=10.96.0.0/16
 pod_cidr=10.244.0.0/16
 node_name=node1
-export PATH=$bin:$PATH
+export PATH=$bin:$root/containerd:$root/helm:$PATH
 
 in_netns() { nsenter --net="/run/netns/$namespace" "$@"; }
 
@@ -46,6 +46,12 @@ timed() {
   local started=$EPOCHREALTIME
   "$@" || return
   printf '%7.1f s  %s\n' "$(bc <<<"$EPOCHREALTIME - $started")" "$1"
+}
+
+need_gib() {
+  local free
+  free=$(($(df --output=avail -k "$root" | tail -n 1) / 1024 / 1024))
+  [ "$free" -ge "$1" ] || { echo "$2: needs $1 GiB of free disk under $root, found $free" >&2; return 1; }
 }
 
 kubectl_admin() { kubectl --kubeconfig "$state/pki/admin.kubeconfig" "$@"; }

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Builds images without a registry: images.sh [pause] [coredns] [operator] [runtime]  (default all)
+# Builds images without a registry: images.sh [pause|coredns|tiny-vlm|operator|runtime]... (all)
+#   --gib prints how much free disk that needs.
 #   An image whose inputs did not change is left as it is. A machine's package settings (CA bundle,
 #   pip, apt) are lent to the builder by bind mounts: they are in no layer and in no history.
 set -euo pipefail
@@ -9,14 +10,19 @@ base=localhost/python:3.11-slim-bookworm
 epoch=1767225600
 mkdir -p "$images" "$store"
 
-need_gib() {
-  local free
-  free=$(($(df --output=avail -k "$root" | tail -n 1) / 1024 / 1024))
-  [ "$free" -ge "$1" ] || { echo "$2 needs $1 GiB of free disk under $root, found $free" >&2; exit 1; }
+exists() { buildah_here inspect --type image "$1" >/dev/null 2>&1; }
+
+# GiB that building and loading may take: the runtime's layers lie here, in a layout on their way,
+# and twice in the node. Once they are there, a change of code is small.
+gib() {
+  local need=6
+  exists localhost/foveal/runtime:0.1.0 || need=$((need + 14))
+  [ -d "$node/containerd/root" ] || need=$((need + 14))
+  echo "$need"
 }
 
 base_image() {
-  buildah_here inspect --type image "$base" >/dev/null 2>&1 && return
+  exists "$base" && return
   local container tree
   mmdebstrap --quiet --variant=minbase --include=python3,python3-pip,python3-venv,ca-certificates \
     --aptopt='Acquire::Languages "none"' --dpkgopt='path-exclude=/usr/share/doc/*' \
@@ -41,16 +47,16 @@ inputs_of() {
   (
     cd "$repo"
     git ls-files -z --cached --others --exclude-standard -- "$@" | sort -z |
-      while IFS= read -r -d '' file; do [ ! -f "$file" ] || sha256sum "$file"; done | sha256sum
+      xargs -0 sha256sum 2>/dev/null | sha256sum
   )
 }
 
 from_dockerfile() {
   local target=$1 inputs locks lend=$store/lend name name_lower variable settings=()
-  name=localhost/foveal/$target:e2e
+  name=localhost/foveal/$target:0.1.0
   inputs=$(inputs_of Dockerfile .dockerignore LICENSE requirements runtime operator)
   if [ "$(cat "$images/$target.inputs" 2>/dev/null)" = "$inputs" ] &&
-    buildah_here inspect --type image "$name" >/dev/null 2>&1; then
+    exists "$name"; then
     return
   fi
   base_image
@@ -91,10 +97,13 @@ pause() {
 }
 coredns() { from_file coredns "$root/coredns"; }
 operator() { from_dockerfile operator; }
-runtime() {
-  need_gib 32 "the runtime image"
-  from_dockerfile runtime
+runtime() { from_dockerfile runtime; }
+tiny-vlm() {
+  buildah_here bud --quiet --isolation chroot --layers --timestamp "$epoch" \
+    -t localhost/foveal/tiny-vlm:0.1.0 "$repo/examples/tiny-vlm" >/dev/null
 }
 
-[ $# -gt 0 ] || set -- pause coredns operator runtime
+[ "${1:-}" != --gib ] || { gib; exit; }
+[ $# -gt 0 ] || set -- pause coredns tiny-vlm operator runtime
+need_gib "$(gib)" "images"
 for image in "$@"; do timed "$image"; done

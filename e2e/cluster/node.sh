@@ -16,6 +16,9 @@ prepare() {
   render containerd.toml "$node/conf/containerd.toml"
   render kubelet.yaml "$node/conf/kubelet.yaml"
   render kube-proxy.yaml "$node/conf/kube-proxy.yaml"
+  mkdir -p "$node/conf/registries/localhost"
+  printf '[host."http://localhost"]\n  capabilities = ["pull", "resolve"]\n' \
+    >"$node/conf/registries/localhost/hosts.toml"
   echo "nameserver ${service_cidr%.*}.10" >"$node/conf/resolv.conf"
   rm -f "$node"/containerd.sock*  # a stale one would pass for a running containerd
   local hierarchy

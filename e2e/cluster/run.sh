@@ -1,13 +1,24 @@
 #!/usr/bin/env bash
 # run.sh [PYTEST ARGUMENT...]: builds what is missing, brings a cluster up, runs tests/cluster on it,
-# and takes it down again whatever happened. FOVEAL_E2E_KEEP=1 leaves it up (down.sh ends it).
+# and takes it down again whatever happened. One at a time on a machine.
+#   FOVEAL_CLUSTER=short|full  full runs the tests marked slow as well (soaks; two hours)
+#   FOVEAL_E2E_SECONDS=N       how long tests may take (1200; 7200 when full)
+#   FOVEAL_E2E_KEEP=1          leaves the cluster up (down.sh ends it)
 set -euo pipefail
 # shellcheck source=e2e/cluster/env.sh
 . "$(dirname "$0")/env.sh"
 [ "$(id -u)" = 0 ] || { echo "a node needs root: namespaces, mounts, cgroups" >&2; exit 1; }
+case ${FOVEAL_CLUSTER:-short} in
+  short) wanted="cluster and not slow" seconds=${FOVEAL_E2E_SECONDS:-1200} ;;
+  full) wanted=cluster seconds=${FOVEAL_E2E_SECONDS:-7200} ;;
+  *) echo "FOVEAL_CLUSTER is short or full, not $FOVEAL_CLUSTER" >&2; exit 2 ;;
+esac
+mkdir -p "$root"
+exec {lock}>"$root/lock"
+flock --nonblock "$lock" || { echo "another run.sh works in $root" >&2; exit 1; }
 
-programs=(containerd:containerd runc:runc iptables:iptables conntrack:conntrack buildah:buildah
-  mmdebstrap:mmdebstrap bc:bc gcc:gcc openssl:openssl ip:iproute2 nsenter:util-linux)
+programs=(runc:runc iptables:iptables conntrack:conntrack buildah:buildah mmdebstrap:mmdebstrap
+  bc:bc gcc:gcc openssl:openssl ip:iproute2 nsenter:util-linux)
 missing=()
 for program in "${programs[@]}"; do
   command -v "${program%%:*}" >/dev/null || missing+=("${program##*:}")
@@ -18,21 +29,29 @@ if [ ${#missing[@]} -gt 0 ]; then
   apt-get install -y -q --no-install-recommends "${missing[@]}"
 fi
 
+tests=
 finish() {
   local code=$?
+  trap '' INT TERM
+  if [ -n "$tests" ]; then
+    kill "$tests" 2>/dev/null || true
+    wait "$tests" 2>/dev/null || true
+  fi
   if [ -n "${FOVEAL_E2E_KEEP:-}" ]; then
     echo "left up: export KUBECONFIG=$state/pki/admin.kubeconfig PATH=$bin:$root/helm:\$PATH"
   else
     timed take_down || code=1
   fi
-  exit $code
+  exit "$code"
 }
+enough_disk() { need_gib "$("$here/images.sh" --gib)" "a cluster and its images"; }
 programs() { "$here/build.sh" node; }
 images() { "$here/images.sh"; }
-bring_up() { "$here/up.sh"; }
+bring_up() { "$here/up.sh" {lock}>&-; }  # what it starts outlives a killed run.sh; the lock must not
 take_down() { "$here/down.sh"; }
-load_images() { "$here/load.sh" foveal/operator:e2e foveal/runtime:e2e; }
+load_images() { "$here/load.sh" foveal/operator:0.1.0 foveal/runtime:0.1.0 foveal/tiny-vlm:0.1.0; }
 
+timed enough_disk
 timed programs
 timed images
 trap finish EXIT
@@ -40,5 +59,8 @@ trap 'exit 130' INT TERM
 if [ ! -e "$state/pids" ]; then timed bring_up; fi
 timed load_images
 cd "$repo"
-timeout "${FOVEAL_E2E_SECONDS:-1200}" .venv/bin/pytest -q -s -m cluster --timeout 600 \
-  tests/cluster "$@"
+# In the background, so that a signal reaches this script at once.
+timeout --kill-after=20 "$seconds" .venv/bin/pytest -q -s -m "$wanted" --timeout 900 \
+  --durations=12 tests/cluster "$@" &
+tests=$!
+wait "$tests"

@@ -10,6 +10,7 @@ mkdir -p "$state"/{pids,log}
 network() { "$here/netns.sh" up; }
 keys() { "$here/certs.sh"; }
 control_plane() { "$here/control-plane.sh"; }
+registry() { start registry python3 "$here/registry.py" "$images/layouts" 127.0.0.1 80; }
 node_ready() { "$here/node.sh" start; }
 images() { "$here/load.sh" pause:e2e coredns:e2e; }
 cluster_dns() {
@@ -17,4 +18,4 @@ cluster_dns() {
   kubectl_admin -n kube-system rollout status deployment/coredns --timeout=90s >/dev/null
 }
 
-for step in network keys control_plane node_ready images cluster_dns; do timed "$step"; done
+for step in network keys control_plane registry node_ready images cluster_dns; do timed "$step"; done

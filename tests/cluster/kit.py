@@ -21,8 +21,9 @@ REPOSITORY = Path(__file__).parents[2]
 PICTURES = REPOSITORY / "examples/tiny-vlm/images"
 ROOT = Path(os.environ.get("FOVEAL_E2E", "/var/tmp/foveal-e2e"))
 KUBECONFIG = ROOT / "run/pki/admin.kubeconfig"
-OPERATOR_IMAGE = "localhost/foveal/operator"
-RUNTIME_IMAGE = "localhost/foveal/runtime"
+REGISTRY = "localhost"
+"""The node's own; it has the images that images.sh built."""
+OPERATOR_IMAGE = f"{REGISTRY}/foveal/operator:0.1.0"
 Obj = dict[str, Any]
 T = TypeVar("T")
 

@@ -109,7 +109,7 @@ def test_a_third_engine_finds_no_device(broken: Broken, two_devices: None) -> No
     """Two are placed (an init container holds them there: these devices cannot compute)."""
     hold = {
         "name": "hold",
-        "image": f"{kit.OPERATOR_IMAGE}:e2e",
+        "image": kit.OPERATOR_IMAGE,
         "command": ["python3", "-c", "import time; time.sleep(600)"],
         "securityContext": {
             "allowPrivilegeEscalation": False,
@@ -122,6 +122,7 @@ def test_a_third_engine_finds_no_device(broken: Broken, two_devices: None) -> No
             "replicas": 3,
             "accelerator": {"type": "GPU", "memory": "24Gi"},
             "dtype": "bfloat16",
+            "hostMemory": "4Gi",
             "podTemplate": {"spec": {"initContainers": [hold], "terminationGracePeriodSeconds": 1}},
         }
     )

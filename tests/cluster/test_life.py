@@ -88,15 +88,51 @@ def test_metrics_show_what_the_caches_saved(tiny: str) -> None:
     assert totals["foveal_encoder_items_total"] > 0, totals
 
 
-def test_a_change_of_frontends_leaves_engines_alone(tiny: str) -> None:
-    engines, frontends = kit.uids(kit.pods("engine")), kit.uids(kit.pods("frontend"))
-    with asking(tiny) as asker:
-        kit.patch("tiny", {"caches": {"processor": {"size": "80Mi"}}})
-        kit.until("Ready with the change", lambda: kit.is_current("tiny"), 300)
-        kit.until("new frontends only", lambda: not frontends & kit.uids(kit.pods("frontend")), 120)
-    assert kit.uids(kit.pods("engine")) == engines
+def ready(role: str) -> list[str]:
+    """Names of the pods of a role that are Ready."""
+    found = kit.pods(role).items()
+    return [
+        name for name, pod in found
+        if any(c["type"] == "Ready" and c["status"] == "True"
+               for c in pod["status"].get("conditions", []))
+    ]  # fmt: skip
+
+
+def roll(url: str, spec: kit.Obj, role: str) -> int:
+    """Changes the spec under load; returns how much was answered until no old pod of the role is
+    left. No request may fail: what an engine was doing goes on elsewhere."""
+    old = kit.uids(kit.pods(role))
+    started = time.monotonic()
+    with asking(url) as asker:
+        kit.patch("tiny", spec)
+        kit.until("Ready with the change", lambda: kit.is_current("tiny"), 800)
+        kit.until("no old pods", lambda: not old & kit.uids(kit.pods(role)), 120)
+    print(f"{role}s rolled in {time.monotonic() - started:.0f} s, {asker.answered} answered")
     assert asker.failures == []
-    print(f"answered while frontends rolled: {asker.answered}")
+    return asker.answered
+
+
+def test_a_change_of_frontends_leaves_engines_alone(tiny: str) -> None:
+    engines = kit.uids(kit.pods("engine"))
+    assert roll(tiny, {"caches": {"processor": {"size": "80Mi"}}}, "frontend")
+    assert kit.uids(kit.pods("engine")) == engines
+
+
+def test_engines_roll_when_their_budget_changes(tiny: str) -> None:
+    frontends = kit.uids(kit.pods("frontend"))
+    assert roll(tiny, {"engine": {"hostMemory": "2112Mi"}}, "engine")
+    assert kit.uids(kit.pods("frontend")) == frontends
+
+
+def test_everything_rolls_when_the_image_changes(tiny: str) -> None:
+    """Another tag of the same image: the operator cannot know that they speak the same."""
+    socket, other = str(kit.ROOT / "node/containerd.sock"), "localhost/foveal/runtime:next"
+    kit.run("e2e/cluster/node.sh", "run", "ctr", "-a", socket, "-n", "k8s.io", "images", "tag",
+            "--force", "localhost/foveal/runtime:0.1.0", other)  # fmt: skip
+    assert roll(tiny, {"image": other}, "engine")
+    pods = [*kit.pods("engine").values(), *kit.pods("frontend").values()]
+    assert {pod["spec"]["containers"][0]["image"] for pod in pods} == {other}
+    assert wrong_answers(tiny) == []
 
 
 def test_frontends_scale_under_load(tiny: str) -> None:
@@ -112,6 +148,20 @@ def test_frontends_scale_under_load(tiny: str) -> None:
     assert asker.failures == []
     assert kit.uids(kit.pods("engine")) == engines
     print(f"answered while frontends scaled: {asker.answered}")
+
+
+def test_a_deleted_frontend_is_not_noticed(tiny: str) -> None:
+    """It answers what it has, and what still comes while Services unlearn it."""
+    kit.patch("tiny", {"frontend": {"replicas": 2}})
+    kit.until("two frontends", lambda: kit.is_current("tiny") and len(ready("frontend")) == 2, 300)
+    lost = sorted(kit.pods("frontend"))[0]
+    with asking(tiny) as asker:
+        kit.until("some answers", lambda: asker.answered > 3 or asker.failures, 60)
+        kit.kubectl("delete", "pod", lost, "--wait=false")
+        kit.until("it is gone", lambda: lost not in kit.pods("frontend"), 120)
+        kit.until("two again", lambda: len(ready("frontend")) == 2, 300)
+    print(f"answered while a frontend was replaced: {asker.answered}")
+    assert asker.failures == []
 
 
 def test_a_deleted_engine_comes_back(tiny: str) -> None:

@@ -23,7 +23,7 @@
   verbs: ["create", "delete", "get", "list", "patch", "watch"]
 - apiGroups: ["events.k8s.io"]
   resources: ["events"]
-  verbs: ["create", "patch"]
+  verbs: ["create", "list", "patch"]
 - apiGroups: ["foveal.dev"]
   resources: ["multimodalinferences"]
   verbs: ["get", "list", "watch"]

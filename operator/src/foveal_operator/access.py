@@ -45,7 +45,7 @@ _SPECIAL: dict[str, tuple[str, ...]] = {
     INFERENCE.name: _READ,  # its spec, labels and annotations are the user's
     POD.name: (*_READ, "delete"),  # a rollout picks the pod that restarts
     SECRET.name: ("create",),  # key material is made once and never read back
-    EVENT.name: _APPLY,
+    EVENT.name: (*_APPLY, "list"),  # what the kubelet says of pods that wait for a volume
 }
 _ELSEWHERE = {LEASE.name, NODE.name, RESOURCE_SLICE.name}
 

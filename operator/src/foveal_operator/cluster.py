@@ -43,8 +43,11 @@ class Cluster(Protocol):
     async def get(self, kind: Kind, namespace: str | None, name: str) -> Obj | None:
         """None when it is not there."""
 
-    async def list_all(self, kind: Kind, namespace: str | None, selector: str = "") -> list[Obj]:
-        """All objects, a quorum read. Raises NotFound when the cluster lacks the API."""
+    async def list_all(
+        self, kind: Kind, namespace: str | None, selector: str = "", fields: str = ""
+    ) -> list[Obj]:
+        """All objects with these labels and fields, a quorum read. Raises NotFound when the
+        cluster lacks the API."""
 
     async def serves(self, kind: Kind) -> bool:
         """Whether the cluster has the API."""
@@ -153,11 +156,15 @@ class KubeCluster:
         except NotFound:
             return None
 
-    async def list_all(self, kind: Kind, namespace: str | None, selector: str = "") -> list[Obj]:
+    async def list_all(
+        self, kind: Kind, namespace: str | None, selector: str = "", fields: str = ""
+    ) -> list[Obj]:
         found: list[Obj] = []
         query = {"limit": str(PAGE)}
         if selector:
             query["labelSelector"] = selector
+        if fields:
+            query["fieldSelector"] = fields
         while True:
             page = await self._call("GET", kind.path(namespace), query=query, verb="LIST")
             for item in page.get("items") or ():

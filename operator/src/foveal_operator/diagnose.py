@@ -64,9 +64,19 @@ def is_ready(pod: Obj) -> bool:
     )
 
 
-def diagnose(pods: Iterable[Obj]) -> Diagnosis | None:
-    """The worst trouble of pods that are not ready; None when they are merely starting."""
-    found = [d for pod in pods if not is_ready(pod) for d in _of_pod(pod)]
+def diagnose(pods: Iterable[Obj], waits: Mapping[str, str] | None = None) -> Diagnosis | None:
+    """The worst trouble of pods that are not ready; None when they are merely starting.
+
+    Args:
+        waits: pod -> why its volumes are not there: no field of the pod says that.
+    """
+    starting = [pod for pod in pods if not is_ready(pod)]
+    found = [d for pod in starting for d in _of_pod(pod)]
+    for pod in starting:
+        name = pod["metadata"]["name"]
+        if waits and name in waits:
+            text = f"{name}: {waits[name]}"
+            found.append(Diagnosis(reason=reasons.CONFIG_ERROR, message=text, pod=name))
     if not found:
         return None
     return min(found, key=lambda d: (_ORDER.index(d.reason), d.pod))

@@ -48,17 +48,21 @@ class FakeCluster:
         found = self.objects.get((kind.name, namespace or "", name))
         return copy.deepcopy(found)
 
-    async def list_all(self, kind: Kind, namespace: str | None, selector: str = "") -> list[Obj]:
+    async def list_all(
+        self, kind: Kind, namespace: str | None, selector: str = "", fields: str = ""
+    ) -> list[Obj]:
         self._called("LIST", kind, "")
         if kind.name in self.missing:
             raise NotFound(f"the server could not find the requested resource {kind.plural}", 404)
         wanted = dict(pair.split("=", 1) for pair in selector.split(",") if pair)
+        asked = [pair.split("=", 1) for pair in fields.split(",") if pair]
         return [
             copy.deepcopy(body)
             for (name, space, _), body in sorted(self.objects.items())
             if name == kind.name
             and (not namespace or space == namespace)
             and wanted.items() <= body["metadata"].get("labels", {}).items()
+            and all(_field(body, path) == value for path, value in asked)
         ]
 
     async def serves(self, kind: Kind) -> bool:
@@ -242,3 +246,10 @@ def _spec(body: Obj) -> Obj:
 _VOLATILE = frozenset(
     {"managedFields", "resourceVersion", "generation", "uid", "creationTimestamp"}
 )
+
+
+def _field(body: Obj, path: str) -> object:
+    found: object = body
+    for part in path.split("."):
+        found = found.get(part) if isinstance(found, dict) else None
+    return found

@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from foveal_operator.api_errors import ApiError, Conflict, NotFound, NotLeader, Transient
 from foveal_operator.caches import Caches, Key
@@ -24,8 +24,10 @@ from foveal_operator.kinds import INFERENCE, POD, Kind
 from foveal_operator.lease import Elector
 from foveal_operator.logs import set_up_logs
 from foveal_operator.look import ObservePods
+from foveal_operator.manifests.context import Obj
 from foveal_operator.options import Options, read
-from foveal_operator.probes import PodProber, aiohttp_fetch
+from foveal_operator.pod_events import PodEvents
+from foveal_operator.probes import PodProber, PodReports, aiohttp_fetch
 from foveal_operator.queue import WorkQueue
 from foveal_operator.reconcile import Reconciler
 from foveal_operator.reports import Reports
@@ -320,7 +322,20 @@ async def serve(options: Options) -> None:
     )
     session = aiohttp.ClientSession(auto_decompress=False)
     prober = PodProber(aiohttp_fetch(session), clock=clock.monotonic)
-    reports = Reports(prober.observe_pods, lambda key: operator.queue.add(key))
+    pod_events = PodEvents(cluster, clock.monotonic)
+
+    async def ask(
+        engines: Sequence[Obj], frontends: Sequence[Obj], jobs: Sequence[Obj]
+    ) -> PodReports:
+        found = await prober.observe_pods(engines, frontends, jobs)
+        return await pod_events.add_to(found, engines, frontends)
+
+    def forget(keep_uids: Iterable[str]) -> None:
+        kept = set(keep_uids)
+        prober.forget(kept)
+        pod_events.forget(kept)
+
+    reports = Reports(ask, lambda key: operator.queue.add(key))
 
     def make_watches(kinds: tuple[Kind, ...]) -> WatchEngine:
         return WatchEngine(
@@ -338,7 +353,7 @@ async def serve(options: Options) -> None:
         telemetry,
         clock=clock,
         observe_pods=reports.observe,
-        forget_pods=prober.forget,
+        forget_pods=forget,
         on_lost=exit_at_once,
         make_watches=make_watches,
     )

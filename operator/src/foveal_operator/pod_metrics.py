@@ -102,6 +102,7 @@ class PodReports(msgspec.Struct, frozen=True, kw_only=True):
         peaks: pod -> its self-reported peak memory in bytes.
         unknown: pods that should have answered and did not.
         downloads: pod of a fetch Job -> percent of the model that it has.
+        waits: pod -> why its volumes are not there (pod_events.py).
     """
 
     sessions: dict[str, int] = {}
@@ -113,6 +114,7 @@ class PodReports(msgspec.Struct, frozen=True, kw_only=True):
     peaks: dict[str, int] = {}
     unknown: tuple[str, ...] = ()
     downloads: dict[str, int] = {}
+    waits: dict[str, str] = {}
 
 
 def read_figures(text: str) -> Figures:

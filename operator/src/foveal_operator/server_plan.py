@@ -41,7 +41,9 @@ class ReadOnlyCluster:
     async def get(self, kind: Kind, namespace: str | None, name: str) -> Obj | None:
         return self._reader.get(kind.path(namespace, name))
 
-    async def list_all(self, kind: Kind, namespace: str | None, selector: str = "") -> list[Obj]:
+    async def list_all(
+        self, kind: Kind, namespace: str | None, selector: str = "", fields: str = ""
+    ) -> list[Obj]:
         """A kind that may not be listed, or is not served, has no objects that are known."""
         try:
             return list_objects(self._reader, kind, namespace, selector)

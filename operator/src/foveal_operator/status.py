@@ -43,6 +43,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
         measured: bytes that pods report, by budget name.
         is_paused: the operator was told to leave everything as it is.
         peaks: pod -> the peak of memory it last reported, in bytes.
+        waits: pod -> why its volumes are not there.
         resolved_revision: commit or digest of the model; "" = not known.
         download_percent: of the model; None = nothing is fetched, or its size is not known.
         refused: the object that the API server does not take, and why; "" = none.
@@ -66,6 +67,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     measured: dict[str, int] = {}
     is_paused: bool = False
     peaks: dict[str, int] = {}
+    waits: dict[str, str] = {}
     resolved_revision: str = ""
     download_percent: int | None = None
     refused: str = ""
@@ -98,8 +100,10 @@ def report(
     if inference is not None:
         verdicts += [_budget_fits(plan), _model_ready(observed)]
         verdicts += [
-            _role_ready("EnginesReady", engine, observed.engine_pods, desired),
-            _role_ready("FrontendsReady", frontend, observed.frontend_pods, desired),
+            _role_ready("EnginesReady", engine, observed.engine_pods, desired, observed.waits),
+            _role_ready(
+                "FrontendsReady", frontend, observed.frontend_pods, desired, observed.waits
+            ),
             _mirrored(observed),
         ]
         if observed.route_ready is not None:
@@ -205,7 +209,11 @@ def _serving_revision(pods: Iterable[Obj]) -> str:
 
 
 def _role_ready(
-    condition: str, role: RoleStatus, pods: tuple[Obj, ...], desired: Desired | None
+    condition: str,
+    role: RoleStatus,
+    pods: tuple[Obj, ...],
+    desired: Desired | None,
+    waits: dict[str, str],
 ) -> _Verdict:
     kind = "StatefulSet" if condition == "EnginesReady" else "Deployment"
     revision = _wanted_revision(desired, kind)
@@ -217,7 +225,7 @@ def _role_ready(
         return _verdict(condition, True, reasons.SCALED_TO_ZERO, "no replicas are asked for")
     if ready >= role.desired and role.replicas == ready:
         return _verdict(condition, True, reasons.SERVING, f"{ready} of {role.desired} serve")
-    trouble = diagnose(current)
+    trouble = diagnose(current, waits)
     if trouble:
         return _verdict(condition, False, trouble.reason, trouble.message)
     if role.ready > ready or role.replicas > role.updated:

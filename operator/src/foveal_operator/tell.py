@@ -67,6 +67,7 @@ class Teller:
             rollout_strategy=work.rollout.strategy,
             rollout_message=trouble or work.rollout.message,
             peaks=reports.peaks,
+            waits=reports.waits,
             resolved_revision=work.model.resolved_revision,
             download_percent=work.model.download_percent,
             measured=steady(reports.measured, work.resource),

@@ -14,7 +14,7 @@ import pytest
 from foveal_runtime.frontend.admission import Gate
 from foveal_runtime.frontend.auth import KeyFile
 from foveal_runtime.frontend.metrics_http import MetricsPage
-from foveal_runtime.frontend.server import bind_tcp, bind_unix, serve
+from foveal_runtime.frontend.server import bind_addresses, bind_tcp, bind_unix, serve
 from foveal_runtime.frontend.siblings import Siblings, sibling_app, socket_path
 from foveal_runtime.plan.config import Admission
 from foveal_runtime.plan.errors import RateLimited, StartupError
@@ -293,3 +293,28 @@ def test_a_kept_port_takes_no_connections() -> None:
             socket.create_connection(("127.0.0.1", port), timeout=5)
         with bind_tcp("127.0.0.1", port, share=True):
             socket.create_connection(("127.0.0.1", port), timeout=5).close()
+
+
+def test_loopback_listens_beside_another_address_only() -> None:
+    """A pod's frontend listened on the pod's address alone; `kubectl port-forward` connects to
+    loopback in the pod, and was refused."""
+    for host, loopback, expected in (
+        ("127.0.0.2", True, ["127.0.0.2", "127.0.0.1"]),
+        ("127.0.0.2", False, ["127.0.0.2"]),
+        ("127.0.0.1", True, ["127.0.0.1"]),
+        ("0.0.0.0", True, ["0.0.0.0"]),
+    ):
+        with bind_tcp("127.0.0.1", 0, share=True, listen=False) as kept:
+            port = kept.getsockname()[1]
+            bound = bind_addresses(host, port, loopback=loopback, share=True)
+        assert [one.getsockname()[0] for one in bound] == expected
+        for one in bound:
+            one.close()
+
+
+def test_a_taken_loopback_port_is_an_error_and_leaves_nothing_open() -> None:
+    with bind_tcp("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(StartupError, match=f"127.0.0.1:{port}"):
+            bind_addresses("127.0.0.2", port, loopback=True)
+        bind_tcp("127.0.0.2", port).close()

@@ -110,6 +110,7 @@ def frontend_document(context: Context) -> FrontendConfig:
         model=_model(context),
         modalities=modalities_config(spec.modalities),
         host="$(POD_IP)",
+        loopback=True,
         port=spec.networking.port,
         processes=frontend.processes,
         engines=(

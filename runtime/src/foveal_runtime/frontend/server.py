@@ -50,6 +50,26 @@ def bind_tcp(host: str, port: int, *, share: bool = False, listen: bool = True) 
     return found
 
 
+def bind_addresses(
+    host: str, port: int, *, loopback: bool, share: bool = False, listen: bool = True
+) -> list[socket.socket]:
+    """As bind_tcp, and with `loopback` on the loopback address of the same family too, where that
+    is another one."""
+    hosts = [host]
+    own = "::1" if ":" in host else "127.0.0.1"
+    if loopback and host not in (own, "::", "0.0.0.0", "localhost"):
+        hosts.append(own)
+    found: list[socket.socket] = []
+    try:
+        for address in hosts:
+            found.append(bind_tcp(address, port, share=share, listen=listen))
+    except StartupError:
+        for bound in found:
+            bound.close()
+        raise
+    return found
+
+
 def bind_unix(path: str) -> socket.socket:
     """A listening Unix socket, readable by this user only; a stale file of that name goes."""
     Path(path).unlink(missing_ok=True)

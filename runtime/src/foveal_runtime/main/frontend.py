@@ -22,7 +22,7 @@ from foveal_runtime.frontend.engine_client import EngineClient
 from foveal_runtime.frontend.input_processor import InputProcessor
 from foveal_runtime.frontend.media.workers import MediaWorkers, WorkerSettings, default_num_workers
 from foveal_runtime.frontend.metrics_source import media_source
-from foveal_runtime.frontend.server import bind_tcp, bind_unix
+from foveal_runtime.frontend.server import bind_addresses, bind_unix
 from foveal_runtime.frontend.server import serve as serve_http
 from foveal_runtime.frontend.siblings import Siblings, sibling_app, socket_path
 from foveal_runtime.frontend.stats import FrontendStats
@@ -103,7 +103,8 @@ def _measured(processor: InputProcessor, memory: ContainerMemory, metrics: Metri
 async def serve(config: FrontendConfig, member: Member | None = None) -> None:
     """Runs the process to its end. Raises StartupError."""
     # With siblings it must not take connections before it can answer: they would wait here.
-    listener = bind_tcp(config.host, config.port) if member is None else None
+    bind = functools.partial(bind_addresses, config.host, config.port, loopback=config.loopback)
+    listeners = bind() if member is None else []
     siblings = (member or Member()).siblings(config.processes)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -155,7 +156,7 @@ async def serve(config: FrontendConfig, member: Member | None = None) -> None:
     try:
         await serve_http(
             app,
-            [listener or bind_tcp(config.host, config.port, share=True)],
+            listeners or bind(share=True),
             stop,
             own_sockets=[bind_unix(socket_path(member.folder, member.number))] if member else [],
             own_app=sibling_app(metrics, processor.reset_cache),

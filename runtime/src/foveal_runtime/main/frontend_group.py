@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 
-from foveal_runtime.frontend.server import bind_tcp
+from foveal_runtime.frontend.server import bind_addresses
 from foveal_runtime.main.launcher import PARENT_VARIABLE
 from foveal_runtime.plan.config import FrontendConfig
 
@@ -97,7 +97,9 @@ def _tend(slots: list[_Slot], now: float) -> bool:
 def run(path: str, config: FrontendConfig) -> int:
     """Serves until SIGTERM or SIGINT, which every process gets as SIGTERM. Returns 0, or 2 when a
     process cannot start at all (it has said why). Raises StartupError when the port is taken."""
-    reserved = bind_tcp(config.host, config.port, share=True, listen=False)
+    reserved = bind_addresses(
+        config.host, config.port, loopback=config.loopback, share=True, listen=False
+    )
     folder = tempfile.mkdtemp(prefix="foveal-http-")
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -118,6 +120,7 @@ def run(path: str, config: FrontendConfig) -> int:
         deadline = time.monotonic() + config.drain_timeout_seconds + _SPARE_SECONDS
         for slot in slots:
             slot.wait(deadline)
-        reserved.close()
+        for kept in reserved:
+            kept.close()
         shutil.rmtree(folder, ignore_errors=True)
     return 0 if can_start else STARTUP_ERROR

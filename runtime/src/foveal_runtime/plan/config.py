@@ -202,6 +202,8 @@ class FrontendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         shm_directory, shm_bytes: shared-memory values (`ipc_type` = "shm") of the whole pod.
         shm_min_value_bytes: smaller values go inline: they are not worth a file.
         metrics_peers: other processes whose /metrics this one's /metrics also shows (local mode).
+        loopback: beside `host`, listen on the loopback address of its family: what `kubectl
+            port-forward` connects to.
     """
 
     frontend_id: str = "frontend-0"
@@ -209,6 +211,7 @@ class FrontendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     modalities: ModalitiesConfig = ModalitiesConfig()
     host: str = "127.0.0.1"
     port: int = 8000
+    loopback: bool = False
     processes: int = 1
     engines: tuple[EngineAddress, ...] = ()
     curve: CurveKeys = CurveKeys()
