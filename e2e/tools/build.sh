@@ -35,7 +35,7 @@ for tool in "$@"; do
     version=$(sed -nE 's/^.*helm\.sh\/helm\/v3 (v[0-9.]+).*$/\1/p' "$here/helm3/go.mod")
     flags+=" -X helm.sh/helm/v3/internal/version.version=$version"
   fi
-  stamp=$(cat "$here/$module"/go.* "$here/$module"/*.go /dev/null 2>/dev/null | sha256sum)
+  stamp=$(find "$here/$module" -type f | sort | xargs cat | sha256sum)
   if [ -x "$out/$tool" ] && [ "$(cat "$out/$tool.stamp" 2>/dev/null)" = "$stamp" ]; then
     continue
   fi
