@@ -1,8 +1,9 @@
 """Writes JSON schemas of everything that Foveal's objects may be: python -m e2e.schemas FOLDER
 
-Starts etcd and kube-apiserver, installs Foveal's CustomResourceDefinition and those of the Prometheus
-operator, KEDA and the Gateway API (as their pinned modules hold them), and writes what the server
-then says of its kinds. Skipped when FOLDER holds schemas of the same input. Used by e2e/chart.sh.
+Starts etcd and kube-apiserver, installs Foveal's CustomResourceDefinition and those of the
+Prometheus operator, KEDA and the Gateway API (as their pinned modules hold them), and writes what
+the server then says of its kinds. Skipped when FOLDER holds schemas of the same input. Used by
+e2e/chart.sh.
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ def foreign_definitions() -> list[dict[str, Any]]:
 def _module(module: str) -> Path | None:
     command = ["go", "mod", "download", "-json", module]
     # Outside of any module of ours, so that no go.mod is read or changed.
-    reply = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd="/", check=False)
+    reply = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, cwd="/", check=False
+    )
     answer = json.loads(reply.stdout or "{}")
     return Path(answer["Dir"]) if reply.returncode == 0 and "Dir" in answer else None
 
@@ -89,25 +92,28 @@ def write(folder: Path) -> int:
     """Number of files written; FOLDER is replaced."""
     ours = yaml.safe_load(CRD_FILE.read_text(encoding="utf-8"))
     num_files = 0
-    with tempfile.TemporaryDirectory() as scratch, running_cluster(Path(scratch)) as cluster:
-        with Api(cluster) as api:
-            groups = set()
-            for body in (ours, *foreign_definitions()):
-                api.install(body)
-                for version in body["spec"]["versions"]:
-                    groups.add(f"apis/{body['spec']['group']}/{version['name']}")
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        running_cluster(Path(scratch)) as cluster,
+        Api(cluster) as api,
+    ):
+        groups = set()
+        for body in (ours, *foreign_definitions()):
+            api.install(body)
+            for version in body["spec"]["versions"]:
+                groups.add(f"apis/{body['spec']['group']}/{version['name']}")
 
-            def index() -> dict[str, Any]:
-                return api.request("GET", "/openapi/v3").must()["paths"]
+        def index() -> dict[str, Any]:
+            return api.request("GET", "/openapi/v3").must()["paths"]
 
-            wait_until("the definitions are in /openapi/v3", lambda: groups <= set(index()))
-            for path in index().values():
-                document = api.request("GET", path["serverRelativeURL"]).must()
-                for name, schema in convert.files(document):
-                    file = folder / name.lstrip("/")
-                    file.parent.mkdir(parents=True, exist_ok=True)
-                    file.write_text(json.dumps(schema), encoding="utf-8")
-                    num_files += 1
+        wait_until("the definitions are in /openapi/v3", lambda: groups <= set(index()))
+        for path in index().values():
+            document = api.request("GET", path["serverRelativeURL"]).must()
+            for name, schema in convert.files(document):
+                file = folder / name
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(json.dumps(schema), encoding="utf-8")
+                num_files += 1
     return num_files
 
 

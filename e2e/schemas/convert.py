@@ -17,14 +17,15 @@ _KINDS = "x-kubernetes-group-version-kind"
 def files(document: Schema) -> Iterator[tuple[str, Schema]]:
     """(GROUP/kind_version.json, schema) of every kind that `document` describes.
 
-    The core group has no name, so its path begins with a slash, as kubeconform's template
-    '{{.Group}}/{{.ResourceKind}}_{{.ResourceAPIVersion}}.json' has it.
+    Named as kubeconform's template '{{.Group}}/{{.ResourceKind}}_{{.ResourceAPIVersion}}.json' asks
+    for them: what has no group is looked for under v1.
     """
     known: dict[str, Schema] = document.get("components", {}).get("schemas", {})
     for name, schema in known.items():
         for one in schema.get(_KINDS, ()):
             if {"apiVersion", "kind", "metadata"} <= set(schema.get("properties", {})):
-                path = f"{one['group']}/{one['kind'].lower()}_{one['version']}.json"
+                group = one["group"] or one["version"]
+                path = f"{group}/{one['kind'].lower()}_{one['version']}.json"
                 yield path, _whole(name, known, one)
 
 
