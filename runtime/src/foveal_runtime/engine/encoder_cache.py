@@ -19,8 +19,6 @@ from foveal_runtime.plan.media import MMHash
 from foveal_runtime.telemetry.ages import EvictionAges
 from foveal_runtime.telemetry.ghosts import GhostLists
 
-_REMEMBERED = 8192
-_NEVER = object()
 Where = Literal["device", "reclaim", "host", "absent"]
 """device: usable now; reclaim: evicted in this pass, the tensor still exists; host: can be
 loaded; absent: must be encoded."""
@@ -101,7 +99,6 @@ class EncoderCacheManager:
         self.ghosts = GhostLists(cache_size + host_embeds)
         self.ages = EvictionAges(lambda: 0.0) if ages is None else ages
         self.num_encoded_again = 0
-        self._gone: OrderedDict[MMHash, None] = OrderedDict()  # evicted lately, in no tier
         self._by_cost = eviction == "cost"
         self._clock = 0.0
         self._stamp = 0
@@ -262,8 +259,7 @@ class EncoderCacheManager:
         held.add(input_id)
         entry.users[request.request_id] = entry.users.get(request.request_id, 0) + 1
         self._count(request.mm_inputs[input_id].modality, num_embeds, where)
-        if where == "absent" and self._gone.pop(mm_hash, _NEVER) is None:
-            self.num_encoded_again += 1
+        self.num_encoded_again += where == "absent" and self.ages.take_lately(mm_hash)
         self.ghosts.query(mm_hash, num_embeds)
         return where, evicted
 
@@ -388,9 +384,6 @@ class EncoderCacheManager:
         self.num_free_embeds += entry.num_embeds
         self.num_evictions += 1
         self.ages.evict(mm_hash)
-        self._gone[mm_hash] = None
-        if len(self._gone) > _REMEMBERED:
-            self._gone.popitem(last=False)
         origin = self._fresh.pop(mm_hash, None)
         if origin in ("absent", "host"):
             return  # this pass wanted it and no longer does: the runner never hears of it

@@ -7,10 +7,13 @@ come back for what it holds. Decides nothing; the clock is handed in.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 
 from foveal_runtime.plan.metric import AGE_BUCKETS
 from foveal_runtime.telemetry.histogram import Histogram
+
+_REMEMBERED = 8192
 
 
 class EvictionAges:
@@ -20,6 +23,7 @@ class EvictionAges:
         self.clock = clock
         self.seen = Histogram(AGE_BUCKETS)
         self._stamps: dict[bytes, float] = {}
+        self._lately: OrderedDict[bytes, None] = OrderedDict()
 
     def rest(self, key: bytes) -> None:
         """The entry was used and rests from now on."""
@@ -30,6 +34,13 @@ class EvictionAges:
         stamp = self._stamps.pop(key, None)
         if stamp is not None:
             self.seen.observe(self.clock() - stamp)
+        self._lately[key] = None
+        if len(self._lately) > _REMEMBERED:
+            self._lately.popitem(last=False)
+
+    def take_lately(self, key: bytes) -> bool:
+        """Whether it is one of the last thousands that were evicted; once for each eviction."""
+        return self._lately.pop(key, self) is None
 
     def leave(self, key: bytes) -> None:
         """It went for another reason, which says nothing about the cache's size."""
