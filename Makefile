@@ -34,7 +34,7 @@ $(VENV)/.dev: $(VENV)/.run requirements/dev.txt
 .PHONY: setup lock
 setup: $(VENV)/.dev ## everything the other targets need
 lock: $(VENV)/.uv ## compile requirements/*.in to hash-pinned *.txt
-	@cd requirements && for n in uv build run operator torch runtime dev; do \
+	@cd requirements && for n in uv build run operator torch runtime dev checkov; do \
 	  c=""; [ $$n = dev ] && c="-c run.txt"; \
 	  ../$(UV) pip compile --quiet --generate-hashes --no-emit-index-url --universal \
 	    --python-version 3.11 --custom-compile-command 'make lock' $$n.in $$c -o $$n.txt; done

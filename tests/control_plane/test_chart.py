@@ -5,6 +5,7 @@ Templates are tested by charts/foveal/tests (helm-unittest) and by e2e/chart.sh.
 
 from __future__ import annotations
 
+import base64
 import copy
 import json
 from typing import Any
@@ -40,6 +41,18 @@ def test_chart_and_packages_have_one_version() -> None:
     for file in ("operator/pyproject.toml", "runtime/pyproject.toml"):
         text = (regenerate.ROOT / file).read_text()
         assert f'\nversion = "{chart["appVersion"]}"' in text
+
+
+def test_the_icon_is_the_file_beside_it() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    head, _, data = chart["icon"].partition(",")
+    assert head == "data:image/svg+xml;base64"
+    assert base64.b64decode(data) == (CHART / "icon.svg").read_bytes().strip()
+
+
+def test_sets_of_values_for_checks_fit_the_schema() -> None:
+    for file in (CHART / "ci").glob("*.yaml"):
+        CHECK.validate({**VALUES, **yaml.safe_load(file.read_text())})
 
 
 # --- values -----------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ NOT_HERE = {
     "foveal_memory_peak_bytes",
     "foveal_memory_used_bytes",
     "foveal_mirror_rejects",
+    "foveal_startup_seconds",
 }
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
+from foveal_runtime.telemetry.ages import EvictionAges
+
 BlockHash = bytes
 """32 bytes: names everything that determines a full block's KV (see `prefix_cache`)."""
 
@@ -21,10 +23,15 @@ class BlockPool:
     Args:
         num_blocks: how many there are, without block 0.
         on_removed: called with the hash of each block whose content is given up.
+        ages: hears how long evicted content had lain unused.
     """
 
     def __init__(
-        self, num_blocks: int, *, on_removed: Callable[[BlockHash], None] | None = None
+        self,
+        num_blocks: int,
+        *,
+        on_removed: Callable[[BlockHash], None] | None = None,
+        ages: EvictionAges | None = None,
     ) -> None:
         assert num_blocks > 0
         self.num_blocks = num_blocks
@@ -34,6 +41,8 @@ class BlockPool:
         # Blocks nobody uses, next to be taken first.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
         self._on_removed = on_removed
+        self.ages = EvictionAges(lambda: 0.0) if ages is None else ages
+        self._rested = [0.0] * (num_blocks + 1)
         self.num_evictions = 0
         self.num_cached_blocks = 0  # free ones that still hold content
 
@@ -73,11 +82,13 @@ class BlockPool:
         """Takes `count` free blocks, least recently used first; their old content is given up."""
         assert count <= len(self._free)
         taken = []
+        now = self.ages.clock()
         for _ in range(count):
             block, _ = self._free.popitem(last=False)
             if self._hash[block] is not None:
                 self._forget(block)
                 self.num_evictions += 1
+                self.ages.seen.observe(now - self._rested[block])
             self._refs[block] = 1
             taken.append(block)
         return taken
@@ -97,6 +108,7 @@ class BlockPool:
         """One user less for each block, the tail first: prefixes live longest. A block without a
         hash holds nothing of use and is the next to be taken."""
         refs, free, hashes = self._refs, self._free, self._hash
+        now = self.ages.clock()
         for block in reversed(blocks):
             refs[block] -= 1
             assert refs[block] >= 0
@@ -106,6 +118,7 @@ class BlockPool:
                     free.move_to_end(block, last=False)
                 else:
                     self.num_cached_blocks += 1
+                    self._rested[block] = now
 
     def reset(self) -> int:
         """Forgets the content of every block nobody uses; returns how many were forgotten. Blocks

@@ -24,6 +24,7 @@ from foveal_runtime.mirror.receiver import ReadyRequest, Receiver
 from foveal_runtime.mirror.store import Value
 from foveal_runtime.plan.errors import FovealError, InvalidRequest
 from foveal_runtime.plan.media import MMHash
+from foveal_runtime.telemetry.ages import EvictionAges
 from foveal_runtime.telemetry.ghosts import GhostLists
 from foveal_runtime.wire import codec
 from foveal_runtime.wire.item import ItemHeader, read_header
@@ -66,6 +67,8 @@ class EngineCore:
         self._warm = warm
         self._values = ValueRelease(scheduler, receiver, is_on=unpin_encoded)
         self.value_ghosts = GhostLists(receiver.store.capacity_bytes)
+        self.value_ages = EvictionAges(clock)
+        receiver.store.watch = self.value_ages
         self.num_warm_outputs = 0
         self._ids: dict[RequestKey, str] = {}  # of requests the scheduler has
         self._serial = itertools.count(1)

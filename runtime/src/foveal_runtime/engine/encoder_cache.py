@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple, Protocol
 from foveal_runtime.engine.host_tier import HostTier
 from foveal_runtime.engine.step import MMInput
 from foveal_runtime.plan.media import MMHash
+from foveal_runtime.telemetry.ages import EvictionAges
 from foveal_runtime.telemetry.ghosts import GhostLists
 
 Where = Literal["device", "reclaim", "host", "absent"]
@@ -71,6 +72,7 @@ class EncoderCacheManager:
         eviction: "lru" evicts what was released first; "cost" weighs in what an embedding took
             to encode (greedy-dual: a priority is the clock at release + seconds per embedding,
             and the clock follows the evicted).
+        ages: hears how long evicted outputs had been nobody's.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class EncoderCacheManager:
         *,
         host: HostTier | None = None,
         eviction: Literal["lru", "cost"] = "lru",
+        ages: EvictionAges | None = None,
     ) -> None:
         self.cache_size = cache_size
         self.host = HostTier(0, 0) if host is None else host
@@ -94,6 +97,8 @@ class EncoderCacheManager:
         embed_bytes = self.host.embed_bytes
         host_embeds = self.host.capacity_bytes // embed_bytes if embed_bytes else 0
         self.ghosts = GhostLists(cache_size + host_embeds)
+        self.ages = EvictionAges(lambda: 0.0) if ages is None else ages
+        self.num_encoded_again = 0
         self._by_cost = eviction == "cost"
         self._clock = 0.0
         self._stamp = 0
@@ -254,6 +259,7 @@ class EncoderCacheManager:
         held.add(input_id)
         entry.users[request.request_id] = entry.users.get(request.request_id, 0) + 1
         self._count(request.mm_inputs[input_id].modality, num_embeds, where)
+        self.num_encoded_again += where == "absent" and self.ages.take_lately(mm_hash)
         self.ghosts.query(mm_hash, num_embeds)
         return where, evicted
 
@@ -303,6 +309,7 @@ class EncoderCacheManager:
         del self._entries[mm_hash]
         self.num_free_embeds += entry.num_embeds
         self._lost[mm_hash] = None
+        self.ages.leave(mm_hash)
 
     def reset(self) -> int:
         """Frees every output nobody holds, here and in the host tier; returns how many here."""
@@ -338,6 +345,7 @@ class EncoderCacheManager:
 
     def _make_idle(self, mm_hash: MMHash) -> None:
         self._idle[mm_hash] = None
+        self.ages.rest(mm_hash)
         if self._by_cost:
             self._rank(mm_hash)
 
@@ -375,6 +383,7 @@ class EncoderCacheManager:
         self.num_idle_embeds -= entry.num_embeds
         self.num_free_embeds += entry.num_embeds
         self.num_evictions += 1
+        self.ages.evict(mm_hash)
         origin = self._fresh.pop(mm_hash, None)
         if origin in ("absent", "host"):
             return  # this pass wanted it and no longer does: the runner never hears of it
@@ -392,6 +401,7 @@ class EncoderCacheManager:
 
     def _evict_unstored(self, mm_hash: MMHash) -> None:
         entry = self._entries.pop(mm_hash)
+        self.ages.leave(mm_hash)
         del self._idle[mm_hash]
         self.num_idle_embeds -= entry.num_embeds
         self.num_free_embeds += entry.num_embeds

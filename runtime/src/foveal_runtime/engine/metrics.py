@@ -32,6 +32,7 @@ class EngineMetrics:
         self._encoder(metrics)
         self._prefix(metrics)
         self._values(metrics)
+        self._ages(metrics)
         self._ghosts(metrics)
 
     def _requests(self, m: Metrics) -> None:
@@ -111,6 +112,8 @@ class EngineMetrics:
         for modality, count in list(stats.encoded_items.items()):
             m.set("foveal_encoder_items", count, modality=MODALITIES[modality])
         m.set("foveal_encoder_embeds", sum(stats.encoded_embeds.values()))
+        m.set("foveal_encoder_items_again", cache.num_encoded_again)
+        m.observe_all("foveal_encoder_wait_seconds", _drain(stats.observed.encoder_wait_seconds))
         for modality, seconds in _drain(stats.observed.encode_item_seconds):
             m.observe("foveal_media_stage_seconds", seconds, stage="encode",
                       modality=MODALITIES[modality])  # fmt: skip
@@ -121,8 +124,11 @@ class EngineMetrics:
         queries, hits = stats.num_prefix_query_tokens, stats.num_prefix_hit_tokens
         m.set("vllm:prefix_cache_queries", queries)
         m.set("vllm:prefix_cache_hits", hits)
-        m.set("foveal_cache_queries", queries, cache="kv", modality="", tier="device")
-        m.set("foveal_cache_hits", hits, cache="kv", modality="", tier="device")
+        for modality, count in list(stats.prefix_media_query_tokens.items()):
+            found = stats.prefix_media_hit_tokens.get(modality, 0)
+            queries, hits = queries - count, hits - found
+            self._prefix_part(m, MODALITIES[modality], count, found)
+        self._prefix_part(m, "text", queries, hits)
         m.set("foveal_cache_evictions", pool.num_evictions, cache="kv", tier="device",
               reason="room")  # fmt: skip
         m.set("vllm:kv_cache_usage_perc", pool.num_used_blocks / pool.num_blocks)
@@ -132,10 +138,25 @@ class EngineMetrics:
         m.set("foveal_kv_blocks", pool.num_blocks - used - cached, state="free")
         if stats.num_prefill_tokens:
             per_token = stats.prefill_seconds / stats.num_prefill_tokens
-            m.set("foveal_cache_saved_seconds", per_token * hits, cache="kv")
+            saved_seconds = per_token * stats.num_prefix_hit_tokens
+            m.set("foveal_cache_saved_seconds", saved_seconds, cache="kv")
         m.set("vllm:cache_config_info", 1, block_size=str(limits.block_size),
               num_gpu_blocks=str(pool.num_blocks), cache_dtype="auto",
               enable_prefix_caching=str(limits.prefix_caching))  # fmt: skip
+
+    def _prefix_part(self, m: Metrics, modality: str, queries: int, hits: int) -> None:
+        m.set("foveal_cache_queries", queries, cache="kv", modality=modality, tier="device")
+        m.set("foveal_cache_hits", hits, cache="kv", modality=modality, tier="device")
+
+    def _ages(self, m: Metrics) -> None:
+        core = self._core
+        for cache, tier, ages in (
+            ("ipc", "host", core.value_ages),
+            ("encoder", "device", core.scheduler.encoder.ages),
+            ("kv", "device", core.scheduler.pool.ages),
+        ):
+            m.set_histogram("foveal_cache_eviction_age_seconds", ages.seen.counts,
+                            ages.seen.total, cache=cache, tier=tier)  # fmt: skip
 
     def _values(self, m: Metrics) -> None:
         core, stats = self._core, self._core.stats
@@ -159,6 +180,7 @@ class EngineMetrics:
         m.set("foveal_mirror_limbo_rescued", store.num_rescued)
         m.set("foveal_mirror_duplicate_bytes", mirror.dup_bytes)
         m.set("foveal_mirror_value_conflicts", mirror.num_value_conflicts)
+        m.set("foveal_cache_refused", mirror.num_bypass_requests, cache="ipc")
         for code, count in list(mirror.rejects.items()):
             m.set("foveal_mirror_rejects", count, code=code)
         m.set("foveal_mirror_waitq_length", len(receiver.admission.queue))

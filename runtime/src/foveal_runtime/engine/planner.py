@@ -146,7 +146,9 @@ class Planner:
             self.roster.fail(request, EngineFailure(text))
             return None
         if self._whole_prompt and start + window.num_tokens < request.num_prompt_tokens:
-            return Window(0)
+            window = Window(0)
+        if not window.num_tokens and not request.encoder_since:
+            request.encoder_since = self.roster.clock()
         return window
 
     def _blocks_to_add(self, request: Request, num_tokens: int) -> int:
@@ -233,6 +235,10 @@ class Planner:
         if self.roster.is_caching and request.read_prefix_cache:
             self.roster.stats.num_prefix_query_tokens += request.num_prompt_tokens
             self.roster.stats.num_prefix_hit_tokens += min(num_cached, request.num_prompt_tokens)
+            for entry in request.mm_inputs:
+                place = entry.placeholder
+                found = min(max(num_cached - place.offset, 0), place.length)
+                self.roster.stats.count_prefix_media(entry.modality, place.length, found)
             # Last blocks first, as they are evicted: a block is of no use without those before it.
             for block_hash in reversed(request.block_hashes):
                 self.roster.block_ghosts.query(block_hash, 1)
@@ -244,6 +250,8 @@ class Planner:
         if num_new_blocks:
             request.block_ids.extend(self.roster.pool.allocate(num_new_blocks))
         request.num_computed = start
+        if window.take:
+            self._note_encoder_wait(request)
         for index in window.take:
             where, _ = self.roster.encoder.allocate(request, index, window.keep_host)
             entry = request.mm_inputs[index]
@@ -268,6 +276,12 @@ class Planner:
         now.scheduled[request.request_id] = ScheduledRequest(
             request.request_id, start, window.num_tokens, request.block_ids, last
         )
+
+    def _note_encoder_wait(self, request: Request) -> None:
+        """Its next items fit: how long they had not; 0 for those that never waited."""
+        since, request.encoder_since = request.encoder_since, 0.0
+        waited = max(self.roster.clock() - since, 0.0) if since else 0.0
+        self.roster.stats.observed.encoder_wait_seconds.append(waited)
 
     def _watch_progress(self, now: _Pass) -> None:
         """A pass that computes nothing although somebody waits must not repeat itself: the state

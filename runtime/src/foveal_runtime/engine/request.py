@@ -44,6 +44,7 @@ class Request:
         "block_ids",
         "cache_salt",
         "echo_prompt",
+        "encoder_since",
         "first_seconds",
         "frontend_seconds",
         "hash_mm",
@@ -134,6 +135,7 @@ class Request:
         self.arrival_seconds = arrival_seconds
         self.frontend_seconds = frontend_seconds
         self.admit_seconds = 0.0
+        self.encoder_since = 0.0  # when its next items first did not fit the encoder budget
         self.first_seconds = 0.0
         self.last_seconds = 0.0
 

@@ -22,6 +22,7 @@ from foveal_runtime.engine.step import ModelTraits
 from foveal_runtime.engine.waiting import make_queue
 from foveal_runtime.plan.errors import FovealError
 from foveal_runtime.plan.media import MMHash
+from foveal_runtime.telemetry.ages import EvictionAges
 from foveal_runtime.telemetry.ghosts import GhostLists
 
 
@@ -52,13 +53,14 @@ class Roster:
         self.running: list[Request] = []
         self.waiting = make_queue(limits.policy)
         removed = observer.block_removed if observer is not None else None
-        self.pool = BlockPool(limits.num_blocks - 1, on_removed=removed)
+        self.pool = BlockPool(limits.num_blocks - 1, on_removed=removed, ages=EvictionAges(clock))
         self.block_ghosts = GhostLists(self.pool.num_blocks, window=1 << 18)
         self.hasher = BlockHasher(limits.block_size, limits.namespace)
         self.encoder = EncoderCacheManager(
             limits.encoder_cache_embeds,
             host=HostTier(limits.encoder_host_bytes, traits.embed_bytes),
             eviction=limits.encoder_eviction,
+            ages=EvictionAges(clock),
         )
         self.is_caching = limits.prefix_caching and traits.bidirectional != "prompt"
         self.away: dict[str, Request] = {}  # preempted, their values must come back first

@@ -41,6 +41,7 @@ class Observations:
     schedule_seconds: deque[float] = field(default_factory=_queue)
     execute_seconds: deque[float] = field(default_factory=_queue)
     update_seconds: deque[float] = field(default_factory=_queue)
+    encoder_wait_seconds: deque[float] = field(default_factory=_queue)
     encode_item_seconds: deque[tuple[int, float]] = field(
         default_factory=lambda: deque(maxlen=_PENDING)
     )
@@ -52,6 +53,7 @@ class EngineStats:
 
     Attributes:
         num_prompt_tokens, num_cached_prompt_tokens: of requests that got their first token.
+        prefix_media_*: the part of num_prefix_* that stands for media, by modality.
         encoded_items, encoded_embeds, encode_seconds: by modality.
         num_prefill_tokens, prefill_seconds: of steps that were mostly prefill: what a computed
             token costs.
@@ -60,6 +62,8 @@ class EngineStats:
     num_steps: int = 0
     num_prefix_query_tokens: int = 0
     num_prefix_hit_tokens: int = 0
+    prefix_media_query_tokens: dict[int, int] = field(default_factory=dict)
+    prefix_media_hit_tokens: dict[int, int] = field(default_factory=dict)
     num_prompt_tokens: int = 0
     num_cached_prompt_tokens: int = 0
     num_generation_tokens: int = 0
@@ -80,6 +84,11 @@ class EngineStats:
         self.encoded_embeds[modality] = self.encoded_embeds.get(modality, 0) + num_embeds
         self.encode_seconds[modality] = self.encode_seconds.get(modality, 0.0) + seconds
         self.observed.encode_item_seconds.append((modality, seconds))
+
+    def count_prefix_media(self, modality: int, num_tokens: int, num_found: int) -> None:
+        queries, hits = self.prefix_media_query_tokens, self.prefix_media_hit_tokens
+        queries[modality] = queries.get(modality, 0) + num_tokens
+        hits[modality] = hits.get(modality, 0) + num_found
 
     def count_finished(self, reason: str) -> None:
         self.finished[reason] = self.finished.get(reason, 0) + 1

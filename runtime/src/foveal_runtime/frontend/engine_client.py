@@ -253,10 +253,11 @@ class EngineClient:
         deadline = time.monotonic() + self.config.admission.no_engine_wait_seconds
         while True:
             changed = self._changed
-            link = self._choose(run)
-            if link is None:
+            picked = self._choose(run)
+            if picked is None:
                 await self._wait_for_engine(run, changed, deadline)
                 continue
+            link, why = picked
             rid, run.attempt = (run.request.request_id, run.attempt), run.attempt + 1
             try:
                 with self.stats.stages.measure("send"):
@@ -266,6 +267,7 @@ class EngineClient:
                 await self._let_it_show(run)
                 continue
             self.router.commit(link.endpoint, run.affinity)
+            self.stats.count_pick(link.name, why)
             return link, stream
 
     async def _wait_for_engine(
@@ -292,12 +294,12 @@ class EngineClient:
                 retry_after_seconds=5,
             ) from None
 
-    def _choose(self, run: EngineRun) -> EngineLink | None:
+    def _choose(self, run: EngineRun) -> tuple[EngineLink, str] | None:
         ready = {link.endpoint: link for link in self._links.values() if link.is_ready}
         candidates = [self._candidate(link, run) for link in ready.values()]
         fresh = [c for c in candidates if c.name not in run.avoid]
-        name = self.router.choose(fresh or candidates, run.affinity, _home(run, ready.values()))
-        return None if name is None else ready[name]
+        pick = self.router.decide(fresh or candidates, run.affinity, _home(run, ready.values()))
+        return None if pick is None else (ready[pick.name], pick.why)
 
     def _candidate(self, link: EngineLink, run: EngineRun) -> Candidate:
         held, has_all = 0, True
@@ -396,6 +398,8 @@ class EngineClient:
         run.request.tally.is_counted = True
         for item in run.request.items:
             self.stats.mm_queries[item.modality] += 1
+            if item.size_bytes:
+                self.stats.value_bytes[item.modality].observe(item.size_bytes)
             if run.attempt and not (item.cost.was_processed or item.cost.was_sent):
                 self.stats.mm_hits[item.modality] += 1
 

@@ -29,7 +29,7 @@ def media_source(
         _media(metrics, stats, processor)
         if client.shared is not None:
             _shared(metrics, client.shared)
-        for name in ("mirror_keys", "mirror_window_inflight_bytes"):
+        for name in ("mirror_keys", "mirror_window_inflight_bytes", "mirror_window_bytes"):
             metrics.clear(f"foveal_{name}")  # engines come and go
         for link in client.links():
             _mirror(metrics, link)
@@ -47,6 +47,14 @@ def _items(metrics: Metrics, stats: FrontendStats) -> None:
         metrics.set("foveal_cache_queries", queries, **ipc)
         metrics.set("foveal_cache_hits", hits, **ipc)
         metrics.set("foveal_media_items_processed", processed, modality=modality)
+    for modality, sizes in zip(MODALITIES, stats.value_bytes, strict=True):
+        metrics.set_histogram(
+            "foveal_media_value_bytes", sizes.counts, sizes.total, modality=modality
+        )
+    lags = stats.loop_lags
+    metrics.set_histogram("foveal_event_loop_lag_seconds", lags.counts, lags.total)
+    for (engine, why), count in stats.picks.items():
+        metrics.set("foveal_routing_picks", count, engine=engine, why=why)
     for reason, count in stats.resubmissions.items():
         metrics.set("foveal_request_resubmissions", count, reason=reason)
 
@@ -56,6 +64,9 @@ def _processor_cache(metrics: Metrics, processor: InputProcessor) -> None:
     metrics.set("foveal_cache_queries", cache.queries, modality="", **_CACHE)
     metrics.set("foveal_cache_hits", cache.hits, modality="", **_CACHE)
     metrics.set("foveal_cache_evictions", cache.evictions, reason="capacity", **_CACHE)
+    metrics.set("foveal_cache_refused", cache.refused, cache="processor")
+    ages = cache.ages.seen
+    metrics.set_histogram("foveal_cache_eviction_age_seconds", ages.counts, ages.total, **_CACHE)
     metrics.set("foveal_cache_bytes", cache.used_bytes, **_CACHE)
     metrics.set("foveal_cache_capacity_bytes", cache.capacity_bytes, **_CACHE)
     metrics.set("foveal_cache_entries", len(cache), **_CACHE)
@@ -73,6 +84,10 @@ def _media(metrics: Metrics, stats: FrontendStats, processor: InputProcessor) ->
     metrics.set("foveal_media_joins", processor.processing.joins, stage="process")
     metrics.set("foveal_media_url_text_hits", stats.url_text_hits)
     metrics.set("foveal_media_workers", processor.workers.num_ready)
+    metrics.set("foveal_media_workers_busy", processor.workers.num_busy)
+    metrics.set("foveal_media_queue_length", processor.workers.queue_length)
+    for domain, count in processor.fetcher.failures.items():
+        metrics.set("foveal_media_fetch_failures", count, domain=domain)
     metrics.set("foveal_media_worker_restarts", processor.workers.restarts, reason="died")
     metrics.set("foveal_injected_items", stats.injected, result="accepted")
     metrics.set("foveal_injected_items", stats.injection_failures, result="refused")
@@ -109,3 +124,4 @@ def _mirror(metrics: Metrics, link: EngineLink) -> None:
     if sender.is_up:
         metrics.set("foveal_mirror_keys", len(sender.confirmed), engine=engine)
         metrics.set("foveal_mirror_window_inflight_bytes", sender.inflight_bytes, engine=engine)
+        metrics.set("foveal_mirror_window_bytes", sender.window_bytes, engine=engine)

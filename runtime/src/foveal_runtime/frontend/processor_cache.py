@@ -6,9 +6,12 @@ decision with the mirrors. A size of 0 switches it off. Never copies and never c
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 
 from foveal_runtime.plan.media import MMHash
+from foveal_runtime.telemetry.ages import EvictionAges
 from foveal_runtime.telemetry.ghosts import GhostLists
 
 ENTRY_BYTES = 256
@@ -21,10 +24,10 @@ class ProcessorCache:
     Attributes:
         queries, hits, evictions, refused: plain counters. `refused` counts values larger than the
             cache, which are served without it and evict nothing.
-        ghosts: what other sizes would bring.
+        ghosts: what other sizes would bring. ages: how long the evicted had not been asked for.
     """
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self.queries = 0
@@ -32,6 +35,7 @@ class ProcessorCache:
         self.evictions = 0
         self.refused = 0
         self.ghosts = GhostLists(capacity_bytes)
+        self.ages = EvictionAges(clock)
         self._values: OrderedDict[MMHash, bytes | memoryview] = OrderedDict()
 
     def __len__(self) -> int:
@@ -51,6 +55,7 @@ class ProcessorCache:
         self.ghosts.query(mm_hash, len(value) + ENTRY_BYTES)
         self.hits += 1
         self._values.move_to_end(mm_hash)
+        self.ages.rest(mm_hash)
         return value
 
     def peek(self, mm_hash: MMHash) -> bytes | memoryview | None:
@@ -61,6 +66,7 @@ class ProcessorCache:
         """Stores a value; False when it does not fit. The first value of a key stays."""
         if mm_hash in self._values:
             self._values.move_to_end(mm_hash)
+            self.ages.rest(mm_hash)
             return True
         cost = len(value) + ENTRY_BYTES
         self.ghosts.insert(mm_hash, cost)
@@ -68,20 +74,24 @@ class ProcessorCache:
             self.refused += self.capacity_bytes > 0
             return False
         while self.used_bytes + cost > self.capacity_bytes:
-            _, old = self._values.popitem(last=False)
+            victim, old = self._values.popitem(last=False)
+            self.ages.evict(victim)
             self.used_bytes -= len(old) + ENTRY_BYTES
             self.evictions += 1
         self._values[mm_hash] = value
+        self.ages.rest(mm_hash)
         self.used_bytes += cost
         return True
 
     def release(self, mm_hash: MMHash) -> None:
         old = self._values.pop(mm_hash, None)
         if old is not None:
+            self.ages.leave(mm_hash)
             self.used_bytes -= len(old) + ENTRY_BYTES
 
     def reset(self) -> None:
         self._values.clear()
+        self.ages.clear()
         self.used_bytes = 0
         self.ghosts.reset()
 
@@ -89,3 +99,4 @@ class ProcessorCache:
         assert self.used_bytes == sum(len(v) + ENTRY_BYTES for v in self._values.values())
         assert 0 <= self.used_bytes <= max(0, self.capacity_bytes)
         assert self.hits <= self.queries
+        assert len(self.ages) == len(self._values)

@@ -13,13 +13,14 @@ from foveal_runtime.frontend.admission import Gate
 from foveal_runtime.frontend.health import Health
 from foveal_runtime.frontend.sequence import Delta
 from foveal_runtime.telemetry.metrics import Metrics
+from foveal_runtime.wire.messages import FirstOutput
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
 
 class _Sequence:
     __slots__ = (
-        "finish_reason", "first_at", "last_at", "num_cached", "num_prompt", "num_tokens",
+        "finish_reason", "first_at", "last_at", "media", "num_cached", "num_prompt", "num_tokens",
         "prefill_seconds", "queue_seconds",
     )  # fmt: skip
 
@@ -28,6 +29,14 @@ class _Sequence:
         self.queue_seconds = self.prefill_seconds = 0.0
         self.num_tokens = self.num_prompt = self.num_cached = 0
         self.finish_reason = ""
+        self.media = "text"
+
+
+def _media(first: FirstOutput) -> str:
+    """text; hit: every item's value was in the engine; miss: some had to be sent or made."""
+    if not first.num_mm_items:
+        return "text"
+    return "hit" if first.num_mm_hits == first.num_mm_items else "miss"
 
 
 class RequestStats:
@@ -65,10 +74,13 @@ class RequestStats:
             sequence.num_cached = delta.first.num_cached_tokens
             sequence.queue_seconds = delta.first.queue_seconds
             sequence.prefill_seconds = delta.first.prefill_seconds
+            sequence.media = _media(delta.first)
         if delta.num_tokens:
             if not sequence.num_tokens:
                 sequence.first_at = now
-                self._metrics.observe("vllm:time_to_first_token_seconds", now - self._started)
+                waited = now - self._started
+                self._metrics.observe("vllm:time_to_first_token_seconds", waited)
+                self._metrics.observe("foveal_first_token_seconds", waited, media=sequence.media)
             else:
                 self._metrics.observe("vllm:inter_token_latency_seconds", now - sequence.last_at)
             sequence.num_tokens += delta.num_tokens

@@ -56,6 +56,14 @@ def load_bound(loads: Sequence[int]) -> int:
     return math.ceil(LOAD_FACTOR * share + math.sqrt(share))
 
 
+class Pick(NamedTuple):
+    """A decision. `why`: only (there was no other), held (it holds most bytes of the request's
+    items), remembered (it had this prompt's beginning or items before) or load."""
+
+    name: str
+    why: str
+
+
 class Router:
     """Remembers, for at most `max_entries` prompt beginnings and items, which engine took them."""
 
@@ -73,6 +81,13 @@ class Router:
             home: hash of its largest item that no engine holds, if any. Every frontend has the
                 same order of engines for it, so two that meet it at once do not store it twice.
         """
+        pick = self.decide(candidates, affinity, home)
+        return None if pick is None else pick.name
+
+    def decide(
+        self, candidates: Sequence[Candidate], affinity: Sequence[bytes], home: bytes = b""
+    ) -> Pick | None:
+        """`choose`, with its reason."""
         able = [c for c in candidates if c.has_all_sources]
         if not able:
             return None
@@ -92,7 +107,10 @@ class Router:
                 _tie(c.name, home or (affinity[-1] if affinity else b"")),
             ),
         )
-        return best.name
+        if len(able) == 1:
+            return Pick(best.name, "only")
+        why = "held" if best.held_bytes else "remembered" if best.name in remembered else "load"
+        return Pick(best.name, why)
 
     def commit(self, name: str, affinity: Iterable[bytes]) -> None:
         """The request went to `name`."""

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from foveal_runtime.plan.metrics import STAGE_BUCKETS
+from foveal_runtime.plan.media import MODALITIES
+from foveal_runtime.plan.metrics import BYTE_BUCKETS, STAGE_BUCKETS
+from foveal_runtime.telemetry.histogram import Histogram
 
 STAGES = ("fetch", "hash", "decode", "process", "send", "queue")
 
@@ -48,6 +50,9 @@ class FrontendStats:
         url_text_hits: data URLs known by their text, not even base64-decoded.
         injected, injection_failures: items.
         resubmissions: attempts after the first, by reason.
+        picks: sent attempts, by engine and the router's reason.
+        value_bytes: sizes of processed items by modality index, once per item and request.
+        loop_lags: seconds by which the event loop was late.
         splice_refused: modalities that failed the start-up check.
     """
 
@@ -62,12 +67,20 @@ class FrontendStats:
     splice_refused: dict[str, str] = field(default_factory=dict)
     media_errors: dict[str, int] = field(default_factory=dict)
     stages: StageTimes = field(default_factory=StageTimes)
+    picks: dict[tuple[str, str], int] = field(default_factory=dict)
+    value_bytes: list[Histogram] = field(
+        default_factory=lambda: [Histogram(BYTE_BUCKETS) for _ in MODALITIES]
+    )
+    loop_lags: Histogram = field(default_factory=lambda: Histogram(STAGE_BUCKETS))
 
     def count_source(self, source: str) -> None:
         self.value_source[source] = self.value_source.get(source, 0) + 1
 
     def count_resubmission(self, reason: str) -> None:
         self.resubmissions[reason] = self.resubmissions.get(reason, 0) + 1
+
+    def count_pick(self, engine: str, why: str) -> None:
+        self.picks[engine, why] = self.picks.get((engine, why), 0) + 1
 
     def count_media_error(self, code: str) -> None:
         self.media_errors[code] = self.media_errors.get(code, 0) + 1

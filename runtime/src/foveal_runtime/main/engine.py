@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import logging
 import signal
-import time
 from pathlib import Path
 
 from foveal_runtime.engine.assemble import LoadedEngine, assemble_core
@@ -27,6 +26,7 @@ from foveal_runtime.plan.profile import ItemProfile
 from foveal_runtime.telemetry.logs import configure_logging
 from foveal_runtime.telemetry.memory import ContainerMemory
 from foveal_runtime.telemetry.metrics import Metrics
+from foveal_runtime.telemetry.startup import StartPhases
 from foveal_runtime.wire.namespace import model_namespace
 from foveal_runtime.wire.shm import SharedReader
 from foveal_runtime.wire.zmq_transport import ZmqRouter
@@ -60,14 +60,18 @@ def serve(config: EngineConfig) -> int:
         render_metrics=metrics.exposition,
     )
     memory = ContainerMemory()
+    phases = StartPhases()
     metrics.add_source(memory.collect)
+    metrics.add_source(phases.collect)
     stream = EventStream(config.events_bind, keys=config.curve) if config.events_bind else None
     events = EventLog(config.engine_id, stream.publish) if stream else None
     signal.signal(signal.SIGTERM, lambda *_: server.request_drain())
     signal.signal(signal.SIGINT, lambda *_: server.request_stop())
 
     def make_core() -> EngineCore:
-        core = assemble_core(config, load_engine(config), send=server.send, events=events)
+        loaded = load_engine(config, phases)
+        core = assemble_core(config, loaded, send=server.send, events=events)
+        phases.done("caches")
         metrics.add_source(EngineMetrics(core, stream=stream).collect)
         metrics.add_source(functools.partial(_measured, core, memory, config.device))
         return core
@@ -108,12 +112,13 @@ def _measured(core: EngineCore, memory: ContainerMemory, device: str, metrics: M
             metrics.set("foveal_budget_bytes", size, part=part, source="measured")
 
 
-def load_engine(config: EngineConfig) -> LoadedEngine:
+def load_engine(config: EngineConfig, phases: StartPhases | None = None) -> LoadedEngine:
     """Loads and warms the model and gives it the KV pool of the document. Raises StartupError."""
     from foveal_runtime.model.runner import TorchRunner
     from foveal_runtime.model.tensor_parallel import TensorParallelRunner
 
-    started = time.perf_counter()
+    phases = phases or StartPhases()
+    phases.done("imports")
     log.info("loading the model", extra={"path": config.model.path})
     namespace = model_namespace(config.model.path, config.model.revision)
     runner: TorchRunner | TensorParallelRunner
@@ -135,7 +140,7 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
             attention=config.attention,
         )
     runner.allocate_kv(config.caches.kv_bytes // runner.kv_block_bytes)
-    loaded_seconds = time.perf_counter() - started
+    phases.done("load")
     limit = runner.traits.max_position
     if config.model.max_model_len > limit:
         raise StartupError(
@@ -144,13 +149,14 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
         )
     max_model_len = config.model.max_model_len or limit
     warm_up(runner, config.caches.block_size)
+    phases.done("warm")
     items = _largest_items(config, max_model_len) if runner.traits.is_multimodal else {}
     limits = {name: getattr(config.modalities, name).max_per_prompt for name in items}
     log.info(
         "model loaded",
         extra={
-            "load_seconds": round(loaded_seconds, 2),
-            "warm_seconds": round(time.perf_counter() - started - loaded_seconds, 2),
+            "load_seconds": round(phases.seconds["load"], 2),
+            "warm_seconds": round(phases.seconds["warm"], 2),
             "kv_blocks": runner.num_blocks - 1,
             "largest_items": {name: item.example for name, item in items.items()},
         },

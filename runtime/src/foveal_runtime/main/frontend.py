@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 import msgspec
 import uvloop
 
+from foveal_runtime.frontend import loop_lag
 from foveal_runtime.frontend.app import build_app
 from foveal_runtime.frontend.engine_client import EngineClient
 from foveal_runtime.frontend.input_processor import InputProcessor
@@ -31,6 +32,7 @@ from foveal_runtime.plan.config import FrontendConfig, load
 from foveal_runtime.telemetry.logs import configure_logging
 from foveal_runtime.telemetry.memory import ContainerMemory
 from foveal_runtime.telemetry.metrics import Metrics
+from foveal_runtime.telemetry.startup import StartPhases
 from foveal_runtime.telemetry.tracing import configure_tracing
 from foveal_runtime.wire.namespace import model_namespace
 
@@ -119,6 +121,8 @@ async def serve(config: FrontendConfig, member: Member | None = None) -> None:
             num_workers=config.media_workers,
         )
     )
+    phases = StartPhases()
+    phases.done("imports")
     log.info("starting media workers", extra={"workers": workers.num_workers})
     starting = asyncio.create_task(workers.start())
     stopped = asyncio.create_task(stop.wait())
@@ -128,6 +132,7 @@ async def serve(config: FrontendConfig, member: Member | None = None) -> None:
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
         return
+    phases.done("workers")
     stats = FrontendStats()
     client = EngineClient(config, namespace, stats=stats)
     processor = InputProcessor(config, workers, starting.result(), knowledge=client, stats=stats)
@@ -138,6 +143,7 @@ async def serve(config: FrontendConfig, member: Member | None = None) -> None:
         max_model_len=config.model.max_model_len,
     )
     metrics.add_source(media_source(stats, processor, client))
+    metrics.add_source(phases.collect)
     metrics.add_source(functools.partial(_measured, processor, ContainerMemory()))
     app = build_app(
         config,
@@ -151,6 +157,7 @@ async def serve(config: FrontendConfig, member: Member | None = None) -> None:
         siblings=siblings.metrics_peers,
         mirrors=client.mirrors,
     )
+    lags = asyncio.create_task(loop_lag.watch(stats.loop_lags), name="loop-lag")
     await client.start()
     log.info("listening", extra={"host": config.host, "port": config.port})
     try:
@@ -163,5 +170,6 @@ async def serve(config: FrontendConfig, member: Member | None = None) -> None:
             drain_timeout_seconds=config.drain_timeout_seconds,
         )
     finally:
+        lags.cancel()
         await client.close()
         await processor.close()

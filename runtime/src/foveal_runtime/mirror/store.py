@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Container
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from foveal_runtime.plan.media import ItemMeta, MMHash
 
@@ -25,6 +25,20 @@ class Value(NamedTuple):
     data: Buffer
     meta: ItemMeta | None = None
     digest: bytes = b""
+
+
+class Watch(Protocol):
+    """Hears when values rest unused and when they go; takes notes and decides nothing."""
+
+    def rest(self, key: bytes) -> None: ...
+
+    def evict(self, key: bytes) -> None:
+        """To make room."""
+        ...
+
+    def leave(self, key: bytes) -> None:
+        """For another reason."""
+        ...
 
 
 class Entry:
@@ -47,7 +61,7 @@ class Entry:
 
 class Store:
     """See the module. `changed` collects hashes whose announced state changed; `drain_changed`
-    hands them over."""
+    hands them over. `watch` hears of what rests and what goes."""
 
     def __init__(self, capacity_bytes: int, bypass_capacity_bytes: int = 0) -> None:
         self.capacity_bytes = capacity_bytes
@@ -60,6 +74,7 @@ class Store:
         self.pinned_bytes = self.reserved_bytes = self.bypass_bytes = 0
         self.changed: dict[MMHash, None] = {}
         self.num_borrowed = 0
+        self.watch: Watch | None = None
         self.num_rescued = self.num_evicted_limbo = self.num_evicted_forced = 0
 
     # ---- questions -----------------------------------------------------------------------------
@@ -193,6 +208,7 @@ class Store:
             return
         if entry.doomed:
             self.changed[mm_hash] = None
+            self._left(mm_hash)
             return
         self._rest(mm_hash, entry)
         self._shed()
@@ -218,6 +234,8 @@ class Store:
         """Frees all that is unpinned; what is pinned goes at its last unpin."""
         for mm_hash in self.idle:
             self.changed[mm_hash] = None
+        for mm_hash in (*self.idle, *self.limbo):
+            self._left(mm_hash)
         self.idle.clear()
         self.limbo.clear()
         self.idle_bytes = self.limbo_bytes = 0
@@ -233,6 +251,12 @@ class Store:
     def _rest(self, mm_hash: MMHash, entry: Entry) -> None:
         self.idle[mm_hash] = entry
         self.idle_bytes += entry.size_bytes
+        if self.watch is not None:
+            self.watch.rest(mm_hash)
+
+    def _left(self, mm_hash: MMHash) -> None:
+        if self.watch is not None:
+            self.watch.leave(mm_hash)
 
     def _shed(self) -> None:
         while self.used_bytes > self.capacity_bytes and self._free_one(()):
@@ -243,14 +267,20 @@ class Store:
             if mm_hash not in keep:
                 self.limbo_bytes -= self.limbo.pop(mm_hash).size_bytes
                 self.num_evicted_limbo += 1
+                self._evicted(mm_hash)
                 return True
         for mm_hash in self.idle:
             if mm_hash not in keep:
                 self.idle_bytes -= self.idle.pop(mm_hash).size_bytes
                 self.changed[mm_hash] = None
                 self.num_evicted_forced += 1
+                self._evicted(mm_hash)
                 return True
         return False
+
+    def _evicted(self, mm_hash: MMHash) -> None:
+        if self.watch is not None:
+            self.watch.evict(mm_hash)
 
     def check_integrity(self) -> None:
         """Recomputes every counter; asserts that each hash is in one place."""

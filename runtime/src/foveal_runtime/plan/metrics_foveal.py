@@ -7,7 +7,16 @@ device, host, disk or "".
 
 from __future__ import annotations
 
-from foveal_runtime.plan.metric import REQUEST_BUCKETS, STAGE_BUCKETS, Kind, Metric, Role
+from foveal_runtime.plan.metric import (
+    AGE_BUCKETS,
+    BYTE_BUCKETS,
+    REQUEST_BUCKETS,
+    STAGE_BUCKETS,
+    TTFT_BUCKETS,
+    Kind,
+    Metric,
+    Role,
+)
 
 _P = ("model_name", "process")
 _FRONTEND: tuple[Role, ...] = ("frontend",)
@@ -43,6 +52,10 @@ _CACHES = (
          "cache", "modality", "tier"),
     _one(_BOTH, "counter", "cache_evictions", "Entries removed to make room, by reason.",
          "cache", "tier", "reason"),
+    _one(_BOTH, "histogram", "cache_eviction_age_seconds", "How long what was evicted to make room "
+         "had lain unused.", "cache", "tier", unit="seconds", buckets=AGE_BUCKETS),
+    _one(_BOTH, "counter", "cache_refused", "processor: items larger than the cache; ipc: requests "
+         "whose items do not fit beside what is in use. Served without it.", "cache"),
     _one(_BOTH, "gauge", "cache_bytes", "Bytes held.", "cache", "tier", unit="bytes"),
     _one(_BOTH, "gauge", "cache_capacity_bytes", "Bytes that may be held.", "cache", "tier",
          unit="bytes"),
@@ -70,6 +83,8 @@ _MIRROR_FRONTEND = (
     _one(_FRONTEND, "gauge", "mirror_keys", "Keys believed to be in an engine's cache.", "engine"),
     _one(_FRONTEND, "gauge", "mirror_window_inflight_bytes", "Value bytes not yet acknowledged.",
          "engine", unit="bytes"),
+    _one(_FRONTEND, "gauge", "mirror_window_bytes", "Value bytes that may be: the window that an "
+         "engine granted.", "engine", unit="bytes"),
 )  # fmt: skip
 
 _MIRROR_ENGINE = (
@@ -98,6 +113,12 @@ _MEDIA = (
     _one(_FRONTEND, "counter", "media_items_processed", "Items that ran through a processor.",
          "modality"),
     _one(_FRONTEND, "counter", "media_errors", "Items refused or failed, by error code.", "code"),
+    _one(_FRONTEND, "counter", "media_fetch_failures", "Fetches that failed, by the entry of the "
+         "allow-list; other: none of them.", "domain"),
+    _one(_FRONTEND, "histogram", "media_value_bytes", "Size of a processed item, once per item and "
+         "request.", "modality", unit="bytes", buckets=BYTE_BUCKETS),
+    _one(_FRONTEND, "gauge", "media_queue_length", "Items that wait for a media worker."),
+    _one(_FRONTEND, "gauge", "media_workers_busy", "Media workers that have an item."),
     _one(_FRONTEND, "counter", "media_fetched_bytes", "Bytes fetched from URLs.", unit="bytes"),
     _one(_FRONTEND, "counter", "media_url_text_hits", "data: URLs known by their text, not even "
          "decoded."),
@@ -128,6 +149,15 @@ _DOOR = (
     _one(_FRONTEND, "counter", "client_disconnects", "Requests whose client went away."),
     _one(_FRONTEND, "counter", "request_resubmissions", "Sequences sent to another engine.",
          "reason"),
+    _one(_FRONTEND, "counter", "routing_picks", "Attempts sent, by the router's reason: only, "
+         "held, remembered, load.", "engine", "why"),
+    _one(_FRONTEND, "histogram", "first_token_seconds", "Time to the first token by media: text "
+         "(none), hit (the engine held every item), miss.", "media", unit="seconds",
+         buckets=TTFT_BUCKETS),
+    _one(_FRONTEND, "histogram", "event_loop_lag_seconds", "By how much the process's event loop "
+         "was late.", unit="seconds", buckets=STAGE_BUCKETS),
+    _one(_BOTH, "gauge", "startup_seconds", "Parts of the process's start: imports, then workers "
+         "(frontends) or load, warm, caches (engines).", "phase", unit="seconds"),
     _one(_FRONTEND, "gauge", "engines_ready", "Engines with a compatible session."),
     _one(_FRONTEND, "gauge", "ready", "1 while /readyz says yes."),
     _one(_FRONTEND, "gauge", "draining", "1 while shutting down."),
@@ -150,6 +180,11 @@ _ENGINE_WORK = (
          "engine to its end.", unit="seconds", buckets=REQUEST_BUCKETS),
     _one(_ENGINE, "gauge", "engine_draining", "1 while the engine takes no new requests."),
     _one(_ENGINE, "counter", "encoder_items", "Items encoded.", "modality"),
+    _one(_ENGINE, "counter", "encoder_items_again", "Items encoded although they had been before: "
+         "evicted lately."),
+    _one(_ENGINE, "histogram", "encoder_wait_seconds", "How long a request's next items did not "
+         "fit the encoder's budget or cache; 0 when they did at once.", unit="seconds",
+         buckets=STAGE_BUCKETS),
     _one(_ENGINE, "counter", "encoder_embeds", "Embeddings computed.", unit="embeds"),
     _one(_ENGINE, "gauge", "encoder_cache_embeds", "Embeddings in the encoder cache by state: "
          "referenced, freeable, free.", "state", unit="embeds"),

@@ -69,6 +69,7 @@ class InlineWorkers:
     def __init__(self, limits: ModalitiesConfig) -> None:
         load = protocol.Load("/tiny", b"n" * 16, limits)
         self.num_ready = 1
+        self.num_busy = self.queue_length = 0
         self.restarts = 0
         self._processor = FakeProcessor(load)
         self.info = self._processor.examine(load.namespace)

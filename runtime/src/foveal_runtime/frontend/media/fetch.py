@@ -79,6 +79,7 @@ class Fetcher:
         self.sources = sources
         self.flights: SingleFlight[tuple[str, int, bytes], bytes] = SingleFlight()
         self.fetched_bytes = 0
+        self.failures: dict[str, int] = {}  # by allowed domain, "other" for the rest
         self._resolve = resolve
         self._session: aiohttp.ClientSession | None = None
 
@@ -115,12 +116,26 @@ class Fetcher:
             charge(num_bytes)
             charged += num_bytes
 
-        data = await self.flights.run(
-            (url, max_bytes, salt), lambda: work(url, max_bytes, charge_more)
-        )
+        try:
+            data = await self.flights.run(
+                (url, max_bytes, salt), lambda: work(url, max_bytes, charge_more)
+            )
+        except MediaFetchFailed:
+            self._count_failure(url)
+            raise
         if len(data) > charged:
             charge(len(data) - charged)
         return data
+
+    def _count_failure(self, url: str) -> None:
+        """Under the name on the allow-list that let it through: a set that a client cannot grow."""
+        try:
+            host = urlsplit(url).hostname or ""
+        except ValueError:
+            host = ""
+        names = self.sources.allowed_domains
+        domain = next((name for name in names if is_host_allowed(host, (name,))), "other")
+        self.failures[domain] = self.failures.get(domain, 0) + 1
 
     async def close(self) -> None:
         if self._session is not None:

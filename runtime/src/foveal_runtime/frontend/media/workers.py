@@ -63,9 +63,13 @@ class Workers(Protocol):
     """What input_processor asks of a pool; `fake_worker.InlineWorkers` is the one for tests."""
 
     restarts: int
+    num_busy: int
 
     @property
     def num_ready(self) -> int: ...
+
+    @property
+    def queue_length(self) -> int: ...
 
     async def process(
         self, modality: int, options: bytes, data: bytes | memoryview

@@ -1,0 +1,54 @@
+"""How long what a cache evicts had lain unused: a histogram of ages, kept by the cache itself.
+
+Fed by the processor cache, the encoder cache, the block pool and (through `mirror.store.Watch`) the
+value pool; read when somebody scrapes. Short ages say that a cache turns over before anybody can
+come back for what it holds. Decides nothing; the clock is handed in.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+from foveal_runtime.plan.metric import AGE_BUCKETS
+from foveal_runtime.telemetry.histogram import Histogram
+
+_REMEMBERED = 8192
+
+
+class EvictionAges:
+    """Attributes: `seen`, the ages. Stamps are at most as many as the cache has entries."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.seen = Histogram(AGE_BUCKETS)
+        self._stamps: dict[bytes, float] = {}
+        self._lately: OrderedDict[bytes, None] = OrderedDict()
+
+    def rest(self, key: bytes) -> None:
+        """The entry was used and rests from now on."""
+        self._stamps[key] = self.clock()
+
+    def evict(self, key: bytes) -> None:
+        """It went to make room."""
+        stamp = self._stamps.pop(key, None)
+        if stamp is not None:
+            self.seen.observe(self.clock() - stamp)
+        self._lately[key] = None
+        if len(self._lately) > _REMEMBERED:
+            self._lately.popitem(last=False)
+
+    def take_lately(self, key: bytes) -> bool:
+        """Whether it is one of the last thousands that were evicted; once for each eviction."""
+        return self._lately.pop(key, self) is None
+
+    def leave(self, key: bytes) -> None:
+        """It went for another reason, which says nothing about the cache's size."""
+        self._stamps.pop(key, None)
+
+    def clear(self) -> None:
+        """All of them went for another reason."""
+        self._stamps.clear()
+
+    def __len__(self) -> int:
+        return len(self._stamps)

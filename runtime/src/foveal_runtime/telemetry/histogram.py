@@ -1,0 +1,23 @@
+"""A histogram as plain numbers, for rooms that count without a metric library.
+
+Written on hot paths, copied into the declared series by `Metrics.set_histogram` at scrape time.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+
+class Histogram:
+    """`counts[i]` observations of at most `bounds[i]` (the last one is +Inf); `total` their sum."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value

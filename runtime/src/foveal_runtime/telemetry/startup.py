@@ -1,0 +1,48 @@
+"""How long each phase of a process's start took: what a cold start is made of.
+
+Used by main/ of frontends and engines. The first phase begins with the process itself, as the
+kernel counts it, so imports are in it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from foveal_runtime.telemetry.metrics import Metrics
+
+
+def process_age_seconds() -> float:
+    """Since the kernel made this process; 0 where /proc does not say."""
+    try:
+        fields = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+        booted = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0.0
+    return max(0.0, booted - int(fields[19]) / os.sysconf("SC_CLK_TCK"))
+
+
+class StartPhases:
+    """`done(name)` ends the phase that began with the last call, or with the process."""
+
+    def __init__(
+        self,
+        *,
+        age_seconds: Callable[[], float] = process_age_seconds,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.seconds: dict[str, float] = {}
+        self._clock = clock
+        self._since = clock() - age_seconds()
+
+    def done(self, phase: str) -> None:
+        now = self._clock()
+        self.seconds[phase] = now - self._since
+        self._since = now
+
+    def collect(self, metrics: Metrics) -> None:
+        """A telemetry source."""
+        for phase, seconds in list(self.seconds.items()):
+            metrics.set("foveal_startup_seconds", seconds, phase=phase)
