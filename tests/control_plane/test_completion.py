@@ -65,7 +65,7 @@ def test_help_names_every_command_and_fits_80_columns(capsys: Any, monkeypatch: 
         cli.main(["--help"])
     assert ended.value.code == 0
     out = capsys.readouterr().out
-    for name in ("plan", "up", "status", "budget", "wait", "doctor", "completion"):
+    for name in ("plan", "up", "status", "budget", "wait", "dashboard", "doctor", "completion"):
         assert f"\n    {name}" in out
         with pytest.raises(SystemExit):
             cli.main([name, "--help"])
