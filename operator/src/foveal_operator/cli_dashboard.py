@@ -32,9 +32,9 @@ frontends and engines, read a few times; queries are those of the Grafana dashbo
 """
 _EPILOG = """\
 examples:
-  foveal dashboard                                    # reads http://127.0.0.1:8000/metrics for 30s
-  foveal dashboard --watch                            # the same, live, on http://127.0.0.1:8765/
-  foveal dashboard --prometheus http://127.0.0.1:9090 qwen -n models --since 6h --out qwen.html
+  foveal dashboard                # reads http://127.0.0.1:8000/metrics for 30 s
+  foveal dashboard --watch        # the same, live, on http://127.0.0.1:8765/
+  foveal dashboard --prometheus http://127.0.0.1:9090 qwen -n models --since 6h
 
 exit codes: 0 the page is written (with --watch: Ctrl-C), 2 wrong arguments, 4 the source does not
 answer, refuses, or shows nothing of Foveal
@@ -43,6 +43,7 @@ DEFAULT_METRICS = "http://127.0.0.1:8000/metrics"
 DEFAULT_OUT = "foveal-dashboard.html"
 NUM_STEPS = 90
 _LEAST_WINDOW_SECONDS = 60
+_LEAST_DIRECT_WINDOW_SECONDS = 15
 
 Sleep = Callable[[float], None]
 
@@ -90,7 +91,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         type=duration,
         metavar="TIME",
         help="rates are taken over this (default: 60s or 4 steps, the larger; "
-        "5 intervals of /metrics)",
+        "15s or 5 intervals of /metrics)",
     )
     parser.add_argument("--token-file", metavar="FILE", help="a bearer token for the source")
     parser.add_argument(
@@ -186,9 +187,11 @@ class _Job:
             return
         num_readings = max(2, round(self._since / self._interval) + 1)
         is_shown = sys.stderr.isatty()
+        began = time.monotonic()
         for number in range(num_readings):
-            if number:
-                self._sleep(self._interval)
+            if number:  # a slow answer does not move the next reading
+                due = began + number * self._interval
+                self._sleep(max(0.01, due - time.monotonic()))
             self._direct.scrape(time.time())
             if is_shown:
                 print(f"\rreading {number + 1}/{num_readings}", end="", file=sys.stderr, flush=True)
@@ -234,7 +237,7 @@ class _Job:
             return max(1, round(float(self._arguments.window)))
         if isinstance(source, Prometheus):
             return max(_LEAST_WINDOW_SECONDS, 4 * source.step_seconds)
-        return max(1, round(5 * self._interval))
+        return max(_LEAST_DIRECT_WINDOW_SECONDS, round(5 * self._interval))
 
     def _check_known(self, source: Source, chosen: Chosen) -> None:
         """A page without any figure is a mistake in what was asked."""

@@ -121,13 +121,13 @@ def _plot(
         f'viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none">'
     )
     below: tuple[tuple[float, float], ...] = ()
-    areas = []
+    drawn = []
     for number, points in enumerate(stacked):
-        if panel.stacked:
-            areas.append(_area(points, below, across, up, number))
-            below = points
-        parts.append(_line(points, across, up, number))
-    parts[-len(stacked) : -len(stacked)] = reversed(areas)
+        area = _area(points, below, across, up, number) if panel.stacked else ""
+        drawn.append(area + _line(points, across, up, number))
+        below = points
+    # What lies on top of a stack is drawn first: a part of no height hides nothing.
+    parts += reversed(drawn) if panel.stacked else drawn
     parts += [*_bands(panel.unit, lines, across), "</svg>"]
     parts += _texts(across, up)
     return "".join(parts) + "</svg>"
@@ -137,8 +137,9 @@ def _texts(across: Axis, up: Axis) -> list[str]:
     found = []
     for value, text in up.ticks[1:]:
         found.append(f'<text class="y" x="0" y="{_y(up, value) + _TOP - 4:g}">{text}</text>')
-    for moment, text in across.ticks:
-        share = 100 * across.share(moment)
+    shares = [(100 * across.share(moment), text) for moment, text in across.ticks]
+    inside = [(share, text) for share, text in shares if 7 <= share <= 93]
+    for share, text in inside if len(inside) > 1 else shares:
         anchor = "start" if share < 7 else "end" if share > 93 else "middle"
         found.append(
             f'<text class="x" x="{share:.1f}%" y="{_TOP + _HEIGHT + 16}" '

@@ -26,7 +26,7 @@ h2{font-size:15px;font-weight:650;margin:30px 0 10px}
 font-size:13px;overflow-wrap:anywhere}
 .card{background:var(--card);border:1px solid var(--rule);border-radius:10px;padding:14px 16px;
 min-width:0}
-.tiles{display:grid;gap:12px;grid-template-columns:repeat(auto-fit,minmax(160px,1fr))}
+.tiles{display:grid;gap:12px;grid-template-columns:repeat(4,minmax(0,1fr))}
 .tile{display:flex;flex-direction:column}
 .tile h3{margin:0;font-size:13px;font-weight:550;color:var(--soft)}
 .tile .main{font-size:27px;line-height:1.2;font-weight:650;margin:4px 0 2px;
@@ -69,7 +69,8 @@ th.key,td.key{text-align:left;padding-left:0}
 td .bar{display:inline-block;vertical-align:middle;margin-left:8px}
 .bar .whole{fill:var(--rule)}
 footer{margin-top:28px}
-@media (max-width:600px){main{padding:16px 12px 28px}.tiles{grid-template-columns:1fr 1fr;gap:8px}
+@media (max-width:860px){.tiles{grid-template-columns:1fr 1fr}}
+@media (max-width:600px){main{padding:16px 12px 28px}.tiles{gap:8px}
 .card{padding:12px}.tile .main{font-size:23px}.tile dl{font-size:12px}}
 @media print{body{background:#fff}.card{break-inside:avoid}}
 """
