@@ -30,8 +30,16 @@ def complete(text: str, *words: str) -> list[str]:
 @pytest.mark.skipif(not shutil.which("bash"), reason="bash is not installed")
 def test_bash_completes_commands_options_choices_and_files(capsys: Any, tmp_path: Any) -> None:
     text = script("bash", capsys)
-    assert complete(text, "foveal", "d") == ["doctor"]
-    assert set(complete(text, "foveal", "")) >= {"plan", "up", "status", "budget", "wait", "doctor"}
+    assert complete(text, "foveal", "do") == ["doctor"]
+    assert set(complete(text, "foveal", "")) >= {
+        "plan",
+        "up",
+        "status",
+        "budget",
+        "wait",
+        "dashboard",
+        "doctor",
+    }
     assert complete(text, "foveal", "status", "-o", "") == ["table", "json", "yaml"]
     assert complete(text, "foveal", "wait", "--keep") == ["--keep-waiting"]
     assert complete(text, "foveal", "completion", "f") == ["fish"]
@@ -65,7 +73,7 @@ def test_help_names_every_command_and_fits_80_columns(capsys: Any, monkeypatch: 
         cli.main(["--help"])
     assert ended.value.code == 0
     out = capsys.readouterr().out
-    for name in ("plan", "up", "status", "budget", "wait", "doctor", "completion"):
+    for name in ("plan", "up", "status", "budget", "wait", "dashboard", "doctor", "completion"):
         assert f"\n    {name}" in out
         with pytest.raises(SystemExit):
             cli.main([name, "--help"])

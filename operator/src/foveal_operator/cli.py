@@ -10,7 +10,14 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from foveal_operator import cli_completion, cli_doctor, cli_plan, cli_status, cli_up
+from foveal_operator import (
+    cli_completion,
+    cli_dashboard,
+    cli_doctor,
+    cli_plan,
+    cli_status,
+    cli_up,
+)
 from foveal_operator.cli_errors import EXIT_CODES, EXIT_INTERRUPTED, EXIT_OK, CommandError
 from foveal_operator.cli_help import Help
 
@@ -28,6 +35,7 @@ def parser() -> argparse.ArgumentParser:
     cli_plan.add_parser(commands)
     cli_up.add_parser(commands)
     cli_status.add_parsers(commands)
+    cli_dashboard.add_parser(commands)
     cli_doctor.add_parser(commands)
     cli_completion.add_parser(commands, root)
     return root

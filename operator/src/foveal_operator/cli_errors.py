@@ -12,7 +12,7 @@ EXIT_NO = 1
 EXIT_USAGE = 2
 EXIT_MISFIT = 3
 EXIT_CLUSTER = 4
-"""The cluster cannot be reached, refuses, or has no such object."""
+"""The cluster (or a source of metrics) cannot be reached, refuses, or has no such object."""
 EXIT_TIMEOUT = 5
 EXIT_INTERRUPTED = 130
 

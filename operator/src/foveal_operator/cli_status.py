@@ -6,7 +6,6 @@ They read the resource alone; a user who may `get` it needs no other right.
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import time
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from foveal_operator.cli_errors import (
     TimeRanOut,
 )
 from foveal_operator.cli_help import Help
+from foveal_operator.cli_times import duration
 from foveal_operator.cluster_reader import Obj, Reader, UnreachableError
 from foveal_operator.status_view import (
     condition,
@@ -38,8 +38,6 @@ from foveal_operator.status_view import (
 from foveal_operator.terminal import style_of
 
 POLL_SECONDS = 1.0
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")
-_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 _STATUS_EPILOG = """\
 Without a name: every resource of the namespace, a line each.
 
@@ -98,16 +96,6 @@ def _parser(
         epilog=epilog,
         formatter_class=Help,
     )
-
-
-def duration(text: str) -> float:
-    """Seconds of 90, 90s, 1m30s, 2h. Raises ArgumentTypeError."""
-    if text.replace(".", "", 1).isdigit():
-        return float(text)
-    parts = _DURATION.findall(text)
-    if not parts or "".join(number + unit for number, unit in parts) != text:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time; write 90s, 10m or 1h30m")
-    return sum(float(number) * _UNITS[unit] for number, unit in parts)
 
 
 def run_status(arguments: argparse.Namespace, open_cluster: Connect = connect) -> int:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from foveal_operator.observability.promql import OPERATOR, RESOURCE, Scope
+from foveal_operator.observability.promql import OPERATOR, REQUESTS, RESOURCE, Scope
 
 RUNBOOKS = "docs/runbooks"
 Severity = Literal["critical", "warning", "info"]
@@ -171,7 +171,8 @@ SERVING_ALERTS = (
     ),
     Alert(
         name="FovealErrorRate",
-        expr=_R.rate("http_requests", status="5xx") + " / " + _R.rate("http_requests") + " > 0.05",
+        expr=_R.rate("http_requests", status="5xx", handler=REQUESTS) + " / "
+        + _R.rate("http_requests", handler=REQUESTS) + " > 0.05",
         hold="5m",
         severity="critical",
         summary="{{ $value | humanizePercentage }} of requests fail with a server error.",

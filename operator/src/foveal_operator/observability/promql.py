@@ -1,7 +1,8 @@
 """PromQL made from the metric registry: a name or label that nobody declared fails at once.
 
-Used by boards/ and alerts.py while dashboards and rules are generated, never at run time. Besides a
-family's own labels there are those that scraping adds (TARGET_LABELS, see the PodMonitors).
+Used by boards/ and alerts.py while dashboards and rules are generated, and by `foveal dashboard`,
+never by the operator at run time. Besides a family's own labels there are those that scraping adds
+(TARGET_LABELS, see the PodMonitors).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Scope(msgspec.Struct, frozen=True):
 
     def series(self, name: str, part: str = "", /, **labels: str) -> str:
         """A selector. `part` is bucket, sum or count of a histogram. A label's value "~a|b" is a
-        pattern, "!a" its negation."""
+        pattern, "!a" and "!~a|b" are negations."""
         metric = KNOWN[name]
         assert (metric.kind == "histogram") == bool(part), f"{name}: part {part!r}"
         scope = {"namespace": self.namespace, "resource": self.resource, "pod": self.pod}
@@ -101,6 +102,8 @@ def _check_labels(name: str, by: str) -> None:
 
 
 def _matcher(label: str, value: str) -> str:
+    if value.startswith("!~"):
+        return f'{label}!~"{value[2:]}"'
     if value.startswith("~"):
         return f'{label}=~"{value[1:]}"'
     if value.startswith("!"):
@@ -108,6 +111,8 @@ def _matcher(label: str, value: str) -> str:
     return f'{label}="{value}"'
 
 
+REQUESTS = "!~/(readyz|livez|health|metrics|version)"
+"""`handler` of what clients ask for. Probes are many, and a 503 of /readyz is an answer."""
 DASHBOARD = Scope('=~"$namespace"', '=~"$resource"', '=~"$pod"', "$__rate_interval")
 RESOURCE = Scope('="@namespace@"', '="@resource@"')
 """Alert rules of one resource: the tokens are filled in by manifests/monitoring.py."""

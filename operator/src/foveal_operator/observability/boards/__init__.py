@@ -1,4 +1,5 @@
-"""The dashboards as data, one file each; grafana.py draws them. Not used at run time."""
+"""The dashboards as data, one file each; grafana.py draws them, and `foveal
+dashboard` shows a choice of them. The operator does not use them at run time."""
 
 from __future__ import annotations
 

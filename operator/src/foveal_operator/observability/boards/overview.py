@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from foveal_operator.observability.panel import Board, Row, graph, stat
 from foveal_operator.observability.promql import DASHBOARD as D
+from foveal_operator.observability.promql import REQUESTS
 
 _TTFT = "vllm:time_to_first_token_seconds"
 _ITL = "vllm:inter_token_latency_seconds"
@@ -15,8 +16,9 @@ _NOW = Row("Now", (
          D.total("foveal_engines_ready", how="min"), bad=0.5, warn=1),
     stat("Sequences/s", "Finished sequences of any reason.",
          D.rate("vllm:request_success"), "reqps"),
-    stat("Errors", "Share of HTTP requests that the server failed (5xx).",
-         D.rate("http_requests", status="5xx") + " / " + D.rate("http_requests") + " or vector(0)",
+    stat("Errors", "Share of HTTP requests, probes left out, that the server failed (5xx).",
+         D.rate("http_requests", status="5xx", handler=REQUESTS) + " / "
+         + D.rate("http_requests", handler=REQUESTS) + " or vector(0)",
          "percentunit", warn=0.01, bad=0.05),
     stat("TTFT p95", "Time to first token.", D.quantile(0.95, _TTFT), "s"),
     stat("Media hit ratio", "Media items that were neither processed nor sent.",
@@ -42,7 +44,7 @@ _REQUESTS = Row("Requests", (
     graph("Errors and refusals", "By error code, and by the limit met at the door.",
           (D.rate("foveal_request_errors", "code"), "{{code}}"),
           (D.rate("vllm:admission_rejections", "reason"), "refused: {{reason}}"), unit="reqps"),
-    graph("In flight", "HTTP requests, and prompt tokens of those.",
+    graph("In flight", "HTTP requests being answered.",
           (D.total("foveal_requests_inflight", "pod"), "{{pod}}")),
 ))  # fmt: skip
 

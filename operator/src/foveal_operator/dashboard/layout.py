@@ -1,0 +1,221 @@
+"""What the page shows: a choice of the dashboards' own panels, and tables of their queries. Pure.
+
+Panels are named by board and title, so that the page and Grafana never differ in a query; a test
+holds every name. Used by cli_dashboard.py and page.py.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+import msgspec
+
+from foveal_operator.observability.boards.caches import CACHES
+from foveal_operator.observability.boards.encoder import ENCODER
+from foveal_operator.observability.boards.memory import MEMORY
+from foveal_operator.observability.boards.mirror import MIRROR
+from foveal_operator.observability.boards.overview import OVERVIEW
+from foveal_operator.observability.panel import Board, Panel, Unit
+from foveal_operator.observability.promql import DASHBOARD as D
+
+
+class Figure(msgspec.Struct, frozen=True, kw_only=True):
+    """One number: the newest value of a query's only series."""
+
+    label: str
+    expr: str
+    unit: Unit = "short"
+    warn: float | None = None
+    bad: float | None = None
+
+
+class Tile(msgspec.Struct, frozen=True):
+    """A headline: one large number with its course, and smaller ones below it."""
+
+    title: str
+    about: str
+    main: Figure
+    more: tuple[Figure, ...] = ()
+
+
+class Column(msgspec.Struct, frozen=True, kw_only=True):
+    """`bar` draws the value as a share of 1."""
+
+    label: str
+    expr: str
+    unit: Unit = "short"
+    bar: bool = False
+
+
+class Table(msgspec.Struct, frozen=True, kw_only=True):
+    """One row for each value of `keys`; a cell is the query's newest value there."""
+
+    title: str
+    about: str
+    keys: tuple[str, ...]
+    columns: tuple[Column, ...]
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True):
+    title: str
+    panels: tuple[Panel, ...] = ()
+    tables: tuple[Table, ...] = ()
+    kind: Literal["charts", "tables"] = "charts"
+
+
+def panel(board: Board, title: str) -> Panel:
+    found = [one for one in board.panels if one.title == title]
+    assert len(found) == 1, f"{board.uid} has {len(found)} panels {title!r}"
+    return found[0]
+
+
+def _figure(board: Board, title: str, label: str = "", number: int = 0) -> Figure:
+    source = panel(board, title)
+    return Figure(label=label or source.queries[number].legend, unit=source.unit,
+                  expr=source.queries[number].expr, warn=source.warn, bad=source.bad)  # fmt: skip
+
+
+def _tile(title: str, board: Board, source: str, *more: Figure) -> Tile:
+    return Tile(title, panel(board, source).about, _figure(board, source), more)
+
+
+def _column(label: str, board: Board, title: str, number: int = 0, bar: bool = False) -> Column:
+    source = panel(board, title)
+    unit, expr = source.unit, source.queries[number].expr
+    return Column(label=label, expr=expr, unit=unit, bar=bar)
+
+
+_TTFT = panel(OVERVIEW, "Time to first token")
+_SENT = D.rate("foveal_mirror_value_bytes_sent")
+_AVOIDED = D.rate("foveal_mirror_value_bytes_avoided")
+_AVOIDED_SHARE = f"{_AVOIDED} / ({_AVOIDED} + {_SENT})"
+
+HEADLINES = (
+    _tile("Requests/s", OVERVIEW, "Sequences/s",
+          Figure(label="in flight", expr=D.total("foveal_requests_inflight"))),
+    Tile("Time to first token", _TTFT.about,
+         _figure(OVERVIEW, "Time to first token", "p50", 0),
+         (_figure(OVERVIEW, "Time to first token", "p95", 1),
+          _figure(OVERVIEW, "Between tokens", "token gap p95", 1))),
+    _tile("Tokens/s", OVERVIEW, "Tokens/s",
+          Figure(label="prompt, from cache", unit="percentunit",
+                 expr=D.ratio("vllm:prefix_cache_hits", "vllm:prefix_cache_queries"))),
+    _tile("Errors", OVERVIEW, "Errors",
+          Figure(label="refused at the door", unit="reqps",
+                 expr=D.rate("vllm:admission_rejections"))),
+    Tile("Bytes avoided", "Value bytes not sent because the engine held them.",
+         Figure(label="", unit="Bps", expr=_AVOIDED),
+         (Figure(label="of value bytes", unit="percentunit", expr=_AVOIDED_SHARE),
+          Figure(label="sent", unit="Bps", expr=_SENT))),
+    _tile("Media hit ratio", OVERVIEW, "Media hit ratio",
+          _figure(MIRROR, "Stale hints", "stale hints")),
+    _tile("KV in use", OVERVIEW, "KV in use",
+          Figure(label="requests waiting", expr=D.total("vllm:num_requests_waiting_by_reason"))),
+    _tile("Frontends ready", OVERVIEW, "Frontends ready",
+          _figure(OVERVIEW, "Engines ready", "engines ready")),
+)  # fmt: skip
+
+_BY = "cache,tier"
+CACHE_TABLE = Table(
+    title="Each cache",
+    about="All processes together. KV memory is counted in blocks, the others in bytes.",
+    keys=("cache", "tier"),
+    columns=(
+        Column(label="hit ratio", unit="percentunit", bar=True,
+               expr=D.ratio("foveal_cache_hits", "foveal_cache_queries", _BY)),
+        Column(label="lookups/s", expr=D.rate("foveal_cache_queries", _BY)),
+        _column("held", CACHES, "Held"),
+        _column("budget", CACHES, "Budget"),
+        Column(label="used", unit="percentunit", bar=True,
+               expr=D.total("foveal_cache_bytes", _BY) + " / "
+               + D.total("foveal_cache_capacity_bytes", _BY)),
+        _column("entries", CACHES, "Entries"),
+        Column(label="evictions/s", expr=D.rate("foveal_cache_evictions", _BY)),
+    ),
+)  # fmt: skip
+GHOST_TABLE = Table(
+    title="Would more memory help?",
+    about="Estimated hit ratio over the recent past, were the cache this many times its size.",
+    keys=("cache",),
+    columns=tuple(
+        Column(label=f"× {factor}", unit="percentunit",
+               expr=D.total("foveal_cache_estimated_hit_ratio", "cache", how="avg",
+                            factor=factor))
+        for factor in ("0.5", "1", "2", "4")
+    ),
+)  # fmt: skip
+POD_TABLE = Table(
+    title="Pods",
+    about="Newest values. Used and limit are the container's, where it has a limit.",
+    keys=("pod",),
+    columns=(
+        Column(label="in flight", expr=D.total("foveal_requests_inflight", "pod")),
+        Column(label="running", expr=D.total("vllm:num_requests_running", "pod")),
+        Column(label="waiting", expr=D.total("vllm:num_requests_waiting", "pod")),
+        _column("KV in use", OVERVIEW, "KV memory and preemptions", bar=True),
+        Column(label="caches held", unit="bytes", expr=D.total("foveal_cache_bytes", "pod")),
+        Column(label="resident", unit="bytes",
+               expr=D.total("process_resident_memory_bytes", "pod")),
+        Column(label="used", unit="bytes",
+               expr=D.total("foveal_memory_used_bytes", "pod", how="max") + " > 0"),
+        _column("limit", MEMORY, "Measured and limit", 1),
+        Column(label="CPU cores", expr=D.rate("process_cpu_seconds", "pod")),
+        Column(label="up for", unit="s",
+               expr="time() - " + D.total("process_start_time_seconds", "pod", how="max")),
+    ),
+)  # fmt: skip
+
+SECTIONS = (
+    Section(title="Requests", panels=tuple(
+        panel(OVERVIEW, title) for title in
+        ("Finished", "Time to first token", "Between tokens", "Where the time goes",
+         "Errors and refusals", "In flight"))),
+    Section(title="What the caches save", panels=(
+        panel(OVERVIEW, "Hit ratio by cache"),
+        panel(OVERVIEW, "Value bytes to engines"),
+        panel(OVERVIEW, "Work saved"),
+        panel(CACHES, "Held"), panel(CACHES, "Used share of the budget"),
+        panel(CACHES, "Evictions"))),
+    Section(title="Caches", kind="tables", tables=(CACHE_TABLE, GHOST_TABLE)),
+    Section(title="Mirror health", panels=(
+        panel(MIRROR, "Hash alone, by pair"),
+        panel(MIRROR, "Asked for"),
+        panel(MIRROR, "Wait for values"),
+        panel(MIRROR, "Keys believed held"), panel(MIRROR, "Window in use"),
+        panel(MIRROR, "Sessions begun anew"))),
+    Section(title="Encoder and media", panels=(
+        panel(ENCODER, "Items encoded"), panel(ENCODER, "Embeddings"),
+        panel(ENCODER, "Time in each stage"))),
+    Section(title="Queue and KV memory", panels=(
+        panel(OVERVIEW, "Requests"), panel(OVERVIEW, "Tokens"),
+        panel(CACHES, "KV blocks"))),
+    Section(title="Pods", kind="tables", tables=(POD_TABLE,)),
+)  # fmt: skip
+
+
+class Chosen(msgspec.Struct, frozen=True, kw_only=True):
+    """The dashboards' variables, filled in. Empty = all."""
+
+    namespace: str = ""
+    resource: str = ""
+    pod: str = ""
+    window_seconds: int = 60
+
+    def fill(self, expr: str) -> str:
+        """The expression with its variables replaced."""
+        for name in ("namespace", "resource", "pod"):
+            value = getattr(self, name)
+            # Inside a quoted pattern a backslash is written twice.
+            pattern = re.escape(value).replace("\\", "\\\\") if value else ".*"
+            expr = expr.replace(f"${name}", pattern)
+        return expr.replace("$__rate_interval", f"{self.window_seconds}s")
+
+
+def expressions() -> list[str]:
+    """Every query of the page, once."""
+    found = [one.expr for tile in HEADLINES for one in (tile.main, *tile.more)]
+    for section in SECTIONS:
+        found += [query.expr for one in section.panels for query in one.queries]
+        found += [column.expr for table in section.tables for column in table.columns]
+    return list(dict.fromkeys(found))
