@@ -6,11 +6,13 @@ shapes are small and odd. FOVEAL_DEVICE=cuda compiles them.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -272,3 +274,36 @@ def test_a_whole_model_says_the_same(name: str, bench) -> None:
     one.driver.run(list(jobs.values()))
     for key, job in jobs.items():
         one.check(job, prompts[key])
+
+
+def compiled(*cases: str) -> list[dict]:
+    """What the kernels take on GPUs that are not here; each case must compile."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("triton_compile.py")
+    done = subprocess.run([sys.executable, script, *cases], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+SMALL_CARD_BYTES = 101376
+"""Shared memory that a block may have on cards of compute capability 8.6 and 8.9."""
+
+
+def test_kernels_compile_without_a_gpu() -> None:
+    """Regression: a name that the interpreter lets change its shape in a loop did not compile."""
+    found = compiled("bfloat16,128,4,90,rules")
+    assert [one["kernel"] for one in found] == [
+        "decode_kernel", "decode_kernel", "prefill_kernel", "reduce_kernel", "write_kernel"
+    ]  # fmt: skip
+    assert max(one["shared_bytes"] for one in found) <= SMALL_CARD_BYTES
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("architecture", [80, 89, 90])
+@pytest.mark.parametrize("kind", ["bfloat16", "float16", "float32"])
+def test_kernels_compile_for_all_head_sizes(kind: str, architecture: int) -> None:
+    cases = [f"{kind},{dim},{group},{architecture},{rules}" for dim in (64, 80, 128, 192, 256)
+             for group in (1, 7) for rules in ("plain", "rules")]  # fmt: skip
+    found = compiled(*cases)
+    assert max(one["shared_bytes"] for one in found) <= SMALL_CARD_BYTES

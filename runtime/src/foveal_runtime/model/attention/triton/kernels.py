@@ -140,14 +140,14 @@ def decode_kernel(
     for start in range(begin, end, BLOCK_N):
         position = start + tl.arange(0, BLOCK_N)
         is_read = position < end
-        place = _rows_of(block_table, sequence, table_stride, position, is_read, PAGE)
-        place = place * NUM_KV_HEADS + kv_head
+        pool_row = _rows_of(block_table, sequence, table_stride, position, is_read, PAGE)
+        pool_row = pool_row * NUM_KV_HEADS + kv_head
         k = tl.load(
-            keys + place[None, :] * DK + at_k[:, None],
+            keys + pool_row[None, :] * DK + at_k[:, None],
             mask=is_read[None, :] & (at_k < DK)[:, None], other=0.0,
         )  # fmt: skip
         v = tl.load(
-            values + place[:, None] * DV + at_v[None, :],
+            values + pool_row[:, None] * DV + at_v[None, :],
             mask=is_read[:, None] & (at_v < DV)[None, :], other=0.0,
         )  # fmt: skip
         scores = _scores(q, k, scale, SOFTCAP, WIDEN)
@@ -256,14 +256,14 @@ def prefill_kernel(
     for start in range(begin, end, BLOCK_N):
         position = start + tl.arange(0, BLOCK_N)
         is_read = position < end
-        place = _rows_of(block_table, sequence, table_stride, position, is_read, PAGE)
-        place = place * NUM_KV_HEADS + kv_head
+        pool_row = _rows_of(block_table, sequence, table_stride, position, is_read, PAGE)
+        pool_row = pool_row * NUM_KV_HEADS + kv_head
         k = tl.load(
-            keys + place[None, :] * DK + at_k[:, None],
+            keys + pool_row[None, :] * DK + at_k[:, None],
             mask=is_read[None, :] & (at_k < DK)[:, None], other=0.0,
         )  # fmt: skip
         v = tl.load(
-            values + place[:, None] * DV + at_v[None, :],
+            values + pool_row[:, None] * DV + at_v[None, :],
             mask=is_read[:, None] & (at_v < DV)[None, :], other=0.0,
         )  # fmt: skip
         scores = _scores(q, k, scale, SOFTCAP, WIDEN)
