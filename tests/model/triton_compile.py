@@ -1,6 +1,6 @@
 """Compiles the Triton kernels for NVIDIA GPUs that are not there, and tells what they take.
 
-    python tests/model/triton_compile.py CASE...     (CASE: dtype,head size,group,architecture,rules)
+    python tests/model/triton_compile.py dtype,head-size,group,architecture,rules ...
 
 One JSON line a kernel: name, shared memory in bytes, bytes spilled a thread. Run by
 test_attention_triton in a process of its own, because there the kernels are interpreted.

@@ -11,6 +11,7 @@ import logging
 import signal
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from foveal_runtime.engine.assemble import LoadedEngine, assemble_core
 from foveal_runtime.engine.core import EngineCore
@@ -30,6 +31,9 @@ from foveal_runtime.telemetry.metrics import Metrics
 from foveal_runtime.wire.namespace import model_namespace
 from foveal_runtime.wire.shm import SharedReader
 from foveal_runtime.wire.zmq_transport import ZmqRouter
+
+if TYPE_CHECKING:
+    from foveal_runtime.model.runner import TorchRunner
 
 log = logging.getLogger(__name__)
 
@@ -135,6 +139,8 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
             attention=config.attention,
         )
     runner.allocate_kv(config.caches.kv_bytes // runner.kv_block_bytes)
+    if isinstance(runner, TorchRunner) and config.cuda_graphs and config.device.startswith("cuda"):
+        _record_decoding(runner, config)
     loaded_seconds = time.perf_counter() - started
     limit = runner.traits.max_position
     if config.model.max_model_len > limit:
@@ -168,6 +174,19 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
         namespace=namespace,
         revision=config.model.revision,
     )
+
+
+def _record_decoding(runner: TorchRunner, config: EngineConfig) -> None:
+    from foveal_runtime.model.graphs import CudaCapturer
+
+    longest = config.model.max_model_len or runner.traits.max_position
+    longest = min(longest, (runner.num_blocks - 1) * config.caches.block_size)
+    began = time.perf_counter()
+    if runner.record_decoding(
+        CudaCapturer(), max_num_seqs=config.scheduler.max_num_seqs, max_model_len=longest
+    ):
+        seconds = round(time.perf_counter() - began, 2)
+        log.info("decode steps recorded", extra={"record_seconds": seconds})
 
 
 def _largest_items(config: EngineConfig, max_tokens: int) -> dict[str, ItemProfile]:

@@ -27,9 +27,10 @@ class Fetch:
         order = sorted(range(len(tensors)), key=lambda i: -tensors[i].element_size())
         self._order = order
         flat = [tensors[i].contiguous().reshape(-1).view(torch.uint8) for i in order]
-        packed = torch.cat(flat)
+        packed = torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
         self._event: Any = None
         if is_pinned:
+            # Nothing to bring is still something to wait for.
             self._host = torch.empty(packed.shape, dtype=torch.uint8, pin_memory=True)
             self._host.copy_(packed, non_blocking=True)
             # A sleeping wait: the processor is somebody else's while the device works.
@@ -102,6 +103,20 @@ class Device:
             there[begin : begin + array.nbytes].view(_TORCH[array.dtype.type]).view(array.shape)
             for begin, array in zip(begins, arrays, strict=True)
         ]
+
+    def send(self, tensor: torch.Tensor, *, is_own: bool = False) -> torch.Tensor:
+        """One large host tensor on the device; nobody waits. It is a copy, unless the tensor
+        `is_own` (nobody else keeps it) and is on the device already."""
+        if not self.is_cuda:
+            return tensor if is_own else tensor.clone()
+        pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
+        return pinned.to(self.torch, non_blocking=True)
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy on the host that `send` takes back later; whole when the step is over."""
+        kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.is_cuda)
+        kept.copy_(tensor, non_blocking=True)
+        return kept
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Fetch:
         """Starts the one copy back of all that a step found out."""

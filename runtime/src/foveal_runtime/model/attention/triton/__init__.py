@@ -55,16 +55,15 @@ class _Division:
 class TritonBackend:
     """See AttentionBackend for shapes. A ForwardContext object stands for one step's batch."""
 
+    is_static = True
+
     def __init__(self, device: Device, tuning: Tuning) -> None:
         self._device = device
         self.tuning = tuning
         self._context: ForwardContext | None = None
         self._division: _Division | None = None
         self._all_rows = torch.arange(0, dtype=torch.int32, device=device.torch)
-
-    def reserve(self, num_rows: int) -> None:
-        """Makes what batches of up to `num_rows` single tokens need; before any capture."""
-        self._all_rows = torch.arange(num_rows, dtype=torch.int32, device=self._device.torch)
+        self._outgrown: list[torch.Tensor] = []  # recordings may still read them
 
     def write_kv(
         self,
@@ -112,7 +111,9 @@ class TritonBackend:
         q_lens = context.q_lens
         if context.groups is None and max(q_lens) == 1:
             if len(q_lens) > len(self._all_rows):
-                self.reserve(triton.next_power_of_2(len(q_lens)))
+                self._outgrown.append(self._all_rows)
+                count = triton.next_power_of_2(len(q_lens))
+                self._all_rows = torch.arange(count, dtype=torch.int32, device=self._device.torch)
             return _Division(None, len(q_lens), [])
         rows: list[int] = []
         long: list[tuple[int, int]] = []
