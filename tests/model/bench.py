@@ -30,10 +30,10 @@ class RecordingSampler(Sampler):
         super().__init__(())
         self.logits: dict[tuple[str, int], torch.Tensor] = {}
 
-    def sample(self, logits, sequences, failed=None):
+    def launch(self, logits, sequences, device):
         for row, sequence in zip(logits, sequences, strict=True):
             self.logits[sequence.request_id, len(sequence.output_token_ids)] = row.clone()
-        return super().sample(logits, sequences, failed)
+        return super().launch(logits, sequences, device)
 
 
 def pack(item) -> bytes:

@@ -25,6 +25,9 @@ def _load(name: str) -> ModuleType:
     return sys.modules[full]
 
 
+_load("attention_batches")
+
+
 @pytest.fixture(scope="session")
 def checkpoints() -> ModuleType:
     module = _load("tiny_checkpoints")

@@ -2,71 +2,26 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from pathlib import Path
 
 import pytest
 import torch
+from foveal_tests_model_attention_batches import ORACLE, batch, geometry, pool_as
 
 from foveal_runtime.model.attention import (
     BackendRequest,
     ForwardContext,
-    KVPool,
     LayerGeometry,
     create_backend,
 )
 from foveal_runtime.model.attention import cpu as cpu_module
 from foveal_runtime.model.attention.cpu import CpuBackend, divide
 from foveal_runtime.model.attention.kernels import Kernel, cpu_flags, load_kernel, variants
-from foveal_runtime.model.attention.torch_backend import TorchBackend
 from foveal_runtime.plan.errors import StartupError
 
 LOADED = load_kernel()
 pytestmark = pytest.mark.skipif(isinstance(LOADED, str), reason=f"{LOADED}; run `make setup`")
-ORACLE = TorchBackend()
-
-
-def geometry(dim: int, group: int, kv_heads: int = 2, **kwargs) -> LayerGeometry:
-    options = {"scaling": dim**-0.5, **kwargs}
-    return LayerGeometry(0, kv_heads * group, kv_heads, dim, dim, **options)
-
-
-def batch(
-    layer: LayerGeometry,
-    lengths: list[tuple[int, int]],
-    block_size: int,
-    dtype: torch.dtype,
-    seed: int = 0,
-) -> tuple[ForwardContext, torch.Tensor]:
-    """A pool of noise, scattered blocks, and one (q_len, kv_len) per sequence."""
-    generator = torch.Generator().manual_seed(seed)
-    needed = [-(-kv // block_size) for _, kv in lengths]
-    pool = KVPool([layer], sum(needed) + 1, block_size, dtype, torch.device("cpu"))
-    for tensor in (*pool.keys, *pool.values):
-        tensor.copy_(torch.randn(tensor.shape, generator=generator))
-    order = (torch.randperm(sum(needed), generator=generator) + 1).int()
-    table = torch.zeros(len(lengths), max(needed), dtype=torch.int32)
-    for i, part in enumerate(order.split(needed)):
-        table[i, : len(part)] = part
-    q_lens, kv_lens = [q for q, _ in lengths], [kv for _, kv in lengths]
-    tokens = [(i, kv - q + j) for i, (q, kv) in enumerate(lengths) for j in range(q)]
-    context = ForwardContext(
-        backend=ORACLE,
-        pool=pool,
-        q_start=torch.tensor([0, *itertools.accumulate(q_lens)], dtype=torch.int32),
-        seq_lens=torch.tensor(kv_lens, dtype=torch.int32),
-        block_table=table,
-        slots=torch.tensor([int(table[i, p // block_size]) * block_size + p % block_size
-                            for i, p in tokens]),
-        seq_of_token=torch.tensor([i for i, _ in tokens], dtype=torch.int32),
-        pos_of_token=torch.tensor([p for _, p in tokens], dtype=torch.int32),
-        q_lens=q_lens,
-        kv_lens=kv_lens,
-    )  # fmt: skip
-    shape = (layer.num_heads, len(tokens), layer.key_dim)  # strides as HF decoders give them
-    query = torch.randn(shape, generator=generator).to(dtype).transpose(0, 1)
-    return context, query
 
 
 def compare(
@@ -83,10 +38,7 @@ def compare(
     assert cpu_module.is_supported(layer, dtype)
     got = backend.attend(layer, query, context, sinks)
     # The oracle computes in float32 on the same (perhaps rounded) numbers.
-    wide = KVPool([layer], context.pool.num_blocks, block_size, torch.float32, query.device)
-    wide.keys[0].copy_(context.pool.keys[0])
-    wide.values[0].copy_(context.pool.values[0])
-    narrow, context.pool = context.pool, wide
+    narrow, context.pool = context.pool, pool_as(context.pool, torch.float32)
     want = ORACLE.attend(layer, query.float(), context, sinks)
     context.pool = narrow
     tolerance = 2e-5 if dtype == torch.float32 else 8e-3

@@ -10,11 +10,12 @@ from foveal_runtime.engine.limits import SchedulerLimits
 from foveal_runtime.engine.request import Request
 from foveal_runtime.engine.scheduler import Scheduler
 from foveal_runtime.engine.warm import WarmSet
+from foveal_runtime.model.device import Device
 from foveal_runtime.model.encoder import EncoderStore
 
 pytestmark = pytest.mark.model
 
-CPU = torch.device("cpu")
+CPU = Device(torch.device("cpu"))
 
 
 def scheduler_of(runner, *, cache_embeds: int, host_bytes: int) -> Scheduler:

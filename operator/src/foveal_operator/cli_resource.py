@@ -73,15 +73,11 @@ def _read_both(path: str) -> tuple[dict[str, Any], InferenceSpec]:
 
 
 def read_profile(path: str) -> ModelProfile:
-    return parse_profile(_read(path, "profile").encode(), path)
-
-
-def parse_profile(data: bytes, source: str) -> ModelProfile:
     try:
-        return model_profile.decode(data)
+        return model_profile.decode(_read(path, "profile").encode())
     except StartupError as error:
         raise UsageError(
-            f"{source}: {error.message}; make one with `foveal-runtime profile MODEL_DIRECTORY`"
+            f"{path}: {error.message}; make one with `foveal-runtime profile MODEL_DIRECTORY`"
         ) from error
 
 

@@ -12,10 +12,10 @@ import tempfile
 from pathlib import Path
 
 from foveal_operator.cli_errors import CommandError, UsageError
-from foveal_operator.cli_resource import parse_profile
 from foveal_operator.manifests import ClusterFacts, desired
 from foveal_operator.spec import InferenceSpec
-from foveal_runtime.plan.profile import ModelProfile
+from foveal_runtime.plan.errors import StartupError
+from foveal_runtime.plan.profile import ModelProfile, decode
 
 _MODELS = "~/.cache/foveal/models"
 
@@ -54,4 +54,7 @@ def find_profile(inference: InferenceSpec, model: Path, command: list[str]) -> M
         done = subprocess.run([*command, *args, "--output", str(file)], env=environment)
         if done.returncode:
             raise CommandError(f"the model in {model} cannot be profiled")
-        return parse_profile(file.read_bytes(), str(model))
+        try:
+            return decode(file.read_bytes())
+        except StartupError as error:
+            raise CommandError(f"the profile of {model}: {error.message}") from error

@@ -137,6 +137,7 @@ def assemble_core(
     core = EngineCore(
         scheduler, loaded.runner, receiver, send=send, clock=clock, events=events, warm=warm,
         unpin_encoded=caches.unpin_at == "encoded",
+        run_ahead=config.runs_ahead,
     )  # fmt: skip
     core.load_warm_set()
     return core

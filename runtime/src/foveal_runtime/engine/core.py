@@ -15,7 +15,7 @@ from foveal_runtime.engine.events import EventLog
 from foveal_runtime.engine.request import Request
 from foveal_runtime.engine.scheduler import Scheduler
 from foveal_runtime.engine.splice import splice
-from foveal_runtime.engine.step import ModelRunner, StepPlan
+from foveal_runtime.engine.step import ModelRunner, RunningStep, StepPlan
 from foveal_runtime.engine.value_release import ValueRelease
 from foveal_runtime.engine.warm import WarmSet
 from foveal_runtime.mirror.admission import RequestKey
@@ -42,6 +42,8 @@ class EngineCore:
         events: hears of what the caches hold; None = no event stream.
         warm: encoder outputs that outlive the process; None = none do.
         unpin_encoded: values are unpinned as soon as their items are encoded.
+        run_ahead: a step that only decodes is submitted before the result of the one before it is
+            taken, so that the device never waits for the host.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class EngineCore:
         events: EventLog | None = None,
         warm: WarmSet | None = None,
         unpin_encoded: bool = False,
+        run_ahead: bool = False,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
@@ -65,6 +68,8 @@ class EngineCore:
         self._clock = clock
         self._events = events
         self._warm = warm
+        self._run_ahead = run_ahead
+        self._under_way: tuple[StepPlan, RunningStep] | None = None  # submitted ahead
         self._values = ValueRelease(scheduler, receiver, is_on=unpin_encoded)
         self.value_ghosts = GhostLists(receiver.store.capacity_bytes)
         self.value_ages = EvictionAges(clock)
@@ -150,8 +155,8 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """A step is wanted now."""
-        return self.scheduler.has_work
+        """A step is wanted now, or one is under way."""
+        return self.scheduler.has_work or self._under_way is not None
 
     @property
     def num_unfinished(self) -> int:
@@ -172,28 +177,48 @@ class EngineCore:
 
     def step(self) -> None:
         """Runs one step if somebody wants one, then sends what there is to say."""
-        if self.scheduler.has_work:
+        if self.has_work:
             self.flush()  # nobody who is asked for a value waits for the step to end
             began = self._clock()
-            plan = self.scheduler.schedule()
-            self._collect()
+            plan, running = self._next_step()
             scheduled = self._clock()
-            if plan.scheduled or _moves_something(plan):
-                result = self.runner.execute(plan)
-                executed = self._clock()
-                self.scheduler.update(plan, result)
-                self._collect()
-                observed = self.stats.observed
-                observed.schedule_seconds.append(scheduled - began)
-                observed.execute_seconds.append(executed - scheduled)
-                observed.update_seconds.append(self._clock() - executed)
-                if self._events is not None:
-                    self._events.note_plan(plan, result)
-                self._values.after_step(plan)
+            if running is not None:
+                ahead = self.scheduler.plan_ahead(plan) if self._run_ahead else None
+                if ahead is not None:
+                    self._under_way = ahead, self.runner.submit(ahead)
+                self._take_in(plan, running, began, scheduled)
+                if ahead is not None:
+                    self.scheduler.adopt(ahead)
             if self._values.recall():
                 self._drop_aborted()
             self._start_ready()
         self.flush()
+
+    def _next_step(self) -> tuple[StepPlan, RunningStep | None]:
+        """The step that was submitted ahead, else a new one; None when it would do nothing."""
+        if self._under_way is not None:
+            found, self._under_way = self._under_way, None
+            return found
+        plan = self.scheduler.schedule()
+        self._collect()
+        if plan.scheduled or _moves_something(plan):
+            return plan, self.runner.submit(plan)
+        return plan, None
+
+    def _take_in(
+        self, plan: StepPlan, running: RunningStep, began: float, scheduled: float
+    ) -> None:
+        result = running.result()
+        executed = self._clock()
+        self.scheduler.update(plan, result)
+        self._collect()
+        observed = self.stats.observed
+        observed.schedule_seconds.append(scheduled - began)
+        observed.execute_seconds.append(executed - scheduled)
+        observed.update_seconds.append(self._clock() - executed)
+        if self._events is not None:
+            self._events.note_plan(plan, result)
+        self._values.after_step(plan)
 
     def flush(self) -> None:
         """Sends outputs with the mirror's notes, notes that are urgent, and all that are due."""

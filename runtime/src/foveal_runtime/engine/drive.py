@@ -12,7 +12,7 @@ from foveal_runtime.engine.fake import FAKE_TRAITS, FakeRunner, reference_tokens
 from foveal_runtime.engine.limits import SchedulerLimits
 from foveal_runtime.engine.request import Request
 from foveal_runtime.engine.scheduler import Scheduler
-from foveal_runtime.engine.step import MMInput, ModelTraits, StepPlan
+from foveal_runtime.engine.step import MMInput, ModelTraits, RunningStep, StepPlan
 from foveal_runtime.plan.media import PlaceholderRange
 from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.wire.messages import FirstOutput
@@ -43,10 +43,16 @@ class Drive:
         limits: anything of SchedulerLimits; the defaults are small. num_blocks counts those that
             requests can have.
         check: check all books after each step.
+        run_ahead: submit steps ahead of results wherever the scheduler plans them.
     """
 
     def __init__(
-        self, *, traits: ModelTraits = FAKE_TRAITS, check: bool = True, **limits: object
+        self,
+        *,
+        traits: ModelTraits = FAKE_TRAITS,
+        check: bool = True,
+        run_ahead: bool = False,
+        **limits: object,
     ) -> None:
         settings: dict[str, object] = {
             "num_blocks": 64, "block_size": 4, "max_num_batched_tokens": 32, "max_num_seqs": 8,
@@ -64,6 +70,9 @@ class Drive:
             encoder_cache_embeds=self.limits.encoder_cache_embeds,
         )
         self.check = check
+        self.run_ahead = run_ahead
+        self.num_ahead = 0
+        self._under_way: tuple[StepPlan, RunningStep] | None = None
         self.plans: list[StepPlan] = []
         self.requests: dict[str, Request] = {}
         self.prompts: dict[str, list[int]] = {}
@@ -104,11 +113,23 @@ class Drive:
         return request
 
     def step(self) -> StepPlan:
-        """Plans, runs and takes in one step; returns its plan."""
-        plan = self.scheduler.schedule()
+        """Plans, runs and takes in one step (what was submitted ahead first); returns its plan."""
+        running: RunningStep | None = None
+        if self._under_way is not None:
+            (plan, running), self._under_way = self._under_way, None
+        else:
+            plan = self.scheduler.schedule()
+            if plan.scheduled or plan.finished or plan.free_encoder or plan.drop_host_encoder:
+                running = self.runner.submit(plan)
         self.clock.now += 0.01
-        if plan.scheduled or plan.finished or plan.free_encoder or plan.drop_host_encoder:
-            self.scheduler.update(plan, self.runner.execute(plan))
+        if running is not None:
+            ahead = self.scheduler.plan_ahead(plan) if self.run_ahead else None
+            if ahead is not None:
+                self.num_ahead += 1
+                self._under_way = ahead, self.runner.submit(ahead)
+            self.scheduler.update(plan, running.result())
+            if ahead is not None:
+                self.scheduler.adopt(ahead)
         self._collect()
         self.plans.append(plan)
         if self.check:
@@ -118,7 +139,7 @@ class Drive:
     def run(self, max_steps: int = 2000) -> None:
         """Steps until nothing is left to do."""
         for _ in range(max_steps):
-            if not self.scheduler.has_work:
+            if not self.scheduler.has_work and self._under_way is None:
                 return
             self.step()
         raise AssertionError(f"not done after {max_steps} steps: {self.scheduler.running}")

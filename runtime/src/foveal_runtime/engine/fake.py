@@ -17,6 +17,7 @@ from blake3 import blake3
 
 from foveal_runtime.engine.step import (
     TRASH_BLOCK,
+    DoneStep,
     MMInput,
     ModelTraits,
     NewRequest,
@@ -103,6 +104,18 @@ class _State:
         self.sampling = new.sampling
 
 
+class _FakeStep(DoneStep):
+    """Counts that its result is taken, and once."""
+
+    def __init__(self, runner: FakeRunner, result: StepResult) -> None:
+        super().__init__(result)
+        self._runner = runner
+
+    def result(self) -> StepResult:
+        self._runner.took()
+        return super().result()
+
+
 class FakeRunner:
     """See the module. One per engine.
 
@@ -135,6 +148,7 @@ class FakeRunner:
         self.num_encoded = 0
         self.num_computed_tokens = 0
         self.closed = False
+        self._num_submitted = 0
 
     @property
     def traits(self) -> ModelTraits:
@@ -161,6 +175,14 @@ class FakeRunner:
         for entry in plan.scheduled:
             self._run(entry, result)
         return result
+
+    def submit(self, plan: StepPlan) -> DoneStep:
+        assert self._num_submitted < 2, "two steps are under way already"
+        self._num_submitted += 1
+        return _FakeStep(self, self.execute(plan))
+
+    def took(self) -> None:
+        self._num_submitted -= 1
 
     def save_encoder(self, path: str, mm_hashes: Sequence[MMHash]) -> list[MMHash]:
         held = {**self.host, **self.device}

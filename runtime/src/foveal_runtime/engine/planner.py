@@ -75,6 +75,15 @@ class Planner:
         self._watch_progress(now)
         return self._finish_pass(now)
 
+    def may_admit(self, num_running: int) -> bool:
+        """Whether a pass might admit the head of the queue beside so many running requests."""
+        if not len(self.roster.waiting) or num_running >= self.limits.max_num_seqs:
+            return False
+        stuck, num_free = self._stuck_head
+        is_stuck = self.roster.waiting.head().request_id == stuck
+        ending = num_running < len(self.roster.running)
+        return ending or not is_stuck or self.roster.pool.num_free_blocks > num_free
+
     def _continue_running(self, now: _Pass) -> None:
         """Gives each running request its tokens, in order. The common case, one more token and a
         block that has room, is inlined: it is most of the work of most steps."""

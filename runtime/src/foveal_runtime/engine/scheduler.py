@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from foveal_runtime.engine.ahead import Ahead
 from foveal_runtime.engine.block_pool import BlockPool
 from foveal_runtime.engine.encoder_cache import EncoderCacheManager
 from foveal_runtime.engine.limits import SchedulerLimits
@@ -47,6 +48,7 @@ class Scheduler:
         self.limits = limits
         self.stats = self.roster.stats
         self._planner = Planner(self.roster)
+        self._ahead = Ahead(self.roster, self._planner)
         self._eos = frozenset(traits.eos_token_ids)
 
     # ---- questions ------------------------------------------------------------------------------
@@ -121,6 +123,15 @@ class Scheduler:
         """The next step's plan; empty (`num_tokens` 0, nothing to move) when nobody wants one."""
         return self._planner.schedule()
 
+    def plan_ahead(self, running: StepPlan) -> StepPlan | None:
+        """The step after `running`, before that one's `update`; None when it must come first. A
+        plan that was given must be executed, `adopt`ed after that update, and updated in turn."""
+        return self._ahead.plan(running)
+
+    def adopt(self, plan: StepPlan) -> None:
+        """The step before is taken in: `plan` is now the running one."""
+        self._ahead.adopt(plan)
+
     def take_outputs(self) -> Sequence[tuple[Request, EngineOutput]]:
         """What happened to requests since the last call, in order."""
         return self.roster.outbox.take()
@@ -133,7 +144,7 @@ class Scheduler:
             self.limits.block_size,
             self.roster.is_caching,
         )
-        ended = False
+        ended, num_taken = False, 0
         if result.failed or result.failed_encodes:
             self._take_failures(result)
         for entry in plan.scheduled:
@@ -154,12 +165,14 @@ class Scheduler:
             request = requests.get(sampled.request_id)
             if request is None or request.step != plan.step:
                 continue  # ended, or starts over because of another's failure
+            num_taken += 1
             if self._append(request, sampled, now):
                 ended = True
         if ended:
             self.roster.running = [
                 entry for entry in self.roster.running if entry.status is Status.RUNNING
             ]
+        self.roster.stats.num_generation_tokens += num_taken
         self._count_step(plan, result)
 
     def _take_failures(self, result: StepResult) -> None:
@@ -225,7 +238,6 @@ class Scheduler:
     def _count_step(self, plan: StepPlan, result: StepResult) -> None:
         stats = self.roster.stats
         stats.num_steps += 1
-        stats.num_generation_tokens += len(result.sampled)
         if plan.scheduled:
             num_tokens = plan.num_tokens
             stats.observed.iteration_tokens.append(num_tokens)

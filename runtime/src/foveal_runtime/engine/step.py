@@ -159,6 +159,24 @@ class StepResult(msgspec.Struct, array_like=True):
     failed_encodes: dict[MMHash, str] = {}
 
 
+class RunningStep(Protocol):
+    """A step that was submitted."""
+
+    def result(self) -> StepResult:
+        """Waits until the step is over. Called once, in the order of submission."""
+        ...
+
+
+class DoneStep:
+    """A step that was over when it was submitted."""
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def result(self) -> StepResult:
+        return self._result
+
+
 class ModelRunner(Protocol):
     """The seam between engine/ and model/; `engine.fake.FakeRunner` is the one tests use."""
 
@@ -167,6 +185,11 @@ class ModelRunner(Protocol):
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Obey the plan. Errors of one request go to `failed`; an exception ends the engine."""
+        ...
+
+    def submit(self, plan: StepPlan) -> RunningStep:
+        """`execute` in two parts. One more plan may be submitted before this one's result is
+        taken, if it only continues requests that this one samples."""
         ...
 
     def save_encoder(self, path: str, mm_hashes: Sequence[MMHash]) -> list[MMHash]:

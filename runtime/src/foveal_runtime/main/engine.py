@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 import logging
 import signal
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from foveal_runtime.engine.assemble import LoadedEngine, assemble_core
 from foveal_runtime.engine.core import EngineCore
@@ -30,6 +32,9 @@ from foveal_runtime.telemetry.startup import StartPhases
 from foveal_runtime.wire.namespace import model_namespace
 from foveal_runtime.wire.shm import SharedReader
 from foveal_runtime.wire.zmq_transport import ZmqRouter
+
+if TYPE_CHECKING:
+    from foveal_runtime.model.runner import TorchRunner
 
 log = logging.getLogger(__name__)
 
@@ -140,6 +145,8 @@ def load_engine(config: EngineConfig, phases: StartPhases | None = None) -> Load
             attention=config.attention,
         )
     runner.allocate_kv(config.caches.kv_bytes // runner.kv_block_bytes)
+    if isinstance(runner, TorchRunner) and config.cuda_graphs and config.device.startswith("cuda"):
+        _record_decoding(runner, config)
     phases.done("load")
     limit = runner.traits.max_position
     if config.model.max_model_len > limit:
@@ -174,6 +181,19 @@ def load_engine(config: EngineConfig, phases: StartPhases | None = None) -> Load
         namespace=namespace,
         revision=config.model.revision,
     )
+
+
+def _record_decoding(runner: TorchRunner, config: EngineConfig) -> None:
+    from foveal_runtime.model.graphs import CudaCapturer
+
+    longest = config.model.max_model_len or runner.traits.max_position
+    longest = min(longest, (runner.num_blocks - 1) * config.caches.block_size)
+    began = time.perf_counter()
+    if runner.record_decoding(
+        CudaCapturer(), max_num_seqs=config.scheduler.max_num_seqs, max_model_len=longest
+    ):
+        seconds = round(time.perf_counter() - began, 2)
+        log.info("decode steps recorded", extra={"record_seconds": seconds})
 
 
 def _largest_items(config: EngineConfig, max_tokens: int) -> dict[str, ItemProfile]:

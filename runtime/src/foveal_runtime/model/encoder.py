@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from foveal_runtime.engine.step import EncoderInput, StepPlan
 from foveal_runtime.model.adapters import CUSTOM_ENCODERS, EncoderSpec
+from foveal_runtime.model.device import Device
 from foveal_runtime.model.loader import LoadedModel
 from foveal_runtime.plan.media import MODALITIES, MMHash
 from foveal_runtime.wire.item import BadItem, Item, view_item
@@ -38,7 +39,7 @@ class EncoderStore:
     Level 0 goes into the prompt, further levels are deepstack features.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: Device) -> None:
         self._device = device
         self._outputs: dict[MMHash, torch.Tensor] = {}
         self._host: dict[MMHash, torch.Tensor] = {}
@@ -49,7 +50,7 @@ class EncoderStore:
         for mm_hash in plan.store_encoder:
             output = self._outputs.get(mm_hash)
             if output is not None:
-                self._host[mm_hash] = output.to("cpu", copy=True)
+                self._host[mm_hash] = self._device.keep(output)
         for mm_hash in plan.free_encoder:
             self._outputs.pop(mm_hash, None)
             self._failures.pop(mm_hash, None)
@@ -58,7 +59,7 @@ class EncoderStore:
             if output is None:
                 self.fail(mm_hash, "its encoder output is not in the host tier")
             else:
-                self.put(mm_hash, output.to(self._device, copy=True))
+                self.put(mm_hash, self._device.send(output))
         for mm_hash in plan.drop_host_encoder:
             self._host.pop(mm_hash, None)
 
@@ -119,7 +120,7 @@ class EncoderStore:
                         if output.dtype != dtype:
                             continue
                         if tier == "device":
-                            self.put(mm_hash, output.to(self._device))
+                            self.put(mm_hash, self._device.send(output, is_own=True))
                         else:
                             self._host[mm_hash] = output
                         taken.append(mm_hash)
@@ -140,7 +141,7 @@ class EncoderStore:
 class EncoderRunner:
     """Turns EncoderInputs into outputs in an EncoderStore, in batches of equal shape."""
 
-    def __init__(self, loaded: LoadedModel, store: EncoderStore, device: torch.device) -> None:
+    def __init__(self, loaded: LoadedModel, store: EncoderStore, device: Device) -> None:
         self._core: Any = loaded.core
         self._adapter = loaded.adapter
         self._dtype = loaded.dtype
@@ -208,7 +209,7 @@ class EncoderRunner:
     def _load(self, items: list[Item], name: str) -> torch.Tensor:
         tensor = field_tensor(items, name)
         dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
-        return tensor.to(device=self._device, dtype=dtype)
+        return self._device.send(tensor, is_own=True).to(dtype)
 
 
 def batch_key(spec: EncoderSpec, item: Item, modality: int) -> tuple[object, ...]:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import torch
 
+from foveal_runtime.model.device import Device
 from foveal_runtime.plan.sampling import SamplingParams
 
 
@@ -49,8 +50,10 @@ def adjust_row(
             if not 0 <= token < vocab:
                 raise ValueError(f"logit_bias names token {token}; the vocabulary has {vocab}")
         ids, values = zip(*params.logit_bias, strict=True)
-        bias = torch.tensor(values, dtype=row.dtype, device=row.device)
-        row.index_add_(0, _index(ids, row), bias)
+        index, bias = Device(row.device).upload(
+            np.array(ids, np.int64), np.array(values, np.float32)
+        )
+        row.index_add_(0, index, bias)
     if params.repetition_penalty != 1.0:
         seen = _index(_unique([*prompt_ids, *output_ids], vocab)[0], row)
         values = row[seen]
@@ -59,11 +62,12 @@ def adjust_row(
     if (params.presence_penalty or params.frequency_penalty) and len(output_ids):
         tokens, counts = _unique(output_ids, vocab)
         cost = params.presence_penalty + params.frequency_penalty * counts
-        row.index_add_(0, _index(tokens, row), -torch.from_numpy(cost).to(row))
+        index, change = Device(row.device).upload(tokens, -cost.astype(np.float32))
+        row.index_add_(0, index, change)
 
 
 def _index(ids: Sequence[int] | np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    return torch.as_tensor(ids, dtype=torch.int64, device=like.device)
+    return Device(like.device).upload(np.asarray(ids, np.int64))[0]
 
 
 def _unique(ids: Sequence[int], vocab: int) -> tuple[np.ndarray, np.ndarray]:
@@ -82,20 +86,22 @@ def keep_mask(weights: torch.Tensor, params: Sequence[SamplingParams]) -> torch.
     """
     vocab = weights.shape[1]
     top_ks = [p.top_k if 0 < p.top_k < vocab else 0 for p in params]
-    floors = weights.new_tensor([p.min_p for p in params])
+    rows = [i for i, p in enumerate(params) if p.top_p < 1.0]
+    if not rows and not any(top_ks) and not any(p.min_p for p in params):
+        return None
+    floors, column, limited, index, top_ps = Device(weights.device).upload(
+        np.array([p.min_p for p in params], np.float32),
+        np.array([max(k - 1, 0) for k in top_ks], np.int64),
+        np.array([k > 0 for k in top_ks], np.bool_),
+        np.array(rows, np.int64),
+        np.array([params[i].top_p for i in rows], np.float64),
+    )
     if any(top_ks):
         best = weights.topk(max(top_ks), dim=-1).values
-        column = weights.new_tensor([max(k - 1, 0) for k in top_ks], dtype=torch.int64)
         kth = best.gather(1, column[:, None])[:, 0]
-        limited = weights.new_tensor([k > 0 for k in top_ks], dtype=torch.bool)
         floors = torch.where(limited, torch.maximum(floors, kth), floors)
-    rows = [i for i, p in enumerate(params) if p.top_p < 1.0]
     if rows:
-        top_ps = weights.new_tensor([params[i].top_p for i in rows], dtype=torch.float64)
-        index = _index(rows, weights)
         floors[index] = _nucleus_floor(weights[index], floors[index], top_ps)
-    elif not any(top_ks) and not any(p.min_p for p in params):
-        return None
     return weights >= floors[:, None]
 
 

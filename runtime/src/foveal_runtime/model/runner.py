@@ -3,51 +3,49 @@
 Made by main/ in an engine process, called by the engine's step loop, one thread at a time. Keeps
 tokens and positions of running requests, KV memory and encoder outputs; decides nothing about
 them. A request whose input cannot be computed ends up in `StepResult.failed`, and the others go on.
+
+`submit` gives the device a step's work and returns; `RunningStep.result` is the one place that
+waits for it. A second step may be submitted before the first one's result was taken: the tokens
+that it continues are then read on the device.
 """
 
 from __future__ import annotations
 
 import functools
-import time
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 
-from foveal_runtime.engine.step import (
-    ModelTraits,
-    NewRequest,
-    PromptLogprobs,
-    StepPlan,
-    StepResult,
-)
+from foveal_runtime.engine.step import ModelTraits, NewRequest, StepPlan, StepResult
 from foveal_runtime.model.attention import (
     BackendRequest,
+    ForwardContext,
     KVPool,
     create_backend,
 )
-from foveal_runtime.model.batch import (
-    Window,
-    make_context,
-    make_groups,
-    make_ids,
-    make_positions,
-    make_windows,
-)
+from foveal_runtime.model.batch import HostBatch, Window, make_batch, make_windows
 from foveal_runtime.model.context import PagedCall, forward_context
+from foveal_runtime.model.device import Device, open_device
 from foveal_runtime.model.encoder import EncoderRunner, EncoderStore
+from foveal_runtime.model.graphs import Capturer, DecodeGraphs, capture_sizes
 from foveal_runtime.model.head import Head
 from foveal_runtime.model.loader import LoadedModel, load_model
+from foveal_runtime.model.logprobs import PromptScores
 from foveal_runtime.model.packing import weight_bytes
 from foveal_runtime.model.positions import prompt_positions
 from foveal_runtime.model.probe import probe_layers
-from foveal_runtime.model.sampler import Sampler, prompt_logprobs
-from foveal_runtime.model.sequence import SequenceState
+from foveal_runtime.model.running import RunningStep
+from foveal_runtime.model.sampler import Sampler
+from foveal_runtime.model.sequence import PENDING, SequenceState
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.media import MMHash
 from foveal_runtime.wire.item import BadItem
 
+_log = logging.getLogger(__name__)
 _LOGPROB_ROWS = 256
 """Rows of logits alive at once for prompt logprobs: 256 rows of 150,000 floats are 154 MB."""
 
@@ -69,22 +67,26 @@ class TorchRunner:
         kv_bytes: int = 0,
         attention: str = "auto",
         sampler: Sampler | None = None,
+        room: Device | None = None,
     ) -> None:
         self.loaded = loaded
         self.device = torch.device(device)
+        self.room = room or open_device(self.device)
         self.block_size = block_size
         self.head = Head(loaded.model, loaded.core_name)
         self.layers = probe_layers(loaded, self.head)
         self.backend = create_backend(
             attention, BackendRequest(self.layers, block_size, loaded.dtype, self.device)
         )
-        self.store = EncoderStore(self.device)
-        self.encoder = EncoderRunner(loaded, self.store, self.device)
+        self.store = EncoderStore(self.room)
+        self.encoder = EncoderRunner(loaded, self.store, self.room)
         self._traits = read_traits(loaded)
         self._sampler = sampler or Sampler(self._traits.eos_token_ids)
         self._sequences: dict[str, SequenceState] = {}
         self._failed: dict[str, str] = {}
         self._pool: KVPool | None = None
+        self._graphs: DecodeGraphs | None = None
+        self._drawn: torch.Tensor | None = None  # ids of the last step's draw, on the device
         if num_blocks or kv_bytes:
             self.allocate_kv(num_blocks or kv_bytes // self.kv_block_bytes)
 
@@ -130,12 +132,56 @@ class TorchRunner:
             self.layers, num_blocks, self.block_size, self.loaded.dtype, self.device
         )
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        with torch.inference_mode():
-            return self._execute(plan)
+    def record_decoding(self, capturer: Capturer, *, max_num_seqs: int, max_model_len: int) -> bool:
+        """Records decode steps of up to `max_num_seqs` sequences; after `allocate_kv`.
 
-    def _execute(self, plan: StepPlan) -> StepResult:
-        result = StepResult(plan.step)
+        False, with a warning, when this model or backend cannot be recorded: steps are then
+        computed as before.
+        """
+        assert self._pool is not None
+        if capturer.is_frozen and not self.backend.is_static:
+            _log.warning("decode steps are not recorded as graphs: this attention backend reads "
+                         "lengths on the host")  # fmt: skip
+            return False
+        adapter = self.loaded.adapter
+        graphs = DecodeGraphs(
+            self._compute_logits,
+            self.room,
+            self.backend,
+            self._pool,
+            sizes=capture_sizes(max_num_seqs),
+            max_blocks=-(-max_model_len // self.block_size),
+            mrope=bool(adapter.rope),
+        )
+        try:
+            with torch.inference_mode():
+                graphs.record(capturer)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())[:200]
+            _log.warning("decode steps are not recorded as graphs: %s", reason)
+            return False
+        self._graphs = graphs
+        return True
+
+    @property
+    def num_graph_steps(self) -> int:
+        """Steps that were played from a recording."""
+        return 0 if self._graphs is None else self._graphs.num_played
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        return self.submit(plan).result()
+
+    def submit(self, plan: StepPlan) -> RunningStep:
+        """Gives the device the plan's work. Results are taken in the order of submission; at most
+        one step may be running when this is called."""
+        with torch.inference_mode():
+            return self._submit(plan)
+
+    def _submit(self, plan: StepPlan) -> RunningStep:
+        step = RunningStep(StepResult(plan.step))
+        result = step.partial
         for request_id in plan.finished:
             self._sequences.pop(request_id, None)
             self._failed.pop(request_id, None)
@@ -143,18 +189,17 @@ class TorchRunner:
         for request in plan.new:
             self._admit(request)
         if plan.encode:
-            started = time.perf_counter()
+            step.encoding = self.room.stopwatch()
             self.encoder.encode(plan.encode)
-            self._synchronize()
-            result.encode_seconds = time.perf_counter() - started
+            step.encoding.stop()
             result.failed_encodes = self.store.failures_of(one.mm_hash for one in plan.encode)
         windows = self._runnable(plan, result.failed)
         if windows:
-            started = time.perf_counter()
-            hidden = self.forward(windows)
-            self._sample(windows, hidden, result)
-            result.forward_seconds = time.perf_counter() - started
-        return result
+            step.computing = self.room.stopwatch()
+            self._compute(windows, step)
+            step.computing.stop()
+        step.start_fetch(self.room)
+        return step
 
     def save_encoder(self, path: str, mm_hashes: Sequence[MMHash]) -> list[MMHash]:
         """See `ModelRunner`."""
@@ -171,7 +216,8 @@ class TorchRunner:
         """Gives up all memory of requests and caches; the runner cannot be used afterwards."""
         self._sequences.clear()
         self._pool = None
-        self.store = EncoderStore(self.device)
+        self._graphs = None
+        self.store = EncoderStore(self.room)
 
     def check_integrity(self) -> None:
         self.store.check_integrity()
@@ -179,25 +225,106 @@ class TorchRunner:
             assert request_id == sequence.request_id
             assert 0 < sequence.num_prompt_tokens <= len(sequence.token_ids)
 
-    def forward(self, windows: Sequence[Window]) -> torch.Tensor:
-        """Hidden states (T, E) of a flat batch; writes its keys and values to the pool."""
-        assert self._pool is not None
+    def _compute(self, windows: Sequence[Window], step: RunningStep) -> None:
+        """Everything between embeddings and the draw of new tokens."""
         adapter = self.loaded.adapter
-        groups = make_groups(windows, adapter.bidirectional)
-        if groups is not None:
-            groups = groups.to(self.device)
-        context = make_context(windows, self.backend, self._pool, groups, self.device)
-        embeds, extra = self._embed(windows)
-        positions = make_positions(windows, bool(adapter.rope), adapter.position_offset)
-        with forward_context(PagedCall(self.layers, context, adapter)):
+        batch = make_batch(
+            windows,
+            self.block_size,
+            bidirectional=adapter.bidirectional,
+            mrope=bool(adapter.rope),
+            position_offset=adapter.position_offset,
+        )
+        chosen = [w for w in windows if w.scheduled.sample]
+        if self._graphs is not None and self._is_decode(windows) and self._graphs.can_run(batch):
+            logits = self._graphs.run(batch, self._drawn)
+        else:
+            last = [w.base + w.scheduled.num_scheduled_tokens - 1 for w in chosen]
+            hidden, rows = self._forward(windows, batch, np.array(last, np.int64))
+            for window in windows:
+                if window.sequence.sampling.prompt_logprobs >= 0:
+                    self._score_prompt(window, hidden, step)
+            if not chosen:
+                self._drawn = None
+                return
+            logits = self.head.logits(hidden[rows])
+        sequences = [w.sequence for w in chosen]
+        step.draw = self._sampler.launch(logits, sequences, self.room)
+        self._drawn = step.draw.ids
+        for row, sequence in enumerate(sequences):
+            step.drawn.append((sequence, len(sequence.token_ids)))
+            sequence.pending_row = row
+            sequence.token_ids.append(PENDING)
+
+    def _is_decode(self, windows: Sequence[Window]) -> bool:
+        """One token each, none of an item, all of which go on; no prompt to score."""
+        return all(
+            w.scheduled.num_scheduled_tokens == 1
+            and w.scheduled.sample
+            and w.lo >= w.sequence.num_prompt_tokens
+            for w in windows
+        )
+
+    def _forward(
+        self, windows: Sequence[Window], batch: HostBatch, last: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states (T, E) of a flat batch and `last` on the device; writes keys and values to
+        the pool."""
+        assert self._pool is not None
+        assert batch.block_table.max() < self._pool.num_blocks
+        levels, mask = self._deepstack_rows(windows, len(batch.ids))
+        rules = np.zeros(0, np.int32) if batch.groups is None else batch.groups
+        (ids, positions, slots, starts, lens, table, owner, place, groups, pending, media,
+         rows) = self.room.upload(
+            batch.ids, batch.positions, batch.slots, batch.q_start, batch.seq_lens,
+            batch.block_table, batch.seq_of_token, batch.pos_of_token, rules, batch.pending, mask,
+            last,
+        )  # fmt: skip
+        if batch.pending.size:
+            assert self._drawn is not None
+            ids.index_copy_(0, pending[0], self._drawn[pending[1]])
+        context = ForwardContext(
+            backend=self.backend,
+            pool=self._pool,
+            q_start=starts,
+            seq_lens=lens,
+            block_table=table,
+            slots=slots,
+            seq_of_token=owner,
+            pos_of_token=place,
+            q_lens=batch.q_lens,
+            kv_lens=batch.kv_lens,
+            groups=None if batch.groups is None else groups,
+        )
+        embeds = self._embed(ids, windows)
+        extra: dict[str, Any] = {}
+        if levels:
+            stacked = torch.cat(levels, dim=1)
+            extra = {
+                "visual_pos_masks": media[None],
+                "deepstack_visual_embeds": list(stacked.unbind(0)),
+            }
+        return self._decode(embeds, positions, context, extra), rows
+
+    def _decode(
+        self,
+        embeds: torch.Tensor,
+        positions: torch.Tensor,
+        context: ForwardContext,
+        extra: Mapping[str, Any],
+    ) -> torch.Tensor:
+        with forward_context(PagedCall(self.layers, context, self.loaded.adapter)):
             output = self.loaded.decoder(
-                inputs_embeds=embeds[None],
-                position_ids=positions.to(self.device),
-                use_cache=False,
-                **extra,
+                inputs_embeds=embeds[None], position_ids=positions, use_cache=False, **extra
             )
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden
+
+    def _compute_logits(
+        self, ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        """What a decode step's recording holds."""
+        return self.head.logits(self._decode(self._embed(ids, ()), positions, context, {}))
 
     def _admit(self, request: NewRequest) -> None:
         self._failed.pop(request.request_id, None)
@@ -215,7 +342,7 @@ class TorchRunner:
             num_prompt_tokens=request.num_prompt_tokens,
             mm_inputs=request.mm_inputs,
             sampling=request.sampling,
-            positions=positions,
+            positions=None if positions is None else positions.numpy(),
             position_delta=delta,
         )
 
@@ -235,73 +362,46 @@ class TorchRunner:
             return windows
         return make_windows([s for s in alive if s.request_id not in failed], self._sequences)
 
-    def _embed(self, windows: Sequence[Window]) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Token embeddings (T, E) with encoder outputs in place, and deepstack arguments."""
+    def _embed(self, ids: torch.Tensor, windows: Sequence[Window]) -> torch.Tensor:
+        """Token embeddings (T, E) with encoder outputs in place."""
         core: Any = self.loaded.core
-        embeds: torch.Tensor = core.get_input_embeddings()(make_ids(windows).to(self.device))
-        levels: list[torch.Tensor] = []
-        rows: list[torch.Tensor] = []
+        embeds: torch.Tensor = core.get_input_embeddings()(ids)
         for window in windows:
             for one, row, first, count in window.embed_spans():
                 output = self.store.lookup(one.mm_hash)
                 assert output is not None
-                part = output[:, first : first + count]
-                embeds[row : row + count] = part[0]
-                if self.loaded.adapter.deepstack:
-                    levels.append(part[1:])
-                    rows.append(torch.arange(row, row + count, device=self.device))
-        if not levels:
-            return embeds, {}
-        mask = torch.zeros(1, embeds.shape[0], dtype=torch.bool, device=self.device)
-        mask[0, torch.cat(rows)] = True
-        stacked = torch.cat(levels, dim=1)
-        return embeds, {
-            "visual_pos_masks": mask,
-            "deepstack_visual_embeds": list(stacked.unbind(0)),
-        }
+                embeds[row : row + count] = output[0, first : first + count]
+        return embeds
 
-    def _sample(self, windows: Sequence[Window], hidden: torch.Tensor, result: StepResult) -> None:
+    def _deepstack_rows(
+        self, windows: Sequence[Window], num_tokens: int
+    ) -> tuple[list[torch.Tensor], np.ndarray]:
+        """Further levels of the encoder outputs in the batch, and which rows they belong to."""
+        levels: list[torch.Tensor] = []
+        if not self.loaded.adapter.deepstack:
+            return levels, np.zeros(0, np.bool_)
+        mask = np.zeros(num_tokens, np.bool_)
         for window in windows:
-            if window.sequence.sampling.prompt_logprobs >= 0:
-                scored = self._prompt_logprobs(window, hidden)
-                if scored is not None:
-                    result.prompt_logprobs.append(scored)
-        chosen = [w for w in windows if w.scheduled.sample]
-        if not chosen:
-            return
-        last = torch.tensor(
-            [w.base + w.scheduled.num_scheduled_tokens - 1 for w in chosen], device=self.device
-        )
-        logits = self.head.logits(hidden[last])
-        sequences = [w.sequence for w in chosen]
-        result.sampled = self._sampler.sample(logits, sequences, result.failed)
-        for sampled in result.sampled:
-            self._sequences[sampled.request_id].token_ids.append(sampled.token_id)
+            for one, row, first, count in window.embed_spans():
+                output = self.store.lookup(one.mm_hash)
+                assert output is not None
+                levels.append(output[1:, first : first + count])
+                mask[row : row + count] = True
+        return levels, mask
 
-    def _prompt_logprobs(self, window: Window, hidden: torch.Tensor) -> PromptLogprobs | None:
+    def _score_prompt(self, window: Window, hidden: torch.Tensor, step: RunningStep) -> None:
         """Scores of the prompt tokens that follow the window's positions."""
         sequence = window.sequence
         end = min(window.hi, sequence.num_prompt_tokens - 1)
-        merged = PromptLogprobs(sequence.request_id, window.lo, (), (), (), ())
+        if end <= window.lo:
+            return
+        next_ids = sequence.token_ids[window.lo + 1 : end + 1]
+        scores = PromptScores(sequence.request_id, window.lo, next_ids)
         for lo in range(window.lo, end, _LOGPROB_ROWS):
             hi = min(lo + _LOGPROB_ROWS, end)
             rows = hidden[window.base + lo - window.lo : window.base + hi - window.lo]
-            part = prompt_logprobs(
-                sequence.request_id,
-                lo,
-                self.head.logits(rows),
-                sequence.token_ids[lo + 1 : hi + 1],
-                sequence.sampling.prompt_logprobs,
-            )
-            merged.logprobs += part.logprobs
-            merged.ranks += part.ranks
-            merged.top_ids += part.top_ids
-            merged.top_logprobs += part.top_logprobs
-        return merged if merged.logprobs else None
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            scores.add(self.head.logits(rows), sequence.sampling.prompt_logprobs)
+        step.scores.append(scores)
 
 
 def read_traits(loaded: LoadedModel) -> ModelTraits:

@@ -9,6 +9,8 @@ logits alone. So it does not matter what else is in the batch, and a request tha
 engine after k tokens goes on as it would have. Tokens are picked by inverse CDF in vocabulary
 order (in order of probability, a rounding difference that swaps two near-equal tokens would move
 everything after them). Never raises for one request's sake: see `sample`.
+
+`launch` only gives the device work; nothing waits until `Draw.finish` reads what came back.
 """
 
 from __future__ import annotations
@@ -16,17 +18,18 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 
-from foveal_runtime.engine.step import PromptLogprobs, Sampled
+from foveal_runtime.engine.step import Sampled
+from foveal_runtime.model.device import Device
 from foveal_runtime.model.logit_rules import adjust_row, keep_mask, needs_adjusting
+from foveal_runtime.model.logprobs import ROWS_AT_ONCE, Scores
 from foveal_runtime.plan.errors import EngineFailure
 from foveal_runtime.plan.sampling import SamplingParams
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-_ROWS_AT_ONCE = 32
-"""Bounds the float32 and float64 copies of logits: about eight of a piece, not of the batch."""
 
 
 class SequenceState(Protocol):
@@ -59,6 +62,51 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
+class Draw:
+    """Tokens that the device is choosing.
+
+    Attributes:
+        ids: i64 (n) on the device, always inside the vocabulary; the next step may read them.
+        tensors: what `finish` needs on the host.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequence[SequenceState],
+        ids: torch.Tensor,
+        finite: torch.Tensor,
+        failures: dict[str, str],
+    ) -> None:
+        self.ids = ids
+        self.failures = failures
+        self.request_ids = [s.request_id for s in sequences]
+        self.scores = Scores()
+        self.scored: list[tuple[int, int]] = []  # (row, number of top logprobs), as in `scores`
+        self._finite = finite
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.ids, self._finite, *self.scores.tensors]
+
+    def finish(self, arrays: Sequence[np.ndarray], failed: dict[str, str]) -> list[Sampled]:
+        """Results in order, from the arrays that became of `tensors`; see `Sampler.sample`."""
+        ids, finite = arrays[0].tolist(), arrays[1].tolist()
+        results = [Sampled(r, i) for r, i in zip(self.request_ids, ids, strict=True)]
+        for (row, count), one in zip(self.scored, self.scores.read(arrays[2:]), strict=True):
+            result = results[row]
+            result.logprob, result.rank = one.logprob, one.rank
+            result.top_ids, result.top_logprobs = one.top_ids[:count], one.top_logprobs[:count]
+        for ok, request_id in zip(finite, self.request_ids, strict=True):
+            if not ok:
+                self.failures.setdefault(
+                    request_id,
+                    "no token can be sampled: the model's logits are not "
+                    "finite, or every token is masked",
+                )
+        failed.update(self.failures)
+        return [r for r in results if r.request_id not in self.failures]
+
+
 class Sampler:
     """Stateless but for the model's end-of-sequence ids."""
 
@@ -71,40 +119,41 @@ class Sampler:
         sequences: Sequence[SequenceState],
         failed: dict[str, str] | None = None,
     ) -> list[Sampled]:
-        """One token for each sequence, in order.
+        """One token for each sequence, in order. Waits for them.
 
         `logits` is (n, V), any float type, any device, unchanged afterwards. A row that cannot be
         sampled (NaN, nothing left after masks, a bias outside the vocabulary) is left out and its
         request gets a one-line reason in `failed`; without `failed` it raises EngineFailure.
         """
-        assert logits.shape[0] == len(sequences)
         if not sequences:
             return []
+        device = Device(logits.device)
+        draw = self.launch(logits, sequences, device)
         failures: dict[str, str] = {}
-        adjusted = self._adjust(logits, sequences, failures)
-        best, best_ids = logits.max(dim=-1)
-        for row, values in adjusted.items():
-            best[row], best_ids[row] = values.max(dim=-1)
-        ids: list[int] = best_ids.tolist()
-        finite: list[bool] = torch.isfinite(best).tolist()
-        drawn = [i for i, s in enumerate(sequences) if s.sampling.temperature > 0 and finite[i]]
-        for low in range(0, len(drawn), _ROWS_AT_ONCE):
-            rows = drawn[low : low + _ROWS_AT_ONCE]
-            for row, token in zip(rows, self._draw(logits, sequences, rows, adjusted), strict=True):
-                ids[row] = token
-        for ok, sequence in zip(finite, sequences, strict=True):
-            if not ok:
-                failures.setdefault(
-                    sequence.request_id,
-                    "no token can be sampled: the model's logits are not "
-                    "finite, or every token is masked",
-                )
+        results = draw.finish(device.fetch(draw.tensors).wait(), failures)
         if failures and failed is None:
             raise EngineFailure("; ".join(f"{k}: {v}" for k, v in failures.items()))
         if failed is not None:
             failed.update(failures)
-        results = self._with_logprobs(logits, sequences, ids)
-        return [r for r in results if r.request_id not in failures]
+        return results
+
+    def launch(
+        self, logits: torch.Tensor, sequences: Sequence[SequenceState], device: Device
+    ) -> Draw:
+        """Starts what `sample` does. `sequences` is not empty."""
+        assert logits.shape[0] == len(sequences) > 0
+        failures: dict[str, str] = {}
+        adjusted = self._adjust(logits, sequences, failures)
+        best, ids = logits.max(dim=-1)
+        for row, values in adjusted.items():
+            best[row], ids[row] = values.max(dim=-1)
+        # Rows without a finite maximum are drawn, too: who they are is known on the device only.
+        drawn = [i for i, s in enumerate(sequences) if s.sampling.temperature > 0]
+        for low in range(0, len(drawn), ROWS_AT_ONCE):
+            self._draw(logits, sequences, drawn[low : low + ROWS_AT_ONCE], adjusted, ids, device)
+        draw = Draw(sequences, ids, torch.isfinite(best), failures)
+        self._score(logits, sequences, draw, device)
+        return draw
 
     def _adjust(
         self, logits: torch.Tensor, sequences: Sequence[SequenceState], failures: dict[str, str]
@@ -129,90 +178,43 @@ class Sampler:
         sequences: Sequence[SequenceState],
         rows: list[int],
         adjusted: dict[int, torch.Tensor],
-    ) -> list[int]:
-        """Tokens of the rows with a temperature, by inverse CDF in float64."""
+        ids: torch.Tensor,
+        device: Device,
+    ) -> None:
+        """Writes the tokens of rows with a temperature to `ids`, by inverse CDF in float64."""
         params = [sequences[i].sampling for i in rows]
-        work = logits[torch.tensor(rows, device=logits.device)].float()
+        index, temperatures, draws = device.upload(
+            np.array(rows, np.int64),
+            np.array([p.temperature for p in params], np.float32),
+            np.array([uniform(p.seed, len(sequences[i].output_token_ids))
+                      for p, i in zip(params, rows, strict=True)], np.float64),
+        )  # fmt: skip
+        work = logits[index].float()
         for place, i in enumerate(rows):
             if i in adjusted:
                 work[place] = adjusted[i]
-        temperatures = work.new_tensor([p.temperature for p in params])
         work -= work.max(dim=-1, keepdim=True).values
         weights = work.div_(temperatures[:, None]).exp_()
         mask = keep_mask(weights, params)
         if mask is not None:
             weights.masked_fill_(~mask, 0.0)
         cdf = weights.cumsum(dim=-1, dtype=torch.float64)
-        draws = [uniform(p.seed, len(sequences[i].output_token_ids))
-                 for p, i in zip(params, rows, strict=True)]  # fmt: skip
         total = cdf[:, -1]
-        target = total * torch.tensor(draws, dtype=torch.float64, device=cdf.device)
         # Rounding may carry u * total up to total, past the last token.
-        target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
-        tokens: list[int] = torch.searchsorted(cdf, target[:, None], right=True)[:, 0].tolist()
-        return tokens
+        target = torch.minimum(total * draws, torch.nextafter(total, torch.zeros_like(total)))
+        tokens = torch.searchsorted(cdf, target[:, None], right=True)[:, 0]
+        ids.index_copy_(0, index, tokens.clamp_(max=logits.shape[1] - 1))
 
-    def _with_logprobs(
-        self, logits: torch.Tensor, sequences: Sequence[SequenceState], ids: list[int]
-    ) -> list[Sampled]:
-        results = [Sampled(s.request_id, i) for s, i in zip(sequences, ids, strict=True)]
-        rows = [i for i, s in enumerate(sequences) if s.sampling.logprobs >= 0]
-        for low in range(0, len(rows), _ROWS_AT_ONCE):
-            self._fill_logprobs(logits, sequences, ids, rows[low : low + _ROWS_AT_ONCE], results)
-        return results
-
-    def _fill_logprobs(
-        self,
-        logits: torch.Tensor,
-        sequences: Sequence[SequenceState],
-        ids: list[int],
-        rows: list[int],
-        results: list[Sampled],
+    def _score(
+        self, logits: torch.Tensor, sequences: Sequence[SequenceState], draw: Draw, device: Device
     ) -> None:
+        rows = [i for i, s in enumerate(sequences) if s.sampling.logprobs >= 0]
+        if not rows:
+            return
         wanted = [sequences[i].sampling.logprobs for i in rows]
-        picked = logits[torch.tensor(rows, device=logits.device)]
-        found = _logprobs(picked, [ids[i] for i in rows], max(wanted))
-        for place, (i, count) in enumerate(zip(rows, wanted, strict=True)):
-            one = results[i]
-            one.logprob, one.rank = found.logprobs[place], found.ranks[place]
-            one.top_ids = found.top_ids[place][:count]
-            one.top_logprobs = found.top_logprobs[place][:count]
-
-
-def prompt_logprobs(
-    request_id: str, start: int, logits: torch.Tensor, next_ids: Sequence[int], num_top: int
-) -> PromptLogprobs:
-    """Logprobs of the prompt tokens `next_ids`, where row i of `logits` (m, V) is the model's
-    output at position start + i and so speaks of the token at start + i + 1."""
-    assert logits.shape[0] == len(next_ids)
-    result = PromptLogprobs(request_id, start, (), (), (), ())
-    for low in range(0, len(next_ids), _ROWS_AT_ONCE):
-        high = low + _ROWS_AT_ONCE
-        part = _logprobs(logits[low:high], next_ids[low:high], num_top)
-        result.logprobs += part.logprobs
-        result.ranks += part.ranks
-        result.top_ids += part.top_ids
-        result.top_logprobs += part.top_logprobs
-    return result
-
-
-def _logprobs(logits: torch.Tensor, ids: Sequence[int], num_top: int) -> PromptLogprobs:
-    """log_softmax of the raw rows: the chosen ids', their rank (1 = most likely) and the top."""
-    values = logits.float().log_softmax(dim=-1)
-    # An item's placeholder id may lie outside the vocabulary; it has no probability.
-    known = [0 <= i < values.shape[1] for i in ids]
-    index = torch.tensor([i if ok else 0 for i, ok in zip(ids, known, strict=True)],
-                         device=values.device)  # fmt: skip
-    chosen = values.gather(1, index[:, None])
-    ranks = (values > chosen).sum(dim=-1) + 1
-    top = values.topk(min(num_top, values.shape[1]), dim=-1)
-    pairs = zip(chosen[:, 0].tolist(), ranks.tolist(), known, strict=True)
-    scored = [(value, rank) if ok else (float("-inf"), 0) for value, rank, ok in pairs]
-    return PromptLogprobs(
-        "",
-        0,
-        tuple(value for value, _ in scored),
-        tuple(rank for _, rank in scored),
-        tuple(map(tuple, top.indices.tolist())),
-        tuple(map(tuple, top.values.tolist())),
-    )
+        draw.scored = list(zip(rows, wanted, strict=True))
+        there = device.upload(np.array(rows, np.int64))[0]
+        for low in range(0, len(rows), ROWS_AT_ONCE):
+            part = slice(low, low + ROWS_AT_ONCE)
+            index = there[part]
+            draw.scores.add(logits[index], draw.ids[index], max(wanted[part]))

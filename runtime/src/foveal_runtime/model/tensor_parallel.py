@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 import torch.distributed as dist
 
-from foveal_runtime.engine.step import ModelTraits, StepPlan, StepResult
+from foveal_runtime.engine.step import DoneStep, ModelTraits, StepPlan, StepResult
 from foveal_runtime.model.attention import LayerGeometry
 from foveal_runtime.model.meta import meta_layers
 from foveal_runtime.model.rank_worker import READY
@@ -259,6 +259,10 @@ class TensorParallelRunner:
             raise
         self._previous = checksum(result)
         return result
+
+    def submit(self, plan: StepPlan) -> DoneStep:
+        """The ranks compare their tokens after each step, so no step runs ahead."""
+        return DoneStep(self.execute(plan))
 
     def save_encoder(self, path: str, mm_hashes: Sequence[MMHash]) -> list[MMHash]:
         """See `ModelRunner`; encoders are replicated, so one rank's outputs are everybody's."""

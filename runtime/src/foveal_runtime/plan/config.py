@@ -121,6 +121,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         http_host, http_port: /livez, /readyz, /metrics.
         events_bind: PUB endpoint of the cache event stream; "" = off.
         device: "cpu" or "cuda". attention: backend name; "auto" chooses.
+        run_ahead: decode steps are submitted before the step before them has ended; "auto": on a
+            GPU. cuda_graphs: decode steps are recorded and played; of no effect on CPUs.
         num_threads: compute threads; 0 = from the CPU quota.
         tensor_parallel: ranks of this engine on this machine.
         idle_check_seconds: for tests and debugging: an idle engine checks all its books at most
@@ -141,11 +143,19 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     shm_directory: str = ""
     device: str = "cpu"
     attention: str = "auto"
+    run_ahead: Literal["auto", "on", "off"] = "auto"
+    cuda_graphs: bool = True
     num_threads: int = 0
     tensor_parallel: int = 1
     drain_timeout_seconds: float = 120.0
     log_format: Literal["auto", "text", "json"] = "auto"
     idle_check_seconds: float = 0.0
+
+    @property
+    def runs_ahead(self) -> bool:
+        if self.run_ahead == "auto":
+            return self.device.startswith("cuda")
+        return self.run_ahead == "on"
 
 
 class Admission(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

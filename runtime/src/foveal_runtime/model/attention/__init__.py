@@ -116,7 +116,14 @@ class ForwardContext:
 
 
 class AttentionBackend(Protocol):
-    """Writes new keys and values, then attends. `layer` says which pool tensors and which mask."""
+    """Writes new keys and values, then attends. `layer` says which pool tensors and which mask.
+
+    `is_static`: a batch of single tokens is computed from the context's tensors alone, never from
+    its host numbers: what the device did once can be played again with other numbers in them.
+    """
+
+    @property
+    def is_static(self) -> bool: ...
 
     def write_kv(
         self,

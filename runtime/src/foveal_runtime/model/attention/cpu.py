@@ -76,6 +76,8 @@ def divide(context: ForwardContext) -> _Rows:
 class CpuBackend:
     """See AttentionBackend for shapes. A ForwardContext object stands for one step's batch."""
 
+    is_static = False
+
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
         self._torch = TorchBackend()

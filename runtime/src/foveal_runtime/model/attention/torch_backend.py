@@ -21,6 +21,8 @@ from foveal_runtime.model.attention import (
 class TorchBackend:
     """Stateless; see AttentionBackend for shapes."""
 
+    is_static = False
+
     def write_kv(
         self,
         layer: LayerGeometry,

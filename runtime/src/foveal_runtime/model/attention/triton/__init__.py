@@ -1,0 +1,258 @@
+"""Paged attention in Triton: the GPU's backend, which tests run in Triton's interpreter on CPUs.
+
+Tokens of sequences with at most MAX_ROWS query tokens are decoded row by row, the context cut into
+spans that different programs read (a second kernel joins them); longer chunks, and short ones with
+bidirectional groups, go through the prefill kernel in tiles. A mixed batch does both. Nothing here
+waits for the device, and a batch of single tokens needs no numbers from the host: so it can be
+captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import triton
+from triton import knobs
+
+from foveal_runtime.model.attention import (
+    AttentionBackend,
+    BackendRequest,
+    ForwardContext,
+    LayerGeometry,
+    register,
+)
+from foveal_runtime.model.attention.triton import kernels
+from foveal_runtime.model.attention.triton.tuning import Tuning, tuning_for
+from foveal_runtime.model.device import Device, open_device
+from foveal_runtime.plan.errors import StartupError
+
+MAX_ROWS = 4
+MAX_HEAD_DIM = 256
+MIN_DOT = 16
+"""Triton's matrix products take no side shorter than this."""
+_WRITE_BLOCK = 1024
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(slots=True)
+class _Division:
+    """How one batch is divided.
+
+    Attributes:
+        rows: i32 tokens that are decoded; None when every token is one, in order.
+        long: (sequence, query tokens) of those that are not.
+        tiles: by query tokens a tile, i32 (2, tiles): sequence and first query token.
+    """
+
+    rows: torch.Tensor | None
+    num_rows: int
+    long: list[tuple[int, int]]
+    tiles: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+class TritonBackend:
+    """See AttentionBackend for shapes. A ForwardContext object stands for one step's batch."""
+
+    is_static = True
+
+    def __init__(self, device: Device, tuning: Tuning) -> None:
+        self._device = device
+        self.tuning = tuning
+        self._context: ForwardContext | None = None
+        self._division: _Division | None = None
+        self._all_rows = torch.arange(0, dtype=torch.int32, device=device.torch)
+        self._outgrown: list[torch.Tensor] = []  # recordings may still read them
+
+    def write_kv(
+        self,
+        layer: LayerGeometry,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        context: ForwardContext,
+    ) -> None:
+        keys, values = context.pool.keys[layer.index], context.pool.values[layer.index]
+        key, value = _dense(key), _dense(value)
+        key_width = layer.num_kv_heads * layer.key_dim
+        value_width = layer.num_kv_heads * layer.value_dim
+        block = min(_WRITE_BLOCK, triton.next_power_of_2(max(key_width, value_width)))
+        grid = (key.shape[0], triton.cdiv(max(key_width, value_width), block))
+        kernels.write_kernel[grid](
+            key, value, keys, values, context.slots,
+            key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+            KEY_WIDTH=key_width, VALUE_WIDTH=value_width, DK=layer.key_dim, DV=layer.value_dim,
+            BLOCK=block,
+        )  # fmt: skip
+
+    def attend(
+        self,
+        layer: LayerGeometry,
+        query: torch.Tensor,
+        context: ForwardContext,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        query = _dense(query)
+        out = query.new_empty(query.shape[0], layer.num_heads, layer.value_dim)
+        division = self._divided(context)
+        if division.num_rows:
+            self._decode(layer, query, context, division, out, sinks)
+        if division.long:
+            self._prefill(layer, query, context, division, out, sinks)
+        return out
+
+    def _divided(self, context: ForwardContext) -> _Division:
+        """The division is the same for every layer of a step."""
+        if self._division is None or self._context is not context:
+            self._context, self._division = context, self._divide(context)
+        return self._division
+
+    def _divide(self, context: ForwardContext) -> _Division:
+        q_lens = context.q_lens
+        if context.groups is None and max(q_lens) == 1:
+            if len(q_lens) > len(self._all_rows):
+                self._outgrown.append(self._all_rows)
+                count = triton.next_power_of_2(len(q_lens))
+                self._all_rows = torch.arange(count, dtype=torch.int32, device=self._device.torch)
+            return _Division(None, len(q_lens), [])
+        rows: list[int] = []
+        long: list[tuple[int, int]] = []
+        start = 0
+        for i, q_len in enumerate(q_lens):
+            # One token alone sees no later one, whatever its group; groups are not looked up here,
+            # because that would wait for the device.
+            if q_len == 1 or (q_len <= MAX_ROWS and context.groups is None):
+                rows.extend(range(start, start + q_len))
+            else:
+                long.append((i, q_len))
+            start += q_len
+        there = self._device.upload(np.array(rows, np.int32))[0] if rows else None
+        return _Division(there, len(rows), long)
+
+    def _tiles(self, division: _Division, tokens: int) -> torch.Tensor:
+        found = division.tiles.get(tokens)
+        if found is None:
+            pairs = [(i, first) for i, q_len in division.long for first in range(0, q_len, tokens)]
+            pairs.reverse()  # late tiles see the most: they must not come last
+            found = self._device.upload(np.array(pairs, np.int32).T)[0]
+            division.tiles[tokens] = found
+        return found
+
+    def _decode(
+        self,
+        layer: LayerGeometry,
+        query: torch.Tensor,
+        context: ForwardContext,
+        division: _Division,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> None:
+        tuning = self.tuning
+        rows = self._all_rows if division.rows is None else division.rows
+        group = layer.num_heads // layer.num_kv_heads
+        heads = min(group, tuning.decode_heads)
+        programs = layer.num_kv_heads * triton.cdiv(group, heads)
+        splits = tuning.num_splits(division.num_rows * programs)
+        part, tops, totals = out, out, out
+        if splits > 1:
+            shape = (division.num_rows, layer.num_heads, splits)
+            part = query.new_empty((*shape, layer.value_dim), dtype=torch.float32)
+            tops, totals = query.new_empty((2, *shape), dtype=torch.float32)
+        kernels.decode_kernel[division.num_rows, programs, splits](
+            query, *_pool(layer, context), part, tops, totals, out if sinks is None else sinks,
+            rows, context.seq_of_token, context.pos_of_token, context.block_table,
+            query.stride(0), query.stride(1), context.block_table.stride(0), layer.scaling, splits,
+            HEADS=heads,
+            BLOCK_H=max(MIN_DOT, triton.next_power_of_2(heads)),
+            BLOCK_N=tuning.decode_block(layer, query.dtype),
+            HAS_SINKS=sinks is not None,
+            IS_SPLIT=splits > 1,
+            num_warps=tuning.decode_warps, num_stages=tuning.decode_stages,
+            **_constants(layer, context),
+        )  # fmt: skip
+        if splits > 1:
+            kernels.reduce_kernel[division.num_rows, layer.num_heads](
+                part, tops, totals, out if sinks is None else sinks, rows, out, splits,
+                NUM_HEADS=layer.num_heads, DV=layer.value_dim,
+                BLOCK_S=triton.next_power_of_2(splits),
+                BLOCK_DV=triton.next_power_of_2(layer.value_dim),
+                HAS_SINKS=sinks is not None,
+            )  # fmt: skip
+
+    def _prefill(
+        self,
+        layer: LayerGeometry,
+        query: torch.Tensor,
+        context: ForwardContext,
+        division: _Division,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> None:
+        tuning = self.tuning
+        group = layer.num_heads // layer.num_kv_heads
+        block_m, block_n, warps, stages = tuning.prefill_blocks(layer, query.dtype)
+        heads = min(group, block_m)
+        tiles = self._tiles(division, block_m // heads)
+        kernels.prefill_kernel[tiles.shape[1], layer.num_kv_heads * triton.cdiv(group, heads)](
+            query, *_pool(layer, context), out, out if sinks is None else sinks,
+            tiles[0], tiles[1], context.q_start, context.seq_lens, context.block_table,
+            context.q_start if context.groups is None else context.groups,
+            query.stride(0), query.stride(1), context.block_table.stride(0), layer.scaling,
+            HEADS=heads, BLOCK_M=block_m, BLOCK_N=block_n,
+            HAS_SINKS=sinks is not None,
+            HAS_GROUPS=context.groups is not None,
+            GROUPS_IGNORE_WINDOW=layer.groups_ignore_window,
+            num_warps=warps, num_stages=stages,
+            **_constants(layer, context),
+        )  # fmt: skip
+
+
+def _pool(layer: LayerGeometry, context: ForwardContext) -> tuple[torch.Tensor, torch.Tensor]:
+    return context.pool.keys[layer.index], context.pool.values[layer.index]
+
+
+def _constants(layer: LayerGeometry, context: ForwardContext) -> dict[str, object]:
+    """What both kernels are compiled for: a model has few different layers."""
+    assert context.block_table.stride(-1) == 1 or context.block_table.shape[1] == 1
+    return {
+        "NUM_KV_HEADS": layer.num_kv_heads,
+        "GROUP": layer.num_heads // layer.num_kv_heads,
+        "PAGE": context.pool.block_size,
+        "DK": layer.key_dim,
+        "DV": layer.value_dim,
+        "BLOCK_DK": max(MIN_DOT, triton.next_power_of_2(layer.key_dim)),
+        "BLOCK_DV": max(MIN_DOT, triton.next_power_of_2(layer.value_dim)),
+        "WINDOW": layer.sliding_window or 0,
+        "CHUNK": layer.chunk_size or 0,
+        "SOFTCAP": layer.softcap or 0.0,
+        "WIDEN": bool(knobs.runtime.interpret) and context.pool.dtype == torch.bfloat16,
+    }
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Tokens and heads may lie anywhere; the values of one head must lie side by side."""
+    return tensor if tensor.stride(2) == 1 else tensor.contiguous()
+
+
+def is_supported(layer: LayerGeometry, dtype: torch.dtype) -> bool:
+    return dtype in _DTYPES and max(layer.key_dim, layer.value_dim) <= MAX_HEAD_DIM
+
+
+def _create(request: BackendRequest) -> AttentionBackend:
+    if request.device.type != "cuda" and not knobs.runtime.interpret:
+        raise StartupError(
+            f"attention backend 'triton' cannot run on {request.device.type}; use 'auto' "
+            "(tests run it there with TRITON_INTERPRET=1)",
+            param="attention",
+        )
+    slow = [g.index for g in request.layers if not is_supported(g, request.dtype)]
+    if slow:
+        raise StartupError(
+            f"attention backend 'triton' cannot compute layers {slow}: heads wider than "
+            f"{MAX_HEAD_DIM}, or dtype {request.dtype}",
+            param="attention",
+        )
+    return TritonBackend(open_device(request.device), tuning_for(request.device))
+
+
+register("triton", _create)

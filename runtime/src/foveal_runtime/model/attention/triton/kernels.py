@@ -1,0 +1,292 @@
+"""The Triton kernels of paged attention: writing keys and values, decode with split KV, prefill.
+
+Launched by the backend of this package only, which knows the shapes. All arithmetic on scores is
+float32 in base 2 (scores carry a factor log2 e); products take the pool's dtype. A program reads
+pages through the block table and never a position that its mask hides from every row. Strides that
+change from step to step are not specialised on: a new batch shape compiles nothing.
+
+Rows that read nothing do not exist: every query sees at least itself.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _soft_limit(scores, cap: tl.constexpr):
+    """cap * tanh(scores / cap), without overflow."""
+    decay = tl.exp2(tl.abs(scores) * (-2.0 * LOG2E / cap))
+    size = (1.0 - decay) / (1.0 + decay) * cap
+    return tl.where(scores < 0, -size, size)
+
+
+@triton.jit
+def _product(a, b, WIDEN: tl.constexpr):
+    """a @ b in float32. The interpreter cannot multiply bfloat16: there WIDEN is set."""
+    if WIDEN:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def _scores(q, k, scale, SOFTCAP: tl.constexpr, WIDEN: tl.constexpr):
+    """Scores of a tile in base 2: (rows, DK) by (DK, positions)."""
+    product = _product(q, k, WIDEN) * scale
+    if SOFTCAP > 0:
+        product = _soft_limit(product, SOFTCAP)
+    return product * LOG2E
+
+
+@triton.jit
+def _accumulate(acc, top, total, scores, v, WIDEN: tl.constexpr):
+    """One tile into the running softmax: `top` maximum, `total` sum, `acc` weighted values."""
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    # Rows that have seen nothing yet keep -inf; a difference of two -inf would be NaN.
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(top - base)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = acc * shrink[:, None] + _product(weights.to(v.dtype), v, WIDEN)
+    return acc, new_top, total
+
+
+@triton.jit
+def _with_sink(top, total, sink):
+    """The softmax's sum with one more logit, relative to the new maximum; and what that does to
+    the weighted values."""
+    new_top = tl.maximum(top, sink)
+    shrink = tl.exp2(top - new_top)
+    return total * shrink + tl.exp2(sink - new_top), shrink
+
+
+@triton.jit
+def _rows_of(block_table, sequence, table_stride, position, is_read, PAGE: tl.constexpr):
+    """Pool rows of positions of one sequence, i64."""
+    page = tl.load(
+        block_table + sequence.to(tl.int64) * table_stride + position // PAGE, mask=is_read, other=0
+    )
+    return page.to(tl.int64) * PAGE + position % PAGE
+
+
+@triton.jit(do_not_specialize=["key_token_stride", "key_head_stride", "value_token_stride",
+                               "value_head_stride"])  # fmt: skip
+def write_kernel(
+    key, value, keys, values, slots,
+    key_token_stride, key_head_stride, value_token_stride, value_head_stride,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One token's piece of BLOCK values: grid (tokens, pieces of the wider of the two)."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < KEY_WIDTH
+    source = key + token * key_token_stride + (at // DK) * key_head_stride + at % DK
+    found = tl.load(source, mask=inside)
+    tl.store(keys + slot * KEY_WIDTH + at, found.to(keys.dtype.element_ty), mask=inside)
+    inside = at < VALUE_WIDTH
+    source = value + token * value_token_stride + (at // DV) * value_head_stride + at % DV
+    found = tl.load(source, mask=inside)
+    tl.store(values + slot * VALUE_WIDTH + at, found.to(values.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["query_token_stride", "query_head_stride", "table_stride",
+                               "num_splits"])  # fmt: skip
+def decode_kernel(
+    query, keys, values, out, partial_top, partial_total, sinks,
+    rows, seq_of_token, pos_of_token, block_table,
+    query_token_stride, query_head_stride, table_stride, scale, num_splits,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
+    PAGE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    IS_SPLIT: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """One query token, HEADS query heads of one kv head, one of `num_splits` spans of what the
+    token sees: grid (rows, kv heads * pieces of a group, splits). With IS_SPLIT `out` is float32
+    (rows, query heads, splits, DV), else the result (tokens, query heads, DV)."""
+    row = tl.program_id(0)
+    token = tl.load(rows + row).to(tl.int64)
+    sequence = tl.load(seq_of_token + token)
+    last = tl.load(pos_of_token + token)
+    pieces: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    kv_head = tl.program_id(1) // pieces
+    in_group = (tl.program_id(1) % pieces) * HEADS + tl.arange(0, BLOCK_H)
+    is_head = (tl.arange(0, BLOCK_H) < HEADS) & (in_group < GROUP)
+    head = kv_head * GROUP + in_group
+
+    first = last * 0
+    if WINDOW > 0:
+        first = tl.maximum(first, last - WINDOW + 1)
+    if CHUNK > 0:
+        first = tl.maximum(first, last // CHUNK * CHUNK)
+    split = tl.program_id(2)
+    span = tl.cdiv(tl.cdiv(last + 1 - first, BLOCK_N), num_splits) * BLOCK_N
+    begin = first + split * span
+    end = tl.minimum(begin + span, last + 1)
+
+    at_k = tl.arange(0, BLOCK_DK)
+    at_v = tl.arange(0, BLOCK_DV)
+    place = token * query_token_stride + head[:, None] * query_head_stride + at_k[None, :]
+    q = tl.load(query + place, mask=is_head[:, None] & (at_k < DK)[None, :], other=0.0)
+    top = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    acc = tl.zeros([BLOCK_H, BLOCK_DV], tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        position = start + tl.arange(0, BLOCK_N)
+        is_read = position < end
+        pool_row = _rows_of(block_table, sequence, table_stride, position, is_read, PAGE)
+        pool_row = pool_row * NUM_KV_HEADS + kv_head
+        k = tl.load(
+            keys + pool_row[None, :] * DK + at_k[:, None],
+            mask=is_read[None, :] & (at_k < DK)[:, None], other=0.0,
+        )  # fmt: skip
+        v = tl.load(
+            values + pool_row[:, None] * DV + at_v[None, :],
+            mask=is_read[:, None] & (at_v < DV)[None, :], other=0.0,
+        )  # fmt: skip
+        scores = _scores(q, k, scale, SOFTCAP, WIDEN)
+        scores = tl.where(is_read[None, :], scores, float("-inf"))
+        acc, top, total = _accumulate(acc, top, total, scores, v, WIDEN)
+
+    is_value = is_head[:, None] & (at_v < DV)[None, :]
+    if IS_SPLIT:
+        part = (row.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head) * num_splits + split
+        tl.store(partial_top + part, top, mask=is_head)
+        tl.store(partial_total + part, total, mask=is_head)
+        # An empty span stores no values; the reduction does not read them.
+        place = part[:, None] * DV + at_v[None, :]
+        tl.store(out + place, acc, mask=is_value & (top > float("-inf"))[:, None])
+    else:
+        if HAS_SINKS:
+            sink = tl.load(sinks + head, mask=is_head, other=0.0).to(tl.float32) * LOG2E
+            total, shrink = _with_sink(top, total, sink)
+            acc = acc * shrink[:, None]
+        acc = acc / total[:, None]
+        place = (token * (NUM_KV_HEADS * GROUP) + head)[:, None] * DV + at_v[None, :]
+        tl.store(out + place, acc.to(out.dtype.element_ty), mask=is_value)
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def reduce_kernel(
+    partial, partial_top, partial_total, sinks, rows, out, num_splits,
+    NUM_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DV: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """The spans of one query token and head into its result: grid (rows, query heads)."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    at = tl.arange(0, BLOCK_S)
+    at_v = tl.arange(0, BLOCK_DV)
+    part = (row * NUM_HEADS + head) * num_splits + at
+    tops = tl.load(partial_top + part, mask=at < num_splits, other=float("-inf"))
+    totals = tl.load(partial_total + part, mask=at < num_splits, other=0.0)
+    top = tl.max(tops, 0)
+    weights = tl.exp2(tops - top)
+    total = tl.sum(totals * weights, 0)
+    place = part[:, None] * DV + at_v[None, :]
+    is_there = (tops > float("-inf"))[:, None] & (at_v < DV)[None, :]
+    acc = tl.sum(tl.load(partial + place, mask=is_there, other=0.0) * weights[:, None], 0)
+    if HAS_SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2E
+        total, shrink = _with_sink(top, total, sink)
+        acc = acc * shrink
+    token = tl.load(rows + row).to(tl.int64)
+    result = (acc / total).to(out.dtype.element_ty)
+    tl.store(out + (token * NUM_HEADS + head) * DV + at_v, result, mask=at_v < DV)
+
+
+@triton.jit(do_not_specialize=["query_token_stride", "query_head_stride", "table_stride"])
+def prefill_kernel(
+    query, keys, values, out, sinks, tile_sequence, tile_first, q_start, seq_lens, block_table,
+    groups, query_token_stride, query_head_stride, table_stride, scale,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
+    PAGE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_GROUPS: tl.constexpr, GROUPS_IGNORE_WINDOW: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """A tile of BLOCK_M // HEADS query tokens by HEADS query heads of one kv head: grid (tiles,
+    kv heads * pieces of a group). Tile i begins at query token tile_first[i] of its sequence."""
+    sequence = tl.load(tile_sequence + tl.program_id(0))
+    first = tl.load(tile_first + tl.program_id(0))
+    base = tl.load(q_start + sequence)
+    q_len = tl.load(q_start + sequence + 1) - base
+    kv_len = tl.load(seq_lens + sequence)
+    before = kv_len - q_len  # positions of earlier steps
+    tokens: tl.constexpr = BLOCK_M // HEADS
+    pieces: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    kv_head = tl.program_id(1) // pieces
+    at = tl.arange(0, BLOCK_M)
+    in_group = (tl.program_id(1) % pieces) * HEADS + at % HEADS
+    index = first + at // HEADS
+    is_row = (at < tokens * HEADS) & (index < q_len) & (in_group < GROUP)
+    index = tl.minimum(index, q_len - 1)
+    head = kv_head * GROUP + in_group
+    q_pos = before + index
+    token = (base + index).to(tl.int64)
+
+    lowest = before + first
+    begin = lowest * 0
+    if WINDOW > 0:
+        begin = tl.maximum(begin, lowest - WINDOW + 1)
+        if HAS_GROUPS and GROUPS_IGNORE_WINDOW:
+            begin = tl.minimum(begin, before)
+    if CHUNK > 0:
+        begin = tl.maximum(begin, lowest // CHUNK * CHUNK)
+    begin = begin // BLOCK_N * BLOCK_N
+    end = tl.minimum(lowest + tokens, kv_len)
+    if HAS_GROUPS:
+        end = kv_len
+        own = tl.load(groups + token, mask=is_row, other=-1)
+
+    at_k = tl.arange(0, BLOCK_DK)
+    at_v = tl.arange(0, BLOCK_DV)
+    place = token[:, None] * query_token_stride + head[:, None] * query_head_stride
+    q = tl.load(query + place + at_k[None, :],
+                mask=is_row[:, None] & (at_k < DK)[None, :], other=0.0)  # fmt: skip
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        position = start + tl.arange(0, BLOCK_N)
+        is_read = position < end
+        pool_row = _rows_of(block_table, sequence, table_stride, position, is_read, PAGE)
+        pool_row = pool_row * NUM_KV_HEADS + kv_head
+        k = tl.load(
+            keys + pool_row[None, :] * DK + at_k[:, None],
+            mask=is_read[None, :] & (at_k < DK)[:, None], other=0.0,
+        )  # fmt: skip
+        v = tl.load(
+            values + pool_row[:, None] * DV + at_v[None, :],
+            mask=is_read[:, None] & (at_v < DV)[None, :], other=0.0,
+        )  # fmt: skip
+        scores = _scores(q, k, scale, SOFTCAP, WIDEN)
+        seen = position[None, :] <= q_pos[:, None]
+        if HAS_GROUPS:
+            is_new = is_read & (position >= before)
+            theirs = tl.load(groups + base + position - before, mask=is_new, other=-1)
+            same = is_new[None, :] & (theirs[None, :] == own[:, None]) & (own >= 0)[:, None]
+            seen = seen | same
+        if WINDOW > 0:
+            seen = seen & (position[None, :] > q_pos[:, None] - WINDOW)
+            if HAS_GROUPS and GROUPS_IGNORE_WINDOW:
+                seen = seen | same
+        if CHUNK > 0:
+            seen = seen & (position[None, :] // CHUNK == q_pos[:, None] // CHUNK)
+        scores = tl.where(seen & is_read[None, :], scores, float("-inf"))
+        acc, top, total = _accumulate(acc, top, total, scores, v, WIDEN)
+
+    if HAS_SINKS:
+        sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * LOG2E
+        total, shrink = _with_sink(top, total, sink)
+        acc = acc * shrink[:, None]
+    acc = acc / tl.where(is_row, total, 1.0)[:, None]
+    place = (token * (NUM_KV_HEADS * GROUP) + head)[:, None] * DV + at_v[None, :]
+    tl.store(out + place, acc.to(out.dtype.element_ty),
+             mask=is_row[:, None] & (at_v < DV)[None, :])  # fmt: skip

@@ -1,0 +1,143 @@
+"""What differs between a CPU and a GPU in a step: how bytes come and go, and when somebody waits.
+
+Used by the runner, the sampler and attention backends. On a GPU a step is a queue of work that the
+host must not wait for: `upload` sends all arrays of a purpose in one copy from pinned memory,
+`fetch` brings all results in one copy, and only `Fetch.wait` waits. On a CPU the same calls do the
+same things at once. Never computes anything.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+_ALIGN_BYTES = 16
+
+
+class Fetch:
+    """Tensors on their way to the host. `wait` may be called once."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], is_pinned: bool) -> None:
+        self._shapes = [(tuple(t.shape), t.dtype) for t in tensors]
+        # The widest types first: then every piece begins where its type may begin.
+        order = sorted(range(len(tensors)), key=lambda i: -tensors[i].element_size())
+        self._order = order
+        flat = [tensors[i].contiguous().reshape(-1).view(torch.uint8) for i in order]
+        packed = torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
+        self._event: Any = None
+        if is_pinned:
+            # Nothing to bring is still something to wait for.
+            self._host = torch.empty(packed.shape, dtype=torch.uint8, pin_memory=True)
+            self._host.copy_(packed, non_blocking=True)
+            # A sleeping wait: the processor is somebody else's while the device works.
+            self._event = torch.cuda.Event(blocking=True)
+            self._event.record()
+        else:
+            self._host = packed
+
+    def wait(self) -> list[np.ndarray]:
+        """The tensors as arrays, in the order given. The step's one wait."""
+        if self._event is not None:
+            self._event.synchronize()
+        data = self._host.numpy()
+        arrays: list[Any] = [None] * len(self._order)
+        at = 0
+        for i in self._order:
+            shape, dtype = self._shapes[i]
+            size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+            arrays[i] = data[at : at + size].view(_NUMPY[dtype]).reshape(shape)
+            at += size
+        return arrays
+
+
+class Stopwatch:
+    """Seconds between its making and `stop`, as the device saw them."""
+
+    def __init__(self, is_cuda: bool) -> None:
+        self._is_cuda = is_cuda
+        self._begin = self._mark()
+        self._end: Any = None
+
+    def _mark(self) -> Any:
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def stop(self) -> None:
+        self._end = self._mark()
+
+    def seconds(self) -> float:
+        """Only after `stop`, and on a GPU after a later `Fetch.wait`."""
+        if self._is_cuda:
+            return float(self._begin.elapsed_time(self._end)) / 1000
+        return float(self._end - self._begin)
+
+
+class Device:
+    """One torch device. Tests count through a subclass what a step sends and waits for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.torch = device
+        self.is_cuda = device.type == "cuda"
+
+    def upload(self, *arrays: np.ndarray) -> list[torch.Tensor]:
+        """The arrays as tensors on the device, sent in one copy that nobody waits for."""
+        begins, size = [], 0
+        for array in arrays:
+            begins.append(size)
+            size += -(-array.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        # torch's pinned allocator keeps the block until the copy is done.
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=self.is_cuda)
+        data = host.numpy()
+        for begin, array in zip(begins, arrays, strict=True):
+            flat = np.ascontiguousarray(array).reshape(-1)
+            data[begin : begin + array.nbytes] = flat.view(np.uint8)
+        there = host.to(self.torch, non_blocking=True)
+        return [
+            there[begin : begin + array.nbytes].view(_TORCH[array.dtype.type]).view(array.shape)
+            for begin, array in zip(begins, arrays, strict=True)
+        ]
+
+    def send(self, tensor: torch.Tensor, *, is_own: bool = False) -> torch.Tensor:
+        """One large host tensor on the device; nobody waits. It is a copy, unless the tensor
+        `is_own` (nobody else keeps it) and is on the device already."""
+        if not self.is_cuda:
+            return tensor if is_own else tensor.clone()
+        pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
+        return pinned.to(self.torch, non_blocking=True)
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy on the host that `send` takes back later; whole when the step is over."""
+        kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.is_cuda)
+        kept.copy_(tensor, non_blocking=True)
+        return kept
+
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> Fetch:
+        """Starts the one copy back of all that a step found out."""
+        return Fetch(tensors, self.is_cuda)
+
+    def stopwatch(self) -> Stopwatch:
+        return Stopwatch(self.is_cuda)
+
+
+def open_device(device: torch.device) -> Device:
+    """The device, made the current one of this thread: Triton launches there."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+    return Device(device)
+
+
+_NUMPY = {
+    torch.int64: np.int64,
+    torch.int32: np.int32,
+    torch.float64: np.float64,
+    torch.float32: np.float32,
+    torch.bool: np.bool_,
+}
+_TORCH = {there: here for here, there in _NUMPY.items()}
