@@ -78,7 +78,7 @@ bench-peers: $(VENV)/.dev ## install what to compare with, outside the tree: vLL
 
 soak: $(VENV)/.dev ## 100 faults, a million fuzz steps, the large checker instances (about an hour)
 	@e2e/cluster/build.sh
-	@$(PY) e2e/soak/mirror_check.py
+	@$(PY) e2e/soak/mirror_check.py --seconds 120
 	@$(PY) e2e/soak/mirror_fuzz.py --steps 1000000
 	@OMP_WAIT_POLICY=passive FOVEAL_FAULTS=100 FOVEAL_OUTAGE_SECONDS=300 $(VENV)/bin/pytest -q -s -m "(faults or slow) and not cluster" tests
 	@FOVEAL_CLUSTER=full e2e/cluster/run.sh

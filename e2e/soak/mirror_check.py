@@ -5,7 +5,8 @@ snapshots of the running code (no second model). Checked in each state: the guar
 `World.check` sees. Checked at the end: every state can still reach one where all is settled (I3),
 and a state without moves is settled, converged and leaks nothing.
 
-    python e2e/soak/mirror_check.py               # every instance, to the end
+    python e2e/soak/mirror_check.py               # every instance, to the end (hours, 20 GiB)
+    python e2e/soak/mirror_check.py --seconds 60  # every instance, as far as that goes
     python e2e/soak/mirror_check.py evict-2x1     # one of them
 """
 
@@ -379,11 +380,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", default=list(INSTANCES))
     parser.add_argument("--states", type=int, default=10**7)
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="for each instance; one cut short is no proof"
+    )
     options = parser.parse_args()
     for name in options.names:
         started = time.monotonic()
         search = Search(INSTANCES[name])
-        search.run(options.states)
+        search.run(options.states, options.seconds)
         how = "complete" if search.is_complete else "stopped"
         seconds = time.monotonic() - started
         print(f"{name:24} {how:9} {search.num_states:9,} states {seconds:7.1f} s", flush=True)
