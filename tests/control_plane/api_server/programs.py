@@ -37,7 +37,8 @@ START_SECONDS = 240.0
 
 
 def program(name: str) -> Path:
-    return ROOT / "etcd" / "etcd" if name == "etcd" else ROOT / "cp" / "bin" / name
+    own_folder = name in ("etcd", "helm")
+    return ROOT / name / name if own_folder else ROOT / "cp" / "bin" / name
 
 
 def missing_programs(*names: str) -> list[str]:
