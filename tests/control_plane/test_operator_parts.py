@@ -21,7 +21,13 @@ from foveal_operator.events import EventRecorder
 from foveal_operator.facts import Survey, count_free_devices
 from foveal_operator.fake_cluster import FakeCluster
 from foveal_operator.logs import JsonLines
-from foveal_operator.observe import noteworthy, previous_conditions, route_state, steady
+from foveal_operator.observe import (
+    noteworthy,
+    previous_conditions,
+    route_state,
+    scaling_state,
+    steady,
+)
 from foveal_operator.operator_metrics import OPERATOR_METRICS
 from foveal_operator.options import read
 from foveal_operator.probes import PodReports
@@ -205,6 +211,20 @@ def test_a_route_waits_for_every_gateway() -> None:
         False, "gateway edge: no listener",
     )  # fmt: skip
     assert route_state({"status": {"parents": parents[:1]}}, True) == (True, "")
+
+
+def test_autoscalers_speak_for_themselves() -> None:
+    def said(kind: str, status: str, **more: str) -> Obj:
+        return {"status": {"conditions": [{"type": kind, "status": status, **more}]}}
+
+    assert scaling_state({}) == ("", "")
+    good, ready = said("ScalingActive", "True"), said("Ready", "True")
+    assert scaling_state({"a": good, "b": ready})[0] == "True"
+    assert scaling_state({"a": good, "b": None}) == ("Unknown", "b has not reported yet")
+    bad = said("ScalingActive", "False", reason="FailedGetResourceMetric", message="no metrics")
+    assert scaling_state({"a": None, "b": bad}) == ("False", "b: no metrics")
+    assert scaling_state({"a": said("Ready", "False")}) == ("False", "a: is inert")
+    assert scaling_state({"a": said("Active", "False")})[0] == "Unknown"  # scaled down, no more
 
 
 def test_conditions_of_another_version_count_as_absent() -> None:

@@ -649,6 +649,29 @@ async def test_the_autoscaler_gets_the_replicas_and_none_is_lost(kit: Kit) -> No
     assert ("spec", "replicas") not in owners["foveal-operator"]
 
 
+async def test_what_the_autoscaler_says_of_itself_is_in_the_status(kit: Kit) -> None:
+    await served(kit, scaled())
+    assert kit.condition("ScalingActive") == ("Unknown", "Waiting")
+
+    def inert(body: Obj) -> None:
+        body["status"] = {
+            "conditions": [{"type": "ScalingActive", "status": "False", "message": "no metrics"}]
+        }
+
+    kit.cluster.edit(
+        BY_NAME["HorizontalPodAutoscaler"], *KEY[:1], "tiny-frontend", inert, manager="controller"
+    )
+    await kit.settle()
+    assert kit.condition("ScalingActive") == ("False", "AutoscalerInert")
+    events = [b for (k, _, _), b in kit.cluster.objects.items() if k == "Event"]
+    said = [e["note"] for e in events if e["reason"] == "AutoscalerInert"]
+    assert len(said) == 1
+    assert "HorizontalPodAutoscaler tiny-frontend: no metrics" in said[0]
+    kit.cluster.edit(INFERENCE, *KEY, lambda body: body["spec"]["frontend"].pop("autoscaling"))
+    await kit.settle()
+    assert kit.condition("ScalingActive") == ("", "")
+
+
 async def test_a_pod_that_fails_is_named(kit: Kit) -> None:
     await served(kit)
     add_pod(kit.cluster, "engine", ready=False)

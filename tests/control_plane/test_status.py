@@ -91,7 +91,51 @@ def test_the_status_fits_its_schema() -> None:
     obj = {**BASE, "status": plain(status_of(**serving()))}
     assert api_server_rules.problems(obj) == []
     assert obj["status"]["budgets"]["ipc"]["display"] == "4.00 GiB"
-    assert obj["status"]["resolved"]["rollout"]["drainTimeoutSeconds"] == 120
+    resolved = obj["status"]["resolved"]
+    assert resolved["rollout"]["drainTimeoutSeconds"] == 120
+    assert resolved["engine"]["maxNumBatchedTokens"] == 2048
+    assert resolved["frontend"]["processes"] == 1
+    assert resolved["security"]["networkPolicy"] == "Enabled"
+    assert resolved["observability"]["podMonitor"] == "Auto"
+    assert resolved["image"] == "registry.example/foveal-runtime:test"
+
+
+def test_every_default_is_recorded_and_no_template() -> None:
+    """Behaviour defaults are not in the schema, so the status is where they can be read."""
+    template = {"spec": {"nodeSelector": {"disk": "ssd"}}}
+    obj = put(put(BASE, "spec.engine.podTemplate", template), "spec.frontend.podTemplate", template)
+    resolved = plain(status_of(obj, **serving()))["resolved"]  # type: ignore[index,call-overload]
+    spec = parse(obj).spec
+    missing = []
+    for part in ("modalities", "frontend", "engine", "caches", "rollout", "networking", "security",
+                 "observability"):  # fmt: skip
+        value = getattr(spec, part)
+        names = zip(value.__struct_encode_fields__, value.__struct_fields__, strict=True)
+        missing += [
+            f"{part}.{key}" for key, name in names
+            if getattr(value, name) not in (None, {}) and key not in resolved[part]
+        ]  # fmt: skip
+    assert missing == ["frontend.podTemplate", "engine.podTemplate"]
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "reason"),
+    [
+        ("True", "every autoscaler works", "Scaling"),
+        ("False", "HorizontalPodAutoscaler qwen-frontend: no metrics", "AutoscalerInert"),
+        ("Unknown", "ScaledObject qwen-engine has not reported yet", "Waiting"),
+    ],
+)
+def test_an_inert_autoscaler_is_told_and_holds_nothing_back(
+    status: str, message: str, reason: str
+) -> None:
+    """It stands still in silence otherwise, until the day of the peak."""
+    found = status_of(**serving(), scaling=status, scaling_message=message)
+    assert conditions(found)["ScalingActive"] == f"{status} {reason}"
+    assert conditions(found)["Ready"] == "True Ready"
+    (condition,) = [c for c in found.conditions if c.type == "ScalingActive"]
+    assert condition.message.startswith(message)
+    assert "ScalingActive" not in conditions(status_of(**serving()))
 
 
 def test_old_pods_that_serve_do_not_make_a_new_revision_ready() -> None:
@@ -259,7 +303,7 @@ def test_draining_pods_are_counted_apart() -> None:
 def test_every_reason_that_needs_action_says_which() -> None:
     quiet = {"Accepted", "Fits", "Shrunk", "Profiling", "Resolved", "Downloading", "Waiting"}
     quiet |= {"Serving", "ScaledToZero", "Starting", "Rolling", "Mirrored", "Routed", "Available"}
-    quiet |= {"Unavailable", "Ready", "Paused"}
+    quiet |= {"Unavailable", "Ready", "Paused", "Scaling"}
     assert {r.name for r in reasons.ALL if not r.action} == quiet
     assert len(reasons.BY_NAME) == len(reasons.ALL)
 

@@ -1,7 +1,8 @@
 """`foveal up` for models of a hub and for resources that ask for GPUs: as far as any machine gets.
 
 The hub is a loopback server and the fetch is the runtime's own. The profile (20 s with torch),
-frontends and engines are fakes: the real ones run in test_fetch_progress.py and test_up.py.
+frontends and engines are fakes: test_fetch_progress.py and tests/processes/test_up.py run the real
+ones.
 """
 
 from __future__ import annotations

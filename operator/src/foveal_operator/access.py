@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from foveal_operator.kinds import (
+    CLAIM,
     EVENT,
     INFERENCE,
     KINDS,
@@ -20,6 +21,7 @@ from foveal_operator.kinds import (
     POD,
     RESOURCE_SLICE,
     SECRET,
+    SERVICE,
     Kind,
 )
 
@@ -27,7 +29,10 @@ Scope = Literal["resources", "nodes", "lease"]
 """Which role: of the namespaces that are watched, of the cluster's nodes, of the operator's own
 namespace (its Lease)."""
 
-_READ = ("get", "list", "watch")
+# Caches answer all other questions.
+_FOLLOW = ("list", "watch")
+# Whatever is deleted is read first, live.
+_DELETE = ("get", "delete")
 # Server-side apply is `patch`, and `create` where the object does not exist yet.
 _APPLY = ("create", "patch")
 
@@ -42,8 +47,10 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _SPECIAL: dict[str, tuple[str, ...]] = {
-    INFERENCE.name: _READ,  # its spec, labels and annotations are the user's
-    POD.name: (*_READ, "delete"),  # a rollout picks the pod that restarts
+    INFERENCE.name: _FOLLOW,  # its spec, labels and annotations are the user's
+    POD.name: (*_FOLLOW, *_DELETE),  # a rollout picks the pod that restarts
+    CLAIM.name: (*_FOLLOW, *_APPLY, "get"),  # the user's own claims are looked at
+    SERVICE.name: (*_FOLLOW, *_APPLY, "update"),  # foreign ports only a replacement drops
     SECRET.name: ("create",),  # key material is made once and never read back
     EVENT.name: (*_APPLY, "list"),  # what the kubelet says of pods that wait for a volume
 }
@@ -54,8 +61,8 @@ def verbs(kind: Kind) -> tuple[str, ...]:
     """Of a kind within watched namespaces."""
     if kind.name in _SPECIAL:
         return _SPECIAL[kind.name]
-    found = (*_READ, *_APPLY) if kind.watched else _APPLY
-    return (*found, "delete") if kind.pruned else found
+    found = (*_FOLLOW, *_APPLY) if kind.watched else _APPLY
+    return (*found, *_DELETE) if kind.pruned else found
 
 
 def rules(scope: Scope) -> tuple[Rule, ...]:

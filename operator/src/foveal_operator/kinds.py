@@ -20,7 +20,8 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         watched: its objects are kept in a cache.
-        pruned: owned objects that are wanted no more are deleted.
+        pruned: owned objects that are wanted no more are deleted. False for what every resource
+            has under one name for as long as it lives: the garbage collector takes it.
         optional: an API that a cluster may lack.
     """
 
@@ -57,8 +58,9 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
 INFERENCE = Kind(api_version=f"{GROUP}/{VERSION}", name=KIND, plural=PLURAL, pruned=False)
 POD = Kind(api_version="v1", name="Pod", plural="pods", pruned=False)
 CONFIG_MAP = Kind(api_version="v1", name="ConfigMap", plural="configmaps")
-STATEFUL_SET = Kind(api_version="apps/v1", name="StatefulSet", plural="statefulsets")
-DEPLOYMENT = Kind(api_version="apps/v1", name="Deployment", plural="deployments")
+STATEFUL_SET = Kind(api_version="apps/v1", name="StatefulSet", plural="statefulsets", pruned=False)
+DEPLOYMENT = Kind(api_version="apps/v1", name="Deployment", plural="deployments", pruned=False)
+SERVICE = Kind(api_version="v1", name="Service", plural="services", pruned=False)
 JOB = Kind(api_version="batch/v1", name="Job", plural="jobs")
 # Its content is never the operator's to read: no watch, no cache, only `create`.
 SECRET = Kind(api_version="v1", name="Secret", plural="secrets", watched=False, pruned=False)
@@ -84,8 +86,8 @@ KINDS: tuple[Kind, ...] = (
     INFERENCE,
     POD,
     CONFIG_MAP,
-    Kind(api_version="v1", name="Service", plural="services"),
-    Kind(api_version="v1", name="ServiceAccount", plural="serviceaccounts"),
+    SERVICE,
+    Kind(api_version="v1", name="ServiceAccount", plural="serviceaccounts", pruned=False),
     CLAIM,
     SECRET,
     STATEFUL_SET,

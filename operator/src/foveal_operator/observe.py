@@ -46,6 +46,28 @@ def route_state(route: Obj | None, is_wanted: bool) -> tuple[bool | None, str]:
     return True, ""
 
 
+def scaling_state(autoscalers: Mapping[str, Obj | None]) -> tuple[str, str]:
+    """(status, message) of ScalingActive: what autoscalers say of themselves, by kind/name.
+
+    ("", "") when there are none. A HorizontalPodAutoscaler says ScalingActive, a ScaledObject
+    Ready; one that has not said anything yet is unknown.
+    """
+    if not autoscalers:
+        return "", ""
+    unknown = ""
+    for name, autoscaler in autoscalers.items():
+        said = {
+            condition.get("type"): condition
+            for condition in (autoscaler or {}).get("status", {}).get("conditions") or ()
+        }
+        own = said.get("ScalingActive") or said.get("Ready")
+        if own is None or own.get("status") not in ("True", "False"):
+            unknown = unknown or f"{name} has not reported yet"
+        elif own["status"] == "False":
+            return "False", f"{name}: {own.get('message') or own.get('reason') or 'is inert'}"
+    return ("Unknown", unknown) if unknown else ("True", "every autoscaler works")
+
+
 def steady(measured: Mapping[str, int], resource: Obj) -> dict[str, int]:
     """Measurements, each as stored unless it has moved by more than 5 %: a status that trembles
     would be written for ever."""

@@ -94,6 +94,11 @@ SESSION_DOWN = Reason("SessionDown", "Check NetworkPolicies between frontends an
 STALE_HINTS = Reason("StaleHints", "Raise caches.ipc.size: values leave before they are used.")
 ROUTED = Reason("Routed")
 ROUTE_PENDING = Reason("RoutePending", "Check the Gateway's listeners and allowed routes.")
+SCALING = Reason("Scaling")
+AUTOSCALER_INERT = Reason(
+    "AutoscalerInert",
+    "Give the autoscaler its figures: metrics-server for CPU, else KEDA and prometheusAddress.",
+)
 AVAILABLE = Reason("Available")
 UNAVAILABLE = Reason("Unavailable")
 READY = Reason("Ready")

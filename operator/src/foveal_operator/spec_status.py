@@ -115,7 +115,8 @@ class MultiModalInferenceStatus(Part, frozen=True, kw_only=True):
         ],
         Meta(
             description="SpecAccepted, BudgetFits, ModelReady, EnginesReady, FrontendsReady, "
-            "CachesMirrored, RouteReady, Available, Ready; Reconciling and Stalled while true."
+            "CachesMirrored, RouteReady, ScalingActive, Available, Ready; Reconciling and Stalled "
+            "while true."
         ),
     ] = ()
     url: Annotated[Annotated[str, Meta(max_length=512)], Meta(description="Where it serves.")] = ""

@@ -38,6 +38,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
         sessions_up, sessions_wanted: (frontend, engine) pairs; -1 = not known.
         stale_rate: stale hints per query.
         route_ready: None when no route is asked for.
+        scaling, scaling_message: True, False or Unknown, and why; "" = nothing is autoscaled.
         deadline_exceeded: the rollout did not progress in time.
         rollout_message: where the rollout stands; "" when there is none.
         measured: bytes that pods report, by budget name.
@@ -61,6 +62,8 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     stale_rate: float = 0.0
     route_ready: bool | None = None
     route_message: str = ""
+    scaling: str = ""
+    scaling_message: str = ""
     deadline_exceeded: bool = False
     rollout_strategy: str = ""
     rollout_message: str = ""
@@ -110,6 +113,8 @@ def report(
             reason = reasons.ROUTED if observed.route_ready else reasons.ROUTE_PENDING
             text = observed.route_message or "the gateway has taken the route"
             verdicts.append(_verdict("RouteReady", observed.route_ready, reason, text))
+        if observed.scaling:
+            verdicts.append(_scaling_active(observed))
     verdicts += [_available(frontend, engine), *_summary(verdicts, observed)]
     return MultiModalInferenceStatus(
         observed_generation=generation,
@@ -129,7 +134,7 @@ def report(
             download_percent=observed.download_percent,
             modalities=_modalities(inference),
         ),
-        resolved=_resolved(inference),
+        resolved=_resolved(inference, desired),
     )
 
 
@@ -248,6 +253,14 @@ def _mirrored(observed: Observed) -> _Verdict:
     return _verdict("CachesMirrored", True, reasons.MIRRORED, f"all {wanted} sessions are up")
 
 
+def _scaling_active(observed: Observed) -> _Verdict:
+    found = {
+        "True": reasons.SCALING, "False": reasons.AUTOSCALER_INERT, "Unknown": reasons.WAITING,
+    }  # fmt: skip
+    reason = found[observed.scaling]
+    return _Verdict("ScalingActive", observed.scaling, reason, observed.scaling_message)
+
+
 def _available(frontend: RoleStatus, engine: RoleStatus) -> _Verdict:
     ok = frontend.ready > 0 and engine.ready > 0
     text = f"{frontend.ready} frontends and {engine.ready} engines serve"
@@ -256,10 +269,11 @@ def _available(frontend: RoleStatus, engine: RoleStatus) -> _Verdict:
 
 def _summary(verdicts: list[_Verdict], observed: Observed) -> list[_Verdict]:
     """Ready, and of the pair Reconciling and Stalled the one that is true."""
-    # Unknown mirrors (nothing reported yet) do not hold back what serves.
+    # Unknown mirrors (nothing reported yet) do not hold back what serves, nor does an autoscaler.
     failing = [
         v for v in verdicts
-        if v.status == "False" or (v.status == "Unknown" and v.kind != "CachesMirrored")
+        if v.kind != "ScalingActive"
+        and (v.status == "False" or (v.status == "Unknown" and v.kind != "CachesMirrored"))
     ]  # fmt: skip
     if not failing:
         return [_verdict("Ready", True, reasons.READY, "every replica of this revision serves")]
@@ -361,19 +375,27 @@ def _modalities(inference: InferenceSpec | None) -> tuple[str, ...]:
     return tuple(name for name in names if getattr(limits, name).max_per_prompt > 0)
 
 
-def _resolved(inference: InferenceSpec | None) -> dict[str, object]:
-    """The operator's defaults as applied: every field of these parts, whether given or not."""
+def _resolved(inference: InferenceSpec | None, desired: Desired | None) -> dict[str, object]:
+    """The operator's defaults as applied: every field of these parts, whether given or not.
+
+    Left out is what has no default and may be large: the pods' templates.
+    """
     if inference is None:
         return {}
     spec = inference.spec
     parts = {
         "modalities": spec.modalities,
-        "admission": spec.frontend.admission,
+        "frontend": msgspec.structs.replace(spec.frontend, pod_template={}),
+        "engine": msgspec.structs.replace(spec.engine, pod_template={}),
         "caches": spec.caches,
         "rollout": spec.rollout,
         "networking": spec.networking,
+        "security": spec.security,
+        "observability": spec.observability,
     }
     found = {name: plain(part) for name, part in parts.items()}
+    for body in desired.of_kind("StatefulSet") if desired else ():
+        found["image"] = body["spec"]["template"]["spec"]["containers"][0]["image"]
     found["maxFrontends"] = inference.num_frontends
     found["maxEngines"] = inference.num_engines
     return found

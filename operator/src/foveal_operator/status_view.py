@@ -15,7 +15,7 @@ from foveal_operator.terminal import Style, age, columns, wrapped
 Obj = Mapping[str, Any]
 _ORDER = (
     "SpecAccepted", "BudgetFits", "ModelReady", "EnginesReady", "FrontendsReady", "CachesMirrored",
-    "RouteReady", "Available", "Ready", "Reconciling", "Stalled",
+    "RouteReady", "ScalingActive", "Available", "Ready", "Reconciling", "Stalled",
 )  # fmt: skip
 _BAD_WHEN_TRUE = frozenset({"Reconciling", "Stalled"})
 

@@ -16,7 +16,13 @@ from foveal_operator.kinds import BY_NAME, DEPLOYMENT, INFERENCE, STATEFUL_SET
 from foveal_operator.look import Pass
 from foveal_operator.manifests import Desired
 from foveal_operator.manifests.context import Obj
-from foveal_operator.observe import noteworthy, previous_conditions, route_state, steady
+from foveal_operator.observe import (
+    noteworthy,
+    previous_conditions,
+    route_state,
+    scaling_state,
+    steady,
+)
 from foveal_operator.spec import InferenceSpec, SpecError
 from foveal_operator.status import Observed, plain, report
 from foveal_operator.telemetry import Telemetry
@@ -50,6 +56,7 @@ class Teller:
         route_ready, route_message = route_state(
             route, work.inference.spec.networking.http_route is not None
         )
+        scaling, scaling_message = scaling_state(self._autoscalers(work))
         observed = Observed(
             now=self._clock.now_text(),
             deployment=self._caches.get(DEPLOYMENT, key[0], f"{key[1]}-frontend"),
@@ -63,6 +70,8 @@ class Teller:
             stale_rate=reports.stale_rate,
             route_ready=route_ready,
             route_message=route_message,
+            scaling=scaling,
+            scaling_message=scaling_message,
             deadline_exceeded=work.rollout.deadline_exceeded,
             rollout_strategy=work.rollout.strategy,
             rollout_message=trouble or work.rollout.message,
@@ -75,6 +84,16 @@ class Teller:
             refused=refused,
         )
         await self._write(work.resource, work.inference, None, work.plan, work.desired, observed)
+
+    def _autoscalers(self, work: Pass) -> dict[str, Obj | None]:
+        """Those that the resource asks for, as they are."""
+        return {
+            f"{kind} {body['metadata']['name']}": self._caches.get(
+                BY_NAME[kind], work.key[0], body["metadata"]["name"]
+            )
+            for kind in ("HorizontalPodAutoscaler", "ScaledObject")
+            for body in work.desired.of_kind(kind)
+        }
 
     async def refuse(self, resource: Obj, error: SpecError, engines: Pods, frontends: Pods) -> None:
         """The spec is wrong: nothing is touched, and what runs is still counted."""

@@ -32,7 +32,7 @@ class OperatorProcess:
     """One replica. `flags` are added to those every test needs."""
 
     def __init__(self, name: str, kubeconfig: Path, namespace: str, *flags: str) -> None:
-        self.name = name
+        self.name, self.kubeconfig = name, kubeconfig
         self._folder = kubeconfig.parent
         self._port = free_port()
         self._command = [sys.executable, "-m", "foveal_operator", f"--kubeconfig={kubeconfig}"]

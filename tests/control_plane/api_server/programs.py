@@ -37,7 +37,8 @@ START_SECONDS = 240.0
 
 
 def program(name: str) -> Path:
-    return ROOT / "etcd" / "etcd" if name == "etcd" else ROOT / "cp" / "bin" / name
+    own_folder = name in ("etcd", "helm")
+    return ROOT / name / name if own_folder else ROOT / "cp" / "bin" / name
 
 
 def missing_programs(*names: str) -> list[str]:
@@ -178,6 +179,8 @@ def _api_server(folder: Path, etcd_url: str, port: int, key: Path) -> Program:
     command += ["--authorization-mode=Node,RBAC", "--service-cluster-ip-range=10.96.0.0/16"]
     command += ["--service-account-issuer=https://kubernetes.default.svc"]
     command += [f"--service-account-key-file={key}", f"--service-account-signing-key-file={key}"]
+    # As some distributions do: owners that block a deletion need a right of their own.
+    command += ["--enable-admission-plugins=OwnerReferencesPermissionEnforcement"]
     command += ["--allow-privileged=true", "--profiling=false"]
     return start("kube-apiserver", command, folder)
 

@@ -119,10 +119,11 @@ class World:
         for kind in CHILD_KINDS:
             for obj in self.api.list(kind, self.namespace, MANAGED):
                 obj["kind"] = kind
-                found[f"{kind}/{obj['metadata']['name']}"] = self._normal(obj)
+                found[f"{kind}/{obj['metadata']['name']}"] = self.normal(obj)
         return stable(found, self.namespace)
 
-    def _normal(self, obj: Obj) -> Obj:
+    def normal(self, obj: Obj) -> Obj:
+        """Without what differs from run to run; `kind` must be in it."""
         kept = {"name", "labels", "annotations", "ownerReferences"}
         plain = {k: v for k, v in copy.deepcopy(obj).items() if k not in ("status", "metadata")}
         plain["metadata"] = {k: v for k, v in obj["metadata"].items() if k in kept}

@@ -1,0 +1,86 @@
+"""Replicas pass to an autoscaler and back: in no write do they fall below what is live (G19)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.control_plane.api_server.audit import Audit
+from tests.control_plane.api_server.calls import Call
+from tests.control_plane.api_server.programs import wait_until
+from tests.control_plane.api_server.scenarios import NO_LEASE, Step, run
+from tests.control_plane.api_server.world import World
+
+AUTOSCALING = {"minReplicas": 2, "maxReplicas": 6, "metric": "CPU", "target": 70}
+NAME = "qwen-frontend"
+
+
+class Replicas(Audit):
+    """Notes what the Deployment asks for after each write of the operator's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def after(self, call: Call, status: int, reply: dict[str, Any]) -> None:
+        super().after(call, status, reply)
+        if call.target.resource == "deployments" and status < 300 and "spec" in reply:
+            self.seen.append(int(reply["spec"].get("replicas", 0)))
+
+
+def live(world: World) -> int:
+    deployment = world.api.get("Deployment", world.namespace, NAME)
+    assert deployment is not None
+    return int(deployment["spec"]["replicas"])
+
+
+def autoscaler_says(world: World, replicas: int) -> None:
+    """What the HPA's controller writes, as it writes it."""
+    change = {"spec": {"replicas": replicas}}
+    world.api.merge(
+        "Deployment", world.namespace, NAME, change, "scale", manager="kube-controller-manager"
+    ).must()
+
+
+def has_autoscaler(world: World) -> bool:
+    return world.api.get("HorizontalPodAutoscaler", world.namespace, NAME) is not None
+
+
+@pytest.mark.timeout(400, func_only=True)
+def test_on_and_off_and_over_a_restart_no_replica_is_lost(world: World) -> None:
+    seen = Replicas()
+    world.proxy.audit = seen
+    operator = world.operator("a", NO_LEASE)
+    operator.start()
+    fixed = world.sample("cpu", frontend__replicas=3)
+    run(world, Step("create", lambda w: w.apply(fixed), num_frontends=3))
+
+    # On: the autoscaler begins with what it finds, and nobody takes back what it adds.
+    seen.seen.clear()
+    scaled = world.sample("cpu", frontend__autoscaling=AUTOSCALING)
+    world.apply(scaled)
+    wait_until("there is an autoscaler", lambda: has_autoscaler(world), 60)
+    world.settled()
+    assert live(world) == 3
+    assert min(seen.seen, default=3) >= 3, seen.seen
+    seen.seen.clear()
+    autoscaler_says(world, 5)
+    cause = world.sample("cpu", frontend__autoscaling=AUTOSCALING, frontend__cpu="3")
+    run(world, Step("another template", lambda w: w.apply(cause), num_frontends=5))
+    operator.kill()
+    seen.forget("a")
+    operator.start()
+    operator.wait_ready()
+    world.settled()
+    assert live(world) == 5
+    assert seen.seen, "the template was applied"
+    assert min(seen.seen) >= 5, seen.seen
+
+    # Off, to the number that is live: not one write asks for fewer.
+    seen.seen.clear()
+    back = world.sample("cpu", frontend__replicas=5, frontend__cpu="3")
+    run(world, Step("off", lambda w: w.apply(back), num_frontends=5))
+    assert not has_autoscaler(world)
+    assert live(world) == 5
+    assert seen.seen, "the operator took the field back"
+    assert min(seen.seen) >= 5, seen.seen
