@@ -54,7 +54,9 @@ inputs_of() {
 from_dockerfile() {
   local target=$1 inputs locks lend=$store/lend name name_lower variable settings=()
   name=localhost/foveal/$target:0.1.0
-  inputs=$(inputs_of Dockerfile .dockerignore LICENSE requirements runtime operator)
+  local parts=(Dockerfile .dockerignore LICENSE requirements runtime)
+  [ "$target" = runtime ] || parts+=(operator)
+  inputs=$(inputs_of "${parts[@]}")
   if [ "$(cat "$images/$target.inputs" 2>/dev/null)" = "$inputs" ] &&
     exists "$name"; then
     return

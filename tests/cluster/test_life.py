@@ -100,8 +100,12 @@ def test_everything_rolls_when_the_image_changes(tiny: str) -> None:
     found = roll(tiny, {"image": other, "rollout": {"strategy": "FreeFirst"}}, "engine")
     assert found.most_pods == 2
     assert found.least_ready >= 1
-    pods = [*kit.pods("engine").values(), *kit.pods("frontend").values()]
-    assert {pod["spec"]["containers"][0]["image"] for pod in pods} == {other}
+
+    def images() -> set[str]:
+        pods = [*kit.pods("engine").values(), *kit.pods("frontend").values()]
+        return {pod["spec"]["containers"][0]["image"] for pod in pods}
+
+    kit.until("the last frontend has drained", lambda: images() == {other}, 150)
     assert wrong_answers(tiny) == []
 
 
