@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from tests.cluster import hub, kit
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 GROUP = "metrics.k8s.io"
 
 

@@ -91,6 +91,7 @@ def test_engines_roll_when_their_budget_changes(tiny: str) -> None:
     assert kit.uids(kit.pods("frontend")) == frontends
 
 
+@pytest.mark.slow
 def test_everything_rolls_when_the_image_changes(tiny: str) -> None:
     """Another tag of the same image: the operator cannot know that they speak the same. FreeFirst:
     an engine goes before its successor comes, as where no device is free."""
@@ -218,6 +219,7 @@ def test_a_container_at_its_limit_is_killed_and_the_status_says_so(tiny: str) ->
     assert wrong_answers(tiny) == []
 
 
+@pytest.mark.slow
 def test_an_engine_that_hangs_is_restarted(tiny: str) -> None:
     """A stopped process answers no probe: the kubelet ends it, and it comes back."""
     name, pod = sorted(kit.pods("engine").items())[-1]

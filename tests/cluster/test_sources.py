@@ -102,6 +102,7 @@ def test_a_model_of_a_hub_is_fetched_once_and_survives_its_pods(
         forget("hubbed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "model", "token", "reason"),
     [
