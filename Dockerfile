@@ -31,11 +31,12 @@ RUN apt-get update \
 COPY requirements/build.txt /src/requirements/
 RUN python3 -m venv /opt/tools \
     && /opt/tools/bin/pip install --require-hashes -r /src/requirements/build.txt
-COPY runtime /src/runtime
-COPY operator /src/operator
 WORKDIR /src
+COPY runtime /src/runtime
 RUN FOVEAL_REQUIRE_KERNELS=1 /opt/tools/bin/pip wheel --no-deps --no-build-isolation \
-    --wheel-dir /wheels ./runtime ./operator
+    --wheel-dir /wheels ./runtime
+COPY operator /src/operator
+RUN /opt/tools/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels ./operator
 
 # --- operator ---------------------------------------------------------------------------------
 FROM base AS operator-files

@@ -54,7 +54,10 @@ inputs_of() {
 from_dockerfile() {
   local target=$1 inputs locks lend=$store/lend name name_lower variable settings=()
   name=localhost/foveal/$target:0.1.0
-  inputs=$(inputs_of Dockerfile .dockerignore LICENSE requirements runtime operator)
+  local pins=(requirements/{build,operator,torch,runtime}.txt)
+  local parts=(Dockerfile .dockerignore LICENSE "${pins[@]}" runtime)
+  [ "$target" = runtime ] || parts+=(operator)
+  inputs=$(inputs_of "${parts[@]}")
   if [ "$(cat "$images/$target.inputs" 2>/dev/null)" = "$inputs" ] &&
     exists "$name"; then
     return
@@ -74,7 +77,7 @@ from_dockerfile() {
     settings+=(-v "$variable:$variable:ro")
   done
   # Buildah of Debian 12 takes a RUN step for the same when only what it mounts has changed.
-  locks=$(inputs_of requirements)
+  locks=$(inputs_of "${pins[@]}")
   [ "$(cat "$images/$target.locks" 2>/dev/null || echo "$locks")" = "$locks" ] ||
     settings+=(--no-cache)
   buildah_here bud --isolation chroot --pull-never --layers --format oci --timestamp "$epoch" \

@@ -24,9 +24,13 @@ def test_helm_test_passes(operator: str) -> None:
 
 def test_the_operator_runs_with_the_charts_role_and_nothing_is_forbidden(operator: str) -> None:
     """Its log would say which verb the generated Role lacks."""
-    log = kit.kubectl("logs", "-n", operator, "-l", "app.kubernetes.io/name=foveal-operator",
-                      "--tail=-1", "--prefix")  # fmt: skip
-    assert "leading" in log
+
+    def logs() -> str:
+        return kit.kubectl("logs", "-n", operator, "-l", "app.kubernetes.io/name=foveal-operator",
+                           "--tail=-1", "--prefix")  # fmt: skip
+
+    kit.until("one of the two leads", lambda: "leading" in logs(), 60)
+    log = logs()
     assert "is forbidden" not in log
     assert "cannot list resource" not in log
 

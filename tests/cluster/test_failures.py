@@ -83,6 +83,35 @@ def test_a_secret_that_does_not_exist(broken: Broken) -> None:
     assert "nowhere" in says("FrontendsReady", "ConfigError", 240)
 
 
+def test_a_file_of_keys_without_a_key(broken: Broken) -> None:
+    """The runtime refuses to start, and says why in a line."""
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "empty"}}
+    kit.apply({**secret, "stringData": {"keys": "# none yet\n"}})
+    broken(security={"apiKeySecretRef": {"name": "empty", "key": "keys"}})
+    assert "holds no key" in says("FrontendsReady", "InvalidArgument", 240)
+    failure = kit.get("mmi", "broken")["status"]["lastFailure"]
+    assert failure["exitCode"] == 2
+
+
+def test_shared_memory_that_is_too_small(broken: Broken) -> None:
+    """A tmpfs of 16 MiB behind the claim, and values of 256 MiB planned in it."""
+    folder = kit.ROOT / "node/shared"
+    folder.mkdir(exist_ok=True)
+    kit.run("e2e/cluster/node.sh", "run", "mount", "-t", "tmpfs", "-o", "size=16m,mode=1777",
+            "tmpfs", str(folder))  # fmt: skip
+    common = {"accessModes": ["ReadWriteMany"], "storageClassName": ""}
+    size = {"storage": "16Mi"}
+    kit.apply(
+        {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": "shared"},
+         "spec": {**common, "capacity": size, "hostPath": {"path": str(folder)}}},
+        {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "shared"},
+         "spec": {**common, "volumeName": "shared", "resources": {"requests": size}}},
+    )  # fmt: skip
+    ipc = {"type": "SharedMemory", "claimName": "shared", "size": "256Mi"}
+    broken(caches={"processor": {"size": "64Mi"}, "ipc": ipc}, frontend={"hostMemory": "2Gi"})
+    assert "holds only" in says("FrontendsReady", "ShmFull", 300)
+
+
 def test_a_budget_that_does_not_fit(broken: Broken) -> None:
     """Nothing is started that the kernel would kill."""
     broken(engine={"hostMemory": "512Mi"})

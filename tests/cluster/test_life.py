@@ -2,67 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import NamedTuple
 
 import pytest
 from tests.cluster import kit
+from tests.cluster.questions import ANSWERS, QUESTIONS, asking, wrong_answers
 
 pytestmark = pytest.mark.cluster
-
-QUESTIONS = [
-    (item["question"], tuple(item["images"]), item["answer"])
-    for item in json.loads((kit.PICTURES / "questions.json").read_text(encoding="utf-8"))
-]
-ANSWERS: dict[str, str] = {}
-"""What the model said first, when nothing was cached. The small model errs now and then; a second
-answer that differs from the first is ours."""
-
-
-def wrong_answers(url: str) -> list[str]:
-    """Asks every question of the examples."""
-    wrong = []
-    for question, images, _ in QUESTIONS:
-        found = kit.ask(url, question, *images)
-        if found != ANSWERS.setdefault(question, found):
-            wrong.append(f"{question} {images}: {found!r}, not {ANSWERS[question]!r}")
-    return wrong
-
-
-class Asker(threading.Thread):
-    """Asks all the time through the Service; a lost connection counts as a failure."""
-
-    def __init__(self, url: str) -> None:
-        super().__init__(daemon=True)
-        self.url, self.answered, self.failures = url, 0, list[str]()
-        self.stopping = threading.Event()
-
-    def run(self) -> None:
-        while not self.stopping.is_set():
-            question, images, _ = QUESTIONS[self.answered % len(QUESTIONS)]
-            try:
-                found = kit.ask(self.url, question, *images)
-            except OSError as error:
-                self.failures.append(f"{type(error).__name__}: {error}")
-                continue
-            self.answered += 1
-            if found != ANSWERS.setdefault(question, found):
-                self.failures.append(f"{question}: {found!r}, not {ANSWERS[question]!r}")
-
-
-@contextmanager
-def asking(url: str) -> Iterator[Asker]:
-    asker = Asker(url)
-    asker.start()
-    try:
-        yield asker
-    finally:
-        asker.stopping.set()
-        asker.join(120)
 
 
 def test_answers_through_the_service_are_right(tiny: str) -> None:
@@ -98,40 +46,67 @@ def ready(role: str) -> list[str]:
     ]  # fmt: skip
 
 
-def roll(url: str, spec: kit.Obj, role: str) -> int:
-    """Changes the spec under load; returns how much was answered until no old pod of the role is
-    left. No request may fail: what an engine was doing goes on elsewhere."""
+class Roll(NamedTuple):
+    """What was seen while pods were replaced: answers, and how many pods there were and served."""
+
+    answered: int
+    most_pods: int
+    least_ready: int
+
+
+def roll(url: str, spec: kit.Obj, role: str) -> Roll:
+    """Changes the spec under load, until no old pod of the role is left. No request may fail: what
+    an engine was doing goes on elsewhere."""
     old = kit.uids(kit.pods(role))
+    counts = [(len(old), len(ready(role)))]
     started = time.monotonic()
+
+    def is_done() -> bool:
+        counts.append((len(kit.pods(role)), len(ready(role))))
+        return kit.is_current("tiny") and not old & kit.uids(kit.pods(role))
+
     with asking(url) as asker:
         kit.patch("tiny", spec)
-        kit.until("Ready with the change", lambda: kit.is_current("tiny"), 800)
-        kit.until("no old pods", lambda: not old & kit.uids(kit.pods(role)), 120)
-    print(f"{role}s rolled in {time.monotonic() - started:.0f} s, {asker.answered} answered")
+        kit.until("Ready with the change, no old pods", is_done, 800)
+    found = Roll(asker.answered, max(n for n, _ in counts), min(n for _, n in counts))
+    print(f"{role}s rolled in {time.monotonic() - started:.0f} s: {found}")
     assert asker.failures == []
-    return asker.answered
+    assert found.answered > 0
+    return found
 
 
 def test_a_change_of_frontends_leaves_engines_alone(tiny: str) -> None:
     engines = kit.uids(kit.pods("engine"))
-    assert roll(tiny, {"caches": {"processor": {"size": "80Mi"}}}, "frontend")
+    roll(tiny, {"caches": {"processor": {"size": "80Mi"}}}, "frontend")
     assert kit.uids(kit.pods("engine")) == engines
 
 
 def test_engines_roll_when_their_budget_changes(tiny: str) -> None:
+    """Surge: a third engine first; as many as asked for serve all the time."""
     frontends = kit.uids(kit.pods("frontend"))
-    assert roll(tiny, {"engine": {"hostMemory": "2112Mi"}}, "engine")
+    change = {"engine": {"hostMemory": "2112Mi"}, "rollout": {"strategy": "Surge"}}
+    found = roll(tiny, change, "engine")
+    assert found.most_pods == 3
+    assert found.least_ready >= 2
     assert kit.uids(kit.pods("frontend")) == frontends
 
 
+@pytest.mark.slow
 def test_everything_rolls_when_the_image_changes(tiny: str) -> None:
-    """Another tag of the same image: the operator cannot know that they speak the same."""
+    """Another tag of the same image: the operator cannot know that they speak the same. FreeFirst:
+    an engine goes before its successor comes, as where no device is free."""
     socket, other = str(kit.ROOT / "node/containerd.sock"), "localhost/foveal/runtime:next"
     kit.run("e2e/cluster/node.sh", "run", "ctr", "-a", socket, "-n", "k8s.io", "images", "tag",
             "--force", "localhost/foveal/runtime:0.1.0", other)  # fmt: skip
-    assert roll(tiny, {"image": other}, "engine")
-    pods = [*kit.pods("engine").values(), *kit.pods("frontend").values()]
-    assert {pod["spec"]["containers"][0]["image"] for pod in pods} == {other}
+    found = roll(tiny, {"image": other, "rollout": {"strategy": "FreeFirst"}}, "engine")
+    assert found.most_pods == 2
+    assert found.least_ready >= 1
+
+    def images() -> set[str]:
+        pods = [*kit.pods("engine").values(), *kit.pods("frontend").values()]
+        return {pod["spec"]["containers"][0]["image"] for pod in pods}
+
+    kit.until("the last frontend has drained", lambda: images() == {other}, 150)
     assert wrong_answers(tiny) == []
 
 
@@ -244,6 +219,7 @@ def test_a_container_at_its_limit_is_killed_and_the_status_says_so(tiny: str) ->
     assert wrong_answers(tiny) == []
 
 
+@pytest.mark.slow
 def test_an_engine_that_hangs_is_restarted(tiny: str) -> None:
     """A stopped process answers no probe: the kubelet ends it, and it comes back."""
     name, pod = sorted(kit.pods("engine").items())[-1]

@@ -1,0 +1,130 @@
+"""Where models come from, each for real: a hub with a token, and images (README's quick start).
+
+Claims (`pvc://`) are what every other test here uses.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from tests.cluster import hub, kit
+
+pytestmark = pytest.mark.cluster
+MODEL = kit.REPOSITORY / "examples/tiny-vlm/model"
+FILLER_BYTES = 24 << 20
+"""More than one chunk of a download, so that the first half of it is there when it breaks."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[hub.Hub]:
+    with hub.serving(MODEL) as found:
+        found.files["filler.txt"] = bytes(FILLER_BYTES)
+        yield found
+
+
+@pytest.fixture(scope="module")
+def claim() -> str:
+    """An empty volume that the fetch Job's user can write."""
+    folder = kit.ROOT / "run/models/fetched"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    size = {"storage": "1Gi"}
+    common = {"accessModes": ["ReadWriteMany"], "storageClassName": ""}
+    kit.apply(
+        {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": "fetched"},
+         "spec": {**common, "capacity": size, "hostPath": {"path": str(folder)}}},
+        {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "fetched"},
+         "spec": {**common, "volumeName": "fetched", "resources": {"requests": size}}},
+    )  # fmt: skip
+    return "fetched"
+
+
+def body(name: str, server: hub.Hub, claim: str, **model: str) -> list[kit.Obj]:
+    """A Secret for the hub, and one frontend with one engine that use it."""
+    found: kit.Obj = yaml.safe_load((Path(__file__).parent / "tiny.yaml").read_text("utf-8"))
+    found["metadata"]["name"] = name
+    spec = found["spec"]
+    spec["frontend"]["replicas"] = spec["engine"]["replicas"] = 1
+    spec["model"] = {
+        "uri": f"hf://{hub.REPOSITORY}",
+        "name": "tiny-vlm",
+        "revision": hub.REVISION,
+        "secretRef": {"name": f"{name}-hub"},
+        "cache": {"claimName": claim},
+        **model,
+    }
+    secret = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": f"{name}-hub"},
+        "stringData": {"HF_TOKEN": hub.TOKEN, "HF_ENDPOINT": server.url},
+    }
+    return [secret, copy.deepcopy(found)]
+
+
+def forget(name: str) -> None:
+    kit.kubectl("delete", f"mmi/{name}", f"secret/{name}-hub", "--ignore-not-found",
+                "--timeout=120s", seconds=130)  # fmt: skip
+
+
+def test_a_model_of_a_hub_is_fetched_once_and_survives_its_pods(
+    operator: str, server: hub.Hub, claim: str
+) -> None:
+    """The first download breaks halfway and is resumed; a new engine pod downloads nothing."""
+    server.cuts.add("filler.txt")
+    try:
+        kit.apply(*body("hubbed", server, claim))
+        kit.kubectl("wait", "mmi/hubbed", "--for=condition=Ready", "--timeout=600s", seconds=620)
+        spans = [line for line in server.asked if "filler.txt bytes=" in line]
+        assert spans, server.asked
+        asked = len(server.asked)
+        url = kit.service_url("hubbed")
+        answer = kit.ask(url, "which digit is this?", "digit-7.png")
+        assert "7" in answer
+        before = kit.uids(kit.pods("engine", "hubbed"))
+        kit.kubectl("delete", "pod", "hubbed-engine-0", "--timeout=180s", seconds=200)
+        kit.until(
+            "another engine serves",
+            lambda: (
+                not before & kit.uids(kit.pods("engine", "hubbed")) and kit.is_current("hubbed")
+            ),
+            400,
+        )
+        assert kit.ask(url, "which digit is this?", "digit-7.png") == answer
+        assert server.asked[asked:] == []
+    finally:
+        forget("hubbed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "model", "token", "reason"),
+    [
+        ("token", {}, "hf_another", "FetchDenied"),
+        ("repository", {"uri": "hf://tests/nothing"}, hub.TOKEN, "NotFound"),
+        ("revision", {"revision": "v9"}, hub.TOKEN, "NotFound"),
+    ],
+)
+def test_what_a_hub_refuses_is_the_models_reason(
+    operator: str, server: hub.Hub, claim: str, what: str, model: dict[str, str], token: str,
+    reason: str,
+) -> None:  # fmt: skip
+    name = f"no-{what}"
+    secret, resource = body(name, server, claim, **({"revision": "w1"} | model))
+    secret["stringData"]["HF_TOKEN"] = token
+    try:
+        kit.apply(secret, resource)
+        found = kit.until(
+            f"ModelReady says {reason}",
+            lambda: (c := kit.condition(name, "ModelReady")).get("reason") == reason and c,
+            180,
+        )
+        print(found["message"])
+    finally:
+        forget(name)
