@@ -25,6 +25,7 @@ _PER_RESOURCE = (
     "foveal_inference_measured_bytes",
     "foveal_inference_condition",
     "foveal_inference_pod_failures",
+    "foveal_inference_cold_start_seconds",
 )
 
 

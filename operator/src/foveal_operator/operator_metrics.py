@@ -79,4 +79,9 @@ OPERATOR_METRICS: tuple[Metric, ...] = (
         "foveal_inference_pod_failures", "Failures seen in status.lastFailure, by reason.",
         *_PER, "reason",
     ),
+    _gauge(
+        "foveal_inference_cold_start_seconds", "Start of the newest pod that became ready: "
+        "schedule (until it had a node), pull (until its container ran), start (until ready).",
+        *_PER, "role", "phase", unit="seconds",
+    ),
 )  # fmt: skip
