@@ -136,9 +136,13 @@ def test_the_first_token_is_counted_by_what_became_of_the_media(items, hits, med
     first = FirstOutput(10, 0, items, hits, 0, 0.0, 0.0)
     stats.add(0, Delta("a", num_tokens=1, first=first))
     text = metrics.exposition().decode()
-    [line] = [one for one in text.splitlines() if one.startswith("foveal_first_token_seconds_sum")]
-    assert f'media="{media}"' in line
-    assert line.endswith(" 3.0")
+    sums = {
+        one.rpartition(" ")[2]
+        for one in text.splitlines()
+        if one.startswith("foveal_first_token_seconds_sum") and f'media="{media}"' in one
+    }
+    assert sums == {"3.0"}
+    assert text.count("foveal_first_token_seconds_sum{") == 3, "the others begin at zero"
 
 
 def test_phases_of_a_start_add_up():

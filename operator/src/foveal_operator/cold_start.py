@@ -7,17 +7,17 @@ seen ready: a later change of readiness is no cold start. Decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from foveal_operator.caches import Key
-from foveal_operator.manifests.context import Obj
 from foveal_operator.rollout.pods import seconds
 from foveal_operator.telemetry import Telemetry
 
 METRIC = "foveal_inference_cold_start_seconds"
 
 
-def phases(pod: Obj) -> dict[str, float]:
+def phases(pod: Mapping[str, Any]) -> dict[str, float]:
     """schedule: until it had a node; pull: until its container ran (volumes, image); start: until
     it was ready. Empty for a pod that is not ready or whose container has run before."""
     status = pod.get("status", {})
@@ -49,7 +49,9 @@ class ColdStarts:
     def __init__(self) -> None:
         self._told: dict[tuple[Key, str], tuple[str, str]] = {}
 
-    def put(self, telemetry: Telemetry, key: Key, role: str, pods: Iterable[Obj]) -> None:
+    def put(
+        self, telemetry: Telemetry, key: Key, role: str, pods: Iterable[Mapping[str, Any]]
+    ) -> None:
         """Exports the phases of the newest pod that has become ready."""
         found = {
             (pod["metadata"].get("creationTimestamp", ""), pod["metadata"].get("uid", "")): each
