@@ -7,6 +7,7 @@ say so; .ci/run installs it.
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import shutil
 import subprocess
@@ -22,7 +23,8 @@ from foveal_operator.observability.alerts import ALERTS
 from foveal_operator.observability.promql import KNOWN
 from foveal_runtime.plan.metric import Metric
 
-PROMTOOL = shutil.which("promtool")
+TOOLS = os.environ.get("TOOLS", "/var/tmp/foveal-e2e/tools")
+PROMTOOL = shutil.which("promtool") or shutil.which("promtool", path=TOOLS)
 pytestmark = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed")
 
 T = 'namespace="models",resource="qwen"'
@@ -77,6 +79,13 @@ CASES: dict[str, tuple[Series, Series]] = {
          f'foveal_mirror_waitq_seconds_bucket{{{POD},le="+Inf"}}': "0+60x60"},
         {f'foveal_mirror_waitq_seconds_bucket{{{POD},le="0.5"}}': "0+60x60",
          f'foveal_mirror_waitq_seconds_bucket{{{POD},le="+Inf"}}': "0+60x60"},
+    ),
+    "FovealEncoderWait": (
+        {f'foveal_encoder_wait_seconds_bucket{{{POD},le="1.0"}}': "0+1x60",
+         f'foveal_encoder_wait_seconds_bucket{{{POD},le="10.0"}}': "0+60x60",
+         f'foveal_encoder_wait_seconds_bucket{{{POD},le="+Inf"}}': "0+60x60"},
+        {f'foveal_encoder_wait_seconds_bucket{{{POD},le="0.0001"}}': "0+60x60",
+         f'foveal_encoder_wait_seconds_bucket{{{POD},le="+Inf"}}': "0+60x60"},
     ),
     "FovealValueConflict": (
         {f"foveal_mirror_value_conflicts_total{{{POD}}}": "0x30 1x30"},

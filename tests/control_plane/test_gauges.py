@@ -8,6 +8,7 @@ from tests.control_plane.regenerate import planned
 from tests.control_plane.test_status import BASE, ended, pod, revisions, serving, status_of
 
 from foveal_operator import gauges
+from foveal_operator.cold_start import METRIC, ColdStarts, phases
 from foveal_operator.status import plain
 from foveal_operator.telemetry import Telemetry
 
@@ -65,3 +66,54 @@ def test_a_resource_that_has_gone_leaves_no_series() -> None:
     told(telemetry, BASE, **failing())
     gauges.forget(telemetry, **NAME)
     assert b'name="qwen"' not in telemetry.exposition()
+
+
+# --- cold starts ------------------------------------------------------------------------------
+KEY = ("models", "qwen")
+
+
+def started(name: str, made: int, **changes: Any) -> dict[str, Any]:
+    """A pod made at minute `made`: a node after 2 s, its container after 32 s, ready after 92 s."""
+
+    def at(offset: int) -> str:
+        return f"2026-01-01T00:{made + offset // 60:02}:{offset % 60:02}Z"
+
+    def true(kind: str, offset: int) -> dict[str, Any]:
+        return {"type": kind, "status": "True", "lastTransitionTime": at(offset)}
+
+    status = {
+        "conditions": [true("PodScheduled", 2), true("Ready", 92)],
+        "containerStatuses": [{"restartCount": 0, "state": {"running": {"startedAt": at(32)}}}],
+    }
+    metadata = {"name": name, "uid": name, "creationTimestamp": at(0)}
+    return {"metadata": metadata, "status": {**status, **changes}}
+
+
+def test_a_pods_start_is_made_of_three_phases() -> None:
+    assert phases(started("a", 0)) == {"schedule": 2, "pull": 30, "start": 60}
+
+
+def test_a_pod_that_is_not_ready_or_ran_before_tells_nothing() -> None:
+    assert phases(started("a", 0, conditions=[])) == {}
+    assert phases(started("a", 0, containerStatuses=[])) == {}
+    again = [{"restartCount": 1, "state": {"running": {"startedAt": "2026-01-01T00:00:32Z"}}}]
+    assert phases(started("a", 0, containerStatuses=again)) == {}
+    waiting = [{"restartCount": 0, "state": {"waiting": {}}}]
+    assert phases(started("a", 0, containerStatuses=waiting)) == {}
+
+
+def test_the_newest_pod_counts_and_counts_once() -> None:
+    telemetry, cold = Telemetry(), ColdStarts()
+
+    def value() -> float:
+        return telemetry.value(METRIC, **NAME, role="engine", phase="start")
+
+    cold.put(telemetry, KEY, "engine", [started("a", 0), started("b", 1)])
+    assert value() == 60
+    late = started("b", 1)  # was not ready for a while: no cold start
+    late["status"]["conditions"][1]["lastTransitionTime"] = "2026-01-01T05:00:00Z"
+    cold.put(telemetry, KEY, "engine", [late])
+    assert value() == 60
+    gauges.forget(telemetry, **NAME)
+    cold.forget(KEY)
+    assert METRIC.encode() + b"{" not in telemetry.exposition()

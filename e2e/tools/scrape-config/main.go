@@ -15,6 +15,8 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"sort"
+	"strings"
 
 	"github.com/blang/semver/v4"
 	"github.com/prometheus-operator/prometheus-operator/pkg/apis/monitoring/v1"
@@ -74,7 +76,7 @@ func run(in io.Reader, out io.Writer, kubeconfig, rules, interval string) error 
 		return err
 	}
 	config, err := generator.GenerateServerConfiguration(
-		server, found.services, found.pods, nil, nil, store, nil, nil, nil, files)
+		server, found.services, found.pods, nil, nil, store, nil, nil, nil, nil)
 	if err != nil {
 		return err
 	}
@@ -171,26 +173,33 @@ func ruleFiles(rules map[string]*v1.PrometheusRule, folder string) ([]string, er
 		}
 		files = append(files, file)
 	}
+	sort.Strings(files)
 	return files, nil
 }
 
-// outside names the rule files, and the kubeconfig in each Kubernetes service discovery.
+// outside does for a Prometheus outside the cluster what a pod's sidecar does: it fills in the pod's
+// name and shard, and says where the rules and the way to the API server are.
 func outside(config []byte, kubeconfig string, files []string) ([]byte, error) {
+	filled := strings.NewReplacer("$(POD_NAME)", "check", "$(SHARD)", "0").Replace(string(config))
 	var top goyaml.MapSlice
-	if err := goyaml.Unmarshal(config, &top); err != nil {
+	if err := goyaml.Unmarshal([]byte(filled), &top); err != nil {
 		return nil, err
 	}
-	for i := range top {
-		switch top[i].Key {
-		case "rule_files":
-			top[i].Value = files
-		case "scrape_configs":
-			for _, job := range top[i].Value.([]any) {
+	kept := goyaml.MapSlice{}
+	for _, item := range top {
+		if item.Key == "scrape_configs" {
+			for _, job := range item.Value.([]any) {
 				setKubeconfig(job.(goyaml.MapSlice), kubeconfig)
 			}
 		}
+		if item.Key != "rule_files" {
+			kept = append(kept, item)
+		}
 	}
-	return goyaml.Marshal(top)
+	if len(files) > 0 {
+		kept = append(kept, goyaml.MapItem{Key: "rule_files", Value: files})
+	}
+	return goyaml.Marshal(kept)
 }
 
 func setKubeconfig(job goyaml.MapSlice, kubeconfig string) {

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from foveal_operator import reasons
 from foveal_operator.spec import InferenceSpec
 from foveal_operator.spec_status import MultiModalInferenceStatus
 from foveal_operator.telemetry import Telemetry
 
 _STATES = ("desired", "replicas", "updated", "ready", "draining")
+_FAILURES = (reasons.OOM_KILLED, reasons.CRASHED, reasons.IMAGE_PULL, reasons.UNSCHEDULABLE,
+             reasons.INVALID_ARGUMENT)  # fmt: skip
 _STATUSES = ("True", "False", "Unknown")
 _PER_RESOURCE = (
     "foveal_inference_ready",
@@ -25,6 +28,7 @@ _PER_RESOURCE = (
     "foveal_inference_measured_bytes",
     "foveal_inference_condition",
     "foveal_inference_pod_failures",
+    "foveal_inference_cold_start_seconds",
 )
 
 
@@ -91,7 +95,9 @@ def _failure(
     resource: dict[str, Any],
     status: MultiModalInferenceStatus,
 ) -> None:
-    """Counts a failure when the status names it first."""
+    """Counts a failure when the status names it first; those to be expected begin at zero."""
+    for reason in _FAILURES:
+        telemetry.count("foveal_inference_pod_failures", 0.0, **labels, reason=reason.name)
     last = status.last_failure
     if last is None:
         return

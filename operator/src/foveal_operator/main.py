@@ -25,6 +25,7 @@ from foveal_operator.lease import Elector
 from foveal_operator.logs import set_up_logs
 from foveal_operator.look import ObservePods
 from foveal_operator.manifests.context import Obj
+from foveal_operator.operator_metrics import CONTROLLER
 from foveal_operator.options import Options, read
 from foveal_operator.pod_events import PodEvents
 from foveal_operator.probes import PodProber, PodReports, aiohttp_fetch
@@ -38,7 +39,6 @@ from foveal_operator.watch_keeper import Engine, WatchKeeper
 
 log = logging.getLogger(__name__)
 
-CONTROLLER = "multimodalinference"
 MAX_CONFLICTS = 5
 TICK_SECONDS = 2.0
 STUCK_SECONDS = 300.0

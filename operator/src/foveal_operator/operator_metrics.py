@@ -11,10 +11,16 @@ from foveal_runtime.plan.metric import Metric
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _PER = ("namespace", "name")
+CONTROLLER = "multimodalinference"
+_KINDS = (("kind", ("ConfigMap", "Deployment", "Service", "StatefulSet")),)
 
 
-def _counter(name: str, help_: str, *labels: str) -> Metric:
-    return Metric(name=name, kind="counter", help=help_, roles=("operator",), labels=labels)
+def _counter(
+    name: str, help_: str, *labels: str, known: tuple[tuple[str, tuple[str, ...]], ...] = ()
+) -> Metric:
+    return Metric(
+        name=name, kind="counter", help=help_, roles=("operator",), labels=labels, known=known
+    )
 
 
 def _gauge(name: str, help_: str, *labels: str, unit: str = "") -> Metric:
@@ -32,12 +38,18 @@ def _seconds(name: str, help_: str, *labels: str) -> Metric:
 
 OPERATOR_METRICS: tuple[Metric, ...] = (
     _counter("controller_runtime_reconcile", "Passes by result.", "controller", "result"),
-    _counter("controller_runtime_reconcile_errors", "Passes that failed.", "controller"),
+    _counter(
+        "controller_runtime_reconcile_errors", "Passes that failed.", "controller",
+        known=(("controller", (CONTROLLER,)),),
+    ),
     _seconds("controller_runtime_reconcile_time_seconds", "Seconds of a pass.", "controller"),
     _gauge("controller_runtime_active_workers", "Passes in progress.", "controller"),
     _gauge("workqueue_depth", "Keys that wait.", "name"),
     _counter("workqueue_adds", "Keys added.", "name"),
-    _counter("workqueue_retries", "Keys put back after a failure.", "name"),
+    _counter(
+        "workqueue_retries", "Keys put back after a failure.", "name",
+        known=(("name", (CONTROLLER,)),),
+    ),
     _seconds("workqueue_queue_duration_seconds", "Seconds a key waits once it is due.", "name"),
     _seconds("workqueue_work_duration_seconds", "Seconds a key is worked on.", "name"),
     _gauge("workqueue_longest_running_processor_seconds", "Age of the oldest pass.", "name"),
@@ -49,10 +61,13 @@ OPERATOR_METRICS: tuple[Metric, ...] = (
     _counter("foveal_operator_watch_restarts", "Times dead or deaf watches were started anew."),
     _counter(
         "foveal_operator_watch_missed", "Changes that a re-list found and the watch had not told.",
-        "kind",
+        "kind", known=_KINDS,
     ),
     _counter("foveal_operator_writes", "Objects written, by kind.", "kind", "verb"),
-    _counter("foveal_operator_drift_repairs", "Objects changed by others, put right.", "kind"),
+    _counter(
+        "foveal_operator_drift_repairs", "Objects changed by others, put right.", "kind",
+        known=_KINDS,
+    ),
     _gauge("foveal_inference_ready", "1 when every replica of the revision serves.", *_PER),
     _gauge("foveal_inference_available", "1 when anything serves.", *_PER),
     _gauge("foveal_inference_stalled", "1 when only an edit can help.", *_PER),
@@ -78,5 +93,10 @@ OPERATOR_METRICS: tuple[Metric, ...] = (
     _counter(
         "foveal_inference_pod_failures", "Failures seen in status.lastFailure, by reason.",
         *_PER, "reason",
+    ),
+    _gauge(
+        "foveal_inference_cold_start_seconds", "Start of the newest pod that became ready: "
+        "schedule (until it had a node), pull (until its container ran), start (until ready).",
+        *_PER, "role", "phase", unit="seconds",
     ),
 )  # fmt: skip

@@ -45,6 +45,9 @@ class Telemetry:
         self._labels = {metric.name: tuple(metric.labels) for metric in metrics}
         self._series: dict[str, dict[Values, Series]] = {metric.name: {} for metric in metrics}
         self._of_resource: dict[tuple[str, str, str], set[Values]] = {}
+        for metric in metrics:
+            for labels in metric.first_series():
+                self._find(metric.name, labels)
 
     def with_process(self) -> Telemetry:
         """Adds CPU, memory and file descriptors of this process."""

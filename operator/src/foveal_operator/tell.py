@@ -11,6 +11,7 @@ from foveal_operator.api_errors import Conflict, NotFound
 from foveal_operator.caches import Caches, Key
 from foveal_operator.clock import Clock
 from foveal_operator.cluster import Cluster
+from foveal_operator.cold_start import ColdStarts
 from foveal_operator.events import EventRecorder
 from foveal_operator.kinds import BY_NAME, DEPLOYMENT, INFERENCE, STATEFUL_SET
 from foveal_operator.look import Pass
@@ -47,6 +48,7 @@ class Teller:
         self._recorder = recorder
         self._telemetry = telemetry
         self._clock = clock
+        self._cold_starts = ColdStarts()
 
     async def tell(self, work: Pass, trouble: str = "", refused: str = "") -> None:
         """`trouble` is what kept the pass from its end, in words; `refused` is what the API server
@@ -124,6 +126,9 @@ class Teller:
             inference, error, plan, desired, observed, metadata.get("generation", 0), before
         )
         gauges.put(self._telemetry, resource, inference, status)
+        key = (metadata["namespace"], metadata["name"])
+        self._cold_starts.put(self._telemetry, key, "frontend", observed.frontend_pods)
+        self._cold_starts.put(self._telemetry, key, "engine", observed.engine_pods)
         body = plain(status)
         if body != resource.get("status"):
             try:
@@ -153,3 +158,4 @@ class Teller:
         """The resource is gone: so are its series."""
         self._recorder.forget(uid)
         gauges.forget(self._telemetry, *key)
+        self._cold_starts.forget(key)

@@ -111,6 +111,16 @@ async def test_who_has_no_budget_left_stops_the_transfer():
         assert asked == [90]
 
 
+async def test_failures_are_counted_by_the_entry_that_let_them_through():
+    """A client cannot make new names: what no entry allows is one of the others."""
+    async with serving() as (server, base, fetcher):
+        server.routes["/gone"] = [reply(404)]
+        with pytest.raises(MediaFetchFailed):
+            await fetcher.fetch(f"{base}/gone", max_bytes=100)
+        assert sum(fetcher.failures.values()) == 1
+        assert fetcher.failures["other"] == 0
+
+
 async def test_redirects_are_followed_and_counted():
     async with serving(max_redirects=2) as (server, base, fetcher):
         server.routes["/1"] = [reply(302, Location="/2")]

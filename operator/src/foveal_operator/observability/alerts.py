@@ -142,6 +142,15 @@ CACHE_ALERTS = (
         "frontend is overloaded, or the network is slow.",
     ),
     Alert(
+        name="FovealEncoderWait",
+        expr=_R.quantile(0.95, "foveal_encoder_wait_seconds") + " > 1",
+        hold="10m",
+        severity="warning",
+        summary="Requests wait {{ $value | humanizeDuration }} (p95) for room in the encoder.",
+        about="More media arrive than a step may encode, or the encoder cache holds no more of "
+        "what running requests need.",
+    ),
+    Alert(
         name="FovealValueConflict",
         expr=_HOUR.increase("foveal_mirror_value_conflicts") + " > 0",
         hold="0m",

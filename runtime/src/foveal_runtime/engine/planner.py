@@ -156,7 +156,7 @@ class Planner:
             return None
         if self._whole_prompt and start + window.num_tokens < request.num_prompt_tokens:
             window = Window(0)
-        if not window.num_tokens and not request.encoder_since:
+        if window.num_tokens < num_tokens and not request.encoder_since:
             request.encoder_since = self.roster.clock()
         return window
 

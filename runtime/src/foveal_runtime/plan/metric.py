@@ -6,6 +6,8 @@ library here.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
@@ -15,7 +17,11 @@ Role = Literal["frontend", "engine", "operator"]
 
 
 class Metric(msgspec.Struct, frozen=True, kw_only=True):
-    """One family. Counter names carry no `_total` here; the exposition adds it."""
+    """One family. Counter names carry no `_total` here; the exposition adds it.
+
+    `known` are label values that will come sooner or later: (label, values). Where they are known
+    for all labels, the series begin at zero, so that the first increase is seen as one.
+    """
 
     name: str
     kind: Kind
@@ -24,6 +30,16 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True):
     labels: tuple[str, ...] = ()
     unit: str = ""
     buckets: tuple[float, ...] = ()
+    known: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    def first_series(self, fixed: Iterable[str] = ()) -> list[dict[str, str]]:
+        """Labels, besides `fixed` ones, of the counters and histograms that begin at zero."""
+        known = dict(self.known)
+        open_labels = [label for label in self.labels if label not in set(fixed)]
+        if self.kind == "gauge" or not known.keys() >= set(open_labels):
+            return []
+        values = itertools.product(*(known[label] for label in open_labels))
+        return [dict(zip(open_labels, each, strict=True)) for each in values]
 
 
 TTFT_BUCKETS = (

@@ -23,6 +23,12 @@ _FRONTEND: tuple[Role, ...] = ("frontend",)
 _ENGINE: tuple[Role, ...] = ("engine",)
 _BOTH: tuple[Role, ...] = ("frontend", "engine")
 
+_MEDIA_CODES = ("media_invalid", "media_too_large", "media_unknown", "media_forbidden",
+                "media_conflict", "media_fetch_failed")  # fmt: skip
+_REQUEST_CODES = ("invalid_request_error", "context_length_exceeded", "unsupported_feature",
+                  "overloaded", "rate_limit_exceeded", "no_engine", "engine_error",
+                  "internal_error")  # fmt: skip
+
 
 def _one(
     roles: tuple[Role, ...],
@@ -32,6 +38,7 @@ def _one(
     *labels: str,
     unit: str = "",
     buckets: tuple[float, ...] = (),
+    known: tuple[tuple[str, tuple[str, ...]], ...] = (),
 ) -> Metric:
     return Metric(
         name=f"foveal_{name}",
@@ -41,6 +48,7 @@ def _one(
         labels=(*_P, *labels),
         unit=unit,
         buckets=buckets,
+        known=known,
     )
 
 
@@ -79,7 +87,7 @@ _MIRROR_FRONTEND = (
     _one(_FRONTEND, "counter", "mirror_nofills", "Values that could not be made again.", "engine"),
     _one(_FRONTEND, "counter", "mirror_session_resets", "Sessions begun anew.", "engine", "why"),
     _one(_FRONTEND, "counter", "mirror_value_sources", "Where answered values came from.",
-         "source"),
+         "source", known=(("source", ("processor_cache", "retained", "recomputed", "lost")),)),
     _one(_FRONTEND, "gauge", "mirror_keys", "Keys believed to be in an engine's cache.", "engine"),
     _one(_FRONTEND, "gauge", "mirror_window_inflight_bytes", "Value bytes not yet acknowledged.",
          "engine", unit="bytes"),
@@ -95,7 +103,8 @@ _MIRROR_ENGINE = (
     _one(_ENGINE, "counter", "mirror_limbo_rescued", "Announced evictions taken back in time."),
     _one(_ENGINE, "counter", "mirror_duplicate_bytes", "Values that came twice.", unit="bytes"),
     _one(_ENGINE, "counter", "mirror_value_conflicts", "Values that differ under one hash."),
-    _one(_ENGINE, "counter", "mirror_rejects", "Requests refused by the receiver.", "code"),
+    _one(_ENGINE, "counter", "mirror_rejects", "Requests refused by the receiver.", "code",
+         known=(("code", ("mm_too_large", "mm_source_lost", "media_conflict", "overloaded")),)),
     _one(_ENGINE, "gauge", "mirror_waitq_length", "Requests that wait for values."),
     _one(_ENGINE, "gauge", "mirror_waitq_age_seconds", "Age of the oldest of them.",
          unit="seconds"),
@@ -112,7 +121,8 @@ _MEDIA = (
          "stage"),
     _one(_FRONTEND, "counter", "media_items_processed", "Items that ran through a processor.",
          "modality"),
-    _one(_FRONTEND, "counter", "media_errors", "Items refused or failed, by error code.", "code"),
+    _one(_FRONTEND, "counter", "media_errors", "Items refused or failed, by error code.", "code",
+         known=(("code", _MEDIA_CODES),)),
     _one(_FRONTEND, "counter", "media_fetch_failures", "Fetches that failed, by the entry of the "
          "allow-list; other: none of them.", "domain"),
     _one(_FRONTEND, "histogram", "media_value_bytes", "Size of a processed item, once per item and "
@@ -145,15 +155,15 @@ _DOOR = (
     _one(_FRONTEND, "gauge", "prompt_tokens_inflight", "Prompt tokens of those, media not "
          "expanded.", unit="tokens"),
     _one(_FRONTEND, "counter", "request_errors", "Requests that ended with an error, by code.",
-         "code"),
+         "code", known=(("code", (*_MEDIA_CODES, *_REQUEST_CODES)),)),
     _one(_FRONTEND, "counter", "client_disconnects", "Requests whose client went away."),
     _one(_FRONTEND, "counter", "request_resubmissions", "Sequences sent to another engine.",
-         "reason"),
+         "reason", known=(("reason", ("engine_abort", "overloaded", "draining")),)),
     _one(_FRONTEND, "counter", "routing_picks", "Attempts sent, by the router's reason: only, "
          "held, remembered, load.", "engine", "why"),
     _one(_FRONTEND, "histogram", "first_token_seconds", "Time to the first token by media: text "
          "(none), hit (the engine held every item), miss.", "media", unit="seconds",
-         buckets=TTFT_BUCKETS),
+         buckets=TTFT_BUCKETS, known=(("media", ("text", "hit", "miss")),)),
     _one(_FRONTEND, "histogram", "event_loop_lag_seconds", "By how much the process's event loop "
          "was late.", unit="seconds", buckets=STAGE_BUCKETS),
     _one(_BOTH, "gauge", "startup_seconds", "Parts of the process's start: imports, then workers "

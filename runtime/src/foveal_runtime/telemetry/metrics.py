@@ -146,15 +146,13 @@ class Metrics(Collector):
         self._begin_at_zero()
 
     def _begin_at_zero(self) -> None:
-        """Counters and histograms without labels of their own exist from the start, so that the
-        first increase is seen as one."""
+        """Counters and histograms whose labels are known exist from the start."""
         for series in self._series.values():
-            if series.required:
-                continue
-            if series.metric.kind == "counter":
-                series.values[series.key({})] = 0.0
-            elif series.metric.kind == "histogram":
-                series.histogram(series.key({}))
+            for labels in series.metric.first_series(series.fixed):
+                if series.metric.kind == "counter":
+                    series.values[series.key(labels)] = 0.0
+                else:
+                    series.histogram(series.key(labels))
 
     def inc(self, name: str, amount: float = 1.0, **labels: str) -> None:
         series = self._of(name, "counter")

@@ -60,6 +60,21 @@ _HITS = Row("Hits", (
            "{{cache}} {{tier}} {{reason}}"), unit="ops"),
 ))  # fmt: skip
 
+_TURNOVER = Row("Turnover", (
+    graph("Age at eviction", "How long what was evicted had lain unused (median): below the time "
+          "after which clients come back, the cache is too small.",
+          (D.quantile(0.5, "foveal_cache_eviction_age_seconds", "cache,tier"),
+           "{{cache}} {{tier}}"), unit="s"),
+    graph("Cannot be evicted", "Bytes of the value pool in use by requests, or kept for values on "
+          "their way, by engine.",
+          (D.total("foveal_mirror_store_bytes", "pod", state="pinned"), "{{pod}} pinned"),
+          (D.total("foveal_mirror_store_bytes", "pod", state="reserved"), "{{pod}} reserved"),
+          unit="bytes"),
+    graph("Past the cache", "Items larger than the processor cache, requests that do not fit the "
+          "value pool, in a second.",
+          (D.rate("foveal_cache_refused", "cache"), "{{cache}}"), unit="ops"),
+))  # fmt: skip
+
 _SIZES = Row("Would more memory help?", (
     _ghosts("processor", "processor cache"),
     _ghosts("ipc", "value pool"),
@@ -71,5 +86,5 @@ CACHES = Board(
     uid="foveal-caches",
     title="Foveal / Caches",
     about="Every cache against its budget, what it finds, and what another size would find.",
-    rows=(_SIZE, _HITS, _SIZES),
+    rows=(_SIZE, _HITS, _TURNOVER, _SIZES),
 )

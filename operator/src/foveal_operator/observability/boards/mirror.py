@@ -56,8 +56,9 @@ _PAIRS = Row("Frontends and engines", (
     graph("Keys believed held", "By pair.",
           (D.total("foveal_mirror_keys", "pod,process,engine"),
            "{{pod}} {{process}} → {{engine}}")),
-    graph("Window in use", "Value bytes not yet acknowledged.",
+    graph("Window in use", "Value bytes not yet acknowledged, and how many may be.",
           (D.total("foveal_mirror_window_inflight_bytes", "pod,engine"), "{{pod}} → {{engine}}"),
+          (D.total("foveal_mirror_window_bytes", "pod,engine"), "{{pod}} → {{engine}} granted"),
           unit="bytes"),
     graph("Engines seen", "Engines that each frontend process has a session with.",
           (D.total("foveal_engines_ready", "pod,process"), "{{pod}} {{process}}")),
@@ -71,6 +72,8 @@ _BYTES = Row("Bytes", (
           (D.rate("foveal_mirror_value_bytes_sent") + " / ("
            + D.rate("foveal_mirror_queries") + " - " + D.rate("foveal_mirror_hits") + ")",
            "mean"), unit="bytes"),
+    graph("Mean item", "Bytes of a processed item, by modality.",
+          (D.mean("foveal_media_value_bytes", "modality"), "{{modality}}"), unit="bytes"),
     graph("Shared memory", "Values written and found written already; sent inline instead, by "
           "reason.",
           (D.rate("foveal_shm_files_written"), "written"),

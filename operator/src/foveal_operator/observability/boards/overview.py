@@ -34,6 +34,10 @@ _REQUESTS = Row("Requests", (
           unit="reqps", stacked=True),
     graph("Time to first token", "From the request's arrival to its first token.",
           (D.quantile(0.5, _TTFT), "p50"), (D.quantile(0.95, _TTFT), "p95"), unit="s"),
+    graph("Time to first token by media", "text: none; hit: the engine held every item; miss: "
+          "some had to be made or sent.",
+          (D.quantile(0.5, "foveal_first_token_seconds", "media"), "{{media}} p50"),
+          (D.quantile(0.95, "foveal_first_token_seconds", "media"), "{{media}} p95"), unit="s"),
     graph("Between tokens", "Between two outputs of a sequence.",
           (D.quantile(0.5, _ITL), "p50"), (D.quantile(0.95, _ITL), "p95"), unit="s"),
     graph("Where the time goes", "Mean seconds of a request in each part.",
@@ -46,6 +50,14 @@ _REQUESTS = Row("Requests", (
           (D.rate("vllm:admission_rejections", "reason"), "refused: {{reason}}"), unit="reqps"),
     graph("In flight", "HTTP requests being answered.",
           (D.total("foveal_requests_inflight", "pod"), "{{pod}}")),
+    graph("Frontend processes", "Requests in flight; by how much the event loop is late (p95).",
+          (D.total("foveal_requests_inflight", "pod,process"), "{{pod}} {{process}} requests"),
+          (D.quantile(0.95, "foveal_event_loop_lag_seconds", "pod,process"),
+           "{{pod}} {{process}} lag, s")),
+    graph("Picks", "Requests to each engine by the router's reason: it holds the items, it had "
+          "this prompt before, or it has least to do.",
+          (D.rate("foveal_routing_picks", "engine,why"), "{{engine}} {{why}}"),
+          unit="reqps", stacked=True),
 ))  # fmt: skip
 
 _SAVED = Row("What the caches save", (

@@ -49,6 +49,16 @@ _COST = Row("What a roll costs", (
           (D.rate("foveal_client_disconnects"), "disconnects"), unit="ops"),
 ))  # fmt: skip
 
+_COLD = Row("Cold start", (
+    graph("A pod's start", "The newest pod that became ready: until it had a node, until its "
+          "container ran (image, volumes), until it was ready.",
+          (D.total("foveal_inference_cold_start_seconds", "name,role,phase", how="max"),
+           "{{name}} {{role}} {{phase}}"), unit="s", width=12),
+    graph("A process's start", "Imports, then media workers, or load, first steps and caches.",
+          (D.total("foveal_startup_seconds", "role,phase", how="max"), "{{role}} {{phase}}"),
+          unit="s", width=12),
+))  # fmt: skip
+
 _SCALE = Row("Scaling", (
     graph("Frontends and their most", "At the most with a growing queue, requests are refused.",
           (D.total("foveal_inference_pods", role="frontend", state="ready"), "ready"),
@@ -64,5 +74,5 @@ ROLLOUT = Board(
     uid="foveal-rollout",
     title="Foveal / Rollout",
     about="Which revision serves, what a roll costs, and why it does not go on.",
-    rows=(_STATE, _COST, _SCALE),
+    rows=(_STATE, _COST, _COLD, _SCALE),
 )

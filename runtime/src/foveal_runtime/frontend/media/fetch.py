@@ -79,7 +79,8 @@ class Fetcher:
         self.sources = sources
         self.flights: SingleFlight[tuple[str, int, bytes], bytes] = SingleFlight()
         self.fetched_bytes = 0
-        self.failures: dict[str, int] = {}  # by allowed domain, "other" for the rest
+        # By entry of the allow-list, "other" for the rest.
+        self.failures = dict.fromkeys((*sources.allowed_domains, "other"), 0)
         self._resolve = resolve
         self._session: aiohttp.ClientSession | None = None
 
