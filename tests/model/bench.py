@@ -29,10 +29,13 @@ class RecordingSampler(Sampler):
     def __init__(self) -> None:
         super().__init__(())
         self.logits: dict[tuple[str, int], torch.Tensor] = {}
+        self.is_recording = True
 
     def launch(self, logits, sequences, device):
-        for row, sequence in zip(logits, sequences, strict=True):
-            self.logits[sequence.request_id, len(sequence.output_token_ids)] = row.clone()
+        if self.is_recording:
+            for row, sequence in zip(logits, sequences, strict=True):
+                index = len(sequence.output_token_ids)
+                self.logits[sequence.request_id, index] = row.clone()
         return super().launch(logits, sequences, device)
 
 
@@ -46,7 +49,9 @@ def pack(item) -> bytes:
 class Bench:
     """One runner, and transformers' own model beside it."""
 
-    def __init__(self, name: str, path: Any, attention: str = "torch", **options: Any) -> None:
+    def __init__(
+        self, name: str, path: Any, attention: str = "torch", room: Any = None, **options: Any
+    ) -> None:
         torch.set_num_threads(1)
         self.case = CASES[name]
         self.path = str(path)
@@ -57,6 +62,7 @@ class Bench:
             block_size=8,
             attention=attention,
             sampler=self.sampler,
+            room=room,
         )
         self.driver = StepDriver(self.runner, NUM_BLOCKS, self.case.budget, **options)
         config = read_config(self.path)
