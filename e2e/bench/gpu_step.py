@@ -4,8 +4,9 @@
 
 A Llama of 7 B parameters with random weights in bfloat16, made on the device. Each case runs many
 steps as an engine does, and counts the wall clock: as they are, recorded (CUDA graphs), and
-recorded with the next step submitted before the last one's tokens are read. The limit is the time of reading
-the weights of a step and the keys and values of its contexts once, at the rate of copying.
+recorded with the next step submitted before the last one's tokens are read. The limit is the time
+of reading the weights of a step and the keys and values of its contexts once, at the rate of
+copying.
 """
 
 from __future__ import annotations
