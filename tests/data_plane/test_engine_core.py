@@ -25,12 +25,14 @@ from foveal_runtime.wire.messages import RequestBody
 class Engine:
     """A core, its frontends, and messages carried between them as bytes."""
 
-    def __init__(self, *, caches=None, scheduler=None, num_blocks=64, events=None, max_len=200):
+    def __init__(self, *, caches=None, scheduler=None, num_blocks=64, events=None, max_len=200,
+                 run_ahead="off"):  # fmt: skip
         self.clock = FakeClock()
         config = EngineConfig(
             model=ModelConfig(path="/models/fake"),
             caches=caches or EngineCaches(ipc_bytes=4000, ipc_staging_bytes=8000, block_size=4),
             scheduler=scheduler or SchedulerConfig(max_num_batched_tokens=32, max_num_seqs=8),
+            run_ahead=run_ahead,
         )
         block_size = config.caches.block_size
         self.runner = FakeRunner(num_blocks=num_blocks, block_size=block_size)
@@ -427,8 +429,9 @@ def test_too_many_waiting_requests_are_told_to_come_later():
     engine.assert_clean()
 
 
+@pytest.mark.parametrize("run_ahead", ["off", "on"])
 @pytest.mark.parametrize("seed", range(6))
-def test_a_crowd_of_frontends_with_small_caches(seed):
+def test_a_crowd_of_frontends_with_small_caches(seed, run_ahead):
     """Three frontends, more media than any cache holds, aborts and lost sessions."""
     print("seed", seed)
     rng = random.Random(seed)
@@ -436,7 +439,7 @@ def test_a_crowd_of_frontends_with_small_caches(seed):
         ipc_bytes=rng.choice([0, 700, 2000]), ipc_staging_bytes=rng.choice([3000, 8000]),
         block_size=4, encoder_embeds=24, encoder_host_bytes=rng.choice([0, 2000]),
     )  # fmt: skip
-    engine = Engine(caches=caches, num_blocks=50)
+    engine = Engine(caches=caches, num_blocks=50, run_ahead=run_ahead)
     items = [FakeItem(f"i{n}", 2 + 2 * n, 64 + 40 * n) for n in range(8)]
     names = ["f1", "f2", "f3"]
     for name in names:
@@ -496,12 +499,12 @@ def test_a_request_that_waited_for_room_starts_when_another_ends():
     engine.assert_clean()
 
 
-def early_release(ipc_bytes: int = 4000, num_blocks: int = 64) -> Engine:
+def early_release(ipc_bytes: int = 4000, num_blocks: int = 64, run_ahead: str = "off") -> Engine:
     caches = EngineCaches(
         ipc_bytes=ipc_bytes, ipc_staging_bytes=8000, block_size=4, prefix_caching=False,
         encoder_embeds=24, unpin_at="encoded",
     )  # fmt: skip
-    return Engine(caches=caches, num_blocks=num_blocks)
+    return Engine(caches=caches, num_blocks=num_blocks, run_ahead=run_ahead)
 
 
 def test_values_are_unpinned_once_their_items_are_encoded():
@@ -594,12 +597,13 @@ def test_released_values_that_nobody_has_any_more_end_their_request():
     engine.assert_clean()
 
 
+@pytest.mark.parametrize("run_ahead", ["off", "on"])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_crowd_with_early_release(seed):
+def test_a_crowd_with_early_release(seed, run_ahead):
     """Tokens stay those of a straight computation, whatever is released, preempted and fetched."""
     print("seed", seed)
     rng = random.Random(seed)
-    engine = early_release(ipc_bytes=900, num_blocks=33)
+    engine = early_release(ipc_bytes=900, num_blocks=33, run_ahead=run_ahead)
     frontends = [engine.connect(f"f{i}") for i in range(2)]
     items = [FakeItem(f"i{i}", rng.randrange(2, 13), rng.randrange(16, 200)) for i in range(9)]
     rids = []

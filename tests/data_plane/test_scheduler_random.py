@@ -53,14 +53,18 @@ LIMITS = st.fixed_dictionaries({
 class Engine(RuleBasedStateMachine):
     drive = None
 
-    @rule(limits=LIMITS, bidirectional=st.sampled_from(["none", "none", "item", "prompt"]))
+    @rule(
+        limits=LIMITS,
+        bidirectional=st.sampled_from(["none", "none", "item", "prompt"]),
+        run_ahead=st.booleans(),
+    )
     @precondition(lambda self: self.drive is None)
-    def start(self, limits, bidirectional):
+    def start(self, limits, bidirectional, run_ahead):
         traits = ModelTraits(
             vocab_size=60, max_position=500, eos_token_ids=(), is_multimodal=True,
             bidirectional=bidirectional, embed_bytes=32,
         )  # fmt: skip
-        self.drive = Drive(traits=traits, **limits)
+        self.drive = Drive(traits=traits, run_ahead=run_ahead, **limits)
         self.count = 0
 
     @rule(
@@ -126,8 +130,9 @@ TestEngine.settings = settings(
 )
 
 
+@pytest.mark.parametrize("run_ahead", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_a_crowd_of_requests_under_pressure(seed):
+def test_a_crowd_of_requests_under_pressure(seed, run_ahead):
     """Few blocks, few encoder outputs, many equal pictures and prefixes."""
     print("seed", seed)
     rng = random.Random(seed)
@@ -136,7 +141,7 @@ def test_a_crowd_of_requests_under_pressure(seed):
         max_num_seqs=6, encoder_compute_embeds=16, encoder_cache_embeds=rng.choice([16, 40]),
         encoder_host_bytes=rng.choice([0, 900]), policy=rng.choice(["fcfs", "priority"]),
         encoder_eviction=rng.choice(["lru", "cost"]),
-        disable_chunked_mm_input=rng.random() < 0.3,
+        disable_chunked_mm_input=rng.random() < 0.3, run_ahead=run_ahead,
     )  # fmt: skip
     prefix = [rng.choice([10, 11, "A", "B"]) for _ in range(4)]
     for number in range(40):
@@ -158,3 +163,4 @@ def test_a_crowd_of_requests_under_pressure(seed):
     drive.assert_done()
     stats = drive.scheduler.stats
     assert stats.num_preemptions + stats.num_prefix_hit_tokens > 0
+    assert (drive.num_ahead > 0) == run_ahead

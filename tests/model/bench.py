@@ -1,8 +1,13 @@
-"""A runner and transformers' own model side by side, on one tiny checkpoint."""
+"""A runner and transformers' own model side by side, on one tiny checkpoint.
+
+FOVEAL_DEVICE=cuda puts the runner on a GPU, with its attention there; FOVEAL_DTYPE=bfloat16 gives
+it another precision. The reference computes in float32 on the CPU.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +23,10 @@ from foveal_runtime.plan.media import PlaceholderRange
 from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.wire.item import pack_item
 
-TOLERANCE = 2e-5
+DEVICE = os.environ.get("FOVEAL_DEVICE", "cpu")
+DTYPE = os.environ.get("FOVEAL_DTYPE", "float32")
+# A GPU sums in another order than the reference, which stays on the CPU.
+TOLERANCE = 2e-5 if DEVICE == "cpu" else 5e-4
 NUM_OUTPUTS = 6
 NUM_BLOCKS = 128
 
@@ -29,10 +37,13 @@ class RecordingSampler(Sampler):
     def __init__(self) -> None:
         super().__init__(())
         self.logits: dict[tuple[str, int], torch.Tensor] = {}
+        self.is_recording = True
 
     def launch(self, logits, sequences, device):
-        for row, sequence in zip(logits, sequences, strict=True):
-            self.logits[sequence.request_id, len(sequence.output_token_ids)] = row.clone()
+        if self.is_recording:
+            for row, sequence in zip(logits, sequences, strict=True):
+                index = len(sequence.output_token_ids)
+                self.logits[sequence.request_id, index] = row.float().cpu()
         return super().launch(logits, sequences, device)
 
 
@@ -46,17 +57,23 @@ def pack(item) -> bytes:
 class Bench:
     """One runner, and transformers' own model beside it."""
 
-    def __init__(self, name: str, path: Any, attention: str = "torch", **options: Any) -> None:
+    def __init__(
+        self, name: str, path: Any, attention: str = "torch", room: Any = None, **options: Any
+    ) -> None:
         torch.set_num_threads(1)
         self.case = CASES[name]
         self.path = str(path)
         self.sampler = RecordingSampler()
+        if DEVICE != "cpu":
+            attention = "auto"
         self.runner = TorchRunner(
-            load_model(self.path),
+            load_model(self.path, DTYPE, DEVICE),
+            device=DEVICE,
             num_blocks=NUM_BLOCKS,
             block_size=8,
             attention=attention,
             sampler=self.sampler,
+            room=room,
         )
         self.driver = StepDriver(self.runner, NUM_BLOCKS, self.case.budget, **options)
         config = read_config(self.path)
@@ -89,15 +106,24 @@ class Bench:
         ours = torch.stack([self.sampler.logits[job.request_id, i] for i in range(NUM_OUTPUTS)])
         assert logits.shape == ours.shape
         self.spread = float(logits.std())
+        self.mean_deviation = float((logits - ours).abs().mean())
         self.tokens_equal = logits.argmax(-1).tolist() == job.outputs
         return float((logits - ours).abs().max())
 
     def check(self, job: Job, prompt: Prompt) -> None:
         assert job.request_id not in self.driver.failed, self.driver.failed
         difference = self.deviation(job, prompt)
-        assert difference <= TOLERANCE, (job.request_id, difference, self.spread)
-        assert self.tokens_equal
+        if DTYPE == "float32":
+            assert difference <= TOLERANCE, (job.request_id, difference, self.spread)
+            assert self.tokens_equal
+        else:  # near ties may turn over, so a job is measured along its own tokens
+            assert self.mean_deviation <= 0.1 * self.spread, (job.request_id, self.mean_deviation)
         assert self.spread > 0.2
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether tokens, too, must be those of transformers."""
+        return DTYPE == "float32"
 
     @torch.inference_mode()
     def generate(self, prompt: Prompt) -> list[int]:

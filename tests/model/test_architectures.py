@@ -75,7 +75,8 @@ def check_architecture(one) -> None:
     one.driver.run(list(jobs.values()), preempt={5: "a", 8: "b"})
     for key, job in jobs.items():
         one.check(job, prompts[key])
-    assert jobs["a"].outputs == one.generate(prompts["a"])
+    if one.is_exact:
+        assert jobs["a"].outputs == one.generate(prompts["a"])
     distinct = {one.mm_hash for job in jobs.values() for one in job.mm_inputs}
     assert one.driver.num_encodes == len(distinct)
 

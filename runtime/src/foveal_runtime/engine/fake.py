@@ -144,6 +144,7 @@ class FakeRunner:
         self.host: dict[MMHash, int] = {}
         self.sizes: dict[MMHash, int] = {}
         self.failures: dict[str, str] = {}
+        self._broken: dict[str, str] = {}
         self.bad_values: set[int] = set()
         self.num_encoded = 0
         self.num_computed_tokens = 0
@@ -164,7 +165,9 @@ class FakeRunner:
             self._on_execute(plan)
         for request_id in plan.finished:
             del self._requests[request_id]
+            self._broken.pop(request_id, None)
         for new in plan.new:
+            self._broken.pop(new.request_id, None)
             self._requests[new.request_id] = _State(new)
         self._move_outputs(plan)
         result = StepResult(plan.step)
@@ -250,6 +253,9 @@ class FakeRunner:
             assert used.setdefault(block, entry.request_id) == entry.request_id, "block shared"
 
     def _run(self, entry: ScheduledRequest, result: StepResult) -> None:
+        if entry.request_id in self._broken:  # submitted before anybody knew
+            result.failed[entry.request_id] = self._broken[entry.request_id]
+            return
         state = self._requests[entry.request_id]
         start = entry.num_computed_tokens
         stop = start + entry.num_scheduled_tokens
@@ -261,7 +267,7 @@ class FakeRunner:
         if needs & result.failed_encodes.keys():
             reason = "the encoder returned another number of rows than promised"
         if reason:
-            result.failed[entry.request_id] = reason
+            result.failed[entry.request_id] = self._broken[entry.request_id] = reason
             return
         assert needs <= self.device.keys(), "an encoder output is missing"
         table = np.array(entry.block_ids, dtype=np.int64)

@@ -62,6 +62,9 @@ def _serve_options(parser: argparse.ArgumentParser) -> None:
     add("--no-prefix-caching", action="store_true")
     add("--device", default="cpu", help="cpu or cuda")
     add("--attention", default="auto", help="attention backend")
+    add("--run-ahead", default="auto", choices=["auto", "on", "off"],
+        help="submit a decode step before the last one's result; auto: on a GPU")  # fmt: skip
+    add("--no-cuda-graphs", action="store_true", help="decode steps are not recorded")
     add("--threads", type=int, default=0, help="compute threads per engine; 0: from the CPU quota")
     add("--media-workers", type=int, default=0, help="0: from the CPU quota")
     add("--tensor-parallel", type=positive, default=1)

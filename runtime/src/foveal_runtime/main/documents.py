@@ -54,6 +54,8 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
     prefix_caching: bool = True
     device: str = "cpu"
     attention: str = "auto"
+    run_ahead: str = "auto"
+    cuda_graphs: bool = True
     num_threads: int = 0
     media_workers: int = 0
     tensor_parallel: int = 1
@@ -124,6 +126,8 @@ def _engine(
         shm_directory=_shared_memory(options),
         device=options.device,
         attention=options.attention,
+        run_ahead=options.run_ahead,  # type: ignore[arg-type]
+        cuda_graphs=options.cuda_graphs,
         num_threads=options.num_threads,
         tensor_parallel=options.tensor_parallel,
         log_format=options.log_format,  # type: ignore[arg-type]

@@ -41,6 +41,8 @@ def options_from(arguments: argparse.Namespace) -> LocalOptions:
         prefix_caching=not arguments.no_prefix_caching,
         device=arguments.device,
         attention=arguments.attention,
+        run_ahead=arguments.run_ahead,
+        cuda_graphs=not arguments.no_cuda_graphs,
         num_threads=arguments.threads,
         media_workers=arguments.media_workers,
         tensor_parallel=arguments.tensor_parallel,

@@ -34,7 +34,8 @@ class Capturer(Protocol):
     def is_frozen(self) -> bool: ...
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Runs `work` at least once and returns what does the same again, on the same memory."""
+        """Runs `work` at least once without recording it; returns what does the same again, on
+        the same memory."""
         ...
 
 
@@ -84,7 +85,6 @@ class _Recording:
     ids: torch.Tensor
     positions: torch.Tensor
     context: ForwardContext
-    logits: torch.Tensor | None = None
     play: Callable[[], None] | None = None
 
 
@@ -131,6 +131,7 @@ class DecodeGraphs:
             q_lens=[1] * most,
             kv_lens=[1] * most,
         )
+        self._logits: torch.Tensor | None = None
         self._recordings: dict[int, _Recording] = {}
 
     def record(self, capturer: Capturer) -> None:
@@ -139,9 +140,10 @@ class DecodeGraphs:
             recording = self._view(size)
 
             def work(recording: _Recording = recording) -> None:
-                recording.logits = self._compute(
-                    recording.ids, recording.positions, recording.context
-                )
+                found = self._compute(recording.ids, recording.positions, recording.context)
+                if self._logits is None:  # the largest size comes first, and is not recorded yet
+                    self._logits = torch.empty_like(found)
+                self._logits[: len(found)].copy_(found)
 
             recording.play = capturer.capture(work)
             self._recordings[size] = recording
@@ -197,8 +199,8 @@ class DecodeGraphs:
         assert recording.play is not None
         recording.play()
         self.num_played += 1
-        assert recording.logits is not None
-        return recording.logits[:count]
+        assert self._logits is not None
+        return self._logits[:count]
 
 
 def _padded(array: np.ndarray, size: int, fill: int = 0) -> np.ndarray:

@@ -33,6 +33,7 @@ def adjust_row(
     prompt_ids: Sequence[int],
     output_ids: Sequence[int],
     end_ids: Collection[int],
+    device: Device,
 ) -> None:
     """Applies min_tokens, logit_bias and the penalties to one row (V,) float32, in place.
 
@@ -44,30 +45,28 @@ def adjust_row(
     vocab = row.shape[0]
     if len(output_ids) < params.min_tokens:
         ends = {*end_ids, *params.stop_token_ids}
-        row[_index(sorted(i for i in ends if 0 <= i < vocab), row)] = -torch.inf
+        row[_index(sorted(i for i in ends if 0 <= i < vocab), device)] = -torch.inf
     if params.logit_bias:
         for token, _ in params.logit_bias:
             if not 0 <= token < vocab:
                 raise ValueError(f"logit_bias names token {token}; the vocabulary has {vocab}")
         ids, values = zip(*params.logit_bias, strict=True)
-        index, bias = Device(row.device).upload(
-            np.array(ids, np.int64), np.array(values, np.float32)
-        )
+        index, bias = device.upload(np.array(ids, np.int64), np.array(values, np.float32))
         row.index_add_(0, index, bias)
     if params.repetition_penalty != 1.0:
-        seen = _index(_unique([*prompt_ids, *output_ids], vocab)[0], row)
+        seen = _index(_unique([*prompt_ids, *output_ids], vocab)[0], device)
         values = row[seen]
         penalty = params.repetition_penalty
         row[seen] = torch.where(values > 0, values / penalty, values * penalty)
     if (params.presence_penalty or params.frequency_penalty) and len(output_ids):
         tokens, counts = _unique(output_ids, vocab)
         cost = params.presence_penalty + params.frequency_penalty * counts
-        index, change = Device(row.device).upload(tokens, -cost.astype(np.float32))
+        index, change = device.upload(tokens, -cost.astype(np.float32))
         row.index_add_(0, index, change)
 
 
-def _index(ids: Sequence[int] | np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    return Device(like.device).upload(np.asarray(ids, np.int64))[0]
+def _index(ids: Sequence[int] | np.ndarray, device: Device) -> torch.Tensor:
+    return device.upload(np.asarray(ids, np.int64))[0]
 
 
 def _unique(ids: Sequence[int], vocab: int) -> tuple[np.ndarray, np.ndarray]:
@@ -77,7 +76,9 @@ def _unique(ids: Sequence[int], vocab: int) -> tuple[np.ndarray, np.ndarray]:
     return tokens, counts
 
 
-def keep_mask(weights: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor | None:
+def keep_mask(
+    weights: torch.Tensor, params: Sequence[SamplingParams], device: Device
+) -> torch.Tensor | None:
     """Which tokens survive min_p, then top_k, then top_p over what the first two left.
 
     `weights` (n, V) are unnormalised probabilities with maximum 1 in each row, after temperature.
@@ -89,7 +90,7 @@ def keep_mask(weights: torch.Tensor, params: Sequence[SamplingParams]) -> torch.
     rows = [i for i, p in enumerate(params) if p.top_p < 1.0]
     if not rows and not any(top_ks) and not any(p.min_p for p in params):
         return None
-    floors, column, limited, index, top_ps = Device(weights.device).upload(
+    floors, column, limited, index, top_ps = device.upload(
         np.array([p.min_p for p in params], np.float32),
         np.array([max(k - 1, 0) for k in top_ks], np.int64),
         np.array([k > 0 for k in top_ks], np.bool_),

@@ -65,14 +65,14 @@ class PromptScores:
     def tensors(self) -> list[torch.Tensor]:
         return self._scores.tensors
 
-    def add(self, logits: torch.Tensor, num_top: int) -> None:
+    def add(self, logits: torch.Tensor, num_top: int, device: Device) -> None:
         """The next rows (m, V): row i speaks of the next of the ids."""
         vocab = logits.shape[1]
         ids = self._next_ids[self._num_rows : self._num_rows + len(logits)]
         self._num_rows += len(ids)
         # An item's placeholder id may lie outside the vocabulary; it has no probability.
         known = np.array([i if 0 <= i < vocab else 0 for i in ids], np.int64)
-        index = Device(logits.device).upload(known)[0]
+        index = device.upload(known)[0]
         for low in range(0, len(ids), ROWS_AT_ONCE):
             part = slice(low, low + ROWS_AT_ONCE)
             self._scores.add(logits[part], index[part], num_top)
@@ -96,5 +96,6 @@ def prompt_logprobs(
     output at position start + i and so speaks of the token at start + i + 1. Waits for them."""
     assert logits.shape[0] == len(next_ids)
     scores = PromptScores(request_id, start, next_ids)
-    scores.add(logits, num_top)
-    return scores.read(Device(logits.device).fetch(scores.tensors).wait())
+    device = Device(logits.device)
+    scores.add(logits, num_top, device)
+    return scores.read(device.fetch(scores.tensors).wait())

@@ -400,7 +400,7 @@ class TorchRunner:
         for lo in range(window.lo, end, _LOGPROB_ROWS):
             hi = min(lo + _LOGPROB_ROWS, end)
             rows = hidden[window.base + lo - window.lo : window.base + hi - window.lo]
-            scores.add(self.head.logits(rows), sequence.sampling.prompt_logprobs)
+            scores.add(self.head.logits(rows), sequence.sampling.prompt_logprobs, self.room)
         step.scores.append(scores)
 
 

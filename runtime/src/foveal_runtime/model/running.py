@@ -34,8 +34,8 @@ class RunningStep:
         tensors = [t for scores in self.scores for t in scores.tensors]
         if self.draw is not None:
             tensors += self.draw.tensors
-        if tensors or self.encoding is not None:
-            # An encoder's time is read after a wait, even when nothing else comes back.
+        if tensors or self.encoding is not None or self.computing is not None:
+            # Times are read after a wait, even when nothing else comes back.
             self._fetch = device.fetch(tensors)
 
     def result(self) -> StepResult:
@@ -44,7 +44,7 @@ class RunningStep:
         arrays = [] if self._fetch is None else self._fetch.wait()
         if self.encoding is not None:
             result.encode_seconds = self.encoding.seconds()
-        if self.computing is not None and self._fetch is not None:
+        if self.computing is not None:
             result.forward_seconds = self.computing.seconds()
         at = 0
         for scores in self.scores:

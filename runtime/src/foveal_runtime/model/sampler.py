@@ -143,7 +143,7 @@ class Sampler:
         """Starts what `sample` does. `sequences` is not empty."""
         assert logits.shape[0] == len(sequences) > 0
         failures: dict[str, str] = {}
-        adjusted = self._adjust(logits, sequences, failures)
+        adjusted = self._adjust(logits, sequences, failures, device)
         best, ids = logits.max(dim=-1)
         for row, values in adjusted.items():
             best[row], ids[row] = values.max(dim=-1)
@@ -156,7 +156,11 @@ class Sampler:
         return draw
 
     def _adjust(
-        self, logits: torch.Tensor, sequences: Sequence[SequenceState], failures: dict[str, str]
+        self,
+        logits: torch.Tensor,
+        sequences: Sequence[SequenceState],
+        failures: dict[str, str],
+        device: Device,
     ) -> dict[int, torch.Tensor]:
         """Changed copies (V,) float32 of the rows whose options change logits."""
         adjusted = {}
@@ -166,7 +170,7 @@ class Sampler:
                 continue
             row = logits[i].to(torch.float32, copy=True)
             try:
-                adjust_row(row, params, sequence.prompt_token_ids, outputs, self._eos)
+                adjust_row(row, params, sequence.prompt_token_ids, outputs, self._eos, device)
             except ValueError as error:
                 failures[sequence.request_id] = str(error)
             adjusted[i] = row
@@ -195,7 +199,7 @@ class Sampler:
                 work[place] = adjusted[i]
         work -= work.max(dim=-1, keepdim=True).values
         weights = work.div_(temperatures[:, None]).exp_()
-        mask = keep_mask(weights, params)
+        mask = keep_mask(weights, params, device)
         if mask is not None:
             weights.masked_fill_(~mask, 0.0)
         cdf = weights.cumsum(dim=-1, dtype=torch.float64)

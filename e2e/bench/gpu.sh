@@ -1,0 +1,72 @@
+#!/usr/bin/env bash
+# Everything about GPUs in one run of at most ten minutes: correctness, kernels, steps, serving.
+#
+#   e2e/bench/gpu.sh                     results in $OUT, default out/gpu-DATE
+#
+# FOVEAL_PYTHON: an environment that has everything; else one is made beside the results, on top of
+# the packages of $PYTHON (default python3), which must have torch with CUDA.
+# FOVEAL_WHEELS: a folder of wheels to take missing packages from, where there is no network.
+# Ends with 2 without a GPU, with 1 when something was wrong or did not end in time (never because
+# it was slow), else with 0.
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+OUT=${OUT:-out/gpu-$(date +%Y-%m-%d-%H%M%S)}
+PYTHON=${PYTHON:-python3}
+if ! timeout 60 nvidia-smi -L 2>/dev/null | grep -q GPU; then
+  echo "gpu.sh: there is no NVIDIA GPU here" >&2
+  exit 2
+fi
+mkdir -p "$OUT"
+OUT=$(cd "$OUT" && pwd)
+
+if [ -z "${FOVEAL_PYTHON:-}" ]; then
+  venv=${FOVEAL_VENV:-/tmp/foveal-gpu-venv}
+  "$PYTHON" -m venv --system-site-packages "$venv" || exit 1
+  # A venv made from a venv sees only the base installation: its packages are named by a path file.
+  "$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+    > "$(echo "$venv"/lib/python*/site-packages)/below.pth"
+  source=()
+  if [ -n "${FOVEAL_WHEELS:-}" ]; then source=(--no-index --find-links "$FOVEAL_WHEELS"); fi
+  timeout 120 "$venv/bin/python" -m pip install -q "${source[@]}" msgspec pyzmq blake3 numpy pillow \
+    'transformers>=5.17' safetensors accelerate fastapi uvicorn uvloop httptools jinja2 \
+    prometheus-client aiohttp psutil rich matplotlib pytest pytest-timeout pytest-asyncio \
+    hypothesis || exit 1
+  FOVEAL_PYTHON=$venv/bin/python
+fi
+export PYTHONPATH=$PWD:$PWD/runtime/src:$PWD/operator/src PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
+export FOVEAL_CACHE=${FOVEAL_CACHE:-/tmp/foveal-bench} FOVEAL_DEVICE=cuda
+unset TRITON_INTERPRET
+if ! timeout 90 "$FOVEAL_PYTHON" -c 'import torch, triton; assert torch.cuda.is_available()'; then
+  echo "gpu.sh: this Python's torch sees no GPU, or has no Triton" >&2
+  exit 2
+fi
+{ date -u; nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
+  git describe --always --dirty 2>/dev/null; } | tee "$OUT/machine.txt"
+
+failed=()
+part() { # part NAME SECONDS COMMAND...: its output in $OUT/NAME.txt, never longer than SECONDS
+  local name=$1 seconds=$2 began=$SECONDS code=0
+  shift 2
+  echo "--- $name (at most $seconds s)"
+  timeout -k 10 "$seconds" "$@" > "$OUT/$name.txt" 2>&1 || code=$?
+  tail -n 12 "$OUT/$name.txt"
+  echo "$name: exit $code after $((SECONDS - began)) s" | tee -a "$OUT/summary.txt"
+  if [ "$code" != 0 ]; then failed+=("$name"); fi
+}
+tests="$FOVEAL_PYTHON -m pytest -q -p no:cacheprovider -W ignore"
+part attention-tests 90 $tests -m "not slow" tests/model/test_attention_triton.py
+part architectures-fp32 110 $tests -k test_equals_transformers tests/model/test_architectures.py
+part architectures-bf16 70 env FOVEAL_DTYPE=bfloat16 $tests \
+  -k "test_equals_transformers and (llama or gemma or qwen3 or llava or oss)" \
+  tests/model/test_architectures.py
+part attention 100 "$FOVEAL_PYTHON" -m e2e.bench.gpu_attention --sweep --out "$OUT/attention.json"
+part step 80 "$FOVEAL_PYTHON" -m e2e.bench.gpu_step --out "$OUT/step.json"
+part first-token 60 "$FOVEAL_PYTHON" -m e2e.bench.gpu_ttft --out "$OUT/first-token.json"
+part serving 80 "$FOVEAL_PYTHON" -m e2e.bench --servers foveal --device cuda --dtype bfloat16 \
+  --model llava-small --traces hits-0,hits-95,text --requests 32 --rounds 1 --concurrency 8 \
+  --out "$OUT" --label serving
+if [ ${#failed[@]} -gt 0 ]; then
+  echo "gpu.sh: failed: ${failed[*]}; see $OUT" >&2
+  exit 1
+fi
+echo "gpu.sh: all parts ran; results in $OUT"
