@@ -7,6 +7,7 @@ stands for any lines, `...` inside a line for any text.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,7 +48,7 @@ def split(text: str) -> tuple[str, list[Block]]:
     """The text without code blocks (their lines are empty), and the blocks."""
     prose: list[str] = []
     blocks: list[Block] = []
-    fence, info, start, inside = "", "", 0, list[str]()
+    fence, info, start, indent, inside = "", "", 0, 0, list[str]()
     for number, line in enumerate(text.splitlines(), 1):
         found = _FENCE.match(line)
         if fence:
@@ -56,10 +57,11 @@ def split(text: str) -> tuple[str, list[Block]]:
                 blocks.append(Block(info=info, text="\n".join(inside) + "\n", line=start))
                 fence = ""
             else:
-                inside.append(line)
+                inside.append(line[min(indent, len(line) - len(line.lstrip())) :])
             prose.append("")
         elif found:
             fence, info, start, inside = found[2], found[3].strip(), number, []
+            indent = len(found[1])
             prose.append("")
         else:
             prose.append(line)
@@ -92,7 +94,7 @@ def anchors(text: str) -> set[str]:
 
 def runnables(path: Path) -> Iterator[Runnable]:
     _, blocks = split(path.read_text(encoding="utf-8"))
-    for block, after in zip(blocks, [*blocks[1:], None], strict=True):
+    for block, after in itertools.zip_longest(blocks, blocks[1:]):
         words = block.info.split()
         if words[:2] == ["sh", "run"]:
             assert set(words[2:]) <= {"slow"}, f"{path}:{block.line}: {block.info}"
