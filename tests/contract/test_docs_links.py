@@ -46,6 +46,13 @@ def test_the_readme_leads_to_the_index() -> None:
     assert any(t == "docs/README.md" for _, t in links((ROOT / "README.md").read_text()))
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_diagrams_have_no_semicolons(page: Path) -> None:
+    """A semicolon ends a statement of a diagram: the one of the mirror was not drawn for it."""
+    for block in split(page.read_text(encoding="utf-8"))[1]:
+        assert block.info != "mermaid" or ";" not in block.text, f"{page}:{block.line}"
+
+
 SAMPLE = """# One `two` [three](x)!
 
 [a](b.md#c) `[not](this)` [`code`](d.md)
