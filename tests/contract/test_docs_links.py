@@ -36,8 +36,8 @@ def test_every_page_of_the_docs_is_reached_from_the_index() -> None:
         seen.add(page)
         for _, target in links(page.read_text(encoding="utf-8")):
             path = target.partition("#")[0]
-            if path and ":" not in path and (page.parent / path).resolve().is_file():
-                todo.append((page.parent / path).resolve())
+            found = (page.parent / path).resolve() if path and ":" not in path else page
+            todo += found.glob("*.md") if found.is_dir() else [found]
     missing = {page for page in PAGES if page.is_relative_to(ROOT / "docs")} - seen
     assert not missing, sorted(str(page.relative_to(ROOT)) for page in missing)
 
