@@ -58,6 +58,12 @@ _HITS = Row("Hits", (
     graph("Evictions", "Entries removed in a second, by reason.",
           (D.rate("foveal_cache_evictions", "cache,tier,reason"),
            "{{cache}} {{tier}} {{reason}}"), unit="ops"),
+    graph("Age of what is evicted", "How long it had lain unused, p50: short lives mean that the "
+          "cache is too small.",
+          (D.quantile(0.5, "foveal_cache_eviction_age_seconds", "cache,tier"),
+           "{{cache}} {{tier}}"), unit="s"),
+    graph("Served without the cache", "Items or requests in a second that do not fit.",
+          (D.rate("foveal_cache_refused", "cache"), "{{cache}}"), unit="ops"),
 ))  # fmt: skip
 
 _SIZES = Row("Would more memory help?", (

@@ -27,8 +27,12 @@ _CACHE = Row("Encoder cache", (
 ))  # fmt: skip
 
 _WORK = Row("Work", (
-    graph("Items encoded", "In a second, by modality.",
-          (D.rate("foveal_encoder_items", "modality"), "{{modality}}"), unit="ops"),
+    graph("Items encoded", "In a second, by modality; again: evicted lately.",
+          (D.rate("foveal_encoder_items", "modality"), "{{modality}}"),
+          (D.rate("foveal_encoder_items_again"), "again"), unit="ops"),
+    graph("Wait for the encoder", "Time in which a request's next items did not fit.",
+          (D.quantile(0.5, "foveal_encoder_wait_seconds"), "p50"),
+          (D.quantile(0.95, "foveal_encoder_wait_seconds"), "p95"), unit="s"),
     graph("Embeddings computed", "In a second, by engine.",
           (D.rate("foveal_encoder_embeds", "pod"), "{{pod}}"), unit="ops"),
     graph("Time of an item", "In the encoder, by modality.",
@@ -51,15 +55,24 @@ _PATH = Row("The way there", (
     graph("Processed", "Items that ran through a processor, by modality.",
           (D.rate("foveal_media_items_processed", "modality"), "{{modality}}"),
           unit="ops", width=6),
-    graph("Media workers", "Alive, and deaths in a second.",
+    graph("Media workers", "Alive, busy, items that wait for one, and deaths in a second.",
           (D.total("foveal_media_workers", "pod"), "{{pod}}"),
+          (D.total("foveal_media_workers_busy", "pod"), "{{pod}} busy"),
+          (D.total("foveal_media_queue_length", "pod"), "{{pod}} waiting"),
           (D.rate("foveal_media_worker_restarts"), "deaths/s")),
     graph("Work joined", "Items that found identical work in flight; data: URLs known by text.",
           (D.rate("foveal_media_joins", "stage"), "{{stage}}"),
           (D.rate("foveal_media_url_text_hits"), "known data: URL"), unit="ops"),
     graph("Refused or failed", "Items by error code, and injected ones by result.",
           (D.rate("foveal_media_errors", "code"), "{{code}}"),
-          (D.rate("foveal_injected_items", "result"), "injected: {{result}}"), unit="ops"),
+          (D.rate("foveal_injected_items", "result"), "injected: {{result}}"),
+          (D.rate("foveal_media_fetch_failures", "domain"), "fetch: {{domain}}"), unit="ops"),
+    graph("Size of values", "p50 and p95 of a processed item, by modality.",
+          (D.quantile(0.5, "foveal_media_value_bytes", "modality"), "{{modality}} p50"),
+          (D.quantile(0.95, "foveal_media_value_bytes", "modality"), "{{modality}} p95"),
+          unit="bytes"),
+    graph("Event loop", "By how much HTTP processes were late, p95.",
+          (D.quantile(0.95, "foveal_event_loop_lag_seconds", "pod"), "{{pod}}"), unit="s"),
 ))  # fmt: skip
 
 ENCODER = Board(

@@ -56,9 +56,12 @@ _PAIRS = Row("Frontends and engines", (
     graph("Keys believed held", "By pair.",
           (D.total("foveal_mirror_keys", "pod,process,engine"),
            "{{pod}} {{process}} → {{engine}}")),
-    graph("Window in use", "Value bytes not yet acknowledged.",
+    graph("Window in use", "Value bytes not yet acknowledged, and what may be.",
           (D.total("foveal_mirror_window_inflight_bytes", "pod,engine"), "{{pod}} → {{engine}}"),
+          (D.total("foveal_mirror_window_bytes", "pod,engine"), "{{pod}} → {{engine}} granted"),
           unit="bytes"),
+    graph("Why this engine", "Attempts in a second by the router's reason.",
+          (D.rate("foveal_routing_picks", "why"), "{{why}}"), unit="ops", stacked=True),
     graph("Engines seen", "Engines that each frontend process has a session with.",
           (D.total("foveal_engines_ready", "pod,process"), "{{pod}} {{process}}")),
 ))  # fmt: skip

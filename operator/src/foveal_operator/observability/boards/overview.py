@@ -57,6 +57,9 @@ _SAVED = Row("What the caches save", (
           (D.rate("foveal_mirror_value_bytes_avoided"), "avoided"), unit="Bps", stacked=True),
     graph("Work saved", "Estimated seconds of encoding and prefill avoided in each second.",
           (D.rate("foveal_cache_saved_seconds", "cache"), "{{cache}}"), unit="s"),
+    graph("First token by media", "p95 of requests without media, of those whose items an engine "
+          "held, and of the others.",
+          (D.quantile(0.95, "foveal_first_token_seconds", "media"), "{{media}}"), unit="s"),
 ))  # fmt: skip
 
 _ENGINES = Row("Engines", (

@@ -45,6 +45,8 @@ _COST = Row("What a roll costs", (
     graph("Uptime", "Of each process.",
           ("time() - " + D.total("process_start_time_seconds", "pod,process", how="max"),
            "{{pod}} {{process}}"), unit="s"),
+    graph("Start", "Seconds of a process's start, by phase: the slowest.",
+          (D.total("foveal_startup_seconds", "phase", how="max"), "{{phase}}"), unit="s"),
     graph("Clients that went away", "Requests in a second whose client closed the connection.",
           (D.rate("foveal_client_disconnects"), "disconnects"), unit="ops"),
 ))  # fmt: skip
