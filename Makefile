@@ -47,7 +47,7 @@ serve: $(VENV)/.run ## keep serving the bundled model on http://127.0.0.1:8000 (
 	@$(VENV)/bin/foveal-runtime serve $(MODEL) --name tiny-vlm --idle-check-seconds 30
 
 # --- tests -------------------------------------------------------------------------------------
-.PHONY: check test generate control-plane chart faults fresh cluster e2e bench bench-peers soak
+.PHONY: check test docs generate control-plane chart faults fresh cluster e2e bench bench-peers soak
 check: $(VENV)/.dev ## ruff, mypy --strict, import contracts
 	@$(VENV)/bin/ruff format --check . && $(VENV)/bin/ruff check .
 	@$(VENV)/bin/mypy
@@ -55,6 +55,9 @@ check: $(VENV)/.dev ## ruff, mypy --strict, import contracts
 
 test: $(VENV)/.dev ## the tests (no GPU, no cluster, no root)
 	@OMP_WAIT_POLICY=passive $(VENV)/bin/pytest -q -m "not slow and not faults and not api_server and not cluster"
+
+docs: $(VENV)/.dev ## links of every page; shell blocks marked as runnable, with what they must print (minutes)
+	@OMP_WAIT_POLICY=passive timeout 1800 $(VENV)/bin/pytest -q tests/contract/test_docs_links.py tests/contract/test_docs_blocks.py
 
 control-plane: $(VENV)/.dev ## schema, objects and operator against a real API server (builds it once: 10 to 20 minutes)
 	@e2e/cluster/build.sh
@@ -87,7 +90,7 @@ soak: $(VENV)/.dev ## 100 faults, a million fuzz steps, the large checker instan
 chart: ## lint --strict, render and unit-test the chart (needs helm; HELM="helm3 helm4" for both)
 	@e2e/chart.sh
 
-generate: $(VENV)/.dev ## rewrite what is generated and committed: CRD, golden objects, chart, dashboards
+generate: $(VENV)/.dev ## rewrite what is generated and committed: CRD and its page, golden objects, chart, dashboards
 	@PYTHONPATH=.:runtime/src:operator/src $(PY) -m tests.control_plane.regenerate
 	@PYTHONPATH=runtime/src $(PY) -m foveal_runtime.telemetry.table docs/metrics.md
 

@@ -1,5 +1,5 @@
-"""Rewrites what is generated and committed: the CRD, the golden objects, the dashboards,
-the chart's generated files, Argo CD's test data.
+"""Rewrites what is generated and committed: the CRD and its page, the golden objects, the
+dashboards, the chart's generated files, Argo CD's test data.
 
 `make generate` runs it.
 """
@@ -10,7 +10,7 @@ import textwrap
 from pathlib import Path
 
 import yaml
-from tests.control_plane import chart_files
+from tests.control_plane import api_page, chart_files
 from tests.control_plane.budget_samples import TOY, VLM
 from tests.control_plane.samples import LEGAL, Obj
 
@@ -32,6 +32,7 @@ CRD_FILE = ROOT / "crds" / "foveal.dev_multimodalinferences.yaml"
 DASHBOARDS = ROOT / "operator/src/foveal_operator/observability/dashboards"
 ARGO = ROOT / "examples/gitops/argocd/resource_customizations/foveal.dev/MultiModalInference"
 OPERATOR_METRICS_PAGE = ROOT / "docs" / "metrics-operator.md"
+API_PAGE = ROOT / "docs" / "api.md"
 GOLDEN = Path(__file__).parent / "golden"
 ALL_APIS = frozenset(
     {"HTTPRoute", "InferencePool", "PodMonitor", "PrometheusRule", "ResourceClaimTemplate"}
@@ -107,6 +108,7 @@ def argo_config() -> str:
 
 
 def main() -> None:
+    API_PAGE.write_text(api_page.text(), encoding="utf-8")
     OPERATOR_METRICS_PAGE.write_text(operator_metrics_page(), encoding="utf-8")
     for name, text in dashboard_files().items():
         (DASHBOARDS / name).write_text(text, encoding="utf-8")

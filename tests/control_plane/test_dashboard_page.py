@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from functools import lru_cache
@@ -224,6 +226,41 @@ def test_a_page_from_metrics(site: Any, tmp_path: Path, capsys: Any) -> None:
     assert {"engine-0", "api-1"} <= set(parts.values("data-row"))
     assert float(str(parts.values("data-tile")["Requests/s"]["data-value"])) > 0
     assert [file.name for file in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_a_page_from_a_prometheus(site: Any, tmp_path: Path, capsys: Any) -> None:
+    """The answers are the world's, moved to now."""
+    store, asked = world_store(), set[str]()
+
+    def answer(path: str) -> tuple[int, str]:
+        words = dict(urllib.parse.parse_qsl(urllib.parse.urlsplit(path).query))
+        asked.add(words["query"])
+        start, end, step = (float(words[key]) for key in ("start", "end", "step"))
+        times = [start + i * step for i in range(round((end - start) / step) + 1)]
+        shift = times[-1] - store.times[-1]
+        lines = ask(store, words["query"], [time - shift for time in times])
+        result = [
+            {"metric": line.labels, "values": [[t + shift, repr(v)] for t, v in line.points]}
+            for line in lines
+        ]
+        data = {"resultType": "matrix", "result": result}
+        return 200, json.dumps({"status": "success", "data": data})
+
+    source = site(answer)
+    out = tmp_path / "page.html"
+    words = ["dashboard", "--prometheus", f"{source.url}/prefix/", "qwen", "-n", "models",
+             "--since", "80s", "--window", "60s", "-o", str(out)]  # fmt: skip
+    assert cli.main(words) == 0
+    assert all(path.startswith("/prefix/api/v1/query_range?") for path, _ in source.asked)
+    assert all("$" not in expr for expr in asked)
+    assert any('namespace=~"models",resource=~"qwen",pod=~".*"' in expr for expr in asked)
+    parts = Parts(out.read_text())
+    assert set(metrics_world.PODS["frontend"]) <= set(parts.values("data-row"))
+    [line] = ask(store, layout.Chosen().fill(layout.HEADLINES[0].main.expr), [store.times[-1]])
+    shown = float(str(parts.values("data-tile")["Requests/s"]["data-value"]))
+    assert shown == pytest.approx(line.newest(store.times[-1]))
+    assert cli.main([*words[:3], "other", *words[4:]]) == 4
+    assert 'resource=~"other"' in capsys.readouterr().err
 
 
 def test_processes_that_two_addresses_show_count_once(site: Any) -> None:

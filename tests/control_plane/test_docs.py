@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.control_plane import api_page, regenerate
+
 from foveal_operator import reasons
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -24,3 +26,15 @@ def test_every_misfit_is_in_the_budgets_page() -> None:
         for line in (source / file).read_text(encoding="utf-8").splitlines():
             if line.strip().startswith('reason="'):
                 assert line.split('"')[1] in text
+
+
+def test_the_page_of_the_resource_is_what_is_generated() -> None:
+    assert regenerate.API_PAGE.read_text(encoding="utf-8") == api_page.text(), "run: make generate"
+
+
+def test_the_page_of_the_resource_tells_every_field() -> None:
+    text = api_page.text()
+    for part in ("| `cache.size` |", "## spec.caches", "| `ipc.size` |",
+                 "`FreeFirst`", "caches.ipc.size must be below engine.hostMemory"):  # fmt: skip
+        assert part in text
+    assert "|  |\n" not in text.partition("## status")[0], "a field of the spec without meaning"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import re
 
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
-_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def duration(text: str) -> float:
-    """Seconds of 90, 90s, 1m30s, 2h, 1d. Raises ArgumentTypeError."""
+    """Seconds of 90, 90s, 1m30s, 2h. Raises ArgumentTypeError."""
     if text.replace(".", "", 1).isdigit():
         return float(text)
     parts = _DURATION.findall(text)

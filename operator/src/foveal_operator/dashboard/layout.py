@@ -172,10 +172,11 @@ SECTIONS = (
         ("Finished", "Time to first token", "Between tokens", "Where the time goes",
          "Errors and refusals", "In flight"))),
     Section(title="What the caches save", panels=(
+        panel(OVERVIEW, "First token by media"),
         panel(OVERVIEW, "Hit ratio by cache"),
         panel(OVERVIEW, "Value bytes to engines"),
         panel(OVERVIEW, "Work saved"),
-        panel(CACHES, "Held"), panel(CACHES, "Used share of the budget"),
+        panel(CACHES, "Used share of the budget"),
         panel(CACHES, "Evictions"))),
     Section(title="Caches", kind="tables", tables=(CACHE_TABLE, GHOST_TABLE)),
     Section(title="Mirror health", panels=(
@@ -183,10 +184,11 @@ SECTIONS = (
         panel(MIRROR, "Asked for"),
         panel(MIRROR, "Wait for values"),
         panel(MIRROR, "Keys believed held"), panel(MIRROR, "Window in use"),
-        panel(MIRROR, "Sessions begun anew"))),
+        panel(MIRROR, "Why this engine"))),
     Section(title="Encoder and media", panels=(
         panel(ENCODER, "Items encoded"), panel(ENCODER, "Embeddings"),
-        panel(ENCODER, "Time in each stage"))),
+        panel(ENCODER, "Time in each stage"), panel(ENCODER, "Media workers"),
+        panel(ENCODER, "Wait for the encoder"), panel(ENCODER, "Event loop"))),
     Section(title="Queue and KV memory", panels=(
         panel(OVERVIEW, "Requests"), panel(OVERVIEW, "Tokens"),
         panel(CACHES, "KV blocks"))),
