@@ -380,3 +380,17 @@ def test_a_rolled_back_rollout_stalls_and_says_where_it_stands() -> None:
     assert stalled.reason == "ProgressDeadlineExceeded"
     assert text in stalled.message
     assert status.rollout_strategy.startswith("FreeFirst")
+
+
+def test_modalities_are_those_that_are_allowed_and_that_the_model_takes() -> None:
+    """It named audio for a model that only sees, because the default limits allow it."""
+    obj = put(BASE, "spec.modalities", {"video": {"maxPerPrompt": 0}})
+
+    def told(**observed: Any) -> tuple[str, ...]:
+        found = status_of(obj, **serving(obj), **observed).model
+        assert found is not None
+        return found.modalities
+
+    assert told() == ("image", "audio")
+    assert told(model_takes=("image", "video")) == ("image",)
+    assert told(model_takes=()) == ()

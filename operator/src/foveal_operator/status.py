@@ -46,6 +46,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
         peaks: pod -> the peak of memory it last reported, in bytes.
         waits: pod -> why its volumes are not there.
         resolved_revision: commit or digest of the model; "" = not known.
+        model_takes: modalities that the model takes besides text; None = not known yet.
         download_percent: of the model; None = nothing is fetched, or its size is not known.
         refused: the object that the API server does not take, and why; "" = none.
     """
@@ -72,6 +73,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     peaks: dict[str, int] = {}
     waits: dict[str, str] = {}
     resolved_revision: str = ""
+    model_takes: tuple[str, ...] | None = None
     download_percent: int | None = None
     refused: str = ""
 
@@ -132,7 +134,7 @@ def report(
         model=ModelStatus(
             resolved_revision=observed.resolved_revision,
             download_percent=observed.download_percent,
-            modalities=_modalities(inference),
+            modalities=_modalities(inference, observed.model_takes),
         ),
         resolved=_resolved(inference, desired),
     )
@@ -367,12 +369,15 @@ def _config_map(desired: Desired | None) -> str:
     return ""
 
 
-def _modalities(inference: InferenceSpec | None) -> tuple[str, ...]:
+def _modalities(
+    inference: InferenceSpec | None, model_takes: tuple[str, ...] | None
+) -> tuple[str, ...]:
+    """What is allowed, and, once the profile tells, what of it the model takes."""
     if inference is None:
         return ()
     limits = inference.spec.modalities
-    names = ("image", "video", "audio")
-    return tuple(name for name in names if getattr(limits, name).max_per_prompt > 0)
+    names = [name for name in ("image", "video", "audio") if getattr(limits, name).max_per_prompt]
+    return tuple(name for name in names if model_takes is None or name in model_takes)
 
 
 def _resolved(inference: InferenceSpec | None, desired: Desired | None) -> dict[str, object]:

@@ -80,6 +80,7 @@ class Teller:
             peaks=reports.peaks,
             waits=reports.waits,
             resolved_revision=work.model.resolved_revision,
+            model_takes=tuple(work.model.profile.items) if work.model.profile else None,
             download_percent=work.model.download_percent,
             measured=steady(reports.measured, work.resource),
             is_paused=work.inference.spec.paused,
