@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 from tests.control_plane.api_server.api import Api
+from tests.control_plane.api_server.nodes import READY, Fate
 from tests.control_plane.api_server.operator_process import OperatorProcess
 from tests.control_plane.api_server.programs import wait_until
 from tests.control_plane.api_server.rights import Right, granted, used
@@ -21,6 +22,7 @@ from foveal_operator.events import FLUSH_SECONDS, EventRecorder
 from foveal_operator.telemetry import Telemetry
 
 SECONDS = 90.0
+SILENT = Fate("Pending", ready=False, waiting="ContainerCreating")
 _HTTP_ROUTE = {"parentRefs": [{"name": "gateway", "namespace": "infra"}]}
 
 
@@ -92,9 +94,14 @@ def difference(allowed: set[Right], seen: set[Right]) -> str:
 async def test_every_verb_of_the_roles_is_used_and_no_other(
     world: World, operator: OperatorProcess
 ) -> None:
+    # Frontends that wait without a word, as for a volume: their Events are read.
+    world.nodes.fate(SILENT, component="frontend")
     world.apply(everything(world))
     _wait(world, "everything is there", lambda: everything_is_there(world))
     world.nodes.wait_for("engine", 1)
+    events_read = ("events.k8s.io", "events", "list")
+    _wait(world, "Events of silent pods are read", lambda: events_read in used(world.proxy))
+    world.nodes.fate(READY, component="frontend")
     await _same_event_twice(str(operator.kubeconfig), world.resource() or {})
     # A port that somebody adds can only be replaced away.
     foreign = {"spec": {"ports": [{"name": "http", "port": 1, "targetPort": 1}]}}
