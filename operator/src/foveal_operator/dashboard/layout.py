@@ -172,7 +172,7 @@ SECTIONS = (
         ("Finished", "Time to first token", "Between tokens", "Where the time goes",
          "Errors and refusals", "In flight"))),
     Section(title="What the caches save", panels=(
-        panel(OVERVIEW, "First token by media"),
+        panel(OVERVIEW, "Time to first token by media"),
         panel(OVERVIEW, "Hit ratio by cache"),
         panel(OVERVIEW, "Value bytes to engines"),
         panel(OVERVIEW, "Work saved"),
@@ -184,11 +184,11 @@ SECTIONS = (
         panel(MIRROR, "Asked for"),
         panel(MIRROR, "Wait for values"),
         panel(MIRROR, "Keys believed held"), panel(MIRROR, "Window in use"),
-        panel(MIRROR, "Why this engine"))),
+        panel(OVERVIEW, "Picks"))),
     Section(title="Encoder and media", panels=(
         panel(ENCODER, "Items encoded"), panel(ENCODER, "Embeddings"),
         panel(ENCODER, "Time in each stage"), panel(ENCODER, "Media workers"),
-        panel(ENCODER, "Wait for the encoder"), panel(ENCODER, "Event loop"))),
+        panel(ENCODER, "Wait for the encoder"), panel(OVERVIEW, "Frontend processes"))),
     Section(title="Queue and KV memory", panels=(
         panel(OVERVIEW, "Requests"), panel(OVERVIEW, "Tokens"),
         panel(CACHES, "KV blocks"))),
