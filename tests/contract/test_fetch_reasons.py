@@ -19,7 +19,7 @@ class _Hub(BaseHTTPRequestHandler):
     """Answers /api/models/a/CODE... with that status, as the hub does."""
 
     def do_GET(self) -> None:
-        code = int(self.path.split("/")[4])
+        code = int(self.path.partition("?")[0].split("/")[4])
         self.send_response(code)
         names = {401: "RepoNotFound", 403: "GatedRepo", 404: "RepoNotFound"}
         self.send_header("X-Error-Code", names.get(code, ""))

@@ -297,6 +297,25 @@ class Operator:
         return "" if seconds < STUCK_SECONDS else f"a pass has run for {seconds:.0f} s"
 
 
+class PodAsker:
+    """What the pods say of themselves, and what Events say of those that cannot."""
+
+    def __init__(self, prober: PodProber, events: PodEvents) -> None:
+        self._prober = prober
+        self._events = events
+
+    async def ask(
+        self, engines: Sequence[Obj], frontends: Sequence[Obj], jobs: Sequence[Obj]
+    ) -> PodReports:
+        found = await self._prober.observe_pods(engines, frontends, jobs)
+        return await self._events.add_to(found, engines, frontends)
+
+    def forget(self, keep_uids: Iterable[str]) -> None:
+        kept = set(keep_uids)
+        self._prober.forget(kept)
+        self._events.forget(kept)
+
+
 def exit_at_once() -> None:
     """The lease is lost: another may write at any moment, so nothing of ours may run on."""
     sys.stderr.flush()
@@ -321,21 +340,11 @@ async def serve(options: Options) -> None:
         configuration, telemetry, clock=clock, may_write=lambda: operator.may_write()
     )
     session = aiohttp.ClientSession(auto_decompress=False)
-    prober = PodProber(aiohttp_fetch(session), clock=clock.monotonic)
-    pod_events = PodEvents(cluster, clock.monotonic)
-
-    async def ask(
-        engines: Sequence[Obj], frontends: Sequence[Obj], jobs: Sequence[Obj]
-    ) -> PodReports:
-        found = await prober.observe_pods(engines, frontends, jobs)
-        return await pod_events.add_to(found, engines, frontends)
-
-    def forget(keep_uids: Iterable[str]) -> None:
-        kept = set(keep_uids)
-        prober.forget(kept)
-        pod_events.forget(kept)
-
-    reports = Reports(ask, lambda key: operator.queue.add(key))
+    asker = PodAsker(
+        PodProber(aiohttp_fetch(session), clock=clock.monotonic),
+        PodEvents(cluster, clock.monotonic),
+    )
+    reports = Reports(asker.ask, lambda key: operator.queue.add(key))
 
     def make_watches(kinds: tuple[Kind, ...]) -> WatchEngine:
         return WatchEngine(
@@ -353,7 +362,7 @@ async def serve(options: Options) -> None:
         telemetry,
         clock=clock,
         observe_pods=reports.observe,
-        forget_pods=forget,
+        forget_pods=asker.forget,
         on_lost=exit_at_once,
         make_watches=make_watches,
     )

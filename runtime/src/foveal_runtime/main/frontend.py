@@ -12,7 +12,8 @@ import asyncio
 import functools
 import logging
 import signal
-from typing import Literal, NamedTuple
+from collections.abc import Coroutine
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import uvloop
@@ -21,6 +22,7 @@ from foveal_runtime.frontend import loop_lag
 from foveal_runtime.frontend.app import build_app
 from foveal_runtime.frontend.engine_client import EngineClient
 from foveal_runtime.frontend.input_processor import InputProcessor
+from foveal_runtime.frontend.media.protocol import ProcessorInfo
 from foveal_runtime.frontend.media.workers import MediaWorkers, WorkerSettings, default_num_workers
 from foveal_runtime.frontend.metrics_source import media_source
 from foveal_runtime.frontend.server import bind_addresses, bind_unix
@@ -102,6 +104,34 @@ def _measured(processor: InputProcessor, memory: ContainerMemory, metrics: Metri
         metrics.set("foveal_budget_bytes", size, part=part, source="measured")
 
 
+async def _unless(
+    stop: asyncio.Event, work: Coroutine[Any, Any, ProcessorInfo]
+) -> ProcessorInfo | None:
+    """What `work` returns; None when the process is told to stop before."""
+    task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if task.done():
+        return task.result()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    return None
+
+
+def _metrics(
+    config: FrontendConfig, stats: FrontendStats, processor: InputProcessor, client: EngineClient
+) -> Metrics:
+    metrics = Metrics(
+        "frontend",
+        model_name=config.model.served_name,
+        process=config.frontend_id,
+        max_model_len=config.model.max_model_len,
+    )
+    metrics.add_source(media_source(stats, processor, client))
+    metrics.add_source(functools.partial(_measured, processor, ContainerMemory()))
+    return metrics
+
+
 async def serve(config: FrontendConfig, member: Member | None = None) -> None:
     """Runs the process to its end. Raises StartupError."""
     # With siblings it must not take connections before it can answer: they would wait here.
@@ -124,27 +154,15 @@ async def serve(config: FrontendConfig, member: Member | None = None) -> None:
     phases = StartPhases()
     phases.done("imports")
     log.info("starting media workers", extra={"workers": workers.num_workers})
-    starting = asyncio.create_task(workers.start())
-    stopped = asyncio.create_task(stop.wait())
-    await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
-    if not starting.done():
-        starting.cancel()
-        await asyncio.gather(starting, return_exceptions=True)
+    info = await _unless(stop, workers.start())
+    if info is None:
         return
     phases.done("workers")
     stats = FrontendStats()
     client = EngineClient(config, namespace, stats=stats)
-    processor = InputProcessor(config, workers, starting.result(), knowledge=client, stats=stats)
-    metrics = Metrics(
-        "frontend",
-        model_name=config.model.served_name,
-        process=config.frontend_id,
-        max_model_len=config.model.max_model_len,
-    )
-    metrics.add_source(media_source(stats, processor, client))
+    processor = InputProcessor(config, workers, info, knowledge=client, stats=stats)
+    metrics = _metrics(config, stats, processor, client)
     metrics.add_source(phases.collect)
-    metrics.add_source(functools.partial(_measured, processor, ContainerMemory()))
     app = build_app(
         config,
         processor=processor,
