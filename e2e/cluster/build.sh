@@ -38,14 +38,15 @@ is_built() {
   local file
   file=$(program "$1")
   [ -x "$file" ] || return 1
+  # Not grep -q: it ends at the first match, and with pipefail the program's SIGPIPE is a failure.
   case $1 in
-    etcd) "$file" --version | grep -qF "Version: $etcd_version" ;;
+    etcd) "$file" --version | grep -F "Version: $etcd_version" >/dev/null ;;
     coredns | kwok) true ;;
-    containerd | ctr) "$file" --version | grep -qF " $containerd_version" ;;
-    containerd-shim-runc-v2) "$file" -v | grep -qF " $containerd_version" ;;
-    helm) "$file" version --short | grep -qF "v$helm_version" ;;
-    kubectl) "$file" version --client | grep -qF "v$kube_version" ;;
-    *) "$file" --version | grep -qF "v$kube_version" ;;
+    containerd | ctr) "$file" --version | grep -F " $containerd_version" >/dev/null ;;
+    containerd-shim-runc-v2) "$file" -v | grep -F " $containerd_version" >/dev/null ;;
+    helm) "$file" version --short | grep -F "v$helm_version" >/dev/null ;;
+    kubectl) "$file" version --client | grep -F "v$kube_version" >/dev/null ;;
+    *) "$file" --version | grep -F "v$kube_version" >/dev/null ;;
   esac
 }
 

@@ -139,7 +139,7 @@ def test_a_third_engine_finds_no_device(broken: Broken, two_devices: None) -> No
     hold = {
         "name": "hold",
         "image": kit.OPERATOR_IMAGE,
-        "command": ["python3", "-c", "import time; time.sleep(600)"],
+        "command": ["python3", "-c", "import signal; signal.sigwait([signal.SIGTERM])"],
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "capabilities": {"drop": ["ALL"]},
@@ -152,7 +152,7 @@ def test_a_third_engine_finds_no_device(broken: Broken, two_devices: None) -> No
             "accelerator": {"type": "GPU", "memory": "24Gi"},
             "dtype": "bfloat16",
             "hostMemory": "4Gi",
-            "podTemplate": {"spec": {"initContainers": [hold], "terminationGracePeriodSeconds": 1}},
+            "podTemplate": {"spec": {"initContainers": [hold]}},
         }
     )
     message = says("EnginesReady", "Unschedulable", 240)
