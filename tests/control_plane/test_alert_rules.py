@@ -173,7 +173,7 @@ def rule_groups() -> list[dict[str, Any]]:
 
 def promtool(*arguments: str) -> None:
     assert PROMTOOL is not None
-    done = subprocess.run([PROMTOOL, *arguments], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([PROMTOOL, *arguments], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
