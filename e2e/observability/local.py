@@ -35,7 +35,7 @@ from tests.control_plane.api_server.api import Api
 from tests.control_plane.api_server.foreign import FOREIGN, definition
 from tests.control_plane.api_server.operator_process import OperatorProcess
 from tests.control_plane.api_server.programs import missing_programs, running_cluster
-from tests.control_plane.api_server.world import profile_of
+from tests.control_plane.api_server.world import claim_in, profile_of
 from tests.control_plane.regenerate import CRD_FILE
 from tests.control_plane.samples import LEGAL, put
 
@@ -185,7 +185,8 @@ def operator(folder: Path) -> Iterator[str]:
             api.install(definition(kind))
         api.namespace(NAMESPACE)
         stored = api.create(put(LEGAL["cpu"], "metadata.namespace", NAMESPACE)).must()
-        api.create(profile_of(stored)).must()
+        for body in (claim_in(NAMESPACE), profile_of(stored)):
+            api.create(body).must()
         process = OperatorProcess("a", cluster.kubeconfig("operator"), NAMESPACE)
         process.start()
         try:

@@ -239,7 +239,7 @@ _LABEL_VALUES = {
     "stage": ("fetch", "encode"),
     "type": ("Ready", "Stalled", "Reconciling", "BudgetFits"),
     "role": ("frontend", "engine"),
-    "state": ("ready", "desired"),
+    "state": ("ready", "desired", "pinned", "reserved"),
     "why": ("stale", "pull"),
 }
 _STATUS_VALUES = {"http_requests": ("2xx", "5xx"), "foveal_inference_condition": ("True", "False")}

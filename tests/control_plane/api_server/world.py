@@ -40,6 +40,17 @@ CHILD_KINDS = (
 SETTLE_SECONDS = 60.0
 
 
+def claim_in(namespace: str) -> Obj:
+    """Where the sample's model lies."""
+    size = {"requests": {"storage": "1Gi"}}
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": "models", "namespace": namespace},
+        "spec": {"accessModes": ["ReadWriteMany"], "resources": size},
+    }
+
+
 def profile_of(stored: Obj) -> Obj:
     """The ConfigMap that a profile Job would have left for a stored resource."""
     meta = stored["metadata"]
@@ -97,19 +108,9 @@ class World:
     def apply(self, obj: Obj) -> Obj:
         """As the user; the model's profile is there already, as after the first start."""
         stored = self.api.apply(obj, "user").must()
-        for body in (self._claim(), profile_of(stored)):
+        for body in (claim_in(self.namespace), profile_of(stored)):
             self.api.create(body)  # 409 once it is there
         return stored
-
-    def _claim(self) -> Obj:
-        """Where the sample's model lies."""
-        size = {"requests": {"storage": "1Gi"}}
-        return {
-            "apiVersion": "v1",
-            "kind": "PersistentVolumeClaim",
-            "metadata": {"name": "models", "namespace": self.namespace},
-            "spec": {"accessModes": ["ReadWriteMany"], "resources": size},
-        }
 
     def resource(self, name: str = "qwen") -> Obj | None:
         return self.api.get(KIND, self.namespace, name)
