@@ -94,8 +94,13 @@ if unittest=$(tool helm-unittest); then "$unittest" "$chart"; else skip "helm-un
 say "promtool: rules parse, fire when they should, are quiet otherwise; dashboards parse"
 if promtool=$(tool promtool); then
   "$promtool" check rules "$chart/files/rules.yaml"
-  PATH=$TOOLS:$PATH "$python" -m pytest -q tests/control_plane/test_alert_rules.py
+  PATH=$TOOLS:$PATH "$python" -m pytest -q --timeout 600 tests/control_plane/test_alert_rules.py
 else skip "promtool cannot be built"; fi
+
+say "GitOps: kstatus itself, and health.lua in Argo CD's interpreter, on every state"
+if tool gitops-verdicts >/dev/null; then
+  "$python" -m pytest -q tests/control_plane/test_gitops.py
+else skip "gitops-verdicts cannot be built"; fi
 
 say "kubeconform: chart, crds/, examples and the operator's objects"
 schemas=$root/schemas

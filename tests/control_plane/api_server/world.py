@@ -40,6 +40,44 @@ CHILD_KINDS = (
 SETTLE_SECONDS = 60.0
 
 
+def claim_in(namespace: str) -> Obj:
+    """Where the sample's model lies."""
+    size = {"requests": {"storage": "1Gi"}}
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": "models", "namespace": namespace},
+        "spec": {"accessModes": ["ReadWriteMany"], "resources": size},
+    }
+
+
+def profile_of(stored: Obj) -> Obj:
+    """The ConfigMap that a profile Job would have left for a stored resource."""
+    meta = stored["metadata"]
+    owner = {"apiVersion": stored["apiVersion"], "kind": KIND, "controller": True}
+    owner |= {"name": meta["name"], "uid": meta["uid"]}
+    labels = {
+        "app.kubernetes.io/managed-by": "foveal-operator",
+        "app.kubernetes.io/instance": meta["name"],
+        "app.kubernetes.io/component": "model",
+    }
+    inference = parse(stored)
+    text = msgspec.json.encode(profile_for(inference)).decode()
+    (name,) = [n for kind, n in model_keys(inference, ClusterFacts()) if kind == "ConfigMap"]
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {
+            "name": name,
+            "namespace": meta["namespace"],
+            "labels": labels,
+            "ownerReferences": [owner],
+        },
+        "immutable": True,
+        "data": {PROFILE_KEY: text},
+    }
+
+
 class World:
     """`url_of` makes an operator's address: the proxy's."""
 
@@ -70,44 +108,9 @@ class World:
     def apply(self, obj: Obj) -> Obj:
         """As the user; the model's profile is there already, as after the first start."""
         stored = self.api.apply(obj, "user").must()
-        for body in (self._claim(), self._profile(stored)):
+        for body in (claim_in(self.namespace), profile_of(stored)):
             self.api.create(body)  # 409 once it is there
         return stored
-
-    def _claim(self) -> Obj:
-        """Where the sample's model lies."""
-        size = {"requests": {"storage": "1Gi"}}
-        return {
-            "apiVersion": "v1",
-            "kind": "PersistentVolumeClaim",
-            "metadata": {"name": "models", "namespace": self.namespace},
-            "spec": {"accessModes": ["ReadWriteMany"], "resources": size},
-        }
-
-    def _profile(self, stored: Obj) -> Obj:
-        meta = stored["metadata"]
-        owner = {"apiVersion": stored["apiVersion"], "kind": KIND, "controller": True}
-        owner |= {"name": meta["name"], "uid": meta["uid"]}
-        labels = {
-            "app.kubernetes.io/managed-by": "foveal-operator",
-            "app.kubernetes.io/instance": meta["name"],
-            "app.kubernetes.io/component": "model",
-        }
-        inference = parse(stored)
-        text = msgspec.json.encode(profile_for(inference)).decode()
-        (name,) = [n for kind, n in model_keys(inference, ClusterFacts()) if kind == "ConfigMap"]
-        return {
-            "apiVersion": "v1",
-            "kind": "ConfigMap",
-            "metadata": {
-                "name": name,
-                "namespace": self.namespace,
-                "labels": labels,
-                "ownerReferences": [owner],
-            },
-            "immutable": True,
-            "data": {PROFILE_KEY: text},
-        }
 
     def resource(self, name: str = "qwen") -> Obj | None:
         return self.api.get(KIND, self.namespace, name)

@@ -171,7 +171,7 @@ SERVING_ALERTS = (
     ),
     Alert(
         name="FovealRolloutStalled",
-        expr=_condition("Stalled", "True"),
+        expr=_R.total("foveal_inference_stalled", how="max") + " == 1",
         hold="1m",
         severity="warning",
         summary="@namespace@/@resource@ cannot reach what its spec asks for.",

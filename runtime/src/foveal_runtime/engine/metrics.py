@@ -82,13 +82,13 @@ class EngineMetrics:
         for modality, count in list(cache.queries.items()):
             name = MODALITIES[modality]
             m.set("foveal_cache_queries", count, cache="encoder", modality=name, tier="device")
+            for tier in ("device", "host") if cache.host.capacity_bytes else ("device",):
+                hits = cache.hits.get((modality, tier), 0)
+                m.set("foveal_cache_hits", hits, cache="encoder", modality=name, tier=tier)
             made = stats.encoded_embeds.get(modality, 0)
             if made:
                 per_one = stats.encode_seconds.get(modality, 0.0) / made
                 cost_seconds += per_one * cache.hit_embeds.get(modality, 0)
-        for (modality, tier), count in list(cache.hits.items()):
-            name = MODALITIES[modality]
-            m.set("foveal_cache_hits", count, cache="encoder", modality=name, tier=tier)
         m.set("foveal_cache_saved_seconds", cost_seconds, cache="encoder")
         m.set("foveal_cache_evictions", cache.num_evictions, cache="encoder", tier="device",
               reason="room")  # fmt: skip

@@ -119,7 +119,7 @@ def _mirror(metrics: Metrics, link: EngineLink) -> None:
     metrics.set("foveal_mirror_value_bytes_avoided", stats.bytes_avoided, engine=engine)
     for kind, count in stats.bytes_sent.items():
         metrics.set("foveal_mirror_value_bytes_sent", count, engine=engine, kind=kind)
-    for why, count in stats.session_resets.items():
+    for why, count in {"gap": 0, **stats.session_resets}.items():
         metrics.set("foveal_mirror_session_resets", count, engine=engine, why=why)
     if sender.is_up:
         metrics.set("foveal_mirror_keys", len(sender.confirmed), engine=engine)
