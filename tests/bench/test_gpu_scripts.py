@@ -33,14 +33,13 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.parametrize(
     ("module", "cases"),
     [
         ("gpu_step", {"as it is", "recording", "recorded", "recorded, ahead"}),
-        pytest.param(
-            "gpu_attention", {"correct", "decode", "sweep", "prefill"}, marks=pytest.mark.slow
-        ),
+        ("gpu_attention", {"correct", "decode", "sweep", "prefill"}),
     ],
 )
 def test_every_case_is_measured(module: str, cases: set[str], tmp_path: Path) -> None:
