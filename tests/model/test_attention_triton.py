@@ -265,11 +265,27 @@ def test_a_cpu_without_the_interpreter_is_refused() -> None:
     assert "cannot run on cpu; use 'auto'" in done.stdout, done.stderr
 
 
+SLOW_MODELS = [
+    "gpt_oss_sinks",
+    "llama4_text",
+    "deepseek_v3_mla",
+    "gemma3",
+    "paligemma2",
+    "qwen3_vl",
+]
+
+
 @pytest.mark.model
-@pytest.mark.parametrize("name", ["gemma2_softcap"])
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "name",
+    ["gemma2_softcap", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_MODELS)],
+)
 def test_a_whole_model_says_the_same(name: str, bench) -> None:
+    """Windows, soft caps, sinks, chunks, latent attention, groups: through the real runner."""
     one = bench(name, attention="triton")
-    prompts = {"a": one.prompt(1, num_text=20), "b": one.prompt(2, num_text=3)}
+    items = [(kind, 7 + kind) for kind in one.case.items]
+    prompts = {"a": one.prompt(1, items, num_text=20), "b": one.prompt(2, num_text=3)}
     jobs = {key: one.job(key, prompt) for key, prompt in prompts.items()}
     one.driver.run(list(jobs.values()))
     for key, job in jobs.items():
