@@ -190,7 +190,7 @@ def operator(folder: Path) -> Iterator[str]:
         process = OperatorProcess("a", cluster.kubeconfig("operator"), NAMESPACE)
         process.start()
         try:
-            process.wait_ready()
+            process.wait_ready(300.0)
             yield process.url
         finally:
             process.stop()
