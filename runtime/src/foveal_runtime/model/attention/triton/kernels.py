@@ -73,6 +73,59 @@ def _rows_of(block_table, sequence, table_stride, position, is_read, PAGE: tl.co
     return page.to(tl.int64) * PAGE + position % PAGE
 
 
+@triton.jit
+def _load_tile(
+    keys, values, pool_row, is_read, DK: tl.constexpr, DV: tl.constexpr,
+    BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """Keys (DK, positions) and values (positions, DV) of rows of one head; zeros where not read."""
+    at_k = tl.arange(0, BLOCK_DK)
+    at_v = tl.arange(0, BLOCK_DV)
+    k = tl.load(
+        keys + pool_row[None, :] * DK + at_k[:, None],
+        mask=is_read[None, :] & (at_k < DK)[:, None], other=0.0,
+    )  # fmt: skip
+    v = tl.load(
+        values + pool_row[:, None] * DV + at_v[None, :],
+        mask=is_read[:, None] & (at_v < DV)[None, :], other=0.0,
+    )  # fmt: skip
+    return k, v
+
+
+@triton.jit
+def _visible(
+    position, is_read, q_pos, own, groups, base, before,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, HAS_GROUPS: tl.constexpr,
+    GROUPS_IGNORE_WINDOW: tl.constexpr,
+):  # fmt: skip
+    """What each query sees of some positions: the oracle's mask. `own` are the queries' groups,
+    `before` the positions of earlier steps, which are in no group."""
+    seen = position[None, :] <= q_pos[:, None]
+    if HAS_GROUPS:
+        is_new = is_read & (position >= before)
+        theirs = tl.load(groups + base + position - before, mask=is_new, other=-1)
+        same = is_new[None, :] & (theirs[None, :] == own[:, None]) & (own >= 0)[:, None]
+        seen = seen | same
+    if WINDOW > 0:
+        seen = seen & (position[None, :] > q_pos[:, None] - WINDOW)
+        if HAS_GROUPS and GROUPS_IGNORE_WINDOW:
+            seen = seen | same
+    if CHUNK > 0:
+        seen = seen & (position[None, :] // CHUNK == q_pos[:, None] // CHUNK)
+    return seen & is_read[None, :]
+
+
+@triton.jit
+def _first_seen(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """The first position that a query at `position` sees, groups aside."""
+    first = position * 0
+    if WINDOW > 0:
+        first = tl.maximum(first, position - WINDOW + 1)
+    if CHUNK > 0:
+        first = tl.maximum(first, position // CHUNK * CHUNK)
+    return first
+
+
 @triton.jit(do_not_specialize=["key_token_stride", "key_head_stride", "value_token_stride",
                                "value_head_stride"])  # fmt: skip
 def write_kernel(
@@ -120,11 +173,7 @@ def decode_kernel(
     is_head = (tl.arange(0, BLOCK_H) < HEADS) & (in_group < GROUP)
     head = kv_head * GROUP + in_group
 
-    first = last * 0
-    if WINDOW > 0:
-        first = tl.maximum(first, last - WINDOW + 1)
-    if CHUNK > 0:
-        first = tl.maximum(first, last // CHUNK * CHUNK)
+    first = _first_seen(last, WINDOW, CHUNK)
     split = tl.program_id(2)
     span = tl.cdiv(tl.cdiv(last + 1 - first, BLOCK_N), num_splits) * BLOCK_N
     begin = first + split * span
@@ -142,14 +191,7 @@ def decode_kernel(
         is_read = position < end
         pool_row = _rows_of(block_table, sequence, table_stride, position, is_read, PAGE)
         pool_row = pool_row * NUM_KV_HEADS + kv_head
-        k = tl.load(
-            keys + pool_row[None, :] * DK + at_k[:, None],
-            mask=is_read[None, :] & (at_k < DK)[:, None], other=0.0,
-        )  # fmt: skip
-        v = tl.load(
-            values + pool_row[:, None] * DV + at_v[None, :],
-            mask=is_read[:, None] & (at_v < DV)[None, :], other=0.0,
-        )  # fmt: skip
+        k, v = _load_tile(keys, values, pool_row, is_read, DK, DV, BLOCK_DK, BLOCK_DV)
         scores = _scores(q, k, scale, SOFTCAP, WIDEN)
         scores = tl.where(is_read[None, :], scores, float("-inf"))
         acc, top, total = _accumulate(acc, top, total, scores, v, WIDEN)
@@ -232,15 +274,12 @@ def prefill_kernel(
     token = (base + index).to(tl.int64)
 
     lowest = before + first
-    begin = lowest * 0
-    if WINDOW > 0:
-        begin = tl.maximum(begin, lowest - WINDOW + 1)
-        if HAS_GROUPS and GROUPS_IGNORE_WINDOW:
-            begin = tl.minimum(begin, before)
-    if CHUNK > 0:
-        begin = tl.maximum(begin, lowest // CHUNK * CHUNK)
+    begin = _first_seen(lowest, WINDOW, CHUNK)
+    if HAS_GROUPS and GROUPS_IGNORE_WINDOW:  # a group may reach further back than the window
+        begin = tl.minimum(begin, tl.maximum(before, _first_seen(lowest, 0, CHUNK)))
     begin = begin // BLOCK_N * BLOCK_N
     end = tl.minimum(lowest + tokens, kv_len)
+    own = q_pos
     if HAS_GROUPS:
         end = kv_len
         own = tl.load(groups + token, mask=is_row, other=-1)
@@ -258,28 +297,11 @@ def prefill_kernel(
         is_read = position < end
         pool_row = _rows_of(block_table, sequence, table_stride, position, is_read, PAGE)
         pool_row = pool_row * NUM_KV_HEADS + kv_head
-        k = tl.load(
-            keys + pool_row[None, :] * DK + at_k[:, None],
-            mask=is_read[None, :] & (at_k < DK)[:, None], other=0.0,
-        )  # fmt: skip
-        v = tl.load(
-            values + pool_row[:, None] * DV + at_v[None, :],
-            mask=is_read[:, None] & (at_v < DV)[None, :], other=0.0,
-        )  # fmt: skip
+        k, v = _load_tile(keys, values, pool_row, is_read, DK, DV, BLOCK_DK, BLOCK_DV)
         scores = _scores(q, k, scale, SOFTCAP, WIDEN)
-        seen = position[None, :] <= q_pos[:, None]
-        if HAS_GROUPS:
-            is_new = is_read & (position >= before)
-            theirs = tl.load(groups + base + position - before, mask=is_new, other=-1)
-            same = is_new[None, :] & (theirs[None, :] == own[:, None]) & (own >= 0)[:, None]
-            seen = seen | same
-        if WINDOW > 0:
-            seen = seen & (position[None, :] > q_pos[:, None] - WINDOW)
-            if HAS_GROUPS and GROUPS_IGNORE_WINDOW:
-                seen = seen | same
-        if CHUNK > 0:
-            seen = seen & (position[None, :] // CHUNK == q_pos[:, None] // CHUNK)
-        scores = tl.where(seen & is_read[None, :], scores, float("-inf"))
+        seen = _visible(position, is_read, q_pos, own, groups, base, before,
+                        WINDOW, CHUNK, HAS_GROUPS, GROUPS_IGNORE_WINDOW)  # fmt: skip
+        scores = tl.where(seen, scores, float("-inf"))
         acc, top, total = _accumulate(acc, top, total, scores, v, WIDEN)
 
     if HAS_SINKS:
