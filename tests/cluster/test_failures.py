@@ -39,6 +39,8 @@ def broken(operator: str, models: str) -> Iterator[Broken]:
         lambda: not kit.get("pods", "", selector="app.kubernetes.io/instance=broken")["items"],
         120,
     )
+    kit.kubectl("delete", "secret/empty", "persistentvolumeclaim/shared", "--ignore-not-found")
+    kit.kubectl("delete", "persistentvolume/shared", "--ignore-not-found")
 
 
 def says(kind: str, reason: str, seconds: float = 120.0) -> str:
