@@ -63,7 +63,8 @@ def roll(url: str, spec: kit.Obj, role: str) -> Roll:
 
     def is_done() -> bool:
         counts.append((len(kit.pods(role)), len(ready(role))))
-        return kit.is_current("tiny") and not old & kit.uids(kit.pods(role))
+        now = kit.uids(kit.pods(role))
+        return kit.is_current("tiny") and not old & now and len(now) == len(old)
 
     with asking(url) as asker:
         kit.patch("tiny", spec)
