@@ -16,6 +16,8 @@ from tests.cluster import kit
 pytestmark = pytest.mark.cluster
 
 Broken = Callable[..., None]
+HOLD = "import signal as s; s.pthread_sigmask(s.SIG_BLOCK, {15}); s.sigwait({15})"
+"""Until SIGTERM, which a first process gets only when it has asked for it."""
 
 
 @pytest.fixture
@@ -141,7 +143,7 @@ def test_a_third_engine_finds_no_device(broken: Broken, two_devices: None) -> No
     hold = {
         "name": "hold",
         "image": kit.OPERATOR_IMAGE,
-        "command": ["python3", "-c", "import signal; signal.sigwait([signal.SIGTERM])"],
+        "command": ["python3", "-c", HOLD],
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "capabilities": {"drop": ["ALL"]},
