@@ -109,4 +109,5 @@ tiny-vlm() {
 [ "${1:-}" != --gib ] || { gib; exit; }
 [ $# -gt 0 ] || set -- pause coredns tiny-vlm operator runtime
 need_gib "$(gib)" "images"
+buildah_here rm --all >/dev/null 2>&1 || true  # what a stopped build left behind, with its mounts
 for image in "$@"; do timed "$image"; done
