@@ -71,6 +71,16 @@ def test_before_the_hand_over_the_live_value_is_applied_if_it_still_is_the_live_
         assert body["metadata"]["resourceVersion"] == "77"
 
 
+def test_no_replicas_at_all_are_not_handed_over() -> None:
+    """Found by generated transitions: from `replicas: 0` to an autoscaler nothing ever started. A
+    HorizontalPodAutoscaler takes 0 as switched off."""
+    decision = decide(scaled_view(0, FACTS))
+    scaling = planned(LEGAL["scaled"])[0].spec.frontend.autoscaling
+    assert scaling is not None
+    assert decision.deployment is not None
+    assert decision.deployment["spec"]["replicas"] == scaling.min_replicas > 0
+
+
 def test_after_the_hand_over_replicas_are_left_out() -> None:
     facts = msgspec.structs.replace(FACTS, frontends_handed_over=True, engines_handed_over=True)
     decision = decide(scaled_view(5, facts))

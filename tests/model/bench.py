@@ -42,8 +42,8 @@ class RecordingSampler(Sampler):
     def launch(self, logits, sequences, device):
         if self.is_recording:
             for row, sequence in zip(logits, sequences, strict=True):
-                index = len(sequence.output_token_ids)
-                self.logits[sequence.request_id, index] = row.float().cpu()
+                index = len(sequence.output_token_ids)  # recorded steps use one buffer
+                self.logits[sequence.request_id, index] = row.float().cpu().clone()
         return super().launch(logits, sequences, device)
 
 

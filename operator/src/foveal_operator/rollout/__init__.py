@@ -108,12 +108,13 @@ def _target(
 
 def _with_replicas(wanted: Obj, live: Obj | None, is_scaled: bool) -> tuple[Body, int]:
     """A copy of the body, and its replicas. Until an autoscaler owns them the live value is applied
-    on condition that it still is the live value, so that no scaling is ever undone."""
+    on condition that it still is the live value, so that no scaling is ever undone. But none at all
+    stay that way for ever: an autoscaler takes 0 as switched off. It begins with what is wanted."""
     body: Body = {**wanted, "spec": {**wanted["spec"]}}
     found = live_replicas(live)
     if "replicas" not in body["spec"]:
         return body, found or 0
-    if is_scaled and live is not None and found is not None:
+    if is_scaled and live is not None and found:
         body["spec"]["replicas"] = found
         version = live["metadata"].get("resourceVersion")
         if version:
