@@ -25,7 +25,7 @@ from foveal_operator.kinds import INFERENCE
 
 SEED = int(os.environ.get("FOVEAL_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 31)
 SHRINKS = bool(os.environ.get("FOVEAL_SHRINK"))
-FEW, MANY = 24, int(os.environ.get("FOVEAL_TRANSITIONS", "500"))
+FEW, MANY = 24, int(os.environ.get("FOVEAL_TRANSITIONS", "560"))
 State = tuple[dict[str, Obj], Obj]
 
 

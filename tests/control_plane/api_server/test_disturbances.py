@@ -10,7 +10,7 @@ from tests.control_plane.api_server.fault_proxy import EventFault
 from tests.control_plane.api_server.scenarios import NO_LEASE, STEPS, Children, run
 from tests.control_plane.api_server.world import World, difference
 
-# Under make soak until it has been seen to pass whole on an idle machine.
+# Minutes: under make soak.
 pytestmark = pytest.mark.slow
 
 _STEPS = [step for step in STEPS if step.name in ("create", "scale", "image", "delete")]
