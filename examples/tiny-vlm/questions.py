@@ -159,8 +159,9 @@ class Asker:
     def _detail(self, things: tuple[Thing, ...]) -> Turn:
         number = f"{len(things)} object{'s' if len(things) > 1 else ''}"
         parts = [f"{number}: {listing(things)}."]
-        unique = self._unique(things, "name")
-        for index, pair in enumerate(pairwise(unique)):
+        # With two red circles "the red circle" would be neither: such a scene is listed, no more.
+        has_twins = len({thing.name for thing in things}) < len(things)
+        for index, pair in enumerate(() if has_twins else pairwise(things)):
             one, other = pair if index % 2 == 0 else pair[::-1]
             where = " and ".join(directions(one, other))
             of = " of" if where.endswith(("left", "right")) else ""

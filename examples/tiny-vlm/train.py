@@ -23,6 +23,7 @@ from pixels import normalise, squeeze
 from questions import FAMILIES
 from scenes import SCANS_FILE, draw_digit, draw_scene, split_scans
 from sight import IGNORED, Words, features_of, learn_to_see, sight_parameters
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 from transformers import LlavaForConditionalGeneration, LlavaProcessor
 from verify import ask_all, report
@@ -140,11 +141,25 @@ REST = {
     "more": 1,
     "text": 1,
 }
+# Whole descriptions, word for word.
+WHOLE = {**REST, "detail": 44, "two_scenes": 34, "place": 4, "relation": 6}
+LEVEL = {**WHOLE, "two_scenes": 28, "place": 9, "relation": 9}
 SIGHT_STEPS = 2400
 SEEN_SHARE = 0.3
 SIGHT_RATE = 0.5
-STEPS = 22_900
-SCHEDULE = [(0, DENSE), (2600, EVEN), (9000, LATE), (14_000, LAST), (18_000, PAIRS), (20_500, REST)]
+STEPS = 38_300
+MEAN_FROM, MEAN_EVERY = 37_900, 10  # what is kept is the mean of the weights at the end
+SCHEDULE = [
+    (0, DENSE),
+    (2600, EVEN),
+    (9000, LATE),
+    (14_000, LAST),
+    (18_000, PAIRS),
+    (20_500, REST),
+    (27_500, WHOLE),
+    (30_500, LEVEL),
+    (37_600, REST),
+]
 # The run was planned with fewer steps and went on from its checkpoints: from which step on, and the
 # first step, the last step and the peak of the cosine that held from there.
 PLANS = [
@@ -153,7 +168,12 @@ PLANS = [
     (14_000, 14_000, 21_000, 0.6 * PEAK_RATE),
     (16_000, 14_000, 19_000, 0.6 * PEAK_RATE),
     (18_000, 15_000, 20_500, 0.6 * PEAK_RATE),
-    (20_500, 20_000, STEPS, 0.4 * PEAK_RATE),
+    (20_500, 20_000, 22_900, 0.4 * PEAK_RATE),
+    (22_900, 22_000, 27_500, 0.4 * PEAK_RATE),
+    (27_500, 26_500, 30_500, 0.3 * PEAK_RATE),
+    (30_500, 30_500, 36_500, 0.25 * PEAK_RATE),
+    (36_500, 36_300, 38_000, 0.25 * PEAK_RATE),
+    (37_600, 37_000, 38_500, 0.2 * PEAK_RATE),
 ]
 
 
@@ -195,7 +215,10 @@ def check_pixels(processor: LlavaProcessor) -> float:
 
 
 def loss_of(
-    model: LlavaForConditionalGeneration, batch: Batch, processor: LlavaProcessor, words: Words
+    model: LlavaForConditionalGeneration,
+    batch: Batch,
+    processor: LlavaProcessor,
+    words: Words,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weighted mean cross-entropy of the answers' tokens, and the loss of what the images show.
 
@@ -249,12 +272,15 @@ class Trainer:
             for matrix in (True, False)
         ]
         self.optimiser = torch.optim.AdamW(groups, PEAK_RATE, betas=(0.9, 0.98), fused=True)
+        self.mean = AveragedModel(self.model)
         self.saved = scratch / "checkpoint.pt"
         self.step, before = 0, 0.0
         if self.saved.exists():
             state = torch.load(self.saved)
             self.model.load_state_dict(state["model"])
             self.optimiser.load_state_dict(state["optimiser"])
+            if state["step"] > MEAN_FROM:
+                self.mean.load_state_dict(state["mean"])
             self.step, before = state["step"], state["seconds"]
         self.log = Log(log_path, before)
 
@@ -278,6 +304,8 @@ class Trainer:
             waited += time.monotonic() - asked
             total += self.learn(batch, rate_at(self.step))
             self.step += 1
+            if self.step >= MEAN_FROM and self.step % MEAN_EVERY == 0:
+                self.mean.update_parameters(self.model)
             if self.step % 100 == 0:
                 spent = time.monotonic() - mark
                 self.log(
@@ -302,7 +330,8 @@ class Trainer:
 
     def check_and_save(self) -> None:
         self.model.eval()
-        right = ask_all(self.model, self.processor, FAMILIES, CHECK_EACH, f"check {self.step}")
+        asked = self.mean.module.eval() if self.step >= MEAN_FROM else self.model
+        right = ask_all(asked, self.processor, FAMILIES, CHECK_EACH, f"check {self.step}")
         self.log("held out: " + report(right, ", "))
         self.model.train()
         self.save()
@@ -311,6 +340,7 @@ class Trainer:
         state = {
             "model": self.model.state_dict(),
             "optimiser": self.optimiser.state_dict(),
+            "mean": self.mean.state_dict(),
             "step": self.step,
             "seconds": self.log.seconds(),
         }
@@ -331,7 +361,7 @@ def main() -> None:
     keep_held_out_scans()
     trainer = Trainer(options.scratch, options.log)
     trainer.run(options.steps)
-    trainer.model.eval().save_pretrained(options.out)
+    trainer.mean.module.eval().save_pretrained(options.out)
     trainer.processor.save_pretrained(options.out)
     # Loaders that predate the joint processor file read this one.
     trainer.processor.image_processor.save_pretrained(options.out)
