@@ -1,6 +1,6 @@
 """Measures held-out accuracy through a running OpenAI-compatible API, and nothing else.
 
-    python evaluate.py http://127.0.0.1:8000 --model tiny-vlm --each 300
+    python evaluate.py http://127.0.0.1:8000 --model tiny-vlm
 
 Prints accuracy by question family and exits with 1 if a family is below 95 %. Knows neither torch
 nor transformers: what it measures is the served model, images and all, as a client sees it.
@@ -93,7 +93,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("base_url", help="the server, with or without /v1")
     parser.add_argument("--model", help="default: the first one the server lists")
     parser.add_argument("--key", help="bearer token, if the server wants one")
-    parser.add_argument("--each", type=int, default=100, help="questions per family")
+    parser.add_argument("--each", type=int, default=600, help="questions per family")
     parser.add_argument("--seed", default="api")
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one answer")

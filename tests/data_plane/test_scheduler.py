@@ -39,6 +39,42 @@ def test_a_long_prompt_is_computed_in_chunks_and_decodes_go_on():
     assert drive.finish == {"short": "length", "long": "length"}
 
 
+def test_a_step_beside_a_stream_is_smaller_and_a_step_without_one_is_not():
+    drive = Drive(max_num_batched_tokens=20, max_num_mixed_tokens=6)
+    drive.add("stream", range(20, 24), max_tokens=5)
+    drive.step()
+    drive.add("long", range(100, 140), max_tokens=2)
+    drive.run()
+    assert chunks(drive, "stream") == [(0, 4), (4, 1), (5, 1), (6, 1), (7, 1)]
+    assert chunks(drive, "long") == [(0, 5), (5, 5), (10, 5), (15, 5), (20, 20), (40, 1)]
+    drive.assert_done()
+
+
+def test_beside_a_stream_one_large_item_or_several_small_ones_are_encoded():
+    """Three items of 5 where 11 may be encoded beside a stream, then one of 12: it has its turn."""
+    drive = Drive(max_num_mixed_tokens=11)
+    drive.add("stream", range(20, 24), max_tokens=9)
+    drive.step()
+    for name in "abc":
+        drive.add(name, [1, *[P] * 5, 2], [image(name.upper(), 1, 5)], max_tokens=2)
+    drive.add("large", [1, *[P] * 12, 2], [image("L", 1, 12)], max_tokens=2)
+    drive.run()
+    encoded = [sum(entry.num_embeds for entry in plan.encode) for plan in drive.plans]
+    assert max(encoded) == 12
+    assert sum(encoded) == 27
+    assert all(one <= 11 or one == 12 for one in encoded)
+    drive.assert_done()
+
+
+def test_every_stream_gets_its_token_even_when_there_are_more_than_the_limit():
+    drive = Drive(max_num_mixed_tokens=2)
+    for number in range(6):
+        drive.add(f"s{number}", [number, 1, 2], max_tokens=4)
+    drive.run()
+    assert len({len(chunks(drive, f"s{number}")) for number in range(6)}) == 1
+    drive.assert_done()
+
+
 def test_first_come_first_served_and_seats_are_limited():
     drive = Drive(max_num_seqs=2)
     for name in "abc":

@@ -39,6 +39,7 @@ LIMITS = st.fixed_dictionaries({
     "num_blocks": st.integers(30, 70),
     "block_size": st.sampled_from([1, 4, 16]),
     "max_num_batched_tokens": st.sampled_from([16, 17, 40, 300]),
+    "max_num_mixed_tokens": st.sampled_from([0, 3, 11]),
     "max_num_seqs": st.sampled_from([1, 3, 8]),
     "policy": st.sampled_from(["fcfs", "priority"]),
     "encoder_compute_embeds": st.sampled_from([16, 30]),
@@ -138,6 +139,7 @@ def test_a_crowd_of_requests_under_pressure(seed, run_ahead):
     rng = random.Random(seed)
     drive = Drive(
         num_blocks=40, block_size=4, max_num_batched_tokens=rng.choice([16, 24, 64]),
+        max_num_mixed_tokens=rng.choice([0, 5]),
         max_num_seqs=6, encoder_compute_embeds=16, encoder_cache_embeds=rng.choice([16, 40]),
         encoder_host_bytes=rng.choice([0, 900]), policy=rng.choice(["fcfs", "priority"]),
         encoder_eviction=rng.choice(["lru", "cost"]),

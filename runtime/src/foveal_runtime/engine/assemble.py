@@ -24,6 +24,10 @@ from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.wire import codec
 from foveal_runtime.wire.messages import EngineInfo
 
+# A step of so many tokens takes a CPU some tenths of a second, in which streams stand still; a GPU
+# is through with a full one before a reader notices. See docs/decisions/scheduling.md.
+CPU_MIXED_TOKENS = 256
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedEngine:
@@ -75,10 +79,12 @@ def scheduler_limits(config: EngineConfig, loaded: LoadedEngine) -> SchedulerLim
             f"caches.kv_bytes = {caches.kv_bytes} does not hold two blocks of "
             f"{caches.block_size} tokens: raise it"
         )
+    mixed = CPU_MIXED_TOKENS if config.device == "cpu" else 0
     return SchedulerLimits(
         num_blocks=loaded.num_blocks,
         block_size=caches.block_size,
         max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_mixed_tokens=settings.max_num_mixed_tokens or mixed,
         max_num_seqs=settings.max_num_seqs,
         max_model_len=min(loaded.max_model_len, (loaded.num_blocks - 1) * caches.block_size),
         max_waiting=settings.max_waiting,

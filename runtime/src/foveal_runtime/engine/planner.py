@@ -21,11 +21,12 @@ _MAX_IDLE_PASSES = 2
 class _Pass:
     """One schedule() in the making."""
 
-    __slots__ = ("blocked", "compute_left", "encode", "new", "num_preempted", "scheduled",
-                 "step", "tokens_left")  # fmt: skip
+    __slots__ = ("blocked", "compute_left", "encode", "is_mixed", "new", "num_preempted",
+                 "scheduled", "step", "tokens_left")  # fmt: skip
 
-    def __init__(self, step: int, tokens: int, compute: int) -> None:
+    def __init__(self, step: int, tokens: int, compute: int, is_mixed: bool) -> None:
         self.step = step
+        self.is_mixed = is_mixed
         self.tokens_left = tokens
         self.compute_left = compute
         self.scheduled: dict[str, ScheduledRequest] = {}
@@ -52,6 +53,9 @@ class Planner:
         bidirectional = roster.traits.bidirectional
         self._indivisible = roster.limits.disable_chunked_mm_input or bidirectional == "item"
         self._whole_prompt = bidirectional == "prompt"
+        self._may_divide = bool(roster.limits.max_num_mixed_tokens) and not (
+            self._indivisible or self._whole_prompt
+        )
         self._first: Request | None = None  # got nothing in the last pass: goes first in this one
         self._idle_passes = 0
         # The head could not get blocks while so many were free; more must come free first.
@@ -62,7 +66,13 @@ class Planner:
         self.step += 1
         self.encoding.clear()
         limits = self.limits
-        now = _Pass(self.step, limits.max_num_batched_tokens, limits.encoder_compute_embeds)
+        tokens = limits.max_num_batched_tokens
+        is_mixed = self._may_divide and any(
+            r.num_tokens - r.num_computed == 1 for r in self.roster.running
+        )
+        if is_mixed:  # every stream gets its token, whatever the limit
+            tokens = min(tokens, max(limits.max_num_mixed_tokens, 2 * len(self.roster.running)))
+        now = _Pass(self.step, tokens, limits.encoder_compute_embeds, is_mixed)
         first, self._first = self._first, None
         if first is not None and first.status is Status.RUNNING:
             self._continue(first, now)
@@ -143,7 +153,7 @@ class Planner:
         if request.next_mm == len(request.mm_inputs):
             return Window(num_tokens)
         window = plan_window(
-            request, start, num_tokens, self.roster.encoder, now.compute_left,
+            request, start, num_tokens, self.roster.encoder, self._compute_left(request, now),
             indivisible=self._indivisible,
         )  # fmt: skip
         if window.bad_item is not None:
@@ -159,6 +169,17 @@ class Planner:
         if window.num_tokens < num_tokens and not request.encoder_since:
             request.encoder_since = self.roster.clock()
         return window
+
+    def _compute_left(self, request: Request, now: _Pass) -> int:
+        """Embeddings that this pass may still encode. Beside streams: as many as tokens, or one
+        item of any size, so that every item has its turn."""
+        if not now.is_mixed:
+            return now.compute_left
+        if now.encode:
+            spent = self.limits.encoder_compute_embeds - now.compute_left
+            return min(now.compute_left, max(self.limits.max_num_mixed_tokens - spent, 0))
+        least = max(self.limits.max_num_mixed_tokens, request.mm_embeds[request.next_mm])
+        return min(now.compute_left, least)
 
     def _blocks_to_add(self, request: Request, num_tokens: int) -> int:
         have = len(request.block_ids)

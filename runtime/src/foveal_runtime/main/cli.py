@@ -47,6 +47,8 @@ def _serve_options(parser: argparse.ArgumentParser) -> None:
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     add("--max-model-len", type=int, default=0, help="0: the model's own limit")
     add("--max-num-batched-tokens", type=positive, default=2048)
+    add("--max-num-mixed-tokens", type=int, default=0, metavar="N",
+        help="the same beside streams, so that prompts stall them less; 0: derived")  # fmt: skip
     add("--max-num-seqs", type=positive, default=128)
     add("--block-size", type=positive, default=16, help="tokens of a KV block")
     add("--kv-cache", type=size, default=size("1Gi"), metavar="SIZE")

@@ -40,6 +40,7 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "auto"
     max_model_len: int = 0
     max_num_batched_tokens: int = 2048
+    max_num_mixed_tokens: int = 0
     max_num_seqs: int = 128
     block_size: int = 16
     kv_bytes: int = 1 * GIB
@@ -108,6 +109,7 @@ def _engine(
         model=model,
         scheduler=SchedulerConfig(
             max_num_batched_tokens=options.max_num_batched_tokens,
+            max_num_mixed_tokens=options.max_num_mixed_tokens,
             max_num_seqs=options.max_num_seqs,
         ),
         caches=EngineCaches(

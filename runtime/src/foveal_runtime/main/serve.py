@@ -27,6 +27,7 @@ def options_from(arguments: argparse.Namespace) -> LocalOptions:
         dtype=arguments.dtype,
         max_model_len=arguments.max_model_len,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
+        max_num_mixed_tokens=arguments.max_num_mixed_tokens,
         max_num_seqs=arguments.max_num_seqs,
         block_size=arguments.block_size,
         kv_bytes=arguments.kv_cache,

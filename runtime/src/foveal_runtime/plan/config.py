@@ -61,9 +61,14 @@ class ModalitiesConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What one step may hold. `max_num_encoder_input_tokens` counts embeddings; 0 = derived."""
+    """What one step may hold. `max_num_encoder_input_tokens` counts embeddings; 0 = derived.
+
+    `max_num_mixed_tokens`: at most so many tokens, and so many embeddings or one item, in a step in
+    which a running stream gets a token, so that a new prompt does not stall it; 0 = derived.
+    """
 
     max_num_batched_tokens: int = 2048
+    max_num_mixed_tokens: int = 0
     max_num_seqs: int = 128
     max_num_encoder_input_tokens: int = 0
     disable_chunked_mm_input: bool = False
