@@ -118,9 +118,11 @@ async def test_many_requests_for_one_picture_are_one_flight(start_input, picture
     inputs = await start_input()
     part = image(data=picture())
     tasks = [inputs.prepare([IMAGE], [part], options()) for _ in range(8)]
-    await asyncio.gather(*tasks)
+    requests = await asyncio.gather(*tasks)
     assert inputs.stats.processed_items[0] == 1
     assert inputs.processing.joins == 7
+    # The one who came first paid; for the others the processor did not run.
+    assert sum(request.items[0].cost.was_processed for request in requests) == 1
 
 
 async def test_a_caller_that_leaves_does_not_take_the_work_along(start_input, tmp_path):

@@ -26,7 +26,7 @@ from foveal_runtime.frontend.media.fetch import Fetcher
 from foveal_runtime.frontend.media.protocol import ProcessorInfo
 from foveal_runtime.frontend.media.workers import MediaWorkers, Workers, WorkerSettings
 from foveal_runtime.frontend.placement import check_counts, complete_prompt, match_placeholders
-from foveal_runtime.frontend.prepared import PreparedItem, PreparedRequest
+from foveal_runtime.frontend.prepared import ItemCost, PreparedItem, PreparedRequest
 from foveal_runtime.frontend.processor_cache import ProcessorCache
 from foveal_runtime.frontend.seams import MediaPart, PrepareOptions
 from foveal_runtime.frontend.stats import FrontendStats
@@ -224,11 +224,13 @@ class InputProcessor:
         return which
 
     def _item(self, key: MMHash, modality: int, name: Named, options: bytes) -> PreparedItem:
+        cost = ItemCost()
+
         def make(raw: RawMedia) -> Coroutine[Any, Any, Buffer]:
-            return self._make(key, modality, options, raw)
+            return self._make(key, modality, options, raw, cost)
 
         source = ItemSource(key, self.cache, self.stats, name.raw, make)
-        return PreparedItem(key, modality, source)
+        return PreparedItem(key, modality, source, cost=cost)
 
     async def _learn(self, item: PreparedItem, path: str) -> None:
         """Size and meta: from the processor cache, from an engine's announcement, or by work."""
@@ -248,17 +250,19 @@ class InputProcessor:
             if item.is_held_only:
                 name = MODALITIES[item.modality]
                 raise unknown_media(name, name, None)
-            item.cost.was_processed = True
             value = await source.value()
         except FovealError as error:
             raise naming(path, error) from error
         source.retain(value)
         _describe(item, value)
 
-    async def _make(self, key: MMHash, modality: int, options: bytes, raw: RawMedia) -> Buffer:
-        """The processor, once for all who want this key now."""
+    async def _make(
+        self, key: MMHash, modality: int, options: bytes, raw: RawMedia, cost: ItemCost
+    ) -> Buffer:
+        """The processor, once for all who want this key now: it costs the one who came first."""
 
         async def work() -> Buffer:
+            cost.was_processed = True
             data = await raw.read()
             begin = time.perf_counter()
             done = await self.workers.process(modality, options, data)

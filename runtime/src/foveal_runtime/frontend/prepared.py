@@ -32,8 +32,8 @@ class ItemCost:
     """What an item has cost, once for all sequences of its HTTP request.
 
     Attributes:
-        was_processed: the processor ran for this request's sake; was_sent: value bytes left for an
-            engine. An item with neither is a hit.
+        was_processed: the processor ran for this request's sake (not: it waited for one that ran
+            for another); was_sent: value bytes left for an engine. An item with neither is a hit.
     """
 
     was_processed: bool = False

@@ -15,6 +15,9 @@ from pathlib import Path
 
 _log = logging.getLogger(__name__)
 
+SPIN_COUNT = "10000"
+"""Some tenths of a millisecond. Measured in docs/decisions/threads-that-wait.md."""
+
 
 def cpu_limit(root: Path = Path("/"), affinity: int | None = None) -> float:
     """CPUs this process may use: the least of its affinity and of every cgroup above it.
@@ -87,11 +90,17 @@ def num_threads(limit: float, processes: int = 1) -> int:
 def thread_environment(threads: int) -> dict[str, str]:
     """Environment of a process with `threads` compute threads.
 
-    Waiting OpenMP threads sleep instead of spinning: with neighbours on the cores, spinning made
-    a step take 1.8 times as long.
+    Waiting OpenMP threads sleep instead of spinning for long: with neighbours on the cores, that
+    made a step take 1.8 times as long. They look for work `SPIN_COUNT` times first: between two
+    loops of a step less time passes than it takes to wake a thread on a virtual machine.
     """
     count = str(threads)
-    return {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "OMP_WAIT_POLICY": "passive"}
+    return {
+        "OMP_NUM_THREADS": count,
+        "MKL_NUM_THREADS": count,
+        "OMP_WAIT_POLICY": "passive",
+        "GOMP_SPINCOUNT": SPIN_COUNT,
+    }
 
 
 def configure(
@@ -107,7 +116,9 @@ def configure(
         given = environ.get("OMP_NUM_THREADS", "")
         threads = int(given) if given.isdigit() and int(given) else 0
     count = threads or num_threads(cpu_limit(), processes)
-    environ.update(thread_environment(count))
+    wanted = thread_environment(count)
+    wanted["GOMP_SPINCOUNT"] = environ.get("GOMP_SPINCOUNT", wanted["GOMP_SPINCOUNT"])
+    environ.update(wanted)
     torch = sys.modules.get("torch")
     if torch is not None:
         _log.debug("torch was imported before its threads were configured")
