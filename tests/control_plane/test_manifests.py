@@ -312,3 +312,23 @@ def test_engines_are_reached_through_one_name_however_many() -> None:
     ]
     assert frontend_document(contexts[0]) == frontend_document(contexts[1])
     assert engine_document(contexts[0]) == engine_document(contexts[1])
+
+
+def _spoil(value: Any) -> None:
+    """Empties everything inside."""
+    if isinstance(value, dict | list):
+        for item in list(value.values() if isinstance(value, dict) else value):
+            _spoil(item)
+        value.clear()
+
+
+@pytest.mark.parametrize("name", LEGAL)
+def test_whoever_changes_an_object_changes_no_later_one(name: str) -> None:
+    """Builders once shared dicts: emptying one pod's securityContext emptied all later ones'."""
+    inference, result = planned(LEGAL[name])
+    for budgets in (None, result):
+        first = desired(inference, budgets, FACTS)
+        before = msgspec.json.encode(first)
+        for owned in first.objects:
+            _spoil(owned.body)
+        assert msgspec.json.encode(desired(inference, budgets, FACTS)) == before
