@@ -61,6 +61,7 @@ def budget_inputs(inference: InferenceSpec, facts: NodeFacts) -> BudgetInputs:
             encoder_embeds=caches.encoder.tokens or 0,
             encoder_host_bytes=size_of(caches.encoder.host_size),
             kv_bytes=size_of(caches.kv.size),
+            kv_dtype=caches.kv.dtype,
         ),
         modalities=modalities_config(spec.modalities),
         headroom_percent=caches.headroom_percent,

@@ -143,6 +143,14 @@ class KVCache(Part, frozen=True, kw_only=True):
             "activations and the encoder cache leave of the devices."
         ),
     ] = "Auto"
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "fp8"],
+        Meta(
+            description="What keys and values are kept as. auto (default): as the model computes; "
+            "bfloat16: half of a float32 model's; fp8 (e4m3, no scales): half of bfloat16, on GPUs "
+            "of compute capability 8.9 or higher."
+        ),
+    ] = "auto"
 
 
 class Caches(Part, frozen=True, kw_only=True):

@@ -40,7 +40,7 @@ def plan_table(
 
 
 def _model(inference: InferenceSpec, profile: ModelProfile) -> str:
-    kib = profile.kv_bytes_per_token / 1024
+    kib = profile.kv_token_bytes(inference.spec.caches.kv.dtype) / 1024
     return (
         f"{inference.spec.model.uri}: {format_gib(profile.weight_bytes)} of weights, "
         f"{kib:.1f} KiB of KV a token ({profile.source})"

@@ -38,6 +38,15 @@ def jobs(world: World) -> list[Obj]:
     return world.api.list("Job", world.namespace)
 
 
+def told(world: World) -> tuple[dict[str, Obj], dict[str, str]]:
+    """All objects, and the versions of those that only the operator writes."""
+    versions = world.versions()
+    claims = [key for key in versions if key.startswith("PersistentVolumeClaim")]
+    for key in claims:  # Kubernetes' own controllers write to them now and then
+        del versions[key]
+    return world.children(), versions
+
+
 @pytest.mark.timeout(300, func_only=True)
 def test_an_upgrade_fetches_and_profiles_nothing_again(world: World, tmp_path: Path) -> None:
     model = {"uri": "hf://org/tiny", "cache": {"size": "1Gi"}}
@@ -54,7 +63,7 @@ def test_an_upgrade_fetches_and_profiles_nothing_again(world: World, tmp_path: P
     world.settled(quiet_seconds=2.0)
     (fetch,) = jobs(world)
     assert fetch["spec"]["backoffLimit"] == 5
-    before, pods = world.versions(), {p["metadata"]["uid"] for p in world.nodes.pods()}
+    before, pods = told(world), {p["metadata"]["uid"] for p in world.nodes.pods()}
     status = (world.resource() or {})["status"]
     older.stop()
 
@@ -62,7 +71,7 @@ def test_an_upgrade_fetches_and_profiles_nothing_again(world: World, tmp_path: P
     newer.start()
     newer.wait_ready()
     world.settled(quiet_seconds=6.0)
-    assert world.versions() == before
+    assert told(world) == before
     assert {pod["metadata"]["uid"] for pod in world.nodes.pods()} == pods
     # Ready and all other conditions never flipped: no transition is younger than before.
     assert (world.resource() or {})["status"]["conditions"] == status["conditions"]

@@ -73,6 +73,7 @@ def engine_document(context: Context) -> EngineConfig:
             encoder_host_bytes=plan.encoder_host_bytes,
             kv_bytes=plan.kv_bytes,
             block_size=engine.block_size,
+            kv_dtype=spec.caches.kv.dtype,
             prefix_caching=engine.prefix_caching,
             warm_directory=WARM_DIRECTORY if spec.caches.encoder.warm_set else "",
         ),

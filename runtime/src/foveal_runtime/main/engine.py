@@ -117,6 +117,12 @@ def _measured(core: EngineCore, memory: ContainerMemory, device: str, metrics: M
             metrics.set("foveal_budget_bytes", size, part=part, source="measured")
 
 
+def num_kv_blocks(config: EngineConfig, rank_block_bytes: int) -> int:
+    """Blocks that the document's KV memory holds: it is that of all ranks, `rank_block_bytes` are
+    one rank's part of a block."""
+    return config.caches.kv_bytes // (rank_block_bytes * config.tensor_parallel)
+
+
 def load_engine(config: EngineConfig, phases: StartPhases | None = None) -> LoadedEngine:
     """Loads and warms the model and gives it the KV pool of the document. Raises StartupError."""
     from foveal_runtime.model.runner import TorchRunner
@@ -134,6 +140,7 @@ def load_engine(config: EngineConfig, phases: StartPhases | None = None) -> Load
             dtype=config.model.dtype,
             device=config.device,
             block_size=config.caches.block_size,
+            kv_dtype=config.caches.kv_dtype,
             attention=config.attention,
         )
     else:
@@ -142,9 +149,10 @@ def load_engine(config: EngineConfig, phases: StartPhases | None = None) -> Load
             dtype=config.model.dtype,
             device=config.device,
             block_size=config.caches.block_size,
+            kv_dtype=config.caches.kv_dtype,
             attention=config.attention,
         )
-    runner.allocate_kv(config.caches.kv_bytes // runner.kv_block_bytes)
+    runner.allocate_kv(num_kv_blocks(config, runner.kv_block_bytes))
     if isinstance(runner, TorchRunner) and config.cuda_graphs and config.device.startswith("cuda"):
         _record_decoding(runner, config)
     phases.done("load")

@@ -67,7 +67,7 @@ class EngineInputs(msgspec.Struct, frozen=True, kw_only=True):
         device_bytes: memory of one device; 0 = unknown.
         max_model_len: 0 = the model's own limit.
         max_num_encoder_input_tokens, encoder_embeds: count embeddings; 0 = derived.
-        kv_bytes: KV pool of the engine over all its devices.
+        kv_bytes: KV pool of the engine over all its devices. kv_dtype: see EngineCaches.
     """
 
     num_engines: int = 1
@@ -86,6 +86,7 @@ class EngineInputs(msgspec.Struct, frozen=True, kw_only=True):
     encoder_embeds: int = 0
     encoder_host_bytes: int | None = 0
     kv_bytes: int | None = None
+    kv_dtype: str = "auto"
 
 
 class BudgetInputs(msgspec.Struct, frozen=True, kw_only=True):
