@@ -402,10 +402,15 @@ def _resolved(inference: InferenceSpec | None, desired: Desired | None) -> dict[
     if inference is None:
         return {}
     spec = inference.spec
+    engine = msgspec.structs.replace(spec.engine, pod_template={})
+    if engine.accelerator.type != "CPU":
+        devices = msgspec.structs.replace(engine.accelerator, count=engine.num_devices)
+        parallelism = msgspec.structs.replace(engine.parallelism, tensor=engine.num_devices)
+        engine = msgspec.structs.replace(engine, accelerator=devices, parallelism=parallelism)
     parts = {
         "modalities": spec.modalities,
         "frontend": msgspec.structs.replace(spec.frontend, pod_template={}),
-        "engine": msgspec.structs.replace(spec.engine, pod_template={}),
+        "engine": engine,
         "caches": spec.caches,
         "rollout": spec.rollout,
         "networking": spec.networking,

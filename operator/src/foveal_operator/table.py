@@ -51,7 +51,7 @@ def _place(place: PlaceBudget, inference: InferenceSpec, style: Style) -> Iterat
     replicas = {
         "frontend": inference.num_frontends,
         "engine": inference.num_engines,
-        "device": inference.spec.engine.accelerator.count,
+        "device": inference.spec.engine.num_devices,
     }[place.place]
     times = "" if replicas == 1 else f"  x {replicas}"
     limit = f"limit {format_gib(place.limit_bytes)}, {place.source}{times}"

@@ -22,7 +22,7 @@ _LOCKED_CONTAINER = frozenset(
 )  # fmt: skip
 
 
-_LOCKED_VOLUMES = frozenset({"config", "model", "curve", "shm", "shared", "warm"})
+_LOCKED_VOLUMES = frozenset({"config", "model", "curve", "shm", "shared", "warm", "files"})
 _LOCKED_ENV = frozenset({"NODE_NAME", "POD_IP", "POD_NAME"})
 
 

@@ -76,8 +76,9 @@ class Volumes:
         }
         self.add({"name": name, "secret": source}, path, read_only=True)
 
-    def add_claim(self, name: str, claim: str, path: str) -> None:
-        self.add({"name": name, "persistentVolumeClaim": {"claimName": claim}}, path)
+    def add_claim(self, name: str, claim: str, path: str, *, read_only: bool = False) -> None:
+        source = {"claimName": claim}
+        self.add({"name": name, "persistentVolumeClaim": source}, path, read_only=read_only)
 
 
 def role_volumes(

@@ -179,7 +179,7 @@ class BackendRequest:
 
     @property
     def is_fp8(self) -> bool:
-        return self.kv_dtype == FP8
+        return self.kv_dtype is not None and self.kv_dtype == FP8
 
 
 BackendFactory = Callable[[BackendRequest], AttentionBackend]
