@@ -71,7 +71,11 @@ LEGAL: dict[str, Obj] = {
     "scaled": resource(
         frontend={"autoscaling": AUTOSCALED},
         engine={
-            "autoscaling": {"maxReplicas": 4, "prometheusAddress": "http://prometheus:9090"},
+            "autoscaling": {
+                "maxReplicas": 4,
+                "prometheusAddress": "https://prometheus:9091",
+                "prometheusAuth": {"name": "prometheus"},
+            },
             "accelerator": {
                 "deviceClassName": "gpu.nvidia.com",
                 "deviceSelectors": ["device.attributes['gpu.nvidia.com'].family == 'Hopper'"],
@@ -204,6 +208,22 @@ ILLEGAL: list[tuple[str, str, Any, str]] = [
         "spec.engine",
         {"replicas": 1, "autoscaling": {"maxReplicas": 2, "prometheusAddress": "http://p"}},
         "spec.engine.replicas",
+    ),
+    (
+        "credentials for no Prometheus",
+        "spec.frontend.autoscaling",
+        {"maxReplicas": 2, "prometheusAuth": {"name": "thanos"}},
+        "spec.frontend.autoscaling.prometheusAuth",
+    ),
+    (
+        "credentials of another kind",
+        "spec.engine.autoscaling",
+        {
+            "maxReplicas": 2,
+            "prometheusAddress": "https://p",
+            "prometheusAuth": {"name": "thanos", "mode": "Token"},
+        },
+        "spec.engine.autoscaling.prometheusAuth.mode",
     ),
     ("queue limit 0", "spec.frontend.admission.maxRequests", 0, "admission.maxRequests"),
     ("media limit 0", "spec.frontend.admission.maxMedia", "0", "admission.maxMedia"),

@@ -41,6 +41,10 @@ BASES: dict[str, dict[str, Any]] = {
 for ref in ("apiKeySecretRef", "adminKeySecretRef"):
     BASES[f"spec.security.{ref}."] = {f"spec.security.{ref}": KEY}
 BASES["spec.model.secretRef."] = {"spec.model.secretRef": {"name": "token"}}
+for role in ("frontend", "engine"):
+    BASES[f"spec.{role}.autoscaling.prometheusAuth."] = {
+        f"spec.{role}.autoscaling.prometheusAuth": {"name": "thanos"}
+    }
 BASES["spec.security.mediaSources.localFiles."] = {
     "spec.security.mediaSources.localFiles": {"claimName": "files"}
 }

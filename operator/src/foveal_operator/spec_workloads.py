@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
-from foveal_operator.spec_rules import Part, Quantity, Rule, Text, Url
+from foveal_operator.spec_rules import ObjectName, Part, Quantity, Rule, Text, Url
 
 Replicas = Annotated[int, Meta(ge=0, le=256)]
 MinReplicas = Annotated[int, Meta(ge=1, le=256)]
@@ -37,6 +37,17 @@ _EITHER = Rule(
 )
 
 
+class PrometheusAuth(Part, frozen=True, kw_only=True):
+    """How KEDA proves to Prometheus who it is."""
+
+    name: Annotated[
+        ObjectName, Meta(description="TriggerAuthentication in the resource's namespace.")
+    ]
+    mode: Annotated[
+        Literal["Bearer", "Basic", "TLS"], Meta(description="What it holds. Default: Bearer.")
+    ] = "Bearer"
+
+
 class FrontendAutoscaling(Part, frozen=True, kw_only=True):
     """Scales frontends; the operator then leaves their number alone."""
 
@@ -47,6 +58,12 @@ class FrontendAutoscaling(Part, frozen=True, kw_only=True):
             "metrics other than CPU come from Prometheus: set prometheusAddress",
             lambda s: s.metric == "CPU" or s.prometheus_address is not None,
             "prometheusAddress",
+        ),
+        Rule(
+            "!has(self.prometheusAuth) || (has(self.metric) && self.metric != 'CPU')",
+            "metric CPU asks no Prometheus: remove prometheusAuth",
+            lambda s: s.prometheus_auth is None or s.metric != "CPU",
+            "prometheusAuth",
         ),
         Rule(
             "!(has(self.target) && self.target > 100) || (has(self.metric)"
@@ -75,6 +92,9 @@ class FrontendAutoscaling(Part, frozen=True, kw_only=True):
     prometheus_address: Annotated[
         Url | None, Meta(description="Prometheus server that KEDA asks.")
     ] = None
+    prometheus_auth: Annotated[
+        PrometheusAuth | None, Meta(description="How, where it wants to know.")
+    ] = None
 
 
 class EngineAutoscaling(Part, frozen=True, kw_only=True):
@@ -94,6 +114,9 @@ class EngineAutoscaling(Part, frozen=True, kw_only=True):
         Stabilization, Meta(description="Wait before scaling down. Default: 600.")
     ] = 600
     prometheus_address: Annotated[Url, Meta(description="Prometheus server that KEDA asks.")]
+    prometheus_auth: Annotated[
+        PrometheusAuth | None, Meta(description="How, where it wants to know.")
+    ] = None
 
 
 class Admission(Part, frozen=True, kw_only=True):

@@ -100,6 +100,7 @@ def _measured(core: EngineCore, memory: ContainerMemory, device: str, metrics: M
     """What the budgets' parts really take, by their names in the resource's status."""
     from foveal_runtime.model.memory import device_peak_bytes
     from foveal_runtime.model.runner import TorchRunner
+    from foveal_runtime.model.tensor_parallel import TensorParallelRunner
 
     runner, encoder = core.runner, core.scheduler.encoder
     parts = {
@@ -109,7 +110,7 @@ def _measured(core: EngineCore, memory: ContainerMemory, device: str, metrics: M
         "enginePodMemory": memory.peak_bytes(),
         "deviceMemory": device_peak_bytes(device),
     }
-    if isinstance(runner, TorchRunner):
+    if isinstance(runner, TorchRunner | TensorParallelRunner):  # of one device, as planned
         parts["weights"] = runner.weight_bytes
         parts["kv"] = runner.num_blocks * runner.kv_block_bytes
     for part, size in parts.items():

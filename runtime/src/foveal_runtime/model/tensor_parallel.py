@@ -235,6 +235,11 @@ class TensorParallelRunner:
         return self._runner.kv_block_bytes
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of the parameters on one rank."""
+        return self._runner.weight_bytes
+
+    @property
     def num_blocks(self) -> int:
         return self._runner.num_blocks
 
