@@ -40,7 +40,7 @@ class Style(msgspec.Struct, frozen=True, kw_only=True):
         return self.paint(text, "bold")
 
     def bar(self, part: float, whole: float, width: int = 0) -> str:
-        """A bar, or nothing where programs read; shorter on a narrow terminal, unless `width` says."""
+        """A bar, or nothing where programs read; a short one on a narrow terminal."""
         if not self.is_terminal:
             return ""
         width = width or (NARROW_BAR_WIDTH if 0 < self.width < NARROW else BAR_WIDTH)
