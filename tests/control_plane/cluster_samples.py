@@ -76,6 +76,7 @@ def failing() -> Obj:
         rolloutStrategy="FreeFirst: no free device",
         lastFailure={"pod": "qwen-engine-0", "container": "engine", "reason": "OOMKilled",
                      "message": "Killed", "exitCode": 137, "memoryPeak": "19.8GiB",
+                     "memoryLimit": "20Gi",
                      "time": "2025-12-31T22:00:00Z"},
     )  # fmt: skip
 

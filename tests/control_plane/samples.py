@@ -50,7 +50,8 @@ LEGAL: dict[str, Obj] = {
         frontend={"replicas": 3, "processes": 2, "mediaWorkers": 4, "hostMemory": "24Gi"},
         engine={
             "replicas": 2,
-            "accelerator": {"count": 2, "memory": "80Gi"},
+            "accelerator": {"memory": "80Gi"},
+            "parallelism": {"tensor": 2},
             "maxModelLen": 32_768,
             "hostMemory": "48Gi",
             "podTemplate": {"spec": {"nodeSelector": {"gpu": "h100"}}},
@@ -70,7 +71,11 @@ LEGAL: dict[str, Obj] = {
     "scaled": resource(
         frontend={"autoscaling": AUTOSCALED},
         engine={
-            "autoscaling": {"maxReplicas": 4, "prometheusAddress": "http://prometheus:9090"},
+            "autoscaling": {
+                "maxReplicas": 4,
+                "prometheusAddress": "https://prometheus:9091",
+                "prometheusAuth": {"name": "prometheus"},
+            },
             "accelerator": {
                 "deviceClassName": "gpu.nvidia.com",
                 "deviceSelectors": ["device.attributes['gpu.nvidia.com'].family == 'Hopper'"],
@@ -85,7 +90,8 @@ LEGAL: dict[str, Obj] = {
         observability={"podMonitor": "Enabled", "labels": {"release": "prometheus"}},
         caches={
             "ipc": {"size": "4Gi", "type": "SharedMemory", "claimName": "shared-tmpfs"},
-            "encoder": {"hostSize": "2Gi", "warmSet": {"claimName": "warm"}},
+            "encoder": {"hostSize": "2Gi", "warmSet": {"claimName": "warm"}, "eviction": "Cost"},
+            "kv": {"dtype": "fp8"},
         },
     ),
 }
@@ -203,6 +209,22 @@ ILLEGAL: list[tuple[str, str, Any, str]] = [
         {"replicas": 1, "autoscaling": {"maxReplicas": 2, "prometheusAddress": "http://p"}},
         "spec.engine.replicas",
     ),
+    (
+        "credentials for no Prometheus",
+        "spec.frontend.autoscaling",
+        {"maxReplicas": 2, "prometheusAuth": {"name": "thanos"}},
+        "spec.frontend.autoscaling.prometheusAuth",
+    ),
+    (
+        "credentials of another kind",
+        "spec.engine.autoscaling",
+        {
+            "maxReplicas": 2,
+            "prometheusAddress": "https://p",
+            "prometheusAuth": {"name": "thanos", "mode": "Token"},
+        },
+        "spec.engine.autoscaling.prometheusAuth.mode",
+    ),
     ("queue limit 0", "spec.frontend.admission.maxRequests", 0, "admission.maxRequests"),
     ("media limit 0", "spec.frontend.admission.maxMedia", "0", "admission.maxMedia"),
     ("unknown device", "spec.engine.accelerator", {"type": "TPU"}, "spec.engine.accelerator.type"),
@@ -236,6 +258,37 @@ ILLEGAL: list[tuple[str, str, Any, str]] = [
         "spec.engine.accelerator",
         {"resourceName": "gpu"},
         "spec.engine.accelerator.resourceName",
+    ),
+    (
+        "tensor of no devices",
+        "spec.engine.parallelism",
+        {"tensor": 0},
+        "spec.engine.parallelism.tensor",
+    ),
+    ("pipelines", "spec.engine.parallelism", {"pipeline": 2}, "spec.engine.parallelism.pipeline"),
+    (
+        "tensor of other devices",
+        "spec.engine",
+        {"parallelism": {"tensor": 4}, "accelerator": {"count": 2}},
+        "spec.engine.parallelism.tensor",
+    ),
+    (
+        "tensor on a CPU",
+        "spec.engine",
+        {"parallelism": {"tensor": 2}, "accelerator": {"type": "CPU"}},
+        "spec.engine.parallelism.tensor",
+    ),
+    ("run ahead as a boolean", "spec.engine.runAhead", True, "spec.engine.runAhead"),
+    ("nobody may wait", "spec.engine.maxWaiting", 0, "spec.engine.maxWaiting"),
+    ("KV dtype", "spec.caches.kv.dtype", "int4", "spec.caches.kv.dtype"),
+    ("KV in host memory", "spec.caches.kv.hostOffload", "8Gi", "spec.caches.kv.hostOffload"),
+    ("eviction", "spec.caches.encoder.eviction", "FIFO", "spec.caches.encoder.eviction"),
+    ("arguments", "spec.engine.extraArgs", {"seed": "1"}, "spec.engine.extraArgs"),
+    (
+        "files without a claim",
+        "spec.security.mediaSources.localFiles",
+        {},
+        "spec.security.mediaSources.localFiles.claimName",
     ),
     ("context of nothing", "spec.engine.maxModelLen", 0, "spec.engine.maxModelLen"),
     ("batch too small", "spec.engine.maxNumBatchedTokens", 1, "spec.engine.maxNumBatchedTokens"),
@@ -314,6 +367,11 @@ TOGETHER: list[tuple[str, dict[str, Any], str]] = [
         "ipc above host memory",
         {"spec.caches.ipc.size": "16Gi", "spec.engine.hostMemory": "8Gi"},
         "spec.caches.ipc.size",
+    ),
+    (
+        "fp8 on a CPU",
+        {"spec.caches.kv.dtype": "fp8", "spec.engine.accelerator.type": "CPU"},
+        "spec.caches.kv.dtype",
     ),
     (
         "processor above host memory",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -43,7 +44,7 @@ def test_a_plan_that_fits_ends_with_0(files: Any, capsys: Any) -> None:
     out, err = capsys.readouterr()
     assert err == ""
     assert "Fits." in out
-    assert "StatefulSet              qwen-engine" in out
+    assert re.search(r"StatefulSet +qwen-engine", out)
     assert "\x1b" not in out
     assert "█" not in out
 

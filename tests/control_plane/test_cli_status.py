@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,12 +18,15 @@ from tests.control_plane.cluster_samples import (
     healthy,
     serving,
 )
+from tests.control_plane.regenerate import planned, profile_for, wanted
+from tests.control_plane.samples import LEGAL
 
 from foveal_operator import cli, cli_status
 from foveal_operator.budget_view import budget_text
 from foveal_operator.cli_errors import ClusterAnswerError, TimeRanOut
 from foveal_operator.cluster_reader import FakeReader, UnreachableError
 from foveal_operator.status_view import resource_table, status_text
+from foveal_operator.table import plan_table
 from foveal_operator.terminal import Style, visible_width
 
 READY = """\
@@ -46,10 +50,10 @@ kv     50.00 GiB  Derived
 BUDGET = """\
 qwen in models
 
-BUDGET             PLANNED   MEASURED     OFF   ITEMS  FROM     HOW
-ipc               4.00 GiB   1.00 GiB  -75.0%  65,536  Derived  default
-kv               50.00 GiB          -       -       -  Derived  what is left
-enginePodMemory  20.00 GiB  20.25 GiB   +1.2%       -  Pinned   base + ipc + headroom
+BUDGET             PLANNED   MEASURED        OFF   ITEMS  FROM     HOW
+ipc               4.00 GiB   1.00 GiB     -75.0%  65,536  Derived  default
+kv               50.00 GiB          -          -       -  Derived  what is left
+enginePodMemory  20.00 GiB  20.25 GiB  101% used       -  Pinned   base + ipc + headroom
 
 more than 15 % off the plan: ipc
 """
@@ -73,17 +77,30 @@ def test_status_says_why_not_what_to_do_and_what_failed_last() -> None:
     assert "revision aaa serves, bbb is on its way\nrollout: FreeFirst: no free device" in text
     assert (
         "LAST FAILURE  2h ago\n"
-        "    qwen-engine-0 (engine): OOMKilled, exit code 137, memory peak 19.8GiB\n"
+        "    qwen-engine-0 (engine): OOMKilled, exit code 137, memory peak 19.8GiB of 20Gi\n"
         "    Killed\n"
     ) in text
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
 def test_a_terminal_gets_no_line_that_is_too_wide(width: int) -> None:
     for color in (True, False):
         style = Style(is_terminal=True, width=width, color=color)
         for text in (status_text(failing(), NOW, style), budget_text(serving(), style)):
             assert all(visible_width(line) <= width for line in text.splitlines())
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
+def test_a_formula_is_never_cut_off(width: int) -> None:
+    """Regression: on 80 columns a bar took the formulas' place, and they are why one looks."""
+    inference, result = planned(LEGAL["gpu"])
+    style = Style(is_terminal=True, width=width, color=True)
+    text = plan_table(inference, profile_for(inference), result, wanted(LEGAL["gpu"]), style)
+    assert all(visible_width(line) <= width for line in text.splitlines())
+    flat = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split())
+    formulas = [line.formula for place in result.places for line in place.lines
+                if line.bytes or line.is_cache]  # fmt: skip
+    assert [one for one in formulas if " ".join(one.split()) not in flat] == []
 
 
 def test_a_status_of_an_older_generation_is_marked() -> None:

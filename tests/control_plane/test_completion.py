@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from foveal_operator import cli, cli_completion, cli_errors
+from foveal_operator import cli, cli_completion, cli_errors, cli_kubectl_completion
 
 
 def script(shell: str, capsys: Any) -> str:
@@ -56,6 +57,28 @@ def test_each_script_parses_in_its_shell(shell: str, capsys: Any) -> None:
     if not shutil.which(shell):
         pytest.skip(f"{shell} is not installed")
     subprocess.run([shell, "-n"], input=text, text=True, check=True, timeout=20)
+
+
+def offered(capsys: Any, *words: str) -> tuple[list[str], str]:
+    """What kubectl is told: candidates without their meanings, and the directive."""
+    assert cli_kubectl_completion.main(words) == 0
+    *lines, directive = capsys.readouterr().out.splitlines()
+    return [line.partition("\t")[0] for line in lines], directive
+
+
+def test_kubectl_completes_commands_options_choices_and_files(capsys: Any) -> None:
+    assert offered(capsys, "do") == (["doctor"], ":4")
+    names, directive = offered(capsys, "")
+    assert {"plan", "up", "status", "wait", "completion"} <= set(names)
+    assert directive == ":4"
+    assert offered(capsys, "status", "-o", "") == (["table", "json", "yaml"], ":4")
+    assert offered(capsys, "wait", "qwen", "--keep") == (["--keep-waiting"], ":4")
+    assert offered(capsys, "completion", "f") == (["fish"], ":4")
+    assert offered(capsys, "plan", "-f", "") == ([], ":0"), "files are the shell's"
+    assert offered(capsys, "nonsense", "x") == ([], ":4")
+    root = Path(__file__).parents[2]
+    scripts = tomllib.loads((root / "operator/pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts["kubectl_complete-foveal"] == "foveal_operator.cli_kubectl_completion:main"
 
 
 def test_the_docs_name_every_command_and_exit_code() -> None:

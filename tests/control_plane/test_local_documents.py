@@ -23,7 +23,7 @@ FRONTEND_MAY_DIFFER = {
     "frontend_id", "model.path", "host", "port", "node", "engines", "metrics_peers",
     "shm_directory", "log_format", "curve.server_public_file", "curve.client_public_file",
     "curve.client_secret_file", "api_key_file", "admin_key_file", "injection.enabled",
-    "injection.api_key_file", "injection.namespace",
+    "injection.api_key_file", "injection.namespace", "media_sources.file_root",
 }  # fmt: skip
 RICH: dict[str, Any] = {
     "frontend": {"replicas": 2, "processes": 2},
@@ -31,6 +31,7 @@ RICH: dict[str, Any] = {
     "caches": {"ipc": {"size": "2Gi", "type": "SharedMemory", "claimName": "shared"},
                "encoder": {"warmSet": {"claimName": "warm"}}},
     "security": {"apiKeySecretRef": {"name": "keys", "key": "api"},
+                 "mediaSources": {"localFiles": {"claimName": "files"}},
                  "injection": {"keySecretRef": {"name": "keys", "key": "injection"}}},
 }  # fmt: skip
 
@@ -56,7 +57,9 @@ def flat(value: Any, path: str = "") -> dict[str, Any]:
 def pod_document(objects: Desired, role: str) -> dict[str, Any]:
     for body in objects.of_kind("ConfigMap"):
         if f"{role}.json" in body["data"]:
-            return flat(msgspec.json.decode(body["data"][f"{role}.json"]))
+            kind = EngineConfig if role == "engine" else FrontendConfig
+            read = msgspec.json.decode(body["data"][f"{role}.json"], type=kind)
+            return flat(msgspec.to_builtins(read))
     raise AssertionError(role)
 
 
@@ -98,6 +101,22 @@ def test_engines_have_their_own_warm_set_and_one_shared_folder() -> None:
     assert {frontend.shm_directory for frontend in found.frontends} == {"/dev/shm/up"}
 
 
+def test_local_files_are_those_of_a_folder_or_off() -> None:
+    objects = wanted(resource(**RICH), ClusterFacts())
+    found = adapt(objects)
+    assert found.frontends[0].media_sources.file_root == ""
+    assert any("--file-root" in note for note in found.notes)
+    found = adapt(objects, file_root="/data")
+    assert found.frontends[0].media_sources.file_root == "/data"
+    assert not any("--file-root" in note for note in found.notes)
+    assert (
+        adapt(wanted(resource(), ClusterFacts()), file_root="/data")
+        .frontends[0]
+        .media_sources.file_root
+        == ""
+    )
+
+
 def test_the_transport_is_encrypted_as_between_pods() -> None:
     found = adapt(wanted(resource(), ClusterFacts()))
     assert found.engines[0].curve.server_secret_file == "/tmp/up/curve/server-secret"
@@ -112,9 +131,9 @@ def test_keys_of_secrets_are_given_as_files_or_their_lack_is_said() -> None:
     assert without.frontends[0].api_key_file == ""
     assert without.frontends[0].injection.enabled is False
     assert "without --api-key-file requests need no API key here" in without.notes[0]
-    assert len(without.notes) == 2
+    assert len(without.notes) == 3
     files = {"--api-key-file": "/k/api", "--injection-key-file": "/k/injection"}
-    given = adapt(objects, key_files=files)
+    given = adapt(objects, key_files=files, file_root="/data")
     assert given.notes == ()
     assert given.frontends[0].api_key_file == "/k/api"
     assert given.frontends[0].injection.api_key_file == "/k/injection"

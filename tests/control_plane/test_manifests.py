@@ -312,3 +312,60 @@ def test_engines_are_reached_through_one_name_however_many() -> None:
     ]
     assert frontend_document(contexts[0]) == frontend_document(contexts[1])
     assert engine_document(contexts[0]) == engine_document(contexts[1])
+
+
+def _spoil(value: Any) -> None:
+    """Empties everything inside."""
+    if isinstance(value, dict | list):
+        for item in list(value.values() if isinstance(value, dict) else value):
+            _spoil(item)
+        value.clear()
+
+
+@pytest.mark.parametrize("name", LEGAL)
+def test_whoever_changes_an_object_changes_no_later_one(name: str) -> None:
+    """Builders once shared dicts: emptying one pod's securityContext emptied all later ones'."""
+    inference, result = planned(LEGAL[name])
+    for budgets in (None, result):
+        first = desired(inference, budgets, FACTS)
+        before = msgspec.json.encode(first)
+        for owned in first.objects:
+            _spoil(owned.body)
+        assert msgspec.json.encode(desired(inference, budgets, FACTS)) == before
+
+
+def test_local_files_are_a_claim_that_frontends_alone_may_read() -> None:
+    found = wanted(put(resource(), "spec.security.mediaSources.localFiles", {"claimName": "pics"}))
+    (frontend,), (engine,) = found.of_kind("Deployment"), found.of_kind("StatefulSet")
+    spec = frontend["spec"]["template"]["spec"]
+    (volume,) = [one for one in spec["volumes"] if one["name"] == "files"]
+    assert volume["persistentVolumeClaim"] == {"claimName": "pics"}
+    (mount,) = [one for one in spec["containers"][0]["volumeMounts"] if one["name"] == "files"]
+    assert mount["readOnly"] is True
+    (text,) = [body["data"]["frontend.json"] for body in found.of_kind("ConfigMap")
+               if "frontend.json" in body["data"]]  # fmt: skip
+    document = msgspec.json.decode(text, type=FrontendConfig)
+    assert document.media_sources.file_root == mount["mountPath"]
+    assert "files" not in [one["name"] for one in engine["spec"]["template"]["spec"]["volumes"]]
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"parallelism": {"tensor": 4}},
+        {"accelerator": {"count": 4}},
+        {"parallelism": {"tensor": 4}, "accelerator": {"count": 4}},
+    ],
+)
+def test_devices_follow_from_either_field(engine: Obj) -> None:
+    inference, result = planned(resource(engine=engine))
+    assert inference.spec.engine.num_devices == 4
+    found = desired(inference, result, ClusterFacts())
+    (body,) = found.of_kind("StatefulSet")
+    needs = body["spec"]["template"]["spec"]["containers"][0]["resources"]
+    assert needs["limits"]["nvidia.com/gpu"] == "4"
+    context = Context(inference=inference, plan=result, facts=ClusterFacts())
+    assert engine_document(context).tensor_parallel == 4
+    claimed = {**engine, "accelerator": {**engine.get("accelerator", {}), "deviceClassName": "g"}}
+    (template,) = wanted(resource(engine=claimed)).of_kind("ResourceClaimTemplate")
+    assert template["spec"]["spec"]["devices"]["requests"][0]["exactly"]["count"] == 4

@@ -41,6 +41,13 @@ BASES: dict[str, dict[str, Any]] = {
 for ref in ("apiKeySecretRef", "adminKeySecretRef"):
     BASES[f"spec.security.{ref}."] = {f"spec.security.{ref}": KEY}
 BASES["spec.model.secretRef."] = {"spec.model.secretRef": {"name": "token"}}
+for role in ("frontend", "engine"):
+    BASES[f"spec.{role}.autoscaling.prometheusAuth."] = {
+        f"spec.{role}.autoscaling.prometheusAuth": {"name": "thanos"}
+    }
+BASES["spec.security.mediaSources.localFiles."] = {
+    "spec.security.mediaSources.localFiles": {"claimName": "files"}
+}
 BASES["spec.caches.encoder.warmSet."] = {"spec.caches.encoder.warmSet": {"claimName": "w"}}
 
 # Values that the generic ones below do not suit.
@@ -61,6 +68,7 @@ VALUES: dict[str, Any] = {
     "spec.caches.ipc.type": "SharedMemory",
     "spec.caches.encoder.tokens": 40_000,
     "spec.caches.kv.size": "8Gi",
+    "spec.caches.encoder.eviction": "Cost",
     "spec.model.cache.accessMode": "ReadWriteOnce",
     "spec.rollout.drainTimeoutSeconds": 240,
     "spec.rollout.progressDeadlineSeconds": 3600,
@@ -77,6 +85,9 @@ VALUES: dict[str, Any] = {
     "spec.networking.port": 9001,
     "spec.security.networkPolicy": "Disabled",
 }
+TRUE_BY_DEFAULT = {
+    "spec.engine.prefixCaching", "spec.engine.cudaGraphs", "spec.rollout.autoRollback",
+}  # fmt: skip
 # Read by the rollout and by the reconciler, which act over time: no object shows them.
 OVER_TIME = {
     "spec.rollout.strategy",
@@ -109,7 +120,7 @@ def sample(path: str, schema: dict[str, Any]) -> Any:
     if schema["type"] == "integer":
         return max(schema["minimum"], 3)
     if schema["type"] == "boolean":
-        return path not in ("spec.engine.prefixCaching", "spec.rollout.autoRollback")
+        return path not in TRUE_BY_DEFAULT
     rules = str(schema.get("x-kubernetes-validations", ""))
     return "3Gi" if "isQuantity" in rules else "other"
 

@@ -72,7 +72,8 @@ def on_device(context: ForwardContext) -> ForwardContext:
 
 
 def pool_as(pool: KVPool, dtype: torch.dtype, device: torch.device = CPU) -> KVPool:
-    copied = KVPool([], pool.num_blocks, pool.block_size, dtype, device)
+    compute = pool.compute_dtype if dtype == pool.dtype else dtype
+    copied = KVPool([], pool.num_blocks, pool.block_size, dtype, device, compute)
     copied.keys = [t.to(device=device, dtype=dtype, copy=True) for t in pool.keys]
     copied.values = [t.to(device=device, dtype=dtype, copy=True) for t in pool.values]
     return copied

@@ -58,7 +58,13 @@ class Bench:
     """One runner, and transformers' own model beside it."""
 
     def __init__(
-        self, name: str, path: Any, attention: str = "torch", room: Any = None, **options: Any
+        self,
+        name: str,
+        path: Any,
+        attention: str = "torch",
+        room: Any = None,
+        kv_dtype: str = "auto",
+        **options: Any,
     ) -> None:
         torch.set_num_threads(1)
         self.case = CASES[name]
@@ -71,6 +77,7 @@ class Bench:
             device=DEVICE,
             num_blocks=NUM_BLOCKS,
             block_size=8,
+            kv_dtype=kv_dtype,
             attention=attention,
             sampler=self.sampler,
             room=room,

@@ -307,8 +307,8 @@ SMALL_CARD_BYTES = 101376
 
 def test_kernels_compile_without_a_gpu() -> None:
     """Regression: a name that the interpreter lets change its shape in a loop did not compile."""
-    found = compiled("bfloat16,128,4,90,rules")
-    assert [one["kernel"] for one in found] == [
+    found = compiled("bfloat16,128,4,90,rules", "bfloat16/fp8,128,4,89,rules")
+    assert [one["kernel"] for one in found] == 2 * [
         "decode_kernel", "decode_kernel", "prefill_kernel", "reduce_kernel", "write_kernel"
     ]  # fmt: skip
     assert max(one["shared_bytes"] for one in found) <= SMALL_CARD_BYTES

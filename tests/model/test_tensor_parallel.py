@@ -50,6 +50,7 @@ def test_two_ranks_equal_one_process(name: str, bench, tiny, tmp_path) -> None:
     try:
         assert runner.traits == one.runner.traits
         assert 2 * runner.kv_block_bytes == one.runner.kv_block_bytes
+        assert one.runner.weight_bytes / 2 < runner.weight_bytes < one.runner.weight_bytes
         driver = type(one.driver)(runner, runner.num_blocks, one.case.budget)
         got = jobs_of(one)
         driver.run(got, preempt={4: "a"})

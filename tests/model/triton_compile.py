@@ -1,6 +1,6 @@
 """Compiles the Triton kernels for NVIDIA GPUs that are not there, and tells what they take.
 
-    python tests/model/triton_compile.py dtype,head-size,group,architecture,rules ...
+    python tests/model/triton_compile.py dtype[/pool's],head-size,group,architecture,rules ...
 
 One JSON line a kernel: name, shared memory in bytes, bytes spilled a thread. Run by
 test_attention_triton in a process of its own, because there the kernels are interpreted.
@@ -20,21 +20,24 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from foveal_runtime.model.attention import LayerGeometry
+from foveal_runtime.model.attention import FP8_MAX, LayerGeometry
 from foveal_runtime.model.attention.triton import MIN_DOT, kernels
 from foveal_runtime.model.attention.triton.tuning import Tuning
 
-KINDS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+KINDS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "fp8": "fp8e4nv"}
 RULES = {"WINDOW": 100, "CHUNK": 64, "SOFTCAP": 30.0, "HAS_SINKS": True}
 INTEGERS = {"num_splits", "query_token_stride", "query_head_stride", "table_stride",
             "key_token_stride", "key_head_stride", "value_token_stride",
             "value_head_stride"}  # fmt: skip
 TABLES = {"rows", "seq_of_token", "pos_of_token", "block_table", "tile_sequence", "tile_first",
           "q_start", "seq_lens", "groups"}  # fmt: skip
+POOL = {"keys", "values"}
 FLOATS = {"partial", "partial_top", "partial_total"}
 
 
-def compile_kernel(kernel, pointer: str, architecture: int, constants: dict, **options) -> None:
+def compile_kernel(
+    kernel, pointers: tuple[str, str], architecture: int, constants: dict, **options
+) -> None:
     signature, known = {}, {}
     for at, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -48,6 +51,7 @@ def compile_kernel(kernel, pointer: str, architecture: int, constants: dict, **o
             signature[name] = "*i64"
         else:
             is_float = name in FLOATS or (name == "out" and constants.get("IS_SPLIT"))
+            pointer = pointers[name in POOL]
             signature[name] = "*i32" if name in TABLES else "*fp32" if is_float else pointer
     aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(kernel.arg_names)
                if signature[name].startswith("*")}  # fmt: skip
@@ -72,7 +76,8 @@ def spilled(made) -> int:
 def compile_case(case: str) -> None:
     kind, head_dim, group_size, architecture_text, rules = case.split(",")
     dim, group, architecture = int(head_dim), int(group_size), int(architecture_text)
-    dtype, pointer = getattr(torch, kind), "*" + KINDS[kind]
+    kind, _, kept = kind.partition("/")
+    dtype, pointer = getattr(torch, kind), ("*" + KINDS[kind], "*" + KINDS[kept or kind])
     layer, tuning = LayerGeometry(0, 8 * group, 8, dim, dim, 0.1), Tuning(132)
     wide = max(MIN_DOT, triton.next_power_of_2(dim))
     common = {"NUM_KV_HEADS": 8, "GROUP": group, "PAGE": 16, "DK": dim, "DV": dim,
@@ -99,7 +104,8 @@ def compile_case(case: str) -> None:
     reduction = {"NUM_HEADS": 8 * group, "DV": dim, "BLOCK_S": tuning.max_splits,
                  "BLOCK_DV": wide, "HAS_SINKS": rules == "rules"}  # fmt: skip
     compile_kernel(kernels.reduce_kernel, pointer, architecture, reduction)
-    writing = {"KEY_WIDTH": 8 * dim, "VALUE_WIDTH": 8 * dim, "DK": dim, "DV": dim, "BLOCK": 1024}
+    writing = {"KEY_WIDTH": 8 * dim, "VALUE_WIDTH": 8 * dim, "DK": dim, "DV": dim, "BLOCK": 1024,
+               "LARGEST": FP8_MAX if kept else 0.0}  # fmt: skip
     compile_kernel(kernels.write_kernel, pointer, architecture, writing)
 
 

@@ -48,7 +48,12 @@ def budget_inputs(inference: InferenceSpec, facts: NodeFacts) -> BudgetInputs:
             num_engines=max(1, inference.num_engines),
             limit_bytes=size_of(engine.host_memory),
             device="cpu" if is_cpu else "gpu",
-            num_devices=engine.accelerator.count,
+            num_devices=engine.num_devices,
+            devices_field=(
+                "engine.parallelism.tensor"
+                if engine.parallelism.tensor
+                else "engine.accelerator.count"
+            ),
             device_bytes=size_of(engine.accelerator.memory) or facts.device_bytes,
             max_model_len=engine.max_model_len or 0,
             max_num_seqs=engine.max_num_seqs,
@@ -61,6 +66,7 @@ def budget_inputs(inference: InferenceSpec, facts: NodeFacts) -> BudgetInputs:
             encoder_embeds=caches.encoder.tokens or 0,
             encoder_host_bytes=size_of(caches.encoder.host_size),
             kv_bytes=size_of(caches.kv.size),
+            kv_dtype=caches.kv.dtype,
         ),
         modalities=modalities_config(spec.modalities),
         headroom_percent=caches.headroom_percent,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from foveal_operator.status_view import condition
-from foveal_operator.terminal import Style, columns, wrapped
+from foveal_operator.terminal import Style, columns, even, tailed, wrapped
 from foveal_runtime.plan.quantity import format_gib
 
 Obj = Mapping[str, Any]
@@ -53,25 +53,46 @@ def budget_text(resource: Obj, style: Style) -> str:
         reason = fits.get("message") or "the operator has not planned this resource yet"
         return "\n".join([*lines, reason]) + "\n"
     heads = ("BUDGET", "PLANNED", "MEASURED", "OFF", "ITEMS", "FROM", "HOW")
-    cells = [[style.bold(head) for head in heads]]
+    cells = [[style.bold(head) for head in heads[:-1]]]
     cells += [_budget_cells(row, style) for row in rows]
-    lines += ["", *(style.clip(line) for line in columns(cells, right=frozenset({1, 2, 3, 4})))]
-    off = [row["name"] for row in rows if abs(row["differencePercent"] or 0) > WARN_PERCENT]
+    first, *table = even(columns(cells, right=frozenset({1, 2, 3, 4})))
+    lines += ["", style.clip(f"{first}  {style.bold(heads[-1])}")]
+    for row, line in zip(rows, table, strict=True):
+        lines += tailed(f"{line}  ", row["formula"], style)
+    off = [row["name"] for row in rows if _is_far(row)]
     if off:
         lines += ["", f"more than {WARN_PERCENT} % off the plan: {', '.join(off)}"]
     return "\n".join(lines) + "\n"
 
 
+def _is_limit(row: Mapping[str, Any]) -> bool:
+    """What a pod or device may take; it is well when less of it is in use."""
+    return str(row["name"]).endswith("Memory")
+
+
+def _is_far(row: Mapping[str, Any]) -> bool:
+    off = row["differencePercent"]
+    if off is None or _is_limit(row):
+        return False
+    return bool(abs(off) > WARN_PERCENT)
+
+
+def _off(row: Mapping[str, Any], style: Style) -> str:
+    off = row["differencePercent"]
+    if off is None:
+        return "-"
+    if _is_limit(row):
+        return f"{100 + off:.0f}% used"
+    return style.paint(f"{off:+.1f}%", "yellow") if _is_far(row) else f"{off:+.1f}%"
+
+
 def _budget_cells(row: dict[str, Any], style: Style) -> list[str]:
-    measured, off = row["measuredBytes"], row["differencePercent"]
-    far = off is not None and abs(off) > WARN_PERCENT
-    percent = "-" if off is None else f"{off:+.1f}%"
+    measured = row["measuredBytes"]
     return [
         row["name"],
         format_gib(row["plannedBytes"]),
         "-" if measured is None else format_gib(int(measured)),
-        style.paint(percent, "yellow") if far else percent,
+        _off(row, style),
         "-" if row["items"] is None else f"{row['items']:,}",
         row["source"],
-        row["formula"],
     ]

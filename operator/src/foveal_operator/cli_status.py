@@ -44,7 +44,8 @@ Without a name: every resource of the namespace, a line each.
 exit codes: 0 answered (ready or not: see `foveal wait`), 4 no such resource or no cluster
 """
 _BUDGET_EPILOG = """\
-PLANNED is what the operator derived or was told, MEASURED what the pods report, OFF the difference.
+PLANNED is what the operator derived or was told, MEASURED what the pods report, OFF the difference;
+of a limit (names that end in Memory) it says how much is in use.
 
 exit codes: 0 answered, 4 no such resource or no cluster
 """

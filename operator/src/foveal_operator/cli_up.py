@@ -30,6 +30,7 @@ from foveal_operator.local.processes import LocalProcess, free_port, runtime_com
 from foveal_operator.local.screen import Screen
 from foveal_operator.manifests import ClusterFacts, Desired, desired
 from foveal_operator.spec import InferenceSpec, SpecError
+from foveal_operator.spec_workloads import Accelerator, Parallelism
 from foveal_operator.terminal import style_of
 from foveal_runtime.plan.budget import plan
 from foveal_runtime.plan.profile import ModelProfile
@@ -75,6 +76,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--api-key-file", default="", metavar="FILE", help="for security.apiKeySecretRef")
     add("--admin-key-file", default="", metavar="FILE", help="for security.adminKeySecretRef")
     add("--injection-key-file", default="", metavar="FILE", help="for security.injection")
+    add("--file-root", default="", metavar="DIRECTORY",
+        help="for security.mediaSources.localFiles")  # fmt: skip
     add("--folder", metavar="DIRECTORY", help="documents, logs and warm sets (default: temporary)")
     add("--runtime", default="", metavar="PROGRAM", help="foveal-runtime to run")
     add("--start-timeout", type=float, metavar="SECONDS",
@@ -109,6 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
             num_engines=arguments.engines,
             num_frontends=arguments.frontends,
             key_files=_key_files(arguments),
+            file_root=_file_root(arguments),
         )
         documents = local_documents(wanted, place, free_port)
         processes = _processes(inference, documents, folder)
@@ -153,10 +157,10 @@ def _adapted(inference: InferenceSpec, arguments: argparse.Namespace) -> Inferen
     if not arguments.cpu or inference.spec.engine.accelerator.type == "CPU":
         return inference
     engine = inference.spec.engine
-    cpu = type(engine.accelerator)(type="CPU")
-    spec = msgspec.structs.replace(
-        inference.spec, engine=msgspec.structs.replace(engine, accelerator=cpu)
+    on_cpu = msgspec.structs.replace(
+        engine, accelerator=Accelerator(type="CPU"), parallelism=Parallelism()
     )
+    spec = msgspec.structs.replace(inference.spec, engine=on_cpu)
     return msgspec.structs.replace(inference, spec=spec)
 
 
@@ -172,11 +176,11 @@ def _check_devices(
     if scaling:
         asked = scaling.min_replicas
     num_engines = asked if arguments.engines is None else arguments.engines
-    needed = engine.accelerator.count * num_engines
+    needed = engine.num_devices * num_engines
     if needed > len(here.devices):
-        fewer = "lower --engines, or " if engine.accelerator.count <= len(here.devices) else ""
+        fewer = "lower --engines, or " if engine.num_devices <= len(here.devices) else ""
         raise MisfitError(
-            f"{inference.name} asks for {num_engines} x {engine.accelerator.count} GPUs and this "
+            f"{inference.name} asks for {num_engines} x {engine.num_devices} GPUs and this "
             f"machine has {len(here.devices)}: {fewer}run the engines on its CPUs with --cpu"
         )
 
@@ -197,6 +201,12 @@ def _key_files(arguments: argparse.Namespace) -> dict[str, str]:
                 raise UsageError(f"{option} {path}: there is no such file")
             found[option] = str(Path(path).resolve())
     return found
+
+
+def _file_root(arguments: argparse.Namespace) -> str:
+    if arguments.file_root and not Path(arguments.file_root).is_dir():
+        raise UsageError(f"--file-root {arguments.file_root}: there is no such folder")
+    return str(Path(arguments.file_root).resolve()) if arguments.file_root else ""
 
 
 def _wanted(
@@ -226,8 +236,8 @@ def _processes(
     """Engines first. Each engine sees its own devices and no others."""
     if not documents.engines or not documents.frontends:
         raise UsageError("the resource asks for no replicas: give --engines and --frontends")
-    accelerator = inference.spec.engine.accelerator
-    count = accelerator.count if accelerator.type == "GPU" else 0
+    engine = inference.spec.engine
+    count = engine.num_devices if engine.accelerator.type == "GPU" else 0
     found = []
     for index, config in enumerate(documents.engines):
         devices = range(index * count, (index + 1) * count)

@@ -10,8 +10,9 @@ from typing import Any
 import msgspec
 
 from foveal_operator import reasons
-from foveal_operator.diagnose import EXIT_STARTUP_ERROR, diagnose
+from foveal_operator.diagnose import EXIT_STARTUP_ERROR, diagnose, last_failure
 from foveal_operator.reasons import Reason
+from foveal_operator.spec_status import Failure
 
 Obj = Mapping[str, Any]
 _DENIED = re.compile(
@@ -37,6 +38,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
         trouble, text: what its pods suffer from, and the last line that tells it.
         exit_code: of the container that ended last; 0 = none did.
         newest_pod: name of its latest attempt; "" = none yet.
+        failure: how one of its pods ended badly last.
     """
 
     exists: bool = False
@@ -49,6 +51,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     text: str = ""
     exit_code: int = 0
     newest_pod: str = ""
+    failure: Failure | None = None
 
     @property
     def has_ended_badly(self) -> bool:
@@ -61,17 +64,35 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
 
     def fetch_reason(self) -> Reason:
         """Why a download failed, from the one line that the runtime ends with."""
-        if _DENIED.search(self.text):
-            return reasons.FETCH_DENIED
-        if _NOT_FOUND.search(self.text):
-            return reasons.NOT_FOUND
-        return reasons.FETCH_FAILED
+        return _fetch_reason(self.text)
 
     def profile_reason(self) -> Reason:
         """The runtime refuses a model with its own exit code; all else may pass."""
         if self.exit_code == EXIT_STARTUP_ERROR:
             return reasons.UNSUPPORTED_MODEL
         return reasons.PROFILE_FAILED
+
+
+def _fetch_reason(line: str) -> Reason:
+    if _DENIED.search(line):
+        return reasons.FETCH_DENIED
+    if _NOT_FOUND.search(line):
+        return reasons.NOT_FOUND
+    return reasons.FETCH_FAILED
+
+
+def _failure(pods: Iterable[Obj]) -> Failure | None:
+    """As of any pod, in the words of Jobs."""
+    found = last_failure(pods)
+    if found is None or found.reason not in (reasons.CRASHED.name, reasons.INVALID_ARGUMENT.name):
+        return found
+    if found.container == "fetch":
+        reason = _fetch_reason(found.message)
+    elif found.exit_code == EXIT_STARTUP_ERROR:
+        reason = reasons.UNSUPPORTED_MODEL
+    else:
+        reason = reasons.PROFILE_FAILED
+    return msgspec.structs.replace(found, reason=reason.name)
 
 
 def read_job(job: Obj | None, name: str, pods: Iterable[Obj]) -> JobState:
@@ -103,6 +124,7 @@ def read_job(job: Obj | None, name: str, pods: Iterable[Obj]) -> JobState:
         text=text,
         exit_code=int(bad[-1].get("exitCode", 0)) if bad else 0,
         newest_pod=str(newest["metadata"]["name"]) if newest else "",
+        failure=_failure(mine),
     )
 
 

@@ -4,6 +4,9 @@ Called by the reconciler before the budgets; it applies `objects`, deletes `dele
 is in `objects` from being pruned. The profile lives in an immutable ConfigMap with the name of the
 Job that made it, which is a hash of image, model, revision and limits: another revision has another
 name, and going back finds the old profile. Deleting the ConfigMap has the model profiled anew.
+
+A Job that another release of the operator has made differently is that release's answer to the same
+question: its result counts, and while it works it is left to work.
 """
 
 from __future__ import annotations
@@ -19,8 +22,10 @@ from foveal_operator.manifests import ClusterFacts, Owned, desired
 from foveal_operator.manifests.context import Context
 from foveal_operator.manifests.job import profile_limit_bytes
 from foveal_operator.manifests.model_source import ModelSource, model_source
+from foveal_operator.model_jobs import as_it_lies, is_superseded
 from foveal_operator.reasons import Reason
 from foveal_operator.spec import InferenceSpec
+from foveal_operator.spec_status import Failure
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.profile import ModelProfile, decode
 from foveal_runtime.plan.quantity import format_bytes
@@ -64,6 +69,7 @@ class ModelDecision(msgspec.Struct, frozen=True, kw_only=True):
         delete: (kind, name, uid) of Jobs to delete with their pods, so that they run again.
         next_check_seconds: decide again after so long; None = no need.
         download_percent: None when nothing is fetched, or nobody knows how much there is.
+        failure: how the Job that is under way has failed last.
     """
 
     profile: ModelProfile | None = None
@@ -74,6 +80,7 @@ class ModelDecision(msgspec.Struct, frozen=True, kw_only=True):
     delete: tuple[tuple[str, str, str], ...] = ()
     next_check_seconds: float | None = None
     download_percent: int | None = None
+    failure: Failure | None = None
 
     @property
     def resolved_revision(self) -> str:
@@ -106,10 +113,19 @@ def model_keys(inference: InferenceSpec, facts: ClusterFacts) -> tuple[tuple[str
 def decide_model(view: ModelView) -> ModelDecision:
     """The next step towards a profile; the same view gives the same decision."""
     wanted = _wanted(view.inference, view.facts)
+    found = _decided(view, wanted)
+    if found.profile is not None:
+        return found
+    return msgspec.structs.replace(found, failure=_failure(view, wanted))
+
+
+def _decided(view: ModelView, wanted: _Wanted) -> ModelDecision:
     objects = wanted.base
     if wanted.fetch is not None:
-        objects = (*objects, wanted.fetch)
-        job = _job(view, wanted.fetch)
+        job, live = _job(view, wanted.fetch), _live(view, wanted.fetch)
+        if is_superseded(live, wanted.fetch, job):
+            return _replaced(wanted.fetch, job, reasons.DOWNLOADING, objects)
+        objects = (*objects, as_it_lies(live, wanted.fetch))
         if not job.is_complete:
             return _fetching(view, wanted, job, objects)
     elif wanted.source.claim and _claim(view, wanted) is None:
@@ -146,9 +162,40 @@ def _wanted(inference: InferenceSpec, facts: ClusterFacts) -> _Wanted:
     )
 
 
+def _live(view: ModelView, wanted: Owned) -> Obj | None:
+    return view.live.get(("Job", wanted.body["metadata"]["name"]))
+
+
 def _job(view: ModelView, wanted: Owned) -> JobState:
-    name = wanted.body["metadata"]["name"]
-    return read_job(view.live.get(("Job", name)), name, view.job_pods)
+    return read_job(_live(view, wanted), wanted.body["metadata"]["name"], view.job_pods)
+
+
+def _failure(view: ModelView, wanted: _Wanted) -> Failure | None:
+    """Of the Job that is under way; what one suffered that has ended well is over."""
+    for owned in (wanted.fetch, wanted.profile):
+        job = _job(view, owned) if owned is not None else JobState()
+        if job.exists and not job.is_complete:
+            return job.failure
+    return None
+
+
+def _replaced(
+    wanted: Owned,
+    job: JobState,
+    reason: Reason,
+    objects: tuple[Owned, ...],
+    *,
+    model_ready: bool = False,
+) -> ModelDecision:
+    key = ("Job", wanted.body["metadata"]["name"], job.uid)
+    return ModelDecision(
+        reason=reason,
+        message=f"Job {key[1]} is made anew",
+        model_ready=model_ready,
+        objects=objects,
+        delete=(key,),
+        next_check_seconds=1.0,
+    )
 
 
 def _claim(view: ModelView, wanted: _Wanted) -> Obj | None:
@@ -184,8 +231,10 @@ def _fetching(
 
 
 def _profiling(view: ModelView, wanted: _Wanted, objects: tuple[Owned, ...]) -> ModelDecision:
-    job = _job(view, wanted.profile)
-    objects = (*objects, wanted.profile)
+    job, live = _job(view, wanted.profile), _live(view, wanted.profile)
+    if is_superseded(live, wanted.profile, job):
+        return _replaced(wanted.profile, job, reasons.PROFILING, objects, model_ready=True)
+    objects = (*objects, as_it_lies(live, wanted.profile))
     if job.trouble is reasons.OOM_KILLED:
         job = msgspec.structs.replace(job, text=f"{job.text}; {_more_memory(view)}")
     if job.is_complete:

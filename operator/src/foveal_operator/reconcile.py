@@ -143,7 +143,8 @@ class Reconciler:
         wanted: set[ObjectKey] = set()
         for owned in work.model.objects:
             wanted.add(_key(owned.body))
-            await self.applier.ensure(uid, owned.body)
+            if owned.policy != "Keep":
+                await self.applier.ensure(uid, owned.body)
         if not work.desired.complete:
             return
         basis = basis_config_map(work.context, work.basis)

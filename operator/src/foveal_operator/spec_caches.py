@@ -101,6 +101,9 @@ class WarmSet(Part, frozen=True, kw_only=True):
     """Where hot encoder outputs survive a planned restart."""
 
     claim_name: Annotated[ObjectName, Meta(description="An existing PersistentVolumeClaim.")]
+    size: Annotated[
+        Quantity, Meta(description="What one engine may keep there at most. Default: 1Gi.")
+    ] = "1Gi"
 
 
 class EncoderCache(Part, frozen=True, kw_only=True):
@@ -128,6 +131,13 @@ class EncoderCache(Part, frozen=True, kw_only=True):
     host_size: Annotated[
         AutoSize, Meta(description="Host memory tier behind it. Default: 0, which is off.")
     ] = "0"
+    eviction: Annotated[
+        Literal["LRU", "Cost"],
+        Meta(
+            description="Which idle output goes first: the one released first (LRU, default), or "
+            "the one that is cheapest to encode again per embedding (Cost)."
+        ),
+    ] = "LRU"
     warm_set: Annotated[
         WarmSet | None, Meta(description="Keep hot encoder outputs over planned restarts.")
     ] = None
@@ -143,6 +153,14 @@ class KVCache(Part, frozen=True, kw_only=True):
             "activations and the encoder cache leave of the devices."
         ),
     ] = "Auto"
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "fp8"],
+        Meta(
+            description="What keys and values are kept as. auto (default): as the model computes; "
+            "bfloat16: half of a float32 model's; fp8 (e4m3, no scales): half of bfloat16, on GPUs "
+            "of compute capability 8.9 or higher."
+        ),
+    ] = "auto"
 
 
 class Caches(Part, frozen=True, kw_only=True):

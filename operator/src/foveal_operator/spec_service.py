@@ -100,6 +100,12 @@ class Networking(Part, frozen=True, kw_only=True):
     )
 
 
+class LocalFiles(Part, frozen=True, kw_only=True):
+    """Files that file: URLs may name: a claim, mounted read-only into frontends."""
+
+    claim_name: Annotated[ObjectName, Meta(description="An existing PersistentVolumeClaim.")]
+
+
 class MediaSources(Part, frozen=True, kw_only=True):
     """Where media may come from, besides data: URLs."""
 
@@ -107,6 +113,14 @@ class MediaSources(Part, frozen=True, kw_only=True):
         Annotated[tuple[Domain, ...], Meta(max_length=64)],
         Meta(description="Host names; .example.org is a domain and all below. None = no fetching."),
     ] = ()
+    fetch_timeout_seconds: Annotated[
+        Annotated[int, Meta(ge=1, le=300)],
+        Meta(description="One item must be here by then. Default: 10."),
+    ] = 10
+    local_files: Annotated[
+        LocalFiles | None,
+        Meta(description="Allow file: URLs; file:///a.png is a.png on the claim."),
+    ] = None
 
 
 class Injection(Part, frozen=True, kw_only=True):

@@ -73,7 +73,7 @@ class Budget(Part, frozen=True, kw_only=True):
 
 
 class Failure(Part, frozen=True, kw_only=True):
-    """The last container that failed."""
+    """The last container that failed: of an engine, a frontend, or a Job that is not through."""
 
     pod: Annotated[Short, Meta(description="Its pod.")]
     container: Annotated[Short, Meta(description="Its name.")]
@@ -90,7 +90,9 @@ class Failure(Part, frozen=True, kw_only=True):
 class ModelStatus(Part, frozen=True, kw_only=True):
     """The model as resolved."""
 
-    resolved_revision: Annotated[Short, Meta(description="Commit or digest.")] = ""
+    resolved_revision: Annotated[
+        Short, Meta(description="Commit or digest, as far as it is known.")
+    ] = ""
     download_percent: Annotated[
         Annotated[int, Meta(ge=0, le=100)] | None,
         Meta(description="How much is fetched, while it is and the source tells its size."),

@@ -59,6 +59,8 @@ class MultiModalInferenceSpec(Part, frozen=True, kw_only=True):
             " || !has(self.caches.kv) || !has(self.caches.kv.size)"
             " || !isQuantity(self.caches.kv.size) || !isQuantity(self.engine.accelerator.memory)"
             " || (has(self.engine.accelerator.count) && self.engine.accelerator.count > 1)"
+            " || (has(self.engine.parallelism) && has(self.engine.parallelism.tensor)"
+            " && self.engine.parallelism.tensor > 1)"
             " || quantity(self.caches.kv.size).add(has(self.caches.encoder)"
             " && has(self.caches.encoder.size) && isQuantity(self.caches.encoder.size)"
             " ? quantity(self.caches.encoder.size) : quantity('0'))"
@@ -66,13 +68,22 @@ class MultiModalInferenceSpec(Part, frozen=True, kw_only=True):
             "caches.kv.size and caches.encoder.size together must be below "
             "engine.accelerator.memory",
             lambda s: (
-                s.engine.accelerator.count > 1
+                s.engine.num_devices > 1
                 or s.caches.kv.size == "Auto"
                 or pinned_sum_below(
                     s.engine.accelerator.memory, s.caches.kv.size, s.caches.encoder.size
                 )
             ),
             "caches.kv.size",
+        ),
+        Rule(
+            "!has(self.caches) || !has(self.caches.kv) || !has(self.caches.kv.dtype)"
+            " || self.caches.kv.dtype != 'fp8' || !has(self.engine)"
+            " || !has(self.engine.accelerator) || !has(self.engine.accelerator.type)"
+            " || self.engine.accelerator.type != 'CPU'",
+            "caches.kv.dtype fp8 is for GPUs; on a CPU use bfloat16",
+            lambda s: s.caches.kv.dtype != "fp8" or s.engine.accelerator.type != "CPU",
+            "caches.kv.dtype",
         ),
     )
     model: Annotated[Model, Meta(description="Which model to serve.")]

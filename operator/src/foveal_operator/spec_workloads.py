@@ -9,11 +9,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
-from foveal_operator.spec_rules import Part, Quantity, Rule, Text, Url
+from foveal_operator.spec_rules import ObjectName, Part, Quantity, Rule, Text, Url
 
 Replicas = Annotated[int, Meta(ge=0, le=256)]
 MinReplicas = Annotated[int, Meta(ge=1, le=256)]
 MaxReplicas = Annotated[int, Meta(ge=1, le=256)]
+NumDevices = Annotated[int, Meta(ge=1, le=16)]
 Target = Annotated[int, Meta(ge=1, le=1_000_000)]
 Stabilization = Annotated[int, Meta(ge=0, le=3600)]
 PodTemplate = Annotated[dict[str, Any], Meta(extra_json_schema={"x-foveal-raw": True})]
@@ -36,6 +37,17 @@ _EITHER = Rule(
 )
 
 
+class PrometheusAuth(Part, frozen=True, kw_only=True):
+    """How KEDA proves to Prometheus who it is."""
+
+    name: Annotated[
+        ObjectName, Meta(description="TriggerAuthentication in the resource's namespace.")
+    ]
+    mode: Annotated[
+        Literal["Bearer", "Basic", "TLS"], Meta(description="What it holds. Default: Bearer.")
+    ] = "Bearer"
+
+
 class FrontendAutoscaling(Part, frozen=True, kw_only=True):
     """Scales frontends; the operator then leaves their number alone."""
 
@@ -46,6 +58,12 @@ class FrontendAutoscaling(Part, frozen=True, kw_only=True):
             "metrics other than CPU come from Prometheus: set prometheusAddress",
             lambda s: s.metric == "CPU" or s.prometheus_address is not None,
             "prometheusAddress",
+        ),
+        Rule(
+            "!has(self.prometheusAuth) || (has(self.metric) && self.metric != 'CPU')",
+            "metric CPU asks no Prometheus: remove prometheusAuth",
+            lambda s: s.prometheus_auth is None or s.metric != "CPU",
+            "prometheusAuth",
         ),
         Rule(
             "!(has(self.target) && self.target > 100) || (has(self.metric)"
@@ -74,6 +92,9 @@ class FrontendAutoscaling(Part, frozen=True, kw_only=True):
     prometheus_address: Annotated[
         Url | None, Meta(description="Prometheus server that KEDA asks.")
     ] = None
+    prometheus_auth: Annotated[
+        PrometheusAuth | None, Meta(description="How, where it wants to know.")
+    ] = None
 
 
 class EngineAutoscaling(Part, frozen=True, kw_only=True):
@@ -93,6 +114,9 @@ class EngineAutoscaling(Part, frozen=True, kw_only=True):
         Stabilization, Meta(description="Wait before scaling down. Default: 600.")
     ] = 600
     prometheus_address: Annotated[Url, Meta(description="Prometheus server that KEDA asks.")]
+    prometheus_auth: Annotated[
+        PrometheusAuth | None, Meta(description="How, where it wants to know.")
+    ] = None
 
 
 class Admission(Part, frozen=True, kw_only=True):
@@ -168,7 +192,7 @@ class Accelerator(Part, frozen=True, kw_only=True):
                     s.resource_name is None
                     and s.device_class_name is None
                     and s.memory is None
-                    and s.count == 1
+                    and s.count in (None, 1)
                 )
             ),
             "type",
@@ -192,24 +216,60 @@ class Accelerator(Part, frozen=True, kw_only=True):
         Meta(description="CEL expressions that each claimed device must meet."),
     ] = ()
     count: Annotated[
-        Annotated[int, Meta(ge=1, le=16)],
-        Meta(description="Devices of one engine, used by tensor parallelism. Default: 1."),
-    ] = 1
+        NumDevices | None,
+        Meta(description="Devices of one engine. Default: parallelism.tensor, or 1."),
+    ] = None
     memory: Annotated[
         Quantity | None,
         Meta(description="Memory of one device; default: what nodes report."),
     ] = None
 
 
+class Parallelism(Part, frozen=True, kw_only=True):
+    """How an engine's devices share the model."""
+
+    tensor: Annotated[
+        NumDevices | None,
+        Meta(
+            description="Devices that share every layer. Default: accelerator.count. The heads of "
+            "every layer must divide evenly by it."
+        ),
+    ] = None
+
+
 class Engine(Part, frozen=True, kw_only=True):
     """Pods that run the model; one replica is one engine core."""
 
-    RULES: ClassVar[tuple[Rule, ...]] = (_EITHER,)
+    RULES: ClassVar[tuple[Rule, ...]] = (
+        _EITHER,
+        Rule(
+            "!has(self.parallelism) || !has(self.parallelism.tensor) || !has(self.accelerator)"
+            " || !has(self.accelerator.count)"
+            " || self.accelerator.count == self.parallelism.tensor",
+            "parallelism.tensor takes every device: accelerator.count must be the same, or absent",
+            lambda s: (
+                None in (s.parallelism.tensor, s.accelerator.count)
+                or s.parallelism.tensor == s.accelerator.count
+            ),
+            "parallelism.tensor",
+        ),
+        Rule(
+            "!has(self.parallelism) || !has(self.parallelism.tensor)"
+            " || self.parallelism.tensor == 1 || !has(self.accelerator)"
+            " || !has(self.accelerator.type) || self.accelerator.type != 'CPU'",
+            "type CPU has no devices that could share a model: remove parallelism.tensor",
+            lambda s: s.parallelism.tensor in (None, 1) or s.accelerator.type != "CPU",
+            "parallelism.tensor",
+        ),
+    )
     replicas: Annotated[Replicas | None, Meta(description="Engines. Default: 1.")] = None
     autoscaling: Annotated[EngineAutoscaling | None, Meta(description="Instead of replicas.")] = (
         None
     )
     accelerator: Annotated[Accelerator, Meta(description="Devices of an engine.")] = Accelerator()
+    parallelism: Annotated[
+        Parallelism, Meta(description="How an engine's devices share the model.")
+    ] = Parallelism()
     max_model_len: Annotated[
         Annotated[int, Meta(ge=16, le=10_485_760)] | None,
         Meta(description="Prompt and output tokens of a request; default: the model's limit."),
@@ -231,6 +291,20 @@ class Engine(Part, frozen=True, kw_only=True):
     ] = False
     prefix_caching: Annotated[
         bool, Meta(description="Reuse KV of shared prefixes, media included. Default: true.")
+    ] = True
+    max_waiting: Annotated[
+        Annotated[int, Meta(ge=1, le=1_000_000)],
+        Meta(description="Requests that may wait in an engine; more are refused. Default: 1024."),
+    ] = 1024
+    run_ahead: Annotated[
+        Literal["Auto", "Enabled", "Disabled"],
+        Meta(
+            description="Submit a decode step before the last one's result is read. Auto "
+            "(default): on a GPU."
+        ),
+    ] = "Auto"
+    cuda_graphs: Annotated[
+        bool, Meta(description="Record decode steps and play them. On GPUs. Default: true.")
     ] = True
     block_size: Annotated[
         Literal[8, 16, 32, 64, 128], Meta(description="Tokens of a KV block. Default: 16.")
@@ -254,3 +328,8 @@ class Engine(Part, frozen=True, kw_only=True):
         Meta(description="CPUs requested by a pod; default: 4 for each device, 4 on a CPU."),
     ] = None
     pod_template: Annotated[PodTemplate | None, Meta(description=_OVERLAY)] = None
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of one engine, all of them used by tensor parallelism."""
+        return self.accelerator.count or self.parallelism.tensor or 1

@@ -19,6 +19,7 @@ from foveal_operator.spec import InferenceSpec, SpecError
 from foveal_operator.spec_status import (
     Budget,
     Condition,
+    Failure,
     ModelStatus,
     MultiModalInferenceStatus,
     RoleStatus,
@@ -35,6 +36,8 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         now: RFC 3339 time of this pass.
         model: state of the model: Resolved, Downloading, ... with its message.
+        model_doubt: what is not known of a model that is in place.
+        model_failure: how its fetch or profile Job has failed last.
         sessions_up, sessions_wanted: (frontend, engine) pairs; -1 = not known.
         stale_rate: stale hints per query.
         route_ready: None when no route is asked for.
@@ -58,6 +61,8 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     engine_pods: tuple[Obj, ...] = ()
     model: Reason = reasons.WAITING
     model_message: str = ""
+    model_doubt: str = ""
+    model_failure: Failure | None = None
     sessions_up: int = -1
     sessions_wanted: int = -1
     stale_rate: float = 0.0
@@ -130,7 +135,7 @@ def report(
         rendered_config_map=_config_map(desired),
         rendered_config_hash=_config_map(desired).rpartition("-")[2],
         rollout_strategy=observed.rollout_strategy,
-        last_failure=last_failure((*observed.engine_pods, *observed.frontend_pods), observed.peaks),
+        last_failure=_last_failure(observed),
         model=ModelStatus(
             resolved_revision=observed.resolved_revision,
             download_percent=observed.download_percent,
@@ -138,6 +143,13 @@ def report(
         ),
         resolved=_resolved(inference, desired),
     )
+
+
+def _last_failure(observed: Observed) -> Failure | None:
+    """Of any pod: engine, frontend, or of a Job that is not through."""
+    serving = last_failure((*observed.engine_pods, *observed.frontend_pods), observed.peaks)
+    found = [one for one in (serving, observed.model_failure) if one is not None]
+    return max(found, key=lambda one: one.time or "", default=None)
 
 
 def _verdict(kind: str, ok: bool, reason: Reason, text: str) -> _Verdict:
@@ -174,6 +186,8 @@ def _budget_fits(plan: BudgetPlan | None) -> _Verdict:
 def _model_ready(observed: Observed) -> _Verdict:
     ok = observed.model is reasons.RESOLVED
     text = observed.model_message or ("the model is in place" if ok else "waiting for the model")
+    if ok and observed.model_doubt:
+        text = f"{text}; {observed.model_doubt}"
     return _verdict("ModelReady", ok, observed.model, text)
 
 
@@ -388,10 +402,15 @@ def _resolved(inference: InferenceSpec | None, desired: Desired | None) -> dict[
     if inference is None:
         return {}
     spec = inference.spec
+    engine = msgspec.structs.replace(spec.engine, pod_template={})
+    if engine.accelerator.type != "CPU":
+        devices = msgspec.structs.replace(engine.accelerator, count=engine.num_devices)
+        parallelism = msgspec.structs.replace(engine.parallelism, tensor=engine.num_devices)
+        engine = msgspec.structs.replace(engine, accelerator=devices, parallelism=parallelism)
     parts = {
         "modalities": spec.modalities,
         "frontend": msgspec.structs.replace(spec.frontend, pod_template={}),
-        "engine": msgspec.structs.replace(spec.engine, pod_template={}),
+        "engine": engine,
         "caches": spec.caches,
         "rollout": spec.rollout,
         "networking": spec.networking,

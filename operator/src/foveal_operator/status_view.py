@@ -166,8 +166,9 @@ def _failure(failure: Obj, now: float, style: Style) -> Iterator[str]:
     code = failure.get("exitCode", -1)
     ended = f", exit code {code}" if code >= 0 else ""
     peak = failure.get("memoryPeak")
-    used = f", memory peak {peak}" if peak else ""
-    yield f"{style.bold('LAST FAILURE')}  {when} ago"
+    limit = f" of {failure['memoryLimit']}" if failure.get("memoryLimit") else ""
+    used = f", memory peak {peak}{limit}" if peak else ""
+    yield style.bold("LAST FAILURE") + (f"  {when} ago" if when != "-" else "")
     what = f"{failure['pod']} ({failure['container']}): {failure['reason']}{ended}{used}"
     yield from wrapped(what, style)
     yield from wrapped(failure.get("message", ""), style)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from foveal_operator.manifests import Desired
 from foveal_operator.spec import InferenceSpec
-from foveal_operator.terminal import Style
+from foveal_operator.terminal import Style, columns, tailed, wrapped
 from foveal_runtime.plan.budget_types import BudgetPlan, Line, PlaceBudget
 from foveal_runtime.plan.profile import ModelProfile
 from foveal_runtime.plan.quantity import format_gib
@@ -25,22 +25,27 @@ def plan_table(
     style: Style,
 ) -> str:
     """Budgets by place, then notes and problems, then the objects."""
-    lines = [style.bold(f"{inference.name} in {inference.namespace}"), _model(inference, profile)]
+    lines = [style.bold(f"{inference.name} in {inference.namespace}")]
+    lines += wrapped(_model(inference, profile), style, "")
     for place in plan.places:
         lines += ["", *_place(place, inference, style)]
     if plan.kv_tokens:
-        lines += ["", _capacity(plan)]
-    lines += [f"note: {note}" for note in plan.notes]
-    lines += [
-        f"note: {kind} is asked for and the cluster does not serve it"
-        for kind in desired.missing_apis
+        lines += ["", *wrapped(_capacity(plan), style, "")]
+    notes = [
+        *plan.notes,
+        *(
+            f"{kind} is asked for and the cluster does not serve it"
+            for kind in desired.missing_apis
+        ),
     ]
+    for note in notes:
+        lines += wrapped(f"note: {note}", style, "")
     lines += ["", *_verdict(plan, style), "", *_objects(desired, style)]
     return "\n".join(lines) + "\n"
 
 
 def _model(inference: InferenceSpec, profile: ModelProfile) -> str:
-    kib = profile.kv_bytes_per_token / 1024
+    kib = profile.kv_token_bytes(inference.spec.caches.kv.dtype) / 1024
     return (
         f"{inference.spec.model.uri}: {format_gib(profile.weight_bytes)} of weights, "
         f"{kib:.1f} KiB of KV a token ({profile.source})"
@@ -51,26 +56,24 @@ def _place(place: PlaceBudget, inference: InferenceSpec, style: Style) -> Iterat
     replicas = {
         "frontend": inference.num_frontends,
         "engine": inference.num_engines,
-        "device": inference.spec.engine.accelerator.count,
+        "device": inference.spec.engine.num_devices,
     }[place.place]
     times = "" if replicas == 1 else f"  x {replicas}"
     limit = f"limit {format_gib(place.limit_bytes)}, {place.source}{times}"
     yield style.bold(f"{_TITLE[place.place]}  {limit}")
     for line in place.lines:
         if line.bytes or line.is_cache:
-            yield style.clip(_row(line, place, style))
+            yield from _row(line, place, style)
     bar = _bar(place.headroom_bytes, place.limit_bytes, style)
     yield f"  {'headroom':<13} {format_gib(place.headroom_bytes):>13}  {bar}"
 
 
-def _row(line: Line, place: PlaceBudget, style: Style) -> str:
+def _row(line: Line, place: PlaceBudget, style: Style) -> list[str]:
     each = f" ({line.count} x {format_gib(line.each_bytes)})" if line.count > 1 else ""
     count = f" [{line.num_items} {line.unit}]" if line.unit and line.num_items else ""
     bar = _bar(line.bytes, place.limit_bytes, style)
-    return (
-        f"  {line.name:<13} {format_gib(line.bytes):>13}  {bar}{line.source:<8}  "
-        f"{line.formula}{each}{count}"
-    )
+    head = f"  {line.name:<13} {format_gib(line.bytes):>13}  {bar}{line.source:<8}  "
+    return tailed(head, f"{line.formula}{each}{count}", style)
 
 
 def _bar(part: int, whole: int, style: Style) -> str:
@@ -88,16 +91,15 @@ def _capacity(plan: BudgetPlan) -> str:
 
 def _verdict(plan: BudgetPlan, style: Style) -> Iterator[str]:
     if plan.fits:
-        yield style.bold("Fits.")
+        yield style.paint("Fits.", "bold", "green")
         return
-    yield style.bold("Does not fit: no pods would be made.")
+    yield style.paint("Does not fit: no pods would be made.", "bold", "red")
     for problem in plan.problems:
-        yield f"  {problem.reason}: {problem.message}"
+        yield from wrapped(f"{problem.reason}: {problem.message}", style, "  ")
 
 
 def _objects(desired: Desired, style: Style) -> Iterator[str]:
     how = {"Apply": "", "CreateOnly": "created once", "Retain": "kept when the resource goes"}
     yield style.bold("Objects" if desired.complete else "Objects before any pod")
-    for owned in desired.objects:
-        kind, _, name = owned.key
-        yield f"  {kind:<24} {name:<44} {how[owned.policy]}".rstrip()
+    rows = [(owned.key[0], owned.key[2], how[owned.policy]) for owned in desired.objects]
+    yield from (style.clip(f"  {line}") for line in columns(rows))

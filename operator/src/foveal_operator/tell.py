@@ -13,6 +13,7 @@ from foveal_operator.clock import Clock
 from foveal_operator.cluster import Cluster
 from foveal_operator.cold_start import ColdStarts
 from foveal_operator.events import EventRecorder
+from foveal_operator.image_volume import image_revision
 from foveal_operator.kinds import BY_NAME, DEPLOYMENT, INFERENCE, STATEFUL_SET
 from foveal_operator.look import Pass
 from foveal_operator.manifests import Desired
@@ -59,6 +60,9 @@ class Teller:
             route, work.inference.spec.networking.http_route is not None
         )
         scaling, scaling_message = scaling_state(self._autoscalers(work))
+        digest, doubt = image_revision(
+            work.inference.spec.model.uri, (*work.engine_pods, *work.frontend_pods)
+        )
         observed = Observed(
             now=self._clock.now_text(),
             deployment=self._caches.get(DEPLOYMENT, key[0], f"{key[1]}-frontend"),
@@ -67,6 +71,8 @@ class Teller:
             engine_pods=work.engine_pods,
             model=work.model.reason,
             model_message=work.model.message,
+            model_doubt=doubt,
+            model_failure=work.model.failure,
             sessions_up=reports.sessions_up,
             sessions_wanted=reports.sessions_wanted,
             stale_rate=reports.stale_rate,
@@ -79,7 +85,7 @@ class Teller:
             rollout_message=trouble or work.rollout.message,
             peaks=reports.peaks,
             waits=reports.waits,
-            resolved_revision=work.model.resolved_revision,
+            resolved_revision=digest or work.model.resolved_revision,
             model_takes=tuple(work.model.profile.items) if work.model.profile else None,
             download_percent=work.model.download_percent,
             measured=steady(reports.measured, work.resource),

@@ -16,6 +16,9 @@ from typing import TextIO
 import msgspec
 
 BAR_WIDTH = 24
+NARROW_BAR_WIDTH = 10
+NARROW = 120
+MIN_BESIDE = 36
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33"}
 
@@ -36,10 +39,11 @@ class Style(msgspec.Struct, frozen=True, kw_only=True):
     def bold(self, text: str) -> str:
         return self.paint(text, "bold")
 
-    def bar(self, part: float, whole: float, width: int = BAR_WIDTH) -> str:
-        """A bar, or nothing where programs read."""
+    def bar(self, part: float, whole: float, width: int = 0) -> str:
+        """A bar, or nothing where programs read; a short one on a narrow terminal."""
         if not self.is_terminal:
             return ""
+        width = width or (NARROW_BAR_WIDTH if 0 < self.width < NARROW else BAR_WIDTH)
         filled = max(0, min(width, round(width * part / whole))) if whole > 0 else 0
         return "█" * filled + "·" * (width - filled)
 
@@ -86,6 +90,12 @@ def columns(rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) 
     return lines
 
 
+def even(lines: Sequence[str]) -> list[str]:
+    """All as wide as the widest."""
+    widest = max((visible_width(line) for line in lines), default=0)
+    return [line + " " * (widest - visible_width(line)) for line in lines]
+
+
 def age(seconds: float) -> str:
     """47s, 5m, 3h12m, 9d: as kubectl writes it."""
     whole = max(0, int(seconds))
@@ -108,6 +118,19 @@ def short_bytes(size_bytes: int) -> str:
             break
         value /= 1024
     return f"{value:.0f} {unit}" if unit == "B" or value >= 10 else f"{value:.1f} {unit}"
+
+
+def tailed(line: str, text: str, style: Style, indent: str = "      ") -> list[str]:
+    """`line` with `text` behind it; beside it in several lines, or below it, where a terminal has
+    no room for both. `line` ends where the text may begin."""
+    room = style.width - visible_width(line)
+    if not style.is_terminal or style.width <= 0 or visible_width(text) <= room:
+        return [f"{line}{text}".rstrip()]
+    if room >= MIN_BESIDE:
+        first, *rest = textwrap.wrap(text, room)
+        return [f"{line}{first}", *(" " * visible_width(line) + part for part in rest)]
+    below = wrapped(text, style, indent)
+    return [style.clip(line.rstrip()), *(style.paint(part, "dim") for part in below)]
 
 
 def wrapped(text: str, style: Style, indent: str = "    ") -> list[str]:

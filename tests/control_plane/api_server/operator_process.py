@@ -41,6 +41,7 @@ class OperatorProcess:
         self._command += [f"--resync-seconds={RESYNC_SECONDS}", *flags]
         self._program: Program | None = None
         self.nursery: Nursery | None = None
+        self.packages = packages()
         self.num_starts = 0
 
     def start(self) -> None:
@@ -51,7 +52,7 @@ class OperatorProcess:
             child = self.nursery.spawn(self._command[3:], self._folder, own, log)
             self._program = Program(name, child, log)
         else:
-            env = {**os.environ, "PYTHONPATH": os.pathsep.join(packages()), **own}
+            env = {**os.environ, "PYTHONPATH": os.pathsep.join(self.packages), **own}
             self._program = start(name, self._command, self._folder, env)
         self.num_starts += 1
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from tests.control_plane.api_server import nodes as fates
 from tests.control_plane.api_server.nodes import Fate
 from tests.control_plane.api_server.programs import wait_until
 from tests.control_plane.api_server.scenarios import NO_LEASE, STEPS, run
-from tests.control_plane.api_server.world import World
+from tests.control_plane.api_server.world import World, claim_in
+from tests.control_plane.regenerate import profile_for
 
 from foveal_operator import reasons
 from foveal_operator.reasons import Reason
+from foveal_operator.spec import parse
 
 CREATE, SCALE = STEPS[:2]
 
@@ -71,6 +75,28 @@ def test_each_failure_has_its_reason_and_goes_when_it_goes(world: World) -> None
             assert last["pod"] in {p["metadata"]["name"] for p in world.nodes.pods(component)}
         world.nodes.fate(fates.READY, component=component)
         wait_reason(world, kind, reasons.SERVING)
+
+
+@pytest.mark.timeout(300, func_only=True)
+def test_a_job_that_fails_is_told_with_its_pod(world: World) -> None:
+    """Real Jobs: the controller makes a new pod for each attempt, and leaves the failed ones."""
+    world.operator("a", NO_LEASE).start()
+    last_words = "a log line\nfoveal-runtime: model type mamba is not supported"
+    world.nodes.fate(replace(fates.FAILED, exit_code=2, message=last_words), component="model")
+    world.api.create(claim_in(world.namespace))
+    world.api.apply(world.sample("cpu"), "user").must()
+    wait_reason(world, "ModelReady", reasons.UNSUPPORTED_MODEL)
+    (job,) = world.api.list("Job", world.namespace)
+    failure = (world.resource() or {})["status"]["lastFailure"]
+    assert failure["pod"].startswith(job["metadata"]["name"])
+    assert (failure["container"], failure["reason"]) == ("profile", "UnsupportedModel")
+    assert failure["exitCode"] == 2
+    assert failure["message"] == "foveal-runtime: model type mamba is not supported"
+    profile = msgspec.json.encode(profile_for(parse(world.sample("cpu")))).decode()
+    world.nodes.fate(replace(fates.SUCCEEDED, message=profile), component="model")
+    wait_reason(world, "ModelReady", reasons.RESOLVED)
+    world.wait_condition("Ready")
+    assert "lastFailure" not in (world.resource() or {})["status"], "the Job has ended well"
 
 
 BAD = [

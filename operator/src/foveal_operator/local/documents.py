@@ -19,6 +19,7 @@ from foveal_runtime.plan.config import (
     EngineConfig,
     FrontendConfig,
     InjectionConfig,
+    MediaSources,
     expand,
 )
 
@@ -41,6 +42,7 @@ class LocalPlace(msgspec.Struct, frozen=True, kw_only=True):
         num_cpus: no engine computes with more threads.
         num_engines, num_frontends: None = as many as the workloads ask for.
         key_files: by option, files that stand for the resource's Secrets.
+        file_root: folder that stands for the claim with local files; "" = none.
     """
 
     model_path: str
@@ -52,6 +54,7 @@ class LocalPlace(msgspec.Struct, frozen=True, kw_only=True):
     num_engines: int | None = None
     num_frontends: int | None = None
     key_files: dict[str, str] = {}
+    file_root: str = ""
 
 
 class LocalDocuments(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,6 +149,7 @@ def _frontend(
         ),
         curve=_curve(pod.curve, place),
         shm_directory=pod.shm_directory.replace(SHARED_DIRECTORY, place.shm_directory, 1),
+        media_sources=_sources(pod, place),
         api_key_file=_key_file(pod, "api_key_file", place),
         admin_key_file=_key_file(pod, "admin_key_file", place),
         injection=_injection(pod, place),
@@ -178,6 +182,11 @@ def _key_file(pod: FrontendConfig, field: str, place: LocalPlace) -> str:
     return place.key_files.get(_KEY_FILES[field], "") if getattr(pod, field) else ""
 
 
+def _sources(pod: FrontendConfig, place: LocalPlace) -> MediaSources:
+    root = place.file_root if pod.media_sources.file_root else ""
+    return msgspec.structs.replace(pod.media_sources, file_root=root)
+
+
 def _injection(pod: FrontendConfig, place: LocalPlace) -> InjectionConfig:
     given = place.key_files.get(_KEY_FILES["injection"], "")
     if not pod.injection.enabled or not given:
@@ -200,3 +209,5 @@ def _notes(pod: FrontendConfig, place: LocalPlace) -> Iterator[str]:
     for field, option in _KEY_FILES.items():
         if asked[field] and not place.key_files.get(option):
             yield f"the resource takes keys from a Secret; without {option} {without[field]}"
+    if pod.media_sources.file_root and not place.file_root:
+        yield "the resource takes local files from a claim; without --file-root file: URLs are off"

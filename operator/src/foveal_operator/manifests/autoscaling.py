@@ -76,7 +76,7 @@ def _scaled_object(
     query: str,
     target: int,
 ) -> Obj:
-    trigger = {
+    trigger: Obj = {
         "type": "prometheus",
         "metricType": "AverageValue",
         "metadata": {
@@ -85,6 +85,9 @@ def _scaled_object(
             "threshold": str(target),
         },
     }
+    if scaling.prometheus_auth:
+        trigger["metadata"]["authModes"] = scaling.prometheus_auth.mode.lower()
+        trigger["authenticationRef"] = {"name": scaling.prometheus_auth.name}
     spec = {
         "scaleTargetRef": _target(context, role),
         "minReplicaCount": scaling.min_replicas,

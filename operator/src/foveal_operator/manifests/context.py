@@ -17,9 +17,10 @@ from foveal_runtime.plan.budget_types import BudgetPlan
 
 Obj = dict[str, Any]
 Role = Literal["frontend", "engine", "model"]
-Policy = Literal["Apply", "CreateOnly", "Retain"]
+Policy = Literal["Apply", "CreateOnly", "Retain", "Keep"]
 """Apply: server-side apply, owned. CreateOnly: made once, never read back or changed. Retain:
-applied without owner reference, so it outlives the resource."""
+applied without owner reference, so it outlives the resource. Keep: lies there, made by another
+release, and is left as it is."""
 
 ENGINE_PORT = 5570
 ENGINE_HTTP_PORT = 5580

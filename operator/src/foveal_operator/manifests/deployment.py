@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from foveal_operator.manifests.config_map import frontend_config_map
 from foveal_operator.manifests.context import Context, Obj
-from foveal_operator.manifests.documents import SHARED_DIRECTORY, frontend_cpu_millicores
+from foveal_operator.manifests.documents import (
+    FILES_DIRECTORY,
+    SHARED_DIRECTORY,
+    frontend_cpu_millicores,
+)
 from foveal_operator.manifests.pods import (
     add_user_secret,
     pod_template,
@@ -27,6 +31,9 @@ def frontend_deployment(context: Context) -> Obj:
         add_user_secret(volumes, "injection", spec.security.injection.key_secret_ref)
     if spec.caches.ipc.claim_name:
         volumes.add_claim("shared", spec.caches.ipc.claim_name, SHARED_DIRECTORY)
+    if spec.security.media_sources.local_files:
+        claim = spec.security.media_sources.local_files.claim_name
+        volumes.add_claim("files", claim, FILES_DIRECTORY, read_only=True)
     needs = resources(frontend_cpu_millicores(context), plan.frontend.limit_bytes)
     container = role_container(
         context, "frontend", spec.networking.port, volumes, needs, extra_ports=[]

@@ -6,11 +6,14 @@ frontend.*, so that no change of the API tier can restart an engine; a test hold
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 import msgspec
 
 from foveal_operator.budget_inputs import modalities_config
 from foveal_operator.manifests.context import ENGINE_HTTP_PORT, ENGINE_PORT, Context
 from foveal_operator.manifests.model_source import model_source
+from foveal_operator.spec_caches import WarmSet
 from foveal_operator.spec_service import SecretKey
 from foveal_runtime.plan.config import (
     Admission,
@@ -30,6 +33,13 @@ CURVE_DIRECTORY = "/etc/foveal/curve"
 SECRETS_DIRECTORY = "/etc/foveal/secrets"
 SHARED_DIRECTORY = "/shared"
 WARM_DIRECTORY = "/warm"
+FILES_DIRECTORY = "/files"
+ADDED: dict[tuple[str, str], object] = {("caches", "kv_dtype"): "auto"}
+"""(part, field) of documents that came after the first ones, with the value that older runtimes
+obey without knowing it."""
+_SWITCHES: dict[str, Literal["auto", "on", "off"]] = {
+    "Auto": "auto", "Enabled": "on", "Disabled": "off",
+}  # fmt: skip
 
 
 def secret_path(purpose: str, ref: SecretKey | None) -> str:
@@ -41,7 +51,7 @@ def engine_cpu_millicores(context: Context) -> int:
     engine = context.inference.spec.engine
     if engine.cpu is not None:
         return parse_millicores(engine.cpu)
-    return 4000 * engine.accelerator.count
+    return 4000 * engine.num_devices
 
 
 def frontend_cpu_millicores(context: Context) -> int:
@@ -65,6 +75,7 @@ def engine_document(context: Context) -> EngineConfig:
             max_num_encoder_input_tokens=plan.encoder_compute_embeds,
             disable_chunked_mm_input=engine.disable_chunked_multi_modal_input,
             policy="priority" if engine.scheduling_policy == "Priority" else "fcfs",
+            max_waiting=engine.max_waiting,
         ),
         caches=EngineCaches(
             ipc_bytes=plan.ipc_bytes,
@@ -73,8 +84,10 @@ def engine_document(context: Context) -> EngineConfig:
             encoder_host_bytes=plan.encoder_host_bytes,
             kv_bytes=plan.kv_bytes,
             block_size=engine.block_size,
+            kv_dtype=spec.caches.kv.dtype,
             prefix_caching=engine.prefix_caching,
-            warm_directory=WARM_DIRECTORY if spec.caches.encoder.warm_set else "",
+            encoder_eviction="cost" if spec.caches.encoder.eviction == "Cost" else "lru",
+            **_warm(spec.caches.encoder.warm_set),
         ),
         modalities=modalities_config(spec.modalities),
         bind=f"tcp://$(POD_HOST):{ENGINE_PORT}",
@@ -89,8 +102,10 @@ def engine_document(context: Context) -> EngineConfig:
         shm_directory=SHARED_DIRECTORY if shared else "",
         device="cpu" if is_cpu else "cuda",
         attention=engine.attention,
+        run_ahead=_SWITCHES[engine.run_ahead],
+        cuda_graphs=engine.cuda_graphs,
         num_threads=-(-engine_cpu_millicores(context) // 1000) if is_cpu else 0,
-        tensor_parallel=engine.accelerator.count,
+        tensor_parallel=engine.num_devices,
         drain_timeout_seconds=float(spec.rollout.drain_timeout_seconds),
         log_format="json",
     )
@@ -131,7 +146,11 @@ def frontend_document(context: Context) -> FrontendConfig:
         shm_directory=SHARED_DIRECTORY if shared else "",
         shm_bytes=plan.ipc_bytes if shared else 0,
         media_workers=frontend.media_workers,
-        media_sources=MediaSources(allowed_domains=security.media_sources.allowed_domains),
+        media_sources=MediaSources(
+            allowed_domains=security.media_sources.allowed_domains,
+            file_root=FILES_DIRECTORY if security.media_sources.local_files else "",
+            fetch_timeout_seconds=float(security.media_sources.fetch_timeout_seconds),
+        ),
         admission=Admission(
             max_requests=frontend.admission.max_requests,
             max_tokens=frontend.admission.max_tokens,
@@ -148,9 +167,24 @@ def frontend_document(context: Context) -> FrontendConfig:
 
 
 def document_json(config: EngineConfig | FrontendConfig) -> str:
-    """Readable and the same on every machine."""
-    data = msgspec.json.encode(config, order="deterministic")
+    """Readable and the same on every machine.
+
+    A field of ADDED is left out while it says what runtimes do that do not know it: a new operator
+    then neither changes the document of pods that run nor gives it to an older image that would
+    refuse it.
+    """
+    fields = msgspec.json.decode(msgspec.json.encode(config, order="deterministic"))
+    for (part, name), default in ADDED.items():
+        if fields.get(part, {}).get(name) == default:
+            del fields[part][name]
+    data = msgspec.json.encode(fields)  # in the order of the fields
     return msgspec.json.format(data, indent=2).decode() + "\n"
+
+
+def _warm(warm_set: WarmSet | None) -> dict[str, Any]:
+    if warm_set is None:
+        return {}
+    return {"warm_directory": WARM_DIRECTORY, "warm_bytes": parse_bytes(warm_set.size)}
 
 
 def _model(context: Context) -> ModelConfig:

@@ -1,7 +1,8 @@
 """Jobs that run once per model: fetch the files, and say what the model costs.
 
-A Job's pod template cannot change, so each name carries the hash of what the Job does. The profile
-is small enough for a termination message, so its pod needs no right to write anything.
+Each name carries the hash of what the Job's result depends on, and of nothing else: a new operator
+that builds the Job differently finds the old one's results under the same name. The profile is
+small enough for a termination message, so its pod needs no right to write anything.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from foveal_operator.budget_inputs import modalities_config
 from foveal_operator.manifests.context import Context, Obj, content_hash
 from foveal_operator.manifests.model_source import model_source
 from foveal_operator.manifests.pods import (
-    CONTAINER_SECURITY,
-    POD_SECURITY,
     PROGRESS_PORT_NAME,
     Volumes,
+    container_security,
+    pod_security,
     resources,
 )
 from foveal_operator.spec_caches import Modalities
@@ -27,6 +28,8 @@ PROFILE_REQUEST_BYTES = 4 * GIB
 """Enough for most processors, which shrink what they are given; the limit is for those that do
 not."""
 PROGRESS_PORT = 8000
+TEMPLATE = "foveal.dev/template"
+"""Annotation of a Job: hash of its spec, which cannot change once it is there."""
 # Not "http": a PodMonitor would scrape it, and alert when the Job is over.
 
 
@@ -41,8 +44,11 @@ def fetch_job(context: Context) -> Obj:
     ports = [{"name": PROGRESS_PORT_NAME, "containerPort": PROGRESS_PORT, "protocol": "TCP"}]
     environment: list[Obj] = [{"name": "HOME", "value": "/tmp"}]
     credentials = [{"secretRef": {"name": model.secret_ref.name}}] if model.secret_ref else []
+    result = {
+        "uri": model.uri, "revision": model.revision, "claim": source.claim, "path": source.path,
+    }  # fmt: skip
     return _job(
-        context, "fetch", args, environment, FETCH_MEMORY_BYTES, read_only=False,
+        context, "fetch", result, args, environment, FETCH_MEMORY_BYTES, read_only=False,
         envFrom=credentials, ports=ports,
     )  # fmt: skip
 
@@ -50,33 +56,27 @@ def fetch_job(context: Context) -> Obj:
 def profile_job(context: Context) -> Obj:
     """Predicts the model's costs from its files under the resource's limits on media."""
     spec = context.inference.spec
-    modalities = spec.modalities
-    args = [
-        "profile",
-        model_source(context).path,
-        "--max-pixels",
-        str(modalities.image.max_pixels),
-        "--max-video-pixels",
-        str(modalities.video.max_pixels),
-        "--max-frames",
-        str(modalities.video.max_frames),
-        "--max-seconds",
-        str(modalities.video.max_seconds),
-        "--max-audio-seconds",
-        str(modalities.audio.max_seconds),
-        "--max-num-batched-tokens",
-        str(spec.engine.max_num_batched_tokens),
-        "--dtype",
-        spec.engine.dtype,
-        "--device",
-        "cpu" if spec.engine.accelerator.type == "CPU" else "cuda",
-        "--output",
-        "/dev/termination-log",
-    ]
+    limits = {
+        "--max-pixels": spec.modalities.image.max_pixels,
+        "--max-video-pixels": spec.modalities.video.max_pixels,
+        "--max-frames": spec.modalities.video.max_frames,
+        "--max-seconds": spec.modalities.video.max_seconds,
+        "--max-audio-seconds": spec.modalities.audio.max_seconds,
+        "--dtype": spec.engine.dtype,
+        "--device": "cpu" if spec.engine.accelerator.type == "CPU" else "cuda",
+    }
+    args = ["profile", model_source(context).path]
+    args += [word for flag, value in limits.items() for word in (flag, str(value))]
+    args += ["--output", "/dev/termination-log"]
     environment = [{"name": "HF_HUB_OFFLINE", "value": "1"}, {"name": "HOME", "value": "/tmp"}]
+    # The image: its processors say how large items get, its model layer what a step costs.
+    result = {
+        "uri": spec.model.uri, "revision": spec.model.revision, "image": context.image, **limits,
+    }  # fmt: skip
     return _job(
-        context, "profile", args, environment, profile_limit_bytes(modalities), read_only=True
-    )
+        context, "profile", result, args, environment, profile_limit_bytes(spec.modalities),
+        read_only=True,
+    )  # fmt: skip
 
 
 def profile_limit_bytes(modalities: Modalities) -> int:
@@ -87,6 +87,7 @@ def profile_limit_bytes(modalities: Modalities) -> int:
 def _job(
     context: Context,
     what: str,
+    result: Obj,
     args: list[str],
     environment: list[Obj],
     memory_bytes: int,
@@ -94,6 +95,8 @@ def _job(
     read_only: bool,
     **container: Any,
 ) -> Obj:
+    """`result`: what its result depends on. Another release must put the same into it, or every
+    model is fetched and profiled once more; a test holds it to that."""
     volumes, source = Volumes(), model_source(context)
     volumes.volumes.append(source.volume())
     volumes.mounts.append(source.mount(read_only=read_only))
@@ -105,7 +108,7 @@ def _job(
         # A pod for each attempt: with OnFailure the last pod is deleted when the Job gives up, and
         # with it the reason.
         "restartPolicy": "Never",
-        "securityContext": POD_SECURITY,
+        "securityContext": pod_security(),
         "containers": [
             {
                 "name": what,
@@ -114,7 +117,7 @@ def _job(
                 "args": args,
                 "env": environment,
                 "resources": resources(1000, memory_bytes, None, PROFILE_REQUEST_BYTES),
-                "securityContext": CONTAINER_SECURITY,
+                "securityContext": container_security(),
                 "terminationMessagePolicy": "FallbackToLogsOnError",
                 "volumeMounts": volumes.mounts,
                 **{key: value for key, value in container.items() if value},
@@ -126,5 +129,7 @@ def _job(
         "backoffLimit": 6,
         "template": {"metadata": {"labels": context.labels("model")}, "spec": pod},
     }
-    suffix = f"{what}-{content_hash(spec)}"
-    return context.object("batch/v1", "Job", suffix, "model", spec=spec)
+    suffix = f"{what}-{content_hash(result)}"
+    body = context.object("batch/v1", "Job", suffix, "model", spec=spec)
+    annotations = {TEMPLATE: content_hash(spec)}
+    return {**body, "metadata": {**body["metadata"], "annotations": annotations}}

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from foveal_operator.manifests.context import ENGINE_HTTP_PORT, ENGINE_PORT, Context, Obj
 
-_PRIVATE_V4 = ["10.0.0.0/8", "100.64.0.0/10", "169.254.0.0/16", "172.16.0.0/12", "192.168.0.0/16"]
-_PRIVATE_V6 = ["fc00::/7", "fe80::/10"]
+_PRIVATE_V4 = ("10.0.0.0/8", "100.64.0.0/10", "169.254.0.0/16", "172.16.0.0/12", "192.168.0.0/16")
+_PRIVATE_V6 = ("fc00::/7", "fe80::/10")
 
 
 def _ports(*numbers: int) -> list[Obj]:
@@ -48,8 +48,8 @@ def frontend_network_policy(context: Context) -> Obj:
     ]
     if context.inference.spec.security.media_sources.allowed_domains:
         outside = [
-            {"ipBlock": {"cidr": "0.0.0.0/0", "except": _PRIVATE_V4}},
-            {"ipBlock": {"cidr": "::/0", "except": _PRIVATE_V6}},
+            {"ipBlock": {"cidr": "0.0.0.0/0", "except": [*_PRIVATE_V4]}},
+            {"ipBlock": {"cidr": "::/0", "except": [*_PRIVATE_V6]}},
         ]
         egress.append({"to": outside, "ports": _ports(80, 443)})
     spec = {

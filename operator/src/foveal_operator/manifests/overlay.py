@@ -6,6 +6,7 @@ are appended; a value that the operator derives is refused with its path.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from foveal_operator.manifests.context import Obj
@@ -21,7 +22,7 @@ _LOCKED_CONTAINER = frozenset(
 )  # fmt: skip
 
 
-_LOCKED_VOLUMES = frozenset({"config", "model", "curve", "shm", "shared", "warm"})
+_LOCKED_VOLUMES = frozenset({"config", "model", "curve", "shm", "shared", "warm", "files"})
 _LOCKED_ENV = frozenset({"NODE_NAME", "POD_IP", "POD_NAME"})
 
 
@@ -37,7 +38,8 @@ def lay_over(template: Obj, overlay: Obj | None, path: str, container: str) -> O
     problems = [*_locked(overlay, path, container)]
     if problems:
         raise SpecError(problems)
-    merged = _merge(template, overlay, path)
+    # A copy: what is built must never be a part of the resource that it is built from.
+    merged = _merge(template, copy.deepcopy(overlay), path)
     assert isinstance(merged, dict)
     return merged
 

@@ -31,19 +31,26 @@ SESSION_GROUP_LABEL = "foveal.dev/session-group"
 SECRET_REVISION = "foveal.dev/secret-revision"
 TMP_SIZE = "2Gi"
 
-CONTAINER_SECURITY: Obj = {
-    "allowPrivilegeEscalation": False,
-    "readOnlyRootFilesystem": True,
-    "capabilities": {"drop": ["ALL"]},
-}
-POD_SECURITY: Obj = {
-    "runAsNonRoot": True,
-    "runAsUser": USER_ID,
-    "runAsGroup": USER_ID,
-    "fsGroup": USER_ID,
-    "fsGroupChangePolicy": "OnRootMismatch",
-    "seccompProfile": {"type": "RuntimeDefault"},
-}
+
+def container_security() -> Obj:
+    """Of every container; new on each call, as all that a builder returns."""
+    return {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+
+
+def pod_security() -> Obj:
+    """Of every pod."""
+    return {
+        "runAsNonRoot": True,
+        "runAsUser": USER_ID,
+        "runAsGroup": USER_ID,
+        "fsGroup": USER_ID,
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
 
 
 class Volumes:
@@ -69,8 +76,9 @@ class Volumes:
         }
         self.add({"name": name, "secret": source}, path, read_only=True)
 
-    def add_claim(self, name: str, claim: str, path: str) -> None:
-        self.add({"name": name, "persistentVolumeClaim": {"claimName": claim}}, path)
+    def add_claim(self, name: str, claim: str, path: str, *, read_only: bool = False) -> None:
+        source = {"claimName": claim}
+        self.add({"name": name, "persistentVolumeClaim": source}, path, read_only=read_only)
 
 
 def role_volumes(
@@ -153,7 +161,7 @@ def role_container(
         "env": environment(),
         "ports": [{"name": "http", "containerPort": port, "protocol": "TCP"}, *extra_ports],
         "resources": needs,
-        "securityContext": CONTAINER_SECURITY,
+        "securityContext": container_security(),
         "startupProbe": probe("/livez", "http", 5, max(1, deadline // 5)),
         "readinessProbe": probe("/readyz", "http", 2, 2),
         "livenessProbe": {
@@ -193,7 +201,7 @@ def pod_template(
             "serviceAccountName": context.name,
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
-            "securityContext": POD_SECURITY,
+            "securityContext": pod_security(),
             "terminationGracePeriodSeconds": grace,
             "topologySpreadConstraints": [
                 {

@@ -10,7 +10,7 @@ def resource_claim_template(context: Context, accelerator: Accelerator) -> Obj:
     exactly: Obj = {
         "deviceClassName": accelerator.device_class_name,
         "allocationMode": "ExactCount",
-        "count": accelerator.count,
+        "count": context.inference.spec.engine.num_devices,
     }
     if accelerator.device_selectors:
         exactly["selectors"] = [

@@ -64,7 +64,8 @@ def engine_replicas(context: Context) -> int | None:
 
 def _devices(context: Context) -> tuple[Obj, Obj]:
     """Container resources and pod fields that give an engine its devices."""
-    accelerator = context.inference.spec.engine.accelerator
+    engine = context.inference.spec.engine
+    accelerator = engine.accelerator
     if accelerator.type == "CPU":
         return {}, {}
     if accelerator.device_class_name:
@@ -73,4 +74,4 @@ def _devices(context: Context) -> tuple[Obj, Obj]:
         return {"claims": [{"name": CLAIM_NAME}]}, {"resourceClaims": [claim]}
     name = accelerator.resource_name or DEFAULT_RESOURCE_NAME
     toleration = {"key": name, "operator": "Exists", "effect": "NoSchedule"}
-    return {name: str(accelerator.count)}, {"tolerations": [toleration]}
+    return {name: str(engine.num_devices)}, {"tolerations": [toleration]}

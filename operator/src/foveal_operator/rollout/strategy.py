@@ -47,7 +47,7 @@ def choose(
 
 def _kind(inference: InferenceSpec, free_devices: int | None) -> tuple[str, str, int]:
     """(strategy, why, extra engines)."""
-    rollout, count = inference.spec.rollout, inference.spec.engine.accelerator.count
+    rollout, count = inference.spec.rollout, inference.spec.engine.num_devices
     if rollout.strategy == "OnDelete":
         return "OnDelete", "engines are replaced when you delete their pods", 0
     if rollout.strategy == "FreeFirst":

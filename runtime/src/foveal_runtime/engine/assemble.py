@@ -96,6 +96,7 @@ def scheduler_limits(config: EngineConfig, loaded: LoadedEngine) -> SchedulerLim
         encoder_eviction=caches.encoder_eviction,
         prefix_caching=caches.prefix_caching,
         namespace=loaded.namespace,
+        kv_dtype=caches.kv_dtype,
     )
 
 

@@ -26,6 +26,7 @@ class SchedulerLimits:
         encoder_eviction: see `plan.config.EngineCaches`.
         disable_chunked_mm_input: an item's tokens are computed in one step.
         namespace: weights and processor identity, part of every block hash.
+        kv_dtype: what the pool keeps, for metrics alone.
     """
 
     num_blocks: int
@@ -43,6 +44,7 @@ class SchedulerLimits:
     encoder_eviction: Literal["lru", "cost"] = "lru"
     prefix_caching: bool = True
     namespace: bytes = b""
+    kv_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         assert self.num_blocks > 1

@@ -141,7 +141,7 @@ class EngineMetrics:
             saved_seconds = per_token * stats.num_prefix_hit_tokens
             m.set("foveal_cache_saved_seconds", saved_seconds, cache="kv")
         m.set("vllm:cache_config_info", 1, block_size=str(limits.block_size),
-              num_gpu_blocks=str(pool.num_blocks), cache_dtype="auto",
+              num_gpu_blocks=str(pool.num_blocks), cache_dtype=limits.kv_dtype,
               enable_prefix_caching=str(limits.prefix_caching))  # fmt: skip
 
     def _prefix_part(self, m: Metrics, modality: str, queries: int, hits: int) -> None:

@@ -52,6 +52,8 @@ def _serve_options(parser: argparse.ArgumentParser) -> None:
     add("--max-num-seqs", type=positive, default=128)
     add("--block-size", type=positive, default=16, help="tokens of a KV block")
     add("--kv-cache", type=size, default=size("1Gi"), metavar="SIZE")
+    add("--kv-dtype", default="auto", choices=["auto", "bfloat16", "fp8"],
+        help="what keys and values are kept as; auto: as the model computes")  # fmt: skip
     add("--ipc-cache", type=size, default=size("4Gi"), metavar="SIZE", help="values, per engine")
     add("--ipc-type", default="inline", choices=["inline", "shm"])
     add("--shm-size", type=size, default=0, metavar="SIZE",

@@ -18,6 +18,7 @@ from foveal_runtime.plan.config import (
     EngineConfig,
     FrontendConfig,
     InjectionConfig,
+    KVDtype,
     MediaSources,
     ModelConfig,
     SchedulerConfig,
@@ -43,6 +44,7 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_num_mixed_tokens: int = 0
     max_num_seqs: int = 128
     block_size: int = 16
+    kv_dtype: KVDtype = "auto"
     kv_bytes: int = 1 * GIB
     ipc_bytes: int = 4 * GIB
     ipc_type: str = "inline"
@@ -120,6 +122,7 @@ def _engine(
             warm_directory=_warm_directory(options.warm_directory, index),
             kv_bytes=options.kv_bytes,
             block_size=options.block_size,
+            kv_dtype=options.kv_dtype,
             prefix_caching=options.prefix_caching,
         ),
         bind=f"tcp://127.0.0.1:{pick_port()}",

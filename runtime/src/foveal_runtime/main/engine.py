@@ -100,6 +100,7 @@ def _measured(core: EngineCore, memory: ContainerMemory, device: str, metrics: M
     """What the budgets' parts really take, by their names in the resource's status."""
     from foveal_runtime.model.memory import device_peak_bytes
     from foveal_runtime.model.runner import TorchRunner
+    from foveal_runtime.model.tensor_parallel import TensorParallelRunner
 
     runner, encoder = core.runner, core.scheduler.encoder
     parts = {
@@ -109,12 +110,18 @@ def _measured(core: EngineCore, memory: ContainerMemory, device: str, metrics: M
         "enginePodMemory": memory.peak_bytes(),
         "deviceMemory": device_peak_bytes(device),
     }
-    if isinstance(runner, TorchRunner):
+    if isinstance(runner, TorchRunner | TensorParallelRunner):  # of one device, as planned
         parts["weights"] = runner.weight_bytes
         parts["kv"] = runner.num_blocks * runner.kv_block_bytes
     for part, size in parts.items():
         if size:
             metrics.set("foveal_budget_bytes", size, part=part, source="measured")
+
+
+def num_kv_blocks(config: EngineConfig, rank_block_bytes: int) -> int:
+    """Blocks that the document's KV memory holds: it is that of all ranks, `rank_block_bytes` are
+    one rank's part of a block."""
+    return config.caches.kv_bytes // (rank_block_bytes * config.tensor_parallel)
 
 
 def load_engine(config: EngineConfig, phases: StartPhases | None = None) -> LoadedEngine:
@@ -134,6 +141,7 @@ def load_engine(config: EngineConfig, phases: StartPhases | None = None) -> Load
             dtype=config.model.dtype,
             device=config.device,
             block_size=config.caches.block_size,
+            kv_dtype=config.caches.kv_dtype,
             attention=config.attention,
         )
     else:
@@ -142,9 +150,10 @@ def load_engine(config: EngineConfig, phases: StartPhases | None = None) -> Load
             dtype=config.model.dtype,
             device=config.device,
             block_size=config.caches.block_size,
+            kv_dtype=config.caches.kv_dtype,
             attention=config.attention,
         )
-    runner.allocate_kv(config.caches.kv_bytes // runner.kv_block_bytes)
+    runner.allocate_kv(num_kv_blocks(config, runner.kv_block_bytes))
     if isinstance(runner, TorchRunner) and config.cuda_graphs and config.device.startswith("cuda"):
         _record_decoding(runner, config)
     phases.done("load")

@@ -31,6 +31,7 @@ def options_from(arguments: argparse.Namespace) -> LocalOptions:
         max_num_seqs=arguments.max_num_seqs,
         block_size=arguments.block_size,
         kv_bytes=arguments.kv_cache,
+        kv_dtype=arguments.kv_dtype,
         ipc_bytes=arguments.ipc_cache,
         ipc_type=arguments.ipc_type,
         shm_bytes=arguments.shm_size,

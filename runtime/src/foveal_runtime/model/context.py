@@ -59,7 +59,7 @@ class PagedCall:
         context = self._context
         if self._correct_query is not None:
             query = self._correct_query(module, query, context.pos_of_token)
-        dtype = context.pool.dtype  # some families leave rope in float32
+        dtype = context.pool.compute_dtype  # some families leave rope in float32
         context.backend.write_kv(layer, key.to(dtype), value.to(dtype), context)
         out = context.backend.attend(layer, query.to(dtype), context, options.get("s_aux"))
         return out.to(value.dtype)

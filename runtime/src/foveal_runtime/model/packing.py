@@ -46,8 +46,11 @@ def _multiply(rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | Non
 
 
 def weight_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of these tensors, those that share memory counted once. Packed ones show no address."""
-    found = {id(t) if t.is_mkldnn else t.data_ptr(): t.nbytes for t in tensors}
+    """Bytes of these tensors on this rank, those that share memory counted once. Packed ones show
+    no address."""
+    # A shard is a DTensor, whose import is for those who have ranks.
+    own: list[torch.Tensor] = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
+    found = {id(t) if t.is_mkldnn else t.data_ptr(): t.nbytes for t in own}
     return sum(found.values())
 
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from foveal_runtime.engine.step import StepPlan, StepResult
 from foveal_runtime.model.loader import load_model
 from foveal_runtime.model.runner import TorchRunner
+from foveal_runtime.plan.config import KVDtype
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.media import MMHash
 
@@ -44,6 +45,7 @@ class RankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     device: str
     attention: str
     block_size: int
+    kv_dtype: KVDtype = "auto"
     num_ranks: int
     store: str
     rendezvous_seconds: float = 120.0
@@ -165,7 +167,11 @@ def load_shard(config: RankConfig, rank: int) -> TorchRunner:
     device = config.device_of(rank)
     loaded = load_model(config.model_path, config.dtype, device, **load_options())
     return TorchRunner(
-        loaded, device=device, block_size=config.block_size, attention=config.attention
+        loaded,
+        device=device,
+        block_size=config.block_size,
+        kv_dtype=config.kv_dtype,
+        attention=config.attention,
     )
 
 

@@ -26,6 +26,7 @@ from foveal_runtime.model.attention import (
     ForwardContext,
     KVPool,
     create_backend,
+    kv_dtypes,
 )
 from foveal_runtime.model.batch import HostBatch, Window, make_batch, make_windows
 from foveal_runtime.model.context import PagedCall, forward_context
@@ -65,6 +66,7 @@ class TorchRunner:
         block_size: int = 16,
         num_blocks: int = 0,
         kv_bytes: int = 0,
+        kv_dtype: str = "auto",
         attention: str = "auto",
         sampler: Sampler | None = None,
         room: Device | None = None,
@@ -75,8 +77,12 @@ class TorchRunner:
         self.block_size = block_size
         self.head = Head(loaded.model, loaded.core_name)
         self.layers = probe_layers(loaded, self.head)
+        self._kv_dtype, self._attention_dtype = kv_dtypes(kv_dtype, loaded.dtype)
         self.backend = create_backend(
-            attention, BackendRequest(self.layers, block_size, loaded.dtype, self.device)
+            attention,
+            BackendRequest(
+                self.layers, block_size, self._attention_dtype, self.device, self._kv_dtype
+            ),
         )
         self.store = EncoderStore(self.room)
         self.encoder = EncoderRunner(loaded, self.store, self.room)
@@ -108,7 +114,7 @@ class TorchRunner:
     def kv_block_bytes(self) -> int:
         """Bytes of one KV block, all layers of this rank."""
         values = sum(layer.values_per_token for layer in self.layers)
-        return values * self.block_size * int(self.loaded.dtype.itemsize)
+        return values * self.block_size * int(self._kv_dtype.itemsize)
 
     @functools.cached_property
     def weight_bytes(self) -> int:
@@ -129,7 +135,12 @@ class TorchRunner:
                 "least: give the KV cache more bytes"
             )
         self._pool = KVPool(
-            self.layers, num_blocks, self.block_size, self.loaded.dtype, self.device
+            self.layers,
+            num_blocks,
+            self.block_size,
+            self._kv_dtype,
+            self.device,
+            self._attention_dtype,
         )
 
     def record_decoding(self, capturer: Capturer, *, max_num_seqs: int, max_model_len: int) -> bool:

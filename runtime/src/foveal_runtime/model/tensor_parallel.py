@@ -42,6 +42,7 @@ from foveal_runtime.model.ranks import (
 )
 from foveal_runtime.model.runner import TorchRunner
 from foveal_runtime.model.threads import cpu_limit, num_threads, thread_environment
+from foveal_runtime.plan.config import KVDtype
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.media import MMHash
 
@@ -172,6 +173,7 @@ class TensorParallelRunner:
         device: str = "cpu",
         attention: str = "auto",
         block_size: int = 16,
+        kv_dtype: KVDtype = "auto",
         num_blocks: int = 0,
         kv_bytes: int = 0,
         rendezvous_seconds: float = 120.0,
@@ -192,6 +194,7 @@ class TensorParallelRunner:
             device=device,
             attention=attention,
             block_size=block_size,
+            kv_dtype=kv_dtype,
             num_ranks=ranks,
             store=str(folder / "store"),
             rendezvous_seconds=rendezvous_seconds,
@@ -230,6 +233,11 @@ class TensorParallelRunner:
     def kv_block_bytes(self) -> int:
         """Bytes of one KV block on one rank."""
         return self._runner.kv_block_bytes
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the parameters on one rank."""
+        return self._runner.weight_bytes
 
     @property
     def num_blocks(self) -> int:

@@ -248,7 +248,7 @@ def _compute_knobs(
         for count in (2, 4, 8):
             if count > e.num_devices:
                 yield _Knob(
-                    field="engine.accelerator.count",
+                    field=e.devices_field,
                     before=e.num_devices,
                     end=count,
                     granule=count - e.num_devices,

@@ -67,7 +67,7 @@ def derive_needs(inputs: BudgetInputs, profile: ModelProfile) -> Needs:
     largest_bytes = max((item.processed_bytes for item in items.values()), default=0)
     staging = _ipc_staging(inputs, items, max_len)
     # KV of all ranks together; a block is the unit in which it is given out.
-    block_bytes = engine.block_size * profile.kv_bytes_per_token
+    block_bytes = engine.block_size * profile.kv_token_bytes(engine.kv_dtype)
     ranks = engine.num_devices if engine.device == "gpu" else 1
     kv_floor = -(-max_len // engine.block_size) * block_bytes
     kv_default = max(kv_floor, min(DEFAULT_KV_CPU_BYTES, engine.max_num_seqs * kv_floor))

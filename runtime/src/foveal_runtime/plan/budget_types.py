@@ -64,16 +64,18 @@ class EngineInputs(msgspec.Struct, frozen=True, kw_only=True):
         num_engines: the most engines there can be (autoscaling's maximum).
         limit_bytes: memory limit of the pod.
         num_devices: devices of one engine, all used by tensor parallelism; 1 on a CPU.
+        devices_field: which field of the resource tells their number.
         device_bytes: memory of one device; 0 = unknown.
         max_model_len: 0 = the model's own limit.
         max_num_encoder_input_tokens, encoder_embeds: count embeddings; 0 = derived.
-        kv_bytes: KV pool of the engine over all its devices.
+        kv_bytes: KV pool of the engine over all its devices. kv_dtype: see EngineCaches.
     """
 
     num_engines: int = 1
     limit_bytes: int | None = None
     device: Literal["gpu", "cpu"] = "gpu"
     num_devices: int = 1
+    devices_field: str = "engine.accelerator.count"
     device_bytes: int = 0
     max_model_len: int = 0
     max_num_seqs: int = 128
@@ -86,6 +88,7 @@ class EngineInputs(msgspec.Struct, frozen=True, kw_only=True):
     encoder_embeds: int = 0
     encoder_host_bytes: int | None = 0
     kv_bytes: int | None = None
+    kv_dtype: str = "auto"
 
 
 class BudgetInputs(msgspec.Struct, frozen=True, kw_only=True):

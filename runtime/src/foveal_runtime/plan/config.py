@@ -18,6 +18,7 @@ import msgspec
 
 from foveal_runtime.plan.errors import StartupError
 
+KVDtype = Literal["auto", "bfloat16", "fp8"]
 GIB = 1024**3
 MIB = 1024**2
 
@@ -85,7 +86,9 @@ class EngineCaches(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         encoder_embeds: size of the encoder cache in embeddings; 0 = derived (largest item or
             max_num_batched_tokens, whichever is more).
         encoder_host_bytes: host tier behind it; 0 = off.
-        kv_bytes: KV pool; block_size in tokens.
+        kv_bytes: KV pool, of all ranks together; block_size in tokens.
+        kv_dtype: what keys and values are kept as; "auto": as the model computes. "fp8" is e4m3,
+            without scales.
         warm_directory: hot encoder outputs survive a planned restart here; "" = off. One engine's
             own: two engines must not share it.
         warm_bytes: what that may hold at most.
@@ -102,6 +105,7 @@ class EngineCaches(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     encoder_host_bytes: int = 0
     kv_bytes: int = 1 * GIB
     block_size: int = 16
+    kv_dtype: KVDtype = "auto"
     prefix_caching: bool = True
     warm_directory: str = ""
     warm_bytes: int = 1 * GIB

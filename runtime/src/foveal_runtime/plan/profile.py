@@ -13,6 +13,7 @@ import msgspec
 
 from foveal_runtime.plan.errors import StartupError
 
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 ValueSource = Literal["config", "headers", "formula", "processor", "measured"]
 
 
@@ -37,7 +38,7 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         weight_bytes: all parameters as loaded.
-        kv_bytes_per_token: keys and values of all layers, one token.
+        kv_bytes_per_token: keys and values of all layers, one token, in `dtype`.
         embed_width, embed_bytes: elements of one encoder output, and bytes of one element.
         embed_levels: 1 + deepstack levels.
         activation_bytes: peak of a forward pass that does not grow with the batch.
@@ -67,6 +68,13 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
     source: Literal["predicted", "measured"] = "predicted"
     kv_bytes_per_layer: tuple[int, ...] = ()
     sources: dict[str, ValueSource] = {}
+
+    def kv_token_bytes(self, kv_dtype: str) -> int:
+        """Keys and values of one token when they are kept as `kv_dtype`, see EngineCaches."""
+        as_computed, as_kept = _ITEM_BYTES.get(self.dtype), _ITEM_BYTES.get(kv_dtype)
+        if as_computed is None or as_kept is None:  # auto, or a dtype of a later release
+            return self.kv_bytes_per_token
+        return self.kv_bytes_per_token * as_kept // as_computed
 
     @property
     def bytes_per_embed(self) -> int:

@@ -19,6 +19,9 @@ from foveal_runtime.plan.errors import StartupError
 
 _LOG = logging.getLogger(__name__)
 
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+"""The largest number of FP8, which has no infinity: what is larger must be cut, or becomes NaN."""
 TRASH_BLOCK = 0
 """Block 0 belongs to no sequence: padding rows of a static batch write there."""
 
@@ -56,6 +59,7 @@ class KVPool:
     """The KV memory of all layers: keys[i] (num_blocks * block_size, Hkv, Dk), values[i] (..., Dv).
 
     Row block * block_size + offset holds one token. Block 0 is TRASH_BLOCK. Made once at start-up.
+    Queries come and results go in `compute_dtype`, which differs from `dtype` only for FP8.
     """
 
     def __init__(
@@ -65,24 +69,38 @@ class KVPool:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        compute_dtype: torch.dtype | None = None,
     ) -> None:
         assert [layer.index for layer in layers] == list(range(len(layers)))
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = dtype
+        self.compute_dtype = compute_dtype or dtype
         rows = num_blocks * block_size
         self.keys = [
-            torch.zeros(rows, layer.num_kv_heads, layer.key_dim, dtype=dtype, device=device)
-            for layer in layers
+            _zeros((rows, layer.num_kv_heads, layer.key_dim), dtype, device) for layer in layers
         ]
         self.values = [
-            torch.zeros(rows, layer.num_kv_heads, layer.value_dim, dtype=dtype, device=device)
-            for layer in layers
+            _zeros((rows, layer.num_kv_heads, layer.value_dim), dtype, device) for layer in layers
         ]
 
     @property
     def size_bytes(self) -> int:
         return sum(t.nbytes for t in (*self.keys, *self.values))
+
+
+def _zeros(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if dtype == FP8:  # torch fills bytes on every device
+        return torch.zeros(shape, dtype=torch.uint8, device=device).view(FP8)
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def kv_dtypes(kv_dtype: str, model: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+    """(what keys and values are kept as, what attention computes with) for `caches.kv_dtype`."""
+    if kv_dtype == "fp8":
+        return FP8, model
+    kept = torch.bfloat16 if kv_dtype == "bfloat16" else model
+    return kept, kept
 
 
 @dataclass(slots=True)
@@ -148,12 +166,20 @@ class AttentionBackend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BackendRequest:
-    """What a factory gets. It may refuse (StartupError) what it cannot compute."""
+    """What a factory gets. It may refuse (StartupError) what it cannot compute.
+
+    `dtype` is what attention computes with, `kv_dtype` what the pool holds.
+    """
 
     layers: tuple[LayerGeometry, ...]
     block_size: int
     dtype: torch.dtype
     device: torch.device
+    kv_dtype: torch.dtype | None = None
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.kv_dtype is not None and self.kv_dtype == FP8
 
 
 BackendFactory = Callable[[BackendRequest], AttentionBackend]

@@ -200,6 +200,9 @@ def _create(request: BackendRequest) -> AttentionBackend:
     if isinstance(kernel, str):
         _log.warning("decoding uses the slower torch attention: %s", kernel)
         return TorchBackend()
+    if request.is_fp8:
+        _log.warning("decoding uses the slower torch attention: the kernel reads no fp8")
+        return TorchBackend()
     slow = [g.index for g in request.layers if not is_supported(g, request.dtype)]
     if slow:
         _log.info("layers %s use torch attention: head sizes or dtype have no kernel", slow)

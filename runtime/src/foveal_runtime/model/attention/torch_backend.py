@@ -11,6 +11,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from foveal_runtime.model.attention import (
+    FP8,
+    FP8_MAX,
     BackendRequest,
     ForwardContext,
     LayerGeometry,
@@ -30,8 +32,8 @@ class TorchBackend:
         value: torch.Tensor,
         context: ForwardContext,
     ) -> None:
-        context.pool.keys[layer.index].index_copy_(0, context.slots, key)
-        context.pool.values[layer.index].index_copy_(0, context.slots, value)
+        _put(context.pool.keys[layer.index], context.slots, key)
+        _put(context.pool.values[layer.index], context.slots, value)
 
     def attend(
         self,
@@ -52,6 +54,23 @@ class TorchBackend:
         return out
 
 
+def _put(pool: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
+    """Torch moves no float8, but bytes."""
+    if pool.dtype == FP8:
+        pool, rows = pool.view(torch.uint8), to_fp8(rows).view(torch.uint8)
+    pool.index_copy_(0, slots, rows)
+
+
+def _take(pool: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if pool.dtype == FP8:
+        return pool.view(torch.uint8).index_select(0, rows).view(FP8).to(dtype)
+    return pool.index_select(0, rows)
+
+
+def to_fp8(values: torch.Tensor) -> torch.Tensor:
+    return values.float().clamp(-FP8_MAX, FP8_MAX).to(FP8)
+
+
 def attend_sequence(
     layer: LayerGeometry,
     query: torch.Tensor,
@@ -64,8 +83,8 @@ def attend_sequence(
     """One sequence: query (q, H, Dk) are its last q tokens. Returns (q, H, Dv)."""
     pool = context.pool
     rows = gather_rows(block_ids, kv_len, pool.block_size)
-    keys = pool.keys[layer.index].index_select(0, rows).transpose(0, 1)
-    values = pool.values[layer.index].index_select(0, rows).transpose(0, 1)
+    keys = _take(pool.keys[layer.index], rows, query.dtype).transpose(0, 1)
+    values = _take(pool.values[layer.index], rows, query.dtype).transpose(0, 1)
     heads = query.transpose(0, 1)
     is_sdpa = layer.softcap is None and sinks is None
     # A whole prompt: SDPA then skips the half that nobody sees, and no mask has to be made.

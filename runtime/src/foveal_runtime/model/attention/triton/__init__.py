@@ -17,6 +17,8 @@ import triton
 from triton import knobs
 
 from foveal_runtime.model.attention import (
+    FP8,
+    FP8_MAX,
     AttentionBackend,
     BackendRequest,
     ForwardContext,
@@ -32,6 +34,7 @@ MAX_ROWS = 4
 MAX_HEAD_DIM = 256
 MIN_DOT = 16
 """Triton's matrix products take no side shorter than this."""
+FP8_CAPABILITY = (8, 9)
 _WRITE_BLOCK = 1024
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -82,7 +85,7 @@ class TritonBackend:
             key, value, keys, values, context.slots,
             key.stride(0), key.stride(1), value.stride(0), value.stride(1),
             KEY_WIDTH=key_width, VALUE_WIDTH=value_width, DK=layer.key_dim, DV=layer.value_dim,
-            BLOCK=block,
+            BLOCK=block, LARGEST=FP8_MAX if keys.dtype == FP8 else 0.0,
         )  # fmt: skip
 
     def attend(
@@ -225,7 +228,7 @@ def _constants(layer: LayerGeometry, context: ForwardContext) -> dict[str, objec
         "WINDOW": layer.sliding_window or 0,
         "CHUNK": layer.chunk_size or 0,
         "SOFTCAP": layer.softcap or 0.0,
-        "WIDEN": bool(knobs.runtime.interpret) and context.pool.dtype == torch.bfloat16,
+        "WIDEN": bool(knobs.runtime.interpret) and context.pool.compute_dtype == torch.bfloat16,
     }
 
 
@@ -252,6 +255,14 @@ def _create(request: BackendRequest) -> AttentionBackend:
             f"{MAX_HEAD_DIM}, or dtype {request.dtype}",
             param="attention",
         )
+    if request.is_fp8 and request.device.type == "cuda":
+        capability = torch.cuda.get_device_capability(request.device)
+        if capability < FP8_CAPABILITY:
+            raise StartupError(
+                f"caches.kv.dtype fp8 needs a GPU of compute capability 8.9 or higher, and this "
+                f"one has {capability[0]}.{capability[1]}; use auto",
+                param="kv_dtype",
+            )
     return TritonBackend(open_device(request.device), tuning_for(request.device))
 
 

@@ -1,7 +1,7 @@
 """The Triton kernels of paged attention: writing keys and values, decode with split KV, prefill.
 
 Launched by the backend of this package only, which knows the shapes. All arithmetic on scores is
-float32 in base 2 (scores carry a factor log2 e); products take the pool's dtype. A program reads
+float32 in base 2 (scores carry a factor log2 e); products take the queries' dtype. A program reads
 pages through the block table and never a position that its mask hides from every row. Strides that
 change from step to step are not specialised on: a new batch shape compiles nothing.
 
@@ -74,11 +74,20 @@ def _rows_of(block_table, sequence, table_stride, position, is_read, PAGE: tl.co
 
 
 @triton.jit
+def _narrowed(value, LARGEST: tl.constexpr):
+    """Cut to what the pool's dtype can hold, where that is little: LARGEST, 0 = no matter."""
+    if LARGEST > 0:
+        value = tl.minimum(tl.maximum(value.to(tl.float32), -LARGEST), LARGEST)
+    return value
+
+
+@triton.jit
 def _load_tile(
-    keys, values, pool_row, is_read, DK: tl.constexpr, DV: tl.constexpr,
+    keys, values, pool_row, is_read, dtype: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Keys (DK, positions) and values (positions, DV) of rows of one head; zeros where not read."""
+    """Keys (DK, positions) and values (positions, DV) of rows of one head, as `dtype`; zeros where
+    not read."""
     at_k = tl.arange(0, BLOCK_DK)
     at_v = tl.arange(0, BLOCK_DV)
     k = tl.load(
@@ -89,7 +98,7 @@ def _load_tile(
         values + pool_row[:, None] * DV + at_v[None, :],
         mask=is_read[:, None] & (at_v < DV)[None, :], other=0.0,
     )  # fmt: skip
-    return k, v
+    return k.to(dtype), v.to(dtype)
 
 
 @triton.jit
@@ -132,7 +141,7 @@ def write_kernel(
     key, value, keys, values, slots,
     key_token_stride, key_head_stride, value_token_stride, value_head_stride,
     KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     """One token's piece of BLOCK values: grid (tokens, pieces of the wider of the two)."""
     token = tl.program_id(0).to(tl.int64)
@@ -140,11 +149,11 @@ def write_kernel(
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < KEY_WIDTH
     source = key + token * key_token_stride + (at // DK) * key_head_stride + at % DK
-    found = tl.load(source, mask=inside)
+    found = _narrowed(tl.load(source, mask=inside), LARGEST)
     tl.store(keys + slot * KEY_WIDTH + at, found.to(keys.dtype.element_ty), mask=inside)
     inside = at < VALUE_WIDTH
     source = value + token * value_token_stride + (at // DV) * value_head_stride + at % DV
-    found = tl.load(source, mask=inside)
+    found = _narrowed(tl.load(source, mask=inside), LARGEST)
     tl.store(values + slot * VALUE_WIDTH + at, found.to(values.dtype.element_ty), mask=inside)
 
 
@@ -191,7 +200,9 @@ def decode_kernel(
         is_read = position < end
         pool_row = _rows_of(block_table, sequence, table_stride, position, is_read, PAGE)
         pool_row = pool_row * NUM_KV_HEADS + kv_head
-        k, v = _load_tile(keys, values, pool_row, is_read, DK, DV, BLOCK_DK, BLOCK_DV)
+        k, v = _load_tile(
+            keys, values, pool_row, is_read, q.dtype, DK, DV, BLOCK_DK, BLOCK_DV
+        )  # fmt: skip
         scores = _scores(q, k, scale, SOFTCAP, WIDEN)
         scores = tl.where(is_read[None, :], scores, float("-inf"))
         acc, top, total = _accumulate(acc, top, total, scores, v, WIDEN)
@@ -297,7 +308,9 @@ def prefill_kernel(
         is_read = position < end
         pool_row = _rows_of(block_table, sequence, table_stride, position, is_read, PAGE)
         pool_row = pool_row * NUM_KV_HEADS + kv_head
-        k, v = _load_tile(keys, values, pool_row, is_read, DK, DV, BLOCK_DK, BLOCK_DV)
+        k, v = _load_tile(
+            keys, values, pool_row, is_read, q.dtype, DK, DV, BLOCK_DK, BLOCK_DV
+        )  # fmt: skip
         scores = _scores(q, k, scale, SOFTCAP, WIDEN)
         seen = _visible(position, is_read, q_pos, own, groups, base, before,
                         WINDOW, CHUNK, HAS_GROUPS, GROUPS_IGNORE_WINDOW)  # fmt: skip
