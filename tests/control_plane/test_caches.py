@@ -70,7 +70,9 @@ class CacheMachine(RuleBasedStateMachine):
         if extra:
             self.write("a")
             self.caches.put(CONFIG_MAP, self.live["a"])
-        self.caches.replace(CONFIG_MAP, listed, before)
+        for body in listed:
+            self.caches.put(CONFIG_MAP, body)
+        self.caches.keep_only(CONFIG_MAP, {body["metadata"]["uid"] for body in listed}, before)
         for name, body in self.live.items():
             found = self.caches.get(CONFIG_MAP, "default", name)
             assert found is not None

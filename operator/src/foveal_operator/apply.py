@@ -34,7 +34,7 @@ class ObjectError(Exception):
         super().__init__(f"{kind} {name}: {cause.message}")
 
 
-class _Applied(msgspec.Struct, frozen=True):
+class _Applied(msgspec.Struct, frozen=True, gc=False):
     digest: str
     uid: str
     version: str
@@ -60,11 +60,15 @@ class Applier:
         on_version = metadata.pop("resourceVersion", "")
         body = {**body, "metadata": metadata}
         key = (kind.name, metadata["name"])
-        live = self._caches.get(kind, metadata["namespace"], metadata["name"])
+        at = (metadata["namespace"], metadata["name"])
         digest = content_hash(body)
         memory = self._applied.setdefault(owner_uid, {})
         known = memory.get(key)
-        if known and live and known.digest == digest and _is_as_left(known, body, live):
+        same = known if known and known.digest == digest else None
+        if same and (same.uid, same.version) == self._caches.identity(kind, *at):
+            return False
+        live = self._caches.get(kind, *at)
+        if same and live and _is_as_left(same, body, live):
             return False
         if on_version:
             body = {**body, "metadata": {**metadata, "resourceVersion": on_version}}
@@ -79,7 +83,7 @@ class Applier:
             digest, after["uid"], after["resourceVersion"], after.get("generation", 0)
         )
         changed = live is None or live["metadata"]["resourceVersion"] != after["resourceVersion"]
-        if changed and known and known.digest == digest:
+        if changed and same:
             log.info("put right: %s %s/%s", kind.name, metadata["namespace"], metadata["name"])
             self._telemetry.count("foveal_operator_drift_repairs", kind=kind.name)
         return changed
@@ -118,8 +122,6 @@ def _is_as_left(known: _Applied, body: Obj, live: Obj) -> bool:
     metadata: dict[str, Any] = live["metadata"]
     if metadata["uid"] != known.uid:
         return False
-    if metadata["resourceVersion"] == known.version:
-        return True
     # Newer, perhaps only its status. Labels and owners do not count in the generation, and
     # objects without a generation (ConfigMaps, Services) are compared whole.
     if metadata.get("generation", 0) != known.generation:

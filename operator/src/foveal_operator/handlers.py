@@ -34,6 +34,40 @@ LOGIN_PAUSE_SECONDS = 5.0
 WATCH_SECONDS = 120
 # Room for one watch, kopf's 70 s without a bookmark and a backoff.
 SILENT_SECONDS = 240.0
+# Objects in memory at once while a watch begins.
+LIST_CHUNK = 100
+
+
+class _NoEssence(kopf.DiffBaseStorage):  # type: ignore[misc]
+    """kopf compares nothing for us: by default it copies every object of every event twice."""
+
+    def build(self, *, body: Any, extra_fields: Any = None) -> Any:
+        return {}
+
+    def fetch(self, *, body: Any) -> None:
+        return None
+
+    def store(self, *, body: Any, patch: Any, essence: Any) -> None:
+        """Nothing is ever stored."""
+
+
+class _NoProgress(kopf.ProgressStorage):  # type: ignore[misc]
+    """Handlers of events have no progress."""
+
+    def fetch(self, *, key: Any, body: Any) -> None:
+        return None
+
+    def store(self, *, key: Any, record: Any, body: Any, patch: Any) -> None:
+        """Nothing is ever stored."""
+
+    def purge(self, *, key: Any, body: Any, patch: Any) -> None:
+        """Nothing was."""
+
+    def touch(self, *, body: Any, patch: Any, value: str | None) -> None:
+        """Nothing is there."""
+
+    def clear(self, *, essence: Any) -> Any:
+        return essence
 
 
 class EndlessBackoff:
@@ -130,11 +164,15 @@ class WatchEngine:
         settings.networking.connect_timeout = 10.0
         settings.networking.request_timeout = 60.0
         settings.watching.connect_timeout = 10.0
-        settings.watching.chunk_size = 500
+        settings.watching.chunk_size = LIST_CHUNK
         settings.watching.server_timeout = WATCH_SECONDS
         # Else kopf kills the whole process when its own end takes long.
         settings.process.ultimate_exiting_timeout = None
         settings.queueing.exit_timeout = 0.5
+        # A task for each object that has just changed: not for longer than it takes.
+        settings.queueing.idle_timeout = 0.1
+        settings.persistence.diffbase_storage = _NoEssence()
+        settings.persistence.progress_storage = _NoProgress()
         for kind in self._kinds:
             selector = selector_of(kind)
             if selector:

@@ -47,11 +47,11 @@ class ProbeServer:
     async def stop(self) -> None:
         await self._runner.cleanup()
 
-    async def _metrics(self, _: web.Request) -> web.Response:
+    async def _metrics(self, request: web.Request) -> web.Response:
+        """All, or with `?name[]=...` (as Prometheus' own client does it) only what is named."""
         self._before_scrape()
-        return web.Response(
-            body=self._telemetry.exposition(), headers={"Content-Type": CONTENT_TYPE}
-        )
+        body = self._telemetry.exposition(request.query.getall("name[]", []))
+        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
 
 def _prober(checks: Mapping[str, Check]) -> Callable[[web.Request], Awaitable[web.Response]]:
