@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from foveal_operator.api_errors import ApiError, UserError
-from foveal_operator.caches import Caches
+from foveal_operator.caches import Caches, brief
 from foveal_operator.cluster import Cluster
 from foveal_operator.diff import diff
 from foveal_operator.kinds import FIELD_MANAGER, MANAGED_BY, Kind, kind_of
@@ -50,18 +50,18 @@ class Applier:
         self._telemetry = telemetry
         self._applied: dict[str, dict[ObjectKey, _Applied]] = {}
 
-    async def ensure(self, owner_uid: str, body: Obj) -> bool:
+    async def ensure(self, owner_uid: str, body: Obj, digest: str = "") -> bool:
         """Server-side apply, unless that could change nothing. True when something changed.
 
         A resourceVersion in the body is a condition, not a wish: it is sent along when an apply is
-        needed at all. Raises ObjectError.
+        needed at all. `digest` is the body's content hash, where it is known. Raises ObjectError.
         """
         kind, metadata = kind_of(body), dict(body["metadata"])
         on_version = metadata.pop("resourceVersion", "")
         body = {**body, "metadata": metadata}
         key = (kind.name, metadata["name"])
         at = (metadata["namespace"], metadata["name"])
-        digest = content_hash(body)
+        digest = digest or content_hash(body)
         memory = self._applied.setdefault(owner_uid, {})
         known = memory.get(key)
         same = known if known and known.digest == digest else None
@@ -128,4 +128,4 @@ def _is_as_left(known: _Applied, body: Obj, live: Obj) -> bool:
         return False
     if metadata.get("generation"):
         return not diff({"metadata": body["metadata"]}, live)
-    return not diff(body, live)
+    return not diff(brief(kind_of(body), body), live)

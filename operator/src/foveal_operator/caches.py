@@ -8,6 +8,7 @@ reads. Objects lie packed, as most are not looked at again for hours.
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from collections import OrderedDict
 from collections.abc import Container
@@ -15,13 +16,16 @@ from typing import Any
 
 import msgspec
 
-from foveal_operator.kinds import INFERENCE, INSTANCE, Kind
+from foveal_operator.kinds import CONFIG_MAP, INFERENCE, INSTANCE, Kind
 
 Obj = dict[str, Any]
 Key = tuple[str, str]
 """(namespace, name)"""
 MAX_TOMBSTONES = 20_000
 MAX_UNPACKED = 256
+MAX_TEXT = 4096
+READ_BACK = frozenset({"basis.json", "good.json", "profile.json", "state.json"})
+"""Documents in ConfigMaps that the operator itself reads: whole, however long."""
 _PACKED_BYTES = 512
 """Shorter objects are not worth compressing."""
 _KEEP_OWNERS = frozenset({"Deployment", "StatefulSet"})
@@ -47,6 +51,20 @@ def trimmed(kind: Kind, body: Obj) -> Obj:
             if "f:replicas" in entry.get("fieldsV1", {}).get("f:spec", {})
         ]
     return {**body, "metadata": metadata}
+
+
+def brief(kind: Kind, body: Obj) -> Obj:
+    """Of long texts in a ConfigMap, such as dashboards, only the digest, by which two can be
+    compared."""
+    if kind is not CONFIG_MAP or not body.get("data"):
+        return body
+    return {**body, "data": {k: _digest(k, text) for k, text in body["data"].items()}}
+
+
+def _digest(key: str, text: str) -> str:
+    if len(text) <= MAX_TEXT or key in READ_BACK:
+        return text
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def version_of(body: Obj) -> int:
@@ -79,9 +97,14 @@ def _unpack(packed: bytes) -> Obj:
 
 
 class Caches:
-    """All kinds. Objects handed out are shared: read them only."""
+    """All kinds. Objects handed out are shared: read them only.
 
-    def __init__(self) -> None:
+    Args:
+        whole: keep long texts as they are, for who wants to show them.
+    """
+
+    def __init__(self, *, whole: bool = False) -> None:
+        self._is_whole = whole
         self._objects: dict[str, dict[Key, _Entry]] = {}
         self._owned: dict[Key, dict[str, set[Key]]] = {}
         self._gone: OrderedDict[str, None] = OrderedDict()
@@ -102,7 +125,9 @@ class Caches:
             self._unlink(kind, key, known)
         owner = owner_of(kind, body)
         version = str(metadata.get("resourceVersion", ""))
-        of_kind[key] = _Entry(uid, version, owner, _pack(trimmed(kind, body)))
+        kept = trimmed(kind, body)
+        packed = _pack(kept if self._is_whole else brief(kind, kept))
+        of_kind[key] = _Entry(uid, version, owner, packed)
         if owner is not None:
             self._owned.setdefault(owner, {}).setdefault(kind.name, set()).add(key)
         return True

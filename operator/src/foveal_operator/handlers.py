@@ -12,6 +12,7 @@ import logging
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -36,6 +37,7 @@ WATCH_SECONDS = 120
 SILENT_SECONDS = 240.0
 # Objects in memory at once while a watch begins.
 LIST_CHUNK = 100
+HANDED_AT_ONCE = 50
 
 
 class _NoEssence(kopf.DiffBaseStorage):  # type: ignore[misc]
@@ -109,6 +111,9 @@ class WatchEngine:
         # By path of a list: when its watch was last answered. Written by the thread only.
         self._answered: dict[str, float] = {}
         self._next_login = 0.0
+        # Events on their way into our loop, which is woken once for all of them.
+        self._heard: deque[tuple[Kind, str | None, Obj]] = deque()
+        self._is_told = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watches", daemon=True)
 
@@ -180,14 +185,31 @@ class WatchEngine:
                 settings.watching.label_selectors[key] = selector
         return settings
 
+    def _hand_over(self) -> None:
+        """In our loop: what has come since it was woken, some at a time."""
+        # Before looking: whatever comes from now on wakes it again.
+        self._is_told = False
+        for _ in range(HANDED_AT_ONCE):
+            if not self._heard:
+                return
+            kind, change, body = self._heard.popleft()
+            try:
+                self._sink(kind, change, body)
+            except Exception:
+                log.exception("an event of %s", kind.plural)
+        self._loop.call_soon(self._hand_over)
+
     def _handler(self, kind: Kind) -> Callable[..., Any]:
         async def on_event(type: str | None, event: dict[str, Any], **_: Any) -> None:
             body = {**event["object"], "apiVersion": kind.api_version, "kind": kind.name}
-            try:
-                self._loop.call_soon_threadsafe(self._sink, kind, type, body)
-            except RuntimeError:
-                # Our loop is closed: the process is about to end.
-                self._stop.set()
+            self._heard.append((kind, type, body))
+            if not self._is_told:
+                self._is_told = True
+                try:
+                    self._loop.call_soon_threadsafe(self._hand_over)
+                except RuntimeError:
+                    # Our loop is closed: the process is about to end.
+                    self._stop.set()
 
         return on_event
 

@@ -169,7 +169,8 @@ class Reconciler:
         elif body["kind"] == "Deployment":
             chosen = work.rollout.deployment
         if chosen is not None:
-            await self.applier.ensure(work.uid, chosen)
+            digest = work.digests.get(_key(body), "") if chosen is body else ""
+            await self.applier.ensure(work.uid, chosen, digest)
 
     async def _replace_keys(self, work: Pass) -> None:
         """Notes that pods need other keys; the next pass makes them and asks for other pods. In
@@ -215,6 +216,9 @@ class Reconciler:
     def doubt(self) -> None:
         """Called now and then: no watch tells of a key Secret that somebody has deleted."""
         self._keys.doubt()
+
+    def check_integrity(self) -> None:
+        self._looker.check_integrity()
 
     def _forget(self, key: Key) -> None:
         """The resource that had this name is gone: so is all that was kept for it."""

@@ -198,7 +198,7 @@ async def _nobody_asked(*_: Sequence[Obj]) -> PodReports:
 
 def _filled(reader: Reader, key: Key, apis: frozenset[str]) -> Caches:
     """What the operator's watches would have told about this resource."""
-    caches = Caches()
+    caches = Caches(whole=True)
     namespace, name = key
     selector = f"{INSTANCE}={name}"
     for kind in WATCHED:

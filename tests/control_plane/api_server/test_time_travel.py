@@ -11,17 +11,21 @@ from typing import Any
 
 import pytest
 from tests.control_plane.api_server import faults
-from tests.control_plane.api_server.audit import Audit
 from tests.control_plane.api_server.calls import Call
+from tests.control_plane.api_server.nursery import Nursery
 from tests.control_plane.api_server.programs import wait_until
 from tests.control_plane.api_server.scenarios import STEPS, Step, is_over
-from tests.control_plane.api_server.test_leaders import FLAGS, does, holder, is_led, live_on
+from tests.control_plane.api_server.test_leaders import (
+    does,
+    holder,
+    is_led,
+    live_on,
+    two_replicas,
+)
 from tests.control_plane.api_server.world import World, difference
 
 CREATE, SCALE, IMAGE = STEPS[:3]
 RESOURCE = "multimodalinferences"
-LOOK_SECONDS = 12.0
-"""Two full looks of the test's operators, and some."""
 
 
 class Past:
@@ -76,14 +80,12 @@ def templates(world: World) -> dict[str, int]:
 @pytest.mark.timeout(600, func_only=True)
 @pytest.mark.parametrize("sees_the_resource", [True, False], ids=["children", "until-it-leads"])
 def test_a_stale_view_at_a_change_of_leader_costs_no_pod(
-    world: World, sees_the_resource: bool
+    world: World, nursery: Nursery, sees_the_resource: bool
 ) -> None:
     """`children`: of all but the resource itself the past is told, and told for good.
     `until-it-leads`: of everything, as long as the replica waits; its lists afterwards are true
     (the API server's lists without a resourceVersion are: they ask a quorum)."""
-    world.proxy.audit = Audit(needs_lease=True)
-    for name in ("a", "b"):
-        world.operator(name, *FLAGS).start()
+    two_replicas(world, nursery)
     does(world, CREATE)
     wait_until("one leads", lambda: live_on(world) and is_led(world), 60.0)
     first = holder(world)
@@ -98,7 +100,7 @@ def test_a_stale_view_at_a_change_of_leader_costs_no_pod(
             return False
         if sees_the_resource:
             return call.target.resource != RESOURCE
-        return holder(world) != second
+        return world.proxy.audit.holder != second
 
     def is_told(call: Call, event: dict[str, Any]) -> bool:
         resource = call.target.resource
