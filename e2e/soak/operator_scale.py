@@ -179,20 +179,23 @@ class Bench:
         self.figures.tell("requests per resource, idle operator", requests)
         return load.percentile(found["children"], 99)
 
-    def neighbour(self, num: int, alone_ms: float, seconds: float) -> None:
-        """G10: one resource that the API server will never take, beside others."""
+    def neighbour(self, num: int, alone_ms: float, *, full: bool) -> None:
+        """G10: one resource that the API server will never take, beside others; with `full` also
+        what it asks for between its tenth minute and its fifteenth."""
         load.create(self.api, NAMESPACE, ["failing"], load.FAILING)
         self.quiet(3.0)
-        end = time.monotonic() + seconds
-        before = self.metric("rest_client_requests_total")
-        wait_until("the wait is over", lambda: time.monotonic() > end, seconds + 60)
-        # What the operator asks while nothing is to do anyway: the beat without an election.
-        beats = seconds / 10.0
-        asked = max(0.0, self.metric("rest_client_requests_total") - before - beats)
-        self.figures.tell("requests of a failing resource per 5 min", asked * 300 / seconds)
+        started = time.monotonic()
         found = self.one_by_one(num, "two")
         beside = load.percentile(found["children"], 99)
         self.figures.tell("p99 beside a failing resource, % more", 100 * (beside / alone_ms - 1))
+        if not full:
+            return
+        wait_until("ten minutes", lambda: time.monotonic() > started + 600.0, 660.0)
+        # Applies alone: it also asks whether the API server is there, without any resource.
+        before = self.metric("rest_client_requests_total", verb="APPLY")
+        wait_until("five minutes", lambda: time.monotonic() > started + 900.0, 360.0)
+        asked = self.metric("rest_client_requests_total", verb="APPLY") - before
+        self.figures.tell("requests of a failing resource per 5 min", asked)
 
 
 def run(num: int, rest_seconds: float, num_single: int, folder: Path) -> list[str]:
@@ -213,7 +216,7 @@ def run(num: int, rest_seconds: float, num_single: int, folder: Path) -> list[st
             bench.many(num)
             bench.rest(rest_seconds)
             alone = bench.latencies(num_single)
-            bench.neighbour(num_single, alone, min(60.0, rest_seconds))
+            bench.neighbour(num_single, alone, full=rest_seconds >= 600.0)
         finally:
             operator.stop()
     return figures.missed

@@ -43,9 +43,11 @@ REFUSED_SECONDS = 60.0
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """`again_seconds`: look again then even if nothing changes; None = no need."""
+    """`again_seconds`: look again then even if nothing changes; None = no need. `is_refused`: as
+    the resource is, nothing will come of it, so look ever more seldom."""
 
     again_seconds: float | None = None
+    is_refused: bool = False
 
 
 class Reconciler:
@@ -97,7 +99,7 @@ class Reconciler:
             if isinstance(error.cause, UserError):
                 # Only an edit can help, or whoever set the quota or the policy: no hurry.
                 await self._teller.tell(work, refused=str(error))
-                return Outcome(again_seconds=REFUSED_SECONDS)
+                return Outcome(again_seconds=REFUSED_SECONDS, is_refused=True)
             await self._tell_failure(work, error)
             raise error.cause from error
         await self._teller.tell(work)

@@ -111,7 +111,7 @@ def test_another_takes_over_when_the_leader_dies_or_leaves(pair: World) -> None:
 
 @pytest.mark.timeout(7200, func_only=True)
 @pytest.mark.parametrize(
-    "num_kills,flags", [(3, FLAGS), pytest.param(100, (), marks=pytest.mark.slow)]
+    ("num_kills", "flags"), [(3, FLAGS), pytest.param(100, (), marks=pytest.mark.slow)]
 )
 def test_there_is_one_writer_however_often_leaders_go(
     world: World, nursery: Nursery, num_kills: int, flags: tuple[str, ...]
