@@ -6,6 +6,7 @@ is a bug and fails at once.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Container, Iterable, Iterator, Sequence
 
 from prometheus_client import (
@@ -30,6 +31,8 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
+PIECE = 50
+"""Resources whose series of one family are written at a time."""
 Values = tuple[str, ...]
 Series = Counter | Gauge | Histogram
 _PER_RESOURCE = ("namespace", "name")
@@ -47,14 +50,19 @@ class _OfResources(Collector):
         self._suffix = "_total" if metric.kind == "counter" else ""
         self._rest_of = metric.labels[len(_PER_RESOURCE) :]
         self._known: dict[tuple[str, str], dict[Values, float]] = {}
-        self._shared: dict[Values, Values] = {}
+        # By values of the other labels: those themselves, shared by all resources, and as text.
+        self._rest: dict[Values, tuple[Values, str]] = {}
 
     def at(self, labels: dict[str, str]) -> tuple[dict[Values, float], Values]:
         """The resource's numbers, and which of them is meant."""
         assert len(labels) == len(self._metric.labels), f"{self._metric.name}: {labels}"
         rest = tuple(labels[label] for label in self._rest_of)
+        if rest not in self._rest:
+            pairs = zip(self._rest_of, rest, strict=True)
+            text = "".join(f',{key}="{_escaped(value)}"' for key, value in pairs)
+            self._rest[rest] = (rest, text)
         key = (labels["namespace"], labels["name"])
-        return self._known.setdefault(key, {}), self._shared.setdefault(rest, rest)
+        return self._known.setdefault(key, {}), self._rest[rest][0]
 
     def forget(self, namespace: str, name: str, label: str, but: Container[str]) -> None:
         known = self._known.get((namespace, name), {})
@@ -77,12 +85,28 @@ class _OfResources(Collector):
                 family.samples.append(Sample(name, labels, value))
         yield family
 
+    def text(self) -> Iterator[str]:
+        """The same as Prometheus reads it, a resource at a time: resources may come and go between
+        two. With the library's samples a thousand resources held everything up for a second."""
+        metric, name = self._metric, self._metric.name + self._suffix
+        yield f"# HELP {name} {metric.help}\n# TYPE {name} {metric.kind}\n"
+        for (namespace, resource), known in list(self._known.items()):
+            of = f'{name}{{namespace="{_escaped(namespace)}",name="{_escaped(resource)}"'
+            yield "".join(
+                f"{of}{self._rest[rest][1]}}} {value!r}\n" for rest, value in known.items()
+            )
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
+
 
 class Telemetry:
     """Counts, sets and observes by name. Series are kept at hand by their label values."""
 
     def __init__(self, metrics: Iterable[Metric] = OPERATOR_METRICS) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
+        self._of_process = CollectorRegistry(auto_describe=False)
         metrics = tuple(metrics)
         self._of_resources: dict[str, _OfResources] = {}
         self._metrics: dict[str, Series] = {}
@@ -92,6 +116,7 @@ class Telemetry:
                 self.registry.register(found)
             else:
                 self._metrics[metric.name] = _make(metric, self.registry)
+                self._of_process.register(self._metrics[metric.name])
         self._labels = {metric.name: tuple(metric.labels) for metric in metrics}
         self._series: dict[str, dict[Values, Series]] = {metric.name: {} for metric in metrics}
         for metric in metrics:
@@ -100,8 +125,9 @@ class Telemetry:
 
     def with_process(self) -> Telemetry:
         """Adds CPU, memory and file descriptors of this process."""
-        ProcessCollector(registry=self.registry)
-        PlatformCollector(registry=self.registry)
+        for registry in (self.registry, self._of_process):
+            ProcessCollector(registry=registry)
+            PlatformCollector(registry=registry)
         return self
 
     def count(self, name: str, /, by: float = 1.0, **labels: str) -> None:
@@ -156,11 +182,15 @@ class Telemetry:
         """For tests and probes; 0.0 when there is no such series. `name` as exposed."""
         return self.registry.get_sample_value(name, labels) or 0.0
 
-    def exposition(self, names: Sequence[str] = ()) -> bytes:
-        """All series, or those of these names alone."""
-        if not names:
-            return generate_latest(self.registry)
-        return generate_latest(self.registry.restricted_registry(names))
+    def exposition(self, names: Sequence[str] = ()) -> Iterator[bytes]:
+        """All series, or those of these names alone, in pieces between which others may work."""
+        if names:
+            yield generate_latest(self.registry.restricted_registry(names))
+            return
+        yield generate_latest(self._of_process)
+        lines = (line for family in self._of_resources.values() for line in family.text())
+        while piece := list(itertools.islice(lines, PIECE)):
+            yield "".join(piece).encode()
 
 
 def _make(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | Histogram:
