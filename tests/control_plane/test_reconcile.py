@@ -504,7 +504,7 @@ async def test_a_deleted_resource_is_forgotten_without_a_write(kit: Kit) -> None
     calls = len(kit.cluster.calls)
     await kit.settle()
     assert kit.cluster.calls[calls:] == []
-    text = kit.telemetry.exposition().decode()
+    text = b"".join(kit.telemetry.exposition()).decode()
     assert 'name="tiny"' not in text, "its series are gone"
 
 

@@ -177,15 +177,16 @@ class KubeCluster:
             query["labelSelector"] = selector
         if fields:
             query["fieldSelector"] = fields
+        verb = "LIST"
         while True:
-            page = await self._call("GET", kind.path(namespace), query=query, verb="LIST")
+            page = await self._call("GET", kind.path(namespace), query=query, verb=verb)
             items = page.pop("items", None) or ()
             named = {"apiVersion": kind.api_version, "kind": kind.name}
             yield [{**item, **named} for item in items]
             token = page.get("metadata", {}).get("continue")
             if not token:
                 return
-            query = {**query, "continue": token}
+            verb, query = "CONTINUE", {**query, "continue": token}
 
     async def serves(self, kind: Kind) -> bool:
         try:
