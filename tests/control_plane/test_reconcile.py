@@ -568,7 +568,7 @@ async def test_what_the_api_server_calls_wrong_is_the_users_to_mend(kit: Kit) ->
     assert "StatefulSet tiny-engine" in message
     assert "duplicate entries" in message
     kit.cluster.failures.clear()
-    kit.time.now += 60
+    kit.time.now += 70
     await kit.settle()
     assert kit.condition("SpecAccepted") == ("True", "Accepted")
 
@@ -586,10 +586,10 @@ async def test_what_is_refused_is_tried_ever_more_seldom(kit: Kit) -> None:
         await kit.settle()
         due = kit.operator.queue.core.next_due()
         assert due is not None
-        delays.append(due - kit.time.now)
+        delays.append(round(due - kit.time.now, 3))
         kit.time.now = due
     assert delays == sorted(delays)
-    assert delays[0] == 60.0
+    assert 60.0 <= delays[0] < 70.0
     assert delays[-1] >= 300.0
     kit.cluster.failures.clear()
     kit.cluster.edit(

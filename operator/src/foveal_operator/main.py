@@ -61,6 +61,7 @@ class Workers:
         self._telemetry = telemetry
         self._clock = clock
         self._conflicts: dict[Key, int] = {}
+        self._refused_since: dict[Key, float] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self, num_workers: int) -> None:
@@ -117,13 +118,17 @@ class Workers:
             log.exception("%s/%s: a defect of the operator; again in %.1f s", *key, seconds)
             return "error"
         self._conflicts.pop(key, None)
-        if outcome.is_refused:
-            times = 2 ** min(self._queue.core.num_failures(key), 10)
-            self._queue.retry(key, min(MAX_SECONDS, (outcome.again_seconds or 0.0) * times))
-            return "requeue_after"
         self._queue.forget(key)
-        if outcome.again_seconds is not None:
-            self._queue.add_after(key, outcome.again_seconds)
+        again = outcome.again_seconds
+        if not outcome.is_refused:
+            self._refused_since.pop(key, None)
+        elif again is not None:
+            # As long again as it has been refused.
+            now = self._clock.monotonic()
+            since = now - self._refused_since.setdefault(key, now)
+            again = min(MAX_SECONDS, max(again, since)) * (1.0 + 0.1 * self._clock.random())
+        if again is not None:
+            self._queue.add_after(key, again)
             return "requeue_after"
         return "success"
 
