@@ -47,7 +47,7 @@ serve: $(VENV)/.run ## keep serving the bundled model on http://127.0.0.1:8000 (
 	@$(VENV)/bin/foveal-runtime serve $(MODEL) --name tiny-vlm --idle-check-seconds 30
 
 # --- tests -------------------------------------------------------------------------------------
-.PHONY: check test docs generate control-plane chart faults fresh cluster e2e bench bench-peers soak
+.PHONY: check test docs generate control-plane goals coverage chart faults fresh cluster e2e bench bench-peers soak
 check: $(VENV)/.dev ## ruff, mypy --strict, import contracts
 	@$(VENV)/bin/ruff format --check . && $(VENV)/bin/ruff check .
 	@$(VENV)/bin/mypy
@@ -62,6 +62,15 @@ docs: $(VENV)/.dev ## links of every page; shell blocks marked as runnable, with
 control-plane: $(VENV)/.dev ## schema, objects and operator against a real API server (builds it once: 10 to 20 minutes)
 	@e2e/cluster/build.sh
 	@timeout 900 $(VENV)/bin/pytest -q -m "api_server and not slow" tests/control_plane/api_server
+
+goals: $(VENV)/.dev ## what a resource costs the operator, with 100 of them, beside each goal (five minutes)
+	@e2e/cluster/build.sh
+	@PYTHONPATH=.:runtime/src:operator/src timeout 900 $(PY) -m e2e.soak.operator_scale --num 100 --rest-seconds 30 --single 30
+
+coverage: $(VENV)/.dev ## lines of operator/ that tests without a cluster run; less than 90 % fails (minutes)
+	@OMP_WAIT_POLICY=passive timeout 1800 $(VENV)/bin/coverage run --source=operator/src -m pytest -q \
+	  -m "not slow and not api_server" tests/control_plane
+	@$(VENV)/bin/coverage report --skip-covered --sort=cover --fail-under=90
 
 faults: $(VENV)/.dev ## 20 times: kill, pause or cut off a real process under load (minutes; most of it is processes that start)
 	@OMP_WAIT_POLICY=passive FOVEAL_FAULTS=20 timeout 1800 $(VENV)/bin/pytest -q -s -m faults tests/processes
@@ -84,6 +93,7 @@ soak: $(VENV)/.dev ## 100 faults, a million fuzz steps, the large checker instan
 	@$(PY) e2e/soak/mirror_check.py --seconds 120
 	@$(PY) e2e/soak/mirror_fuzz.py --steps 1000000
 	@OMP_WAIT_POLICY=passive FOVEAL_FAULTS=100 FOVEAL_OUTAGE_SECONDS=300 $(VENV)/bin/pytest -q -s -m "(faults or slow) and not cluster" tests
+	@FOVEAL_OUTAGE_SECONDS=300 FOVEAL_ABSENCE_SECONDS=600 $(VENV)/bin/pytest -q -s -k "outage_is_survived or without_an_operator" -m "api_server and not slow" tests/control_plane/api_server
 	@FOVEAL_CLUSTER=full e2e/cluster/run.sh
 	@PYTHONPATH=.:runtime/src:operator/src $(PY) -m e2e.soak.operator_scale --num 1000 --rest-seconds 600 --single 100
 

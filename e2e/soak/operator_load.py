@@ -63,7 +63,8 @@ def prepare(api: Api, namespace: str) -> None:
 def create(api: Api, namespace: str, names: Sequence[str], changes: Obj | None = None) -> None:
     """Profiles first, then the resources, a few at a time. Raises the first refusal."""
     bodies = [resource(namespace, name, changes) for name in names]
-    in_parallel([lambda b=b: api.create(profile(namespace, b)).must() for b in bodies])
+    profiles = [profile(namespace, body) for body in bodies]
+    in_parallel([lambda b=b: api.create(b).must() for b in profiles])
     in_parallel([lambda b=b: api.create(b).must() for b in bodies])
 
 

@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable, Sequence
 
 import httpx
+import msgspec
 from tests.control_plane.api_server.api import Api
 from tests.control_plane.api_server.world import KIND
 from tests.control_plane.samples import Obj
 
 INSTANCE = "app.kubernetes.io/instance"
 WAIT_SECONDS = 60.0
+_METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 
 
 class Arrivals:
@@ -46,11 +48,13 @@ class Arrivals:
         path = self._api.path(kind, self._namespace)
         while not self._stop.is_set():
             query = {"watch": "1", "resourceVersion": version, "timeoutSeconds": "3600"}
-            timeout = httpx.Timeout(10.0, read=1.0)
+            timeout = httpx.Timeout(10.0, read=5.0)
+            # Little is sent and read, so that the times are not those of this process.
+            accept = "application/json" if kind == KIND else _METADATA
             try:
-                with self._api.stream("GET", path, query, timeout) as reply:
+                with self._api.stream("GET", path, query, timeout, accept) as reply:
                     for line in reply.iter_lines():
-                        event = json.loads(line)
+                        event = msgspec.json.decode(line)
                         version = event["object"]["metadata"]["resourceVersion"]
                         self._arrived(kind, event)
                         if self._stop.is_set():

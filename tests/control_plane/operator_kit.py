@@ -101,6 +101,8 @@ class Kit:
         for _ in range(passes):
             taken = queue.core.take(self.time.now)
             if taken is None:
+                self.operator.reconciler.check_integrity()
+                self.operator.caches.check_integrity()
                 return results
             results.append(await self.operator.workers.once(taken[0]))
             queue.done(taken[0])

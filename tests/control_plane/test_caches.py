@@ -7,12 +7,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.control_plane.fake_clock import FakeTime
 
+from foveal_operator import basis, model_flow
 from foveal_operator.api_errors import NotFound
-from foveal_operator.caches import Caches, owner_of, trimmed
+from foveal_operator.caches import READ_BACK, Caches, brief, owner_of, trimmed
 from foveal_operator.clock import Clock
 from foveal_operator.cluster import Obj
 from foveal_operator.fake_cluster import FakeCluster
 from foveal_operator.kinds import CONFIG_MAP, DEPLOYMENT, INFERENCE, POD, WATCHED
+from foveal_operator.rollout import record
 from foveal_operator.telemetry import Telemetry
 from foveal_operator.watch import Watch, selector_of
 
@@ -70,7 +72,9 @@ class CacheMachine(RuleBasedStateMachine):
         if extra:
             self.write("a")
             self.caches.put(CONFIG_MAP, self.live["a"])
-        self.caches.replace(CONFIG_MAP, listed, before)
+        for body in listed:
+            self.caches.put(CONFIG_MAP, body)
+        self.caches.keep_only(CONFIG_MAP, {body["metadata"]["uid"] for body in listed}, before)
         for name, body in self.live.items():
             found = self.caches.get(CONFIG_MAP, "default", name)
             assert found is not None
@@ -108,6 +112,25 @@ def test_an_object_that_changes_its_owner_leaves_the_old_one() -> None:
     assert caches.owned(CONFIG_MAP, ("default", "tiny")) == []
     assert len(caches.owned(CONFIG_MAP, ("default", "other"))) == 1
     caches.check_integrity()
+
+
+def test_long_texts_that_nobody_reads_are_kept_as_digests() -> None:
+    """A dashboard is 40 kB; a thousand resources have one each."""
+    long = "x" * 10_000
+    body = {**config_map("a"), "data": {"board.json": long, "profile.json": long, "b": "short"}}
+    caches, whole = Caches(), Caches(whole=True)
+    for one in (caches, whole):
+        one.put(CONFIG_MAP, body)
+    found = (caches.get(CONFIG_MAP, "default", "a") or {})["data"]
+    assert found == brief(CONFIG_MAP, body)["data"]
+    assert (found["profile.json"], found["b"]) == (long, "short")
+    assert found["board.json"] != long
+    assert (whole.get(CONFIG_MAP, "default", "a") or {})["data"] == body["data"]
+
+
+def test_what_the_operator_reads_back_is_kept_whole() -> None:
+    made = (basis._KEY, record._GOOD, record._STATE, model_flow.PROFILE_KEY)
+    assert frozenset(made) == READ_BACK
 
 
 def test_managed_fields_are_kept_only_where_replicas_may_be_handed_over() -> None:

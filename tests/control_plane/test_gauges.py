@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 from tests.control_plane.regenerate import planned
 from tests.control_plane.test_status import BASE, ended, pod, revisions, serving, status_of
 
@@ -49,7 +51,30 @@ def test_a_condition_that_has_gone_says_nothing_any_more() -> None:
     resource = told(telemetry, BASE, **failing())
     assert condition(telemetry, "Reconciling", "True") == 1
     told(telemetry, resource, **serving())
-    assert b'type="Reconciling"' not in telemetry.exposition()
+    assert b'type="Reconciling"' not in b"".join(telemetry.exposition())
+
+
+def test_the_text_is_what_the_library_would_write() -> None:
+    """Series of resources are written by us: the same ones, and values that read the same."""
+    telemetry = Telemetry()
+    told(telemetry, BASE, **failing(), measured={"ipc": 3 << 40})
+    text = b"".join(telemetry.exposition()).decode()
+    written = generate_latest(telemetry.registry).decode()
+    pages = [
+        {
+            (family.name, family.type, family.documentation): {
+                (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+                for sample in family.samples
+            }
+            for family in text_string_to_metric_families(page)
+        }
+        for page in (text, written)
+    ]
+    assert pages[0] == pages[1]
+    (named,) = telemetry.exposition(["foveal_inference_ready"])
+    assert {line.split("{")[0] for line in named.decode().splitlines() if line[0] != "#"} == {
+        "foveal_inference_ready"
+    }
 
 
 def test_a_failure_is_counted_once() -> None:
@@ -65,7 +90,7 @@ def test_a_resource_that_has_gone_leaves_no_series() -> None:
     telemetry = Telemetry()
     told(telemetry, BASE, **failing())
     gauges.forget(telemetry, **NAME)
-    assert b'name="qwen"' not in telemetry.exposition()
+    assert b'name="qwen"' not in b"".join(telemetry.exposition())
 
 
 # --- cold starts ------------------------------------------------------------------------------
@@ -116,4 +141,4 @@ def test_the_newest_pod_counts_and_counts_once() -> None:
     assert value() == 60
     gauges.forget(telemetry, **NAME)
     cold.forget(KEY)
-    assert METRIC.encode() + b"{" not in telemetry.exposition()
+    assert METRIC.encode() + b"{" not in b"".join(telemetry.exposition())

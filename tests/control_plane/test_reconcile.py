@@ -504,7 +504,7 @@ async def test_a_deleted_resource_is_forgotten_without_a_write(kit: Kit) -> None
     calls = len(kit.cluster.calls)
     await kit.settle()
     assert kit.cluster.calls[calls:] == []
-    text = kit.telemetry.exposition().decode()
+    text = b"".join(kit.telemetry.exposition()).decode()
     assert 'name="tiny"' not in text, "its series are gone"
 
 
@@ -568,9 +568,35 @@ async def test_what_the_api_server_calls_wrong_is_the_users_to_mend(kit: Kit) ->
     assert "StatefulSet tiny-engine" in message
     assert "duplicate entries" in message
     kit.cluster.failures.clear()
-    kit.time.now += 60
+    kit.time.now += 70
     await kit.settle()
     assert kit.condition("SpecAccepted") == ("True", "Accepted")
+
+
+async def test_what_is_refused_is_tried_ever_more_seldom(kit: Kit) -> None:
+    """Once a minute for ever, a hundred such resources asked more than all others together."""
+    await kit.start()
+    kit.cluster.add(resource())
+    await kit.settle()
+    for _ in range(99):
+        kit.fail(UserError("exceeded quota", 403), kind="StatefulSet")
+    finish_profile(kit.cluster)
+    delays = []
+    for _ in range(8):
+        await kit.settle()
+        due = kit.operator.queue.core.next_due()
+        assert due is not None
+        delays.append(round(due - kit.time.now, 3))
+        kit.time.now = due
+    assert delays == sorted(delays)
+    assert 60.0 <= delays[0] < 70.0
+    assert delays[-1] >= 300.0
+    kit.cluster.failures.clear()
+    kit.cluster.edit(
+        INFERENCE, "default", "tiny", lambda body: body["spec"].update(image="other/runtime:2")
+    )
+    await kit.settle()
+    assert kit.condition("SpecAccepted") == ("True", "Accepted"), "an edit is looked at at once"
 
 
 async def test_a_missing_right_is_retried_not_blamed_on_the_user(kit: Kit) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from foveal_operator.api_errors import ApiError, UserError
-from foveal_operator.caches import Caches
+from foveal_operator.caches import Caches, brief
 from foveal_operator.cluster import Cluster
 from foveal_operator.diff import diff
 from foveal_operator.kinds import FIELD_MANAGER, MANAGED_BY, Kind, kind_of
@@ -34,7 +34,7 @@ class ObjectError(Exception):
         super().__init__(f"{kind} {name}: {cause.message}")
 
 
-class _Applied(msgspec.Struct, frozen=True):
+class _Applied(msgspec.Struct, frozen=True, gc=False):
     digest: str
     uid: str
     version: str
@@ -50,21 +50,25 @@ class Applier:
         self._telemetry = telemetry
         self._applied: dict[str, dict[ObjectKey, _Applied]] = {}
 
-    async def ensure(self, owner_uid: str, body: Obj) -> bool:
+    async def ensure(self, owner_uid: str, body: Obj, digest: str = "") -> bool:
         """Server-side apply, unless that could change nothing. True when something changed.
 
         A resourceVersion in the body is a condition, not a wish: it is sent along when an apply is
-        needed at all. Raises ObjectError.
+        needed at all. `digest` is the body's content hash, where it is known. Raises ObjectError.
         """
         kind, metadata = kind_of(body), dict(body["metadata"])
         on_version = metadata.pop("resourceVersion", "")
         body = {**body, "metadata": metadata}
         key = (kind.name, metadata["name"])
-        live = self._caches.get(kind, metadata["namespace"], metadata["name"])
-        digest = content_hash(body)
+        at = (metadata["namespace"], metadata["name"])
+        digest = digest or content_hash(body)
         memory = self._applied.setdefault(owner_uid, {})
         known = memory.get(key)
-        if known and live and known.digest == digest and _is_as_left(known, body, live):
+        same = known if known and known.digest == digest else None
+        if same and (same.uid, same.version) == self._caches.identity(kind, *at):
+            return False
+        live = self._caches.get(kind, *at)
+        if same and live and _is_as_left(same, body, live):
             return False
         if on_version:
             body = {**body, "metadata": {**metadata, "resourceVersion": on_version}}
@@ -79,7 +83,7 @@ class Applier:
             digest, after["uid"], after["resourceVersion"], after.get("generation", 0)
         )
         changed = live is None or live["metadata"]["resourceVersion"] != after["resourceVersion"]
-        if changed and known and known.digest == digest:
+        if changed and same:
             log.info("put right: %s %s/%s", kind.name, metadata["namespace"], metadata["name"])
             self._telemetry.count("foveal_operator_drift_repairs", kind=kind.name)
         return changed
@@ -118,12 +122,10 @@ def _is_as_left(known: _Applied, body: Obj, live: Obj) -> bool:
     metadata: dict[str, Any] = live["metadata"]
     if metadata["uid"] != known.uid:
         return False
-    if metadata["resourceVersion"] == known.version:
-        return True
     # Newer, perhaps only its status. Labels and owners do not count in the generation, and
     # objects without a generation (ConfigMaps, Services) are compared whole.
     if metadata.get("generation", 0) != known.generation:
         return False
     if metadata.get("generation"):
         return not diff({"metadata": body["metadata"]}, live)
-    return not diff(body, live)
+    return not diff(brief(kind_of(body), body), live)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import urllib.parse
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -32,7 +32,7 @@ MAX_IN_FLIGHT = 16
 TIMEOUT_SECONDS = 15.0
 MAX_TRIES = 2
 MAX_PAUSE_SECONDS = 5.0
-PAGE = 500
+PAGE = 200
 _APPLY = "application/apply-patch+yaml"
 _JSON = "application/json"
 
@@ -48,6 +48,11 @@ class Cluster(Protocol):
     ) -> list[Obj]:
         """All objects with these labels and fields, a quorum read. Raises NotFound when the
         cluster lacks the API."""
+
+    def pages(
+        self, kind: Kind, namespace: str | None, selector: str = "", fields: str = ""
+    ) -> AsyncIterator[list[Obj]]:
+        """The same, some at a time: thousands of objects need not be in memory at once."""
 
     async def serves(self, kind: Kind) -> bool:
         """Whether the cluster has the API."""
@@ -160,19 +165,28 @@ class KubeCluster:
         self, kind: Kind, namespace: str | None, selector: str = "", fields: str = ""
     ) -> list[Obj]:
         found: list[Obj] = []
+        async for page in self.pages(kind, namespace, selector, fields):
+            found += page
+        return found
+
+    async def pages(
+        self, kind: Kind, namespace: str | None, selector: str = "", fields: str = ""
+    ) -> AsyncIterator[list[Obj]]:
         query = {"limit": str(PAGE)}
         if selector:
             query["labelSelector"] = selector
         if fields:
             query["fieldSelector"] = fields
+        verb = "LIST"
         while True:
-            page = await self._call("GET", kind.path(namespace), query=query, verb="LIST")
-            for item in page.get("items") or ():
-                found.append({**item, "apiVersion": kind.api_version, "kind": kind.name})
+            page = await self._call("GET", kind.path(namespace), query=query, verb=verb)
+            items = page.pop("items", None) or ()
+            named = {"apiVersion": kind.api_version, "kind": kind.name}
+            yield [{**item, **named} for item in items]
             token = page.get("metadata", {}).get("continue")
             if not token:
-                return found
-            query = {**query, "continue": token}
+                return
+            verb, query = "CONTINUE", {**query, "continue": token}
 
     async def serves(self, kind: Kind) -> bool:
         try:

@@ -8,6 +8,8 @@ aiohttp. Never retries, never looks into a body.
 from __future__ import annotations
 
 import ssl
+import urllib.parse
+import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +23,14 @@ USER_AGENT = "foveal-operator"
 _JSON = "application/json"
 
 
+def _proxy_of_environment(base: str) -> str | None:
+    """HTTPS_PROXY and the like, unless NO_PROXY names the host."""
+    parts = urllib.parse.urlsplit(base)
+    if not parts.hostname or urllib.request.proxy_bypass(parts.netloc.rpartition("@")[2]):
+        return None
+    return urllib.request.getproxies().get(parts.scheme)
+
+
 class Exchange:
     """Args:
     configuration: the official client's, as it loaded it.
@@ -32,6 +42,7 @@ class Exchange:
         self._num_connections = num_connections
         self._timeout = aiohttp.ClientTimeout(total=timeout_seconds)
         self._base = str(configuration.host).rstrip("/")
+        self._proxy = configuration.proxy or _proxy_of_environment(self._base)
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -59,7 +70,7 @@ class Exchange:
                 data=data,
                 headers=headers,
                 timeout=self._timeout,
-                proxy=self._configuration.proxy,
+                proxy=self._proxy,
                 proxy_headers=self._configuration.proxy_headers,
                 server_hostname=self._configuration.tls_server_name or None,
                 skip_auto_headers=("Content-Type",),
@@ -71,7 +82,8 @@ class Exchange:
 
     def _open(self) -> aiohttp.ClientSession:
         connector = aiohttp.TCPConnector(limit=self._num_connections, ssl=self._ssl())
-        return aiohttp.ClientSession(connector=connector, trust_env=True)
+        # Not trust_env: it reads ~/.netrc before each request, in a thread.
+        return aiohttp.ClientSession(connector=connector)
 
     def _ssl(self) -> ssl.SSLContext:
         """As the official client builds it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from foveal_operator.api_errors import ApiError, Conflict, NotFound, UserError
@@ -64,6 +64,11 @@ class FakeCluster:
             and wanted.items() <= body["metadata"].get("labels", {}).items()
             and all(_field(body, path) == value for path, value in asked)
         ]
+
+    async def pages(
+        self, kind: Kind, namespace: str | None, selector: str = "", fields: str = ""
+    ) -> AsyncIterator[list[Obj]]:
+        yield await self.list_all(kind, namespace, selector, fields)
 
     async def serves(self, kind: Kind) -> bool:
         self._called("GET", kind, "")

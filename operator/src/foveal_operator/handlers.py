@@ -12,6 +12,7 @@ import logging
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -34,6 +35,41 @@ LOGIN_PAUSE_SECONDS = 5.0
 WATCH_SECONDS = 120
 # Room for one watch, kopf's 70 s without a bookmark and a backoff.
 SILENT_SECONDS = 240.0
+# Objects in memory at once while a watch begins.
+LIST_CHUNK = 100
+HANDED_AT_ONCE = 50
+
+
+class _NoEssence(kopf.DiffBaseStorage):  # type: ignore[misc]
+    """kopf compares nothing for us: by default it copies every object of every event twice."""
+
+    def build(self, *, body: Any, extra_fields: Any = None) -> Any:
+        return {}
+
+    def fetch(self, *, body: Any) -> None:
+        return None
+
+    def store(self, *, body: Any, patch: Any, essence: Any) -> None:
+        """Nothing is ever stored."""
+
+
+class _NoProgress(kopf.ProgressStorage):  # type: ignore[misc]
+    """Handlers of events have no progress."""
+
+    def fetch(self, *, key: Any, body: Any) -> None:
+        return None
+
+    def store(self, *, key: Any, record: Any, body: Any, patch: Any) -> None:
+        """Nothing is ever stored."""
+
+    def purge(self, *, key: Any, body: Any, patch: Any) -> None:
+        """Nothing was."""
+
+    def touch(self, *, body: Any, patch: Any, value: str | None) -> None:
+        """Nothing is there."""
+
+    def clear(self, *, essence: Any) -> Any:
+        return essence
 
 
 class EndlessBackoff:
@@ -75,6 +111,9 @@ class WatchEngine:
         # By path of a list: when its watch was last answered. Written by the thread only.
         self._answered: dict[str, float] = {}
         self._next_login = 0.0
+        # Events on their way into our loop, which is woken once for all of them.
+        self._heard: deque[tuple[Kind, str | None, Obj]] = deque()
+        self._is_told = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watches", daemon=True)
 
@@ -130,11 +169,15 @@ class WatchEngine:
         settings.networking.connect_timeout = 10.0
         settings.networking.request_timeout = 60.0
         settings.watching.connect_timeout = 10.0
-        settings.watching.chunk_size = 500
+        settings.watching.chunk_size = LIST_CHUNK
         settings.watching.server_timeout = WATCH_SECONDS
         # Else kopf kills the whole process when its own end takes long.
         settings.process.ultimate_exiting_timeout = None
         settings.queueing.exit_timeout = 0.5
+        # A task for each object that has just changed: not for longer than it takes.
+        settings.queueing.idle_timeout = 0.1
+        settings.persistence.diffbase_storage = _NoEssence()
+        settings.persistence.progress_storage = _NoProgress()
         for kind in self._kinds:
             selector = selector_of(kind)
             if selector:
@@ -142,14 +185,31 @@ class WatchEngine:
                 settings.watching.label_selectors[key] = selector
         return settings
 
+    def _hand_over(self) -> None:
+        """In our loop: what has come since it was woken, some at a time."""
+        # Before looking: whatever comes from now on wakes it again.
+        self._is_told = False
+        for _ in range(HANDED_AT_ONCE):
+            if not self._heard:
+                return
+            kind, change, body = self._heard.popleft()
+            try:
+                self._sink(kind, change, body)
+            except Exception:
+                log.exception("an event of %s", kind.plural)
+        self._loop.call_soon(self._hand_over)
+
     def _handler(self, kind: Kind) -> Callable[..., Any]:
         async def on_event(type: str | None, event: dict[str, Any], **_: Any) -> None:
             body = {**event["object"], "apiVersion": kind.api_version, "kind": kind.name}
-            try:
-                self._loop.call_soon_threadsafe(self._sink, kind, type, body)
-            except RuntimeError:
-                # Our loop is closed: the process is about to end.
-                self._stop.set()
+            self._heard.append((kind, type, body))
+            if not self._is_told:
+                self._is_told = True
+                try:
+                    self._loop.call_soon_threadsafe(self._hand_over)
+                except RuntimeError:
+                    # Our loop is closed: the process is about to end.
+                    self._stop.set()
 
         return on_event
 

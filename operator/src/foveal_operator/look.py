@@ -12,7 +12,7 @@ import msgspec
 
 from foveal_operator import manifests
 from foveal_operator.basis import Basis, accelerator_name, basis_name, read_basis
-from foveal_operator.budget_inputs import budget_inputs
+from foveal_operator.budget_inputs import NodeFacts, budget_inputs
 from foveal_operator.caches import Caches, Key
 from foveal_operator.clock import Clock
 from foveal_operator.cluster import Cluster
@@ -30,12 +30,14 @@ from foveal_operator.manifests import ClusterFacts, Desired
 from foveal_operator.manifests.context import Context, Obj
 from foveal_operator.manifests.pods import REVISION_LABEL
 from foveal_operator.model_flow import ModelDecision, ModelView, decide_model, model_keys
+from foveal_operator.planned import Planned
 from foveal_operator.probes import PodReports
 from foveal_operator.replicas import is_handed_over, live_replicas
 from foveal_operator.rollout import RolloutDecision, RolloutView, decide, record_name
 from foveal_operator.spec import InferenceSpec, parse
 from foveal_runtime.plan.budget import plan as make_plan
 from foveal_runtime.plan.budget_types import BudgetPlan
+from foveal_runtime.plan.profile import ModelProfile
 
 ObservePods = Callable[[Sequence[Obj], Sequence[Obj], Sequence[Obj]], Awaitable[PodReports]]
 """(pods of engines, of frontends, of Jobs) -> what they said last."""
@@ -56,7 +58,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pass(msgspec.Struct, kw_only=True):
-    """One pass over one resource: what is known so far."""
+    """One pass over one resource: what is known so far.
+
+    Attributes:
+        digests: content hashes of objects in `desired`, by kind and name, as far as known.
+    """
 
     key: Key
     resource: Obj
@@ -71,6 +77,7 @@ class Pass(msgspec.Struct, kw_only=True):
     frontend_pods: tuple[Obj, ...]
     reports: PodReports = PodReports()
     rollout: RolloutDecision = RolloutDecision()
+    digests: dict[tuple[str, str], str] = {}
 
     @property
     def uid(self) -> str:
@@ -101,10 +108,11 @@ class Looker:
         self._settings = settings
         self._observe_pods = observe_pods
         self._claims: dict[Key, tuple[float, Obj | None]] = {}
+        self._planned = Planned()
 
     async def look(self, key: Key, resource: Obj) -> Pass:
         """Everything a decision needs, and the decision. Raises SpecError."""
-        inference = parse(resource)
+        inference = self._planned.parsed(resource, parse)
         now = self._clock.wall().timestamp()
         basis_map = self._caches.get(CONFIG_MAP, key[0], basis_name(key[1]))
         basis = read_basis(basis_map)
@@ -117,15 +125,15 @@ class Looker:
         reports = await self._observe_pods(pods["engine"], pods["frontend"], pods["model"])
         model = await self._model(key, inference, facts, reports, pods["model"])
         facts = msgspec.structs.replace(facts, model_ready=model.model_ready)
-        plan: BudgetPlan | None = None
         nodes = basis.nodes if basis and basis.is_about(accelerator) else present
-        if model.profile is not None:
-            plan = make_plan(budget_inputs(inference, nodes), model.profile)
-            if not plan.fits and basis is not None and nodes != present:
-                # The nodes of the first day no longer carry it; those of today may.
-                fresh = make_plan(budget_inputs(inference, present), model.profile)
-                if fresh.fits:
-                    plan, nodes = fresh, present
+        derived = self._planned.derived(
+            inference,
+            facts,
+            model.profile,
+            (nodes, present),
+            lambda: _derive(inference, facts, model.profile, nodes, present),
+        )
+        nodes = derived.nodes
         work = Pass(
             key=key,
             resource=resource,
@@ -140,8 +148,9 @@ class Looker:
                 device_bytes=nodes.device_bytes,
                 key_generation=generation or msgspec.UNSET,
             ),
-            plan=plan,
-            desired=manifests.desired(inference, plan, facts),
+            plan=derived.plan,
+            desired=derived.desired,
+            digests=derived.digests,
             engine_pods=pods["engine"],
             frontend_pods=pods["frontend"],
             reports=reports,
@@ -206,6 +215,9 @@ class Looker:
             self._claims[namespace, name] = (now + seconds, body)
         return body
 
+    def check_integrity(self) -> None:
+        self._planned.check_integrity()
+
     def pods(self, key: Key, component: str) -> tuple[Obj, ...]:
         """Pods of a role that are not finished (Jobs: all)."""
         return tuple(
@@ -242,6 +254,25 @@ class Looker:
                 now=work.now,
             )
         )
+
+
+def _derive(
+    inference: InferenceSpec,
+    facts: ClusterFacts,
+    profile: ModelProfile | None,
+    nodes: NodeFacts,
+    present: NodeFacts,
+) -> tuple[BudgetPlan | None, NodeFacts, Desired]:
+    """The plan, the node facts that it rests on, and every object."""
+    plan: BudgetPlan | None = None
+    if profile is not None:
+        plan = make_plan(budget_inputs(inference, nodes), profile)
+        if not plan.fits and nodes != present:
+            # The nodes of the first day no longer carry it; those of today may.
+            fresh = make_plan(budget_inputs(inference, present), profile)
+            if fresh.fits:
+                plan, nodes = fresh, present
+    return plan, nodes, manifests.desired(inference, plan, facts)
 
 
 def _is_rolling(wanted: Obj, pods: Sequence[Obj]) -> bool:

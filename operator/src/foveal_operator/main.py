@@ -7,6 +7,7 @@ key, workers finish or are cut off, the lease is given back. A lost lease ends t
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -29,7 +30,7 @@ from foveal_operator.operator_metrics import CONTROLLER
 from foveal_operator.options import Options, read
 from foveal_operator.pod_events import PodEvents
 from foveal_operator.probes import PodProber, PodReports, aiohttp_fetch
-from foveal_operator.queue import WorkQueue
+from foveal_operator.queue import MAX_SECONDS, WorkQueue
 from foveal_operator.reconcile import Reconciler
 from foveal_operator.reports import Reports
 from foveal_operator.server import ProbeServer
@@ -44,6 +45,7 @@ TICK_SECONDS = 2.0
 STUCK_SECONDS = 300.0
 SILENT_SECONDS = 30.0
 STOP_SECONDS = 1.0
+GC_OBJECTS = 10_000
 FRESH_SECONDS = 5.0
 """A replica that comes to lead lists anew unless its last list is younger."""
 
@@ -59,6 +61,7 @@ class Workers:
         self._telemetry = telemetry
         self._clock = clock
         self._conflicts: dict[Key, int] = {}
+        self._refused_since: dict[Key, float] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self, num_workers: int) -> None:
@@ -116,8 +119,16 @@ class Workers:
             return "error"
         self._conflicts.pop(key, None)
         self._queue.forget(key)
-        if outcome.again_seconds is not None:
-            self._queue.add_after(key, outcome.again_seconds)
+        again = outcome.again_seconds
+        if not outcome.is_refused:
+            self._refused_since.pop(key, None)
+        elif again is not None:
+            # As long again as it has been refused.
+            now = self._clock.monotonic()
+            since = now - self._refused_since.setdefault(key, now)
+            again = min(MAX_SECONDS, max(again, since)) * (1.0 + 0.1 * self._clock.random())
+        if again is not None:
+            self._queue.add_after(key, again)
             return "requeue_after"
         return "success"
 
@@ -366,6 +377,10 @@ async def serve(options: Options) -> None:
         on_lost=exit_at_once,
         make_watches=make_watches,
     )
+    # What has been loaded stays: the collector need not look at it again and again.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_OBJECTS, 20, 20)
     server = ProbeServer(
         telemetry,
         live=operator.live_checks(),

@@ -6,7 +6,7 @@ lists those that will have gone when the change is through.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from foveal_operator.basis import basis_name
 from foveal_operator.caches import Caches
@@ -37,7 +37,7 @@ def unwanted_now(work: Pass, caches: Caches) -> list[tuple[Kind, Obj]]:
     used = config_maps_in_use(workloads, (*work.engine_pods, *work.frontend_pods))
     kept = _keys(work, (*work.model.objects, *work.desired.objects))
     kept |= {("ConfigMap", name) for name in used | work.rollout.keep_config_maps}
-    return _unwanted(work, caches, kept, caches.owned(CONFIG_MAP, key))
+    return _unwanted(work, caches, kept, lambda: caches.owned(CONFIG_MAP, key))
 
 
 def unwanted_in_the_end(work: Pass, caches: Caches) -> list[tuple[Kind, Obj]]:
@@ -56,7 +56,7 @@ def unwanted_in_the_end(work: Pass, caches: Caches) -> list[tuple[Kind, Obj]]:
         new = {**body, "metadata": {"name": name, "creationTimestamp": _LAST}}
         live.setdefault(name, new)
         kept.add(("ConfigMap", name))
-    return _unwanted(work, caches, kept, live.values())
+    return _unwanted(work, caches, kept, live.values)
 
 
 def _keys(work: Pass, objects: Iterable[Owned]) -> set[ObjectKey]:
@@ -65,19 +65,31 @@ def _keys(work: Pass, objects: Iterable[Owned]) -> set[ObjectKey]:
 
 
 def _unwanted(
-    work: Pass, caches: Caches, kept: set[ObjectKey], config_maps: Iterable[Obj]
+    work: Pass, caches: Caches, kept: set[ObjectKey], config_maps: Callable[[], Iterable[Obj]]
 ) -> list[tuple[Kind, Obj]]:
     if not work.desired.complete:
         return []
-    listed = list(config_maps)
-    for document in _DOCUMENTS:
-        kept |= {("ConfigMap", name) for name in newest(listed, document, REVISIONS_KEPT)}
-    return [
-        (kind, body)
+    spare = [
+        (kind, name)
         for kind in KINDS
         if kind.pruned and kind.watched
-        for body in caches.owned(kind, work.key)
-        if (kind.name, body["metadata"]["name"]) not in kept
+        for name in caches.owned_names(kind, work.key)
+        if (kind.name, name) not in kept
+    ]
+    if not spare:
+        return []
+    listed = list(config_maps())
+    for document in _DOCUMENTS:
+        kept |= {("ConfigMap", name) for name in newest(listed, document, REVISIONS_KEPT)}
+    found = (
+        (kind, caches.get(kind, work.key[0], name))
+        for kind, name in spare
+        if (kind.name, name) not in kept
+    )
+    return [
+        (kind, body)
+        for kind, body in found
+        if body is not None
         and not body["metadata"].get("deletionTimestamp")
         and _is_owned(body, work.uid)
     ]

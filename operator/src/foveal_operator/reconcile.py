@@ -43,9 +43,11 @@ REFUSED_SECONDS = 60.0
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """`again_seconds`: look again then even if nothing changes; None = no need."""
+    """`again_seconds`: look again then even if nothing changes; None = no need. `is_refused`: as
+    the resource is, nothing will come of it, so look ever more seldom."""
 
     again_seconds: float | None = None
+    is_refused: bool = False
 
 
 class Reconciler:
@@ -97,7 +99,7 @@ class Reconciler:
             if isinstance(error.cause, UserError):
                 # Only an edit can help, or whoever set the quota or the policy: no hurry.
                 await self._teller.tell(work, refused=str(error))
-                return Outcome(again_seconds=REFUSED_SECONDS)
+                return Outcome(again_seconds=REFUSED_SECONDS, is_refused=True)
             await self._tell_failure(work, error)
             raise error.cause from error
         await self._teller.tell(work)
@@ -170,7 +172,8 @@ class Reconciler:
         elif body["kind"] == "Deployment":
             chosen = work.rollout.deployment
         if chosen is not None:
-            await self.applier.ensure(work.uid, chosen)
+            digest = work.digests.get(_key(body), "") if chosen is body else ""
+            await self.applier.ensure(work.uid, chosen, digest)
 
     async def _replace_keys(self, work: Pass) -> None:
         """Notes that pods need other keys; the next pass makes them and asks for other pods. In
@@ -216,6 +219,9 @@ class Reconciler:
     def doubt(self) -> None:
         """Called now and then: no watch tells of a key Secret that somebody has deleted."""
         self._keys.doubt()
+
+    def check_integrity(self) -> None:
+        self._looker.check_integrity()
 
     def _forget(self, key: Key) -> None:
         """The resource that had this name is gone: so is all that was kept for it."""

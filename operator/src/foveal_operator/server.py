@@ -5,6 +5,7 @@ Made by main.py with functions that answer: each returns "" when all is well, or
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 
 from aiohttp import web
@@ -47,11 +48,16 @@ class ProbeServer:
     async def stop(self) -> None:
         await self._runner.cleanup()
 
-    async def _metrics(self, _: web.Request) -> web.Response:
+    async def _metrics(self, request: web.Request) -> web.StreamResponse:
+        """All, or with `?name[]=...` (as Prometheus' own client does it) only what is named."""
         self._before_scrape()
-        return web.Response(
-            body=self._telemetry.exposition(), headers={"Content-Type": CONTENT_TYPE}
-        )
+        answer = web.StreamResponse(headers={"Content-Type": CONTENT_TYPE})
+        await answer.prepare(request)
+        for piece in self._telemetry.exposition(request.query.getall("name[]", [])):
+            await answer.write(piece)
+            await asyncio.sleep(0)
+        await answer.write_eof()
+        return answer
 
 
 def _prober(checks: Mapping[str, Check]) -> Callable[[web.Request], Awaitable[web.Response]]:

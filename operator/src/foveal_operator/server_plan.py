@@ -7,7 +7,7 @@ is impossible by construction: the cluster that it is given has no writes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 
@@ -49,6 +49,11 @@ class ReadOnlyCluster:
             return list_objects(self._reader, kind, namespace, selector)
         except ForbiddenError:
             return []
+
+    async def pages(
+        self, kind: Kind, namespace: str | None, selector: str = "", fields: str = ""
+    ) -> AsyncIterator[list[Obj]]:
+        yield await self.list_all(kind, namespace, selector, fields)
 
     async def serves(self, kind: Kind) -> bool:
         listed = self._reader.get(kind.root) or {}
@@ -193,7 +198,7 @@ async def _nobody_asked(*_: Sequence[Obj]) -> PodReports:
 
 def _filled(reader: Reader, key: Key, apis: frozenset[str]) -> Caches:
     """What the operator's watches would have told about this resource."""
-    caches = Caches()
+    caches = Caches(whole=True)
     namespace, name = key
     selector = f"{INSTANCE}={name}"
     for kind in WATCHED:

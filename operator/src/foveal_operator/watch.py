@@ -107,19 +107,28 @@ class Watch:
         """One live list of a kind; whatever the watch had not told is taken in."""
         was_synced = kind.name in self._listed
         for namespace in self._namespaces:
-            before = self._caches.uids(kind, namespace)
-            try:
-                bodies = await self._cluster.list_all(kind, namespace, selector_of(kind))
-            except NotFound:
-                if kind is INFERENCE or not kind.optional:
-                    raise
-                bodies = []
-            missed = self._caches.replace(kind, bodies, before)
-            for body in missed:
-                self._owner_changed(kind, body)
+            num_missed = await self._relist(kind, namespace)
             # Pods change all the time: a list that overtakes the watch by a moment is no news.
-            if missed and was_synced and kind is not POD:
-                log.info("%d %s were not told by the watch", len(missed), kind.plural)
-                self._telemetry.count("foveal_operator_watch_missed", len(missed), kind=kind.name)
+            if num_missed and was_synced and kind is not POD:
+                log.info("%d %s were not told by the watch", num_missed, kind.plural)
+                self._telemetry.count("foveal_operator_watch_missed", num_missed, kind=kind.name)
         self._listed[kind.name] = self._clock.monotonic()
         self._stale.pop(kind.name, None)
+
+    async def _relist(self, kind: Kind, namespace: str | None) -> int:
+        """How many objects were missing, stale or ghosts."""
+        before, listed, num_missed = self._caches.uids(kind, namespace), set[str](), 0
+        try:
+            async for page in self._cluster.pages(kind, namespace, selector_of(kind)):
+                for body in page:
+                    listed.add(body["metadata"]["uid"])
+                    if self._caches.put(kind, body):
+                        self._owner_changed(kind, body)
+                        num_missed += 1
+        except NotFound:
+            if kind is INFERENCE or not kind.optional:
+                raise
+        ghosts = self._caches.keep_only(kind, listed, before)
+        for body in ghosts:
+            self._owner_changed(kind, body)
+        return num_missed + len(ghosts)

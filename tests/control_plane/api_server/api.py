@@ -108,10 +108,16 @@ class Api:
         )
 
     def stream(
-        self, method: str, path: str, query: dict[str, str], timeout: httpx.Timeout
+        self,
+        method: str,
+        path: str,
+        query: dict[str, str],
+        timeout: httpx.Timeout,
+        accept: str = JSON,
     ) -> AbstractContextManager[httpx.Response]:
         """A watch, line by line."""
-        return self._client.stream(method, path, params=query, timeout=timeout)
+        headers = {"Accept": accept}
+        return self._client.stream(method, path, params=query, timeout=timeout, headers=headers)
 
     # --- addresses ---------------------------------------------------------------------------
     def path(

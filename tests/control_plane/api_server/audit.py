@@ -47,6 +47,11 @@ class Audit:
         self._last: dict[tuple[str, str], tuple[str, str]] = {}
         self._engine_sets: dict[tuple[str, str], set[str]] = {}
 
+    @property
+    def holder(self) -> str:
+        """The client that holds the Lease, by what it wrote last; "" = nobody."""
+        return self._holder
+
     def forget(self, client: str) -> None:
         """A client starts anew: a first look at everything is no repetition."""
         self._last = {key: value for key, value in self._last.items() if key[0] != client}

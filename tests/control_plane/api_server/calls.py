@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +29,8 @@ class Target:
 
 @dataclass(frozen=True)
 class Call:
-    """`number` counts all calls of a proxy, `write_number` its writes from 1 (0 for a read)."""
+    """`number` counts all calls of a proxy, `write_number` its writes from 1 (0 for a read); `at`
+    is when it came, by time.monotonic()."""
 
     number: int
     write_number: int
@@ -37,6 +39,7 @@ class Call:
     target: Target
     query: dict[str, str] = field(default_factory=dict)
     body: dict[str, Any] = field(default_factory=dict)
+    at: float = field(default_factory=time.monotonic)
 
     @property
     def is_write(self) -> bool:

@@ -81,6 +81,8 @@ class FaultProxy:
         self.writes: list[tuple[Call, int]] = []  # with the status the API server gave
         self.num_events = 0
         self._clients: dict[int, str] = {}
+        self._doors: dict[int, web.SockSite] = {}
+        self._open: set[asyncio.Transport] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fault-proxy")
         self._num_attempts = 0
@@ -126,8 +128,28 @@ class FaultProxy:
         sock = socket.create_server(("127.0.0.1", 0))
         port = int(sock.getsockname()[1])
         self._clients[port] = client
-        self._wait(web.SockSite(self._runner, sock).start())
+        self._wait(self._open_door(port, sock))
         return f"http://127.0.0.1:{port}"
+
+    async def _open_door(self, port: int, sock: socket.socket) -> None:
+        self._doors[port] = web.SockSite(self._runner, sock)
+        await self._doors[port].start()
+
+    def close_doors(self) -> None:
+        """Connections are cut, new ones refused, until `open_doors`."""
+        self._wait(self._close_doors())
+
+    async def _close_doors(self) -> None:
+        for door in self._doors.values():
+            await door.stop()
+        for transport in list(self._open):
+            transport.abort()
+        self._open.clear()
+
+    def open_doors(self) -> None:
+        """At the same addresses."""
+        for port in list(self._doors):
+            self._wait(self._open_door(port, socket.create_server(("127.0.0.1", port))))
 
     def clear(self) -> None:
         self.faults.clear()
@@ -143,6 +165,8 @@ class FaultProxy:
 
     # --- requests ----------------------------------------------------------------------------
     async def _serve(self, request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        self._open.add(request.transport)
         data = await request.read()
         call = self._call(request, data)
         self.audit.before(call)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 from tests.control_plane.api_server.api import Api
-from tests.control_plane.api_server.programs import Cluster, missing_programs, program
+from tests.control_plane.api_server.programs import Cluster, missing_programs, program, wait_until
 from tests.control_plane.samples import LEGAL, Obj
 
 KIND = "MultiModalInference"
@@ -51,14 +52,18 @@ def chart(tmp_path: Path) -> Path:
     return folder
 
 
-def report(api: Api, namespace: str, name: str) -> None:
-    """What the operator writes: the status, and nothing else."""
-    condition = {"type": "Ready", "status": "False", "reason": "Waiting", "message": "",
-                 "observedGeneration": 1, "lastTransitionTime": "2026-01-01T00:00:00Z"}  # fmt: skip
-    body = {"apiVersion": "foveal.dev/v1alpha1", "kind": KIND}
-    body |= {"metadata": {"name": name, "namespace": namespace}}  # type: ignore[dict-item]
-    body |= {"status": {"observedGeneration": 1, "conditions": [condition]}}  # type: ignore[dict-item]
-    api.apply(body, "foveal-operator", sub="status").must()
+def report(api: Api, namespace: str, name: str, **states: str) -> bool:
+    """What the operator writes: the status, and nothing else. False where there is no resource."""
+    conditions = [
+        {"type": kind, "status": status, "reason": "Waiting", "message": "",
+         "observedGeneration": 1, "lastTransitionTime": "2026-01-01T00:00:00Z"}
+        for kind, status in (states or {"Ready": "False"}).items()
+    ]  # fmt: skip
+    body: Obj = {"apiVersion": "foveal.dev/v1alpha1", "kind": KIND}
+    body["metadata"] = {"name": name, "namespace": namespace}
+    body["status"] = {"observedGeneration": 1, "conditions": conditions}
+    reply = api.apply(body, "foveal-operator", sub="status")
+    return reply.status != 404 and bool(reply.must())
 
 
 def live(api: Api, namespace: str) -> dict[str, Obj]:
@@ -100,3 +105,35 @@ def test_installed_and_upgraded_nothing_moves(
         assert json.dumps(obj["metadata"]["labels"]) == json.dumps(
             before[name]["metadata"]["labels"]
         )
+
+
+WAITS = {
+    "ready": ({"Ready": "True"}, True),
+    "reconciling": ({"Ready": "False", "Reconciling": "True"}, False),
+    "stalled": ({"Ready": "False", "Stalled": "True"}, False),
+}
+
+
+@pytest.mark.parametrize("state", WAITS)
+def test_wait_believes_the_status(
+    cluster: Cluster, helm: Helm, tmp_path: Path, namespace: str, state: str
+) -> None:
+    """Helm 4's --wait judges by kstatus: success once it is Ready, never while it is not."""
+    folder = tmp_path / "one"
+    (folder / "templates").mkdir(parents=True)
+    about = {"apiVersion": "v2", "name": "one", "version": "0.1.0"}
+    (folder / "Chart.yaml").write_text(yaml.safe_dump(about))
+    body = {**LEGAL["cpu"], "metadata": {"name": "one"}}
+    (folder / "templates" / "one.yaml").write_text(yaml.safe_dump(body))
+    states, succeeds = WAITS[state]
+
+    def report_in_time() -> None:
+        with Api(cluster) as api:
+            wait_until("it is made", lambda: report(api, namespace, "one", **states), 60)
+
+    reporter = threading.Thread(target=report_in_time)
+    reporter.start()
+    patience = "60s" if succeeds else "4s"
+    done = helm("install", "one", str(folder), "-n", namespace, "--wait", f"--timeout={patience}")
+    reporter.join(90)
+    assert (done.returncode == 0) is succeeds, done.stderr

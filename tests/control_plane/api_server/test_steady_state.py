@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
 import pytest
 from tests.control_plane.api_server.operator_process import RESYNC_SECONDS
 from tests.control_plane.api_server.programs import wait_until
-from tests.control_plane.api_server.scenarios import NO_LEASE, STEPS, Children, run
+from tests.control_plane.api_server.scenarios import (
+    NO_LEASE,
+    STEP_SECONDS,
+    STEPS,
+    Children,
+    is_over,
+    run,
+)
 from tests.control_plane.api_server.world import KIND, World, difference
 
 CREATE = STEPS[0]
+# make soak stays away for ten minutes.
+ABSENCE_SECONDS = float(os.environ.get("FOVEAL_ABSENCE_SECONDS", "0"))
 
 
 def num_writes(world: World) -> int:
@@ -81,18 +91,26 @@ def test_what_others_change_is_repaired_and_what_is_not_ours_is_left(world: Worl
     assert service["metadata"]["annotations"]["example.org/note"] == "theirs"
 
 
-@pytest.mark.timeout(600, func_only=True)
+@pytest.mark.timeout(1800, func_only=True)
 def test_without_an_operator_a_resource_can_be_deleted_and_changed(
     arena: World, expected: dict[str, Children]
 ) -> None:
-    """No finalizer: deletion never waits for us. Changes made meanwhile are caught up with."""
+    """No finalizer: deletion never waits for us. Changes made meanwhile are caught up with; prints
+    how soon."""
     world = arena
     operator = world.operator("a", NO_LEASE)
     operator.start()
     run(world, CREATE)
     operator.kill()
     STEPS[1].act(world)
+    until = time.monotonic() + ABSENCE_SECONDS
+    wait_until("the absence is over", lambda: time.monotonic() > until, ABSENCE_SECONDS + 30)
     world.proxy.audit.forget("a")
+    operator.start()
+    returned = time.monotonic()
+    wait_until("it is caught up with", lambda: is_over(world, STEPS[1]), STEP_SECONDS)
+    seconds = time.monotonic() - returned
+    print(f"away for {ABSENCE_SECONDS:.0f} s, caught up {seconds:.1f} s after its start")
     assert not difference(run(world, STEPS[1]), expected[STEPS[1].name])
     operator.kill()
     world.api.delete(KIND, world.namespace, "qwen").must()

@@ -143,12 +143,17 @@ class World:
         return plain
 
     def versions(self) -> dict[str, str]:
-        """resourceVersion of every child."""
-        return {
-            f"{kind}/{obj['metadata']['name']}": obj["metadata"]["resourceVersion"]
-            for kind in CHILD_KINDS
-            for obj in self.api.list(kind, self.namespace, MANAGED)
-        }
+        """resourceVersion of every child; of workloads, whose controllers write a status when it
+        suits them, the generation and the labels."""
+        found = {}
+        for kind in CHILD_KINDS:
+            for obj in self.api.list(kind, self.namespace, MANAGED):
+                metadata = obj["metadata"]
+                version = str(metadata["resourceVersion"])
+                if "generation" in metadata and "status" in obj:
+                    version = f"{metadata['generation']} {sorted(metadata['labels'].items())}"
+                found[f"{kind}/{metadata['name']}"] = f"{metadata['uid']} {version}"
+        return found
 
     def conditions(self, name: str = "qwen", field: str = "status") -> dict[str, str]:
         """Status (or reason) by type of condition; {} while it speaks of an older spec."""

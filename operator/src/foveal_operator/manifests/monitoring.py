@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from foveal_operator.manifests.context import Context, Obj, content_hash
 from foveal_operator.manifests.pods import REVISION_LABEL
 
@@ -79,19 +81,17 @@ def _as_prometheus_names(label: str) -> str:
 
 
 def _pinned(context: Context, value: Any) -> Any:
-    """The same with this resource in place of the tokens, in every text inside."""
+    """The same with this resource in place of the tokens, in every text inside. Done on JSON,
+    where one replacement reaches all texts: names need no quoting."""
     namespace, name = context.inference.namespace, context.name
-    if isinstance(value, str):
-        for token, text in (
-            ("@namespace@", namespace),
-            ("@resource@", name),
-            ("@id@", content_hash([namespace, name])),
-        ):
-            value = value.replace(token, text)
-        return value
-    if isinstance(value, dict):
-        return {key: _pinned(context, item) for key, item in value.items()}
-    return [_pinned(context, item) for item in value] if isinstance(value, list) else value
+    data = msgspec.json.encode(value)
+    for token, text in (
+        (b"@namespace@", namespace),
+        (b"@resource@", name),
+        (b"@id@", content_hash([namespace, name])),
+    ):
+        data = data.replace(token, text.encode())
+    return msgspec.json.decode(data)
 
 
 def _labelled(context: Context, body: Obj, more: dict[str, str] | None = None) -> Obj:

@@ -30,6 +30,7 @@ __all__ = ["RolloutDecision", "RolloutView", "decide", "record_name"]
 CHECK_SECONDS = 5.0
 """Sessions are asked for, not watched: while a rollout runs, look again so often."""
 ANNOUNCE_SECONDS = 1.0
+IDLE_SECONDS = 300.0
 
 
 class _Target(msgspec.Struct, frozen=True, kw_only=True):
@@ -194,12 +195,14 @@ def _decision(
     delete = step.delete if _has_seen_template(live, target.engine_revision) else ()
     if not is_announced:
         delete = tuple(pod for pod in delete if not pod.serves)
-    check = None
+    check, everyone = None, (*pods.engines, *pods.frontends)
     if not is_complete:
-        check = CHECK_SECONDS if is_announced else ANNOUNCE_SECONDS
+        # Where there is no pod there is none to ask; that one has come, the watch tells.
+        check = CHECK_SECONDS if everyone else IDLE_SECONDS
+        if not is_announced:
+            check = ANNOUNCE_SECONDS
         if not state.failed:
             revisions = (target.engine_revision, target.frontend_revision)
-            everyone = (*pods.engines, *pods.frontends)
             left = seconds_left(
                 state, everyone, revisions, view.now, rollout.progress_deadline_seconds
             )

@@ -25,7 +25,9 @@ def is_held(deployment: Obj | None) -> bool:
 def frontend_body(
     body: Body, live: Obj | None, pods: Pods, num_frontends: int, num_engines: int
 ) -> Body | None:
-    """The Deployment to apply now; None = leave the live one as it is.
+    """The Deployment to apply now; None = leave the live one as it is. What is held back follows
+    from the live one and its pods, and is applied only if that is still the live one: a replica
+    that took over with an old view brought the old template back, and restarted every frontend.
 
     Args:
         body: the Deployment with the template that is aimed at.
@@ -39,12 +41,21 @@ def frontend_body(
     old = sum(1 for e in pods.engines if e.group != group and (e.serves or e.is_terminating))
     new = sum(1 for e in pods.engines if e.group == group and e.is_ready)
     if new and old:
-        return _held(body, pods, num_frontends, new, old)
+        return _on_live(_held(body, pods, num_frontends, new, old), live)
     if new or (not old and (template_group(live) == group or not num_engines)):
         return body
     if is_held(live) or template_group(live) == group:
         return None
-    return {**body, "spec": {**body["spec"], "template": live["spec"]["template"]}}
+    held = {**body, "spec": {**body["spec"], "template": live["spec"]["template"]}}
+    return _on_live(held, live)
+
+
+def _on_live(body: Body, live: Obj) -> Body:
+    """Refused with a conflict unless the live one is the one that was looked at."""
+    version = live["metadata"].get("resourceVersion")
+    if not version:
+        return body
+    return {**body, "metadata": {**body["metadata"], "resourceVersion": version}}
 
 
 def _held(body: Body, pods: Pods, num_frontends: int, new: int, old: int) -> Body:
