@@ -1,4 +1,4 @@
-"""Where models come from, each for real: a hub with a token, and images (README's quick start).
+"""Where models come from, each for real: a hub with a token, a bucket, images (README).
 
 Claims (`pvc://`) are what every other test here uses.
 """
@@ -6,6 +6,7 @@ Claims (`pvc://`) are what every other test here uses.
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 from tests.cluster import hub, kit
+from tests.contract import s3
 
 pytestmark = pytest.mark.cluster
 MODEL = kit.REPOSITORY / "examples/tiny-vlm/model"
@@ -128,3 +130,76 @@ def test_what_a_hub_refuses_is_the_models_reason(
         print(found["message"])
     finally:
         forget(name)
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[s3.Store]:
+    with s3.Store(MODEL, "tiny-vlm", hub.HOST_IP).running() as found:
+        found.objects["tiny-vlm/filler.txt"] = bytes(FILLER_BYTES)
+        yield found
+
+
+def in_bucket(name: str, store: s3.Store, claim: str, secret: str = s3.SECRET) -> list[kit.Obj]:
+    """As `body`, from a bucket."""
+    found: kit.Obj = yaml.safe_load((Path(__file__).parent / "tiny.yaml").read_text("utf-8"))
+    found["metadata"]["name"] = name
+    spec = found["spec"]
+    spec["frontend"]["replicas"] = spec["engine"]["replicas"] = 1
+    spec["model"] = {
+        "uri": f"s3://{s3.BUCKET}/tiny-vlm",
+        "name": "tiny-vlm",
+        "secretRef": {"name": f"{name}-hub"},
+        "cache": {"claimName": claim},
+    }
+    keys = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": f"{name}-hub"}}
+    return [{**keys, "stringData": store.environment(secret)}, found]
+
+
+def test_a_model_of_a_bucket_is_fetched_once_and_survives_its_pods(
+    operator: str, bucket: s3.Store, claim: str
+) -> None:
+    """The download breaks twice and is resumed; a new engine pod downloads nothing. The status
+    names what was fetched: a bucket has no commits, so it is a digest of what it listed."""
+    bucket.cuts += ["tiny-vlm/filler.txt"] * 2
+    try:
+        kit.apply(*in_bucket("stored", bucket, claim))
+        kit.kubectl("wait", "mmi/stored", "--for=condition=Ready", "--timeout=600s", seconds=620)
+        resumed = [line for line in bucket.asked if "filler.txt bytes=" in line]
+        assert len(resumed) == 2, bucket.asked
+        assert "sha256:" in json.dumps(kit.get("mmi", "stored")["status"])
+        asked = len(bucket.asked)
+        url = kit.service_url("stored")
+        answer = kit.ask(url, "which digit is this?", "digit-7.png")
+        assert "7" in answer
+        before = kit.uids(kit.pods("engine", "stored"))
+        kit.kubectl("delete", "pod", "stored-engine-0", "--timeout=180s", seconds=200)
+        kit.until(
+            "another engine serves",
+            lambda: (
+                not before & kit.uids(kit.pods("engine", "stored")) and kit.is_current("stored")
+            ),
+            400,
+        )
+        assert kit.ask(url, "which digit is this?", "digit-7.png") == answer
+        assert bucket.asked[asked:] == []
+    finally:
+        forget("stored")
+
+
+def test_a_wrong_key_is_the_models_reason(operator: str, bucket: s3.Store, claim: str) -> None:
+    """The store refuses the signature, and the condition says so in its words."""
+    try:
+        secret, resource = in_bucket("locked", bucket, claim, "the wrong key")
+        resource["spec"]["model"]["uri"] = f"s3://{s3.BUCKET}/locked"  # nothing fetched as yet
+        kit.apply(secret, resource)
+        found = kit.until(
+            "ModelReady says FetchDenied",
+            lambda: (
+                (c := kit.condition("locked", "ModelReady")).get("reason") == "FetchDenied" and c
+            ),
+            180,
+        )
+        print(found["message"])
+        assert "SignatureDoesNotMatch" in found["message"]
+    finally:
+        forget("locked")

@@ -9,7 +9,7 @@ from tests.control_plane.budget_samples import TEXT, TOY, VLM, cpu, gpu, with_fr
 from foveal_runtime.plan.budget import headroom_of, plan
 from foveal_runtime.plan.budget_types import BudgetInputs, BudgetPlan
 from foveal_runtime.plan.config import GIB, MIB
-from foveal_runtime.plan.profile import ModelProfile
+from foveal_runtime.plan.profile import ModelProfile, ProcessMemory
 
 
 def reasons(result: BudgetPlan) -> list[str]:
@@ -122,6 +122,43 @@ def test_measured_costs_say_so() -> None:
     assert device.line("weights").source == "Measured"
 
 
+def test_what_the_profile_measured_takes_the_place_of_constants() -> None:
+    """And says so; what serving takes comes on top."""
+    taken = ProcessMemory(
+        http_bytes=80 * MIB, worker_bytes=460 * MIB, worker_peak_bytes=40 * MIB,
+        engine_bytes=500 * MIB,
+    )  # fmt: skip
+    inputs = with_frontend(cpu(), processes=3, media_workers=2)
+    result = plan(inputs, msgspec.structs.replace(TOY, processes=taken))
+    base = result.frontend.line("base")
+    assert (base.each_bytes, base.count, base.source) == (88 * MIB, 4, "Measured")
+    worker = result.frontend.line("mediaWorkers")
+    assert (worker.source, worker.count) == ("Measured", 3)  # each process has one of its own
+    # 64 megapixels decoded are more than what was measured with a smaller picture
+    assert worker.each_bytes == 460 * MIB + -(-(64_000_000 * 3 + 2 * 27_648) // MIB) * MIB
+    assert result.engine.line("base").bytes == 516 * MIB
+    assert plan(inputs, TOY).engine.line("base").source == "Derived"
+
+
+def test_an_engine_on_a_cpu_starts_with_the_largest_picture() -> None:
+    """What that takes counts only as far as it exceeds what is idle at the start."""
+    taken = ProcessMemory(worker_peak_bytes=3 * GIB)
+    engine = plan(cpu(), msgspec.structs.replace(TOY, processes=taken)).engine
+    idle = engine.line("ipcStaging").bytes + engine.line("activations").bytes
+    assert engine.line("loadStaging").bytes == 3 * GIB - idle
+    assert plan(cpu(), TOY).engine.line("loadStaging").bytes == TOY.weight_bytes // 4
+
+
+def test_admitted_media_count_as_text_and_as_bytes() -> None:
+    inputs = with_frontend(gpu(), max_media_bytes=32 * MIB, max_body_bytes=4 * MIB, processes=2)
+    media = plan(inputs, VLM).frontend.line("media")
+    assert media.each_bytes == 56 * MIB + 8 * MIB
+    assert media.count == 2
+    # a body larger than all that is admitted is let in alone
+    alone = with_frontend(gpu(), max_media_bytes=MIB, max_body_bytes=4 * MIB)
+    assert plan(alone, VLM).frontend.line("media").bytes == 7 * MIB + 8 * MIB
+
+
 REFUSED: list[tuple[str, BudgetInputs, ModelProfile, str]] = [
     ("DeviceMemory", gpu(16 * GIB), VLM, "engine.accelerator.count to 2"),
     ("DeviceMemoryUnknown", gpu(0), VLM, "engine.accelerator.memory"),
@@ -168,7 +205,7 @@ def test_the_message_names_term_figures_and_two_edits() -> None:
     assert len(problem.edits) == 2
     assert problem.message.startswith(
         "processor (8.00 GiB) does not fit a frontend pod's memory limit: the least that works is "
-        "12.29 GiB, usable are 9.00 GiB (10.00 GiB less 10 % headroom), 3.29 GiB are missing. "
+        "12.81 GiB, usable are 9.00 GiB (10.00 GiB less 10 % headroom), 3.81 GiB are missing. "
         "To fix it: set spec."
     )
 

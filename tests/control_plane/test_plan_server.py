@@ -185,7 +185,7 @@ def test_a_new_resource_needs_a_profile(kit: Kit, tmp_path: Path, capsys: Any) -
 
 
 def test_a_misfit_says_so(kit: Kit, tmp_path: Path, capsys: Any) -> None:
-    assert plan(kit, tmp_path, edited(engine={"hostMemory": "1Gi"})) == 3
+    assert plan(kit, tmp_path, edited(engine={"hostMemory": "512Mi"})) == 3
     assert "set spec.engine.hostMemory to" in capsys.readouterr().err
 
 

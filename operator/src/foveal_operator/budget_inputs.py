@@ -42,6 +42,7 @@ def budget_inputs(inference: InferenceSpec, facts: NodeFacts) -> BudgetInputs:
             limit_bytes=size_of(frontend.host_memory),
             processor_bytes=size_of(caches.processor.size),
             max_media_bytes=parse_bytes(frontend.admission.max_media),
+            max_body_bytes=parse_bytes(frontend.admission.max_body),
             shm_bytes=(ipc_bytes or parse_bytes("1Gi")) if shared else 0,
         ),
         engine=EngineInputs(

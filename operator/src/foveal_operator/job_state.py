@@ -16,7 +16,8 @@ from foveal_operator.spec_status import Failure
 
 Obj = Mapping[str, Any]
 _DENIED = re.compile(
-    r"\b(401|403|unauthorized|forbidden|denied|gated|InvalidAccessKeyId|SignatureDoesNotMatch)\b",
+    r"\b(401|403|unauthorized|forbidden|denied|gated|AccessDenied|InvalidAccessKeyId"
+    r"|SignatureDoesNotMatch|ExpiredToken|InvalidToken|unable to locate credentials)\b",
     re.IGNORECASE,
 )
 _NOT_FOUND = re.compile(

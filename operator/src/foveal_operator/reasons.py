@@ -81,7 +81,9 @@ OOM_KILLED = Reason(
 DEVICE_FULL = Reason(
     "DeviceFull", "Raise caches.headroomPercent, pin smaller encoder and kv caches, or batch less."
 )
-SHM_FULL = Reason("ShmFull", "Lower the modalities' limits or frontend.mediaWorkers.")
+SHM_FULL = Reason(
+    "ShmFull", "Make the shared volume at least as large as caches.ipc.size, or lower that."
+)
 INVALID_ARGUMENT = Reason(
     "InvalidArgument", "The runtime refused its document: correct the field it names.", True
 )

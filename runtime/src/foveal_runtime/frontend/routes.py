@@ -43,6 +43,7 @@ from foveal_runtime.plan.errors import InvalidRequest
 from foveal_runtime.telemetry.metrics import CONTENT_TYPE
 
 _THREAD_BODY_BYTES = 1 << 20
+_PARSED = b"{}"
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorResponse, "description": "the request is wrong; `param` names the field"},
@@ -68,7 +69,12 @@ def _decode_body(body: bytes) -> Any:
 
 
 class _JsonRequest(Request):
-    """A request whose JSON is parsed by msgspec: bodies hold megabytes of base64."""
+    """A request whose JSON is parsed by msgspec: bodies hold megabytes of base64, so their bytes
+    go once they are parsed."""
+
+    async def body(self) -> bytes:
+        """The bytes; after they were parsed, no more than that there were some."""
+        return _PARSED if hasattr(self, "_parsed") else await super().body()
 
     async def json(self) -> Any:
         if not hasattr(self, "_parsed"):
@@ -77,6 +83,7 @@ class _JsonRequest(Request):
                 self._parsed = await asyncio.to_thread(_decode_body, body)
             else:
                 self._parsed = _decode_body(body)
+            self._body = b""
         return self._parsed
 
 

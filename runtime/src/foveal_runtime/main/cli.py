@@ -117,6 +117,8 @@ def _parser() -> argparse.ArgumentParser:
     profile.add_argument("--dtype", default="auto",
                          choices=["auto", "float32", "bfloat16", "float16"])  # fmt: skip
     profile.add_argument("--device", default="cpu", help="cpu or cuda: where it is to run")
+    profile.add_argument("--no-processes", dest="processes", action="store_false",
+                         help="do not start processes to see what they take")  # fmt: skip
     profile.add_argument("--output", default="", metavar="FILE",
                          help="one compact line into FILE instead of standard output")  # fmt: skip
     return parser

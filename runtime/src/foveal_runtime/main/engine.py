@@ -25,6 +25,7 @@ from foveal_runtime.plan.config import EngineConfig, load
 from foveal_runtime.plan.encoder_budget import LargestItem
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.profile import ItemProfile
+from foveal_runtime.telemetry.allocator import release_free_memory
 from foveal_runtime.telemetry.logs import configure_logging
 from foveal_runtime.telemetry.memory import ContainerMemory
 from foveal_runtime.telemetry.metrics import Metrics
@@ -153,10 +154,6 @@ def load_engine(config: EngineConfig, phases: StartPhases | None = None) -> Load
             kv_dtype=config.caches.kv_dtype,
             attention=config.attention,
         )
-    runner.allocate_kv(num_kv_blocks(config, runner.kv_block_bytes))
-    if isinstance(runner, TorchRunner) and config.cuda_graphs and config.device.startswith("cuda"):
-        _record_decoding(runner, config)
-    phases.done("load")
     limit = runner.traits.max_position
     if config.model.max_model_len > limit:
         raise StartupError(
@@ -164,9 +161,15 @@ def load_engine(config: EngineConfig, phases: StartPhases | None = None) -> Load
             f"of {limit}; lower it"
         )
     max_model_len = config.model.max_model_len or limit
+    # Before KV memory is there: the largest item may need more than a step ever will.
+    items = _largest_items(config, max_model_len) if runner.traits.is_multimodal else {}
+    release_free_memory()
+    runner.allocate_kv(num_kv_blocks(config, runner.kv_block_bytes))
+    if isinstance(runner, TorchRunner) and config.cuda_graphs and config.device.startswith("cuda"):
+        _record_decoding(runner, config)
+    phases.done("load")
     warm_up(runner, config.caches.block_size)
     phases.done("warm")
-    items = _largest_items(config, max_model_len) if runner.traits.is_multimodal else {}
     limits = {name: getattr(config.modalities, name).max_per_prompt for name in items}
     log.info(
         "model loaded",

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import hashlib
 import logging
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -101,34 +99,9 @@ def _from_hub(repository: str, revision: str, directory: Path, progress: Progres
 
 
 def _from_s3(path: str, revision: str, directory: Path, progress: Progress) -> str:
-    """Has no revisions; what it held is told by a digest over names, sizes and ETags."""
-    try:
-        import boto3  # type: ignore[import-not-found, unused-ignore]
-    except ImportError as error:
-        raise StartupError("s3:// needs the boto3 package in the image") from error
-    if revision:
-        raise StartupError("s3:// models have no revision: put it into the prefix")
-    bucket, _, prefix = path.partition("/")
-    prefix = prefix.rstrip("/") + "/" if prefix else ""
-    client = boto3.client("s3", endpoint_url=os.environ.get("S3_ENDPOINT_URL"))
-    try:
-        pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
-        items = [entry for page in pages for entry in page.get("Contents", ())]
-        progress.total_bytes = sum(int(item["Size"]) for item in items)
-        for item in items:
-            name = item["Key"][len(prefix) :]
-            file = directory / name
-            if not name or name.endswith("/") or not file.resolve().is_relative_to(directory):
-                continue
-            if file.is_file() and file.stat().st_size == item["Size"]:
-                continue  # from an earlier attempt
-            file.parent.mkdir(parents=True, exist_ok=True)
-            client.download_file(bucket, item["Key"], str(file))
-    except Exception as error:
-        # boto3 makes its exception classes at run time, so none can be named here.
-        raise StartupError(f"s3://{path}: {error}") from error
-    listed = sorted((i["Key"][len(prefix) :], i["Size"], i.get("ETag", "")) for i in items)
-    return "sha256:" + hashlib.sha256(repr(listed).encode()).hexdigest()
+    from foveal_runtime.main.fetch_s3 import download
+
+    return download(path, revision, directory, progress, IGNORED)
 
 
 _DOWNLOADS: dict[str, Download] = {"hf": _from_hub, "s3": _from_s3}

@@ -31,6 +31,7 @@ from foveal_runtime.frontend.siblings import Siblings, sibling_app, socket_path
 from foveal_runtime.frontend.stats import FrontendStats
 from foveal_runtime.main import frontend_group
 from foveal_runtime.plan.config import FrontendConfig, load
+from foveal_runtime.telemetry.allocator import give_back_large_blocks
 from foveal_runtime.telemetry.logs import configure_logging
 from foveal_runtime.telemetry.memory import ContainerMemory
 from foveal_runtime.telemetry.metrics import Metrics
@@ -71,6 +72,7 @@ class Member(NamedTuple):
 
 
 def run(path: str, index: int | None = None, folder: str = "") -> int:
+    give_back_large_blocks()
     config = load(path, FrontendConfig)
     assert isinstance(config, FrontendConfig)
     if index is None:

@@ -16,10 +16,11 @@ from foveal_runtime.main.revision import resolved_revision
 from foveal_runtime.model import threads
 from foveal_runtime.plan.config import ModalitiesConfig, ModalityLimits
 from foveal_runtime.plan.errors import StartupError
-from foveal_runtime.plan.profile import ModelProfile
+from foveal_runtime.plan.profile import ModelProfile, ProcessMemory
 
 MAX_TERMINATION_MESSAGE_BYTES = 4096
 """Kubernetes' own limit; what is longer is cut off."""
+MAX_KERNEL_WIDTH = 1024
 
 
 def profile_model(
@@ -66,20 +67,42 @@ def run(arguments: argparse.Namespace) -> int:
         max_seconds=arguments.max_seconds,
     )
     audio = ModalityLimits(max_seconds=arguments.max_audio_seconds or arguments.max_seconds)
+    limits = ModalitiesConfig(image=image, video=video, audio=audio)
+    processes = ProcessMemory()
+    if arguments.processes:  # first: this process is small as yet
+        from foveal_runtime.main.footprint import measure_frontend
+
+        processes = measure_frontend(arguments.model, limits)
     found = profile_model(
         arguments.model,
-        ModalitiesConfig(image=image, video=video, audio=audio),
+        limits,
         measure=arguments.measure,
         dtype=arguments.dtype,
         device=arguments.device,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
     )
+    if arguments.processes:
+        found = msgspec.structs.replace(
+            found,
+            processes=msgspec.structs.replace(
+                processes, engine_bytes=engine_bytes_of(found, arguments.device)
+            ),
+        )
     if arguments.output:
         # In a pod: the termination message, which the operator reads without any right to the pod.
         Path(arguments.output).write_bytes(compact(found))
     else:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n")
     return 0
+
+
+def engine_bytes_of(profile: ModelProfile, device: str) -> int:
+    """See ProcessMemory; 0 for a device whose driver's part is not to be seen here."""
+    from foveal_runtime.main.footprint import measure_engine
+
+    if device != "cpu" or profile.source == "measured":  # then weights are in this process
+        return 0
+    return measure_engine(profile.dtype, min(MAX_KERNEL_WIDTH, profile.embed_width or 1024))
 
 
 def compact(profile: ModelProfile) -> bytes:

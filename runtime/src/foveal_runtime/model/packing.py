@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from foveal_runtime.model.threads import KERNEL_CACHE_ENTRIES
+
 HINT_ROWS = 16
 """The batch size that the layout is chosen for: good from 1 row to thousands, unlike 1 or none."""
 
@@ -108,3 +110,17 @@ def _is_plain(linear: Any, holders: dict[int, int]) -> bool:
         and not linear._forward_hooks
         and not linear._forward_pre_hooks
     )
+
+
+def fill_kernel_cache(dtype: str, width: int) -> None:
+    """Computes with as many shapes as the caches of compiled kernels hold (model/threads.py).
+
+    For measuring what they take when they are full; `width` is the model's own.
+    """
+    kind: torch.dtype = getattr(torch, dtype)
+    if not can_pack(kind):
+        return
+    linear = PackedLinear(nn.Linear(width, width, bias=False, dtype=kind))
+    with torch.inference_mode():
+        for rows in range(1, KERNEL_CACHE_ENTRIES + 2):
+            linear(torch.zeros(rows, width, dtype=kind))

@@ -87,6 +87,13 @@ def num_threads(limit: float, processes: int = 1) -> int:
     return max(1, int(limit / processes + 1e-6))
 
 
+KERNEL_CACHE_ENTRIES = 128
+"""Compiled products, one for each shape, that PyTorch and oneDNN each keep. Their own default of
+1,024 takes 0.65 MB an entry: over 600 MB that no budget knows of, once prompts of all lengths have
+come (docs/measurements.md). Decode steps of up to 16 sequences find theirs in 128."""
+_KERNEL_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+
+
 def thread_environment(threads: int) -> dict[str, str]:
     """Environment of a process with `threads` compute threads.
 
@@ -106,7 +113,8 @@ def thread_environment(threads: int) -> dict[str, str]:
 def configure(
     threads: int = 0, processes: int = 1, environ: MutableMapping[str, str] | None = None
 ) -> int:
-    """Sets this process's thread count before torch is imported; returns it.
+    """Sets this process's thread count before torch is imported; returns it. Bounds the caches of
+    compiled kernels, too, unless the user has.
 
     `threads` 0: OMP_NUM_THREADS if the user has set it, else from the CPU limit shared by
     `processes`. If torch is there already, its count is set, but waiting threads keep spinning.
@@ -119,6 +127,8 @@ def configure(
     wanted = thread_environment(count)
     wanted["GOMP_SPINCOUNT"] = environ.get("GOMP_SPINCOUNT", wanted["GOMP_SPINCOUNT"])
     environ.update(wanted)
+    for name in _KERNEL_CACHES:
+        environ.setdefault(name, str(KERNEL_CACHE_ENTRIES))
     torch = sys.modules.get("torch")
     if torch is not None:
         _log.debug("torch was imported before its threads were configured")

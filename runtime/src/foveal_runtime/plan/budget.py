@@ -66,7 +66,7 @@ def draft(inputs: BudgetInputs, profile: ModelProfile) -> BudgetPlan:
     needs = derive_needs(inputs, profile)
     engine = _place_pod("engine", inputs, needs, engine_lines(inputs, needs, profile), profile)
     # A frontend's mirrors grow with the pool they mirror, so the engine comes first.
-    fixed = frontend_lines(inputs, needs, engine.sizes["ipc"])
+    fixed = frontend_lines(inputs, needs, engine.sizes["ipc"], profile)
     frontend = _place_pod("frontend", inputs, needs, fixed, profile)
     device = _place_device(inputs, needs, profile) if inputs.engine.device == "gpu" else None
     placed = [p for p in (frontend, engine, device) if p is not None]

@@ -10,7 +10,9 @@ from foveal_runtime.plan.budget_types import (
     DEVICE_BASE_BYTES,
     ENGINE_BASE_CPU_BYTES,
     ENGINE_BASE_GPU_BYTES,
+    ENGINE_SERVING_BYTES,
     FRONTEND_PROCESS_BYTES,
+    FRONTEND_SERVING_BYTES,
     LOAD_STAGING_MAX_BYTES,
     MEDIA_WORKER_BYTES,
     MIRROR_BYTES_PER_KEY,
@@ -39,21 +41,47 @@ def _line(
     )
 
 
-def frontend_lines(inputs: BudgetInputs, needs: Needs, ipc_bytes: int) -> tuple[Line, ...]:
+def frontend_lines(
+    inputs: BudgetInputs, needs: Needs, ipc_bytes: int, profile: ModelProfile
+) -> tuple[Line, ...]:
     """What a frontend pod needs besides its processor caches."""
-    f = inputs.frontend
+    f, taken = inputs.frontend, profile.processes
     keys = ipc_bytes // MIRROR_ITEM_BYTES
     mirror = needs.mirror_engines * keys * MIRROR_BYTES_PER_KEY
+    workers = max(f.media_workers, f.processes)  # each process has one of its own
+    admitted = max(f.max_media_bytes, f.max_body_bytes)
     lines = (
-        _line("base", "frontend", FRONTEND_PROCESS_BYTES, "HTTP process, measured", f.processes),
+        _line(
+            "base",
+            "frontend",
+            (taken.http_bytes or FRONTEND_PROCESS_BYTES) + FRONTEND_SERVING_BYTES,
+            f"HTTP process, {_measured(taken.http_bytes)}, + what serving takes",
+            # Several are started by one more process, which serves nothing.
+            f.processes + (f.processes > 1),
+            _source(taken.http_bytes),
+        ),
         _line(
             "mediaWorkers",
             "frontend",
-            MEDIA_WORKER_BYTES + needs.decode_peak_bytes,
-            "worker process, measured, + the largest item decoded and processed twice",
-            f.media_workers,
+            (taken.worker_bytes or MEDIA_WORKER_BYTES) + needs.decode_peak_bytes,
+            f"worker process, {_measured(taken.worker_bytes)}, + its largest item at work",
+            workers,
+            _source(taken.worker_bytes),
         ),
-        _line("media", "frontend", f.max_media_bytes, "encoded media admitted", f.processes),
+        _line(
+            "media",
+            "frontend",
+            admitted * 7 // 4 + 2 * f.max_body_bytes,
+            "all that is admitted, as text and as bytes, + the largest body twice as it comes",
+            f.processes,
+        ),
+        _line(
+            "values",
+            "frontend",
+            2 * needs.largest_item_bytes,
+            "two processed items for each media worker, on their way",
+            workers,
+        ),
         _line(
             "mirrors",
             "frontend",
@@ -61,12 +89,7 @@ def frontend_lines(inputs: BudgetInputs, needs: Needs, ipc_bytes: int) -> tuple[
             f"{needs.mirror_engines} engines planned x {keys} keys x {MIRROR_BYTES_PER_KEY} B",
             f.processes,
         ),
-        _line(
-            "shm",
-            "frontend",
-            needs.frontend_shm_bytes,
-            "two processed items in flight for each media worker",
-        ),
+        _line("shm", "frontend", needs.frontend_shm_bytes, _SHM),
     )
     if f.shm_bytes == 0:
         return lines
@@ -76,21 +99,46 @@ def frontend_lines(inputs: BudgetInputs, needs: Needs, ipc_bytes: int) -> tuple[
 def engine_lines(inputs: BudgetInputs, needs: Needs, profile: ModelProfile) -> tuple[Line, ...]:
     """What an engine pod's host memory needs besides its caches."""
     cpu = inputs.engine.device == "cpu"
-    base = ENGINE_BASE_CPU_BYTES if cpu else ENGINE_BASE_GPU_BYTES * inputs.engine.num_devices
-    what = "engine process with torch, measured" if cpu else "process of each rank with CUDA"
+    taken = profile.processes.engine_bytes if cpu else 0
+    model = _model_lines("engine", 1, inputs, profile) if cpu else ()
     staging = min(profile.weight_bytes // (4 if cpu else 1), LOAD_STAGING_MAX_BYTES)
+    # As it starts, an engine runs its processor on the largest item; steps and values come later.
+    idle = needs.ipc_staging_bytes + sum(line.bytes for line in model if line.name != "weights")
+    probe = profile.processes.worker_peak_bytes - idle
+    if cpu:
+        base = (taken or ENGINE_BASE_CPU_BYTES) + ENGINE_SERVING_BYTES
+        what = f"engine process with torch, {_measured(taken)}, + what serving takes"
+    else:
+        base = ENGINE_BASE_GPU_BYTES * inputs.engine.num_devices
+        what = "process of each rank with CUDA"
     lines = (
-        _line("base", "engine", base, what),
-        _line("loadStaging", "engine", staging, "weights on their way in, at most 2 GiB"),
+        _line("base", "engine", base, what, source=_source(taken)),
+        _line(
+            "loadStaging",
+            "engine",
+            max(staging, probe if cpu else 0),
+            "what starting takes beyond: weights on their way in (at most 2 GiB), the largest item",
+        ),
         _line(
             "ipcStaging",
             "engine",
             needs.ipc_staging_bytes,
             "items of the largest request, on their way and past the cache",
         ),
-        _line("shm", "engine", needs.engine_shm_bytes, "memory-backed /dev/shm, its size limit"),
+        _line("shm", "engine", needs.engine_shm_bytes, _SHM),
     )
-    return (*lines, *_model_lines("engine", 1, inputs, profile)) if cpu else lines
+    return (*lines, *model)
+
+
+_SHM = "memory-backed /dev/shm, its size limit"
+
+
+def _measured(size: int) -> str:
+    return "measured with this image and model" if size else "not measured"
+
+
+def _source(size: int) -> Source:
+    return "Measured" if size else "Derived"
 
 
 def device_lines(inputs: BudgetInputs, needs: Needs, profile: ModelProfile) -> tuple[Line, ...]:

@@ -14,7 +14,8 @@ from foveal_runtime.plan.budget_types import (
     DEFAULT_PROCESSOR_BYTES,
     IPC_STAGING_MIN_BYTES,
     MIRROR_MIN_ENGINES,
-    SHM_MIN_BYTES,
+    RANK_SHM_BYTES,
+    SHM_BYTES,
     BudgetInputs,
     Problem,
 )
@@ -35,6 +36,7 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_embed: int
     encoder_compute_embeds: int
     decode_peak_bytes: int
+    largest_item_bytes: int
     mirror_engines: int
     num_ranks: int
     frontend_shm_bytes: int
@@ -103,13 +105,14 @@ def derive_needs(inputs: BudgetInputs, profile: ModelProfile) -> Needs:
         kv_block_bytes=block_bytes,
         bytes_per_embed=profile.bytes_per_embed,
         encoder_compute_embeds=compute_embeds,
-        decode_peak_bytes=_decode_peak(inputs.modalities, items),
+        decode_peak_bytes=_decode_peak(
+            inputs.modalities, items, profile.processes.worker_peak_bytes
+        ),
         mirror_engines=max(MIRROR_MIN_ENGINES, 1 << (engine.num_engines - 1).bit_length()),
         num_ranks=ranks,
-        frontend_shm_bytes=_round_up(
-            max(SHM_MIN_BYTES, 2 * inputs.frontend.media_workers * largest_bytes), SHM_MIN_BYTES
-        ),
-        engine_shm_bytes=SHM_MIN_BYTES if ranks == 1 else 256 * MIB * ranks,
+        largest_item_bytes=largest_bytes,
+        frontend_shm_bytes=SHM_BYTES,
+        engine_shm_bytes=SHM_BYTES if ranks == 1 else RANK_SHM_BYTES * ranks,
         ipc_staging_bytes=staging,
         frontend_pools=(
             Pool(
@@ -158,7 +161,7 @@ def _encoder_host_pool(pinned: int | None, has_items: bool) -> Pool:
 def _ipc_staging(inputs: BudgetInputs, items: dict[str, ItemProfile], max_len: int) -> int:
     """S holds the items of the largest request: as many as limits and context allow."""
     if not items:
-        return SHM_MIN_BYTES
+        return IPC_STAGING_MIN_BYTES
     request = sum(
         item.processed_bytes
         * min(
@@ -170,9 +173,12 @@ def _ipc_staging(inputs: BudgetInputs, items: dict[str, ItemProfile], max_len: i
     return max(IPC_STAGING_MIN_BYTES, _round_up(request, MIB))
 
 
-def _decode_peak(modalities: ModalitiesConfig, items: dict[str, ItemProfile]) -> int:
-    """What one media worker holds at most: the decoded item and two copies of the processed one."""
-    peaks = [0]
+def _decode_peak(
+    modalities: ModalitiesConfig, items: dict[str, ItemProfile], measured_bytes: int
+) -> int:
+    """What one media worker takes at most for an item: as measured with the largest picture, or the
+    decoded item and two copies of the processed one, whichever is more."""
+    peaks = [measured_bytes]
     for name, item in items.items():
         limits = getattr(modalities, name)
         decoded = {

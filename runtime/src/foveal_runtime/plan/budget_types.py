@@ -16,12 +16,18 @@ Source = Literal["Derived", "Pinned", "Measured", "Shrunk"]
 Place = Literal["frontend", "engine", "device"]
 """Where bytes lie: a frontend pod, an engine pod's host memory, one device of an engine."""
 
-FRONTEND_PROCESS_BYTES = 256 * MIB
-"""One HTTP process: 92 MB measured after imports, plus tokenizer, sockets and request text."""
-MEDIA_WORKER_BYTES = 832 * MIB
-"""One media worker: 759 MB measured after importing torch and an image processor."""
+FRONTEND_PROCESS_BYTES = 128 * MIB
+"""One HTTP process, where the profile has not measured it: 71 MiB with a small tokenizer."""
+FRONTEND_SERVING_BYTES = 8 * MIB
+"""What it takes besides once requests come: sockets, threads, free memory between blocks in use."""
+MEDIA_WORKER_BYTES = 512 * MIB
+"""One media worker, where the profile has not measured it: 450 MiB with torch and a processor."""
 ENGINE_BASE_GPU_BYTES = 3 * GIB
-ENGINE_BASE_CPU_BYTES = 1 * GIB
+ENGINE_BASE_CPU_BYTES = 640 * MIB
+"""An engine process on a CPU, where the profile has not measured it: 456 MiB with torch and its
+kernels' caches, which take about 90 MiB when they are full."""
+ENGINE_SERVING_BYTES = 16 * MIB
+"""What it takes besides once requests come: sockets, threads, books of caches."""
 DEVICE_BASE_BYTES = 768 * MIB
 """CUDA context, libraries' workspaces and communication buffers of one rank."""
 LOAD_STAGING_MAX_BYTES = 2 * GIB
@@ -35,8 +41,10 @@ adding an engine seldom changes a frontend pod."""
 DEFAULT_PROCESSOR_BYTES = 4 * GIB
 DEFAULT_IPC_BYTES = 4 * GIB
 DEFAULT_KV_CPU_BYTES = 4 * GIB
-IPC_STAGING_MIN_BYTES = 256 * MIB
-SHM_MIN_BYTES = 64 * MIB
+IPC_STAGING_MIN_BYTES = 16 * MIB
+SHM_BYTES = 4 * MIB
+"""/dev/shm of a pod: nothing of ours lies there unless several ranks share an engine."""
+RANK_SHM_BYTES = 256 * MIB
 
 
 class FrontendInputs(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +53,8 @@ class FrontendInputs(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         limit_bytes: memory limit of the pod.
         processor_bytes: processor cache of each process.
-        max_media_bytes: encoded media that one process admits at a time.
+        max_media_bytes: request bodies and fetched media that one process admits at a time.
+        max_body_bytes: the largest body.
         shm_bytes: shared-memory values this pod may have on a shared local volume; 0 = inline.
     """
 
@@ -54,6 +63,7 @@ class FrontendInputs(msgspec.Struct, frozen=True, kw_only=True):
     limit_bytes: int | None = None
     processor_bytes: int | None = None
     max_media_bytes: int = 512 * MIB
+    max_body_bytes: int = 128 * MIB
     shm_bytes: int = 0
 
 

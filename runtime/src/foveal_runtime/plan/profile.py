@@ -33,6 +33,23 @@ class ItemProfile(msgspec.Struct, frozen=True, kw_only=True):
     example: str = ""
 
 
+class ProcessMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """What processes take before they serve, with this image and this model: anonymous memory and
+    page tables, not the pages of files. 0 = not measured; budgets then take documented constants.
+
+    Attributes:
+        http_bytes: an HTTP process with its tokenizer. worker_bytes: a media worker with the
+            processor. worker_peak_bytes: what it takes beyond that for the largest picture that
+            the limits admit, encoded as long as they admit.
+        engine_bytes: an engine on a CPU without weights and caches, its compiled kernels included.
+    """
+
+    http_bytes: int = 0
+    worker_bytes: int = 0
+    worker_peak_bytes: int = 0
+    engine_bytes: int = 0
+
+
 class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
     """Costs of one model revision on one device, before any parallelism.
 
@@ -50,6 +67,7 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
         sources: field name (items.image for a modality) to where its value comes from: the
             configuration, the headers of the weight files, a formula over configuration values,
             the processor at work, or a measurement.
+        processes: what the processes that serve it take, as measured where the profile was made.
     """
 
     model: str = ""
@@ -68,6 +86,7 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
     source: Literal["predicted", "measured"] = "predicted"
     kv_bytes_per_layer: tuple[int, ...] = ()
     sources: dict[str, ValueSource] = {}
+    processes: ProcessMemory = ProcessMemory()
 
     def kv_token_bytes(self, kv_dtype: str) -> int:
         """Keys and values of one token when they are kept as `kv_dtype`, see EngineCaches."""
