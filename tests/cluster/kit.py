@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 REPOSITORY = Path(__file__).parents[2]
 PICTURES = REPOSITORY / "examples/tiny-vlm/images"
 ROOT = Path(os.environ.get("FOVEAL_E2E", "/var/tmp/foveal-e2e"))
+TOOLS = Path(os.environ.get("TOOLS", ROOT / "tools"))
 KUBECONFIG = ROOT / "run/pki/admin.kubeconfig"
 REGISTRY = "localhost"
 """The node's own; it has the images that images.sh built."""
