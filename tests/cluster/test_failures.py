@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.cluster import kit
+from tests.cluster import devices, kit
 
 pytestmark = pytest.mark.cluster
 
@@ -133,22 +132,7 @@ def test_a_budget_that_does_not_fit(broken: Broken) -> None:
     assert kit.pods("engine", broken.name) == {}
 
 
-@pytest.fixture
-def two_devices() -> Iterator[None]:
-    """The node advertises two GPUs, as a device plugin would; they are names only."""
-    path = "/status/{}/nvidia.com~1gpu"
-    for operation in ("add", "remove"):
-        patches = [
-            {"op": operation, "path": path.format(kind), "value": "2"}
-            for kind in ("capacity", "allocatable")
-        ]
-        if operation == "remove":
-            yield
-        kit.kubectl("patch", "node", "node1", "--subresource=status", "--type=json",
-                    "-p", json.dumps(patches))  # fmt: skip
-
-
-def test_a_third_engine_finds_no_device(broken: Broken, two_devices: None) -> None:
+def test_a_third_engine_finds_no_device(broken: Broken) -> None:
     """Two are placed (an init container holds them there: these devices cannot compute)."""
     hold = {
         "name": "hold",
@@ -160,16 +144,19 @@ def test_a_third_engine_finds_no_device(broken: Broken, two_devices: None) -> No
         },
         "resources": {"limits": {"memory": "64Mi"}},
     }
-    broken(
-        engine={
-            "replicas": 3,
-            "accelerator": {"type": "GPU", "memory": "24Gi"},
-            "dtype": "bfloat16",
-            "hostMemory": "4Gi",
-            "podTemplate": {"spec": {"initContainers": [hold]}},
-        }
-    )
-    message = broken.says("EnginesReady", "Unschedulable", 240)
-    assert "nvidia.com/gpu" in message
-    placed = [pod for pod in kit.pods("engine", broken.name).values() if "nodeName" in pod["spec"]]
-    assert len(placed) == 2
+    with devices.advertised(2):
+        broken(
+            engine={
+                "replicas": 3,
+                "accelerator": {"type": "GPU", "memory": "24Gi"},
+                "dtype": "bfloat16",
+                "hostMemory": "4Gi",
+                "podTemplate": {"spec": {"initContainers": [hold]}},
+            }
+        )
+        message = broken.says("EnginesReady", "Unschedulable", 240)
+        assert devices.NAME in message
+        placed = [
+            pod for pod in kit.pods("engine", broken.name).values() if "nodeName" in pod["spec"]
+        ]
+        assert len(placed) == 2

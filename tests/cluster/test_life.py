@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import time
-from typing import NamedTuple
 
 import pytest
 from tests.cluster import kit
 from tests.cluster.questions import ANSWERS, QUESTIONS, asking, wrong_answers
+from tests.cluster.rolls import ready, roll
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("prometheus")]
 
@@ -34,46 +34,6 @@ def test_metrics_show_what_the_caches_saved(tiny: str) -> None:
     assert totals["foveal_cache_hits_total"] > 0, totals
     assert totals["foveal_mirror_hits_total"] > 0, totals
     assert totals["foveal_encoder_items_total"] > 0, totals
-
-
-def ready(role: str) -> list[str]:
-    """Names of the pods of a role that are Ready."""
-    found = kit.pods(role).items()
-    return [
-        name for name, pod in found
-        if any(c["type"] == "Ready" and c["status"] == "True"
-               for c in pod["status"].get("conditions", []))
-    ]  # fmt: skip
-
-
-class Roll(NamedTuple):
-    """What was seen while pods were replaced: answers, and how many pods there were and served."""
-
-    answered: int
-    most_pods: int
-    least_ready: int
-
-
-def roll(url: str, spec: kit.Obj, role: str) -> Roll:
-    """Changes the spec under load, until no old pod of the role is left. No request may fail: what
-    an engine was doing goes on elsewhere."""
-    old = kit.uids(kit.pods(role))
-    counts = [(len(old), len(ready(role)))]
-    started = time.monotonic()
-
-    def is_done() -> bool:
-        counts.append((len(kit.pods(role)), len(ready(role))))
-        now = kit.uids(kit.pods(role))
-        return kit.is_current("tiny") and not old & now and len(now) == len(old)
-
-    with asking(url) as asker:
-        kit.patch("tiny", spec)
-        kit.until("Ready with the change, no old pods", is_done, 800)
-    found = Roll(asker.answered, max(n for n, _ in counts), min(n for _, n in counts))
-    print(f"{role}s rolled in {time.monotonic() - started:.0f} s: {found}")
-    assert asker.failures == []
-    assert found.answered > 0
-    return found
 
 
 def test_a_change_of_frontends_leaves_engines_alone(tiny: str) -> None:
