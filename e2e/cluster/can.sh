@@ -43,7 +43,7 @@ writable_cgroup || no "this machine lets nobody make control groups"
 namespaces || no "this machine lets nobody make namespaces with overlay mounts in them"
 [ ! -e "/run/netns/$namespace" ] || no "a cluster is up already: e2e/cluster/down.sh ends it"
 need=$("$here/images.sh" --gib)
-said=$(need_gib "$need" "it" 2>&1) || no "$said"
+said=$(need_gib "$need" "a node" 2>&1) || no "$said"
 if [ -n "${1:-}" ]; then
   need=$(minutes)
   [ "$need" -le "$1" ] || no "it takes about $need minutes, and $1 are left"
