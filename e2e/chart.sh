@@ -97,10 +97,15 @@ if promtool=$(tool promtool); then
   PATH=$TOOLS:$PATH "$python" -m pytest -q --timeout 600 tests/control_plane/test_alert_rules.py
 else skip "promtool cannot be built"; fi
 
-say "GitOps: kstatus itself, and health.lua in Argo CD's interpreter, on every state"
-if tool gitops-verdicts >/dev/null; then
-  "$python" -m pytest -q tests/control_plane/test_gitops.py
-else skip "gitops-verdicts cannot be built"; fi
+say "GitOps: kstatus itself, and health.lua by Argo CD's own package, on every state"
+tool gitops-verdicts >/dev/null || skip "gitops-verdicts cannot be built"
+tool argo-health >/dev/null || skip "argo-health cannot be built"
+"$python" -m pytest -q tests/control_plane/test_gitops.py
+
+say "GitOps: the examples, by the definitions that Argo CD and Flux ship, at a real API server"
+if e2e/tools/crds.sh argo flux && e2e/cluster/build.sh etcd kube-apiserver; then
+  "$python" -m pytest -q -m api_server -k examples_fit tests/control_plane/api_server/test_gitops.py
+else skip "no definitions of Argo CD and Flux, or no API server"; fi
 
 say "kubeconform: chart, crds/, examples and the operator's objects"
 schemas=$root/schemas

@@ -2,8 +2,10 @@
 # Builds the Kubernetes programs that the control-plane tests start: e2e/cluster/build.sh [NAME ...]
 #   etcd kube-apiserver kubectl kube-controller-manager (without arguments), kube-scheduler kubelet
 #   kube-proxy containerd coredns helm kwok (by name; `node` stands for all that a node needs). What
-#   is there in the right version is skipped, so a second run takes a second. FOVEAL_E2E says where everything lies (default /var/tmp/foveal-e2e); nothing is put
-#   anywhere else but in Go's own caches. Each module beside this file pins sources by hash.
+#   is there in the right version is skipped, so a second run takes a second. With --missing before
+#   the names nothing is built: what would be is printed, and it fails if there is any.
+#   FOVEAL_E2E says where everything lies (default /var/tmp/foveal-e2e); nothing is put anywhere else
+#   but in Go's own caches. Each module beside this file pins sources by hash.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 root=${FOVEAL_E2E:-/var/tmp/foveal-e2e}
@@ -83,11 +85,17 @@ build() {
   mv "$out.new" "$out"  # whole or not at all: a stopped build leaves nothing that looks built
 }
 
+only_look=
+[ "${1:-}" != --missing ] || { only_look=yes; shift; }
 [ $# -gt 0 ] || set -- etcd kube-apiserver kubectl kube-controller-manager
 [ "$1" != node ] || set -- etcd kube-apiserver kubectl kube-controller-manager kube-scheduler \
   kubelet kube-proxy containerd containerd-shim-runc-v2 ctr coredns helm
 missing=()
 for name in "$@"; do is_built "$name" || missing+=("$name"); done
+if [ -n "$only_look" ]; then
+  echo "${missing[*]}"
+  exit $((${#missing[@]} > 0))
+fi
 if [ ${#missing[@]} -eq 0 ]; then
   echo "built already in $root: $*"
   exit 0

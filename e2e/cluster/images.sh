@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds images without a registry: images.sh [pause|coredns|tiny-vlm|operator|runtime]... (all)
-#   --gib prints how much free disk that needs.
+#   --gib prints how much free disk that needs; --again operator|runtime builds one once more from
+#   nothing and fails where a layer has other bytes than before.
 #   An image whose inputs did not change is left as it is. A machine's package settings (CA bundle,
 #   pip, apt) are lent to the builder by bind mounts: they are in no layer and in no history.
 set -euo pipefail
@@ -51,18 +52,9 @@ inputs_of() {
   )
 }
 
-from_dockerfile() {
-  local target=$1 inputs locks lend=$store/lend name name_lower variable settings=()
-  name=localhost/foveal/$target:0.1.0
-  local pins=(requirements/{build,operator,torch,runtime}.txt)
-  local parts=(Dockerfile .dockerignore LICENSE "${pins[@]}" runtime)
-  [ "$target" = runtime ] || parts+=(operator)
-  inputs=$(inputs_of "${parts[@]}")
-  if [ "$(cat "$images/$target.inputs" 2>/dev/null)" = "$inputs" ] &&
-    exists "$name"; then
-    return
-  fi
-  base_image
+# What the builder is lent: into the array settings, and as a file.
+lend() {
+  local lend=$store/lend name_lower variable
   mkdir -p "$lend"
   {
     echo "[global]"
@@ -76,14 +68,49 @@ from_dockerfile() {
     /etc/ssl/certs/ca-certificates.crt; do
     settings+=(-v "$variable:$variable:ro")
   done
+  settings+=(-v "$lend/pip.conf:/etc/pip.conf:ro")
+}
+
+bud() { # TARGET NAME [OPTION...]
+  local target=$1 name=$2
+  shift 2
+  buildah_here bud --isolation chroot --pull-never --layers --format oci --timestamp "$epoch" \
+    --build-arg "BASE=$base" "${settings[@]}" "$@" --target "$target" -t "$name" "$repo" \
+    >"$images/$target.log" 2>&1 || { tail -n 30 "$images/$target.log" >&2; return 1; }
+}
+
+layers() {
+  buildah_here inspect --type image "$1" |
+    python3 -c 'import json, sys; print(*json.load(sys.stdin)["OCIv1"]["rootfs"]["diff_ids"], sep="\n")'
+}
+
+again() {
+  local name=localhost/foveal/$1 settings=() same
+  lend
+  bud "$1" "$name:again" --no-cache
+  same=$(comm -12 <(layers "$name:0.1.0" | sort) <(layers "$name:again" | sort) | wc -l)
+  echo "$1 built again: $same of $(layers "$name:0.1.0" | wc -l) layers are the same bytes"
+  cmp -s <(layers "$name:0.1.0") <(layers "$name:again")
+}
+
+from_dockerfile() {
+  local target=$1 inputs locks name settings=()
+  name=localhost/foveal/$target:0.1.0
+  local pins=(requirements/{build,operator,torch,runtime}.txt)
+  local parts=(Dockerfile .dockerignore LICENSE "${pins[@]}" runtime)
+  [ "$target" = runtime ] || parts+=(operator)
+  inputs=$(inputs_of "${parts[@]}")
+  if [ "$(cat "$images/$target.inputs" 2>/dev/null)" = "$inputs" ] &&
+    exists "$name"; then
+    return
+  fi
+  base_image
+  lend
   # Buildah of Debian 12 takes a RUN step for the same when only what it mounts has changed.
   locks=$(inputs_of "${pins[@]}")
   [ "$(cat "$images/$target.locks" 2>/dev/null || echo "$locks")" = "$locks" ] ||
     settings+=(--no-cache)
-  buildah_here bud --isolation chroot --pull-never --layers --format oci --timestamp "$epoch" \
-    --build-arg "BASE=$base" "${settings[@]}" -v "$lend/pip.conf:/etc/pip.conf:ro" \
-    --target "$target" -t "$name" "$repo" >"$images/$target.log" 2>&1 ||
-    { tail -n 30 "$images/$target.log" >&2; return 1; }
+  bud "$target" "$name"
   printf '%s\n' "$locks" >"$images/$target.locks"
   printf '%s\n' "$inputs" >"$images/$target.inputs"
 }
@@ -107,6 +134,7 @@ tiny-vlm() {
 }
 
 [ "${1:-}" != --gib ] || { gib; exit; }
+[ "${1:-}" != --again ] || { again "$2"; exit; }
 [ $# -gt 0 ] || set -- pause coredns tiny-vlm operator runtime
 need_gib "$(gib)" "images"
 buildah_here rm --all >/dev/null 2>&1 || true  # what a stopped build left behind, with its mounts

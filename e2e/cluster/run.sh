@@ -13,6 +13,7 @@ case ${FOVEAL_CLUSTER:-short} in
   full) wanted=cluster seconds=${FOVEAL_E2E_SECONDS:-7200} ;;
   *) echo "FOVEAL_CLUSTER is short or full, not $FOVEAL_CLUSTER" >&2; exit 2 ;;
 esac
+tools=${TOOLS:-$root/tools}
 mkdir -p "$root"
 exec {lock}>"$root/lock"
 flock --nonblock "$lock" || { echo "another run.sh works in $root" >&2; exit 1; }
@@ -45,7 +46,11 @@ finish() {
   exit "$code"
 }
 enough_disk() { need_gib "$("$here/images.sh" --gib)" "a cluster and its images"; }
-programs() { "$here/build.sh" node; }
+programs() {
+  "$here/build.sh" node
+  TOOLS=$tools "$repo/e2e/tools/build.sh" prometheus scrape-config
+  TOOLS=$tools "$repo/e2e/tools/crds.sh" prometheus-operator
+}
 images() { "$here/images.sh"; }
 bring_up() { "$here/up.sh" {lock}>&-; }  # what it starts outlives a killed run.sh; the lock must not
 take_down() { "$here/down.sh"; }

@@ -1,4 +1,6 @@
-"""The operator by its chart, and the bundled model on a volume, once for all cluster tests."""
+"""The operator by its chart, the bundled model on a volume, and a Prometheus that watches both,
+once for all cluster tests.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from e2e.observability.server import prometheus as running_prometheus
 from tests.cluster import kit
 
 CLAIM = {
@@ -31,13 +34,23 @@ def cluster() -> None:
 
 
 @pytest.fixture(scope="session")
-def operator(cluster: None) -> Iterator[str]:
+def monitoring(cluster: None) -> None:
+    """The prometheus-operator's own definitions, so that the API server judges what is applied."""
+    folder = kit.TOOLS / "crds/prometheus-operator"
+    kit.kubectl("apply", "--server-side", "-f", str(folder))  # too large for the other way
+    for plural in ("podmonitors", "servicemonitors", "prometheusrules"):
+        kit.kubectl("wait", f"crd/{plural}.monitoring.coreos.com", "--for=condition=Established")
+
+
+@pytest.fixture(scope="session")
+def operator(monitoring: None) -> Iterator[str]:
     """The chart, installed as README says, with less CPU asked for: nodes of tests are small."""
     kit.run(
         "helm", "upgrade", "--install", "foveal", "charts/foveal",
         "-n", "foveal-system", "--create-namespace",
         "--set", f"image.registry={kit.REGISTRY},runtimeImage.registry={kit.REGISTRY}",
         "--set", "resources.requests.cpu=20m",
+        "--set", "metrics.podMonitor.enabled=true,metrics.prometheusRule.enabled=true",
         "--wait", "--timeout=120s", seconds=150,
     )  # fmt: skip
     yield "foveal-system"
@@ -75,6 +88,18 @@ def tiny(operator: str, models: str) -> Iterator[str]:
     kit.kubectl("wait", "mmi/tiny", "--for=condition=Ready", "--timeout=300s", seconds=320)
     yield kit.service_url()
     kit.kubectl("delete", "mmi", "tiny", "--ignore-not-found", "--wait", seconds=120)
+
+
+@pytest.fixture(scope="session")
+def prometheus(operator: str, tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a Prometheus that scrapes what the applied PodMonitors say and evaluates the rules
+    applied; the prometheus-operator's own generator makes its configuration of them."""
+    folder = tmp_path_factory.mktemp("prometheus")
+    applied = kit.kubectl("get", "podmonitors,servicemonitors,prometheusrules", "-A", "-o", "yaml")
+    made = kit.run(str(kit.TOOLS / "scrape-config"), "-kubeconfig", str(kit.KUBECONFIG),
+                   "-rules", str(folder), stdin=applied)  # fmt: skip
+    with running_prometheus(yaml.safe_load(made), folder) as url:
+        yield url
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -14,12 +14,16 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
+
+from tests.cluster.reads import PATHS, Reader
 
 REPOSITORY = Path(__file__).parents[2]
 PICTURES = REPOSITORY / "examples/tiny-vlm/images"
 ROOT = Path(os.environ.get("FOVEAL_E2E", "/var/tmp/foveal-e2e"))
+TOOLS = Path(os.environ.get("TOOLS", ROOT / "tools"))
 KUBECONFIG = ROOT / "run/pki/admin.kubeconfig"
 REGISTRY = "localhost"
 """The node's own; it has the images that images.sh built."""
@@ -50,11 +54,18 @@ def kubectl(*arguments: str, stdin: str = "", seconds: float = 120.0) -> str:
 
 def get(kind: str, name: str = "", namespace: str = "default", selector: str = "") -> Obj:
     """One object, or a list when only a selector or nothing is given."""
+    if kind in PATHS:
+        return reader().get(kind, name, namespace, selector)
     command = ["get", kind, "-n", namespace, "-o", "json"]
     command += [name] if name else []
     command += ["-l", selector] if selector else []
     found: Obj = json.loads(kubectl(*command))
     return found
+
+
+@cache
+def reader() -> Reader:
+    return Reader(KUBECONFIG)
 
 
 def pods(role: str, resource: str = "tiny", namespace: str = "default") -> dict[str, Obj]:
@@ -99,14 +110,18 @@ def until(what: str, check: Callable[[], T], seconds: float = 60.0) -> T:
 
 def condition(name: str, kind: str, namespace: str = "default") -> Obj:
     """A condition of a MultiModalInference; {} when it has none."""
-    found = get("mmi", name, namespace).get("status", {}).get("conditions", [])
+    return _condition(get("mmi", name, namespace), kind)
+
+
+def _condition(resource: Obj, kind: str) -> Obj:
+    found = resource.get("status", {}).get("conditions", [])
     return next((item for item in found if item["type"] == kind), {})
 
 
 def is_current(name: str, namespace: str = "default") -> bool:
     """Ready, and about the spec as it is now."""
     found = get("mmi", name, namespace)
-    ready = condition(name, "Ready", namespace)
+    ready = _condition(found, "Ready")
     return (
         ready.get("status") == "True"
         and ready.get("observedGeneration") == found["metadata"]["generation"]

@@ -129,6 +129,11 @@ def test_user_and_contents(tree: tuple[str, Path]) -> None:
         assert not (root / "usr/bin/gcc").exists()
 
 
+@pytest.mark.slow
+def test_the_operator_built_again_has_the_same_layers() -> None:
+    print(kit.run("e2e/cluster/images.sh", "--again", "operator", seconds=600))
+
+
 def test_an_engine_has_an_init_and_ends_in_seconds(tiny: str) -> None:
     """SIGTERM reaches it through the init; the grace period is for streams, not for waiting."""
     name = sorted(kit.pods("engine"))[0]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import time
-from typing import NamedTuple
 
 import pytest
 from tests.cluster import kit
 from tests.cluster.questions import ANSWERS, QUESTIONS, asking, wrong_answers
+from tests.cluster.rolls import ready, roll
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("prometheus")]
 
 
 def test_answers_through_the_service_are_right(tiny: str) -> None:
@@ -36,49 +36,9 @@ def test_metrics_show_what_the_caches_saved(tiny: str) -> None:
     assert totals["foveal_encoder_items_total"] > 0, totals
 
 
-def ready(role: str) -> list[str]:
-    """Names of the pods of a role that are Ready."""
-    found = kit.pods(role).items()
-    return [
-        name for name, pod in found
-        if any(c["type"] == "Ready" and c["status"] == "True"
-               for c in pod["status"].get("conditions", []))
-    ]  # fmt: skip
-
-
-class Roll(NamedTuple):
-    """What was seen while pods were replaced: answers, and how many pods there were and served."""
-
-    answered: int
-    most_pods: int
-    least_ready: int
-
-
-def roll(url: str, spec: kit.Obj, role: str) -> Roll:
-    """Changes the spec under load, until no old pod of the role is left. No request may fail: what
-    an engine was doing goes on elsewhere."""
-    old = kit.uids(kit.pods(role))
-    counts = [(len(old), len(ready(role)))]
-    started = time.monotonic()
-
-    def is_done() -> bool:
-        counts.append((len(kit.pods(role)), len(ready(role))))
-        now = kit.uids(kit.pods(role))
-        return kit.is_current("tiny") and not old & now and len(now) == len(old)
-
-    with asking(url) as asker:
-        kit.patch("tiny", spec)
-        kit.until("Ready with the change, no old pods", is_done, 800)
-    found = Roll(asker.answered, max(n for n, _ in counts), min(n for _, n in counts))
-    print(f"{role}s rolled in {time.monotonic() - started:.0f} s: {found}")
-    assert asker.failures == []
-    assert found.answered > 0
-    return found
-
-
 def test_a_change_of_frontends_leaves_engines_alone(tiny: str) -> None:
     engines = kit.uids(kit.pods("engine"))
-    roll(tiny, {"caches": {"processor": {"size": "80Mi"}}}, "frontend")
+    roll(tiny, {"caches": {"processor": {"size": "2Mi"}}}, "frontend")
     assert kit.uids(kit.pods("engine")) == engines
 
 
@@ -243,21 +203,3 @@ def test_an_engine_that_hangs_is_restarted(tiny: str) -> None:
     print(f"hang to restart: {time.monotonic() - started:.0f} s")
     kit.until("Ready again", lambda: kit.is_current("tiny"), 300)
     assert wrong_answers(tiny) == []
-
-
-def test_at_the_end_only_the_claim_is_left(tiny: str) -> None:
-    kit.kubectl("delete", "mmi", "tiny", "--wait", "--timeout=60s")
-    kinds = (
-        "deployments,statefulsets,services,configmaps,secrets,jobs,pods,serviceaccounts,"
-        "networkpolicies,poddisruptionbudgets,persistentvolumeclaims,endpointslices"
-    )
-    own = {("ConfigMap", "kube-root-ca.crt"), ("ServiceAccount", "default"),
-           ("Service", "kubernetes"), ("EndpointSlice", "kubernetes")}  # fmt: skip
-
-    def left() -> set[tuple[str, str]]:
-        items = kit.get(kinds)["items"]
-        return {(item["kind"], item["metadata"]["name"]) for item in items} - own
-
-    kit.until(
-        "all but the claim is gone", lambda: left() == {("PersistentVolumeClaim", "models")}, 120
-    )

@@ -1,4 +1,7 @@
-"""README's cluster quick start, word for word; conftest runs it before anything is installed."""
+"""README's cluster quick start, word for word; conftest runs it before anything is installed.
+
+The chart stays: what comes after it upgrades the release.
+"""
 
 from __future__ import annotations
 
@@ -49,4 +52,3 @@ def test_quick_start(cluster: None, tmp_path: Path) -> None:
         assert re.search(r"^foveal_cache_queries_total\{.*\} [1-9]", said, re.M), said
     finally:
         kit.kubectl("delete", "mmi", "tiny", "--ignore-not-found", "--timeout=60s")
-        kit.run("helm", "uninstall", "foveal", "-n", "foveal-system", "--wait", seconds=120)

@@ -26,6 +26,8 @@ _VALUES = {
     "source": ("measured", "planned"), "handler": ("/v1/chat/completions", "/readyz"),
 }  # fmt: skip
 PODS = {"frontend": ("qwen-api-0", "qwen-api-1"), "engine": ("qwen-engine-0", "qwen-engine-1")}
+_ENGINES = ("engine-0", "engine-1")
+"""Those that each frontend has a session with."""
 
 Sample = tuple[str, Labels, float]
 
@@ -47,13 +49,12 @@ def scrapes(num: int) -> Iterator[tuple[float, list[Sample]]]:
 
 
 def _family(metric: Metric, pod: str, index: int) -> Iterator[Sample]:
-    names = [name for name in metric.labels if name not in ("process", "engine", "model_name")]
-    for values in itertools.product(*(_VALUES.get(name, ("x",)) for name in names)):
+    names = [name for name in metric.labels if name not in ("process", "model_name")]
+    own = {**_VALUES, "engine": (pod.removeprefix("qwen-"),) if "engine" in pod else _ENGINES}
+    for values in itertools.product(*(own.get(name, ("x",)) for name in names)):
         labels = dict(zip(names, values, strict=True))
         if "process" in metric.labels:
             labels["process"] = pod.removeprefix("qwen-")
-        if "engine" in metric.labels:
-            labels["engine"] = "engine-0" if "engine" not in pod else pod.removeprefix("qwen-")
         labels |= {"pod": pod, "namespace": "models", "resource": "qwen", "model_name": "tiny"}
         seed = zlib.crc32(f"{metric.name}{sorted(labels.items())}".encode())
         yield from _samples(metric, labels, seed, index, is_restarted=pod.endswith("engine-1"))

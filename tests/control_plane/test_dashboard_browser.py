@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 _CHARTS = """
-JSON.stringify([...document.querySelectorAll('[data-panel]')].map(card => ({
+JSON.stringify([...document.querySelectorAll('[data-panel]:not(.heat)')].map(card => ({
   title: card.dataset.panel,
   width: card.querySelector('.plot').getBoundingClientRect().width,
   right: card.getBoundingClientRect().right,
@@ -36,6 +36,12 @@ JSON.stringify([...document.querySelectorAll('[data-panel]')].map(card => ({
   legend: [...card.querySelectorAll('li[data-series]')].map(item => ({
     name: item.dataset.series, last: Number(item.dataset.last), text: item.innerText})),
 })))
+"""
+_CELLS = """
+JSON.stringify([...document.querySelectorAll('.heat td[data-value]')].map(cell => ({
+  value: Number(cell.dataset.value), text: cell.innerText,
+  opacity: Number(getComputedStyle(cell).backgroundColor.match(/[\\d.]+/g)[3] ?? 1),
+  right: cell.closest('.card').getBoundingClientRect().right})))
 """
 _BACKGROUND = "getComputedStyle(document.body).backgroundColor"
 
@@ -51,15 +57,31 @@ async def _look(tmp_path: Path, width: int, dark: bool) -> tuple[list[dict[str, 
         assert await tab.value("document.documentElement.scrollWidth") <= width
         assert await tab.value("document.documentElement.scrollHeight") > 2000
         found = json.loads(await tab.value(_CHARTS))
+        cells = json.loads(await tab.value(_CELLS))
         background = str(await tab.value(_BACKGROUND))
         assert tab.complaints == []
+    _the_more_the_darker(cells, width)
     return found, background
+
+
+def _the_more_the_darker(cells: list[dict[str, Any]], width: int) -> None:
+    assert len(cells) == 4
+    assert all(cell["right"] <= width for cell in cells)
+    assert all(cell["text"].endswith("%") for cell in cells)
+    ordered = sorted(cells, key=lambda cell: cell["value"])
+    assert [cell["opacity"] for cell in ordered] == sorted(cell["opacity"] for cell in cells)
+    assert len({cell["opacity"] for cell in cells}) > 1
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1440, False), (390, True)])
 async def test_the_page_in_a_browser(tmp_path: Path, width: int, dark: bool) -> None:
     charts, background = await _look(tmp_path, width, dark)
-    panels = {panel.title: panel for section in layout.SECTIONS for panel in section.panels}
+    panels = {
+        panel.title: panel
+        for section in layout.SECTIONS
+        for panel in section.panels
+        if panel.shape != "pairs"
+    }
     assert {chart["title"] for chart in charts} == panels.keys()
     end, store = world_store().times[-1], world_store()
     for chart in charts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import threading
 import time
@@ -24,6 +25,7 @@ from foveal_operator.cli_dashboard import run
 from foveal_operator.dashboard import layout
 from foveal_operator.dashboard.chart import MAX_LINES, legend
 from foveal_operator.dashboard.direct import Direct
+from foveal_operator.dashboard.heat import heat, step
 from foveal_operator.dashboard.page import POLICY, About, page
 from foveal_operator.dashboard.promql_eval import ask
 from foveal_operator.dashboard.samples import Line, Store
@@ -211,6 +213,39 @@ def test_legends_leave_out_what_repeats_and_lines_are_bounded() -> None:
     text = page(About(subject="", source="", window_seconds=1), [0.0, 1.0], lambda expr: lines)
     assert f"and {20 - MAX_LINES} smaller ones" in text
     assert 'data-series="p19"' in text
+
+
+def test_pairs_are_a_heat_map_whose_colours_are_the_values() -> None:
+    """Each frontend process with each engine."""
+    parts = Parts(world_page())
+    source = layout.panel(layout.MIRROR, "Hash alone, by pair")
+    store = world_store()
+    real = {
+        f"{line.labels['pod']} {line.labels['process']} → {line.labels['engine']}": line
+        for line in ask(store, layout.Chosen().fill(source.queries[0].expr), [store.times[-1]])
+    }
+    shown = parts.values("data-pair")
+    assert len(real) == 4
+    assert shown.keys() == real.keys()
+    top = value_axis([line.newest(store.times[-1]) for line in real.values()], "percentunit", 1)
+    for name, line in real.items():
+        value = float(str(shown[name]["data-value"]))
+        assert value == line.newest(store.times[-1])
+        assert shown[name]["class"] == f"h{step(value, top.high)}"
+
+
+def test_a_heat_map_is_bounded_and_a_pair_without_values_has_no_colour() -> None:
+    source = layout.panel(layout.MIRROR, "Hash alone, by pair")
+    steps = [step(value, 1.0) for value in (0, 0.001, 0.1, 0.5, 0.91, 1, 7)]
+    assert steps == [0, 1, 1, 5, 10, 10, 10]
+    many = [
+        Line({"pod": f"p{i:03}", "engine": f"e{j:03}"}, ((1.0, math.nan if i == j else 0.5),))
+        for i in range(50) for j in range(3)
+    ]  # fmt: skip
+    text = heat(source, many, [1.0])
+    assert f"and {10 * 3} more pairs" in text
+    assert '<td data-pair="p000 → e000" title="p000 → e000: nothing">' in text
+    assert "nothing in this time" in heat(source, [], [1.0])
 
 
 def test_a_page_from_metrics(site: Any, tmp_path: Path, capsys: Any) -> None:

@@ -19,6 +19,7 @@ CUSTOMIZATION = regenerate.ARGO
 STATES = states()
 TOOLS = os.environ.get("TOOLS", "/var/tmp/foveal-e2e/tools")
 VERDICTS = shutil.which("gitops-verdicts", path=TOOLS)
+ARGO_HEALTH = shutil.which("argo-health", path=TOOLS)
 
 
 def argo_health(obj: dict[str, Any]) -> tuple[str, str]:
@@ -47,6 +48,16 @@ def test_kstatus_itself_and_argos_own_lua_agree() -> None:
     assert set(found) == set(STATES)
     for name, (obj, generic, _) in STATES.items():
         assert found[name] == [generic, *argo_health(obj)], name
+
+
+@pytest.mark.skipif(ARGO_HEALTH is None, reason="argo-health is not built: e2e/tools/build.sh")
+def test_argo_cd_itself_passes_its_cases() -> None:
+    """Argo CD's own package runs the script of argocd-cm.yaml on cases in its own format."""
+    assert ARGO_HEALTH is not None
+    command = [ARGO_HEALTH, str(EXAMPLES / "argocd/argocd-cm.yaml"), str(CUSTOMIZATION)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(done.stdout.splitlines()) == len(STATES)
 
 
 def test_messages_say_what_is_wrong() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 from tests.control_plane.api_server.api import Api
 from tests.control_plane.api_server.programs import Cluster, missing_programs, program
 from tests.control_plane.samples import LEGAL, Obj, put
@@ -71,3 +73,44 @@ def test_get_prints_ready_and_reason_in_one_line(kubectl: list[str], namespace: 
     assert heads == ["NAME", "READY", "REASON", "FRONTENDS", "ENGINES", "MM", "KV", "AGE"]
     explained = run([*kubectl, "explain", "mmi.spec.caches.ipc.size"], {})
     assert "DESCRIPTION" in explained.stdout
+
+
+EXAMPLES = Path(__file__).parents[3] / "examples/gitops"
+DEFINITIONS = Path(os.environ.get("TOOLS", "/var/tmp/foveal-e2e/tools")) / "crds"
+
+
+def foreign_examples(tool: str) -> list[Obj]:
+    folder = {"argo": "argocd", "flux": "flux"}[tool]
+    found = [
+        body
+        for file in sorted((EXAMPLES / folder).glob("*.yaml"))
+        for body in yaml.safe_load_all(file.read_text(encoding="utf-8"))
+    ]
+    return [body for body in found if body["kind"] != "ConfigMap"]
+
+
+@pytest.mark.parametrize(
+    ("tool", "kinds"),
+    [
+        ("argo", ["Application", "Application"]),
+        ("flux", ["Kustomization", "GitRepository", "HelmRelease"]),
+    ],
+)
+def test_examples_fit_the_definitions_that_argo_cd_and_flux_ship(
+    api: Api, namespace: str, tool: str, kinds: list[str]
+) -> None:
+    """Judged by the API server as those tools' own: no unknown field, no wrong value."""
+    files = sorted((DEFINITIONS / tool).glob("*.yaml"))
+    if not files:
+        pytest.skip(f"no definitions of {tool}: e2e/tools/crds.sh fetches them")
+    for file in files:
+        api.install(yaml.safe_load(file.read_text(encoding="utf-8")))
+    examples = foreign_examples(tool)
+    assert [body["kind"] for body in examples] == kinds
+    for body in examples:
+        obj = put(body, "metadata.namespace", namespace)
+        path = api.path_of(obj, with_name=False)
+        query = {"dryRun": "All", "fieldValidation": "Strict"}
+        api.request("POST", path, obj, **query).must()
+        wrong = put(obj, "spec.nonsense", 1)
+        assert "nonsense" in api.request("POST", path, wrong, **query).message

@@ -15,11 +15,13 @@ from html import escape
 import msgspec
 
 from foveal_operator.dashboard.chart import chart, named_lines, sparkline
+from foveal_operator.dashboard.heat import heat
 from foveal_operator.dashboard.layout import HEADLINES, SECTIONS, Figure, Section, Tile
 from foveal_operator.dashboard.page_style import STYLE
 from foveal_operator.dashboard.samples import Line
 from foveal_operator.dashboard.scales import clock_text, text_of
 from foveal_operator.dashboard.tables import table
+from foveal_operator.observability.panel import Panel
 
 Ask = Callable[[str], Sequence[Line]]
 """From a query of the layout (variables filled in by the caller) to its answer."""
@@ -126,12 +128,12 @@ def _section(section: Section, times: Sequence[float], ask: Ask) -> str:
     if section.kind == "tables":
         inner = "".join(table(one, times, ask) for one in section.tables)
     else:
-        inner = "".join(
-            chart(
-                panel,
-                named_lines(panel, [ask(query.expr) for query in panel.queries], times),
-                times,
-            )
-            for panel in section.panels
-        )
+        inner = "".join(_panel(panel, times, ask) for panel in section.panels)
     return f'<h2>{escape(section.title)}</h2><div class="{section.kind}">{inner}</div>'
+
+
+def _panel(panel: Panel, times: Sequence[float], ask: Ask) -> str:
+    answers = [ask(query.expr) for query in panel.queries]
+    if panel.shape == "pairs":
+        return heat(panel, answers[0], times)
+    return chart(panel, named_lines(panel, answers, times), times)

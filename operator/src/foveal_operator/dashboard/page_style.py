@@ -5,6 +5,8 @@ The eight colours of lines keep apart for most kinds of colour blindness and on 
 
 from __future__ import annotations
 
+from foveal_operator.dashboard.heat import NUM_STEPS
+
 _LIGHT = ("#2563c9", "#d9730d", "#1a9a74", "#b8408f", "#7a5cc8", "#9a8500", "#2b9fc4", "#8a5a3c")
 _DARK = ("#6ea8ff", "#ffa552", "#46cfa4", "#f07fc4", "#b39dff", "#d9c53f", "#67d0f0", "#c99a78")
 
@@ -68,6 +70,16 @@ td{padding:5px 10px;border-top:1px solid var(--rule);text-align:right;white-spac
 th.key,td.key{text-align:left;padding-left:0}
 td .bar{display:inline-block;vertical-align:middle;margin-left:8px}
 .bar .whole{fill:var(--rule)}
+.heat .scroll{max-height:320px;overflow-y:auto}
+.heat table{border-spacing:2px;border-collapse:separate}
+.heat td,.heat tbody th{border:0;padding:7px 10px;border-radius:4px}
+.heat td{text-align:center}.heat thead th{text-align:center}
+.heat th.key{text-align:left;padding-left:0;font-weight:500;color:var(--ink)}
+.heat thead th.key{color:var(--soft)}
+.ramp{display:flex;align-items:center;gap:2px;margin-top:auto;padding-top:10px;font-size:11px;
+color:var(--soft)}
+.ramp i{width:14px;height:8px;border-radius:2px}
+.ramp span:first-child{margin-right:4px}.ramp span:last-child{margin-left:4px}
 footer{margin-top:28px}
 @media (max-width:860px){.tiles{grid-template-columns:1fr 1fr}}
 @media (max-width:600px){main{padding:16px 12px 28px}.tiles{gap:8px}
@@ -80,6 +92,12 @@ def _colours(values: tuple[str, ...]) -> str:
     return "".join(f"--s{number}:{value};" for number, value in enumerate(values))
 
 
+def _heat(values: tuple[str, ...]) -> str:
+    """The first colour in parts: with an opacity, a step of a heat map."""
+    red, green, blue = bytes.fromhex(values[0][1:])
+    return f"--heat:{red},{green},{blue};"
+
+
 def _classes() -> str:
     return "".join(
         f".line.s{n}{{stroke:var(--s{n})}}.area.s{n},rect.s{n}{{fill:var(--s{n})}}"
@@ -87,4 +105,18 @@ def _classes() -> str:
     )
 
 
-STYLE = _SHEET.replace("LIGHT", _colours(_LIGHT)).replace("DARK", _colours(_DARK)) + _classes()
+def _steps() -> str:
+    """From the card's own colour to one on which the page's ink is still read well."""
+    return "".join(
+        f".h{n}{{background:rgba(var(--heat),{0.04 + 0.56 * n / NUM_STEPS:.2f})}}"
+        for n in range(NUM_STEPS + 1)
+    )
+
+
+STYLE = (
+    _SHEET.replace("LIGHT", _colours(_LIGHT) + _heat(_LIGHT)).replace(
+        "DARK", _colours(_DARK) + _heat(_DARK)
+    )
+    + _classes()
+    + _steps()
+)

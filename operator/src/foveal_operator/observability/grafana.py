@@ -9,7 +9,14 @@ from __future__ import annotations
 import json
 
 import msgspec
-from grafana_foundation_sdk.builders import common, dashboard, prometheus, stat, timeseries
+from grafana_foundation_sdk.builders import (
+    common,
+    dashboard,
+    prometheus,
+    stat,
+    statushistory,
+    timeseries,
+)
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import common as cm
 from grafana_foundation_sdk.models import dashboard as dm
@@ -93,10 +100,11 @@ def _variable(name: str, chosen: str | None) -> dashboard.QueryVariable:
     )
 
 
-def _panel(panel: Panel) -> timeseries.Panel | stat.Panel:
-    made = _stat() if panel.shape == "stat" else _timeseries(panel)
+def _panel(panel: Panel) -> timeseries.Panel | stat.Panel | statushistory.Panel:
+    drawn = _stat() if panel.shape == "stat" else _timeseries(panel)
     made = (
-        made.title(panel.title)
+        (_pairs(panel) if panel.shape == "pairs" else drawn)
+        .title(panel.title)
         .description(panel.about)
         .datasource(_SOURCE)
         .unit(panel.unit)
@@ -134,6 +142,21 @@ def _timeseries(panel: Panel) -> timeseries.Panel:
     if panel.top is not None:
         made = made.max(panel.top).min(0)
     return made
+
+
+def _pairs(panel: Panel) -> statushistory.Panel:
+    """A row for each pair, a column for each time, the value as colour: Grafana's own heat map is
+    for buckets of a histogram."""
+    made = (
+        statushistory.Panel()
+        .color_scheme(dashboard.FieldColor().mode(dm.FieldColorModeId.CONTINUOUS_BLUES))
+        .show_value(cm.VisibilityMode.NEVER)
+        .row_height(0.9)
+        .fill_opacity(90)
+        .line_width(0)
+        .legend(common.VizLegendOptions().show_legend(False))
+    )
+    return made if panel.top is None else made.max(panel.top).min(0)
 
 
 def _stat() -> stat.Panel:

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 Unit = Literal["short", "bytes", "Bps", "s", "percentunit", "reqps", "ops"]
-Shape = Literal["timeseries", "stat"]
+Shape = Literal["timeseries", "stat", "pairs"]
 
 
 class Query(msgspec.Struct, frozen=True):
@@ -17,7 +17,8 @@ class Query(msgspec.Struct, frozen=True):
 
 class Panel(msgspec.Struct, frozen=True, kw_only=True):
     """One panel. `width` is of 24; Yellow begins at `warn`, red at `bad`; below
-    them where bad < warn."""
+    them where bad < warn. A panel of pairs has one value for each combination of the labels `down`
+    and `across`, and is drawn as a heat map."""
 
     title: str
     about: str
@@ -30,6 +31,8 @@ class Panel(msgspec.Struct, frozen=True, kw_only=True):
     top: float | None = None
     warn: float | None = None
     bad: float | None = None
+    down: tuple[str, ...] = ()
+    across: tuple[str, ...] = ()
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -66,3 +69,13 @@ def graph(
     """Lines over time; each query is (expression, legend)."""
     drawn = tuple(Query(expr, legend) for expr, legend in queries)
     return Panel(title=title, about=about, queries=drawn, unit=unit, **more)  # type: ignore[arg-type]
+
+
+def pairs(
+    title: str, about: str, query: tuple[str, str], unit: Unit = "short", **more: object
+) -> Panel:
+    """A heat map of one query; `down` and `across` are its labels."""
+    return Panel(
+        title=title, about=about, queries=(Query(*query),), unit=unit, shape="pairs",
+        **more,  # type: ignore[arg-type]
+    )  # fmt: skip

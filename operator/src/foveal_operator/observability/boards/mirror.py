@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from foveal_operator.observability.panel import Board, Row, graph, stat
+from foveal_operator.observability.panel import Board, Row, graph, pairs, stat
 from foveal_operator.observability.promql import DASHBOARD as D
 
 _STALE = (
@@ -50,9 +50,11 @@ _PAIRS = Row("Frontends and engines", (
     graph("Items by engine", "Sent by each frontend process to each engine.",
           (D.rate("foveal_mirror_queries", "pod,process,engine"),
            "{{pod}} {{process}} → {{engine}}"), unit="ops", width=12),
-    graph("Hash alone, by pair", "Share of items sent without value.",
+    pairs("Hash alone, by pair", "Share of items that each frontend process sent to each engine "
+          "without value.",
           (D.ratio("foveal_mirror_hits", "foveal_mirror_queries", "pod,process,engine"),
-           "{{pod}} {{process}} → {{engine}}"), unit="percentunit", top=1, width=12),
+           "{{pod}} {{process}} → {{engine}}"), unit="percentunit", top=1, width=12,
+          down=("pod", "process"), across=("engine",)),
     graph("Keys believed held", "By pair.",
           (D.total("foveal_mirror_keys", "pod,process,engine"),
            "{{pod}} {{process}} → {{engine}}")),

@@ -1,0 +1,26 @@
+"""A resource's end: what it owned goes with it. Runs after the other tests of its life."""
+
+from __future__ import annotations
+
+import pytest
+from tests.cluster import kit
+
+pytestmark = pytest.mark.cluster
+
+
+def test_at_the_end_only_the_claim_is_left(tiny: str) -> None:
+    kit.kubectl("delete", "mmi", "tiny", "--wait", "--timeout=60s")
+    kinds = (
+        "deployments,statefulsets,services,configmaps,secrets,jobs,pods,serviceaccounts,"
+        "networkpolicies,poddisruptionbudgets,persistentvolumeclaims,endpointslices"
+    )
+    own = {("ConfigMap", "kube-root-ca.crt"), ("ServiceAccount", "default"),
+           ("Service", "kubernetes"), ("EndpointSlice", "kubernetes")}  # fmt: skip
+
+    def left() -> set[tuple[str, str]]:
+        items = kit.get(kinds)["items"]
+        return {(item["kind"], item["metadata"]["name"]) for item in items} - own
+
+    kit.until(
+        "all but the claim is gone", lambda: left() == {("PersistentVolumeClaim", "models")}, 120
+    )
