@@ -12,14 +12,18 @@ from pathlib import Path
 import pytest
 import yaml
 from tests.control_plane.api_server.api import Api
-from tests.control_plane.api_server.programs import Cluster, missing_programs, program, wait_until
+from tests.control_plane.api_server.programs import Cluster, program, wait_until
 from tests.control_plane.samples import LEGAL, Obj
 
 KIND = "MultiModalInference"
 Helm = Callable[..., subprocess.CompletedProcess[str]]
 HELM_3 = Path(os.environ.get("TOOLS", "/var/tmp/foveal-e2e/tools")) / "helm3"
 # Helm 4 applies on the server by default, Helm 3 knows only a merge of its own.
-MODES = {"server side": ["--server-side=true"], "client side": ["--server-side=false"], "Helm 3": []}
+MODES = {
+    "server side": ["--server-side=true"],
+    "client side": ["--server-side=false"],
+    "Helm 3": [],
+}
 
 
 @pytest.fixture
