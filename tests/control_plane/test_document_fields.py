@@ -39,8 +39,8 @@ FIXED = {
     "frontend.max_uuid_length", "frontend.max_bindings", "frontend.shm_min_value_bytes",
     "frontend.media_sources.max_redirects", "frontend.injection.namespace",
     "frontend.admission.no_engine_wait_seconds",
-    # Bound to the software's own sizes of the plan, or measured as no gain yet.
-    "engine.caches.ipc_staging_bytes", "engine.caches.unpin_at",
+    # Measured as no gain yet.
+    "engine.caches.unpin_at",
     # One struct serves three modalities, and these say nothing of them.
     *(f"{role}.modalities.{field}" for role in ("engine", "frontend") for field in (
         "audio.max_frames", "audio.max_pixels", "image.max_frames", "image.max_seconds")),

@@ -389,6 +389,17 @@ async def serve(options: Options) -> None:
     )
     port = await server.start(options.bind_host, options.bind_port)
     log.info("serving /livez, /readyz and /metrics on port %d", port)
+    try:
+        await _run_until(stop, operator)
+    finally:
+        await reports.stop()
+        await session.close()
+        await server.stop()
+        await cluster.close()
+
+
+async def _run_until(stop: asyncio.Event, operator: Operator) -> None:
+    """Raises what ended the operator before it was asked to stop."""
     running = asyncio.create_task(operator.run())
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -398,10 +409,6 @@ async def serve(options: Options) -> None:
         results = await asyncio.gather(running, return_exceptions=True)
     finally:
         stopping.cancel()
-        await reports.stop()
-        await session.close()
-        await server.stop()
-        await cluster.close()
     for result in results:
         if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
             raise result

@@ -282,6 +282,13 @@ class Engine(Part, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=16, le=1_048_576)],
         Meta(description="Tokens of one step. Default: 2048."),
     ] = 2048
+    max_num_mixed_tokens: Annotated[
+        Annotated[int, Meta(ge=1, le=1_048_576)] | None,
+        Meta(
+            description="Tokens of a step in which a running stream gets its next one, so that "
+            "new prompts do not stall it. Default: 256 on CPUs, no limit of its own on GPUs."
+        ),
+    ] = None
     max_num_encoder_input_tokens: Annotated[
         Annotated[int, Meta(ge=1, le=16_777_216)] | None,
         Meta(description="Embeddings encoded in one step; default: maxNumBatchedTokens."),

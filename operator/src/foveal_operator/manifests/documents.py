@@ -34,7 +34,10 @@ SECRETS_DIRECTORY = "/etc/foveal/secrets"
 SHARED_DIRECTORY = "/shared"
 WARM_DIRECTORY = "/warm"
 FILES_DIRECTORY = "/files"
-ADDED: dict[tuple[str, str], object] = {("caches", "kv_dtype"): "auto"}
+ADDED: dict[tuple[str, str], object] = {
+    ("caches", "kv_dtype"): "auto",
+    ("scheduler", "max_num_mixed_tokens"): 0,
+}
 """(part, field) of documents that came after the first ones, with the value that older runtimes
 obey without knowing it."""
 _SWITCHES: dict[str, Literal["auto", "on", "off"]] = {
@@ -71,6 +74,7 @@ def engine_document(context: Context) -> EngineConfig:
         model=_model(context),
         scheduler=SchedulerConfig(
             max_num_batched_tokens=engine.max_num_batched_tokens,
+            max_num_mixed_tokens=engine.max_num_mixed_tokens or 0,
             max_num_seqs=engine.max_num_seqs,
             max_num_encoder_input_tokens=plan.encoder_compute_embeds,
             disable_chunked_mm_input=engine.disable_chunked_multi_modal_input,
