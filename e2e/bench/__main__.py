@@ -23,7 +23,7 @@ from e2e.bench.machine import machine_facts, versions
 from e2e.bench.pictures import PictureKind
 from e2e.bench.plot import draw
 from e2e.bench.report import Report, ServerFacts, Table, dumps, problems, tables
-from e2e.bench.runs import Load, Progress, run_all
+from e2e.bench.runs import Load, Progress, run_all, split_kind
 from e2e.bench.servers import MAKERS, Options, Server, is_installed
 from e2e.bench.trace import KINDS
 from rich.console import Console
@@ -58,7 +58,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--quick", action="store_true", help="smaller defaults: " + str(QUICK))
     add("--servers", default="", help=f"of {', '.join(MAKERS)}; default: foveal and peers here")
-    add("--traces", help=f"of {', '.join(KINDS)}, or all; default {USUAL['traces']}")
+    add("--traces", help=f"of {', '.join(KINDS)}, or all; text@32: 32 at a time; default "
+        f"{USUAL['traces']}")  # fmt: skip
     add("--model", help=f"{', '.join(SHAPES)}, or a folder; default {USUAL['model']}")
     add("--dtype", default="float32", choices=["float32", "bfloat16"])
     add("--device", default="cpu", choices=["cpu", "cuda"])
@@ -79,8 +80,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
             setattr(arguments, name, value)
     if arguments.traces == "all":
         arguments.traces = ",".join(KINDS)
-    for given, known in ((arguments.traces, KINDS), (arguments.servers, MAKERS)):
-        if wrong := [n for n in given.split(",") if n and n not in known]:
+    try:
+        kinds = [split_kind(kind)[0] for kind in arguments.traces.split(",")]
+    except ValueError as error:
+        parser.error(f"--traces: {error}; write text@32")
+    for given, known in ((kinds, KINDS), (arguments.servers.split(","), MAKERS)):
+        if wrong := [n for n in given if n and n not in known]:
             parser.error(f"unknown: {', '.join(wrong)}; there are {', '.join(known)}")
     if not arguments.servers:
         arguments.servers = ",".join(filter(is_installed, ("foveal", "vllm", "transformers")))

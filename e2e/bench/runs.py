@@ -23,7 +23,10 @@ WARM_SEED = 999_999
 
 
 class Load(NamedTuple):
-    """`rate` 0: as many conversations at a time as `concurrency` says; else arrivals a second."""
+    """`rate` 0: as many conversations at a time as `concurrency` says; else arrivals a second.
+
+    A kind may say its own: `text@32` has 32 conversations at a time, and at least 64 requests.
+    """
 
     kinds: tuple[str, ...]
     num_requests: int = 24
@@ -34,8 +37,23 @@ class Load(NamedTuple):
     picture: PictureKind = PictureKind()
 
     def trace(self, kind: str, seed: int, num_requests: int = -1) -> Trace:
+        """Of the same seed, each concurrency has other pictures and texts."""
+        plain, own = split_kind(kind)
         num = self.num_requests if num_requests < 0 else num_requests
-        return make_trace(kind, seed, num, num_words=self.num_words, max_tokens=self.max_tokens)
+        if num:
+            num = max(num, 2 * own)
+        seed += 10_000 * own
+        made = make_trace(plain, seed, num, num_words=self.num_words, max_tokens=self.max_tokens)
+        return made._replace(name=kind)
+
+
+def split_kind(kind: str) -> tuple[str, int]:
+    """Name and concurrency of `text@32`; 0 where none is said. Raises ValueError."""
+    plain, _, own = kind.partition("@")
+    number = int(own) if own else 0
+    if number < 0 or (own and not number):
+        raise ValueError(f"{kind}: the concurrency must be at least 1")
+    return plain, number
 
 
 class Step(NamedTuple):
@@ -131,5 +149,5 @@ def _replay(
     on_reply: Callable[[Reply], None],
 ) -> tuple[list[Reply], float]:  # fmt: skip
     replay = Replay(server.spec.target, trace, urls, on_reply)
-    concurrency = 0 if starts else load.concurrency
+    concurrency = 0 if starts else split_kind(trace.name)[1] or load.concurrency
     return asyncio.run(replay.run(concurrency, starts))

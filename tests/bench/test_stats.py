@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from e2e.bench.runs import schedule
+from e2e.bench.runs import Load, schedule, split_kind
 from e2e.bench.stats import Spread, paired_ratio, percentile
 
 
@@ -41,3 +41,18 @@ def test_runs_alternate():
     assert [s.server for s in steps] == [0, 1, 2] * 2 + [2, 1, 0] * 2
     assert [s.kind for s in steps[:6]] == ["a"] * 3 + ["b"] * 3
     assert {(s.round, s.seed) for s in steps} == {(0, 10), (1, 11)}
+
+
+def test_a_trace_with_its_own_concurrency_is_a_stranger_to_the_others():
+    load = Load(("text", "text@32"), num_requests=10)
+    plain, wide = load.trace("text", 1), load.trace("text@32", 1)
+    assert (plain.name, wide.name) == ("text", "text@32")
+    assert (plain.num_requests, wide.num_requests) == (10, 64)
+    texts = [{turn.text for turns in t.conversations for turn in turns} for t in (plain, wide)]
+    assert not texts[0] & texts[1]
+
+
+@pytest.mark.parametrize("kind", ["text@0", "text@-1", "text@many"])
+def test_a_concurrency_that_is_none_is_refused(kind):
+    with pytest.raises(ValueError, match="concurrency|invalid literal"):
+        split_kind(kind)
