@@ -54,5 +54,5 @@ def test_a_trace_with_its_own_concurrency_is_a_stranger_to_the_others():
 
 @pytest.mark.parametrize("kind", ["text@0", "text@-1", "text@many"])
 def test_a_concurrency_that_is_none_is_refused(kind):
-    with pytest.raises(ValueError, match="concurrency|invalid literal"):
+    with pytest.raises(ValueError, match=r"concurrency|invalid literal"):
         split_kind(kind)
