@@ -41,6 +41,8 @@ FIXED = {
     "frontend.admission.no_engine_wait_seconds",
     # Measured as no gain yet.
     "engine.caches.unpin_at",
+    # A pod's limit must show at its start.
+    "engine.caches.kv_touched",
     # One struct serves three modalities, and these say nothing of them.
     *(f"{role}.modalities.{field}" for role in ("engine", "frontend") for field in (
         "audio.max_frames", "audio.max_pixels", "image.max_frames", "image.max_seconds")),

@@ -36,6 +36,7 @@ WARM_DIRECTORY = "/warm"
 FILES_DIRECTORY = "/files"
 ADDED: dict[tuple[str, str], object] = {
     ("caches", "kv_dtype"): "auto",
+    ("caches", "kv_touched"): True,
     ("scheduler", "max_num_mixed_tokens"): 0,
 }
 """(part, field) of documents that came after the first ones, with the value that older runtimes

@@ -123,6 +123,7 @@ def _engine(
             kv_bytes=options.kv_bytes,
             block_size=options.block_size,
             kv_dtype=options.kv_dtype,
+            kv_touched=False,  # nothing limits it here, and other programs want memory, too
             prefix_caching=options.prefix_caching,
         ),
         bind=f"tcp://127.0.0.1:{pick_port()}",

@@ -164,7 +164,8 @@ def load_engine(config: EngineConfig, phases: StartPhases | None = None) -> Load
     # Before KV memory is there: the largest item may need more than a step ever will.
     items = _largest_items(config, max_model_len) if runner.traits.is_multimodal else {}
     release_free_memory()
-    runner.allocate_kv(num_kv_blocks(config, runner.kv_block_bytes))
+    num_blocks = num_kv_blocks(config, runner.kv_block_bytes)
+    runner.allocate_kv(num_blocks, is_touched=config.caches.kv_touched)
     if isinstance(runner, TorchRunner) and config.cuda_graphs and config.device.startswith("cuda"):
         _record_decoding(runner, config)
     phases.done("load")

@@ -126,8 +126,9 @@ class TorchRunner:
         """Blocks of the pool, the trash block included: plans use ids 1 ... num_blocks - 1."""
         return 0 if self._pool is None else self._pool.num_blocks
 
-    def allocate_kv(self, num_blocks: int) -> None:
-        """Makes the KV pool; one of its blocks is trash and belongs to no request."""
+    def allocate_kv(self, num_blocks: int, *, is_touched: bool = True) -> None:
+        """Makes the KV pool; one of its blocks is trash and belongs to no request. On a CPU, one
+        that is not touched takes memory as it fills."""
         assert self._pool is None
         if num_blocks < 2:
             raise StartupError(
@@ -141,6 +142,7 @@ class TorchRunner:
             self._kv_dtype,
             self.device,
             self._attention_dtype,
+            is_touched=is_touched,
         )
 
     def record_decoding(self, capturer: Capturer, *, max_num_seqs: int, max_model_len: int) -> bool:

@@ -87,6 +87,8 @@ class EngineCaches(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             max_num_batched_tokens, whichever is more).
         encoder_host_bytes: host tier behind it; 0 = off.
         kv_bytes: KV pool, of all ranks together; block_size in tokens.
+        kv_touched: all KV memory is taken at the start, so that a limit that is too low shows then;
+            else, on a CPU, as it fills.
         kv_dtype: what keys and values are kept as; "auto": as the model computes. "fp8" is e4m3,
             without scales.
         warm_directory: hot encoder outputs survive a planned restart here; "" = off. One engine's
@@ -106,6 +108,7 @@ class EngineCaches(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     kv_bytes: int = 1 * GIB
     block_size: int = 16
     kv_dtype: KVDtype = "auto"
+    kv_touched: bool = True
     prefix_caching: bool = True
     warm_directory: str = ""
     warm_bytes: int = 1 * GIB

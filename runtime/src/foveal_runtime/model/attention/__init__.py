@@ -7,8 +7,11 @@ allocates blocks and never changes a context: where keys and values live was dec
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
+import math
+import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -59,6 +62,7 @@ class KVPool:
     """The KV memory of all layers: keys[i] (num_blocks * block_size, Hkv, Dk), values[i] (..., Dv).
 
     Row block * block_size + offset holds one token. Block 0 is TRASH_BLOCK. Made once at start-up.
+    Not `is_touched`: on a CPU, memory is taken when a block is first written.
     Queries come and results go in `compute_dtype`, which differs from `dtype` only for FP8.
     """
 
@@ -70,6 +74,8 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device,
         compute_dtype: torch.dtype | None = None,
+        *,
+        is_touched: bool = True,
     ) -> None:
         assert [layer.index for layer in layers] == list(range(len(layers)))
         self.num_blocks = num_blocks
@@ -83,6 +89,9 @@ class KVPool:
         self.values = [
             _zeros((rows, layer.num_kv_heads, layer.value_dim), dtype, device) for layer in layers
         ]
+        if is_touched and device.type == "cpu":
+            for pool in (*self.keys, *self.values):
+                pool.view(torch.uint8).zero_()
 
     @property
     def size_bytes(self) -> int:
@@ -90,9 +99,24 @@ class KVPool:
 
 
 def _zeros(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type == "cpu":
+        return _untouched(shape, dtype)
     if dtype == FP8:  # torch fills bytes on every device
         return torch.zeros(shape, dtype=torch.uint8, device=device).view(FP8)
     return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _untouched(shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that take memory when they are first written. Huge pages where the kernel gives
+    them on request: blocks lie all over the pool.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if not num_bytes:
+        return torch.zeros(shape, dtype=dtype)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(AttributeError, OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
 
 
 def kv_dtypes(kv_dtype: str, model: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
