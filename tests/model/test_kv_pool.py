@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from attention_batches import geometry
+from foveal_tests_model_attention_batches import geometry
 
 from foveal_runtime.model.attention import FP8, KVPool
 
