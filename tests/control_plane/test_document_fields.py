@@ -44,8 +44,6 @@ FIXED = {
     # One struct serves three modalities, and these say nothing of them.
     *(f"{role}.modalities.{field}" for role in ("engine", "frontend") for field in (
         "audio.max_frames", "audio.max_pixels", "image.max_frames", "image.max_seconds")),
-    # The engine derives it from its device; given only to measure.
-    "engine.scheduler.max_num_mixed_tokens",
     # A pod's own port would have to be opened for it first.
     "engine.events_bind",
 }  # fmt: skip
