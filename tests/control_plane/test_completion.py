@@ -96,6 +96,7 @@ def test_help_names_every_command_and_fits_80_columns(capsys: Any, monkeypatch: 
         cli.main(["--help"])
     assert ended.value.code == 0
     out = capsys.readouterr().out
+    assert "\n    completion  a script" in out, "the help of each command stands beside it"
     for name in ("plan", "up", "status", "budget", "wait", "dashboard", "doctor", "completion"):
         assert f"\n    {name}" in out
         with pytest.raises(SystemExit):

@@ -18,7 +18,13 @@ from foveal_operator import (
     cli_status,
     cli_up,
 )
-from foveal_operator.cli_errors import EXIT_CODES, EXIT_INTERRUPTED, EXIT_OK, CommandError
+from foveal_operator.cli_errors import (
+    EXIT_CODES,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_USAGE,
+    CommandError,
+)
 from foveal_operator.cli_help import Help
 
 
@@ -31,7 +37,9 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=Help,
     )
     root.add_argument("--version", action="version", version=f"foveal {_version()}")
-    commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = root.add_subparsers(
+        title="commands", dest="command", required=True, metavar="COMMAND"
+    )
     cli_plan.add_parser(commands)
     cli_up.add_parser(commands)
     cli_status.add_parsers(commands)
@@ -49,6 +57,9 @@ def _version() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
+    if not (sys.argv[1:] if argv is None else argv):
+        parser().print_help(sys.stderr)
+        return EXIT_USAGE
     arguments = parser().parse_args(argv)
     try:
         return int(arguments.run(arguments))

@@ -13,6 +13,12 @@ class Help(argparse.HelpFormatter):
     def __init__(self, prog: str, **options: int) -> None:
         super().__init__(prog, max_help_position=28, **options)
 
+    def add_argument(self, action: argparse.Action) -> None:
+        """Commands stand two columns further in than argparse counts: their help went below."""
+        super().add_argument(action)
+        if isinstance(action, argparse._SubParsersAction):
+            self._action_max_length += self._indent_increment
+
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         lines: list[str] = []
         groups = itertools.groupby(text.splitlines(), lambda line: line[:1] in ("", " "))

@@ -279,8 +279,12 @@ def _scaling_active(observed: Observed) -> _Verdict:
 
 def _available(frontend: RoleStatus, engine: RoleStatus) -> _Verdict:
     ok = frontend.ready > 0 and engine.ready > 0
-    text = f"{frontend.ready} frontends and {engine.ready} engines serve"
+    text = f"{_count(frontend.ready, 'frontend')} and {_count(engine.ready, 'engine')} serve"
     return _verdict("Available", ok, reasons.AVAILABLE if ok else reasons.UNAVAILABLE, text)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _summary(verdicts: list[_Verdict], observed: Observed) -> list[_Verdict]:

@@ -62,7 +62,9 @@ def status_text(resource: Obj, now: float, style: Style) -> str:
     lines = [_title(resource, style)]
     if status.get("url"):
         uri = resource.get("spec", {}).get("model", {}).get("uri", "")
-        lines += wrapped(f"serves {uri} on {status['url']}", style, indent="")
+        serves = condition(resource, "Available").get("status") == "True"
+        word = "serves" if serves else "is to serve"
+        lines += wrapped(f"{word} {uri} on {status['url']}", style, indent="")
     if not is_current(resource):
         note = (
             f"The operator has not seen generation {metadata.get('generation')} yet: what follows "
