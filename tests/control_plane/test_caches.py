@@ -98,6 +98,20 @@ def test_a_late_echo_of_a_deleted_object_does_not_revive_it() -> None:
     assert caches.put(CONFIG_MAP, config_map("a", "u2", 9)), "a namesake is another object"
 
 
+def test_a_list_that_was_wrong_hides_nothing_for_ever() -> None:
+    """An object that a lagging list lacked was never seen again: it was taken for deleted."""
+    caches, body = Caches(), config_map("a", "u1", 5)
+    caches.put(CONFIG_MAP, body)
+    caches.keep_only(CONFIG_MAP, (), caches.uids(CONFIG_MAP))
+    assert caches.get(CONFIG_MAP, "default", "a") is None
+    mark = caches.mark
+    assert not caches.put(CONFIG_MAP, body), "an event may be a late one"
+    assert caches.put(CONFIG_MAP, body, mark)
+    caches.drop(CONFIG_MAP, "default", "a", "u1")
+    assert not caches.put(CONFIG_MAP, body, mark), "deleted since the list was asked for"
+    caches.check_integrity()
+
+
 def test_the_owner_is_the_instance_the_labels_name() -> None:
     assert owner_of(CONFIG_MAP, config_map("a")) == ("default", "tiny")
     mmi = {"metadata": {"name": "x", "namespace": "n", "labels": LABELS}}

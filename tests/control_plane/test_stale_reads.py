@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 
+import pytest
 from tests.control_plane.operator_kit import Kit, resource
 from tests.control_plane.test_reconcile import add_pod, served
 
@@ -19,8 +20,10 @@ async def lead(kit: Kit) -> None:
     await kit.operator.workers.stop(1.0)
 
 
-async def test_a_standby_whose_watch_was_silent_undoes_nothing() -> None:
-    """Its caches said the spec of a minute ago, and it applied that: frontends rolled back."""
+@pytest.mark.parametrize("seconds", [60.0, 0.5])
+async def test_a_standby_whose_watch_was_silent_undoes_nothing(seconds: float) -> None:
+    """Its caches said the spec of a minute ago, and it applied that: frontends rolled back. Then it
+    listed anew, but not if it had just done so, before the last leader's last writes."""
     leader = Kit()
     standby = Kit(leader.cluster)
     leader.cluster.watchers = [leader._hear, standby._hear]
@@ -40,7 +43,7 @@ async def test_a_standby_whose_watch_was_silent_undoes_nothing() -> None:
     before = copy.deepcopy(leader.cluster.objects)
     writes = len(leader.cluster.writes)
 
-    standby.time.now += 60.0
+    standby.time.now += seconds
     await lead(standby)
     assert leader.cluster.body("Deployment", "tiny-frontend")["spec"]["replicas"] == 2
     assert leader.cluster.writes[writes:] == []

@@ -22,7 +22,7 @@ Obj = dict[str, Any]
 Key = tuple[str, str]
 """(namespace, name)"""
 MAX_TOMBSTONES = 20_000
-MAX_UNPACKED = 256
+MAX_UNPACKED = 128
 MAX_TEXT = 4096
 READ_BACK = frozenset({"basis.json", "good.json", "profile.json", "state.json"})
 """Documents in ConfigMaps that the operator itself reads: whole, however long."""
@@ -107,15 +107,27 @@ class Caches:
         self._is_whole = whole
         self._objects: dict[str, dict[Key, _Entry]] = {}
         self._owned: dict[Key, dict[str, set[Key]]] = {}
-        self._gone: OrderedDict[str, None] = OrderedDict()
+        self._gone: OrderedDict[str, int] = OrderedDict()
+        self._num_gone = 0
         self._unpacked: OrderedDict[tuple[str, Key], Obj] = OrderedDict()
 
-    def put(self, kind: Kind, body: Obj) -> bool:
-        """Takes an object in. False when what is known is as new or newer."""
+    @property
+    def mark(self) -> int:
+        """The present moment, for `put` of what is listed from now on."""
+        return self._num_gone
+
+    def put(self, kind: Kind, body: Obj, listed_since: int = -1) -> bool:
+        """Takes an object in. False when what is known is as new or newer.
+
+        Args:
+            listed_since: `mark` when the live list was asked for that the object is in. What was
+                thought to be gone before that is not: an older list must have been wrong.
+        """
         metadata = body["metadata"]
         uid = metadata["uid"]
-        if uid in self._gone:
+        if self._gone.get(uid, -1) > listed_since:
             return False
+        self._gone.pop(uid, None)
         key = (metadata.get("namespace", ""), metadata["name"])
         of_kind = self._objects.setdefault(kind.name, {})
         known = of_kind.get(key)
@@ -134,7 +146,8 @@ class Caches:
 
     def drop(self, kind: Kind, namespace: str, name: str, uid: str) -> Obj | None:
         """Takes an object out, unless another has its name now. Returns what was known."""
-        self._gone[uid] = None
+        self._num_gone += 1
+        self._gone[uid] = self._num_gone
         while len(self._gone) > MAX_TOMBSTONES:
             self._gone.popitem(last=False)
         key = (namespace, name)

@@ -46,8 +46,6 @@ STUCK_SECONDS = 300.0
 SILENT_SECONDS = 30.0
 STOP_SECONDS = 1.0
 GC_OBJECTS = 10_000
-FRESH_SECONDS = 5.0
-"""A replica that comes to lead lists anew unless its last list is younger."""
 
 
 class Workers:
@@ -210,11 +208,13 @@ class Operator:
             await self.elector.release()
 
     async def _lead(self) -> None:
-        """Works once the caches are complete and, after a wait for the lease, true."""
+        """Works once the caches are complete and true: listed since nobody else may write."""
+        since = self.clock.monotonic()
         while not self.watch.is_synced:
             await self.clock.sleep(0.05)
-        while self.clock.monotonic() - self._synced_at > FRESH_SECONDS:
+        while self._synced_at < since:
             # A standby's watch may have been silent; what it knew would undo what has been done.
+            # So would a list of a moment ago, which the last leader's last writes are not in.
             try:
                 await self._resync()
             except ApiError as error:

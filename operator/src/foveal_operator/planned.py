@@ -20,7 +20,7 @@ from foveal_runtime.plan.budget_types import BudgetPlan
 from foveal_runtime.plan.profile import ModelProfile
 
 V = TypeVar("V")
-MAX_RESOURCES = 64
+MAX_RESOURCES = 32
 ObjectKey = tuple[str, str]
 """(kind, name) within one resource's namespace."""
 

@@ -117,12 +117,13 @@ class Watch:
 
     async def _relist(self, kind: Kind, namespace: str | None) -> int:
         """How many objects were missing, stale or ghosts."""
-        before, listed, num_missed = self._caches.uids(kind, namespace), set[str](), 0
+        before, mark = self._caches.uids(kind, namespace), self._caches.mark
+        listed, num_missed = set[str](), 0
         try:
             async for page in self._cluster.pages(kind, namespace, selector_of(kind)):
                 for body in page:
                     listed.add(body["metadata"]["uid"])
-                    if self._caches.put(kind, body):
+                    if self._caches.put(kind, body, mark):
                         self._owner_changed(kind, body)
                         num_missed += 1
         except NotFound:

@@ -6,6 +6,7 @@ that prints sizes. Comparison is by value: "0.5Gi" equals "512Mi".
 
 from __future__ import annotations
 
+import functools
 import re
 from fractions import Fraction
 
@@ -32,6 +33,7 @@ _EXPONENT = re.compile(r"[eE]([+-]?[0-9]{1,3})")
 MAX_LENGTH = 32
 
 
+@functools.lru_cache(maxsize=1024)
 def parse(text: str) -> Fraction:
     """The exact value of a Kubernetes quantity. Raises ValueError with the text and a good form."""
     match = _NUMBER.fullmatch(text) if len(text) <= MAX_LENGTH else None
