@@ -36,6 +36,7 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_embed: int
     encoder_compute_embeds: int
     decode_peak_bytes: int
+    picture_bytes: int
     largest_item_bytes: int
     mirror_engines: int
     num_ranks: int
@@ -67,6 +68,8 @@ def derive_needs(inputs: BudgetInputs, profile: ModelProfile) -> Needs:
     problems = [*_context_problems(inputs, profile, items, max_len)]
     compute_embeds, encoder_pool = _encoder(inputs, profile, items, problems)
     largest_bytes = max((item.processed_bytes for item in items.values()), default=0)
+    per_pixel = profile.processes.worker_bytes_per_pixel if "image" in items else 0
+    picture_bytes = _round_up(per_pixel * inputs.modalities.image.max_pixels, MIB)
     staging = _ipc_staging(inputs, items, max_len)
     # KV of all ranks together; a block is the unit in which it is given out.
     block_bytes = engine.block_size * profile.kv_bytes_per_token
@@ -105,9 +108,8 @@ def derive_needs(inputs: BudgetInputs, profile: ModelProfile) -> Needs:
         kv_block_bytes=block_bytes,
         bytes_per_embed=profile.bytes_per_embed,
         encoder_compute_embeds=compute_embeds,
-        decode_peak_bytes=_decode_peak(
-            inputs.modalities, items, profile.processes.worker_peak_bytes
-        ),
+        decode_peak_bytes=_decode_peak(inputs.modalities, items, picture_bytes),
+        picture_bytes=picture_bytes,
         mirror_engines=max(MIRROR_MIN_ENGINES, 1 << (engine.num_engines - 1).bit_length()),
         num_ranks=ranks,
         largest_item_bytes=largest_bytes,
