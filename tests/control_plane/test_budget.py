@@ -125,7 +125,7 @@ def test_measured_costs_say_so() -> None:
 def test_what_the_profile_measured_takes_the_place_of_constants() -> None:
     """And says so; what serving takes comes on top."""
     taken = ProcessMemory(
-        http_bytes=80 * MIB, worker_bytes=460 * MIB, worker_peak_bytes=40 * MIB,
+        http_bytes=80 * MIB, worker_bytes=460 * MIB, worker_bytes_per_pixel=16,
         engine_bytes=500 * MIB,
     )  # fmt: skip
     inputs = with_frontend(cpu(), processes=3, media_workers=2)
@@ -134,18 +134,27 @@ def test_what_the_profile_measured_takes_the_place_of_constants() -> None:
     assert (base.each_bytes, base.count, base.source) == (88 * MIB, 4, "Measured")
     worker = result.frontend.line("mediaWorkers")
     assert (worker.source, worker.count) == ("Measured", 3)  # each process has one of its own
-    # 64 megapixels decoded are more than what was measured with a smaller picture
-    assert worker.each_bytes == 460 * MIB + -(-(64_000_000 * 3 + 2 * 27_648) // MIB) * MIB
+    assert worker.each_bytes == 460 * MIB + -(-64_000_000 * 16 // MIB) * MIB
+    # A sound of two hours decoded is more than any picture.
+    audio = msgspec.structs.replace(inputs.modalities.audio, max_seconds=7200.0)
+    hours = msgspec.structs.replace(
+        inputs, modalities=msgspec.structs.replace(inputs.modalities, audio=audio)
+    )
+    sound = {"audio": TOY.items["image"]}
+    longer = plan(hours, msgspec.structs.replace(TOY, processes=taken, items=sound))
+    decoded = 7200 * 48_000 * 4 + 2 * 27_648
+    worker = longer.frontend.line("mediaWorkers")
+    assert worker.each_bytes == 460 * MIB + -(-decoded // MIB) * MIB
     assert result.engine.line("base").bytes == 516 * MIB
     assert plan(inputs, TOY).engine.line("base").source == "Derived"
 
 
 def test_an_engine_on_a_cpu_starts_with_the_largest_picture() -> None:
     """What that takes counts only as far as it exceeds what is idle at the start."""
-    taken = ProcessMemory(worker_peak_bytes=3 * GIB)
+    taken = ProcessMemory(worker_bytes_per_pixel=50)
     engine = plan(cpu(), msgspec.structs.replace(TOY, processes=taken)).engine
     idle = engine.line("ipcStaging").bytes + engine.line("activations").bytes
-    assert engine.line("loadStaging").bytes == 3 * GIB - idle
+    assert engine.line("loadStaging").bytes == -(-64_000_000 * 50 // MIB) * MIB - idle
     assert plan(cpu(), TOY).engine.line("loadStaging").bytes == TOY.weight_bytes // 4
 
 

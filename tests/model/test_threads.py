@@ -121,7 +121,7 @@ def test_the_users_count_wins_over_the_quota_and_the_document_over_both() -> Non
     try:
         given = {"OMP_NUM_THREADS": "5"}
         assert configure(environ=given) == 5
-        assert given == thread_environment(5)
+        assert given.items() >= thread_environment(5).items()
         assert configure(2, environ=given) == 2
         assert torch.get_num_threads() == 2
         given["GOMP_SPINCOUNT"] = "7"

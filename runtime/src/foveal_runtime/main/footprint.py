@@ -92,6 +92,7 @@ async def _stand_in(config: FrontendConfig) -> ProcessMemory:
         del app
         (pid,) = workers.pids()
         worker_bytes = taken_bytes(pid)
+        pixels = max(1, config.modalities.image.max_pixels)
         peak = await _largest_picture(workers, pid, config.modalities)
         await processor.fetcher.close()
     finally:
@@ -99,7 +100,7 @@ async def _stand_in(config: FrontendConfig) -> ProcessMemory:
     return ProcessMemory(
         http_bytes=_rounded(http_bytes),
         worker_bytes=_rounded(worker_bytes),
-        worker_peak_bytes=_rounded(max(0, peak - worker_bytes)) if peak else 0,
+        worker_bytes_per_pixel=max(0, -(-(peak - worker_bytes) // pixels)) if peak else 0,
     )
 
 

@@ -36,6 +36,7 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_embed: int
     encoder_compute_embeds: int
     decode_peak_bytes: int
+    picture_bytes: int
     largest_item_bytes: int
     mirror_engines: int
     num_ranks: int
@@ -67,20 +68,13 @@ def derive_needs(inputs: BudgetInputs, profile: ModelProfile) -> Needs:
     problems = [*_context_problems(inputs, profile, items, max_len)]
     compute_embeds, encoder_pool = _encoder(inputs, profile, items, problems)
     largest_bytes = max((item.processed_bytes for item in items.values()), default=0)
+    picture_bytes = _picture(inputs.modalities, profile, items)
     staging = _ipc_staging(inputs, items, max_len)
     # KV of all ranks together; a block is the unit in which it is given out.
     block_bytes = engine.block_size * profile.kv_token_bytes(engine.kv_dtype)
     ranks = engine.num_devices if engine.device == "gpu" else 1
     kv_floor = -(-max_len // engine.block_size) * block_bytes
-    kv_default = max(kv_floor, min(DEFAULT_KV_CPU_BYTES, engine.max_num_seqs * kv_floor))
-    kv_pool = Pool(
-        name="kv",
-        pinned=None if engine.kv_bytes is None else -(-engine.kv_bytes // ranks),
-        floor=-(-kv_floor // ranks),
-        default=-(-kv_default // ranks),
-        share=2,
-        granule=max(1, block_bytes // ranks),
-    )
+    kv_pool = _kv_pool(inputs, kv_floor, block_bytes, ranks)
     if engine.kv_bytes is not None and engine.kv_bytes < kv_floor:
         problems.append(
             Problem(
@@ -105,9 +99,8 @@ def derive_needs(inputs: BudgetInputs, profile: ModelProfile) -> Needs:
         kv_block_bytes=block_bytes,
         bytes_per_embed=profile.bytes_per_embed,
         encoder_compute_embeds=compute_embeds,
-        decode_peak_bytes=_decode_peak(
-            inputs.modalities, items, profile.processes.worker_peak_bytes
-        ),
+        decode_peak_bytes=_decode_peak(inputs.modalities, items, picture_bytes),
+        picture_bytes=picture_bytes,
         mirror_engines=max(MIRROR_MIN_ENGINES, 1 << (engine.num_engines - 1).bit_length()),
         num_ranks=ranks,
         largest_item_bytes=largest_bytes,
@@ -130,6 +123,30 @@ def derive_needs(inputs: BudgetInputs, profile: ModelProfile) -> Needs:
         problems=tuple(problems),
         notes=_notes(inputs, profile, items, largest_bytes),
     )
+
+
+def _kv_pool(inputs: BudgetInputs, floor: int, block_bytes: int, ranks: int) -> Pool:
+    """One rank's part."""
+    engine = inputs.engine
+    default = max(floor, min(DEFAULT_KV_CPU_BYTES, engine.max_num_seqs * floor))
+    return Pool(
+        name="kv",
+        pinned=None if engine.kv_bytes is None else -(-engine.kv_bytes // ranks),
+        floor=-(-floor // ranks),
+        default=-(-default // ranks),
+        share=2,
+        granule=max(1, block_bytes // ranks),
+    )
+
+
+def _picture(
+    modalities: ModalitiesConfig, profile: ModelProfile, items: dict[str, ItemProfile]
+) -> int:
+    """What the largest picture takes at work, as measured; 0 = not measured."""
+    if "image" not in items:
+        return 0
+    per_pixel = profile.processes.worker_bytes_per_pixel
+    return _round_up(per_pixel * modalities.image.max_pixels, MIB)
 
 
 def _round_up(size: int, unit: int) -> int:
