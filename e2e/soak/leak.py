@@ -5,8 +5,8 @@
 One frontend and one engine with the bundled model and small caches, so that all of them are full
 after minutes and evict for the rest of the time; two requests of three show a new picture, every
 tenth is aborted after its first token. Every 10 seconds the anonymous memory of each process is
-read. Ends by itself; exit code 1 when a process grows by more than --limit MiB an hour, or a request
-failed.
+read. Ends by itself; exit code 1 when a process grows by more than --limit MiB an hour, or a
+request failed.
 """
 
 from __future__ import annotations
