@@ -97,9 +97,10 @@ if promtool=$(tool promtool); then
   PATH=$TOOLS:$PATH "$python" -m pytest -q --timeout 600 tests/control_plane/test_alert_rules.py
 else skip "promtool cannot be built"; fi
 
-say "GitOps: kstatus itself, and health.lua by Argo CD's own package, on every state"
+say "GitOps: kstatus itself, health.lua by Argo CD's own package, healthCheckExprs by Flux's"
 tool gitops-verdicts >/dev/null || skip "gitops-verdicts cannot be built"
 tool argo-health >/dev/null || skip "argo-health cannot be built"
+tool flux-health >/dev/null || skip "flux-health cannot be built"
 "$python" -m pytest -q tests/control_plane/test_gitops.py
 
 say "GitOps: the examples, by the definitions that Argo CD and Flux ship, at a real API server"

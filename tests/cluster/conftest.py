@@ -27,10 +27,12 @@ CLAIM = {
 
 
 @pytest.fixture(scope="session", autouse=True)
-def cluster() -> None:
+def cluster() -> Iterator[None]:
     """run.sh starts it; a test never starts or stops a cluster of its own."""
     if not kit.KUBECONFIG.exists():
         pytest.fail("no cluster is up: `make cluster` starts one and runs these tests on it")
+    yield
+    kit.reader().close()
 
 
 @pytest.fixture(scope="session")

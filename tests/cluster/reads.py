@@ -36,6 +36,7 @@ class Reader:
         self._tls = ssl.create_default_context(cafile=str(folder / "ca.crt"))
         self._tls.load_cert_chain(folder / f"{user}.crt", folder / f"{user}.key")
         self._kept = threading.local()
+        self._all: list[http.client.HTTPSConnection] = []
 
     def get(self, kind: str, name: str, namespace: str, selector: str) -> dict[str, Any]:
         """One object, or a list. Raises AssertionError with the server's words when it refuses."""
@@ -53,10 +54,14 @@ class Reader:
                 return self._ask_over(kept, path)
             except (http.client.HTTPException, OSError):
                 kept.close()  # the server ends what was idle for long
-        self._kept.connection = http.client.HTTPSConnection(
-            self._host, timeout=20, context=self._tls
-        )
-        return self._ask_over(self._kept.connection, path)
+        made = http.client.HTTPSConnection(self._host, timeout=20, context=self._tls)
+        self._kept.connection = made
+        self._all.append(made)
+        return self._ask_over(made, path)
+
+    def close(self) -> None:
+        for connection in self._all:
+            connection.close()
 
     @staticmethod
     def _ask_over(connection: http.client.HTTPSConnection, path: str) -> tuple[int, str]:

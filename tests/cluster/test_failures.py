@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from tests.cluster import devices, kit
+from tests.cluster.volumes import forget_claim, make_memory_claim
 
 pytestmark = pytest.mark.cluster
 
@@ -57,8 +58,8 @@ def names(cluster: None) -> Iterator[list[str]]:
     they were provoked with."""
     used: list[str] = []
     yield used
-    for name in ("secret/empty", "persistentvolumeclaim/shared", "persistentvolume/shared"):
-        kit.kubectl("delete", name, "--ignore-not-found", "--wait=false")
+    kit.kubectl("delete", "secret/empty", "--ignore-not-found")
+    forget_claim("shared")
     selector = f"app.kubernetes.io/instance in ({','.join(used)})"
     kit.until("pods are gone", lambda: not kit.get("pods", "", selector=selector)["items"], 180)
 
@@ -108,18 +109,7 @@ def test_a_file_of_keys_without_a_key(broken: Broken) -> None:
 
 def test_shared_memory_that_is_too_small(broken: Broken) -> None:
     """A tmpfs of 16 MiB behind the claim, and values of 256 MiB planned in it."""
-    folder = kit.ROOT / "node/shared"
-    folder.mkdir(exist_ok=True)
-    kit.run("e2e/cluster/node.sh", "run", "mount", "-t", "tmpfs", "-o", "size=16m,mode=1777",
-            "tmpfs", str(folder))  # fmt: skip
-    common = {"accessModes": ["ReadWriteMany"], "storageClassName": ""}
-    size = {"storage": "16Mi"}
-    kit.apply(
-        {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": "shared"},
-         "spec": {**common, "capacity": size, "hostPath": {"path": str(folder)}}},
-        {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "shared"},
-         "spec": {**common, "volumeName": "shared", "resources": {"requests": size}}},
-    )  # fmt: skip
+    make_memory_claim("shared", 16)
     ipc = {"type": "SharedMemory", "claimName": "shared", "size": "256Mi"}
     broken(caches={"processor": {"size": "64Mi"}, "ipc": ipc}, frontend={"hostMemory": "2Gi"})
     assert "holds only" in broken.says("FrontendsReady", "ShmFull", 300)

@@ -9,8 +9,16 @@ import pytest
 from tests.cluster import kit
 from tests.cluster.questions import ANSWERS, QUESTIONS, asking, wrong_answers
 from tests.cluster.rolls import ready, roll
+from tests.cluster.volumes import make_memory_claim
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("prometheus")]
+
+
+@pytest.fixture(scope="module")
+def shared_claim(cluster: None) -> str:
+    """Of the node's memory; it goes when the resource has gone."""
+    make_memory_claim("values", 64)
+    return "values"
 
 
 def test_answers_through_the_service_are_right(tiny: str) -> None:
@@ -50,6 +58,16 @@ def test_engines_roll_when_their_budget_changes(tiny: str) -> None:
     assert found.most_pods == 3
     assert found.least_ready >= 2
     assert kit.uids(kit.pods("frontend")) == frontends
+
+
+def test_values_begin_to_travel_by_shared_memory(tiny: str, shared_claim: str) -> None:
+    """Frontends and engines are replaced for it; then values lie in files of both."""
+    change = {"type": "SharedMemory", "claimName": shared_claim, "size": "2Mi"}
+    roll(tiny, {"caches": {"ipc": change}, "rollout": {"strategy": "Surge"}}, "engine")
+    assert wrong_answers(tiny) == []
+    pods = kit.pods("frontend").values()
+    totals = [kit.metrics(f"http://{pod['status']['podIP']}:8000") for pod in pods]
+    assert sum(found.get("foveal_shm_files_written_total", 0) for found in totals) > 0
 
 
 @pytest.mark.slow

@@ -77,10 +77,8 @@ def test_every_query_of_dashboards_and_rules_returns_data(prometheus: str, loade
     print(said.splitlines()[-1])
 
 
-def test_the_page_without_grafana_shows_every_panel(
-    prometheus: str, loaded: None, tmp_path: Path
-) -> None:
-    page = tmp_path / "page.html"
+def test_the_page_without_grafana_shows_every_panel(prometheus: str, loaded: None) -> None:
+    page = kit.ROOT / "run/page.html"
     program = Path(sys.executable).with_name("foveal")
     kit.run(str(program), "dashboard", "--prometheus", prometheus, "tiny", "-n", "default",
             "--since", "20m", "--out", str(page))  # fmt: skip

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 from tests.cluster import kit
+from tests.cluster.volumes import forget_claim
 
 pytestmark = pytest.mark.cluster
 
 
 def test_at_the_end_only_the_claim_is_left(tiny: str) -> None:
     kit.kubectl("delete", "mmi", "tiny", "--wait", "--timeout=60s")
+    forget_claim("values")
     kinds = (
         "deployments,statefulsets,services,configmaps,secrets,jobs,pods,serviceaccounts,"
         "networkpolicies,poddisruptionbudgets,persistentvolumeclaims,endpointslices"

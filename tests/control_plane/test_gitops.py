@@ -20,6 +20,7 @@ STATES = states()
 TOOLS = os.environ.get("TOOLS", "/var/tmp/foveal-e2e/tools")
 VERDICTS = shutil.which("gitops-verdicts", path=TOOLS)
 ARGO_HEALTH = shutil.which("argo-health", path=TOOLS)
+FLUX_HEALTH = shutil.which("flux-health", path=TOOLS)
 
 
 def argo_health(obj: dict[str, Any]) -> tuple[str, str]:
@@ -58,6 +59,20 @@ def test_argo_cd_itself_passes_its_cases() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(done.stdout.splitlines()) == len(STATES)
+
+
+@pytest.mark.skipif(FLUX_HEALTH is None, reason="flux-health is not built: e2e/tools/build.sh")
+def test_flux_itself_waits_by_the_expressions_of_the_example() -> None:
+    """As kstatus says, but for a resource without a status, which is not current then. Deletion is
+    not for these expressions."""
+    assert FLUX_HEALTH is not None
+    files = sorted(CUSTOMIZATION.glob("testdata/*.yaml"))
+    command = [FLUX_HEALTH, str(EXAMPLES / "flux/models.yaml"), *map(str, files)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    found = dict(line.split("\t") for line in done.stdout.splitlines())
+    wanted = {name: generic for name, (_, generic, _) in STATES.items()}
+    assert found == {**wanted, "fresh": "Unknown", "deleting": "Current"}
+    assert "no such attribute(s): status" in done.stderr
 
 
 def test_messages_say_what_is_wrong() -> None:
