@@ -47,7 +47,7 @@ serve: $(VENV)/.run ## keep serving the bundled model on http://127.0.0.1:8000 (
 	@$(VENV)/bin/foveal-runtime serve $(MODEL) --name tiny-vlm --idle-check-seconds 30
 
 # --- tests -------------------------------------------------------------------------------------
-.PHONY: check test docs generate control-plane goals coverage chart faults fresh cluster e2e bench bench-peers soak
+.PHONY: check test docs generate control-plane goals coverage chart faults fresh cluster e2e bench bench-check bench-peers soak
 check: $(VENV)/.dev ## ruff, mypy --strict, import contracts
 	@$(VENV)/bin/ruff format --check . && $(VENV)/bin/ruff check .
 	@$(VENV)/bin/mypy
@@ -84,6 +84,9 @@ bench: $(VENV)/.dev ## micro benches, then a short paired run against the server
 	@for part in media workers mirror blocks scheduler attention step; do \
 	  echo "--- $$part"; $(PY) -m e2e.bench.$${part}_micro || exit 1; done
 	@$(PY) -m e2e.bench --quick
+
+bench-check: $(VENV)/.dev ## the bench's short form with and without caches: fails on a wrong answer, never on time
+	@$(PY) -m e2e.bench --quick --servers foveal,foveal-no-caches,foveal-4x2 --rounds 1 --label check
 
 bench-peers: $(VENV)/.dev ## install what to compare with, outside the tree: vLLM's CPU build, 6 GB
 	@$(PY) -m e2e.bench.peers
