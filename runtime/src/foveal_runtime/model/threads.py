@@ -15,8 +15,8 @@ from pathlib import Path
 
 _log = logging.getLogger(__name__)
 
-SPIN_COUNT = "10000"
-"""Some tenths of a millisecond. Measured in docs/decisions/threads-that-wait.md."""
+SPIN_COUNT = "300"
+"""Some microseconds. Measured in docs/decisions/threads-that-wait.md."""
 
 
 def cpu_limit(root: Path = Path("/"), affinity: int | None = None) -> float:
