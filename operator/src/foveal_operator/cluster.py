@@ -32,7 +32,7 @@ MAX_IN_FLIGHT = 16
 TIMEOUT_SECONDS = 15.0
 MAX_TRIES = 2
 MAX_PAUSE_SECONDS = 5.0
-PAGE = 200
+PAGE = 100
 _APPLY = "application/apply-patch+yaml"
 _JSON = "application/json"
 

@@ -36,7 +36,7 @@ WATCH_SECONDS = 120
 # Room for one watch, kopf's 70 s without a bookmark and a backoff.
 SILENT_SECONDS = 240.0
 # Objects in memory at once while a watch begins.
-LIST_CHUNK = 100
+LIST_CHUNK = 50
 HANDED_AT_ONCE = 50
 
 

@@ -30,7 +30,7 @@ class LeaseSettings(msgspec.Struct, frozen=True, kw_only=True):
     identity: str
     lease_seconds: float = 15.0
     renew_seconds: float = 10.0
-    retry_seconds: float = 2.0
+    retry_seconds: float = 1.5
 
     def check(self) -> None:
         """Raises ValueError for durations under which two could lead."""

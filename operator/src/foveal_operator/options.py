@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     add("--lease-name", default="foveal-operator")
     add("--lease-seconds", type=float, default=15.0)
     add("--renew-seconds", type=float, default=10.0)
-    add("--retry-seconds", type=float, default=2.0)
+    add("--retry-seconds", type=float, default=1.5)
     add("--resync-seconds", type=float, default=600.0, help="look at everything so often")
     add("--workers", type=int, default=8, help="resources worked on at a time (default: 8)")
     add("--bind", default="0.0.0.0:8080", help="/livez, /readyz, /metrics")

@@ -105,7 +105,7 @@ def test_a_job_that_fails_is_told_with_its_pod(world: World) -> None:
 
 
 BAD = [
-    ("does not fit", {"engine__hostMemory": "1Gi"}, "BudgetFits"),
+    ("does not fit", {"engine__hostMemory": "512Mi"}, "BudgetFits"),
     (
         "touches what is derived",
         {"engine__podTemplate": {"spec": {"containers": [{"name": "engine", "ports": []}]}}},

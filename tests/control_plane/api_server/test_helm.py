@@ -120,6 +120,7 @@ WAITS = {
 }
 
 
+@pytest.mark.parametrize("mode", ["server side"])
 @pytest.mark.parametrize("state", WAITS)
 def test_wait_believes_the_status(
     cluster: Cluster, helm: Helm, tmp_path: Path, namespace: str, state: str

@@ -53,8 +53,11 @@ OUTAGES: dict[str, Callable[[World], None]] = {
 
 
 def most_in_a_second(calls: Iterable[Call]) -> tuple[int, str]:
-    """The most calls about one kind that came within a second, and which kind."""
-    seconds = Counter((call.target.resource or "discovery", int(call.at)) for call in calls)
+    """The most calls about one kind that came within a second, and which kind. Not what asks which
+    kinds there are: each of those calls is about a group."""
+    seconds = Counter(
+        (call.target.resource, int(call.at)) for call in calls if call.target.resource
+    )
     ((kind, _), num), *_ = seconds.most_common(1) or [(("nothing", 0), 0)]
     return num, kind
 
