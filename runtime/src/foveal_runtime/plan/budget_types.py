@@ -25,7 +25,7 @@ MEDIA_WORKER_BYTES = 512 * MIB
 ENGINE_BASE_GPU_BYTES = 3 * GIB
 ENGINE_BASE_CPU_BYTES = 640 * MIB
 """An engine process on a CPU, where the profile has not measured it: 456 MiB with torch and its
-kernels' caches, which take about 90 MiB when they are full."""
+kernels' caches, which take some 70 MiB more when they are full."""
 ENGINE_SERVING_BYTES = 16 * MIB
 """What it takes besides once requests come: sockets, threads, books of caches."""
 DEVICE_BASE_BYTES = 768 * MIB
