@@ -65,9 +65,13 @@ def test_values_begin_to_travel_by_shared_memory(tiny: str, shared_claim: str) -
     change = {"type": "SharedMemory", "claimName": shared_claim, "size": "2Mi"}
     roll(tiny, {"caches": {"ipc": change}, "rollout": {"strategy": "Surge"}}, "engine")
     assert wrong_answers(tiny) == []
-    pods = kit.pods("frontend").values()
-    totals = [kit.metrics(f"http://{pod['status']['podIP']}:8000") for pod in pods]
-    assert sum(found.get("foveal_shm_files_written_total", 0) for found in totals) > 0
+
+    def num_files() -> float:
+        pods = kit.pods("frontend").values()
+        totals = [kit.metrics(f"http://{pod['status']['podIP']}:8000") for pod in pods]
+        return sum(found.get("foveal_shm_files_written_total", 0) for found in totals)
+
+    kit.until("values are written to files", num_files)
 
 
 @pytest.mark.slow
