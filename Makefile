@@ -97,6 +97,7 @@ soak: $(VENV)/.dev ## 100 faults, a million fuzz steps, the large checker instan
 	@$(PY) e2e/soak/mirror_fuzz.py --steps 1000000
 	@OMP_WAIT_POLICY=passive FOVEAL_FAULTS=100 FOVEAL_OUTAGE_SECONDS=300 $(VENV)/bin/pytest -q -s -m "(faults or slow) and not cluster" tests
 	@FOVEAL_OUTAGE_SECONDS=300 FOVEAL_ABSENCE_SECONDS=600 $(VENV)/bin/pytest -q -s -k "outage_is_survived or without_an_operator" -m "api_server and not slow" tests/control_plane/api_server
+	@$(PY) -m e2e.soak.leak --minutes 60
 	@FOVEAL_CLUSTER=full e2e/cluster/run.sh
 	@PYTHONPATH=.:runtime/src:operator/src $(PY) -m e2e.soak.operator_scale --num 1000 --rest-seconds 600 --single 100
 

@@ -16,6 +16,7 @@ import base64
 import io
 import json
 import random
+import signal
 import statistics
 import sys
 import threading
@@ -116,6 +117,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("out/leak"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server is ended all the same
     spec: Spec = MAKERS["foveal"]("leak", Options(MODEL))
     command = [*spec.command, *CACHES]
     series: dict[str, list[tuple[float, int]]] = defaultdict(list)
