@@ -39,10 +39,10 @@ def jobs(world: World) -> list[Obj]:
 
 
 def told(world: World) -> tuple[dict[str, Obj], dict[str, str]]:
-    """All objects, and the versions of those that only the operator writes."""
+    """All objects, and the versions of those that an idle apply leaves alone."""
     versions = world.versions()
     claims = [key for key in versions if key.startswith("PersistentVolumeClaim")]
-    for key in claims:  # Kubernetes' own controllers write to them now and then
+    for key in claims:  # an apply moves a claim's version even where it changes no field
         del versions[key]
     return world.children(), versions
 
