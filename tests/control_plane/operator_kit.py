@@ -15,6 +15,7 @@ from foveal_operator.kinds import INFERENCE, Kind
 from foveal_operator.look import Settings
 from foveal_operator.main import Operator
 from foveal_operator.manifests.context import Obj
+from foveal_operator.observability import resource_dashboards, resource_rule_groups
 from foveal_operator.options import Options
 from foveal_operator.probes import PodReports
 from foveal_operator.telemetry import Telemetry
@@ -43,6 +44,15 @@ def with_claim(cluster: FakeCluster) -> FakeCluster:
     return cluster
 
 
+def default_settings(image: str) -> Settings:
+    """As without any flag: the rules and dashboards that are built in."""
+    return Settings(
+        runtime_image=image,
+        rule_groups=resource_rule_groups(),
+        dashboards=resource_dashboards(),
+    )
+
+
 class NoEngine:
     """The kit hands events over itself."""
 
@@ -68,7 +78,7 @@ class Kit:
         self.reports = PodReports()
         self.operator = Operator(
             self.cluster,
-            Options(settings=Settings(runtime_image=image)),
+            Options(settings=default_settings(image)),
             self.telemetry,
             clock=self.time.clock,
             observe_pods=self._observe,

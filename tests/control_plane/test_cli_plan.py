@@ -19,6 +19,7 @@ from tests.control_plane.samples import resource
 
 from foveal_operator import cli
 from foveal_operator.manifests import ClusterFacts
+from foveal_operator.observability import resource_dashboards, resource_rule_groups
 from foveal_operator.render import yaml_documents
 from foveal_operator.terminal import Style
 
@@ -62,7 +63,14 @@ def test_a_misfit_ends_with_3_and_says_what_to_do(files: Any, capsys: Any) -> No
 def test_yaml_is_what_the_operator_applies(files: Any, capsys: Any) -> None:
     assert plan(files, *GPU, "-o", "yaml", "--image", "example/runtime:1") == 0
     out = capsys.readouterr().out
-    objects = wanted(resource(), ClusterFacts(apis=ALL_APIS, runtime_image="example/runtime:1"))
+    facts = ClusterFacts(
+        apis=ALL_APIS,
+        runtime_image="example/runtime:1",
+        rule_groups=resource_rule_groups(),
+        dashboards=resource_dashboards(),
+    )
+    objects = wanted(resource(), facts)
+    assert {"PrometheusRule", "PodMonitor"} <= {owned.key[0] for owned in objects.objects}
     applied = [o.body for o in objects.objects if o.policy != "CreateOnly"]
     assert out.split("---\n", 1)[1] == yaml_documents(applied).split("---\n", 1)[1]
     assert list(yaml.safe_load_all(out)) == applied

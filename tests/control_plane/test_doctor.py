@@ -43,7 +43,7 @@ def test_a_healthy_cluster_has_nothing_to_mend() -> None:
     assert bad(reader) == []
     texts = {finding.area: finding.text for finding in findings(reader)}
     assert texts["api server"] == "v1.37.0 at https://fake"
-    assert texts["devices"] == "8 nvidia.com/gpu on 1 nodes, each of 80 GiB"
+    assert texts["devices"] == "8 nvidia.com/gpu on 1 node, each of 80 GiB"
     assert texts["namespace"] == "models enforces Pod Security restricted; Foveal's pods meet " \
         "restricted"  # fmt: skip
 
@@ -123,7 +123,7 @@ CASES: dict[str, tuple[Any, str, str, str]] = {
                  "none of 0 is ready and schedulable"),
     "pressure": (_pressure, "warn", "nodes", "a is under MemoryPressure"),
     "no label": (_no_label, "warn", "devices",
-                 "8 nvidia.com/gpu on 1 nodes; 1 nodes lack the label nvidia.com/gpu.memory"),
+                 "8 nvidia.com/gpu on 1 node; 1 lack the label nvidia.com/gpu.memory"),
     "two sizes": (_two_sizes, "warn", "devices",
                   "devices differ in memory: budgets keep to the smallest"),
     "no gpu": (answer("/api/v1/nodes", {"items": [node("a")]}), "warn", "devices",

@@ -394,3 +394,18 @@ def test_modalities_are_those_that_are_allowed_and_that_the_model_takes() -> Non
     assert told() == ("image", "audio")
     assert told(model_takes=("image", "video")) == ("image",)
     assert told(model_takes=()) == ()
+
+
+def test_what_went_wrong_comes_before_what_is_not_known_yet() -> None:
+    """Regression: without a profile the budgets are unknown, and Ready said Profiling for ever of
+    a model that can never be loaded; it was not Stalled either."""
+    text = "model type mamba is not supported"
+    observed = Observed(now=NOW, model=reasons.UNSUPPORTED_MODEL, model_message=text)
+    status = report(parse(BASE), None, None, desired(parse(BASE), None, FACTS), observed, 3)
+    found = conditions(status)
+    assert found["BudgetFits"] == "Unknown Profiling"
+    assert found["Ready"] == "False UnsupportedModel"
+    assert found["Stalled"] == "True UnsupportedModel"
+    observed = Observed(now=NOW, model=reasons.PROFILING)
+    status = report(parse(BASE), None, None, desired(parse(BASE), None, FACTS), observed, 3)
+    assert conditions(status)["Reconciling"] == "True Profiling"

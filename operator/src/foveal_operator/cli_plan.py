@@ -15,6 +15,7 @@ from foveal_operator.cli_errors import UsageError
 from foveal_operator.cli_help import Help
 from foveal_operator.cli_resource import bullets, read_profile, read_resource, size
 from foveal_operator.manifests import ClusterFacts, desired
+from foveal_operator.observability import resource_dashboards, resource_rule_groups
 from foveal_operator.render import desired_yaml, plan_json
 from foveal_operator.spec import SpecError
 from foveal_operator.table import plan_table
@@ -89,9 +90,12 @@ def run(arguments: argparse.Namespace) -> int:
     profile = read_profile(arguments.profile)
     nodes = NodeFacts(node_bytes=arguments.node_memory, device_bytes=arguments.device_memory)
     result = plan(budget_inputs(inference, nodes), profile)
-    facts = ClusterFacts(apis=_apis(arguments.api))
-    if arguments.image:
-        facts = ClusterFacts(apis=facts.apis, runtime_image=arguments.image)
+    facts = ClusterFacts(
+        apis=_apis(arguments.api),
+        rule_groups=resource_rule_groups(),
+        dashboards=resource_dashboards(),
+        **({"runtime_image": arguments.image} if arguments.image else {}),
+    )
     try:
         objects = desired(inference, result, facts)
     except SpecError as error:

@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace, open_cluster: Connect = connect) -> int:
     if work.inference.spec.paused:
         print("foveal: note: paused: the operator changes none of this until it is not",
               file=sys.stderr)  # fmt: skip
-    if note and live is None:
+    if note and (live is None or "compared" in note):
         print(f"foveal: note: {note}", file=sys.stderr)
     if work.plan is None:
         raise UsageError(f"{work.key[1]} has no profile in the cluster yet: give --profile")

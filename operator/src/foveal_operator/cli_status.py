@@ -162,7 +162,8 @@ def run_wait(
             return EXIT_NO
         if clock() >= deadline:
             raise TimeRanOut(
-                f"{arguments.name} is not {goal} after {arguments.timeout:g} s: {said}"
+                f"{arguments.name} is not {goal} after {arguments.timeout:g} s: "
+                f"{said.partition(': ')[0]}"
             )
         sleep(POLL_SECONDS)
 

@@ -25,6 +25,7 @@ from foveal_operator.cluster_reader import (
 from foveal_operator.facts import Survey
 from foveal_operator.kinds import CHILD_SELECTOR, INSTANCE, WATCHED, Kind
 from foveal_operator.look import Looker, Pass, Settings
+from foveal_operator.observability import resource_dashboards, resource_rule_groups
 from foveal_operator.probes import PodReports
 from foveal_runtime.plan.budget import plan as make_plan
 from foveal_runtime.plan.profile import ModelProfile
@@ -97,20 +98,22 @@ def list_objects(
 def operator_settings(reader: Reader) -> tuple[Settings, str]:
     """The settings of the operator that runs in the cluster, and a note when they are not known."""
     unknown = "the operator's own settings are not known: give --image if this is a new resource"
+    default = Settings(rule_groups=resource_rule_groups(), dashboards=resource_dashboards())
     try:
         listed = reader.get("/apis/apps/v1/deployments", labelSelector=OPERATOR_SELECTOR) or {}
     except ClusterAnswerError:
-        return Settings(), unknown
+        return default, unknown
     for item in listed.get("items") or ():
         for container in item["spec"]["template"]["spec"].get("containers") or ():
             command = [*(container.get("command") or ()), *(container.get("args") or ())]
             if any("foveal-operator" in word for word in command):
-                return _settings(container), ""
-    return Settings(), unknown
+                return _settings(container)
+    return default, unknown
 
 
-def _settings(container: Obj) -> Settings:
-    """From its flags; those that this release does not know are left out."""
+def _settings(container: Obj) -> tuple[Settings, str]:
+    """From its flags; those that this release does not know are left out. And a note when they
+    name files of its own."""
     words = [str(word) for word in container.get("args") or ()]
     flags = options.parser()
     environment = {
@@ -128,11 +131,17 @@ def _settings(container: Obj) -> Settings:
         raise ClusterAnswerError(
             f"the operator's flags cannot be read: {' '.join(words)}"
         ) from error
-    return Settings(
+    settings = Settings(
         runtime_image=found.runtime_image,
         cluster_domain=found.cluster_domain,
         monitoring_namespace=found.monitoring_namespace,
+        rule_groups=resource_rule_groups(),
+        dashboards=resource_dashboards(),
     )
+    own = [flag for flag in ("rules", "dashboards") if getattr(found, flag)]
+    if not own:
+        return settings, ""
+    return settings, f"the operator has {' and '.join(own)} of its own; compared are the built-in"
 
 
 def merged(wanted: Obj, live: Obj | None) -> Obj:

@@ -297,7 +297,9 @@ def _summary(verdicts: list[_Verdict], observed: Observed) -> list[_Verdict]:
     ]  # fmt: skip
     if not failing:
         return [_verdict("Ready", True, reasons.READY, "every replica of this revision serves")]
-    first = failing[0]
+    # What is not known yet waits for what has gone wrong: a model that cannot be loaded has no
+    # profile, and so no budgets.
+    first = next((v for v in failing if v.status == "False"), failing[0])
     if observed.is_paused:
         text = f"paused; {first.kind}: {first.text}"
         return [_verdict("Ready", False, reasons.PAUSED, text)]

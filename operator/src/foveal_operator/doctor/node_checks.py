@@ -85,10 +85,11 @@ def device_findings(reader: Reader) -> Iterator[Finding]:
             continue
         found = True
         total = sum(_amount(node, resource) for node in holders)
-        text = f"{total} {resource} on {len(holders)} nodes"
+        plural = "" if len(holders) == 1 else "s"
+        text = f"{total} {resource} on {len(holders)} node{plural}"
         labels = [node["metadata"].get("labels", {}).get(label, "") for node in holders]
         if not all(one.isdigit() for one in labels):
-            yield warn(area, f"{text}; {labels.count('')} nodes lack the label {label}",
+            yield warn(area, f"{text}; {labels.count('')} lack the label {label}",
                        "set engine.accelerator.memory, or install feature discovery")  # fmt: skip
         else:
             sizes = Counter(short_bytes(int(one) << 20) for one in labels)
