@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 from tests.control_plane.api_server.api import Api
-from tests.control_plane.api_server.programs import Cluster, program, wait_until
+from tests.control_plane.api_server.programs import Cluster, program
 from tests.control_plane.samples import LEGAL, Obj
 
 KIND = "MultiModalInference"
@@ -58,18 +58,17 @@ def chart(tmp_path: Path) -> Path:
     return folder
 
 
-def report(api: Api, namespace: str, name: str, **states: str) -> bool:
-    """What the operator writes: the status, and nothing else. False where there is no resource."""
+def report(api: Api, namespace: str, name: str, generation: int = 1, **states: str) -> None:
+    """What the operator writes: the status, and nothing else."""
     conditions = [
         {"type": kind, "status": status, "reason": "Waiting", "message": "",
-         "observedGeneration": 1, "lastTransitionTime": "2026-01-01T00:00:00Z"}
+         "observedGeneration": generation, "lastTransitionTime": "2026-01-01T00:00:00Z"}
         for kind, status in (states or {"Ready": "False"}).items()
     ]  # fmt: skip
     body: Obj = {"apiVersion": "foveal.dev/v1alpha1", "kind": KIND}
     body["metadata"] = {"name": name, "namespace": namespace}
-    body["status"] = {"observedGeneration": 1, "conditions": conditions}
-    reply = api.apply(body, "foveal-operator", sub="status")
-    return reply.status != 404 and bool(reply.must())
+    body["status"] = {"observedGeneration": generation, "conditions": conditions}
+    api.apply(body, "foveal-operator", sub="status").must()
 
 
 def live(api: Api, namespace: str) -> dict[str, Obj]:
@@ -123,24 +122,33 @@ WAITS = {
 @pytest.mark.parametrize("mode", ["server side"])
 @pytest.mark.parametrize("state", WAITS)
 def test_wait_believes_the_status(
-    cluster: Cluster, helm: Helm, tmp_path: Path, namespace: str, state: str
+    api: Api, cluster: Cluster, helm: Helm, tmp_path: Path, namespace: str, state: str
 ) -> None:
-    """Helm 4's --wait judges by kstatus: success once it is Ready, never while it is not."""
+    """Helm 4's --wait judges by kstatus: success once the new spec is Ready, never while it is not.
+    Of an upgrade: a resource without any status counts as healthy, so that an install may be over
+    before the operator has said a word."""
     folder = tmp_path / "one"
     (folder / "templates").mkdir(parents=True)
     about = {"apiVersion": "v2", "name": "one", "version": "0.1.0"}
     (folder / "Chart.yaml").write_text(yaml.safe_dump(about))
+    (folder / "values.yaml").write_text(yaml.safe_dump({"image": "registry.example/runtime:1"}))
     body = {**LEGAL["cpu"], "metadata": {"name": "one"}}
+    body["spec"] = {**body["spec"], "image": "{{ .Values.image }}"}
     (folder / "templates" / "one.yaml").write_text(yaml.safe_dump(body))
+    words = ["upgrade", "--install", "one", str(folder), "-n", namespace]
+    assert helm(*words).returncode == 0
+    report(api, namespace, "one", Ready="True")
     states, succeeds = WAITS[state]
 
     def report_in_time() -> None:
-        with Api(cluster) as api:
-            wait_until("it is made", lambda: report(api, namespace, "one", **states), 60)
+        with Api(cluster) as operator:
+            operator.wait(KIND, namespace, "one", lambda o: o and o["metadata"]["generation"] == 2)
+            report(operator, namespace, "one", generation=2, **states)
 
     reporter = threading.Thread(target=report_in_time)
     reporter.start()
     patience = "60s" if succeeds else "4s"
-    done = helm("install", "one", str(folder), "-n", namespace, "--wait", f"--timeout={patience}")
+    image = "image=registry.example/runtime:2"
+    done = helm(*words, "--set", image, "--wait", f"--timeout={patience}")
     reporter.join(90)
     assert (done.returncode == 0) is succeeds, done.stderr
