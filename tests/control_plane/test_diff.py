@@ -8,7 +8,7 @@ from typing import Any
 from tests.control_plane.regenerate import wanted
 from tests.control_plane.samples import LEGAL, Obj, put, resource
 
-from foveal_operator.diff import diff, restart_reasons
+from foveal_operator.diff import Change, diff, restart_reasons
 
 
 def live(obj: Obj) -> Obj:
@@ -62,3 +62,14 @@ def test_what_is_not_there_is_one_change() -> None:
     (change,) = diff(service, None)
     assert change.before is None
     assert restart_reasons(service, None) == []
+
+
+def test_a_difference_of_bytes_is_told_in_gib() -> None:
+    assert str(Change("engine.json caches.kv_bytes", 8 << 30, 2 << 30)).endswith("(-6.00 GiB)")
+    assert str(Change("frontend.json processor_bytes", 0, 3 << 29)).endswith(
+        "-> 1610612736 (+1.50 GiB)"
+    )
+    assert str(Change("engine.json caches.block_size", 16, 32)) == (
+        "engine.json caches.block_size: 16 -> 32"
+    )
+    assert str(Change("engine.json caches.warm_bytes", None, 5)).endswith("(none) -> 5")

@@ -27,7 +27,16 @@ class Change(msgspec.Struct, frozen=True):
     after: Any
 
     def __str__(self) -> str:
-        return f"{self.path}: {_short(self.before)} -> {_short(self.after)}"
+        return f"{self.path}: {_short(self.before)} -> {_short(self.after)}{self._in_words()}"
+
+    def _in_words(self) -> str:
+        """What a difference of bytes is, which nobody reads off two numbers of ten digits."""
+        if not (self.path.endswith("_bytes") and isinstance(self.before, int)):
+            return ""
+        if not isinstance(self.after, int):
+            return ""
+        sign = "+" if self.after > self.before else "-"
+        return f" ({sign}{quantity.format_gib(abs(self.after - self.before))})"
 
 
 def _short(value: Any) -> str:
