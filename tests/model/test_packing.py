@@ -67,3 +67,25 @@ def test_what_is_shared_or_special_stays():
 
 def test_other_dtypes_stay():
     assert pack_linears(nn.Sequential(nn.Linear(32, 8).double())) == 0
+
+
+@needs_packing
+def test_small_products_are_done_alone_and_the_threads_are_given_back():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        layer = PackedLinear(nn.Linear(768, 768, bias=False))
+        seen = []
+        for num_rows in (1, 26, 33, 34, 640):
+            rows = torch.ones(num_rows, 768)
+            is_alone = rows.numel() <= layer._most_alone
+            seen.append(is_alone)
+            layer(rows)
+            assert torch.get_num_threads() == 2
+        assert seen == [True, True, True, False, False]
+        with pytest.raises(RuntimeError):
+            layer(torch.ones(1, 5))
+        assert torch.get_num_threads() == 2
+        assert PackedLinear(nn.Linear(4096, 1024))._most_alone == 0
+    finally:
+        torch.set_num_threads(before)

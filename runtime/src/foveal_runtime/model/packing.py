@@ -20,6 +20,11 @@ from foveal_runtime.model.threads import KERNEL_CACHE_ENTRIES
 HINT_ROWS = 16
 """The batch size that the layout is chosen for: good from 1 row to thousands, unlike 1 or none."""
 
+ALONE_PRODUCTS = 20_000_000
+ALONE_BYTES = 8 << 20
+"""A product of at most so many multiplications and bytes of weights is done by one thread: it takes
+about as long as waking the others. Measured in docs/decisions/small-products-alone.md."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -32,9 +37,22 @@ class PackedLinear(nn.Module):  # type: ignore[misc]
         self.out_features = linear.out_features
         self.weight = nn.Parameter(_pack(linear.weight.data), requires_grad=False)
         self.bias = linear.bias
+        self._most_alone = _most_alone(linear.weight)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return _multiply(rows, self.weight, self.bias)
+        if rows.numel() > self._most_alone:
+            return _multiply(rows, self.weight, self.bias)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return _multiply(rows, self.weight, self.bias)
+        finally:
+            torch.set_num_threads(threads)
+
+
+def _most_alone(weight: torch.Tensor) -> int:
+    """Up to how many numbers of input one thread multiplies with this weight; 0 = never."""
+    return ALONE_PRODUCTS // weight.shape[0] if weight.nbytes <= ALONE_BYTES else 0
 
 
 def _pack(weight: torch.Tensor) -> torch.Tensor:

@@ -15,9 +15,6 @@ from pathlib import Path
 
 _log = logging.getLogger(__name__)
 
-SPIN_COUNT = "300"
-"""Some microseconds. Measured in docs/decisions/threads-that-wait.md."""
-
 
 def cpu_limit(root: Path = Path("/"), affinity: int | None = None) -> float:
     """CPUs this process may use: the least of its affinity and of every cgroup above it.
@@ -97,17 +94,12 @@ _KERNEL_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 def thread_environment(threads: int) -> dict[str, str]:
     """Environment of a process with `threads` compute threads.
 
-    Waiting OpenMP threads sleep instead of spinning for long: with neighbours on the cores, that
-    made a step take 1.8 times as long. They look for work `SPIN_COUNT` times first: between two
-    loops of a step less time passes than it takes to wake a thread on a virtual machine.
+    Waiting OpenMP threads sleep instead of spinning, however shortly: with neighbours on the cores
+    a thread looks for work while the one it waits for is not running. Measured in
+    docs/decisions/small-products-alone.md.
     """
     count = str(threads)
-    return {
-        "OMP_NUM_THREADS": count,
-        "MKL_NUM_THREADS": count,
-        "OMP_WAIT_POLICY": "passive",
-        "GOMP_SPINCOUNT": SPIN_COUNT,
-    }
+    return {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "OMP_WAIT_POLICY": "passive"}
 
 
 def configure(
@@ -124,9 +116,7 @@ def configure(
         given = environ.get("OMP_NUM_THREADS", "")
         threads = int(given) if given.isdigit() and int(given) else 0
     count = threads or num_threads(cpu_limit(), processes)
-    wanted = thread_environment(count)
-    wanted["GOMP_SPINCOUNT"] = environ.get("GOMP_SPINCOUNT", wanted["GOMP_SPINCOUNT"])
-    environ.update(wanted)
+    environ.update(thread_environment(count))
     for name in _KERNEL_CACHES:
         environ.setdefault(name, str(KERNEL_CACHE_ENTRIES))
     torch = sys.modules.get("torch")
