@@ -9,16 +9,20 @@ set -euo pipefail
 . "$(dirname "$0")/env.sh"
 base=localhost/python:3.11-slim-bookworm
 epoch=1767225600
+pins=(requirements/{build,operator,torch,runtime}.txt)
 mkdir -p "$images" "$store"
 
 exists() { buildah_here inspect --type image "$1" >/dev/null 2>&1; }
 
 # GiB that building and loading may take: the runtime's layers lie here, in a layout on their way,
-# and twice in the node. Once they are there, a change of code is small.
+# and twice in the node. Once they are there, a change of code is small; one of pins makes all of
+# them anew, beside the old ones (`down.sh all` takes those of the node away).
 gib() {
-  local need=6
-  exists localhost/foveal/runtime:0.1.0 || need=$((need + 14))
-  [ -d "$node/containerd/root" ] || need=$((need + 14))
+  local need=6 are_new=
+  [ "$(cat "$images/runtime.locks" 2>/dev/null)" = "$(inputs_of "${pins[@]}")" ] || are_new=yes
+  exists localhost/foveal/runtime:0.1.0 || are_new=yes
+  [ -z "$are_new" ] || need=$((need + 14))
+  [ -z "$are_new" ] && [ -d "$node/containerd/root" ] || need=$((need + 14))
   echo "$need"
 }
 
@@ -96,7 +100,6 @@ again() {
 from_dockerfile() {
   local target=$1 inputs locks name settings=()
   name=localhost/foveal/$target:0.1.0
-  local pins=(requirements/{build,operator,torch,runtime}.txt)
   local parts=(Dockerfile .dockerignore LICENSE "${pins[@]}" runtime)
   [ "$target" = runtime ] || parts+=(operator)
   inputs=$(inputs_of "${parts[@]}")
