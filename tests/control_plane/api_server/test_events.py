@@ -55,7 +55,7 @@ def told(world: World) -> list[Obj]:
 def test_a_resource_that_flaps_makes_one_object_for_each_reason(world: World) -> None:
     world.operator("a", NO_LEASE).start()
     good = world.sample("cpu")
-    bad = put(good, "spec.engine.hostMemory", "1Gi")
+    bad = put(good, "spec.engine.hostMemory", "512Mi")
     for obj, value in [(bad, "False"), (good, "True")] * 3:
         world.apply(obj)
         world.wait_condition("BudgetFits", value)
