@@ -6,7 +6,8 @@
 # Another base: --build-arg BASE=... (Debian with Python 3.11 or newer, venv and pip). Settings of
 # the builder's package indexes come in as bind mounts (-v pip.conf:/etc/pip.conf:ro), never as ARG:
 # consumed arguments land in the image's history. Reproducible: pass a fixed SOURCE_DATE_EPOCH and
-# let the builder rewrite time stamps (buildah --timestamp, buildx rewrite-timestamp=true).
+# let the builder rewrite time stamps (buildah --timestamp, buildx rewrite-timestamp=true). Pins are
+# copied, not mounted: not every builder makes a step anew when what it mounts has changed.
 ARG BASE=python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b
 
 # --- what both have ---------------------------------------------------------------------------
@@ -40,8 +41,8 @@ RUN /opt/tools/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels 
 
 # --- operator ---------------------------------------------------------------------------------
 FROM base AS operator-files
-RUN --mount=type=bind,source=requirements/operator.txt,target=/requirements.txt \
-    pip install --require-hashes -r /requirements.txt
+COPY requirements/operator.txt /opt/requirements/
+RUN pip install --require-hashes -r /opt/requirements/operator.txt
 COPY --from=wheels /wheels/ /opt/wheels/
 RUN pip install --no-deps --no-index /opt/wheels/*.whl
 
@@ -71,10 +72,10 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends libgomp1 tini \
     && rm -rf /var/lib/apt/lists/*
 # The largest and slowest layer first: a change of code leaves it and the next one alone.
-RUN --mount=type=bind,source=requirements/torch.txt,target=/requirements.txt \
-    pip install --require-hashes -r /requirements.txt
-RUN --mount=type=bind,source=requirements/runtime.txt,target=/requirements.txt \
-    pip install --require-hashes -r /requirements.txt
+COPY requirements/torch.txt /opt/requirements/
+RUN pip install --require-hashes -r /opt/requirements/torch.txt
+COPY requirements/runtime.txt /opt/requirements/
+RUN pip install --require-hashes -r /opt/requirements/runtime.txt
 COPY --from=wheels /wheels/foveal_runtime-*.whl /opt/wheels/
 # Pods name the command; the one they find first on the path starts the init.
 RUN pip install --no-deps --no-index /opt/wheels/*.whl \

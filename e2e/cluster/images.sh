@@ -98,7 +98,7 @@ again() {
 }
 
 from_dockerfile() {
-  local target=$1 inputs locks name settings=()
+  local target=$1 inputs name settings=()
   name=localhost/foveal/$target:0.1.0
   local parts=(Dockerfile .dockerignore LICENSE "${pins[@]}" runtime)
   [ "$target" = runtime ] || parts+=(operator)
@@ -109,12 +109,8 @@ from_dockerfile() {
   fi
   base_image
   lend
-  # Buildah of Debian 12 takes a RUN step for the same when only what it mounts has changed.
-  locks=$(inputs_of "${pins[@]}")
-  [ "$(cat "$images/$target.locks" 2>/dev/null || echo "$locks")" = "$locks" ] ||
-    settings+=(--no-cache)
   bud "$target" "$name"
-  printf '%s\n' "$locks" >"$images/$target.locks"
+  inputs_of "${pins[@]}" >"$images/$target.locks"
   printf '%s\n' "$inputs" >"$images/$target.inputs"
 }
 

@@ -64,8 +64,9 @@ trap 'exit 130' INT TERM
 if [ ! -e "$state/pids" ]; then timed bring_up; fi
 timed load_images
 cd "$repo"
-# In the background, so that a signal reaches this script at once.
-timeout --kill-after=20 "$seconds" .venv/bin/pytest -q -s -m "$wanted" --timeout 900 \
+# In the background, so that a signal reaches this script at once. Interrupted, pytest still says
+# what failed before.
+timeout --signal=INT --kill-after=60 "$seconds" .venv/bin/pytest -q -s -m "$wanted" --timeout 900 \
   --durations=12 tests/cluster "$@" &
 tests=$!
 wait "$tests"
