@@ -2,6 +2,7 @@
 
 import random
 from collections import deque
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -409,6 +410,10 @@ def test_limits_come_from_the_configuration():
     limits = scheduler_limits(config, loaded)
     assert (limits.encoder_compute_embeds, limits.encoder_cache_embeds) == (2900, 2900)
     assert limits.max_model_len == 1584, "no request may outgrow the KV cache"
+    assert limits.max_num_mixed_tokens == 256
+    half = msgspec.structs.replace(runner.traits, value_bytes=2)
+    loaded = replace(loaded, runner=FakeRunner(num_blocks=100, block_size=16, traits=half))
+    assert scheduler_limits(config, loaded).max_num_mixed_tokens == 512, "a step takes half as long"
     config = msgspec.structs.replace(
         config, scheduler=SchedulerConfig(disable_chunked_mm_input=True)
     )

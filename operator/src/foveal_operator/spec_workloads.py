@@ -286,7 +286,8 @@ class Engine(Part, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1, le=1_048_576)] | None,
         Meta(
             description="Tokens of a step in which a running stream gets its next one, so that "
-            "new prompts do not stall it. Default: 256 on CPUs, no limit of its own on GPUs."
+            "new prompts do not stall it. Default: 256 on CPUs (512 in bfloat16), no limit of its "
+            "own on GPUs."
         ),
     ] = None
     max_num_encoder_input_tokens: Annotated[

@@ -24,9 +24,10 @@ from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.wire import codec
 from foveal_runtime.wire.messages import EngineInfo
 
-# A step of so many tokens takes a CPU some tenths of a second, in which streams stand still; a GPU
-# is through with a full one before a reader notices. See docs/decisions/scheduling.md.
-CPU_MIXED_TOKENS = 256
+# Tokens of a step times bytes of a value, 256 in float32 and 512 in bfloat16, that take a CPU some
+# tenths of a second, in which streams stand still; a GPU is through with a full step before a
+# reader notices. See docs/decisions/scheduling.md.
+CPU_MIXED_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,14 +73,14 @@ def encoder_budget(config: EngineConfig, loaded: LoadedEngine) -> EncoderBudget:
 
 def scheduler_limits(config: EngineConfig, loaded: LoadedEngine) -> SchedulerLimits:
     """Everything the scheduler may hand out. Raises StartupError."""
-    settings, caches = config.scheduler, config.caches
+    settings, caches, traits = config.scheduler, config.caches, loaded.runner.traits
     budget = encoder_budget(config, loaded)
     if loaded.num_blocks < 2:
         raise StartupError(
             f"caches.kv_bytes = {caches.kv_bytes} does not hold two blocks of "
             f"{caches.block_size} tokens: raise it"
         )
-    mixed = CPU_MIXED_TOKENS if config.device == "cpu" else 0
+    mixed = CPU_MIXED_BYTES // traits.value_bytes if config.device == "cpu" else 0
     return SchedulerLimits(
         num_blocks=loaded.num_blocks,
         block_size=caches.block_size,

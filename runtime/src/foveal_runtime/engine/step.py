@@ -35,6 +35,7 @@ class ModelTraits(msgspec.Struct, frozen=True):
         embed_bytes: bytes of one encoder output, all levels.
         embed_kind: names what else encoder outputs depend on (their dtype, the software that
             computes them): outputs of another kind are not taken over from disk.
+        value_bytes: bytes of one value that the model computes with.
     """
 
     vocab_size: int
@@ -46,6 +47,7 @@ class ModelTraits(msgspec.Struct, frozen=True):
     embed_levels: int = 1
     embed_bytes: int = 0
     embed_kind: str = ""
+    value_bytes: int = 4
 
 
 class MMInput(msgspec.Struct, frozen=True, array_like=True):

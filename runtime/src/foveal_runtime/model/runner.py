@@ -438,4 +438,5 @@ def read_traits(loaded: LoadedModel) -> ModelTraits:
         embed_levels=levels,
         embed_bytes=int(text.hidden_size) * levels * loaded.dtype.itemsize if multimodal else 0,
         embed_kind=f"{loaded.dtype} transformers {transformers.__version__}",
+        value_bytes=loaded.dtype.itemsize,
     )
