@@ -1,9 +1,12 @@
 """Packed linear layers compute what plain ones do, and only plain ones are replaced."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
+from foveal_runtime.model.loader import load_model
 from foveal_runtime.model.packing import PackedLinear, can_pack, pack_linears
 
 pytestmark = pytest.mark.model
@@ -89,3 +92,13 @@ def test_small_products_are_done_alone_and_the_threads_are_given_back():
         assert PackedLinear(nn.Linear(4096, 1024))._most_alone == 0
     finally:
         torch.set_num_threads(before)
+
+
+@needs_packing
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no list of what is mapped")
+def test_no_file_of_the_checkpoint_stays_mapped():
+    """Else all weights would count twice: packed, and in the file."""
+    model = Path(__file__).parents[2] / "examples/tiny-vlm/model"
+    held = load_model(str(model))
+    assert any(isinstance(module, PackedLinear) for module in held.model.modules())
+    assert str(model) not in Path("/proc/self/maps").read_text()

@@ -22,7 +22,7 @@ from transformers.models.auto import modeling_auto
 
 from foveal_runtime.model.adapters import ADAPTERS, PLAIN_TEXT, TEXT_ADAPTERS, Adapter
 from foveal_runtime.model.context import ATTENTION_NAME
-from foveal_runtime.model.packing import pack_linears
+from foveal_runtime.model.packing import own_rest, pack_linears
 from foveal_runtime.plan.errors import StartupError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -82,8 +82,8 @@ def load_model(path: str, dtype: str = "auto", device: str = "cpu", **options: A
     check_report(path, report)
     if not options:
         model = model.to(torch.device(device))
-        if model.device.type == "cpu":
-            pack_linears(model)
+        if model.device.type == "cpu" and pack_linears(model):
+            own_rest(model)
     return prepare(model.eval().requires_grad_(False), adapter)
 
 

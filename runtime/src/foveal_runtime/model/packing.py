@@ -109,6 +109,14 @@ def pack_linears(model: nn.Module) -> int:
     return num_packed
 
 
+def own_rest(model: nn.Module) -> None:
+    """Copies the parameters that were not packed out of the checkpoint's mapped files: a single one
+    keeps a whole file mapped, which then counts beside the packed copy of its weights."""
+    for parameter in model.parameters():
+        if not parameter.is_mkldnn:
+            parameter.data = parameter.data.clone()
+
+
 def _holders(model: nn.Module) -> dict[int, int]:
     """How many places in the model hold each parameter."""
     found: dict[int, int] = {}
