@@ -123,7 +123,12 @@ def shared(operator: str, models: str) -> Iterator[str]:
         {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "soak-shared"},
          "spec": {**common, "volumeName": "soak-shared", "resources": {"requests": size}}},
     )  # fmt: skip
-    ipc = {"type": "SharedMemory", "claimName": "soak-shared", "size": "16Mi"}
+    ipc = {
+        "type": "SharedMemory",
+        "claimName": "soak-shared",
+        "size": "16Mi",
+        "minSharedValue": "4Ki",
+    }
     with serving("shared", ipc=ipc) as url:
         yield url
 

@@ -63,6 +63,7 @@ def test_engines_roll_when_their_budget_changes(tiny: str) -> None:
 def test_values_begin_to_travel_by_shared_memory(tiny: str, shared_claim: str) -> None:
     """Frontends and engines are replaced for it; then values lie in files of both."""
     change = {"type": "SharedMemory", "claimName": shared_claim, "size": "2Mi"}
+    change["minSharedValue"] = "4Ki"  # the model's pictures are of 10 KiB
     frontends = kit.uids(kit.pods("frontend"))
     roll(tiny, {"caches": {"ipc": change}, "rollout": {"strategy": "Surge"}}, "engine")
     kit.until("frontends are new", lambda: not frontends & kit.uids(kit.pods("frontend")), 300)

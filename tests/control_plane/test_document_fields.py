@@ -36,7 +36,7 @@ FIXED = {
     # For tests and debugging on one machine.
     "engine.idle_check_seconds", "frontend.media_sources.allow_private_addresses",
     # One right value: a choice would only be a way to get it wrong.
-    "frontend.max_uuid_length", "frontend.max_bindings", "frontend.shm_min_value_bytes",
+    "frontend.max_uuid_length", "frontend.max_bindings",
     "frontend.media_sources.max_redirects", "frontend.injection.namespace",
     "frontend.admission.no_engine_wait_seconds",
     # Measured as no gain yet.

@@ -95,6 +95,10 @@ class IpcCache(Part, frozen=True, kw_only=True):
         ObjectName | None,
         Meta(description="A memory-backed claim mounted by all pods, for type SharedMemory."),
     ] = None
+    min_shared_value: Annotated[
+        Quantity,
+        Meta(description="SharedMemory: a smaller value is in the message. Default: 16Ki."),
+    ] = "16Ki"
 
 
 class WarmSet(Part, frozen=True, kw_only=True):

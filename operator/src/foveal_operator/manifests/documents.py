@@ -150,6 +150,7 @@ def frontend_document(context: Context) -> FrontendConfig:
         ipc_type="shm" if shared else "inline",
         shm_directory=SHARED_DIRECTORY if shared else "",
         shm_bytes=plan.ipc_bytes if shared else 0,
+        shm_min_value_bytes=parse_bytes(spec.caches.ipc.min_shared_value),
         media_workers=frontend.media_workers,
         media_sources=MediaSources(
             allowed_domains=security.media_sources.allowed_domains,
