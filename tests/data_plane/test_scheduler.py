@@ -75,6 +75,67 @@ def test_every_stream_gets_its_token_even_when_there_are_more_than_the_limit():
     drive.assert_done()
 
 
+def test_what_another_is_computing_is_waited_for_and_others_pass():
+    """A prompt of four blocks in two steps: who wants the same waits for it, and computes no block
+    of it; a prompt of its own does not wait; one that shares less than it would save does not."""
+    drive = Drive(max_num_batched_tokens=16)
+    same = list(range(20, 40))
+    drive.add("first", same, max_tokens=2)
+    drive.add("second", [*same, 7, 8], max_tokens=2)
+    drive.add("own", range(100, 104), max_tokens=2)
+    drive.add("salted", same, max_tokens=2, cache_salt=b"tenant")
+    drive.add("third", [*same[:12], 50, 51], max_tokens=2)
+    drive.run()
+    assert chunks(drive, "first")[:2] == [(0, 16), (16, 4)]
+    assert chunks(drive, "second")[0] == (20, 2)
+    assert chunks(drive, "third")[0] == (12, 2)
+    assert chunks(drive, "salted")[0][0] == 0, "another tenant's blocks are not its own"
+    order = list(dict.fromkeys(e.request_id for plan in drive.plans for e in plan.scheduled))
+    assert order.index("own") < order.index("second")
+    assert order.index("second") < order.index("third"), "those who waited keep their order"
+    drive.assert_done()
+
+
+def test_a_short_common_beginning_is_not_waited_for():
+    drive = Drive(max_num_batched_tokens=8)
+    drive.add("first", range(20, 40), max_tokens=2)
+    drive.add("second", [20, 21, 22, 23, *range(60, 76)], max_tokens=2)
+    drive.step()
+    drive.add("third", [20, 21, 22, 23, *range(80, 96)], max_tokens=2)
+    drive.run()
+    assert chunks(drive, "second")[0][0] <= 4
+    assert {"first", "second", "third"} == drive.finish.keys()
+    drive.assert_done()
+
+
+def test_who_waits_for_blocks_goes_on_when_the_one_that_computes_them_ends():
+    drive = Drive(max_num_batched_tokens=8)
+    same = list(range(20, 60))
+    drive.add("first", same)
+    drive.add("second", same, max_tokens=2)
+    drive.step()
+    drive.step()
+    assert chunks(drive, "second") == []
+    drive.scheduler.abort("first")
+    drive.run()
+    assert chunks(drive, "second")[0] == (16, 8), "what was computed is not lost"
+    drive.assert_done()
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_many_wait_for_one_and_are_served_in_their_order(policy):
+    """More than a pass passes over."""
+    drive = Drive(num_blocks=400, max_num_seqs=64, max_num_batched_tokens=16, policy=policy)
+    same = list(range(20, 60))
+    for number in range(50):
+        drive.add(f"r{number:02}", [*same, 100 + number], max_tokens=1)
+    drive.run()
+    computed = sum(e.num_scheduled_tokens for plan in drive.plans for e in plan.scheduled)
+    assert computed == 41 + 49
+    assert list(drive.finish) == sorted(drive.finish)
+    drive.assert_done()
+
+
 def test_first_come_first_served_and_seats_are_limited():
     drive = Drive(max_num_seqs=2)
     for name in "abc":

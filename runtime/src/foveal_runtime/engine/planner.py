@@ -16,13 +16,15 @@ from foveal_runtime.plan.errors import EngineFailure
 from foveal_runtime.plan.media import MMHash
 
 _MAX_IDLE_PASSES = 2
+_MAX_ASIDE = 32
+"""Requests that one pass leaves waiting for blocks that others compute; each costs a look."""
 
 
 class _Pass:
     """One schedule() in the making."""
 
-    __slots__ = ("blocked", "compute_left", "encode", "is_mixed", "new", "num_preempted",
-                 "scheduled", "step", "tokens_left")  # fmt: skip
+    __slots__ = ("aside", "blocked", "compute_left", "computing", "encode", "is_mixed", "new",
+                 "num_preempted", "scheduled", "step", "tokens_left")  # fmt: skip
 
     def __init__(self, step: int, tokens: int, compute: int, is_mixed: bool) -> None:
         self.step = step
@@ -33,6 +35,8 @@ class _Pass:
         self.new: dict[str, NewRequest] = {}
         self.encode: dict[MMHash, EncoderInput] = {}
         self.blocked: Request | None = None
+        self.aside: list[Request] = []  # waiting, and passed over: what they lack is coming
+        self.computing: list[Request] | None = None  # running, with blocks of a prompt to come
         self.num_preempted = 0
 
 
@@ -81,6 +85,8 @@ class Planner:
         self._continue_running(now)
         if not now.num_preempted:
             self._admit_waiting(now)
+        for request in reversed(now.aside):
+            self.roster.waiting.push_back(request)
         self._first = now.blocked
         self._watch_progress(now)
         return self._finish_pass(now)
@@ -189,7 +195,7 @@ class Planner:
         """Who gives way: the last to come, or the last of the least important."""
         if self.limits.policy == "priority":
             return max(self.roster.running, key=lambda entry: (entry.priority, entry.sequence))
-        return self.roster.running[-1]  # nobody overtakes, so this is the youngest
+        return max(self.roster.running, key=lambda entry: entry.sequence)
 
     def _preempt(self, victim: Request, now: _Pass) -> None:
         """Takes everything from a running request, what this pass gave it included."""
@@ -213,12 +219,18 @@ class Planner:
 
     def _admit(self, request: Request, now: _Pass) -> bool:
         """Starts (or starts again) the head of the queue; False when it has to wait. Nobody
-        overtakes it then."""
+        overtakes it then, unless it waits for blocks that are being computed."""
         pool, size = self.roster.pool, self.limits.block_size
         stuck, num_free = self._stuck_head
         if stuck == request.request_id and self.roster.running and pool.num_free_blocks <= num_free:
             return False
         hit = self._lookup_prefix(request)
+        if self._is_coming(request, len(hit), now):
+            if len(now.aside) == _MAX_ASIDE:
+                return False
+            self.roster.waiting.remove(request)
+            now.aside.append(request)
+            return True
         start = len(hit) * size
         window = self._window(request, start, now)
         if window is None:
@@ -242,6 +254,8 @@ class Planner:
         request.num_published = len(hit)
         request.status = Status.RUNNING
         self.roster.running.append(request)
+        if now.computing is not None:
+            now.computing.append(request)
         self._count_admission(request, start)
         need = self._blocks_to_add(request, start + window.num_tokens)
         self._commit(request, start, window, need, now)
@@ -256,6 +270,32 @@ class Planner:
         if self.traits.bidirectional == "item" and hit:
             del hit[cut_to_groups(request.mm_inputs, len(hit), size) :]
         return hit
+
+    def _is_coming(self, request: Request, num_hit: int, now: _Pass) -> bool:
+        """Whether a running request is about to compute blocks that this one lacks, and more of
+        them than this one would have left to do: computing both at once would be twice the work."""
+        size = self.limits.block_size
+        most = max_hit_blocks(request, size, self.traits.bidirectional)
+        if not self.roster.is_caching or num_hit >= most:
+            return False
+        if now.computing is None:
+            now.computing = [
+                entry for entry in self.roster.running
+                if entry.num_published * size + size <= entry.num_prompt_tokens
+            ]  # fmt: skip
+        mine = request.block_hashes
+        for entry in now.computing:
+            theirs = entry.block_hashes
+            if entry.num_published > num_hit or len(theirs) <= num_hit:
+                continue
+            if theirs[num_hit] != mine[num_hit]:
+                continue
+            end, last = num_hit + 1, min(most, len(theirs))
+            while end < last and theirs[end] == mine[end]:
+                end += 1
+            if 2 * end >= request.num_tokens / size + num_hit:
+                return True
+        return False
 
     def _count_admission(self, request: Request, num_cached: int) -> None:
         if request.num_preemptions:
