@@ -200,7 +200,8 @@ def test_with_a_fifth_less_the_kernel_kills_and_the_status_says_so(soaked: str) 
     kit.kubectl("delete", "pod", name, "--wait=true", "--timeout=180s", seconds=200)
 
     def running() -> bool:
-        status = kit.pods("engine", "soak")[name]["status"].get("containerStatuses", [{}])[0]
+        pod = kit.pods("engine", "soak").get(name, {"status": {}})
+        status = pod["status"].get("containerStatuses", [{}])[0]
         return "running" in status.get("state", {})
 
     kit.until("its successor runs", running, 60)
