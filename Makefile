@@ -5,7 +5,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 UV := $(VENV)/bin/uv
 MODEL ?= examples/tiny-vlm/model
-KERNELS := $(wildcard runtime/src/foveal_runtime/model/attention/kernels/*.[ch])
+KERNELS := $(wildcard runtime/src/foveal_runtime/model/kernels/*.[ch])
 
 .PHONY: help
 help:
@@ -22,7 +22,7 @@ $(VENV)/.uv: requirements/uv.txt
 $(VENV)/.run: $(VENV)/.uv requirements/run.txt runtime/pyproject.toml runtime/setup.py operator/pyproject.toml $(KERNELS)
 	@echo "set-up 2/3: run-time packages (torch and its libraries are about 3 GB; minutes the first time)"
 	@$(UV) pip install --python $(PY) --require-hashes -r requirements/run.txt
-	@echo "set-up 3/3: Foveal itself, with its C kernel"
+	@echo "set-up 3/3: Foveal itself, with its C kernels"
 	@$(UV) pip install --python $(PY) --quiet --no-deps --no-build-isolation -e ./runtime -e ./operator
 	@touch $@
 

@@ -1,4 +1,4 @@
-"""Compiles the CPU decode kernel into the wheel, one shared object per instruction set.
+"""Compiles the CPU kernels into the wheel, one shared object per instruction set.
 
 Everything else about the package is in pyproject.toml. The objects are plain C behind a C ABI:
 they do not depend on the Python version, hence the wheel's tag. Without a C compiler the package
@@ -16,9 +16,9 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
-PACKAGE = "foveal_runtime.model.attention.kernels"
-SOURCE = "src/foveal_runtime/model/attention/kernels/paged_decode.c"
-HEADER = SOURCE.replace("paged_decode.c", "lanes.h")
+PACKAGE = "foveal_runtime.model.kernels"
+FOLDER = "src/foveal_runtime/model/kernels"
+SOURCES = ("paged_decode", "rows")
 VARIANTS = (
     {"v3": ["-march=x86-64-v3"], "v4": ["-march=x86-64-v4"]}
     if platform.machine() in ("x86_64", "AMD64")
@@ -38,12 +38,12 @@ class BuildKernels(build_ext):
         target.parent.mkdir(parents=True, exist_ok=True)
         compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
         if compiler is None:
-            raise CompileError("no C compiler (gcc or cc) for the CPU attention kernel")
+            raise CompileError("no C compiler (gcc or cc) for the CPU kernels")
         command = [*compiler.split(), *FLAGS, *ext.extra_compile_args, *ext.sources]
         try:
             subprocess.run([*command, "-o", str(target), "-lm"], check=True)
         except (OSError, subprocess.CalledProcessError) as error:
-            raise CompileError(f"the CPU attention kernel does not compile: {error}") from error
+            raise CompileError(f"a CPU kernel does not compile: {error}") from error
 
 
 class Wheel(bdist_wheel):
@@ -56,12 +56,13 @@ class Wheel(bdist_wheel):
 setup(
     ext_modules=[
         Extension(
-            f"{PACKAGE}.paged_decode_{name}",
-            sources=[SOURCE],
-            depends=[HEADER],
+            f"{PACKAGE}.{source}_{name}",
+            sources=[f"{FOLDER}/{source}.c"],
+            depends=[f"{FOLDER}/lanes.h"],
             extra_compile_args=flags,
             optional=os.environ.get("FOVEAL_REQUIRE_KERNELS") != "1",
         )
+        for source in SOURCES
         for name, flags in VARIANTS.items()
     ],
     cmdclass={"build_ext": BuildKernels, "bdist_wheel": Wheel},

@@ -17,8 +17,8 @@ import torch
 
 from foveal_runtime.model.attention import ForwardContext, KVPool, LayerGeometry
 from foveal_runtime.model.attention.cpu import CpuBackend
-from foveal_runtime.model.attention.kernels import load_kernel
 from foveal_runtime.model.attention.torch_backend import TorchBackend
+from foveal_runtime.model.kernels import load_kernel
 
 SHAPES = {"12/4 heads D64": (12, 4, 64), "32/8 heads D128": (32, 8, 128)}
 BATCHES = {

@@ -9,6 +9,7 @@ import pytest
 import torch
 from foveal_tests_model_attention_batches import ORACLE, batch, geometry, pool_as
 
+from foveal_runtime.model import kernels
 from foveal_runtime.model.attention import (
     BackendRequest,
     ForwardContext,
@@ -17,7 +18,7 @@ from foveal_runtime.model.attention import (
 )
 from foveal_runtime.model.attention import cpu as cpu_module
 from foveal_runtime.model.attention.cpu import CpuBackend, divide
-from foveal_runtime.model.attention.kernels import Kernel, cpu_flags, load_kernel, variants
+from foveal_runtime.model.kernels import Kernel, cpu_flags, load_kernel, variants
 from foveal_runtime.plan.errors import StartupError
 
 LOADED = load_kernel()
@@ -155,7 +156,7 @@ def test_extreme_scores_do_not_overflow() -> None:
 
 
 def test_every_variant_this_cpu_can_run_agrees() -> None:
-    folder = Path(cpu_module.__file__).parent / "kernels"
+    folder = Path(kernels.__file__).parent
     for path in sorted(folder.glob("paged_decode_*.so")):
         if path.stem.removeprefix("paged_decode_") in variants("x86_64", cpu_flags()):
             for dim in (16, 80, 128):

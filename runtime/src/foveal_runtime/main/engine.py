@@ -25,7 +25,7 @@ from foveal_runtime.plan.config import EngineConfig, load
 from foveal_runtime.plan.encoder_budget import LargestItem
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.profile import ItemProfile
-from foveal_runtime.telemetry.allocator import release_free_memory
+from foveal_runtime.telemetry.allocator import keep_free_blocks, release_free_memory
 from foveal_runtime.telemetry.logs import configure_logging
 from foveal_runtime.telemetry.memory import ContainerMemory
 from foveal_runtime.telemetry.metrics import Metrics
@@ -164,6 +164,7 @@ def load_engine(config: EngineConfig, phases: StartPhases | None = None) -> Load
     # Before KV memory is there: the largest item may need more than a step ever will.
     items = _largest_items(config, max_model_len) if runner.traits.is_multimodal else {}
     release_free_memory()
+    keep_free_blocks()
     num_blocks = num_kv_blocks(config, runner.kv_block_bytes)
     runner.allocate_kv(num_blocks, is_touched=config.caches.kv_touched)
     if isinstance(runner, TorchRunner) and config.cuda_graphs and config.device.startswith("cuda"):

@@ -22,6 +22,7 @@ from transformers.models.auto import modeling_auto
 
 from foveal_runtime.model.adapters import ADAPTERS, PLAIN_TEXT, TEXT_ADAPTERS, Adapter
 from foveal_runtime.model.context import ATTENTION_NAME
+from foveal_runtime.model.fusing import fuse
 from foveal_runtime.model.packing import own_rest, pack_linears
 from foveal_runtime.plan.errors import StartupError
 
@@ -84,6 +85,7 @@ def load_model(path: str, dtype: str = "auto", device: str = "cpu", **options: A
         model = model.to(torch.device(device))
         if model.device.type == "cpu" and pack_linears(model):
             own_rest(model)
+            fuse(model)
     return prepare(model.eval().requires_grad_(False), adapter)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,6 +28,16 @@ about as long as waking the others. Measured in docs/decisions/small-products-al
 _log = logging.getLogger(__name__)
 
 
+class Activation(NamedTuple):
+    """What oneDNN applies to a product before it is written; its names."""
+
+    name: str
+    algorithm: str = ""
+
+
+IDENTITY = Activation("none")
+
+
 class PackedLinear(nn.Module):  # type: ignore[misc]
     """Stands where an nn.Linear stood; computes the same up to the order of sums."""
 
@@ -39,13 +49,19 @@ class PackedLinear(nn.Module):  # type: ignore[misc]
         self.bias = linear.bias
         self._most_alone = _most_alone(linear.weight)
 
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        rows: torch.Tensor,
+        activation: Activation = IDENTITY,
+        times: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """activation(rows @ weight + bias), or without one `times` that, of the result's shape."""
         if rows.numel() > self._most_alone:
-            return _multiply(rows, self.weight, self.bias)
+            return _multiply(rows, self.weight, self.bias, activation, times)
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            return _multiply(rows, self.weight, self.bias)
+            return _multiply(rows, self.weight, self.bias, activation, times)
         finally:
             torch.set_num_threads(threads)
 
@@ -60,8 +76,19 @@ def _pack(weight: torch.Tensor) -> torch.Tensor:
     return packed
 
 
-def _multiply(rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
+def _multiply(
+    rows: torch.Tensor,
+    packed: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: Activation = IDENTITY,
+    times: torch.Tensor | None = None,
+) -> torch.Tensor:
+    product = torch.ops.mkldnn._linear_pointwise
+    out: torch.Tensor
+    if times is None:
+        out = product(rows, packed, bias, activation.name, [], activation.algorithm)
+    else:
+        out = product.binary(rows, times, packed, bias, "mul")
     return out
 
 

@@ -20,7 +20,8 @@ from foveal_runtime.model.attention import (
     LayerGeometry,
     register,
 )
-from foveal_runtime.model.attention.kernels import (
+from foveal_runtime.model.attention.torch_backend import TorchBackend, attend_sequence
+from foveal_runtime.model.kernels import (
     BFLOAT16,
     FLOAT32,
     HEAD_DIMS,
@@ -31,7 +32,6 @@ from foveal_runtime.model.attention.kernels import (
     Kernel,
     load_kernel,
 )
-from foveal_runtime.model.attention.torch_backend import TorchBackend, attend_sequence
 from foveal_runtime.plan.errors import StartupError
 
 MAX_ROWS = 4

@@ -1,14 +1,18 @@
-"""Finds and loads the compiled decode kernel that fits this CPU; the one place that knows ctypes.
+"""Finds and loads the compiled kernels that fit this CPU; the one place that knows ctypes.
 
 The shared objects are compiled when the package is built (runtime/setup.py), one per instruction
-set. Nothing is ever compiled here: without a fitting object `load_kernel` returns a reason.
+set. Nothing is ever compiled here: without a fitting object there is a reason instead of a kernel.
 """
 
 from __future__ import annotations
 
 import ctypes
 import platform
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 DONE, UNSUPPORTED, NO_MEMORY = 0, 1, 2
 FLOAT32, BFLOAT16 = 0, 1
@@ -44,8 +48,44 @@ class Job(ctypes.Structure):
     )  # fmt: skip
 
 
+class NormJob(ctypes.Structure):
+    """Mirrors `NormJob` in rows.c, field by field."""
+
+    _fields_ = (
+        ("dtype", ctypes.c_int32),
+        ("num_threads", ctypes.c_int32),
+        ("num_rows", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+        ("x", ctypes.c_void_p),
+        ("weight", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("eps", ctypes.c_float),
+        ("offset", ctypes.c_float),
+        ("rounds_first", ctypes.c_int32),
+    )
+
+
+class RowKernels:
+    """The loaded rows.c."""
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        self._norm = library.foveal_rms_norm
+        self._norm.argtypes, self._norm.restype = [ctypes.POINTER(NormJob)], None
+        self._gelu = library.foveal_quick_gelu
+        self._gelu.argtypes = [ctypes.c_int32, ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p]
+        self._gelu.restype = None
+
+    def norm(self, job: NormJob) -> None:
+        self._norm(ctypes.byref(job))
+
+    def quick_gelu(self, dtype: int, num_threads: int, count: int, address: int) -> None:
+        """`count` numbers from `address` on, in place."""
+        self._gelu(dtype, num_threads, count, address)
+
+
 class Kernel:
-    """A loaded shared object."""
+    """The loaded paged_decode.c."""
 
     def __init__(self, path: Path) -> None:
         self.variant = path.stem.removeprefix("paged_decode_")
@@ -77,14 +117,23 @@ def variants(machine: str, flags: frozenset[str]) -> list[str]:
 
 
 def load_kernel(folder: Path | None = None) -> Kernel | str:
-    """The best kernel there is, or one line that says why there is none."""
+    """The best decode kernel there is, or one line that says why there is none."""
+    return _load(Kernel, "paged_decode", folder)
+
+
+def load_row_kernels(folder: Path | None = None) -> RowKernels | str:
+    """The best of rows.c there is, or one line that says why there is none."""
+    return _load(RowKernels, "rows", folder)
+
+
+def _load(kind: Callable[[Path], T], stem: str, folder: Path | None) -> T | str:
     folder = folder or Path(__file__).parent
     wanted = variants(platform.machine(), cpu_flags())
     for name in wanted:
-        path = folder / f"paged_decode_{name}.so"
+        path = folder / f"{stem}_{name}.so"
         if path.exists():
             try:
-                return Kernel(path)
+                return kind(path)
             except (OSError, AttributeError) as error:
                 return f"{path.name} cannot be loaded ({error})"
-    return f"no paged_decode_{{{','.join(wanted)}}}.so beside the package"
+    return f"no {stem}_{{{','.join(wanted)}}}.so beside the package"

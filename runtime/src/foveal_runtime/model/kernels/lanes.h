@@ -1,6 +1,6 @@
 /* Vectors of as many floats as the instruction set has lanes: loads, exp, reductions.
  *
- * Included by paged_decode.c only. GCC vector extensions, so that one source serves AVX-512, AVX2
+ * Included by paged_decode.c and rows.c. GCC vector extensions, so that one source serves AVX-512, AVX2
  * and, four lanes wide, everything else.
  */
 #ifndef FOVEAL_LANES_H
