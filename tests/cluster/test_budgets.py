@@ -26,10 +26,10 @@ NUM_CLIENTS = 8
 SEED = 7
 SIDE = 1024
 SIZES = {
-    "processor": {"size": "16Mi"},
-    "ipc": {"size": "16Mi"},
-    "encoder": {"hostSize": "16Mi"},
-    "kv": {"size": "96Mi"},
+    "processor": {"size": "4Mi"},
+    "ipc": {"size": "4Mi"},
+    "encoder": {"hostSize": "4Mi"},
+    "kv": {"size": "24Mi"},
 }
 """Small enough for a thousand images to fill. Limits are not set: they follow from these."""
 ADMISSION = {"maxMedia": "36Mi", "maxBody": "5Mi"}
@@ -126,7 +126,7 @@ def shared(operator: str, models: str) -> Iterator[str]:
     ipc = {
         "type": "SharedMemory",
         "claimName": "soak-shared",
-        "size": "16Mi",
+        "size": "4Mi",
         "minSharedValue": "4Ki",
     }
     with serving("shared", ipc=ipc) as url:
@@ -180,6 +180,8 @@ def check_soak(name: str, url: str) -> None:
     }
     print(json.dumps(report, indent=1))
     assert failures == []
+    for cache in ("encoder", "kv", "ipc"):
+        assert metrics[f"foveal_cache_evictions_total{{{cache}}}"] > 0, f"{cache} was never full"
     for role, pod in now.items():
         assert pod["status"]["containerStatuses"][0]["restartCount"] == 0, role
         assert sampler.peaks[role] <= predicted[role] <= sampler.peaks[role] * 1.1, role
