@@ -124,7 +124,8 @@ def test_user_and_contents(tree: tuple[str, Path]) -> None:
     assert f"foveal-{target}" in parts
     assert ("torch" in parts) == (target == "runtime")
     if target == "runtime":
-        assert list((root / "opt/venv/lib").glob("python3*/**/kernels/paged_decode_*.so"))
+        for kernel in ("paged_decode", "rows"):
+            assert list((root / "opt/venv/lib").glob(f"python3*/**/kernels/{kernel}_*.so")), kernel
         assert (root / "usr/bin/tini").is_file()
         assert not (root / "usr/bin/gcc").exists()
 
