@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import signal
 import sys
 import time
 from pathlib import Path
@@ -94,6 +95,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
+    signal.signal(signal.SIGTERM, _end)  # as Ctrl-C does: the servers are ended, too
     console = Console(width=None if sys.stdout.isatty() else 170)
     names = arguments.servers.split(",")
     for name in names:
@@ -129,6 +131,10 @@ def main(argv: list[str] | None = None) -> int:
             report.results.append(result)
             path.write_bytes(dumps(report))  # what is measured is kept, whatever comes
     return show(report, path, console)
+
+
+def _end(number: int, _frame: object) -> None:
+    raise SystemExit(128 + number)
 
 
 def _facts(server: Server) -> ServerFacts:

@@ -1,4 +1,4 @@
-"""The compiled decode kernel against the torch backend, over what models ask of attention."""
+"""The compiled kernels against the torch backend, over what models ask of attention."""
 
 from __future__ import annotations
 
@@ -18,10 +18,18 @@ from foveal_runtime.model.attention import (
 )
 from foveal_runtime.model.attention import cpu as cpu_module
 from foveal_runtime.model.attention.cpu import CpuBackend, divide
-from foveal_runtime.model.kernels import Kernel, cpu_flags, load_kernel, variants
+from foveal_runtime.model.kernels import (
+    Kernel,
+    PrefillKernel,
+    cpu_flags,
+    load_kernel,
+    load_prefill_kernel,
+    variants,
+)
 from foveal_runtime.plan.errors import StartupError
 
 LOADED = load_kernel()
+PREFILL = load_prefill_kernel()
 pytestmark = pytest.mark.skipif(isinstance(LOADED, str), reason=f"{LOADED}; run `make setup`")
 
 
@@ -33,9 +41,10 @@ def compare(
     sinks: torch.Tensor | None = None,
     seed: int = 0,
     kernel: Kernel | None = None,
+    prefill: PrefillKernel | None = None,
 ) -> None:
     context, query = batch(layer, lengths, block_size, dtype, seed)
-    backend = CpuBackend(kernel or LOADED)
+    backend = CpuBackend(kernel or LOADED, prefill or PREFILL)
     assert cpu_module.is_supported(layer, dtype)
     got = backend.attend(layer, query, context, sinks)
     # The oracle computes in float32 on the same (perhaps rounded) numbers.
@@ -47,7 +56,9 @@ def compare(
     assert got.dtype == dtype
 
 
-RAGGED = [(1, 1), (1, 17), (2, 33), (3, 3), (4, 300), (1, 700), (4, 260)]
+SHORT = [(1, 1), (1, 17), (2, 33), (3, 3), (4, 300), (1, 700), (4, 260)]
+LONG = [(5, 5), (7, 64), (90, 90), (64, 65), (33, 600), (200, 210)]
+RAGGED = [*SHORT[:4], *LONG, *SHORT[4:]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -55,6 +66,12 @@ RAGGED = [(1, 1), (1, 17), (2, 33), (3, 3), (4, 300), (1, 700), (4, 260)]
 def test_head_sizes_and_groups(dim: int, dtype: torch.dtype) -> None:
     for group in (1, 2, 3, 4, 7, 8):
         compare(geometry(dim, group), RAGGED, dtype=dtype, seed=dim + group)
+
+
+def test_many_heads_share_a_kv_head() -> None:
+    """So many that a task of the prefill kernel holds a few tokens only."""
+    for dim, group in ((256, 32), (128, 64), (16, 300)):
+        compare(geometry(dim, group), [(9, 70), (1, 40), (130, 130)])
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 32])
@@ -83,31 +100,67 @@ def test_sinks(strength: float) -> None:
     compare(layer, RAGGED, dtype=torch.bfloat16, sinks=sinks.to(torch.bfloat16))
 
 
-def test_a_mixed_batch_sends_long_chunks_to_torch() -> None:
+def test_a_mixed_batch_is_divided() -> None:
     lengths = [(1, 50), (40, 90), (4, 20), (5, 5), (1, 2000)]
     layer = geometry(64, 2)
-    context, _ = batch(layer, lengths, 16, torch.float32)
-    rows = divide(context)
-    assert rows.long == [(1, 1), (3, 45)]
-    assert rows.token.tolist() == [0, 41, 42, 43, 44, 50]
-    assert rows.length.tolist() == [50, 17, 18, 19, 20, 2000]
-    compare(layer, lengths)
-
-
-def test_short_chunks_with_groups_go_to_torch() -> None:
-    """Tokens of one item see each other: a kernel row never sees later tokens."""
-    layer = geometry(32, 2)
-    context, query = batch(layer, [(4, 30), (1, 12), (3, 9)], 8, torch.float32)
-    context.groups = torch.tensor([-1, 0, 0, 0, 5, -1, -1, -1], dtype=torch.int32)
-    assert divide(context).long == [(0, 0)]
-    got = CpuBackend(LOADED).attend(layer, query, context)
+    context, query = batch(layer, lengths, 16, torch.float32)
+    found = divide(context, has_prefill=True)
+    assert found.short.token.tolist() == [0, 41, 42, 43, 44, 50]
+    assert found.short.length.tolist() == [50, 17, 18, 19, 20, 2000]
+    assert found.long.token.tolist() == [*range(1, 41), *range(45, 50)]
+    assert found.long.length.tolist() == [*range(51, 91), *range(1, 6)]
+    assert found.long.sequence.tolist() == [1] * 40 + [3] * 5
+    assert found.chunk_rows.tolist() == [40, 5]
+    assert found.other == []
+    found = divide(context, has_prefill=False)
+    assert found.other == [(1, 1), (3, 45)]
+    assert not len(found.long.token)
+    got = CpuBackend(LOADED, None).attend(layer, query, context)
     torch.testing.assert_close(got, ORACLE.attend(layer, query, context))
+
+
+def test_chunks_with_groups_go_to_torch() -> None:
+    """Tokens of one item see each other: a kernel's row never sees later tokens."""
+    layer = geometry(32, 2)
+    context, query = batch(layer, [(4, 30), (1, 12), (3, 9), (6, 6), (7, 9)], 8, torch.float32)
+    groups = [-1, 0, 0, 0, 5, -1, -1, -1, *[-1] * 6, *[1] * 7]
+    context.groups = torch.tensor(groups, dtype=torch.int32)
+    found = divide(context, has_prefill=True)
+    assert found.other == [(0, 0), (4, 14)]
+    assert found.chunk_rows.tolist() == [6]
+    got = CpuBackend(LOADED, PREFILL).attend(layer, query, context)
+    torch.testing.assert_close(got, ORACLE.attend(layer, query, context))
+
+
+def test_a_prompt_is_the_same_bits_however_it_is_cut() -> None:
+    layer = geometry(64, 3, sliding_window=150)
+    context, query = batch(layer, [(300, 300), (40, 77)], 16, torch.float32)
+    whole = CpuBackend(LOADED, PREFILL).attend(layer, query, context)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert torch.equal(CpuBackend(LOADED, PREFILL).attend(layer, query, context), whole)
+    finally:
+        torch.set_num_threads(threads)
+    for low, high in ((0, 7), (7, 150), (150, 300)):
+        part = ForwardContext(
+            **{name: getattr(context, name) for name in ("backend", "pool", "slots")},
+            q_start=torch.tensor([0, high - low], dtype=torch.int32),
+            seq_lens=torch.tensor([high], dtype=torch.int32),
+            block_table=context.block_table[:1],
+            seq_of_token=context.seq_of_token[low:high],
+            pos_of_token=context.pos_of_token[low:high],
+            q_lens=[high - low],
+            kv_lens=[high],
+        )
+        got = CpuBackend(LOADED, PREFILL).attend(layer, query[low:high], part)
+        assert torch.equal(got, whole[low:high])
 
 
 def test_layers_without_a_kernel_go_to_torch() -> None:
     for layer in (LayerGeometry(0, 4, 2, 24, 24, 0.2), LayerGeometry(0, 4, 4, 48, 32, 0.2)):
         context, query = batch(layer, RAGGED, 16, torch.float32)
-        got = CpuBackend(LOADED).attend(layer, query, context)
+        got = CpuBackend(LOADED, PREFILL).attend(layer, query, context)
         torch.testing.assert_close(got, ORACLE.attend(layer, query, context))
 
 
@@ -115,11 +168,11 @@ def test_a_row_is_the_same_bits_in_any_batch_with_any_number_of_threads() -> Non
     layer = geometry(64, 3)
     lengths = [(1, 900), (2, 40), (1, 5000), (1, 256), (1, 257)]
     context, query = batch(layer, lengths, 16, torch.float32)
-    whole = CpuBackend(LOADED).attend(layer, query, context)
+    whole = CpuBackend(LOADED, PREFILL).attend(layer, query, context)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        assert torch.equal(CpuBackend(LOADED).attend(layer, query, context), whole)
+        assert torch.equal(CpuBackend(LOADED, PREFILL).attend(layer, query, context), whole)
     finally:
         torch.set_num_threads(threads)
     alone = ForwardContext(
@@ -132,14 +185,14 @@ def test_a_row_is_the_same_bits_in_any_batch_with_any_number_of_threads() -> Non
         q_lens=[1],
         kv_lens=[5000],
     )
-    assert torch.equal(CpuBackend(LOADED).attend(layer, query[3:4], alone)[0], whole[3])
+    assert torch.equal(CpuBackend(LOADED, PREFILL).attend(layer, query[3:4], alone)[0], whole[3])
 
 
 def test_write_then_attend() -> None:
     layer = geometry(64, 2)
     context, query = batch(layer, [(1, 40), (2, 7)], 16, torch.float32)
     key = torch.randn(3, layer.num_kv_heads, 64)
-    backend = CpuBackend(LOADED)
+    backend = CpuBackend(LOADED, PREFILL)
     backend.write_kv(layer, key, key * 2, context)
     assert torch.equal(context.pool.keys[0][context.slots], key)
     assert torch.equal(context.pool.values[0][context.slots], key * 2)
@@ -150,7 +203,7 @@ def test_write_then_attend() -> None:
 def test_extreme_scores_do_not_overflow() -> None:
     layer = geometry(64, 2, scaling=50.0)
     context, query = batch(layer, RAGGED, 16, torch.float32)
-    got = CpuBackend(LOADED).attend(layer, query, context)
+    got = CpuBackend(LOADED, PREFILL).attend(layer, query, context)
     want = ORACLE.attend(layer, query, context)
     torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-3)
 
@@ -159,8 +212,12 @@ def test_every_variant_this_cpu_can_run_agrees() -> None:
     folder = Path(kernels.__file__).parent
     for path in sorted(folder.glob("paged_decode_*.so")):
         if path.stem.removeprefix("paged_decode_") in variants("x86_64", cpu_flags()):
+            other = PrefillKernel(folder / path.name.replace("decode", "prefill"))
             for dim in (16, 80, 128):
-                compare(geometry(dim, 4), RAGGED, dtype=torch.bfloat16, kernel=Kernel(path))
+                for dtype in (torch.float32, torch.bfloat16):
+                    compare(
+                        geometry(dim, 4), RAGGED, dtype=dtype, kernel=Kernel(path), prefill=other
+                    )
 
 
 def test_variant_choice(tmp_path: Path) -> None:
@@ -175,6 +232,16 @@ def test_variant_choice(tmp_path: Path) -> None:
     assert "no paged_decode" in str(load_kernel(tmp_path))
     (tmp_path / f"paged_decode_{variants('x86_64', cpu_flags())[0]}.so").write_text("junk")
     assert "cannot be loaded" in str(load_kernel(tmp_path))
+
+
+def test_without_a_prefill_kernel_prompts_are_torchs(caplog, monkeypatch) -> None:
+    monkeypatch.setattr(cpu_module, "load_prefill_kernel", lambda: "none here")
+    layers = (geometry(64, 2),)
+    made = create_backend("cpu", BackendRequest(layers, 16, torch.float32, torch.device("cpu")))
+    assert "prompts use the slower torch attention: none here" in caplog.text
+    context, query = batch(layers[0], RAGGED, 16, torch.float32)
+    got = made.attend(layers[0], query, context)
+    torch.testing.assert_close(got, ORACLE.attend(layers[0], query, context))
 
 
 def test_the_factory_refuses_other_devices_and_announces_slow_layers(caplog) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from foveal_runtime.model.kernels import (
     BFLOAT16,
     FLOAT32,
     NormJob,
+    RmsNorm,
     RowKernels,
     load_row_kernels,
 )
@@ -61,7 +63,7 @@ def fuse(model: nn.Module) -> tuple[int, int]:
     return num_norms, num_mlps
 
 
-def fused_norm(module: Any, kernels: RowKernels) -> Forward | None:
+def fused_norm(module: Any, kernels: RowKernels) -> FusedNorm | None:
     """The same norm by the C kernel, or None where `module` is no RMS norm that it computes."""
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = getattr(module, "weight", None)
@@ -78,37 +80,50 @@ def fused_norm(module: Any, kernels: RowKernels) -> Forward | None:
     # A mean far from 0: a layer norm, which takes it away, must not look alike.
     rows = (3 * torch.randn(PROBE_ROWS, weight.shape[0]) + 5).to(weight.dtype)
     wanted = original(rows)
-    forms = [_norm(module, original, kernels, eps, *form) for form in NORM_FORMS]
+    forms = [FusedNorm(module, original, kernels, eps, *form) for form in NORM_FORMS]
     best = min(forms, key=lambda form: _distance(form(rows), wanted))
     return best if _is_same(best(rows), wanted) else None
 
 
-def _norm(
-    module: Any, original: Forward, kernels: RowKernels, eps: float, offset: float, rounds: bool
-) -> Forward:
-    def forward(rows: torch.Tensor) -> torch.Tensor:
-        weight = module.weight
+@dataclass(frozen=True)
+class FusedNorm:
+    """A norm module's forward by the C kernel.
+
+    Attributes:
+        module: has the weight, which may be replaced while this lives.
+        original: the module's own forward, for rows that the kernel does not take.
+        offset, rounds: one of NORM_FORMS.
+    """
+
+    module: Any
+    original: Forward
+    kernels: RowKernels
+    eps: float
+    offset: float
+    rounds: bool
+
+    def parameters(self) -> RmsNorm:
+        """As the kernels take it. The address is good while the module keeps its weight."""
+        return RmsNorm(self.module.weight.data_ptr(), self.eps, self.offset, self.rounds)
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        weight = self.module.weight
         if rows.dtype != weight.dtype or not rows.is_contiguous():
-            return original(rows)
+            return self.original(rows)
         width = weight.shape[0]
         out = torch.empty_like(rows)
-        kernels.norm(
+        self.kernels.norm(
             NormJob(
                 dtype=DTYPES[weight.dtype],
                 num_threads=torch.get_num_threads(),
                 num_rows=rows.numel() // width,
                 width=width,
                 x=rows.data_ptr(),
-                weight=weight.data_ptr(),
                 out=out.data_ptr(),
-                eps=eps,
-                offset=offset,
-                rounds_first=rounds,
+                norm=self.parameters(),
             )
         )
         return out
-
-    return forward
 
 
 def fused_mlp(

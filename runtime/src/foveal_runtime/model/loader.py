@@ -24,6 +24,7 @@ from foveal_runtime.model.adapters import ADAPTERS, PLAIN_TEXT, TEXT_ADAPTERS, A
 from foveal_runtime.model.context import ATTENTION_NAME
 from foveal_runtime.model.fusing import fuse
 from foveal_runtime.model.packing import own_rest, pack_linears
+from foveal_runtime.model.unused_layers import drop_unused_layers
 from foveal_runtime.plan.errors import StartupError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -82,6 +83,7 @@ def load_model(path: str, dtype: str = "auto", device: str = "cpu", **options: A
         raise StartupError(f"model {path}: cannot be loaded: {_one_line(error)}") from error
     check_report(path, report)
     if not options:
+        drop_unused_layers(model, config)
         model = model.to(torch.device(device))
         if model.device.type == "cpu" and pack_linears(model):
             own_rest(model)

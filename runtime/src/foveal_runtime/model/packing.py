@@ -8,12 +8,16 @@ plain one (same number of bytes) and gives it back bit by bit (`weight.to_dense(
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import itertools
 import logging
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from foveal_runtime.model.threads import KERNEL_CACHE_ENTRIES
 
@@ -90,6 +94,63 @@ def _multiply(
     else:
         out = product.binary(rows, times, packed, bias, "mul")
     return out
+
+
+class Layout(NamedTuple):
+    """Where oneDNN puts a weight: blocks of `wide` outputs times `deep` inputs, in which outputs
+    are next to each other, or `paired` inputs of each. Strides are in numbers, block to block.
+    """
+
+    wide: int
+    deep: int
+    paired: bool
+    out_stride: int
+    in_stride: int
+
+
+@functools.lru_cache
+def layout_of(outs: int, ins: int, dtype: torch.dtype) -> Layout | None:
+    """How weights of this shape are packed, or None where it is none of the ways known here."""
+    dense = torch.randn(outs, ins).to(dtype)
+    packed = _pack(dense)
+    try:
+        found = raw_numbers(packed)
+    except (AttributeError, RuntimeError):
+        return None  # a torch that shows no address
+    for wide, deep in itertools.product((64, 48, 32, 16, 24, 8), (16, 64, 32, 4, 2, 1)):
+        blocks = _blocks(dense, wide, deep)
+        if blocks.numel() != found.numel() or (dtype == torch.bfloat16 and deep % 2):
+            continue
+        paired = dtype == torch.bfloat16
+        if paired:  # (..., deep / 2, wide, 2)
+            blocks = blocks.unflatten(2, (deep // 2, 2)).transpose(3, 4)
+        across, down = blocks.shape[:2]
+        size = wide * deep
+        if torch.equal(blocks.reshape(-1), found):
+            return Layout(wide, deep, paired, down * size, size)
+        if torch.equal(blocks.transpose(0, 1).reshape(-1), found):
+            return Layout(wide, deep, paired, size, across * size)
+    return None
+
+
+def _blocks(dense: torch.Tensor, wide: int, deep: int) -> torch.Tensor:
+    """(output blocks, input blocks, deep, wide), filled up with zeros."""
+    outs, ins = dense.shape
+    whole = functional.pad(dense, (0, -ins % deep, 0, -outs % wide))
+    return whole.unflatten(0, (-1, wide)).unflatten(2, (-1, deep)).permute(0, 2, 3, 1)
+
+
+def raw_address(packed: torch.Tensor) -> int:
+    """Where a packed weight lies. Raises AttributeError on a torch that does not say."""
+    address: int = torch.ops.mkldnn.data_ptr(packed)
+    return address
+
+
+def raw_numbers(packed: torch.Tensor) -> torch.Tensor:
+    """A packed weight's memory as it is, flat; good while `packed` lives."""
+    count = torch.ops.mkldnn._nbytes(packed)
+    memory = (ctypes.c_char * count).from_address(raw_address(packed))
+    return torch.frombuffer(memory, dtype=packed.dtype)
 
 
 def weight_bytes(tensors: Iterable[torch.Tensor]) -> int:

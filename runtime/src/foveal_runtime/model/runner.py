@@ -29,11 +29,12 @@ from foveal_runtime.model.attention import (
     kv_dtypes,
 )
 from foveal_runtime.model.batch import HostBatch, Window, make_batch, make_windows
-from foveal_runtime.model.context import PagedCall, forward_context
 from foveal_runtime.model.device import Device, open_device
 from foveal_runtime.model.encoder import EncoderRunner, EncoderStore
+from foveal_runtime.model.forward import Forward
 from foveal_runtime.model.graphs import Capturer, DecodeGraphs, capture_sizes
 from foveal_runtime.model.head import Head
+from foveal_runtime.model.last_layer import WantedRows
 from foveal_runtime.model.loader import LoadedModel, load_model
 from foveal_runtime.model.logprobs import PromptScores
 from foveal_runtime.model.packing import weight_bytes
@@ -92,6 +93,7 @@ class TorchRunner:
         self._failed: dict[str, str] = {}
         self._pool: KVPool | None = None
         self._graphs: DecodeGraphs | None = None
+        self.forward = Forward(loaded, self.layers)
         self._drawn: torch.Tensor | None = None  # ids of the last step's draw, on the device
         if num_blocks or kv_bytes:
             self.allocate_kv(num_blocks or kv_bytes // self.kv_block_bytes)
@@ -144,6 +146,7 @@ class TorchRunner:
             self._attention_dtype,
             is_touched=is_touched,
         )
+        self.forward.find_ways(self._pool, self.backend, self.device)
 
     def record_decoding(self, capturer: Capturer, *, max_num_seqs: int, max_model_len: int) -> bool:
         """Records decode steps of up to `max_num_seqs` sequences; after `allocate_kv`.
@@ -230,6 +233,7 @@ class TorchRunner:
         self._sequences.clear()
         self._pool = None
         self._graphs = None
+        self.forward.decode_layers = None
         self.store = EncoderStore(self.room)
 
     def check_integrity(self) -> None:
@@ -253,14 +257,14 @@ class TorchRunner:
             logits = self._graphs.run(batch, self._drawn)
         else:
             last = [w.base + w.scheduled.num_scheduled_tokens - 1 for w in chosen]
-            hidden, rows = self._forward(windows, batch, np.array(last, np.int64))
-            for window in windows:
-                if window.sequence.sampling.prompt_logprobs >= 0:
-                    self._score_prompt(window, hidden, step)
+            scored = [w for w in windows if w.sequence.sampling.prompt_logprobs >= 0]
+            hidden, rows = self._forward(windows, batch, np.array(last, np.int64), bool(scored))
+            for window in scored:
+                self._score_prompt(window, hidden, step)
             if not chosen:
                 self._drawn = None
                 return
-            logits = self.head.logits(hidden[rows])
+            logits = self.head.logits(hidden[rows] if scored else hidden)
         sequences = [w.sequence for w in chosen]
         step.draw = self._sampler.launch(logits, sequences, self.room)
         self._drawn = step.draw.ids
@@ -279,10 +283,10 @@ class TorchRunner:
         )
 
     def _forward(
-        self, windows: Sequence[Window], batch: HostBatch, last: np.ndarray
+        self, windows: Sequence[Window], batch: HostBatch, last: np.ndarray, is_whole: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states (T, E) of a flat batch and `last` on the device; writes keys and values to
-        the pool."""
+        """Hidden states of a flat batch, of all rows (T, E) or of `last` (n, E), and `last` on the
+        device; writes keys and values of all rows to the pool."""
         assert self._pool is not None
         assert batch.block_table.max() < self._pool.num_blocks
         levels, mask = self._deepstack_rows(windows, len(batch.ids))
@@ -317,27 +321,15 @@ class TorchRunner:
                 "visual_pos_masks": media[None],
                 "deepstack_visual_embeds": list(stacked.unbind(0)),
             }
-        return self._decode(embeds, positions, context, extra), rows
-
-    def _decode(
-        self,
-        embeds: torch.Tensor,
-        positions: torch.Tensor,
-        context: ForwardContext,
-        extra: Mapping[str, Any],
-    ) -> torch.Tensor:
-        with forward_context(PagedCall(self.layers, context, self.loaded.adapter)):
-            output = self.loaded.decoder(
-                inputs_embeds=embeds[None], position_ids=positions, use_cache=False, **extra
-            )
-        hidden: torch.Tensor = output.last_hidden_state[0]
-        return hidden
+        wanted = WantedRows(rows, (batch.pos_of_token[last] + 1).tolist())
+        hidden = self.forward(embeds, positions, context, extra, None if is_whole else wanted)
+        return hidden, rows
 
     def _compute_logits(
         self, ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
         """What a decode step's recording holds."""
-        return self.head.logits(self._decode(self._embed(ids, ()), positions, context, {}))
+        return self.head.logits(self.forward(self._embed(ids, ()), positions, context, {}))
 
     def _admit(self, request: NewRequest) -> None:
         self._failed.pop(request.request_id, None)

@@ -1,8 +1,9 @@
-"""Paged attention on CPUs: a small compiled kernel for decoding, SDPA for everything longer.
+"""Paged attention on CPUs: small compiled kernels, one for decoding and one for chunks of prompts.
 
-Tokens of sequences with at most MAX_ROWS query tokens become rows of one kernel call per layer;
-longer chunks, and layers the kernel does not know, go to the torch backend. A mixed batch does
-both. Without a compiled kernel for this CPU the factory warns once and gives the torch backend.
+Tokens of sequences with at most MAX_ROWS query tokens become rows of one call of the decode kernel
+per layer, longer chunks one call of the prefill kernel. Chunks with tokens that see later ones, and
+layers that the kernels do not know, go to the torch backend. Without a compiled kernel for this CPU
+the factory warns once and gives the torch backend.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from foveal_runtime.model.kernels import (
     UNSUPPORTED,
     Job,
     Kernel,
+    PrefillKernel,
     load_kernel,
+    load_prefill_kernel,
 )
 from foveal_runtime.plan.errors import StartupError
 
@@ -41,36 +44,59 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """How one batch is divided: rows for the kernel, (sequence, first token) for torch."""
+    """Query tokens of a batch, i32 (n) each: where they are, whose, and how much they see."""
 
     token: np.ndarray
     sequence: np.ndarray
     length: np.ndarray
-    long: list[tuple[int, int]]
+
+    @classmethod
+    def of(cls, windows: list[tuple[int, int, int, int]]) -> _Rows:
+        """`windows`: (sequence, first token, number of tokens, length after them)."""
+        kind = np.int32
+        parts = [
+            (
+                np.arange(start, start + count, dtype=kind),
+                np.full(count, sequence, kind),
+                np.arange(length - count + 1, length + 1, dtype=kind),
+            )
+            for sequence, start, count, length in windows
+        ]
+        if not parts:
+            return cls(*(np.zeros(0, kind) for _ in range(3)))
+        return cls(*(np.concatenate(one) for one in zip(*parts, strict=True)))
 
 
-def divide(context: ForwardContext) -> _Rows:
-    """Kernel rows are causal: a short chunk with a group of several tokens goes to torch."""
-    token: list[int] = []
-    sequence: list[int] = []
-    length: list[int] = []
-    long: list[tuple[int, int]] = []
+@dataclass(frozen=True, slots=True)
+class _Division:
+    """How one batch is divided: rows for the decode kernel, chunks for the prefill kernel, and
+    (sequence, first token) for torch."""
+
+    short: _Rows
+    long: _Rows
+    chunk_rows: np.ndarray
+    other: list[tuple[int, int]]
+
+
+def divide(context: ForwardContext, has_prefill: bool) -> _Division:
+    """Both kernels are causal: a chunk with a group of several tokens goes to torch."""
+    short: list[tuple[int, int, int, int]] = []
+    long: list[tuple[int, int, int, int]] = []
+    other: list[tuple[int, int]] = []
     start = 0
     for i, (q_len, kv_len) in enumerate(zip(context.q_lens, context.kv_lens, strict=True)):
         grouped = (
             context.groups is not None
-            and 1 < q_len <= MAX_ROWS
+            and q_len > 1
             and bool((context.groups[start : start + q_len] >= 0).any())
         )
-        if q_len > MAX_ROWS or grouped:
-            long.append((i, start))
+        if grouped or (q_len > MAX_ROWS and not has_prefill):
+            other.append((i, start))
         else:
-            token.extend(range(start, start + q_len))
-            sequence.extend([i] * q_len)
-            length.extend(range(kv_len - q_len + 1, kv_len + 1))
+            (long if q_len > MAX_ROWS else short).append((i, start, q_len, kv_len))
         start += q_len
-    kind = np.int32
-    return _Rows(np.array(token, kind), np.array(sequence, kind), np.array(length, kind), long)
+    chunk_rows = np.array([count for _, _, count, _ in long], np.int32)
+    return _Division(_Rows.of(short), _Rows.of(long), chunk_rows, other)
 
 
 class CpuBackend:
@@ -78,11 +104,12 @@ class CpuBackend:
 
     is_static = False
 
-    def __init__(self, kernel: Kernel) -> None:
+    def __init__(self, kernel: Kernel, prefill: PrefillKernel | None) -> None:
         self._kernel = kernel
+        self._prefill = prefill
         self._torch = TorchBackend()
         self._context: ForwardContext | None = None
-        self._rows: _Rows | None = None
+        self._division: _Division | None = None
 
     @property
     def variant(self) -> str:
@@ -108,9 +135,9 @@ class CpuBackend:
         pool_dtype = context.pool.keys[layer.index].dtype
         if not is_supported(layer, query.dtype) or pool_dtype != query.dtype:
             return self._torch.attend(layer, query, context, sinks)
-        rows = self._divided(context)
+        division = self._divided(context)
         out = query.new_empty(query.shape[0], layer.num_heads, layer.value_dim)
-        for i, start in rows.long:
+        for i, start in division.other:
             window = slice(start, start + context.q_lens[i])
             groups = None if context.groups is None else context.groups[window]
             out[window] = attend_sequence(
@@ -122,62 +149,72 @@ class CpuBackend:
                 groups,
                 sinks,
             )
-        if len(rows.token):
-            self._run(layer, query, context, rows, out, sinks)
-        return out
-
-    def _divided(self, context: ForwardContext) -> _Rows:
-        """The division is the same for every layer of a step."""
-        if self._rows is None or self._context is not context:
-            self._context, self._rows = context, divide(context)
-        return self._rows
-
-    def _run(
-        self,
-        layer: LayerGeometry,
-        query: torch.Tensor,
-        context: ForwardContext,
-        rows: _Rows,
-        out: torch.Tensor,
-        sinks: torch.Tensor | None,
-    ) -> None:
         if query.stride(2) != 1:
             query = query.contiguous()
-        table = context.block_table
-        assert table.dtype == torch.int32
-        assert table.stride(1) == 1 or table.shape[1] == 1
-        # `sinks` stays bound to the float32 copy while the kernel reads it.
+        # Stays bound to the float32 copy while the kernels read it.
         sinks = None if sinks is None else sinks.float().contiguous()
-        pool = context.pool
-        job = Job(
-            dtype=_DTYPES[query.dtype],
-            head_dim=layer.key_dim,
-            num_heads=layer.num_heads,
-            num_kv_heads=layer.num_kv_heads,
-            block_size=pool.block_size,
-            num_rows=len(rows.token),
-            num_threads=torch.get_num_threads(),
-            window=layer.sliding_window or 0,
-            chunk=layer.chunk_size or 0,
-            scaling=layer.scaling,
-            softcap=layer.softcap or 0.0,
-            query=query.data_ptr(),
-            query_token_stride=query.stride(0),
-            query_head_stride=query.stride(1),
-            keys=pool.keys[layer.index].data_ptr(),
-            values=pool.values[layer.index].data_ptr(),
-            out=out.data_ptr(),
-            block_table=table.data_ptr(),
-            table_stride=table.stride(0),
-            row_token=rows.token.ctypes.data,
-            row_sequence=rows.sequence.ctypes.data,
-            row_length=rows.length.ctypes.data,
-            sinks=None if sinks is None else sinks.data_ptr(),
-        )
-        code = self._kernel.run(job)
-        assert code != UNSUPPORTED, layer
-        if code == NO_MEMORY:
-            raise MemoryError("paged attention: no memory for partial results")
+        if len(division.short.token):
+            job = _job(layer, query, context, division.short, out, sinks)
+            _check(self._kernel.run(job), layer)
+        if len(division.long.token):
+            assert self._prefill is not None
+            job = _job(layer, query, context, division.long, out, sinks)
+            chunks = division.chunk_rows
+            _check(self._prefill.run(job, chunks.ctypes.data, len(chunks)), layer)
+        return out
+
+    def _divided(self, context: ForwardContext) -> _Division:
+        """The division is the same for every layer of a step."""
+        if self._division is None or self._context is not context:
+            self._context = context
+            self._division = divide(context, self._prefill is not None)
+        return self._division
+
+
+def _job(
+    layer: LayerGeometry,
+    query: torch.Tensor,
+    context: ForwardContext,
+    rows: _Rows,
+    out: torch.Tensor,
+    sinks: torch.Tensor | None,
+) -> Job:
+    """Addresses: good while the tensors and `rows` live."""
+    table = context.block_table
+    assert table.dtype == torch.int32
+    assert table.stride(1) == 1 or table.shape[1] == 1
+    pool = context.pool
+    return Job(
+        dtype=_DTYPES[query.dtype],
+        head_dim=layer.key_dim,
+        num_heads=layer.num_heads,
+        num_kv_heads=layer.num_kv_heads,
+        block_size=pool.block_size,
+        num_rows=len(rows.token),
+        num_threads=torch.get_num_threads(),
+        window=layer.sliding_window or 0,
+        chunk=layer.chunk_size or 0,
+        scaling=layer.scaling,
+        softcap=layer.softcap or 0.0,
+        query=query.data_ptr(),
+        query_token_stride=query.stride(0),
+        query_head_stride=query.stride(1),
+        keys=pool.keys[layer.index].data_ptr(),
+        values=pool.values[layer.index].data_ptr(),
+        out=out.data_ptr(),
+        block_table=table.data_ptr(),
+        table_stride=table.stride(0),
+        row_token=rows.token.ctypes.data,
+        row_sequence=rows.sequence.ctypes.data,
+        row_length=rows.length.ctypes.data,
+        sinks=None if sinks is None else sinks.data_ptr(),
+    )
+
+
+def _check(code: int, layer: LayerGeometry) -> None:
+    assert code != UNSUPPORTED, layer
+    if code == NO_MEMORY:
+        raise MemoryError("paged attention: no memory for partial results")
 
 
 def is_supported(layer: LayerGeometry, dtype: torch.dtype) -> bool:
@@ -206,7 +243,10 @@ def _create(request: BackendRequest) -> AttentionBackend:
     slow = [g.index for g in request.layers if not is_supported(g, request.dtype)]
     if slow:
         _log.info("layers %s use torch attention: head sizes or dtype have no kernel", slow)
-    return CpuBackend(kernel)
+    prefill = load_prefill_kernel()
+    if isinstance(prefill, str):
+        _log.warning("prompts use the slower torch attention: %s", prefill)
+    return CpuBackend(kernel, None if isinstance(prefill, str) else prefill)
 
 
 register("cpu", _create)

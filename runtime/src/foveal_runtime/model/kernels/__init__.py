@@ -48,6 +48,17 @@ class Job(ctypes.Structure):
     )  # fmt: skip
 
 
+class RmsNorm(ctypes.Structure):
+    """Mirrors `RmsNorm` in rows.h. Without a weight: no norm."""
+
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        ("eps", ctypes.c_float),
+        ("offset", ctypes.c_float),
+        ("rounds_first", ctypes.c_int32),
+    )
+
+
 class NormJob(ctypes.Structure):
     """Mirrors `NormJob` in rows.c, field by field."""
 
@@ -57,12 +68,46 @@ class NormJob(ctypes.Structure):
         ("num_rows", ctypes.c_int64),
         ("width", ctypes.c_int64),
         ("x", ctypes.c_void_p),
-        ("weight", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
-        ("eps", ctypes.c_float),
-        ("offset", ctypes.c_float),
-        ("rounds_first", ctypes.c_int32),
+        ("norm", RmsNorm),
     )
+
+
+class Product(ctypes.Structure):
+    """Mirrors `Product` in decode_layers.c: a packed linear layer."""
+
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("ins", "outs", "wide", "deep", "paired")),
+        ("out_stride", ctypes.c_int64),
+        ("in_stride", ctypes.c_int64),
+    )
+
+
+class Layer(ctypes.Structure):
+    """Mirrors `Layer` in decode_layers.c."""
+
+    _fields_ = (
+        *((name, RmsNorm) for name in ("before", "after", "query", "key")),
+        *((name, Product) for name in ("q", "k", "v", "o", "gate", "up", "down")),
+        *((name, ctypes.c_void_p) for name in ("keys", "values", "sinks")),
+        *((name, ctypes.c_float) for name in ("scaling", "softcap")),
+        *((name, ctypes.c_int32) for name in ("window", "chunk")),
+    )
+
+
+class Step(ctypes.Structure):
+    """Mirrors `Step` in decode_layers.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in (
+            "dtype", "num_threads", "num_layers", "num_rows", "width", "mlp_width", "num_heads",
+            "num_kv_heads", "head_dim", "rope_dim", "activation", "block_size")),
+        *((name, ctypes.c_void_p) for name in (
+            "layers", "rows", "cos", "sin", "slots", "block_table", "row_number", "row_length")),
+        ("table_stride", ctypes.c_int64),
+    )  # fmt: skip
 
 
 class RowKernels:
@@ -99,6 +144,35 @@ class Kernel:
         return code
 
 
+class PrefillKernel:
+    """The loaded paged_prefill.c."""
+
+    def __init__(self, path: Path) -> None:
+        self._run = ctypes.CDLL(str(path)).foveal_paged_prefill
+        self._run.argtypes = [ctypes.POINTER(Job), ctypes.c_void_p, ctypes.c_int32]
+        self._run.restype = ctypes.c_int
+
+    def run(self, job: Job, chunk_rows: int, num_chunks: int) -> int:
+        """`chunk_rows`: address of int32 (num_chunks). DONE, UNSUPPORTED or NO_MEMORY. Releases
+        the GIL while it runs."""
+        code: int = self._run(ctypes.byref(job), chunk_rows, num_chunks)
+        return code
+
+
+class DecodeKernel:
+    """The loaded decode_layers.c."""
+
+    def __init__(self, path: Path) -> None:
+        self._run = ctypes.CDLL(str(path)).foveal_decode_layers
+        self._run.argtypes = [ctypes.POINTER(Step)]
+        self._run.restype = ctypes.c_int
+
+    def run(self, step: Step) -> int:
+        """DONE, UNSUPPORTED or NO_MEMORY. Releases the GIL while it runs."""
+        code: int = self._run(ctypes.byref(step))
+        return code
+
+
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
     """Instruction set names of the first CPU; empty where the system does not say."""
     try:
@@ -121,9 +195,19 @@ def load_kernel(folder: Path | None = None) -> Kernel | str:
     return _load(Kernel, "paged_decode", folder)
 
 
+def load_prefill_kernel(folder: Path | None = None) -> PrefillKernel | str:
+    """The best prefill kernel there is, or one line that says why there is none."""
+    return _load(PrefillKernel, "paged_prefill", folder)
+
+
 def load_row_kernels(folder: Path | None = None) -> RowKernels | str:
     """The best of rows.c there is, or one line that says why there is none."""
     return _load(RowKernels, "rows", folder)
+
+
+def load_decode_kernel(folder: Path | None = None) -> DecodeKernel | str:
+    """The best of decode_layers.c there is, or one line that says why there is none."""
+    return _load(DecodeKernel, "decode_layers", folder)
 
 
 def _load(kind: Callable[[Path], T], stem: str, folder: Path | None) -> T | str:

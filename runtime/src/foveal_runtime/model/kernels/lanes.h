@@ -1,6 +1,6 @@
 /* Vectors of as many floats as the instruction set has lanes: loads, exp, reductions.
  *
- * Included by paged_decode.c and rows.c. GCC vector extensions, so that one source serves AVX-512, AVX2
+ * Included by paged.h and rows.h. GCC vector extensions, so that one source serves AVX-512, AVX2
  * and, four lanes wide, everything else.
  */
 #ifndef FOVEAL_LANES_H
@@ -40,6 +40,8 @@ typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
 typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
+
+enum { FLOAT32 = 0, BFLOAT16 = 1 };
 
 #define INLINE static inline __attribute__((always_inline))
 

@@ -1,0 +1,267 @@
+"""Decode steps in one call of the kernel: what takes that way says the same, what differs does not.
+
+Layer by layer against transformers' modules over long contexts and windows, whole families against
+transformers' own model through the runner, and models that only look alike.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from foveal_runtime.model import decode_layers, kernels, packing
+from foveal_runtime.model.attention import KVPool
+from foveal_runtime.model.decode_layers import MAX_ROWS, DecodeLayers, make_decode_layers
+from foveal_runtime.model.head import Head
+from foveal_runtime.model.kernels import DecodeKernel, cpu_flags, load_decode_kernel, variants
+from foveal_runtime.model.layer_parts import Trial
+from foveal_runtime.model.loader import load_model
+from foveal_runtime.model.packing import can_pack, layout_of, pack_linears
+from foveal_runtime.model.probe import probe_layers
+
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.skipif(not can_pack(torch.float32), reason="this torch packs no linear layers"),
+    pytest.mark.skipif(isinstance(load_decode_kernel(), str), reason=str(load_decode_kernel())),
+]
+DTYPES = ["float32", "bfloat16"]
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 96,
+    "intermediate_size": 136,
+    "num_hidden_layers": 3,
+    "head_dim": 16,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+TAKEN = {
+    "llama": {},
+    "mistral": {"sliding_window": 12},
+    "qwen2": {},
+    "qwen3": {},
+    "seed_oss": {},
+}
+NOT_TAKEN = {
+    "ernie4_5": ({}, "layer 0 differs"),  # turns neighbours
+    "granite": ({"residual_multiplier": 0.5}, "layer 0 differs"),
+    "smollm3": ({"no_rope_layer_interval": 2}, "layer 1 differs"),
+    "cohere": ({}, "made of other parts"),
+    "olmo2": ({}, "made of other parts"),
+    "gemma3_text": ({}, "made of other parts"),
+    "phi3": ({}, "made of other parts"),
+    "qwen3_moe": ({}, "made of other parts"),
+}
+
+
+def config_of(kind: str, **more):
+    known = {k: v for k, v in SIZES.items() if k != "head_dim" or kind != "qwen2"}
+    return transformers.AutoConfig.for_model(kind, **known, **more)
+
+
+@pytest.fixture
+def named(checkpoints):
+    """named(kind) → the name of a case of that kind whose heads the kernels know."""
+
+    def get(kind: str) -> str:
+        more = NOT_TAKEN[kind][0] if kind in NOT_TAKEN else TAKEN.get(kind, {})
+        checkpoints.CASES.setdefault(
+            f"{kind}_16", checkpoints.Case(lambda: config_of(kind, **more))
+        )
+        return f"{kind}_16"
+
+    return get
+
+
+def all_kernels() -> list[DecodeKernel]:
+    folder = Path(kernels.__file__).parent
+    able = variants("x86_64", cpu_flags())
+    paths = sorted(folder.glob("decode_layers_*.so"))
+    return [DecodeKernel(p) for p in paths if p.stem.removeprefix("decode_layers_") in able]
+
+
+def made_of(path: Path, dtype: str = "float32"):
+    """(model, geometry of its layers)."""
+    loaded = load_model(str(path), dtype)
+    return loaded, probe_layers(loaded, Head(loaded.model, loaded.core_name))
+
+
+@pytest.mark.parametrize("kind", TAKEN)
+def test_a_family_equals_transformers(kind, bench, named):
+    one = bench(named(kind), attention="auto")
+    assert one.runner.forward.decode_layers is not None
+    prompts = {"a": one.prompt(1, num_text=40), "b": one.prompt(2, num_text=9)}
+    jobs = {name: one.job(name, prompt) for name, prompt in prompts.items()}
+    one.driver.run(list(jobs.values()), preempt={4: "a"})
+    for name, job in jobs.items():
+        one.check(job, prompts[name])
+
+
+@pytest.mark.parametrize("kind", NOT_TAKEN)
+def test_other_families_keep_their_modules(kind, bench, named, caplog):
+    caplog.set_level(logging.INFO, logger=decode_layers.__name__)
+    one = bench(named(kind), attention="auto")
+    assert one.runner.forward.decode_layers is None
+    assert NOT_TAKEN[kind][1] in caplog.text
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3", "qwen2", "gemma"])
+def test_each_layer_equals_its_modules_over_long_contexts(kind, dtype, tiny, named):
+    if not can_pack(getattr(torch, dtype)):
+        pytest.skip(f"no packed {dtype} on this machine")
+    loaded, layers = made_of(tiny(named(kind)), dtype)
+    lengths = (1, 700, 16, 256, 257, 300, 513, 12, 13, 90, 1000)
+    with torch.inference_mode():
+        trial = Trial(loaded, layers, q_lens=[1] * len(lengths), kv_lens=lengths)
+        for kernel in all_kernels():
+            made = DecodeLayers(loaded, layers, kernel)
+            made.bind(trial.pool)
+            cos, sin = made.rotary(trial.rows, trial.positions)
+            for number in range(len(layers)):
+                wanted = trial.added_by(number)
+                pools = (trial.pool.keys[number], trial.pool.values[number])
+                written = [pool[trial.context.slots].clone() for pool in pools]
+                for pool in pools:
+                    pool[trial.context.slots] = 7
+                got = trial.rows.clone()
+                made.run_layers(got, cos, sin, trial.context, range(number, number + 1))
+                trial.check_same("added", got.double() - trial.rows.double(), wanted)
+                for pool, other in zip(pools, written, strict=True):
+                    trial.check_same("kept", pool[trial.context.slots], other)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_is_the_same_bits_in_any_batch_with_any_number_of_threads(dtype, tiny, named):
+    loaded, layers = made_of(tiny(named("qwen3")), dtype)
+    lengths = list(range(3, 3 + 9 * MAX_ROWS, 9))
+    with torch.inference_mode():
+        whole = Trial(loaded, layers, q_lens=[1] * MAX_ROWS, kv_lens=lengths)
+        made = DecodeLayers(loaded, layers, all_kernels()[-1])
+        made.bind(whole.pool)
+        cos, sin = made.rotary(whole.rows, whole.positions)
+        wanted = whole.rows.clone()
+        made.run_layers(wanted, cos, sin, whole.context, range(len(layers)))
+        before = torch.get_num_threads()
+        for threads, count in ((1, MAX_ROWS), (2, MAX_ROWS), (3, 7), (2, 1), (1, 5)):
+            some = slice(2, 2 + count) if count < MAX_ROWS else slice(None)
+            context = part_of(whole, some)
+            got = whole.rows[some].clone()
+            torch.set_num_threads(threads)
+            try:
+                made.run_layers(
+                    got, cos[some].contiguous(), sin[some].contiguous(), context, range(len(layers))
+                )
+            finally:
+                torch.set_num_threads(before)
+            assert torch.equal(got, wanted[some]), (threads, count)
+
+
+def part_of(trial: Trial, some: slice):
+    context = trial.context
+    return replace(
+        context,
+        slots=context.slots[some],
+        block_table=context.block_table[some],
+        q_lens=context.q_lens[some],
+        kv_lens=context.kv_lens[some],
+    )
+
+
+def test_what_looks_like_a_llama_layer_but_is_not_is_noticed(tiny, named):
+    """One thing is another in the last layer, or around all: the trial must see it."""
+
+    def scaled_values(decoder):
+        module = decoder.layers[-1].self_attn.v_proj
+        module.register_forward_hook(lambda _m, _i, out: out * 1.01)
+
+    def other_norm(decoder):
+        norm = decoder.layers[-1].input_layernorm
+        old = norm.forward.original if hasattr(norm.forward, "original") else norm.forward
+        norm.forward = lambda rows: old(rows) * 1.001
+
+    def other_rotation(decoder):
+        attention = decoder.layers[-1].self_attn
+        old = attention.forward
+
+        def turned(*args, position_embeddings, **kwargs):
+            cos, sin = position_embeddings
+            return old(*args, position_embeddings=(cos, -sin), **kwargs)
+
+        attention.forward = turned
+
+    def around(decoder):
+        decoder.layers[0].register_forward_pre_hook(lambda _m, args: (args[0] * 1.5, *args[1:]))
+
+    for change in (scaled_values, other_norm, other_rotation, around):
+        loaded, layers = made_of(tiny(named("llama")))
+        pool = KVPool(layers, 4, 16, torch.float32, torch.device("cpu"))
+        assert make_decode_layers(loaded, layers, pool) is not None
+        change(loaded.decoder)
+        assert make_decode_layers(loaded, layers, pool) is None, change.__name__
+
+
+def test_an_unknown_layout_is_refused(tiny, named, monkeypatch):
+    loaded, layers = made_of(tiny(named("llama")))
+    pool = KVPool(layers, 4, 16, torch.float32, torch.device("cpu"))
+    raw = packing.raw_numbers
+    layout_of.cache_clear()
+    try:
+        monkeypatch.setattr(packing, "raw_numbers", lambda packed: raw(packed).flip(0))
+        assert make_decode_layers(loaded, layers, pool) is None
+    finally:
+        layout_of.cache_clear()
+
+
+def test_a_pool_of_another_dtype_is_refused(tiny, named):
+    loaded, layers = made_of(tiny(named("llama")))
+    pool = KVPool(layers, 4, 16, torch.bfloat16, torch.device("cpu"))
+    assert make_decode_layers(loaded, layers, pool) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(768, 768), (136, 80), (100, 48), (17, 33), (2048, 100)])
+def test_a_known_layout_says_where_each_number_is(shape, dtype):
+    if not can_pack(dtype):
+        pytest.skip(f"no packed {dtype} on this machine")
+    layout = layout_of(*shape, dtype)
+    if layout is None:
+        pytest.skip("not laid out in a known way on this machine")
+    linear = nn.Linear(shape[1], shape[0], bias=False).to(dtype)
+    holder = nn.Sequential(linear)
+    assert pack_linears(holder) == 1
+    raw = packing.raw_numbers(holder[0].weight)
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(200):
+        out, into = (int(torch.randint(n, (1,), generator=generator)) for n in shape)
+        at = out // layout.wide * layout.out_stride + into // layout.deep * layout.in_stride
+        o, i = out % layout.wide, into % layout.deep
+        at += (i // 2 * layout.wide + o) * 2 + i % 2 if layout.paired else i * layout.wide + o
+        assert raw[at] == linear.weight[out, into]
+
+
+def test_larger_steps_and_mixed_ones_take_the_modules(bench, named, monkeypatch):
+    monkeypatch.setattr(decode_layers, "MAX_ROWS", 4)
+    one = bench(named("llama"), attention="auto")
+    calls = []
+    taken = one.runner.forward.decode_layers.run
+    one.runner.forward.decode_layers.run = lambda *args: calls.append(len(args[0])) or taken(*args)
+    one.driver.budget = 200
+    prompts = {str(i): one.prompt(i, num_text=5) for i in range(7)}
+    jobs = {name: one.job(name, prompt) for name, prompt in prompts.items()}
+    one.driver.run([jobs["0"], jobs["1"]])
+    assert calls == [2] * 5  # the first of six tokens comes with the prompt
+    calls.clear()
+    one.driver.run([jobs[name] for name in "23456"])
+    assert calls == []
+    for name, job in jobs.items():
+        one.check(job, prompts[name])
