@@ -106,6 +106,37 @@ def test_a_family_equals_transformers(kind, bench, named):
         one.check(job, prompts[name])
 
 
+MEDIA = ["llava", "llava_next", "llava_onevision", "vipllava", "idefics3", "smolvlm", "internvl",
+         "mistral3", "paligemma", "qwen2_vl", "qwen2_5_vl", "qwen2_audio", "voxtral"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MEDIA)
+def test_a_multimodal_family_equals_transformers(name, bench, checkpoints):
+    """Their tiny checkpoints with heads of 16 numbers, which the kernels know."""
+    case = checkpoints.CASES[name]
+
+    def config():
+        made = case.config()
+        text = made.get_text_config()
+        text.num_attention_heads, text.num_key_value_heads, text.head_dim = 2, 1, 16
+        if "mrope_section" in (text.rope_parameters or {}):
+            text.rope_parameters["mrope_section"] = [2, 3, 3]
+        return made
+
+    checkpoints.CASES.setdefault(f"{name}_16", replace(case, config=config))
+    one = bench(f"{name}_16", attention="auto")
+    assert one.runner.forward.decode_layers is not None
+    modality = min(case.items)
+    prompts = {
+        "a": one.prompt(1, [(modality, 7)], num_text=20),
+        "b": one.prompt(2, [(modality, 8), (modality, 7)]),
+    }
+    jobs = {key: one.job(key, prompt) for key, prompt in prompts.items()}
+    one.driver.run(list(jobs.values()), preempt={6: "a"})
+    for key, job in jobs.items():
+        one.check(job, prompts[key])
+
+
 @pytest.mark.parametrize("kind", NOT_TAKEN)
 def test_other_families_keep_their_modules(kind, bench, named, caplog):
     caplog.set_level(logging.INFO, logger=decode_layers.__name__)
