@@ -197,6 +197,53 @@ def test_a_row_is_the_same_bits_in_any_batch_with_any_number_of_threads(dtype, t
             assert torch.equal(got, wanted[some]), (threads, count)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_chunk_is_the_same_bits_as_its_tokens_one_by_one(dtype, tiny, named):
+    loaded, layers = made_of(tiny(named("qwen3")), dtype)
+    with torch.inference_mode():
+        trial = Trial(loaded, layers, q_lens=(5, 1, 9), kv_lens=(300, 20, 9))
+        made = DecodeLayers(loaded, layers, all_kernels()[-1])
+        made.bind(trial.pool)
+        cos, sin = made.rotary(trial.rows, trial.positions)
+        whole = trial.rows.clone()
+        made.run_layers(whole, cos, sin, trial.context, range(len(layers)))
+        for pool in (*trial.pool.keys, *trial.pool.values):
+            pool[trial.context.slots] = 7
+        for i, sequence in enumerate(trial.context.seq_of_token.tolist()):
+            one = slice(i, i + 1)
+            context = replace(
+                trial.context,
+                slots=trial.context.slots[one],
+                block_table=trial.context.block_table[sequence : sequence + 1],
+                q_lens=[1],
+                kv_lens=[int(trial.context.pos_of_token[i]) + 1],
+            )
+            got = trial.rows[one].clone()
+            made.run_layers(got, cos[one], sin[one], context, range(len(layers)))
+            assert torch.equal(got, whole[one]), i
+
+
+def test_chunks_that_see_much_take_the_modules(tiny, named):
+    loaded, layers = made_of(tiny(named("llama")))
+    made = DecodeLayers(loaded, layers, all_kernels()[-1])
+    most = decode_layers.MAX_CHUNK_VISIBLE
+    for q_lens, kv_lens, is_taken in (
+        ((8, 1), (most // 8 - 1, 5), True),
+        ((8, 1), (most // 8, 5), False),
+        ((1, 1), (most, most), True),
+        ((MAX_ROWS, 1), (MAX_ROWS, 5), False),
+    ):
+        with torch.inference_mode():
+            trial = Trial(loaded, layers, q_lens=q_lens, kv_lens=kv_lens)
+        assert made.takes(trial.positions, trial.context) == is_taken, q_lens
+    with torch.inference_mode():
+        trial = Trial(loaded, layers, q_lens=(3,), kv_lens=(3,))
+    rows = trial.positions.expand(3, 1, -1).clone()
+    assert made.takes(rows, trial.context)
+    rows[1, 0, 0] += 1  # in the middle of a picture
+    assert not made.takes(rows, trial.context)
+
+
 def part_of(trial: Trial, some: slice):
     context = trial.context
     return replace(
@@ -280,7 +327,7 @@ def test_a_known_layout_says_where_each_number_is(shape, dtype):
         assert raw[at] == linear.weight[out, into]
 
 
-def test_larger_steps_and_mixed_ones_take_the_modules(bench, named, monkeypatch):
+def test_larger_steps_take_the_modules(bench, named, monkeypatch):
     monkeypatch.setattr(decode_layers, "MAX_ROWS", 4)
     one = bench(named("llama"), attention="auto")
     calls = []

@@ -1,4 +1,4 @@
-"""Decode steps of Llama-like decoders in one call of a C kernel, on CPUs.
+"""Small steps of Llama-like decoders in one call of a C kernel, on CPUs.
 
 Made by the runner once the KV pool is there. transformers computes a layer in some twenty
 operators, each of which wakes threads and waits for them; for a few tokens that takes longer than
@@ -7,8 +7,7 @@ are woken once, and reads the weights where oneDNN packed them.
 
 That a decoder has the parts of such a layer is read from its modules; that these parts compute what
 the kernel computes is tried, layer by layer and then as a whole, with the model's own weights. A
-decoder that is anything else keeps its modules, and so does every step that is not one token of
-each sequence.
+decoder that is anything else keeps its modules, and so does every step of more tokens.
 """
 
 from __future__ import annotations
@@ -18,12 +17,11 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from foveal_runtime.model.attention import ForwardContext, KVPool, LayerGeometry
-from foveal_runtime.model.attention.cpu import is_supported
+from foveal_runtime.model.attention.cpu import Rows, is_supported
 from foveal_runtime.model.fusing import DTYPES, FusedNorm, activation_of
 from foveal_runtime.model.kernels import (
     DONE,
@@ -46,7 +44,10 @@ from foveal_runtime.model.loader import LoadedModel
 from foveal_runtime.model.packing import Activation, PackedLinear, layout_of, raw_address
 
 MAX_ROWS = 64
-"""Sequences that are decoded this way; with more, the products are large enough for oneDNN's."""
+"""Tokens of a step that is computed this way; with more, oneDNN's products are as fast."""
+MAX_CHUNK_VISIBLE = 12_288
+"""The most that the tokens of a prompt may see, added up: each reads its context by itself here.
+Both limits are measured in docs/decisions/decode-in-one-call.md."""
 
 _KERNEL_ACTIVATIONS = {
     Activation("swish"): 0,
@@ -106,10 +107,16 @@ class DecodeLayers:
         self._layers = (Layer * len(filled))(*filled)
 
     def takes(self, positions: torch.Tensor, context: ForwardContext) -> bool:
-        """Whether a step is one token of each sequence, few enough, at plain positions."""
-        count = len(context.q_lens)
-        is_plain = positions.dim() == 2 or bool((positions == positions[:1]).all())
-        return count == len(context.slots) <= MAX_ROWS and context.groups is None and is_plain
+        """Whether a step has few tokens, at plain positions, that see not too much: prompts read
+        their context once for each token here."""
+        count = len(context.slots)
+        if count > MAX_ROWS or context.groups is not None:
+            return False
+        if count > len(context.q_lens):
+            pairs = zip(context.q_lens, context.kv_lens, strict=True)
+            if sum(q_len * kv_len for q_len, kv_len in pairs) > MAX_CHUNK_VISIBLE:
+                return False
+        return positions.dim() == 2 or bool((positions == positions[:1]).all())
 
     def run(
         self, embeds: torch.Tensor, positions: torch.Tensor, context: ForwardContext
@@ -142,8 +149,7 @@ class DecodeLayers:
         table = context.block_table
         assert table.dtype == torch.int32
         assert table.stride(1) == 1 or table.shape[1] == 1
-        numbers = np.arange(len(hidden), dtype=np.int32)
-        lengths = np.array(context.kv_lens, np.int32)
+        rows = rows_of(context)
         step = Step(
             **self._shape,
             num_threads=torch.get_num_threads(),
@@ -157,9 +163,10 @@ class DecodeLayers:
             sin=sin.data_ptr(),
             slots=context.slots.data_ptr(),
             block_table=table.data_ptr(),
-            row_number=numbers.ctypes.data,
-            row_length=lengths.ctypes.data,
             table_stride=table.stride(0),
+            row_number=rows.token.ctypes.data,
+            row_sequence=rows.sequence.ctypes.data,
+            row_length=rows.length.ctypes.data,
         )
         code = self._kernel.run(step)
         if code == NO_MEMORY:
@@ -226,6 +233,14 @@ class _LayerParts:
         )
 
 
+def rows_of(context: ForwardContext) -> Rows:
+    windows, start = [], 0
+    for i, (q_len, kv_len) in enumerate(zip(context.q_lens, context.kv_lens, strict=True)):
+        windows.append((i, start, q_len, kv_len))
+        start += q_len
+    return Rows.of(windows)
+
+
 def make_decode_layers(
     loaded: LoadedModel, layers: Sequence[LayerGeometry], pool: KVPool
 ) -> DecodeLayers | None:
@@ -246,7 +261,7 @@ def make_decode_layers(
         _log.info("decode steps are computed by modules: %s", reason)
         return None
     made.bind(pool)
-    _log.info("decode steps of up to %d sequences are computed in one call", MAX_ROWS)
+    _log.info("steps of up to %d tokens are computed in one call", MAX_ROWS)
     return made
 
 

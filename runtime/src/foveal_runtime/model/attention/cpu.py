@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class Rows:
     """Query tokens of a batch, i32 (n) each: where they are, whose, and how much they see."""
 
     token: np.ndarray
@@ -51,7 +51,7 @@ class _Rows:
     length: np.ndarray
 
     @classmethod
-    def of(cls, windows: list[tuple[int, int, int, int]]) -> _Rows:
+    def of(cls, windows: list[tuple[int, int, int, int]]) -> Rows:
         """`windows`: (sequence, first token, number of tokens, length after them)."""
         kind = np.int32
         parts = [
@@ -72,8 +72,8 @@ class _Division:
     """How one batch is divided: rows for the decode kernel, chunks for the prefill kernel, and
     (sequence, first token) for torch."""
 
-    short: _Rows
-    long: _Rows
+    short: Rows
+    long: Rows
     chunk_rows: np.ndarray
     other: list[tuple[int, int]]
 
@@ -96,7 +96,7 @@ def divide(context: ForwardContext, has_prefill: bool) -> _Division:
             (long if q_len > MAX_ROWS else short).append((i, start, q_len, kv_len))
         start += q_len
     chunk_rows = np.array([count for _, _, count, _ in long], np.int32)
-    return _Division(_Rows.of(short), _Rows.of(long), chunk_rows, other)
+    return _Division(Rows.of(short), Rows.of(long), chunk_rows, other)
 
 
 class CpuBackend:
@@ -175,7 +175,7 @@ def _job(
     layer: LayerGeometry,
     query: torch.Tensor,
     context: ForwardContext,
-    rows: _Rows,
+    rows: Rows,
     out: torch.Tensor,
     sinks: torch.Tensor | None,
 ) -> Job:

@@ -105,8 +105,9 @@ class Step(ctypes.Structure):
             "dtype", "num_threads", "num_layers", "num_rows", "width", "mlp_width", "num_heads",
             "num_kv_heads", "head_dim", "rope_dim", "activation", "block_size")),
         *((name, ctypes.c_void_p) for name in (
-            "layers", "rows", "cos", "sin", "slots", "block_table", "row_number", "row_length")),
+            "layers", "rows", "cos", "sin", "slots", "block_table")),
         ("table_stride", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("row_number", "row_sequence", "row_length")),
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
-/* One new token of each sequence through all layers of a Llama-like decoder, in one call.
+/* Some new tokens of some sequences through all layers of a Llama-like decoder, in one call.
  *
  * Called by model/decode_layers.py through ctypes; compiled by runtime/setup.py once per instruction
- * set. The threads are woken once a step and meet at barriers, where they spin for some
+ * set. The threads are woken once a step and meet at barriers, where they spin for some tens of
  * microseconds before they sleep; work between two barriers goes to whoever is free. Weights are read
  * where oneDNN packed them. Loads float32 or bfloat16, computes in float32, and rounds where
  * transformers rounds. A row's result is the same bits whatever else is in the batch and however
@@ -25,7 +25,7 @@
 #define MOST_ROWS 6   /* rows multiplied at once: their sums stay in registers */
 #define COLS (LANES == 16 ? 4 : 2)
 #define MAX_WIDE 128  /* outputs of a block */
-#define SPINS 2000    /* turns before a thread that waits sleeps: some ten microseconds */
+#define SPINS 2000    /* turns before a thread that waits sleeps: some tens of microseconds */
 
 enum { SILU = 0, GELU_TANH = 1, GELU = 2, RELU = 3 };
 
@@ -54,8 +54,9 @@ typedef struct {
     void *rows;             /* (num_rows, width), hidden states, in place */
     const float *cos, *sin; /* (num_rows, rope_dim) */
     const int64_t *slots;   /* (num_rows), where keys and values are written */
-    const int32_t *block_table, *row_number, *row_length; /* row_number: 0, 1, 2 ... */
+    const int32_t *block_table;
     int64_t table_stride;
+    const int32_t *row_number, *row_sequence, *row_length; /* row_number: 0, 1, 2 ... */
 } Step;
 
 typedef struct {
@@ -322,7 +323,7 @@ static Job attention_of(const Step *step, const Layer *layer, const void *query,
                  .block_table = step->block_table,
                  .table_stride = step->table_stride,
                  .row_token = step->row_number,
-                 .row_sequence = step->row_number,
+                 .row_sequence = step->row_sequence,
                  .row_length = step->row_length,
                  .sinks = layer->sinks};
 }
