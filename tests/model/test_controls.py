@@ -40,7 +40,8 @@ def largest(one, items=()) -> float:
 
 
 def change_layers(one, **changes) -> None:
-    one.runner.layers = tuple(replace(layer, **changes) for layer in one.runner.layers)
+    forward = one.runner.forward
+    forward.layers = tuple(replace(layer, **changes) for layer in forward.layers)
 
 
 @pytest.mark.parametrize(

@@ -23,13 +23,14 @@ class Forward:
     """See the module.
 
     Attributes:
+        layers: what attention is computed by, where modules call it.
         decode_layers: computes decode steps, where it can.
         has_short_last_layer: whether rows that nobody wants may be left out of the last layer.
     """
 
     def __init__(self, loaded: LoadedModel, layers: Sequence[LayerGeometry]) -> None:
         self._loaded = loaded
-        self._layers = layers
+        self.layers = layers
         self.decode_layers: DecodeLayers | None = None
         self.has_short_last_layer = False
 
@@ -37,9 +38,9 @@ class Forward:
         """Tries what is faster than modules; to be called once."""
         if device.type != "cpu":
             return
-        self.has_short_last_layer = shorten_last_layer(self._loaded, self._layers)
+        self.has_short_last_layer = shorten_last_layer(self._loaded, self.layers)
         if isinstance(backend, CpuBackend):
-            self.decode_layers = make_decode_layers(self._loaded, self._layers, pool)
+            self.decode_layers = make_decode_layers(self._loaded, self.layers, pool)
 
     def __call__(
         self,
@@ -59,7 +60,7 @@ class Forward:
         is_short = self.has_short_last_layer and context.groups is None
         few = wanted if is_short else None
         with (
-            forward_context(PagedCall(self._layers, context, self._loaded.adapter)),
+            forward_context(PagedCall(self.layers, context, self._loaded.adapter)),
             only_rows(few, context),
         ):
             output = self._loaded.decoder(
