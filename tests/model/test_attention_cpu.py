@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,22 @@ def test_chunks_with_groups_go_to_torch() -> None:
     torch.testing.assert_close(got, ORACLE.attend(layer, query, context))
 
 
+def some_of(context: ForwardContext, sequence: int, tokens: slice, kv_len: int) -> ForwardContext:
+    """A batch of some tokens of one sequence, which is `kv_len` long after them."""
+    count = tokens.stop - tokens.start
+    return replace(
+        context,
+        q_start=torch.tensor([0, count], dtype=torch.int32),
+        seq_lens=torch.tensor([kv_len], dtype=torch.int32),
+        block_table=context.block_table[sequence : sequence + 1],
+        slots=context.slots[tokens],
+        seq_of_token=torch.zeros(count, dtype=torch.int32),
+        pos_of_token=context.pos_of_token[tokens],
+        q_lens=[count],
+        kv_lens=[kv_len],
+    )
+
+
 def test_a_prompt_is_the_same_bits_however_it_is_cut() -> None:
     layer = geometry(64, 3, sliding_window=150)
     context, query = batch(layer, [(300, 300), (40, 77)], 16, torch.float32)
@@ -143,16 +160,7 @@ def test_a_prompt_is_the_same_bits_however_it_is_cut() -> None:
     finally:
         torch.set_num_threads(threads)
     for low, high in ((0, 7), (7, 150), (150, 300)):
-        part = ForwardContext(
-            **{name: getattr(context, name) for name in ("backend", "pool", "slots")},
-            q_start=torch.tensor([0, high - low], dtype=torch.int32),
-            seq_lens=torch.tensor([high], dtype=torch.int32),
-            block_table=context.block_table[:1],
-            seq_of_token=context.seq_of_token[low:high],
-            pos_of_token=context.pos_of_token[low:high],
-            q_lens=[high - low],
-            kv_lens=[high],
-        )
+        part = some_of(context, 0, slice(low, high), high)
         got = CpuBackend(LOADED, PREFILL).attend(layer, query[low:high], part)
         assert torch.equal(got, whole[low:high])
 
@@ -175,16 +183,7 @@ def test_a_row_is_the_same_bits_in_any_batch_with_any_number_of_threads() -> Non
         assert torch.equal(CpuBackend(LOADED, PREFILL).attend(layer, query, context), whole)
     finally:
         torch.set_num_threads(threads)
-    alone = ForwardContext(
-        **{name: getattr(context, name) for name in ("backend", "pool", "slots")},
-        q_start=torch.tensor([0, 1], dtype=torch.int32),
-        seq_lens=context.seq_lens[2:3],
-        block_table=context.block_table[2:3],
-        seq_of_token=context.seq_of_token[:1],
-        pos_of_token=context.pos_of_token[3:4],
-        q_lens=[1],
-        kv_lens=[5000],
-    )
+    alone = some_of(context, 2, slice(3, 4), 5000)
     assert torch.equal(CpuBackend(LOADED, PREFILL).attend(layer, query[3:4], alone)[0], whole[3])
 
 

@@ -56,6 +56,23 @@ def test_a_last_layer_that_does_more_keeps_its_forward(tiny):
     assert not last_layer.shorten_last_layer(loaded, layers)
 
 
+def test_a_trial_that_fails_leaves_the_model_to_its_modules(bench, monkeypatch, caplog):
+    """Not to be met with a start that fails: the model could be served."""
+    caplog.set_level(logging.INFO)
+
+    def fails(*_args):
+        raise AttributeError("no such thing")
+
+    monkeypatch.setattr(LastLayer, "_run", fails)
+    one = bench("llama")
+    assert not one.runner.forward.has_short_last_layer
+    assert "a trial failed: AttributeError: no such thing" in caplog.text
+    prompt = one.prompt(1, num_text=9)
+    job = one.job("a", prompt)
+    one.driver.run([job])
+    one.check(job, prompt)
+
+
 @pytest.mark.parametrize(("name", "dropped"), [("llava", 1), ("llava_next", 1), ("vipllava", 0)])
 def test_layers_of_a_tower_that_are_not_read_are_empty(name, dropped, tiny, caplog):
     caplog.set_level(logging.INFO, logger=unused_layers.__name__)

@@ -39,6 +39,7 @@ from foveal_runtime.model.layer_parts import (
     check_decoder,
     children_of,
     llama_parts,
+    trying,
 )
 from foveal_runtime.model.loader import LoadedModel
 from foveal_runtime.model.packing import Activation, PackedLinear, layout_of, raw_address
@@ -248,17 +249,16 @@ def make_decode_layers(
     thing; logs which."""
     kernel = load_decode_kernel()
     if isinstance(kernel, str):
-        _log.info("decode steps are computed by modules: %s", kernel)
+        _log.info("small steps are computed by modules: %s", kernel)
         return None
     try:
         made = DecodeLayers(loaded, layers, kernel)
         if pool.dtype != loaded.dtype or pool.compute_dtype != loaded.dtype:
             raise Unlike("the KV cache has another dtype than the model")
-        with torch.inference_mode(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+        with trying():
             _try(made, loaded, layers)
     except Unlike as reason:
-        _log.info("decode steps are computed by modules: %s", reason)
+        _log.info("small steps are computed by modules: %s", reason)
         return None
     made.bind(pool)
     _log.info("steps of up to %d tokens are computed in one call", MAX_ROWS)

@@ -24,7 +24,7 @@ class Forward:
 
     Attributes:
         layers: what attention is computed by, where modules call it.
-        decode_layers: computes decode steps, where it can.
+        decode_layers: computes small steps, where it can.
         has_short_last_layer: whether rows that nobody wants may be left out of the last layer.
     """
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from foveal_runtime.model.attention import ForwardContext, LayerGeometry
-from foveal_runtime.model.layer_parts import Trial, Unlike, check_decoder, llama_parts
+from foveal_runtime.model.layer_parts import Trial, Unlike, check_decoder, llama_parts, trying
 from foveal_runtime.model.loader import LoadedModel
 
 _log = logging.getLogger(__name__)
@@ -127,8 +127,7 @@ def shorten_last_layer(loaded: LoadedModel, layers: Sequence[LayerGeometry]) -> 
         if isinstance(decoder.layers[-1].forward, LastLayer):
             return True
         made = LastLayer(decoder.layers[-1], layers[-1])
-        with torch.inference_mode(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+        with trying():
             _try(made, loaded, layers)
     except Unlike as reason:
         _log.info("the last layer is computed for all rows: %s", reason)

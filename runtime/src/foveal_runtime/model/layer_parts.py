@@ -7,7 +7,8 @@ do what is expected of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,11 +24,26 @@ _TOP = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
 _BLOCK_TOKENS = 16
-_CALL_ERRORS = (TypeError, ValueError, RuntimeError, IndexError)
+_CALL_ERRORS = (
+    AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError,
+)  # fmt: skip
 
 
 class Unlike(Exception):
     """What makes a decoder unlike those that can be computed in another way."""
+
+
+@contextmanager
+def trying() -> Iterator[None]:
+    """For trials: leaves chance as it was; whatever fails within makes a decoder Unlike, for a
+    model that can be served by its modules must not fail to start."""
+    with torch.inference_mode(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        try:
+            yield
+        except _CALL_ERRORS as error:
+            reason = " ".join(str(error).split())[:200]
+            raise Unlike(f"a trial failed: {type(error).__name__}: {reason}") from error
 
 
 def check_decoder(loaded: LoadedModel, layers: Sequence[LayerGeometry]) -> None:
@@ -115,20 +131,17 @@ class Trial:
         self.embeddings = decoder.rotary_emb(self.rows[None], self.positions)
 
     def added_by(self, number: int) -> torch.Tensor:
-        """What the modules of a layer add to the rows, (T, E) in double. Raises Unlike."""
+        """What the modules of a layer add to the rows, (T, E) in double."""
         decoder: Any = self._loaded.decoder
-        try:
-            with forward_context(self._call()):
-                out = decoder.layers[number](
-                    self.rows[None],
-                    attention_mask=None,
-                    position_ids=self.positions,
-                    past_key_values=None,
-                    use_cache=False,
-                    position_embeddings=self.embeddings,
-                )
-        except _CALL_ERRORS as error:
-            raise Unlike(f"its layers are called otherwise: {error}") from error
+        with forward_context(self._call()):
+            out = decoder.layers[number](
+                self.rows[None],
+                attention_mask=None,
+                position_ids=self.positions,
+                past_key_values=None,
+                use_cache=False,
+                position_embeddings=self.embeddings,
+            )
         found: torch.Tensor = (out[0] if isinstance(out, tuple) else out).reshape(self.rows.shape)
         return found.double() - self.rows.double()
 
