@@ -5,7 +5,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 UV := $(VENV)/bin/uv
 MODEL ?= examples/tiny-vlm/model
-KERNELS := $(wildcard runtime/src/foveal_runtime/model/kernels/*.[ch])
+KERNELS := $(wildcard runtime/src/foveal_runtime/model/cpu/kernels/*.[ch])
 
 .PHONY: help
 help:
@@ -82,7 +82,7 @@ e2e: cluster faults ## everything on real processes: a cluster of one node, then
 
 bench: $(VENV)/.dev ## micro benches, then a short paired run against the servers installed (minutes)
 	@for part in media workers mirror blocks scheduler attention step; do \
-	  echo "--- $$part"; $(PY) -m e2e.bench.$${part}_micro || exit 1; done
+	  echo "--- $$part"; $(PY) -m e2e.bench.micro.$$part || exit 1; done
 	@$(PY) -m e2e.bench --quick
 
 bench-check: $(VENV)/.dev ## the bench's short form with and without caches: fails on a wrong answer, never on time
@@ -105,7 +105,7 @@ chart: $(VENV)/.dev ## the chart before every judge: Helm 3 and 4, helm-unittest
 	@e2e/chart.sh
 
 generate: $(VENV)/.dev ## rewrite what is generated and committed: CRD and its page, golden objects, chart, dashboards
-	@PYTHONPATH=.:runtime/src:operator/src $(PY) -m tests.control_plane.regenerate
+	@PYTHONPATH=.:runtime/src:operator/src $(PY) -m tests.support.regenerate
 	@PYTHONPATH=runtime/src $(PY) -m foveal_runtime.telemetry.table docs/metrics.md
 
 fresh: ## clone HEAD into an empty folder and run README's two commands there, with their times

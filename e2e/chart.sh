@@ -94,14 +94,14 @@ if unittest=$(tool helm-unittest); then "$unittest" "$chart"; else skip "helm-un
 say "promtool: rules parse, fire when they should, are quiet otherwise; dashboards parse"
 if promtool=$(tool promtool); then
   "$promtool" check rules "$chart/files/rules.yaml"
-  PATH=$TOOLS:$PATH "$python" -m pytest -q --timeout 600 tests/control_plane/test_alert_rules.py
+  PATH=$TOOLS:$PATH "$python" -m pytest -q --timeout 600 tests/control_plane/observability/test_alert_rules.py
 else skip "promtool cannot be built"; fi
 
 say "GitOps: kstatus itself, health.lua by Argo CD's own package, healthCheckExprs by Flux's"
 tool gitops-verdicts >/dev/null || skip "gitops-verdicts cannot be built"
 tool argo-health >/dev/null || skip "argo-health cannot be built"
 tool flux-health >/dev/null || skip "flux-health cannot be built"
-"$python" -m pytest -q tests/control_plane/test_gitops.py
+"$python" -m pytest -q tests/control_plane/chart/test_gitops.py
 
 say "GitOps: the examples, by the definitions that Argo CD and Flux ship, at a real API server"
 if e2e/tools/crds.sh argo flux && e2e/cluster/build.sh etcd kube-apiserver; then

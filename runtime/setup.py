@@ -16,8 +16,8 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
-PACKAGE = "foveal_runtime.model.kernels"
-FOLDER = "src/foveal_runtime/model/kernels"
+PACKAGE = "foveal_runtime.model.cpu.kernels"
+FOLDER = "src/foveal_runtime/model/cpu/kernels"
 SOURCES = ("decode_layers", "paged_decode", "paged_prefill", "rows")
 VARIANTS = (
     {"v3": ["-march=x86-64-v3"], "v4": ["-march=x86-64-v4"]}

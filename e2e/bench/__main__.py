@@ -18,19 +18,20 @@ import sys
 import time
 from pathlib import Path
 
-from e2e.bench import processes
-from e2e.bench.checkpoints import SHAPES, checkpoint
-from e2e.bench.machine import machine_facts, versions
-from e2e.bench.pictures import PictureKind
-from e2e.bench.plot import draw
-from e2e.bench.report import Report, ServerFacts, Table, dumps, problems, tables
-from e2e.bench.runs import Load, Progress, run_all, split_kind
-from e2e.bench.servers import MAKERS, Options, Server, is_installed
-from e2e.bench.trace import KINDS
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 from rich.table import Table as RichTable
+
+from e2e.bench import processes
+from e2e.bench.checkpoints import SHAPES, checkpoint
+from e2e.bench.machine import machine_facts, versions
+from e2e.bench.pictures import PictureKind
+from e2e.bench.report.plot import draw
+from e2e.bench.report.report import Report, ServerFacts, Table, dumps, problems, tables
+from e2e.bench.runs import Load, Progress, run_all, split_kind
+from e2e.bench.servers import MAKERS, Options, Server, is_installed
+from e2e.bench.trace import KINDS
 
 IDLE_SECONDS = 3.0
 QUICK = {"model": "llava-tiny", "traces": "hits-0,hits-95,mixed", "requests": 12, "rounds": 2}

@@ -16,6 +16,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
+
 from e2e.bench.trace import Trace, Turn
 
 REQUEST_SECONDS = 600.0

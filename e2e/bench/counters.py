@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import psutil
-from e2e.bench.processes import role_of, tree
 from prometheus_client.parser import text_string_to_metric_families
+
+from e2e.bench.processes import role_of, tree
 
 HITS = {
     "media": ("vllm:mm_cache_hits_total", "vllm:mm_cache_queries_total", {}),

@@ -59,9 +59,9 @@ part architectures-bf16 170 env FOVEAL_DTYPE=bfloat16 $tests \
   -k "test_equals_transformers and (llama or gemma or qwen3 or llava or oss)" \
   tests/model/test_architectures.py &
 wait
-part attention 100 "$FOVEAL_PYTHON" -m e2e.bench.gpu_attention --sweep --out "$OUT/attention.json"
-part step 80 "$FOVEAL_PYTHON" -m e2e.bench.gpu_step --out "$OUT/step.json"
-part first-token 60 "$FOVEAL_PYTHON" -m e2e.bench.gpu_ttft --out "$OUT/first-token.json"
+part attention 100 "$FOVEAL_PYTHON" -m e2e.bench.gpu.attention --sweep --out "$OUT/attention.json"
+part step 80 "$FOVEAL_PYTHON" -m e2e.bench.gpu.step --out "$OUT/step.json"
+part first-token 60 "$FOVEAL_PYTHON" -m e2e.bench.gpu.ttft --out "$OUT/first-token.json"
 part serving 80 "$FOVEAL_PYTHON" -m e2e.bench --servers foveal --device cuda --dtype bfloat16 \
   --model llava-small --traces hits-0,hits-95,text --requests 32 --rounds 1 --concurrency 8 \
   --out "$OUT" --label serving

@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
+
 from e2e.bench.peers import VLLM
 from e2e.bench.servers import is_installed
 

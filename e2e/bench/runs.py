@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
+
 from e2e.bench import counters, processes
 from e2e.bench.client import Replay, Reply
 from e2e.bench.pictures import PictureKind, data_url
-from e2e.bench.result import Result, summarize
+from e2e.bench.report.result import Result, summarize
 from e2e.bench.servers import Server
 from e2e.bench.trace import Trace, make_trace, poisson_starts
 

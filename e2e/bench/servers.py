@@ -22,7 +22,6 @@ from typing import NamedTuple
 from e2e.bench.checkpoints import IMAGE_EMBEDS, cache_folder
 from e2e.bench.client import Target
 from e2e.bench.processes import tree
-
 from foveal_runtime.main.launcher import free_port
 
 KV_GIB = 2

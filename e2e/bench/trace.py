@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable
 from typing import NamedTuple
 
-from e2e.bench.wording import sentence
+from e2e.bench.report.wording import sentence
 
 
 class Turn(NamedTuple):

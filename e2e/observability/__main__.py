@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from e2e.observability.queries import Ask, of_dashboard, of_rules
 
+from e2e.observability.queries import Ask, of_dashboard, of_rules
 from foveal_operator.observability import (
     cluster_dashboards,
     operator_rule_groups,

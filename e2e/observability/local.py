@@ -22,18 +22,18 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
 from e2e.observability.load import Load
 from e2e.observability.server import find_prometheus, prometheus
-from tests.control_plane.api_server.api import Api
-from tests.control_plane.api_server.foreign import FOREIGN, definition
-from tests.control_plane.api_server.operator_process import OperatorProcess
-from tests.control_plane.api_server.programs import missing_programs, running_cluster
-from tests.control_plane.api_server.world import claim_in, profile_of
-from tests.control_plane.regenerate import CRD_FILE
-from tests.control_plane.samples import LEGAL, put
-
 from foveal_runtime.main.documents import LocalOptions, local_documents
 from foveal_runtime.main.launcher import LocalDeployment, free_port
+from tests.support.api_server.api import Api
+from tests.support.api_server.foreign import FOREIGN, definition
+from tests.support.api_server.operator_process import OperatorProcess
+from tests.support.api_server.programs import missing_programs, running_cluster
+from tests.support.api_server.world import claim_in, profile_of
+from tests.support.regenerate import CRD_FILE
+from tests.support.samples import LEGAL, put
 
 ROOT = Path(__file__).resolve().parents[2]
 ALLOW = Path(__file__).with_name("local-allow.txt")

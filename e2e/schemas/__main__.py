@@ -19,15 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
 from e2e.schemas import convert
-from tests.control_plane.api_server.api import Api
-from tests.control_plane.api_server.programs import (
+from tests.support.api_server.api import Api
+from tests.support.api_server.programs import (
     missing_programs,
     program,
     running_cluster,
     wait_until,
 )
-from tests.control_plane.regenerate import CRD_FILE
+from tests.support.regenerate import CRD_FILE
 
 FOREIGN = (
     # module@version, where its definitions lie, those that are wanted

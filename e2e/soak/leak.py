@@ -25,9 +25,10 @@ import urllib.request
 from collections import defaultdict
 from pathlib import Path
 
+from PIL import Image
+
 from e2e.bench.processes import role_of, tree
 from e2e.bench.servers import MAKERS, Options, Server, Spec
-from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "examples" / "tiny-vlm" / "model"

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from tests.control_plane.api_server.api import Api
-from tests.control_plane.api_server.world import KIND, MANAGED
-from tests.control_plane.regenerate import profile_for
-from tests.control_plane.samples import LEGAL, Obj, put
 
+from foveal_operator.api.parse import parse
 from foveal_operator.manifests import ClusterFacts
-from foveal_operator.model_flow import PROFILE_KEY, model_keys
-from foveal_operator.spec import parse
+from foveal_operator.model.flow import PROFILE_KEY, model_keys
+from tests.support.api_server.api import Api
+from tests.support.api_server.world import KIND, MANAGED
+from tests.support.regenerate import profile_for
+from tests.support.samples import LEGAL, Obj, put
 
 MAKERS = 4
 FAILING = {"spec.frontend.podTemplate": {"spec": {"volumes": [{"name": "a", "nfs": {"x": 1}}]}}}

@@ -17,14 +17,15 @@ import time
 from pathlib import Path
 
 import yaml
+
 from e2e.soak import operator_load as load
 from e2e.soak.operator_watch import Arrivals
-from tests.control_plane.api_server.api import Api
-from tests.control_plane.api_server.foreign import FOREIGN, definition
-from tests.control_plane.api_server.operator_process import OperatorProcess
-from tests.control_plane.api_server.programs import running_cluster, wait_until
-from tests.control_plane.api_server.world import CHILD_KINDS, KIND
-from tests.control_plane.regenerate import CRD_FILE
+from tests.support.api_server.api import Api
+from tests.support.api_server.foreign import FOREIGN, definition
+from tests.support.api_server.operator_process import OperatorProcess
+from tests.support.api_server.programs import running_cluster, wait_until
+from tests.support.api_server.world import CHILD_KINDS, KIND
+from tests.support.regenerate import CRD_FILE
 
 NAMESPACE = "many"
 CHILDREN = 16

@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 
 import httpx
 import msgspec
-from tests.control_plane.api_server.api import Api
-from tests.control_plane.api_server.world import KIND
-from tests.control_plane.samples import Obj
+
+from tests.support.api_server.api import Api
+from tests.support.api_server.world import KIND
+from tests.support.samples import Obj
 
 INSTANCE = "app.kubernetes.io/instance"
 WAIT_SECONDS = 60.0

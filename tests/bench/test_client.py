@@ -6,6 +6,7 @@ import json
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+
 from e2e.bench.client import Replay, Target
 from e2e.bench.trace import Trace, Turn
 

@@ -38,14 +38,14 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "cases"),
     [
-        ("gpu_step", {"as it is", "recording", "recorded", "recorded, ahead"}),
-        ("gpu_attention", {"correct", "decode", "sweep", "prefill"}),
+        ("step", {"as it is", "recording", "recorded", "recorded, ahead"}),
+        ("attention", {"correct", "decode", "sweep", "prefill"}),
     ],
 )
 def test_every_case_is_measured(module: str, cases: set[str], tmp_path: Path) -> None:
     out = tmp_path / "found.json"
-    flags = ["--sweep"] if module == "gpu_attention" else []
-    done = run(sys.executable, "-m", f"e2e.bench.{module}", "--device", "cpu", "--tiny",
+    flags = ["--sweep"] if module == "attention" else []
+    done = run(sys.executable, "-m", f"e2e.bench.gpu.{module}", "--device", "cpu", "--tiny",
                "--out", out, *flags, TRITON_INTERPRET="1")  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(out.read_text())

@@ -1,10 +1,11 @@
 """From replies to tables, verdict and picture."""
 
 import pytest
+
 from e2e.bench.client import Reply
-from e2e.bench.plot import draw
-from e2e.bench.report import Report, ServerFacts, dumps, loads, problems, ratios, tables
-from e2e.bench.result import Result, summarize
+from e2e.bench.report.plot import draw
+from e2e.bench.report.report import Report, ServerFacts, dumps, loads, problems, ratios, tables
+from e2e.bench.report.result import Result, summarize
 
 
 def reply(index: int, sent: float, *chunks: float, turn: int = 0, text: str = "a b") -> Reply:

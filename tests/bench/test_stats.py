@@ -3,8 +3,9 @@
 import math
 
 import pytest
+
+from e2e.bench.report.stats import Spread, paired_ratio, percentile
 from e2e.bench.runs import Load, schedule, split_kind
-from e2e.bench.stats import Spread, paired_ratio, percentile
 
 
 def test_percentiles_lie_between_neighbours():

@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+
 from e2e.bench.pictures import PictureKind, draw
 from e2e.bench.trace import KINDS, make_trace, poisson_starts
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from e2e.observability.server import prometheus as running_prometheus
-from tests.cluster import kit
+from tests.support.node import kit
 
 CLAIM = {
     "apiVersion": "v1",

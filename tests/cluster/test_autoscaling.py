@@ -16,7 +16,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from tests.cluster import hub, kit
+
+from tests.support.node import hub, kit
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 GROUP = "metrics.k8s.io"

@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 import yaml
 from PIL import Image
-from tests.cluster import kit
-from tests.cluster.memory import Sampler
+
+from tests.support.node import kit
+from tests.support.node.memory import Sampler
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

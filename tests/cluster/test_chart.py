@@ -6,7 +6,8 @@ import json
 import re
 
 import pytest
-from tests.cluster import kit
+
+from tests.support.node import kit
 
 pytestmark = pytest.mark.cluster
 

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.cluster import devices, kit
-from tests.cluster.questions import wrong_answers
-from tests.cluster.rolls import roll
+
+from tests.support.node import devices, kit
+from tests.support.node.questions import wrong_answers
+from tests.support.node.rolls import roll
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 RESOURCE = "devices"

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.cluster import devices, kit
-from tests.cluster.volumes import forget_claim, make_memory_claim
+
+from tests.support.node import devices, kit
+from tests.support.node.volumes import forget_claim, make_memory_claim
 
 pytestmark = pytest.mark.cluster
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from tests.cluster import kit
+
+from tests.support.node import kit
 
 pytestmark = pytest.mark.cluster
 BASE = "localhost/python:3.11-slim-bookworm"

@@ -6,10 +6,11 @@ import subprocess
 import time
 
 import pytest
-from tests.cluster import kit
-from tests.cluster.questions import ANSWERS, QUESTIONS, asking, wrong_answers
-from tests.cluster.rolls import ready, roll
-from tests.cluster.volumes import make_memory_claim
+
+from tests.support.node import kit
+from tests.support.node.questions import ANSWERS, QUESTIONS, asking, wrong_answers
+from tests.support.node.rolls import ready, roll
+from tests.support.node.volumes import make_memory_claim
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("prometheus")]
 

@@ -13,11 +13,12 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+
 from e2e.observability.load import Load
-from tests.cluster import kit
+from tests.support.node import kit
 
 pytestmark = pytest.mark.cluster
-ALLOW = Path(__file__).with_name("silent-queries.txt")
+ALLOW = Path(__file__).parents[1] / "support/node/silent-queries.txt"
 NUM_ANSWERS = 150
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tests.cluster import kit
-from tests.cluster.volumes import forget_claim
+
+from tests.support.node import kit
+from tests.support.node.volumes import forget_claim
 
 pytestmark = pytest.mark.cluster
 

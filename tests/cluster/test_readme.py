@@ -14,7 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from tests.cluster import kit
+
+from tests.support.node import kit
 
 pytestmark = pytest.mark.cluster
 

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.cluster import hub, kit
-from tests.contract import s3
+
+from tests.support import s3
+from tests.support.node import hub, kit
 
 pytestmark = pytest.mark.cluster
 MODEL = kit.REPOSITORY / "examples/tiny-vlm/model"

@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.contract.markdown import ROOT, Runnable, matches, pages, runnables
 
-from foveal_operator.local.processes import free_port
+from foveal_operator.cli.local.processes import free_port
+from tests.support.markdown import ROOT, Runnable, matches, pages, runnables
 
 ALL = [block for page in pages() for block in runnables(page)]
 FAST_SECONDS, SLOW_SECONDS = 90, 420

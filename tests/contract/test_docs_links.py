@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.contract.markdown import ROOT, anchors, links, matches, pages, split
+
+from tests.support.markdown import ROOT, anchors, links, matches, pages, split
 
 PAGES = pages()
 

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.contract.hub import COMMIT, Hub
 
-from foveal_operator.pod_metrics import Seen, read_figures, report
+from foveal_operator.pods.metrics import Seen, read_figures, report
 from foveal_runtime.main.progress import Progress, told
 from foveal_runtime.main.revision import resolved_revision
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.fetch_progress import percent
+from tests.support.model_hub import COMMIT, Hub
 
 MODEL = Path(__file__).parents[2] / "examples/tiny-vlm/model"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from foveal_operator.job_state import read_job
+from foveal_operator.model.job_state import read_job
 
 
 class _Hub(BaseHTTPRequestHandler):

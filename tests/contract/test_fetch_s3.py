@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.contract import s3
 
-from foveal_operator.job_state import read_job
+from foveal_operator.model.job_state import read_job
 from foveal_runtime.main.fetch import fetch
 from foveal_runtime.main.revision import resolved_revision
 from foveal_runtime.plan.errors import StartupError
+from tests.support import s3
 
 URI = f"s3://{s3.BUCKET}/tiny"
 

@@ -34,7 +34,7 @@ def _modules_after(import_line: str) -> set[str]:
     [
         "foveal_runtime.plan.config",
         "foveal_runtime.mirror.messages",
-        "foveal_runtime.engine.step",
+        "foveal_runtime.engine.types.step",
         "foveal_operator",
     ],
 )

@@ -10,7 +10,7 @@ SEED = 5
 
 
 def bench() -> ModuleType:
-    path = Path(__file__).parents[2] / "e2e/bench/hit_ratio.py"
+    path = Path(__file__).parents[2] / "e2e/bench/simulation/hit_ratio.py"
     spec = importlib.util.spec_from_file_location("bench_hit_ratio", path)
     assert spec is not None
     assert spec.loader is not None
@@ -21,8 +21,10 @@ def bench() -> ModuleType:
 
 
 def test_four_by_two_with_the_same_memory_is_within_two_points_of_one_by_one():
-    """The real client, mirrors and receivers, one item a request; `e2e/bench/hit_ratio.py` has
-    longer traces. Before the load bound knew chance, this was 3.8 points."""
+    """The real client, mirrors and receivers, one item a request.
+
+    `e2e/bench/simulation/hit_ratio.py` has longer traces. Before the load bound knew chance, this
+    was 3.8 points."""
     made = bench()
     print(f"seed {SEED}")
     trace = made.make_trace(SEED, num_requests=1500, num_items=400, most_items=1)

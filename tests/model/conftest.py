@@ -1,10 +1,9 @@
-"""Loads the helper modules of this folder (tests are no package) and shares tiny checkpoints."""
+"""Tiny random checkpoints, made once, and a runner beside transformers' own model."""
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -13,27 +12,13 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
-def _load(name: str) -> ModuleType:
-    full = f"foveal_tests_model_{name}"
-    if full not in sys.modules:
-        spec = importlib.util.spec_from_file_location(full, Path(__file__).parent / f"{name}.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[full] = module
-        spec.loader.exec_module(module)
-    return sys.modules[full]
-
-
-_load("attention_batches")
-
-
 @pytest.fixture(scope="session")
 def checkpoints() -> ModuleType:
-    module = _load("tiny_checkpoints")
+    from tests.support.models import tiny_checkpoints
+
     for name in ("tiny_images", "tiny_grids", "tiny_groups", "tiny_sounds"):
-        _load(name)
-    return module
+        importlib.import_module(f"tests.support.models.{name}")
+    return tiny_checkpoints
 
 
 @pytest.fixture(scope="session")
@@ -53,6 +38,6 @@ def tiny(checkpoints: ModuleType, tmp_path_factory: pytest.TempPathFactory):
 @pytest.fixture
 def bench(tiny):
     """bench(name, **options) → a runner beside transformers' own model (see bench.py)."""
-    _load("step_driver")
-    module = _load("bench")
-    return lambda name, **options: module.Bench(name, tiny(name), **options)
+    from tests.support.models.bench import Bench
+
+    return lambda name, **options: Bench(name, tiny(name), **options)

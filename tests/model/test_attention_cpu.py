@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from foveal_tests_model_attention_batches import ORACLE, batch, geometry, pool_as
 
-from foveal_runtime.model import kernels
 from foveal_runtime.model.attention import (
     BackendRequest,
     ForwardContext,
@@ -19,7 +17,8 @@ from foveal_runtime.model.attention import (
 )
 from foveal_runtime.model.attention import cpu as cpu_module
 from foveal_runtime.model.attention.cpu import CpuBackend, divide
-from foveal_runtime.model.kernels import (
+from foveal_runtime.model.cpu import kernels
+from foveal_runtime.model.cpu.kernels import (
     Kernel,
     PrefillKernel,
     cpu_flags,
@@ -28,6 +27,7 @@ from foveal_runtime.model.kernels import (
     variants,
 )
 from foveal_runtime.plan.errors import StartupError
+from tests.support.models.attention_batches import ORACLE, batch, geometry, pool_as
 
 LOADED = load_kernel()
 PREFILL = load_prefill_kernel()

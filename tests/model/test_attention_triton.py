@@ -16,18 +16,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from foveal_tests_model_attention_batches import (
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from foveal_runtime.model.attention import BackendRequest, LayerGeometry, create_backend
+from foveal_runtime.plan.errors import StartupError
+from tests.support.models.attention_batches import (
     DEVICE,
     batch,
     geometry,
     on_device,
     wanted,
 )
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-
-from foveal_runtime.model.attention import BackendRequest, LayerGeometry, create_backend
-from foveal_runtime.plan.errors import StartupError
 
 pytest.importorskip("triton")
 
@@ -295,7 +295,7 @@ def test_a_whole_model_says_the_same(name: str, bench) -> None:
 def compiled(*cases: str) -> list[dict]:
     """What the kernels take on GPUs that are not here; each case must compile."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    script = Path(__file__).with_name("triton_compile.py")
+    script = Path(__file__).parents[1] / "support/models/triton_compile.py"
     done = subprocess.run([sys.executable, script, *cases], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]

@@ -15,15 +15,16 @@ import torch
 import transformers
 from torch import nn
 
-from foveal_runtime.model import decode_layers, kernels, packing
 from foveal_runtime.model.attention import KVPool
-from foveal_runtime.model.decode_layers import MAX_ROWS, DecodeLayers, make_decode_layers
-from foveal_runtime.model.head import Head
-from foveal_runtime.model.kernels import DecodeKernel, cpu_flags, load_decode_kernel, variants
-from foveal_runtime.model.layer_parts import Trial
-from foveal_runtime.model.loader import load_model
-from foveal_runtime.model.packing import can_pack, layout_of, pack_linears
-from foveal_runtime.model.probe import probe_layers
+from foveal_runtime.model.checkpoint.head import Head
+from foveal_runtime.model.checkpoint.loader import load_model
+from foveal_runtime.model.checkpoint.probe import probe_layers
+from foveal_runtime.model.cpu import kernels, packing
+from foveal_runtime.model.cpu.kernels import DecodeKernel, cpu_flags, load_decode_kernel, variants
+from foveal_runtime.model.cpu.packing import can_pack, layout_of, pack_linears
+from foveal_runtime.model.layers import decode_layers
+from foveal_runtime.model.layers.decode_layers import MAX_ROWS, DecodeLayers, make_decode_layers
+from foveal_runtime.model.layers.layer_parts import Trial
 
 pytestmark = [
     pytest.mark.model,

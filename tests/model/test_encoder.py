@@ -6,10 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from foveal_runtime.engine.step import EncoderInput, StepPlan
+from foveal_runtime.engine.types.step import EncoderInput, StepPlan
+from foveal_runtime.model.checkpoint.loader import load_model
 from foveal_runtime.model.device import Device
-from foveal_runtime.model.encoder import EncoderRunner, EncoderStore, field_tensor, split_rows
-from foveal_runtime.model.loader import load_model
+from foveal_runtime.model.runner.encoder import (
+    EncoderRunner,
+    EncoderStore,
+    field_tensor,
+    split_rows,
+)
 from foveal_runtime.wire.item import pack_item, view_item
 
 pytestmark = pytest.mark.model

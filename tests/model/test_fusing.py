@@ -10,17 +10,17 @@ from transformers.models.clip.modeling_clip import CLIPMLP, CLIPVisionConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP, LlamaRMSNorm
 
-from foveal_runtime.model import fusing, kernels
-from foveal_runtime.model.fusing import QUICK_GELU, activation_of, fuse, fused_mlp, fused_norm
-from foveal_runtime.model.kernels import (
+from foveal_runtime.model.checkpoint.loader import load_model
+from foveal_runtime.model.cpu import fusing, kernels
+from foveal_runtime.model.cpu.fusing import QUICK_GELU, activation_of, fuse, fused_mlp, fused_norm
+from foveal_runtime.model.cpu.kernels import (
     RowKernels,
     cpu_flags,
     load_kernel,
     load_row_kernels,
     variants,
 )
-from foveal_runtime.model.loader import load_model
-from foveal_runtime.model.packing import Activation, can_pack, pack_linears
+from foveal_runtime.model.cpu.packing import Activation, can_pack, pack_linears
 
 pytestmark = [
     pytest.mark.model,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from foveal_runtime.model.graphs import RerunCapturer, capture_sizes
+from foveal_runtime.model.runner.graphs import RerunCapturer, capture_sizes
 
 pytestmark = pytest.mark.model
 

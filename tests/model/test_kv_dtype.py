@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from foveal_tests_model_attention_batches import CPU, DEVICE, batch, geometry, on_device, pool_as
 
 from foveal_runtime.main.engine import num_kv_blocks
 from foveal_runtime.model.attention import (
@@ -18,9 +17,10 @@ from foveal_runtime.model.attention import (
     kv_dtypes,
 )
 from foveal_runtime.model.attention.torch_backend import TorchBackend, to_fp8
-from foveal_runtime.model.runner import TorchRunner
+from foveal_runtime.model.runner.runner import TorchRunner
 from foveal_runtime.plan.config import EngineCaches, EngineConfig, ModelConfig
 from foveal_runtime.plan.profile import ModelProfile
+from tests.support.models.attention_batches import CPU, DEVICE, batch, geometry, on_device, pool_as
 
 LENGTHS = [(1, 1), (1, 37), (9, 21), (3, 14), (6, 6)]
 

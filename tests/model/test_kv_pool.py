@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from foveal_tests_model_attention_batches import geometry
 
 from foveal_runtime.model.attention import FP8, KVPool
+from tests.support.models.attention_batches import geometry
 
 MIB = 1 << 20
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from foveal_runtime.model.adapters import ADAPTERS
-from foveal_runtime.model.loader import (
+from foveal_runtime.model.checkpoint.loader import (
     adapter_for,
     check_class,
     check_weights,
@@ -17,7 +17,7 @@ from foveal_runtime.model.loader import (
     load_model,
     read_config,
 )
-from foveal_runtime.model.runner import TorchRunner
+from foveal_runtime.model.runner.runner import TorchRunner
 from foveal_runtime.plan.errors import StartupError
 
 pytestmark = pytest.mark.model

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from foveal_runtime.model.loader import load_model
-from foveal_runtime.model.packing import PackedLinear, can_pack, pack_linears
+from foveal_runtime.model.checkpoint.loader import load_model
+from foveal_runtime.model.cpu.packing import PackedLinear, can_pack, pack_linears
 
 pytestmark = pytest.mark.model
 

@@ -11,11 +11,11 @@ import torch
 
 from foveal_runtime.main import cli
 from foveal_runtime.model import profiler
-from foveal_runtime.model.loader import class_for, read_config
+from foveal_runtime.model.checkpoint.loader import class_for, read_config
+from foveal_runtime.model.checkpoint.weights import stored_bytes, weight_files
+from foveal_runtime.model.cpu.packing import weight_bytes
 from foveal_runtime.model.memory import PeakMeter
-from foveal_runtime.model.packing import weight_bytes
-from foveal_runtime.model.runner import TorchRunner
-from foveal_runtime.model.weights import stored_bytes, weight_files
+from foveal_runtime.model.runner.runner import TorchRunner
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.profile import ItemProfile, decode
 

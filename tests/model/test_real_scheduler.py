@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import pytest
 
-from foveal_runtime.engine.limits import SchedulerLimits
-from foveal_runtime.engine.request import Request
-from foveal_runtime.engine.scheduler import Scheduler
+from foveal_runtime.engine.scheduler.scheduler import Scheduler
+from foveal_runtime.engine.types.limits import SchedulerLimits
+from foveal_runtime.engine.types.request import Request
 
 pytestmark = pytest.mark.model
 

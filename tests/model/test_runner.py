@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from foveal_runtime.engine.step import EncoderInput, NewRequest, ScheduledRequest, StepPlan
-from foveal_runtime.model.loader import load_model
-from foveal_runtime.model.runner import TorchRunner
+from foveal_runtime.engine.types.step import EncoderInput, NewRequest, ScheduledRequest, StepPlan
+from foveal_runtime.model.checkpoint.loader import load_model
+from foveal_runtime.model.runner.runner import TorchRunner
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.wire.item import pack_item
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from foveal_runtime.model.logit_rules import nucleus_by_histogram, nucleus_by_sort
-from foveal_runtime.model.logprobs import prompt_logprobs
-from foveal_runtime.model.sampler import Sampler, uniform
+from foveal_runtime.model.sampling.logit_rules import nucleus_by_histogram, nucleus_by_sort
+from foveal_runtime.model.sampling.logprobs import prompt_logprobs
+from foveal_runtime.model.sampling.sampler import Sampler, uniform
 from foveal_runtime.plan.errors import EngineFailure
 from foveal_runtime.plan.sampling import SamplingParams
 

@@ -10,9 +10,9 @@ import random
 
 import pytest
 
-from foveal_runtime.engine.limits import SchedulerLimits
-from foveal_runtime.engine.request import Request
-from foveal_runtime.engine.scheduler import Scheduler
+from foveal_runtime.engine.scheduler.scheduler import Scheduler
+from foveal_runtime.engine.types.limits import SchedulerLimits
+from foveal_runtime.engine.types.request import Request
 from foveal_runtime.plan.sampling import SamplingParams
 
 pytestmark = pytest.mark.model

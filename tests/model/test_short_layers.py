@@ -7,11 +7,12 @@ import logging
 import pytest
 import torch
 
-from foveal_runtime.model import last_layer, unused_layers
-from foveal_runtime.model.head import Head
-from foveal_runtime.model.last_layer import LastLayer
-from foveal_runtime.model.loader import class_for, load_model, read_config
-from foveal_runtime.model.probe import probe_layers
+from foveal_runtime.model.checkpoint.head import Head
+from foveal_runtime.model.checkpoint.loader import class_for, load_model, read_config
+from foveal_runtime.model.checkpoint.probe import probe_layers
+from foveal_runtime.model.cpu import unused_layers
+from foveal_runtime.model.layers import last_layer
+from foveal_runtime.model.layers.last_layer import LastLayer
 
 pytestmark = pytest.mark.model
 SHORT = ["llama", "mistral_sliding", "llava", "idefics3", "internvl", "paligemma", "qwen3_moe"]

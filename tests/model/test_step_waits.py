@@ -11,9 +11,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from foveal_runtime.engine.step import ScheduledRequest, StepPlan
+from foveal_runtime.engine.types.step import ScheduledRequest, StepPlan
 from foveal_runtime.model.device import Device, Fetch
-from foveal_runtime.model.graphs import RerunCapturer
+from foveal_runtime.model.runner.graphs import RerunCapturer
 from foveal_runtime.plan.sampling import SamplingParams
 
 pytestmark = pytest.mark.model

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 import torch.distributed as dist
 
-from foveal_runtime.engine.step import EncoderInput, Sampled, StepPlan, StepResult
+from foveal_runtime.engine.types.step import EncoderInput, Sampled, StepPlan, StepResult
 from foveal_runtime.model.attention import LayerGeometry
-from foveal_runtime.model.ranks import Command, Step, checksum
-from foveal_runtime.model.tensor_parallel import (
+from foveal_runtime.model.parallel.ranks import Command, Step, checksum
+from foveal_runtime.model.parallel.tensor_parallel import (
     RankLost,
     TensorParallelRunner,
     check_divisible,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from foveal_runtime.model.threads import configure, cpu_limit, num_threads, thread_environment
+from foveal_runtime.model.cpu.threads import configure, cpu_limit, num_threads, thread_environment
 
 
 def tree(root: Path, files: dict[str, str]) -> Path:
@@ -96,7 +96,7 @@ def test_this_machine_has_at_least_one_thread() -> None:
 
 def test_configure_reaches_torch_in_a_fresh_process() -> None:
     code = (
-        "from foveal_runtime.model.threads import configure; import os, sys\n"
+        "from foveal_runtime.model.cpu.threads import configure; import os, sys\n"
         "assert configure(1) == 1 and 'torch' not in sys.modules\n"
         "import torch; print(torch.get_num_threads(), os.environ['OMP_WAIT_POLICY'])"
     )

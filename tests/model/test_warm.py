@@ -6,12 +6,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from foveal_runtime.engine.limits import SchedulerLimits
-from foveal_runtime.engine.request import Request
-from foveal_runtime.engine.scheduler import Scheduler
-from foveal_runtime.engine.warm import WarmSet
+from foveal_runtime.engine.caches.warm import WarmSet
+from foveal_runtime.engine.scheduler.scheduler import Scheduler
+from foveal_runtime.engine.types.limits import SchedulerLimits
+from foveal_runtime.engine.types.request import Request
 from foveal_runtime.model.device import Device
-from foveal_runtime.model.encoder import EncoderStore
+from foveal_runtime.model.runner.encoder import EncoderStore
 
 pytestmark = pytest.mark.model
 

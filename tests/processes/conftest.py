@@ -26,7 +26,7 @@ from foveal_runtime.main.launcher import LocalDeployment, free_port
 ROOT = Path(__file__).resolve().parents[2]
 TINY = Path(os.environ.get("FOVEAL_TINY", ROOT / "examples" / "tiny-vlm"))
 WEIGHTS = Path(os.environ.get("FOVEAL_TEST_MODEL", TINY / "model"))
-sys.path[:0] = [str(TINY), str(Path(__file__).parent)]
+sys.path.insert(0, str(TINY))
 
 import evaluate  # noqa: E402
 from evaluate import draw_samples, to_request  # noqa: E402
@@ -210,7 +210,7 @@ def deploy() -> Callable[..., LocalDeployment]:
 @pytest.fixture(scope="session")
 def deploy_through_relays() -> Callable[..., Any]:
     """A context manager: (deployment, askers, relays), a relay of its own in every link."""
-    from relay import Relay, through_relays
+    from tests.support.processes.relay import Relay, through_relays
 
     @contextlib.contextmanager
     def run(**options: Any) -> Iterator[tuple[LocalDeployment, list[Asker], list[Relay]]]:

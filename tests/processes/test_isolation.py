@@ -38,13 +38,13 @@ class Tenant:
         self.options: dict[str, Any] = {"cache_salt": salt} if salt else {}
 
     def post(self, *args: Any, **options: Any):
-        from pictures import question
+        from tests.support.processes.pictures import question
 
         body = {**question(*args, **options), **self.options}
         return self.asker.http.post("/v1/chat/completions", json=body, headers=self.headers)
 
     def ask(self, *args: Any, **options: Any) -> str:
-        from pictures import answer_of
+        from tests.support.processes.pictures import answer_of
 
         return answer_of(self.post(*args, **options))
 

@@ -22,8 +22,8 @@ import msgspec
 import pytest
 from PIL import Image
 
-from foveal_runtime.plan.budget import plan
-from foveal_runtime.plan.budget_types import BudgetInputs, EngineInputs, FrontendInputs
+from foveal_runtime.plan.budget.planner import plan
+from foveal_runtime.plan.budget.types import BudgetInputs, EngineInputs, FrontendInputs
 from foveal_runtime.plan.config import MIB, Admission, ModalitiesConfig, ModalityLimits
 from foveal_runtime.plan.profile import decode
 from foveal_runtime.telemetry.allocator import taken_bytes

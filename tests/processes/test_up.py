@@ -32,7 +32,7 @@ def request(**more):
 
 
 def test_up_answers_and_ctrl_c_lets_a_stream_finish(model_folder, tmp_path):
-    command = [sys.executable, "-m", "foveal_operator.cli", "up",
+    command = [sys.executable, "-m", "foveal_operator.cli.main", "up",
                "-f", str(ROOT / "examples/mmi-cpu-laptop.yaml"), "--model", str(model_folder),
                "--profile", str(ROOT / "examples/profiles/tiny-vlm.json"), "--port", "0",
                "--folder", str(tmp_path)]  # fmt: skip

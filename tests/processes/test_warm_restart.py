@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
 
 
 def ask(asker, seed: int) -> str:
-    from pictures import answer_of, question
+    from tests.support.processes.pictures import answer_of, question
 
     return answer_of(asker.http.post("/v1/chat/completions", json=question(seed)))
 

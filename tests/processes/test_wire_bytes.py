@@ -14,7 +14,8 @@ from typing import Any
 
 import httpx
 import pytest
-from relay import Relay
+
+from tests.support.processes.relay import Relay
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 

@@ -1,4 +1,4 @@
-{{- /* Generated from foveal_operator.access by `make generate`. */ -}}
+{{- /* Generated from foveal_operator.manifests.access by `make generate`. */ -}}
 {{- define "foveal.rules.resources" -}}
 - apiGroups: [""]
   resources: ["configmaps"]

@@ -8,20 +8,21 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.control_plane.api_server.api import Api
-from tests.control_plane.api_server.foreign import FOREIGN, definition
-from tests.control_plane.api_server.nursery import Nursery
-from tests.control_plane.api_server.operator_process import packages
-from tests.control_plane.api_server.programs import (
+
+from tests.support.api_server.api import Api
+from tests.support.api_server.foreign import FOREIGN, definition
+from tests.support.api_server.nursery import Nursery
+from tests.support.api_server.operator_process import packages
+from tests.support.api_server.programs import (
     Cluster,
     missing_programs,
     running_cluster,
     start_controllers,
     wait_until,
 )
-from tests.control_plane.api_server.scenarios import Children, undisturbed
-from tests.control_plane.api_server.world import KIND, World, running_world
-from tests.control_plane.regenerate import CRD_FILE
+from tests.support.api_server.scenarios import Children, undisturbed
+from tests.support.api_server.world import KIND, World, running_world
+from tests.support.regenerate import CRD_FILE
 
 HERE = Path(__file__).parent
 _NUMBERS = itertools.count(1)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.control_plane.api_server.audit import Audit, devices_of
-from tests.control_plane.api_server.calls import Call, parse_body, parse_path, verb_of
+
+from tests.support.api_server.audit import Audit, devices_of
+from tests.support.api_server.calls import Call, parse_body, parse_path, verb_of
 
 OURS = {"fieldManager": "foveal-operator"}
 CONFIG = "/api/v1/namespaces/a/configmaps/c"

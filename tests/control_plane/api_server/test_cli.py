@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.control_plane.api_server.api import Api
-from tests.control_plane.api_server.programs import Cluster
-from tests.control_plane.cluster_samples import READY_STATUS
-from tests.control_plane.samples import Obj
 
-from foveal_operator import cli
-from foveal_operator.kinds import FIELD_MANAGER
+from foveal_operator.cli import main as cli
+from foveal_operator.kube.kinds import FIELD_MANAGER
+from tests.support.api_server.api import Api
+from tests.support.api_server.programs import Cluster
+from tests.support.cluster_samples import READY_STATUS
+from tests.support.samples import Obj
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 PROFILE = str(EXAMPLES / "profiles/tiny-vlm.json")

@@ -14,12 +14,13 @@ import time
 from collections.abc import Callable
 
 import pytest
-from tests.control_plane.api_server import faults
-from tests.control_plane.api_server.calls import Call
-from tests.control_plane.api_server.fault_proxy import Answer, Fault, Forward
-from tests.control_plane.api_server.operator_process import OperatorProcess
-from tests.control_plane.api_server.scenarios import NO_LEASE, STEPS, Children, run
-from tests.control_plane.api_server.world import World, difference
+
+from tests.support.api_server import faults
+from tests.support.api_server.calls import Call
+from tests.support.api_server.fault_proxy import Answer, Fault, Forward
+from tests.support.api_server.operator_process import OperatorProcess
+from tests.support.api_server.scenarios import NO_LEASE, STEPS, Children, run
+from tests.support.api_server.world import World, difference
 
 FEW = frozenset({"create:1", "create:4", "create:9", "create:12", "image:1", "image:3"})
 """For each run of the fast suite: before and after, in the middle of making and of changing."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from tests.control_plane.api_server import faults
-from tests.control_plane.api_server.fault_proxy import EventFault
-from tests.control_plane.api_server.scenarios import NO_LEASE, STEPS, Children, run
-from tests.control_plane.api_server.world import World, difference
+
+from tests.support.api_server import faults
+from tests.support.api_server.fault_proxy import EventFault
+from tests.support.api_server.scenarios import NO_LEASE, STEPS, Children, run
+from tests.support.api_server.world import World, difference
 
 # Minutes: under make soak.
 pytestmark = pytest.mark.slow

@@ -10,10 +10,11 @@ import time
 from typing import Any
 
 import pytest
-from tests.control_plane.api_server.programs import wait_until
-from tests.control_plane.api_server.scenarios import NO_LEASE, STEPS, run
+
 from tests.control_plane.api_server.test_steady_state import DRIFT
-from tests.control_plane.api_server.world import World
+from tests.support.api_server.programs import wait_until
+from tests.support.api_server.scenarios import NO_LEASE, STEPS, run
+from tests.support.api_server.world import World
 
 DELETED = (
     ("NetworkPolicy", "qwen-frontend"), ("Service", "qwen-engine"), ("ServiceAccount", "qwen"),

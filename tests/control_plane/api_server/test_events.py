@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from tests.control_plane.api_server.api import Api
-from tests.control_plane.api_server.programs import Cluster, wait_until
-from tests.control_plane.api_server.scenarios import NO_LEASE
-from tests.control_plane.api_server.world import World
-from tests.control_plane.fake_clock import FakeTime
-from tests.control_plane.samples import LEGAL, Obj, put
 
-from foveal_operator.cluster import KubeCluster, load_configuration
-from foveal_operator.events import WINDOW_SECONDS, EventRecorder
-from foveal_operator.telemetry import Telemetry
+from foveal_operator.kube.cluster import KubeCluster, load_configuration
+from foveal_operator.kube.events import WINDOW_SECONDS, EventRecorder
+from foveal_operator.telemetry.series import Telemetry
+from tests.support.api_server.api import Api
+from tests.support.api_server.programs import Cluster, wait_until
+from tests.support.api_server.scenarios import NO_LEASE
+from tests.support.api_server.world import World
+from tests.support.fake_clock import FakeTime
+from tests.support.samples import LEGAL, Obj, put
 
 STEP_SECONDS = 15.0
 

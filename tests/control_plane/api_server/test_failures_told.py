@@ -7,16 +7,16 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.control_plane.api_server import nodes as fates
-from tests.control_plane.api_server.nodes import Fate
-from tests.control_plane.api_server.programs import wait_until
-from tests.control_plane.api_server.scenarios import NO_LEASE, STEPS, Step, run
-from tests.control_plane.api_server.world import World, claim_in
-from tests.control_plane.regenerate import profile_for
 
-from foveal_operator import reasons
-from foveal_operator.reasons import Reason
-from foveal_operator.spec import parse
+from foveal_operator.api import reasons
+from foveal_operator.api.parse import parse
+from foveal_operator.api.reasons import Reason
+from tests.support.api_server import nodes as fates
+from tests.support.api_server.nodes import Fate
+from tests.support.api_server.programs import wait_until
+from tests.support.api_server.scenarios import NO_LEASE, STEPS, Step, run
+from tests.support.api_server.world import World, claim_in
+from tests.support.regenerate import profile_for
 
 CREATE, SCALE = STEPS[:2]
 WORKERS = Step(

@@ -12,10 +12,11 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.control_plane.api_server import faults
-from tests.control_plane.api_server.api import Api
-from tests.control_plane.api_server.fault_proxy import FaultProxy
-from tests.control_plane.api_server.programs import ADMIN, Cluster, wait_until
+
+from tests.support.api_server import faults
+from tests.support.api_server.api import Api
+from tests.support.api_server.fault_proxy import FaultProxy
+from tests.support.api_server.programs import ADMIN, Cluster, wait_until
 
 MANAGER = "foveal-operator"
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.control_plane.api_server.api import Api
-from tests.control_plane.api_server.programs import Cluster, missing_programs, program
-from tests.control_plane.samples import LEGAL, Obj, put
+
+from tests.support.api_server.api import Api
+from tests.support.api_server.programs import Cluster, missing_programs, program
+from tests.support.samples import LEGAL, Obj, put
 
 
 @pytest.fixture

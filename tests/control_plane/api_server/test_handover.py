@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.control_plane.api_server.audit import Audit
-from tests.control_plane.api_server.calls import Call
-from tests.control_plane.api_server.programs import wait_until
-from tests.control_plane.api_server.scenarios import NO_LEASE, Step, run
-from tests.control_plane.api_server.world import World
+
+from tests.support.api_server.audit import Audit
+from tests.support.api_server.calls import Call
+from tests.support.api_server.programs import wait_until
+from tests.support.api_server.scenarios import NO_LEASE, Step, run
+from tests.support.api_server.world import World
 
 AUTOSCALING = {"minReplicas": 2, "maxReplicas": 6, "metric": "CPU", "target": 70}
 NAME = "qwen-frontend"

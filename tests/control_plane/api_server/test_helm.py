@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.control_plane.api_server.api import Api
-from tests.control_plane.api_server.programs import Cluster, program
-from tests.control_plane.samples import LEGAL, Obj
+
+from tests.support.api_server.api import Api
+from tests.support.api_server.programs import Cluster, program
+from tests.support.samples import LEGAL, Obj
 
 KIND = "MultiModalInference"
 Helm = Callable[..., subprocess.CompletedProcess[str]]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 
 import pytest
-from tests.control_plane.api_server.programs import wait_until
-from tests.control_plane.api_server.scenarios import NO_LEASE, STEPS, run
-from tests.control_plane.api_server.world import World
+
+from tests.support.api_server.programs import wait_until
+from tests.support.api_server.scenarios import NO_LEASE, STEPS, run
+from tests.support.api_server.world import World
 
 SECRET = "qwen-curve"
 GROUP = "foveal.dev/session-group"

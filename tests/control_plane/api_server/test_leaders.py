@@ -8,13 +8,14 @@ import time
 from collections.abc import Sequence
 
 import pytest
-from tests.control_plane.api_server.audit import Audit
-from tests.control_plane.api_server.fault_proxy import FaultProxy
-from tests.control_plane.api_server.nursery import Nursery
-from tests.control_plane.api_server.operator_process import OperatorProcess
-from tests.control_plane.api_server.programs import wait_until
-from tests.control_plane.api_server.scenarios import STEP_SECONDS, STEPS, Step, is_over
-from tests.control_plane.api_server.world import World
+
+from tests.support.api_server.audit import Audit
+from tests.support.api_server.fault_proxy import FaultProxy
+from tests.support.api_server.nursery import Nursery
+from tests.support.api_server.operator_process import OperatorProcess
+from tests.support.api_server.programs import wait_until
+from tests.support.api_server.scenarios import STEP_SECONDS, STEPS, Step, is_over
+from tests.support.api_server.world import World
 
 LEASE_SECONDS = 8.0
 FLAGS = (f"--lease-seconds={LEASE_SECONDS}", "--renew-seconds=6", "--retry-seconds=0.5")

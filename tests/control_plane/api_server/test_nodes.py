@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.control_plane.api_server import nodes as fates
-from tests.control_plane.api_server.api import Api
-from tests.control_plane.api_server.nodes import Nodes
-from tests.control_plane.api_server.programs import Cluster
+
+from tests.support.api_server import nodes as fates
+from tests.support.api_server.api import Api
+from tests.support.api_server.nodes import Nodes
+from tests.support.api_server.programs import Cluster
 
 POD_SECURITY = {
     "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},

@@ -6,12 +6,12 @@ import copy
 from typing import Any
 
 import pytest
-from tests.control_plane.api_server.api import Api
-from tests.control_plane.regenerate import FACTS, wanted
-from tests.control_plane.samples import LEGAL, Obj, put
 
+from foveal_operator.api.parse import parse
 from foveal_operator.manifests import Desired, desired
-from foveal_operator.spec import parse
+from tests.support.api_server.api import Api
+from tests.support.regenerate import FACTS, wanted
+from tests.support.samples import LEGAL, Obj, put
 
 STRICT = {"fieldValidation": "Strict"}
 MANAGER = "foveal-operator"

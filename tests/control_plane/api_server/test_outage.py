@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 import pytest
-from tests.control_plane.api_server import faults
-from tests.control_plane.api_server.calls import Call
-from tests.control_plane.api_server.fault_proxy import Fault
-from tests.control_plane.api_server.programs import wait_until
-from tests.control_plane.api_server.scenarios import (
+
+from tests.support.api_server import faults
+from tests.support.api_server.calls import Call
+from tests.support.api_server.fault_proxy import Fault
+from tests.support.api_server.programs import wait_until
+from tests.support.api_server.scenarios import (
     NO_LEASE,
     STEP_SECONDS,
     STEPS,
@@ -20,7 +21,7 @@ from tests.control_plane.api_server.scenarios import (
     is_over,
     run,
 )
-from tests.control_plane.api_server.world import World, difference
+from tests.support.api_server.world import World, difference
 
 # make soak takes five minutes for each.
 OUTAGE_SECONDS = float(os.environ.get("FOVEAL_OUTAGE_SECONDS", "12"))

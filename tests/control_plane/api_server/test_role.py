@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.control_plane.api_server.operator_process import OperatorProcess
-from tests.control_plane.api_server.scenarios import STEPS, run
-from tests.control_plane.api_server.world import KIND, World
 
-from foveal_operator import access
+from foveal_operator.manifests import access
+from tests.support.api_server.operator_process import OperatorProcess
+from tests.support.api_server.scenarios import STEPS, run
+from tests.support.api_server.world import KIND, World
 
 RBAC = "rbac.authorization.k8s.io/v1"
 ACCOUNT = "operator"

@@ -7,19 +7,19 @@ nothing of it; what was seen on the way is compared with what is granted, verb b
 from __future__ import annotations
 
 import pytest
-from tests.control_plane.api_server.api import Api
-from tests.control_plane.api_server.nodes import READY, Fate
-from tests.control_plane.api_server.operator_process import OperatorProcess
-from tests.control_plane.api_server.programs import wait_until
-from tests.control_plane.api_server.rights import Right, granted, used
-from tests.control_plane.api_server.test_role import role, token
-from tests.control_plane.api_server.world import World
-from tests.control_plane.fake_clock import FakeTime
-from tests.control_plane.samples import LEGAL, Obj, put
 
-from foveal_operator.cluster import KubeCluster, load_configuration
-from foveal_operator.events import FLUSH_SECONDS, EventRecorder
-from foveal_operator.telemetry import Telemetry
+from foveal_operator.kube.cluster import KubeCluster, load_configuration
+from foveal_operator.kube.events import FLUSH_SECONDS, EventRecorder
+from foveal_operator.telemetry.series import Telemetry
+from tests.control_plane.api_server.test_role import role, token
+from tests.support.api_server.api import Api
+from tests.support.api_server.nodes import READY, Fate
+from tests.support.api_server.operator_process import OperatorProcess
+from tests.support.api_server.programs import wait_until
+from tests.support.api_server.rights import Right, granted, used
+from tests.support.api_server.world import World
+from tests.support.fake_clock import FakeTime
+from tests.support.samples import LEGAL, Obj, put
 
 SECONDS = 90.0
 SILENT = Fate("Pending", ready=False, waiting="ContainerCreating")

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.control_plane.api_server.api import Api, Reply
-from tests.control_plane.api_server.programs import Cluster, missing_programs, program
-from tests.control_plane.api_server_rules import root_schema
-from tests.control_plane.regenerate import CRD_FILE, ROOT
-from tests.control_plane.samples import ILLEGAL, LEGAL, TOGETHER, Obj, put, resource
-from tests.control_plane.test_spec import TRANSITIONS
 
-from foveal_operator.crd import MAX_CRD_BYTES
-from foveal_operator.spec import SpecError, parse
+from foveal_operator.api.crd import MAX_CRD_BYTES
+from foveal_operator.api.parse import SpecError, parse
+from tests.control_plane.api.test_spec import TRANSITIONS
+from tests.support.api_server.api import Api, Reply
+from tests.support.api_server.programs import Cluster, missing_programs, program
+from tests.support.api_server_rules import root_schema
+from tests.support.regenerate import CRD_FILE, ROOT
+from tests.support.samples import ILLEGAL, LEGAL, TOGETHER, Obj, put, resource
 
 STRICT = {"dryRun": "All", "fieldValidation": "Strict"}
 EXAMPLES = sorted((ROOT / "examples").glob("mmi-*.yaml"))

@@ -7,9 +7,10 @@ import time
 from typing import Any
 
 import pytest
-from tests.control_plane.api_server.operator_process import RESYNC_SECONDS
-from tests.control_plane.api_server.programs import wait_until
-from tests.control_plane.api_server.scenarios import (
+
+from tests.support.api_server.operator_process import RESYNC_SECONDS
+from tests.support.api_server.programs import wait_until
+from tests.support.api_server.scenarios import (
     NO_LEASE,
     STEP_SECONDS,
     STEPS,
@@ -17,7 +18,7 @@ from tests.control_plane.api_server.scenarios import (
     is_over,
     run,
 )
-from tests.control_plane.api_server.world import KIND, World, difference
+from tests.support.api_server.world import KIND, World, difference
 
 CREATE = STEPS[0]
 # make soak stays away for ten minutes.

@@ -10,11 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.control_plane.api_server import faults
-from tests.control_plane.api_server.calls import Call
-from tests.control_plane.api_server.nursery import Nursery
-from tests.control_plane.api_server.programs import wait_until
-from tests.control_plane.api_server.scenarios import STEPS, is_over
+
 from tests.control_plane.api_server.test_leaders import (
     does,
     holder,
@@ -22,7 +18,12 @@ from tests.control_plane.api_server.test_leaders import (
     live_on,
     two_replicas,
 )
-from tests.control_plane.api_server.world import World
+from tests.support.api_server import faults
+from tests.support.api_server.calls import Call
+from tests.support.api_server.nursery import Nursery
+from tests.support.api_server.programs import wait_until
+from tests.support.api_server.scenarios import STEPS, is_over
+from tests.support.api_server.world import World
 
 CREATE, SCALE, IMAGE = STEPS[:3]
 RESOURCE = "multimodalinferences"

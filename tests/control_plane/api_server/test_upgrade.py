@@ -11,15 +11,15 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.control_plane.api_server import nodes as fates
-from tests.control_plane.api_server.operator_process import packages
-from tests.control_plane.api_server.scenarios import NO_LEASE
-from tests.control_plane.api_server.world import World, claim_in
-from tests.control_plane.regenerate import profile_for
-from tests.control_plane.samples import Obj
 
+from foveal_operator.api.parse import parse
 from foveal_operator.manifests.job import TEMPLATE
-from foveal_operator.spec import parse
+from tests.support.api_server import nodes as fates
+from tests.support.api_server.operator_process import packages
+from tests.support.api_server.scenarios import NO_LEASE
+from tests.support.api_server.world import World, claim_in
+from tests.support.regenerate import profile_for
+from tests.support.samples import Obj
 
 
 def older_release(folder: Path) -> list[str]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from foveal_operator.api.parse import InferenceSpec
 from foveal_operator.manifests.autoscaling import engine_autoscaler, frontend_autoscaler
 from foveal_operator.manifests.config_map import engine_config_map, frontend_config_map
 from foveal_operator.manifests.context import ClusterFacts, Context, Obj, Owned
@@ -34,8 +35,7 @@ from foveal_operator.manifests.secret import CurveKeyPairs, curve_secret
 from foveal_operator.manifests.service import engine_service, frontend_service
 from foveal_operator.manifests.service_account import service_account
 from foveal_operator.manifests.stateful_set import engine_stateful_set
-from foveal_operator.spec import InferenceSpec
-from foveal_runtime.plan.budget_types import BudgetPlan
+from foveal_runtime.plan.budget.types import BudgetPlan
 
 
 class Desired(msgspec.Struct, frozen=True, kw_only=True):

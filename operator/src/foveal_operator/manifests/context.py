@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from foveal_operator.crd import GROUP, KIND, VERSION
-from foveal_operator.spec import InferenceSpec
-from foveal_runtime.plan.budget_types import BudgetPlan
+from foveal_operator.api.crd import GROUP, KIND, VERSION
+from foveal_operator.api.parse import InferenceSpec
+from foveal_runtime.plan.budget.types import BudgetPlan
 
 Obj = dict[str, Any]
 Role = Literal["frontend", "engine", "model"]

@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from foveal_operator.budget_inputs import modalities_config
+from foveal_operator.api.caches import WarmSet
+from foveal_operator.api.service import SecretKey
+from foveal_operator.manifests.budget_inputs import modalities_config
 from foveal_operator.manifests.context import ENGINE_HTTP_PORT, ENGINE_PORT, Context
 from foveal_operator.manifests.model_source import model_source
-from foveal_operator.spec_caches import WarmSet
-from foveal_operator.spec_service import SecretKey
 from foveal_runtime.plan.config import (
     Admission,
     CurveKeys,

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from foveal_operator.budget_inputs import modalities_config
+from foveal_operator.api.caches import Modalities
+from foveal_operator.manifests.budget_inputs import modalities_config
 from foveal_operator.manifests.context import Context, Obj, content_hash
 from foveal_operator.manifests.model_source import model_source
 from foveal_operator.manifests.pods import (
@@ -19,7 +20,6 @@ from foveal_operator.manifests.pods import (
     pod_security,
     resources,
 )
-from foveal_operator.spec_caches import Modalities
 from foveal_runtime.plan.config import GIB
 from foveal_runtime.plan.profile_memory import profile_memory_bytes
 

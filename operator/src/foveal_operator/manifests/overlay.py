@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from foveal_operator.api.parse import SpecError
 from foveal_operator.manifests.context import Obj
-from foveal_operator.spec import SpecError
 
 _LOCKED_SPEC = frozenset(
     {"serviceAccountName", "automountServiceAccountToken", "hostNetwork", "hostPID", "hostIPC",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from foveal_operator.api.model import ModelCache
 from foveal_operator.manifests.context import Context, Obj
-from foveal_operator.spec_model import ModelCache
 
 DEFAULT_SIZE = "50Gi"
 

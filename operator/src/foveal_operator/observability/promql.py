@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
-from foveal_operator.operator_metrics import OPERATOR_METRICS
-from foveal_runtime.plan.metrics import METRICS, Metric
+from foveal_operator.telemetry.declared import OPERATOR_METRICS
+from foveal_runtime.plan.metrics.registry import METRICS, Metric
 
 TARGET_LABELS = frozenset({"namespace", "resource", "pod", "role", "revision"})
 """`resource`, `role` and `revision` come from pod labels by the PodMonitor's relabelings. The

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from foveal_operator.replicas import live_replicas
+from foveal_operator.manifests.replicas import live_replicas
 from foveal_operator.rollout.clock import advance, begin, seconds_left
 from foveal_operator.rollout.engines import engine_step
 from foveal_operator.rollout.frontends import frontend_body, is_held

@@ -7,9 +7,9 @@ from datetime import datetime
 
 import msgspec
 
-from foveal_operator import reasons
-from foveal_operator.diagnose import diagnose, is_ready
+from foveal_operator.api import reasons
 from foveal_operator.manifests.pods import REVISION_LABEL, SESSION_GROUP_LABEL
+from foveal_operator.pods.diagnose import diagnose, is_ready
 from foveal_operator.rollout.view import Obj, RolloutView
 
 

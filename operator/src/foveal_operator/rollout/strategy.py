@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+from foveal_operator.api.parse import InferenceSpec
 from foveal_operator.rollout.pods import Pods
 from foveal_operator.rollout.record import State
-from foveal_operator.spec import InferenceSpec
 
 UNSCHEDULABLE_SECONDS = 60.0
 """An extra engine that no node takes for so long shows that the spare device is gone."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from foveal_operator.spec import InferenceSpec
+from foveal_operator.api.parse import InferenceSpec
 
 Obj = Mapping[str, Any]
 Body = dict[str, Any]

@@ -13,16 +13,16 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from foveal_runtime.engine.assemble import LoadedEngine, assemble_core
-from foveal_runtime.engine.core import EngineCore
-from foveal_runtime.engine.event_stream import EventStream
-from foveal_runtime.engine.events import EventLog
-from foveal_runtime.engine.metrics import EngineMetrics
-from foveal_runtime.engine.server import EngineServer
+from foveal_runtime.engine.events.log import EventLog
+from foveal_runtime.engine.events.stream import EventStream
+from foveal_runtime.engine.process.assemble import LoadedEngine, assemble_core
+from foveal_runtime.engine.process.core import EngineCore
+from foveal_runtime.engine.process.metrics import EngineMetrics
+from foveal_runtime.engine.process.server import EngineServer
 from foveal_runtime.main.warmup import warm_up
-from foveal_runtime.model import threads
+from foveal_runtime.model.cpu import threads
+from foveal_runtime.plan.budget.encoder import LargestItem
 from foveal_runtime.plan.config import EngineConfig, load
-from foveal_runtime.plan.encoder_budget import LargestItem
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.profile import ItemProfile
 from foveal_runtime.telemetry.allocator import keep_free_blocks, release_free_memory
@@ -35,7 +35,7 @@ from foveal_runtime.wire.shm import SharedReader
 from foveal_runtime.wire.zmq_transport import ZmqRouter
 
 if TYPE_CHECKING:
-    from foveal_runtime.model.runner import TorchRunner
+    from foveal_runtime.model.runner.runner import TorchRunner
 
 log = logging.getLogger(__name__)
 
@@ -100,8 +100,8 @@ def serve(config: EngineConfig) -> int:
 def _measured(core: EngineCore, memory: ContainerMemory, device: str, metrics: Metrics) -> None:
     """What the budgets' parts really take, by their names in the resource's status."""
     from foveal_runtime.model.memory import device_peak_bytes
-    from foveal_runtime.model.runner import TorchRunner
-    from foveal_runtime.model.tensor_parallel import TensorParallelRunner
+    from foveal_runtime.model.parallel.tensor_parallel import TensorParallelRunner
+    from foveal_runtime.model.runner.runner import TorchRunner
 
     runner, encoder = core.runner, core.scheduler.encoder
     parts = {
@@ -127,8 +127,8 @@ def num_kv_blocks(config: EngineConfig, rank_block_bytes: int) -> int:
 
 def load_engine(config: EngineConfig, phases: StartPhases | None = None) -> LoadedEngine:
     """Loads and warms the model and gives it the KV pool of the document. Raises StartupError."""
-    from foveal_runtime.model.runner import TorchRunner
-    from foveal_runtime.model.tensor_parallel import TensorParallelRunner
+    from foveal_runtime.model.parallel.tensor_parallel import TensorParallelRunner
+    from foveal_runtime.model.runner.runner import TorchRunner
 
     phases = phases or StartPhases()
     phases.done("imports")
@@ -198,7 +198,7 @@ def load_engine(config: EngineConfig, phases: StartPhases | None = None) -> Load
 
 
 def _record_decoding(runner: TorchRunner, config: EngineConfig) -> None:
-    from foveal_runtime.model.graphs import CudaCapturer
+    from foveal_runtime.model.runner.graphs import CudaCapturer
 
     longest = config.model.max_model_len or runner.traits.max_position
     longest = min(longest, (runner.num_blocks - 1) * config.caches.block_size)

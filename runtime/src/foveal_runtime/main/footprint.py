@@ -58,7 +58,7 @@ def measure_frontend(path: str, limits: ModalitiesConfig) -> ProcessMemory:
 def measure_engine(dtype: str, width: int) -> int:
     """This process, once a model was profiled in it, with its kernels' caches full."""
     from foveal_runtime.main import engine  # noqa: F401  what an engine imports besides
-    from foveal_runtime.model import packing
+    from foveal_runtime.model.cpu import packing
 
     packing.fill_kernel_cache(dtype, width)
     release_free_memory()
@@ -71,9 +71,9 @@ def _rounded(size: int) -> int:
 
 async def _stand_in(config: FrontendConfig) -> ProcessMemory:
     """Everything of main/frontend.py's process but its sockets."""
-    from foveal_runtime.frontend.app import build_app
-    from foveal_runtime.frontend.engine_client import EngineClient
-    from foveal_runtime.frontend.input_processor import InputProcessor
+    from foveal_runtime.frontend.engines.client import EngineClient
+    from foveal_runtime.frontend.http.app import build_app
+    from foveal_runtime.frontend.items.input_processor import InputProcessor
     from foveal_runtime.frontend.media.workers import MediaWorkers, WorkerSettings
     from foveal_runtime.main import frontend  # noqa: F401
 

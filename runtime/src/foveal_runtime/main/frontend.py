@@ -18,17 +18,17 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import uvloop
 
-from foveal_runtime.frontend import loop_lag
-from foveal_runtime.frontend.app import build_app
-from foveal_runtime.frontend.engine_client import EngineClient
-from foveal_runtime.frontend.input_processor import InputProcessor
+from foveal_runtime.frontend.common.stats import FrontendStats
+from foveal_runtime.frontend.engines.client import EngineClient
+from foveal_runtime.frontend.http.app import build_app
+from foveal_runtime.frontend.http.asgi.server import bind_addresses, bind_unix
+from foveal_runtime.frontend.http.asgi.server import serve as serve_http
+from foveal_runtime.frontend.http.monitoring import loop_lag
+from foveal_runtime.frontend.http.monitoring.metrics_source import media_source
+from foveal_runtime.frontend.http.monitoring.siblings import Siblings, sibling_app, socket_path
+from foveal_runtime.frontend.items.input_processor import InputProcessor
 from foveal_runtime.frontend.media.protocol import ProcessorInfo
 from foveal_runtime.frontend.media.workers import MediaWorkers, WorkerSettings, default_num_workers
-from foveal_runtime.frontend.metrics_source import media_source
-from foveal_runtime.frontend.server import bind_addresses, bind_unix
-from foveal_runtime.frontend.server import serve as serve_http
-from foveal_runtime.frontend.siblings import Siblings, sibling_app, socket_path
-from foveal_runtime.frontend.stats import FrontendStats
 from foveal_runtime.main import frontend_group
 from foveal_runtime.plan.config import FrontendConfig, load
 from foveal_runtime.telemetry.allocator import give_back_large_blocks

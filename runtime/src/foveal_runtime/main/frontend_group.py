@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 
-from foveal_runtime.frontend.server import bind_addresses
+from foveal_runtime.frontend.http.asgi.server import bind_addresses
 from foveal_runtime.main.launcher import PARENT_VARIABLE
 from foveal_runtime.plan.config import FrontendConfig
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from foveal_runtime.main.revision import resolved_revision
-from foveal_runtime.model import threads
+from foveal_runtime.model.cpu import threads
 from foveal_runtime.plan.config import ModalitiesConfig, ModalityLimits
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.profile import ModelProfile, ProcessMemory

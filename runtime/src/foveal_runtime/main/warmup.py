@@ -6,7 +6,7 @@ everything about them is forgotten. Touches no scheduler state.
 
 from __future__ import annotations
 
-from foveal_runtime.engine.step import (
+from foveal_runtime.engine.types.step import (
     TRASH_BLOCK,
     ModelRunner,
     NewRequest,

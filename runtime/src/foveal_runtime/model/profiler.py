@@ -16,20 +16,20 @@ from typing import Any
 import msgspec
 import torch
 
-from foveal_runtime.engine.step import (
+from foveal_runtime.engine.types.step import (
     EncoderInput,
     NewRequest,
     ScheduledRequest,
     StepPlan,
 )
-from foveal_runtime.model.head import Head
+from foveal_runtime.model.checkpoint.head import Head
+from foveal_runtime.model.checkpoint.meta import meta_model
+from foveal_runtime.model.checkpoint.probe import probe_layers
+from foveal_runtime.model.checkpoint.weights import stored_bytes
 from foveal_runtime.model.memory import PeakMeter
-from foveal_runtime.model.meta import meta_model
-from foveal_runtime.model.probe import probe_layers
-from foveal_runtime.model.runner import TorchRunner, read_traits
-from foveal_runtime.model.sampler import Sampler
-from foveal_runtime.model.sequence import SequenceState
-from foveal_runtime.model.weights import stored_bytes
+from foveal_runtime.model.runner.runner import TorchRunner, read_traits
+from foveal_runtime.model.runner.sequence import SequenceState
+from foveal_runtime.model.sampling.sampler import Sampler
 from foveal_runtime.plan.media import MODALITIES
 from foveal_runtime.plan.profile import ItemProfile, ModelProfile, ValueSource
 from foveal_runtime.plan.sampling import SamplingParams

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
-from foveal_runtime.plan.metric import AGE_BUCKETS
+from foveal_runtime.plan.metrics.metric import AGE_BUCKETS
 from foveal_runtime.telemetry.histogram import Histogram
 
 _REMEMBERED = 8192

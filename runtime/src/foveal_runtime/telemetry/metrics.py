@@ -17,7 +17,7 @@ from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from foveal_runtime.plan.metrics import METRICS, TOKEN_BUCKETS, Metric, Role
+from foveal_runtime.plan.metrics.registry import METRICS, TOKEN_BUCKETS, Metric, Role
 
 Key = tuple[str, ...]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from foveal_runtime.plan.metrics import METRICS, Metric
+from foveal_runtime.plan.metrics.registry import METRICS, Metric
 
 _HEAD = """# Metrics
 

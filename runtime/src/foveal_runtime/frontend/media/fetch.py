@@ -21,7 +21,7 @@ from urllib.parse import unquote, urljoin, urlsplit
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 
-from foveal_runtime.frontend.flights import SingleFlight
+from foveal_runtime.frontend.common.single_flight import SingleFlight
 from foveal_runtime.frontend.media.addresses import is_host_allowed, refusal
 from foveal_runtime.plan.config import MediaSources
 from foveal_runtime.plan.errors import (

@@ -22,7 +22,7 @@ from foveal_runtime.model.attention import (
     register,
 )
 from foveal_runtime.model.attention.torch_backend import TorchBackend, attend_sequence
-from foveal_runtime.model.kernels import (
+from foveal_runtime.model.cpu.kernels import (
     BFLOAT16,
     FLOAT32,
     HEAD_DIMS,

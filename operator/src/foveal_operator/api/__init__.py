@@ -1,0 +1,1 @@
+"""The MultiModalInference resource: its types, defaults, validation and CRD."""

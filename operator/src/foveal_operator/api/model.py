@@ -1,0 +1,149 @@
+"""The model part of the resource: source, revision, where fetched weights stay."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from msgspec import Meta
+
+from foveal_operator.api.rules import ObjectName, Part, Quantity, Rule, Text, Transition
+from foveal_runtime.plan.quantity import parse
+
+
+def _kept(new: str | None, old: str | None) -> bool:
+    return old is None or new == old
+
+
+class SecretName(Part, frozen=True, kw_only=True):
+    """A Secret in the resource's namespace."""
+
+    name: Annotated[ObjectName, Meta(description="Name of the Secret.")]
+
+
+class ModelCache(Part, frozen=True, kw_only=True):
+    """Where fetched weights stay between restarts."""
+
+    RULES: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "!has(self.claimName) || !(has(self.size) || has(self.storageClassName)"
+            " || has(self.accessMode))",
+            "an existing claim brings its own size, class and access mode: set only claimName",
+            lambda s: (
+                s.claim_name is None
+                or (s.size is None and s.storage_class_name is None and s.access_mode is None)
+            ),
+            "claimName",
+        ),
+    )
+    claim_name: Annotated[
+        ObjectName | None,
+        Meta(description="An existing PersistentVolumeClaim to use. Cannot change once set."),
+    ] = None
+    size: Annotated[
+        Quantity | None,
+        Meta(description="Size of the claim made for this resource; default: 50Gi. Only grows."),
+    ] = None
+    storage_class_name: Annotated[
+        ObjectName | None,
+        Meta(description="Storage class of the claim; default: the cluster's. Cannot change."),
+    ] = None
+    access_mode: Annotated[
+        Literal["ReadWriteOnce", "ReadWriteMany"] | None,
+        Meta(
+            description="ReadWriteMany (default) lets frontends and engines run on several nodes; "
+            "ReadWriteOnce suits one node. Cannot change."
+        ),
+    ] = None
+
+
+class Model(Part, frozen=True, kw_only=True):
+    """Which model, from where, under which name."""
+
+    RULES: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "self.uri.matches('^(hf|s3|oci|pvc)://[^ /][^ ]*$')",
+            "uri must start with hf://, s3://, oci:// or pvc://",
+            lambda s: (
+                s.uri.split("://")[0] in ("hf", "s3", "oci", "pvc")
+                and len(s.uri.split("://", 1)[-1]) > 0
+                and " " not in s.uri
+                and s.uri.split("://", 1)[-1][0] != "/"
+            ),
+            "uri",
+        ),
+        Rule(
+            "!has(self.revision) || self.uri.startsWith('hf://')",
+            "revision is only for hf:// models",
+            lambda s: s.revision is None or s.uri.startswith("hf://"),
+            "revision",
+        ),
+        Rule(
+            "!has(self.cache) || self.uri.startsWith('hf://') || self.uri.startsWith('s3://')",
+            "cache is only for models that are fetched (hf:// and s3://)",
+            lambda s: s.cache is None or s.uri.startswith(("hf://", "s3://")),
+            "cache",
+        ),
+    )
+    TRANSITIONS: ClassVar[tuple[Transition, ...]] = (
+        Transition(
+            "!has(oldSelf.cache) || !has(oldSelf.cache.size) || !has(self.cache)"
+            " || !has(self.cache.size) || quantity(self.cache.size)"
+            ".compareTo(quantity(oldSelf.cache.size)) >= 0",
+            "cache.size can only grow",
+            lambda new, old: (
+                not (old.cache and old.cache.size and new.cache and new.cache.size)
+                or parse(new.cache.size) >= parse(old.cache.size)
+            ),
+            "cache.size",
+        ),
+        Transition(
+            "!has(oldSelf.cache) || !has(oldSelf.cache.claimName) || (has(self.cache)"
+            " && has(self.cache.claimName) && self.cache.claimName == oldSelf.cache.claimName)",
+            "cache.claimName cannot change once set: make a new resource and shift traffic",
+            lambda new, old: (
+                old.cache is None or _kept(new.cache and new.cache.claim_name, old.cache.claim_name)
+            ),
+            "cache.claimName",
+        ),
+        Transition(
+            "!has(oldSelf.cache) || !has(oldSelf.cache.accessMode) || (has(self.cache)"
+            " && has(self.cache.accessMode) && self.cache.accessMode == oldSelf.cache.accessMode)",
+            "cache.accessMode cannot change once set",
+            lambda new, old: (
+                old.cache is None
+                or _kept(new.cache and new.cache.access_mode, old.cache.access_mode)
+            ),
+            "cache.accessMode",
+        ),
+        Transition(
+            "!has(oldSelf.cache) || !has(oldSelf.cache.storageClassName) || (has(self.cache)"
+            " && has(self.cache.storageClassName)"
+            " && self.cache.storageClassName == oldSelf.cache.storageClassName)",
+            "cache.storageClassName cannot change once set",
+            lambda new, old: (
+                old.cache is None
+                or _kept(new.cache and new.cache.storage_class_name, old.cache.storage_class_name)
+            ),
+            "cache.storageClassName",
+        ),
+    )
+    uri: Annotated[
+        Annotated[str, Meta(max_length=1024)],
+        Meta(
+            description="hf://ORG/NAME and s3://BUCKET/PREFIX are fetched once into a shared "
+            "claim; pvc://CLAIM/PATH is used as it is; oci://IMAGE is mounted as a volume."
+        ),
+    ]
+    revision: Annotated[
+        Annotated[str, Meta(max_length=128, pattern=r"^[-._a-zA-Z0-9/]+$")] | None,
+        Meta(description="Branch, tag or commit of a hf:// model; default: main."),
+    ] = None
+    name: Annotated[
+        Text | None,
+        Meta(description="What clients put into `model`; default: the resource's name."),
+    ] = None
+    secret_ref: Annotated[
+        SecretName | None,
+        Meta(description="Credentials for the fetch: HF_TOKEN, or AWS_* and S3_ENDPOINT_URL."),
+    ] = None
+    cache: Annotated[ModelCache | None, Meta(description="Where a fetched model is kept.")] = None

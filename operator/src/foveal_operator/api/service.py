@@ -1,0 +1,182 @@
+"""Rollout, networking, security and observability parts of the resource."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta
+
+from foveal_operator.api.rules import Domain, Key, LabelValue, ObjectName, Part, Rule
+
+
+class SecretKey(Part, frozen=True, kw_only=True):
+    """One key of a Secret in the resource's namespace."""
+
+    name: Annotated[ObjectName, Meta(description="Name of the Secret.")]
+    key: Annotated[Key, Meta(description="Key inside the Secret; default: key.")] = "key"
+
+
+class Rollout(Part, frozen=True, kw_only=True):
+    """How engines and frontends are replaced."""
+
+    RULES: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "(has(self.drainTimeoutSeconds) ? self.drainTimeoutSeconds : 120)"
+            " < (has(self.progressDeadlineSeconds) ? self.progressDeadlineSeconds : 1800)",
+            "drainTimeoutSeconds must be below progressDeadlineSeconds",
+            lambda s: s.drain_timeout_seconds < s.progress_deadline_seconds,
+            "drainTimeoutSeconds",
+        ),
+    )
+    strategy: Annotated[
+        Literal["Auto", "Surge", "FreeFirst", "OnDelete"],
+        Meta(
+            description="Surge starts a new engine before an old one stops; FreeFirst frees its "
+            "device first; Auto (default) surges when a device is free; OnDelete waits for you."
+        ),
+    ] = "Auto"
+    max_surge: Annotated[
+        Annotated[int, Meta(ge=1, le=64)], Meta(description="Engines above desired. Default: 1.")
+    ] = 1
+    max_unavailable: Annotated[
+        Annotated[int, Meta(ge=1, le=64)], Meta(description="Engines down at once. Default: 1.")
+    ] = 1
+    drain_timeout_seconds: Annotated[
+        Annotated[int, Meta(ge=0, le=3600)],
+        Meta(description="How long running streams may finish or move. Default: 120."),
+    ] = 120
+    progress_deadline_seconds: Annotated[
+        Annotated[int, Meta(ge=60, le=86_400)],
+        Meta(description="A new revision must serve within this time. Default: 1800."),
+    ] = 1800
+    auto_rollback: Annotated[
+        bool, Meta(description="Go back to the last good revision after that. Default: true.")
+    ] = True
+
+
+class ParentRef(Part, frozen=True, kw_only=True):
+    """A Gateway that the HTTPRoute attaches to."""
+
+    name: Annotated[ObjectName, Meta(description="Name of the Gateway.")]
+    namespace: Annotated[ObjectName | None, Meta(description="Its namespace.")] = None
+    section_name: Annotated[ObjectName | None, Meta(description="Its listener.")] = None
+
+
+class HttpRoute(Part, frozen=True, kw_only=True):
+    """An HTTPRoute to the frontends."""
+
+    parent_refs: Annotated[
+        Annotated[tuple[ParentRef, ...], Meta(min_length=1, max_length=8)],
+        Meta(description="Gateways to attach to."),
+    ]
+    hostnames: Annotated[
+        Annotated[tuple[Domain, ...], Meta(max_length=16)],
+        Meta(description="Host names to match; none = all of the listener."),
+    ] = ()
+
+
+class InferencePool(Part, frozen=True, kw_only=True):
+    """An InferencePool over the frontends, for gateways with an endpoint picker."""
+
+    endpoint_picker: Annotated[ObjectName, Meta(description="Service of the endpoint picker.")]
+    endpoint_picker_port: Annotated[
+        Annotated[int, Meta(ge=1, le=65_535)], Meta(description="Its port. Default: 9002.")
+    ] = 9002
+
+
+class Networking(Part, frozen=True, kw_only=True):
+    """How clients reach the model."""
+
+    port: Annotated[
+        Annotated[int, Meta(ge=1024, le=65_535)],
+        Meta(description="Port of the Service and of the frontends. Default: 8000."),
+    ] = 8000
+    http_route: Annotated[
+        HttpRoute | None, Meta(description="Make an HTTPRoute (Gateway API).")
+    ] = None
+    inference_pool: Annotated[InferencePool | None, Meta(description="Make an InferencePool.")] = (
+        None
+    )
+
+
+class LocalFiles(Part, frozen=True, kw_only=True):
+    """Files that file: URLs may name: a claim, mounted read-only into frontends."""
+
+    claim_name: Annotated[ObjectName, Meta(description="An existing PersistentVolumeClaim.")]
+
+
+class MediaSources(Part, frozen=True, kw_only=True):
+    """Where media may come from, besides data: URLs."""
+
+    allowed_domains: Annotated[
+        Annotated[tuple[Domain, ...], Meta(max_length=64)],
+        Meta(description="Host names; .example.org is a domain and all below. None = no fetching."),
+    ] = ()
+    fetch_timeout_seconds: Annotated[
+        Annotated[int, Meta(ge=1, le=300)],
+        Meta(description="One item must be here by then. Default: 10."),
+    ] = 10
+    local_files: Annotated[
+        LocalFiles | None,
+        Meta(description="Allow file: URLs; file:///a.png is a.png on the claim."),
+    ] = None
+
+
+class Injection(Part, frozen=True, kw_only=True):
+    """External processes may inject processed media."""
+
+    key_secret_ref: Annotated[SecretKey, Meta(description="Key that injectors present.")]
+    trusted: Annotated[
+        bool,
+        Meta(description="Injected items share the cache keys of uploaded media. Default: false."),
+    ] = False
+
+
+class Security(Part, frozen=True, kw_only=True):
+    """Who may call, and what pods may reach."""
+
+    api_key_secret_ref: Annotated[
+        SecretKey | None, Meta(description="Keys that clients present, one a line.")
+    ] = None
+    admin_key_secret_ref: Annotated[
+        SecretKey | None, Meta(description="Key for cache resets and the like.")
+    ] = None
+    injection: Annotated[Injection | None, Meta(description="Allow injected media.")] = None
+    tenant_salt_header: Annotated[
+        Annotated[str, Meta(max_length=64, pattern=r"^[A-Za-z][-A-Za-z0-9]*$")] | None,
+        Meta(description="Request header that separates tenants' cache keys."),
+    ] = None
+    media_sources: Annotated[MediaSources, Meta(description="Where media may be fetched from.")] = (
+        MediaSources()
+    )
+    network_policy: Annotated[
+        Literal["Enabled", "Disabled"],
+        Meta(description="NetworkPolicies around frontends and engines. Default: Enabled."),
+    ] = "Enabled"
+    secret_revision: Annotated[
+        LabelValue | None,
+        Meta(description="Change it to restart pods after a Secret's content changed."),
+    ] = None
+
+
+_TOGGLE = "Auto (default): when the cluster has the API. Enabled, Disabled."
+
+
+class Observability(Part, frozen=True, kw_only=True):
+    """Monitoring objects made for this resource."""
+
+    pod_monitor: Annotated[
+        Literal["Auto", "Enabled", "Disabled"], Meta(description="PodMonitor. " + _TOGGLE)
+    ] = "Auto"
+    prometheus_rule: Annotated[
+        Literal["Auto", "Enabled", "Disabled"], Meta(description="PrometheusRule. " + _TOGGLE)
+    ] = "Auto"
+    dashboard: Annotated[
+        Literal["Auto", "Enabled", "Disabled"],
+        Meta(description="Dashboard ConfigMap. Auto (default): with the PodMonitor."),
+    ] = "Auto"
+    labels: Annotated[
+        Annotated[dict[Annotated[str, Meta(max_length=63)], LabelValue], Meta(max_length=16)],
+        Meta(description="Labels that your Prometheus selects monitors and rules by."),
+    ] = msgspec.field(default_factory=dict)

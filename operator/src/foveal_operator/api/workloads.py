@@ -1,0 +1,343 @@
+"""The two roles of the resource, frontend and engine: replicas, resources, limits of a step.
+
+Part of spec_types.py's tree, split off for its size.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import Meta
+
+from foveal_operator.api.rules import ObjectName, Part, Quantity, Rule, Text, Url
+
+Replicas = Annotated[int, Meta(ge=0, le=256)]
+MinReplicas = Annotated[int, Meta(ge=1, le=256)]
+MaxReplicas = Annotated[int, Meta(ge=1, le=256)]
+NumDevices = Annotated[int, Meta(ge=1, le=16)]
+Target = Annotated[int, Meta(ge=1, le=1_000_000)]
+Stabilization = Annotated[int, Meta(ge=0, le=3600)]
+PodTemplate = Annotated[dict[str, Any], Meta(extra_json_schema={"x-foveal-raw": True})]
+
+_OVERLAY = (
+    "Overlay on the pod template: metadata.labels and annotations are added, spec is merged "
+    "(lists of named things by name). What the operator derives cannot be overridden."
+)
+_MIN_MAX = Rule(
+    "(has(self.minReplicas) ? self.minReplicas : 1) <= self.maxReplicas",
+    "minReplicas must not exceed maxReplicas",
+    lambda s: s.min_replicas <= s.max_replicas,
+    "minReplicas",
+)
+_EITHER = Rule(
+    "!(has(self.replicas) && has(self.autoscaling))",
+    "set replicas or autoscaling, not both",
+    lambda s: s.replicas is None or s.autoscaling is None,
+    "replicas",
+)
+
+
+class PrometheusAuth(Part, frozen=True, kw_only=True):
+    """How KEDA proves to Prometheus who it is."""
+
+    name: Annotated[
+        ObjectName, Meta(description="TriggerAuthentication in the resource's namespace.")
+    ]
+    mode: Annotated[
+        Literal["Bearer", "Basic", "TLS"], Meta(description="What it holds. Default: Bearer.")
+    ] = "Bearer"
+
+
+class FrontendAutoscaling(Part, frozen=True, kw_only=True):
+    """Scales frontends; the operator then leaves their number alone."""
+
+    RULES: ClassVar[tuple[Rule, ...]] = (
+        _MIN_MAX,
+        Rule(
+            "!has(self.metric) || self.metric == 'CPU' || has(self.prometheusAddress)",
+            "metrics other than CPU come from Prometheus: set prometheusAddress",
+            lambda s: s.metric == "CPU" or s.prometheus_address is not None,
+            "prometheusAddress",
+        ),
+        Rule(
+            "!has(self.prometheusAuth) || (has(self.metric) && self.metric != 'CPU')",
+            "metric CPU asks no Prometheus: remove prometheusAuth",
+            lambda s: s.prometheus_auth is None or s.metric != "CPU",
+            "prometheusAuth",
+        ),
+        Rule(
+            "!(has(self.target) && self.target > 100) || (has(self.metric)"
+            " && self.metric != 'CPU')",
+            "the target of metric CPU is a percentage, at most 100",
+            lambda s: s.target is None or s.target <= 100 or s.metric != "CPU",
+            "target",
+        ),
+    )
+    min_replicas: Annotated[MinReplicas, Meta(description="At least. Default: 1.")] = 1
+    max_replicas: Annotated[MaxReplicas, Meta(description="At most.")]
+    metric: Annotated[
+        Literal["CPU", "PreprocessQueue", "Concurrency"],
+        Meta(
+            description="CPU (default) uses a HorizontalPodAutoscaler; PreprocessQueue and "
+            "Concurrency use a KEDA ScaledObject."
+        ),
+    ] = "CPU"
+    target: Annotated[
+        Target | None,
+        Meta(description="Per pod: percent of CPU (default 70), queued items (4), requests (64)."),
+    ] = None
+    scale_down_stabilization_seconds: Annotated[
+        Stabilization, Meta(description="Wait before scaling down. Default: 600.")
+    ] = 600
+    prometheus_address: Annotated[
+        Url | None, Meta(description="Prometheus server that KEDA asks.")
+    ] = None
+    prometheus_auth: Annotated[
+        PrometheusAuth | None, Meta(description="How, where it wants to know.")
+    ] = None
+
+
+class EngineAutoscaling(Part, frozen=True, kw_only=True):
+    """Scales engines through KEDA; the operator then leaves their number alone."""
+
+    RULES: ClassVar[tuple[Rule, ...]] = (_MIN_MAX,)
+    min_replicas: Annotated[MinReplicas, Meta(description="At least. Default: 1.")] = 1
+    max_replicas: Annotated[MaxReplicas, Meta(description="At most.")]
+    metric: Annotated[
+        Literal["RunningRequests", "KVUsage"],
+        Meta(description="Requests in an engine's batch (default), or KV cache use in percent."),
+    ] = "RunningRequests"
+    target: Annotated[
+        Target | None, Meta(description="Per engine: requests (default 64) or percent (80).")
+    ] = None
+    scale_down_stabilization_seconds: Annotated[
+        Stabilization, Meta(description="Wait before scaling down. Default: 600.")
+    ] = 600
+    prometheus_address: Annotated[Url, Meta(description="Prometheus server that KEDA asks.")]
+    prometheus_auth: Annotated[
+        PrometheusAuth | None, Meta(description="How, where it wants to know.")
+    ] = None
+
+
+class Admission(Part, frozen=True, kw_only=True):
+    """When a frontend process says 429 or 503, before it decodes anything."""
+
+    max_requests: Annotated[
+        Annotated[int, Meta(ge=1, le=1_000_000)],
+        Meta(description="Requests of one process. Default: 512."),
+    ] = 512
+    max_tokens: Annotated[
+        Annotated[int, Meta(ge=1, le=1_000_000_000)],
+        Meta(description="Prompt tokens of one process. Default: 2000000."),
+    ] = 2_000_000
+    max_media: Annotated[
+        Quantity, Meta(description="Encoded media in flight in one process. Default: 512Mi.")
+    ] = "512Mi"
+    max_body: Annotated[Quantity, Meta(description="One request body. Default: 128Mi.")] = "128Mi"
+
+
+class Frontend(Part, frozen=True, kw_only=True):
+    """CPU pods: HTTP, tokenizer, media, preprocessing, routing. Changes never touch engines."""
+
+    RULES: ClassVar[tuple[Rule, ...]] = (_EITHER,)
+    replicas: Annotated[Replicas | None, Meta(description="Pods. Default: 1.")] = None
+    autoscaling: Annotated[FrontendAutoscaling | None, Meta(description="Instead of replicas.")] = (
+        None
+    )
+    processes: Annotated[
+        Annotated[int, Meta(ge=1, le=64)],
+        Meta(description="HTTP processes of a pod, each with its processor cache. Default: 1."),
+    ] = 1
+    media_workers: Annotated[
+        Annotated[int, Meta(ge=1, le=128)],
+        Meta(description="Processes that decode and preprocess media, per pod. Default: 2."),
+    ] = 2
+    admission: Annotated[Admission, Meta(description="Limits before work begins.")] = Admission()
+    host_memory: Annotated[
+        Quantity | None,
+        Meta(description="Memory limit of a pod; default: follows from the cache sizes."),
+    ] = None
+    cpu: Annotated[
+        Quantity | None,
+        Meta(description="CPUs requested by a pod; default: one for each process and worker."),
+    ] = None
+    pod_template: Annotated[PodTemplate | None, Meta(description=_OVERLAY)] = None
+
+
+class Accelerator(Part, frozen=True, kw_only=True):
+    """The devices of one engine."""
+
+    RULES: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "!(has(self.resourceName) && has(self.deviceClassName))",
+            "set resourceName or deviceClassName, not both",
+            lambda s: s.resource_name is None or s.device_class_name is None,
+            "deviceClassName",
+        ),
+        Rule(
+            "!has(self.deviceSelectors) || self.deviceSelectors.size() == 0"
+            " || has(self.deviceClassName)",
+            "deviceSelectors need deviceClassName",
+            lambda s: not s.device_selectors or s.device_class_name is not None,
+            "deviceSelectors",
+        ),
+        Rule(
+            "!has(self.type) || self.type != 'CPU' || !(has(self.resourceName)"
+            " || has(self.deviceClassName) || has(self.memory)"
+            " || (has(self.count) && self.count > 1))",
+            "type CPU has no devices: remove resourceName, deviceClassName, memory and count",
+            lambda s: (
+                s.type != "CPU"
+                or (
+                    s.resource_name is None
+                    and s.device_class_name is None
+                    and s.memory is None
+                    and s.count in (None, 1)
+                )
+            ),
+            "type",
+        ),
+    )
+    type: Annotated[
+        Literal["GPU", "CPU"], Meta(description="GPU (default), or CPU for small models.")
+    ] = "GPU"
+    resource_name: Annotated[
+        Annotated[str, Meta(max_length=253, pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$")] | None,
+        Meta(description="Extended resource to request. Default: nvidia.com/gpu."),
+    ] = None
+    device_class_name: Annotated[
+        Annotated[str, Meta(max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")] | None,
+        Meta(description="DeviceClass to claim from (dynamic resource allocation) instead."),
+    ] = None
+    device_selectors: Annotated[
+        Annotated[
+            tuple[Annotated[str, Meta(max_length=1024, min_length=1)], ...], Meta(max_length=8)
+        ],
+        Meta(description="CEL expressions that each claimed device must meet."),
+    ] = ()
+    count: Annotated[
+        NumDevices | None,
+        Meta(description="Devices of one engine. Default: parallelism.tensor, or 1."),
+    ] = None
+    memory: Annotated[
+        Quantity | None,
+        Meta(description="Memory of one device; default: what nodes report."),
+    ] = None
+
+
+class Parallelism(Part, frozen=True, kw_only=True):
+    """How an engine's devices share the model."""
+
+    tensor: Annotated[
+        NumDevices | None,
+        Meta(
+            description="Devices that share every layer. Default: accelerator.count. The heads of "
+            "every layer must divide evenly by it."
+        ),
+    ] = None
+
+
+class Engine(Part, frozen=True, kw_only=True):
+    """Pods that run the model; one replica is one engine core."""
+
+    RULES: ClassVar[tuple[Rule, ...]] = (
+        _EITHER,
+        Rule(
+            "!has(self.parallelism) || !has(self.parallelism.tensor) || !has(self.accelerator)"
+            " || !has(self.accelerator.count)"
+            " || self.accelerator.count == self.parallelism.tensor",
+            "parallelism.tensor takes every device: accelerator.count must be the same, or absent",
+            lambda s: (
+                None in (s.parallelism.tensor, s.accelerator.count)
+                or s.parallelism.tensor == s.accelerator.count
+            ),
+            "parallelism.tensor",
+        ),
+        Rule(
+            "!has(self.parallelism) || !has(self.parallelism.tensor)"
+            " || self.parallelism.tensor == 1 || !has(self.accelerator)"
+            " || !has(self.accelerator.type) || self.accelerator.type != 'CPU'",
+            "type CPU has no devices that could share a model: remove parallelism.tensor",
+            lambda s: s.parallelism.tensor in (None, 1) or s.accelerator.type != "CPU",
+            "parallelism.tensor",
+        ),
+    )
+    replicas: Annotated[Replicas | None, Meta(description="Engines. Default: 1.")] = None
+    autoscaling: Annotated[EngineAutoscaling | None, Meta(description="Instead of replicas.")] = (
+        None
+    )
+    accelerator: Annotated[Accelerator, Meta(description="Devices of an engine.")] = Accelerator()
+    parallelism: Annotated[
+        Parallelism, Meta(description="How an engine's devices share the model.")
+    ] = Parallelism()
+    max_model_len: Annotated[
+        Annotated[int, Meta(ge=16, le=10_485_760)] | None,
+        Meta(description="Prompt and output tokens of a request; default: the model's limit."),
+    ] = None
+    max_num_seqs: Annotated[
+        Annotated[int, Meta(ge=1, le=4096)],
+        Meta(description="Requests of one step. Default: 128."),
+    ] = 128
+    max_num_batched_tokens: Annotated[
+        Annotated[int, Meta(ge=16, le=1_048_576)],
+        Meta(description="Tokens of one step. Default: 2048."),
+    ] = 2048
+    max_num_mixed_tokens: Annotated[
+        Annotated[int, Meta(ge=1, le=1_048_576)] | None,
+        Meta(
+            description="Tokens of a step in which a running stream gets its next one, so that "
+            "new prompts do not stall it. Default: 256 on CPUs (512 in bfloat16), no limit of its "
+            "own on GPUs."
+        ),
+    ] = None
+    max_num_encoder_input_tokens: Annotated[
+        Annotated[int, Meta(ge=1, le=16_777_216)] | None,
+        Meta(description="Embeddings encoded in one step; default: maxNumBatchedTokens."),
+    ] = None
+    disable_chunked_multi_modal_input: Annotated[
+        bool, Meta(description="Never split an item over two steps. Default: false.")
+    ] = False
+    prefix_caching: Annotated[
+        bool, Meta(description="Reuse KV of shared prefixes, media included. Default: true.")
+    ] = True
+    max_waiting: Annotated[
+        Annotated[int, Meta(ge=1, le=1_000_000)],
+        Meta(description="Requests that may wait in an engine; more are refused. Default: 1024."),
+    ] = 1024
+    run_ahead: Annotated[
+        Literal["Auto", "Enabled", "Disabled"],
+        Meta(
+            description="Submit a decode step before the last one's result is read. Auto "
+            "(default): on a GPU."
+        ),
+    ] = "Auto"
+    cuda_graphs: Annotated[
+        bool, Meta(description="Record decode steps and play them. On GPUs. Default: true.")
+    ] = True
+    block_size: Annotated[
+        Literal[8, 16, 32, 64, 128], Meta(description="Tokens of a KV block. Default: 16.")
+    ] = 16
+    scheduling_policy: Annotated[
+        Literal["FCFS", "Priority"], Meta(description="Order of waiting requests. Default: FCFS.")
+    ] = "FCFS"
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32"],
+        Meta(description="Weights and activations. auto (default): the checkpoint's."),
+    ] = "auto"
+    attention: Annotated[Text, Meta(description="Attention backend. auto (default) chooses.")] = (
+        "auto"
+    )
+    host_memory: Annotated[
+        Quantity | None,
+        Meta(description="Memory limit of a pod; default: follows from the cache sizes."),
+    ] = None
+    cpu: Annotated[
+        Quantity | None,
+        Meta(description="CPUs requested by a pod; default: 4 for each device, 4 on a CPU."),
+    ] = None
+    pod_template: Annotated[PodTemplate | None, Meta(description=_OVERLAY)] = None
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of one engine, all of them used by tensor parallelism."""
+        return self.accelerator.count or self.parallelism.tensor or 1

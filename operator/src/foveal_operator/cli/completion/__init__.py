@@ -1,0 +1,1 @@
+"""Shell completion for `foveal` and the kubectl plugin."""

@@ -1,0 +1,248 @@
+"""One panel as inline SVG: lines or stacked areas, axes with units, a legend with values. Pure.
+
+Used by page.py. The plot is stretched to its card's width while text and strokes keep their size,
+so that one drawing serves a phone and a wall. No script and no style attribute: the page's policy
+allows neither. Colours are classes, page_style.py gives them for light and dark.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from html import escape
+
+import msgspec
+
+from foveal_operator.cli.dashboard.promql.samples import Line
+from foveal_operator.cli.dashboard.scales import Axis, clock_text, text_of, time_axis, value_axis
+from foveal_operator.observability.panel import Panel, Unit
+
+MAX_LINES = 8
+"""As many colours as can be told apart; the rest is counted."""
+_WIDTH, _HEIGHT = 1000, 150
+_TOP, _BELOW = 14, 22
+
+
+class Named(msgspec.Struct, frozen=True):
+    """A line with its legend. `points` have no gaps other than those of the answer."""
+
+    name: str
+    points: tuple[tuple[float, float], ...]
+
+    last: float
+    """The value at the page's last time; NaN when the line has ended before."""
+
+
+def named_lines(
+    panel: Panel, answers: Sequence[Sequence[Line]], times: Sequence[float]
+) -> list[Named]:
+    """The lines of all the panel's queries, named by its legends."""
+    end = times[-1] if times else math.inf
+    return [
+        Named(legend(query.legend, line.labels) or panel.title, line.points, line.newest(end))
+        for query, lines in zip(panel.queries, answers, strict=True)
+        for line in lines
+    ]
+
+
+def legend(template: str, labels: dict[str, str]) -> str:
+    """`{{cache}} {{tier}}` filled in; a word that repeats the one before it is left out."""
+    filled = re.sub(r"\{\{(\w+)\}\}", lambda found: labels.get(found[1], ""), template)
+    words: list[str] = []
+    for word in filled.split():
+        if not words or words[-1] != word:
+            words.append(word)
+    return " ".join(words)
+
+
+def chart(panel: Panel, lines: Sequence[Named], times: Sequence[float]) -> str:
+    """A card: title, what it says, the plot, the legend."""
+    drawn, left_out = _chosen(lines)
+    head = (
+        f'<section class="card chart" data-panel="{escape(panel.title)}">'
+        f"<h3>{escape(panel.title)}</h3><p>{escape(panel.about)}</p>"
+    )
+    if not any(math.isfinite(value) for line in drawn for _, value in line.points):
+        return f'{head}<div class="none">nothing in this time</div></section>'
+    stacked = _stacked(drawn, times) if panel.stacked else [line.points for line in drawn]
+    values = [value for points in stacked for _, value in points]
+    across = time_axis(times)
+    up = value_axis(values, panel.unit, panel.top)
+    plot = _plot(panel, drawn, stacked, across, up)
+    return head + plot + _legend(drawn, panel.unit, left_out) + "</section>"
+
+
+def _chosen(lines: Sequence[Named]) -> tuple[list[Named], int]:
+    """Those with the largest values, in their own order, and how many are left out."""
+    found = [line for line in lines if line.points]
+
+    def weight(line: Named) -> float:
+        return max((abs(v) for _, v in line.points if math.isfinite(v)), default=-1.0)
+
+    if len(found) <= MAX_LINES:
+        return found, 0
+    kept = sorted(range(len(found)), key=lambda i: -weight(found[i]))[:MAX_LINES]
+    return [found[i] for i in sorted(kept)], len(found) - MAX_LINES
+
+
+def _stacked(
+    lines: Sequence[Named], times: Sequence[float]
+) -> list[tuple[tuple[float, float], ...]]:
+    """Each line on top of those before it; a line that is not there counts nothing."""
+    below = dict.fromkeys(times, 0.0)
+    found = []
+    for line in lines:
+        for time, value in line.points:
+            below[time] = below.get(time, 0.0) + (value if math.isfinite(value) else 0.0)
+        found.append(tuple((time, below[time]) for time, _ in line.points))
+    return found
+
+
+def _plot(
+    panel: Panel,
+    lines: Sequence[Named],
+    stacked: Sequence[tuple[tuple[float, float], ...]],
+    across: Axis,
+    up: Axis,
+) -> str:
+    said = "; ".join(f"{line.name} {text_of(line.last, panel.unit)}" for line in lines)
+    parts = [
+        f'<svg class="plot" height="{_TOP + _HEIGHT + _BELOW}" role="img" '
+        f'aria-label="{escape(panel.title)}: {escape(said)}">'
+    ]
+    for value, _ in up.ticks:
+        y = _y(up, value) + _TOP
+        kind = "base" if value == 0 else "grid"
+        parts.append(f'<line class="{kind}" x1="0" x2="100%" y1="{y:g}" y2="{y:g}"/>')
+    parts.append(
+        f'<svg x="0" y="{_TOP}" width="100%" height="{_HEIGHT}" '
+        f'viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none">'
+    )
+    below: tuple[tuple[float, float], ...] = ()
+    drawn = []
+    for number, points in enumerate(stacked):
+        area = _area(points, below, across, up, number) if panel.stacked else ""
+        drawn.append(area + _line(points, across, up, number))
+        below = points
+    # What lies on top of a stack is drawn first: a part of no height hides nothing.
+    parts += reversed(drawn) if panel.stacked else drawn
+    parts += [*_bands(panel.unit, lines, across), "</svg>"]
+    parts += _texts(across, up)
+    return "".join(parts) + "</svg>"
+
+
+def _texts(across: Axis, up: Axis) -> list[str]:
+    found = []
+    for value, text in up.ticks[1:]:
+        found.append(f'<text class="y" x="0" y="{_y(up, value) + _TOP - 4:g}">{text}</text>')
+    shares = [(100 * across.share(moment), text) for moment, text in across.ticks]
+    inside = [(share, text) for share, text in shares if 7 <= share <= 93]
+    for share, text in inside if len(inside) > 1 else shares:
+        anchor = "start" if share < 7 else "end" if share > 93 else "middle"
+        found.append(
+            f'<text class="x" x="{share:.1f}%" y="{_TOP + _HEIGHT + 16}" '
+            f'text-anchor="{anchor}">{text}</text>'
+        )
+    return found
+
+
+def _x(across: Axis, moment: float) -> float:
+    return round(_WIDTH * across.share(moment), 1)
+
+
+def _y(up: Axis, value: float) -> float:
+    return round(_HEIGHT * (1 - up.share(value)), 1)
+
+
+def _runs(points: Sequence[tuple[float, float]]) -> list[list[tuple[float, float]]]:
+    """Parts without gaps: where a value is no number or samples are missing, the line ends."""
+    gaps = sorted(b[0] - a[0] for a, b in itertools.pairwise(points))
+    usual = gaps[len(gaps) // 2] if gaps else 0.0
+    runs: list[list[tuple[float, float]]] = [[]]
+    before = points[0][0] if points else 0.0
+    for moment, value in points:
+        if not math.isfinite(value) or moment - before > 2.5 * usual:
+            runs.append([])
+        before = moment
+        if math.isfinite(value):
+            runs[-1].append((moment, value))
+    return [run for run in runs if run]
+
+
+def _line(points: Sequence[tuple[float, float]], across: Axis, up: Axis, number: int) -> str:
+    path = ""
+    for run in _runs(points):
+        spots = [f"{_x(across, moment):g},{_y(up, value):g}" for moment, value in run]
+        # A single value is drawn too: a stroke without length, with round ends.
+        path += "M" + " ".join(spots if len(spots) > 1 else [*spots, *spots])
+    return f'<path class="line s{number}" d="{path}"/>'
+
+
+def _area(
+    points: Sequence[tuple[float, float]],
+    below: Sequence[tuple[float, float]],
+    across: Axis,
+    up: Axis,
+    number: int,
+) -> str:
+    floor = dict(below)
+    edge = [f"{_x(across, moment):g},{_y(up, value):g}" for moment, value in points]
+    edge += [
+        f"{_x(across, moment):g},{_y(up, floor.get(moment, 0.0)):g}"
+        for moment, _ in reversed(points)
+    ]
+    return f'<path class="area s{number}" d="M{" ".join(edge)}Z"/>'
+
+
+def _bands(unit: Unit, lines: Sequence[Named], across: Axis) -> list[str]:
+    """A strip for each time that lights up under the pointer and tells all values."""
+    values: dict[float, list[str]] = {}
+    for line in lines:
+        for moment, value in line.points:
+            values.setdefault(moment, []).append(f"{line.name}: {text_of(value, unit)}")
+    moments = sorted(values)
+    found = []
+    for index, moment in enumerate(moments):
+        left = _x(across, moments[index - 1]) if index else _x(across, moment)
+        right = _x(across, moments[index + 1]) if index + 1 < len(moments) else _x(across, moment)
+        middle = _x(across, moment)
+        start, end = (left + middle) / 2, (middle + right) / 2
+        clock = clock_text(moment)[11:]
+        told = escape("\n".join([clock, *values[moment]]))
+        found.append(
+            f'<g class="band"><title>{told}</title><rect x="{start:.1f}" y="0" '
+            f'width="{max(end - start, 0.5):.1f}" height="{_HEIGHT}"/>'
+            f'<line x1="{middle:g}" x2="{middle:g}" y1="0" y2="{_HEIGHT}"/></g>'
+        )
+    return found
+
+
+def _legend(lines: Sequence[Named], unit: Unit, left_out: int) -> str:
+    items = [
+        f'<li data-series="{escape(line.name)}" data-last="{line.last!r}">'
+        f'<svg class="key" width="12" height="12"><rect class="s{number}" y="4" width="12" '
+        f'height="4" rx="2"/></svg><span>{escape(line.name)}</span> '
+        f"<b>{text_of(line.last, unit)}</b></li>"
+        for number, line in enumerate(lines)
+    ]
+    if left_out:
+        items.append(f'<li class="more">and {left_out} smaller ones</li>')
+    return f'<ul class="legend">{"".join(items)}</ul>'
+
+
+def sparkline(points: Sequence[tuple[float, float]], times: Sequence[float]) -> str:
+    """The course of a headline, without axes."""
+    finite = [value for _, value in points if math.isfinite(value)]
+    if len(finite) < 2:
+        return ""
+    across, up = time_axis(times), Axis(min(0.0, *finite), max(finite) or 1.0, ())
+    path = ""
+    for run in _runs(points):
+        spots = [f"{_x(across, t):g},{4 + (_HEIGHT - 8) * (1 - up.share(v)):.1f}" for t, v in run]
+        path += "M" + " ".join(spots if len(spots) > 1 else [*spots, *spots])
+    return (
+        f'<svg class="spark" height="34" aria-hidden="true" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
+        f'preserveAspectRatio="none"><path class="line s0" d="{path}"/></svg>'
+    )

@@ -1,0 +1,251 @@
+"""One run of `foveal dashboard`: the source, its times, and where the page goes.
+
+Used by cli_dashboard.py. Reads only; writes one file, or serves the page on the loopback address.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+import urllib.parse
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from foveal_operator.cli.dashboard.direct import Direct
+from foveal_operator.cli.dashboard.layout import Chosen
+from foveal_operator.cli.dashboard.page import About, page
+from foveal_operator.cli.dashboard.promql.samples import Line
+from foveal_operator.cli.dashboard.serve import PageServer
+from foveal_operator.cli.dashboard.sources import Prometheus, Source, SourceError
+from foveal_operator.common.errors import EXIT_OK, UsageError
+
+NUM_STEPS = 90
+_LEAST_WINDOW_SECONDS = 60
+_LEAST_DIRECT_WINDOW_SECONDS = 15
+
+Sleep = Callable[[float], None]
+
+
+class Job:
+    """`arguments` as cli_dashboard.py parses them. Raises UsageError for what cannot be meant."""
+
+    def __init__(self, arguments: argparse.Namespace, sleep: Sleep) -> None:
+        self._sleep = sleep
+        self._arguments = arguments
+        self._prometheus = _address(arguments.prometheus) if arguments.prometheus else ""
+        chosen = {"name": arguments.name, "--namespace": arguments.namespace,
+                  "--pod": arguments.pod}  # fmt: skip
+        for flag, value in chosen.items():
+            if value and not self._prometheus:
+                raise UsageError(
+                    f"{flag} {value!r} chooses from a Prometheus' series; /metrics "
+                    "shows one deployment: add --prometheus URL, or leave it out"
+                )
+        self._interval = _given(arguments.interval, 15.0 if self._prometheus else 2.0)
+        self._since = _given(arguments.since, 3600.0 if self._prometheus else 30.0)
+        _check_times(self._interval, self._since, is_direct=not self._prometheus)
+        self._token = _token(arguments.token_file)
+        self._direct = (
+            None
+            if self._prometheus
+            else Direct(list(map(_address, arguments.metrics)), self._token)
+        )
+        self._out = _out(arguments.out or "")
+
+    def once(self) -> int:
+        self._gather()
+        text = self._page(0)
+        self._write(text)
+        print(f"{self._out}: {len(text) >> 10} KiB; open it in a browser")
+        return EXIT_OK
+
+    def watch(self) -> int:
+        """Until Ctrl-C, which is the way to end it."""
+        try:
+            server = PageServer(self._arguments.port)
+        except OSError as error:
+            raise UsageError(f"port {self._arguments.port} cannot be used: {error.strerror}; "
+                             "give another --port (0: any)") from error  # fmt: skip
+        refresh_seconds = max(1, round(self._interval))
+        try:
+            self._read()
+            self._sleep(self._interval if self._direct else 0.0)
+            self._read()
+            text = self._page(refresh_seconds)
+            print(f"{server.url} shows the page; Ctrl-C stops", flush=True)
+            while True:
+                server.show(text)
+                if self._out:
+                    self._write(text)
+                self._sleep(self._interval)
+                try:
+                    self._read()
+                    text = self._page(refresh_seconds)
+                except SourceError as error:  # away for a while: the page keeps what it has
+                    print(f"foveal: {error}; trying again", file=sys.stderr)
+        except KeyboardInterrupt:
+            return EXIT_OK
+        finally:
+            server.close()
+
+    def _read(self) -> None:
+        if self._direct is not None:
+            self._direct.scrape(time.time())
+
+    def _gather(self) -> None:
+        if self._direct is None:
+            return
+        num_readings = max(2, round(self._since / self._interval) + 1)
+        is_shown = sys.stderr.isatty()
+        began = time.monotonic()
+        for number in range(num_readings):
+            if number:  # a slow answer does not move the next reading
+                due = began + number * self._interval
+                self._sleep(max(0.01, due - time.monotonic()))
+            self._direct.scrape(time.time())
+            if is_shown:
+                print(f"\rreading {number + 1}/{num_readings}", end="", file=sys.stderr, flush=True)
+        if is_shown:
+            print("\r\x1b[K", end="", file=sys.stderr)
+
+    def _source(self) -> Source:
+        if self._direct is not None:
+            return self._direct
+        return Prometheus(self._prometheus, now=time.time(), since_seconds=self._since,
+                          num_steps=NUM_STEPS, token=self._token)  # fmt: skip
+
+    def _page(self, refresh_seconds: int) -> str:
+        source = self._source()
+        window = self._window(source)
+        chosen = Chosen(namespace=self._arguments.namespace, resource=self._arguments.name,
+                        pod=self._arguments.pod, window_seconds=window)  # fmt: skip
+        self._check_known(source, chosen)
+        answers: dict[str, list[Line]] = {}
+
+        def ask(expr: str) -> Sequence[Line]:
+            filled = chosen.fill(expr)
+            if filled not in answers:
+                answers[filled] = source.ask(filled)
+            return answers[filled]
+
+        about = About(
+            subject=_subject(self._arguments, self._direct),
+            source=self._prometheus or "from " + ", ".join(self._targets),
+            window_seconds=window,
+            version=_version(),
+            notes=tuple(self._direct.notes) if self._direct else (),
+            refresh_seconds=refresh_seconds,
+        )
+        return page(about, source.times, ask)
+
+    @property
+    def _targets(self) -> list[str]:
+        return self._direct.targets if self._direct else []
+
+    def _window(self, source: Source) -> int:
+        if self._arguments.window:
+            return max(1, round(float(self._arguments.window)))
+        if isinstance(source, Prometheus):
+            return max(_LEAST_WINDOW_SECONDS, 4 * source.step_seconds)
+        return max(_LEAST_DIRECT_WINDOW_SECONDS, round(5 * self._interval))
+
+    def _check_known(self, source: Source, chosen: Chosen) -> None:
+        """A page without any figure is a mistake in what was asked."""
+        if isinstance(source, Direct):
+            return
+        marker = chosen.fill('foveal_build_info{namespace=~"$namespace",resource=~"$resource",'
+                             'pod=~"$pod"}')  # fmt: skip
+        if not source.ask(marker):
+            raise SourceError(
+                f"{self._prometheus} has no series {marker}; check NAME, "
+                "--namespace, --since, and that it scrapes Foveal's pods"
+            )
+
+    def _write(self, text: str) -> None:
+        """Whole or not at all: a browser may read it at any time."""
+        assert self._out is not None
+        try:
+            with tempfile.NamedTemporaryFile(
+                "w", encoding="utf-8", dir=self._out.parent, prefix=".foveal-", delete=False
+            ) as file:
+                file.write(text)
+            Path(file.name).chmod(0o644)
+            Path(file.name).replace(self._out)
+        except OSError as error:
+            raise UsageError(f"cannot write {self._out}: {error.strerror}") from error
+
+
+def _given(value: float | None, otherwise: float) -> float:
+    return otherwise if value is None else value
+
+
+def _address(text: str) -> str:
+    parts = urllib.parse.urlsplit(text)
+    try:
+        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_good = False
+    if not is_good or parts.query or parts.fragment:
+        raise UsageError(f"{text!r} is no address such as http://127.0.0.1:9090")
+    if parts.username is not None:
+        raise UsageError("an address may not hold a password; use --token-file")
+    return text
+
+
+def _check_times(interval: float, since: float, is_direct: bool) -> None:
+    if interval < 0.5:
+        raise UsageError(f"--interval {interval:g}s is too short; give 1s or more")
+    if since <= 0:
+        raise UsageError("--since must be longer than 0s")
+    if is_direct and since > 600 * interval:
+        raise UsageError(f"--since {since:g}s with --interval {interval:g}s is more than 600 "
+                         "readings; give a larger --interval")  # fmt: skip
+
+
+def _token(path: str | None) -> str:
+    if not path:
+        return ""
+    try:
+        token = Path(path).read_text(encoding="ascii").strip()
+    except OSError as error:
+        raise UsageError(f"cannot read the token {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the token {path} is not ASCII text") from error
+    if not token or not token.isprintable() or len(token) > 16384:
+        raise UsageError(f"{path} holds no token: one line of text is wanted")
+    return token
+
+
+def _out(path: str) -> Path | None:
+    """Asked before the readings, so that nobody waits for nothing."""
+    if not path:
+        return None
+    found = Path(path)
+    if found.is_dir():
+        raise UsageError(f"{path} is a folder; give a file to --out")
+    if not found.parent.is_dir() or not os.access(found.parent, os.W_OK):
+        raise UsageError(f"cannot write {path}: {found.parent} is no folder that may be written")
+    return found
+
+
+def _subject(arguments: argparse.Namespace, direct: Direct | None) -> str:
+    if direct is not None:
+        return "processes of one deployment"
+    parts = [
+        f"{word} {value}"
+        for word, value in (("resource", arguments.name), ("namespace", arguments.namespace),
+                            ("pod", arguments.pod))
+        if value
+    ]  # fmt: skip
+    return ", ".join(parts) or "all resources"
+
+
+def _version() -> str:
+    try:
+        return version("foveal-operator")
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,1 @@
+"""A PromQL evaluator for the dashboard page without a Prometheus."""

@@ -1,0 +1,165 @@
+"""Answers expressions of observability/boards from a Store, as Prometheus answers them. Pure.
+
+Used by direct.py. A test compares every panel's answers with a real Prometheus'.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+
+from foveal_operator.cli.dashboard.promql import functions
+from foveal_operator.cli.dashboard.promql.samples import Labels, Line, Series, Store
+from foveal_operator.cli.dashboard.promql.tree import (
+    Aggregate,
+    Binary,
+    ExpressionError,
+    Number,
+    Quantile,
+    Ranged,
+    Selector,
+    Time,
+    Tree,
+    Vector,
+    parse_expression,
+)
+
+Values = dict[Labels, float]
+Answer = float | Values
+_ARITHMETIC: dict[str, Callable[[float, float], float]] = {
+    "+": operator.add, "-": operator.sub, "*": operator.mul, "/": functions.divide,
+}  # fmt: skip
+_COMPARISON: dict[str, Callable[[float, float], bool]] = {
+    ">": operator.gt, "<": operator.lt, ">=": operator.ge, "<=": operator.le,
+    "==": operator.eq, "!=": operator.ne,
+}  # fmt: skip
+_RANGED = {
+    "rate": functions.rate, "increase": functions.increase, "deriv": functions.deriv,
+}  # fmt: skip
+
+
+@lru_cache(maxsize=512)
+def _parsed(expr: str) -> Tree:
+    return parse_expression(expr)
+
+
+def ask(store: Store, expr: str, times: Sequence[float]) -> list[Line]:
+    """One line for each series of the answer, over these times.
+
+    Raises:
+        ExpressionError: the expression is not in the known part of PromQL.
+    """
+    tree = _parsed(expr)
+    lines: dict[Labels, list[tuple[float, float]]] = {}
+    for time in times:
+        answer = _at(store, tree, time)
+        values = {(): answer} if isinstance(answer, float) else answer
+        for labels, value in values.items():
+            lines.setdefault(labels, []).append((time, value))
+    return [Line(dict(labels), tuple(points)) for labels, points in sorted(lines.items())]
+
+
+def _at(store: Store, tree: Tree, now: float) -> Answer:
+    match tree:
+        case Number(value):
+            return value
+        case Time():
+            return now
+        case Vector(of):
+            inner = _at(store, of, now)
+            if not isinstance(inner, float):
+                raise ExpressionError("vector() takes a number")
+            return {(): inner}
+        case Selector():
+            if tree.window_seconds:
+                raise ExpressionError(f"{tree.name}[...] needs a function around it")
+            found = ((series.labels, series.at(now)) for series in _select(store, tree))
+            return {labels: value for labels, value in found if value is not None}
+        case Ranged(function, of):
+            return _ranged(store, function, of, now)
+        case Quantile(q, of):
+            return _quantile(q, _vector(_at(store, of, now)))
+        case Aggregate(how, by, of):
+            return _aggregate(how, by, _vector(_at(store, of, now)))
+        case Binary(sign, left, right):
+            return _binary(sign, _at(store, left, now), _at(store, right, now))
+
+
+def _vector(answer: Answer) -> Values:
+    if isinstance(answer, float):
+        raise ExpressionError("a number where series are wanted")
+    return answer
+
+
+def _select(store: Store, selector: Selector) -> Iterable[Series]:
+    for series in store.family(selector.name):
+        labels = dict(series.labels)
+        if all(one.accepts(labels.get(one.label, "")) for one in selector.matchers):
+            yield series
+
+
+def _ranged(store: Store, function: str, of: Selector, now: float) -> Values:
+    start = now - of.window_seconds
+    found = {
+        series.labels: _RANGED[function](series.within(start, now), start, now)
+        for series in _select(store, of)
+    }
+    return {labels: value for labels, value in found.items() if value is not None}
+
+
+def _quantile(q: float, buckets: Values) -> Values:
+    groups: dict[Labels, list[tuple[float, float]]] = {}
+    for labels, value in buckets.items():
+        bound = dict(labels).get("le")
+        if bound is not None:
+            rest = tuple(pair for pair in labels if pair[0] != "le")
+            groups.setdefault(rest, []).append((float(bound.replace("Inf", "inf")), value))
+    return {rest: functions.histogram_quantile(q, found) for rest, found in groups.items()}
+
+
+def _aggregate(how: str, by: tuple[str, ...], values: Values) -> Values:
+    groups: dict[Labels, list[float]] = {}
+    for labels, value in values.items():
+        kept = tuple(pair for pair in labels if pair[0] in by)
+        groups.setdefault(kept, []).append(value)
+    return {labels: _AGGREGATIONS[how](found) for labels, found in groups.items()}
+
+
+def _largest(values: list[float]) -> float:
+    return max((value for value in values if not math.isnan(value)), default=math.nan)
+
+
+def _smallest(values: list[float]) -> float:
+    return min((value for value in values if not math.isnan(value)), default=math.nan)
+
+
+_AGGREGATIONS: dict[str, Callable[[list[float]], float]] = {
+    "sum": sum,
+    "max": _largest,
+    "min": _smallest,
+    "avg": lambda values: sum(values) / len(values),
+    "count": lambda values: float(len(values)),
+}
+
+
+def _binary(sign: str, left: Answer, right: Answer) -> Answer:
+    """Series meet the one with exactly their labels; a comparison keeps the left where it holds."""
+    if sign == "or":
+        return {**_vector(right), **_vector(left)}
+    if isinstance(left, float) and isinstance(right, float):
+        if sign in _COMPARISON:
+            raise ExpressionError("two numbers are not compared")
+        return _ARITHMETIC[sign](left, right)
+    if isinstance(left, float):
+        pairs = {labels: (left, value) for labels, value in _vector(right).items()}
+    elif isinstance(right, float):
+        pairs = {labels: (value, right) for labels, value in left.items()}
+    else:
+        pairs = {labels: (value, right[labels]) for labels, value in left.items()
+                 if labels in right}  # fmt: skip
+    if sign in _ARITHMETIC:
+        return {labels: _ARITHMETIC[sign](*pair) for labels, pair in pairs.items()}
+    kept = 1 if isinstance(left, float) else 0
+    return {labels: pair[kept] for labels, pair in pairs.items() if _COMPARISON[sign](*pair)}

@@ -1,0 +1,70 @@
+"""Tables of the page: one row for each cache or pod, newest values, bars for shares. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from html import escape
+
+from foveal_operator.cli.dashboard.layout import Column, Table
+from foveal_operator.cli.dashboard.promql.samples import Line
+from foveal_operator.cli.dashboard.scales import text_of
+
+MAX_ROWS = 200
+_BAR = 56
+
+Row = tuple[str, ...]
+
+
+def table(one: Table, times: Sequence[float], ask: Callable[[str], Sequence[Line]]) -> str:
+    """A card with the table; rows in order of their names."""
+    end = times[-1] if times else math.inf
+    columns = [_values(column, one.keys, end, ask) for column in one.columns]
+    rows = sorted({row for values in columns for row in values if any(row)})
+    shown = [i for i, values in enumerate(columns) if values]
+    heads = [f'<th class="key" scope="col">{escape(key)}</th>' for key in one.keys]
+    heads += [f'<th scope="col">{escape(one.columns[i].label)}</th>' for i in shown]
+    body = "".join(
+        f'<tr data-row="{escape(" ".join(filter(None, row)))}">'
+        + "".join(f'<td class="key">{escape(part)}</td>' for part in row)
+        + "".join(_cell(one.columns[i], columns[i].get(row, math.nan)) for i in shown)
+        + "</tr>"
+        for row in rows[:MAX_ROWS]
+    )
+    more = f"<p>and {len(rows) - MAX_ROWS} more</p>" if len(rows) > MAX_ROWS else ""
+    inner = (
+        f'<div class="scroll"><table><thead><tr>{"".join(heads)}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>{more}"
+        if rows
+        else '<div class="none">nothing in this time</div>'
+    )
+    return (
+        f'<section class="card table" data-table="{escape(one.title)}"><h3>{escape(one.title)}'
+        f"</h3><p>{escape(one.about)}</p>{inner}</section>"
+    )
+
+
+def _values(
+    column: Column, keys: tuple[str, ...], end: float, ask: Callable[[str], Sequence[Line]]
+) -> dict[Row, float]:
+    return {
+        tuple(line.labels.get(key, "") for key in keys): line.newest(end)
+        for line in ask(column.expr)
+    }
+
+
+def _cell(column: Column, value: float) -> str:
+    drawn = _bar(value) if column.bar and math.isfinite(value) else ""
+    return (
+        f'<td data-column="{escape(column.label)}" data-value="{value!r}">'
+        f"{text_of(value, column.unit)}{drawn}</td>"
+    )
+
+
+def _bar(share: float) -> str:
+    filled = _BAR * min(1.0, max(0.0, share))
+    return (
+        f'<svg class="bar" width="{_BAR}" height="6" aria-hidden="true">'
+        f'<rect class="whole" width="{_BAR}" height="6" rx="3"/>'
+        f'<rect class="s0" width="{filled:.1f}" height="6" rx="3"/></svg>'
+    )

@@ -1,0 +1,205 @@
+"""The API server, the resource's definition, the caller's rights, the namespace, the operator.
+
+Called by `foveal doctor`. Each check asks what it needs; `guarded` turns a right that is missing
+into a finding, so that one refusal hides nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from foveal_operator.api import crd
+from foveal_operator.cli.doctor.report import Finding, fail, ok, warn
+from foveal_operator.kube.diff import Change, diff
+from foveal_operator.kube.reader import OPERATOR_SELECTOR, ForbiddenError, Obj, Reader
+
+Check = Callable[[Reader], Iterator[Finding]]
+OLDEST_MINOR, NEWEST_MINOR = 34, 37
+MAX_SKEW_SECONDS = 5.0
+_CRD = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{crd.PLURAL}.{crd.GROUP}"
+_REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+_NEEDED = (("get", crd.GROUP, crd.PLURAL), ("list", crd.GROUP, crd.PLURAL))
+_USEFUL = (
+    ("patch", crd.GROUP, crd.PLURAL, "you cannot apply resources"),
+    ("get", "", "pods", "kubectl get pods will not show you why one fails"),
+    ("get", "", "pods/log", "kubectl logs will not show you why one fails"),
+    ("list", "events.k8s.io", "events", "kubectl events will not tell what happened"),
+)
+
+
+def guarded(area: str, check: Check, reader: Reader) -> Iterator[Finding]:
+    """The check's findings; what it may not read becomes a warning."""
+    try:
+        yield from check(reader)
+    except ForbiddenError as error:
+        yield warn(area, f"cannot be checked: {error}", "ask an administrator to run foveal doctor")
+
+
+def version_findings(reader: Reader) -> Iterator[Finding]:
+    area = "api server"
+    body = reader.get("/version") or {}
+    text = str(body.get("gitVersion", "of unknown version"))
+    digits = re.match(r"\d+", str(body.get("minor", "")))
+    if digits and int(digits[0]) < OLDEST_MINOR:
+        yield fail(area, f"{text} at {reader.server} is older than 1.{OLDEST_MINOR}",
+                   f"upgrade the cluster: Foveal is tested on 1.{OLDEST_MINOR} to "
+                   f"1.{NEWEST_MINOR}")  # fmt: skip
+    elif digits and int(digits[0]) > NEWEST_MINOR:
+        yield warn(area, f"{text} at {reader.server} is newer than 1.{NEWEST_MINOR}",
+                   "look for a newer Foveal; this one was not tested with it")  # fmt: skip
+    else:
+        yield ok(area, f"{text} at {reader.server}")
+
+
+def clock_findings(reader: Reader) -> Iterator[Finding]:
+    """Leases and ages rest on clocks; certificates too."""
+    area, skew = "clock", reader.skew_seconds()
+    if skew is None:
+        yield warn(area, "the API server did not say its time", "compare it with this machine's")
+    elif abs(skew) > MAX_SKEW_SECONDS:
+        way = "ahead of" if skew > 0 else "behind"
+        yield warn(area, f"this machine is {abs(skew):.0f} s {way} the API server",
+                   "set the time here and on the control plane (NTP)")  # fmt: skip
+    else:
+        yield ok(area, "agrees with the API server's")
+
+
+def definition_findings(reader: Reader) -> Iterator[Finding]:
+    area = "definition"
+    apply = "kubectl apply -f crds/ of this release (Helm does not upgrade definitions)"
+    try:
+        found = reader.get(_CRD)
+    except ForbiddenError:
+        # Its schema is an administrator's to read; whether it is served, everybody may ask.
+        if reader.get(f"/apis/{crd.GROUP}/{crd.VERSION}") is None:
+            yield fail(area, f"{crd.GROUP}/{crd.VERSION} is not served", apply)
+        else:
+            yield ok(area, f"{crd.GROUP}/{crd.VERSION} is served; its schema was not compared")
+        return
+    if found is None:
+        yield fail(area, f"{crd.PLURAL}.{crd.GROUP} is not installed", apply)
+        return
+    served = [v["name"] for v in found["spec"]["versions"] if v.get("served")]
+    if crd.VERSION not in served:
+        yield fail(area, f"serves {', '.join(served) or 'nothing'}, not {crd.VERSION}", apply)
+        return
+    established = any(
+        c.get("type") == "Established" and c.get("status") == "True"
+        for c in found.get("status", {}).get("conditions") or ()
+    )
+    if not established:
+        yield fail(area, "is installed and not established", f"kubectl describe crd {crd.PLURAL}."
+                   f"{crd.GROUP} says which name is in the way")  # fmt: skip
+        return
+    changes = _schema_changes(found)
+    if changes:
+        yield warn(area, f"differs from this release's in {changes} fields", apply)
+    else:
+        yield ok(area, f"{crd.GROUP}/{crd.VERSION} as in this release")
+
+
+def _schema_changes(found: Obj) -> int:
+    """Fields that differ, either way round."""
+    ours: Any = crd.custom_resource_definition()["spec"]["versions"][0]["schema"]
+    theirs = next(v for v in found["spec"]["versions"] if v["name"] == crd.VERSION)["schema"]
+    forth = diff({"kind": "", "metadata": {"name": ""}, **ours}, theirs)
+    back = diff({"kind": "", "metadata": {"name": ""}, **theirs}, ours)
+    paths = {change.path for change in (*forth, *back) if not _is_same_number(change)}
+    return len({path for path in paths if not path.startswith(("kind", "metadata"))})
+
+
+def _is_same_number(change: Change) -> bool:
+    """The API server keeps bounds as floats and prints 2^60 with zeros at its end."""
+    both = (change.before, change.after)
+    return all(isinstance(one, int | float) for one in both) and float(both[0]) == float(both[1])
+
+
+def _may(reader: Reader, verb: str, group: str, resource: str) -> bool:
+    name, _, sub = resource.partition("/")
+    attributes = {"namespace": reader.namespace, "verb": verb, "group": group, "resource": name}
+    if sub:
+        attributes["subresource"] = sub
+    body = {
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": "SelfSubjectAccessReview",
+        "spec": {"resourceAttributes": attributes},
+    }
+    answer = reader.review(_REVIEWS, body)
+    return bool(answer.get("status", {}).get("allowed"))
+
+
+def rights_findings(reader: Reader) -> Iterator[Finding]:
+    """The caller's own."""
+    area = "your rights"
+    lacking = [
+        f"{verb} {res}" for verb, group, res in _NEEDED if not _may(reader, verb, group, res)
+    ]
+    if lacking:
+        yield fail(area, f"in {reader.namespace} you may not {' or '.join(lacking)}",
+                   f"ask for a role on {crd.PLURAL}.{crd.GROUP} in this namespace")  # fmt: skip
+    few = [(verb, res, why) for verb, group, res, why in _USEFUL
+           if not _may(reader, verb, group, res)]  # fmt: skip
+    for verb, resource, why in few:
+        yield warn(area, f"in {reader.namespace} you may not {verb} {resource}: {why}",
+                   "ask for the right if you look after this namespace")  # fmt: skip
+    if not lacking and not few:
+        yield ok(area, f"enough in namespace {reader.namespace}")
+
+
+def namespace_findings(reader: Reader) -> Iterator[Finding]:
+    area = "namespace"
+    found = reader.get(f"/api/v1/namespaces/{reader.namespace}")
+    if found is None:
+        yield fail(area, f"{reader.namespace} does not exist",
+                   f"kubectl create namespace {reader.namespace}")  # fmt: skip
+        return
+    if found["metadata"].get("deletionTimestamp"):
+        yield fail(area, f"{reader.namespace} is being deleted", "use another namespace")
+        return
+    level = found["metadata"].get("labels", {}).get("pod-security.kubernetes.io/enforce", "")
+    said = f"enforces Pod Security {level}" if level else "enforces no Pod Security level"
+    yield ok(area, f"{reader.namespace} {said}; Foveal's pods meet restricted")
+    yield from _quotas(reader)
+
+
+def _quotas(reader: Reader) -> Iterator[Finding]:
+    area, base = "quota", f"/api/v1/namespaces/{reader.namespace}"
+    for quota in (reader.get(f"{base}/resourcequotas") or {}).get("items") or ():
+        hard = quota.get("status", {}).get("hard") or {}
+        used = quota.get("status", {}).get("used") or {}
+        held = [f"{name} {used.get(name, '0')} of {hard[name]}" for name in sorted(hard)
+                if "memory" in name or "cpu" in name or "gpu" in name]  # fmt: skip
+        if held:
+            yield warn(area, f"{quota['metadata']['name']}: {', '.join(held)}",
+                       "compare with foveal plan: pods beyond the quota are not made")  # fmt: skip
+    for limits in (reader.get(f"{base}/limitranges") or {}).get("items") or ():
+        for limit in limits.get("spec", {}).get("limits") or ():
+            most = (limit.get("max") or {}).get("memory")
+            if most:
+                name = limits["metadata"]["name"]
+                yield warn(area, f"{name}: at most {most} of memory for a {limit.get('type')}",
+                           "keep hostMemory below it, or pods are refused")  # fmt: skip
+
+
+def operator_findings(reader: Reader) -> Iterator[Finding]:
+    """Whether anybody acts on resources."""
+    area = "operator"
+    found = reader.get("/apis/apps/v1/deployments", labelSelector=OPERATOR_SELECTOR) or {}
+    for item in found.get("items") or ():
+        where = f"{item['metadata']['namespace']}/{item['metadata']['name']}"
+        ready = item.get("status", {}).get("readyReplicas", 0)
+        wanted = item.get("spec", {}).get("replicas", 1)
+        if ready < 1:
+            yield fail(area, f"{where} has no ready pod",
+                       f"kubectl -n {item['metadata']['namespace']} describe pods -l "
+                       f"{OPERATOR_SELECTOR}")  # fmt: skip
+        elif ready < wanted:
+            yield warn(area, f"{where}: {ready} of {wanted} pods ready", "one is enough to act; "
+                       "see why the other is not ready")  # fmt: skip
+        else:
+            yield ok(area, f"{where}: {ready} of {wanted} pods ready")
+    if not found.get("items"):
+        yield fail(area, "no operator found (by its chart's labels)",
+                   "helm install foveal charts/foveal")  # fmt: skip

@@ -1,0 +1,293 @@
+"""`foveal up`: the pods of a resource as processes of this machine, from the same documents.
+
+Plans with the operator's functions, reads the documents out of the ConfigMaps that a cluster would
+get, adapts them (`local.documents`) and runs them (`local.deployment`) until Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import secrets
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from foveal_operator.api.parse import InferenceSpec, SpecError
+from foveal_operator.api.workloads import Accelerator, Parallelism
+from foveal_operator.cli.help import Help
+from foveal_operator.cli.inputs import bullets, read_profile, read_resource, size
+from foveal_operator.cli.local import machine
+from foveal_operator.cli.local.deployment import LocalDeployment, Stop
+from foveal_operator.cli.local.documents import (
+    LOOPBACK,
+    LocalDocuments,
+    LocalPlace,
+    local_documents,
+)
+from foveal_operator.cli.local.model import find_model, find_profile
+from foveal_operator.cli.local.processes import LocalProcess, free_port, runtime_command
+from foveal_operator.cli.local.screen import Screen
+from foveal_operator.cli.output.terminal import style_of
+from foveal_operator.common.errors import EXIT_OK, MisfitError, UsageError
+from foveal_operator.manifests import ClusterFacts, Desired, desired
+from foveal_operator.manifests.budget_inputs import NodeFacts, budget_inputs
+from foveal_operator.reconcile.curve_keys import make_key_pairs
+from foveal_runtime.plan.budget.planner import plan
+from foveal_runtime.plan.profile import ModelProfile
+
+_DESCRIPTION = """\
+Runs a MultiModalInference on this machine: the documents that its pods would get, as local
+processes, with a live view of processes and caches. Ctrl-C drains: readiness off, streams finish,
+processes end. Each process writes its log into the folder that is named at the start.
+"""
+_EPILOG = """\
+examples:
+  foveal up -f mmi.yaml --model ~/models/qwen
+  foveal up -f mmi.yaml --model ~/models/qwen --cpu --port 9000
+  foveal up -f mmi.yaml --model ~/models/qwen --dry-run   # documents only
+
+A model that the resource names by hf:// or s3:// is downloaded when no --model is given.
+
+exit codes: 0 drained after Ctrl-C, 1 a process ended by itself (its last lines are shown),
+2 wrong resource or arguments, 3 does not fit this machine, 5 not ready or not drained in time,
+130 ended at once by a second Ctrl-C
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "up",
+        help="run a resource on this machine, with a live view",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=Help,
+    )
+    add = parser.add_argument
+    add("-f", "--filename", required=True, metavar="FILE", help="the resource; - reads stdin")
+    add("--model", metavar="DIRECTORY", help="the model's files, whatever the resource names")
+    add("--profile", metavar="FILE", help="the model's costs; default: computed now")
+    add("--host", default=LOOPBACK, help="address of the frontends (default: %(default)s)")
+    add("--port", type=int, metavar="PORT",
+        help="of the first frontend, 0 for any (default: the resource's)")  # fmt: skip
+    add("--frontends", type=int, metavar="N", help="how many, whatever the resource asks for")
+    add("--engines", type=int, metavar="N", help="how many, whatever the resource asks for")
+    add("--cpu", action="store_true", help="run engines on the CPU, whatever the resource asks for")
+    add("--device-memory", type=size, default=0, metavar="SIZE", help="instead of what is found")
+    add("--api-key-file", default="", metavar="FILE", help="for security.apiKeySecretRef")
+    add("--admin-key-file", default="", metavar="FILE", help="for security.adminKeySecretRef")
+    add("--injection-key-file", default="", metavar="FILE", help="for security.injection")
+    add("--file-root", default="", metavar="DIRECTORY",
+        help="for security.mediaSources.localFiles")  # fmt: skip
+    add("--folder", metavar="DIRECTORY", help="documents, logs and warm sets (default: temporary)")
+    add("--runtime", default="", metavar="PROGRAM", help="foveal-runtime to run")
+    add("--start-timeout", type=float, metavar="SECONDS",
+        help="give up then (default: the resource's progressDeadlineSeconds)")  # fmt: skip
+    add("--drain-margin", type=float, default=15.0, metavar="SECONDS",
+        help="grace after the resource's drainTimeoutSeconds (default: %(default)s)")  # fmt: skip
+    add("--dry-run", action="store_true", help="write the documents and name them, start nothing")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serves until a signal. Raises UsageError, MisfitError, ProcessDied or TimeRanOut."""
+    command = runtime_command(arguments.runtime)
+    inference = _adapted(read_resource(arguments.filename), arguments)
+    here = machine.look()
+    _check_devices(inference, here, arguments)
+    model = find_model(inference, arguments.model, command)
+    profile = (
+        read_profile(arguments.profile)
+        if arguments.profile
+        else find_profile(inference, model, command)
+    )
+    wanted = _wanted(inference, profile, here, arguments)
+    with _folder(arguments) as folder, _shared_memory(inference) as shared:
+        place = LocalPlace(
+            model_path=str(model),
+            folder=str(folder),
+            host=arguments.host,
+            port=_port(inference, arguments.port),
+            shm_directory=shared,
+            num_cpus=max(1, int(here.cpus)),
+            num_engines=arguments.engines,
+            num_frontends=arguments.frontends,
+            key_files=_key_files(arguments),
+            file_root=_file_root(arguments),
+        )
+        documents = local_documents(wanted, place, free_port)
+        processes = _processes(inference, documents, folder)
+        for note in documents.notes:
+            print(f"note: {note}", flush=True)
+        if arguments.dry_run:
+            for process in processes:
+                process.write_document()
+                print(process.document)
+            return EXIT_OK
+        _write_curve_keys(folder)
+        print(f"starting {len(processes)} processes; documents and logs: {folder}", flush=True)
+        _serve(inference, processes, command, arguments)
+    return EXIT_OK
+
+
+def _serve(
+    inference: InferenceSpec,
+    processes: list[LocalProcess],
+    command: list[str],
+    arguments: argparse.Namespace,
+) -> None:
+    rollout, start = inference.spec.rollout, arguments.start_timeout
+    with Screen(sys.stdout, style_of(sys.stdout)) as screen, Stop().listening() as stop:
+        LocalDeployment(
+            inference.name,
+            processes,
+            command,
+            show=screen.show,
+            start_timeout_seconds=start or float(rollout.progress_deadline_seconds),
+            drain_timeout_seconds=rollout.drain_timeout_seconds + arguments.drain_margin,
+        ).run(stop)
+    print("drained and ended", flush=True)
+
+
+def _adapted(inference: InferenceSpec, arguments: argparse.Namespace) -> InferenceSpec:
+    """With --cpu: the same resource, its engines on CPUs."""
+    for option in ("engines", "frontends"):
+        count = getattr(arguments, option)
+        if count is not None and not 1 <= count <= 64:
+            raise UsageError(f"--{option} {count}: give 1 to 64")
+    if not arguments.cpu or inference.spec.engine.accelerator.type == "CPU":
+        return inference
+    engine = inference.spec.engine
+    on_cpu = msgspec.structs.replace(
+        engine, accelerator=Accelerator(type="CPU"), parallelism=Parallelism()
+    )
+    spec = msgspec.structs.replace(inference.spec, engine=on_cpu)
+    return msgspec.structs.replace(inference, spec=spec)
+
+
+def _check_devices(
+    inference: InferenceSpec, here: machine.Machine, arguments: argparse.Namespace
+) -> None:
+    """Before anything is downloaded. Raises MisfitError; documents alone need no device."""
+    engine = inference.spec.engine
+    if engine.accelerator.type != "GPU" or (arguments.dry_run and arguments.device_memory):
+        return
+    scaling = engine.autoscaling
+    asked = 1 if engine.replicas is None else engine.replicas
+    if scaling:
+        asked = scaling.min_replicas
+    num_engines = asked if arguments.engines is None else arguments.engines
+    needed = engine.num_devices * num_engines
+    if needed > len(here.devices):
+        fewer = "lower --engines, or " if engine.num_devices <= len(here.devices) else ""
+        raise MisfitError(
+            f"{inference.name} asks for {num_engines} x {engine.num_devices} GPUs and this "
+            f"machine has {len(here.devices)}: {fewer}run the engines on its CPUs with --cpu"
+        )
+
+
+def _port(inference: InferenceSpec, given: int | None) -> int:
+    port: int = inference.spec.networking.port if given is None else given
+    if not 0 <= port <= 65000:
+        raise UsageError(f"--port {port}: give 0 to 65000")
+    return port
+
+
+def _key_files(arguments: argparse.Namespace) -> dict[str, str]:
+    found = {}
+    for option in ("--api-key-file", "--admin-key-file", "--injection-key-file"):
+        path = getattr(arguments, option[2:].replace("-", "_"))
+        if path:
+            if not Path(path).is_file():
+                raise UsageError(f"{option} {path}: there is no such file")
+            found[option] = str(Path(path).resolve())
+    return found
+
+
+def _file_root(arguments: argparse.Namespace) -> str:
+    if arguments.file_root and not Path(arguments.file_root).is_dir():
+        raise UsageError(f"--file-root {arguments.file_root}: there is no such folder")
+    return str(Path(arguments.file_root).resolve()) if arguments.file_root else ""
+
+
+def _wanted(
+    inference: InferenceSpec,
+    profile: ModelProfile,
+    here: machine.Machine,
+    arguments: argparse.Namespace,
+) -> Desired:
+    """The operator's objects, planned with this machine as the node."""
+    facts = NodeFacts(
+        node_bytes=here.limit_bytes,
+        device_bytes=arguments.device_memory or min(here.devices, default=0),
+    )
+    result = plan(budget_inputs(inference, facts), profile)
+    if not result.fits:
+        problems = "\n".join(f"  {p.reason}: {p.message}" for p in result.problems)
+        raise MisfitError(f"{inference.name} does not fit this machine:\n{problems}")
+    try:
+        return desired(inference, result, ClusterFacts())
+    except SpecError as error:
+        raise UsageError(f"{arguments.filename} is refused:\n{bullets(error)}") from error
+
+
+def _processes(
+    inference: InferenceSpec, documents: LocalDocuments, folder: Path
+) -> list[LocalProcess]:
+    """Engines first. Each engine sees its own devices and no others."""
+    if not documents.engines or not documents.frontends:
+        raise UsageError("the resource asks for no replicas: give --engines and --frontends")
+    engine = inference.spec.engine
+    count = engine.num_devices if engine.accelerator.type == "GPU" else 0
+    found = []
+    for index, config in enumerate(documents.engines):
+        devices = range(index * count, (index + 1) * count)
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if count else {}
+        found.append(LocalProcess(config, folder, visible))
+    return [*found, *(LocalProcess(config, folder, {}) for config in documents.frontends)]
+
+
+@contextlib.contextmanager
+def _folder(arguments: argparse.Namespace) -> Iterator[Path]:
+    """A temporary one is removed after a good end, and kept for its logs after a bad one."""
+    given: str | None = arguments.folder
+    if given:
+        folder = Path(given).resolve()
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise UsageError(f"--folder {given} cannot be made: {error.strerror}") from error
+        yield folder
+        return
+    folder = Path(tempfile.mkdtemp(prefix="foveal-up-"))
+    yield folder
+    if not arguments.dry_run:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _shared_memory(inference: InferenceSpec) -> Iterator[str]:
+    """Stands for the node's shared volume, when the resource asks for one."""
+    if inference.spec.caches.ipc.type != "SharedMemory":
+        yield ""
+        return
+    folder = tempfile.mkdtemp(prefix="foveal-up-", dir="/dev/shm")
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_curve_keys(folder: Path) -> None:
+    """Fresh for each run, readable by this user alone."""
+    target = folder / "curve"
+    target.mkdir(mode=0o700, exist_ok=True)
+    pairs = make_key_pairs(secrets.token_bytes)
+    for field in pairs.__struct_fields__:
+        file = target / field.replace("_", "-")
+        file.write_text(getattr(pairs, field), encoding="ascii")
+        file.chmod(0o600)

@@ -1,0 +1,76 @@
+"""The `foveal` command: parses arguments, runs one subcommand, turns its result into an exit code.
+
+Exit codes stand in cli_errors.py. Usable as `kubectl foveal` too. Holds no behaviour of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from foveal_operator.cli.completion import command as cli_completion
+from foveal_operator.cli.dashboard import command as cli_dashboard
+from foveal_operator.cli.doctor import command as cli_doctor
+from foveal_operator.cli.help import Help
+from foveal_operator.cli.local import command as cli_up
+from foveal_operator.cli.plan import command as cli_plan
+from foveal_operator.cli.status import command as cli_status
+from foveal_operator.common.errors import (
+    EXIT_CODES,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_USAGE,
+    CommandError,
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Arguments of every subcommand."""
+    root = argparse.ArgumentParser(
+        prog="kubectl foveal" if Path(sys.argv[0]).name == "kubectl-foveal" else "foveal",
+        description="Multimodal models on Kubernetes: budgets first, then pods.",
+        epilog=EXIT_CODES,
+        formatter_class=Help,
+    )
+    root.add_argument("--version", action="version", version=f"foveal {_version()}")
+    commands = root.add_subparsers(
+        title="commands", dest="command", required=True, metavar="COMMAND"
+    )
+    cli_plan.add_parser(commands)
+    cli_up.add_parser(commands)
+    cli_status.add_parsers(commands)
+    cli_dashboard.add_parser(commands)
+    cli_doctor.add_parser(commands)
+    cli_completion.add_parser(commands, root)
+    return root
+
+
+def _version() -> str:
+    try:
+        return version("foveal-operator")
+    except PackageNotFoundError:
+        return "0+unknown"
+
+
+def main(argv: list[str] | None = None) -> int:
+    if not (sys.argv[1:] if argv is None else argv):
+        parser().print_help(sys.stderr)
+        return EXIT_USAGE
+    arguments = parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except CommandError as error:
+        print(f"foveal: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has seen enough (| head).
+        sys.stderr.close()
+        return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

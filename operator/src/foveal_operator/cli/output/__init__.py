@@ -1,0 +1,1 @@
+"""Tables, times and terminal output of the command line."""

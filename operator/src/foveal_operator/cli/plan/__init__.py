@@ -1,0 +1,1 @@
+"""`foveal plan`: budgets and objects without or against a cluster."""

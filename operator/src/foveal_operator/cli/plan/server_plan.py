@@ -1,0 +1,222 @@
+"""What the operator would do with a resource in a live cluster: its own functions, no writes.
+
+Called by `foveal plan --server`. The cluster is read through the caller's rights into the caches
+that the operator's Looker reads; what comes out is the same Pass that a reconcile acts on. Writing
+is impossible by construction: the cluster that it is given has no writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+
+import msgspec
+
+from foveal_operator import manifests
+from foveal_operator.common.clock import Clock
+from foveal_operator.common.errors import ClusterAnswerError
+from foveal_operator.kube.kinds import CHILD_SELECTOR, INSTANCE, WATCHED, Kind
+from foveal_operator.kube.reader import (
+    OPERATOR_SELECTOR,
+    ForbiddenError,
+    Obj,
+    Reader,
+)
+from foveal_operator.kube.store import Caches, Key
+from foveal_operator.manifests.budget_inputs import NodeFacts, budget_inputs
+from foveal_operator.observability import resource_dashboards, resource_rule_groups
+from foveal_operator.pods.probes import PodReports
+from foveal_operator.process import options
+from foveal_operator.reconcile.cluster_facts import Survey
+from foveal_operator.reconcile.observe import Looker, Pass, Settings
+from foveal_runtime.plan.budget.planner import plan as make_plan
+from foveal_runtime.plan.profile import ModelProfile
+
+PAGE = "500"
+
+
+class ReadOnlyCluster:
+    """`cluster.Cluster` for reads; its writes are errors of ours."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+
+    async def get(self, kind: Kind, namespace: str | None, name: str) -> Obj | None:
+        return self._reader.get(kind.path(namespace, name))
+
+    async def list_all(
+        self, kind: Kind, namespace: str | None, selector: str = "", fields: str = ""
+    ) -> list[Obj]:
+        """A kind that may not be listed, or is not served, has no objects that are known."""
+        try:
+            return list_objects(self._reader, kind, namespace, selector)
+        except ForbiddenError:
+            return []
+
+    async def pages(
+        self, kind: Kind, namespace: str | None, selector: str = "", fields: str = ""
+    ) -> AsyncIterator[list[Obj]]:
+        yield await self.list_all(kind, namespace, selector, fields)
+
+    async def serves(self, kind: Kind) -> bool:
+        listed = self._reader.get(kind.root) or {}
+        return any(entry.get("name") == kind.plural for entry in listed.get("resources") or ())
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+    async def apply(self, body: Obj) -> Obj:
+        raise AssertionError("a plan writes nothing")
+
+    async def apply_status(self, body: Obj) -> Obj:
+        raise AssertionError("a plan writes nothing")
+
+    async def create(self, body: Obj, *, dry_run: bool = False) -> Obj | None:
+        raise AssertionError("a plan writes nothing")
+
+    async def update(self, body: Obj) -> Obj:
+        raise AssertionError("a plan writes nothing")
+
+    async def delete(self, kind: Kind, namespace: str, name: str, uid: str) -> bool:
+        raise AssertionError("a plan writes nothing")
+
+
+def list_objects(
+    reader: Reader, kind: Kind, namespace: str | None, selector: str = ""
+) -> list[Obj]:
+    """All pages. Raises ClusterAnswerError."""
+    query = {"limit": PAGE, **({"labelSelector": selector} if selector else {})}
+    found: list[Obj] = []
+    while True:
+        page = reader.get(kind.path(namespace), **query) or {}
+        for item in page.get("items") or ():
+            found.append({**item, "apiVersion": kind.api_version, "kind": kind.name})
+        token = page.get("metadata", {}).get("continue")
+        if not token:
+            return found
+        query = {**query, "continue": token}
+
+
+def operator_settings(reader: Reader) -> tuple[Settings, str]:
+    """The settings of the operator that runs in the cluster, and a note when they are not known."""
+    unknown = "the operator's own settings are not known: give --image if this is a new resource"
+    default = Settings(rule_groups=resource_rule_groups(), dashboards=resource_dashboards())
+    try:
+        listed = reader.get("/apis/apps/v1/deployments", labelSelector=OPERATOR_SELECTOR) or {}
+    except ClusterAnswerError:
+        return default, unknown
+    for item in listed.get("items") or ():
+        for container in item["spec"]["template"]["spec"].get("containers") or ():
+            command = [*(container.get("command") or ()), *(container.get("args") or ())]
+            if any("foveal-operator" in word for word in command):
+                return _settings(container)
+    return default, unknown
+
+
+def _settings(container: Obj) -> tuple[Settings, str]:
+    """From its flags; those that this release does not know are left out. And a note when they
+    name files of its own."""
+    words = [str(word) for word in container.get("args") or ()]
+    flags = options.parser()
+    environment = {
+        entry["name"]: str(entry["value"])
+        for entry in container.get("env") or ()
+        if "value" in entry
+    }
+    for action in flags._actions:
+        given = environment.get(f"FOVEAL_OPERATOR_{action.dest.upper()}")
+        if given is not None:
+            flags.set_defaults(**{action.dest: given})
+    try:
+        found, _ = flags.parse_known_args(words)
+    except SystemExit as error:
+        raise ClusterAnswerError(
+            f"the operator's flags cannot be read: {' '.join(words)}"
+        ) from error
+    settings = Settings(
+        runtime_image=found.runtime_image,
+        cluster_domain=found.cluster_domain,
+        monitoring_namespace=found.monitoring_namespace,
+        rule_groups=resource_rule_groups(),
+        dashboards=resource_dashboards(),
+    )
+    own = [flag for flag in ("rules", "dashboards") if getattr(found, flag)]
+    if not own:
+        return settings, ""
+    return settings, f"the operator has {' and '.join(own)} of its own; compared are the built-in"
+
+
+def merged(wanted: Obj, live: Obj | None) -> Obj:
+    """The resource as it would lie in the cluster after `kubectl apply`."""
+    if live is None:
+        return wanted
+    metadata = dict(live["metadata"])
+    generation = int(metadata.get("generation", 0))
+    if live.get("spec") != wanted["spec"]:
+        metadata["generation"] = generation + 1
+    return {**live, "metadata": metadata, "spec": wanted["spec"]}
+
+
+async def look_as_operator(
+    reader: Reader,
+    resource: Obj,
+    settings: Settings,
+    *,
+    profile: ModelProfile | None = None,
+    nodes: NodeFacts | None = None,
+) -> tuple[Pass, Caches]:
+    """One pass over the resource, as far as its decisions. Raises SpecError, ClusterAnswerError.
+
+    `profile` and `nodes` stand in for what the cluster does not tell; a profile that it holds and
+    a basis that it has kept win.
+    """
+    metadata = resource["metadata"]
+    key: Key = (metadata["namespace"], metadata["name"])
+    clock, cluster = Clock(), ReadOnlyCluster(reader)
+    survey = Survey(cluster, clock)
+    await survey.refresh()
+    caches = _filled(reader, key, survey.apis)
+    looker = Looker(
+        cluster, caches, survey, clock=clock, settings=settings, observe_pods=_nobody_asked
+    )
+    body = {**resource, "metadata": {"uid": "", **metadata}}
+    work = await looker.look(key, body)
+    known = work.model.profile or profile
+    if known is not None and (work.plan is None or not work.facts.model_ready):
+        await _planned(looker, work, known, nodes)
+    return work, caches
+
+
+async def _planned(
+    looker: Looker, work: Pass, profile: ModelProfile, nodes: NodeFacts | None
+) -> None:
+    """The pass as it will be once the cluster has found this profile and fetched the model."""
+    known = work.basis.nodes
+    facts = NodeFacts(
+        node_bytes=known.node_bytes or (nodes.node_bytes if nodes else 0),
+        device_bytes=known.device_bytes or (nodes.device_bytes if nodes else 0),
+    )
+    work.plan = make_plan(budget_inputs(work.inference, facts), profile)
+    work.facts = msgspec.structs.replace(work.facts, model_ready=True)
+    work.desired = manifests.desired(work.inference, work.plan, work.facts)
+    work.rollout = await looker.decide(work)
+
+
+async def _nobody_asked(*_: Sequence[Obj]) -> PodReports:
+    """Pods are not asked from here: their ports take only frontends and Prometheus."""
+    return PodReports()
+
+
+def _filled(reader: Reader, key: Key, apis: frozenset[str]) -> Caches:
+    """What the operator's watches would have told about this resource."""
+    caches = Caches(whole=True)
+    namespace, name = key
+    selector = f"{INSTANCE}={name}"
+    for kind in WATCHED:
+        if kind.optional and kind.name not in apis:
+            continue
+        narrowed = selector if kind.name == "Pod" else f"{CHILD_SELECTOR},{selector}"
+        if kind.plural == "multimodalinferences":
+            continue
+        for body in list_objects(reader, kind, namespace, narrowed):
+            caches.put(kind, body)
+    return caches

@@ -1,0 +1,1 @@
+"""`foveal status`: the state of resources in a cluster."""

@@ -1,0 +1,190 @@
+"""`foveal status`, `foveal budget` and `foveal wait`: what the operator says about a resource.
+
+They read the resource alone; a user who may `get` it needs no other right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+
+from foveal_operator.cli.cluster_flags import (
+    OUTPUTS,
+    Connect,
+    add_cluster_flags,
+    connect,
+    formatted,
+    get_inference,
+    inferences_path,
+)
+from foveal_operator.cli.help import Help
+from foveal_operator.cli.output.terminal import style_of
+from foveal_operator.cli.output.times import duration
+from foveal_operator.cli.plan.budget_view import budget_rows, budget_text
+from foveal_operator.cli.status.view import (
+    condition,
+    is_current,
+    resource_table,
+    status_text,
+)
+from foveal_operator.common.errors import (
+    EXIT_NO,
+    EXIT_OK,
+    ClusterAnswerError,
+    TimeRanOut,
+)
+from foveal_operator.kube.reader import Obj, Reader, UnreachableError
+
+POLL_SECONDS = 1.0
+_STATUS_EPILOG = """\
+Without a name: every resource of the namespace, a line each.
+
+exit codes: 0 answered (ready or not: see `foveal wait`), 4 no such resource or no cluster
+"""
+_BUDGET_EPILOG = """\
+PLANNED is what the operator derived or was told, MEASURED what the pods report, OFF the difference;
+of a limit (names that end in Memory) it says how much is in use.
+
+exit codes: 0 answered, 4 no such resource or no cluster
+"""
+_WAIT_EPILOG = """\
+examples:
+  foveal wait qwen                          # Ready, within 30 minutes
+  foveal wait qwen --for Available --timeout 5m
+  foveal wait qwen --for delete
+
+A condition counts only when the operator has seen the present spec. A resource that is Stalled
+will not become Ready by waiting, so that ends the wait, unless --keep-waiting is given.
+
+exit codes: 0 it holds, 1 the resource is stalled, 4 no such resource or no cluster, 5 time ran out
+"""
+
+
+def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    status = _parser(commands, "status", "how a resource is, and why", _STATUS_EPILOG)
+    status.add_argument("name", nargs="?", help="of the MultiModalInference")
+    status.set_defaults(run=run_status)
+    budget = _parser(commands, "budget", "planned and measured memory of a resource",
+                     _BUDGET_EPILOG)  # fmt: skip
+    budget.add_argument("name", help="of the MultiModalInference")
+    budget.set_defaults(run=run_budget)
+    for one in (status, budget):
+        one.add_argument("-o", "--output", choices=OUTPUTS, default="table")
+        add_cluster_flags(one)
+    wait = _parser(commands, "wait", "until a resource is ready", _WAIT_EPILOG)
+    wait.add_argument("name", help="of the MultiModalInference")
+    wait.add_argument("--for", dest="goal", default="Ready", metavar="CONDITION",
+                      help="Ready (default), Available, ..., or delete")  # fmt: skip
+    wait.add_argument("--timeout", type=duration, default=1800.0, metavar="TIME",
+                      help="90s, 10m, 2h; 0 looks once (default: 30m)")  # fmt: skip
+    wait.add_argument("--keep-waiting", action="store_true", help="even when it is stalled")
+    add_cluster_flags(wait)
+    wait.set_defaults(run=run_wait)
+
+
+def _parser(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    summary: str,
+    epilog: str,
+) -> argparse.ArgumentParser:
+    return commands.add_parser(
+        name,
+        help=summary,
+        description=f"{name.capitalize()}: {summary}.",
+        epilog=epilog,
+        formatter_class=Help,
+    )
+
+
+def run_status(arguments: argparse.Namespace, open_cluster: Connect = connect) -> int:
+    reader, style = open_cluster(arguments), style_of(sys.stdout)
+    if arguments.name:
+        found = get_inference(reader, arguments.name)
+        if arguments.output != "table":
+            sys.stdout.write(formatted(_essence(found), arguments.output))
+        else:
+            sys.stdout.write(status_text(found, time.time(), style))
+        return EXIT_OK
+    listed = reader.get(inferences_path(reader.namespace))
+    if listed is None:
+        raise ClusterAnswerError("the cluster does not know the resource: install Foveal's chart")
+    items = listed.get("items") or []
+    if arguments.output != "table":
+        sys.stdout.write(formatted([_essence(item) for item in items], arguments.output))
+    elif items:
+        sys.stdout.write(resource_table(items, time.time(), style))
+    else:
+        print(f"no resources in namespace {reader.namespace}", file=sys.stderr)
+    return EXIT_OK
+
+
+def _essence(resource: Obj) -> Obj:
+    """Who it is and how it is; the spec is the user's own."""
+    metadata = resource["metadata"]
+    kept = {key: metadata[key] for key in ("name", "namespace", "generation") if key in metadata}
+    return {"metadata": kept, "current": is_current(resource),
+            "status": resource.get("status") or {}}  # fmt: skip
+
+
+def run_budget(arguments: argparse.Namespace, open_cluster: Connect = connect) -> int:
+    found = get_inference(open_cluster(arguments), arguments.name)
+    if arguments.output == "table":
+        sys.stdout.write(budget_text(found, style_of(sys.stdout)))
+    else:
+        rows = budget_rows((found.get("status") or {}).get("budgets") or {})
+        sys.stdout.write(formatted(rows, arguments.output))
+    return EXIT_OK
+
+
+def run_wait(
+    arguments: argparse.Namespace,
+    open_cluster: Connect = connect,
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> int:
+    """Looks once a second. Raises TimeRanOut. A short loss of the API server is waited through."""
+    reader = open_cluster(arguments)
+    goal = arguments.goal.removeprefix("condition=").removesuffix("=True").removesuffix("=true")
+    if goal.lower() in ("delete", "deleted"):
+        goal = "delete"
+    deadline, said = clock() + arguments.timeout, ""
+    while True:
+        state, done = _look(reader, arguments.name, goal)
+        if state != said:
+            print(f"{arguments.name}: {state}", flush=True)
+            said = state
+        if done:
+            return EXIT_OK
+        if state.startswith("Stalled") and not arguments.keep_waiting and goal != "delete":
+            return EXIT_NO
+        if clock() >= deadline:
+            raise TimeRanOut(
+                f"{arguments.name} is not {goal} after {arguments.timeout:g} s: "
+                f"{said.partition(': ')[0]}"
+            )
+        sleep(POLL_SECONDS)
+
+
+def _look(reader: Reader, name: str, goal: str) -> tuple[str, bool]:
+    """How it stands, in one line, and whether the goal is reached."""
+    try:
+        if goal == "delete":
+            gone = reader.get(inferences_path(reader.namespace, name)) is None
+            return ("deleted" if gone else "still there"), gone
+        found = get_inference(reader, name)
+    except UnreachableError as error:
+        return str(error), False
+    if not is_current(found):
+        return "the operator has not seen this generation yet", False
+    wanted = condition(found, goal)
+    if wanted.get("status") == "True":
+        return f"{goal} ({wanted.get('reason', '')})", True
+    stalled = condition(found, "Stalled")
+    if stalled.get("status") == "True":
+        return f"Stalled ({stalled.get('reason', '')}): {stalled.get('message', '')}", False
+    if not wanted:
+        return f"there is no condition {goal} yet", False
+    return f"not {goal} ({wanted.get('reason', '')}): {wanted.get('message', '')}", False

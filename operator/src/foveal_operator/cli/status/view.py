@@ -1,0 +1,190 @@
+"""One resource, or all of a namespace, as people read it: from the status, nothing else. Pure.
+
+Called by `foveal status` and `foveal wait`. Takes raw objects, so that the status
+of a newer or older operator can still be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from foveal_operator.cli.output.terminal import Style, age, columns, wrapped
+
+Obj = Mapping[str, Any]
+_ORDER = (
+    "SpecAccepted", "BudgetFits", "ModelReady", "EnginesReady", "FrontendsReady", "CachesMirrored",
+    "RouteReady", "ScalingActive", "Available", "Ready", "Reconciling", "Stalled",
+)  # fmt: skip
+_BAD_WHEN_TRUE = frozenset({"Reconciling", "Stalled"})
+
+
+def condition(resource: Obj, kind: str) -> Obj:
+    """The condition of this type; {} when it is not there."""
+    for found in resource.get("status", {}).get("conditions") or ():
+        if found.get("type") == kind:
+            return dict(found)
+    return {}
+
+
+def is_current(resource: Obj) -> bool:
+    """Whether the status speaks of the present spec."""
+    generation = resource["metadata"].get("generation", 0)
+    return int(resource.get("status", {}).get("observedGeneration", 0)) >= int(generation)
+
+
+def resource_table(resources: Sequence[Obj], now: float, style: Style) -> str:
+    """All resources of a namespace, a line each."""
+    heads = ("NAME", "READY", "REASON", "FRONTENDS", "ENGINES", "IPC", "KV", "AGE")
+    rows = [[style.bold(head) for head in heads]]
+    for resource in resources:
+        ready, status = condition(resource, "Ready"), resource.get("status", {})
+        budgets = status.get("budgets") or {}
+        rows.append(
+            [
+                resource["metadata"]["name"],
+                _state(ready.get("status", "Unknown"), "Ready", style),
+                ready.get("reason", "") if is_current(resource) else "NotYetSeen",
+                _ready_of(status.get("frontend")),
+                _ready_of(status.get("engine")),
+                (budgets.get("ipc") or {}).get("display", "-"),
+                (budgets.get("kv") or {}).get("display", "-"),
+                _since(resource["metadata"].get("creationTimestamp"), now),
+            ]
+        )
+    return "\n".join(style.clip(line) for line in columns(rows)) + "\n"
+
+
+def status_text(resource: Obj, now: float, style: Style) -> str:
+    """Conditions, pods, caches and the last failure of one resource."""
+    metadata, status = resource["metadata"], resource.get("status") or {}
+    lines = [_title(resource, style)]
+    if status.get("url"):
+        uri = resource.get("spec", {}).get("model", {}).get("uri", "")
+        serves = condition(resource, "Available").get("status") == "True"
+        word = "serves" if serves else "is to serve"
+        lines += wrapped(f"{word} {uri} on {status['url']}", style, indent="")
+    if not is_current(resource):
+        note = (
+            f"The operator has not seen generation {metadata.get('generation')} yet: what follows "
+            f"is about generation {status.get('observedGeneration', 0)}."
+        )
+        lines += [style.paint(line, "yellow") for line in wrapped(note, style, indent="")]
+    lines += ["", *_conditions(status, now, style)]
+    roles = [(name, status[name]) for name in ("frontend", "engine") if status.get(name)]
+    if roles:
+        lines += ["", *_roles(roles, style)]
+    lines += _revisions(status)
+    if status.get("budgets"):
+        lines += ["", *_caches(status["budgets"], style)]
+    if status.get("lastFailure"):
+        lines += ["", *_failure(status["lastFailure"], now, style)]
+    return "\n".join(lines) + "\n"
+
+
+def _title(resource: Obj, style: Style) -> str:
+    metadata, ready = resource["metadata"], condition(resource, "Ready")
+    words = {"True": ("ready", "green"), "False": ("not ready", "red")}
+    word, look = words.get(str(ready.get("status")), ("no status yet", "yellow"))
+    reason = ready.get("reason", "")
+    tail = f" ({reason})" if reason and word != "ready" else ""
+    paused = "  paused" if resource.get("spec", {}).get("paused") else ""
+    name = style.bold(f"{metadata['name']} in {metadata['namespace']}")
+    return f"{name}  {style.paint(word, look)}{tail}{paused}"
+
+
+def _state(value: str, kind: str, style: Style) -> str:
+    good = "False" if kind in _BAD_WHEN_TRUE else "True"
+    look = "yellow" if value == "Unknown" else "green" if value == good else "red"
+    if kind == "Reconciling" and value == "True":
+        look = "yellow"  # on its way is no trouble
+    return style.paint(value, look)
+
+
+def _conditions(status: Obj, now: float, style: Style) -> list[str]:
+    """A row each; why something is not well stands below its row, in full."""
+    found = {c["type"]: c for c in status.get("conditions") or ()}
+    order = [kind for kind in _ORDER if kind in found]
+    order += sorted(kind for kind in found if kind not in _ORDER)
+    rows = [[style.bold(head) for head in ("CONDITION", "STATUS", "REASON", "FOR")]]
+    for kind in order:
+        one = found[kind]
+        since = _since(one.get("lastTransitionTime"), now)
+        rows.append([kind, _state(one["status"], kind, style), one.get("reason", ""), since])
+    lines = columns(rows)
+    result = lines[:1]
+    for kind, line in zip(order, lines[1:], strict=True):
+        result.append(style.clip(line))
+        good = "False" if kind in _BAD_WHEN_TRUE else "True"
+        # Ready, Reconciling and Stalled repeat what another condition says.
+        if found[kind]["status"] != good and kind not in ("Ready", "Reconciling", "Stalled"):
+            result += wrapped(found[kind].get("message", ""), style)
+    return result
+
+
+def _roles(roles: list[tuple[str, Obj]], style: Style) -> list[str]:
+    heads = ("PODS", "READY", "UPDATED", "DRAINING", "WORKLOAD")
+    rows = [[style.bold(head) for head in heads]]
+    for name, role in roles:
+        desired = role.get("desired", 0)
+        rows.append(
+            [
+                name,
+                f"{role.get('ready', 0)}/{desired}",
+                f"{role.get('updated', 0)}/{desired}",
+                str(role.get("draining", 0)),
+                role.get("workload", "") or "-",
+            ]
+        )
+    return [style.clip(line) for line in columns(rows)]
+
+
+def _revisions(status: Obj) -> list[str]:
+    current, update = status.get("currentRevision"), status.get("updateRevision")
+    model = status.get("model") or {}
+    lines = []
+    if model.get("downloadPercent") is not None:
+        lines.append(f"model: {model['downloadPercent']} % fetched")
+    if model.get("resolvedRevision"):
+        lines.append(f"model revision: {model['resolvedRevision']}")
+    if current and update and current != update:
+        lines.append(f"revision {current} serves, {update} is on its way")
+    if status.get("rolloutStrategy"):
+        lines.append(f"rollout: {status['rolloutStrategy']}")
+    return ["", *lines] if lines else []
+
+
+def _caches(budgets: Obj, style: Style) -> list[str]:
+    names = [name for name in ("processor", "ipc", "encoder", "encoderHost", "kv")
+             if name in budgets and budgets[name].get("bytes")]  # fmt: skip
+    rows = [[style.bold(head) for head in ("CACHE", "SIZE", "FROM")]]
+    rows += [[name, budgets[name]["display"], budgets[name].get("source", "")] for name in names]
+    return columns(rows, right=frozenset({1}))
+
+
+def _failure(failure: Obj, now: float, style: Style) -> Iterator[str]:
+    when = _since(failure.get("time"), now)
+    code = failure.get("exitCode", -1)
+    ended = f", exit code {code}" if code >= 0 else ""
+    peak = failure.get("memoryPeak")
+    limit = f" of {failure['memoryLimit']}" if failure.get("memoryLimit") else ""
+    used = f", memory peak {peak}{limit}" if peak else ""
+    yield style.bold("LAST FAILURE") + (f"  {when} ago" if when != "-" else "")
+    what = f"{failure['pod']} ({failure['container']}): {failure['reason']}{ended}{used}"
+    yield from wrapped(what, style)
+    yield from wrapped(failure.get("message", ""), style)
+
+
+def _ready_of(role: Obj | None) -> str:
+    return f"{role.get('ready', 0)}/{role.get('desired', 0)}" if role else "-"
+
+
+def _since(text: str | None, now: float) -> str:
+    if not text:
+        return "-"
+    try:
+        then = datetime.fromisoformat(text.replace("Z", "+00:00"))
+    except ValueError:
+        return "-"
+    return age(now - then.replace(tzinfo=then.tzinfo or UTC).timestamp())

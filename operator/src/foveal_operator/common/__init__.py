@@ -1,0 +1,1 @@
+"""Clock, logging and command-line errors, shared by all layers."""

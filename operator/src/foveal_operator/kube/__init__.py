@@ -1,0 +1,1 @@
+"""Access to the Kubernetes API: client, watches, queue, Lease, Events."""

@@ -1,0 +1,135 @@
+"""Keeps the caches true and says which resources to look at: watch events in, keys out.
+
+The events come from handlers.py (kopf), which loses deletions when a watch breaks. So every kind is
+also listed live: once at the start, after a watch had to begin anew, and every resync interval;
+ghosts go then and their owners are looked at. Never writes to the cluster.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from foveal_operator.common.clock import Clock
+from foveal_operator.kube.cluster import Cluster, Obj
+from foveal_operator.kube.errors import ApiError, NotFound
+from foveal_operator.kube.kinds import CHILD_SELECTOR, INFERENCE, POD, WATCHED, Kind
+from foveal_operator.kube.store import Caches, Key, owner_of
+from foveal_operator.telemetry.series import Telemetry
+
+log = logging.getLogger(__name__)
+
+RELIST_SECONDS = 10.0
+
+
+def selector_of(kind: Kind) -> str:
+    """Server-side filter: all resources, and of every other kind only what is ours."""
+    return "" if kind is INFERENCE else CHILD_SELECTOR
+
+
+class Watch:
+    """Args:
+    namespaces: what is watched; empty = all namespaces.
+    enqueue: takes the key of a resource that should be looked at.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        caches: Caches,
+        telemetry: Telemetry,
+        *,
+        clock: Clock,
+        namespaces: Sequence[str],
+        enqueue: Callable[[Key], None],
+    ) -> None:
+        self._cluster = cluster
+        self._caches = caches
+        self._telemetry = telemetry
+        self._clock = clock
+        self._namespaces: tuple[str | None, ...] = tuple(namespaces) or (None,)
+        self._enqueue = enqueue
+        self._stale: dict[str, Kind] = {}
+        self._listed: dict[str, float] = {}
+        self.is_synced = False
+
+    def kinds(self, apis: frozenset[str]) -> tuple[Kind, ...]:
+        """What can be watched in a cluster that serves these optional APIs."""
+        return tuple(kind for kind in WATCHED if not kind.optional or kind.name in apis)
+
+    def on_event(self, kind: Kind, change: str | None, body: Obj) -> None:
+        """One watch event; None as change marks an object of a list that a watch began with."""
+        metadata = body["metadata"]
+        if change == "DELETED":
+            namespace = metadata.get("namespace", "")
+            known = self._caches.drop(kind, namespace, metadata["name"], metadata["uid"])
+            changed = known is not None
+        else:
+            changed = self._caches.put(kind, body)
+            if change is None:
+                self._began_anew(kind)
+        if changed:
+            self._owner_changed(kind, body)
+
+    def _began_anew(self, kind: Kind) -> None:
+        """The engine has listed: what was deleted before that list, no event will tell."""
+        listed = self._listed.get(kind.name)
+        if listed is not None and self._clock.monotonic() - listed > RELIST_SECONDS:
+            self._stale[kind.name] = kind
+
+    def _owner_changed(self, kind: Kind, body: Obj) -> None:
+        owner = owner_of(kind, body)
+        if owner is not None:
+            self._enqueue(owner)
+        self._telemetry.set(
+            "foveal_operator_cached_objects", self._caches.count(kind), kind=kind.name
+        )
+
+    async def sync(self, kinds: Sequence[Kind]) -> None:
+        """Lists all of these kinds and looks at every resource. Raises ApiError; the resource's
+        own API must be there, any other may be missing."""
+        for kind in kinds:
+            await self.relist(kind)
+        self.is_synced = True
+        for key in self._caches.keys(INFERENCE):
+            self._enqueue(key)
+
+    async def relist_stale(self) -> None:
+        """Lists what a broken watch may have missed. Call every few seconds."""
+        for kind in list(self._stale.values()):
+            try:
+                await self.relist(kind)
+            except ApiError as error:
+                log.warning("list of %s: %s", kind.plural, error)
+                continue
+
+    async def relist(self, kind: Kind) -> None:
+        """One live list of a kind; whatever the watch had not told is taken in."""
+        was_synced = kind.name in self._listed
+        for namespace in self._namespaces:
+            num_missed = await self._relist(kind, namespace)
+            # Pods change all the time: a list that overtakes the watch by a moment is no news.
+            if num_missed and was_synced and kind is not POD:
+                log.info("%d %s were not told by the watch", num_missed, kind.plural)
+                self._telemetry.count("foveal_operator_watch_missed", num_missed, kind=kind.name)
+        self._listed[kind.name] = self._clock.monotonic()
+        self._stale.pop(kind.name, None)
+
+    async def _relist(self, kind: Kind, namespace: str | None) -> int:
+        """How many objects were missing, stale or ghosts."""
+        before, mark = self._caches.uids(kind, namespace), self._caches.mark
+        listed, num_missed = set[str](), 0
+        try:
+            async for page in self._cluster.pages(kind, namespace, selector_of(kind)):
+                for body in page:
+                    listed.add(body["metadata"]["uid"])
+                    if self._caches.put(kind, body, mark):
+                        self._owner_changed(kind, body)
+                        num_missed += 1
+        except NotFound:
+            if kind is INFERENCE or not kind.optional:
+                raise
+        ghosts = self._caches.keep_only(kind, listed, before)
+        for body in ghosts:
+            self._owner_changed(kind, body)
+        return num_missed + len(ghosts)

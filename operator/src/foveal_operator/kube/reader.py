@@ -1,0 +1,183 @@
+"""A cluster as the command line reads it: kubectl's configuration, raw objects, live answers.
+
+`Reader` is the seam; KubeReader speaks HTTP through the official client, FakeReader holds answers.
+It stores nothing anywhere: its one POST is a review, which the API server only answers. The
+operator's own calls are elsewhere; they run without a user.
+"""
+
+from __future__ import annotations
+
+import email.utils
+import json
+import time
+import urllib.parse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from foveal_operator.common.errors import ClusterAnswerError
+
+Obj = dict[str, Any]
+TIMEOUT_SECONDS = 15.0
+OPERATOR_SELECTOR = "app.kubernetes.io/part-of=foveal,app.kubernetes.io/component=operator"
+"""The operator's own Deployment, by its chart's labels."""
+_POD_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
+
+class ForbiddenError(ClusterAnswerError):
+    """The caller has no right to this; the message is the API server's."""
+
+
+class UnreachableError(ClusterAnswerError):
+    """No answer, or an answer that is not the API server's."""
+
+
+class NotConfiguredError(ClusterAnswerError):
+    """There is no kubeconfig and no pod around us."""
+
+
+class Reader(Protocol):
+    """Every call may raise ClusterAnswerError."""
+
+    namespace: str
+    """The one that was asked for, or the context's."""
+    server: str
+
+    def get(self, path: str, **query: str) -> Obj | None:
+        """The object or list at a path; None when there is none."""
+
+    def review(self, path: str, body: Obj) -> Obj:
+        """Posts a SelfSubjectAccessReview or its like."""
+
+    def skew_seconds(self) -> float | None:
+        """This machine's clock less the API server's; None before the first answer."""
+
+
+class KubeReader:
+    """The real one. Raises NotConfiguredError."""
+
+    def __init__(self, kubeconfig: str = "", context: str = "", namespace: str = "") -> None:
+        from kubernetes import client, config
+
+        configuration = client.Configuration()
+        found = _load(config, configuration, kubeconfig, context)
+        configuration.retries = False
+        self._client = client.ApiClient(configuration)
+        self.namespace = namespace or found or "default"
+        self.server = str(configuration.host)
+        self._skew_seconds: float | None = None
+
+    def get(self, path: str, **query: str) -> Obj | None:
+        target = f"{path}?{urllib.parse.urlencode(query)}" if query else path
+        status, body = self._call("GET", target)
+        return None if status == 404 else body
+
+    def review(self, path: str, body: Obj) -> Obj:
+        status, answer = self._call("POST", path, body)
+        if status == 404:
+            raise ClusterAnswerError(f"the cluster does not serve {path}")
+        return answer
+
+    def skew_seconds(self) -> float | None:
+        return self._skew_seconds
+
+    def _call(self, method: str, target: str, body: Obj | None = None) -> tuple[int, Obj]:
+        """The status and the parsed answer; a refusal raises, all but 404."""
+        from kubernetes.client.exceptions import ApiException
+        from urllib3.exceptions import HTTPError
+
+        headers = {"Accept": "application/json", "Content-Type": "application/json"}
+        serialized = self._client.param_serialize(
+            method, target, header_params=headers, body=body, auth_settings=["BearerToken"]
+        )
+        try:
+            answer = self._client.call_api(*serialized, _request_timeout=TIMEOUT_SECONDS)
+            data: bytes = answer.read() or b""
+        except (ApiException, HTTPError, OSError) as error:
+            raise UnreachableError(f"{self.server} does not answer: {_short(error)}") from error
+        self._note_clock(answer.getheader("Date", ""))
+        return _judged(method, target, int(answer.status), data)
+
+    def _note_clock(self, date: str) -> None:
+        try:
+            self._skew_seconds = time.time() - email.utils.parsedate_to_datetime(date).timestamp()
+        except (TypeError, ValueError):
+            return
+
+
+def _judged(method: str, target: str, status: int, data: bytes) -> tuple[int, Obj]:
+    try:
+        parsed = json.loads(data) if data else {}
+    except ValueError:
+        parsed = None
+    body: Obj = parsed if isinstance(parsed, dict) else {}
+    message = str(body.get("message") or data[:200].decode("utf-8", "replace")).strip()
+    if status == 403:
+        raise ForbiddenError(message)
+    if status == 401:
+        raise ClusterAnswerError("the cluster does not know this user: log in again")
+    if status >= 500 or (parsed is None and status != 404):
+        raise UnreachableError(f"{method} {target}: HTTP {status}: {message}")
+    if status >= 400 and status != 404:
+        raise ClusterAnswerError(message)
+    return status, body
+
+
+def _load(config: Any, configuration: Any, kubeconfig: str, context: str) -> str:
+    """Fills the configuration as kubectl would; returns its namespace, "" when it names none."""
+    try:
+        config.load_kube_config(
+            config_file=kubeconfig or None,
+            context=context or None,
+            client_configuration=configuration,
+            persist_config=False,
+        )
+        contexts, active = config.list_kube_config_contexts(kubeconfig or None)
+        chosen = next((c for c in contexts if c["name"] == context), active)
+        return str(chosen["context"].get("namespace") or "")
+    except (config.ConfigException, OSError) as error:
+        if kubeconfig or context:
+            raise NotConfiguredError(f"--kubeconfig/--context: {_short(error)}") from error
+    try:
+        config.load_incluster_config(client_configuration=configuration)
+        return _POD_NAMESPACE.read_text(encoding="utf-8").strip()
+    except (config.ConfigException, OSError) as error:
+        raise NotConfiguredError(
+            "no cluster is configured: set KUBECONFIG, give --kubeconfig, or run in a pod"
+        ) from error
+
+
+def _short(error: Exception) -> str:
+    """What is wrong, without urllib3's wrapping."""
+    reason = getattr(error, "reason", None) or error
+    text = " ".join(str(reason).split())
+    return text.rpartition(">: ")[2] or type(error).__name__
+
+
+class FakeReader:
+    """Answers by path; an exception as answer is raised. Keeps every call."""
+
+    def __init__(self, answers: Mapping[str, Obj | Exception], namespace: str = "default") -> None:
+        self.answers = dict(answers)
+        self.namespace = namespace
+        self.server = "https://fake"
+        self.calls: list[str] = []
+        self.denied: set[tuple[str, str]] = set()
+        """(verb, resource) that reviews deny."""
+        self.skew: float | None = 0.0
+
+    def get(self, path: str, **query: str) -> Obj | None:
+        self.calls.append(f"GET {path}" + (f"?{urllib.parse.urlencode(query)}" if query else ""))
+        answer = self.answers.get(path)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def review(self, path: str, body: Obj) -> Obj:
+        self.calls.append(f"POST {path}")
+        asked = body["spec"]["resourceAttributes"]
+        allowed = (asked["verb"], asked["resource"]) not in self.denied
+        return {**body, "status": {"allowed": allowed}}
+
+    def skew_seconds(self) -> float | None:
+        return self.skew

@@ -1,0 +1,100 @@
+"""From a parsed resource and facts about nodes to the planner's inputs, and back to documents.
+
+Called by the reconciler and the CLI. The one place that knows which field of the resource feeds
+which number of plan/; it computes none itself.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from foveal_operator.api.caches import Modalities
+from foveal_operator.api.parse import InferenceSpec
+from foveal_operator.api.rules import size_of
+from foveal_runtime.plan.budget.types import BudgetInputs, EngineInputs, FrontendInputs
+from foveal_runtime.plan.config import ModalitiesConfig, ModalityLimits
+from foveal_runtime.plan.quantity import parse_bytes
+
+
+class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What nodes offer. 0 = not known.
+
+    Attributes:
+        node_bytes: allocatable memory of the largest node a pod could run on.
+        device_bytes: memory of one device, as node labels or device attributes tell.
+    """
+
+    node_bytes: int = 0
+    device_bytes: int = 0
+
+
+def budget_inputs(inference: InferenceSpec, facts: NodeFacts) -> BudgetInputs:
+    """The planner's view of a resource."""
+    spec = inference.spec
+    frontend, engine, caches = spec.frontend, spec.engine, spec.caches
+    is_cpu = engine.accelerator.type == "CPU"
+    shared = caches.ipc.type == "SharedMemory"
+    ipc_bytes = size_of(caches.ipc.size)
+    return BudgetInputs(
+        frontend=FrontendInputs(
+            processes=frontend.processes,
+            media_workers=frontend.media_workers,
+            limit_bytes=size_of(frontend.host_memory),
+            processor_bytes=size_of(caches.processor.size),
+            max_media_bytes=parse_bytes(frontend.admission.max_media),
+            max_body_bytes=parse_bytes(frontend.admission.max_body),
+            shm_bytes=(ipc_bytes or parse_bytes("1Gi")) if shared else 0,
+        ),
+        engine=EngineInputs(
+            num_engines=max(1, inference.num_engines),
+            limit_bytes=size_of(engine.host_memory),
+            device="cpu" if is_cpu else "gpu",
+            num_devices=engine.num_devices,
+            devices_field=(
+                "engine.parallelism.tensor"
+                if engine.parallelism.tensor
+                else "engine.accelerator.count"
+            ),
+            device_bytes=size_of(engine.accelerator.memory) or facts.device_bytes,
+            max_model_len=engine.max_model_len or 0,
+            max_num_seqs=engine.max_num_seqs,
+            max_num_batched_tokens=engine.max_num_batched_tokens,
+            max_num_encoder_input_tokens=engine.max_num_encoder_input_tokens or 0,
+            disable_chunked_mm_input=engine.disable_chunked_multi_modal_input,
+            block_size=engine.block_size,
+            ipc_bytes=ipc_bytes,
+            encoder_bytes=size_of(caches.encoder.size),
+            encoder_embeds=caches.encoder.tokens or 0,
+            encoder_host_bytes=size_of(caches.encoder.host_size),
+            kv_bytes=size_of(caches.kv.size),
+            kv_dtype=caches.kv.dtype,
+        ),
+        modalities=modalities_config(spec.modalities),
+        headroom_percent=caches.headroom_percent,
+        on_misfit=caches.on_misfit,
+        node_bytes=facts.node_bytes,
+    )
+
+
+def modalities_config(modalities: Modalities) -> ModalitiesConfig:
+    """The limits as the processes read them."""
+    image, video, audio = modalities.image, modalities.video, modalities.audio
+    return ModalitiesConfig(
+        image=ModalityLimits(
+            max_per_prompt=image.max_per_prompt,
+            max_bytes=parse_bytes(image.max_size),
+            max_pixels=image.max_pixels,
+        ),
+        video=ModalityLimits(
+            max_per_prompt=video.max_per_prompt,
+            max_bytes=parse_bytes(video.max_size),
+            max_pixels=video.max_pixels,
+            max_seconds=float(video.max_seconds),
+            max_frames=video.max_frames,
+        ),
+        audio=ModalityLimits(
+            max_per_prompt=audio.max_per_prompt,
+            max_bytes=parse_bytes(audio.max_size),
+            max_seconds=float(audio.max_seconds),
+        ),
+    )

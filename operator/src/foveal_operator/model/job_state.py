@@ -1,0 +1,149 @@
+"""What became of a Job, from it and its pods. Pure; used by model_flow.py."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import Any
+
+import msgspec
+
+from foveal_operator.api import reasons
+from foveal_operator.api.reasons import Reason
+from foveal_operator.api.status import Failure
+from foveal_operator.pods.diagnose import EXIT_STARTUP_ERROR, diagnose, last_failure
+
+Obj = Mapping[str, Any]
+_DENIED = re.compile(
+    r"\b(401|403|unauthorized|forbidden|denied|gated|AccessDenied|InvalidAccessKeyId"
+    r"|SignatureDoesNotMatch|ExpiredToken|InvalidToken|unable to locate credentials)\b",
+    re.IGNORECASE,
+)
+_NOT_FOUND = re.compile(
+    r"\b(404|RepositoryNotFound|RevisionNotFound|NoSuchBucket|not found|not a model we can load)\b",
+    re.IGNORECASE,
+)
+_ENDED_BADLY = (
+    reasons.CRASHED, reasons.OOM_KILLED, reasons.INVALID_ARGUMENT, reasons.SHM_FULL,
+    reasons.DEVICE_FULL,
+)  # fmt: skip
+
+
+class JobState(msgspec.Struct, frozen=True, kw_only=True):
+    """One Job.
+
+    Attributes:
+        ended_at: seconds since the epoch; 0 while it runs.
+        message: termination message of the pod that succeeded.
+        trouble, text: what its pods suffer from, and the last line that tells it.
+        exit_code: of the container that ended last; 0 = none did.
+        newest_pod: name of its latest attempt; "" = none yet.
+        failure: how one of its pods ended badly last.
+    """
+
+    exists: bool = False
+    uid: str = ""
+    is_complete: bool = False
+    is_failed: bool = False
+    ended_at: float = 0.0
+    message: str = ""
+    trouble: Reason | None = None
+    text: str = ""
+    exit_code: int = 0
+    newest_pod: str = ""
+    failure: Failure | None = None
+
+    @property
+    def has_ended_badly(self) -> bool:
+        """Its container ran and failed, which the Job tries again by itself."""
+        return self.trouble in _ENDED_BADLY
+
+    @property
+    def is_unschedulable(self) -> bool:
+        return self.trouble is reasons.UNSCHEDULABLE
+
+    def fetch_reason(self) -> Reason:
+        """Why a download failed, from the one line that the runtime ends with."""
+        return _fetch_reason(self.text)
+
+    def profile_reason(self) -> Reason:
+        """The runtime refuses a model with its own exit code; all else may pass."""
+        if self.exit_code == EXIT_STARTUP_ERROR:
+            return reasons.UNSUPPORTED_MODEL
+        return reasons.PROFILE_FAILED
+
+
+def _fetch_reason(line: str) -> Reason:
+    if _DENIED.search(line):
+        return reasons.FETCH_DENIED
+    if _NOT_FOUND.search(line):
+        return reasons.NOT_FOUND
+    return reasons.FETCH_FAILED
+
+
+def _failure(pods: Iterable[Obj]) -> Failure | None:
+    """As of any pod, in the words of Jobs."""
+    found = last_failure(pods)
+    if found is None or found.reason not in (reasons.CRASHED.name, reasons.INVALID_ARGUMENT.name):
+        return found
+    if found.container == "fetch":
+        reason = _fetch_reason(found.message)
+    elif found.exit_code == EXIT_STARTUP_ERROR:
+        reason = reasons.UNSUPPORTED_MODEL
+    else:
+        reason = reasons.PROFILE_FAILED
+    return msgspec.structs.replace(found, reason=reason.name)
+
+
+def read_job(job: Obj | None, name: str, pods: Iterable[Obj]) -> JobState:
+    """The state of the Job called `name`, of which `pods` may hold some pods."""
+    if job is None:
+        return JobState()
+    mine = [pod for pod in pods if _job_name(pod) == name]
+    status = job.get("status", {})
+    conditions = {c.get("type"): c for c in status.get("conditions", ()) if c["status"] == "True"}
+    over = conditions.get("Complete") or conditions.get("Failed") or {}
+    is_complete = "Complete" in conditions
+    newest = max(mine, key=lambda pod: str(pod["metadata"].get("creationTimestamp")), default=None)
+    # What an earlier attempt suffered from is over when a new one runs.
+    found = None if is_complete or newest is None else diagnose([newest])
+    ended = sorted(_terminations(mine), key=lambda one: str(one.get("finishedAt") or ""))
+    good = [one for one in ended if one.get("exitCode") == 0]
+    bad = [one for one in ended if one.get("exitCode") != 0]
+    text = found.message if found else ""
+    if not text and "Failed" in conditions:
+        text = str(over.get("message") or over.get("reason") or "")
+    return JobState(
+        exists=True,
+        uid=str(job["metadata"].get("uid", "")),
+        is_complete=is_complete,
+        is_failed="Failed" in conditions,
+        ended_at=_seconds(over.get("lastTransitionTime")),
+        message=str(good[-1].get("message") or "") if good else "",
+        trouble=found.reason if found else None,
+        text=text,
+        exit_code=int(bad[-1].get("exitCode", 0)) if bad else 0,
+        newest_pod=str(newest["metadata"]["name"]) if newest else "",
+        failure=_failure(mine),
+    )
+
+
+def _job_name(pod: Obj) -> str:
+    labels = pod["metadata"].get("labels", {})
+    return str(labels.get("batch.kubernetes.io/job-name") or labels.get("job-name") or "")
+
+
+def _terminations(pods: Iterable[Obj]) -> Iterable[Obj]:
+    for pod in pods:
+        for container in pod.get("status", {}).get("containerStatuses", ()):
+            for state in ("lastState", "state"):
+                ended: Obj | None = container.get(state, {}).get("terminated")
+                if ended:
+                    yield ended
+
+
+def _seconds(time: str | None) -> float:
+    if not time:
+        return 0.0
+    return datetime.fromisoformat(time.replace("Z", "+00:00")).timestamp()

@@ -1,0 +1,47 @@
+"""A Job that lies in the cluster beside the one that would be made today. Pure; for model_flow.py.
+
+A Job's template cannot change. One that is made otherwise (by another release of the operator, or
+before the resource named another secret or image) is left to work, and its result counts; it is
+made anew only when it does not get on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from foveal_operator.manifests.context import Owned
+from foveal_operator.manifests.job import TEMPLATE
+from foveal_operator.model.job_state import JobState
+
+Obj = Mapping[str, Any]
+
+
+def as_it_lies(live: Obj | None, wanted: Owned) -> Owned:
+    """`wanted`, not to be applied to a Job that is made otherwise."""
+    if _is_made_otherwise(live, wanted):
+        return msgspec.structs.replace(wanted, policy="Keep")
+    return wanted
+
+
+def is_superseded(live: Obj | None, wanted: Owned, job: JobState) -> bool:
+    """Whether it is to be made anew: it has failed, or it is in trouble and the resource now names
+    another secret or image for it."""
+    if job.is_complete or not _is_made_otherwise(live, wanted):
+        return False
+    return job.is_failed or (job.trouble is not None and _chosen(live) != _chosen(wanted.body))
+
+
+def _is_made_otherwise(live: Obj | None, wanted: Owned) -> bool:
+    # Somebody may strip annotations: then it counts as ours, and the next apply puts it back.
+    found = ((live or {}).get("metadata", {}).get("annotations") or {}).get(TEMPLATE)
+    return found is not None and found != wanted.body["metadata"]["annotations"][TEMPLATE]
+
+
+def _chosen(job: Obj | None) -> tuple[object, object]:
+    """What of a Job's pod the user chooses: image and secret."""
+    spec = (job or {}).get("spec", {}).get("template", {}).get("spec", {})
+    container: Obj = next(iter(spec.get("containers") or ()), {})
+    return container.get("image"), container.get("envFrom") or []

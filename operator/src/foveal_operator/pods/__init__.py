@@ -1,0 +1,1 @@
+"""Pods as the operator observes them: diagnosis, probes, metrics, Events."""

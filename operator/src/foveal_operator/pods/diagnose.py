@@ -1,0 +1,182 @@
+"""Why pods do not serve: from raw pod objects to one reason and the last failure. Pure.
+
+Called by status.py. Reads what the kubelet and the scheduler wrote; never guesses from logs beyond
+the termination message.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from foveal_operator.api import reasons
+from foveal_operator.api.reasons import Reason
+from foveal_operator.api.status import Failure
+
+Obj = Mapping[str, Any]
+EXIT_STARTUP_ERROR = 2
+EXIT_SIGBUS = 128 + 7
+_PULL = frozenset(
+    {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull",
+     "RegistryUnavailable", "ImageInspectError"}
+)  # fmt: skip
+_CONFIG = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
+_DENIED = re.compile(r"\b(401|403|unauthorized|forbidden|denied|authentication)\b", re.IGNORECASE)
+_PEAK = re.compile(r"memory_peak=(\S+)")
+_SHM = re.compile(r"/dev/shm|shm_bytes|shared memory")
+_NO_SPACE = re.compile(r"No space left on device|holds only|cannot allocate")
+_DEVICE_FULL = re.compile(r"CUDA out of memory|CUDA error: out of memory|OutOfMemoryError")
+MAX_MESSAGE = 1024
+
+
+class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
+    """The most telling trouble of a set of pods."""
+
+    reason: Reason
+    message: str
+    pod: str
+
+
+# The first that applies to any pod is reported: what a user can act on comes before symptoms.
+_ORDER = (
+    reasons.INVALID_ARGUMENT,
+    reasons.OOM_KILLED,
+    reasons.SHM_FULL,
+    reasons.DEVICE_FULL,
+    reasons.IMAGE_DENIED,
+    reasons.IMAGE_PULL,
+    reasons.CONFIG_ERROR,
+    reasons.UNSCHEDULABLE,
+    reasons.CRASHED,
+)
+
+
+def is_ready(pod: Obj) -> bool:
+    """True for a pod that is Ready and is not going away."""
+    if pod["metadata"].get("deletionTimestamp"):
+        return False
+    return any(
+        c.get("type") == "Ready" and c.get("status") == "True"
+        for c in pod.get("status", {}).get("conditions", ())
+    )
+
+
+def diagnose(pods: Iterable[Obj], waits: Mapping[str, str] | None = None) -> Diagnosis | None:
+    """The worst trouble of pods that are not ready; None when they are merely starting.
+
+    Args:
+        waits: pod -> why its volumes are not there: no field of the pod says that.
+    """
+    starting = [pod for pod in pods if not is_ready(pod)]
+    found = [d for pod in starting for d in _of_pod(pod)]
+    for pod in starting:
+        name = pod["metadata"]["name"]
+        if waits and name in waits:
+            text = f"{name}: {waits[name]}"
+            found.append(Diagnosis(reason=reasons.CONFIG_ERROR, message=text, pod=name))
+    if not found:
+        return None
+    return min(found, key=lambda d: (_ORDER.index(d.reason), d.pod))
+
+
+def last_failure(pods: Iterable[Obj], peaks: Mapping[str, int] | None = None) -> Failure | None:
+    """The container that ended badly last, in any pod.
+
+    Args:
+        peaks: pod -> bytes it last reported, for those that left no peak behind.
+    """
+    failures = [
+        _failure(pod, container, ended, peaks or {})
+        for pod in pods
+        for container in _containers(pod)
+        if (ended := _ended(container)) and ended.get("exitCode", 0) != 0
+    ]
+    return max(failures, key=lambda f: (f.time or "", f.pod), default=None)
+
+
+def _containers(pod: Obj) -> list[Obj]:
+    status = pod.get("status", {})
+    return [*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())]
+
+
+def _ended(container: Obj) -> Obj | None:
+    """How the container ended: now, or before its last restart."""
+    for state in ("state", "lastState"):
+        terminated: Obj | None = container.get(state, {}).get("terminated")
+        if terminated:
+            return terminated
+    return None
+
+
+def _last_line(text: str) -> str:
+    """Of a termination message: an error if there is one, else what it says of memory."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:MAX_MESSAGE] if lines else ""
+
+
+def _of_exit(ended: Obj) -> Reason | None:
+    code, text = ended.get("exitCode", 0), ended.get("message") or ""
+    if ended.get("reason") == "OOMKilled":
+        return reasons.OOM_KILLED
+    if code == EXIT_SIGBUS or (code != 0 and _SHM.search(text) and _NO_SPACE.search(text)):
+        return reasons.SHM_FULL
+    if code != 0 and _DEVICE_FULL.search(text):
+        return reasons.DEVICE_FULL
+    if code == EXIT_STARTUP_ERROR:
+        return reasons.INVALID_ARGUMENT
+    return reasons.CRASHED if code != 0 else None
+
+
+def _of_pod(pod: Obj) -> Iterable[Diagnosis]:
+    name = pod["metadata"]["name"]
+    for condition in pod.get("status", {}).get("conditions", ()):
+        if condition.get("type") == "PodScheduled" and condition.get("reason") == "Unschedulable":
+            text = condition.get("message") or "no node fits"
+            yield Diagnosis(reason=reasons.UNSCHEDULABLE, message=f"{name}: {text}", pod=name)
+    for container in _containers(pod):
+        waiting = container.get("state", {}).get("waiting") or {}
+        cause, text = waiting.get("reason", ""), waiting.get("message") or ""
+        what = f"{name}: {text or cause}"
+        if cause in _PULL:
+            denied = _DENIED.search(text)
+            reason = reasons.IMAGE_DENIED if denied else reasons.IMAGE_PULL
+            yield Diagnosis(reason=reason, message=what, pod=name)
+        elif cause in _CONFIG:
+            yield Diagnosis(reason=reasons.CONFIG_ERROR, message=what, pod=name)
+        ended = _ended(container)
+        exit_reason = _of_exit(ended) if ended else None
+        if ended and exit_reason:
+            line = _last_line(ended.get("message") or "") or f"exit code {ended.get('exitCode')}"
+            what = f"{name} ({container.get('name')}): {line}"
+            yield Diagnosis(reason=exit_reason, message=what, pod=name)
+
+
+def _failure(pod: Obj, container: Obj, ended: Obj, peaks: Mapping[str, int]) -> Failure:
+    text, name = ended.get("message") or "", str(container.get("name", ""))
+    found = _PEAK.search(text)
+    pod_name = pod["metadata"]["name"]
+    peak = found[1][:64] if found else ""
+    if not peak and pod_name in peaks:
+        peak = f"{-(-peaks[pod_name] // (1 << 20))}Mi"
+    reason = _of_exit(ended) or reasons.CRASHED
+    return Failure(
+        pod=pod_name,
+        container=name,
+        reason=reason.name,
+        message=_last_line(text),
+        exit_code=max(-1, min(255, int(ended.get("exitCode", -1)))),
+        memory_peak=peak,
+        memory_limit=_memory_limit(pod, name),
+        time=ended.get("finishedAt"),
+    )
+
+
+def _memory_limit(pod: Obj, container: str) -> str:
+    spec = pod.get("spec", {})
+    for one in (*spec.get("initContainers", ()), *spec.get("containers", ())):
+        if one.get("name") == container:
+            return str(one.get("resources", {}).get("limits", {}).get("memory", ""))[:64]
+    return ""

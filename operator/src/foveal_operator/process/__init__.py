@@ -1,0 +1,1 @@
+"""The operator process: options, start-up, HTTP endpoints."""

@@ -1,0 +1,173 @@
+"""The operator's flags; each has an environment variable, so that a chart can set either.
+
+Read once by main.py. Nothing here touches the cluster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from foveal_operator.common.errors import UsageError
+from foveal_operator.kube.lease import LeaseSettings
+from foveal_operator.observability import resource_dashboards, resource_rule_groups
+from foveal_operator.reconcile.observe import Settings
+
+MAX_NAMESPACES = 256
+_EPILOG = "Every flag can be given as FOVEAL_OPERATOR_<FLAG>, such as FOVEAL_OPERATOR_LOG_FORMAT."
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """`namespaces` empty = the whole cluster. `bind` is host:port of probes and metrics."""
+
+    namespaces: tuple[str, ...] = ()
+    settings: Settings = Settings()
+    lease: LeaseSettings | None = None
+    identity: str = "foveal-operator"
+    kubeconfig: str = ""
+    context: str = ""
+    bind_host: str = "0.0.0.0"
+    bind_port: int = 8080
+    num_workers: int = 8
+    resync_seconds: float = 600.0
+    log_format: str = "json"
+    log_level: str = "INFO"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Flags with their defaults in words."""
+    found = argparse.ArgumentParser(
+        prog="foveal-operator",
+        description="Reconciles MultiModalInference resources.",
+        epilog=_EPILOG,
+    )
+    add = found.add_argument
+    add("--namespaces", default="", help="comma-separated; default: the whole cluster")
+    add("--runtime-image", default=Settings().runtime_image, help="image of new resources' pods")
+    add("--leader-elect", default="true", choices=["true", "false"], help="default: true")
+    add("--lease-namespace", default="", help="default: POD_NAMESPACE, else default")
+    add("--lease-name", default="foveal-operator")
+    add("--lease-seconds", type=float, default=15.0)
+    add("--renew-seconds", type=float, default=10.0)
+    add("--retry-seconds", type=float, default=1.5)
+    add("--resync-seconds", type=float, default=600.0, help="look at everything so often")
+    add("--workers", type=int, default=8, help="resources worked on at a time (default: 8)")
+    add("--bind", default="0.0.0.0:8080", help="/livez, /readyz, /metrics")
+    add("--cluster-domain", default="cluster.local")
+    add("--monitoring-namespace", default="monitoring", help="may scrape pods; see NetworkPolicy")
+    add(
+        "--rules",
+        default="",
+        metavar="FILE",
+        help="PrometheusRule groups, as YAML; default: built in",
+    )
+    add(
+        "--dashboards",
+        default="",
+        metavar="DIRECTORY",
+        help="dashboards, *.json; default: built in",
+    )
+    add("--kubeconfig", default="", help="default: the pod's service account, else KUBECONFIG")
+    add("--context", default="", help="context of the kubeconfig")
+    add("--log-format", default="json", choices=["json", "text"])
+    add("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
+    return found
+
+
+def read(argv: list[str] | None, environment: Mapping[str, str] | None = None) -> Options:
+    """Raises UsageError; argparse itself ends the process on unknown flags."""
+    environment = os.environ if environment is None else environment
+    flags = parser()
+    given = {
+        action.dest: environment[name]
+        for action in flags._actions
+        if (name := f"FOVEAL_OPERATOR_{action.dest.upper()}") in environment
+    }
+    flags.set_defaults(**given)
+    found = flags.parse_args(argv)
+    namespaces = tuple(dict.fromkeys(n.strip() for n in found.namespaces.split(",") if n.strip()))
+    if len(namespaces) > MAX_NAMESPACES:
+        raise UsageError(
+            f"--namespaces names {len(namespaces)}; from {MAX_NAMESPACES} on watch all"
+        )
+    host, _, port = found.bind.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise UsageError(f"--bind {found.bind!r} is not HOST:PORT")
+    if not 1 <= found.workers <= 256:
+        raise UsageError(f"--workers {found.workers} is not between 1 and 256")
+    if found.resync_seconds < 1:
+        raise UsageError(f"--resync-seconds {found.resync_seconds:g} is below 1")
+    identity = f"{environment.get('POD_NAME') or socket.gethostname()}_{uuid.uuid4().hex[:8]}"
+    return Options(
+        namespaces=namespaces,
+        settings=Settings(
+            runtime_image=found.runtime_image,
+            cluster_domain=found.cluster_domain,
+            monitoring_namespace=found.monitoring_namespace,
+            rule_groups=_rules(found.rules),
+            dashboards=_dashboards(found.dashboards),
+        ),
+        lease=_lease(found, environment, identity) if found.leader_elect == "true" else None,
+        identity=identity,
+        kubeconfig=found.kubeconfig,
+        context=found.context,
+        bind_host=host.strip("[]"),
+        bind_port=int(port),
+        num_workers=found.workers,
+        resync_seconds=found.resync_seconds,
+        log_format=found.log_format,
+        log_level=found.log_level,
+    )
+
+
+def _lease(
+    found: argparse.Namespace, environment: Mapping[str, str], identity: str
+) -> LeaseSettings:
+    settings = LeaseSettings(
+        namespace=found.lease_namespace or environment.get("POD_NAMESPACE") or "default",
+        name=found.lease_name,
+        identity=identity,
+        lease_seconds=found.lease_seconds,
+        renew_seconds=found.renew_seconds,
+        retry_seconds=found.retry_seconds,
+    )
+    try:
+        settings.check()
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return settings
+
+
+def _rules(path: str) -> tuple[dict[str, Any], ...]:
+    if not path:
+        return resource_rule_groups()
+    try:
+        body = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise UsageError(f"--rules {path}: {error}") from error
+    groups = body.get("groups") if isinstance(body, dict) else None
+    if not isinstance(groups, list):
+        raise UsageError(f"--rules {path}: has no list `groups`")
+    return tuple(groups)
+
+
+def _dashboards(path: str) -> dict[str, str]:
+    if not path:
+        return resource_dashboards()
+    found = {}
+    try:
+        for file in sorted(Path(path).glob("*.json")):
+            found[file.name] = file.read_text(encoding="utf-8")
+            json.loads(found[file.name])
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--dashboards {path}: {error}") from error
+    return found

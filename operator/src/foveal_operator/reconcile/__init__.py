@@ -1,0 +1,1 @@
+"""The reconciler: observe, plan, apply, prune, report."""

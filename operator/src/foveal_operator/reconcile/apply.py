@@ -1,0 +1,131 @@
+"""Brings single objects to what is wanted: apply or skip, delete. No policy of its own.
+
+Used by the reconciler. Remembers, in memory only, what each apply returned: an object that is
+wanted as before and lies there as it was left costs no request. After a restart everything is
+applied once more, which changes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+
+from foveal_operator.kube.cluster import Cluster
+from foveal_operator.kube.diff import diff
+from foveal_operator.kube.errors import ApiError, UserError
+from foveal_operator.kube.kinds import FIELD_MANAGER, MANAGED_BY, Kind, kind_of
+from foveal_operator.kube.store import Caches, brief
+from foveal_operator.manifests.context import Obj, content_hash
+from foveal_operator.telemetry.series import Telemetry
+
+log = logging.getLogger(__name__)
+
+ObjectKey = tuple[str, str]
+"""(kind, name) within one resource's namespace."""
+
+
+class ObjectError(Exception):
+    """An object could not be written; `cause` says what the API server answered."""
+
+    def __init__(self, kind: str, name: str, cause: ApiError) -> None:
+        self.cause = cause
+        super().__init__(f"{kind} {name}: {cause.message}")
+
+
+class _Applied(msgspec.Struct, frozen=True, gc=False):
+    digest: str
+    uid: str
+    version: str
+    generation: int
+
+
+class Applier:
+    """One for all resources; `forget` when a resource is gone."""
+
+    def __init__(self, cluster: Cluster, caches: Caches, telemetry: Telemetry) -> None:
+        self._cluster = cluster
+        self._caches = caches
+        self._telemetry = telemetry
+        self._applied: dict[str, dict[ObjectKey, _Applied]] = {}
+
+    async def ensure(self, owner_uid: str, body: Obj, digest: str = "") -> bool:
+        """Server-side apply, unless that could change nothing. True when something changed.
+
+        A resourceVersion in the body is a condition, not a wish: it is sent along when an apply is
+        needed at all. `digest` is the body's content hash, where it is known. Raises ObjectError.
+        """
+        kind, metadata = kind_of(body), dict(body["metadata"])
+        on_version = metadata.pop("resourceVersion", "")
+        body = {**body, "metadata": metadata}
+        key = (kind.name, metadata["name"])
+        at = (metadata["namespace"], metadata["name"])
+        digest = digest or content_hash(body)
+        memory = self._applied.setdefault(owner_uid, {})
+        known = memory.get(key)
+        same = known if known and known.digest == digest else None
+        if same and (same.uid, same.version) == self._caches.identity(kind, *at):
+            return False
+        live = self._caches.get(kind, *at)
+        if same and live and _is_as_left(same, body, live):
+            return False
+        if on_version:
+            body = {**body, "metadata": {**metadata, "resourceVersion": on_version}}
+        try:
+            stored = await self._apply(kind, body, live)
+        except ApiError as error:
+            memory.pop(key, None)
+            raise ObjectError(kind.name, metadata["name"], error) from error
+        self._caches.put(kind, stored)
+        after = stored["metadata"]
+        memory[key] = _Applied(
+            digest, after["uid"], after["resourceVersion"], after.get("generation", 0)
+        )
+        changed = live is None or live["metadata"]["resourceVersion"] != after["resourceVersion"]
+        if changed and same:
+            log.info("put right: %s %s/%s", kind.name, metadata["namespace"], metadata["name"])
+            self._telemetry.count("foveal_operator_drift_repairs", kind=kind.name)
+        return changed
+
+    async def _apply(self, kind: Kind, body: Obj, live: Obj | None) -> Obj:
+        """Apply; a Service whose ports somebody has changed is replaced. Raises ApiError.
+
+        Ports are merged by number: a foreign number stays beside ours under the same name, which
+        the API server refuses.
+        """
+        try:
+            return await self._cluster.apply(body)
+        except UserError:
+            if kind.name != "Service" or live is None:
+                raise
+        return await self._cluster.update({**live, "spec": {**live["spec"], **body["spec"]}})
+
+    async def delete(self, kind: Kind, namespace: str, name: str, uid: str) -> bool:
+        """Deletes this very object, after a live read has shown that it is still ours."""
+        live = await self._cluster.get(kind, namespace, name)
+        if live is None or live["metadata"]["uid"] != uid:
+            self._caches.drop(kind, namespace, name, uid)
+            return False
+        if live["metadata"].get("labels", {}).get(MANAGED_BY) != FIELD_MANAGER:
+            return False
+        if live["metadata"].get("deletionTimestamp"):
+            return False
+        return await self._cluster.delete(kind, namespace, name, uid)
+
+    def forget(self, owner_uid: str) -> None:
+        self._applied.pop(owner_uid, None)
+
+
+def _is_as_left(known: _Applied, body: Obj, live: Obj) -> bool:
+    """Nobody has touched what we own since our last apply."""
+    metadata: dict[str, Any] = live["metadata"]
+    if metadata["uid"] != known.uid:
+        return False
+    # Newer, perhaps only its status. Labels and owners do not count in the generation, and
+    # objects without a generation (ConfigMaps, Services) are compared whole.
+    if metadata.get("generation", 0) != known.generation:
+        return False
+    if metadata.get("generation"):
+        return not diff({"metadata": body["metadata"]}, live)
+    return not diff(brief(kind_of(body), body), live)

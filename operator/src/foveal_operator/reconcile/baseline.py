@@ -1,0 +1,68 @@
+"""What a resource was first planned with, remembered in a ConfigMap beside it. Pure.
+
+The runtime image and the node facts of the day the pods were first asked for stay the basis of all
+later plans: neither a new operator nor a bigger node restarts anything. Used by the reconciler.
+Deleting the ConfigMap, another kind of accelerator, or a spec that no longer fits the basis adopts
+what is true today.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from foveal_operator.api.workloads import Accelerator
+from foveal_operator.manifests.budget_inputs import NodeFacts
+from foveal_operator.manifests.context import DEFAULT_RESOURCE_NAME, Context, Obj
+
+_KEY = "basis.json"
+
+
+class Basis(msgspec.Struct, frozen=True, kw_only=True):
+    """Input of every plan of one resource.
+
+    Attributes:
+        accelerator: what the node facts are about; "" in a basis written before it was kept.
+    """
+
+    runtime_image: str
+    accelerator: str = ""
+    node_bytes: int = 0
+    device_bytes: int = 0
+    # Which set of CURVE keys the pods share; another one replaces them all. "" is the first.
+    key_generation: str | msgspec.UnsetType = msgspec.UNSET
+
+    def is_about(self, accelerator: Accelerator) -> bool:
+        """Facts about one kind of device say nothing of another."""
+        return self.accelerator in ("", accelerator_name(accelerator))
+
+    @property
+    def nodes(self) -> NodeFacts:
+        return NodeFacts(node_bytes=self.node_bytes, device_bytes=self.device_bytes)
+
+
+def accelerator_name(accelerator: Accelerator) -> str:
+    """Whose memory the node facts tell: CPU, a device class, or an extended resource."""
+    if accelerator.type == "CPU":
+        return "CPU"
+    return accelerator.device_class_name or accelerator.resource_name or DEFAULT_RESOURCE_NAME
+
+
+def basis_name(name: str) -> str:
+    return f"{name}-basis"
+
+
+def read_basis(config_map: Mapping[str, Any] | None) -> Basis | None:
+    """None when there is none, or somebody has spoilt it: it is then made anew."""
+    text = (config_map or {}).get("data", {}).get(_KEY, "")
+    try:
+        return msgspec.json.decode(text, type=Basis) if text else None
+    except msgspec.DecodeError:
+        return None
+
+
+def basis_config_map(context: Context, basis: Basis) -> Obj:
+    text = msgspec.json.format(msgspec.json.encode(basis), indent=2).decode() + "\n"
+    return context.object("v1", "ConfigMap", "basis", "model", data={_KEY: text})

@@ -1,0 +1,105 @@
+"""The CURVE key Secret of a resource: made when it is missing, never read.
+
+Used by the reconciler. A Secret that pods already run with has been deleted when it is missing:
+other keys under the same revision would let new pods start that old ones refuse. So the reconciler
+is told first, notes a new key generation in the basis (which moves the session group, so that all
+pods are replaced in the order of any rollout), and only then are keys made.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from foveal_operator.common.clock import Clock
+from foveal_operator.kube.cluster import Cluster
+from foveal_operator.kube.errors import ApiError, UserError
+from foveal_operator.kube.kinds import SECRET
+from foveal_operator.manifests.context import Obj
+from foveal_operator.manifests.pods import SESSION_GROUP_LABEL, session_group
+from foveal_operator.manifests.secret import curve_secret
+from foveal_operator.reconcile.apply import ObjectError
+from foveal_operator.reconcile.curve_keys import make_key_pairs
+from foveal_operator.reconcile.observe import Pass
+
+log = logging.getLogger(__name__)
+
+# How often to look for it while a pod waits for something.
+WAITING_SECONDS = 30.0
+
+
+class KeySecret:
+    """One for all resources; `forget` when a resource is gone."""
+
+    def __init__(
+        self, cluster: Cluster, clock: Clock, random_bytes: Callable[[int], bytes]
+    ) -> None:
+        self._cluster = cluster
+        self._clock = clock
+        self._random_bytes = random_bytes
+        self._known: dict[str, float] = {}
+
+    async def is_lost(self, work: Pass) -> bool:
+        """Pods run with a Secret that is there no more. Asks the API server when that is due: a
+        create that is only tried, which needs no right to read. Raises ObjectError."""
+        if not self._is_due(work) or not _are_in_use(work):
+            return False
+        try:
+            if await self._create(curve_secret(work.context, None), dry_run=True) is not None:
+                return True
+        except ObjectError as error:
+            # A full quota refuses even what is there already, before it is looked for.
+            if not isinstance(error.cause, UserError):
+                raise
+            log.info("%s/%s: whether the keys are there is not known: %s", *work.key, error)
+        self._known[work.uid] = self._clock.monotonic()
+        return False
+
+    async def ensure(self, work: Pass) -> None:
+        """Makes it, unless it is there. Raises ObjectError."""
+        if self._is_due(work):
+            keys = make_key_pairs(self._random_bytes)
+            await self._create(curve_secret(work.context, keys), dry_run=False)
+            self._known[work.uid] = self._clock.monotonic()
+
+    def new_generation(self) -> str:
+        """A name that no earlier set of keys had."""
+        return self._random_bytes(4).hex()
+
+    def doubt(self) -> None:
+        """Somebody may have deleted any of them meanwhile."""
+        self._known.clear()
+
+    def forget(self, uid: str) -> None:
+        self._known.pop(uid, None)
+
+    def _is_due(self, work: Pass) -> bool:
+        known = self._known.get(work.uid)
+        if known is None:
+            return True
+        waits = any(_phase(pod) == "Pending" for pod in _pods(work))
+        return waits and self._clock.monotonic() - known >= WAITING_SECONDS
+
+    async def _create(self, body: Obj, *, dry_run: bool) -> Obj | None:
+        try:
+            return await self._cluster.create(body, dry_run=dry_run)
+        except ApiError as error:
+            raise ObjectError(SECRET.name, body["metadata"]["name"], error) from error
+
+
+def _are_in_use(work: Pass) -> bool:
+    """A pod of the present session group has started, which it cannot without the Secret."""
+    group = session_group(work.context)
+    return any(
+        _phase(pod) == "Running"
+        and pod["metadata"].get("labels", {}).get(SESSION_GROUP_LABEL) == group
+        for pod in _pods(work)
+    )
+
+
+def _pods(work: Pass) -> tuple[Obj, ...]:
+    return (*work.engine_pods, *work.frontend_pods)
+
+
+def _phase(pod: Obj) -> str:
+    return str(pod.get("status", {}).get("phase", ""))

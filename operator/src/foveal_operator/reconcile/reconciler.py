@@ -1,0 +1,235 @@
+"""The one recipe: what is wanted of one resource, what is there, and the steps between them.
+
+Called by main.py's workers with a key. Level-triggered: every pass starts from the present state
+and a pass that finds all in order writes nothing. Reads come from the caches; whatever destroys is
+preceded by a live read and carries a uid. Holds no state that a restart would miss.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable
+
+import msgspec
+
+from foveal_operator.api.parse import SpecError
+from foveal_operator.common.clock import Clock
+from foveal_operator.kube.cluster import Cluster
+from foveal_operator.kube.errors import ApiError, Forbidden, NotLeader, UserError
+from foveal_operator.kube.events import EventRecorder
+from foveal_operator.kube.kinds import (
+    BY_NAME,
+    INFERENCE,
+    INSTANCE,
+    POD,
+)
+from foveal_operator.kube.store import Caches, Key
+from foveal_operator.manifests.context import Obj
+from foveal_operator.reconcile.apply import Applier, ObjectError, ObjectKey
+from foveal_operator.reconcile.baseline import basis_config_map
+from foveal_operator.reconcile.cluster_facts import Survey
+from foveal_operator.reconcile.key_secret import KeySecret
+from foveal_operator.reconcile.observe import COMPONENT, Looker, ObservePods, Pass, Settings
+from foveal_operator.reconcile.prune import unwanted_now
+from foveal_operator.reconcile.report import Teller
+from foveal_operator.telemetry.series import Telemetry
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 60.0
+EAGER_POLL_SECONDS = 15.0
+REFUSED_SECONDS = 60.0
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """`again_seconds`: look again then even if nothing changes; None = no need. `is_refused`: as
+    the resource is, nothing will come of it, so look ever more seldom."""
+
+    again_seconds: float | None = None
+    is_refused: bool = False
+
+
+class Reconciler:
+    """All collaborators come in; one per operator."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        caches: Caches,
+        survey: Survey,
+        recorder: EventRecorder,
+        telemetry: Telemetry,
+        *,
+        clock: Clock,
+        settings: Settings,
+        observe_pods: ObservePods,
+        random_bytes: Callable[[int], bytes] = secrets.token_bytes,
+    ) -> None:
+        self._cluster = cluster
+        self._caches = caches
+        self._recorder = recorder
+        self._keys = KeySecret(cluster, clock, random_bytes)
+        self._looker = Looker(
+            cluster, caches, survey, clock=clock, settings=settings, observe_pods=observe_pods
+        )
+        self._teller = Teller(cluster, caches, recorder, telemetry, clock)
+        self.applier = Applier(cluster, caches, telemetry)
+        self._uids: dict[Key, str] = {}
+
+    async def reconcile(self, key: Key) -> Outcome:
+        """One pass. Raises ApiError for what may work later; what only an edit can help is told
+        in the status instead."""
+        resource = self._caches.get(INFERENCE, *key)
+        uid = resource["metadata"]["uid"] if resource else ""
+        if self._uids.get(key, uid) != uid:
+            self._forget(key)
+        if resource is None or resource["metadata"].get("deletionTimestamp"):
+            # The garbage collector takes what we own; there is nothing of ours outside.
+            return Outcome()
+        self._uids[key] = uid
+        try:
+            work = await self._looker.look(key, resource)
+        except SpecError as error:
+            await self._refuse(key, resource, error)
+            return Outcome()
+        try:
+            again = await self._act(work)
+        except ObjectError as error:
+            if isinstance(error.cause, UserError):
+                # Only an edit can help, or whoever set the quota or the policy: no hurry.
+                await self._teller.tell(work, refused=str(error))
+                return Outcome(again_seconds=REFUSED_SECONDS, is_refused=True)
+            await self._tell_failure(work, error)
+            raise error.cause from error
+        await self._teller.tell(work)
+        return Outcome(again_seconds=again)
+
+    async def _tell_failure(self, work: Pass, error: ObjectError) -> None:
+        """A resource without a status counts as healthy, so tell even when a write has failed.
+        Only a lacking right is named: it does not pass, and its text does not change."""
+        log.warning("%s/%s: %s", *work.key, error)
+        if isinstance(error.cause, NotLeader):
+            return
+        try:
+            await self._teller.tell(
+                work, trouble=str(error) if isinstance(error.cause, Forbidden) else ""
+            )
+        except ApiError as other:
+            log.warning("%s/%s: status: %s", *work.key, other)
+
+    async def _act(self, work: Pass) -> float | None:
+        """Applies, deletes, prunes. Returns in how many seconds to look again, or None."""
+        again = [s for s in (work.rollout.next_check_seconds, work.model.next_check_seconds) if s]
+        if work.engine_pods or work.frontend_pods:
+            reports = work.reports
+            mirrored = 0 <= reports.sessions_wanted <= reports.sessions_up
+            again.append(POLL_SECONDS if mirrored else EAGER_POLL_SECONDS)
+        if work.inference.spec.paused:
+            return min(again, default=None)
+        if work.desired.complete and await self._keys.is_lost(work):
+            await self._replace_keys(work)
+            return 0.0
+        await self._apply_all(work)
+        for kind, name, uid in work.model.delete:
+            await self.applier.delete(BY_NAME[kind], work.key[0], name, uid)
+        if work.rollout.delete_pods:
+            await self._delete_pods(work)
+        if work.desired.complete:
+            await self._prune(work)
+        return min(again, default=None)
+
+    async def _apply_all(self, work: Pass) -> None:
+        """Applies what is wanted, in order."""
+        uid = work.uid
+        wanted: set[ObjectKey] = set()
+        for owned in work.model.objects:
+            wanted.add(_key(owned.body))
+            if owned.policy != "Keep":
+                await self.applier.ensure(uid, owned.body)
+        if not work.desired.complete:
+            return
+        basis = basis_config_map(work.context, work.basis)
+        wanted.add(_key(basis))
+        await self.applier.ensure(uid, basis)
+        if work.rollout.record is not None:
+            await self.applier.ensure(uid, work.rollout.record)
+        for owned in work.desired.objects:
+            key = _key(owned.body)
+            if key in wanted:
+                continue
+            wanted.add(key)
+            if owned.policy == "CreateOnly":
+                await self._keys.ensure(work)
+            elif key[0] != "Job":
+                await self._apply_one(work, owned.body)
+
+    async def _apply_one(self, work: Pass, body: Obj) -> None:
+        """A workload goes as the rollout says; anything else as it is."""
+        chosen: Obj | None = body
+        if body["kind"] == "StatefulSet":
+            chosen = work.rollout.stateful_set
+        elif body["kind"] == "Deployment":
+            chosen = work.rollout.deployment
+        if chosen is not None:
+            digest = work.digests.get(_key(body), "") if chosen is body else ""
+            await self.applier.ensure(work.uid, chosen, digest)
+
+    async def _replace_keys(self, work: Pass) -> None:
+        """Notes that pods need other keys; the next pass makes them and asks for other pods. In
+        this order, so that an operator that dies in between never mixes two sets."""
+        generation = self._keys.new_generation()
+        basis = msgspec.structs.replace(work.basis, key_generation=generation)
+        await self.applier.ensure(work.uid, basis_config_map(work.context, basis))
+        note = "The Secret with the CURVE keys was deleted: all pods are replaced by new ones."
+        log.warning("%s/%s: %s", *work.key, note)
+        await self._recorder.record(work.resource, "Warning", "KeysReplaced", note)
+
+    async def _delete_pods(self, work: Pass) -> None:
+        """Decides once more on a live list: what a stale cache suggested must still hold."""
+        key = work.key
+        before = self._caches.uids(POD)
+        selector = f"{INSTANCE}={key[1]},{COMPONENT}=engine"
+        pods = await self._cluster.list_all(POD, key[0], selector)
+        for pod in pods:
+            self._caches.put(POD, pod)
+        listed = {pod["metadata"]["uid"] for pod in pods}
+        for pod in work.engine_pods:
+            metadata = pod["metadata"]
+            if metadata["uid"] in before and metadata["uid"] not in listed:
+                self._caches.drop(POD, key[0], metadata["name"], metadata["uid"])
+        work.engine_pods = self._looker.pods(key, "engine")
+        again = await self._looker.decide(work)
+        for name, uid in set(again.delete_pods) & set(work.rollout.delete_pods):
+            log.info("replacing pod %s/%s: %s", key[0], name, again.message)
+            await self.applier.delete(POD, key[0], name, uid)
+
+    async def _prune(self, work: Pass) -> None:
+        """Deletes owned objects that nothing wants or uses any more."""
+        key = work.key
+        for kind, body in unwanted_now(work, self._caches):
+            metadata = body["metadata"]
+            log.info("pruning %s %s/%s", kind.name, key[0], metadata["name"])
+            await self.applier.delete(kind, key[0], metadata["name"], metadata["uid"])
+
+    async def _refuse(self, key: Key, resource: Obj, error: SpecError) -> None:
+        pods = (self._looker.pods(key, "engine"), self._looker.pods(key, "frontend"))
+        await self._teller.refuse(resource, error, *pods)
+
+    def doubt(self) -> None:
+        """Called now and then: no watch tells of a key Secret that somebody has deleted."""
+        self._keys.doubt()
+
+    def check_integrity(self) -> None:
+        self._looker.check_integrity()
+
+    def _forget(self, key: Key) -> None:
+        """The resource that had this name is gone: so is all that was kept for it."""
+        uid = self._uids.pop(key)
+        self.applier.forget(uid)
+        self._keys.forget(uid)
+        self._teller.forget(key, uid)
+
+
+def _key(body: Obj) -> ObjectKey:
+    return body["kind"], body["metadata"]["name"]

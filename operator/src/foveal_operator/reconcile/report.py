@@ -1,0 +1,168 @@
+"""Tells the truth about a resource: its status, Events and gauges, after every pass.
+
+Used by the reconciler. Writes the status only when it says something new; never touches anything
+else.
+"""
+
+from __future__ import annotations
+
+from foveal_operator.api.parse import InferenceSpec, SpecError
+from foveal_operator.common.clock import Clock
+from foveal_operator.kube.cluster import Cluster
+from foveal_operator.kube.errors import Conflict, NotFound
+from foveal_operator.kube.events import EventRecorder
+from foveal_operator.kube.kinds import BY_NAME, DEPLOYMENT, INFERENCE, STATEFUL_SET
+from foveal_operator.kube.store import Caches, Key
+from foveal_operator.manifests import Desired
+from foveal_operator.manifests.context import Obj
+from foveal_operator.pods.image_volume import image_revision
+from foveal_operator.reconcile.observe import Pass
+from foveal_operator.status import gauges
+from foveal_operator.status.cold_start import ColdStarts
+from foveal_operator.status.conditions import (
+    noteworthy,
+    previous_conditions,
+    route_state,
+    scaling_state,
+    steady,
+)
+from foveal_operator.status.report import Observed, plain, report
+from foveal_operator.telemetry.series import Telemetry
+from foveal_runtime.plan.budget.types import BudgetPlan
+
+Pods = tuple[Obj, ...]
+
+
+class Teller:
+    """One per operator."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        caches: Caches,
+        recorder: EventRecorder,
+        telemetry: Telemetry,
+        clock: Clock,
+    ) -> None:
+        self._cluster = cluster
+        self._caches = caches
+        self._recorder = recorder
+        self._telemetry = telemetry
+        self._clock = clock
+        self._cold_starts = ColdStarts()
+
+    async def tell(self, work: Pass, trouble: str = "", refused: str = "") -> None:
+        """`trouble` is what kept the pass from its end, in words; `refused` is what the API server
+        will not take as long as the resource stays as it is."""
+        key, reports = work.key, work.reports
+        route = self._caches.get(BY_NAME["HTTPRoute"], *key)
+        route_ready, route_message = route_state(
+            route, work.inference.spec.networking.http_route is not None
+        )
+        scaling, scaling_message = scaling_state(self._autoscalers(work))
+        digest, doubt = image_revision(
+            work.inference.spec.model.uri, (*work.engine_pods, *work.frontend_pods)
+        )
+        observed = Observed(
+            now=self._clock.now_text(),
+            deployment=self._caches.get(DEPLOYMENT, key[0], f"{key[1]}-frontend"),
+            stateful_set=self._caches.get(STATEFUL_SET, key[0], f"{key[1]}-engine"),
+            frontend_pods=work.frontend_pods,
+            engine_pods=work.engine_pods,
+            model=work.model.reason,
+            model_message=work.model.message,
+            model_doubt=doubt,
+            model_failure=work.model.failure,
+            sessions_up=reports.sessions_up,
+            sessions_wanted=reports.sessions_wanted,
+            stale_rate=reports.stale_rate,
+            route_ready=route_ready,
+            route_message=route_message,
+            scaling=scaling,
+            scaling_message=scaling_message,
+            deadline_exceeded=work.rollout.deadline_exceeded,
+            rollout_strategy=work.rollout.strategy,
+            rollout_message=trouble or work.rollout.message,
+            peaks=reports.peaks,
+            waits=reports.waits,
+            resolved_revision=digest or work.model.resolved_revision,
+            model_takes=tuple(work.model.profile.items) if work.model.profile else None,
+            download_percent=work.model.download_percent,
+            measured=steady(reports.measured, work.resource),
+            is_paused=work.inference.spec.paused,
+            refused=refused,
+        )
+        await self._write(work.resource, work.inference, None, work.plan, work.desired, observed)
+
+    def _autoscalers(self, work: Pass) -> dict[str, Obj | None]:
+        """Those that the resource asks for, as they are."""
+        return {
+            f"{kind} {body['metadata']['name']}": self._caches.get(
+                BY_NAME[kind], work.key[0], body["metadata"]["name"]
+            )
+            for kind in ("HorizontalPodAutoscaler", "ScaledObject")
+            for body in work.desired.of_kind(kind)
+        }
+
+    async def refuse(self, resource: Obj, error: SpecError, engines: Pods, frontends: Pods) -> None:
+        """The spec is wrong: nothing is touched, and what runs is still counted."""
+        metadata = resource["metadata"]
+        key = (metadata["namespace"], metadata["name"])
+        observed = Observed(
+            now=self._clock.now_text(),
+            deployment=self._caches.get(DEPLOYMENT, key[0], f"{key[1]}-frontend"),
+            stateful_set=self._caches.get(STATEFUL_SET, key[0], f"{key[1]}-engine"),
+            engine_pods=engines,
+            frontend_pods=frontends,
+        )
+        await self._write(resource, None, error, None, None, observed)
+
+    async def _write(
+        self,
+        resource: Obj,
+        inference: InferenceSpec | None,
+        error: SpecError | None,
+        plan: BudgetPlan | None,
+        desired: Desired | None,
+        observed: Observed,
+    ) -> None:
+        """Status, Events and gauges; the status only when it says something new."""
+        metadata = resource["metadata"]
+        before = previous_conditions(resource)
+        status = report(
+            inference, error, plan, desired, observed, metadata.get("generation", 0), before
+        )
+        gauges.put(self._telemetry, resource, inference, status)
+        key = (metadata["namespace"], metadata["name"])
+        self._cold_starts.put(self._telemetry, key, "frontend", observed.frontend_pods)
+        self._cold_starts.put(self._telemetry, key, "engine", observed.engine_pods)
+        body = plain(status)
+        if body != resource.get("status"):
+            try:
+                stored = await self._cluster.apply_status(
+                    {
+                        "apiVersion": INFERENCE.api_version,
+                        "kind": INFERENCE.name,
+                        # The uid makes this a 409 for a namesake made meanwhile.
+                        "metadata": {
+                            "name": metadata["name"],
+                            "namespace": metadata["namespace"],
+                            "uid": metadata["uid"],
+                        },
+                        "status": body,
+                    }
+                )
+            except NotFound as gone:
+                self._caches.drop(
+                    INFERENCE, metadata["namespace"], metadata["name"], metadata["uid"]
+                )
+                raise Conflict(gone.message, gone.status) from gone
+            self._caches.put(INFERENCE, stored)
+        for kind, reason, note in noteworthy(status.conditions, before):
+            await self._recorder.record(resource, kind, reason, note)
+
+    def forget(self, key: Key, uid: str) -> None:
+        """The resource is gone: so are its series."""
+        self._recorder.forget(uid)
+        gauges.forget(self._telemetry, *key)
+        self._cold_starts.forget(key)

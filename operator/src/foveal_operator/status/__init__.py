@@ -1,0 +1,1 @@
+"""The status of a resource: conditions, report and gauges."""

@@ -1,0 +1,446 @@
+"""What is observed, as conditions: a pure function from objects to the status of a resource.
+
+Called by the reconciler after every pass. Never an input of anything; `Ready` is True only when
+every replica of the *current* revision serves. Time comes in as text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from foveal_operator.api import reasons
+from foveal_operator.api.parse import InferenceSpec, SpecError
+from foveal_operator.api.reasons import Reason
+from foveal_operator.api.status import (
+    Budget,
+    Condition,
+    Failure,
+    ModelStatus,
+    MultiModalInferenceStatus,
+    RoleStatus,
+)
+from foveal_operator.manifests import Desired
+from foveal_operator.manifests.pods import REVISION_LABEL
+from foveal_operator.pods.diagnose import Obj, diagnose, is_ready, last_failure
+from foveal_runtime.plan.budget.types import BudgetPlan, Line, PlaceBudget
+from foveal_runtime.plan.quantity import format_gib
+
+MAX_MESSAGE = 4096
+
+
+class Observed(msgspec.Struct, frozen=True, kw_only=True):
+    """What the reconciler saw, raw. Absent objects are None or empty.
+
+    Attributes:
+        now: RFC 3339 time of this pass.
+        model: state of the model: Resolved, Downloading, ... with its message.
+        model_doubt: what is not known of a model that is in place.
+        model_failure: how its fetch or profile Job has failed last.
+        sessions_up, sessions_wanted: (frontend, engine) pairs; -1 = not known.
+        stale_rate: stale hints per query.
+        route_ready: None when no route is asked for.
+        scaling, scaling_message: True, False or Unknown, and why; "" = nothing is autoscaled.
+        deadline_exceeded: the rollout did not progress in time.
+        rollout_message: where the rollout stands; "" when there is none.
+        measured: bytes that pods report, by budget name.
+        is_paused: the operator was told to leave everything as it is.
+        peaks: pod -> the peak of memory it last reported, in bytes.
+        waits: pod -> why its volumes are not there.
+        resolved_revision: commit or digest of the model; "" = not known.
+        model_takes: modalities that the model takes besides text; None = not known yet.
+        download_percent: of the model; None = nothing is fetched, or its size is not known.
+        refused: the object that the API server does not take, and why; "" = none.
+    """
+
+    now: str
+    deployment: Obj | None = None
+    stateful_set: Obj | None = None
+    frontend_pods: tuple[Obj, ...] = ()
+    engine_pods: tuple[Obj, ...] = ()
+    model: Reason = reasons.WAITING
+    model_message: str = ""
+    model_doubt: str = ""
+    model_failure: Failure | None = None
+    sessions_up: int = -1
+    sessions_wanted: int = -1
+    stale_rate: float = 0.0
+    route_ready: bool | None = None
+    route_message: str = ""
+    scaling: str = ""
+    scaling_message: str = ""
+    deadline_exceeded: bool = False
+    rollout_strategy: str = ""
+    rollout_message: str = ""
+    measured: dict[str, int] = {}
+    is_paused: bool = False
+    peaks: dict[str, int] = {}
+    waits: dict[str, str] = {}
+    resolved_revision: str = ""
+    model_takes: tuple[str, ...] | None = None
+    download_percent: int | None = None
+    refused: str = ""
+
+
+class _Verdict(msgspec.Struct, frozen=True):
+    kind: str
+    status: str
+    reason: Reason
+    text: str
+
+
+def report(
+    inference: InferenceSpec | None,
+    error: SpecError | None,
+    plan: BudgetPlan | None,
+    desired: Desired | None,
+    observed: Observed,
+    generation: int,
+    previous: tuple[Condition, ...] = (),
+) -> MultiModalInferenceStatus:
+    """The whole status. Exactly one of `inference` and `error` is None.
+
+    Pods of an earlier spec are still counted when the present one is refused.
+    """
+    assert (inference is None) != (error is None)
+    verdicts = [_spec_accepted(error, desired, observed.refused)]
+    frontend = _role(observed.deployment, observed.frontend_pods, desired, "Deployment")
+    engine = _role(observed.stateful_set, observed.engine_pods, desired, "StatefulSet")
+    if inference is not None:
+        verdicts += [_budget_fits(plan), _model_ready(observed)]
+        verdicts += [
+            _role_ready("EnginesReady", engine, observed.engine_pods, desired, observed.waits),
+            _role_ready(
+                "FrontendsReady", frontend, observed.frontend_pods, desired, observed.waits
+            ),
+            _mirrored(observed),
+        ]
+        if observed.route_ready is not None:
+            reason = reasons.ROUTED if observed.route_ready else reasons.ROUTE_PENDING
+            text = observed.route_message or "the gateway has taken the route"
+            verdicts.append(_verdict("RouteReady", observed.route_ready, reason, text))
+        if observed.scaling:
+            verdicts.append(_scaling_active(observed))
+    verdicts += [_available(frontend, engine), *_summary(verdicts, observed)]
+    return MultiModalInferenceStatus(
+        observed_generation=generation,
+        conditions=_conditions(verdicts, generation, observed.now, previous),
+        url=_url(inference),
+        frontend=frontend,
+        engine=engine,
+        budgets=budgets(plan, observed.measured) if plan else {},
+        current_revision=_serving_revision(observed.engine_pods),
+        update_revision=_wanted_revision(desired, "StatefulSet"),
+        rendered_config_map=_config_map(desired),
+        rendered_config_hash=_config_map(desired).rpartition("-")[2],
+        rollout_strategy=observed.rollout_strategy,
+        last_failure=_last_failure(observed),
+        model=ModelStatus(
+            resolved_revision=observed.resolved_revision,
+            download_percent=observed.download_percent,
+            modalities=_modalities(inference, observed.model_takes),
+        ),
+        resolved=_resolved(inference, desired),
+    )
+
+
+def _last_failure(observed: Observed) -> Failure | None:
+    """Of any pod: engine, frontend, or of a Job that is not through."""
+    serving = last_failure((*observed.engine_pods, *observed.frontend_pods), observed.peaks)
+    found = [one for one in (serving, observed.model_failure) if one is not None]
+    return max(found, key=lambda one: one.time or "", default=None)
+
+
+def _verdict(kind: str, ok: bool, reason: Reason, text: str) -> _Verdict:
+    return _Verdict(kind, "True" if ok else "False", reason, text)
+
+
+def _spec_accepted(error: SpecError | None, desired: Desired | None, refused: str) -> _Verdict:
+    if error is not None:
+        return _verdict("SpecAccepted", False, reasons.INVALID_SPEC, str(error))
+    if refused:
+        text = f"the API server refuses {refused}"
+        return _verdict("SpecAccepted", False, reasons.REFUSED, text)
+    if desired is not None and desired.missing_apis:
+        names = ", ".join(desired.missing_apis)
+        return _verdict(
+            "SpecAccepted", False, reasons.MISSING_API, f"the cluster does not serve {names}"
+        )
+    return _verdict("SpecAccepted", True, reasons.ACCEPTED, "the resource is well formed")
+
+
+def _budget_fits(plan: BudgetPlan | None) -> _Verdict:
+    if plan is None:
+        text = "waiting for the model's profile"
+        return _Verdict("BudgetFits", "Unknown", reasons.PROFILING, text)
+    if not plan.fits:
+        text = " ".join(problem.message for problem in plan.problems)
+        return _verdict("BudgetFits", False, reasons.BUDGET_MISFIT, text)
+    shrunk = [note for note in plan.notes if "Shrink" in note]
+    if shrunk:
+        return _verdict("BudgetFits", True, reasons.SHRUNK, "; ".join(shrunk))
+    return _verdict("BudgetFits", True, reasons.FITS, "; ".join(plan.notes) or "every limit holds")
+
+
+def _model_ready(observed: Observed) -> _Verdict:
+    ok = observed.model is reasons.RESOLVED
+    text = observed.model_message or ("the model is in place" if ok else "waiting for the model")
+    if ok and observed.model_doubt:
+        text = f"{text}; {observed.model_doubt}"
+    return _verdict("ModelReady", ok, observed.model, text)
+
+
+def _role(
+    workload: Obj | None, pods: tuple[Obj, ...], desired: Desired | None, kind: str
+) -> RoleStatus:
+    """Counts from pods, so that they never lag behind them."""
+    revision = _wanted_revision(desired, kind)
+    live = [pod for pod in pods if not pod["metadata"].get("deletionTimestamp")]
+    ready = [pod for pod in live if is_ready(pod)]
+    asked = workload.get("spec", {}).get("replicas", 1) if workload else 0
+    if desired is not None:
+        for body in desired.of_kind(kind):
+            asked = body["spec"].get("replicas", asked)
+    return RoleStatus(
+        workload=f"{kind}/{workload['metadata']['name']}" if workload else "",
+        desired=asked,
+        replicas=len(live),
+        updated=sum(1 for pod in live if _revision(pod) == revision and revision),
+        ready=len(ready),
+        available=len(ready),
+        draining=len(pods) - len(live),
+    )
+
+
+def _revision(pod: Obj) -> str:
+    return str(pod["metadata"].get("labels", {}).get(REVISION_LABEL, ""))
+
+
+def _wanted_revision(desired: Desired | None, kind: str) -> str:
+    for body in desired.of_kind(kind) if desired else ():
+        return str(body["spec"]["template"]["metadata"]["labels"][REVISION_LABEL])
+    return ""
+
+
+def _serving_revision(pods: Iterable[Obj]) -> str:
+    """The revision that most ready pods have."""
+    found = sorted(_revision(pod) for pod in pods if is_ready(pod))
+    return max(found, key=found.count, default="")
+
+
+def _role_ready(
+    condition: str,
+    role: RoleStatus,
+    pods: tuple[Obj, ...],
+    desired: Desired | None,
+    waits: dict[str, str],
+) -> _Verdict:
+    kind = "StatefulSet" if condition == "EnginesReady" else "Deployment"
+    revision = _wanted_revision(desired, kind)
+    if not revision:
+        return _verdict(condition, False, reasons.WAITING, "no pods are asked for yet")
+    current = [pod for pod in pods if _revision(pod) == revision]
+    ready = sum(1 for pod in current if is_ready(pod))
+    if role.desired == 0:
+        return _verdict(condition, True, reasons.SCALED_TO_ZERO, "no replicas are asked for")
+    if ready >= role.desired and role.replicas == ready:
+        return _verdict(condition, True, reasons.SERVING, f"{ready} of {role.desired} serve")
+    trouble = diagnose(current, waits)
+    if trouble:
+        return _verdict(condition, False, trouble.reason, trouble.message)
+    if role.ready > ready or role.replicas > role.updated:
+        text = f"{ready} of {role.desired} of the new revision serve, {role.ready} in all"
+        return _verdict(condition, False, reasons.ROLLING, text)
+    return _verdict(condition, False, reasons.STARTING, f"{ready} of {role.desired} serve")
+
+
+def _mirrored(observed: Observed) -> _Verdict:
+    up, wanted = observed.sessions_up, observed.sessions_wanted
+    if wanted < 0:
+        text = "no session has been reported yet"
+        return _Verdict("CachesMirrored", "Unknown", reasons.WAITING, text)
+    if up < wanted:
+        text = f"{up} of {wanted} sessions between frontends and engines are up"
+        return _verdict("CachesMirrored", False, reasons.SESSION_DOWN, text)
+    if observed.stale_rate > 1e-3:
+        text = f"{observed.stale_rate:.4f} of the cache hints are stale"
+        return _verdict("CachesMirrored", False, reasons.STALE_HINTS, text)
+    return _verdict("CachesMirrored", True, reasons.MIRRORED, f"all {wanted} sessions are up")
+
+
+def _scaling_active(observed: Observed) -> _Verdict:
+    found = {
+        "True": reasons.SCALING, "False": reasons.AUTOSCALER_INERT, "Unknown": reasons.WAITING,
+    }  # fmt: skip
+    reason = found[observed.scaling]
+    return _Verdict("ScalingActive", observed.scaling, reason, observed.scaling_message)
+
+
+def _available(frontend: RoleStatus, engine: RoleStatus) -> _Verdict:
+    ok = frontend.ready > 0 and engine.ready > 0
+    text = f"{_count(frontend.ready, 'frontend')} and {_count(engine.ready, 'engine')} serve"
+    return _verdict("Available", ok, reasons.AVAILABLE if ok else reasons.UNAVAILABLE, text)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _summary(verdicts: list[_Verdict], observed: Observed) -> list[_Verdict]:
+    """Ready, and of the pair Reconciling and Stalled the one that is true."""
+    # Unknown mirrors (nothing reported yet) do not hold back what serves, nor does an autoscaler.
+    failing = [
+        v for v in verdicts
+        if v.kind != "ScalingActive"
+        and (v.status == "False" or (v.status == "Unknown" and v.kind != "CachesMirrored"))
+    ]  # fmt: skip
+    if not failing:
+        return [_verdict("Ready", True, reasons.READY, "every replica of this revision serves")]
+    # What is not known yet waits for what has gone wrong: a model that cannot be loaded has no
+    # profile, and so no budgets.
+    first = next((v for v in failing if v.status == "False"), failing[0])
+    if observed.is_paused:
+        text = f"paused; {first.kind}: {first.text}"
+        return [_verdict("Ready", False, reasons.PAUSED, text)]
+    found = [_verdict("Ready", False, first.reason, f"{first.kind}: {first.text}")]
+    text = ". ".join(part for part in (first.text, observed.rollout_message) if part)
+    if observed.deadline_exceeded:
+        reason = reasons.DEADLINE_EXCEEDED
+        found.append(_Verdict("Stalled", "True", reason, text))
+    elif first.reason.is_permanent:
+        found.append(_Verdict("Stalled", "True", first.reason, text))
+    else:
+        found.append(_Verdict("Reconciling", "True", first.reason, text))
+    return found
+
+
+def _conditions(
+    verdicts: list[_Verdict], generation: int, now: str, previous: tuple[Condition, ...]
+) -> tuple[Condition, ...]:
+    """lastTransitionTime moves only when a status flips."""
+    before = {condition.type: condition for condition in previous}
+    found = []
+    for verdict in verdicts:
+        old = before.get(verdict.kind)
+        kept = old is not None and old.status == verdict.status
+        found.append(
+            Condition(
+                type=verdict.kind,
+                status=verdict.status,  # type: ignore[arg-type]
+                reason=verdict.reason.name,
+                message=verdict.reason.message(verdict.text)[:MAX_MESSAGE],
+                observed_generation=generation,
+                last_transition_time=old.last_transition_time if old and kept else now,
+            )
+        )
+    return tuple(found)
+
+
+def budgets(plan: BudgetPlan, measured: dict[str, int]) -> dict[str, Budget]:
+    """The product's block: each cache, weights, shm and every limit, with its formula."""
+    found = {}
+    for place in plan.places:
+        for line in place.lines:
+            if line.is_cache or line.name == "weights":
+                found[line.name] = _budget(line, measured.get(line.name))
+        if place.place == "engine":
+            found["shm"] = _budget(place.line("shm"), measured.get("shm"))
+        name = "deviceMemory" if place.place == "device" else f"{place.place}PodMemory"
+        found[name] = _limit(place, measured.get(name))
+    return dict(sorted(found.items()))
+
+
+def _budget(line: Line, measured: int | None) -> Budget:
+    return Budget(
+        bytes=line.each_bytes,
+        display=format_gib(line.each_bytes),
+        measured_bytes=measured,
+        difference_bytes=None if measured is None else measured - line.each_bytes,
+        items=line.num_items or None,
+        source=line.source,
+        formula=line.formula[:512],
+    )
+
+
+def _limit(place: PlaceBudget, measured: int | None) -> Budget:
+    terms = " + ".join(line.name for line in place.lines if line.bytes)
+    return Budget(
+        bytes=place.limit_bytes,
+        display=format_gib(place.limit_bytes),
+        measured_bytes=measured,
+        difference_bytes=None if measured is None else measured - place.limit_bytes,
+        source=place.source,
+        formula=f"{terms} + headroom"[:512],
+    )
+
+
+def _url(inference: InferenceSpec | None) -> str:
+    if inference is None:
+        return ""
+    port = inference.spec.networking.port
+    return f"http://{inference.name}.{inference.namespace}.svc:{port}/v1"
+
+
+def _config_map(desired: Desired | None) -> str:
+    for body in desired.of_kind("ConfigMap") if desired else ():
+        if "engine.json" in body.get("data", {}):
+            return str(body["metadata"]["name"])
+    return ""
+
+
+def _modalities(
+    inference: InferenceSpec | None, model_takes: tuple[str, ...] | None
+) -> tuple[str, ...]:
+    """What is allowed, and, once the profile tells, what of it the model takes."""
+    if inference is None:
+        return ()
+    limits = inference.spec.modalities
+    names = [name for name in ("image", "video", "audio") if getattr(limits, name).max_per_prompt]
+    return tuple(name for name in names if model_takes is None or name in model_takes)
+
+
+def _resolved(inference: InferenceSpec | None, desired: Desired | None) -> dict[str, object]:
+    """The operator's defaults as applied: every field of these parts, whether given or not.
+
+    Left out is what has no default and may be large: the pods' templates.
+    """
+    if inference is None:
+        return {}
+    spec = inference.spec
+    engine = msgspec.structs.replace(spec.engine, pod_template={})
+    if engine.accelerator.type != "CPU":
+        devices = msgspec.structs.replace(engine.accelerator, count=engine.num_devices)
+        parallelism = msgspec.structs.replace(engine.parallelism, tensor=engine.num_devices)
+        engine = msgspec.structs.replace(engine, accelerator=devices, parallelism=parallelism)
+    parts = {
+        "modalities": spec.modalities,
+        "frontend": msgspec.structs.replace(spec.frontend, pod_template={}),
+        "engine": engine,
+        "caches": spec.caches,
+        "rollout": spec.rollout,
+        "networking": spec.networking,
+        "security": spec.security,
+        "observability": spec.observability,
+    }
+    found = {name: plain(part) for name, part in parts.items()}
+    for body in desired.of_kind("StatefulSet") if desired else ():
+        found["image"] = body["spec"]["template"]["spec"]["containers"][0]["image"]
+    found["maxFrontends"] = inference.num_frontends
+    found["maxEngines"] = inference.num_engines
+    return found
+
+
+def plain(value: object) -> object:
+    """JSON as the API server takes it: camel case, zeros kept, what is not set left out.
+
+    Empty maps are left out as well: sent after a filled one, server-side apply makes them null,
+    which the schema then refuses.
+    """
+    if isinstance(value, msgspec.Struct):
+        names = zip(value.__struct_encode_fields__, value.__struct_fields__, strict=True)
+        pairs = ((key, plain(getattr(value, name))) for key, name in names)
+        return {key: item for key, item in pairs if item is not None and item != {}}
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, tuple) else value

@@ -1,0 +1,1 @@
+"""The operator's own metrics: their declarations and their values."""

@@ -1,0 +1,1 @@
+"""Test doubles of the cluster; nothing in the product imports them."""

@@ -1,0 +1,1 @@
+"""KV blocks, prefix cache, encoder cache, host tier and warm set."""

@@ -1,0 +1,1 @@
+"""The engine process: step loop, link to frontends, health, metrics."""

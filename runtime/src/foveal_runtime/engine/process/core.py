@@ -1,0 +1,430 @@
+"""The engine's loop body without sockets or threads: messages in, one step, messages out.
+
+Used by `server` (one thread calls everything here) and by tests. Joins the mirror's receiver, the
+scheduler and the model runner: restores values, splices prompts, runs steps, answers sessions.
+Never blocks except inside the runner's step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Mapping
+
+from foveal_runtime.engine.caches.warm import WarmSet
+from foveal_runtime.engine.events.log import EventLog
+from foveal_runtime.engine.process.splice import splice
+from foveal_runtime.engine.process.value_release import ValueRelease
+from foveal_runtime.engine.scheduler.scheduler import Scheduler
+from foveal_runtime.engine.types.request import Request
+from foveal_runtime.engine.types.step import ModelRunner, RunningStep, StepPlan
+from foveal_runtime.mirror.admission import RequestKey
+from foveal_runtime.mirror.messages import Bye, DownMessage, Hello, Req, SessionId, Up
+from foveal_runtime.mirror.receiver import ReadyRequest, Receiver
+from foveal_runtime.mirror.store import Value
+from foveal_runtime.plan.errors import FovealError, InvalidRequest
+from foveal_runtime.plan.media import MMHash
+from foveal_runtime.telemetry.ages import EvictionAges
+from foveal_runtime.telemetry.ghosts import GhostLists
+from foveal_runtime.wire import codec
+from foveal_runtime.wire.item import ItemHeader, read_header
+from foveal_runtime.wire.messages import EngineLoad, EngineOutput, Outputs
+
+_LOG = logging.getLogger(__name__)
+NOTE_DELAY_SECONDS = 0.05
+
+
+class EngineCore:
+    """One engine.
+
+    Args:
+        send: hands a message for one frontend to whoever owns the socket.
+        events: hears of what the caches hold; None = no event stream.
+        warm: encoder outputs that outlive the process; None = none do.
+        unpin_encoded: values are unpinned as soon as their items are encoded.
+        run_ahead: a step that only decodes is submitted before the result of the one before it is
+            taken, so that the device never waits for the host.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        receiver: Receiver,
+        *,
+        send: Callable[[str, DownMessage], None],
+        clock: Callable[[], float],
+        events: EventLog | None = None,
+        warm: WarmSet | None = None,
+        unpin_encoded: bool = False,
+        run_ahead: bool = False,
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.receiver = receiver
+        self.stats = scheduler.stats
+        self.is_draining = False
+        self._send = send
+        self._clock = clock
+        self._events = events
+        self._warm = warm
+        self._run_ahead = run_ahead
+        self._under_way: tuple[StepPlan, RunningStep] | None = None  # submitted ahead
+        self._values = ValueRelease(scheduler, receiver, is_on=unpin_encoded)
+        self.value_ghosts = GhostLists(receiver.store.capacity_bytes)
+        self.value_ages = EvictionAges(clock)
+        receiver.store.watch = self.value_ages
+        self.num_warm_outputs = 0
+        self._ids: dict[RequestKey, str] = {}  # of requests the scheduler has
+        self._serial = itertools.count(1)
+        self._outputs: dict[str, list[EngineOutput]] = {}
+        self._note_at: float | None = None
+        self._load_stamp = 0
+        self._load_told: dict[str, tuple[int, ...]] = {}
+        self._warned_bypass = False
+        # When requests with items arrived that still wait for values; the oldest is first.
+        self._arrived: dict[RequestKey, float] = {}
+
+    # ---- messages in ----------------------------------------------------------------------------
+
+    def on_message(
+        self, fid: str, message: Up, values: Mapping[MMHash, Value] | None = None
+    ) -> None:
+        """Takes in one decoded message of frontend `fid`, with the values it carries."""
+        if self.is_draining and isinstance(message, Hello):
+            self._send(fid, Bye(message.sid, "draining"))
+            return
+        if isinstance(message, Req) and message.items:
+            self._arrived[fid, message.rid] = self._clock()
+        for answer in self.receiver.on_message(fid, message, values):
+            self._send(fid, answer)
+        self._after_receiver()
+
+    def on_session_lost(self, fid: str, sid: SessionId, reason: str) -> None:
+        """The link of `fid` is dead: its requests end here; it will issue them again. Ignored
+        when a newer session has taken the place of `sid` meanwhile."""
+        session = self.receiver.sessions.get(fid)
+        if session is None or session.sid != sid:
+            return
+        self.receiver.on_session_lost(fid, reason)
+        self._load_told.pop(fid, None)
+        self._after_receiver()
+
+    def end_session(self, fid: str, reason: str) -> None:
+        """Ends the session of a frontend that breaks the rules, and tells it."""
+        session = self.receiver.sessions.get(fid)
+        if session is not None:
+            self._send(fid, Bye(session.sid, reason))
+            self.on_session_lost(fid, session.sid, reason)
+
+    def load_warm_set(self) -> None:
+        """Takes over what the last process saved; before the first message."""
+        if self._warm is not None:
+            began = self._clock()
+            try:
+                loaded = self._warm.load(self.scheduler.encoder, self.runner)
+            except Exception:  # whatever lies there, the engine starts
+                _LOG.exception("the warm set is not used")
+                return
+            self.num_warm_outputs = len(loaded.device) + len(loaded.host)
+            if self._events is not None:
+                self._events.note_adopted(*loaded)
+            _LOG.info("warm set: %d encoder outputs on the device and %d in the host tier in %.1f "
+                      "s", len(loaded.device), len(loaded.host), self._clock() - began)  # fmt: skip
+
+    def save_warm_set(self) -> None:
+        """After the last step: what the next process may take over."""
+        if self._warm is not None:
+            began = self._clock()
+            count = self._warm.save(self.scheduler.encoder, self.runner)
+            _LOG.info("warm set: saved %d encoder outputs in %.1f s", count, self._clock() - began)
+
+    def drain(self) -> None:
+        """No new sessions from now on; frontends hear it with the next load report."""
+        if not self.is_draining:
+            self.is_draining = True
+            self._note_at = self._clock()
+
+    def close_sessions(self, reason: str) -> None:
+        """Says goodbye to every frontend; unfinished requests go on elsewhere."""
+        self.flush()
+        for fid in list(self.receiver.sessions):
+            self.end_session(fid, reason)
+
+    # ---- the loop body --------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """A step is wanted now, or one is under way."""
+        return self.scheduler.has_work or self._under_way is not None
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests here, those that still wait for values included."""
+        return len(self.receiver.admission.requests)
+
+    def oldest_wait_seconds(self) -> float:
+        """Age of the oldest request that waits for values."""
+        here = self.receiver.admission.requests
+        for key, arrived in self._arrived.copy().items():  # another thread may ask
+            if key in here:
+                return self._clock() - arrived
+        return 0.0
+
+    def seconds_to_note(self) -> float | None:
+        """When `flush` is due; None when there is nothing to tell anybody."""
+        return None if self._note_at is None else max(self._note_at - self._clock(), 0.0)
+
+    def step(self) -> None:
+        """Runs one step if somebody wants one, then sends what there is to say."""
+        if self.has_work:
+            self.flush()  # nobody who is asked for a value waits for the step to end
+            began = self._clock()
+            plan, running = self._next_step()
+            scheduled = self._clock()
+            if running is not None:
+                ahead = self.scheduler.plan_ahead(plan) if self._run_ahead else None
+                if ahead is not None:
+                    self._under_way = ahead, self.runner.submit(ahead)
+                self._take_in(plan, running, began, scheduled)
+                if ahead is not None:
+                    self.scheduler.adopt(ahead)
+            if self._values.recall():
+                self._drop_aborted()
+            self._start_ready()
+        self.flush()
+
+    def _next_step(self) -> tuple[StepPlan, RunningStep | None]:
+        """The step that was submitted ahead, else a new one; None when it would do nothing."""
+        if self._under_way is not None:
+            found, self._under_way = self._under_way, None
+            return found
+        plan = self.scheduler.schedule()
+        self._collect()
+        if plan.scheduled or _moves_something(plan):
+            return plan, self.runner.submit(plan)
+        return plan, None
+
+    def _take_in(
+        self, plan: StepPlan, running: RunningStep, began: float, scheduled: float
+    ) -> None:
+        result = running.result()
+        executed = self._clock()
+        self.scheduler.update(plan, result)
+        self._collect()
+        observed = self.stats.observed
+        observed.schedule_seconds.append(scheduled - began)
+        observed.execute_seconds.append(executed - scheduled)
+        observed.update_seconds.append(self._clock() - executed)
+        if self._events is not None:
+            self._events.note_plan(plan, result)
+        self._values.after_step(plan)
+
+    def flush(self) -> None:
+        """Sends outputs with the mirror's notes, notes that are urgent, and all that are due."""
+        receiver, now = self.receiver, self._clock()
+        due = self._note_at is not None and self._note_at <= now
+        if self._outputs:
+            outputs, self._outputs = self._outputs, {}
+            for fid, entries in outputs.items():
+                self._send_down(fid, entries)
+            if self._note_at is None:
+                self._note_at = now + NOTE_DELAY_SECONDS
+        for fid in list(receiver.sessions):
+            if due and (self.is_draining or self._load_told.get(fid) != self._load_key()):
+                self._send_down(fid, [])
+            elif due or receiver.wants_immediate_flush(fid):
+                message = receiver.down(fid)
+                if message is not None:
+                    self._send(fid, message)
+        if due:
+            self._note_at = None
+        if self._events is not None:
+            self._events.flush()
+
+    def _send_down(self, fid: str, entries: list[EngineOutput]) -> None:
+        key = self._load_key()
+        self._load_stamp += 1
+        self._load_told[fid] = key
+        load = EngineLoad(self._load_stamp, key[0], key[1], key[2], key[3] / 1000, self.is_draining)
+        raw = codec.encode_outputs(Outputs(tuple(entries), load))
+        message = self.receiver.down(fid, raw)
+        if message is not None:
+            self._send(fid, message)
+
+    def _load_key(self) -> tuple[int, ...]:
+        scheduler = self.scheduler
+        waiting = len(scheduler.waiting) + len(self.receiver.admission.queue)
+        usage = scheduler.pool.num_used_blocks * 1000 // scheduler.pool.num_blocks
+        return len(scheduler.running), waiting, scheduler.waiting.num_tokens, usage
+
+    # ---- requests -------------------------------------------------------------------------------
+
+    def _after_receiver(self) -> None:
+        """Whatever the receiver made ready, gave up or was told to do."""
+        self._drop_aborted()
+        self._start_ready()
+        self._prune_arrivals()
+        for control in self.receiver.take_controls():
+            self._control(control.action)
+        if self._note_at is None:
+            self._note_at = self._clock() + NOTE_DELAY_SECONDS
+
+    def _drop_aborted(self) -> None:
+        for key in self.receiver.take_aborted():
+            request_id = self._ids.pop(key, None)
+            if request_id is not None:
+                self.scheduler.abort(request_id)
+            self.receiver.finish(*key)
+
+    def _prune_arrivals(self) -> None:
+        """Requests that ended before their values came must not stay here."""
+        here = self.receiver.admission.requests
+        if len(self._arrived) > 2 * len(here) + 64:
+            self._arrived = {key: at for key, at in self._arrived.items() if key in here}
+
+    def _start_ready(self) -> None:
+        """Each request that ends may make room for others, so until nobody is ready."""
+        while ready := self.receiver.take_ready():
+            for entry in ready:
+                self._start(entry)
+
+    def _start(self, ready: ReadyRequest) -> None:
+        """Splices a complete request and hands it to the scheduler, or says why not."""
+        request_id = self._ids.get((ready.fid, ready.rid))
+        if request_id is not None:
+            self._values.resume(request_id, ready)
+            return
+        if ready.bypassed and not self._warned_bypass:
+            self._warned_bypass = True
+            _LOG.warning(
+                "a request's media are larger than the value cache and go past it: they are sent "
+                "again each time (caches.ipc_bytes is %d)", self.receiver.store.capacity_bytes,
+            )  # fmt: skip
+        key = (ready.fid, ready.rid)
+        now = self._clock()
+        arrived = self._arrived.pop(key, now)
+        if ready.items:
+            self.stats.observed.values_seconds.append(now - arrived)
+        try:
+            request = self._build(ready, arrived)
+            self._ids[key] = request.request_id
+            self.scheduler.add(request)
+        except FovealError as error:
+            self._ids.pop(key, None)
+            output = EngineOutput(ready.rid, finish="error", error=(error.code, error.message))
+            self._outputs.setdefault(ready.fid, []).append(output)
+            self.receiver.finish(*key)
+            self.stats.count_finished("error")
+            self.stats.count_error(error.code)
+        else:
+            self._collect()
+
+    def _build(self, ready: ReadyRequest, arrived_seconds: float) -> Request:
+        try:
+            body = codec.decode_body(ready.body, len(ready.items))
+        except codec.DecodeError as error:
+            raise InvalidRequest(str(error)) from error
+        prompt = codec.unpack_tokens(body.token_ids, body.wide)
+        emitted = codec.unpack_tokens(body.emitted, body.wide)
+        self._check_ids(prompt, emitted, {index for index, _ in body.placements})
+        values = [memoryview(value.data) for value in ready.items.values()]
+        items = [
+            (mm_hash, read_header(value))
+            for mm_hash, value in zip(ready.items, values, strict=True)
+        ]
+        for _, header in items:
+            self._check_replacement(header)
+        longest = self.scheduler.limits.max_model_len - 1
+        for mm_hash, whole in ready.items.items():
+            self.value_ghosts.query(mm_hash, len(whole.data))
+        token_ids, inputs, which = splice(prompt, body.placements, items, max_tokens=longest)
+        num_prompt = len(token_ids)
+        return Request(
+            f"{ready.rid[0]}.{ready.rid[1]}-{next(self._serial)}",
+            token_ids + emitted,
+            body.sampling,
+            num_prompt_tokens=num_prompt,
+            mm_inputs=inputs,
+            values=tuple(values[index] for index in which),
+            rid=ready.rid,
+            session=ready.fid,
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+            read_prefix_cache=body.read_prefix_cache,
+            echo_prompt=body.echo_prompt,
+            num_mm_hits=ready.num_hits,
+            arrival_seconds=arrived_seconds,
+            frontend_seconds=body.arrival_seconds,
+        )
+
+    def _check_ids(self, prompt: list[int], emitted: list[int], placed: set[int]) -> None:
+        """An id outside the vocabulary would fail the whole step in the model."""
+        size = self.runner.traits.vocab_size
+        if max(prompt, default=0) < size and max(emitted, default=0) < size:
+            return
+        bad = [t for i, t in enumerate(prompt) if t >= size and i not in placed]
+        bad += [token for token in emitted if token >= size]
+        if bad:
+            raise InvalidRequest(f"token id {bad[0]} is outside the vocabulary of {size}")
+
+    def _check_replacement(self, header: ItemHeader) -> None:
+        """The same for an item's own ids, which an injector may have chosen. Those that encoder
+        outputs stand in for may be anything."""
+        size = self.runner.traits.vocab_size
+        ids = header.replacement
+        if max(ids, default=0) < size:
+            return
+        covered = {i for start, length in header.embed_runs for i in range(start, start + length)}
+        bad = [token for i, token in enumerate(ids) if token >= size and i not in covered]
+        if bad:
+            raise InvalidRequest(
+                f"a media item expands to token id {bad[0]}, outside the vocabulary of {size}"
+            )
+
+    def _control(self, action: str) -> None:
+        if action == "reset_encoder":
+            count = self.scheduler.reset_encoder_cache()
+        elif action == "reset_prefix":
+            count = self.scheduler.reset_prefix_cache()
+        elif action in ("reset_mm", "resize_ipc", "ping"):
+            # The receiver's business; a ping asks for nothing but the acknowledgement.
+            if action == "reset_mm":
+                self.value_ghosts.reset()
+            self.value_ghosts.resize(self.receiver.store.capacity_bytes)
+            return
+        else:
+            _LOG.warning("unknown control action %r", action)
+            return
+        _LOG.info("%s: %d entries", action, count)
+
+    def _collect(self) -> None:
+        """Takes the scheduler's outputs; a finished request's values are unpinned."""
+        for request, output in self.scheduler.take_outputs():
+            self._outputs.setdefault(request.session, []).append(output)
+            if output.finish:
+                key = (request.session, request.rid)
+                self._ids.pop(key, None)
+                self.receiver.finish(*key)
+
+    def check_integrity(self) -> None:
+        """Asserts that scheduler, receiver, runner and this class agree on who is here."""
+        self.scheduler.check_integrity()
+        self.receiver.check_integrity()
+        self.runner.check_integrity()
+        roster = self.scheduler.roster
+        for ghosts in (self.value_ghosts, roster.block_ghosts, roster.encoder.ghosts):
+            ghosts.check_integrity()
+        assert len(self._ids) == self.scheduler.num_requests
+        assert self._ids.keys() <= self.receiver.admission.requests.keys()
+
+
+def _moves_something(plan: StepPlan) -> bool:
+    return bool(
+        plan.finished
+        or plan.free_encoder
+        or plan.store_encoder
+        or plan.drop_host_encoder
+        or plan.load_encoder
+        or plan.encode
+    )

@@ -1,0 +1,80 @@
+"""From an unexpanded prompt to the sequence the model sees: the engine's half of placeholders.
+
+Prompts cross the wire with one placeholder token per item; the ids it expands to are stored with
+the item's value. Called by `core` when all values of a request are there. Pure; the ids and
+placements come from a peer, so each is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from foveal_runtime.engine.types.step import MMInput
+from foveal_runtime.plan.errors import ContextLengthExceeded, InvalidRequest
+from foveal_runtime.plan.media import MMHash, PlaceholderRange
+from foveal_runtime.wire.item import ItemHeader
+
+
+def splice(
+    token_ids: Sequence[int],
+    placements: Sequence[tuple[int, int]],
+    items: Sequence[tuple[MMHash, ItemHeader]],
+    *,
+    max_tokens: int,
+) -> tuple[list[int], tuple[MMInput, ...], tuple[int, ...]]:
+    """Replaces each placeholder by its item's replacement ids.
+
+    Args:
+        token_ids: the prompt with one token per item occurrence.
+        placements: (index into token_ids, index into items), ascending in the first.
+        items: the request's distinct items.
+        max_tokens: longest expanded prompt allowed; checked before anything is built.
+
+    Returns:
+        expanded ids, one MMInput per occurrence in prompt order, and per occurrence its index
+        into `items`.
+
+    Raises:
+        ContextLengthExceeded: the expanded prompt is longer than max_tokens.
+        InvalidRequest: placements that do not fit the prompt or the items.
+    """
+    _check(len(token_ids), placements, len(items))
+    length = len(token_ids)
+    for _, item in placements:
+        length += len(items[item][1].replacement) - 1
+    if length > max_tokens:
+        raise ContextLengthExceeded(
+            f"the prompt has {length} tokens after its media items are expanded, and this model "
+            f"takes at most {max_tokens} including at least one output token: shorten the prompt "
+            "or send fewer or smaller media items",
+            param="messages",
+        )
+    out: list[int] = []
+    inputs: list[MMInput] = []
+    begin = 0
+    for index, item in placements:
+        out.extend(token_ids[begin:index])
+        mm_hash, header = items[item]
+        place = PlaceholderRange(len(out), len(header.replacement), header.embed_runs)
+        inputs.append(MMInput(mm_hash, header.modality, place))
+        out.extend(header.replacement)
+        begin = index + 1
+    out.extend(token_ids[begin:])
+    assert len(out) == length
+    return out, tuple(inputs), tuple(item for _, item in placements)
+
+
+def _check(num_tokens: int, placements: Sequence[tuple[int, int]], num_items: int) -> None:
+    last = -1
+    for index, item in placements:
+        if not last < index < num_tokens:
+            raise InvalidRequest(
+                f"placement at token {index} is out of order or outside the prompt of "
+                f"{num_tokens} tokens",
+                param="placements",
+            )
+        if not 0 <= item < num_items:
+            raise InvalidRequest(
+                f"placement names item {item}, the request has {num_items}", param="placements"
+            )
+        last = index

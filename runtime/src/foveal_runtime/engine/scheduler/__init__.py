@@ -1,0 +1,1 @@
+"""The scheduler: admission, step planning, encoder budget, run-ahead."""

@@ -1,0 +1,195 @@
+"""Who is in the engine and what everyone holds: requests, queues, KV blocks, encoder outputs.
+
+Owned by `scheduler`, used by it and by `planner`. The only place where a request enters, leaves or
+loses everything, so that nothing it holds can be forgotten. Decides nothing about steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from foveal_runtime.engine.caches.block_pool import BlockPool
+from foveal_runtime.engine.caches.encoder_cache import EncoderCacheManager
+from foveal_runtime.engine.caches.host_tier import HostTier
+from foveal_runtime.engine.caches.observer import CacheObserver
+from foveal_runtime.engine.caches.prefix_cache import BlockHasher
+from foveal_runtime.engine.scheduler.checks import check_request
+from foveal_runtime.engine.scheduler.outputs import Outbox
+from foveal_runtime.engine.scheduler.queue import make_queue
+from foveal_runtime.engine.types.limits import SchedulerLimits
+from foveal_runtime.engine.types.request import Request, Status
+from foveal_runtime.engine.types.stats import EngineStats
+from foveal_runtime.engine.types.step import ModelTraits
+from foveal_runtime.plan.errors import FovealError
+from foveal_runtime.plan.media import MMHash
+from foveal_runtime.telemetry.ages import EvictionAges
+from foveal_runtime.telemetry.ghosts import GhostLists
+
+
+class Roster:
+    """See the module.
+
+    Args:
+        clock: monotonic seconds.
+        observer: hears of stored and removed blocks, for the event stream.
+    """
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        traits: ModelTraits,
+        *,
+        clock: Callable[[], float],
+        stats: EngineStats | None = None,
+        observer: CacheObserver | None = None,
+    ) -> None:
+        self.limits = limits
+        self.traits = traits
+        self.clock = clock
+        self.stats = stats or EngineStats()
+        self.observer = observer
+        self.outbox = Outbox(self.stats)
+        self.requests: dict[str, Request] = {}
+        self.running: list[Request] = []
+        self.waiting = make_queue(limits.policy)
+        removed = observer.block_removed if observer is not None else None
+        self.pool = BlockPool(limits.num_blocks - 1, on_removed=removed, ages=EvictionAges(clock))
+        self.block_ghosts = GhostLists(self.pool.num_blocks, window=1 << 18)
+        self.hasher = BlockHasher(limits.block_size, limits.namespace)
+        self.encoder = EncoderCacheManager(
+            limits.encoder_cache_embeds,
+            host=HostTier(limits.encoder_host_bytes, traits.embed_bytes),
+            eviction=limits.encoder_eviction,
+            ages=EvictionAges(clock),
+        )
+        self.is_caching = limits.prefix_caching and traits.bidirectional != "prompt"
+        self.away: dict[str, Request] = {}  # preempted, their values must come back first
+        self.recalled: list[Request] = []  # those of them that nobody was asked for yet
+        self.in_runner: set[str] = set()
+        self.gone: list[str] = []  # requests the runner may forget
+        self._sequence = 0
+
+    def add(self, request: Request) -> None:
+        """Takes a request in.
+
+        Raises:
+            ContextLengthExceeded, MediaTooLarge, InvalidRequest, EngineFailure, Overloaded: it
+                can never run here, or not now; nothing was changed.
+        """
+        assert request.request_id not in self.requests
+        check_request(request, self.limits, self.traits, len(self.waiting))
+        self._sequence += 1
+        request.sequence = self._sequence
+        sampling = request.sampling
+        room = self.limits.max_model_len - request.num_prompt_tokens
+        request.output_limit_tokens = min(sampling.max_tokens, room)
+        if self.is_caching:
+            self.hasher.extend(request, request.num_tokens)
+        self.requests[request.request_id] = request
+        if request.num_output_tokens >= request.output_limit_tokens:
+            # An earlier attempt had already made all its tokens.
+            self.drop(request)
+            self.outbox.finish(request, "length", self.clock())
+            return
+        self.waiting.push(request)
+
+    def abort(self, request_id: str) -> Request | None:
+        """Ends a request without an output; None when it is unknown or already over."""
+        request = self.requests.get(request_id)
+        if request is None:
+            request = self.away.pop(request_id, None)
+            if request is None:
+                return None
+            self.requests[request_id] = request
+        elif request.status is Status.RUNNING:
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)
+        self.drop(request)
+        self.stats.count_finished("abort")
+        return request
+
+    def drop(self, request: Request) -> None:
+        """Gives back everything a request holds. It must be in no queue any more."""
+        self.pool.release(request.block_ids)
+        request.block_ids = []
+        self.encoder.free(request)
+        request.status = Status.FINISHED
+        del self.requests[request.request_id]
+        if request.request_id in self.in_runner:
+            self.in_runner.remove(request.request_id)
+            self.gone.append(request.request_id)
+
+    def fail(self, request: Request, error: FovealError) -> None:
+        if request.status is Status.RUNNING:
+            self.running.remove(request)
+        elif request.status is Status.WAITING:
+            self.waiting.remove(request)
+        self.drop(request)
+        self.outbox.error(request, error)
+
+    def preempt(self, victim: Request) -> None:
+        """Takes everything from a running request; it will be recomputed later."""
+        self.running.remove(victim)
+        self.pool.release(victim.block_ids)
+        self.encoder.free(victim)
+        victim.block_ids = []
+        victim.num_computed = 0
+        victim.step = -1
+        victim.num_published = 0
+        victim.next_mm = 0
+        victim.known_to_runner = False
+        victim.prompt_logprobs.clear()
+        victim.status = Status.WAITING
+        victim.num_preemptions += 1
+        self.stats.num_preemptions += 1
+        if victim.num_released:
+            del self.requests[victim.request_id]
+            self.away[victim.request_id] = victim
+            self.recalled.append(victim)
+        else:
+            self.waiting.push_back(victim)
+
+    def resume(self, request_id: str, values: Mapping[MMHash, memoryview]) -> None:
+        """The values of a request that is away are here again: it waits for its turn."""
+        request = self.away.pop(request_id)
+        request.restore_values(values)
+        self.requests[request_id] = request
+        self.waiting.push_back(request)
+
+    def take_recalled(self) -> list[Request]:
+        """Requests that went away since the last call and are still wanted."""
+        recalled, self.recalled = self.recalled, []
+        return [request for request in recalled if request.request_id in self.away]
+
+    def check_integrity(self) -> None:
+        """Asserts that all books agree with each other, between two steps."""
+        waiting = list(self.waiting)
+        live = [*self.running, *waiting]
+        assert {entry.request_id for entry in live} == self.requests.keys()
+        assert len(live) == len(self.requests)
+        assert self.waiting.num_tokens == sum(entry.num_tokens for entry in waiting)
+        assert len(self.running) <= self.limits.max_num_seqs
+        assert not self.away.keys() & self.requests.keys()
+        for request in self.away.values():
+            assert request.status is Status.WAITING
+            assert request.num_released
+            assert not request.block_ids
+        for request in live:
+            assert request.num_released == sum(not value for value in request.values)
+            assert request.num_tokens == len(request.token_ids)
+            assert request.num_computed <= request.num_tokens <= self.limits.max_model_len
+            held = self.encoder.get_cached_input_ids(request)
+            assert all(index >= request.next_mm for index in held)
+        for request in self.running:
+            assert request.status is Status.RUNNING
+            blocks = -(-request.num_computed // self.limits.block_size)
+            assert len(request.block_ids) >= blocks
+            assert len(set(request.block_ids)) == len(request.block_ids)
+        for request in waiting:
+            assert request.status is Status.WAITING
+            assert not request.num_released
+            assert not request.block_ids
+            assert not self.encoder.get_cached_input_ids(request)
+        self.pool.check_integrity([request.block_ids for request in self.running])
+        self.encoder.check_integrity(self.running)

@@ -1,0 +1,122 @@
+"""What the scheduler has to say about requests, as the messages frontends get.
+
+Used by `scheduler`; emptied by `core`, which groups by session. Turns step results into
+EngineOutputs and takes the times of a request's stages.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+from foveal_runtime.engine.types.request import Request
+from foveal_runtime.engine.types.stats import EngineStats
+from foveal_runtime.engine.types.step import Sampled
+from foveal_runtime.plan.errors import FovealError
+from foveal_runtime.wire.messages import EngineOutput, FirstOutput, TokenLogprobs
+
+
+class Outbox:
+    """Outputs in order, until somebody takes them."""
+
+    def __init__(self, stats: EngineStats) -> None:
+        self._stats = stats
+        self._outputs: list[tuple[Request, EngineOutput]] = []
+
+    def take(self) -> list[tuple[Request, EngineOutput]]:
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def token(
+        self, request: Request, sampled: Sampled, finish: str, stop_token: int | None, now: float
+    ) -> None:
+        """One new token; `finish` when it is the last."""
+        observed = self._stats.observed
+        first = None
+        if request.first_seconds == 0.0:
+            request.first_seconds = now
+            first = _first_output(request)
+            self._stats.num_prompt_tokens += first.num_prompt_tokens
+            self._stats.num_cached_prompt_tokens += first.num_cached_tokens
+            observed.queue_seconds.append(first.queue_seconds + request.frontend_seconds)
+            observed.prefill_seconds.append(first.prefill_seconds)
+            observed.time_to_first_token_seconds.append(
+                now - request.arrival_seconds + request.frontend_seconds
+            )
+        else:
+            observed.inter_token_seconds.append(now - request.last_seconds)
+        request.last_seconds = now
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if request.sampling.logprobs >= 0:
+            logprobs = (
+                TokenLogprobs(sampled.logprob, sampled.rank, sampled.top_ids, sampled.top_logprobs),
+            )
+        output = EngineOutput(request.rid, (sampled.token_id,), finish, stop_token, first, logprobs)
+        self._outputs.append((request, output))
+        if finish:
+            self._observe_end(request, finish, now)
+
+    def finish(self, request: Request, finish: str, now: float) -> None:
+        """The end without a new token."""
+        first = _first_output(request) if request.first_seconds == 0.0 else None
+        self._outputs.append((request, EngineOutput(request.rid, (), finish, None, first)))
+        self._observe_end(request, finish, now)
+
+    def error(self, request: Request, error: FovealError) -> None:
+        """The end by an error of this request alone."""
+        output = EngineOutput(request.rid, finish="error", error=(error.code, error.message))
+        self._outputs.append((request, output))
+        self._stats.count_finished("error")
+        self._stats.count_error(error.code)
+
+    def _observe_end(self, request: Request, finish: str, now: float) -> None:
+        stats, observed = self._stats, self._stats.observed
+        stats.count_finished(finish)
+        admitted = request.admit_seconds or now
+        observed.residence_seconds.append(now - request.arrival_seconds)
+        observed.inference_seconds.append(now - admitted)
+        if request.first_seconds:
+            observed.decode_seconds.append(now - request.first_seconds)
+        observed.prompt_tokens.append(request.num_prompt_tokens)
+        observed.generation_tokens.append(request.num_output_tokens - request.num_emitted)
+        observed.preemptions.append(request.num_preemptions)
+
+
+def _first_output(request: Request) -> FirstOutput:
+    prompt_ids, wide = b"", False
+    prompt = request.num_prompt_tokens
+    if request.echo_prompt:
+        ids = request.token_ids[:prompt]
+        wide = max(ids) > 0xFFFF
+        packed = array("I" if wide else "H", ids)
+        prompt_ids = packed.tobytes()
+    admitted = request.admit_seconds or request.arrival_seconds
+    logprobs = _prompt_logprobs(request)
+    return FirstOutput(
+        num_prompt_tokens=prompt,
+        num_cached_tokens=min(request.num_cached_tokens, prompt),
+        num_mm_items=len(request.mm_inputs),
+        num_mm_hits=request.num_mm_hits,
+        num_encoder_hits=request.num_encoder_hits,
+        queue_seconds=max(admitted - request.arrival_seconds, 0.0),
+        prefill_seconds=max(request.first_seconds - admitted, 0.0),
+        prompt_token_ids=prompt_ids,
+        prompt_wide=wide,
+        prompt_logprobs=logprobs,
+        prompt_logprob_ids=tuple(request.token_ids[:prompt]) if logprobs else (),
+    )
+
+
+def _prompt_logprobs(request: Request) -> tuple[TokenLogprobs | None, ...]:
+    """One entry per prompt token; the first has nothing before it, hence None."""
+    if request.sampling.prompt_logprobs < 0:
+        return ()
+    entries: list[TokenLogprobs | None] = [None] * request.num_prompt_tokens
+    for part in request.prompt_logprobs:
+        for index, logprob in enumerate(part.logprobs):
+            position = part.start + 1 + index
+            if position < len(entries):
+                entries[position] = TokenLogprobs(
+                    logprob, part.ranks[index], part.top_ids[index], part.top_logprobs[index]
+                )
+    request.prompt_logprobs.clear()
+    return tuple(entries)

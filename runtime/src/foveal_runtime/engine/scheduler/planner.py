@@ -1,0 +1,394 @@
+"""One pass: what the next step computes, for whom, with which blocks and encoder outputs.
+
+Used by `scheduler`. Running requests first, then waiting ones in the order of the policy; asks
+`encoder_window` how far a request may go, takes KV blocks, and commits encoder outputs last, so
+that a refusal leaves nothing behind. Knows nothing of results.
+"""
+
+from __future__ import annotations
+
+from foveal_runtime.engine.caches.prefix_cache import cut_to_groups, max_hit_blocks
+from foveal_runtime.engine.scheduler.book import Roster
+from foveal_runtime.engine.scheduler.encoder_window import Window, plan_window
+from foveal_runtime.engine.types.request import Request, Status
+from foveal_runtime.engine.types.step import EncoderInput, NewRequest, ScheduledRequest, StepPlan
+from foveal_runtime.plan.errors import EngineFailure
+from foveal_runtime.plan.media import MMHash
+
+_MAX_IDLE_PASSES = 2
+_MAX_ASIDE = 32
+"""Requests that one pass leaves waiting for blocks that others compute; each costs a look."""
+
+
+class _Pass:
+    """One schedule() in the making."""
+
+    __slots__ = ("aside", "blocked", "compute_left", "computing", "encode", "is_mixed", "new",
+                 "num_preempted", "scheduled", "step", "tokens_left")  # fmt: skip
+
+    def __init__(self, step: int, tokens: int, compute: int, is_mixed: bool) -> None:
+        self.step = step
+        self.is_mixed = is_mixed
+        self.tokens_left = tokens
+        self.compute_left = compute
+        self.scheduled: dict[str, ScheduledRequest] = {}
+        self.new: dict[str, NewRequest] = {}
+        self.encode: dict[MMHash, EncoderInput] = {}
+        self.blocked: Request | None = None
+        self.aside: list[Request] = []  # waiting, and passed over: what they lack is coming
+        self.computing: list[Request] | None = None  # running, with blocks of a prompt to come
+        self.num_preempted = 0
+
+
+class Planner:
+    """See the module.
+
+    Attributes:
+        step: number of the last pass.
+        encoding: keys to encode in it, and for which request.
+    """
+
+    def __init__(self, roster: Roster) -> None:
+        self.roster = roster
+        self.limits = roster.limits
+        self.traits = roster.traits
+        self.step = 0
+        self.encoding: dict[MMHash, str] = {}
+        bidirectional = roster.traits.bidirectional
+        self._indivisible = roster.limits.disable_chunked_mm_input or bidirectional == "item"
+        self._whole_prompt = bidirectional == "prompt"
+        self._may_divide = bool(roster.limits.max_num_mixed_tokens) and not (
+            self._indivisible or self._whole_prompt
+        )
+        self._first: Request | None = None  # got nothing in the last pass: goes first in this one
+        self._idle_passes = 0
+        # The head could not get blocks while so many were free; more must come free first.
+        self._stuck_head: tuple[str, int] = ("", 0)
+
+    def schedule(self) -> StepPlan:
+        """The next step's plan; empty (`num_tokens` 0, nothing to move) when nobody wants one."""
+        self.step += 1
+        self.encoding.clear()
+        limits = self.limits
+        tokens = limits.max_num_batched_tokens
+        is_mixed = self._may_divide and any(
+            r.num_tokens - r.num_computed == 1 for r in self.roster.running
+        )
+        if is_mixed:  # every stream gets its token, whatever the limit
+            tokens = min(tokens, max(limits.max_num_mixed_tokens, 2 * len(self.roster.running)))
+        now = _Pass(self.step, tokens, limits.encoder_compute_embeds, is_mixed)
+        first, self._first = self._first, None
+        if first is not None and first.status is Status.RUNNING:
+            self._continue(first, now)
+        elif first is not None and len(self.roster.waiting) and self.roster.waiting.head() is first:
+            self._admit_waiting(now, limit=1)
+        self._continue_running(now)
+        if not now.num_preempted:
+            self._admit_waiting(now)
+        for request in reversed(now.aside):
+            self.roster.waiting.push_back(request)
+        self._first = now.blocked
+        self._watch_progress(now)
+        return self._finish_pass(now)
+
+    def may_admit(self, num_running: int) -> bool:
+        """Whether a pass might admit the head of the queue beside so many running requests."""
+        if not len(self.roster.waiting) or num_running >= self.limits.max_num_seqs:
+            return False
+        stuck, num_free = self._stuck_head
+        is_stuck = self.roster.waiting.head().request_id == stuck
+        ending = num_running < len(self.roster.running)
+        return ending or not is_stuck or self.roster.pool.num_free_blocks > num_free
+
+    def _continue_running(self, now: _Pass) -> None:
+        """Gives each running request its tokens, in order. The common case, one more token and a
+        block that has room, is inlined: it is most of the work of most steps."""
+        size, step, scheduled = self.limits.block_size, now.step, now.scheduled
+        at = 0
+        while at < len(self.roster.running) and now.tokens_left > 0:
+            request = self.roster.running[at]
+            if request.step == step:
+                at += 1
+                continue
+            computed = request.num_computed
+            if (
+                request.num_tokens - computed == 1
+                and computed < len(request.block_ids) * size
+                and request.next_mm == len(request.mm_inputs)
+            ):
+                request.step = step
+                now.tokens_left -= 1
+                scheduled[request.request_id] = ScheduledRequest(
+                    request.request_id, computed, 1, request.block_ids, True
+                )
+                at += 1
+                continue
+            self._continue(request, now)
+            # Preemption may have shortened the list before this place or removed the request.
+            if at < len(self.roster.running) and self.roster.running[at] is request:
+                at += 1
+            elif request.status is Status.RUNNING:
+                at = self.roster.running.index(request) + 1
+
+    def _continue(self, request: Request, now: _Pass) -> None:
+        """Schedules more of a running request; preempts others, or itself, for blocks."""
+        window = self._window(request, request.num_computed, now)
+        if window is None:
+            return
+        if window.num_tokens == 0:
+            now.blocked = now.blocked or request
+            return
+        while True:
+            need = self._blocks_to_add(request, request.num_computed + window.num_tokens)
+            if need <= self.roster.pool.num_free_blocks:
+                break
+            victim = self._victim()
+            if victim is request and len(self.roster.running) == 1:
+                self.roster.fail(request, self._kv_too_small(request))
+                return
+            self._preempt(victim, now)
+            if victim is request:
+                return
+        self._commit(request, request.num_computed, window, need, now)
+
+    def _window(self, request: Request, start: int, now: _Pass) -> Window | None:
+        """How far the request may go from `start`; None when it had to be failed."""
+        num_tokens = min(request.num_tokens - start, now.tokens_left)
+        if self._whole_prompt and start + num_tokens < request.num_prompt_tokens:
+            return Window(0)
+        if request.next_mm == len(request.mm_inputs):
+            return Window(num_tokens)
+        window = plan_window(
+            request, start, num_tokens, self.roster.encoder, self._compute_left(request, now),
+            indivisible=self._indivisible,
+        )  # fmt: skip
+        if window.bad_item is not None:
+            known = self.roster.encoder.known_embeds(request.mm_inputs[window.bad_item].mm_hash)
+            text = (
+                f"media item {window.bad_item} stands for {request.mm_embeds[window.bad_item]} "
+                f"encoder outputs here and for {known} under the same key elsewhere"
+            )
+            self.roster.fail(request, EngineFailure(text))
+            return None
+        if self._whole_prompt and start + window.num_tokens < request.num_prompt_tokens:
+            window = Window(0)
+        if window.num_tokens < num_tokens and not request.encoder_since:
+            request.encoder_since = self.roster.clock()
+        return window
+
+    def _compute_left(self, request: Request, now: _Pass) -> int:
+        """Embeddings that this pass may still encode. Beside streams: as many as tokens, or one
+        item of any size, so that every item has its turn."""
+        if not now.is_mixed:
+            return now.compute_left
+        if now.encode:
+            spent = self.limits.encoder_compute_embeds - now.compute_left
+            return min(now.compute_left, max(self.limits.max_num_mixed_tokens - spent, 0))
+        least = max(self.limits.max_num_mixed_tokens, request.mm_embeds[request.next_mm])
+        return min(now.compute_left, least)
+
+    def _blocks_to_add(self, request: Request, num_tokens: int) -> int:
+        have = len(request.block_ids)
+        return max(-(-num_tokens // self.limits.block_size) - have, 0)
+
+    def _victim(self) -> Request:
+        """Who gives way: the last to come, or the last of the least important."""
+        if self.limits.policy == "priority":
+            return max(self.roster.running, key=lambda entry: (entry.priority, entry.sequence))
+        return max(self.roster.running, key=lambda entry: entry.sequence)
+
+    def _preempt(self, victim: Request, now: _Pass) -> None:
+        """Takes everything from a running request, what this pass gave it included."""
+        self.roster.preempt(victim)
+        undone = now.scheduled.pop(victim.request_id, None)
+        if undone is not None:
+            now.tokens_left += undone.num_scheduled_tokens
+        now.new.pop(victim.request_id, None)
+        now.num_preempted += 1
+
+    def _admit_waiting(self, now: _Pass, limit: int | None = None) -> None:
+        while (
+            len(self.roster.waiting)
+            and now.tokens_left > 0
+            and len(self.roster.running) < self.limits.max_num_seqs
+            and (limit is None or limit > 0)
+        ):
+            if not self._admit(self.roster.waiting.head(), now):
+                break
+            limit = None if limit is None else limit - 1
+
+    def _admit(self, request: Request, now: _Pass) -> bool:
+        """Starts (or starts again) the head of the queue; False when it has to wait. Nobody
+        overtakes it then, unless it waits for blocks that are being computed."""
+        pool, size = self.roster.pool, self.limits.block_size
+        stuck, num_free = self._stuck_head
+        if stuck == request.request_id and self.roster.running and pool.num_free_blocks <= num_free:
+            return False
+        hit = self._lookup_prefix(request)
+        if self._is_coming(request, len(hit), now):
+            if len(now.aside) == _MAX_ASIDE:
+                return False
+            self.roster.waiting.remove(request)
+            now.aside.append(request)
+            return True
+        start = len(hit) * size
+        window = self._window(request, start, now)
+        if window is None:
+            return True
+        if window.num_tokens == 0:
+            now.blocked = now.blocked or request
+            return False
+        # Room for the whole sequence must be free, not only for this chunk: a prompt that is
+        # admitted piecemeal would soon preempt others or itself.
+        whole = -(-request.num_tokens // size) - len(hit) + pool.num_unused(hit)
+        if whole > pool.num_free_blocks:
+            if self.roster.running:
+                self._stuck_head = (request.request_id, pool.num_free_blocks)
+                return False
+            self.roster.fail(request, self._kv_too_small(request))
+            return True
+        self._stuck_head = ("", 0)
+        self.roster.waiting.remove(request)
+        pool.share(hit)
+        request.block_ids = hit
+        request.num_published = len(hit)
+        request.status = Status.RUNNING
+        self.roster.running.append(request)
+        if now.computing is not None:
+            now.computing.append(request)
+        self._count_admission(request, start)
+        need = self._blocks_to_add(request, start + window.num_tokens)
+        self._commit(request, start, window, need, now)
+        return True
+
+    def _lookup_prefix(self, request: Request) -> list[int]:
+        if not self.roster.is_caching:
+            return []
+        size = self.limits.block_size
+        most = max_hit_blocks(request, size, self.traits.bidirectional)
+        hit = self.roster.pool.lookup(request.block_hashes, most)
+        if self.traits.bidirectional == "item" and hit:
+            del hit[cut_to_groups(request.mm_inputs, len(hit), size) :]
+        return hit
+
+    def _is_coming(self, request: Request, num_hit: int, now: _Pass) -> bool:
+        """Whether a running request is about to compute blocks that this one lacks, and more of
+        them than this one would have left to do: computing both at once would be twice the work."""
+        size = self.limits.block_size
+        most = max_hit_blocks(request, size, self.traits.bidirectional)
+        if not self.roster.is_caching or num_hit >= most:
+            return False
+        if now.computing is None:
+            now.computing = [
+                entry for entry in self.roster.running
+                if entry.num_published * size + size <= entry.num_prompt_tokens
+            ]  # fmt: skip
+        mine = request.block_hashes
+        for entry in now.computing:
+            theirs = entry.block_hashes
+            if entry.num_published > num_hit or len(theirs) <= num_hit:
+                continue
+            if theirs[num_hit] != mine[num_hit]:
+                continue
+            end, last = num_hit + 1, min(most, len(theirs))
+            while end < last and theirs[end] == mine[end]:
+                end += 1
+            if 2 * end >= request.num_tokens / size + num_hit:
+                return True
+        return False
+
+    def _count_admission(self, request: Request, num_cached: int) -> None:
+        if request.num_preemptions:
+            return
+        request.num_cached_tokens = num_cached
+        request.admit_seconds = self.roster.clock()
+        if self.roster.is_caching and request.read_prefix_cache:
+            self.roster.stats.num_prefix_query_tokens += request.num_prompt_tokens
+            self.roster.stats.num_prefix_hit_tokens += min(num_cached, request.num_prompt_tokens)
+            for entry in request.mm_inputs:
+                place = entry.placeholder
+                found = min(max(num_cached - place.offset, 0), place.length)
+                self.roster.stats.count_prefix_media(entry.modality, place.length, found)
+            # Last blocks first, as they are evicted: a block is of no use without those before it.
+            for block_hash in reversed(request.block_hashes):
+                self.roster.block_ghosts.query(block_hash, 1)
+
+    def _commit(
+        self, request: Request, start: int, window: Window, num_new_blocks: int, now: _Pass
+    ) -> None:
+        """Takes blocks and encoder outputs and writes the request into the plan."""
+        if num_new_blocks:
+            request.block_ids.extend(self.roster.pool.allocate(num_new_blocks))
+        request.num_computed = start
+        if window.take:
+            self._note_encoder_wait(request)
+        for index in window.take:
+            where, _ = self.roster.encoder.allocate(request, index, window.keep_host)
+            entry = request.mm_inputs[index]
+            if where == "absent":
+                embeds = request.mm_embeds[index]
+                now.encode[entry.mm_hash] = EncoderInput(
+                    entry.mm_hash, entry.modality, embeds, request.values[index]
+                )
+                self.encoding[entry.mm_hash] = request.request_id
+            elif not request.num_preemptions:
+                request.num_encoder_hits += 1
+        now.compute_left -= window.compute_embeds
+        if not request.known_to_runner:
+            request.known_to_runner = True
+            now.new[request.request_id] = NewRequest(
+                request.request_id, request.token_ids.copy(), request.num_prompt_tokens,
+                request.mm_inputs, request.values, request.sampling,
+            )  # fmt: skip
+        request.step = now.step
+        now.tokens_left -= window.num_tokens
+        last = start + window.num_tokens == request.num_tokens
+        now.scheduled[request.request_id] = ScheduledRequest(
+            request.request_id, start, window.num_tokens, request.block_ids, last
+        )
+
+    def _note_encoder_wait(self, request: Request) -> None:
+        """Its next items fit: how long they had not; 0 for those that never waited."""
+        since, request.encoder_since = request.encoder_since, 0.0
+        waited = max(self.roster.clock() - since, 0.0) if since else 0.0
+        self.roster.stats.observed.encoder_wait_seconds.append(waited)
+
+    def _watch_progress(self, now: _Pass) -> None:
+        """A pass that computes nothing although somebody waits must not repeat itself: the state
+        it saw will be the same next time. The request that blocks is failed by name."""
+        if now.scheduled or not self.roster.requests:
+            self._idle_passes = 0
+            return
+        self._idle_passes += 1
+        self.roster.stats.num_empty_passes += 1
+        if self._idle_passes < _MAX_IDLE_PASSES:
+            return
+        self._idle_passes = 0
+        self.roster.stats.num_no_progress += 1
+        culprit = now.blocked or (
+            self.roster.running[0] if self.roster.running else self.roster.waiting.head()
+        )
+        encoder = self.roster.encoder
+        text = (
+            f"no step can compute a token of this request: {culprit.num_computed} of "
+            f"{culprit.num_tokens} tokens computed, {self.roster.pool.num_free_blocks} KV blocks "
+            f"and {encoder.num_free_embeds + encoder.num_idle_embeds} encoder outputs free"
+        )
+        self.roster.fail(culprit, EngineFailure(text))
+
+    def _finish_pass(self, now: _Pass) -> StepPlan:
+        self.roster.in_runner.update(now.new)
+        moves = self.roster.encoder.take_moves()
+        gone, self.roster.gone = self.roster.gone, []
+        encode = [now.encode[mm_hash] for mm_hash in moves.encode]
+        return StepPlan(
+            now.step, list(now.new.values()), list(now.scheduled.values()), encode,
+            moves.free, moves.store, moves.load, moves.drop_host, gone,
+        )  # fmt: skip
+
+    def _kv_too_small(self, request: Request) -> EngineFailure:
+        return EngineFailure(
+            f"the request has reached {request.num_tokens} tokens and needs more KV blocks than "
+            f"this engine has ({self.roster.pool.num_blocks} of {self.limits.block_size} tokens): "
+            "give the engine more KV memory or lower max_model_len"
+        )

@@ -1,0 +1,1 @@
+"""Test doubles of the engine; nothing in the product imports them."""

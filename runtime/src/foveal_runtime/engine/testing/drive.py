@@ -1,0 +1,187 @@
+"""A scheduler and a fake runner, driven by hand: the engine without sockets, threads or clocks.
+
+Used by tests, the simulator and the micro-benchmarks. Time is a counter; every step can check all
+books.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from foveal_runtime.engine.scheduler.scheduler import Scheduler
+from foveal_runtime.engine.testing.fake_runner import FAKE_TRAITS, FakeRunner, reference_tokens
+from foveal_runtime.engine.types.limits import SchedulerLimits
+from foveal_runtime.engine.types.request import Request
+from foveal_runtime.engine.types.step import MMInput, ModelTraits, RunningStep, StepPlan
+from foveal_runtime.plan.media import PlaceholderRange
+from foveal_runtime.plan.sampling import SamplingParams
+from foveal_runtime.wire.messages import FirstOutput
+
+
+class FakeClock:
+    """Monotonic seconds that move only when told."""
+
+    def __init__(self) -> None:
+        self.now = 1.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def image(name: str, offset: int, length: int, num_embeds: int = 0) -> tuple[MMInput, bytes]:
+    """An item of `length` tokens whose last `num_embeds` (default all) take encoder outputs, and
+    a value for it. Equal names are equal content."""
+    runs = ((length - num_embeds, num_embeds),) if num_embeds else ((0, length),)
+    key = name.encode().ljust(32, b".")
+    return MMInput(key, 0, PlaceholderRange(offset, length, runs)), b"value of " + name.encode()
+
+
+class Drive:
+    """One engine's core under a hand crank.
+
+    Args:
+        limits: anything of SchedulerLimits; the defaults are small. num_blocks counts those that
+            requests can have.
+        check: check all books after each step.
+        run_ahead: submit steps ahead of results wherever the scheduler plans them.
+    """
+
+    def __init__(
+        self,
+        *,
+        traits: ModelTraits = FAKE_TRAITS,
+        check: bool = True,
+        run_ahead: bool = False,
+        **limits: object,
+    ) -> None:
+        settings: dict[str, object] = {
+            "num_blocks": 64, "block_size": 4, "max_num_batched_tokens": 32, "max_num_seqs": 8,
+            "max_model_len": 200, "encoder_compute_embeds": 16, "encoder_cache_embeds": 32,
+        }  # fmt: skip
+        settings.update(limits)
+        settings["num_blocks"] += 1  # type: ignore[operator]
+        self.limits = SchedulerLimits(**settings)  # type: ignore[arg-type]
+        self.clock = FakeClock()
+        self.scheduler = Scheduler(self.limits, traits, clock=self.clock)
+        self.runner = FakeRunner(
+            num_blocks=self.limits.num_blocks,
+            block_size=self.limits.block_size,
+            traits=traits,
+            encoder_cache_embeds=self.limits.encoder_cache_embeds,
+        )
+        self.check = check
+        self.run_ahead = run_ahead
+        self.num_ahead = 0
+        self._under_way: tuple[StepPlan, RunningStep] | None = None
+        self.plans: list[StepPlan] = []
+        self.requests: dict[str, Request] = {}
+        self.prompts: dict[str, list[int]] = {}
+        self.outputs: dict[str, list[int]] = {}
+        self.finish: dict[str, str] = {}
+        self.first: dict[str, FirstOutput] = {}
+        self.errors: dict[str, tuple[str, str]] = {}
+
+    def add(
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        items: Sequence[tuple[MMInput, bytes]] = (),
+        *,
+        max_tokens: int = 4,
+        sampling: SamplingParams | None = None,
+        emitted: Sequence[int] = (),
+        priority: int = 0,
+        cache_salt: bytes = b"",
+    ) -> Request:
+        sampling = sampling or SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        request = Request(
+            request_id,
+            [*token_ids, *emitted],
+            sampling,
+            num_prompt_tokens=len(token_ids),
+            mm_inputs=tuple(entry for entry, _ in items),
+            values=tuple(value for _, value in items),
+            priority=priority,
+            cache_salt=cache_salt,
+            arrival_seconds=self.clock(),
+        )
+        self.scheduler.add(request)
+        self.requests[request_id] = request
+        self.prompts[request_id] = list(request.token_ids)
+        self.outputs[request_id] = []
+        self._collect()
+        return request
+
+    def step(self) -> StepPlan:
+        """Plans, runs and takes in one step (what was submitted ahead first); returns its plan."""
+        running: RunningStep | None = None
+        if self._under_way is not None:
+            (plan, running), self._under_way = self._under_way, None
+        else:
+            plan = self.scheduler.schedule()
+            if plan.scheduled or plan.finished or plan.free_encoder or plan.drop_host_encoder:
+                running = self.runner.submit(plan)
+        self.clock.now += 0.01
+        if running is not None:
+            ahead = self.scheduler.plan_ahead(plan) if self.run_ahead else None
+            if ahead is not None:
+                self.num_ahead += 1
+                self._under_way = ahead, self.runner.submit(ahead)
+            self.scheduler.update(plan, running.result())
+            if ahead is not None:
+                self.scheduler.adopt(ahead)
+        self._collect()
+        self.plans.append(plan)
+        if self.check:
+            self.scheduler.check_integrity()
+        return plan
+
+    def run(self, max_steps: int = 2000) -> None:
+        """Steps until nothing is left to do."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_work and self._under_way is None:
+                return
+            self.step()
+        raise AssertionError(f"not done after {max_steps} steps: {self.scheduler.running}")
+
+    def expected(self, request_id: str) -> list[int]:
+        """Tokens of a request without any cache, as many as it made."""
+        request = self.requests[request_id]
+        return reference_tokens(
+            self.prompts[request_id],
+            request.mm_inputs,
+            request.values,
+            request.sampling,
+            len(self.outputs[request_id]),
+            self.runner.traits,
+        )
+
+    def assert_done(self) -> None:
+        """Every request made the tokens it must, and nothing leaked."""
+        for request_id, tokens in self.outputs.items():
+            assert tokens == self.expected(request_id), request_id
+        scheduler, runner = self.scheduler, self.runner
+        assert not scheduler.num_requests
+        assert scheduler.pool.num_used_blocks == 0
+        assert scheduler.encoder.num_used_embeds == 0
+        assert not runner.request_ids
+        moves = scheduler.encoder.take_moves()
+        assert not moves.encode
+        assert not moves.load
+        for mm_hash in moves.free:
+            runner.device.pop(mm_hash, None)
+        assert len(runner.device) == len(scheduler.encoder)
+        for mm_hash in [*moves.store, *moves.drop_host]:
+            runner.host.pop(mm_hash, None)
+        kept = set(scheduler.encoder.host) - set(moves.store)
+        assert set(runner.host) == kept
+
+    def _collect(self) -> None:
+        for request, output in self.scheduler.take_outputs():
+            self.outputs[request.request_id].extend(output.token_ids)
+            if output.first is not None:
+                self.first[request.request_id] = output.first
+            if output.finish:
+                self.finish[request.request_id] = output.finish
+            if output.error is not None:
+                self.errors[request.request_id] = output.error

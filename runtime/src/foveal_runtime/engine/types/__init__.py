@@ -1,0 +1,1 @@
+"""The engine's data types: requests, step plans, limits, statistics."""

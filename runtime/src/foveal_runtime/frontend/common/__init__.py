@@ -1,0 +1,1 @@
+"""Single-flight calls and counters, shared by all of the frontend."""

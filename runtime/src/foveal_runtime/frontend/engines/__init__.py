@@ -1,0 +1,1 @@
+"""Engine clients: links, routing, requests in flight, migration."""

@@ -1,0 +1,55 @@
+"""What comes back from an engine for one attempt of one request.
+
+Filled by engine_link, read by engine_client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import NamedTuple
+
+from foveal_runtime.frontend.items.prepared import PreparedRequest
+from foveal_runtime.mirror.messages import RequestId
+from foveal_runtime.plan.errors import FovealError
+from foveal_runtime.wire.messages import EngineOutput
+
+
+class Lost(NamedTuple):
+    """The session of a request ended before the request did."""
+
+    reason: str
+
+
+class Rejected(NamedTuple):
+    """The engine refused the request; `error`: why no value could be made, when that was it."""
+
+    code: str
+    error: FovealError | None
+
+
+Event = EngineOutput | Lost | Rejected
+
+
+class Stream:
+    """What comes back for one attempt of one request, in order."""
+
+    __slots__ = ("_events", "_news", "request", "rid", "value_error")
+
+    def __init__(self, rid: RequestId, request: PreparedRequest) -> None:
+        self.rid = rid
+        self.request = request
+        self.value_error: FovealError | None = None
+        self._events: deque[Event] = deque()
+        self._news = asyncio.Event()
+
+    def push(self, event: Event) -> None:
+        # At most max_tokens outputs and one end: bounded by the request itself.
+        self._events.append(event)
+        self._news.set()
+
+    async def next(self) -> Event:
+        while not self._events:
+            self._news.clear()
+            await self._news.wait()
+        return self._events.popleft()

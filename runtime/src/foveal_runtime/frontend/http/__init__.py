@@ -1,0 +1,1 @@
+"""The HTTP application: routes and the request service."""

@@ -1,0 +1,1 @@
+"""Authentication, admission control and the admin API."""

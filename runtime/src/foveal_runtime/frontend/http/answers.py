@@ -1,0 +1,167 @@
+"""Deltas to OpenAI's JSON: usage, log probabilities, accumulated choices. Plain dicts, no I/O.
+
+Used by chat.py and completions.py for streams and whole answers alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from foveal_runtime.frontend.engines.sequence import Delta, unpack_ids
+from foveal_runtime.frontend.text.tokenizer import TextTokenizer
+from foveal_runtime.wire.messages import FirstOutput, TokenLogprobs
+
+MIN_LOGPROB = -9999.0
+"""JSON has no minus infinity."""
+
+
+def finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else MIN_LOGPROB
+
+
+@dataclass(slots=True)
+class Tally:
+    """Token counts of one HTTP request. `prompts` are counted once, whatever n is."""
+
+    num_choices: int = 1
+    num_completion_tokens: int = 0
+    _prompts: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def add(self, index: int, delta: Delta) -> None:
+        self.num_completion_tokens += delta.num_tokens
+        if delta.first is not None:
+            prompt = index // self.num_choices
+            known = self._prompts.get(prompt)
+            cached = delta.first.num_cached_tokens
+            self._prompts[prompt] = (
+                delta.first.num_prompt_tokens,
+                cached if known is None else min(cached, known[1]),
+            )
+
+    def usage(self) -> dict[str, Any]:
+        num_prompt = sum(tokens for tokens, _ in self._prompts.values())
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": self.num_completion_tokens,
+            "total_tokens": num_prompt + self.num_completion_tokens,
+            "prompt_tokens_details": {
+                "cached_tokens": sum(cached for _, cached in self._prompts.values())
+            },
+        }
+
+
+@dataclass(slots=True)
+class Answer:
+    """One choice, accumulated."""
+
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    first: FirstOutput | None = None
+    finish_reason: str = ""
+    stop_reason: int | str | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.texts.append(delta.text)
+        self.token_ids.extend(delta.token_ids)
+        self.logprobs.extend(delta.logprobs)
+        if delta.first is not None:
+            self.first = delta.first
+        if delta.finish_reason:
+            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+def _entry(tokenizer: TextTokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+    return {
+        "token": tokenizer.token_text(token_id),
+        "logprob": finite(logprob),
+        "bytes": list(tokenizer.token_bytes(token_id)),
+    }
+
+
+def chat_logprobs(
+    tokenizer: TextTokenizer, token_ids: Iterable[int], logprobs: Iterable[TokenLogprobs]
+) -> dict[str, Any]:
+    content = []
+    for token_id, found in zip(token_ids, logprobs, strict=False):
+        entry = _entry(tokenizer, token_id, found.logprob)
+        entry["top_logprobs"] = [
+            _entry(tokenizer, top, value)
+            for top, value in zip(found.top_ids, found.top_logprobs, strict=True)
+        ]
+        content.append(entry)
+    return {"content": content}
+
+
+def text_logprobs(
+    tokenizer: TextTokenizer,
+    token_ids: Iterable[int],
+    logprobs: Iterable[TokenLogprobs | None],
+    *,
+    num_top: int,
+    offset: int,
+) -> dict[str, Any]:
+    """The older format of text completions. `offset` is the text position of the first token."""
+    out: dict[str, Any] = {
+        "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": [],
+    }  # fmt: skip
+    for token_id, found in zip(token_ids, logprobs, strict=False):
+        text = tokenizer.token_text(token_id)
+        out["tokens"].append(text)
+        out["text_offset"].append(offset)
+        offset += len(text)
+        if found is None:
+            out["token_logprobs"].append(None)
+            out["top_logprobs"].append(None)
+            continue
+        out["token_logprobs"].append(finite(found.logprob))
+        top = {text: finite(found.logprob)}
+        for top_id, value in zip(found.top_ids, found.top_logprobs, strict=True):
+            top[tokenizer.token_text(top_id)] = finite(value)
+        out["top_logprobs"].append(top)
+    if num_top == 0:
+        out["top_logprobs"] = None
+    return out
+
+
+def prompt_logprobs(
+    tokenizer: TextTokenizer, first: FirstOutput
+) -> list[dict[str, dict[str, Any]] | None]:
+    """Per prompt token: None for the first, else token id -> logprob, rank and text."""
+    out: list[dict[str, dict[str, Any]] | None] = []
+    for token_id, found in zip(first.prompt_logprob_ids, first.prompt_logprobs, strict=False):
+        if found is None:
+            out.append(None)
+            continue
+        entry: dict[str, dict[str, Any]] = {}
+        for rank, (top_id, value) in enumerate(
+            zip(found.top_ids, found.top_logprobs, strict=True), start=1
+        ):
+            entry[str(top_id)] = _prompt_entry(tokenizer, top_id, value, rank)
+        entry[str(token_id)] = _prompt_entry(tokenizer, token_id, found.logprob, found.rank)
+        out.append(entry)
+    return out
+
+
+def _prompt_entry(
+    tokenizer: TextTokenizer, token_id: int, logprob: float, rank: int
+) -> dict[str, Any]:
+    return {
+        "logprob": finite(logprob),
+        "rank": rank,
+        "decoded_token": tokenizer.token_text(token_id),
+    }
+
+
+def expanded_prompt(first: FirstOutput | None, sent: list[int]) -> list[int]:
+    """The prompt's ids with media expanded, where the engine echoed them."""
+    if first is None or not first.prompt_token_ids:
+        return sent
+    return unpack_ids(first.prompt_token_ids, first.prompt_wide)

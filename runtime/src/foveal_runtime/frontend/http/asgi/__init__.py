@@ -1,0 +1,1 @@
+"""ASGI plumbing: server, middleware, disconnects, JSON and errors."""

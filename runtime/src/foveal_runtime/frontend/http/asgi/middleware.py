@@ -1,0 +1,221 @@
+"""ASGI middleware at the door: request id, log line, API key, admission, body limit, last resort.
+
+Wraps the FastAPI app (app.py builds the stack). Refusals happen before the body is read. Whatever
+goes wrong below ends here as an OpenAI error; nothing propagates to the server.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import time
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from foveal_runtime.frontend.http.access.admin import ADMIN_PATHS
+from foveal_runtime.frontend.http.access.admission import Gate, Ticket
+from foveal_runtime.frontend.http.access.auth import KeyFile
+from foveal_runtime.frontend.http.asgi.disconnect import ClientGone
+from foveal_runtime.frontend.http.asgi.errors import error_response, internal_error, json_response
+from foveal_runtime.frontend.http.injection import INJECTION_PATH
+from foveal_runtime.plan.errors import AuthenticationFailed, FovealError, MediaTooLarge
+from foveal_runtime.telemetry.logs import request_id_of_task
+from foveal_runtime.telemetry.metrics import Metrics
+from foveal_runtime.telemetry.tracing import NO_SPAN, Span, Tracing, span_of_task
+
+logger = logging.getLogger(__name__)
+
+_SANE_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+_QUIET = frozenset({"/livez", "/readyz", "/health", "/metrics"})
+_GENERATES = frozenset({"/v1/chat/completions", "/v1/completions"})
+_OPEN = _QUIET | {"/version", "/docs", "/openapi.json", "/"}
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
+CLIENT_CLOSED = 499
+
+
+def header(scope: Scope, name: bytes) -> bytes | None:
+    for key, value in scope["headers"]:
+        if key == name:
+            found: bytes = value
+            return found
+    return None
+
+
+def request_id_of(scope: Scope) -> str:
+    """The client's x-request-id when it is short and harmless, else a new one."""
+    given = header(scope, b"x-request-id")
+    if given is not None and _SANE_ID.fullmatch(given):
+        return given.decode("ascii")
+    return secrets.token_hex(16)
+
+
+class RequestContext:
+    """Outermost: gives the request its id, writes one log line, answers what nobody caught."""
+
+    def __init__(self, app: ASGIApp, gate: Gate, metrics: Metrics, tracing: Tracing) -> None:
+        self._app = app
+        self._gate = gate
+        self._metrics = metrics
+        self._tracing = tracing
+        for handler in sorted(_GENERATES):  # from zero, so that the first failure is seen as one
+            metrics.inc("http_requests", 0.0, handler=handler, method="POST", status="5xx")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = request_id_of(scope)
+        scope["foveal.request_id"] = request_id
+        scope["foveal.started"] = started = time.monotonic()
+        token = request_id_of_task.set(request_id)
+        span = self._span(scope, request_id)
+        span_token = span_of_task.set(span)
+        status = 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                if self._gate.draining:
+                    headers.append((b"connection", b"close"))
+                message = {**message, "headers": headers}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except ClientGone:
+            scope["foveal.error"] = "client_gone"
+            status = CLIENT_CLOSED
+        except FovealError as error:
+            scope["foveal.error"] = error.code
+            if status == 0:
+                await error_response(error)(scope, receive, send_with_id)
+        except Exception:
+            logger.exception("unexpected error")
+            scope["foveal.error"] = "internal_error"
+            if status == 0:
+                await json_response(internal_error(request_id), 500)(scope, receive, send_with_id)
+        finally:
+            span.set("http.response.status_code", status)
+            span.end(scope.get("foveal.error", ""))
+            span_of_task.reset(span_token)
+            self._finish(scope, status, time.monotonic() - started)
+            request_id_of_task.reset(token)
+
+    def _span(self, scope: Scope, request_id: str) -> Span:
+        if not self._tracing.is_on or scope["path"] not in _GENERATES:
+            return NO_SPAN
+        headers = {
+            key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]
+        }
+        span = self._tracing.start(f"{scope['method']} {scope['path']}", headers)
+        span.set("foveal.request_id", request_id)
+        return span
+
+    def _finish(self, scope: Scope, status: int, seconds: float) -> None:
+        error = scope.get("foveal.error")
+        if error == "client_gone":
+            self._metrics.inc("foveal_client_disconnects")
+        elif error is not None:
+            self._metrics.inc("foveal_request_errors", code=error)
+        handler = getattr(scope.get("route"), "path", "unmatched")
+        method = scope["method"] if scope["method"] in _METHODS else "other"
+        grouped = f"{status // 100}xx"
+        self._metrics.inc("http_requests", handler=handler, method=method, status=grouped)
+        self._metrics.observe(
+            "http_request_duration_seconds", seconds, handler=handler, method=method
+        )
+        level = logging.DEBUG if scope["path"] in _QUIET and status < 500 else logging.INFO
+        if logger.isEnabledFor(level):
+            fields = {
+                "method": scope["method"],
+                "path": scope["path"][:200],
+                "status": status,
+                "seconds": round(seconds, 4),
+            }
+            if error is not None:
+                fields["error"] = error
+            logger.log(level, "request", extra={"fields": fields})
+
+
+class RequireKey:
+    """Every path but health, metrics and documentation needs a key, when there is a key file.
+    Administration needs its own key, and so does injection."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: KeyFile | None,
+        admin_keys: KeyFile | None,
+        injection_keys: KeyFile | None = None,
+    ) -> None:
+        self._app = app
+        self._keys = keys
+        self._special = dict.fromkeys(ADMIN_PATHS, admin_keys) | {INJECTION_PATH: injection_keys}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in _OPEN:
+            keys = self._special.get(scope["path"], self._keys)
+            given = header(scope, b"authorization") or b""
+            scheme, _, key = given.partition(b" ")
+            is_bearer = scheme.lower() == b"bearer"
+            if keys is not None and not (is_bearer and keys.accepts(key.strip())):
+                raise AuthenticationFailed("a valid API key is needed: Authorization: Bearer <key>")
+        await self._app(scope, receive, send)
+
+
+class Intake:
+    """Counts requests and body bytes as they come; refuses with 429, 503 or 413."""
+
+    def __init__(self, app: ASGIApp, gate: Gate) -> None:
+        self._app = app
+        self._gate = gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        declared = self._declared(scope)
+        ticket: Ticket | None = None
+        try:
+            if scope["path"] in _GENERATES and scope["method"] == "POST":
+                ticket = self._gate.enter()
+                ticket.charge_media_bytes(declared)
+                scope["foveal.ticket"] = ticket
+            await self._app(scope, self._limited(receive, ticket, declared), send)
+        finally:
+            if ticket is not None:
+                ticket.close()
+
+    def _declared(self, scope: Scope) -> int:
+        """Content-Length, 0 when the body is chunked."""
+        text = header(scope, b"content-length") or b"0"
+        size = int(text) if text.isdigit() else 0
+        self._check(size)
+        return size
+
+    def _check(self, size: int) -> None:
+        limit = self._gate.limits.max_body_bytes
+        if size > limit:
+            raise MediaTooLarge(
+                f"the request body is larger than {limit} bytes; send large media by URL"
+            )
+
+    def _limited(self, receive: Receive, ticket: Ticket | None, declared: int) -> Receive:
+        received = 0
+
+        async def limited() -> Message:
+            nonlocal received
+            message = await receive()
+            if message["type"] == "http.request":
+                size = len(message.get("body", b""))
+                received += size
+                self._check(received)
+                beyond = min(size, max(0, received - declared))
+                if beyond and ticket is not None:
+                    ticket.charge_media_bytes(beyond)
+            return message
+
+        return limited

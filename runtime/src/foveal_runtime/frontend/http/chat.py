@@ -1,0 +1,181 @@
+"""POST /v1/chat/completions: messages to a job, deltas to chat chunks or one chat completion."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any
+
+from foveal_runtime.frontend.engines.sequence import Delta
+from foveal_runtime.frontend.http.answers import (
+    Answer,
+    Tally,
+    chat_logprobs,
+    expanded_prompt,
+    prompt_logprobs,
+)
+from foveal_runtime.frontend.http.asgi.json_out import SSE_DONE, sse
+from foveal_runtime.frontend.http.service import (
+    Job,
+    RequestScope,
+    Service,
+    check_num_sequences,
+    make_job,
+    open_run,
+)
+from foveal_runtime.frontend.protocol.requests import ChatCompletionRequest
+from foveal_runtime.frontend.protocol.rules import check_fields, check_model
+
+_THREAD_CHARS = 20_000
+"""Longer conversations are rendered and tokenised in a thread: they would stall other streams."""
+
+
+@dataclass(slots=True)
+class ChatRun:
+    """A checked chat request."""
+
+    service: Service
+    request: ChatCompletionRequest
+    job: Job
+    head: dict[str, Any]
+    started: float
+
+    @property
+    def num_choices(self) -> int:
+        return self.job.num_choices
+
+
+async def plan_chat(
+    service: Service, request: ChatCompletionRequest, scope: RequestScope
+) -> ChatRun:
+    """Everything that can be refused before media are touched."""
+    check_model(request.model, service.model_name)
+    check_fields(request)
+    check_num_sequences(1, request.n or 1)
+
+    def tokenise() -> tuple[list[int], list[Any]]:
+        conversation = service.template.render(
+            request.messages,
+            add_generation_prompt=request.add_generation_prompt is not False,
+            continue_final_message=bool(request.continue_final_message),
+            variables=request.chat_template_kwargs,
+        )
+        token_ids = service.template.encode(
+            conversation, add_special_tokens=bool(request.add_special_tokens)
+        )
+        return token_ids, conversation.parts
+
+    if _num_chars(request) > _THREAD_CHARS:
+        token_ids, parts = await asyncio.to_thread(tokenise)
+    else:
+        token_ids, parts = tokenise()
+    job = make_job(
+        service,
+        request,
+        scope,
+        token_ids,
+        parts,
+        continues_prompt=bool(request.continue_final_message),
+        echo_prompt=bool(request.return_token_ids),
+    )
+    head = {
+        "id": f"chatcmpl-{scope.request_id}",
+        "object": "chat.completion.chunk" if request.stream else "chat.completion",
+        "created": int(time.time()),
+        "model": service.model_name,
+    }
+    return ChatRun(service, request, job, head, scope.started)
+
+
+def _num_chars(request: ChatCompletionRequest) -> int:
+    total = 0
+    for message in request.messages:
+        if isinstance(message.content, str):
+            total += len(message.content)
+        elif message.content is not None:
+            total += sum(len(getattr(part, "text", "")) for part in message.content)
+    return total
+
+
+async def whole_answer(run: ChatRun) -> dict[str, Any]:
+    answers = [Answer() for _ in range(run.num_choices)]
+    tally = Tally(run.num_choices)
+    async with open_run(run.service, [run.job], run.started) as deltas:
+        async for index, delta in deltas:
+            answers[index].add(delta)
+            tally.add(index, delta)
+    body = {
+        **run.head,
+        "choices": [_choice(run, i, answer) for i, answer in enumerate(answers)],
+        "usage": tally.usage(),
+    }
+    first = answers[0].first
+    if run.request.prompt_logprobs is not None and first is not None:
+        body["prompt_logprobs"] = prompt_logprobs(run.service.tokenizer, first)
+    if run.request.return_token_ids:
+        body["prompt_token_ids"] = expanded_prompt(first, run.job.token_ids)
+    return body
+
+
+def _choice(run: ChatRun, index: int, answer: Answer) -> dict[str, Any]:
+    choice: dict[str, Any] = {
+        "index": index,
+        "message": {"role": "assistant", "content": answer.text, "refusal": None},
+        "logprobs": None,
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
+    }
+    if run.request.logprobs:
+        choice["logprobs"] = chat_logprobs(run.service.tokenizer, answer.token_ids, answer.logprobs)
+    if run.request.return_token_ids:
+        choice["token_ids"] = answer.token_ids
+    return choice
+
+
+async def stream_answer(run: ChatRun) -> AsyncGenerator[bytes, None]:
+    """Server-sent events: the role, then text as it comes, the finish reason, usage, [DONE]."""
+    options = run.request.stream_options
+    with_usage = options is not None and bool(options.include_usage)
+    continuous = options is not None and bool(options.continuous_usage_stats)
+    tally = Tally(run.num_choices)
+    began: set[int] = set()
+    async with open_run(run.service, [run.job], run.started) as deltas:
+        async for index, delta in deltas:
+            tally.add(index, delta)
+            usage = {"usage": tally.usage() if continuous else None} if with_usage else {}
+            if index not in began:
+                began.add(index)
+                opening = {"role": "assistant", "content": ""}
+                extra = {}
+                if run.request.return_token_ids:
+                    extra["prompt_token_ids"] = expanded_prompt(delta.first, run.job.token_ids)
+                yield sse({**run.head, "choices": [_empty(index, opening)], **usage, **extra})
+            choice = _chunk_choice(run, index, delta)
+            if choice is not None:
+                yield sse({**run.head, "choices": [choice], **usage})
+    if with_usage:
+        yield sse({**run.head, "choices": [], "usage": tally.usage()})
+    yield SSE_DONE
+
+
+def _empty(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _chunk_choice(run: ChatRun, index: int, delta: Delta) -> dict[str, Any] | None:
+    """None when the delta has nothing to say yet (held-back text)."""
+    request = run.request
+    says = delta.text or delta.finish_reason
+    if not says and not (request.logprobs and delta.logprobs) and not request.return_token_ids:
+        return None
+    choice = _empty(index, {"content": delta.text} if delta.text else {})
+    if request.logprobs and delta.logprobs:
+        choice["logprobs"] = chat_logprobs(run.service.tokenizer, delta.token_ids, delta.logprobs)
+    if delta.finish_reason:
+        choice["finish_reason"] = delta.finish_reason
+        choice["stop_reason"] = delta.stop_reason
+    if request.return_token_ids:
+        choice["token_ids"] = list(delta.token_ids)
+    return choice

@@ -1,0 +1,233 @@
+"""POST /v1/completions: one or several text prompts, streamed or whole, with echo and logprobs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any
+
+from foveal_runtime.frontend.engines.sequence import Delta
+from foveal_runtime.frontend.http.answers import (
+    Answer,
+    Tally,
+    expanded_prompt,
+    prompt_logprobs,
+    text_logprobs,
+)
+from foveal_runtime.frontend.http.asgi.json_out import SSE_DONE, sse
+from foveal_runtime.frontend.http.service import (
+    Job,
+    RequestScope,
+    Service,
+    check_num_sequences,
+    make_job,
+    open_run,
+)
+from foveal_runtime.frontend.items.seams import ProcessorInfo
+from foveal_runtime.frontend.protocol.requests import CompletionRequest
+from foveal_runtime.frontend.protocol.rules import check_fields, check_model
+from foveal_runtime.plan.errors import InvalidRequest
+from foveal_runtime.plan.media import MODALITIES
+from foveal_runtime.wire.messages import TokenLogprobs
+
+_THREAD_CHARS = 20_000
+
+
+@dataclass(slots=True)
+class CompletionRun:
+    """A checked text completion: one job per prompt."""
+
+    service: Service
+    request: CompletionRequest
+    jobs: list[Job]
+    head: dict[str, Any]
+    started: float
+
+    @property
+    def num_choices(self) -> int:
+        return self.jobs[0].num_choices
+
+    def job_of(self, index: int) -> Job:
+        return self.jobs[index // self.num_choices]
+
+
+async def plan_completion(
+    service: Service, info: ProcessorInfo, request: CompletionRequest, scope: RequestScope
+) -> CompletionRun:
+    check_model(request.model, service.model_name)
+    check_fields(request)
+    prompts = _prompts(request)
+    check_num_sequences(len(prompts), request.n or 1)
+    jobs = []
+    for index, prompt in enumerate(prompts):
+        token_ids = await _token_ids(service, request, prompt)
+        _refuse_placeholders(info, token_ids)
+        jobs.append(
+            make_job(
+                service,
+                request,
+                scope,
+                token_ids,
+                (),
+                suffix="" if len(prompts) == 1 else f"-p{index}",
+                continues_prompt=True,
+            )
+        )
+    head = {
+        "id": f"cmpl-{scope.request_id}",
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": service.model_name,
+    }
+    return CompletionRun(service, request, jobs, head, scope.started)
+
+
+def _prompts(request: CompletionRequest) -> list[str | list[int]]:
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    several: list[str | list[int]] = []
+    single: list[int] = []
+    for entry in prompt:
+        if isinstance(entry, int):
+            single.append(entry)
+        else:
+            several.append(entry)
+    return [single] if single else several
+
+
+async def _token_ids(
+    service: Service, request: CompletionRequest, prompt: str | list[int]
+) -> list[int]:
+    tokenizer = service.tokenizer
+    if isinstance(prompt, list):
+        for token_id in prompt:
+            if token_id >= tokenizer.vocab_size:
+                raise InvalidRequest(
+                    f"prompt: {token_id} is not a token id below {tokenizer.vocab_size}",
+                    param="prompt",
+                )
+        return prompt
+    special = request.add_special_tokens is not False
+    if len(prompt) > _THREAD_CHARS:
+        return await asyncio.to_thread(tokenizer.encode, prompt, add_special_tokens=special)
+    return tokenizer.encode(prompt, add_special_tokens=special)
+
+
+def _refuse_placeholders(info: ProcessorInfo, token_ids: list[int]) -> None:
+    for modality in MODALITIES:
+        token_id = info.placeholder_token_id(modality)
+        if token_id is not None and token_id in token_ids:
+            raise InvalidRequest(
+                f"the prompt contains the placeholder of {modality} input (token {token_id}); "
+                "media are taken by /v1/chat/completions only",
+                param="prompt",
+            )
+
+
+async def whole_answer(run: CompletionRun) -> dict[str, Any]:
+    answers = [Answer() for _ in range(run.num_choices * len(run.jobs))]
+    tally = Tally(run.num_choices)
+    scores_only = run.request.max_tokens == 0
+    async with open_run(run.service, run.jobs, run.started) as deltas:
+        async for index, delta in deltas:
+            shown = Delta(first=delta.first, finish_reason="length") if scores_only else delta
+            answers[index].add(shown)
+            tally.add(index, shown)
+    return {
+        **run.head,
+        "choices": [_choice(run, i, answer) for i, answer in enumerate(answers)],
+        "usage": tally.usage(),
+    }
+
+
+def _echo_text(run: CompletionRun, index: int) -> str:
+    """The prompt as the user wrote it, or its tokens' text."""
+    prompt = _prompts(run.request)[index // run.num_choices]
+    return prompt if isinstance(prompt, str) else run.service.tokenizer.decode(prompt)
+
+
+def _choice(run: CompletionRun, index: int, answer: Answer) -> dict[str, Any]:
+    request, tokenizer = run.request, run.service.tokenizer
+    prefix = _echo_text(run, index) if request.echo else ""
+    choice: dict[str, Any] = {
+        "index": index,
+        "text": prefix + answer.text,
+        "logprobs": None,
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
+    }
+    if request.logprobs is not None:
+        token_ids = list(answer.token_ids)
+        logprobs: list[TokenLogprobs | None] = list(answer.logprobs)
+        if request.echo and answer.first is not None:
+            token_ids = [*answer.first.prompt_logprob_ids, *token_ids]
+            logprobs = [*answer.first.prompt_logprobs, *logprobs]
+        choice["logprobs"] = text_logprobs(
+            tokenizer, token_ids, logprobs, num_top=request.logprobs, offset=0
+        )
+    if request.prompt_logprobs is not None and answer.first is not None:
+        choice["prompt_logprobs"] = prompt_logprobs(tokenizer, answer.first)
+    if request.return_token_ids:
+        choice["token_ids"] = answer.token_ids
+        choice["prompt_token_ids"] = expanded_prompt(answer.first, run.job_of(index).token_ids)
+    return choice
+
+
+async def stream_answer(run: CompletionRun) -> AsyncGenerator[bytes, None]:
+    options = run.request.stream_options
+    with_usage = options is not None and bool(options.include_usage)
+    continuous = options is not None and bool(options.continuous_usage_stats)
+    tally = Tally(run.num_choices)
+    offsets: dict[int, int] = {}
+    async with open_run(run.service, run.jobs, run.started) as deltas:
+        async for index, delta in deltas:
+            tally.add(index, delta)
+            choice = _chunk_choice(run, index, delta, offsets)
+            if choice is not None:
+                usage = {"usage": tally.usage() if continuous else None} if with_usage else {}
+                yield sse({**run.head, "choices": [choice], **usage})
+    if with_usage:
+        yield sse({**run.head, "choices": [], "usage": tally.usage()})
+    yield SSE_DONE
+
+
+def _chunk_choice(
+    run: CompletionRun, index: int, delta: Delta, offsets: dict[int, int]
+) -> dict[str, Any] | None:
+    """`offsets` holds the text position per choice, for logprobs."""
+    request, tokenizer = run.request, run.service.tokenizer
+    text = delta.text
+    token_ids: list[int] = list(delta.token_ids)
+    logprobs: list[TokenLogprobs | None] = list(delta.logprobs)
+    starts = index not in offsets
+    offset = offsets.setdefault(index, 0)
+    if starts and request.echo:
+        text = _echo_text(run, index) + text
+        if delta.first is not None and request.logprobs is not None:
+            token_ids = [*delta.first.prompt_logprob_ids, *token_ids]
+            logprobs = [*delta.first.prompt_logprobs, *logprobs]
+    says = text or delta.finish_reason
+    has_logprobs = request.logprobs is not None and bool(logprobs)
+    if not says and not has_logprobs and not request.return_token_ids:
+        return None
+    choice: dict[str, Any] = {
+        "index": index,
+        "text": text,
+        "logprobs": None,
+        "finish_reason": delta.finish_reason or None,
+        "stop_reason": delta.stop_reason,
+    }
+    if request.logprobs is not None and logprobs:
+        found = text_logprobs(
+            tokenizer, token_ids, logprobs, num_top=request.logprobs, offset=offset
+        )
+        offsets[index] = offset + sum(len(token) for token in found["tokens"])
+        choice["logprobs"] = found
+    if request.return_token_ids:
+        choice["token_ids"] = list(delta.token_ids)
+        if starts:
+            choice["prompt_token_ids"] = expanded_prompt(delta.first, run.job_of(index).token_ids)
+    return choice

@@ -1,0 +1,74 @@
+"""Health of a frontend process: alive, serving, ready. Three questions with three answers.
+
+- /livez: this process answers; restart it when it does not.
+- /health: an engine answered a round trip and makes progress while it has work.
+- /readyz: send traffic here: an engine session is up, the first image is warm, not draining.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from foveal_runtime.frontend.http.access.admission import Gate
+from foveal_runtime.frontend.items.seams import Generator, InputProcessor
+
+_ROUND_TRIP_SECONDS = 5.0
+_REUSE_SECONDS = 1.0
+
+
+class Health:
+    """Answers are (ok, why not). A round trip is shared by probes that ask at the same time."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        processor: InputProcessor,
+        gate: Gate,
+        *,
+        timeout_seconds: float = _ROUND_TRIP_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._generator = generator
+        self._processor = processor
+        self._gate = gate
+        self._timeout_seconds = timeout_seconds
+        self._clock = clock
+        self._flight: asyncio.Task[tuple[bool, str]] | None = None
+        self._known: tuple[float, tuple[bool, str]] | None = None
+
+    async def engine_answers(self) -> tuple[bool, str]:
+        if self._known is not None and self._clock() - self._known[0] < _REUSE_SECONDS:
+            return self._known[1]
+        if self._flight is None:
+            self._flight = asyncio.create_task(self._round_trip())
+            self._flight.add_done_callback(self._landed)
+        return await asyncio.shield(self._flight)
+
+    def _landed(self, task: asyncio.Task[tuple[bool, str]]) -> None:
+        self._flight = None
+        if not task.cancelled():
+            self._known = (self._clock(), task.result())
+
+    async def _round_trip(self) -> tuple[bool, str]:
+        try:
+            async with asyncio.timeout(self._timeout_seconds):
+                ok = await self._generator.health()
+        except TimeoutError:
+            return False, f"no engine answered within {self._timeout_seconds:g} s"
+        except Exception as error:
+            return False, f"{type(error).__name__} while asking an engine"
+        return ok, "" if ok else "no engine makes progress"
+
+    def num_engines(self) -> int:
+        return self._generator.num_ready_engines()
+
+    def ready(self) -> tuple[bool, str]:
+        if self._gate.leaving or self._gate.draining:
+            return False, "shutting down"
+        if self._generator.num_ready_engines() == 0:
+            return False, "no engine with a compatible session and a loaded model"
+        if not self._processor.is_warm():
+            return False, "the first image is not warm yet"
+        return True, ""

@@ -1,0 +1,127 @@
+"""The media path's and the mirrors' counters as metrics, copied when somebody scrapes.
+
+main/ registers `media_source` with the process's Metrics. Reads plain counters only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from foveal_runtime.frontend.common.stats import FrontendStats
+from foveal_runtime.frontend.engines.client import EngineClient
+from foveal_runtime.frontend.engines.link import EngineLink
+from foveal_runtime.frontend.engines.shared_values import SharedValues
+from foveal_runtime.frontend.items.input_processor import InputProcessor
+from foveal_runtime.plan.media import MODALITIES
+from foveal_runtime.telemetry.metrics import Metrics
+
+_CACHE = {"cache": "processor", "tier": "host"}
+
+
+def media_source(
+    stats: FrontendStats, processor: InputProcessor, client: EngineClient
+) -> Callable[[Metrics], None]:
+    """For `Metrics.add_source`."""
+
+    def copy(metrics: Metrics) -> None:
+        _items(metrics, stats)
+        _processor_cache(metrics, processor)
+        _media(metrics, stats, processor)
+        if client.shared is not None:
+            _shared(metrics, client.shared)
+        for name in ("mirror_keys", "mirror_window_inflight_bytes", "mirror_window_bytes"):
+            metrics.clear(f"foveal_{name}")  # engines come and go
+        for link in client.links():
+            _mirror(metrics, link)
+
+    return copy
+
+
+def _items(metrics: Metrics, stats: FrontendStats) -> None:
+    metrics.set("vllm:mm_cache_queries", sum(stats.mm_queries))
+    metrics.set("vllm:mm_cache_hits", sum(stats.mm_hits))
+    for modality, queries, hits, processed in zip(
+        MODALITIES, stats.mm_queries, stats.mm_hits, stats.processed_items, strict=True
+    ):
+        ipc = {"cache": "ipc", "tier": "host", "modality": modality}
+        metrics.set("foveal_cache_queries", queries, **ipc)
+        metrics.set("foveal_cache_hits", hits, **ipc)
+        metrics.set("foveal_media_items_processed", processed, modality=modality)
+    for modality, sizes in zip(MODALITIES, stats.value_bytes, strict=True):
+        metrics.set_histogram(
+            "foveal_media_value_bytes", sizes.counts, sizes.total, modality=modality
+        )
+    lags = stats.loop_lags
+    metrics.set_histogram("foveal_event_loop_lag_seconds", lags.counts, lags.total)
+    for (engine, why), count in stats.picks.items():
+        metrics.set("foveal_routing_picks", count, engine=engine, why=why)
+    for reason, count in stats.resubmissions.items():
+        metrics.set("foveal_request_resubmissions", count, reason=reason)
+
+
+def _processor_cache(metrics: Metrics, processor: InputProcessor) -> None:
+    cache = processor.cache
+    metrics.set("foveal_cache_queries", cache.queries, modality="", **_CACHE)
+    metrics.set("foveal_cache_hits", cache.hits, modality="", **_CACHE)
+    metrics.set("foveal_cache_evictions", cache.evictions, reason="capacity", **_CACHE)
+    metrics.set("foveal_cache_refused", cache.refused, cache="processor")
+    ages = cache.ages.seen
+    metrics.set_histogram("foveal_cache_eviction_age_seconds", ages.counts, ages.total, **_CACHE)
+    metrics.set("foveal_cache_bytes", cache.used_bytes, **_CACHE)
+    metrics.set("foveal_cache_capacity_bytes", cache.capacity_bytes, **_CACHE)
+    metrics.set("foveal_cache_entries", len(cache), **_CACHE)
+    for factor, ratio in cache.ghosts.ratios().items():
+        metrics.set("foveal_cache_estimated_hit_ratio", ratio, cache="processor",
+                    factor=f"{factor:g}")  # fmt: skip
+
+
+def _media(metrics: Metrics, stats: FrontendStats, processor: InputProcessor) -> None:
+    for stage, counts in stats.stages.counts.items():
+        total = stats.stages.sums[stage]
+        metrics.set_histogram("foveal_media_stage_seconds", counts, total, stage=stage, modality="")
+    metrics.set("foveal_media_fetched_bytes", processor.fetcher.fetched_bytes)
+    metrics.set("foveal_media_joins", processor.fetcher.flights.joins, stage="fetch")
+    metrics.set("foveal_media_joins", processor.processing.joins, stage="process")
+    metrics.set("foveal_media_url_text_hits", stats.url_text_hits)
+    metrics.set("foveal_media_workers", processor.workers.num_ready)
+    metrics.set("foveal_media_workers_busy", processor.workers.num_busy)
+    metrics.set("foveal_media_queue_length", processor.workers.queue_length)
+    for domain, count in processor.fetcher.failures.items():
+        metrics.set("foveal_media_fetch_failures", count, domain=domain)
+    metrics.set("foveal_media_worker_restarts", processor.workers.restarts, reason="died")
+    metrics.set("foveal_injected_items", stats.injected, result="accepted")
+    metrics.set("foveal_injected_items", stats.injection_failures, result="refused")
+    for code, count in stats.media_errors.items():
+        metrics.set("foveal_media_errors", count, code=code)
+    for source, count in stats.value_source.items():
+        metrics.set("foveal_mirror_value_sources", count, source=source)
+
+
+def _shared(metrics: Metrics, shared: SharedValues) -> None:
+    writer = shared.writer
+    metrics.set("foveal_shm_bytes", writer.used_bytes)
+    metrics.set("foveal_shm_capacity_bytes", writer.budget_bytes)
+    metrics.set("foveal_shm_files_written", writer.num_written)
+    metrics.set("foveal_shm_files_reused", writer.num_reused)
+    metrics.set("foveal_shm_swept_writers", writer.num_swept)
+    for reason, count in shared.fallbacks.items():
+        metrics.set("foveal_shm_fallbacks", count, reason=reason)
+
+
+def _mirror(metrics: Metrics, link: EngineLink) -> None:
+    sender, engine = link.sender, link.name
+    stats = sender.stats
+    metrics.set("foveal_mirror_queries", stats.num_queries, engine=engine)
+    metrics.set("foveal_mirror_hits", stats.num_hits, engine=engine)
+    metrics.set("foveal_mirror_pulls", stats.num_pulls, engine=engine)
+    metrics.set("foveal_mirror_needs_received", stats.num_needs, engine=engine)
+    metrics.set("foveal_mirror_nofills", stats.num_nofill, engine=engine)
+    metrics.set("foveal_mirror_value_bytes_avoided", stats.bytes_avoided, engine=engine)
+    for kind, count in stats.bytes_sent.items():
+        metrics.set("foveal_mirror_value_bytes_sent", count, engine=engine, kind=kind)
+    for why, count in {"gap": 0, **stats.session_resets}.items():
+        metrics.set("foveal_mirror_session_resets", count, engine=engine, why=why)
+    if sender.is_up:
+        metrics.set("foveal_mirror_keys", len(sender.confirmed), engine=engine)
+        metrics.set("foveal_mirror_window_inflight_bytes", sender.inflight_bytes, engine=engine)
+        metrics.set("foveal_mirror_window_bytes", sender.window_bytes, engine=engine)

@@ -1,0 +1,145 @@
+"""What one request looked like from outside: times and tokens of its sequences, as metrics.
+
+Fed by service.py with every delta. Frontends own these families because a request outlives an
+engine. Keeps a few numbers per sequence; no text.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from foveal_runtime.frontend.engines.sequence import Delta
+from foveal_runtime.frontend.http.access.admission import Gate
+from foveal_runtime.frontend.http.monitoring.health import Health
+from foveal_runtime.telemetry.metrics import Metrics
+from foveal_runtime.wire.messages import FirstOutput
+
+FINISH_REASONS = ("stop", "length", "abort", "error")
+
+
+class _Sequence:
+    __slots__ = (
+        "finish_reason", "first_at", "last_at", "media", "num_cached", "num_prompt", "num_tokens",
+        "prefill_seconds", "queue_seconds",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.first_at = self.last_at = 0.0
+        self.queue_seconds = self.prefill_seconds = 0.0
+        self.num_tokens = self.num_prompt = self.num_cached = 0
+        self.finish_reason = ""
+        self.media = "text"
+
+
+def _media(first: FirstOutput) -> str:
+    """text; hit: every item's value was in the engine; miss: some had to be sent or made."""
+    if not first.num_mm_items:
+        return "text"
+    return "hit" if first.num_mm_hits == first.num_mm_items else "miss"
+
+
+class RequestStats:
+    """One HTTP request. `started` is its arrival on `clock`."""
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        *,
+        started: float,
+        num_sequences: int,
+        num_choices: int,
+        max_tokens: Sequence[int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._started = started
+        self._routable = False
+        self._sequences = [_Sequence() for _ in range(num_sequences)]
+        metrics.observe("vllm:request_params_n", num_choices)
+        for limit in max_tokens:
+            metrics.observe("vllm:request_params_max_tokens", limit)
+
+    def prepared(self) -> None:
+        """Media are known and the request can be routed."""
+        self._routable = True
+        self._metrics.observe("foveal_request_media_seconds", self._clock() - self._started)
+
+    def add(self, index: int, delta: Delta) -> None:
+        now = self._clock()
+        sequence = self._sequences[index]
+        if delta.first is not None:
+            sequence.num_prompt = delta.first.num_prompt_tokens
+            sequence.num_cached = delta.first.num_cached_tokens
+            sequence.queue_seconds = delta.first.queue_seconds
+            sequence.prefill_seconds = delta.first.prefill_seconds
+            sequence.media = _media(delta.first)
+        if delta.num_tokens:
+            if not sequence.num_tokens:
+                sequence.first_at = now
+                waited = now - self._started
+                self._metrics.observe("vllm:time_to_first_token_seconds", waited)
+                self._metrics.observe("foveal_first_token_seconds", waited, media=sequence.media)
+            else:
+                self._metrics.observe("vllm:inter_token_latency_seconds", now - sequence.last_at)
+            sequence.num_tokens += delta.num_tokens
+            sequence.last_at = now
+        if delta.finish_reason:
+            sequence.finish_reason = delta.finish_reason
+
+    def end(self, *, failed: bool) -> None:
+        """Every sequence counts once; those that did not finish were aborted or failed. A request
+        that was refused before it could be routed had none."""
+        if not self._routable:
+            return
+        unfinished = "error" if failed else "abort"
+        for sequence in self._sequences:
+            reason = sequence.finish_reason or unfinished
+            self._metrics.inc("vllm:request_success", finished_reason=reason)
+            if sequence.finish_reason and sequence.num_tokens:
+                self._observe(sequence)
+        longest = max(sequence.num_tokens for sequence in self._sequences)
+        if longest:
+            self._metrics.observe("vllm:request_max_num_generation_tokens", longest)
+
+    def _observe(self, sequence: _Sequence) -> None:
+        observe = self._metrics.observe
+        decode = sequence.last_at - sequence.first_at
+        observe("vllm:request_prompt_tokens", sequence.num_prompt)
+        observe("vllm:request_generation_tokens", sequence.num_tokens)
+        observe(
+            "vllm:request_prefill_kv_computed_tokens", sequence.num_prompt - sequence.num_cached
+        )
+        observe("vllm:e2e_request_latency_seconds", sequence.last_at - self._started)
+        observe("vllm:request_queue_time_seconds", sequence.queue_seconds)
+        observe("vllm:request_prefill_time_seconds", sequence.prefill_seconds)
+        observe("vllm:request_decode_time_seconds", decode)
+        observe("vllm:request_inference_time_seconds", sequence.prefill_seconds + decode)
+        if sequence.num_tokens > 1:
+            observe(
+                "vllm:request_time_per_output_token_seconds", decode / (sequence.num_tokens - 1)
+            )
+
+
+def door_source(gate: Gate, health: Health) -> Callable[[Metrics], None]:
+    """Copies the admission gate's counters when somebody scrapes."""
+
+    def copy(metrics: Metrics) -> None:
+        metrics.set("foveal_requests_inflight", gate.num_requests)
+        metrics.set("foveal_prompt_tokens_inflight", gate.num_tokens)
+        metrics.set("foveal_media_inflight_bytes", gate.media_bytes)
+        metrics.set("foveal_draining", float(gate.draining))
+        metrics.set("foveal_ready", float(health.ready()[0]))
+        metrics.set("foveal_engines_ready", health.num_engines())
+        for reason, count in gate.rejections.items():
+            metrics.set("vllm:admission_rejections", count, reason=reason)
+
+    return copy
+
+
+def begin_at_zero(metrics: Metrics, version: str) -> None:
+    """Label values that are known before they happen."""
+    metrics.set("foveal_build_info", 1, version=version)
+    for reason in FINISH_REASONS:
+        metrics.inc("vllm:request_success", 0, finished_reason=reason)

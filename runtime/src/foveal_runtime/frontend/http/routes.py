@@ -1,0 +1,261 @@
+"""The HTTP routes: thin functions between FastAPI and the handlers' modules.
+
+`build_router` is called by app.py. No logic here beyond picking streamed or whole answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from fastapi.routing import APIRoute
+from starlette.responses import PlainTextResponse, Response
+
+from foveal_runtime.frontend.http import chat, completions
+from foveal_runtime.frontend.http.asgi.disconnect import start_stream, until_disconnect
+from foveal_runtime.frontend.http.asgi.errors import json_response
+from foveal_runtime.frontend.http.monitoring.health import Health
+from foveal_runtime.frontend.http.monitoring.metrics import MetricsPage
+from foveal_runtime.frontend.http.service import RequestScope, Service, runtime_version
+from foveal_runtime.frontend.items.seams import ProcessorInfo
+from foveal_runtime.frontend.protocol.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from foveal_runtime.frontend.protocol.responses import (
+    ChatCompletion,
+    Completion,
+    DetokenizeResponse,
+    ErrorResponse,
+    HealthResponse,
+    ModelCard,
+    ModelList,
+    TokenizeResponse,
+    VersionResponse,
+)
+from foveal_runtime.frontend.protocol.rules import check_messages, check_model
+from foveal_runtime.plan.errors import InvalidRequest
+from foveal_runtime.telemetry.metrics import CONTENT_TYPE
+
+_THREAD_BODY_BYTES = 1 << 20
+_PARSED = b"{}"
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorResponse, "description": "the request is wrong; `param` names the field"},
+    401: {"model": ErrorResponse, "description": "no valid API key"},
+    403: {"model": ErrorResponse, "description": "media from there are not allowed"},
+    404: {"model": ErrorResponse, "description": "no such model"},
+    409: {"model": ErrorResponse, "description": "a uuid is bound to other content"},
+    413: {"model": ErrorResponse, "description": "the body or a medium is too large"},
+    424: {"model": ErrorResponse, "description": "a medium could not be fetched"},
+    429: {"model": ErrorResponse, "description": "full; Retry-After says when to try again"},
+    500: {"model": ErrorResponse, "description": "a failure of this server"},
+    503: {"model": ErrorResponse, "description": "no engine, or shutting down; Retry-After"},
+}
+
+
+def _decode_body(body: bytes) -> Any:
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+    except RecursionError:
+        raise InvalidRequest("the body is not valid JSON: nested too deeply") from None
+
+
+class _JsonRequest(Request):
+    """A request whose JSON is parsed by msgspec: bodies hold megabytes of base64, so their bytes
+    go once they are parsed."""
+
+    async def body(self) -> bytes:
+        """The bytes; after they were parsed, no more than that there were some."""
+        return _PARSED if hasattr(self, "_parsed") else await super().body()
+
+    async def json(self) -> Any:
+        if not hasattr(self, "_parsed"):
+            body = await self.body()
+            if len(body) > _THREAD_BODY_BYTES:
+                self._parsed = await asyncio.to_thread(_decode_body, body)
+            else:
+                self._parsed = _decode_body(body)
+            self._body = b""
+        return self._parsed
+
+
+class BodyRoute(APIRoute):
+    """Reads and parses the body before FastAPI does, so that limits and syntax errors keep their
+    own status."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        inner = super().get_route_handler()
+
+        async def handler(request: Request) -> Response:
+            wrapped = _JsonRequest(request.scope, request.receive)
+            if request.method == "POST" and await wrapped.body():
+                await wrapped.json()
+            return await inner(wrapped)
+
+        return handler
+
+
+def _scope_of(service: Service, request: Request) -> RequestScope:
+    tenant = b""
+    if service.config.tenant_salt_header:
+        tenant = request.headers.get(service.config.tenant_salt_header, "").encode()
+    return RequestScope(
+        request_id=request.scope["foveal.request_id"],
+        ticket=request.scope["foveal.ticket"],
+        tenant=tenant,
+        started=request.scope["foveal.started"],
+    )
+
+
+def build_router(
+    service: Service, info: ProcessorInfo, health: Health, page: MetricsPage
+) -> APIRouter:
+    router = APIRouter(route_class=BodyRoute)
+    _add_generation(router, service, info)
+    _add_models(router, service)
+    _add_tokens(router, service)
+    _add_health(router, health)
+    _add_metrics(router, page)
+    return router
+
+
+def _add_generation(router: APIRouter, service: Service, info: ProcessorInfo) -> None:
+    @router.post(
+        "/v1/chat/completions", response_model=ChatCompletion, responses=ERRORS, tags=["OpenAI"]
+    )
+    async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
+        """Answers a conversation with text, images, video and audio. With `stream: true` the
+        answer is text/event-stream."""
+        run = await chat.plan_chat(service, body, _scope_of(service, request))
+        if body.stream:
+            return await start_stream(request.receive, chat.stream_answer(run))
+        return json_response(await until_disconnect(request.receive, chat.whole_answer(run)))
+
+    @router.post("/v1/completions", response_model=Completion, responses=ERRORS, tags=["OpenAI"])
+    async def text_completions(body: CompletionRequest, request: Request) -> Response:
+        """Continues one or several text prompts. Media belong to chat completions."""
+        run = await completions.plan_completion(service, info, body, _scope_of(service, request))
+        if body.stream:
+            return await start_stream(request.receive, completions.stream_answer(run))
+        return json_response(await until_disconnect(request.receive, completions.whole_answer(run)))
+
+
+def _add_models(router: APIRouter, service: Service) -> None:
+    def card() -> ModelCard:
+        return ModelCard(
+            id=service.model_name,
+            created=service.created,
+            root=service.model_name,
+            max_model_len=service.generator.max_model_len() or service.config.model.max_model_len,
+        )
+
+    @router.get("/v1/models", response_model=ModelList, tags=["OpenAI"])
+    async def models() -> ModelList:
+        """The one served model."""
+        return ModelList(data=[card()])
+
+    @router.get(
+        "/v1/models/{model:path}", response_model=ModelCard, responses={404: ERRORS[404]},
+        tags=["OpenAI"],
+    )  # fmt: skip
+    async def model_card(model: str) -> ModelCard:
+        check_model(model, service.model_name)
+        return card()
+
+    @router.get("/version", response_model=VersionResponse, tags=["server"])
+    async def version() -> VersionResponse:
+        return VersionResponse(version=runtime_version())
+
+
+def _add_tokens(router: APIRouter, service: Service) -> None:
+    errors: dict[int | str, dict[str, Any]] = {
+        status: ERRORS[status] for status in (400, 401, 404, 413, 500, 503)
+    }
+
+    @router.post("/tokenize", response_model=TokenizeResponse, responses=errors, tags=["tokens"])
+    async def tokenize(body: TokenizeRequest) -> TokenizeResponse:
+        """Token ids of a prompt, or of messages through the chat template. Media count as one
+        placeholder each."""
+        check_model(body.model, service.model_name)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequest("send either prompt or messages", param="prompt")
+        token_ids = await asyncio.to_thread(_tokenize, service, body)
+        tokenizer = service.tokenizer
+        return TokenizeResponse(
+            count=len(token_ids),
+            max_model_len=service.max_model_len(),
+            tokens=token_ids,
+            token_strs=[tokenizer.token(i) or "" for i in token_ids]
+            if body.return_token_strs
+            else None,
+        )
+
+    @router.post(
+        "/detokenize", response_model=DetokenizeResponse, responses=errors, tags=["tokens"]
+    )
+    async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
+        """The text of token ids, special tokens included."""
+        check_model(body.model, service.model_name)
+        for token_id in body.tokens:
+            if token_id >= service.tokenizer.vocab_size:
+                raise InvalidRequest(
+                    f"tokens: {token_id} is not a token id below {service.tokenizer.vocab_size}",
+                    param="tokens",
+                )
+        text = await asyncio.to_thread(service.tokenizer.decode, body.tokens)
+        return DetokenizeResponse(prompt=text)
+
+
+def _tokenize(service: Service, body: TokenizeRequest) -> list[int]:
+    if body.prompt is not None:
+        special = body.add_special_tokens is not False
+        return service.tokenizer.encode(body.prompt, add_special_tokens=special)
+    messages = body.messages or []
+    check_messages(messages)
+    conversation = service.template.render(
+        messages,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
+        variables=body.chat_template_kwargs,
+    )
+    return service.template.encode(conversation, add_special_tokens=bool(body.add_special_tokens))
+
+
+def _add_health(router: APIRouter, health: Health) -> None:
+    unavailable: dict[int | str, dict[str, Any]] = {503: {"model": HealthResponse}}
+
+    @router.get("/livez", response_model=HealthResponse, tags=["server"])
+    async def livez() -> HealthResponse:
+        """This process answers. Says nothing about engines."""
+        return HealthResponse(status="ok")
+
+    @router.get("/health", response_model=HealthResponse, responses=unavailable, tags=["server"])
+    async def health_endpoint() -> Response:
+        """A round trip to an engine that makes progress."""
+        return _verdict(*await health.engine_answers())
+
+    @router.get("/readyz", response_model=HealthResponse, responses=unavailable, tags=["server"])
+    async def readyz() -> Response:
+        """Traffic may come: engine session, model loaded, first image warm, not draining."""
+        return _verdict(*health.ready())
+
+
+def _add_metrics(router: APIRouter, page: MetricsPage) -> None:
+    @router.get("/metrics", response_class=PlainTextResponse, tags=["server"])
+    async def metrics(own: bool = False) -> Response:
+        """Prometheus text: this process and its peers; `own` leaves the peers out."""
+        return Response(await page.text(own=own), headers={"content-type": CONTENT_TYPE})
+
+
+def _verdict(ok: bool, detail: str) -> Response:
+    if ok:
+        return json_response({"status": "ok", "detail": ""})
+    return json_response({"status": "unavailable", "detail": detail}, 503, {"retry-after": "1"})

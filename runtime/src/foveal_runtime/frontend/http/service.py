@@ -1,0 +1,250 @@
+"""What all handlers of one HTTP process share, and the way from a checked request to its deltas.
+
+Built once by app.py; chat.py and completions.py turn an HTTP request into Jobs and read deltas
+from `open_run`. Everything a run holds is given back when its context ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from importlib import metadata
+
+from foveal_runtime.frontend.engines.sequence import (
+    Delta,
+    fan_out,
+    merge,
+    release_media,
+    run_sequence,
+)
+from foveal_runtime.frontend.http.access.admission import Gate, Ticket
+from foveal_runtime.frontend.http.monitoring.request_stats import RequestStats
+from foveal_runtime.frontend.items.prepared import PreparedRequest
+from foveal_runtime.frontend.items.seams import (
+    Generator,
+    InputProcessor,
+    MediaPart,
+    PrepareOptions,
+)
+from foveal_runtime.frontend.protocol.requests import (
+    MAX_CHOICES,
+    ChatCompletionRequest,
+    CompletionRequest,
+)
+from foveal_runtime.frontend.protocol.rules import (
+    SamplingDefaults,
+    max_tokens_of,
+    sampling_params,
+    stop_strings,
+)
+from foveal_runtime.frontend.text.chat_template import ChatTemplate
+from foveal_runtime.frontend.text.detokenizer import Detokenizer
+from foveal_runtime.frontend.text.tokenizer import TextTokenizer
+from foveal_runtime.plan.config import FrontendConfig
+from foveal_runtime.plan.errors import ContextLengthExceeded, InvalidRequest, NoEngine
+from foveal_runtime.telemetry.metrics import Metrics
+from foveal_runtime.telemetry.tracing import Span, child_span, span_of_task
+
+
+def runtime_version() -> str:
+    """The installed distribution's version; "0" when run from a source tree."""
+    try:
+        return metadata.version("foveal-runtime")
+    except metadata.PackageNotFoundError:
+        return "0"
+
+
+@dataclass(slots=True)
+class Service:
+    """Attributes are the collaborators; `created` is the process's start in Unix seconds."""
+
+    config: FrontendConfig
+    tokenizer: TextTokenizer
+    template: ChatTemplate
+    processor: InputProcessor
+    generator: Generator
+    defaults: SamplingDefaults
+    gate: Gate
+    metrics: Metrics
+    created: int
+
+    @property
+    def model_name(self) -> str:
+        return self.config.model.served_name
+
+    def max_model_len(self) -> int:
+        """Prompt + output tokens. Raises NoEngine while neither configuration nor engine says."""
+        known = self.generator.max_model_len() or self.config.model.max_model_len
+        if not known:
+            raise NoEngine("no engine is ready yet", retry_after_seconds=2)
+        return known
+
+
+@dataclass(slots=True)
+class Job:
+    """One prompt with its options; `num_choices` sequences will answer it."""
+
+    token_ids: list[int]
+    parts: Sequence[MediaPart]
+    options: PrepareOptions
+    num_choices: int
+    stops: tuple[str, ...]
+    include_stop: bool
+    skip_special_tokens: bool
+    continues_prompt: bool
+    """The text continues the prompt's (completions, continue_final_message)."""
+
+
+@dataclass(slots=True)
+class RequestScope:
+    """What the door knows of an HTTP request.
+
+    Attributes:
+        request_id: the client's, or ours; for people and logs.
+        unique_id: never the same twice, whatever clients send: engines refuse duplicates.
+    """
+
+    request_id: str
+    ticket: Ticket
+    tenant: bytes = b""
+    started: float = field(default_factory=time.monotonic)
+    unique_id: str = ""
+
+    def __post_init__(self) -> None:
+        self.unique_id = f"{self.request_id}.{secrets.token_hex(6)}"
+
+
+def make_job(
+    service: Service,
+    request: ChatCompletionRequest | CompletionRequest,
+    scope: RequestScope,
+    token_ids: list[int],
+    parts: Sequence[MediaPart],
+    *,
+    suffix: str = "",
+    continues_prompt: bool,
+    echo_prompt: bool = False,
+) -> Job:
+    """Checks lengths and options. Raises InvalidRequest or RateLimited."""
+    if not token_ids:
+        raise InvalidRequest("the prompt is empty", param="prompt")
+    limit = service.max_model_len()
+    room = limit - len(token_ids)
+    if room < 1:
+        raise ContextLengthExceeded(
+            f"the prompt has {len(token_ids)} tokens; the model's context is {limit} tokens and "
+            "must hold at least one more",
+            param="messages" if isinstance(request, ChatCompletionRequest) else "prompt",
+        )
+    num_choices = request.n or 1
+    scope.ticket.charge_tokens(len(token_ids))
+    sampling = sampling_params(
+        request,
+        service.defaults,
+        max_tokens=max_tokens_of(request, service.defaults, room),
+        vocab_size=service.tokenizer.vocab_size,
+        drawn_seed=secrets.randbits(63),
+    )
+    options = PrepareOptions(
+        request_id=scope.unique_id + suffix,
+        sampling=sampling,
+        mm_processor_kwargs=request.mm_processor_kwargs or {},
+        cache_salt=request.cache_salt or "",
+        tenant=scope.tenant,
+        priority=request.priority or 0,
+        read_prefix_cache=sampling.prompt_logprobs < 0,
+        echo_prompt=echo_prompt,
+        charge_media_bytes=scope.ticket.charge_media_bytes,
+    )
+    return Job(
+        token_ids=token_ids,
+        parts=parts,
+        options=options,
+        num_choices=num_choices,
+        stops=stop_strings(request),
+        include_stop=bool(request.include_stop_str_in_output),
+        skip_special_tokens=request.skip_special_tokens is not False,
+        continues_prompt=continues_prompt,
+    )
+
+
+def check_num_sequences(num_prompts: int, num_choices: int) -> None:
+    if num_prompts * num_choices > MAX_CHOICES:
+        raise InvalidRequest(
+            f"{num_prompts} prompts x n={num_choices} are more than {MAX_CHOICES} sequences",
+            param="n",
+        )
+
+
+@asynccontextmanager
+async def open_run(
+    service: Service, jobs: Sequence[Job], started: float
+) -> AsyncIterator[AsyncGenerator[tuple[int, Delta], None]]:
+    """Prepares all jobs and yields their interleaved deltas; choice `job * n + i` is the index."""
+    num_choices = jobs[0].num_choices
+    stats = RequestStats(
+        service.metrics,
+        started=started,
+        num_sequences=len(jobs) * num_choices,
+        num_choices=num_choices,
+        max_tokens=[job.options.sampling.max_tokens for job in jobs],
+    )
+    requests: list[PreparedRequest] = []
+    streams: list[AsyncGenerator[Delta, None]] = []
+    failed = False
+    parent = span_of_task.get()
+    try:
+        with child_span("prepare", num_items=sum(len(job.parts) for job in jobs)):
+            for job in jobs:
+                prepared = await service.processor.prepare(job.token_ids, job.parts, job.options)
+                for request in fan_out(prepared, num_choices):
+                    requests.append(request)
+                    streams.append(_stream(service, job, request))
+        stats.prepared()
+        watched = _watched(merge(streams), stats, parent.child("generate"))
+        async with aclosing(watched) as merged:
+            yield merged
+    except Exception:
+        failed = True
+        raise
+    finally:
+        release_media(requests)
+        stats.end(failed=failed)
+
+
+async def _watched(
+    deltas: AsyncGenerator[tuple[int, Delta], None], stats: RequestStats, span: Span
+) -> AsyncGenerator[tuple[int, Delta], None]:
+    """Counts what passes. Owns the span of the generation."""
+    num_tokens = 0
+    error = "aborted"
+    try:
+        async with aclosing(deltas):
+            async for index, delta in deltas:
+                if num_tokens == 0 and delta.num_tokens:
+                    span.event("first_token")
+                num_tokens += delta.num_tokens
+                stats.add(index, delta)
+                yield index, delta
+        error = ""
+    except Exception as raised:
+        error = type(raised).__name__
+        raise
+    finally:
+        span.set("num_output_tokens", num_tokens)
+        span.end(error)
+
+
+def _stream(service: Service, job: Job, request: PreparedRequest) -> AsyncGenerator[Delta, None]:
+    detokenizer = Detokenizer(
+        service.tokenizer,
+        stops=job.stops,
+        include_stop=job.include_stop,
+        min_tokens=job.options.sampling.min_tokens,
+        skip_special_tokens=job.skip_special_tokens,
+        context=job.token_ids if job.continues_prompt else (),
+    )
+    return run_sequence(service.generator, request, detokenizer, include_stop=job.include_stop)

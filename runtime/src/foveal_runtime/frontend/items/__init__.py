@@ -1,0 +1,1 @@
+"""Multimodal items: identification, processing, placement, injection."""

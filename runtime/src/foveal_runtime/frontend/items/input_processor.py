@@ -1,0 +1,333 @@
+"""From tokens and media parts to a request that can be routed: identity first, work only if needed.
+
+Implements `seams.InputProcessor`; one per HTTP process. A part is identified (`identify`), its key
+looked up in the processor cache and in every engine's mirror; only when nobody knows it does a
+media worker wake. Never decodes a picture itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from foveal_runtime.frontend.common.single_flight import SingleFlight
+from foveal_runtime.frontend.common.stats import FrontendStats
+from foveal_runtime.frontend.items.aliases import Aliases
+from foveal_runtime.frontend.items.identify import Identifier, Named, naming, unknown_media
+from foveal_runtime.frontend.items.injection import Injector
+from foveal_runtime.frontend.items.placement import (
+    check_counts,
+    complete_prompt,
+    match_placeholders,
+)
+from foveal_runtime.frontend.items.prepared import ItemCost, PreparedItem, PreparedRequest
+from foveal_runtime.frontend.items.processor_cache import ProcessorCache
+from foveal_runtime.frontend.items.seams import MediaPart, PrepareOptions
+from foveal_runtime.frontend.items.source import Buffer, ItemSource, RawMedia
+from foveal_runtime.frontend.media import hashing
+from foveal_runtime.frontend.media.fetch import Fetcher
+from foveal_runtime.frontend.media.protocol import ProcessorInfo
+from foveal_runtime.frontend.media.workers import MediaWorkers, Workers, WorkerSettings
+from foveal_runtime.mirror.sender import SendItem, SendValue
+from foveal_runtime.plan.config import FrontendConfig
+from foveal_runtime.plan.errors import ContextLengthExceeded, FovealError, InvalidRequest
+from foveal_runtime.plan.media import MODALITIES, ItemMeta, MMHash
+from foveal_runtime.wire.item import meta_of, read_header
+from foveal_runtime.wire.namespace import model_namespace
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Knowledge(Protocol):
+    """What the engine sessions know; `engine_client.EngineClient` implements it."""
+
+    def lookup_item(self, mm_hash: MMHash) -> tuple[int, ItemMeta] | None:
+        """(size in bytes, meta) of a value that some engine announced."""
+        ...
+
+    def lookup_alias(self, alias: bytes) -> bytes | None: ...
+
+    def max_model_len(self) -> int: ...
+
+    def has_cache(self) -> bool:
+        """Some engine keeps values."""
+        ...
+
+    def put(self, items: Sequence[SendItem], values: dict[MMHash, SendValue]) -> int: ...
+
+
+class NoEngines:
+    """Nothing is known: for tests, and before the first session."""
+
+    def lookup_item(self, mm_hash: MMHash) -> tuple[int, ItemMeta] | None:
+        return None
+
+    def lookup_alias(self, alias: bytes) -> bytes | None:
+        return None
+
+    def max_model_len(self) -> int:
+        return 0
+
+    def has_cache(self) -> bool:
+        return False
+
+    def put(self, items: Sequence[SendItem], values: dict[MMHash, SendValue]) -> int:
+        return 0
+
+
+class InputProcessor:
+    """See the module.
+
+    `workers` must have been started; `info` is what they said. `knowledge` is the engine client.
+    """
+
+    def __init__(
+        self,
+        config: FrontendConfig,
+        workers: Workers,
+        info: ProcessorInfo,
+        *,
+        knowledge: Knowledge | None = None,
+        fetcher: Fetcher | None = None,
+        stats: FrontendStats | None = None,
+    ) -> None:
+        self.config = config
+        self.info = info
+        self.workers = workers
+        self.knowledge: Knowledge = knowledge or NoEngines()
+        self.stats = stats or FrontendStats()
+        self.fetcher = fetcher or Fetcher(config.media_sources)
+        self.cache = ProcessorCache(config.processor_bytes)
+        self.url_texts = hashing.UrlTextMap(config.max_bindings)
+        self.aliases = Aliases(
+            config.max_bindings, config.max_uuid_length, self.knowledge.lookup_alias
+        )
+        self.processing: SingleFlight[MMHash, Buffer] = SingleFlight()
+        self.injector = Injector(
+            config.injection, info, self.cache, self.stats, self.knowledge,
+        )  # fmt: skip
+        self._identifier = Identifier(
+            config.modalities, self.fetcher, self.aliases, self.url_texts, self.stats,
+            self._recall_injected,
+        )  # fmt: skip
+        for placeholder in info.placeholders:
+            if not placeholder.method:
+                name = MODALITIES[placeholder.modality]
+                self.stats.splice_refused[name] = placeholder.reason
+                log.warning("%s input is refused for this model: %s", name, placeholder.reason)
+
+    @classmethod
+    async def start(
+        cls,
+        config: FrontendConfig,
+        *,
+        knowledge: Knowledge | None = None,
+        stats: FrontendStats | None = None,
+    ) -> InputProcessor:
+        """Starts the media workers and waits for the first. Raises StartupError."""
+        workers = MediaWorkers(
+            WorkerSettings(
+                model_path=config.model.path,
+                namespace=model_namespace(config.model.path, config.model.revision),
+                limits=config.modalities,
+                num_workers=config.media_workers,
+            )
+        )
+        info = await workers.start()
+        return cls(config, workers, info, knowledge=knowledge, stats=stats)
+
+    def is_warm(self) -> bool:
+        """A worker runs the processor on a first item before it reports ready."""
+        return self.workers.num_ready > 0
+
+    async def close(self) -> None:
+        await self.workers.close()
+        await self.fetcher.close()
+
+    async def prepare(
+        self, token_ids: list[int], parts: Sequence[MediaPart], options: PrepareOptions
+    ) -> PreparedRequest:
+        """See `seams.InputProcessor`."""
+        items: list[PreparedItem] = []
+        try:
+            check_counts(self.info, self.config.modalities, parts)
+            token_ids = complete_prompt(self.info, token_ids, parts)
+            slots = match_placeholders(self.info, token_ids, parts)
+            raw_options = _canonical(options.mm_processor_kwargs)
+            named = await together(
+                [self._identifier.identify(i, parts, options) for i in range(len(parts))]
+            )
+            which = self._distinct(parts, named, options, raw_options, items)
+            paths = [parts[which.index(i)].path for i in range(len(items))]
+            await together([self._learn(item, p) for item, p in zip(items, paths, strict=True)])
+            request = PreparedRequest(
+                request_id=options.request_id,
+                token_ids=token_ids,
+                items=items,
+                placements=[(at, which[part]) for at, part in slots],
+                sampling=options.sampling,
+                binds=list(dict.fromkeys((n.alias, n.digest) for n in named if n.alias)),
+                priority=options.priority,
+                cache_salt=options.salt,
+                read_prefix_cache=options.read_prefix_cache,
+                echo_prompt=options.echo_prompt,
+            )
+            self._fit(request)
+        except BaseException as error:
+            for item in items:
+                item.source.release()
+            if isinstance(error, FovealError):
+                self.stats.count_media_error(error.code)
+            raise
+        for alias, digest in request.binds:
+            self.aliases.commit(alias, digest)
+        return request
+
+    def inject_into_mm_cache(
+        self, mm_hashes: Mapping[str, Sequence[str]], mm_kwargs: Mapping[str, Sequence[Any]]
+    ) -> None:
+        """Items that were processed elsewhere: see `injection.Injector.inject`. Never raises."""
+        self.injector.inject(mm_hashes, mm_kwargs)
+
+    def reset_cache(self) -> None:
+        """Forgets every processed item; what requests hold they keep."""
+        self.cache.reset()
+
+    # ---- items ----------------------------------------------------------------------------------
+    def _distinct(
+        self,
+        parts: Sequence[MediaPart],
+        named: Sequence[Named],
+        options: PrepareOptions,
+        raw_options: bytes,
+        items: list[PreparedItem],
+    ) -> list[int]:
+        """Fills `items` with the distinct ones; returns each part's index into them."""
+        index_of: dict[MMHash, int] = {}
+        which = []
+        for part, name in zip(parts, named, strict=True):
+            modality = MODALITIES.index(part.modality)
+            key = name.key or hashing.mm_hash(
+                name.digest,
+                modality=modality,
+                identity=self.info.identity,
+                options=options.mm_processor_kwargs,
+                salt=options.salt,
+            )
+            if key not in index_of:
+                index_of[key] = len(items)
+                items.append(self._item(key, modality, name, raw_options))
+            which.append(index_of[key])
+        return which
+
+    def _item(self, key: MMHash, modality: int, name: Named, options: bytes) -> PreparedItem:
+        cost = ItemCost()
+
+        def make(raw: RawMedia) -> Coroutine[Any, Any, Buffer]:
+            return self._make(key, modality, options, raw, cost)
+
+        source = ItemSource(key, self.cache, self.stats, name.raw, make)
+        return PreparedItem(key, modality, source, cost=cost)
+
+    async def _learn(self, item: PreparedItem, path: str) -> None:
+        """Size and meta: from the processor cache, from an engine's announcement, or by work."""
+        source = item.source
+        assert isinstance(source, ItemSource)
+        cached = self.cache.get(item.mm_hash)
+        if cached is not None:
+            source.hold(cached)
+            _describe(item, cached)
+            return
+        item.is_held_only = not source.can_make
+        announced = self.knowledge.lookup_item(item.mm_hash)
+        if announced is not None:
+            item.size_bytes, item.meta = announced
+            return
+        try:
+            if item.is_held_only:
+                name = MODALITIES[item.modality]
+                raise unknown_media(name, name, None)
+            value = await source.value()
+        except FovealError as error:
+            raise naming(path, error) from error
+        source.retain(value)
+        _describe(item, value)
+
+    async def _make(
+        self, key: MMHash, modality: int, options: bytes, raw: RawMedia, cost: ItemCost
+    ) -> Buffer:
+        """The processor, once for all who want this key now: it costs the one who came first."""
+
+        async def work() -> Buffer:
+            cost.was_processed = True
+            data = await raw.read()
+            begin = time.perf_counter()
+            done = await self.workers.process(modality, options, data)
+            worked = done.decode_seconds + done.process_seconds
+            self.stats.stages.observe("queue", max(0.0, time.perf_counter() - begin - worked))
+            self.stats.stages.observe("decode", done.decode_seconds)
+            self.stats.stages.observe("process", done.process_seconds)
+            self.stats.processed_items[modality] += 1
+            self.cache.commit(key, done.value)
+            return done.value
+
+        return await self.processing.run(key, work)
+
+    def _recall_injected(self, name: str, options: PrepareOptions) -> MMHash | None:
+        key = self.injector.recall(name, options.tenant, is_salted=bool(options.salt))
+        known = self.cache.is_cached(key) or self.knowledge.lookup_item(key) is not None
+        return key if known else None
+
+    def _fit(self, request: PreparedRequest) -> None:
+        """Checks the expanded length; cuts max_tokens to what is left."""
+        limit = self.knowledge.max_model_len()
+        metas = [item.meta for item in request.items]
+        if limit <= 0 or any(meta is None for meta in metas):
+            return
+        media = sum(meta.num_tokens - 1 for _, i in request.placements if (meta := metas[i]))
+        length = len(request.token_ids) + media
+        if length >= limit:
+            raise ContextLengthExceeded(
+                f"the prompt has {length} tokens with its media expanded ({media} more than its "
+                f"text), the model's context is {limit}"
+            )
+        if length + request.sampling.max_tokens > limit:
+            request.sampling = msgspec.structs.replace(request.sampling, max_tokens=limit - length)
+
+
+def _describe(item: PreparedItem, value: Buffer) -> None:
+    item.size_bytes = len(value)
+    item.meta = meta_of(read_header(value))
+
+
+def _canonical(options: Mapping[str, object]) -> bytes:
+    """Options as sorted JSON for the worker. Raises InvalidRequest."""
+    try:
+        return json.dumps(options, sort_keys=True, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(
+            f"mm_processor_kwargs is not plain JSON: {error}", param="mm_processor_kwargs"
+        ) from error
+
+
+async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results; the first error in order of the list, after the others were cancelled."""
+    tasks = [asyncio.create_task(one) for one in work]
+    try:
+        if tasks:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        for task in tasks:
+            task.cancel()
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+    for end in ends:
+        if isinstance(end, BaseException) and not isinstance(end, asyncio.CancelledError):
+            raise end
+    return [task.result() for task in tasks]

@@ -1,0 +1,132 @@
+"""The seams of the HTTP app: what it asks of input processing and of the engine client.
+
+The app (app.py and the serving modules) codes against these Protocols; `input_processor` and
+`engine_client` implement them, `fake.py` ships implementations for tests. main/ wires them.
+Holds next to no behaviour; never imports torch, sockets or the web framework.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from foveal_runtime.frontend.items.prepared import PreparedRequest
+from foveal_runtime.frontend.media import hashing
+from foveal_runtime.plan.media import Modality
+from foveal_runtime.plan.sampling import SamplingParams
+from foveal_runtime.wire.messages import EngineOutput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaPart:
+    """One media part of a request, as the user wrote it: nothing fetched, nothing decoded.
+
+    Attributes:
+        modality: what the part claims to be.
+        url: http:, https:, file: or data: URL; None when the part is uuid-only or `data` is set.
+            OpenAI's input_audio becomes a data: URL.
+        data: raw encoded bytes, for callers that have them; None otherwise.
+        uuid: the user's name for the content; with neither url nor data the part is uuid-only.
+        path: where it stands in the request, e.g. "messages[1].content[2]": for error messages.
+    """
+
+    modality: Modality
+    url: str | None = None
+    data: bytes | None = None
+    uuid: str | None = None
+    path: str = ""
+
+    @property
+    def is_uuid_only(self) -> bool:
+        return self.url is None and self.data is None
+
+
+def _charge_nothing(num_bytes: int) -> None:
+    """The default of PrepareOptions.charge_media_bytes: nobody counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareOptions:
+    """Everything about a request but its prompt and media.
+
+    Attributes:
+        request_id: of the first sequence; others of the same HTTP request get suffixed ids.
+        sampling: of the first sequence; max_tokens is at most max_model_len - len(token_ids).
+        mm_processor_kwargs: the user's processor options (part of every item's key).
+        cache_salt: the request's own; "" = shared caches.
+        tenant: the tenant's, from the deployment's header; b"" = one tenant.
+        charge_media_bytes: called with the encoded size of media that did not arrive in the HTTP
+            body, before it is read (Content-Length) or as it grows; raises RateLimited when the
+            process holds too much. What was charged is given back when the request ends.
+    """
+
+    request_id: str
+    sampling: SamplingParams
+    mm_processor_kwargs: Mapping[str, object] = field(default_factory=dict)
+    cache_salt: str = ""
+    tenant: bytes = b""
+    priority: int = 0
+    read_prefix_cache: bool = True
+    echo_prompt: bool = False
+    charge_media_bytes: Callable[[int], None] = _charge_nothing
+
+    @property
+    def salt(self) -> bytes:
+        """Part of every key of every cache and of every flight that requests join: who has
+        another salt sees no hit, no value and no timing of ours. b"" = shared."""
+        if not self.cache_salt and not self.tenant:
+            return b""
+        return hashing.short_digest(self.tenant, self.cache_salt.encode())
+
+
+class ProcessorInfo(Protocol):
+    """How the model writes media into prompts."""
+
+    def placeholder_token_id(self, modality: Modality) -> int | None:
+        """The one token that stands for an item in an *unexpanded* prompt; None = the model does
+        not take this modality."""
+        ...
+
+    def placeholder_text(self, modality: Modality) -> str | None:
+        """Text of one item for chat templates that only take string content ("<image>", or
+        "<|vision_start|><|image_pad|><|vision_end|>"); contains the placeholder token once."""
+        ...
+
+
+class InputProcessor(Protocol):
+    """Turns tokens and media parts into a request that can be routed."""
+
+    async def prepare(
+        self, token_ids: list[int], parts: Sequence[MediaPart], options: PrepareOptions
+    ) -> PreparedRequest:
+        """Fetches, hashes and looks up; the k-th placeholder token of a modality belongs to the
+        k-th part of that modality. Raises FovealError naming the part's path (too many items,
+        unknown uuid, forbidden host, too large...)."""
+        ...
+
+    def is_warm(self) -> bool:
+        """True once a first image has been through, so that the user's first is not slow."""
+        ...
+
+
+class Generator(Protocol):
+    """Runs one sequence on some engine; survives the death of that engine."""
+
+    def generate(self, request: PreparedRequest) -> AsyncGenerator[EngineOutput, None]:
+        """Outputs in order, the last one with `finish` set. `aclose()` aborts the sequence within
+        a step. When it ends in any way every item's `source.release()` has been called.
+        Raises FovealError (an engine's error becomes one; NoEngine after the configured wait)."""
+        ...
+
+    async def health(self) -> bool:
+        """A round trip to an engine, and its step counter moves while it has work."""
+        ...
+
+    def num_ready_engines(self) -> int:
+        """Engines with a compatible session and a loaded model."""
+        ...
+
+    def max_model_len(self) -> int:
+        """Prompt + output tokens that every engine accepts; 0 while no engine is known."""
+        ...

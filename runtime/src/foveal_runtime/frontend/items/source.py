@@ -1,0 +1,101 @@
+"""Where an item's value comes from until its request ends: the frontend's answer duty.
+
+Made by input_processor, asked by engine_client when a value must be sent or an engine NEEDs it.
+Order: processor cache, the value retained since processing, the processor again on the raw media.
+Never holds a processed value longer than until it was handed out once: what lasts is the raw media.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from foveal_runtime.frontend.common.stats import FrontendStats
+from foveal_runtime.frontend.items.processor_cache import ProcessorCache
+from foveal_runtime.plan.errors import MediaUnknown
+from foveal_runtime.plan.media import MMHash
+
+Buffer = bytes | memoryview
+
+
+class RawMedia(Protocol):
+    """The encoded media of one part, however it arrived."""
+
+    async def read(self) -> Buffer:
+        """The original file bytes."""
+        ...
+
+
+class GivenBytes:
+    """Media that is in memory: from the caller, or fetched."""
+
+    def __init__(self, data: Buffer) -> None:
+        self._data = data
+
+    async def read(self) -> Buffer:
+        return self._data
+
+
+class ItemSource:
+    """One item's `ValueSource`."""
+
+    def __init__(
+        self,
+        mm_hash: MMHash,
+        cache: ProcessorCache,
+        stats: FrontendStats,
+        raw: RawMedia | None,
+        make: Callable[[RawMedia], Awaitable[Buffer]],
+    ) -> None:
+        self.mm_hash = mm_hash
+        self._cache = cache
+        self._stats = stats
+        self._raw = raw
+        self._make = make
+        self._retained: Buffer | None = None
+
+    @property
+    def can_make(self) -> bool:
+        """False: only an engine that holds the value can run this item (uuid-only media)."""
+        return (
+            self._raw is not None
+            or self._retained is not None
+            or self._cache.is_cached(self.mm_hash)
+        )
+
+    def retain(self, value: Buffer) -> None:
+        """Keeps a freshly processed value for the first send."""
+        self._retained = value
+
+    def hold(self, value: Buffer) -> None:
+        """Keeps a cached value when nothing else could make it again after its eviction."""
+        if self._raw is None:
+            self._retained = value
+
+    async def value(self) -> Buffer:
+        """See `prepared.ValueSource`. Raises MediaUnknown when nothing here can make it."""
+        cached = self._cache.peek(self.mm_hash)
+        if cached is not None:
+            self._drop_retained()
+            self._stats.count_source("processor_cache")
+            return cached
+        if self._retained is not None:
+            value = self._retained
+            self._drop_retained()
+            self._stats.count_source("retained")
+            return value
+        if self._raw is None:
+            self._stats.count_source("lost")
+            raise MediaUnknown("the media behind a uuid is no longer held anywhere; send it again")
+        value = await self._make(self._raw)
+        self._stats.count_source("recomputed")
+        return value
+
+    def release(self) -> None:
+        self._raw = None
+        self._retained = None
+
+    def _drop_retained(self) -> None:
+        # Without raw media (uuid-only, injected) the value itself is the only way to make it again.
+        if self._raw is not None:
+            self._retained = None

@@ -1,0 +1,276 @@
+"""What a request may ask for, and what its sampling options come to.
+
+Called by chat.py and completions.py after parsing and before anything costs something. Pure: the
+only outside thing is the random seed, which the caller hands in. An option that would change the
+output and is not served is refused by name, never ignored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from foveal_runtime.frontend.protocol.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    Message,
+)
+from foveal_runtime.plan.errors import (
+    ContextLengthExceeded,
+    InvalidRequest,
+    NotFound,
+    StartupError,
+    Unsupported,
+)
+from foveal_runtime.plan.sampling import SamplingParams
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""max_tokens of a text completion that names none, as in the OpenAI API."""
+
+MEANINGLESS = frozenset(
+    {
+        "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+        "prompt_cache_retention", "parallel_tool_calls", "prediction", "request_id",
+    }
+)  # fmt: skip
+"""Accepted in any form: they cannot change the tokens of this server's answers."""
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "functions": ([],),
+    "function_call": ("none",),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "echo": (False,),
+    "use_beam_search": (False,),
+    "spaces_between_special_tokens": (True,),
+    "web_search_options": (),
+    "detokenize": (True,),
+    "length_penalty": (1.0,),
+    "logits_processors": ([],),
+    "documents": ([],),
+}
+"""Fields that are not served, with the values that mean "not used"."""
+
+_BAD_SALT_CHARS = "@/\\\0"
+
+
+def check_fields(request: ChatCompletionRequest | CompletionRequest) -> None:
+    """Raises Unsupported naming the first field that would change the output and is not served."""
+    _check_extra(request.model_extra or {}, "")
+    if isinstance(request, ChatCompletionRequest):
+        check_messages(request.messages)
+        if request.top_logprobs and not request.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+        generates = request.add_generation_prompt
+        if generates and request.continue_final_message:
+            raise InvalidRequest(
+                "add_generation_prompt and continue_final_message exclude each other",
+                param="continue_final_message",
+            )
+    elif request.suffix:
+        raise Unsupported("suffix is not supported", param="suffix")
+    elif request.max_tokens == 0 and (not request.echo or request.stream):
+        raise InvalidRequest("max_tokens: 0 needs echo, without stream", param="max_tokens")
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise Unsupported("best_of is supported only when it equals n", param="best_of")
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequest("stream_options needs stream: true", param="stream_options")
+    if request.prompt_logprobs is not None and request.stream:
+        raise Unsupported("prompt_logprobs cannot be streamed", param="prompt_logprobs")
+    if request.cache_salt is not None:
+        for char in _BAD_SALT_CHARS:
+            if char in request.cache_salt:
+                raise InvalidRequest(f"cache_salt may not contain {char!r}", param="cache_salt")
+
+
+def check_messages(messages: Iterable[Message]) -> None:
+    """The same rule for fields of messages (tool_calls, audio, ...)."""
+    for index, message in enumerate(messages):
+        _check_extra(message.model_extra or {}, f"messages[{index}].")
+
+
+def _check_extra(extra: Mapping[str, Any], prefix: str) -> None:
+    for name, value in extra.items():
+        if value is None or name in MEANINGLESS:
+            continue
+        if name in NEUTRAL and any(value == neutral for neutral in NEUTRAL[name]):
+            continue
+        known = "" if name in NEUTRAL else " (unknown field)"
+        raise Unsupported(f"{prefix}{name} is not supported{known}", param=f"{prefix}{name}")
+
+
+def check_model(model: str | None, served: str) -> None:
+    if model is not None and model != served:
+        raise NotFound(
+            f"the model {model!r} does not exist; this server has {served!r}", param="model"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What applies when a request says nothing: the checkpoint's generation_config.json where it
+    names a value, otherwise the OpenAI API's."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int | None = None
+
+    @classmethod
+    def load(cls, model_path: str | Path) -> SamplingDefaults:
+        path = Path(model_path) / "generation_config.json"
+        if not path.is_file():
+            return cls()
+        try:
+            document = json.loads(path.read_bytes())
+            if not isinstance(document, dict):
+                raise ValueError("not an object")
+            return cls.from_document(document)
+        except (ValueError, TypeError) as error:
+            raise StartupError(f"{path}: {error}") from error
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> SamplingDefaults:
+        """`do_sample: false` does not mean greedy here, as in other servers: only the numbers
+        count."""
+        known: dict[str, Any] = {}
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            if document.get(name) is not None:
+                known[name] = float(document[name])
+        if document.get("top_k") is not None:
+            known["top_k"] = max(0, int(document["top_k"]))
+        if document.get("max_new_tokens"):
+            known["max_tokens"] = int(document["max_new_tokens"])
+        return cls(**known)
+
+
+def _pick(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def max_tokens_of(
+    request: ChatCompletionRequest | CompletionRequest, defaults: SamplingDefaults, room: int
+) -> int:
+    """Output tokens at most. A given number must fit into `room` (max_model_len less the
+    unexpanded prompt); none given means what fits."""
+    given: int | None = request.max_tokens
+    name = "max_tokens"
+    if isinstance(request, ChatCompletionRequest):
+        if request.max_completion_tokens is not None:
+            given, name = request.max_completion_tokens, "max_completion_tokens"
+        fallback = min(room, defaults.max_tokens or room)
+    else:
+        fallback = min(room, defaults.max_tokens or DEFAULT_COMPLETION_TOKENS)
+    if given is None:
+        return fallback
+    if given > room:
+        raise ContextLengthExceeded(
+            f"{name} is {given}, but after the prompt only {room} tokens fit into the model's "
+            "context; ask for fewer, or shorten the prompt",
+            param=name,
+        )
+    return max(1, given)  # a score of the prompt alone still takes one step
+
+
+def sampling_params(
+    request: ChatCompletionRequest | CompletionRequest,
+    defaults: SamplingDefaults,
+    *,
+    max_tokens: int,
+    vocab_size: int,
+    drawn_seed: int,
+) -> SamplingParams:
+    """The options of choice 0. `drawn_seed` is used when the request names none."""
+    min_tokens = _pick(request.min_tokens, 0)
+    if min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"min_tokens is {min_tokens}, but at most {max_tokens} tokens are possible",
+            param="min_tokens",
+        )
+    seed = request.seed if request.seed is not None else drawn_seed
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=float(_pick(request.temperature, defaults.temperature)),
+        top_p=float(_pick(request.top_p, defaults.top_p)),
+        top_k=max(0, _pick(request.top_k, defaults.top_k)),
+        min_p=float(_pick(request.min_p, defaults.min_p)),
+        seed=seed & (2**64 - 1),
+        repetition_penalty=float(_pick(request.repetition_penalty, defaults.repetition_penalty)),
+        presence_penalty=float(_pick(request.presence_penalty, 0.0)),
+        frequency_penalty=float(_pick(request.frequency_penalty, 0.0)),
+        logit_bias=_logit_bias(request.logit_bias or {}, vocab_size),
+        stop_token_ids=_stop_token_ids(request.stop_token_ids or [], vocab_size),
+        ignore_eos=bool(request.ignore_eos),
+        logprobs=_num_logprobs(request),
+        prompt_logprobs=_num_prompt_logprobs(request),
+    )
+
+
+def _num_logprobs(request: ChatCompletionRequest | CompletionRequest) -> int:
+    if isinstance(request, CompletionRequest):
+        return _pick_int(request.logprobs, -1)
+    return _pick_int(request.top_logprobs, 0) if request.logprobs else -1
+
+
+def _num_prompt_logprobs(request: ChatCompletionRequest | CompletionRequest) -> int:
+    """Echo with logprobs shows the prompt's logprobs too."""
+    if request.prompt_logprobs is not None:
+        return request.prompt_logprobs
+    if isinstance(request, CompletionRequest) and request.echo:
+        return _pick_int(request.logprobs, -1)
+    return -1
+
+
+def _pick_int(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
+def _logit_bias(bias: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    pairs: list[tuple[int, float]] = []
+    for name, value in bias.items():
+        if not name.isascii() or not name.isdigit() or int(name[:12]) >= vocab_size:
+            raise InvalidRequest(
+                f"logit_bias: {name[:32]!r} is not a token id below {vocab_size}",
+                param="logit_bias",
+            )
+        if not -100 <= value <= 100:
+            raise InvalidRequest(
+                f"logit_bias of token {name} is {value}; allowed is -100 to 100",
+                param="logit_bias",
+            )
+        pairs.append((int(name), float(value)))
+    return tuple(pairs)
+
+
+def _stop_token_ids(ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
+    for token_id in ids:
+        if token_id >= vocab_size:
+            raise InvalidRequest(
+                f"stop_token_ids: {token_id} is not a token id below {vocab_size}",
+                param="stop_token_ids",
+            )
+    return tuple(ids)
+
+
+def stop_strings(request: ChatCompletionRequest | CompletionRequest) -> tuple[str, ...]:
+    stop = request.stop
+    if stop is None:
+        return ()
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def seed_of_choice(seed: int, index: int) -> int:
+    """Choice 0 has the request's seed; others a 64-bit value derived from it and their index."""
+    if index == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")

@@ -1,0 +1,1 @@
+"""Test doubles of the frontend; nothing in the product imports them."""

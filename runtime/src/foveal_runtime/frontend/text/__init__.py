@@ -1,0 +1,1 @@
+"""Text: chat templates, tokenizer and detokenizer."""

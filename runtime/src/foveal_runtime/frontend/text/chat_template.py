@@ -1,0 +1,246 @@
+"""Messages to the model's prompt: the checkpoint's own chat template, media as placeholders.
+
+Called by chat.py and the tokenize endpoint. Text that spells a placeholder is refused: a user's
+words never become an item. Never looks at the media themselves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from foveal_runtime.frontend.items.seams import MediaPart, ProcessorInfo
+from foveal_runtime.frontend.protocol.requests import (
+    AudioUrlPart,
+    ContentPart,
+    ImagePart,
+    InputAudioPart,
+    Message,
+    TextPart,
+    VideoPart,
+)
+from foveal_runtime.frontend.text.tokenizer import TextTokenizer
+from foveal_runtime.plan.errors import InvalidRequest, StartupError, Unsupported
+from foveal_runtime.plan.media import MODALITIES, Modality
+
+_PROBE = "fovealprobe"
+_RESERVED_KWARGS = frozenset(
+    {
+        "messages", "conversation", "tools", "documents", "tokenize", "add_generation_prompt",
+        "continue_final_message", "chat_template", "return_dict", "return_tensors", "padding",
+        "truncation", "max_length", "return_assistant_tokens_mask", "tokenizer_kwargs",
+        "bos_token", "eos_token", "pad_token", "unk_token",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A rendered prompt and the media it mentions, in prompt order as far as templates keep it."""
+
+    text: str
+    parts: list[MediaPart] = field(default_factory=list)
+
+
+def load_template(model_path: str | Path, tokenizer: TextTokenizer) -> str | None:
+    """The processor's template before the tokenizer's: for multimodal models the former knows the
+    media. None when the checkpoint has none (text completions still work)."""
+    legacy = Path(model_path) / "chat_template.json"
+    if legacy.is_file():
+        try:
+            found = json.loads(legacy.read_bytes()).get("chat_template")
+        except (ValueError, AttributeError) as error:
+            raise StartupError(f"{legacy} is not a chat template document: {error}") from error
+        if isinstance(found, str):
+            return found
+    template = tokenizer.hf.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    return template if isinstance(template, str) else None
+
+
+class ChatTemplate:
+    """One checkpoint's template.
+
+    Attributes:
+        content_format: "parts" when the template reads lists of content parts, else "string" (the
+            parts are joined by newlines and media stand there as the processor's placeholder text).
+    """
+
+    def __init__(
+        self, tokenizer: TextTokenizer, template: str | None, processor: ProcessorInfo
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._processor = processor
+        self._placeholders = self._spellings()
+        self.content_format = "string" if template is None else self._detect()
+
+    def _spellings(self) -> dict[Modality, str]:
+        found: dict[Modality, str] = {}
+        for modality in MODALITIES:
+            token_id = self._processor.placeholder_token_id(modality)
+            if token_id is not None:
+                found[modality] = self._tokenizer.token(token_id) or ""
+        return {modality: text for modality, text in found.items() if text}
+
+    def _detect(self) -> str:
+        """Asks the template itself: content parts come out as their text, or they do not."""
+        try:
+            out = self._apply([{"role": "user", "content": [{"type": "text", "text": _PROBE}]}])
+        except (jinja2.TemplateError, TypeError, ValueError):
+            return "string"
+        listed = "'type'" in out or '"type"' in out
+        return "parts" if _PROBE in out and not listed else "string"
+
+    def _apply(self, messages: list[dict[str, Any]], **variables: Any) -> str:
+        text = self._tokenizer.hf.apply_chat_template(
+            messages, chat_template=self._template, tokenize=False, **variables
+        )
+        assert isinstance(text, str)
+        return text
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> Conversation:
+        """Raises InvalidRequest when the template refuses the messages (roles out of order), when
+        a text spells a placeholder, or when a part cannot be what it says it is."""
+        if self._template is None:
+            raise Unsupported(
+                "this model has no chat template; use /v1/completions", param="messages"
+            )
+        self._check_variables(variables or {}, messages, continue_final_message)
+        parts: list[MediaPart] = []
+        plain = [
+            self._plain(message, f"messages[{index}]", parts)
+            for index, message in enumerate(messages)
+        ]
+        try:
+            text = self._apply(
+                plain,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
+                **(variables or {}),
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            raise InvalidRequest(
+                f"the model's chat template refused the messages: {error}", param="messages"
+            ) from error
+        return Conversation(text, parts)
+
+    def _check_variables(
+        self, variables: Mapping[str, Any], messages: Sequence[Message], continues: bool
+    ) -> None:
+        for name in variables:
+            if name in _RESERVED_KWARGS:
+                raise InvalidRequest(
+                    f"chat_template_kwargs may not set {name!r}",
+                    param=f"chat_template_kwargs.{name}",
+                )
+        if continues and messages[-1].role != "assistant":
+            raise InvalidRequest(
+                "continue_final_message needs a last message of role assistant",
+                param="continue_final_message",
+            )
+
+    def _plain(self, message: Message, path: str, parts: list[MediaPart]) -> dict[str, Any]:
+        role = "system" if message.role == "developer" else message.role
+        plain: dict[str, Any] = {"role": role}
+        if message.name is not None:
+            self._check_text(message.name, f"{path}.name")
+            plain["name"] = message.name
+        if message.content is None and role != "assistant":
+            raise InvalidRequest(f"{path}.content is missing", param=f"{path}.content")
+        content = message.content if message.content is not None else ""
+        if isinstance(content, str):
+            self._check_text(content, f"{path}.content")
+            content_out: Any = content
+            if self.content_format == "parts":
+                content_out = [{"type": "text", "text": content}]
+        else:
+            content_out = self._plain_parts(content, f"{path}.content", parts)
+        plain["content"] = content_out
+        return plain
+
+    def _plain_parts(
+        self, content: Sequence[ContentPart], path: str, parts: list[MediaPart]
+    ) -> str | list[dict[str, str]]:
+        structured: list[dict[str, str]] = []
+        joined: list[str] = []
+        for index, part in enumerate(content):
+            where = f"{path}[{index}]"
+            if isinstance(part, TextPart):
+                self._check_text(part.text, f"{where}.text")
+                structured.append({"type": "text", "text": part.text})
+                joined.append(part.text)
+                continue
+            media = media_part(part, where)
+            if media.modality not in self._placeholders:
+                raise Unsupported(f"this model takes no {media.modality} input", param=where)
+            parts.append(media)
+            structured.append({"type": media.modality})
+            joined.append(self._processor.placeholder_text(media.modality) or "")
+        return structured if self.content_format == "parts" else "\n".join(joined)
+
+    def _check_text(self, text: str, path: str) -> None:
+        for modality, spelling in self._placeholders.items():
+            if spelling in text:
+                raise InvalidRequest(
+                    f"{path} contains {spelling!r}, which stands for {modality} input in this "
+                    f"model's prompts; remove it, or send the {modality} as a content part",
+                    param=path,
+                )
+
+    def encode(self, conversation: Conversation, *, add_special_tokens: bool) -> list[int]:
+        """Token ids with exactly one placeholder per part.
+
+        Raises InvalidRequest when the template dropped a part, repeated it, or text that was
+        split over parts became a placeholder.
+        """
+        token_ids = self._tokenizer.encode(conversation.text, add_special_tokens=add_special_tokens)
+        for modality in self._placeholders:
+            token_id = self._processor.placeholder_token_id(modality)
+            num_parts = sum(1 for part in conversation.parts if part.modality == modality)
+            num_found = token_ids.count(token_id) if token_id is not None else 0
+            if num_found != num_parts:
+                raise InvalidRequest(
+                    f"{num_parts} {modality} parts became {num_found} placeholders in the prompt: "
+                    "the model's chat template does not take media where the messages have them, "
+                    "or text spells a placeholder",
+                    param="messages",
+                )
+        return token_ids
+
+
+def media_part(part: ImagePart | VideoPart | AudioUrlPart | InputAudioPart, path: str) -> MediaPart:
+    """Raises InvalidRequest when the part has neither content nor uuid."""
+    modality: Modality
+    url: str | None = None
+    if isinstance(part, ImagePart):
+        modality, field_name = "image", "image_url"
+        url = part.image_url.url if part.image_url is not None else None
+    elif isinstance(part, VideoPart):
+        modality, field_name = "video", "video_url"
+        url = part.video_url.url if part.video_url is not None else None
+    elif isinstance(part, AudioUrlPart):
+        modality, field_name = "audio", "audio_url"
+        url = part.audio_url.url if part.audio_url is not None else None
+    else:
+        modality, field_name = "audio", "input_audio"
+        audio = part.input_audio
+        url = f"data:audio/{audio.format};base64,{audio.data}" if audio is not None else None
+    if url is None and part.uuid is None:
+        raise InvalidRequest(
+            f"{path} has neither {field_name} nor uuid", param=f"{path}.{field_name}"
+        )
+    return MediaPart(modality=modality, url=url, uuid=part.uuid, path=path)

@@ -1,0 +1,208 @@
+"""Output tokens to text as they come: exact, UTF-8 safe, linear, and watching for stop strings.
+
+One Detokenizer per sequence, driven by sequence.py. Text that could still become part of a stop
+string, or of an unfinished character, is held back; everything else leaves at once.
+Never looks at more than a few tokens or characters of the past.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from foveal_runtime.frontend.text.tokenizer import TextTokenizer
+
+_MAX_PENDING_TOKENS = 8
+"""A character has at most 4 bytes, so a tail that is still broken after 8 tokens stays broken."""
+_MAX_WINDOW_TOKENS = 64
+
+
+class TextDecoder(Protocol):
+    def push(self, token_id: int) -> str:
+        """Text that is certain after this token."""
+        ...
+
+    def flush(self) -> str:
+        """The sequence is over: what was held back (U+FFFD for an unfinished character)."""
+        ...
+
+
+class ByteLevelDecoder:
+    """For byte-level vocabularies: tokens are bytes, so this is plain incremental UTF-8."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        self._token_bytes = token_bytes
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        return self._utf8.decode(self._token_bytes(token_id))
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class WindowDecoder:
+    """For every other vocabulary: decodes a short window twice and takes the difference.
+
+    The window starts one emission back, because such decoders treat the first token specially
+    (a leading space goes). `context` are tokens that stand before the output and are not emitted.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], context: Sequence[int] = ()) -> None:
+        self._decode = decode
+        self._ids = list(context)
+        self._done_tokens = len(self._ids)
+        self._done_text = decode(self._ids) if self._ids else ""
+
+    def push(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        text = self._decode(self._ids)
+        if not text.startswith(self._done_text):
+            # A later byte made an emitted run of byte tokens invalid; what is out stays out.
+            self._restart(self._done_tokens)
+            text = self._decode(self._ids)
+        fresh = text[len(self._done_text) :]
+        num_pending = len(self._ids) - self._done_tokens
+        if fresh.endswith("\ufffd") and num_pending < _MAX_PENDING_TOKENS:
+            return ""
+        if fresh:
+            self._ids = self._ids[self._done_tokens :]
+            self._mark_done()
+        elif len(self._ids) > _MAX_WINDOW_TOKENS:
+            self._ids = self._ids[-_MAX_PENDING_TOKENS:]
+            self._mark_done()
+        return fresh
+
+    def flush(self) -> str:
+        text = self._decode(self._ids)
+        if not text.startswith(self._done_text):
+            self._restart(self._done_tokens)
+            text = self._decode(self._ids)
+        fresh = text[len(self._done_text) :]
+        self._mark_done()
+        return fresh
+
+    def _restart(self, at: int) -> None:
+        self._ids, self._done_tokens, self._done_text = self._ids[at:], 0, ""
+
+    def _mark_done(self) -> None:
+        self._done_tokens = len(self._ids)
+        self._done_text = self._decode(self._ids)
+
+
+class StopMatcher:
+    """Finds the stop string that completes first, whatever pieces the text arrives in.
+
+    Of several that complete at the same character the longest counts.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        assert all(stops), "empty stop strings are refused at the edge"
+        self._stops = tuple(stops)
+        self._first_chars = frozenset(stop[0] for stop in stops)
+        self._max_held_chars = max((len(stop) for stop in stops), default=1) - 1
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Returns (text that may leave, the stop string that was found). Found: the text ends just
+        before it."""
+        if not self._stops:
+            return text, None
+        buffer = self._held + text
+        found = self._lookup(buffer)
+        if found is not None:
+            self._held = ""
+            return buffer[: found[0]], found[1]
+        num_held = self._num_held(buffer)
+        self._held = buffer[len(buffer) - num_held :]
+        return buffer[: len(buffer) - num_held], None
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+    def _lookup(self, buffer: str) -> tuple[int, str] | None:
+        best: tuple[int, int, str] | None = None
+        for stop in self._stops:
+            start = buffer.find(stop)
+            if start >= 0 and (best is None or (start + len(stop), start) < best[:2]):
+                best = (start + len(stop), start, stop)
+        return None if best is None else (best[1], best[2])
+
+    def _num_held(self, buffer: str) -> int:
+        """Length of the longest tail of `buffer` that begins some stop string."""
+        for size in range(min(self._max_held_chars, len(buffer)), 0, -1):
+            if buffer[-size] in self._first_chars:
+                tail = buffer[-size:]
+                if any(stop.startswith(tail) for stop in self._stops):
+                    return size
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What some tokens added. `num_tokens` of them were used: fewer than given when `stop` (the
+    stop string found) is set."""
+
+    text: str
+    num_tokens: int
+    stop: str | None = None
+
+
+class Detokenizer:
+    """Tokens of one sequence to text.
+
+    Args:
+        stops: stop strings, non-empty. They are watched from output token `min_tokens` on.
+        include_stop: the stop string stays in the text.
+        context: prompt tokens before the output, where the text continues them.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        *,
+        stops: Sequence[str] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
+        skip_special_tokens: bool = True,
+        context: Sequence[int] = (),
+    ) -> None:
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._decoder: TextDecoder
+        if tokenizer.is_byte_level:
+            self._decoder = ByteLevelDecoder(tokenizer.token_bytes)
+        else:
+            self._decoder = WindowDecoder(tokenizer.decode, context[-_MAX_PENDING_TOKENS:])
+        self._matcher = StopMatcher(stops)
+        self._include_stop = include_stop
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+
+    def push(self, token_ids: Sequence[int]) -> Piece:
+        """Takes the next tokens; stops reading at the one that completes a stop string."""
+        texts: list[str] = []
+        for used, token_id in enumerate(token_ids, start=1):
+            self._num_tokens += 1
+            if token_id in self._skipped:
+                continue
+            fresh = self._decoder.push(token_id)
+            if self._num_tokens < self._min_tokens:
+                texts.append(fresh)
+                continue
+            text, stop = self._matcher.push(fresh)
+            texts.append(text)
+            if stop is not None:
+                if self._include_stop:
+                    texts.append(stop)
+                return Piece("".join(texts), used, stop)
+        return Piece("".join(texts), len(token_ids))
+
+    def finish(self) -> Piece:
+        """The sequence ended for another reason: everything held back comes out."""
+        text, stop = self._matcher.push(self._decoder.flush())
+        if stop is not None:
+            return Piece(text + (stop if self._include_stop else ""), 0, stop)
+        return Piece(text + self._matcher.flush(), 0)

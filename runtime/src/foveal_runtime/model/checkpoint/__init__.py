@@ -1,0 +1,1 @@
+"""Checkpoints: loading, weight sizes, and the shape of a model."""

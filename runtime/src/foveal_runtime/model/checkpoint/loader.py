@@ -1,0 +1,224 @@
+"""Loads a checkpoint with transformers' own classes, or says in one line why it will not.
+
+Called once by the runner. Never runs code from a checkpoint, never reads pickles (.bin, .pt), never
+downloads anything. Refuses families whose decoders need state that a paged KV cache cannot hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+)
+from transformers.models.auto import modeling_auto
+
+from foveal_runtime.model.adapters import ADAPTERS, PLAIN_TEXT, TEXT_ADAPTERS, Adapter
+from foveal_runtime.model.context import ATTENTION_NAME
+from foveal_runtime.model.cpu.fusing import fuse
+from foveal_runtime.model.cpu.packing import own_rest, pack_linears
+from foveal_runtime.model.cpu.unused_layers import drop_unused_layers
+from foveal_runtime.plan.errors import StartupError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+@dataclass(slots=True)
+class LoadedModel:
+    """A model ready for paged attention.
+
+    Attributes:
+        model: the outermost class that turns hidden states into logits; `core_name` is the
+            attribute that holds what lies below its head.
+        core: has the feature methods, get_rope_index and the token embeddings.
+        decoder: the text stack, set to paged attention; encoders keep their own.
+        text_config: configuration of the decoder.
+    """
+
+    model: nn.Module
+    core_name: str
+    core: nn.Module
+    decoder: nn.Module
+    config: Any
+    text_config: Any
+    adapter: Adapter
+    generation_config: Any = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.decoder.dtype
+        return dtype
+
+
+def load_model(path: str, dtype: str = "auto", device: str = "cpu", **options: Any) -> LoadedModel:
+    """Reads the checkpoint directory `path`. `options` go to from_pretrained (tensor parallel).
+
+    Raises StartupError for anything missing or unsupported.
+    """
+    config = read_config(path)
+    adapter = adapter_for(config)
+    model_class = class_for(config)
+    check_class(config, model_class)
+    check_weights(path)
+    try:
+        model, report = model_class.from_pretrained(
+            path,
+            output_loading_info=True,
+            config=config,
+            dtype=DTYPES.get(dtype, "auto"),
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            **options,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise StartupError(f"model {path}: cannot be loaded: {_one_line(error)}") from error
+    check_report(path, report)
+    if not options:
+        drop_unused_layers(model, config)
+        model = model.to(torch.device(device))
+        if model.device.type == "cpu" and pack_linears(model):
+            own_rest(model)
+            fuse(model)
+    return prepare(model.eval().requires_grad_(False), adapter)
+
+
+def prepare(model: Any, adapter: Adapter) -> LoadedModel:
+    """Finds core, decoder and head and switches the decoder to paged attention."""
+    core, outer = model.base_model, model
+    if core is model:
+        # Llama 4: a causal model under a prefix that it does not have, or such a model inside.
+        outer = getattr(model, "language_model", model)
+        decoder = outer.model
+        core = decoder if outer is model else model
+    else:
+        decoder = core.get_decoder()
+    inner = core if outer is model else decoder
+    core_name = next(name for name, module in outer.named_children() if module is inner)
+    decoder.set_attn_implementation(ATTENTION_NAME)
+    return LoadedModel(
+        model=outer,
+        core_name=core_name,
+        core=core,
+        decoder=decoder,
+        config=model.config,
+        text_config=model.config.get_text_config(),
+        adapter=adapter,
+        generation_config=getattr(model, "generation_config", None),
+    )
+
+
+def read_config(path: str) -> Any:
+    """The checkpoint's configuration. Raises StartupError."""
+    if not (Path(path) / "config.json").is_file():
+        raise StartupError(
+            f"model {path}: no config.json there; give a directory with a Hugging Face checkpoint"
+        )
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise StartupError(
+            f"model {path}: config.json is not one that the installed transformers knows "
+            f"(code from checkpoints is never run): {_one_line(error)}"
+        ) from error
+
+
+def adapter_for(config: Any) -> Adapter:
+    """The family's adapter. Raises StartupError for multimodal families that have none."""
+    kind = config.model_type
+    if kind in ADAPTERS:
+        return ADAPTERS[kind]
+    multimodal = type(config) in modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING
+    if multimodal or config.get_text_config() is not config:
+        raise StartupError(
+            f"model_type {kind!r} is multimodal and not supported; "
+            f"supported are {', '.join(sorted(ADAPTERS))} and plain text models"
+        )
+    return TEXT_ADAPTERS.get(kind, PLAIN_TEXT)
+
+
+def class_for(config: Any) -> Any:
+    """The transformers class that serves this configuration. Raises StartupError."""
+    for mapping in (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING,
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+    ):
+        if type(config) in mapping:
+            return mapping[type(config)]
+    # Some decoders that listen are listed as sequence-to-sequence models only.
+    mapping = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    if config.model_type in ADAPTERS and type(config) in mapping:
+        return mapping[type(config)]
+    raise StartupError(
+        f"model_type {config.model_type!r} is not a generative language model of transformers"
+    )
+
+
+def check_class(config: Any, model_class: Any) -> None:
+    """Refuses what a paged KV cache cannot serve. Raises StartupError naming the feature."""
+    text = config.get_text_config()
+    reason = ""
+    layer_types = set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES
+    if getattr(config, "is_encoder_decoder", False) or getattr(text, "is_encoder_decoder", False):
+        reason = "encoder-decoder models with cross-attention"
+    elif getattr(text, "cross_attention_layers", None) or getattr(
+        text, "add_cross_attention", False
+    ):
+        reason = "cross-attention layers"
+    elif getattr(model_class, "_is_stateful", False):
+        reason = "recurrent or state-space layers"
+    elif layer_types:
+        reason = f"layers of type {', '.join(sorted(layer_types))}"
+    elif (
+        getattr(text, "use_bidirectional_attention", False)
+        and adapter_for(config).bidirectional == "none"
+    ):
+        reason = "text attention in both directions"
+    elif getattr(text, "num_kv_shared_layers", 0):
+        reason = "layers that share keys and values with other layers"
+    elif getattr(text, "hidden_size_per_layer_input", 0):
+        reason = "per-layer token embeddings"
+    elif not (
+        getattr(model_class, "_supports_attention_backend", False) or config.model_type in ADAPTERS
+    ):
+        reason = f"attention of {model_class.__name__} that cannot be replaced"
+    if reason:
+        raise StartupError(f"model_type {config.model_type!r} is not supported: {reason}")
+
+
+def check_weights(path: str) -> None:
+    """Raises StartupError unless the weights are safetensors."""
+    if any(Path(path).glob("*.safetensors")):
+        return
+    pickles = sorted(p.name for p in Path(path).glob("*.bin")) + sorted(
+        p.name for p in Path(path).glob("*.pt*")
+    )
+    if pickles:
+        raise StartupError(
+            f"model {path}: weights are only there as pickles ({pickles[0]}), which can run code "
+            "when read; convert them to safetensors"
+        )
+    raise StartupError(f"model {path}: no *.safetensors there")
+
+
+def check_report(path: str, report: dict[str, Any]) -> None:
+    """transformers fills missing weights with random numbers and only logs it. Raises."""
+    missing = sorted(report.get("missing_keys") or ())
+    if missing:
+        raise StartupError(
+            f"model {path}: {len(missing)} weights are not in the checkpoint, {missing[0]} among "
+            "them: files are incomplete or belong to another architecture"
+        )
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:400]

@@ -1,0 +1,116 @@
+"""Measures what a decoder's attention layers look like by running a few tokens through it.
+
+Called once after loading. A configuration file says much of this too, but not what tensor
+parallelism, latent attention or a family's own head size make of it; the call itself does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from foveal_runtime.model.adapters import Adapter
+from foveal_runtime.model.attention import LayerGeometry
+from foveal_runtime.model.checkpoint.head import Head
+from foveal_runtime.model.checkpoint.loader import LoadedModel
+from foveal_runtime.model.context import forward_context
+from foveal_runtime.plan.errors import StartupError
+
+_NUM_TOKENS = 3
+_REFUSALS = (ValueError, TypeError, AttributeError, KeyError, RuntimeError)
+_HARMLESS_TENSORS = {"s_aux", "position_ids", "cache_position"}
+
+
+class _Recorder:
+    """Takes the place of attention: notes shapes and options, returns zeros."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self.layers: dict[int, LayerGeometry] = {}
+        self._adapter = adapter
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        index = int(module.layer_idx)
+        self._check(module, index, options)
+        scaling = options.get("scaling")
+        self.layers[index] = LayerGeometry(
+            index=index,
+            num_heads=query.shape[1],
+            num_kv_heads=key.shape[1],
+            key_dim=key.shape[2],
+            value_dim=value.shape[2],
+            scaling=float(scaling) if scaling is not None else query.shape[2] ** -0.5,
+            sliding_window=options.get("sliding_window"),
+            softcap=options.get("softcap"),
+            has_sinks=options.get("s_aux") is not None,
+            chunk_size=_chunk_size(module, index),
+            groups_ignore_window=self._adapter.groups_ignore_window,
+        )
+        return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
+
+    def _check(self, module: torch.nn.Module, index: int, options: dict[str, Any]) -> None:
+        if index in self.layers:
+            raise StartupError(f"attention of layer {index} runs twice in one step: not supported")
+        causal = getattr(module, "is_causal", True) is not False
+        if not causal and self._adapter.bidirectional == "none":
+            raise StartupError(f"attention of layer {index} is not causal: not supported")
+        unknown = {k for k, v in options.items() if isinstance(v, torch.Tensor)}
+        unknown -= _HARMLESS_TENSORS
+        if unknown:
+            raise StartupError(
+                f"attention of layer {index} takes {', '.join(sorted(unknown))}: not supported"
+            )
+
+
+def _chunk_size(module: torch.nn.Module, index: int) -> int | None:
+    """Llama 4 applies its chunks in the mask alone, so the call does not show them."""
+    config: Any = module.config
+    types = getattr(config, "layer_types", None) or ()
+    if index < len(types) and types[index] == "chunked_attention":
+        return int(config.attention_chunk_size)
+    return None
+
+
+def probe_layers(loaded: LoadedModel, head: Head) -> tuple[LayerGeometry, ...]:
+    """Geometry of every layer on this rank, by index. Raises StartupError if it makes no sense."""
+    recorder = _Recorder(loaded.adapter)
+    kind = loaded.config.model_type
+    try:
+        logits = _run(loaded, head, recorder)
+    except StartupError as error:
+        raise StartupError(f"model_type {kind!r}: {error.message}") from error
+    except torch.OutOfMemoryError:
+        raise
+    except _REFUSALS as error:
+        reason = " ".join(str(error).split())[:200]
+        raise StartupError(f"model_type {kind!r} is not supported: {reason}") from error
+    expected = int(loaded.text_config.num_hidden_layers)
+    if sorted(recorder.layers) != list(range(expected)):
+        raise StartupError(
+            f"model_type {kind!r} is not supported: {len(recorder.layers)} of {expected} decoder "
+            "layers use replaceable attention"
+        )
+    assert logits.shape[0] == _NUM_TOKENS
+    return tuple(recorder.layers[i] for i in range(expected))
+
+
+def _run(loaded: LoadedModel, head: Head, recorder: _Recorder) -> torch.Tensor:
+    """Logits of a few tokens, with the recorder in place of attention."""
+    core: Any = loaded.core
+    device = next(loaded.decoder.parameters()).device
+    positions = torch.arange(_NUM_TOKENS, device=device)[None]
+    if loaded.adapter.rope:
+        positions = positions.expand(3, 1, -1)
+    with torch.inference_mode(), forward_context(recorder):
+        ids = torch.zeros(1, _NUM_TOKENS, dtype=torch.long, device=device)
+        output = loaded.decoder(
+            inputs_embeds=core.get_input_embeddings()(ids), position_ids=positions, use_cache=False
+        )
+        return head.logits(output.last_hidden_state[0])

@@ -1,0 +1,1 @@
+"""C kernels, packed weights, fused modules and threads on CPUs."""

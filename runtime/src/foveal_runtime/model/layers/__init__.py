@@ -1,0 +1,1 @@
+"""The decoder's forward pass and its faster replacements on CPUs."""

@@ -1,0 +1,70 @@
+"""The decoder's forward, by whichever way fits a step: its modules, or what is faster on CPUs.
+
+Made by the runner; the ways are found once the KV pool is there. Knows nothing of requests: rows,
+positions and a ForwardContext come in, hidden states go out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from foveal_runtime.model.attention import ForwardContext, KVPool, LayerGeometry
+from foveal_runtime.model.attention.cpu import CpuBackend
+from foveal_runtime.model.checkpoint.loader import LoadedModel
+from foveal_runtime.model.context import PagedCall, forward_context
+from foveal_runtime.model.layers.decode_layers import DecodeLayers, make_decode_layers
+from foveal_runtime.model.layers.last_layer import WantedRows, only_rows, shorten_last_layer
+
+
+class Forward:
+    """See the module.
+
+    Attributes:
+        layers: what attention is computed by, where modules call it.
+        decode_layers: computes small steps, where it can.
+        has_short_last_layer: whether rows that nobody wants may be left out of the last layer.
+    """
+
+    def __init__(self, loaded: LoadedModel, layers: Sequence[LayerGeometry]) -> None:
+        self._loaded = loaded
+        self.layers = layers
+        self.decode_layers: DecodeLayers | None = None
+        self.has_short_last_layer = False
+
+    def find_ways(self, pool: KVPool, backend: object, device: torch.device) -> None:
+        """Tries what is faster than modules; to be called once."""
+        if device.type != "cpu":
+            return
+        self.has_short_last_layer = shorten_last_layer(self._loaded, self.layers)
+        if isinstance(backend, CpuBackend):
+            self.decode_layers = make_decode_layers(self._loaded, self.layers, pool)
+
+    def __call__(
+        self,
+        embeds: torch.Tensor,
+        positions: torch.Tensor,
+        context: ForwardContext,
+        extra: Mapping[str, Any],
+        wanted: WantedRows | None = None,
+    ) -> torch.Tensor:
+        """embeds (T, E) to hidden states after the last norm: (n, E) of those wanted, or (T, E).
+
+        Writes keys and values of all rows. `extra`: more arguments of the decoder's modules.
+        """
+        if self.decode_layers is not None and self.decode_layers.takes(positions, context):
+            hidden = self.decode_layers.run(embeds, positions, context)
+            return hidden if wanted is None else hidden[wanted.index]
+        is_short = self.has_short_last_layer and context.groups is None
+        few = wanted if is_short else None
+        with (
+            forward_context(PagedCall(self.layers, context, self._loaded.adapter)),
+            only_rows(few, context),
+        ):
+            output = self._loaded.decoder(
+                inputs_embeds=embeds[None], position_ids=positions, use_cache=False, **extra
+            )
+        hidden = output.last_hidden_state[0]
+        return hidden if wanted is None or few is not None else hidden[wanted.index]

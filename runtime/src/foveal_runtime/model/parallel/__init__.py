@@ -1,0 +1,1 @@
+"""Tensor parallelism over the devices of one machine."""

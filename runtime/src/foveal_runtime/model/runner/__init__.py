@@ -1,0 +1,1 @@
+"""The model runner: batches, encoder runs, positions, decode graphs."""

@@ -1,0 +1,187 @@
+"""Flattens a step plan into the arrays of one decoder call.
+
+Used by the runner and `graphs`. Pure bookkeeping on the host: what to compute was decided by the
+plan, what is embedded where follows from the placeholders. Sends nothing to a device by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from foveal_runtime.engine.types.step import MMInput, ScheduledRequest
+from foveal_runtime.model.runner.sequence import PENDING, SequenceState
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Positions [lo, hi) of one sequence; its first token is row `base` of the flat batch."""
+
+    sequence: SequenceState
+    scheduled: ScheduledRequest
+    base: int
+
+    @property
+    def lo(self) -> int:
+        return self.scheduled.num_computed_tokens
+
+    @property
+    def hi(self) -> int:
+        return self.lo + self.scheduled.num_scheduled_tokens
+
+    def embed_spans(self) -> Iterator[tuple[MMInput, int, int, int]]:
+        """(item, first batch row, first row of its output, number of rows) for this window."""
+        inputs = self.sequence.mm_inputs
+        if not inputs or inputs[-1].placeholder.end <= self.lo:
+            return
+        for one in inputs:
+            place = one.placeholder
+            if place.end <= self.lo or place.offset >= self.hi:
+                continue
+            row = 0
+            for start, length in place.embed_runs:
+                begin, end = place.offset + start, place.offset + start + length
+                first, last = max(begin, self.lo), min(end, self.hi)
+                if first < last:
+                    yield one, self.base + first - self.lo, row + first - begin, last - first
+                row += length
+
+
+def make_windows(
+    scheduled: Sequence[ScheduledRequest], sequences: dict[str, SequenceState]
+) -> list[Window]:
+    windows, base = [], 0
+    for one in scheduled:
+        sequence = sequences[one.request_id]
+        window = Window(sequence, one, base)
+        assert one.num_scheduled_tokens > 0
+        assert window.hi <= len(sequence.token_ids)
+        windows.append(window)
+        base += one.num_scheduled_tokens
+    return windows
+
+
+@dataclass(frozen=True, slots=True)
+class HostBatch:
+    """A flat batch of n sequences and T tokens on the host; see ForwardContext for the meanings.
+
+    Attributes:
+        ids: i64 (T); 0 where encoder outputs go (their placeholder's id may lie outside the
+            vocabulary) and where the token is not known on the host yet.
+        positions: i64, rope: (3, 1, T) with mrope, else (1, T).
+        pending: i64 (2, m): rows of `ids` that are still being drawn, and their rows in that draw.
+    """
+
+    ids: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+    pending: np.ndarray
+    q_start: np.ndarray
+    seq_lens: np.ndarray
+    block_table: np.ndarray
+    seq_of_token: np.ndarray
+    pos_of_token: np.ndarray
+    groups: np.ndarray | None
+    q_lens: list[int]
+    kv_lens: list[int]
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.q_lens)
+
+
+def make_batch(
+    windows: Sequence[Window],
+    block_size: int,
+    *,
+    bidirectional: Literal["none", "item", "prompt"] = "none",
+    mrope: bool = False,
+    position_offset: int = 0,
+) -> HostBatch:
+    """Block ids are rows of the pool as they are; id 0 is the trash block and in no table."""
+    q_lens = [w.scheduled.num_scheduled_tokens for w in windows]
+    kv_lens = [w.hi for w in windows]
+    counts = np.array(q_lens, np.int64)
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    owner = np.repeat(np.arange(len(windows)), counts)
+    lows = np.array([w.lo for w in windows], np.int64)
+    place = np.arange(starts[-1]) + (lows - starts[:-1])[owner]
+    table = np.zeros((len(windows), max(len(w.scheduled.block_ids) for w in windows)), np.int32)
+    for row, window in zip(table, windows, strict=True):
+        known = window.sequence.block_row(window.scheduled.block_ids)
+        assert len(known) * block_size >= window.hi
+        row[: len(known)] = known
+    ids, pending = _make_ids(windows)
+    return HostBatch(
+        ids=ids,
+        positions=_make_positions(windows, place, owner, mrope, position_offset),
+        slots=table[owner, place // block_size].astype(np.int64) * block_size + place % block_size,
+        pending=pending,
+        q_start=starts.astype(np.int32),
+        seq_lens=np.array(kv_lens, np.int32),
+        block_table=table,
+        seq_of_token=owner.astype(np.int32),
+        pos_of_token=place.astype(np.int32),
+        groups=make_groups(windows, bidirectional),
+        q_lens=q_lens,
+        kv_lens=kv_lens,
+    )
+
+
+def _make_ids(windows: Sequence[Window]) -> tuple[np.ndarray, np.ndarray]:
+    flat: list[int] = []
+    pending: list[tuple[int, int]] = []
+    for window in windows:
+        sequence = window.sequence
+        flat += sequence.token_ids[window.lo : window.hi]
+        if flat[-1] == PENDING:
+            pending.append((len(flat) - 1, sequence.pending_row))
+            flat[-1] = 0
+    ids = np.array(flat, np.int64)
+    for window in windows:
+        for _, row, _, count in window.embed_spans():
+            ids[row : row + count] = 0
+    return ids, np.array(pending, np.int64).reshape(-1, 2).T
+
+
+def _make_positions(
+    windows: Sequence[Window], place: np.ndarray, owner: np.ndarray, mrope: bool, offset: int
+) -> np.ndarray:
+    if not mrope:
+        return (place + offset)[None]
+    deltas = np.array([w.sequence.position_delta for w in windows], np.int64)
+    rows = np.tile(place + deltas[owner], (3, 1))
+    for window in windows:
+        known = window.sequence.positions
+        if known is not None and window.lo < window.sequence.num_prompt_tokens:
+            part = known[:, window.lo : window.hi]
+            rows[:, window.base : window.base + part.shape[1]] = part
+    return rows[:, None]
+
+
+def make_groups(
+    windows: Sequence[Window], rule: Literal["none", "item", "prompt"]
+) -> np.ndarray | None:
+    """Bidirectional group of every token, i32 (T), -1 for causal ones; None when all are causal."""
+    if rule == "none":
+        return None
+    total = sum(w.scheduled.num_scheduled_tokens for w in windows)
+    groups = np.full(total, -1, dtype=np.int32)
+    number = 0
+    for window in windows:
+        if rule == "prompt":
+            count = min(window.hi, window.sequence.num_prompt_tokens) - window.lo
+            if count > 0:
+                assert window.lo == 0
+                groups[window.base : window.base + count] = number
+                number += 1
+        elif rule == "item":
+            for one, row, _, count in window.embed_spans():
+                run_end = row + count - window.base + window.lo - one.placeholder.offset
+                assert (run_end - count, count) in one.placeholder.embed_runs, "group was cut"
+                groups[row : row + count] = number
+                number += 1
+    return groups if number else None

@@ -1,0 +1,434 @@
+"""Obeys step plans with a transformers model: the real `engine.step.ModelRunner`.
+
+Made by main/ in an engine process, called by the engine's step loop, one thread at a time. Keeps
+tokens and positions of running requests, KV memory and encoder outputs; decides nothing about
+them. A request whose input cannot be computed ends up in `StepResult.failed`, and the others go on.
+
+`submit` gives the device a step's work and returns; `RunningStep.result` is the one place that
+waits for it. A second step may be submitted before the first one's result was taken: the tokens
+that it continues are then read on the device.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from foveal_runtime.engine.types.step import ModelTraits, NewRequest, StepPlan, StepResult
+from foveal_runtime.model.attention import (
+    BackendRequest,
+    ForwardContext,
+    KVPool,
+    create_backend,
+    kv_dtypes,
+)
+from foveal_runtime.model.checkpoint.head import Head
+from foveal_runtime.model.checkpoint.loader import LoadedModel, load_model
+from foveal_runtime.model.checkpoint.probe import probe_layers
+from foveal_runtime.model.cpu.packing import weight_bytes
+from foveal_runtime.model.device import Device, open_device
+from foveal_runtime.model.layers.forward import Forward
+from foveal_runtime.model.layers.last_layer import WantedRows
+from foveal_runtime.model.runner.batch import HostBatch, Window, make_batch, make_windows
+from foveal_runtime.model.runner.encoder import EncoderRunner, EncoderStore
+from foveal_runtime.model.runner.graphs import Capturer, DecodeGraphs, capture_sizes
+from foveal_runtime.model.runner.positions import prompt_positions
+from foveal_runtime.model.runner.running import RunningStep
+from foveal_runtime.model.runner.sequence import PENDING, SequenceState
+from foveal_runtime.model.sampling.logprobs import PromptScores
+from foveal_runtime.model.sampling.sampler import Sampler
+from foveal_runtime.plan.errors import StartupError
+from foveal_runtime.plan.media import MMHash
+from foveal_runtime.wire.item import BadItem
+
+_log = logging.getLogger(__name__)
+_LOGPROB_ROWS = 256
+"""Rows of logits alive at once for prompt logprobs: 256 rows of 150,000 floats are 154 MB."""
+
+
+class TorchRunner:
+    """One model on one device.
+
+    The KV pool is allocated at once when `num_blocks` or `kv_bytes` is given, else by
+    `allocate_kv`, so that a profiler can measure in between.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        device: str = "cpu",
+        block_size: int = 16,
+        num_blocks: int = 0,
+        kv_bytes: int = 0,
+        kv_dtype: str = "auto",
+        attention: str = "auto",
+        sampler: Sampler | None = None,
+        room: Device | None = None,
+    ) -> None:
+        self.loaded = loaded
+        self.device = torch.device(device)
+        self.room = room or open_device(self.device)
+        self.block_size = block_size
+        self.head = Head(loaded.model, loaded.core_name)
+        self.layers = probe_layers(loaded, self.head)
+        self._kv_dtype, self._attention_dtype = kv_dtypes(kv_dtype, loaded.dtype)
+        self.backend = create_backend(
+            attention,
+            BackendRequest(
+                self.layers, block_size, self._attention_dtype, self.device, self._kv_dtype
+            ),
+        )
+        self.store = EncoderStore(self.room)
+        self.encoder = EncoderRunner(loaded, self.store, self.room)
+        self._traits = read_traits(loaded)
+        self._sampler = sampler or Sampler(self._traits.eos_token_ids)
+        self._sequences: dict[str, SequenceState] = {}
+        self._failed: dict[str, str] = {}
+        self._pool: KVPool | None = None
+        self._graphs: DecodeGraphs | None = None
+        self.forward = Forward(loaded, self.layers)
+        self._drawn: torch.Tensor | None = None  # ids of the last step's draw, on the device
+        if num_blocks or kv_bytes:
+            self.allocate_kv(num_blocks or kv_bytes // self.kv_block_bytes)
+
+    @classmethod
+    def load(
+        cls, path: str, *, dtype: str = "auto", device: str = "cpu", **options: Any
+    ) -> TorchRunner:
+        """Loads the checkpoint directory `path`; `options` are those of the constructor.
+
+        Raises StartupError.
+        """
+        return cls(load_model(path, dtype, device), device=device, **options)
+
+    @property
+    def traits(self) -> ModelTraits:
+        return self._traits
+
+    @property
+    def kv_block_bytes(self) -> int:
+        """Bytes of one KV block, all layers of this rank."""
+        values = sum(layer.values_per_token for layer in self.layers)
+        return values * self.block_size * int(self._kv_dtype.itemsize)
+
+    @functools.cached_property
+    def weight_bytes(self) -> int:
+        """Bytes of all parameters and buffers as loaded, shared ones once."""
+        return weight_bytes(list(self.loaded.model.state_dict().values()))
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool, the trash block included: plans use ids 1 ... num_blocks - 1."""
+        return 0 if self._pool is None else self._pool.num_blocks
+
+    def allocate_kv(self, num_blocks: int, *, is_touched: bool = True) -> None:
+        """Makes the KV pool; one of its blocks is trash and belongs to no request. On a CPU, one
+        that is not touched takes memory as it fills."""
+        assert self._pool is None
+        if num_blocks < 2:
+            raise StartupError(
+                f"KV memory holds {num_blocks} blocks of {self.kv_block_bytes} bytes; 2 is the "
+                "least: give the KV cache more bytes"
+            )
+        self._pool = KVPool(
+            self.layers,
+            num_blocks,
+            self.block_size,
+            self._kv_dtype,
+            self.device,
+            self._attention_dtype,
+            is_touched=is_touched,
+        )
+        self.forward.find_ways(self._pool, self.backend, self.device)
+
+    def record_decoding(self, capturer: Capturer, *, max_num_seqs: int, max_model_len: int) -> bool:
+        """Records decode steps of up to `max_num_seqs` sequences; after `allocate_kv`.
+
+        False, with a warning, when this model or backend cannot be recorded: steps are then
+        computed as before.
+        """
+        assert self._pool is not None
+        if capturer.is_frozen and not self.backend.is_static:
+            _log.warning("decode steps are not recorded as graphs: this attention backend reads "
+                         "lengths on the host")  # fmt: skip
+            return False
+        adapter = self.loaded.adapter
+        graphs = DecodeGraphs(
+            self._compute_logits,
+            self.room,
+            self.backend,
+            self._pool,
+            sizes=capture_sizes(max_num_seqs),
+            max_blocks=-(-max_model_len // self.block_size),
+            mrope=bool(adapter.rope),
+        )
+        try:
+            with torch.inference_mode():
+                graphs.record(capturer)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())[:200]
+            _log.warning("decode steps are not recorded as graphs: %s", reason)
+            return False
+        self._graphs = graphs
+        return True
+
+    @property
+    def num_graph_steps(self) -> int:
+        """Steps that were played from a recording."""
+        return 0 if self._graphs is None else self._graphs.num_played
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        return self.submit(plan).result()
+
+    def submit(self, plan: StepPlan) -> RunningStep:
+        """Gives the device the plan's work. Results are taken in the order of submission; at most
+        one step may be running when this is called."""
+        with torch.inference_mode():
+            return self._submit(plan)
+
+    def _submit(self, plan: StepPlan) -> RunningStep:
+        step = RunningStep(StepResult(plan.step))
+        result = step.partial
+        for request_id in plan.finished:
+            self._sequences.pop(request_id, None)
+            self._failed.pop(request_id, None)
+        self.store.obey(plan)
+        for request in plan.new:
+            self._admit(request)
+        if plan.encode:
+            step.encoding = self.room.stopwatch()
+            self.encoder.encode(plan.encode)
+            step.encoding.stop()
+            result.failed_encodes = self.store.failures_of(one.mm_hash for one in plan.encode)
+        windows = self._runnable(plan, result.failed)
+        if windows:
+            step.computing = self.room.stopwatch()
+            self._compute(windows, step)
+            step.computing.stop()
+        step.start_fetch(self.room)
+        return step
+
+    def save_encoder(self, path: str, mm_hashes: Sequence[MMHash]) -> list[MMHash]:
+        """See `ModelRunner`."""
+        return self.store.save(path, mm_hashes)
+
+    def load_encoder(
+        self, path: str, device: Mapping[MMHash, int], host: Mapping[MMHash, int]
+    ) -> list[MMHash]:
+        """See `ModelRunner`."""
+        shape = (self._traits.embed_levels, self._traits.embed_width)
+        return self.store.load(path, device, host, shape, self.loaded.dtype)
+
+    def close(self) -> None:
+        """Gives up all memory of requests and caches; the runner cannot be used afterwards."""
+        self._sequences.clear()
+        self._pool = None
+        self._graphs = None
+        self.forward.decode_layers = None
+        self.store = EncoderStore(self.room)
+
+    def check_integrity(self) -> None:
+        self.store.check_integrity()
+        for request_id, sequence in self._sequences.items():
+            assert request_id == sequence.request_id
+            assert 0 < sequence.num_prompt_tokens <= len(sequence.token_ids)
+
+    def _compute(self, windows: Sequence[Window], step: RunningStep) -> None:
+        """Everything between embeddings and the draw of new tokens."""
+        adapter = self.loaded.adapter
+        batch = make_batch(
+            windows,
+            self.block_size,
+            bidirectional=adapter.bidirectional,
+            mrope=bool(adapter.rope),
+            position_offset=adapter.position_offset,
+        )
+        chosen = [w for w in windows if w.scheduled.sample]
+        if self._graphs is not None and self._is_decode(windows) and self._graphs.can_run(batch):
+            logits = self._graphs.run(batch, self._drawn)
+        else:
+            last = [w.base + w.scheduled.num_scheduled_tokens - 1 for w in chosen]
+            scored = [w for w in windows if w.sequence.sampling.prompt_logprobs >= 0]
+            hidden, rows = self._forward(windows, batch, np.array(last, np.int64), bool(scored))
+            for window in scored:
+                self._score_prompt(window, hidden, step)
+            if not chosen:
+                self._drawn = None
+                return
+            logits = self.head.logits(hidden[rows] if scored else hidden)
+        sequences = [w.sequence for w in chosen]
+        step.draw = self._sampler.launch(logits, sequences, self.room)
+        self._drawn = step.draw.ids
+        for row, sequence in enumerate(sequences):
+            step.drawn.append((sequence, len(sequence.token_ids)))
+            sequence.pending_row = row
+            sequence.token_ids.append(PENDING)
+
+    def _is_decode(self, windows: Sequence[Window]) -> bool:
+        """One token each, none of an item, all of which go on; no prompt to score."""
+        return all(
+            w.scheduled.num_scheduled_tokens == 1
+            and w.scheduled.sample
+            and w.lo >= w.sequence.num_prompt_tokens
+            for w in windows
+        )
+
+    def _forward(
+        self, windows: Sequence[Window], batch: HostBatch, last: np.ndarray, is_whole: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states of a flat batch, of all rows (T, E) or of `last` (n, E), and `last` on the
+        device; writes keys and values of all rows to the pool."""
+        assert self._pool is not None
+        assert batch.block_table.max() < self._pool.num_blocks
+        levels, mask = self._deepstack_rows(windows, len(batch.ids))
+        rules = np.zeros(0, np.int32) if batch.groups is None else batch.groups
+        (ids, positions, slots, starts, lens, table, owner, place, groups, pending, media,
+         rows) = self.room.upload(
+            batch.ids, batch.positions, batch.slots, batch.q_start, batch.seq_lens,
+            batch.block_table, batch.seq_of_token, batch.pos_of_token, rules, batch.pending, mask,
+            last,
+        )  # fmt: skip
+        if batch.pending.size:
+            assert self._drawn is not None
+            ids.index_copy_(0, pending[0], self._drawn[pending[1]])
+        context = ForwardContext(
+            backend=self.backend,
+            pool=self._pool,
+            q_start=starts,
+            seq_lens=lens,
+            block_table=table,
+            slots=slots,
+            seq_of_token=owner,
+            pos_of_token=place,
+            q_lens=batch.q_lens,
+            kv_lens=batch.kv_lens,
+            groups=None if batch.groups is None else groups,
+        )
+        embeds = self._embed(ids, windows)
+        extra: dict[str, Any] = {}
+        if levels:
+            stacked = torch.cat(levels, dim=1)
+            extra = {
+                "visual_pos_masks": media[None],
+                "deepstack_visual_embeds": list(stacked.unbind(0)),
+            }
+        wanted = WantedRows(rows, (batch.pos_of_token[last] + 1).tolist())
+        hidden = self.forward(embeds, positions, context, extra, None if is_whole else wanted)
+        return hidden, rows
+
+    def _compute_logits(
+        self, ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        """What a decode step's recording holds."""
+        return self.head.logits(self.forward(self._embed(ids, ()), positions, context, {}))
+
+    def _admit(self, request: NewRequest) -> None:
+        self._failed.pop(request.request_id, None)
+        offsets = [one.placeholder.offset for one in request.mm_inputs]
+        try:
+            if offsets != sorted(offsets):
+                raise BadItem("items are not in prompt order")
+            positions, delta = prompt_positions(self.loaded.core, self.loaded.adapter, request)
+        except BadItem as error:
+            self._failed[request.request_id] = str(error)
+            return
+        self._sequences[request.request_id] = SequenceState(
+            request_id=request.request_id,
+            token_ids=list(request.token_ids),
+            num_prompt_tokens=request.num_prompt_tokens,
+            mm_inputs=request.mm_inputs,
+            sampling=request.sampling,
+            positions=None if positions is None else positions.numpy(),
+            position_delta=delta,
+        )
+
+    def _runnable(self, plan: StepPlan, failed: dict[str, str]) -> list[Window]:
+        """The plan's windows without requests that cannot go on; those are noted in `failed`."""
+        alive = [s for s in plan.scheduled if s.request_id not in self._failed]
+        windows = make_windows(alive, self._sequences)
+        for window in windows:
+            for one, *_ in window.embed_spans():
+                if self.store.lookup(one.mm_hash) is None:
+                    reason = self.store.lookup_failure(one.mm_hash)
+                    self._failed[window.sequence.request_id] = reason
+        for scheduled in plan.scheduled:
+            if scheduled.request_id in self._failed:
+                failed[scheduled.request_id] = self._failed[scheduled.request_id]
+        if not failed:
+            return windows
+        return make_windows([s for s in alive if s.request_id not in failed], self._sequences)
+
+    def _embed(self, ids: torch.Tensor, windows: Sequence[Window]) -> torch.Tensor:
+        """Token embeddings (T, E) with encoder outputs in place."""
+        core: Any = self.loaded.core
+        embeds: torch.Tensor = core.get_input_embeddings()(ids)
+        for window in windows:
+            for one, row, first, count in window.embed_spans():
+                output = self.store.lookup(one.mm_hash)
+                assert output is not None
+                embeds[row : row + count] = output[0, first : first + count]
+        return embeds
+
+    def _deepstack_rows(
+        self, windows: Sequence[Window], num_tokens: int
+    ) -> tuple[list[torch.Tensor], np.ndarray]:
+        """Further levels of the encoder outputs in the batch, and which rows they belong to."""
+        levels: list[torch.Tensor] = []
+        if not self.loaded.adapter.deepstack:
+            return levels, np.zeros(0, np.bool_)
+        mask = np.zeros(num_tokens, np.bool_)
+        for window in windows:
+            for one, row, first, count in window.embed_spans():
+                output = self.store.lookup(one.mm_hash)
+                assert output is not None
+                levels.append(output[1:, first : first + count])
+                mask[row : row + count] = True
+        return levels, mask
+
+    def _score_prompt(self, window: Window, hidden: torch.Tensor, step: RunningStep) -> None:
+        """Scores of the prompt tokens that follow the window's positions."""
+        sequence = window.sequence
+        end = min(window.hi, sequence.num_prompt_tokens - 1)
+        if end <= window.lo:
+            return
+        next_ids = sequence.token_ids[window.lo + 1 : end + 1]
+        scores = PromptScores(sequence.request_id, window.lo, next_ids)
+        for lo in range(window.lo, end, _LOGPROB_ROWS):
+            hi = min(lo + _LOGPROB_ROWS, end)
+            rows = hidden[window.base + lo - window.lo : window.base + hi - window.lo]
+            scores.add(self.head.logits(rows), sequence.sampling.prompt_logprobs, self.room)
+        step.scores.append(scores)
+
+
+def read_traits(loaded: LoadedModel) -> ModelTraits:
+    """What the scheduler must know, from the model's configuration and its adapter."""
+    text, adapter = loaded.text_config, loaded.adapter
+    levels = 1
+    if adapter.deepstack:
+        levels += len(loaded.config.vision_config.deepstack_visual_indexes)
+    eos = getattr(loaded.generation_config, "eos_token_id", None)
+    if eos is None:
+        eos = getattr(text, "eos_token_id", None)
+    ids = (eos,) if isinstance(eos, int) else tuple(eos or ())
+    multimodal = bool(adapter.encoders)
+    return ModelTraits(
+        vocab_size=int(text.vocab_size),
+        max_position=int(text.max_position_embeddings),
+        eos_token_ids=ids,
+        is_multimodal=multimodal,
+        bidirectional=adapter.bidirectional,
+        embed_width=int(text.hidden_size) if multimodal else 0,
+        embed_levels=levels,
+        embed_bytes=int(text.hidden_size) * levels * loaded.dtype.itemsize if multimodal else 0,
+        embed_kind=f"{loaded.dtype} transformers {transformers.__version__}",
+        value_bytes=loaded.dtype.itemsize,
+    )

@@ -1,0 +1,1 @@
+"""Sampling: logit rules, token choice and log probabilities."""

@@ -1,0 +1,224 @@
+"""Chooses one token per row of logits; the last thing a step does on the model side.
+
+Called by the runner with the logits of the rows that sample. Order of effects, as vLLM's:
+min_tokens mask, logit_bias, penalties, temperature, min_p, top_k, top_p. Logprobs are those of the
+raw model distribution, before any of it.
+
+Randomness is a counter, never a stream: the token at output index i follows from (seed, i) and the
+logits alone. So it does not matter what else is in the batch, and a request that moves to another
+engine after k tokens goes on as it would have. Tokens are picked by inverse CDF in vocabulary
+order (in order of probability, a rounding difference that swaps two near-equal tokens would move
+everything after them). Never raises for one request's sake: see `sample`.
+
+`launch` only gives the device work; nothing waits until `Draw.finish` reads what came back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from foveal_runtime.engine.types.step import Sampled
+from foveal_runtime.model.device import Device
+from foveal_runtime.model.sampling.logit_rules import adjust_row, keep_mask, needs_adjusting
+from foveal_runtime.model.sampling.logprobs import ROWS_AT_ONCE, Scores
+from foveal_runtime.plan.errors import EngineFailure
+from foveal_runtime.plan.sampling import SamplingParams
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+class SequenceState(Protocol):
+    """What the sampler reads of a sequence; the runner's request state satisfies it."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def sampling(self) -> SamplingParams: ...
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def output_token_ids(self) -> Sequence[int]: ...
+
+
+def uniform(seed: int, index: int) -> float:
+    """The random number of output token `index`: in (0, 1), 52 bits, a pure function."""
+    bits = _mix(_mix((seed & _MASK) ^ _GOLDEN) ^ _mix((index + 1) * _GOLDEN & _MASK))
+    return ((bits >> 12) + 0.5) * 2.0**-52
+
+
+def _mix(value: int) -> int:
+    """SplitMix64's finaliser: a bijection of 64 bits whose outputs pass as independent."""
+    value = (value + _GOLDEN) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+class Draw:
+    """Tokens that the device is choosing.
+
+    Attributes:
+        ids: i64 (n) on the device, always inside the vocabulary; the next step may read them.
+        tensors: what `finish` needs on the host.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequence[SequenceState],
+        ids: torch.Tensor,
+        finite: torch.Tensor,
+        failures: dict[str, str],
+    ) -> None:
+        self.ids = ids
+        self.failures = failures
+        self.request_ids = [s.request_id for s in sequences]
+        self.scores = Scores()
+        self.scored: list[tuple[int, int]] = []  # (row, number of top logprobs), as in `scores`
+        self._finite = finite
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.ids, self._finite, *self.scores.tensors]
+
+    def finish(self, arrays: Sequence[np.ndarray], failed: dict[str, str]) -> list[Sampled]:
+        """Results in order, from the arrays that became of `tensors`; see `Sampler.sample`."""
+        ids, finite = arrays[0].tolist(), arrays[1].tolist()
+        results = [Sampled(r, i) for r, i in zip(self.request_ids, ids, strict=True)]
+        for (row, count), one in zip(self.scored, self.scores.read(arrays[2:]), strict=True):
+            result = results[row]
+            result.logprob, result.rank = one.logprob, one.rank
+            result.top_ids, result.top_logprobs = one.top_ids[:count], one.top_logprobs[:count]
+        for ok, request_id in zip(finite, self.request_ids, strict=True):
+            if not ok:
+                self.failures.setdefault(
+                    request_id,
+                    "no token can be sampled: the model's logits are not "
+                    "finite, or every token is masked",
+                )
+        failed.update(self.failures)
+        return [r for r in results if r.request_id not in self.failures]
+
+
+class Sampler:
+    """Stateless but for the model's end-of-sequence ids."""
+
+    def __init__(self, eos_token_ids: Collection[int]) -> None:
+        self._eos = tuple(eos_token_ids)
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        sequences: Sequence[SequenceState],
+        failed: dict[str, str] | None = None,
+    ) -> list[Sampled]:
+        """One token for each sequence, in order. Waits for them.
+
+        `logits` is (n, V), any float type, any device, unchanged afterwards. A row that cannot be
+        sampled (NaN, nothing left after masks, a bias outside the vocabulary) is left out and its
+        request gets a one-line reason in `failed`; without `failed` it raises EngineFailure.
+        """
+        if not sequences:
+            return []
+        device = Device(logits.device)
+        draw = self.launch(logits, sequences, device)
+        failures: dict[str, str] = {}
+        results = draw.finish(device.fetch(draw.tensors).wait(), failures)
+        if failures and failed is None:
+            raise EngineFailure("; ".join(f"{k}: {v}" for k, v in failures.items()))
+        if failed is not None:
+            failed.update(failures)
+        return results
+
+    def launch(
+        self, logits: torch.Tensor, sequences: Sequence[SequenceState], device: Device
+    ) -> Draw:
+        """Starts what `sample` does. `sequences` is not empty."""
+        assert logits.shape[0] == len(sequences) > 0
+        failures: dict[str, str] = {}
+        adjusted = self._adjust(logits, sequences, failures, device)
+        best, ids = logits.max(dim=-1)
+        for row, values in adjusted.items():
+            best[row], ids[row] = values.max(dim=-1)
+        # Rows without a finite maximum are drawn, too: who they are is known on the device only.
+        drawn = [i for i, s in enumerate(sequences) if s.sampling.temperature > 0]
+        for low in range(0, len(drawn), ROWS_AT_ONCE):
+            self._draw(logits, sequences, drawn[low : low + ROWS_AT_ONCE], adjusted, ids, device)
+        draw = Draw(sequences, ids, torch.isfinite(best), failures)
+        self._score(logits, sequences, draw, device)
+        return draw
+
+    def _adjust(
+        self,
+        logits: torch.Tensor,
+        sequences: Sequence[SequenceState],
+        failures: dict[str, str],
+        device: Device,
+    ) -> dict[int, torch.Tensor]:
+        """Changed copies (V,) float32 of the rows whose options change logits."""
+        adjusted = {}
+        for i, sequence in enumerate(sequences):
+            params, outputs = sequence.sampling, sequence.output_token_ids
+            if not needs_adjusting(params, len(outputs)):
+                continue
+            row = logits[i].to(torch.float32, copy=True)
+            try:
+                adjust_row(row, params, sequence.prompt_token_ids, outputs, self._eos, device)
+            except ValueError as error:
+                failures[sequence.request_id] = str(error)
+            adjusted[i] = row
+        return adjusted
+
+    def _draw(
+        self,
+        logits: torch.Tensor,
+        sequences: Sequence[SequenceState],
+        rows: list[int],
+        adjusted: dict[int, torch.Tensor],
+        ids: torch.Tensor,
+        device: Device,
+    ) -> None:
+        """Writes the tokens of rows with a temperature to `ids`, by inverse CDF in float64."""
+        params = [sequences[i].sampling for i in rows]
+        index, temperatures, draws = device.upload(
+            np.array(rows, np.int64),
+            np.array([p.temperature for p in params], np.float32),
+            np.array([uniform(p.seed, len(sequences[i].output_token_ids))
+                      for p, i in zip(params, rows, strict=True)], np.float64),
+        )  # fmt: skip
+        work = logits[index].float()
+        for place, i in enumerate(rows):
+            if i in adjusted:
+                work[place] = adjusted[i]
+        work -= work.max(dim=-1, keepdim=True).values
+        weights = work.div_(temperatures[:, None]).exp_()
+        mask = keep_mask(weights, params, device)
+        if mask is not None:
+            weights.masked_fill_(~mask, 0.0)
+        cdf = weights.cumsum(dim=-1, dtype=torch.float64)
+        total = cdf[:, -1]
+        # Rounding may carry u * total up to total, past the last token.
+        target = torch.minimum(total * draws, torch.nextafter(total, torch.zeros_like(total)))
+        tokens = torch.searchsorted(cdf, target[:, None], right=True)[:, 0]
+        ids.index_copy_(0, index, tokens.clamp_(max=logits.shape[1] - 1))
+
+    def _score(
+        self, logits: torch.Tensor, sequences: Sequence[SequenceState], draw: Draw, device: Device
+    ) -> None:
+        rows = [i for i, s in enumerate(sequences) if s.sampling.logprobs >= 0]
+        if not rows:
+            return
+        wanted = [sequences[i].sampling.logprobs for i in rows]
+        draw.scored = list(zip(rows, wanted, strict=True))
+        there = device.upload(np.array(rows, np.int64))[0]
+        for low in range(0, len(rows), ROWS_AT_ONCE):
+            part = slice(low, low + ROWS_AT_ONCE)
+            index = there[part]
+            draw.scores.add(logits[index], draw.ids[index], max(wanted[part]))

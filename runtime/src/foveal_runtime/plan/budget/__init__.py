@@ -1,0 +1,1 @@
+"""Budgets: resource and model profile in, every byte out."""

@@ -1,0 +1,236 @@
+"""The rows of the budget table: each term's bytes and its formula in words.
+
+Called by budget.py only. A row says how its figure came about, so that a reader can redo it.
+"""
+
+from __future__ import annotations
+
+from foveal_runtime.plan.budget.needs import Needs
+from foveal_runtime.plan.budget.pools import Pool, Shares
+from foveal_runtime.plan.budget.types import (
+    DEVICE_BASE_BYTES,
+    ENGINE_BASE_CPU_BYTES,
+    ENGINE_BASE_GPU_BYTES,
+    ENGINE_SERVING_BYTES,
+    FRONTEND_PROCESS_BYTES,
+    FRONTEND_SERVING_BYTES,
+    LOAD_STAGING_MAX_BYTES,
+    MEDIA_WORKER_BYTES,
+    MIRROR_BYTES_PER_KEY,
+    MIRROR_ITEM_BYTES,
+    BudgetInputs,
+    Line,
+    Place,
+    Source,
+)
+from foveal_runtime.plan.profile import ModelProfile
+from foveal_runtime.plan.quantity import format_gib
+
+
+def _line(
+    name: str, place: Place, each: int, formula: str, count: int = 1, source: Source = "Derived"
+) -> Line:
+    return Line(
+        name=name,
+        place=place,
+        bytes=each * count,
+        each_bytes=each,
+        count=count,
+        source=source,
+        formula=formula,
+    )
+
+
+def frontend_lines(
+    inputs: BudgetInputs, needs: Needs, ipc_bytes: int, profile: ModelProfile
+) -> tuple[Line, ...]:
+    """What a frontend pod needs besides its processor caches."""
+    f, taken = inputs.frontend, profile.processes
+    keys = ipc_bytes // MIRROR_ITEM_BYTES
+    mirror = needs.mirror_engines * keys * MIRROR_BYTES_PER_KEY
+    workers = max(f.media_workers, f.processes)  # each process has one of its own
+    admitted = max(f.max_media_bytes, f.max_body_bytes)
+    lines = (
+        _line(
+            "base",
+            "frontend",
+            (taken.http_bytes or FRONTEND_PROCESS_BYTES) + FRONTEND_SERVING_BYTES,
+            f"HTTP process, {_measured(taken.http_bytes)}, + what serving takes",
+            # Several are started by one more process, which serves nothing.
+            f.processes + (f.processes > 1),
+            _source(taken.http_bytes),
+        ),
+        _line(
+            "mediaWorkers",
+            "frontend",
+            (taken.worker_bytes or MEDIA_WORKER_BYTES) + needs.decode_peak_bytes,
+            f"worker process, {_measured(taken.worker_bytes)}, + its largest item at work",
+            workers,
+            _source(taken.worker_bytes),
+        ),
+        _line(
+            "media",
+            "frontend",
+            admitted * 7 // 4 + 2 * f.max_body_bytes,
+            "all that is admitted, as text and as bytes, + the largest body twice as it comes",
+            f.processes,
+        ),
+        _line(
+            "values",
+            "frontend",
+            2 * needs.largest_item_bytes,
+            "two processed items for each media worker, on their way",
+            workers,
+        ),
+        _line(
+            "mirrors",
+            "frontend",
+            mirror,
+            f"{needs.mirror_engines} engines planned x {keys} keys x {MIRROR_BYTES_PER_KEY} B",
+            f.processes,
+        ),
+        _line("shm", "frontend", needs.frontend_shm_bytes, _SHM),
+    )
+    if f.shm_bytes == 0:
+        return lines
+    return (*lines, _line("sharedValues", "frontend", f.shm_bytes, "values on the shared volume"))
+
+
+def engine_lines(inputs: BudgetInputs, needs: Needs, profile: ModelProfile) -> tuple[Line, ...]:
+    """What an engine pod's host memory needs besides its caches."""
+    cpu = inputs.engine.device == "cpu"
+    taken = profile.processes.engine_bytes if cpu else 0
+    model = _model_lines("engine", 1, inputs, profile) if cpu else ()
+    staging = min(profile.weight_bytes // (4 if cpu else 1), LOAD_STAGING_MAX_BYTES)
+    # As it starts, an engine runs its processor on the largest item; steps and values come later.
+    idle = needs.ipc_staging_bytes + sum(line.bytes for line in model if line.name != "weights")
+    probe = needs.picture_bytes - idle
+    if cpu:
+        base = (taken or ENGINE_BASE_CPU_BYTES) + ENGINE_SERVING_BYTES
+        what = f"engine process with torch, {_measured(taken)}, + what serving takes"
+    else:
+        base = ENGINE_BASE_GPU_BYTES * inputs.engine.num_devices
+        what = "process of each rank with CUDA"
+    lines = (
+        _line("base", "engine", base, what, source=_source(taken)),
+        _line(
+            "loadStaging",
+            "engine",
+            max(staging, probe if cpu else 0),
+            "what starting takes beyond: weights on their way in (at most 2 GiB), the largest item",
+        ),
+        _line(
+            "ipcStaging",
+            "engine",
+            needs.ipc_staging_bytes,
+            "items of the largest request, on their way and past the cache",
+        ),
+        _line("shm", "engine", needs.engine_shm_bytes, _SHM),
+    )
+    return (*lines, *model)
+
+
+_SHM = "memory-backed /dev/shm, its size limit"
+
+
+def _measured(size: int) -> str:
+    return "measured with this image and model" if size else "not measured"
+
+
+def _source(size: int) -> Source:
+    return "Measured" if size else "Derived"
+
+
+def device_lines(inputs: BudgetInputs, needs: Needs, profile: ModelProfile) -> tuple[Line, ...]:
+    """What one device needs besides encoder cache and KV."""
+    ranks = inputs.engine.num_devices
+    base = _line("deviceBase", "device", DEVICE_BASE_BYTES, "CUDA context, workspaces, buffers")
+    return (base, *_model_lines("device", ranks, inputs, profile))
+
+
+def _model_lines(
+    place: Place, ranks: int, inputs: BudgetInputs, profile: ModelProfile
+) -> tuple[Line, ...]:
+    source: Source = "Measured" if profile.source == "measured" else "Derived"
+    share = "" if ranks == 1 else f" / {ranks} devices"
+    tokens = inputs.engine.max_num_batched_tokens
+    activation = profile.activation_bytes + profile.activation_bytes_per_token * tokens
+    return (
+        _line(
+            "weights",
+            place,
+            -(-profile.weight_bytes // ranks),
+            f"all parameters{share}",
+            source=source,
+        ),
+        _line(
+            "activations",
+            place,
+            -(-activation // ranks),
+            f"peak of one step of {tokens} tokens{share}",
+            source=source,
+        ),
+    )
+
+
+def cache_line(
+    pool: Pool, shares: Shares, place: Place, needs: Needs, profile: ModelProfile, why: str
+) -> Line:
+    """One cache: how it was sized, and its size counted in what it holds."""
+    size = shares.sizes[pool.name]
+    source: Source = "Derived"
+    if pool.name in shares.shrunk:
+        source, formula = "Shrunk", f"pinned {format_gib(pool.pinned or 0)}, reduced to fit"
+    elif pool.pinned is not None:
+        source, formula = "Pinned", "off" if size == 0 else "as pinned"
+    elif pool.name == "encoder":
+        formula = _encoder_formula(size, needs, profile)
+    elif size == 0:
+        formula = "nothing to hold"
+    else:
+        formula = why if pool.count == 1 else f"{why}, for each of {pool.count} processes"
+        if size == pool.floor:
+            formula = f"{_FLOOR[pool.name]}, the least that works"
+    items, unit = _count(pool.name, place, size, needs)
+    return Line(
+        name=pool.name,
+        place=place,
+        bytes=size * pool.count,
+        each_bytes=size,
+        count=pool.count,
+        source=source,
+        formula=formula,
+        is_cache=True,
+        num_items=items,
+        unit=unit,
+    )
+
+
+_FLOOR = {
+    "processor": "one largest item",
+    "ipc": "one largest item",
+    "encoderHost": "off",
+    "kv": "one request of maxModelLen",
+}
+
+
+def _encoder_formula(size: int, needs: Needs, profile: ModelProfile) -> str:
+    if size == 0:
+        return "nothing to hold"
+    embeds = size // needs.bytes_per_embed
+    return (
+        f"max(largest item, batch) = {embeds} embeds x {profile.embed_width} wide x "
+        f"{profile.embed_bytes} B x {profile.embed_levels} levels"
+    )
+
+
+def _count(name: str, place: Place, size: int, needs: Needs) -> tuple[int, str]:
+    if name in ("encoder", "encoderHost") and needs.bytes_per_embed:
+        return size // needs.bytes_per_embed, "embeds"
+    if name == "kv":
+        ranks = needs.num_ranks if place == "device" else 1  # a rank holds a part of every token
+        return size * ranks // max(1, needs.kv_block_bytes), "blocks"
+    largest = max((item.processed_bytes for item in needs.items.values()), default=0)
+    if name in ("processor", "ipc") and largest:
+        return size // largest, "largest items"
+    return 0, ""

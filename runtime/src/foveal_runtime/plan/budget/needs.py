@@ -1,0 +1,315 @@
+"""What a spec asks of memory before any limit is looked at: floors, defaults, refusals.
+
+Called by budget.py only. Turns settings and profile into pools (what may vary) and the few sizes
+that follow from limits on requests; finds the settings that no memory could make work.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from foveal_runtime.plan.budget.encoder import LargestItem, compute_encoder_budget
+from foveal_runtime.plan.budget.pools import Pool
+from foveal_runtime.plan.budget.types import (
+    DEFAULT_IPC_BYTES,
+    DEFAULT_KV_CPU_BYTES,
+    DEFAULT_PROCESSOR_BYTES,
+    IPC_STAGING_MIN_BYTES,
+    MIRROR_MIN_ENGINES,
+    RANK_SHM_BYTES,
+    SHM_BYTES,
+    BudgetInputs,
+    Problem,
+)
+from foveal_runtime.plan.config import GIB, MIB, ModalitiesConfig
+from foveal_runtime.plan.profile import ItemProfile, ModelProfile
+
+DEFAULT_ENCODER_HOST_BYTES = 1 * GIB
+
+
+class Needs(msgspec.Struct, frozen=True, kw_only=True):
+    """Pools by place and the sizes beside them; sizes are bytes, of one engine or one pod."""
+
+    items: dict[str, ItemProfile]
+    max_model_len: int
+    kv_block_bytes: int
+    bytes_per_embed: int
+    encoder_compute_embeds: int
+    decode_peak_bytes: int
+    picture_bytes: int
+    largest_item_bytes: int
+    mirror_engines: int
+    num_ranks: int
+    frontend_shm_bytes: int
+    engine_shm_bytes: int
+    ipc_staging_bytes: int
+    frontend_pools: tuple[Pool, ...]
+    engine_pools: tuple[Pool, ...]
+    device_pools: tuple[Pool, ...]
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...]
+
+
+def enabled_items(profile: ModelProfile, modalities: ModalitiesConfig) -> dict[str, ItemProfile]:
+    """The largest item of each modality that the model has and the limits leave on."""
+    if not profile.is_multimodal:
+        return {}
+    return {
+        name: item
+        for name, item in sorted(profile.items.items())
+        if getattr(modalities, name).max_per_prompt > 0
+    }
+
+
+def derive_needs(inputs: BudgetInputs, profile: ModelProfile) -> Needs:
+    engine = inputs.engine
+    items = enabled_items(profile, inputs.modalities)
+    max_len = min(engine.max_model_len or profile.max_model_len, profile.max_model_len)
+    problems = [*_context_problems(inputs, profile, items, max_len)]
+    compute_embeds, encoder_pool = _encoder(inputs, profile, items, problems)
+    largest_bytes = max((item.processed_bytes for item in items.values()), default=0)
+    picture_bytes = _picture(inputs.modalities, profile, items)
+    staging = _ipc_staging(inputs, items, max_len)
+    # KV of all ranks together; a block is the unit in which it is given out.
+    block_bytes = engine.block_size * profile.kv_token_bytes(engine.kv_dtype)
+    ranks = engine.num_devices if engine.device == "gpu" else 1
+    kv_floor = -(-max_len // engine.block_size) * block_bytes
+    kv_pool = _kv_pool(inputs, kv_floor, block_bytes, ranks)
+    if engine.kv_bytes is not None and engine.kv_bytes < kv_floor:
+        problems.append(
+            Problem(
+                reason="KVTooSmall",
+                place="engine" if engine.device == "cpu" else "device",
+                term="kv",
+                needed=kv_floor,
+                available=engine.kv_bytes,
+                unit="bytes",
+                detail=f"caches.kv.size holds {engine.kv_bytes // block_bytes * engine.block_size}"
+                f" tokens and one request may have {max_len}",
+            )
+        )
+    host_pools = (
+        _encoder_host_pool(engine.encoder_host_bytes, bool(items)),
+        _ipc_pool(engine.ipc_bytes, largest_bytes),
+    )
+    compute_pools = (encoder_pool, kv_pool)
+    return Needs(
+        items=items,
+        max_model_len=max_len,
+        kv_block_bytes=block_bytes,
+        bytes_per_embed=profile.bytes_per_embed,
+        encoder_compute_embeds=compute_embeds,
+        decode_peak_bytes=_decode_peak(inputs.modalities, items, picture_bytes),
+        picture_bytes=picture_bytes,
+        mirror_engines=max(MIRROR_MIN_ENGINES, 1 << (engine.num_engines - 1).bit_length()),
+        num_ranks=ranks,
+        largest_item_bytes=largest_bytes,
+        frontend_shm_bytes=SHM_BYTES,
+        engine_shm_bytes=SHM_BYTES if ranks == 1 else RANK_SHM_BYTES * ranks,
+        ipc_staging_bytes=staging,
+        frontend_pools=(
+            Pool(
+                name="processor",
+                pinned=inputs.frontend.processor_bytes,
+                floor=_round_up(largest_bytes, MIB),
+                default=DEFAULT_PROCESSOR_BYTES if items else 0,
+                share=1 if items else 0,
+                count=inputs.frontend.processes,
+                granule=MIB,
+            ),
+        ),
+        engine_pools=(*host_pools, *compute_pools) if engine.device == "cpu" else host_pools,
+        device_pools=compute_pools,
+        problems=tuple(problems),
+        notes=_notes(inputs, profile, items, largest_bytes),
+    )
+
+
+def _kv_pool(inputs: BudgetInputs, floor: int, block_bytes: int, ranks: int) -> Pool:
+    """One rank's part."""
+    engine = inputs.engine
+    default = max(floor, min(DEFAULT_KV_CPU_BYTES, engine.max_num_seqs * floor))
+    return Pool(
+        name="kv",
+        pinned=None if engine.kv_bytes is None else -(-engine.kv_bytes // ranks),
+        floor=-(-floor // ranks),
+        default=-(-default // ranks),
+        share=2,
+        granule=max(1, block_bytes // ranks),
+    )
+
+
+def _picture(
+    modalities: ModalitiesConfig, profile: ModelProfile, items: dict[str, ItemProfile]
+) -> int:
+    """What the largest picture takes at work, as measured; 0 = not measured."""
+    if "image" not in items:
+        return 0
+    per_pixel = profile.processes.worker_bytes_per_pixel
+    return _round_up(per_pixel * modalities.image.max_pixels, MIB)
+
+
+def _round_up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+def _ipc_pool(pinned: int | None, largest_bytes: int) -> Pool:
+    return Pool(
+        name="ipc",
+        pinned=pinned,
+        floor=_round_up(largest_bytes, MIB),
+        default=DEFAULT_IPC_BYTES if largest_bytes else 0,
+        share=2 if largest_bytes else 0,
+        granule=MIB,
+    )
+
+
+def _encoder_host_pool(pinned: int | None, has_items: bool) -> Pool:
+    return Pool(
+        name="encoderHost",
+        pinned=pinned,
+        floor=0,
+        default=DEFAULT_ENCODER_HOST_BYTES if has_items else 0,
+        share=1 if has_items else 0,
+        granule=MIB,
+    )
+
+
+def _ipc_staging(inputs: BudgetInputs, items: dict[str, ItemProfile], max_len: int) -> int:
+    """S holds the items of the largest request: as many as limits and context allow."""
+    if not items:
+        return IPC_STAGING_MIN_BYTES
+    request = sum(
+        item.processed_bytes
+        * min(
+            getattr(inputs.modalities, name).max_per_prompt,
+            max(1, max_len // max(1, item.num_tokens)),
+        )
+        for name, item in items.items()
+    )
+    return max(IPC_STAGING_MIN_BYTES, _round_up(request, MIB))
+
+
+def _decode_peak(
+    modalities: ModalitiesConfig, items: dict[str, ItemProfile], measured_bytes: int
+) -> int:
+    """What one media worker takes at most for an item: as measured with the largest picture, or the
+    decoded item and two copies of the processed one, whichever is more."""
+    peaks = [measured_bytes]
+    for name, item in items.items():
+        limits = getattr(modalities, name)
+        decoded = {
+            "image": limits.max_pixels * 3,
+            "video": item.processed_bytes,
+            "audio": int(limits.max_seconds * 48_000 * 4),
+        }[name]
+        peaks.append(decoded + 2 * item.processed_bytes)
+    return _round_up(max(peaks), MIB)
+
+
+def _encoder(
+    inputs: BudgetInputs,
+    profile: ModelProfile,
+    items: dict[str, ItemProfile],
+    problems: list[Problem],
+) -> tuple[int, Pool]:
+    """Compute budget in embeds and the cache's pool in bytes; refuses what an engine would."""
+    engine, each = inputs.engine, max(1, profile.bytes_per_embed)
+    largest_tokens = max((item.num_tokens for item in items.values()), default=0)
+    largest = max((item.num_embeds for item in items.values()), default=0)
+    if engine.disable_chunked_mm_input and largest_tokens > engine.max_num_batched_tokens:
+        problems.append(
+            Problem(
+                reason="ChunkedInputOff",
+                place="engine",
+                term="maxNumBatchedTokens",
+                needed=largest_tokens,
+                available=engine.max_num_batched_tokens,
+                unit="tokens",
+                detail=f"chunked multimodal input is off and the largest item takes "
+                f"{largest_tokens} tokens, more than the {engine.max_num_batched_tokens} of a step",
+            )
+        )
+    pinned_embeds = None
+    if engine.encoder_embeds:
+        pinned_embeds = engine.encoder_embeds
+    elif engine.encoder_bytes is not None:
+        pinned_embeds = engine.encoder_bytes // each
+    if pinned_embeds is not None and items and pinned_embeds < largest:
+        problems.append(
+            Problem(
+                reason="EncoderTooSmall",
+                place="engine" if engine.device == "cpu" else "device",
+                term="encoder",
+                needed=largest,
+                available=pinned_embeds,
+                unit="embeds",
+                detail=f"the encoder cache is pinned to {pinned_embeds} embeds and the largest "
+                f"item has {largest}",
+            )
+        )
+    budget = compute_encoder_budget(
+        is_multimodal=profile.is_multimodal,
+        largest={n: LargestItem(i.num_tokens, i.num_embeds) for n, i in items.items()},
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        max_num_encoder_input_tokens=engine.max_num_encoder_input_tokens
+        or engine.max_num_batched_tokens,
+        encoder_cache_size=engine.max_num_batched_tokens,
+    )
+    pool = Pool(
+        name="encoder",
+        pinned=None if pinned_embeds is None or not items else pinned_embeds * each,
+        floor=largest * each,
+        default=budget.cache_embeds * each,
+        granule=each,
+    )
+    return budget.compute_embeds, pool
+
+
+def _context_problems(
+    inputs: BudgetInputs, profile: ModelProfile, items: dict[str, ItemProfile], max_len: int
+) -> list[Problem]:
+    found = []
+    if inputs.engine.max_model_len > profile.max_model_len:
+        found.append(
+            Problem(
+                reason="ContextTooLong",
+                place="engine",
+                term="maxModelLen",
+                needed=inputs.engine.max_model_len,
+                available=profile.max_model_len,
+                unit="tokens",
+                detail=f"engine.maxModelLen is {inputs.engine.max_model_len} and the model ends "
+                f"at {profile.max_model_len} tokens",
+            )
+        )
+    for name, item in items.items():
+        if item.num_tokens >= max_len:
+            found.append(
+                Problem(
+                    reason="ContextTooShort",
+                    place="engine",
+                    term=name,
+                    needed=item.num_tokens + 1,
+                    available=max_len,
+                    unit="tokens",
+                    detail=f"the largest {name} takes {item.num_tokens} tokens, so a request with "
+                    f"one needs {item.num_tokens + 1}, and a context has {max_len}",
+                )
+            )
+    return found
+
+
+def _notes(
+    inputs: BudgetInputs, profile: ModelProfile, items: dict[str, ItemProfile], largest: int
+) -> tuple[str, ...]:
+    notes = []
+    if profile.is_multimodal and not items:
+        notes.append("every modality is switched off: the model serves text only")
+    pinned = inputs.engine.ipc_bytes
+    if pinned is not None and items and pinned < largest:
+        notes.append("the largest items exceed caches.ipc.size and bypass the cache")
+    processor = inputs.frontend.processor_bytes
+    if processor is not None and items and processor < largest:
+        notes.append("the largest items exceed caches.processor.size and are processed every time")
+    return tuple(notes)

@@ -1,0 +1,1 @@
+"""Every metric declared once, as data."""

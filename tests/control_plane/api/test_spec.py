@@ -1,0 +1,152 @@
+"""The resource: legal ones parse, illegal ones are refused by schema, CEL and parser alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+
+from foveal_operator.api import crd
+from foveal_operator.api.parse import SpecError, parse, transition_problems
+from tests.support import api_server_rules
+from tests.support.regenerate import CRD_FILE
+from tests.support.samples import ILLEGAL, LEGAL, TOGETHER, put, resource
+
+
+def parser_fields(obj: Any) -> list[str]:
+    with pytest.raises(SpecError) as caught:
+        parse(obj)
+    return [path for path, _ in caught.value.problems]
+
+
+def refused(obj: Any, field: str) -> None:
+    """Both say no, and both messages name the field."""
+    server = [f"{path}: {message}" for path, message in api_server_rules.problems(obj)]
+    assert any(field in text for text in server), server
+    assert any(field in path for path in parser_fields(obj))
+
+
+@pytest.mark.parametrize("name", LEGAL)
+def test_legal_resources_pass_both_gates(name: str) -> None:
+    assert api_server_rules.problems(LEGAL[name]) == []
+    assert parse(LEGAL[name]).name == "qwen"
+
+
+@pytest.mark.parametrize(("path", "value", "field"), [c[1:] for c in ILLEGAL], ids=lambda v: "")
+def test_illegal_resources_are_refused_by_name(path: str, value: Any, field: str) -> None:
+    refused(put(resource(), path, value), field)
+
+
+@pytest.mark.parametrize(("changes", "field"), [c[1:] for c in TOGETHER], ids=lambda v: "")
+def test_parts_that_contradict_each_other_are_refused(changes: dict[str, Any], field: str) -> None:
+    obj = resource()
+    for path, value in changes.items():
+        obj = put(obj, path, value)
+    refused(obj, field)
+
+
+def test_the_table_of_illegal_resources_is_long_enough() -> None:
+    assert len(ILLEGAL) + len(TOGETHER) >= 60
+
+
+OLD_CACHE = {"claimName": "weights"}
+TRANSITIONS = [
+    ({"claimName": "weights"}, {"claimName": "other"}, "cache.claimName"),
+    ({"claimName": "weights"}, {}, "cache.claimName"),
+    ({"claimName": "weights"}, None, "cache.claimName"),
+    ({"accessMode": "ReadWriteOnce"}, {"accessMode": "ReadWriteMany"}, "cache.accessMode"),
+    ({"storageClassName": "a"}, {}, "cache.storageClassName"),
+    ({"size": "10Gi"}, {"size": "9Gi"}, "cache.size"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "field"), TRANSITIONS)
+def test_what_cannot_change_is_refused(
+    old: dict[str, str], new: dict[str, str] | None, field: str
+) -> None:
+    before = put(resource(), "spec.model.cache", old)
+    after = resource() if new is None else put(resource(), "spec.model.cache", new)
+    server = [path for path, _ in api_server_rules.problems(after, before)]
+    assert any(field in path for path in server)
+    found = transition_problems(parse(after).spec, parse(before).spec)
+    assert f"spec.model.{field}" in [path for path, _ in found]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [(None, {"claimName": "c"}), ({"size": "1Gi"}, {"size": "2Gi"})]
+)
+def test_what_may_change_may_change(old: dict[str, str] | None, new: dict[str, str]) -> None:
+    before = resource() if old is None else put(resource(), "spec.model.cache", old)
+    after = put(resource(), "spec.model.cache", new)
+    assert api_server_rules.problems(after, before) == []
+    assert transition_problems(parse(after).spec, parse(before).spec) == []
+
+
+@pytest.mark.parametrize("part", ["frontend", "caches", "paused", "rollout"])
+def test_a_field_set_to_nothing_is_absent(part: str) -> None:
+    """Found on a real API server: it drops nulls, `foveal plan` refused the same file."""
+    assert parse(resource(**{part: None})).spec == parse(resource()).spec
+    nested = put(resource(), "spec.engine.accelerator", {"type": None, "count": 2})
+    assert parse(nested).spec.engine.accelerator.count == 2
+
+
+def test_several_mistakes_are_told_at_once() -> None:
+    obj = resource(name="1x", caches={"encoder": {"size": "1Gi", "tokens": 4}})
+    assert parser_fields(obj) == ["metadata.name", "spec.caches.encoder.tokens"]
+
+
+@pytest.mark.parametrize("obj", [None, [], {}, {"metadata": {}}, {"metadata": {"name": "x"}}])
+def test_what_is_no_resource_is_refused(obj: Any) -> None:
+    assert parser_fields(obj)
+
+
+def test_the_committed_crd_is_the_generated_one() -> None:
+    assert CRD_FILE.read_text(encoding="utf-8") == crd.render()
+
+
+def test_the_crd_is_small_and_has_no_defaults() -> None:
+    text = CRD_FILE.read_bytes()
+    assert len(text) <= crd.MAX_CRD_BYTES
+    assert not list(_keys(yaml.safe_load(text)["spec"], "default"))
+
+
+def test_every_field_is_described_and_bounded() -> None:
+    for path, schema in _schemas(api_server_rules.root_schema(), ""):
+        if path == ".metadata":
+            continue
+        assert schema.get("description") or path.endswith("[]") or path.endswith(".*"), path
+        if schema["type"] == "string" and path not in (".apiVersion", ".kind"):
+            assert "maxLength" in schema or "enum" in schema, path
+        if schema["type"] == "array":
+            assert "maxItems" in schema, path
+        if "additionalProperties" in schema:
+            assert "maxProperties" in schema, path
+
+
+def test_status_is_a_subresource_and_scale_is_not() -> None:
+    (version,) = crd.custom_resource_definition()["spec"]["versions"]
+    assert version["subresources"] == {"status": {}}
+    names = [column["name"] for column in version["additionalPrinterColumns"]]
+    assert names[:7] == ["Ready", "Reason", "Frontends", "Engines", "MM", "KV", "Age"]
+
+
+def _keys(value: Any, key: str) -> Any:
+    if isinstance(value, dict):
+        for name, item in value.items():
+            if name == key and not isinstance(item, dict):
+                yield item
+            yield from _keys(item, key)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _keys(item, key)
+
+
+def _schemas(schema: dict[str, Any], path: str) -> Any:
+    yield path, schema
+    for name, child in schema.get("properties", {}).items():
+        yield from _schemas(child, f"{path}.{name}")
+    if "items" in schema:
+        yield from _schemas(schema["items"], f"{path}[]")
+    if isinstance(schema.get("additionalProperties"), dict):
+        yield from _schemas(schema["additionalProperties"], f"{path}.*")

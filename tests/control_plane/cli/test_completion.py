@@ -1,0 +1,109 @@
+"""`foveal completion`: the scripts load, and bash really completes."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foveal_operator.cli import main as cli
+from foveal_operator.cli.completion import command as cli_completion
+from foveal_operator.cli.completion import kubectl as cli_kubectl_completion
+from foveal_operator.common import errors as cli_errors
+
+
+def script(shell: str, capsys: Any) -> str:
+    assert cli.main(["completion", shell]) == 0
+    return str(capsys.readouterr().out)
+
+
+def complete(text: str, *words: str) -> list[str]:
+    """What bash offers for the last word."""
+    line = " ".join(f"'{word}'" for word in words)
+    code = f"{text}\nCOMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _foveal\n"
+    code += 'printf "%s\\n" "${COMPREPLY[@]}"'
+    out = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True)
+    assert out.stderr == ""
+    return out.stdout.split()
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="bash is not installed")
+def test_bash_completes_commands_options_choices_and_files(capsys: Any, tmp_path: Any) -> None:
+    text = script("bash", capsys)
+    assert complete(text, "foveal", "do") == ["doctor"]
+    assert set(complete(text, "foveal", "")) >= {
+        "plan",
+        "up",
+        "status",
+        "budget",
+        "wait",
+        "dashboard",
+        "doctor",
+    }
+    assert complete(text, "foveal", "status", "-o", "") == ["table", "json", "yaml"]
+    assert complete(text, "foveal", "wait", "--keep") == ["--keep-waiting"]
+    assert complete(text, "foveal", "completion", "f") == ["fish"]
+    assert complete(text, "foveal", "wait", "--timeout", "") == []
+    (tmp_path / "mmi.yaml").write_text("")
+    assert complete(text, "foveal", "plan", "-f", f"{tmp_path}/m") == [f"{tmp_path}/mmi.yaml"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_each_script_parses_in_its_shell(shell: str, capsys: Any) -> None:
+    text = script(shell, capsys)
+    assert "doctor" in text
+    assert "kubectl-foveal" in text
+    if not shutil.which(shell):
+        pytest.skip(f"{shell} is not installed")
+    subprocess.run([shell, "-n"], input=text, text=True, check=True, timeout=20)
+
+
+def offered(capsys: Any, *words: str) -> tuple[list[str], str]:
+    """What kubectl is told: candidates without their meanings, and the directive."""
+    assert cli_kubectl_completion.main(words) == 0
+    *lines, directive = capsys.readouterr().out.splitlines()
+    return [line.partition("\t")[0] for line in lines], directive
+
+
+def test_kubectl_completes_commands_options_choices_and_files(capsys: Any) -> None:
+    assert offered(capsys, "do") == (["doctor"], ":4")
+    names, directive = offered(capsys, "")
+    assert {"plan", "up", "status", "wait", "completion"} <= set(names)
+    assert directive == ":4"
+    assert offered(capsys, "status", "-o", "") == (["table", "json", "yaml"], ":4")
+    assert offered(capsys, "wait", "qwen", "--keep") == (["--keep-waiting"], ":4")
+    assert offered(capsys, "completion", "f") == (["fish"], ":4")
+    assert offered(capsys, "plan", "-f", "") == ([], ":0"), "files are the shell's"
+    assert offered(capsys, "nonsense", "x") == ([], ":4")
+    root = Path(__file__).parents[3]
+    scripts = tomllib.loads((root / "operator/pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts["kubectl_complete-foveal"] == "foveal_operator.cli.completion.kubectl:main"
+
+
+def test_the_docs_name_every_command_and_exit_code() -> None:
+    text = (Path(__file__).parents[3] / "docs/cli.md").read_text(encoding="utf-8")
+    for command in cli_completion.commands_of(cli.parser()):
+        assert f"`foveal {command.name}" in text, command.name
+    codes = [value for name, value in vars(cli_errors).items() if name.startswith("EXIT_")]
+    for code in filter(lambda value: isinstance(value, int), codes):
+        assert f"\n| {code} | " in text, code
+
+
+def test_help_names_every_command_and_fits_80_columns(capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert "\n    completion  a script" in out, "the help of each command stands beside it"
+    for name in ("plan", "up", "status", "budget", "wait", "dashboard", "doctor", "completion"):
+        assert f"\n    {name}" in out
+        with pytest.raises(SystemExit):
+            cli.main([name, "--help"])
+        text = capsys.readouterr().out
+        assert max(map(len, text.splitlines())) <= 80
+        assert "exit codes:" in text or name == "completion"

@@ -1,0 +1,121 @@
+"""The page of `foveal dashboard` in a real browser: nothing is asked for, nothing complains, and
+what is drawn is what was measured. Chromium comes from the machine's packages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foveal_operator.cli.dashboard import layout
+from foveal_operator.cli.dashboard.promql.evaluate import ask
+from tests.control_plane.cli.test_dashboard_page import world_page, world_store
+from tests.support import browser
+
+CHROMIUM = browser.find()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium (Debian's package: chromium)"),
+]
+
+_CHARTS = """
+JSON.stringify([...document.querySelectorAll('[data-panel]:not(.heat)')].map(card => ({
+  title: card.dataset.panel,
+  width: card.querySelector('.plot').getBoundingClientRect().width,
+  right: card.getBoundingClientRect().right,
+  plot: [...card.querySelectorAll('path.line')].map(path => {
+    const box = path.getBoundingClientRect(), style = getComputedStyle(path);
+    return {width: box.width, height: box.height, colour: style.stroke,
+            last: path.getAttribute('d').split(/[ M]/).pop().split(',').map(Number)};
+  }),
+  areas: card.querySelectorAll('path.area').length,
+  words: [...card.querySelectorAll('.plot text')].map(text => text.textContent),
+  legend: [...card.querySelectorAll('li[data-series]')].map(item => ({
+    name: item.dataset.series, last: Number(item.dataset.last), text: item.innerText})),
+})))
+"""
+_CELLS = """
+JSON.stringify([...document.querySelectorAll('.heat td[data-value]')].map(cell => ({
+  value: Number(cell.dataset.value), text: cell.innerText,
+  opacity: Number(getComputedStyle(cell).backgroundColor.match(/[\\d.]+/g)[3] ?? 1),
+  right: cell.closest('.card').getBoundingClientRect().right})))
+"""
+_BACKGROUND = "getComputedStyle(document.body).backgroundColor"
+
+
+async def _look(tmp_path: Path, width: int, dark: bool) -> tuple[list[dict[str, Any]], str]:
+    file = tmp_path / "page.html"
+    file.write_text(world_page(), encoding="utf-8")
+    assert CHROMIUM is not None
+    async with browser.tab(CHROMIUM) as tab:
+        await tab.open(file.as_uri(), width, dark)
+        assert tab.complaints == []
+        assert tab.requests == [file.as_uri()]
+        assert await tab.value("document.documentElement.scrollWidth") <= width
+        assert await tab.value("document.documentElement.scrollHeight") > 2000
+        found = json.loads(await tab.value(_CHARTS))
+        cells = json.loads(await tab.value(_CELLS))
+        background = str(await tab.value(_BACKGROUND))
+        assert tab.complaints == []
+    _the_more_the_darker(cells, width)
+    return found, background
+
+
+def _the_more_the_darker(cells: list[dict[str, Any]], width: int) -> None:
+    assert len(cells) == 4
+    assert all(cell["right"] <= width for cell in cells)
+    assert all(cell["text"].endswith("%") for cell in cells)
+    ordered = sorted(cells, key=lambda cell: cell["value"])
+    assert [cell["opacity"] for cell in ordered] == sorted(cell["opacity"] for cell in cells)
+    assert len({cell["opacity"] for cell in cells}) > 1
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1440, False), (390, True)])
+async def test_the_page_in_a_browser(tmp_path: Path, width: int, dark: bool) -> None:
+    charts, background = await _look(tmp_path, width, dark)
+    panels = {
+        panel.title: panel
+        for section in layout.SECTIONS
+        for panel in section.panels
+        if panel.shape != "pairs"
+    }
+    assert {chart["title"] for chart in charts} == panels.keys()
+    end, store = world_store().times[-1], world_store()
+    for chart in charts:
+        panel = panels[chart["title"]]
+        assert 250 < chart["width"] < width
+        assert chart["right"] <= width
+        assert len(chart["words"]) >= 3, chart["title"]
+        assert chart["plot"], chart["title"]
+        assert len({line["colour"] for line in chart["plot"]}) == len(chart["plot"])
+        assert all(line["width"] > 100 for line in chart["plot"]), chart["title"]
+        assert chart["areas"] == (len(chart["plot"]) if panel.stacked else 0)
+        real = sorted(
+            line.newest(end)
+            for query in panel.queries
+            for line in ask(store, layout.Chosen().fill(query.expr), [end])
+        )
+        shown = sorted(item["last"] for item in chart["legend"])
+        assert all(any(value == pytest.approx(one) for one in real) for value in shown)
+        assert len(shown) == min(8, len(real)), chart["title"]
+        if not panel.stacked:
+            _heights_are_the_values(chart)
+    darkness = sum(int(part) for part in background[4:-1].split(","))
+    assert (darkness < 150) == dark
+
+
+def _heights_are_the_values(chart: dict[str, Any]) -> None:
+    """The higher the newest value, the higher its end of the line, in proportion."""
+    ends = [
+        (item["last"], line["last"][1])
+        for item, line in zip(chart["legend"], chart["plot"], strict=True)
+        if line["last"][0] >= 999
+    ]
+    low, high = min(ends), max(ends)
+    for value, y in ends:
+        if high[0] > low[0]:
+            share = (value - low[0]) / (high[0] - low[0])
+            assert y == pytest.approx(low[1] + share * (high[1] - low[1]), abs=0.3), chart["title"]

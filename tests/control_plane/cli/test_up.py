@@ -1,0 +1,186 @@
+"""`foveal up` from start to drained end, with processes that only answer probes.
+
+The real ones are asked in tests/processes/test_up.py.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from foveal_operator.cli.local.processes import PARENT_VARIABLE
+from tests.support.samples import Obj
+
+ROOT = Path(__file__).parents[3]
+FAKE = ROOT / "tests/support/fake_runtime.py"
+PROFILE = ROOT / "examples/profiles/tiny-vlm.json"
+
+
+class Up:
+    """One `foveal up` with its output."""
+
+    def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "foveal_operator.cli.main", "up", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, **environment},
+        )
+        assert self._process.stdout is not None
+        self._out = self._process.stdout
+        self.text = ""
+        self._watchdog = threading.Timer(60, self._process.kill)
+        self._watchdog.start()
+
+    def read_until(self, text: str) -> None:
+        while text not in self.text:
+            line = self._out.readline()
+            assert line, self.text
+            self.text += line
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def end(self) -> int:
+        """Its exit code, once all its output is read."""
+        self.text += self._out.read()
+        code = self._process.wait(60)
+        self._watchdog.cancel()
+        self._out.close()
+        return code
+
+    def stop(self) -> None:
+        self._watchdog.cancel()
+        self._process.kill()
+        self._process.wait()
+        self._out.close()
+
+
+Start = Callable[..., Up]
+
+
+@pytest.fixture
+def up(tmp_path: Path) -> Iterator[Start]:
+    """Starts it on a small resource; keyword arguments change the fakes."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    runtime = tmp_path / "foveal-runtime"
+    runtime.write_text(f'#!/bin/sh\nexec {sys.executable} {FAKE} "$@"\n')
+    runtime.chmod(0o755)
+    body: Obj = yaml.safe_load((ROOT / "examples/mmi-cpu-laptop.yaml").read_text())
+    body["spec"]["rollout"] = {"drainTimeoutSeconds": 1, "progressDeadlineSeconds": 60}
+    started: list[Up] = []
+
+    def start(*more: str, **fakes: str) -> Up:
+        (tmp_path / "mmi.yaml").write_text(yaml.safe_dump(body))
+        arguments = ["-f", str(tmp_path / "mmi.yaml"), "--profile", str(PROFILE), "--port", "0",
+                     "--model", str(model), "--folder", str(tmp_path / "up"),
+                     "--runtime", str(runtime), *more]  # fmt: skip
+        modes = {f"FOVEAL_FAKE_{role.upper()}": mode for role, mode in fakes.items()}
+        started.append(Up(arguments, modes))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.stop()
+
+
+def test_the_parent_variable_is_the_runtimes() -> None:
+    """The operator may not import it; both sides must mean the same variable."""
+    from foveal_runtime.main.launcher import PARENT_VARIABLE as runtimes
+
+    assert runtimes == PARENT_VARIABLE
+
+
+def test_ctrl_c_drains_frontends_before_engines(up: Start, tmp_path: Path) -> None:
+    running = up("--frontends", "2")
+    running.read_until("serving tiny on http://127.0.0.1:")
+    assert "tiny-engine-0 is ready\n" in running.text
+    assert "\x1b" not in running.text
+    running.signal(signal.SIGINT)
+    assert running.end() == 0
+    ends = (tmp_path / "up/ends.txt").read_text().split()
+    assert sorted(ends[:2]) == ["tiny-frontend-0", "tiny-frontend-1"]
+    assert ends[2:] == ["tiny-engine-0"]
+    assert running.text.endswith("drained and ended\n")
+    assert (tmp_path / "up/curve/server-secret").stat().st_mode & 0o077 == 0
+
+
+def test_sigterm_drains_too(up: Start) -> None:
+    running = up()
+    running.read_until("serving tiny on ")
+    running.signal(signal.SIGTERM)
+    assert running.end() == 0
+
+
+def test_a_process_that_refuses_its_document_ends_everything_with_its_words(up: Start) -> None:
+    running = up(engine="refuse")
+    assert running.end() == 1
+    assert "foveal: tiny-engine-0 ended with exit code 2 before it was ready" in running.text
+    assert "  foveal-runtime: model.max_model_len 9 is too small; raise it" in running.text
+
+
+def test_a_process_that_dies_is_named_with_its_last_lines(up: Start) -> None:
+    running = up(frontend="die")
+    assert running.end() == 1
+    assert "foveal: tiny-frontend-0 ended with exit code 7" in running.text
+    assert "  ValueError: tensors do not match" in running.text
+
+
+def test_what_does_not_drain_in_time_is_killed_and_named(up: Start) -> None:
+    running = up("--drain-margin", "0.5", engine="stay")
+    running.read_until("serving tiny on ")
+    running.signal(signal.SIGINT)
+    assert running.end() == 5
+    assert "still running after the drain time, killed: tiny-engine-0" in running.text
+
+
+def test_a_second_ctrl_c_ends_at_once(up: Start) -> None:
+    running = up(frontend="stay")
+    running.read_until("serving tiny on ")
+    running.signal(signal.SIGINT)
+    running.read_until("tiny-frontend-0 is draining")
+    running.signal(signal.SIGINT)
+    assert running.end() == 130
+    assert "ended at once, without waiting for streams" in running.text
+
+
+def test_never_ready_ends_with_5(up: Start) -> None:
+    running = up("--start-timeout", "2", engine="never")
+    assert running.end() == 5
+    assert "tiny-engine-0 is not ready after 2 s" in running.text
+
+
+def test_dry_run_writes_documents_and_starts_nothing(up: Start, tmp_path: Path) -> None:
+    running = up("--dry-run", "--engines", "2")
+    assert running.end() == 0
+    names = ["tiny-engine-0.json", "tiny-engine-1.json", "tiny-frontend-0.json"]
+    assert running.text.split() == [str(tmp_path / "up" / name) for name in names]
+    assert not list((tmp_path / "up").glob("*.log"))
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "said"),
+    [
+        (["--engines", "0"], 2, "--engines 0: give 1 to 64"),
+        (["--port", "-1"], 2, "--port -1: give 0 to 65000"),
+        (["--api-key-file", "/nowhere"], 2, "--api-key-file /nowhere: there is no such file"),
+        (["--model", "/nowhere"], 2, "--model /nowhere holds no config.json"),
+        (["--runtime", "no-such-program"], 2, "--runtime no-such-program is no program"),
+    ],
+)
+def test_wrong_arguments(up: Start, more: list[str], code: int, said: str) -> None:
+    running = up(*more)
+    assert running.end() == code
+    assert f"foveal: {said}" in running.text

@@ -1,0 +1,186 @@
+"""Jobs over releases of the operator: results are found again, and what works is left to work.
+
+Also what a Job that fails leaves in the status.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from foveal_operator.api import reasons
+from foveal_operator.api.parse import parse
+from foveal_operator.kube.kinds import JOB
+from foveal_operator.manifests.job import TEMPLATE
+from foveal_operator.model.flow import PROFILE_KEY, ModelDecision
+from tests.control_plane.model.test_model_flow import CLAIMED, FETCHED, PROFILE, World, kinds
+from tests.control_plane.reconcile.test_reconcile import add_pod, finish_profile, versions
+from tests.support.operator_rig import Kit, resource
+from tests.support.samples import Obj
+from tests.support.samples import resource as sample
+
+FAILED_POD = {"exitCode": 1, "message": "boom", "finishedAt": "2026-01-01T00:00:00Z"}
+
+
+# --- names -------------------------------------------------------------------------------------
+def test_names_of_jobs_are_a_contract_with_every_earlier_release() -> None:
+    """Whoever changes one has every model in the world fetched and profiled once more."""
+    assert World(FETCHED).names["fetch"] == "qwen-fetch-665b245cf4"
+    assert World(FETCHED).names["profile"] == "qwen-profile-ed4a827a26"
+    assert World(CLAIMED).names["profile"] == "qwen-profile-c4c62f6c42"
+
+
+@pytest.mark.parametrize(
+    ("change", "again"),
+    [
+        ({"model": {"uri": "hf://other/model"}}, {"fetch", "profile"}),
+        ({"model": {"uri": FETCHED.spec.model.uri, "revision": "v2"}}, {"fetch", "profile"}),
+        ({"image": "other"}, {"profile"}),
+        ({"modalities": {"image": {"maxPixels": 1_000_000}}}, {"profile"}),
+        ({"engine": {"dtype": "float32"}}, {"profile"}),
+        ({"engine": {"maxNumBatchedTokens": 4096}}, set()),
+        ({"model": {"uri": FETCHED.spec.model.uri, "secretRef": {"name": "token"}}}, set()),
+        ({"frontend": {"replicas": 3}}, set()),
+    ],
+)
+def test_only_what_a_result_depends_on_asks_for_another(change: Obj, again: set[str]) -> None:
+    before, after = World(FETCHED).names, World(parse(sample(**change))).names
+    assert {what for what in ("fetch", "profile") if before[what] != after[what]} == again
+
+
+# --- Jobs of another release -------------------------------------------------------------------
+def otherwise(world: World, what: str, **container: Any) -> World:
+    """The Job as another release, or an earlier spec, has made it."""
+    live = world.live["Job", world.names[what]]
+    live["metadata"]["annotations"] = {TEMPLATE: "another"}
+    wanted = {
+        owned.body["metadata"]["name"]: owned.body
+        for owned in World(world.inference).claim().decide().objects
+    }.get(world.names[what])
+    spec = (wanted or {}).get("spec", {}).get("template", {}).get("spec", {"containers": [{}]})
+    own = {**spec["containers"][0], **container}
+    live["spec"] = {"template": {"spec": {**spec, "containers": [own]}}}
+    return world
+
+
+def policy_of(found: ModelDecision, name: str) -> str:
+    (policy,) = [o.policy for o in found.objects if o.body["metadata"]["name"] == name]
+    return policy
+
+
+def test_a_download_by_another_release_counts() -> None:
+    world = otherwise(World(FETCHED).claim().job("fetch", "Complete"), "fetch")
+    world.live["ConfigMap", world.names["ConfigMap"]] = {"data": {PROFILE_KEY: PROFILE}}
+    found = world.decide()
+    assert (found.reason, found.delete) == (reasons.RESOLVED, ())
+    assert policy_of(found, world.names["fetch"]) == "Keep"
+
+
+def test_a_download_under_way_is_not_begun_anew() -> None:
+    world = World(FETCHED).claim().job("fetch").pod("fetch", {"running": {}})
+    found = otherwise(world, "fetch", image="older", envFrom=[{"x": "y"}]).decide()
+    assert (found.reason, found.delete) == (reasons.DOWNLOADING, ())
+    assert policy_of(found, world.names["fetch"]) == "Keep"
+
+
+@pytest.mark.parametrize(
+    ("container", "anew"), [({}, False), ({"envFrom": ["old"]}, True), ({"image": "bad"}, True)]
+)
+def test_a_download_in_trouble_is_made_anew_with_another_secret_or_image(
+    container: Obj, anew: bool
+) -> None:
+    world = World(FETCHED).claim().job("fetch").ended("fetch", 2, "hf://a/b: 401 Client Error")
+    found = otherwise(world, "fetch", **container).decide()
+    assert found.delete == ((("Job", world.names["fetch"], "uid-fetch"),) if anew else ())
+    assert ("Job" in kinds(found)) is not anew, "applied in the same pass it would be the old one"
+
+
+@pytest.mark.parametrize("what", ["fetch", "profile"])
+def test_a_job_that_failed_as_another_release_made_it_gets_another_chance(what: str) -> None:
+    """Even one that only an edit would heal: the new release may have mended it."""
+    world = World(FETCHED if what == "fetch" else CLAIMED).claim().job(what, "Failed")
+    world.ended(what, 2, "404 not a model we can load")
+    assert otherwise(world, what).decide().delete == (("Job", world.names[what], f"uid-{what}"),)
+    del world.live["Job", world.names[what]]["metadata"]["annotations"]
+    assert world.decide().delete == (), "made by this release: it has had its chance"
+
+
+async def test_an_upgrade_that_makes_jobs_otherwise_changes_nothing() -> None:
+    kit = Kit()
+    await kit.start()
+    kit.cluster.add(resource(model={"uri": "hf://org/tiny", "cache": {"size": "1Gi"}}))
+    await kit.settle()
+    (fetch,) = kit.cluster.names("Job")
+    done = {"conditions": [{"type": "Complete", "status": "True"}]}
+    kit.cluster.edit(JOB, "default", fetch, lambda body: body.update(status=done))
+    await kit.settle()
+    finish_profile(kit.cluster)
+    await kit.settle()
+    for role in ("engine", "frontend"):
+        add_pod(kit.cluster, role)
+    await kit.settle()
+    assert kit.condition("Ready") == ("True", "Ready")
+
+    def as_of_old(body: Obj) -> None:
+        body["metadata"]["annotations"][TEMPLATE] = "of-old"
+        body["spec"]["backoffLimit"] = 4
+
+    kit.cluster.edit(JOB, "default", fetch, as_of_old, manager="foveal-operator")
+    before = versions(kit.cluster)
+    newer = Kit(kit.cluster)
+    await newer.start()
+    await newer.settle()
+    assert versions(kit.cluster) == before
+    assert newer.condition("Ready") == ("True", "Ready")
+
+
+# --- failures ----------------------------------------------------------------------------------
+FAILURES = [
+    (FETCHED, "fetch", 2, "hf://a/b: 403 Client Error", "FetchDenied"),
+    (FETCHED, "fetch", 1, "Connection reset by peer", "FetchFailed"),
+    (CLAIMED, "profile", 2, "model type mamba is not supported", "UnsupportedModel"),
+    (CLAIMED, "profile", 1, "boom", "ProfileFailed"),
+]
+
+
+@pytest.mark.parametrize(("inference", "what", "code", "line", "reason"), FAILURES)
+def test_a_job_that_fails_is_the_last_failure(
+    inference: Any, what: str, code: int, line: str, reason: str
+) -> None:
+    world = World(inference).claim().job(what)
+    failure = world.ended(what, code, f"a log line\n{line}\n", ago=60).decide().failure
+    assert failure is not None
+    assert (failure.pod, failure.container) == (f"{world.names[what]}-0", what)
+    assert (failure.reason, failure.exit_code, failure.message) == (reason, code, line)
+    world.pod(what, {"running": {}})
+    assert world.decide().failure == failure, "while it is tried again"
+    message = PROFILE if what == "profile" else ""
+    found = world.job(what, "Complete").ended(what, 0, message).decide()
+    assert found.failure is None, "what a Job suffered that has ended well is over"
+
+
+async def test_the_status_tells_how_a_job_failed() -> None:
+    kit = Kit()
+    await kit.start()
+    kit.cluster.add(resource())
+    await kit.settle()
+    (job,) = kit.cluster.names("Job")
+    template = kit.cluster.body("Job", job)["spec"]["template"]
+    labels = {**template["metadata"]["labels"], "job-name": job}
+    states = [{"name": "profile", "state": {"terminated": FAILED_POD}}]
+    kit.cluster.add(
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": f"{job}-x", "namespace": "default", "labels": labels},
+            "spec": template["spec"],
+            "status": {"phase": "Failed", "containerStatuses": states},
+        }
+    )
+    await kit.settle()
+    failure = kit.status()["lastFailure"]
+    assert (failure["pod"], failure["reason"]) == (f"{job}-x", "ProfileFailed")
+    assert (failure["exitCode"], failure["message"]) == (1, "boom")
+    assert failure["time"] == "2026-01-01T00:00:00Z"
+    assert failure["memoryLimit"], "the Job's own"

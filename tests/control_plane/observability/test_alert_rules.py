@@ -1,0 +1,304 @@
+"""Alert rules against Prometheus's own tool: they parse, fire when they should, else are quiet.
+
+Dashboards' expressions are parsed by the same tool. Without `promtool` these tests are skipped and
+say so; .ci/run installs it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from foveal_operator.observability import operator_rule_groups, resource_rule_groups
+from foveal_operator.observability.alerts import ALERTS
+from foveal_operator.observability.promql import KNOWN
+from foveal_runtime.plan.metrics.metric import Metric
+from tests.control_plane.observability.test_observability import FILES, expressions
+
+TOOLS = os.environ.get("TOOLS", "/var/tmp/foveal-e2e/tools")
+PROMTOOL = shutil.which("promtool") or shutil.which("promtool", path=TOOLS)
+pytestmark = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed")
+
+T = 'namespace="models",resource="qwen"'
+N = 'namespace="models",name="qwen"'
+POD = f'{T},pod="qwen-engine-0"'
+CONDITION = f"foveal_inference_condition{{{N},"
+Series = dict[str, str]
+
+# name -> (series that make it fire at 60 min, series that do not)
+CASES: dict[str, tuple[Series, Series]] = {
+    "FovealPodMemoryNearLimit": (
+        {f"foveal_memory_limit_bytes{{{POD}}}": "100x60",
+         f"foveal_memory_used_bytes{{{POD}}}": "95x60"},
+        {f"foveal_memory_limit_bytes{{{POD}}}": "100x60",
+         f"foveal_memory_used_bytes{{{POD}}}": "80x60"},
+    ),
+    "FovealBudgetExceeded": (
+        {f'foveal_inference_budget_bytes{{{N},budget="ipc"}}': "100x60",
+         f'foveal_inference_measured_bytes{{{N},budget="ipc"}}': "120x60"},
+        {f'foveal_inference_budget_bytes{{{N},budget="ipc"}}': "100x60",
+         f'foveal_inference_measured_bytes{{{N},budget="ipc"}}': "110x60"},
+    ),
+    "FovealBudgetMisfit": (
+        {CONDITION + 'type="BudgetFits",status="False"}': "1x60"},
+        {CONDITION + 'type="BudgetFits",status="False"}': "0x60"},
+    ),
+    "FovealPodFailing": (
+        {f'foveal_inference_pod_failures_total{{{N},reason="OOMKilled"}}': "0+1x60"},
+        {f'foveal_inference_pod_failures_total{{{N},reason="OOMKilled"}}': "7x60"},
+    ),
+    "FovealStaleHints": (
+        {f'foveal_mirror_needs_total{{{POD},why="stale"}}': "0+60x60",
+         f'foveal_cache_queries_total{{{T},pod="f",cache="ipc"}}': "0+6000x60"},
+        {f'foveal_mirror_needs_total{{{POD},why="stale"}}': "0+1x60",
+         f'foveal_cache_queries_total{{{T},pod="f",cache="ipc"}}': "0+6000x60"},
+    ),
+    "FovealHitRatioFell": (
+        {f"vllm:mm_cache_queries_total{{{T}}}": "0+60x60",
+         f"vllm:mm_cache_hits_total{{{T}}}": "0+50x30 1500x30",
+         f"process_start_time_seconds{{{T}}}": "2400x60"},
+        {f"vllm:mm_cache_queries_total{{{T}}}": "0+60x60",
+         f"vllm:mm_cache_hits_total{{{T}}}": "0+50x60",
+         f"process_start_time_seconds{{{T}}}": "2400x60"},
+    ),
+    "FovealMirrorSessionDown": (
+        {CONDITION + 'type="CachesMirrored",status="False"}': "1x60"},
+        {CONDITION + 'type="CachesMirrored",status="Unknown"}': "1x60"},
+    ),
+    "FovealValuesLate": (
+        {f'foveal_mirror_waitq_seconds_bucket{{{POD},le="1.0"}}': "0+1x60",
+         f'foveal_mirror_waitq_seconds_bucket{{{POD},le="10.0"}}': "0+60x60",
+         f'foveal_mirror_waitq_seconds_bucket{{{POD},le="+Inf"}}': "0+60x60"},
+        {f'foveal_mirror_waitq_seconds_bucket{{{POD},le="0.5"}}': "0+60x60",
+         f'foveal_mirror_waitq_seconds_bucket{{{POD},le="+Inf"}}': "0+60x60"},
+    ),
+    "FovealEncoderWait": (
+        {f'foveal_encoder_wait_seconds_bucket{{{POD},le="1.0"}}': "0+1x60",
+         f'foveal_encoder_wait_seconds_bucket{{{POD},le="10.0"}}': "0+60x60",
+         f'foveal_encoder_wait_seconds_bucket{{{POD},le="+Inf"}}': "0+60x60"},
+        {f'foveal_encoder_wait_seconds_bucket{{{POD},le="0.0001"}}': "0+60x60",
+         f'foveal_encoder_wait_seconds_bucket{{{POD},le="+Inf"}}': "0+60x60"},
+    ),
+    "FovealValueConflict": (
+        {f"foveal_mirror_value_conflicts_total{{{POD}}}": "0x30 1x30"},
+        {f"foveal_mirror_value_conflicts_total{{{POD}}}": "0x60"},
+    ),
+    "FovealUnavailable": (
+        {CONDITION + 'type="Available",status="False"}': "1x60"},
+        {CONDITION + 'type="Available",status="True"}': "1x60"},
+    ),
+    "FovealRolloutStalled": (
+        {f"foveal_inference_stalled{{{N}}}": "1x60"},
+        {f"foveal_inference_stalled{{{N}}}": "0x60"},
+    ),
+    "FovealErrorRate": (
+        {f'http_requests_total{{{T},status="2xx"}}': "0+80x60",
+         f'http_requests_total{{{T},status="5xx"}}': "0+20x60"},
+        {f'http_requests_total{{{T},status="2xx"}}': "0+80x60",
+         f'http_requests_total{{{T},status="4xx"}}': "0+20x60"},
+    ),
+    "FovealFrontendsAtMost": (
+        {f'foveal_inference_pods{{{N},role="frontend",state="ready"}}': "4x60",
+         f'foveal_inference_max_pods{{{N},role="frontend"}}': "4x60",
+         f'vllm:admission_rejections_total{{{T},reason="requests"}}': "0+5x60"},
+        {f'foveal_inference_pods{{{N},role="frontend",state="ready"}}': "4x60",
+         f'foveal_inference_max_pods{{{N},role="frontend"}}': "4x60",
+         f'vllm:admission_rejections_total{{{T},reason="requests"}}': "5x60"},
+    ),
+    "FovealEngineStuck": (
+        {f"vllm:num_requests_running{{{POD}}}": "3x60",
+         f"foveal_engine_steps_total{{{POD}}}": "9x60"},
+        {f"vllm:num_requests_running{{{POD}}}": "3x60",
+         f"foveal_engine_steps_total{{{POD}}}": "0+9x60"},
+    ),
+    "FovealMediaWorkersDying": (
+        {f'foveal_media_worker_restarts_total{{{T},pod="f",reason="died"}}': "0+1x60"},
+        {f'foveal_media_worker_restarts_total{{{T},pod="f",reason="died"}}': "0x59 1x1"},
+    ),
+    "FovealMetricsAbsent": (
+        {f'foveal_cache_capacity_bytes{{namespace="other",resource="qwen",pod="{0}"}}': "1x60"},
+        {f"foveal_cache_capacity_bytes{{{POD}}}": "1x60"},
+    ),
+    "FovealOperatorNoLeader": (
+        {'leader_election_master_status{name="a"}': "0x60"},
+        {'leader_election_master_status{name="a"}': "1x60"},
+    ),
+    "FovealOperatorTwoLeaders": (
+        {'leader_election_master_status{name="a",pod="x"}': "1x60",
+         'leader_election_master_status{name="a",pod="y"}': "1x60"},
+        {'leader_election_master_status{name="a",pod="x"}': "1x60",
+         'leader_election_master_status{name="a",pod="y"}': "0x60"},
+    ),
+    "FovealOperatorReconcileErrors": (
+        {'controller_runtime_reconcile_errors_total{controller="mmi"}': "0+60x60"},
+        {'controller_runtime_reconcile_errors_total{controller="mmi"}': "0+1x60"},
+    ),
+    "FovealOperatorQueueStuck": (
+        {'workqueue_depth{name="mmi"}': "2x60",
+         'controller_runtime_reconcile_total{controller="mmi",result="success"}': "9x60"},
+        {'workqueue_depth{name="mmi"}': "2x60",
+         'controller_runtime_reconcile_total{controller="mmi",result="success"}': "0+9x60"},
+    ),
+    "FovealOperatorWatchesDown": (
+        {'foveal_operator_watch_is_up{pod="x"}': "0x60"},
+        {'foveal_operator_watch_is_up{pod="x"}': "1x60"},
+    ),
+    "FovealOperatorApiErrors": (
+        {'rest_client_requests_total{verb="GET",code="200"}': "0+50x60",
+         'rest_client_requests_total{verb="GET",code="503"}': "0+50x60"},
+        {'rest_client_requests_total{verb="GET",code="200"}': "0+50x60",
+         'rest_client_requests_total{verb="GET",code="404"}': "0+50x60"},
+    ),
+    "FovealDriftFight": (
+        {'foveal_operator_drift_repairs_total{kind="Service"}': "0+5x60"},
+        {'foveal_operator_drift_repairs_total{kind="Service"}': "0x50 1x10"},
+    ),
+}  # fmt: skip
+
+
+def rule_groups() -> list[dict[str, Any]]:
+    text = yaml.safe_dump([*resource_rule_groups(), *operator_rule_groups()], sort_keys=False)
+    text = text.replace("@namespace@", "models").replace("@resource@", "qwen")
+    found: list[dict[str, Any]] = yaml.safe_load(text)
+    return found
+
+
+def promtool(*arguments: str) -> None:
+    assert PROMTOOL is not None
+    done = subprocess.run([PROMTOOL, *arguments], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _count(name: str) -> str:
+    return f'count(ALERTS{{alertname="{name}",alertstate="firing"}}) or vector(0)'
+
+
+def _test(name: str, series: Series, fires: bool) -> dict[str, Any]:
+    return {
+        "name": f"{name} {'fires' if fires else 'is quiet'}",
+        "interval": "1m",
+        "input_series": [{"series": key, "values": value} for key, value in series.items()],
+        "promql_expr_test": [
+            {
+                "expr": f"({_count(name)}) > bool 0",
+                "eval_time": "60m",
+                "exp_samples": [{"value": int(fires)}],
+            }
+        ],
+    }
+
+
+def test_every_alert_fires_and_every_alert_can_be_quiet(tmp_path: Path) -> None:
+    assert set(CASES) == {alert.name for alert in ALERTS}
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(yaml.safe_dump({"groups": rule_groups()}))
+    promtool("check", "rules", str(rules))
+    tests = [
+        _test(name, series, fires)
+        for name, pair in CASES.items()
+        for series, fires in zip(pair, (True, False), strict=True)
+    ]
+    suite = tmp_path / "suite.yaml"
+    suite.write_text(
+        yaml.safe_dump(
+            {"rule_files": [str(rules)], "evaluation_interval": "1m", "tests": tests},
+            width=10_000,
+        )
+    )
+    promtool("test", "rules", str(suite))
+
+
+def test_every_panel_query_is_valid(tmp_path: Path) -> None:
+    """As recording rules, with the dashboards' variables filled in."""
+    queries = [expr for where, expr in expressions() if where.split(":")[0] in FILES]
+    assert len(queries) > 150
+    for name, value in (("$__rate_interval", "1m"), ("$namespace", ".*"), ("$resource", ".*"),
+                        ("$pod", ".*")):  # fmt: skip
+        queries = [query.replace(name, value) for query in queries]
+    assert not [query for query in queries if re.search(r"\$\w", query)]
+    records = [{"record": f"query_{number}", "expr": query} for number, query in enumerate(queries)]
+    file = tmp_path / "queries.yaml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "q", "rules": records}]}, width=10_000))
+    promtool("check", "rules", str(file))
+
+
+# --- every panel shows something ----------------------------------------------------------------
+_LABEL_VALUES = {
+    "cache": ("processor", "ipc", "encoder", "kv"),
+    "tier": ("device", "host"),
+    "part": ("pod", "pageCache"),
+    "source": ("planned", "measured"),
+    "stage": ("fetch", "encode"),
+    "type": ("Ready", "Stalled", "Reconciling", "BudgetFits"),
+    "role": ("frontend", "engine"),
+    "state": ("ready", "desired", "pinned", "reserved"),
+    "why": ("stale", "pull"),
+}
+_STATUS_VALUES = {"http_requests": ("2xx", "5xx"), "foveal_inference_condition": ("True", "False")}
+
+
+def _series_of(metric: Metric) -> Series:
+    """Every combination of label values that expressions choose by, one value of the others."""
+    choices = {}
+    for label in metric.labels:
+        values = _STATUS_VALUES.get(metric.name, ("s",)) if label == "status" else ("x",)
+        choices[label] = _LABEL_VALUES.get(label, values)
+    scraped = {"namespace": "models", "resource": "qwen", "pod": "p", "role": "engine",
+               "revision": "r"}  # fmt: skip
+    own = {"namespace": "models", "name": "qwen"} if "operator" in metric.roles else {}
+    found: Series = {}
+    for combination in itertools.product(*choices.values()):
+        labels = {**scraped, **dict(zip(choices, combination, strict=True)), **own}
+        text = ",".join(f'{key}="{value}"' for key, value in sorted(labels.items()))
+        if metric.kind == "histogram":
+            for bound, step in (("0.1", 30), ("10.0", 60), ("+Inf", 60)):
+                found[f'{metric.name}_bucket{{{text},le="{bound}"}}'] = f"0+{step}x60"
+            found[f"{metric.name}_sum{{{text}}}"] = found[f"{metric.name}_count{{{text}}}"] = (
+                "0+60x60"
+            )
+        elif metric.kind == "counter":
+            # Queries run ahead of hits.
+            step = 60 if "hits" in metric.name else 90
+            found[f"{metric.name}_total{{{text}}}"] = f"0+{step}x60"
+        else:
+            high = labels.get("source") == "planned" or "limit" in metric.name
+            found[f"{metric.name}{{{text}}}"] = "100000x60" if high else "1+1x60"
+    return found
+
+
+def test_every_panel_has_data_when_every_metric_has(tmp_path: Path) -> None:
+    """Catches matchers that exclude each other and divisions whose sides never meet."""
+    series: Series = {}
+    for metric in KNOWN.values():
+        series |= _series_of(metric)
+    checks = []
+    for where, expr in expressions():
+        if where.split(":")[0] not in FILES:
+            continue
+        for name, value in (("$__rate_interval", "5m"), ("$namespace", "models"),
+                            ("$resource", "qwen"), ("$pod", ".*")):  # fmt: skip
+            expr = expr.replace(name, value)
+        checks.append(
+            {
+                "expr": f"(count({expr}) or vector(0)) > bool 0",
+                "eval_time": "50m",
+                "exp_samples": [{"value": 1}],
+            }
+        )
+    assert len(checks) > 150
+    # A query that finds nothing would be seen.
+    nothing = {**checks[0], "expr": checks[0]["expr"].replace("models", "nowhere")}
+    checks.append({**nothing, "exp_samples": [{"value": 0}]})
+    suite = tmp_path / "suite.yaml"
+    inputs = [{"series": key, "values": value} for key, value in series.items()]
+    one = {"interval": "1m", "input_series": inputs, "promql_expr_test": checks}
+    suite.write_text(yaml.safe_dump({"evaluation_interval": "1m", "tests": [one]}, width=10_000))
+    promtool("test", "rules", str(suite))

@@ -1,0 +1,190 @@
+"""Dashboards and alert rules: as generated, drawn by Grafana's schema, made of declared metrics."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+from grafana_foundation_sdk.models import dashboard as schema
+
+from foveal_operator.manifests import ClusterFacts
+from foveal_operator.observability import (
+    cluster_dashboards,
+    operator_rule_groups,
+    resource_dashboards,
+    resource_rule_groups,
+)
+from foveal_operator.observability.alerts import ALERTS
+from foveal_operator.observability.boards import BOARDS
+from foveal_operator.observability.promql import KNOWN, TARGET_LABELS
+from foveal_operator.telemetry.declared import OPERATOR_METRICS
+from foveal_runtime.plan.metrics.registry import METRICS
+from tests.support import regenerate
+from tests.support.samples import LEGAL
+
+FILES = {**cluster_dashboards(), **resource_dashboards()}
+NOT_SHOWN = {
+    # Of interest when something is examined, not at a glance.
+    "vllm:cache_config_info", "vllm:engine_sleep_state", "vllm:num_requests_waiting",
+    "vllm:prompt_tokens", "vllm:prompt_tokens_cached", "vllm:prompt_tokens_cached_by_source",
+    "vllm:request_num_preemptions", "vllm:request_prompt_tokens", "vllm:request_generation_tokens",
+    "vllm:request_max_num_generation_tokens", "vllm:request_params_max_tokens",
+    "vllm:request_params_n", "vllm:request_prefill_kv_computed_tokens",
+    "vllm:request_time_per_output_token_seconds", "vllm:e2e_request_latency_seconds",
+    "vllm:request_inference_time_seconds", "http_request_duration_seconds",
+    "foveal_mirror_pulls", "foveal_mirror_needs_received", "foveal_engine_finished",
+    "foveal_engine_errors", "foveal_engine_residence_seconds",
+    "foveal_engine_steps_without_progress", "foveal_events_published",
+    "foveal_metrics_peers_unreachable", "foveal_prompt_tokens_inflight",
+    "foveal_shm_swept_writers", "foveal_media_fetched_bytes",
+}  # fmt: skip
+_WORDS = {"sum", "max", "min", "avg", "count", "by", "on", "and", "or", "rate", "increase",
+          "deriv", "histogram_quantile", "vector", "time", "absent", "offset"}  # fmt: skip
+
+
+def expressions() -> Iterator[tuple[str, str]]:
+    """(where, expression) of every panel and rule, as committed."""
+    for name, text in FILES.items():
+        for panel in json.loads(text)["panels"]:
+            for target in panel.get("targets", ()):
+                yield f"{name}: {panel['title']}", target["expr"]
+    for group in (*resource_rule_groups(), *operator_rule_groups()):
+        for rule in group["rules"]:
+            yield rule["alert"], rule["expr"]
+
+
+ALL = list(expressions())
+
+
+def used_metrics(expr: str) -> set[str]:
+    """The families an expression reads; fails on anything that is neither metric nor PromQL."""
+    found = set()
+    labels: set[str] = set()
+    for name, inside in re.findall(r"([a-zA-Z_:][\w:]*)\{([^}]*)\}", expr):
+        found.add(name)
+        labels |= {f"{name}|{label}" for label in re.findall(r"(\w+)(?:=~|!=|=)\"", inside)}
+    bare = re.sub(r"\{[^}]*\}", "", expr)
+    bare = re.sub(r"\[[^]]*\]", "", bare)
+    bare = re.sub(r"offset \w+", "", bare)
+    kept = re.findall(r"(?:by|on) \(([^)]*)\)", bare)
+    bare = re.sub(r"(?:by|on) \([^)]*\)", "", bare)
+    found |= set(re.findall(r"[a-zA-Z_:][\w:]*", bare)) - _WORDS
+    families = {name: family(name) for name in found}
+    for name, label in (pair.split("|") for pair in labels):
+        assert label in KNOWN[families[name]].labels or label in TARGET_LABELS, (name, label)
+    known = {label for name in families.values() for label in KNOWN[name].labels}
+    for label in filter(None, ",".join(kept).replace(" ", "").split(",")):
+        assert label in known | TARGET_LABELS | {"le"}, label
+    return set(families.values())
+
+
+def family(series: str) -> str:
+    for suffix, kind in (("_total", "counter"), ("_bucket", "histogram"), ("_sum", "histogram"),
+                         ("_count", "histogram"), ("", "gauge")):  # fmt: skip
+        name = series.removesuffix(suffix) if suffix else series
+        if series.endswith(suffix) and name in KNOWN and KNOWN[name].kind == kind:
+            return name
+    raise AssertionError(f"{series} is not declared")
+
+
+def test_committed_dashboards_are_what_is_generated() -> None:
+    on_disk = {file.name: file.read_text() for file in regenerate.DASHBOARDS.glob("*.json")}
+    assert on_disk == regenerate.dashboard_files(), "run: make generate"
+    assert on_disk == FILES
+
+
+def test_the_operators_metrics_have_their_page() -> None:
+    page = regenerate.OPERATOR_METRICS_PAGE.read_text(encoding="utf-8")
+    assert page == regenerate.operator_metrics_page(), "run: make generate"
+
+
+@pytest.mark.parametrize(("where", "expr"), ALL, ids=[where for where, _ in ALL])
+def test_every_expression_reads_declared_metrics(where: str, expr: str) -> None:
+    assert used_metrics(expr), where
+
+
+def test_the_check_above_finds_what_is_wrong() -> None:
+    for wrong in ("sum(foveal_nonsense)", 'foveal_ready{engine="a"}', "foveal_ready_total",
+                  "sum by (tier) (foveal_ready)"):  # fmt: skip
+        with pytest.raises(AssertionError):
+            used_metrics(wrong)
+
+
+def test_every_metric_is_on_a_dashboard_or_left_out_on_purpose() -> None:
+    shown = set().union(*(used_metrics(expr) for _, expr in ALL))
+    assert {metric.name for metric in (*METRICS, *OPERATOR_METRICS)} - shown == NOT_SHOWN
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_dashboards_fit_grafanas_schema(name: str) -> None:
+    """Read by the schema's own types and written again, nothing is lost or added."""
+    raw = json.loads(FILES[name])
+    read = schema.Dashboard.from_json(raw)
+    assert json.loads(json.dumps(read, cls=_Encoder)) == raw
+    assert raw["schemaVersion"] >= 39
+    numbers = [panel["id"] for panel in raw["panels"]]
+    assert len(set(numbers)) == len(numbers)
+    for panel in raw["panels"]:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        for target in panel.get("targets", ()):
+            assert target["datasource"]["uid"] == "${datasource}"
+
+
+class _Encoder(json.JSONEncoder):
+    def default(self, o: Any) -> Any:
+        return o.to_json()
+
+
+def test_boards_have_what_an_operator_chooses_by() -> None:
+    assert [board.uid.removeprefix("foveal-") for board in BOARDS] == [
+        "overview", "caches", "memory", "mirror", "encoder", "rollout", "operator",
+    ]  # fmt: skip
+    for board in BOARDS[:-1]:
+        raw = json.loads(FILES[f"{board.uid}.json"])
+        names = [variable["name"] for variable in raw["templating"]["list"]]
+        assert names == ["datasource", "namespace", "resource", "pod"]
+        titles = [panel.title for panel in board.panels]
+        assert len(set(titles)) == len(titles) or board.uid == "foveal-memory"
+    for where, expr in ALL:
+        if where.startswith("foveal-operator.json") or "@namespace@" in expr:
+            continue
+        for selector in re.findall(r"(?:foveal|vllm|http)[\w:]*\{([^}]*)\}", expr):
+            assert "namespace" in selector or "$namespace" not in expr, where
+
+
+def test_rules_and_dashboard_are_pinned_to_their_resource() -> None:
+    facts = ClusterFacts(
+        apis=regenerate.ALL_APIS,
+        rule_groups=resource_rule_groups(),
+        dashboards=resource_dashboards(),
+    )
+    wanted = regenerate.wanted(LEGAL["gpu"], facts)
+    [rule] = wanted.of_kind("PrometheusRule")
+    [board] = [
+        b for b in wanted.of_kind("ConfigMap") if b["metadata"]["name"].endswith("dashboard")
+    ]
+    for body in (rule, board):
+        text = yaml.safe_dump(body)
+        assert not re.search(r"@(namespace|resource|id)@", text)
+    for group in rule["spec"]["groups"]:
+        for one in group["rules"]:
+            assert one["labels"]["resource"] == "qwen"
+            assert re.search(r'namespace="models",(resource|name)="qwen"', one["expr"])
+    raw = json.loads(board["data"]["foveal-resource.json"])
+    assert len(raw["uid"]) <= 40
+    assert raw["title"] == "Foveal / models / qwen"
+
+
+def test_alerts_say_what_to_do() -> None:
+    names = [alert.name for alert in ALERTS]
+    assert len(set(names)) == len(names)
+    for alert in ALERTS:
+        assert alert.summary.endswith(".")
+        assert alert.about.endswith(".")
+        page = regenerate.ROOT / "docs" / "runbooks" / f"{alert.name}.md"
+        assert page.is_file(), page

@@ -1,0 +1,345 @@
+"""Events, facts, flags, probes and log lines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from foveal_operator.api.status import Condition
+from foveal_operator.api.workloads import Accelerator
+from foveal_operator.common.errors import UsageError
+from foveal_operator.common.logs import JsonLines
+from foveal_operator.kube.errors import Forbidden, Transient
+from foveal_operator.kube.events import EventRecorder
+from foveal_operator.manifests.budget_inputs import NodeFacts
+from foveal_operator.pods.probes import PodReports
+from foveal_operator.pods.reports import Reports
+from foveal_operator.process.options import read
+from foveal_operator.process.server import ProbeServer
+from foveal_operator.reconcile.baseline import Basis, read_basis
+from foveal_operator.reconcile.cluster_facts import Survey, count_free_devices
+from foveal_operator.status.conditions import (
+    noteworthy,
+    previous_conditions,
+    route_state,
+    scaling_state,
+    steady,
+)
+from foveal_operator.telemetry.declared import OPERATOR_METRICS
+from foveal_operator.telemetry.series import Telemetry
+from foveal_operator.testing.fake_cluster import FakeCluster
+from tests.support.fake_clock import FakeTime
+from tests.support.operator_rig import OPTIONAL_KINDS, resource
+
+Obj = dict[str, Any]
+
+
+# --- Events ------------------------------------------------------------------------------------
+@pytest.fixture
+def time() -> FakeTime:
+    return FakeTime()
+
+
+def regarding() -> Obj:
+    body = resource()
+    body["metadata"]["uid"] = "uid-x"
+    return body
+
+
+def events(cluster: FakeCluster) -> list[Obj]:
+    return [body for (kind, _, _), body in cluster.objects.items() if kind == "Event"]
+
+
+async def test_what_repeats_is_one_event_with_a_count(time: FakeTime) -> None:
+    cluster = FakeCluster()
+    recorder = EventRecorder(cluster, time.clock, "me")
+    for _ in range(100):
+        await recorder.record(regarding(), "Warning", "OOMKilled", "again")
+        time.now += 5
+    (event,) = events(cluster)
+    assert event["reason"] == "OOMKilled"
+    assert event["regarding"]["uid"] == "uid-x"
+    assert 80 <= event["series"]["count"] <= 100
+    writes = [w for w in cluster.writes if w[1] == "Event"]
+    assert len(writes) <= 1 + 500 / 60, "the count is written once a minute"
+
+
+async def test_after_ten_minutes_there_may_be_another(time: FakeTime) -> None:
+    cluster = FakeCluster()
+    recorder = EventRecorder(cluster, time.clock, "me")
+    for _ in range(3):
+        await recorder.record(regarding(), "Warning", "OOMKilled", "again")
+        time.now += 601
+    assert len(events(cluster)) == 3
+
+
+async def test_a_restart_writes_no_second_event(time: FakeTime) -> None:
+    cluster = FakeCluster()
+    for _ in range(2):
+        await EventRecorder(cluster, time.clock, "me").record(regarding(), "Normal", "Ready", "yes")
+        time.now += 30
+    assert len(events(cluster)) == 1
+
+
+async def test_an_event_that_fails_is_nobodys_problem(time: FakeTime) -> None:
+    cluster = FakeCluster()
+    cluster.fail(Transient("busy"), kind="Event")
+    await EventRecorder(cluster, time.clock, "me").record(regarding(), "Normal", "Ready", "yes")
+    assert events(cluster) == []
+
+
+def condition(kind: str, status: str, reason: str, message: str = "m") -> Condition:
+    return Condition(
+        type=kind, status=status, reason=reason, message=message,  # type: ignore[arg-type]
+        observed_generation=1, last_transition_time="2026-01-01T00:00:00Z",
+    )  # fmt: skip
+
+
+def test_events_tell_changes_that_ask_for_action_and_readiness() -> None:
+    now = [
+        condition("EnginesReady", "False", "OOMKilled"),
+        condition("Ready", "False", "OOMKilled", "EnginesReady: m"),
+        condition("FrontendsReady", "False", "Starting"),
+        condition("Stalled", "True", "BudgetMisfit"),
+    ]
+    found = noteworthy(now, ())
+    assert [(kind, reason) for kind, reason, _ in found] == [
+        ("Warning", "OOMKilled"), ("Warning", "BudgetMisfit"),
+    ]  # fmt: skip
+    assert noteworthy(now, now) == []
+    ready = [condition("Ready", "True", "Ready")]
+    assert [(kind, reason) for kind, reason, _ in noteworthy(ready, now)] == [("Normal", "Ready")]
+
+
+# --- facts -------------------------------------------------------------------------------------
+def node(name: str, memory: str = "64Gi", gpus: int = 0, gpu_mib: int = 0, **spec: Any) -> Obj:
+    labels = {"nvidia.com/gpu.memory": str(gpu_mib)} if gpu_mib else {}
+    allocatable = {"memory": memory, **({"nvidia.com/gpu": str(gpus)} if gpus else {})}
+    return {
+        "apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": labels},
+        "spec": spec, "status": {"allocatable": allocatable},
+    }  # fmt: skip
+
+
+def gpu_pod(name: str, count: int, on: str | None = None, phase: str = "Running") -> Obj:
+    limits = {"limits": {"nvidia.com/gpu": str(count)}}
+    spec: Obj = {"containers": [{"name": "c", "resources": limits}]}
+    if on:
+        spec["nodeName"] = on
+    return {
+        "apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "namespace": "n"},
+        "spec": spec, "status": {"phase": phase},
+    }  # fmt: skip
+
+
+async def test_facts_come_from_the_nodes_that_could_run_an_engine(time: FakeTime) -> None:
+    cluster = FakeCluster(missing=OPTIONAL_KINDS - {"PodMonitor"})
+    cluster.add(node("cpu", "512Gi"))
+    cluster.add(node("a", "128Gi", 8, 81559))
+    cluster.add(node("b", "256Gi", 4, 46068))
+    survey = Survey(cluster, time.clock)
+    assert await survey.refresh()
+    assert not await survey.refresh(), "no change of APIs"
+    assert survey.apis == {"PodMonitor"}
+    gpu = survey.node_facts(Accelerator())
+    assert gpu == NodeFacts(node_bytes=256 << 30, device_bytes=46068 << 20)
+    assert survey.node_facts(Accelerator(type="CPU")).node_bytes == 512 << 30
+
+
+async def test_without_the_right_to_see_nodes_nothing_is_known(time: FakeTime) -> None:
+    cluster = FakeCluster(missing=OPTIONAL_KINDS)
+    cluster.fail(Forbidden("may not list nodes", 403), kind="Node")
+    survey = Survey(cluster, time.clock)
+    await survey.refresh()
+    assert survey.node_facts(Accelerator()) == NodeFacts()
+    cluster.fail(Forbidden("may not list nodes", 403), kind="Node")
+    assert await survey.free_devices(Accelerator()) is None
+
+
+def test_free_devices_are_those_nobody_has_asked_for() -> None:
+    nodes = [node("a", gpus=8), node("b", gpus=8, unschedulable=True)]
+    pods = [
+        gpu_pod("1", 2, "a"), gpu_pod("2", 4, "b"), gpu_pod("3", 1), gpu_pod("4", 4, "a", "Failed"),
+    ]  # fmt: skip
+    assert count_free_devices(nodes, pods, "nvidia.com/gpu") == 5
+    assert count_free_devices(nodes, [gpu_pod("x", 99, "a")], "nvidia.com/gpu") == 0
+
+
+async def test_free_devices_are_counted_at_most_every_ten_seconds(time: FakeTime) -> None:
+    cluster = FakeCluster()
+    cluster.add(node("a", gpus=4))
+    survey = Survey(cluster, time.clock)
+    assert [await survey.free_devices(Accelerator()) for _ in range(5)] == [4] * 5
+    assert len([c for c in cluster.calls if c[0] == "LIST"]) == 2
+    time.now += 11
+    await survey.free_devices(Accelerator())
+    assert len([c for c in cluster.calls if c[0] == "LIST"]) == 4
+
+
+@pytest.mark.parametrize("data", [None, {}, {"basis.json": "{"}, {"basis.json": '{"x": 1}'}])
+def test_a_spoilt_basis_is_none(data: Obj | None) -> None:
+    assert read_basis({"data": data} if data is not None else None) is None
+
+
+def test_a_basis_reads_back() -> None:
+    text = '{"runtime_image": "i", "node_bytes": 5}'
+    assert read_basis({"data": {"basis.json": text}}) == Basis(runtime_image="i", node_bytes=5)
+
+
+# --- observations --------------------------------------------------------------------------------
+def test_measurements_that_tremble_are_not_news() -> None:
+    body = {"status": {"budgets": {"ipc": {"measuredBytes": 1000}, "kv": {}}}}
+    measured = {"ipc": 1040, "kv": 7}
+    assert steady(measured, body) == {"ipc": 1000, "kv": 7}
+    assert steady({"ipc": 1100}, body) == {"ipc": 1100}
+    assert steady({"ipc": 3}, {}) == {"ipc": 3}
+
+
+def test_a_route_waits_for_every_gateway() -> None:
+    assert route_state(None, False) == (None, "")
+    assert route_state(None, True)[0] is False
+    good = {"type": "Accepted", "status": "True"}
+    bad = {"type": "Accepted", "status": "False", "message": "no listener"}
+    parents = [{"conditions": [good]}, {"conditions": [bad], "parentRef": {"name": "edge"}}]
+    assert route_state({"status": {"parents": parents}}, True) == (
+        False, "gateway edge: no listener",
+    )  # fmt: skip
+    assert route_state({"status": {"parents": parents[:1]}}, True) == (True, "")
+
+
+def test_autoscalers_speak_for_themselves() -> None:
+    def said(kind: str, status: str, **more: str) -> Obj:
+        return {"status": {"conditions": [{"type": kind, "status": status, **more}]}}
+
+    assert scaling_state({}) == ("", "")
+    good, ready = said("ScalingActive", "True"), said("Ready", "True")
+    assert scaling_state({"a": good, "b": ready})[0] == "True"
+    assert scaling_state({"a": good, "b": None}) == ("Unknown", "b has not reported yet")
+    bad = said("ScalingActive", "False", reason="FailedGetResourceMetric", message="no metrics")
+    assert scaling_state({"a": None, "b": bad}) == ("False", "b: no metrics")
+    assert scaling_state({"a": said("Ready", "False")}) == ("False", "a: is inert")
+    assert scaling_state({"a": said("Active", "False")})[0] == "Unknown"  # scaled down, no more
+
+
+def test_conditions_of_another_version_count_as_absent() -> None:
+    good = {
+        "type": "Ready", "status": "True", "reason": "Ready", "observedGeneration": 1,
+        "lastTransitionTime": "2026-01-01T00:00:00Z",
+    }  # fmt: skip
+    stored = {"status": {"conditions": [good, {"type": "Odd"}]}}
+    assert [c.type for c in previous_conditions(stored)] == ["Ready"]
+
+
+# --- pods' reports in the background -----------------------------------------------------------
+async def test_a_pass_never_waits_for_a_pod_and_news_bring_it_back() -> None:
+    said, gate, keys = [PodReports(sessions_up=1, sessions_wanted=1)], asyncio.Event(), []
+
+    async def ask(*_: Any) -> PodReports:
+        await gate.wait()
+        return said[0]
+
+    reports = Reports(ask, keys.append)
+    labels = {"app.kubernetes.io/instance": "tiny"}
+    pods = ({"metadata": {"name": "p", "namespace": "default", "labels": labels}},)
+    assert await reports.observe((), ()) == PodReports()
+    for _ in range(3):
+        assert await reports.observe(pods, ()) == PodReports(), "not known yet"
+    gate.set()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert keys == [("default", "tiny")]
+    assert await reports.observe(pods, ()) == said[0]
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert keys == [("default", "tiny")], "no news, no key"
+    await reports.stop()
+
+
+# --- flags -------------------------------------------------------------------------------------
+def test_flags_and_environment_agree() -> None:
+    environment = {
+        "FOVEAL_OPERATOR_NAMESPACES": "a, b,a",
+        "FOVEAL_OPERATOR_WORKERS": "3",
+        "FOVEAL_OPERATOR_RESYNC_SECONDS": "5",
+        "POD_NAMESPACE": "system",
+        "POD_NAME": "op-0",
+    }
+    found = read(["--workers", "4"], environment)
+    assert found.namespaces == ("a", "b")
+    assert found.num_workers == 4, "a flag wins"
+    assert found.resync_seconds == 5.0
+    assert found.lease is not None
+    assert found.lease.namespace == "system"
+    assert found.identity.startswith("op-0_")
+    assert read(["--leader-elect", "false"], {}).lease is None
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--bind", "8080"],
+        ["--workers", "0"],
+        ["--resync-seconds", "0"],
+        ["--lease-seconds", "5"],
+        ["--rules", "/nowhere.yaml"],
+        ["--namespaces", ",".join(f"n{i}" for i in range(300))],
+    ],
+)
+def test_wrong_flags_are_refused_by_name(flags: list[str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        read(flags, {})
+    assert flags[0].lstrip("-").split("-")[0] in str(caught.value)
+
+
+def test_rules_and_dashboards_are_read(tmp_path: Path) -> None:
+    (tmp_path / "rules.yaml").write_text("groups: [{name: foveal, rules: []}]")
+    (tmp_path / "board.json").write_text('{"title": "Foveal"}')
+    found = read(["--rules", str(tmp_path / "rules.yaml"), "--dashboards", str(tmp_path)], {})
+    assert found.settings.rule_groups[0]["name"] == "foveal"
+    assert list(found.settings.dashboards) == ["board.json"]
+
+
+# --- probes, metrics, logs ---------------------------------------------------------------------
+async def test_probes_say_what_is_wrong() -> None:
+    telemetry = Telemetry()
+    trouble = {"api": "the API server does not answer"}
+    server = ProbeServer(
+        telemetry,
+        live={"workers": lambda: ""},
+        ready={"api": lambda: trouble["api"]},
+        before_scrape=lambda: telemetry.set("foveal_operator_watch_is_up", 1),
+    )
+    port = await server.start("127.0.0.1", 0)
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
+        async with session.get("/livez") as answer:
+            assert answer.status == 200
+        async with session.get("/readyz") as answer:
+            assert answer.status == 503
+            assert "[-]api the API server does not answer" in await answer.text()
+        trouble["api"] = ""
+        async with session.get("/readyz") as answer:
+            assert answer.status == 200
+        async with session.get("/metrics") as answer:
+            assert "foveal_operator_watch_is_up 1.0" in await answer.text()
+    await server.stop()
+
+
+def test_metric_names_are_unique_and_follow_controller_runtime() -> None:
+    names = [metric.name for metric in OPERATOR_METRICS]
+    assert len(names) == len(set(names))
+    expected = {
+        "controller_runtime_reconcile", "workqueue_depth", "rest_client_requests",
+        "leader_election_master_status", "workqueue_queue_duration_seconds",
+    }  # fmt: skip
+    assert expected <= set(names)
+
+
+def test_log_lines_are_json() -> None:
+    record = logging.LogRecord("a", logging.INFO, "", 0, "x %s", ("é",), None)
+    assert json.loads(JsonLines().format(record))["message"] == "x é"

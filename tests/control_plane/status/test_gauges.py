@@ -1,0 +1,144 @@
+"""The status as series: what dashboards and alerts about a resource are made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from foveal_operator.status import gauges
+from foveal_operator.status.cold_start import METRIC, ColdStarts, phases
+from foveal_operator.status.report import plain
+from foveal_operator.telemetry.series import Telemetry
+from tests.control_plane.status.test_status import BASE, ended, pod, revisions, serving, status_of
+from tests.support.regenerate import planned
+
+NAME = {"namespace": "models", "name": "qwen"}
+
+
+def condition(telemetry: Telemetry, kind: str, status: str) -> float:
+    return telemetry.value("foveal_inference_condition", **NAME, type=kind, status=status)
+
+
+def told(telemetry: Telemetry, resource: dict[str, Any], **observed: Any) -> dict[str, Any]:
+    """Puts one status and returns the resource with it."""
+    inference, _ = planned(BASE)
+    status = status_of(**observed)
+    gauges.put(telemetry, resource, inference, status)
+    return {**resource, "status": plain(status)}
+
+
+def failing() -> dict[str, Any]:
+    _, engine = revisions(BASE)
+    broken = pod("e-0", engine, ready=False, **ended(137, reason="OOMKilled"))
+    return {**serving(), "engine_pods": (broken,)}
+
+
+def test_conditions_replicas_and_budgets() -> None:
+    telemetry = Telemetry()
+    told(telemetry, BASE, **serving(), measured={"ipc": 5})
+    assert condition(telemetry, "Ready", "True") == 1
+    assert condition(telemetry, "Ready", "False") == 0
+    assert telemetry.value("foveal_inference_max_pods", **NAME, role="engine") == 2
+    assert telemetry.value("foveal_inference_measured_bytes", **NAME, budget="ipc") == 5
+    planned_bytes = telemetry.value("foveal_inference_budget_bytes", **NAME, budget="ipc")
+    assert planned_bytes == 4 << 30
+
+
+def test_a_condition_that_has_gone_says_nothing_any_more() -> None:
+    telemetry = Telemetry()
+    resource = told(telemetry, BASE, **failing())
+    assert condition(telemetry, "Reconciling", "True") == 1
+    told(telemetry, resource, **serving())
+    assert b'type="Reconciling"' not in b"".join(telemetry.exposition())
+
+
+def test_the_text_is_what_the_library_would_write() -> None:
+    """Series of resources are written by us: the same ones, and values that read the same."""
+    telemetry = Telemetry()
+    told(telemetry, BASE, **failing(), measured={"ipc": 3 << 40})
+    text = b"".join(telemetry.exposition()).decode()
+    written = generate_latest(telemetry.registry).decode()
+    pages = [
+        {
+            (family.name, family.type, family.documentation): {
+                (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+                for sample in family.samples
+            }
+            for family in text_string_to_metric_families(page)
+        }
+        for page in (text, written)
+    ]
+    assert pages[0] == pages[1]
+    (named,) = telemetry.exposition(["foveal_inference_ready"])
+    assert {line.split("{")[0] for line in named.decode().splitlines() if line[0] != "#"} == {
+        "foveal_inference_ready"
+    }
+
+
+def test_a_failure_is_counted_once() -> None:
+    telemetry = Telemetry()
+    resource = told(telemetry, BASE, **failing())
+    resource = told(telemetry, resource, **failing())
+    told(telemetry, resource, **failing())
+    name = "foveal_inference_pod_failures_total"
+    assert telemetry.value(name, **NAME, reason="OOMKilled") == 1
+
+
+def test_a_resource_that_has_gone_leaves_no_series() -> None:
+    telemetry = Telemetry()
+    told(telemetry, BASE, **failing())
+    gauges.forget(telemetry, **NAME)
+    assert b'name="qwen"' not in b"".join(telemetry.exposition())
+
+
+# --- cold starts ------------------------------------------------------------------------------
+KEY = ("models", "qwen")
+
+
+def started(name: str, made: int, **changes: Any) -> dict[str, Any]:
+    """A pod made at minute `made`: a node after 2 s, its container after 32 s, ready after 92 s."""
+
+    def at(offset: int) -> str:
+        return f"2026-01-01T00:{made + offset // 60:02}:{offset % 60:02}Z"
+
+    def true(kind: str, offset: int) -> dict[str, Any]:
+        return {"type": kind, "status": "True", "lastTransitionTime": at(offset)}
+
+    status = {
+        "conditions": [true("PodScheduled", 2), true("Ready", 92)],
+        "containerStatuses": [{"restartCount": 0, "state": {"running": {"startedAt": at(32)}}}],
+    }
+    metadata = {"name": name, "uid": name, "creationTimestamp": at(0)}
+    return {"metadata": metadata, "status": {**status, **changes}}
+
+
+def test_a_pods_start_is_made_of_three_phases() -> None:
+    assert phases(started("a", 0)) == {"schedule": 2, "pull": 30, "start": 60}
+
+
+def test_a_pod_that_is_not_ready_or_ran_before_tells_nothing() -> None:
+    assert phases(started("a", 0, conditions=[])) == {}
+    assert phases(started("a", 0, containerStatuses=[])) == {}
+    again = [{"restartCount": 1, "state": {"running": {"startedAt": "2026-01-01T00:00:32Z"}}}]
+    assert phases(started("a", 0, containerStatuses=again)) == {}
+    waiting = [{"restartCount": 0, "state": {"waiting": {}}}]
+    assert phases(started("a", 0, containerStatuses=waiting)) == {}
+
+
+def test_the_newest_pod_counts_and_counts_once() -> None:
+    telemetry, cold = Telemetry(), ColdStarts()
+
+    def value() -> float:
+        return telemetry.value(METRIC, **NAME, role="engine", phase="start")
+
+    cold.put(telemetry, KEY, "engine", [started("a", 0), started("b", 1)])
+    assert value() == 60
+    late = started("b", 1)  # was not ready for a while: no cold start
+    late["status"]["conditions"][1]["lastTransitionTime"] = "2026-01-01T05:00:00Z"
+    cold.put(telemetry, KEY, "engine", [late])
+    assert value() == 60
+    gauges.forget(telemetry, **NAME)
+    cold.forget(KEY)
+    assert METRIC.encode() + b"{" not in b"".join(telemetry.exposition())

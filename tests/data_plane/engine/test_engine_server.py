@@ -1,0 +1,360 @@
+"""An engine with its threads and sockets: sessions, health, drain, death."""
+
+import asyncio
+import contextlib
+import json
+import threading
+import urllib.error
+import urllib.request
+
+import pytest
+
+from foveal_runtime.engine.process.assemble import LoadedEngine, assemble_core
+from foveal_runtime.engine.process.integrity import digest_of
+from foveal_runtime.engine.process.server import EngineServer, Phase
+from foveal_runtime.engine.testing.fake_frontend import FakeFrontend, FakeItem
+from foveal_runtime.engine.testing.fake_runner import FakeRunner, reference_tokens
+from foveal_runtime.plan.budget.encoder import LargestItem
+from foveal_runtime.plan.config import EngineCaches, EngineConfig, ModelConfig, SchedulerConfig
+from foveal_runtime.plan.errors import StartupError
+from foveal_runtime.wire import codec
+from foveal_runtime.wire.transport import LinkDown
+from foveal_runtime.wire.zmq_transport import ZmqDealer, ZmqRouter
+
+CONFIG = EngineConfig(
+    model=ModelConfig(path="/models/fake"),
+    caches=EngineCaches(ipc_bytes=1 << 20, ipc_staging_bytes=1 << 21, block_size=4),
+    scheduler=SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=8),
+)
+A = FakeItem("A", 6, 5000)
+
+
+class Harness:
+    """An engine server in a thread."""
+
+    def __init__(self, on_execute=None, gate=None, **options):
+        self.server = EngineServer(**options)
+        self.ready = threading.Event()
+        self.gate = gate
+        self.on_execute = on_execute
+        self.code = None
+        self.thread = threading.Thread(target=self._run)
+
+    def _make_core(self):
+        if self.gate is not None:
+            assert self.gate.wait(20)
+        self.runner = FakeRunner(num_blocks=64, block_size=4, on_execute=self.on_execute)
+        loaded = LoadedEngine(
+            runner=self.runner, num_blocks=64, max_model_len=200,
+            largest={"image": LargestItem(24, 24)},
+        )  # fmt: skip
+        self.core = assemble_core(CONFIG, loaded, send=self.server.send)
+        return self.core
+
+    def _run(self):
+        self.code = self.server.run(
+            self._make_core,
+            lambda: ZmqRouter("tcp://127.0.0.1:0"),
+            on_ready=lambda endpoint: self.ready.set(),
+        )
+
+    def get(self, path):
+        url = f"http://127.0.0.1:{self.server.health.port}{path}"
+        try:
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+
+    def join(self):
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+
+
+@contextlib.contextmanager
+def engine(**options):
+    harness = Harness(**options)
+    harness.thread.start()
+    try:
+        if options.get("gate") is None:
+            assert harness.ready.wait(20)
+        yield harness
+    finally:
+        harness.server.request_stop()
+        harness.join()
+
+
+class Client:
+    """A fake frontend on a real socket."""
+
+    def __init__(self, harness, name="f1"):
+        self.fake = FakeFrontend(name)
+        self.link = ZmqDealer(harness.server.endpoint, name)
+
+    async def open(self):
+        await self.link.connected()
+        self.send(self.fake.hello())
+        await self.until(lambda: self.fake.sender.is_up or self.fake.over)
+
+    def send(self, sending):
+        self.link.send(codec.encode_up(sending))
+
+    async def until(self, condition):
+        async with asyncio.timeout(20):
+            while not condition():
+                frames = await self.link.recv()
+                for answer in self.fake.take(codec.decode_down(frames)):
+                    self.send(answer)
+
+    def check(self, rid):
+        tokens, inputs, values = self.fake.expanded(rid)
+        made = self.fake.tokens[rid]
+        assert made == reference_tokens(tokens, inputs, values, self.fake.bodies[rid][2], len(made))
+
+
+async def test_requests_of_two_frontends_over_real_sockets():
+    with engine() as harness:
+        one, two = Client(harness, "f1"), Client(harness, "f2")
+        await one.open()
+        await two.open()
+        one.send(one.fake.request(("r", 0), [1, 2, A, 3], max_tokens=8))
+        await one.until(lambda: ("r", 0) in one.fake.finish)
+        await two.until(lambda: two.fake.sender.believes(A.mm_hash))
+        sending = two.fake.request(("r", 0), [9, A, 3], max_tokens=8)
+        assert sending.frames == []
+        two.send(sending)
+        await two.until(lambda: ("r", 0) in two.fake.finish)
+        for client in (one, two):
+            client.check(("r", 0))
+        assert two.fake.first["r", 0].num_encoder_hits == 1
+        await one.until(lambda: one.fake.num_heartbeats > 0)
+        one.link.close()
+        two.link.close()
+    assert harness.code == 0
+    assert harness.runner.closed
+
+
+async def test_health_while_loading_and_when_ready():
+    gate = threading.Event()
+    with engine(gate=gate, render_metrics=lambda: b"some_metric 1\n") as harness:
+        assert harness.get("/livez")[0] == 200
+        assert harness.get("/readyz") == (503, "loading\n")
+        gate.set()
+        assert harness.ready.wait(20)
+        assert harness.get("/readyz") == (200, "ok\n")
+        assert harness.get("/metrics") == (200, "some_metric 1\n")
+        assert harness.get("/other")[0] == 404
+
+
+async def test_metrics_that_cannot_be_rendered_are_a_500_and_not_the_end():
+    def render():
+        raise ValueError("no such series")
+
+    with engine(render_metrics=render) as harness:
+        assert harness.get("/metrics")[0] == 500
+        assert harness.get("/livez")[0] == 200
+
+
+async def test_a_step_that_hangs_fails_the_liveness_probe_and_idling_does_not():
+    now = [100.0]
+    hang, entered = threading.Event(), threading.Event()
+
+    def on_execute(plan):
+        entered.set()
+        assert hang.wait(20)
+
+    with engine(on_execute=on_execute, clock=lambda: now[0], stall_seconds=30) as harness:
+        now[0] += 1000
+        assert harness.get("/livez")[0] == 200, "idle is alive"
+        client = Client(harness)
+        await client.open()
+        client.send(client.fake.request(("r", 0), [1, 2, 3], max_tokens=2))
+        assert await asyncio.to_thread(entered.wait, 20)
+        assert harness.get("/livez")[0] == 200
+        now[0] += 31
+        status, reason = harness.get("/livez")
+        assert status == 503
+        assert "no step ended for 31 s" in reason
+        hang.set()
+        await client.until(lambda: ("r", 0) in client.fake.finish)
+        assert harness.get("/livez")[0] == 200
+        client.link.close()
+
+
+async def test_drain_finishes_requests_refuses_sessions_and_ends():
+    hold = threading.Semaphore(0)  # one step per permit; each output the client gets gives one
+    with engine(on_execute=lambda plan: hold.acquire(timeout=20)) as harness:
+        client, late = Client(harness, "f1"), Client(harness, "f2")
+        await client.open()
+        await late.link.connected()
+        client.send(client.fake.request(("r", 0), [1, 2, 3], max_tokens=190))
+        hold.release(3)
+        await client.until(lambda: len(client.fake.tokens["r", 0]) == 3)
+        harness.server.request_drain()
+        hold.release(2)
+        await client.until(lambda: client.fake.load.draining)
+        assert await asyncio.to_thread(harness.get, "/readyz") == (503, "draining\n")
+        late.send(late.fake.hello())
+
+        def over():
+            hold.release()
+            return client.fake.over
+
+        await asyncio.gather(late.until(lambda: late.fake.over), client.until(over))
+        assert late.fake.over == "draining"
+        assert client.fake.finish["r", 0] == "length"
+        client.check(("r", 0))
+        assert client.fake.over == "draining"
+        await asyncio.to_thread(harness.join)
+        assert harness.code == 0
+        client.link.close()
+        late.link.close()
+
+
+async def test_a_drain_has_an_end():
+    with engine(drain_timeout_seconds=0.0) as harness:
+        client = Client(harness)
+        await client.open()
+        client.send(client.fake.request(("r", 0), [1, 2, 3], max_tokens=190))
+        await client.until(lambda: client.fake.tokens["r", 0])
+        harness.server.request_drain()
+        await client.until(lambda: client.fake.over)
+        assert client.fake.over == "draining"
+        assert client.fake.lost in ([("r", 0)], [])
+        client.link.close()
+
+
+async def test_a_failing_step_ends_the_engine_with_a_word():
+    def on_execute(plan):
+        raise RuntimeError("device lost")
+
+    with engine(on_execute=on_execute) as harness:
+        client = Client(harness)
+        await client.open()
+        client.send(client.fake.request(("r", 0), [1, 2, 3]))
+        await client.until(lambda: client.fake.over)
+        assert client.fake.over == "engine_failed"
+        assert client.fake.lost == [("r", 0)]
+        await asyncio.to_thread(harness.join)
+        assert harness.code == 1
+        assert harness.server.phase is Phase.FAILED
+        client.link.close()
+
+
+async def test_garbage_ends_a_session_and_not_the_engine():
+    with engine() as harness:
+        client, other = Client(harness, "f1"), Client(harness, "f2")
+        await client.open()
+        await other.open()
+        client.link.send([b"\xc1 not msgpack"])
+        await client.until(lambda: client.fake.over)
+        assert client.fake.over == "bad_message"
+        other.send(other.fake.request(("r", 0), [1, A, 3]))
+        await other.until(lambda: ("r", 0) in other.fake.finish)
+        other.check(("r", 0))
+        client.link.close()
+        other.link.close()
+
+
+async def test_the_books_can_be_looked_at_from_outside():
+    """/debug/integrity: in use while a request runs, all back when it was aborted."""
+    steps = threading.Semaphore(3)
+    hold = threading.Event()
+
+    def on_execute(plan):
+        if not steps.acquire(blocking=False):
+            hold.wait(20)
+
+    with engine(on_execute=on_execute, engine_id="engine-7") as harness:
+        client = Client(harness)
+        await client.open()
+        client.send(client.fake.request(("r", 0), [1, A, 2], max_tokens=100))
+        await client.until(lambda: client.fake.tokens.get(("r", 0)))
+        asked = asyncio.create_task(asyncio.to_thread(harness.get, "/debug/integrity"))
+        hold.set()
+        status, text = await asked
+        state = json.loads(text)
+        assert (status, state["engine"], state["broken"]) == (200, "engine-7", "")
+        client.send(client.fake.sender.abort(("r", 0)))
+        while not state["idle"]:
+            state = json.loads((await asyncio.to_thread(harness.get, "/debug/integrity"))[1])
+            assert not state["broken"]
+        assert state["kv_blocks_in_use"] == state["encoder_references"] == 0
+        assert state["mm_pinned_bytes"] == state["mm_staged_bytes"] == 0
+        assert state["mm_used_bytes"] == len(A.value) <= state["mm_capacity_bytes"]
+        assert state["mm_digest"] == digest_of([A.mm_hash])
+        client.link.close()
+
+
+def test_books_that_disagree_are_told_and_the_engine_goes_on():
+    with engine() as harness:
+        harness.core.receiver.store.pinned_bytes += 1
+        status, text = harness.get("/debug/integrity")
+        assert status == 200
+        assert "pinned_bytes" in json.loads(text)["broken"]
+        assert harness.get("/livez")[0] == 200
+        harness.core.receiver.store.pinned_bytes -= 1
+
+
+async def test_an_idle_engine_checks_its_books():
+    with engine(idle_check_seconds=0.01) as harness:
+        client = Client(harness)
+        await client.open()
+        client.send(client.fake.request(("r", 0), [1, A, 3]))
+        await client.until(lambda: client.fake.finish)
+        before = harness.server.num_idle_checks
+        async with asyncio.timeout(20):
+            while harness.server.num_idle_checks < before + 2:  # noqa: ASYNC110 - a thread's
+                await asyncio.sleep(0.01)
+        assert harness.server.phase is Phase.READY
+        harness.core.receiver.store.idle_bytes += 1
+        harness.join()
+        assert harness.code == 1
+        assert harness.server.phase is Phase.FAILED
+        client.link.close()
+
+
+def test_an_engine_that_loads_has_no_books_yet():
+    gate = threading.Event()
+    with engine(gate=gate) as harness:
+        while not harness.server.health._thread.is_alive():
+            pass
+        assert harness.get("/debug/integrity")[0] == 503
+        gate.set()
+
+
+async def test_a_silent_frontend_is_dropped():
+    now = [100.0]
+    with engine(clock=lambda: now[0]) as harness:
+        client = Client(harness)
+        await client.open()
+        client.send(client.fake.request(("r", 0), range(1, 20), max_tokens=4))
+        await client.until(lambda: ("r", 0) in client.fake.finish)
+        for _ in range(8):  # each within a second, as if nothing had held the engine up
+            now[0] += 0.9
+            harness.server._links._transport.wake()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await client.until(lambda: client.fake.over)
+        await client.until(lambda: client.fake.over)
+        assert client.fake.over == "silent"
+        client.link.close()
+
+
+async def test_a_port_in_use_is_a_start_up_error():
+    with engine() as harness:
+        with pytest.raises(StartupError, match="http_port: cannot listen"):
+            EngineServer(http_port=harness.server.health.port)
+        server = EngineServer()
+        with pytest.raises(StartupError, match="cannot listen"):
+            server.run(harness._make_core, lambda: ZmqRouter(harness.server.endpoint))
+
+
+async def test_a_link_that_breaks_is_noticed():
+    with engine() as harness:
+        client = Client(harness)
+        await client.open()
+        client.link.close()
+        with pytest.raises(LinkDown):
+            client.link.send([b"x"])

@@ -1,0 +1,105 @@
+"""The event stream on real sockets: numbers, replay, bounds."""
+
+import msgspec
+import pytest
+import zmq
+
+from foveal_runtime.engine.events import stream as event_stream
+from foveal_runtime.engine.events.log import BlocksCleared, EncoderStored, EventBatch
+from foveal_runtime.engine.events.stream import END_OF_REPLAY, TOPIC, EventStream, replay_endpoint
+from foveal_runtime.plan.errors import StartupError
+
+
+def batch(number):
+    return EventBatch("e0", 7, float(number), [EncoderStored([b"k" * 32], "device")])
+
+
+@pytest.fixture
+def stream():
+    made = EventStream("tcp://127.0.0.1:0")
+    made.start()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def sockets():
+    context, made = zmq.Context(), []
+
+    def connect_(kind, endpoint):
+        made.append(connect(context, kind, endpoint))
+        return made[-1]
+
+    yield connect_
+    for socket in made:
+        socket.close(0)
+    context.term()
+
+
+def connect(context, kind, endpoint):
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.RCVTIMEO, 10_000)
+    if kind == zmq.SUB:
+        socket.setsockopt(zmq.SUBSCRIBE, TOPIC)
+    socket.connect(endpoint)
+    return socket
+
+
+def replay(socket, first):
+    socket.send(first.to_bytes(8, "big"))
+    numbers = []
+    while True:
+        number, payload = socket.recv_multipart()
+        if number == END_OF_REPLAY:
+            return numbers
+        numbers.append(int.from_bytes(number, "big"))
+        assert msgspec.msgpack.decode(payload, type=EventBatch).boot == 7
+
+
+def test_batches_arrive_numbered_and_can_be_replayed(stream, sockets):
+    sub = sockets(zmq.SUB, stream.endpoint)
+    dealer = sockets(zmq.DEALER, stream.replay)
+    for number in range(1, 4):
+        stream.publish(batch(number))
+    assert replay(dealer, 0) == [1, 2, 3], "nothing is lost before the subscription"
+    assert replay(dealer, 3) == [3]
+    assert replay(dealer, 9) == []
+    last = 3
+    while not sub.poll(20):  # until the subscription has reached the other side
+        last += 1
+        stream.publish(batch(last))
+    topic, number, payload = sub.recv_multipart()
+    assert topic == TOPIC
+    assert 1 <= int.from_bytes(number, "big") <= last  # the socket may have been quicker than us
+    decoded = msgspec.msgpack.decode(payload)
+    assert decoded["seconds"] == int.from_bytes(number, "big"), "the batch of this number"
+    assert decoded["engine_id"] == "e0"
+    assert decoded["events"] == [
+        {"type": "encoder_stored", "mm_hashes": [b"k" * 32], "tier": "device"}
+    ]
+    dealer.send(b"nonsense that is no number")
+    assert replay(dealer, last) == [last]
+
+
+def test_the_replay_buffer_is_bounded(stream):
+    for number in range(3):
+        stream._keep(number.to_bytes(8, "big"), bytes(event_stream.MAX_REPLAY_BYTES // 2))
+    assert [int.from_bytes(entry[0], "big") for entry in stream._kept] == [1, 2]
+
+
+def test_what_cannot_be_queued_leaves_a_gap():
+    stream = EventStream("tcp://127.0.0.1:0")  # its thread never runs
+    for number in range(event_stream.MAX_PENDING + 5):
+        stream.publish(EventBatch("e0", 7, float(number), [BlocksCleared()]))
+    assert stream.num_dropped == 5
+    assert stream._pending[-1][0] == event_stream.MAX_PENDING
+    stream.close()
+
+
+def test_addresses():
+    assert replay_endpoint("tcp://127.0.0.1:5590") == "tcp://127.0.0.1:5591"
+    assert replay_endpoint("tcp://[::1]:5590") == "tcp://[::1]:5591"
+    with pytest.raises(StartupError, match="names no port"):
+        replay_endpoint("tcp://127.0.0.1")
+    with pytest.raises(StartupError, match="not on loopback"):
+        EventStream("tcp://0.0.0.0:5590").start()

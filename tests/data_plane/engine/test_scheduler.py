@@ -1,0 +1,488 @@
+"""Scheduling scenarios: one rule at a time, each checked against the uncached reference."""
+
+import pytest
+
+from foveal_runtime.engine.testing.drive import Drive, image
+from foveal_runtime.engine.testing.fake_runner import content
+from foveal_runtime.engine.types.request import Status
+from foveal_runtime.engine.types.step import ModelTraits
+from foveal_runtime.plan.errors import (
+    ContextLengthExceeded,
+    EngineFailure,
+    InvalidRequest,
+    MediaTooLarge,
+    Overloaded,
+)
+from foveal_runtime.plan.sampling import SamplingParams
+
+P = 9
+
+
+def chunks(drive, request_id):
+    return [
+        (entry.num_computed_tokens, entry.num_scheduled_tokens)
+        for plan in drive.plans
+        for entry in plan.scheduled
+        if entry.request_id == request_id
+    ]
+
+
+def test_a_long_prompt_is_computed_in_chunks_and_decodes_go_on():
+    drive = Drive(max_num_batched_tokens=10)
+    drive.add("short", range(20, 24), max_tokens=6)
+    drive.step()
+    drive.add("long", range(100, 125), max_tokens=2)
+    drive.run()
+    assert chunks(drive, "short") == [(0, 4), (4, 1), (5, 1), (6, 1), (7, 1), (8, 1)]
+    assert chunks(drive, "long") == [(0, 9), (9, 9), (18, 7), (25, 1)]
+    drive.assert_done()
+    assert drive.finish == {"short": "length", "long": "length"}
+
+
+def test_a_step_beside_a_stream_is_smaller_and_a_step_without_one_is_not():
+    drive = Drive(max_num_batched_tokens=20, max_num_mixed_tokens=6)
+    drive.add("stream", range(20, 24), max_tokens=5)
+    drive.step()
+    drive.add("long", range(100, 140), max_tokens=2)
+    drive.run()
+    assert chunks(drive, "stream") == [(0, 4), (4, 1), (5, 1), (6, 1), (7, 1)]
+    assert chunks(drive, "long") == [(0, 5), (5, 5), (10, 5), (15, 5), (20, 20), (40, 1)]
+    drive.assert_done()
+
+
+def test_beside_a_stream_one_large_item_or_several_small_ones_are_encoded():
+    """Three items of 5 where 11 may be encoded beside a stream, then one of 12: it has its turn."""
+    drive = Drive(max_num_mixed_tokens=11)
+    drive.add("stream", range(20, 24), max_tokens=9)
+    drive.step()
+    for name in "abc":
+        drive.add(name, [1, *[P] * 5, 2], [image(name.upper(), 1, 5)], max_tokens=2)
+    drive.add("large", [1, *[P] * 12, 2], [image("L", 1, 12)], max_tokens=2)
+    drive.run()
+    encoded = [sum(entry.num_embeds for entry in plan.encode) for plan in drive.plans]
+    assert max(encoded) == 12
+    assert sum(encoded) == 27
+    assert all(one <= 11 or one == 12 for one in encoded)
+    drive.assert_done()
+
+
+def test_every_stream_gets_its_token_even_when_there_are_more_than_the_limit():
+    drive = Drive(max_num_mixed_tokens=2)
+    for number in range(6):
+        drive.add(f"s{number}", [number, 1, 2], max_tokens=4)
+    drive.run()
+    assert len({len(chunks(drive, f"s{number}")) for number in range(6)}) == 1
+    drive.assert_done()
+
+
+def test_what_another_is_computing_is_waited_for_and_others_pass():
+    """A prompt of four blocks in two steps: who wants the same waits for it, and computes no block
+    of it; a prompt of its own does not wait; one that shares less than it would save does not."""
+    drive = Drive(max_num_batched_tokens=16)
+    same = list(range(20, 40))
+    drive.add("first", same, max_tokens=2)
+    drive.add("second", [*same, 7, 8], max_tokens=2)
+    drive.add("own", range(100, 104), max_tokens=2)
+    drive.add("salted", same, max_tokens=2, cache_salt=b"tenant")
+    drive.add("third", [*same[:12], 50, 51], max_tokens=2)
+    drive.run()
+    assert chunks(drive, "first")[:2] == [(0, 16), (16, 4)]
+    assert chunks(drive, "second")[0] == (20, 2)
+    assert chunks(drive, "third")[0] == (12, 2)
+    assert chunks(drive, "salted")[0][0] == 0, "another tenant's blocks are not its own"
+    order = list(dict.fromkeys(e.request_id for plan in drive.plans for e in plan.scheduled))
+    assert order.index("own") < order.index("second")
+    assert order.index("second") < order.index("third"), "those who waited keep their order"
+    drive.assert_done()
+
+
+def test_a_short_common_beginning_is_not_waited_for():
+    drive = Drive(max_num_batched_tokens=8)
+    drive.add("first", range(20, 40), max_tokens=2)
+    drive.add("second", [20, 21, 22, 23, *range(60, 76)], max_tokens=2)
+    drive.step()
+    drive.add("third", [20, 21, 22, 23, *range(80, 96)], max_tokens=2)
+    drive.run()
+    assert chunks(drive, "second")[0][0] <= 4
+    assert {"first", "second", "third"} == drive.finish.keys()
+    drive.assert_done()
+
+
+def test_who_waits_for_blocks_goes_on_when_the_one_that_computes_them_ends():
+    drive = Drive(max_num_batched_tokens=8)
+    same = list(range(20, 60))
+    drive.add("first", same)
+    drive.add("second", same, max_tokens=2)
+    drive.step()
+    drive.step()
+    assert chunks(drive, "second") == []
+    drive.scheduler.abort("first")
+    drive.run()
+    assert chunks(drive, "second")[0] == (16, 8), "what was computed is not lost"
+    drive.assert_done()
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_many_wait_for_one_and_are_served_in_their_order(policy):
+    """More than a pass passes over."""
+    drive = Drive(num_blocks=400, max_num_seqs=64, max_num_batched_tokens=16, policy=policy)
+    same = list(range(20, 60))
+    for number in range(50):
+        drive.add(f"r{number:02}", [*same, 100 + number], max_tokens=1)
+    drive.run()
+    computed = sum(e.num_scheduled_tokens for plan in drive.plans for e in plan.scheduled)
+    assert computed == 41 + 49
+    assert list(drive.finish) == sorted(drive.finish)
+    drive.assert_done()
+
+
+def test_first_come_first_served_and_seats_are_limited():
+    drive = Drive(max_num_seqs=2)
+    for name in "abc":
+        drive.add(name, [ord(name), 1, 2], max_tokens=3)
+    assert {entry.request_id for entry in drive.step().scheduled} == {"a", "b"}
+    drive.run()
+    assert list(drive.finish) == ["a", "b", "c"]
+    drive.assert_done()
+
+
+def test_the_priority_policy_runs_the_smaller_number_first():
+    drive = Drive(max_num_seqs=1, policy="priority")
+    for name, priority in (("a", 5), ("b", 1), ("c", 1), ("d", 0)):
+        drive.add(name, [ord(name), 1], priority=priority)
+    drive.run()
+    assert list(drive.finish) == ["d", "b", "c", "a"]
+    drive.assert_done()
+
+
+def test_the_last_to_come_is_preempted_and_recomputed():
+    drive = Drive(num_blocks=8, max_num_batched_tokens=64)
+    drive.add("a", range(10, 22), max_tokens=16)
+    drive.add("b", range(30, 42), max_tokens=16)
+    drive.run()
+    assert drive.scheduler.stats.num_preemptions > 0
+    assert drive.requests["a"].num_preemptions == 0
+    assert drive.requests["b"].num_preemptions > 0
+    assert list(drive.finish) == ["a", "b"]
+    drive.assert_done()
+
+
+def test_the_least_important_is_preempted_even_when_it_was_scheduled_already():
+    drive = Drive(num_blocks=8, max_num_batched_tokens=64, policy="priority")
+    drive.add("low", range(10, 22), max_tokens=16, priority=9)
+    drive.step()
+    drive.add("high", range(30, 42), max_tokens=16, priority=1)
+    drive.run()
+    assert drive.requests["high"].num_preemptions == 0
+    assert drive.requests["low"].num_preemptions > 0
+    drive.assert_done()
+
+
+def test_a_preempted_request_drops_its_encoder_references_and_takes_them_again():
+    drive = Drive(num_blocks=9, max_num_batched_tokens=16)
+    drive.add("a", range(10, 22), max_tokens=18)
+    drive.add("b", [1, *[P] * 12, 2], [image("A", 1, 12)], max_tokens=12)
+    drive.run()
+    assert drive.requests["b"].num_preemptions > 0
+    drive.assert_done()
+
+
+def test_a_request_too_long_for_the_model_is_refused_with_both_numbers():
+    drive = Drive(max_model_len=20)
+    with pytest.raises(ContextLengthExceeded, match=r"20.*20"):
+        drive.add("a", range(20))
+    drive.add("b", range(10, 29), max_tokens=50)
+    drive.run()
+    assert (len(drive.outputs["b"]), drive.finish["b"]) == (1, "length")
+
+
+def test_bad_requests_are_refused_and_change_nothing():
+    drive = Drive(num_blocks=5, max_waiting=1)
+    with pytest.raises(InvalidRequest):
+        drive.add("a", [])
+    with pytest.raises(InvalidRequest):
+        drive.add("a", [1], max_tokens=0)
+    with pytest.raises(EngineFailure, match=r"21 tokens.*20"):
+        drive.add("a", range(21))
+    with pytest.raises(MediaTooLarge, match=r"17 encoder outputs.*32.*16"):
+        drive.add("a", [P] * 17, [image("A", 0, 17)])
+    drive.add("a", [1])
+    with pytest.raises(Overloaded):
+        drive.add("b", [1])
+    drive.run()
+    drive.assert_done()
+
+
+def test_a_request_that_outgrows_the_kv_cache_alone_fails_and_the_engine_goes_on():
+    drive = Drive(num_blocks=4)
+    drive.add("a", range(10, 22), max_tokens=50)
+    drive.add("b", range(30, 34), max_tokens=4)
+    drive.run()
+    assert drive.finish == {"a": "error", "b": "length"}
+    assert drive.errors["a"][0] == "engine_error"
+    assert "4 of 4" in drive.errors["a"][1]
+    drive.assert_done()
+
+
+def test_stop_rules():
+    probe = Drive()
+    probe.add("p", [5, 6, 7], max_tokens=8)
+    probe.run()
+    made = probe.outputs["p"]
+    eos = ModelTraits(
+        vocab_size=32_000, max_position=1000, eos_token_ids=(made[3],), is_multimodal=False
+    )
+
+    def run(traits=None, **options):
+        drive = Drive(traits=traits) if traits else Drive()
+        drive.add("p", [5, 6, 7], sampling=SamplingParams(**options))
+        outputs = []
+        while drive.scheduler.has_work:
+            plan = drive.scheduler.schedule()
+            if plan.scheduled or plan.finished:
+                drive.scheduler.update(plan, drive.runner.execute(plan))
+            outputs += [output for _, output in drive.scheduler.take_outputs()]
+        return sum(len(o.token_ids) for o in outputs), outputs[-1].finish, outputs[-1].stop_token
+
+    assert run(max_tokens=5) == (5, "length", None)
+    assert run(eos, max_tokens=8) == (4, "stop", None)
+    assert run(eos, max_tokens=8, ignore_eos=True) == (8, "length", None)
+    assert run(max_tokens=8, stop_token_ids=(made[2],)) == (3, "stop", made[2])
+    assert run(max_tokens=8, stop_token_ids=(made[2],), min_tokens=3) == (8, "length", None)
+    assert run(eos, max_tokens=8, min_tokens=3) == (4, "stop", None)
+
+
+def test_tokens_of_an_earlier_attempt_count_and_are_not_emitted_again():
+    drive = Drive()
+    drive.add("a", range(10, 20), max_tokens=9)
+    drive.run()
+    again = Drive()
+    again.add("a", range(10, 20), max_tokens=9, emitted=drive.outputs["a"][:5])
+    again.run()
+    assert again.outputs["a"] == drive.outputs["a"][5:]
+    assert again.first["a"].num_prompt_tokens == 10
+    again.add("done", range(10, 20), max_tokens=5, emitted=drive.outputs["a"][:5])
+    assert again.finish["done"] == "length"
+    assert again.outputs["done"] == []
+    again.assert_done()
+
+
+def test_abort_gives_everything_back_wherever_the_request_is():
+    drive = Drive(max_num_seqs=1, max_num_batched_tokens=8)
+    drive.add("a", [1, *[P] * 12, 2], [image("A", 1, 12)])
+    drive.add("b", range(10, 20))
+    drive.step()
+    assert drive.requests["a"].status is Status.RUNNING
+    assert drive.scheduler.abort("b") is drive.requests["b"]
+    assert drive.scheduler.abort("a") is drive.requests["a"]
+    assert drive.scheduler.abort("a") is None
+    drive.run()
+    drive.assert_done()
+    assert drive.outputs == {"a": [], "b": []}
+
+
+def test_an_abort_between_plan_and_result_is_harmless():
+    drive = Drive()
+    drive.add("a", range(10, 20))
+    drive.add("b", range(30, 40))
+    plan = drive.scheduler.schedule()
+    result = drive.runner.execute(plan)
+    drive.scheduler.abort("a")
+    drive.scheduler.update(plan, result)
+    drive.scheduler.check_integrity()
+    drive._collect()
+    drive.run()
+    assert drive.outputs["a"] == []
+    drive.assert_done()
+
+
+def test_the_same_picture_in_one_pass_is_encoded_once():
+    drive = Drive(max_num_batched_tokens=64)
+    for name in "abc":
+        drive.add(name, [ord(name), *[P] * 6, 2], [image("A", 1, 6)])
+    plan = drive.step()
+    assert len(plan.encode) == 1
+    assert len(plan.scheduled) == 3
+    drive.run()
+    assert drive.runner.num_encoded == 1
+    assert [drive.first[name].num_encoder_hits for name in "abc"] == [0, 1, 1]
+    drive.assert_done()
+
+
+def test_a_picture_twice_in_one_prompt_is_encoded_once():
+    drive = Drive()
+    drive.add("a", [1, *[P] * 6, 2, *[P] * 6, 3], [image("A", 1, 6), image("A", 8, 6)])
+    drive.run()
+    assert drive.runner.num_encoded == 1
+    drive.assert_done()
+
+
+def test_the_encoder_budget_cuts_the_chunk_before_the_item():
+    drive = Drive(max_num_batched_tokens=64, encoder_compute_embeds=10)
+    drive.add("a", [1, *[P] * 6, 2, *[P] * 6, 3], [image("A", 1, 6), image("B", 8, 6)])
+    plan = drive.step()
+    assert [len(plan.encode), plan.num_tokens] == [1, 8]
+    drive.run()
+    assert chunks(drive, "a")[:2] == [(0, 8), (8, 7)]
+    drive.assert_done()
+
+
+def test_without_room_in_the_encoder_cache_an_item_waits_for_another_to_be_consumed():
+    drive = Drive(encoder_cache_embeds=12, max_num_batched_tokens=8)
+    drive.add("a", [1, *[P] * 12, 2], [image("A", 1, 12)])
+    drive.add("b", [3, *[P] * 12, 4], [image("B", 1, 12)])
+    drive.run()
+    drive.assert_done()
+    assert drive.scheduler.encoder.num_evictions == 1
+
+
+def test_marker_tokens_of_an_item_need_no_encoder_output():
+    drive = Drive(max_num_batched_tokens=4)
+    drive.add("a", [1, 2, *[P] * 10, 3], [image("A", 2, 10, num_embeds=6)])
+    assert drive.step().encode == []
+    assert len(drive.step().encode) == 1
+    drive.run()
+    drive.assert_done()
+
+
+def test_unchunked_items_are_computed_in_one_step_and_do_not_starve():
+    drive = Drive(disable_chunked_mm_input=True, max_num_batched_tokens=16)
+    drive.add("text", range(20, 24), max_tokens=30)
+    drive.step()
+    drive.add("a", [1, 2, *[P] * 16, 3], [image("A", 2, 16)])
+    drive.run()
+    assert chunks(drive, "a")[:3] == [(0, 2), (2, 16), (18, 1)]
+    assert list(drive.finish) == ["a", "text"], "an item as large as the step had to wait"
+    drive.assert_done()
+
+
+@pytest.mark.parametrize("kind", ["item", "prompt"])
+def test_groups_are_not_cut(kind):
+    traits = ModelTraits(
+        vocab_size=1000, max_position=1000, eos_token_ids=(), is_multimodal=True,
+        bidirectional=kind, embed_bytes=4,
+    )  # fmt: skip
+    drive = Drive(traits=traits, max_num_batched_tokens=24)
+    drive.add("t", range(20, 32), max_tokens=20)
+    for name in ("A", "B"):
+        drive.add(name, [1, 2, *[P] * 12, *range(30, 38)], [image(name, 2, 12)])
+    drive.run()  # the runner asserts that no group is cut
+    drive.assert_done()
+    with pytest.raises((MediaTooLarge, InvalidRequest)):
+        drive.add("x", [P] * 25, [image("X", 0, 25, num_embeds=4)])
+
+
+def test_one_key_with_two_sizes_fails_only_the_second_request():
+    drive = Drive()
+    drive.add("a", [1, *[P] * 6, 2], [image("A", 1, 6)])
+    drive.run()
+    drive.add("b", [1, *[P] * 7, 2], [image("A", 1, 7)])
+    drive.add("c", [3, *[P] * 6, 2], [image("A", 1, 6)])
+    drive.run()
+    assert drive.finish == {"a": "length", "b": "error", "c": "length"}
+    assert "7 encoder outputs here and for 6" in drive.errors["b"][1]
+    drive.assert_done()
+
+
+def test_a_failing_request_does_not_touch_the_others():
+    drive = Drive()
+    for name in "ab":
+        drive.add(name, range(ord(name), ord(name) + 10))
+    drive.step()
+    drive.runner.failures["a"] = "not a number"
+    drive.run()
+    assert drive.errors == {"a": ("engine_error", "not a number")}
+    drive.assert_done()
+
+
+def test_a_failed_encoding_leaves_no_ghost_in_the_cache():
+    drive = Drive(max_num_batched_tokens=64)
+    bad = image("bad", 1, 6)
+    drive.runner.bad_values.add(content(bad[1]))
+    drive.add("a", [1, *[P] * 6, 2], [bad])
+    drive.add("b", [2, *[P] * 6, 2], [bad])
+    drive.add("c", [3, *[P] * 6, 2], [image("C", 1, 6)])
+    drive.run()
+    assert drive.finish == {"a": "error", "b": "error", "c": "length"}
+    drive.runner.bad_values.clear()
+    drive.add("d", [1, *[P] * 6, 2], [bad])
+    drive.run()
+    assert drive.finish["d"] == "length"
+    drive.assert_done()
+
+
+def test_a_pass_that_cannot_progress_fails_the_blocker_and_never_spins():
+    """An item that was rejected at the window's start once made an engine run empty passes for
+    minutes. Here the room is stolen behind the scheduler's back, so nothing can ever be encoded."""
+    drive = Drive()
+    thief = drive.add("thief", [P] * 16, [image("T", 0, 16)])
+    drive.step()
+    drive.scheduler.encoder.cache_size -= 32
+    drive.scheduler.encoder.num_free_embeds -= 32
+    drive.check = False
+    drive.add("a", [*[P] * 6, 2], [image("A", 0, 6)], max_tokens=1)
+    del thief
+    drive.scheduler.abort("thief")
+    drive.scheduler.reset_encoder_cache()
+    for _ in range(4):
+        drive.step()
+    assert drive.finish["a"] == "error"
+    assert "no step can compute" in drive.errors["a"][1]
+    assert drive.scheduler.stats.num_no_progress == 1
+    assert not drive.scheduler.has_work
+
+
+def test_a_waiting_request_that_gets_no_kv_holds_no_encoder_output():
+    """References taken before a failed block allocation used to stay for ever."""
+    drive = Drive(num_blocks=8, max_num_batched_tokens=64)
+    drive.add("a", range(10, 30), max_tokens=8)
+    drive.step()
+    drive.add("b", [1, *[P] * 12, 2], [image("B", 1, 12)])
+    plan = drive.step()
+    assert plan.encode == []
+    assert drive.scheduler.encoder.num_used_embeds == 0
+    drive.run()
+    drive.assert_done()
+
+
+def test_the_host_tier_saves_encodings():
+    drive = Drive(encoder_cache_embeds=16, encoder_host_bytes=4000, prefix_caching=False)
+    for turn in range(3):
+        for name in ("A", "B", "C"):
+            drive.add(f"{name}{turn}", [1, *[P] * 12, 2], [image(name, 1, 12)])
+            drive.run()
+    assert drive.runner.num_encoded == 3
+    assert drive.scheduler.encoder.num_host_hits == 6
+    drive.assert_done()
+
+
+def test_stage_times_and_counters():
+    drive = Drive()
+    drive.add("a", range(10, 40), max_tokens=3)
+    drive.clock.now += 2.0
+    drive.run()
+    first = drive.first["a"]
+    assert first.queue_seconds == pytest.approx(2.0)
+    assert first.prefill_seconds == pytest.approx(0.01)
+    stats = drive.scheduler.stats
+    assert stats.num_prompt_tokens == 30
+    assert stats.num_generation_tokens == 3
+    assert stats.finished == {"length": 1}
+    assert list(stats.observed.iteration_tokens) == [30, 1, 1]
+    assert len(stats.observed.inter_token_seconds) == 2
+
+
+def test_a_sharer_of_a_failed_requests_encoding_starts_over_unharmed():
+    """The one it was encoded for fails; whether the output exists is not known, so the other
+    throws its step away and encodes the picture itself."""
+    drive = Drive(max_num_batched_tokens=64)
+    drive.add("a", [1, *[P] * 6, 2], [image("A", 1, 6)])
+    drive.add("b", [2, *[P] * 6, 2], [image("A", 1, 6)])
+    drive.runner.failures["a"] = "injected"
+    drive.step()
+    assert drive.outputs["b"] == []
+    assert drive.requests["b"].num_preemptions == 1
+    drive.run()
+    assert drive.finish == {"a": "error", "b": "length"}
+    assert drive.runner.num_encoded == 2
+    drive.assert_done()

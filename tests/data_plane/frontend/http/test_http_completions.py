@@ -1,0 +1,115 @@
+"""/v1/completions: prompts of every form, echo, logprobs, several prompts times n."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from foveal_runtime.frontend.protocol.responses import Completion
+
+PATH = "/v1/completions"
+
+
+async def post(harness: Any, **body: Any) -> dict[str, Any]:
+    response = await harness.http.post(PATH, json=body)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    Completion.model_validate(answer)
+    return answer
+
+
+async def test_forms_of_a_prompt(harness: Any) -> None:
+    for prompt in ("ab", [97, 98], ["ab"], [[97, 98]]):
+        answer = await post(harness, prompt=prompt)
+        assert answer["choices"][0]["text"] == "Hello, world!"
+        assert harness.generator.requests[-1].token_ids == [97, 98]
+        assert answer["usage"]["prompt_tokens"] == 2
+    assert harness.generator.requests[-1].sampling.max_tokens == 16
+
+
+async def test_several_prompts_and_choices(harness: Any) -> None:
+    harness.generator.script = lambda request: request.token_ids
+    answer = await post(harness, prompt=["one", "two", "three"], n=2)
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert texts == ["one", "one", "two", "two", "three", "three"]
+    assert answer["usage"]["prompt_tokens"] == len("onetwothree")
+    ids = [request.request_id for request in harness.generator.requests]
+    assert len(set(ids)) == 6
+    events = await harness.stream(PATH, prompt=["one", "two", "three"], n=2)
+    streamed = ["".join(c["text"] for e in events for c in e["choices"] if c["index"] == i)
+                for i in range(6)]  # fmt: skip
+    assert streamed == texts
+
+
+async def test_echo_with_logprobs_covers_the_prompt(harness: Any) -> None:
+    harness.say[0] = "cd"
+    answer = await post(harness, prompt="ab", echo=True, logprobs=2, max_tokens=2)
+    choice = answer["choices"][0]
+    assert choice["text"] == "abcd"
+    assert choice["logprobs"]["tokens"] == ["a", "b", "c", "d"]
+    assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3]
+    assert choice["logprobs"]["token_logprobs"][0] is None
+    assert choice["logprobs"]["top_logprobs"][2]["c"] == -0.5
+    assert not harness.generator.requests[0].read_prefix_cache
+    events = await harness.stream(PATH, prompt="ab", echo=True, logprobs=0, max_tokens=2)
+    tokens = [t for e in events for c in e["choices"] for t in c["logprobs"]["tokens"]]
+    offsets = [t for e in events for c in e["choices"] for t in c["logprobs"]["text_offset"]]
+    assert (tokens, offsets) == (["a", "b", "c", "d"], [0, 1, 2, 3])
+    assert "".join(c["text"] for e in events for c in e["choices"]) == "abcd"
+
+
+async def test_scoring_only(harness: Any) -> None:
+    """max_tokens 0 with echo: the prompt's logprobs and nothing else (evaluation harnesses)."""
+    answer = await post(harness, prompt="ab", echo=True, logprobs=0, max_tokens=0)
+    choice = answer["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("ab", "length")
+    assert choice["logprobs"]["tokens"] == ["a", "b"]
+    assert answer["usage"]["completion_tokens"] == 0
+    refused = await harness.http.post(PATH, json={"prompt": "ab", "max_tokens": 0})
+    assert refused.json()["error"]["param"] == "max_tokens"
+
+
+async def test_token_ids_and_usage_while_streaming(harness: Any) -> None:
+    harness.say[0] = "xy"
+    events = await harness.stream(
+        PATH, prompt="ab", return_token_ids=True, stream_options={"include_usage": True}
+    )
+    assert events[0]["choices"][0]["prompt_token_ids"] == [97, 98]
+    tokens = [t for e in events for c in e["choices"] for t in c["token_ids"]]
+    assert tokens == [120, 121, 256]
+    assert events[-1]["usage"] == {
+        "prompt_tokens": 2,
+        "completion_tokens": 3,
+        "total_tokens": 5,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+
+
+async def test_sampling_options_reach_the_engine(harness: Any) -> None:
+    await post(
+        harness, prompt="a", temperature=0.5, top_p=0.9, top_k=-1, min_p=0.1, seed=-1,
+        repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=-0.5,
+        logit_bias={"5": 2, "6": -100}, min_tokens=1, max_tokens=3, ignore_eos=True, priority=-2,
+        cache_salt="s",
+    )  # fmt: skip
+    request = harness.generator.requests[0]
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 0)
+    assert (sampling.min_p, sampling.seed) == (0.1, 2**64 - 1)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.5)
+    assert sampling.logit_bias == ((5, 2.0), (6, -100.0))
+    assert (sampling.min_tokens, sampling.max_tokens, sampling.ignore_eos) == (1, 3, True)
+    assert (request.priority, request.cache_salt) == (-2, b"s")
+
+
+async def test_defaults_come_from_generation_config(start: Any, model_path: Any) -> None:
+    path = model_path / "generation_config.json"
+    path.write_text('{"temperature": 0.25, "top_k": 7, "do_sample": false, "max_new_tokens": 9}')
+    try:
+        async with start() as harness:
+            await post(harness, prompt="a", max_tokens=4)
+            await harness.chat("a", top_k=0)
+    finally:
+        path.unlink()
+    first, second = (request.sampling for request in harness.generator.requests)
+    assert (first.temperature, first.top_k, first.top_p, first.max_tokens) == (0.25, 7, 1.0, 4)
+    assert (second.temperature, second.top_k, second.max_tokens) == (0.25, 0, 9)

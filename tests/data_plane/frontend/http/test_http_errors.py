@@ -1,0 +1,224 @@
+"""Every refusal has the OpenAI error shape, the right status and the field at fault."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from foveal_runtime.frontend.protocol.responses import ErrorResponse
+from foveal_runtime.plan.errors import (
+    EngineFailure,
+    MediaForbidden,
+    NoEngine,
+    Overloaded,
+)
+
+USER = {"role": "user", "content": "hi"}
+SEARCHED = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+BAD_CHAT: list[tuple[dict[str, Any], str, str]] = [
+    ({"model": "other"}, "model", "does not exist"),
+    ({"messages": []}, "messages", "at least 1"),
+    ({"messages": "hi"}, "messages", "list"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "'user'"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
+    (
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": [SEARCHED]}]},
+        "messages[0].tool_calls",
+        "not supported",
+    ),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+     "messages[0].content[0].image_url", "nor uuid"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": 5}}]}]},
+     "messages[0].content[0].image_url.url", "string"),
+    ({"messages": [{"role": "user", "content": [{"type": "smell", "smell": {}}]}]},
+     "messages[0].content[0]", "smell"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a <image> b"}]}]},
+     "messages[0].content[0].text", "<image>"),
+    ({"messages": [{"role": "user", "content": [
+        {"type": "text", "text": "a <ima"}, {"type": "text", "text": "ge> b"}]}]},
+     "messages", "0 image parts became 1"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "uuid": "nobody"}]}]},
+     "messages[0].content[0]", "nobody"),
+    ({"temperature": -1}, "temperature", "greater"),
+    ({"temperature": "warm"}, "temperature", "number"),
+    ({"top_p": 0}, "top_p", "greater than 0"),
+    ({"min_p": 2}, "min_p", "less"),
+    ({"max_tokens": 0}, "max_tokens", "greater"),
+    ({"max_tokens": True}, "max_tokens", "integer"),
+    ({"max_completion_tokens": 10**6}, "max_completion_tokens", "fit"),
+    ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "at most 8"),
+    ({"n": 65}, "n", "64"),
+    ({"n": 2, "best_of": 3}, "best_of", "equals n"),
+    ({"stop": ["a", ""]}, "stop[1]", "at least 1"),
+    ({"stop": ["a"] * 17}, "stop", "at most 16"),
+    ({"stop_token_ids": [10**6]}, "stop_token_ids", "below"),
+    ({"logit_bias": {"x": 1}}, "logit_bias", "not a token id"),
+    ({"logit_bias": {"1": 101}}, "logit_bias", "-100 to 100"),
+    ({"top_logprobs": 2}, "top_logprobs", "logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "stream"),
+    ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "streamed"),
+    ({"cache_salt": "a@b"}, "cache_salt", "'@'"),
+    ({"cache_salt": "a" * 129}, "cache_salt", "128"),
+    ({"tools": [SEARCHED]}, "tools", "not supported"),
+    ({"tool_choice": "auto"}, "tool_choice", "not supported"),
+    ({"functions": [{"name": "f"}]}, "functions", "not supported"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    ({"guided_json": {}}, "guided_json", "not supported"),
+    ({"structured_outputs": {"json": {}}}, "structured_outputs", "not supported"),
+    ({"lora_request": {"name": "x"}}, "lora_request", "not supported"),
+    ({"modalities": ["text", "audio"]}, "modalities", "not supported"),
+    ({"audio": {"voice": "x"}}, "audio", "not supported"),
+    ({"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
+    ({"chat_template": "{{ 1 }}"}, "chat_template", "not supported"),
+    ({"temprature": 0}, "temprature", "unknown field"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", "may not"),
+    (
+        {"add_generation_prompt": True, "continue_final_message": True},
+        "continue_final_message",
+        "exclude",
+    ),
+    ({"continue_final_message": True}, "continue_final_message", "assistant"),
+]  # fmt: skip
+
+
+def check_shape(response: Any, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["x-request-id"]
+    body: dict[str, Any] = response.json()
+    ErrorResponse.model_validate(body)
+    assert "Traceback" not in response.text
+    return body["error"]  # type: ignore[no-any-return]
+
+
+async def test_bad_chat_requests(harness: Any) -> None:
+    for change, param, fragment in BAD_CHAT:
+        response = await harness.http.post(
+            "/v1/chat/completions", json={"messages": [USER], **change}
+        )
+        error = check_shape(response, 404 if param == "model" else 400)
+        assert error["param"] == param, (change, error)
+        assert fragment in error["message"], (change, error)
+    assert not harness.generator.requests
+
+
+BAD_TEXT: list[tuple[dict[str, Any], str, str]] = [
+    ({}, "prompt", "required"),
+    ({"prompt": ""}, "prompt", "empty"),
+    ({"prompt": []}, "prompt", "at least 1"),
+    ({"prompt": [[]]}, "prompt", "at least 1"),
+    ({"prompt": [1, "a"]}, "prompt", ""),
+    ({"prompt": [-1]}, "prompt", "greater"),
+    ({"prompt": [10**6]}, "prompt", "below"),
+    ({"prompt": ["a"] * 30, "n": 3}, "n", "64"),
+    ({"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
+    ({"prompt": "see <image>"}, "prompt", "placeholder of image"),
+    ({"prompt": "a" * 5000}, "prompt", "5000 tokens"),
+    ({"prompt": "a", "use_beam_search": True}, "use_beam_search", "not supported"),
+]
+
+
+async def test_bad_text_requests(harness: Any) -> None:
+    for change, param, fragment in BAD_TEXT:
+        error = check_shape(await harness.http.post("/v1/completions", json=change), 400)
+        assert error["param"].startswith(param), (str(change)[:80], error)
+        assert fragment in error["message"], (str(change)[:80], error)
+
+
+async def test_accepted_and_meaningless(harness: Any) -> None:
+    response = await harness.chat(
+        user="me", metadata={"a": "b"}, store=True, service_tier="auto", tools=[], tool_choice=None,
+        parallel_tool_calls=False, response_format={"type": "text"}, modalities=["text"],
+        guided_json=None, best_of=1, tool_choice_2=None,
+    )  # fmt: skip
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "not valid JSON"),
+        (b"[1]", ""),
+        (b"", "required"),
+        (b"\xff\xfe", "not valid JSON"),
+        (b'{"messages": ' + b"[" * 100_000, "JSON"),
+    ],
+)
+async def test_broken_bodies(harness: Any, content: bytes, message: str) -> None:
+    response = await harness.http.post(
+        "/v1/chat/completions", content=content, headers={"content-type": "application/json"}
+    )
+    assert message.lower() in check_shape(response, 400)["message"].lower()
+
+
+async def test_paths_and_methods(harness: Any) -> None:
+    assert check_shape(await harness.http.get("/v1/nothing"), 404)["code"] == "not_found"
+    error = check_shape(await harness.http.get("/v1/chat/completions"), 405)
+    assert error["code"] == "method_not_allowed"
+    assert check_shape(await harness.http.get("/v1/models/other"), 404)["param"] == "model"
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (EngineFailure("the encoder returned 3 rows, promised 4"), 500),
+        (NoEngine("none", retry_after_seconds=7), 503),
+        (Overloaded("full"), 503),
+        (MediaForbidden("no", param="messages[0]"), 403),
+    ],
+)
+async def test_engine_errors_have_their_status(harness: Any, error: Any, status: int) -> None:
+    """Streamed or not: what fails before the first token is an HTTP error, not an event."""
+    harness.generator.error = error
+    for stream in (False, True):
+        response = await harness.chat(stream=stream)
+        found = check_shape(response, status)
+        assert found["code"] == error.code
+        if status == 503:
+            assert int(response.headers["retry-after"]) >= 1
+
+
+async def test_error_in_the_middle_of_a_stream(harness: Any) -> None:
+    harness.generator.error = EngineFailure("gone")
+    harness.generator.error_after = 3
+    events = await harness.stream(**harness.body())
+    assert events[-1]["error"]["code"] == "engine_error"
+    assert len(events) == 1 + 3 + 1
+
+
+async def test_unexpected_error_is_a_500_with_its_request_id(harness: Any, caplog: Any) -> None:
+    def broken(_: Any) -> list[int]:
+        raise RuntimeError("secret detail")
+
+    harness.generator.script = broken
+    response = await harness.http.post(
+        "/v1/chat/completions", json=harness.body(), headers={"x-request-id": "abc.1"}
+    )
+    error = check_shape(response, 500)
+    assert "abc.1" in error["message"]
+    assert "secret" not in response.text
+    assert response.headers["x-request-id"] == "abc.1"
+    assert "secret detail" in caplog.text
+
+
+async def test_equal_request_ids_are_different_requests(harness: Any) -> None:
+    """A client that sends one id twice would otherwise be refused by the engine as a duplicate."""
+    headers = {"x-request-id": "same"}
+    for _ in range(2):
+        response = await harness.http.post(
+            "/v1/chat/completions", json=harness.body(), headers=headers
+        )
+        assert response.json()["id"] == "chatcmpl-same"
+    first, second = (request.request_id for request in harness.generator.requests)
+    assert first != second
+    assert first.startswith("same.")
+
+
+async def test_request_ids_that_could_harm_are_replaced(harness: Any) -> None:
+    for bad in ("a b", "x" * 200, "../etc", "a\tb"):
+        response = await harness.http.get("/livez", headers={"x-request-id": bad})
+        assert response.headers["x-request-id"] != bad
+        assert len(response.headers["x-request-id"]) == 32

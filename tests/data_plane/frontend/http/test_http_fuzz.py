@@ -1,0 +1,62 @@
+"""Whatever fits, or nearly fits, the OpenAPI document: no 5xx, and answers as documented."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
+
+from foveal_runtime.frontend.http.app import build_app
+from foveal_runtime.frontend.testing.fake import FakeGenerator, FakeInputProcessor
+from foveal_runtime.frontend.testing.fake_tokenizer import EOS, IMAGE
+from foveal_runtime.plan.config import FrontendConfig, ModelConfig
+
+PATHS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/tokenize",
+    "/detokenize",
+    "/v1/models/{model}",
+)
+
+
+@pytest.fixture(scope="module")
+def schema(model_path: Path) -> Any:
+    processor = FakeInputProcessor({"image": (IMAGE, "<image>")})
+    app = build_app(
+        FrontendConfig(model=ModelConfig(path=str(model_path))),
+        processor=processor,
+        info=processor,
+        generator=FakeGenerator(lambda _: list(b"Hello"), EOS),
+    )
+    found = schemathesis.openapi.from_asgi("/openapi.json", app.asgi)
+    found.config.generation.update(modes=[GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+    return found
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_no_server_errors(schema: Any, path: str) -> None:
+    operation = schema[path]["GET" if "{" in path else "POST"]
+
+    @given(case=operation.as_strategy())
+    @settings(
+        max_examples=40, deadline=None, derandomize=True,
+        suppress_health_check=list(HealthCheck), database=None,
+    )  # fmt: skip
+    def run(case: Any) -> None:
+        response = case.call()
+        if response.status_code == 503:
+            assert response.headers["retry-after"]
+            return
+        checks = [not_a_server_error, status_code_conformance]
+        if "event-stream" not in response.headers.get("content-type", [""])[0]:
+            checks.append(response_schema_conformance)
+        case.validate_response(response, checks=checks)
+
+    run()

@@ -1,0 +1,59 @@
+"""POST /v1/media/items: own key, own namespace, typed refusals."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from foveal_runtime.frontend.common.stats import FrontendStats
+from foveal_runtime.frontend.items.injection import Injector
+from foveal_runtime.frontend.items.input_processor import NoEngines
+from foveal_runtime.frontend.items.processor_cache import ProcessorCache
+from foveal_runtime.frontend.media.protocol import PlaceholderInfo, ProcessorInfo
+from foveal_runtime.plan.config import InjectionConfig
+from foveal_runtime.wire.item import pack_item
+
+PATH = "/v1/media/items"
+
+
+def make_injector(config: InjectionConfig) -> tuple[Injector, ProcessorCache]:
+    image = PlaceholderInfo(0, "<i>", 4, 4, "<i>", "offsets")
+    cache = ProcessorCache(1 << 20)
+    info = ProcessorInfo("P", "p", b"i" * 16, (image,))
+    return Injector(config, info, cache, FrontendStats(), NoEngines()), cache
+
+
+def payload(name: str = "cat") -> bytes:
+    value = pack_item(0, (4, 4), ((0, 2),), {"x": ("float32", np.ones((1, 3), "f4"))})
+    return msgspec.msgpack.encode({"items": [{"modality": "image", "name": name, "value": value}]})
+
+
+def headers(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}", "content-type": "application/msgpack"}
+
+
+async def test_injection_has_its_own_key_and_stores(start: Any, tmp_path: Path) -> None:
+    (tmp_path / "api").write_text("user")
+    (tmp_path / "inject").write_text("router")
+    config = InjectionConfig(enabled=True, api_key_file=str(tmp_path / "inject"))
+    injector, cache = make_injector(config)
+    async with start(
+        injector=injector, injection=config, api_key_file=str(tmp_path / "api")
+    ) as harness:
+        refused = await harness.http.post(PATH, content=payload(), headers=headers("user"))
+        assert refused.status_code == 401
+        assert len(cache) == 0
+        answer = await harness.http.post(PATH, content=payload(), headers=headers("router"))
+        assert answer.json() == {"stored": 1, "sent": 0}
+        assert cache.is_cached(injector.recall("cat", b""))
+        bad = await harness.http.post(PATH, content=b"\xc1", headers=headers("router"))
+        assert bad.status_code == 400
+        assert bad.json()["error"]["code"] == "invalid_request_error"
+
+
+async def test_without_injection_there_is_no_endpoint(start: Any) -> None:
+    injector, _ = make_injector(InjectionConfig())
+    async with start(injector=injector) as harness:
+        answer = await harness.http.post(PATH, content=payload())
+        assert answer.status_code == 404

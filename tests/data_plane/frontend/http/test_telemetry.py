@@ -1,0 +1,234 @@
+"""Metrics that parse and add up, one-line logs, spans over the stages."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client.parser import text_string_to_metric_families
+
+from foveal_runtime.plan.errors import EngineFailure
+from foveal_runtime.plan.metrics.registry import METRICS
+from foveal_runtime.telemetry.exposition import merge, parse
+from foveal_runtime.telemetry.logs import JsonFormatter, TextFormatter, request_id_of_task
+from foveal_runtime.telemetry.metrics import Metrics
+from foveal_runtime.telemetry.table import markdown
+from foveal_runtime.telemetry.tracing import NO_SPAN, Tracing, child_span, configure_tracing
+
+
+def values(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    families = list(text_string_to_metric_families(text))
+    assert len({family.name for family in families}) == len(families)
+    found = {}
+    for family in families:
+        for sample in family.samples:
+            key = (sample.name, tuple(sorted(sample.labels.items())))
+            assert key not in found
+            found[key] = sample.value
+    return found
+
+
+def total(text: str, name: str, **labels: str) -> float:
+    wanted = labels.items()
+    return sum(v for (n, ls), v in values(text).items() if n == name and wanted <= dict(ls).items())
+
+
+async def test_requests_are_counted_once(harness: Any) -> None:
+    await harness.chat("hi", n=2)
+    await harness.stream(**harness.body("hi"))
+    harness.generator.error, harness.generator.error_after = EngineFailure("gone"), 2
+    await harness.stream(**harness.body("hi"))
+    await harness.chat(top_p=5)
+    await harness.http.get("/nowhere/at/all")
+    text = (await harness.http.get("/metrics")).text
+    tokens = len("Hello, world!") + 1
+    assert total(text, "vllm:request_success_total", finished_reason="stop") == 3
+    assert total(text, "vllm:request_success_total", finished_reason="error") == 1
+    assert total(text, "vllm:request_success_total", finished_reason="abort") == 0
+    assert total(text, "vllm:request_generation_tokens_sum") == 3 * tokens
+    assert total(text, "vllm:time_to_first_token_seconds_count") == 4
+    assert total(text, "vllm:inter_token_latency_seconds_count") == 3 * (tokens - 1) + 1
+    assert total(text, "vllm:request_queue_time_seconds_sum") == pytest.approx(0.003)
+    assert total(text, "vllm:request_params_n_bucket", le="1.0") == 2
+    assert total(text, "foveal_request_errors_total", code="engine_error") == 1
+    assert total(text, "foveal_request_errors_total", code="invalid_request_error") == 1
+    assert total(text, "http_requests_total", handler="unmatched", status="4xx") == 1
+    assert total(text, "foveal_ready", process="frontend-0") == 1
+    assert total(text, "foveal_requests_inflight") == 0
+    assert total(text, "process_resident_memory_bytes", process="frontend-0") > 0
+
+
+def test_declarations() -> None:
+    """Names are unique and sane; every series can be made and read back."""
+    for metric in METRICS:
+        assert metric.help.endswith("."), metric.name
+        assert metric.roles
+        assert (metric.kind == "histogram") == bool(metric.buckets), metric.name
+        assert list(metric.buckets) == sorted(metric.buckets)
+        if metric.kind == "counter":
+            assert not metric.name.endswith("_total"), metric.name
+    pages = {}
+    for role in ("frontend", "engine"):
+        metrics = Metrics(role, model_name="m", process="p", engine="e", max_model_len=4096)  # type: ignore[arg-type]
+        for metric in METRICS:
+            if role not in metric.roles:
+                continue
+            given = {"model_name", "process"} | (
+                {"engine"} if role == "engine" or metric.name.startswith("vllm:") else set()
+            )
+            labels = {name: "x" for name in metric.labels if name not in given}
+            if metric.kind == "histogram":
+                metrics.observe(metric.name, 3.0, **labels)
+            else:
+                metrics.set(metric.name, 3.0, **labels)
+        pages[role] = text = metrics.exposition().decode()
+        names = {family.name for family in text_string_to_metric_families(text)}
+        assert names >= {metric.name for metric in METRICS if role in metric.roles}
+    assert total(pages["frontend"], "vllm:request_prompt_tokens_bucket", le="2000.0") == 1
+    assert 'request_prompt_tokens_bucket{engine="",le="5000.0"' not in pages["frontend"]
+    assert total(pages["engine"], "vllm:request_num_preemptions_count", engine="e") == 1
+
+
+def test_wrong_use_is_a_bug() -> None:
+    metrics = Metrics("frontend", model_name="m", process="p")
+    with pytest.raises(KeyError):
+        metrics.inc("foveal_nothing")
+    with pytest.raises(KeyError):  # an engine's family
+        metrics.set("vllm:num_requests_running", 1)
+    with pytest.raises(AssertionError, match="labels"):
+        metrics.inc("foveal_request_errors", colour="red")
+    with pytest.raises(AssertionError, match="histogram"):
+        metrics.set("vllm:time_to_first_token_seconds", 1)
+
+
+def test_merge_adds_counters_and_keeps_processes_apart() -> None:
+    pages = []
+    for process, count in (("frontend-0/0", 2), ("frontend-0/1", 3)):
+        metrics = Metrics("frontend", model_name="m", process=process)
+        metrics.inc("vllm:request_success", count, finished_reason="stop")
+        metrics.observe("vllm:time_to_first_token_seconds", 0.03)
+        metrics.set("foveal_requests_inflight", count)
+        pages.append(parse(metrics.exposition().decode()))
+    engine = Metrics("engine", model_name="m", process="engine-0", engine="engine-0")
+    engine.set("vllm:num_requests_running", 4)
+    pages.append(parse(engine.exposition().decode()))
+    text = merge(pages).decode()
+    assert total(text, "vllm:request_success_total") == 5
+    assert total(text, "vllm:time_to_first_token_seconds_bucket", le="0.04") == 2
+    assert total(text, "foveal_requests_inflight", process="frontend-0/1") == 3
+    assert total(text, "vllm:num_requests_running", engine="engine-0") == 4
+    lines = text.splitlines()
+    heads = [line for line in lines if line.startswith("# TYPE")]
+    assert len(heads) == len(set(heads))
+
+
+async def test_page_shows_peers_and_survives_their_absence(start: Any) -> None:
+    async with start(frontend_id="other") as other:
+        await other.chat()
+        peers = (f"{other.url}/metrics?own=1", "http://127.0.0.1:9/metrics")
+        async with start(metrics_peers=peers) as harness:
+            await harness.chat()
+            text = (await harness.http.get("/metrics")).text
+            own = (await harness.http.get("/metrics?own=1")).text
+    assert total(text, "vllm:request_success_total", finished_reason="stop") == 2
+    assert total(text, "foveal_ready", process="other") == 1
+    assert total(text, "foveal_metrics_peers_unreachable", process="frontend-0") == 1
+    assert total(own, "vllm:request_success_total", finished_reason="stop") == 1
+
+
+def record(message: str, fields: dict[str, Any] | None = None) -> logging.LogRecord:
+    made = logging.LogRecord("foveal_runtime.frontend", 20, "f", 1, message, (), None)
+    if fields is not None:
+        made.fields = fields
+    return made
+
+
+def test_fields_may_stand_in_extra() -> None:
+    made = logging.makeLogRecord(
+        {"msg": "ready", "endpoint": "tcp://x", "levelname": "INFO", "name": "x"}
+    )
+    assert json.loads(JsonFormatter().format(made))["endpoint"] == "tcp://x"
+    assert TextFormatter().format(made).endswith("ready endpoint=tcp://x")
+
+
+def test_log_lines() -> None:
+    token = request_id_of_task.set("req-1")
+    try:
+        line = JsonFormatter("frontend-0").format(record("a\nb", {"status": 200, "path": "/x y"}))
+        text = TextFormatter().format(record("a\nb", {"status": 200, "path": "/x y"}))
+    finally:
+        request_id_of_task.reset(token)
+    assert "\n" not in line + text
+    parsed = json.loads(line)
+    assert (parsed["message"], parsed["status"], parsed["request_id"]) == ("a\nb", 200, "req-1")
+    assert 'path="/x y"' in text
+    assert "request_id=req-1" in text
+
+
+async def test_request_line_has_the_id_and_no_text(harness: Any) -> None:
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonFormatter())
+    logger = logging.getLogger("foveal_runtime")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        await harness.http.post(
+            "/v1/chat/completions", json=harness.body("secret"), headers={"x-request-id": "mine"}
+        )
+        await harness.http.get("/livez")
+        await harness.until(lambda: stream.getvalue())
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [line["request_id"] for line in lines] == ["mine"]
+    assert lines[0]["status"] == 200
+    assert "secret" not in stream.getvalue()
+
+
+async def test_spans_continue_the_callers_trace(start: Any) -> None:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    tracing = Tracing(provider.get_tracer("test"))
+    async with start(tracing=tracing) as harness:
+        trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
+        headers = {"traceparent": f"00-{trace_id}-00f067aa0ba902b7-01"}
+        for stream in (False, True):
+            await harness.http.post(
+                "/v1/chat/completions", json=harness.body(stream=stream), headers=headers
+            )
+        await harness.until(lambda: len(exporter.get_finished_spans()) == 6)
+    spans = exporter.get_finished_spans()
+    assert {f"{span.context.trace_id:032x}" for span in spans} == {trace_id}
+    names = sorted(span.name for span in spans)
+    assert names == ["POST /v1/chat/completions"] * 2 + ["generate"] * 2 + ["prepare"] * 2
+    generate = next(span for span in spans if span.name == "generate")
+    assert [event.name for event in generate.events] == ["first_token"]
+    assert generate.attributes is not None
+    assert generate.attributes["num_output_tokens"] == len("Hello, world!") + 1
+    provider.shutdown()
+
+
+def test_tracing_is_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
+    tracing = configure_tracing("foveal", "p")
+    assert not tracing.is_on
+    assert tracing.start("x", {}) is NO_SPAN
+    with child_span("stage", size=3) as span:
+        assert span is NO_SPAN
+
+
+def test_the_committed_table_is_current() -> None:
+    committed = Path(__file__).resolve().parents[4] / "docs" / "metrics.md"
+    assert committed.read_text(encoding="utf-8") == markdown(), (
+        "run: python -m foveal_runtime.telemetry.table docs/metrics.md"
+    )

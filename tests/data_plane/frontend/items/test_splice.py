@@ -1,0 +1,312 @@
+"""Real processors: items processed alone and spliced give the full processor's prompt and tensors.
+
+Every family is a tiny instance of its real class. What the engine rebuilds from unexpanded ids must
+be what the processor itself would have made, or caches would serve another prompt than a miss.
+"""
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from foveal_runtime.frontend.items.placement import complete_prompt, match_placeholders
+from foveal_runtime.frontend.items.seams import MediaPart
+from foveal_runtime.frontend.media.newlines import surround
+from foveal_runtime.plan.config import ModalitiesConfig, ModalityLimits
+from foveal_runtime.plan.errors import InvalidRequest, MediaInvalid
+from foveal_runtime.plan.media import MODALITIES
+from foveal_runtime.wire.item import view_item
+
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of transformers' own processors
+]
+
+IMAGES = [
+    "llava", "llava_next", "llava_onevision", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl",
+    "glm4v", "idefics3", "smolvlm", "internvl", "gemma3", "paligemma",
+]  # fmt: skip
+VIDEOS = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"]
+SOUNDS = ["qwen2_audio", "audioflamingo3"]
+SAME_FIELDS = {"llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "internvl", "gemma3"}
+ONE_ITEM = {"llava_onevision", "audioflamingo3"}
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    from tests.support import tiny_processors
+
+    return tiny_processors
+
+
+@pytest.fixture(scope="session")
+def loaded(tiny, tmp_path_factory):
+    """name → (ItemProcessor, ProcessorInfo), made once."""
+    from foveal_runtime.frontend.media.processors import ItemProcessor
+
+    cache: dict = {}
+
+    def load(name: str):
+        if name not in cache:
+            path = tiny.save(name, tmp_path_factory.mktemp("models"))
+            processor = ItemProcessor(str(path), ModalitiesConfig())
+            cache[name] = processor, processor.examine(b"n" * 16)
+        return cache[name]
+
+    return load
+
+
+def png(seed: int, width: int, height: int) -> bytes:
+    noise = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(noise).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def wav(seconds: float) -> bytes:
+    import soundfile
+
+    tone = np.sin(np.arange(int(seconds * 8000)) / 9).astype(np.float32)
+    buffer = io.BytesIO()
+    soundfile.write(buffer, tone, 8000, format="WAV")
+    return buffer.getvalue()
+
+
+def mp4(num_frames: int) -> bytes:
+    import av
+
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=4)
+        stream.width, stream.height, stream.pix_fmt = 48, 32, "yuv420p"
+        for index in range(num_frames):
+            pixels = np.full((32, 48, 3), index * 9, np.uint8)
+            for packet in stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")):
+                container.mux(packet)
+        for packet in stream.encode():
+            container.mux(packet)
+    return buffer.getvalue()
+
+
+def full_call(processor, modality: int, media: list, text: str) -> dict:
+    """transformers' own way, all items at once."""
+    if modality == 1:
+        from foveal_runtime.frontend.media.processors import _videos
+
+        kwargs = _videos(media, {})
+    else:
+        kwargs = {("images", "", "audio")[modality]: media}
+    return dict(processor.processor(text=[text], return_tensors="pt", **kwargs))
+
+
+def check(loaded, name: str, modality: int, files: list[bytes], text: str) -> None:
+    processor, info = loaded(name)
+    placeholder = info.placeholder(modality)
+    assert placeholder is not None, info
+    media = [processor.decode(modality, data, {}) for data in files]
+    items = [view_item(processor.process(modality, one, {})) for one in media]
+    full = full_call(processor, modality, media, text)
+    parts = [MediaPart(modality=MODALITIES[modality], data=data) for data in files]
+    plain = complete_prompt(info, list(processor.tokenizer(text)["input_ids"]), parts)
+    slots = dict(match_placeholders(info, plain, parts))
+    spliced: list[int] = []
+    for at, token in enumerate(plain):
+        spliced.extend(items[slots[at]].header.replacement if at in slots else [token])
+    assert spliced == full["input_ids"][0].tolist()
+    for item in items:
+        ids = np.asarray(item.header.replacement)
+        marked = np.zeros(len(ids), bool)
+        for start, length in item.header.embed_runs:
+            marked[start : start + length] = True
+        assert np.array_equal(marked, ids == placeholder.embed_token_id)
+    if name in SAME_FIELDS:
+        for field in items[0].fields:
+            alone = np.concatenate([item.fields[field].numpy() for item in items])
+            assert np.array_equal(alone, full[field].numpy()), field
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_images(loaded, name):
+    _, info = loaded(name)
+    item = info.placeholder_text("image")
+    one, two = png(0, 90, 60), png(1, 40, 70)
+    check(loaded, name, 0, [one], f"{item}what is it?")
+    if name not in ONE_ITEM:
+        check(loaded, name, 0, [one, two], f"{item}{item}what is it?")
+    if name not in ONE_ITEM | {"paligemma"}:  # which takes its pictures first, wherever they stood
+        check(loaded, name, 0, [two, one], f"{item}\nitem 0\n{item}\n\nwhat is it?")
+
+
+@pytest.mark.parametrize("name", VIDEOS)
+def test_videos(loaded, name):
+    _, info = loaded(name)
+    item = info.placeholder_text("video")
+    check(loaded, name, 1, [mp4(8)], f"{item}what is it?")
+    check(loaded, name, 1, [mp4(8), mp4(16)], f"what {item}\n{item}what is it?")
+
+
+@pytest.mark.parametrize("name", SOUNDS)
+def test_sounds(loaded, name):
+    _, info = loaded(name)
+    item = info.placeholder_text("audio")
+    check(loaded, name, 2, [wav(0.7)], f"{item}what is it?")
+    if name not in ONE_ITEM:
+        check(loaded, name, 2, [wav(0.7), wav(1.3)], f"{item}{item}what is it?")
+
+
+def test_voxtral(loaded):
+    """Its processor takes whole conversations of Mistral's own tokenizer, so the reference is the
+    feature step inside it: 375 embeddings for every started half minute."""
+    processor, info = loaded("voxtral")
+    assert info.placeholder_text("audio") == "[AUDIO]"
+    media = [processor.decode(2, wav(seconds), {}) for seconds in (0.7, 31.0)]
+    items = [view_item(processor.process(2, one, {})) for one in media]
+    settings = dict(processor.processor.audio_kwargs)
+    settings.pop("max_source_positions")
+    features = processor.processor._retrieve_input_features(media, 3000, **settings).numpy()
+    assert features.shape[0] == 3
+    alone = np.concatenate([item.fields["input_features"].numpy() for item in items])
+    assert np.array_equal(alone, features)
+    assert [item.meta.num_embeds for item in items] == [375, 750]
+    assert all(set(item.header.replacement) == {24} for item in items)
+
+
+async def test_a_worker_process_makes_the_same_item(tiny, loaded, tmp_path):
+    """The real worker: its own process, the real processor, bytes equal to those made here."""
+    from foveal_runtime.frontend.media.workers import MediaWorkers, WorkerSettings
+
+    processor, info = loaded("llava")
+    data = png(0, 90, 60)
+    pool = MediaWorkers(
+        WorkerSettings(
+            model_path=str(tiny.save("llava", tmp_path)), namespace=b"n" * 16,
+            limits=ModalitiesConfig(), num_workers=1,
+        )
+    )  # fmt: skip
+    try:
+        started = await pool.start()
+        assert started.identity == info.identity
+        assert started.placeholders == info.placeholders
+        done = await pool.process(0, b"{}", data)
+        assert done.value == processor.process(0, processor.decode(0, data, {}), {})
+        with pytest.raises(MediaInvalid):
+            await pool.process(0, b"{}", data[:200])
+    finally:
+        await pool.close()
+
+
+def test_an_item_does_not_depend_on_its_neighbours(loaded):
+    processor, _ = loaded("idefics3")
+    small, large = (processor.decode(0, png(i, 40 + 90 * i, 40), {}) for i in (0, 1))
+    alone = processor.process(0, small, {})
+    processor.process(0, large, {})
+    assert processor.process(0, small, {}) == alone
+
+
+def test_idefics3_markers_take_no_embeddings(loaded):
+    """mm_token_type_ids covers the row and column markers too: it must not be used."""
+    processor, _ = loaded("idefics3")
+    item = view_item(processor.process(0, processor.decode(0, png(0, 90, 60), {}), {}))
+    assert item.meta.num_tokens > item.meta.num_embeds
+    assert item.meta.num_embeds == item.fields["pixel_values"].shape[1] * 4
+
+
+def test_processor_options_change_the_item(loaded):
+    processor, _ = loaded("qwen2_vl")
+    image = processor.decode(0, png(0, 90, 60), {})
+    size = {"size": {"shortest_edge": 64, "longest_edge": 1024}}
+    small, usual = (view_item(processor.process(0, image, o)) for o in (size, {}))
+    assert small.meta.num_embeds < usual.meta.num_embeds
+
+
+def test_options_that_are_not_the_users(loaded):
+    processor, _ = loaded("llava")
+    image = processor.decode(0, png(0, 9, 9), {})
+    for name in ("text", "images", "return_tensors", "device"):
+        with pytest.raises(InvalidRequest, match=name):
+            processor.process(0, image, {name: "x"})
+
+
+def test_what_a_processor_refuses_is_a_clear_error(loaded):
+    processor, _ = loaded("qwen2_vl")
+    thin = processor.decode(0, png(0, 3000, 4), {})
+    with pytest.raises(MediaInvalid, match="Qwen2VLProcessor"):
+        processor.process(0, thin, {})
+
+
+def test_asked_frames_are_sampled(loaded):
+    processor, _ = loaded("qwen2_vl")
+    few = processor.decode(1, mp4(16), {"num_frames": 4})
+    assert len(few.indices) == 4
+    item = view_item(processor.process(1, few, {"num_frames": 4}))
+    assert item.fields["video_grid_thw"].numpy()[0, 0] == 2
+
+
+def test_identity_follows_configuration(tiny, tmp_path, loaded):
+    from foveal_runtime.frontend.media.processors import ItemProcessor
+
+    _, info = loaded("llava")
+    path = tiny.save("llava", tmp_path)
+    text = (path / "processor_config.json").read_text()
+    (path / "processor_config.json").write_text(text.replace('"resample": 3', '"resample": 2'))
+    changed = ItemProcessor(str(path), ModalitiesConfig()).examine(b"n" * 16)
+    other_model = ItemProcessor(str(path), ModalitiesConfig()).examine(b"m" * 16)
+    assert len({info.identity, changed.identity, other_model.identity}) == 3
+
+
+def test_a_modality_switched_off_is_not_examined(tiny, tmp_path):
+    from foveal_runtime.frontend.media.processors import ItemProcessor
+
+    path = tiny.save("qwen2_vl", tmp_path)
+    limits = ModalitiesConfig(video=ModalityLimits(max_per_prompt=0))
+    info = ItemProcessor(str(path), limits).examine(b"n" * 16)
+    assert info.placeholder_token_id("video") is None
+    assert info.placeholder_token_id("image") is not None
+
+
+def test_newlines_merge_only_beside_items():
+    runs = [10, 11, 12, 13]
+    assert surround([1, 10, 5, 10, 10, 2, 10, 10], 5, runs, 2) == [1, 12, 5, 13, 2, 10, 10]
+    assert surround([5, 5], 5, runs, 2) == [11, 5, 13, 5, 11]
+    assert surround([5, 13], 5, runs, 2) == [11, 5, 13, 11]
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_pictures_travel_short_and_equal_bit_by_bit(loaded, name):
+    """What the engine gets from the short form is what the processor made."""
+    processor, _ = loaded(name)
+    assert "pixel_values" in processor.codebooks
+    rng = np.random.default_rng(3)
+    ramp = np.add.outer(np.arange(200), np.arange(150)).astype(np.uint8)
+    pictures = [
+        rng.integers(0, 256, (64, 64, 3), dtype=np.uint8),
+        rng.integers(0, 256, (50, 90, 3), dtype=np.uint8),
+        np.stack([ramp, 255 - ramp, ramp // 2], -1),
+    ]
+    books = processor.codebooks
+    for pixels in pictures:
+        short = processor.process(0, Image.fromarray(pixels), {})
+        try:
+            processor.codebooks = None
+            whole = processor.process(0, Image.fromarray(pixels), {})
+        finally:
+            processor.codebooks = books
+        assert len(short) < 0.6 * len(whole)
+        one, other = view_item(short), view_item(whole)
+        assert one.header.replacement == other.header.replacement
+        assert one.fields.keys() == other.fields.keys()
+        for field in one.fields:
+            got, made = one.fields[field].numpy(), other.fields[field].numpy()
+            assert (got.dtype, got.shape) == (made.dtype, made.shape)
+            assert got.tobytes() == made.tobytes()
+
+
+def test_options_that_change_the_arithmetic_are_stored_as_processed(loaded):
+    processor, _ = loaded("llava")
+    picture = Image.fromarray(np.full((40, 40, 3), 77, np.uint8))
+    for options in ({"do_normalize": False}, {"image_mean": [0.1, 0.2, 0.3]}):
+        value = processor.process(0, picture, options)
+        pixels = view_item(value).fields["pixel_values"]
+        assert pixels.palette is None
+        assert pixels.numpy().shape == (1, 3, 32, 32)

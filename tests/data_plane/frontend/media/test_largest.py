@@ -1,0 +1,96 @@
+"""No picture, video or sound within the limits becomes a larger item than the profile says."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from foveal_runtime.frontend.media.largest import largest_items
+from foveal_runtime.frontend.media.processors import ItemProcessor
+from foveal_runtime.frontend.media.timed import Frames
+from foveal_runtime.plan.config import ModalitiesConfig, ModalityLimits
+from foveal_runtime.plan.errors import FovealError
+from foveal_runtime.wire.item import meta_of, read_header
+from tests.support import tiny_processors
+
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of transformers' own processors
+]
+
+PIXELS = 90_000
+LIMITS = ModalitiesConfig(
+    image=ModalityLimits(max_pixels=PIXELS),
+    video=ModalityLimits(max_pixels=PIXELS, max_frames=20),
+    audio=ModalityLimits(max_seconds=45.0),
+)
+CONTEXT = 100_000
+
+
+def media(modality: int, rng: random.Random) -> object:
+    ratio = 2.0 ** rng.uniform(-3, 3)
+    pixels = PIXELS * rng.choice([1, 1, 0.5, 0.1])
+    height = max(8, int((pixels / ratio) ** 0.5))
+    width = max(8, min(int(pixels / height), PIXELS // height))
+    if modality == 0:
+        return Image.new("RGB", (width, height), (9, 200, 30))
+    if modality == 1:
+        count = rng.randint(2, 20)
+        return Frames(
+            np.full((count, height, width, 3), 99, np.uint8), list(range(count)), count, 2
+        )
+    return np.sin(np.arange(int(16000 * rng.uniform(1, 45)), dtype=np.float32))
+
+
+@pytest.mark.parametrize("name", list(tiny_processors.MAKERS))
+def test_nothing_within_the_limits_is_larger(name: str, tmp_path: Path) -> None:
+    path = str(tiny_processors.save(name, tmp_path))
+    found = largest_items(path, LIMITS, CONTEXT)
+    if not found:
+        pytest.skip("the processor's splice is not proven: it is refused, and has no items")
+    processor = ItemProcessor(path, LIMITS)
+    processor.examine(b"")
+    rng = random.Random(7)
+    print("seed 7")
+    for number, modality in enumerate(("image", "video", "audio")):
+        if modality not in found:
+            continue
+        top = found[modality].profile
+        assert top.example
+        for _ in range(12):
+            one = media(number, rng)
+            try:
+                value = processor.process(number, one, {})
+            except FovealError:
+                continue
+            meta = meta_of(read_header(value))
+            assert meta.num_tokens <= top.num_tokens
+            assert meta.num_embeds <= top.num_embeds
+            assert len(value) <= top.processed_bytes + 4096, "headers may differ by a little"
+
+
+def test_fixed_and_dynamic_sizes_are_exact(tmp_path: Path) -> None:
+    fixed = largest_items(str(tiny_processors.save("llava", tmp_path)), LIMITS, CONTEXT)
+    assert fixed["image"].profile.num_embeds == (32 // 8) ** 2
+    dynamic = largest_items(str(tiny_processors.save("qwen2_vl", tmp_path)), LIMITS, CONTEXT)
+    # 4,096 pixels at most, 8 x 8 pixels a token: 64, were it not for pictures so long that the
+    # short side is rounded up to a whole token.
+    assert 64 <= dynamic["image"].profile.num_embeds <= 100
+    assert dynamic["image"].profile.num_tokens == dynamic["image"].profile.num_embeds
+
+
+def test_items_longer_than_the_context_do_not_count(tmp_path: Path) -> None:
+    path = str(tiny_processors.save("qwen2_vl", tmp_path))
+    short = largest_items(path, LIMITS, 40)
+    assert 30 <= short["image"].profile.num_tokens <= 40
+    assert short["video"].profile.num_tokens <= 40
+
+
+def test_modalities_that_are_off_are_left_out(tmp_path: Path) -> None:
+    path = str(tiny_processors.save("qwen2_vl", tmp_path))
+    limits = ModalitiesConfig(video=ModalityLimits(max_per_prompt=0))
+    assert set(largest_items(path, limits, CONTEXT)) == {"image"}

@@ -1,0 +1,79 @@
+"""Templates that read parts, templates that read strings, and none at all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from foveal_runtime.frontend.protocol.requests import ImagePart, Message, TextPart
+from foveal_runtime.frontend.testing.fake import FakeInputProcessor
+from foveal_runtime.frontend.testing.fake_tokenizer import IMAGE, STRING_TEMPLATE, byte_tokenizer
+from foveal_runtime.frontend.text.chat_template import ChatTemplate, load_template
+from foveal_runtime.frontend.text.tokenizer import TextTokenizer
+from foveal_runtime.plan.errors import InvalidRequest, StartupError, Unsupported
+
+PARTS = [
+    TextPart(type="text", text="a"),
+    ImagePart(type="image_url", uuid="u"),
+    TextPart(type="text", text="b"),
+]
+
+
+def template(source: str | None, placeholder: str = "<image>") -> ChatTemplate:
+    info = FakeInputProcessor({"image": (IMAGE, placeholder)})
+    return ChatTemplate(TextTokenizer(byte_tokenizer()), source, info)
+
+
+def test_string_templates_get_placeholders_where_the_parts_are() -> None:
+    found = template(STRING_TEMPLATE)
+    assert found.content_format == "string"
+    talk = found.render([Message(role="user", content=PARTS)])
+    assert talk.text == "<|user|>a\n<image>\nb<|end|><|assistant|>"
+    assert found.encode(talk, add_special_tokens=False).count(IMAGE) == 1
+    wrapped = template(STRING_TEMPLATE, "<|user|><image><|end|>")
+    assert wrapped.encode(
+        wrapped.render([Message(role="user", content=PARTS)]), add_special_tokens=False
+    ).count(IMAGE) == 1  # fmt: skip
+
+
+def test_part_templates_get_parts() -> None:
+    found = template(byte_tokenizer().chat_template)
+    assert found.content_format == "parts"
+    talk = found.render([Message(role="user", content=PARTS)], add_generation_prompt=False)
+    assert talk.text == "<|user|>a<image>b<|end|>"
+
+
+def test_a_template_that_drops_media_is_an_error_not_a_silence() -> None:
+    blind = template("{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}"
+                     "{% endfor %}")  # fmt: skip
+    talk = blind.render([Message(role="user", content=PARTS)])
+    with pytest.raises(InvalidRequest, match="1 image parts became 0"):
+        blind.encode(talk, add_special_tokens=False)
+
+
+def test_a_template_may_refuse() -> None:
+    strict = template("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(InvalidRequest, match="alternate"):
+        strict.render([Message(role="user", content="a")])
+    with pytest.raises(Unsupported, match="completions"):
+        template(None).render([Message(role="user", content="a")])
+
+
+def test_templates_cannot_reach_out() -> None:
+    """The template comes with the checkpoint; it runs in a sandbox."""
+    nasty = template("{{ ''.__class__.__mro__[1].__subclasses__() }}")
+    with pytest.raises(InvalidRequest):
+        nasty.render([Message(role="user", content="a")])
+
+
+def test_the_processors_template_comes_first(tmp_path: Path) -> None:
+    byte_tokenizer().save_pretrained(tmp_path)
+    tokenizer = TextTokenizer.load(tmp_path)
+    assert load_template(tmp_path, tokenizer) == byte_tokenizer().chat_template
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "processor's"}))
+    assert load_template(tmp_path, tokenizer) == "processor's"
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(StartupError, match=r"tokenizer\.json"):
+        TextTokenizer.load(tmp_path)

@@ -1,0 +1,242 @@
+"""The budgets' worked examples, refusals with numbers, and what Shrink does."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from foveal_runtime.plan.budget.planner import headroom_of, plan
+from foveal_runtime.plan.budget.types import BudgetInputs, BudgetPlan
+from foveal_runtime.plan.config import GIB, MIB
+from foveal_runtime.plan.profile import ModelProfile, ProcessMemory
+from tests.support.budget_samples import TEXT, TOY, VLM, cpu, gpu, with_frontend
+
+
+def reasons(result: BudgetPlan) -> list[str]:
+    return [problem.reason for problem in result.problems]
+
+
+def test_neither_limit_nor_sizes_gives_the_defaults_and_the_limits_follow() -> None:
+    """Example 1: 4 GiB per frontend process, 4 GiB per engine; limits are derived above them."""
+    result = plan(with_frontend(gpu(), processes=3), VLM)
+    assert result.fits
+    assert result.processor_bytes == 4 * GIB
+    assert result.frontend.line("processor").bytes == 3 * 4 * GIB
+    assert result.ipc_bytes == 4 * GIB
+    assert result.frontend.source == result.engine.source == "Derived"
+    for place in (result.frontend, result.engine):
+        assert 0 <= place.free_bytes < 2 * MIB
+
+
+def test_a_given_limit_is_shared_by_the_caches() -> None:
+    """Example 2: 16 GiB for a pod of two processes: each cache gets half of what is left."""
+    result = plan(with_frontend(gpu(), processes=2, limit_bytes=16 * GIB), VLM)
+    frontend = result.frontend
+    others = frontend.used_bytes - frontend.line("processor").bytes
+    left = 16 * GIB - headroom_of(16 * GIB, 10) - others
+    assert left // 2 - 2 * MIB < result.processor_bytes <= left // 2
+    assert frontend.line("processor").formula == (
+        "what frontend.hostMemory leaves, for each of 2 processes"
+    )
+
+
+def test_given_sizes_derive_the_limit() -> None:
+    """Example 3: pinned 1 GiB and 2 GiB; the limits follow and nothing else moves."""
+    base = plan(gpu(), VLM)
+    result = plan(with_frontend(gpu(ipc_bytes=2 * GIB), processor_bytes=GIB), VLM)
+    assert (result.processor_bytes, result.ipc_bytes) == (GIB, 2 * GIB)
+    assert result.frontend.line("processor").source == "Pinned"
+    assert result.engine.limit_bytes < base.engine.limit_bytes
+    assert result.frontend.free_bytes < 2 * MIB
+
+
+def test_on_a_cpu_ipc_and_kv_share_the_host_limit_equally() -> None:
+    """Example 4: engine.hostMemory 16 GiB on a CPU; both pools grow alike above their floors."""
+    result = plan(cpu(limit_bytes=16 * GIB), TOY)
+    assert result.device is None
+    ipc, kv = result.engine.line("ipc").bytes, result.engine.line("kv").bytes
+    assert abs(ipc - kv) < 4 * MIB
+    assert ipc > 6 * GIB
+
+
+def test_defaults_are_clipped_to_the_node() -> None:
+    """Example 5: a laptop with 6 GiB: the defaults shrink to what the node has, and say so."""
+    result = plan(msgspec.structs.replace(cpu(), node_bytes=6 * GIB), TOY)
+    assert result.fits
+    assert result.frontend.limit_bytes == 6 * GIB
+    assert result.processor_bytes < 4 * GIB
+    assert any("clipped" in note for note in result.notes)
+
+
+def test_the_device_gives_kv_the_remainder() -> None:
+    """Example 6: 24 GiB less 10 %, 15 weights, 1.19 activations, 0.11 encoder: 4.55 to KV."""
+    device = plan(gpu(24 * GIB), VLM).device
+    assert device is not None
+    assert device.line("encoder").num_items == 16_384
+    assert device.line("encoder").bytes == 16_384 * 3584 * 2
+    assert 4.5 * GIB < device.line("kv").bytes < 4.6 * GIB
+    assert device.line("kv").num_items == device.line("kv").bytes // (16 * 57_344)
+
+
+def test_deepstack_levels_multiply_the_encoder_cache() -> None:
+    """40,960 bytes a token for 5120 wide, bf16, one output and three deepstack levels."""
+    profile = msgspec.structs.replace(VLM, embed_width=5120, embed_levels=4)
+    assert profile.bytes_per_embed == 40_960
+    device = plan(gpu(), profile).device
+    assert device is not None
+    assert device.line("encoder").bytes == 16_384 * 40_960
+
+
+def test_two_devices_halve_weights_and_share_kv() -> None:
+    two = plan(gpu(16 * GIB, num_devices=2), VLM)
+    assert two.fits
+    assert two.device is not None
+    assert two.device.line("weights").bytes == -(-15 * GIB // 2)
+    assert two.kv_bytes == pytest.approx(2 * two.device.line("kv").bytes, abs=MIB)
+    assert two.kv_tokens >= VLM.max_model_len
+
+
+def test_a_text_model_gets_no_multimodal_cache() -> None:
+    result = plan(gpu(16 * GIB), TEXT)
+    assert result.fits
+    assert (result.processor_bytes, result.ipc_bytes, result.encoder_embeds) == (0, 0, 0)
+    assert result.encoder_compute_embeds == 0
+
+
+def test_all_modalities_off_warns_and_keeps_no_encoder_cache() -> None:
+    inputs = gpu()
+    off = {
+        name: msgspec.structs.replace(getattr(inputs.modalities, name), max_per_prompt=0)
+        for name in ("image", "video")
+    }
+    modalities = msgspec.structs.replace(inputs.modalities, **off)
+    result = plan(msgspec.structs.replace(inputs, modalities=modalities), VLM)
+    assert result.fits
+    assert result.encoder_embeds == 0
+    assert "every modality is switched off" in result.notes[0]
+
+
+def test_measured_costs_say_so() -> None:
+    device = plan(gpu(), msgspec.structs.replace(VLM, source="measured")).device
+    assert device is not None
+    assert device.line("weights").source == "Measured"
+
+
+def test_what_the_profile_measured_takes_the_place_of_constants() -> None:
+    """And says so; what serving takes comes on top."""
+    taken = ProcessMemory(
+        http_bytes=80 * MIB, worker_bytes=460 * MIB, worker_bytes_per_pixel=16,
+        engine_bytes=500 * MIB,
+    )  # fmt: skip
+    inputs = with_frontend(cpu(), processes=3, media_workers=2)
+    result = plan(inputs, msgspec.structs.replace(TOY, processes=taken))
+    base = result.frontend.line("base")
+    assert (base.each_bytes, base.count, base.source) == (88 * MIB, 4, "Measured")
+    worker = result.frontend.line("mediaWorkers")
+    assert (worker.source, worker.count) == ("Measured", 3)  # each process has one of its own
+    assert worker.each_bytes == 460 * MIB + -(-64_000_000 * 16 // MIB) * MIB
+    # A sound of two hours decoded is more than any picture.
+    audio = msgspec.structs.replace(inputs.modalities.audio, max_seconds=7200.0)
+    hours = msgspec.structs.replace(
+        inputs, modalities=msgspec.structs.replace(inputs.modalities, audio=audio)
+    )
+    sound = {"audio": TOY.items["image"]}
+    longer = plan(hours, msgspec.structs.replace(TOY, processes=taken, items=sound))
+    decoded = 7200 * 48_000 * 4 + 2 * 27_648
+    worker = longer.frontend.line("mediaWorkers")
+    assert worker.each_bytes == 460 * MIB + -(-decoded // MIB) * MIB
+    assert result.engine.line("base").bytes == 516 * MIB
+    assert plan(inputs, TOY).engine.line("base").source == "Derived"
+
+
+def test_an_engine_on_a_cpu_starts_with_the_largest_picture() -> None:
+    """What that takes counts only as far as it exceeds what is idle at the start."""
+    taken = ProcessMemory(worker_bytes_per_pixel=50)
+    engine = plan(cpu(), msgspec.structs.replace(TOY, processes=taken)).engine
+    idle = engine.line("ipcStaging").bytes + engine.line("activations").bytes
+    assert engine.line("loadStaging").bytes == -(-64_000_000 * 50 // MIB) * MIB - idle
+    assert plan(cpu(), TOY).engine.line("loadStaging").bytes == TOY.weight_bytes // 4
+
+
+def test_admitted_media_count_as_text_and_as_bytes() -> None:
+    inputs = with_frontend(gpu(), max_media_bytes=32 * MIB, max_body_bytes=4 * MIB, processes=2)
+    media = plan(inputs, VLM).frontend.line("media")
+    assert media.each_bytes == 56 * MIB + 8 * MIB
+    assert media.count == 2
+    # a body larger than all that is admitted is let in alone
+    alone = with_frontend(gpu(), max_media_bytes=MIB, max_body_bytes=4 * MIB)
+    assert plan(alone, VLM).frontend.line("media").bytes == 7 * MIB + 8 * MIB
+
+
+REFUSED: list[tuple[str, BudgetInputs, ModelProfile, str]] = [
+    ("DeviceMemory", gpu(16 * GIB), VLM, "engine.accelerator.count to 2"),
+    ("DeviceMemoryUnknown", gpu(0), VLM, "engine.accelerator.memory"),
+    ("EncoderTooSmall", gpu(encoder_embeds=100), VLM, "caches.encoder.tokens to 16384"),
+    ("EncoderTooSmall", gpu(encoder_bytes=MIB), VLM, "caches.encoder.size to 112Mi"),
+    ("ChunkedInputOff", gpu(disable_chunked_mm_input=True), VLM, "MultiModalInput to false"),
+    ("ContextTooShort", gpu(max_model_len=9000), VLM, "engine.maxModelLen to 16387"),
+    ("ContextTooLong", gpu(max_model_len=99_999), VLM, "engine.maxModelLen to 32768"),
+    ("KVTooSmall", gpu(kv_bytes=GIB), VLM, "caches.kv.size to Auto"),
+    ("EngineMemory", gpu(limit_bytes=2 * GIB), VLM, "engine.hostMemory"),
+    ("EngineMemory", gpu(limit_bytes=8 * GIB, ipc_bytes=6 * GIB), VLM, "caches.ipc.size"),
+    ("EngineMemory", cpu(limit_bytes=2 * GIB), TEXT, "engine.hostMemory"),
+    ("FrontendMemory", with_frontend(gpu(), limit_bytes=2 * GIB), VLM, "frontend.hostMemory"),
+    (
+        "FrontendMemory",
+        with_frontend(gpu(), limit_bytes=10 * GIB, processes=2, processor_bytes=4 * GIB),
+        VLM,
+        "caches.processor.size",
+    ),
+    (
+        "NodeMemory",
+        msgspec.structs.replace(gpu(limit_bytes=64 * GIB), node_bytes=32 * GIB),
+        VLM,
+        "engine.hostMemory to 32Gi",
+    ),
+]
+
+
+@pytest.mark.parametrize(("reason", "inputs", "profile", "edit"), REFUSED)
+def test_what_cannot_run_is_refused_with_figures_and_edits(
+    reason: str, inputs: BudgetInputs, profile: ModelProfile, edit: str
+) -> None:
+    result = plan(inputs, profile)
+    assert reason in reasons(result)
+    problem = next(p for p in result.problems if p.reason == reason)
+    assert problem.shortfall > 0
+    assert edit in problem.message
+
+
+def test_the_message_names_term_figures_and_two_edits() -> None:
+    inputs = with_frontend(gpu(), limit_bytes=10 * GIB, processes=2, processor_bytes=4 * GIB)
+    (problem,) = plan(inputs, VLM).problems
+    assert problem.term == "processor"
+    assert len(problem.edits) == 2
+    assert problem.message.startswith(
+        "processor (8.00 GiB) does not fit a frontend pod's memory limit: the least that works is "
+        "12.81 GiB, usable are 9.00 GiB (10.00 GiB less 10 % headroom), 3.81 GiB are missing. "
+        "To fix it: set spec."
+    )
+
+
+def test_shrink_reduces_in_the_documented_order_and_says_so() -> None:
+    """Host tier first, then the IPC pool; what is not needed stays."""
+    pinned = gpu(limit_bytes=9 * GIB, ipc_bytes=4 * GIB, encoder_host_bytes=GIB)
+    assert reasons(plan(pinned, VLM)) == ["EngineMemory"]
+    result = plan(msgspec.structs.replace(pinned, on_misfit="Shrink"), VLM)
+    assert result.fits
+    assert result.encoder_host_bytes == 0
+    assert GIB < result.ipc_bytes < 4 * GIB
+    assert result.engine.line("ipc").source == "Shrunk"
+    assert "engine: onMisfit Shrink reduced encoderHost, ipc to fit" in result.notes
+
+
+def test_shrink_cannot_go_below_what_the_software_needs() -> None:
+    inputs = msgspec.structs.replace(gpu(16 * GIB), on_misfit="Shrink")
+    assert reasons(plan(inputs, VLM)) == ["DeviceMemory"]
+
+
+def test_items_larger_than_a_pinned_cache_are_noted() -> None:
+    result = plan(with_frontend(gpu(ipc_bytes=0), processor_bytes=0), VLM)
+    assert result.fits
+    assert len(result.notes) == 2

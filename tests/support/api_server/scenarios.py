@@ -1,0 +1,119 @@
+"""What a user does to a resource, step by step: the scenarios that the reliability tests disturb.
+
+Each step changes the resource and tells by which state it is over. One undisturbed run gives the
+children that must stand there after each step, whatever went wrong on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tests.support.api_server.programs import wait_until
+from tests.support.api_server.world import KIND, World
+from tests.support.samples import Obj
+
+Children = dict[str, Obj]
+_ROUTE = {"parentRefs": [{"name": "gateway", "namespace": "infra"}]}
+
+
+@dataclass(frozen=True)
+class Step:
+    """`act` does it; `num_engines` and `num_frontends` are the pods that are there afterwards,
+    `reason` is that of the condition Ready."""
+
+    name: str
+    act: Callable[[World], object]
+    num_engines: int = 1
+    num_frontends: int = 1
+    reason: str = "Ready"
+
+
+def _set(**changes: object) -> Callable[[World], object]:
+    """The whole resource anew, with these fields."""
+    return lambda world: world.apply(world.sample("cpu", **changes))
+
+
+_TWO = {"frontend__replicas": 2}
+_IMAGE = {**_TWO, "image": "registry.example/foveal-runtime:next"}
+_CACHE = {**_IMAGE, "caches__processor__size": "300Mi"}
+_ADDED = {**_CACHE, "networking__httpRoute": _ROUTE}
+STEPS = (
+    Step("create", _set()),
+    Step("scale", _set(**_TWO), num_frontends=2),
+    Step("image", _set(**_IMAGE), num_frontends=2),
+    Step("cache", _set(**_CACHE), num_frontends=2),
+    # No gateway lives here to accept the route.
+    Step("route added", _set(**_ADDED), num_frontends=2, reason="RoutePending"),
+    Step("route removed", _set(**_CACHE), num_frontends=2),
+    Step(
+        "delete",
+        lambda world: world.api.delete(KIND, world.namespace, "qwen").must(),
+        num_engines=0,
+        num_frontends=0,
+    ),
+)
+
+
+def is_over(world: World, step: Step) -> bool:
+    """All is ready and the operator says so; a deleted resource has left nothing."""
+    if step.name == "delete":
+        return not world.children() and not world.nodes.pods()
+    if world.conditions(field="reason").get("Ready") != step.reason:
+        return False
+    image = ((world.resource() or {}).get("spec") or {}).get("image")
+    pods = [*world.nodes.pods("engine"), *world.nodes.pods("frontend")]
+    if image and any(image not in _images(pod) for pod in pods):
+        return False
+    return world.nodes.are_ready("engine", step.num_engines) and world.nodes.are_ready(
+        "frontend", step.num_frontends
+    )
+
+
+def _images(pod: Obj) -> list[str]:
+    return [container["image"] for container in pod["spec"]["containers"]]
+
+
+# --- running them ----------------------------------------------------------------------------
+NO_LEASE = "--leader-elect=false"
+STEP_SECONDS = 240.0
+
+
+def undisturbed(world: World) -> dict[str, Children]:
+    """The children after each step of a run in which nothing goes wrong."""
+    world.operator("a", NO_LEASE).start()
+    return {step.name: run(world, step) for step in STEPS}
+
+
+def run(world: World, step: Step) -> Children:
+    """Does a step and waits until it is over and the operator rests. Returns the children."""
+    step.act(world)
+    try:
+        wait_until(
+            f"step {step.name!r} is over",
+            lambda: keep_alive(world) and is_over(world, step),
+            STEP_SECONDS,
+        )
+        wait_until("the operator rests", lambda: keep_alive(world) and rests(world), STEP_SECONDS)
+    except TimeoutError as error:
+        raise TimeoutError(f"{error}\n{world.told()}") from None
+    return world.children()
+
+
+def keep_alive(world: World) -> bool:
+    """A dead operator is started anew, as a kubelet would. True when it lived."""
+    (operator,) = world.operators
+    if operator.is_alive:
+        return True
+    world.proxy.audit.forget(operator.name)
+    operator.start()
+    return False
+
+
+def rests(world: World) -> bool:
+    """One and the same life of it is ready and has written nothing for a while."""
+    (operator,) = world.operators
+    if operator.ask("/readyz")[0] != 200:
+        return False
+    world.settled()
+    return operator.is_alive

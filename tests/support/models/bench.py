@@ -1,0 +1,147 @@
+"""A runner and transformers' own model side by side, on one tiny checkpoint.
+
+FOVEAL_DEVICE=cuda puts the runner on a GPU, with its attention there; FOVEAL_DTYPE=bfloat16 gives
+it another precision. The reference computes in float32 on the CPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from foveal_runtime.engine.types.step import MMInput
+from foveal_runtime.model.checkpoint.loader import class_for, load_model, read_config
+from foveal_runtime.model.runner.runner import TorchRunner
+from foveal_runtime.model.sampling.sampler import Sampler
+from foveal_runtime.plan.media import PlaceholderRange
+from foveal_runtime.plan.sampling import SamplingParams
+from foveal_runtime.wire.item import pack_item
+from tests.support.models.step_driver import Job, StepDriver
+from tests.support.models.tiny_checkpoints import CASES, Prompt, make_prompt
+
+DEVICE = os.environ.get("FOVEAL_DEVICE", "cpu")
+DTYPE = os.environ.get("FOVEAL_DTYPE", "float32")
+# A GPU sums in another order than the reference, which stays on the CPU.
+TOLERANCE = 2e-5 if DEVICE == "cpu" else 5e-4
+NUM_OUTPUTS = 6
+NUM_BLOCKS = 128
+
+
+class RecordingSampler(Sampler):
+    """Greedy, and keeps the logits of every output token by (request id, output index)."""
+
+    def __init__(self) -> None:
+        super().__init__(())
+        self.logits: dict[tuple[str, int], torch.Tensor] = {}
+        self.is_recording = True
+
+    def launch(self, logits, sequences, device):
+        if self.is_recording:
+            for row, sequence in zip(logits, sequences, strict=True):
+                index = len(sequence.output_token_ids)  # recorded steps use one buffer
+                self.logits[sequence.request_id, index] = row.float().cpu().clone()
+        return super().launch(logits, sequences, device)
+
+
+def pack(item) -> bytes:
+    fields = {}
+    for name, tensor in item.fields.items():
+        fields[name] = (str(tensor.dtype).removeprefix("torch."), tensor.numpy())
+    return pack_item(item.modality, tuple(item.ids), item.embed_runs, fields)
+
+
+class Bench:
+    """One runner, and transformers' own model beside it."""
+
+    def __init__(
+        self,
+        name: str,
+        path: Any,
+        attention: str = "torch",
+        room: Any = None,
+        kv_dtype: str = "auto",
+        **options: Any,
+    ) -> None:
+        torch.set_num_threads(1)
+        self.case = CASES[name]
+        self.path = str(path)
+        self.sampler = RecordingSampler()
+        if DEVICE != "cpu":
+            attention = "auto"
+        self.runner = TorchRunner(
+            load_model(self.path, DTYPE, DEVICE),
+            device=DEVICE,
+            num_blocks=NUM_BLOCKS,
+            block_size=8,
+            kv_dtype=kv_dtype,
+            attention=attention,
+            sampler=self.sampler,
+            room=room,
+        )
+        self.driver = StepDriver(self.runner, NUM_BLOCKS, self.case.budget, **options)
+        config = read_config(self.path)
+        self.reference = class_for(config).from_pretrained(self.path).eval()
+
+    def prompt(self, seed: int, items: Any = (), **options: Any) -> Prompt:
+        return make_prompt(self.case, seed, list(items), **options)
+
+    def job(self, request_id: str, prompt: Prompt, start_step: int = 0, **sampling: Any) -> Job:
+        values = tuple(pack(item) for item in prompt.items)
+        inputs = tuple(
+            MMInput(
+                hashlib.sha256(value).digest(),
+                item.modality,
+                PlaceholderRange(offset, len(item.ids), item.embed_runs),
+            )
+            for value, item, offset in zip(values, prompt.items, prompt.offsets, strict=True)
+        )
+        params = SamplingParams(max_tokens=NUM_OUTPUTS, temperature=0.0, **sampling)
+        return Job(request_id, prompt.ids, inputs, values, params, start_step)
+
+    @torch.inference_mode()
+    def deviation(self, job: Job, prompt: Prompt) -> float:
+        """Largest |difference| of any logit of the job's outputs; checks greedy tokens, too."""
+        ids = torch.tensor([job.tokens[:-1]])
+        whole = replace(prompt, ids=job.tokens[:-1])
+        kwargs = self.case.forward_kwargs(whole)
+        logits = self.reference(input_ids=ids, use_cache=False, **kwargs).logits[0]
+        logits = logits[len(prompt.ids) - 1 :]
+        ours = torch.stack([self.sampler.logits[job.request_id, i] for i in range(NUM_OUTPUTS)])
+        assert logits.shape == ours.shape
+        self.spread = float(logits.std())
+        self.mean_deviation = float((logits - ours).abs().mean())
+        self.tokens_equal = logits.argmax(-1).tolist() == job.outputs
+        return float((logits - ours).abs().max())
+
+    def check(self, job: Job, prompt: Prompt) -> None:
+        assert job.request_id not in self.driver.failed, self.driver.failed
+        difference = self.deviation(job, prompt)
+        if DTYPE == "float32":
+            assert difference <= TOLERANCE, (job.request_id, difference, self.spread)
+            assert self.tokens_equal
+        else:  # near ties may turn over, so a job is measured along its own tokens
+            assert self.mean_deviation <= 0.1 * self.spread, (job.request_id, self.mean_deviation)
+        assert self.spread > 0.2
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether tokens, too, must be those of transformers."""
+        return DTYPE == "float32"
+
+    @torch.inference_mode()
+    def generate(self, prompt: Prompt) -> list[int]:
+        kwargs = self.case.forward_kwargs(prompt)
+        out = self.reference.generate(
+            input_ids=torch.tensor([prompt.ids]),
+            attention_mask=torch.ones(1, len(prompt.ids), dtype=torch.long),
+            max_new_tokens=NUM_OUTPUTS,
+            min_new_tokens=NUM_OUTPUTS,
+            do_sample=False,
+            eos_token_id=-1,
+            **kwargs,
+        )
+        return out[0, len(prompt.ids) :].tolist()

@@ -1,0 +1,165 @@
+"""Tiny cases with flat patches, grids and three-row rope positions: Qwen-VL and GLM-4V."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers as hf
+
+from tests.support.models.tiny_checkpoints import (
+    CASES,
+    END,
+    IMAGE,
+    IMG_TOKEN,
+    START,
+    TEXT,
+    VID_TOKEN,
+    VIDEO,
+    Case,
+    MediaItem,
+    Prompt,
+    marked,
+    noise,
+)
+
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+QWEN_TOKENS = {
+    "image_token_id": IMG_TOKEN,
+    "video_token_id": VID_TOKEN,
+    "vision_start_token_id": START,
+    "vision_end_token_id": END,
+}
+
+
+# Flat patches, grids and mrope: the Qwen-VL line and GLM-4V
+
+
+def grid_item(seed: int, patch_values: int = 96) -> MediaItem:
+    height, width = [(4, 4), (4, 8), (6, 4)][seed % 3]
+    ids = [START] + [IMG_TOKEN] * (height * width // 4) + [END]
+    fields = {
+        "pixel_values": noise(seed, height * width, patch_values),
+        "image_grid_thw": torch.tensor([[1, height, width]]),
+    }
+    return marked(IMAGE, ids, IMG_TOKEN, fields)
+
+
+def video_item(seed: int, *, seconds: bool = False, per_frame: bool = False) -> MediaItem:
+    frames, height, width = 2 + seed % 2, 4, 4
+    frame = [START] + [VID_TOKEN] * (height * width // 4) + [END]
+    ids = [START] + [VID_TOKEN] * (frames * height * width // 4) + [END]
+    if per_frame:
+        ids = [one for number in range(frames) for one in (40 + number, *frame)]
+    fields = {
+        "pixel_values_videos": noise(seed, frames * height * width, 96),
+        "video_grid_thw": torch.tensor([[frames, height, width]]),
+    }
+    if seconds:
+        fields["second_per_grid_ts"] = torch.tensor([1.0 + seed % 2])
+    return marked(VIDEO, ids, VID_TOKEN, fields)
+
+
+def grid_kwargs(prompt: Prompt) -> dict[str, Any]:
+    return {**prompt.fields(), "mm_token_type_ids": prompt.type_ids()} if prompt.items else {}
+
+
+VISION = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_heads": 2}
+QWEN_TEXT = {**TEXT, "rope_parameters": MROPE}
+QWEN3_VISION = {
+    **VISION,
+    "depth": 3,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [0, 1],
+}
+CASES["qwen2_vl"] = Case(
+    lambda: hf.Qwen2VLConfig(
+        text_config=QWEN_TEXT,
+        vision_config={**VISION, "depth": 2, "embed_dim": 16, "hidden_size": 32},
+        **QWEN_TOKENS,
+    ),
+    {IMAGE: grid_item, VIDEO: video_item},
+    grid_kwargs,
+)
+CASES["qwen2_5_vl"] = Case(
+    lambda: hf.Qwen2_5_VLConfig(
+        text_config=QWEN_TEXT,
+        vision_config={
+            **VISION,
+            "depth": 2,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "out_hidden_size": 32,
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
+            "tokens_per_second": 2,
+        },
+        **QWEN_TOKENS,
+    ),
+    {IMAGE: grid_item, VIDEO: lambda seed: video_item(seed, seconds=True)},
+    grid_kwargs,
+)
+CASES["qwen3_vl"] = Case(
+    lambda: hf.Qwen3VLConfig(
+        text_config={**QWEN_TEXT, "head_dim": 8}, vision_config=QWEN3_VISION, **QWEN_TOKENS
+    ),
+    {IMAGE: grid_item, VIDEO: lambda seed: video_item(seed, per_frame=True)},
+    grid_kwargs,
+)
+CASES["qwen3_vl_moe"] = Case(
+    lambda: hf.Qwen3VLMoeConfig(
+        text_config={
+            **QWEN_TEXT,
+            "head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+        },
+        vision_config=QWEN3_VISION,
+        **QWEN_TOKENS,
+    ),
+    {IMAGE: grid_item},
+    grid_kwargs,
+)
+GLM_TOKENS = {
+    "image_token_id": IMG_TOKEN,
+    "video_token_id": VID_TOKEN,
+    "image_start_token_id": START,
+    "image_end_token_id": END,
+    "video_start_token_id": 9,
+    "video_end_token_id": 10,
+}
+GLM_ROPE = {**MROPE, "partial_rotary_factor": 1.0}
+GLM_VISION = {
+    **VISION,
+    "depth": 2,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "out_hidden_size": 32,
+    "image_size": 32,
+}
+CASES["glm4v"] = Case(
+    lambda: hf.Glm4vConfig(
+        text_config={**TEXT, "rope_parameters": GLM_ROPE}, vision_config=GLM_VISION, **GLM_TOKENS
+    ),
+    {IMAGE: grid_item},
+    grid_kwargs,
+)
+CASES["glm4v_moe"] = Case(
+    lambda: hf.Glm4vMoeConfig(
+        text_config={
+            **TEXT,
+            "rope_parameters": GLM_ROPE,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+        },
+        vision_config=GLM_VISION,
+        **GLM_TOKENS,
+    ),
+    {IMAGE: grid_item},
+    grid_kwargs,
+)

@@ -1,0 +1,115 @@
+"""Compiles the Triton kernels for NVIDIA GPUs that are not there, and tells what they take.
+
+    triton_compile.py dtype[/pool's],head-size,group,architecture,rules ...
+
+One JSON line a kernel: name, shared memory in bytes, bytes spilled a thread. Run by
+test_attention_triton in a process of its own, because there the kernels are interpreted.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from foveal_runtime.model.attention import FP8_MAX, LayerGeometry
+from foveal_runtime.model.attention.triton import MIN_DOT, kernels
+from foveal_runtime.model.attention.triton.tuning import Tuning
+
+KINDS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "fp8": "fp8e4nv"}
+RULES = {"WINDOW": 100, "CHUNK": 64, "SOFTCAP": 30.0, "HAS_SINKS": True}
+INTEGERS = {"num_splits", "query_token_stride", "query_head_stride", "table_stride",
+            "key_token_stride", "key_head_stride", "value_token_stride",
+            "value_head_stride"}  # fmt: skip
+TABLES = {"rows", "seq_of_token", "pos_of_token", "block_table", "tile_sequence", "tile_first",
+          "q_start", "seq_lens", "groups"}  # fmt: skip
+POOL = {"keys", "values"}
+FLOATS = {"partial", "partial_top", "partial_total"}
+
+
+def compile_kernel(
+    kernel, pointers: tuple[str, str], architecture: int, constants: dict, **options
+) -> None:
+    signature, known = {}, {}
+    for at, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+            known[at,] = constants[name]
+        elif name in INTEGERS:
+            signature[name] = "i32"
+        elif name == "scale":
+            signature[name] = "fp32"
+        elif name == "slots":
+            signature[name] = "*i64"
+        else:
+            is_float = name in FLOATS or (name == "out" and constants.get("IS_SPLIT"))
+            pointer = pointers[name in POOL]
+            signature[name] = "*i32" if name in TABLES else "*fp32" if is_float else pointer
+    aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(kernel.arg_names)
+               if signature[name].startswith("*")}  # fmt: skip
+    source = triton.compiler.ASTSource(kernel, signature, known, aligned)
+    target = GPUTarget("cuda", architecture, 32)
+    made = triton.compile(source, target=target, options=options)
+    name = kernel.fn.__name__
+    found = {"kernel": name, "shared_bytes": made.metadata.shared, "spilled_bytes": spilled(made)}
+    print(json.dumps(found), flush=True)
+
+
+def spilled(made) -> int:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        command = [tool, "--dump-resource-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", said)[1])
+
+
+def compile_case(case: str) -> None:
+    kind, head_dim, group_size, architecture_text, rules = case.split(",")
+    dim, group, architecture = int(head_dim), int(group_size), int(architecture_text)
+    kind, _, kept = kind.partition("/")
+    dtype, pointer = getattr(torch, kind), ("*" + KINDS[kind], "*" + KINDS[kept or kind])
+    layer, tuning = LayerGeometry(0, 8 * group, 8, dim, dim, 0.1), Tuning(132)
+    wide = max(MIN_DOT, triton.next_power_of_2(dim))
+    common = {"NUM_KV_HEADS": 8, "GROUP": group, "PAGE": 16, "DK": dim, "DV": dim,
+              "BLOCK_DK": wide, "BLOCK_DV": wide, "WINDOW": 0, "CHUNK": 0, "SOFTCAP": 0.0,
+              "HAS_SINKS": False, "WIDEN": False}  # fmt: skip
+    if rules == "rules":
+        common |= RULES
+    heads = min(group, tuning.decode_heads)
+    decode = {"HEADS": heads, "BLOCK_H": max(MIN_DOT, triton.next_power_of_2(heads)),
+              "BLOCK_N": tuning.decode_block(layer, dtype)}  # fmt: skip
+    for is_split in (True, False):
+        compile_kernel(
+            kernels.decode_kernel, pointer, architecture,
+            common | decode | {"IS_SPLIT": is_split},
+            num_warps=tuning.decode_warps, num_stages=tuning.decode_stages,
+        )  # fmt: skip
+    block_m, block_n, warps, stages = tuning.prefill_blocks(layer, dtype)
+    prefill = {"HEADS": min(group, block_m), "BLOCK_M": block_m, "BLOCK_N": block_n,
+               "HAS_GROUPS": rules == "rules", "GROUPS_IGNORE_WINDOW": False}  # fmt: skip
+    compile_kernel(
+        kernels.prefill_kernel, pointer, architecture, common | prefill,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    reduction = {"NUM_HEADS": 8 * group, "DV": dim, "BLOCK_S": tuning.max_splits,
+                 "BLOCK_DV": wide, "HAS_SINKS": rules == "rules"}  # fmt: skip
+    compile_kernel(kernels.reduce_kernel, pointer, architecture, reduction)
+    writing = {"KEY_WIDTH": 8 * dim, "VALUE_WIDTH": 8 * dim, "DK": dim, "DV": dim, "BLOCK": 1024,
+               "LARGEST": FP8_MAX if kept else 0.0}  # fmt: skip
+    compile_kernel(kernels.write_kernel, pointer, architecture, writing)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    for one in sys.argv[1:]:
+        compile_case(one)

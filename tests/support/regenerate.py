@@ -1,0 +1,127 @@
+"""Rewrites what is generated and committed: the CRD and its page, the golden objects, the
+dashboards, the chart's generated files, Argo CD's test data.
+
+`make generate` runs it.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import yaml
+
+from foveal_operator.api import crd
+from foveal_operator.api.parse import InferenceSpec, parse
+from foveal_operator.cli.plan.render import desired_yaml
+from foveal_operator.manifests import ClusterFacts, Desired, desired
+from foveal_operator.manifests.budget_inputs import NodeFacts, budget_inputs
+from foveal_operator.observability import grafana
+from foveal_operator.telemetry.declared import OPERATOR_METRICS
+from foveal_runtime.plan.budget.planner import plan
+from foveal_runtime.plan.budget.types import BudgetPlan
+from foveal_runtime.plan.config import GIB
+from foveal_runtime.plan.profile import ModelProfile
+from foveal_runtime.telemetry.table import rows
+from tests.support import api_page, chart_files
+from tests.support.budget_samples import TOY, VLM
+from tests.support.samples import LEGAL, Obj
+
+ROOT = Path(__file__).parents[2]
+CRD_FILE = ROOT / "crds" / "foveal.dev_multimodalinferences.yaml"
+DASHBOARDS = ROOT / "operator/src/foveal_operator/observability/dashboards"
+ARGO = ROOT / "examples/gitops/argocd/resource_customizations/foveal.dev/MultiModalInference"
+OPERATOR_METRICS_PAGE = ROOT / "docs" / "metrics-operator.md"
+API_PAGE = ROOT / "docs" / "api.md"
+GOLDEN = ROOT / "tests/control_plane/golden"
+ALL_APIS = frozenset(
+    {"HTTPRoute", "InferencePool", "PodMonitor", "PrometheusRule", "ResourceClaimTemplate"}
+    | {"ScaledObject"}
+)
+FACTS = ClusterFacts(
+    runtime_image="registry.example/foveal-runtime:test",
+    apis=ALL_APIS,
+    rule_groups=({"name": "foveal", "rules": [{"alert": "A", "expr": 'up{n="@namespace@"}'}]},),
+    dashboards={"foveal-resource.json": '{"uid": "@id@", "title": "@resource@"}\n'},
+)
+
+
+def profile_for(inference: InferenceSpec) -> ModelProfile:
+    return TOY if inference.spec.engine.accelerator.type == "CPU" else VLM
+
+
+def planned(obj: Obj, nodes: NodeFacts | None = None) -> tuple[InferenceSpec, BudgetPlan]:
+    """A resource and its plan, on devices of 80 GiB unless the resource says otherwise."""
+    inference = parse(obj)
+    facts = nodes or NodeFacts(device_bytes=80 * GIB)
+    return inference, plan(budget_inputs(inference, facts), profile_for(inference))
+
+
+def wanted(obj: Obj, facts: ClusterFacts = FACTS) -> Desired:
+    inference, result = planned(obj)
+    return desired(inference, result, facts)
+
+
+def golden_text(name: str) -> str:
+    return desired_yaml(wanted(LEGAL[name]))
+
+
+def dashboard_files() -> dict[str, str]:
+    return {**grafana.cluster_files(), **dict([grafana.resource_file()])}
+
+
+_OPERATOR_HEAD = """# The operator's metrics
+
+Generated from `foveal_operator.telemetry.declared`; do not edit. The operator serves them at
+`/metrics`; those of frontends and engines are in [metrics.md](metrics.md).
+
+"""
+
+
+def operator_metrics_page() -> str:
+    return _OPERATOR_HEAD + rows(OPERATOR_METRICS)
+
+
+def argo_files() -> dict[str, str]:
+    """Argo CD's test list and its data, in the layout of its repository."""
+    from tests.control_plane.chart.test_gitops import argo_health
+    from tests.support.gitops_states import states
+
+    found, cases = {}, []
+    for name, (obj, _, _) in states().items():
+        status, message = argo_health(obj)
+        path = f"testdata/{name}.yaml"
+        cases.append({"healthStatus": {"status": status, "message": message}, "inputPath": path})
+        found[path] = yaml.safe_dump(obj, sort_keys=False, width=100)
+    found["health_test.yaml"] = yaml.safe_dump({"tests": cases}, sort_keys=False, width=100)
+    return found
+
+
+def argo_config() -> str:
+    """The same script as a ConfigMap of Argo CD, for who does not wait for a release."""
+    script = textwrap.indent((ARGO / "health.lua").read_text(encoding="utf-8"), "    ")
+    key = "resource.customizations.health.foveal.dev_MultiModalInference"
+    return (
+        "apiVersion: v1\nkind: ConfigMap\nmetadata:\n  name: argocd-cm\n  namespace: argocd\n"
+        f"data:\n  {key}: |\n{script}"
+    )
+
+
+def main() -> None:
+    API_PAGE.write_text(api_page.text(), encoding="utf-8")
+    OPERATOR_METRICS_PAGE.write_text(operator_metrics_page(), encoding="utf-8")
+    for name, text in dashboard_files().items():
+        (DASHBOARDS / name).write_text(text, encoding="utf-8")
+    CRD_FILE.write_text(crd.render(), encoding="utf-8")
+    for name, text in chart_files.files().items():
+        (chart_files.CHART / name).write_text(text, encoding="utf-8")
+    for name, text in argo_files().items():
+        (ARGO / name).write_text(text, encoding="utf-8")
+    (ARGO.parents[2] / "argocd-cm.yaml").write_text(argo_config(), encoding="utf-8")
+    GOLDEN.mkdir(exist_ok=True)
+    for name in LEGAL:
+        (GOLDEN / f"{name}.yaml").write_text(golden_text(name), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
