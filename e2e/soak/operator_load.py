@@ -11,12 +11,13 @@ from typing import Any
 import msgspec
 
 from foveal_operator.api.parse import parse
+from foveal_operator.kube.types import Obj
 from foveal_operator.manifests import ClusterFacts
 from foveal_operator.model.flow import PROFILE_KEY, model_keys
 from tests.support.api_server.api import Api
 from tests.support.api_server.world import KIND, MANAGED
 from tests.support.regenerate import profile_for
-from tests.support.samples import LEGAL, Obj, put
+from tests.support.samples import LEGAL, put
 
 MAKERS = 4
 FAILING = {"spec.frontend.podTemplate": {"spec": {"volumes": [{"name": "a", "nfs": {"x": 1}}]}}}

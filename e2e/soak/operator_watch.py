@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 import httpx
 import msgspec
 
+from foveal_operator.kube.types import Obj
 from tests.support.api_server.api import Api
 from tests.support.api_server.world import KIND
-from tests.support.samples import Obj
 
 INSTANCE = "app.kubernetes.io/instance"
 WAIT_SECONDS = 60.0

@@ -6,13 +6,11 @@ Used by regenerate.py and by the test that compares. Nothing here is written by 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import yaml
 
 from foveal_operator.api import crd
-
-Obj = dict[str, Any]
+from foveal_operator.kube.types import Obj
 
 _HEAD = """# The resource MultiModalInference
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from foveal_operator.api import crd
 from foveal_operator.kube.reader import FakeReader
+from foveal_operator.kube.types import Obj
 from tests.support.regenerate import wanted
-from tests.support.samples import Obj, resource
+from tests.support.samples import resource
 
 NOW = 1_767_225_600.0  # 2026-01-01T00:00:00Z
 INFERENCES = f"/apis/{crd.GROUP}/{crd.VERSION}/namespaces/models/{crd.PLURAL}"

@@ -9,6 +9,7 @@ from typing import Any
 
 from foveal_operator.api import reasons
 from foveal_operator.api.parse import SpecError, parse
+from foveal_operator.kube.types import Obj
 from foveal_operator.status.report import Observed, plain, report
 from tests.control_plane.status.test_status import (
     BASE,
@@ -20,7 +21,7 @@ from tests.control_plane.status.test_status import (
     serving,
     status_of,
 )
-from tests.support.samples import Obj, put
+from tests.support.samples import put
 
 GENERATION = 3
 PULL = container(state={"waiting": {"reason": "ImagePullBackOff", "message": "not found"}})

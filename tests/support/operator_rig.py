@@ -10,7 +10,7 @@ import yaml
 
 from foveal_operator.kube.errors import ApiError
 from foveal_operator.kube.kinds import INFERENCE, Kind
-from foveal_operator.manifests.context import Obj
+from foveal_operator.kube.types import Obj
 from foveal_operator.observability import resource_dashboards, resource_rule_groups
 from foveal_operator.pods.probes import PodReports
 from foveal_operator.process.main import Operator

@@ -22,13 +22,13 @@ from foveal_operator.kube.kinds import (
     POD,
     STATEFUL_SET,
 )
+from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.pods import REVISION_LABEL
 from foveal_operator.rollout.frontends import is_held
 from foveal_operator.testing.fake_cluster import FakeCluster
 from tests.support.budget_samples import TOY, VLM
 from tests.support.fake_clock import START
 from tests.support.operator_rig import Kit
-from tests.support.samples import Obj
 
 NAMESPACE, NAME = "models", "qwen"
 BAD_IMAGE = "registry.example/foveal-runtime:bad"

@@ -14,6 +14,7 @@ import yaml
 from foveal_operator.api import crd
 from foveal_operator.api.parse import InferenceSpec, parse
 from foveal_operator.cli.plan.render import desired_yaml
+from foveal_operator.kube.types import Obj
 from foveal_operator.manifests import ClusterFacts, Desired, desired
 from foveal_operator.manifests.budget_inputs import NodeFacts, budget_inputs
 from foveal_operator.observability import grafana
@@ -25,7 +26,7 @@ from foveal_runtime.plan.profile import ModelProfile
 from foveal_runtime.telemetry.table import rows
 from tests.support import api_page, chart_files
 from tests.support.budget_samples import TOY, VLM
-from tests.support.samples import LEGAL, Obj
+from tests.support.samples import LEGAL
 
 ROOT = Path(__file__).parents[2]
 CRD_FILE = ROOT / "crds" / "foveal.dev_multimodalinferences.yaml"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-Obj = dict[str, Any]
+from foveal_operator.kube.types import Obj
 
 
 def resource(name: str = "qwen", **spec: Any) -> Obj:

@@ -15,12 +15,13 @@ from typing import Any
 import msgspec
 
 from foveal_operator.api.parse import InferenceSpec, parse
+from foveal_operator.kube.types import Obj
 from foveal_operator.manifests import Desired
 from foveal_operator.manifests.pods import REVISION_LABEL, SESSION_GROUP_LABEL
 from foveal_operator.rollout import RolloutDecision, RolloutView, decide
 from foveal_operator.rollout.frontends import is_held
 from tests.support.regenerate import wanted
-from tests.support.samples import Obj, resource
+from tests.support.samples import resource
 
 TICK_SECONDS = 5.0
 START = 1_700_000_000.0

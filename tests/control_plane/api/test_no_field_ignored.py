@@ -12,13 +12,14 @@ import msgspec
 import pytest
 
 from foveal_operator.api.parse import parse
+from foveal_operator.kube.types import Obj
 from foveal_operator.manifests import desired
 from foveal_operator.manifests.budget_inputs import NodeFacts, budget_inputs
 from foveal_runtime.plan.budget.planner import plan
 from foveal_runtime.plan.config import GIB
 from tests.support.api_server_rules import root_schema
 from tests.support.regenerate import FACTS, profile_for
-from tests.support.samples import AUTOSCALED, Obj, put, resource
+from tests.support.samples import AUTOSCALED, put, resource
 
 KEY = {"name": "keys", "key": "k"}
 ENGINE_SCALING = {"maxReplicas": 4, "prometheusAddress": "http://p:9090"}

@@ -12,10 +12,10 @@ import yaml
 
 from foveal_operator.cli import main as cli
 from foveal_operator.kube.kinds import FIELD_MANAGER
+from foveal_operator.kube.types import Obj
 from tests.support.api_server.api import Api
 from tests.support.api_server.programs import Cluster
 from tests.support.cluster_samples import READY_STATUS
-from tests.support.samples import Obj
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 PROFILE = str(EXAMPLES / "profiles/tiny-vlm.json")

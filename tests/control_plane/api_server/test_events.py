@@ -6,13 +6,14 @@ import pytest
 
 from foveal_operator.kube.cluster import KubeCluster, load_configuration
 from foveal_operator.kube.events import WINDOW_SECONDS, EventRecorder
+from foveal_operator.kube.types import Obj
 from foveal_operator.telemetry.series import Telemetry
 from tests.support.api_server.api import Api
 from tests.support.api_server.programs import Cluster, wait_until
 from tests.support.api_server.scenarios import NO_LEASE
 from tests.support.api_server.world import World
 from tests.support.fake_clock import FakeTime
-from tests.support.samples import LEGAL, Obj, put
+from tests.support.samples import LEGAL, put
 
 STEP_SECONDS = 15.0
 

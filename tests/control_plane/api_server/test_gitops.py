@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from foveal_operator.kube.types import Obj
 from tests.support.api_server.api import Api
 from tests.support.api_server.programs import Cluster, missing_programs, program
-from tests.support.samples import LEGAL, Obj, put
+from tests.support.samples import LEGAL, put
 
 
 @pytest.fixture

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from foveal_operator.kube.types import Obj
 from tests.support.api_server.api import Api
 from tests.support.api_server.programs import Cluster, program
-from tests.support.samples import LEGAL, Obj
+from tests.support.samples import LEGAL
 
 KIND = "MultiModalInference"
 Helm = Callable[..., subprocess.CompletedProcess[str]]

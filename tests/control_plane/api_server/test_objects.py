@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from foveal_operator.api.parse import parse
+from foveal_operator.kube.types import Obj
 from foveal_operator.manifests import Desired, desired
 from tests.support.api_server.api import Api
 from tests.support.regenerate import FACTS, wanted
-from tests.support.samples import LEGAL, Obj, put
+from tests.support.samples import LEGAL, put
 
 STRICT = {"fieldValidation": "Strict"}
 MANAGER = "foveal-operator"

@@ -10,6 +10,7 @@ import pytest
 
 from foveal_operator.kube.cluster import KubeCluster, load_configuration
 from foveal_operator.kube.events import FLUSH_SECONDS, EventRecorder
+from foveal_operator.kube.types import Obj
 from foveal_operator.telemetry.series import Telemetry
 from tests.control_plane.api_server.test_role import role, token
 from tests.support.api_server.api import Api
@@ -19,7 +20,7 @@ from tests.support.api_server.programs import wait_until
 from tests.support.api_server.rights import Right, granted, used
 from tests.support.api_server.world import World
 from tests.support.fake_clock import FakeTime
-from tests.support.samples import LEGAL, Obj, put
+from tests.support.samples import LEGAL, put
 
 SECONDS = 90.0
 SILENT = Fate("Pending", ready=False, waiting="ContainerCreating")

@@ -13,13 +13,13 @@ import msgspec
 import pytest
 
 from foveal_operator.api.parse import parse
+from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.job import TEMPLATE
 from tests.support.api_server import nodes as fates
 from tests.support.api_server.operator_process import packages
 from tests.support.api_server.scenarios import NO_LEASE
 from tests.support.api_server.world import World, claim_in
 from tests.support.regenerate import profile_for
-from tests.support.samples import Obj
 
 
 def older_release(folder: Path) -> list[str]:

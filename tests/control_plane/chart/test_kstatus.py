@@ -8,6 +8,7 @@ import pytest
 
 from foveal_operator.api import reasons
 from foveal_operator.api.parse import SpecError, parse
+from foveal_operator.kube.types import Obj
 from foveal_operator.status.report import Observed, plain, report
 from tests.control_plane.status.test_status import (
     BASE,
@@ -19,7 +20,7 @@ from tests.control_plane.status.test_status import (
     status_of,
 )
 from tests.support.kstatus import verdict
-from tests.support.samples import Obj, put
+from tests.support.samples import put
 
 GENERATION = 3
 

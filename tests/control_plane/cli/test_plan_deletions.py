@@ -13,10 +13,11 @@ import yaml
 
 from foveal_operator.cli import main as cli
 from foveal_operator.cli.plan import server_command as cli_server
+from foveal_operator.kube.types import Obj
 from tests.control_plane.cli.test_plan_server import Over
 from tests.support.budget_samples import VLM
 from tests.support.playground import NAME, NAMESPACE, Playground
-from tests.support.samples import Obj, put, resource
+from tests.support.samples import put, resource
 
 Keys = set[tuple[str, str]]
 # What no plan lists: memories of the operator's, and the keys, which it never reads.

@@ -16,7 +16,8 @@ from foveal_operator.cli.plan import server_command as cli_server
 from foveal_operator.cli.plan.render import yaml_documents
 from foveal_operator.common.errors import ClusterAnswerError, UsageError
 from foveal_operator.kube.kinds import INFERENCE, KINDS
-from foveal_operator.kube.reader import FakeReader, ForbiddenError, Obj
+from foveal_operator.kube.reader import FakeReader, ForbiddenError
+from foveal_operator.kube.types import Obj
 from foveal_operator.testing.fake_cluster import FakeCluster
 from tests.control_plane.reconcile.test_reconcile import add_pod, finish_profile
 from tests.support.operator_rig import EXAMPLES, Kit, resource

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from foveal_operator.cli.local.processes import PARENT_VARIABLE
-from tests.support.samples import Obj
+from foveal_operator.kube.types import Obj
 
 ROOT = Path(__file__).parents[3]
 FAKE = ROOT / "tests/support/fake_runtime.py"

@@ -6,8 +6,9 @@ import copy
 from typing import Any
 
 from foveal_operator.kube.diff import Change, diff, restart_reasons
+from foveal_operator.kube.types import Obj
 from tests.support.regenerate import wanted
-from tests.support.samples import LEGAL, Obj, put, resource
+from tests.support.samples import LEGAL, put, resource
 
 
 def live(obj: Obj) -> Obj:

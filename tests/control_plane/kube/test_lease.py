@@ -7,10 +7,10 @@ import random
 
 import pytest
 
-from foveal_operator.kube.cluster import Obj
 from foveal_operator.kube.errors import Transient
 from foveal_operator.kube.kinds import LEASE, Kind
 from foveal_operator.kube.lease import Elector, LeaseSettings
+from foveal_operator.kube.types import Obj
 from foveal_operator.testing.fake_cluster import FakeCluster
 from tests.support.fake_clock import FakeTime
 

@@ -9,13 +9,14 @@ import msgspec
 import pytest
 
 from foveal_operator.api.parse import SpecError
+from foveal_operator.kube.types import Obj
 from foveal_operator.manifests import CurveKeyPairs, Desired, desired
 from foveal_operator.manifests.context import ClusterFacts, Context
 from foveal_operator.manifests.documents import engine_document, frontend_document
 from foveal_runtime.plan.config import EngineConfig, FrontendConfig
 from foveal_runtime.plan.quantity import parse_bytes
 from tests.support.regenerate import FACTS, GOLDEN, golden_text, planned, wanted
-from tests.support.samples import AUTOSCALED, LEGAL, Obj, put, resource
+from tests.support.samples import AUTOSCALED, LEGAL, put, resource
 
 
 def bodies(objects: Desired) -> dict[str, Obj]:

@@ -10,6 +10,7 @@ import pytest
 
 from foveal_operator.api import reasons
 from foveal_operator.api.parse import InferenceSpec, parse
+from foveal_operator.kube.types import Obj
 from foveal_operator.model.flow import (
     PROFILE_KEY,
     ModelDecision,
@@ -19,7 +20,7 @@ from foveal_operator.model.flow import (
 )
 from tests.support.budget_samples import VLM
 from tests.support.regenerate import FACTS
-from tests.support.samples import Obj, resource
+from tests.support.samples import resource
 
 NOW = 1_800_000_000.0
 FETCHED = parse(resource())

@@ -12,12 +12,12 @@ import pytest
 from foveal_operator.api import reasons
 from foveal_operator.api.parse import parse
 from foveal_operator.kube.kinds import JOB
+from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.job import TEMPLATE
 from foveal_operator.model.flow import PROFILE_KEY, ModelDecision
 from tests.control_plane.model.test_model_flow import CLAIMED, FETCHED, PROFILE, World, kinds
 from tests.control_plane.reconcile.test_reconcile import add_pod, finish_profile, versions
 from tests.support.operator_rig import Kit, resource
-from tests.support.samples import Obj
 from tests.support.samples import resource as sample
 
 FAILED_POD = {"exitCode": 1, "message": "boom", "finishedAt": "2026-01-01T00:00:00Z"}

@@ -7,6 +7,7 @@ import msgspec
 from foveal_operator.api import reasons
 from foveal_operator.cli.output.terminal import Style
 from foveal_operator.cli.status.view import status_text
+from foveal_operator.kube.types import Obj
 from foveal_operator.manifests import ClusterFacts, desired
 from foveal_operator.pods.metrics import PodReports
 from foveal_operator.pods.probes import metrics_url
@@ -17,7 +18,6 @@ from tests.control_plane.pods.test_probes import FakePods, pod
 from tests.control_plane.reconcile.test_reconcile import PROFILE, finish_profile
 from tests.support.budget_samples import VLM
 from tests.support.operator_rig import Kit, resource
-from tests.support.samples import Obj
 
 COMMIT = "0123456789" * 4
 URI = "hf://org/tiny"

@@ -8,13 +8,13 @@ import pytest
 
 from foveal_operator.api import reasons
 from foveal_operator.kube.errors import Transient
+from foveal_operator.kube.types import Obj
 from foveal_operator.pods.diagnose import diagnose
 from foveal_operator.pods.events import PATIENCE_SECONDS, PodEvents, is_silent
 from foveal_operator.pods.probes import PodReports
 from foveal_operator.testing.fake_cluster import FakeCluster
 from tests.support.fake_clock import FakeTime
 
-Obj = dict[str, Any]
 MISSING = 'MountVolume.SetUp failed for volume "secret-api" : secret "nowhere" not found'
 
 

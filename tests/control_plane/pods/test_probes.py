@@ -7,11 +7,11 @@ import asyncio
 import pytest
 from aiohttp import ClientSession, web
 
+from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.pods import SESSION_GROUP_LABEL
 from foveal_operator.pods.metrics import Figures, History, read_figures
 from foveal_operator.pods.probes import PodProber, aiohttp_fetch, metrics_url
 from foveal_runtime.telemetry.metrics import Metrics
-from tests.support.samples import Obj
 
 
 def pod(name: str, *, ip: str = "10.0.0.1", group: str = "g", ready: bool = True) -> Obj:

@@ -10,7 +10,7 @@ import pytest
 from foveal_operator.kube.errors import Transient
 from foveal_operator.kube.kinds import Kind
 from foveal_operator.kube.lease import LeaseSettings
-from foveal_operator.manifests.context import Obj
+from foveal_operator.kube.types import Obj
 from foveal_operator.pods.probes import PodReports
 from foveal_operator.process.main import STUCK_SECONDS, Operator, main
 from foveal_operator.process.options import Options

@@ -17,6 +17,7 @@ from foveal_operator.common.errors import UsageError
 from foveal_operator.common.logs import JsonLines
 from foveal_operator.kube.errors import Forbidden, Transient
 from foveal_operator.kube.events import EventRecorder
+from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.budget_inputs import NodeFacts
 from foveal_operator.pods.probes import PodReports
 from foveal_operator.pods.reports import Reports
@@ -36,8 +37,6 @@ from foveal_operator.telemetry.series import Telemetry
 from foveal_operator.testing.fake_cluster import FakeCluster
 from tests.support.fake_clock import FakeTime
 from tests.support.operator_rig import OPTIONAL_KINDS, resource
-
-Obj = dict[str, Any]
 
 
 # --- Events ------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from foveal_operator.kube.kinds import (
     JOB,
     POD,
 )
-from foveal_operator.manifests.context import Obj
+from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.pods import REVISION_LABEL, SESSION_GROUP_LABEL
 from foveal_operator.testing.fake_cluster import FakeCluster
 from tests.support.operator_rig import (

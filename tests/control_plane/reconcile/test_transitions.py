@@ -18,9 +18,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 
 from foveal_operator.kube.kinds import INFERENCE
+from foveal_operator.kube.types import Obj
 from tests.support.api_server_rules import problems
 from tests.support.playground import NAME, Playground
-from tests.support.samples import LEGAL, Obj, put, resource
+from tests.support.samples import LEGAL, put, resource
 from tests.support.spec_strategies import BAD, is_allowed, specs
 
 SEED = int(os.environ.get("FOVEAL_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 31)

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from foveal_operator.kube.types import Obj
 from foveal_operator.manifests import ClusterFacts, desired
 from foveal_operator.manifests.replicas import is_handed_over, live_replicas
 from foveal_operator.rollout import RolloutView, decide
@@ -16,7 +17,7 @@ from foveal_operator.rollout.engines import engine_step
 from foveal_operator.rollout.pods import Pod
 from foveal_operator.rollout.record import Record, State, read_record
 from tests.support.regenerate import FACTS, planned
-from tests.support.samples import LEGAL, Obj
+from tests.support.samples import LEGAL
 from tests.support.sim_cluster import SimCluster, Wish
 
 MANAGER = "foveal-operator"

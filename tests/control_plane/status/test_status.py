@@ -10,13 +10,14 @@ import pytest
 from foveal_operator.api import reasons
 from foveal_operator.api.parse import SpecError, parse
 from foveal_operator.api.status import Condition, MultiModalInferenceStatus
+from foveal_operator.kube.types import Obj
 from foveal_operator.manifests import desired
 from foveal_operator.manifests.pods import REVISION_LABEL
 from foveal_operator.pods.diagnose import diagnose, last_failure
 from foveal_operator.status.report import Observed, plain, report
 from tests.support import api_server_rules, kstatus
 from tests.support.regenerate import FACTS, planned
-from tests.support.samples import Obj, put, resource
+from tests.support.samples import put, resource
 
 NOW, LATER = "2026-01-01T00:00:00Z", "2026-01-01T00:01:00Z"
 BASE = put(resource(), "spec.engine.replicas", 2)

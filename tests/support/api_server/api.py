@@ -14,9 +14,9 @@ from typing import Any
 
 import httpx
 
+from foveal_operator.kube.types import Obj
 from tests.support.api_server.programs import ADMIN, Cluster, wait_until
 
-Obj = dict[str, Any]
 APPLY = "application/apply-patch+yaml"
 MERGE = "application/merge-patch+json"
 JSON = "application/json"

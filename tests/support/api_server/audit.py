@@ -10,11 +10,10 @@ import json
 import time
 from collections.abc import Callable
 from datetime import datetime
-from typing import Any
 
+from foveal_operator.kube.types import Obj
 from tests.support.api_server.calls import Call
 
-Obj = dict[str, Any]
 ENGINE = ("app.kubernetes.io/component", "engine")
 INSTANCE = "app.kubernetes.io/instance"
 RESOURCE = "multimodalinferences"

@@ -15,10 +15,10 @@ from typing import Any
 
 import httpx
 
+from foveal_operator.kube.types import Obj
 from tests.support.api_server.api import Api
 from tests.support.api_server.programs import Cluster, wait_until
 
-Obj = dict[str, Any]
 TICK_SECONDS = 0.1
 LONG_AGO = "2026-01-01T00:00:00Z"
 

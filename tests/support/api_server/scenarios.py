@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from foveal_operator.kube.types import Obj
 from tests.support.api_server.programs import wait_until
 from tests.support.api_server.world import KIND, World
-from tests.support.samples import Obj
 
 Children = dict[str, Obj]
 _ROUTE = {"parentRefs": [{"name": "gateway", "namespace": "infra"}]}

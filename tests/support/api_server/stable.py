@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
 
+from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.context import content_hash
 from foveal_operator.manifests.pods import REVISION_LABEL
 
-Obj = dict[str, Any]
 _HASH = re.compile(r"[0-9a-f]{10}")
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from foveal_operator.api.parse import parse
+from foveal_operator.kube.types import Obj
 from foveal_operator.manifests import ClusterFacts
 from foveal_operator.model.flow import PROFILE_KEY, model_keys
 from tests.support.api_server.api import Api
@@ -27,7 +28,7 @@ from tests.support.api_server.operator_process import OperatorProcess
 from tests.support.api_server.programs import Cluster, wait_until
 from tests.support.api_server.stable import stable
 from tests.support.regenerate import profile_for
-from tests.support.samples import LEGAL, Obj, put
+from tests.support.samples import LEGAL, put
 
 KIND = "MultiModalInference"
 MANAGED = "app.kubernetes.io/managed-by=foveal-operator"

@@ -16,8 +16,9 @@ import urllib.request
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from foveal_operator.kube.types import Obj
 from tests.support.node.reads import PATHS, Reader
 
 REPOSITORY = Path(__file__).parents[3]
@@ -28,7 +29,6 @@ KUBECONFIG = ROOT / "run/pki/admin.kubeconfig"
 REGISTRY = "localhost"
 """The node's own; it has the images that images.sh built."""
 OPERATOR_IMAGE = f"{REGISTRY}/foveal/operator:0.1.0"
-Obj = dict[str, Any]
 T = TypeVar("T")
 
 

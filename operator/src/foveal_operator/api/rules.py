@@ -77,7 +77,7 @@ def _formatted(name: str) -> Meta:
 AutoSize = Annotated[str, _formatted("autoSize")]
 Quantity = Annotated[str, _formatted("quantity")]
 ObjectName = Annotated[str, bounded(253, r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")]
-Key = Annotated[str, bounded(253, r"^[-._a-zA-Z0-9]+$")]
+DataKey = Annotated[str, bounded(253, r"^[-._a-zA-Z0-9]+$")]
 LabelValue = Annotated[str, Meta(max_length=63, pattern=r"^[-._a-zA-Z0-9]*$")]
 Domain = Annotated[str, bounded(253, r"^\.?[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")]
 Text = Annotated[str, bounded(256)]

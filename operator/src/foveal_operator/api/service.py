@@ -7,14 +7,14 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from foveal_operator.api.rules import Domain, Key, LabelValue, ObjectName, Part, Rule
+from foveal_operator.api.rules import DataKey, Domain, LabelValue, ObjectName, Part, Rule
 
 
 class SecretKey(Part, frozen=True, kw_only=True):
     """One key of a Secret in the resource's namespace."""
 
     name: Annotated[ObjectName, Meta(description="Name of the Secret.")]
-    key: Annotated[Key, Meta(description="Key inside the Secret; default: key.")] = "key"
+    key: Annotated[DataKey, Meta(description="Key inside the Secret; default: key.")] = "key"
 
 
 class Rollout(Part, frozen=True, kw_only=True):

@@ -11,7 +11,8 @@ import yaml
 
 from foveal_operator.api.crd import GROUP, PLURAL, VERSION
 from foveal_operator.common.errors import ClusterAnswerError
-from foveal_operator.kube.reader import KubeReader, Obj, Reader
+from foveal_operator.kube.reader import KubeReader, Reader
+from foveal_operator.kube.types import Obj
 
 OUTPUTS = ("table", "json", "yaml")
 Connect = Callable[[argparse.Namespace], Reader]

@@ -24,9 +24,8 @@ from foveal_operator.kube.errors import (
     classify,
 )
 from foveal_operator.kube.kinds import FIELD_MANAGER, LEASE, Kind, kind_of
+from foveal_operator.kube.types import Obj
 from foveal_operator.telemetry.series import Telemetry
-
-Obj = dict[str, Any]
 
 MAX_IN_FLIGHT = 16
 TIMEOUT_SECONDS = 15.0

@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
+from foveal_operator.kube.types import Obj
 from foveal_runtime.plan import quantity
 
-Obj = Mapping[str, Any]
 _QUANTITY_PARENTS = frozenset({"limits", "requests"})
 _QUANTITY_KEYS = frozenset({"sizeLimit", "storage"})
 _MISSING = object()

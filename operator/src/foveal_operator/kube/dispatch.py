@@ -11,10 +11,11 @@ import logging
 from collections.abc import Callable, Sequence
 
 from foveal_operator.common.clock import Clock
-from foveal_operator.kube.cluster import Cluster, Obj
+from foveal_operator.kube.cluster import Cluster
 from foveal_operator.kube.errors import ApiError, NotFound
 from foveal_operator.kube.kinds import CHILD_SELECTOR, INFERENCE, POD, WATCHED, Kind
-from foveal_operator.kube.store import Caches, Key, owner_of
+from foveal_operator.kube.store import Caches, owner_of
+from foveal_operator.kube.types import NamespacedName, Obj
 from foveal_operator.telemetry.series import Telemetry
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class Watch:
         *,
         clock: Clock,
         namespaces: Sequence[str],
-        enqueue: Callable[[Key], None],
+        enqueue: Callable[[NamespacedName], None],
     ) -> None:
         self._cluster = cluster
         self._caches = caches

@@ -13,9 +13,10 @@ from datetime import UTC, datetime
 from typing import Literal
 
 from foveal_operator.common.clock import Clock
-from foveal_operator.kube.cluster import Cluster, Obj
+from foveal_operator.kube.cluster import Cluster
 from foveal_operator.kube.errors import ApiError
 from foveal_operator.kube.kinds import EVENT, FIELD_MANAGER
+from foveal_operator.kube.types import Obj
 
 log = logging.getLogger(__name__)
 

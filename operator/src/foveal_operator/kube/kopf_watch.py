@@ -20,9 +20,10 @@ from typing import Any
 import aiohttp
 import kopf
 
-from foveal_operator.kube.cluster import Credentials, Obj
+from foveal_operator.kube.cluster import Credentials
 from foveal_operator.kube.dispatch import selector_of
 from foveal_operator.kube.kinds import Kind
+from foveal_operator.kube.types import Obj
 
 log = logging.getLogger(__name__)
 

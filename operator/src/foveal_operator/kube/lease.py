@@ -15,9 +15,10 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from foveal_operator.common.clock import Clock
-from foveal_operator.kube.cluster import Cluster, Obj
+from foveal_operator.kube.cluster import Cluster
 from foveal_operator.kube.errors import ApiError, Conflict
 from foveal_operator.kube.kinds import LEASE
+from foveal_operator.kube.types import Obj
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from foveal_operator.common.errors import ClusterAnswerError
+from foveal_operator.kube.types import Obj
 
-Obj = dict[str, Any]
 TIMEOUT_SECONDS = 15.0
 OPERATOR_SELECTOR = "app.kubernetes.io/part-of=foveal,app.kubernetes.io/component=operator"
 """The operator's own Deployment, by its chart's labels."""

@@ -12,15 +12,12 @@ import hashlib
 import zlib
 from collections import OrderedDict
 from collections.abc import Container
-from typing import Any
 
 import msgspec
 
 from foveal_operator.kube.kinds import CONFIG_MAP, INFERENCE, INSTANCE, Kind
+from foveal_operator.kube.types import NamespacedName, Obj
 
-Obj = dict[str, Any]
-Key = tuple[str, str]
-"""(namespace, name)"""
 MAX_TOMBSTONES = 20_000
 MAX_UNPACKED = 128
 MAX_TEXT = 4096
@@ -31,7 +28,7 @@ _PACKED_BYTES = 512
 _KEEP_OWNERS = frozenset({"Deployment", "StatefulSet"})
 
 
-def owner_of(kind: Kind, body: Obj) -> Key | None:
+def owner_of(kind: Kind, body: Obj) -> NamespacedName | None:
     """The resource that an object belongs to: itself, or the instance its labels name."""
     metadata = body["metadata"]
     if kind is INFERENCE:
@@ -81,7 +78,7 @@ class _Entry(msgspec.Struct, frozen=True, gc=False):
 
     uid: str
     version: str
-    owner: Key | None
+    owner: NamespacedName | None
     packed: bytes
 
 
@@ -105,11 +102,11 @@ class Caches:
 
     def __init__(self, *, whole: bool = False) -> None:
         self._is_whole = whole
-        self._objects: dict[str, dict[Key, _Entry]] = {}
-        self._owned: dict[Key, dict[str, set[Key]]] = {}
+        self._objects: dict[str, dict[NamespacedName, _Entry]] = {}
+        self._owned: dict[NamespacedName, dict[str, set[NamespacedName]]] = {}
         self._gone: OrderedDict[str, int] = OrderedDict()
         self._num_gone = 0
-        self._unpacked: OrderedDict[tuple[str, Key], Obj] = OrderedDict()
+        self._unpacked: OrderedDict[tuple[str, NamespacedName], Obj] = OrderedDict()
 
     @property
     def mark(self) -> int:
@@ -192,25 +189,25 @@ class Caches:
         entry = self._objects.get(kind.name, {}).get((namespace, name))
         return None if entry is None else (entry.uid, entry.version)
 
-    def owned(self, kind: Kind, owner: Key) -> list[Obj]:
+    def owned(self, kind: Kind, owner: NamespacedName) -> list[Obj]:
         """Objects of a kind that belong to a resource, by name."""
         of_kind = self._objects.get(kind.name, {})
         return [self._body(kind, key, of_kind[key]) for key in self._owned_keys(kind, owner)]
 
-    def owned_names(self, kind: Kind, owner: Key) -> list[str]:
+    def owned_names(self, kind: Kind, owner: NamespacedName) -> list[str]:
         """Their names, without unpacking them."""
         return [name for _, name in self._owned_keys(kind, owner)]
 
-    def keys(self, kind: Kind) -> list[Key]:
+    def keys(self, kind: Kind) -> list[NamespacedName]:
         return sorted(self._objects.get(kind.name, {}))
 
     def count(self, kind: Kind) -> int:
         return len(self._objects.get(kind.name, {}))
 
-    def _owned_keys(self, kind: Kind, owner: Key) -> list[Key]:
+    def _owned_keys(self, kind: Kind, owner: NamespacedName) -> list[NamespacedName]:
         return sorted(self._owned.get(owner, {}).get(kind.name, ()))
 
-    def _body(self, kind: Kind, key: Key, entry: _Entry) -> Obj:
+    def _body(self, kind: Kind, key: NamespacedName, entry: _Entry) -> Obj:
         """Unpacked, and kept so for a while: a pass asks for the same few again and again."""
         at = (kind.name, key)
         body = self._unpacked.get(at)
@@ -220,7 +217,7 @@ class Caches:
                 self._unpacked.popitem(last=False)
         return body
 
-    def _unlink(self, kind: Kind, key: Key, entry: _Entry) -> None:
+    def _unlink(self, kind: Kind, key: NamespacedName, entry: _Entry) -> None:
         self._unpacked.pop((kind.name, key), None)
         if entry.owner is None:
             return
@@ -235,7 +232,7 @@ class Caches:
     def check_integrity(self) -> None:
         """The index by owner says the same as the objects, no tombstone lives, and what is
         unpacked is what is packed."""
-        expected: dict[Key, dict[str, set[Key]]] = {}
+        expected: dict[NamespacedName, dict[str, set[NamespacedName]]] = {}
         for name, of_kind in self._objects.items():
             for key, entry in of_kind.items():
                 body = _unpack(entry.packed)

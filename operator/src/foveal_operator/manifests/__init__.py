@@ -11,9 +11,10 @@ from collections.abc import Iterator
 import msgspec
 
 from foveal_operator.api.parse import InferenceSpec
+from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.autoscaling import engine_autoscaler, frontend_autoscaler
 from foveal_operator.manifests.config_map import engine_config_map, frontend_config_map
-from foveal_operator.manifests.context import ClusterFacts, Context, Obj, Owned
+from foveal_operator.manifests.context import ClusterFacts, Context, Owned
 from foveal_operator.manifests.deployment import frontend_deployment
 from foveal_operator.manifests.job import fetch_job, profile_job
 from foveal_operator.manifests.model_source import model_source

@@ -6,7 +6,8 @@ The autoscaler targets the workload, never the resource, so nothing in Git drift
 from __future__ import annotations
 
 from foveal_operator.api.workloads import EngineAutoscaling, FrontendAutoscaling
-from foveal_operator.manifests.context import Context, Obj, Role
+from foveal_operator.kube.types import Obj
+from foveal_operator.manifests.context import Context, Role
 
 _TARGETS = {"CPU": 70, "PreprocessQueue": 4, "Concurrency": 64}
 _ENGINE_TARGETS = {"RunningRequests": 64, "KVUsage": 80}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from foveal_operator.manifests.context import Context, Obj, Role, content_hash
+from foveal_operator.kube.types import Obj
+from foveal_operator.manifests.context import Context, Role, content_hash
 from foveal_operator.manifests.documents import document_json, engine_document, frontend_document
 
 

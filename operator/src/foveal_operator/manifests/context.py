@@ -13,9 +13,9 @@ import msgspec
 
 from foveal_operator.api.crd import GROUP, KIND, VERSION
 from foveal_operator.api.parse import InferenceSpec
+from foveal_operator.kube.types import Obj
 from foveal_runtime.plan.budget.types import BudgetPlan
 
-Obj = dict[str, Any]
 Role = Literal["frontend", "engine", "model"]
 Policy = Literal["Apply", "CreateOnly", "Retain", "Keep"]
 """Apply: server-side apply, owned. CreateOnly: made once, never read back or changed. Retain:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.config_map import frontend_config_map
-from foveal_operator.manifests.context import Context, Obj
+from foveal_operator.manifests.context import Context
 from foveal_operator.manifests.documents import (
     FILES_DIRECTORY,
     SHARED_DIRECTORY,

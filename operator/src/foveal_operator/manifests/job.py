@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from foveal_operator.api.caches import Modalities
+from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.budget_inputs import modalities_config
-from foveal_operator.manifests.context import Context, Obj, content_hash
+from foveal_operator.manifests.context import Context, content_hash
 from foveal_operator.manifests.model_source import model_source
 from foveal_operator.manifests.pods import (
     PROGRESS_PORT_NAME,

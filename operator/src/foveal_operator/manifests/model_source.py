@@ -9,7 +9,8 @@ import re
 
 import msgspec
 
-from foveal_operator.manifests.context import Context, Obj
+from foveal_operator.kube.types import Obj
+from foveal_operator.manifests.context import Context
 
 MODELS_DIRECTORY = "/models"
 VOLUME = "model"

@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-from foveal_operator.manifests.context import Context, Obj, content_hash
+from foveal_operator.kube.types import Obj
+from foveal_operator.manifests.context import Context, content_hash
 from foveal_operator.manifests.pods import REVISION_LABEL
 
 # Labels of pods that every series carries; dashboards and rules choose by them.

@@ -6,7 +6,8 @@ IP-level and best effort: host names are enforced by the frontend itself.
 
 from __future__ import annotations
 
-from foveal_operator.manifests.context import ENGINE_HTTP_PORT, ENGINE_PORT, Context, Obj
+from foveal_operator.kube.types import Obj
+from foveal_operator.manifests.context import ENGINE_HTTP_PORT, ENGINE_PORT, Context
 
 _PRIVATE_V4 = ("10.0.0.0/8", "100.64.0.0/10", "169.254.0.0/16", "172.16.0.0/12", "192.168.0.0/16")
 _PRIVATE_V6 = ("fc00::/7", "fe80::/10")

@@ -10,7 +10,7 @@ import copy
 from typing import Any
 
 from foveal_operator.api.parse import SpecError
-from foveal_operator.manifests.context import Obj
+from foveal_operator.kube.types import Obj
 
 _LOCKED_SPEC = frozenset(
     {"serviceAccountName", "automountServiceAccountToken", "hostNetwork", "hostPID", "hostIPC",

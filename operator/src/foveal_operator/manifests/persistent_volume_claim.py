@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from foveal_operator.api.model import ModelCache
-from foveal_operator.manifests.context import Context, Obj
+from foveal_operator.kube.types import Obj
+from foveal_operator.manifests.context import Context
 
 DEFAULT_SIZE = "50Gi"
 

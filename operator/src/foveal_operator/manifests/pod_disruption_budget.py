@@ -3,7 +3,8 @@ because it would block the drain for ever."""
 
 from __future__ import annotations
 
-from foveal_operator.manifests.context import Context, Obj, Role
+from foveal_operator.kube.types import Obj
+from foveal_operator.manifests.context import Context, Role
 
 
 def pod_disruption_budget(context: Context, role: Role) -> Obj:

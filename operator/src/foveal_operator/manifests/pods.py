@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from foveal_operator.api.service import SecretKey
-from foveal_operator.manifests.context import Context, Obj, Role, content_hash
+from foveal_operator.kube.types import Obj
+from foveal_operator.manifests.context import Context, Role, content_hash
 from foveal_operator.manifests.documents import CURVE_DIRECTORY, SECRETS_DIRECTORY
 from foveal_operator.manifests.model_source import model_source
 from foveal_operator.manifests.overlay import lay_over

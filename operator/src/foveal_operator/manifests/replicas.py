@@ -5,10 +5,7 @@ The reconciler asks before manifests.desired, and fills ClusterFacts with the an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-Obj = Mapping[str, Any]
+from foveal_operator.kube.types import Obj
 
 
 def live_replicas(workload: Obj | None) -> int | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from foveal_operator.api.workloads import Accelerator
-from foveal_operator.manifests.context import Context, Obj
+from foveal_operator.kube.types import Obj
+from foveal_operator.manifests.context import Context
 
 
 def resource_claim_template(context: Context, accelerator: Accelerator) -> Obj:

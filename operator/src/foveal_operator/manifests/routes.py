@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from foveal_operator.api.service import HttpRoute, InferencePool
-from foveal_operator.manifests.context import Context, Obj
+from foveal_operator.kube.types import Obj
+from foveal_operator.manifests.context import Context
 
 
 def http_route(context: Context, route: HttpRoute) -> Obj:

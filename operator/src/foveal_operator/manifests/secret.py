@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from foveal_operator.manifests.context import Context, Obj
+from foveal_operator.kube.types import Obj
+from foveal_operator.manifests.context import Context
 
 
 class CurveKeyPairs(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from foveal_operator.manifests.context import ENGINE_HTTP_PORT, ENGINE_PORT, Context, Obj
+from foveal_operator.kube.types import Obj
+from foveal_operator.manifests.context import ENGINE_HTTP_PORT, ENGINE_PORT, Context
 
 
 def _port(name: str, number: int, target: str) -> Obj:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from foveal_operator.manifests.context import Context, Obj
+from foveal_operator.kube.types import Obj
+from foveal_operator.manifests.context import Context
 
 
 def service_account(context: Context) -> Obj:

@@ -6,13 +6,13 @@ must be freed). A stable ordinal is a stable mirror identity.
 
 from __future__ import annotations
 
+from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.config_map import engine_config_map
 from foveal_operator.manifests.context import (
     DEFAULT_RESOURCE_NAME,
     ENGINE_HTTP_PORT,
     ENGINE_PORT,
     Context,
-    Obj,
 )
 from foveal_operator.manifests.documents import (
     SHARED_DIRECTORY,

@@ -12,7 +12,6 @@ question: its result counts, and while it works it is left to work.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 
@@ -20,6 +19,7 @@ from foveal_operator.api import reasons
 from foveal_operator.api.parse import InferenceSpec
 from foveal_operator.api.reasons import Reason
 from foveal_operator.api.status import Failure
+from foveal_operator.kube.types import Obj
 from foveal_operator.manifests import ClusterFacts, Owned, desired
 from foveal_operator.manifests.context import Context
 from foveal_operator.manifests.job import profile_limit_bytes
@@ -30,7 +30,6 @@ from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.profile import ModelProfile, decode
 from foveal_runtime.plan.quantity import format_bytes
 
-Obj = Mapping[str, Any]
 PROFILE_KEY = "profile.json"
 RETRY_SECONDS = {"FetchDenied": 600.0, "FetchFailed": 1800.0, "ProfileFailed": 1800.0}
 """A failed Job has tried for some ten minutes itself. Reasons that only an edit heals are not

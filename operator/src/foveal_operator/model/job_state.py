@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import datetime
-from typing import Any
 
 import msgspec
 
 from foveal_operator.api import reasons
 from foveal_operator.api.reasons import Reason
 from foveal_operator.api.status import Failure
+from foveal_operator.kube.types import Obj
 from foveal_operator.pods.diagnose import EXIT_STARTUP_ERROR, diagnose, last_failure
 
-Obj = Mapping[str, Any]
 _DENIED = re.compile(
     r"\b(401|403|unauthorized|forbidden|denied|gated|AccessDenied|InvalidAccessKeyId"
     r"|SignatureDoesNotMatch|ExpiredToken|InvalidToken|unable to locate credentials)\b",

@@ -7,16 +7,12 @@ made anew only when it does not get on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import msgspec
 
+from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.context import Owned
 from foveal_operator.manifests.job import TEMPLATE
 from foveal_operator.model.job_state import JobState
-
-Obj = Mapping[str, Any]
 
 
 def as_it_lies(live: Obj | None, wanted: Owned) -> Owned:

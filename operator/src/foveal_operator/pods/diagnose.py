@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import msgspec
 
 from foveal_operator.api import reasons
 from foveal_operator.api.reasons import Reason
 from foveal_operator.api.status import Failure
+from foveal_operator.kube.types import Obj
 
-Obj = Mapping[str, Any]
 EXIT_STARTUP_ERROR = 2
 EXIT_SIGBUS = 128 + 7
 _PULL = frozenset(

@@ -7,17 +7,16 @@ unknown.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
 from foveal_operator.kube.cluster import Cluster
 from foveal_operator.kube.errors import ApiError
 from foveal_operator.kube.kinds import EVENT
+from foveal_operator.kube.types import Obj
 from foveal_operator.pods.probes import PodReports
 
-Obj = Mapping[str, Any]
 PATIENCE_SECONDS = 5.0
 INTERVAL_SECONDS = 20.0
 MAX_PODS = 8

@@ -7,12 +7,11 @@ registry is never asked.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
+from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.model_source import VOLUME
 
-Obj = Mapping[str, Any]
 MAX_CHARACTERS = 253
 
 

@@ -8,17 +8,16 @@ after a few intervals. What the figures mean is pod_metrics.py's.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import aiohttp
 import msgspec
 
+from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.pods import PROGRESS_PORT_NAME, SESSION_GROUP_LABEL
 from foveal_operator.pods.diagnose import is_ready
 from foveal_operator.pods.metrics import Figures, History, PodReports, Seen, read_figures, report
 
-Obj = Mapping[str, Any]
 Fetch = Callable[[str, float], Awaitable[str]]
 """(url, timeout in seconds) -> body. Raises OSError, TimeoutError or ValueError."""
 MAX_BODY_BYTES = 4 << 20

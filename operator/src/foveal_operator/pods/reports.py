@@ -10,22 +10,25 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from foveal_operator.kube.kinds import POD
-from foveal_operator.kube.store import Key, owner_of
-from foveal_operator.manifests.context import Obj
+from foveal_operator.kube.store import owner_of
+from foveal_operator.kube.types import NamespacedName, Obj
 from foveal_operator.pods.probes import PodReports
 
 ObservePods = Callable[[Sequence[Obj], Sequence[Obj], Sequence[Obj]], Awaitable[PodReports]]
+"""(pods of engines, of frontends, of Jobs) -> what they said last."""
 MAX_RESOURCES = 10_000
 
 
 class Reports:
     """Args: enqueue: takes the key of a resource whose pods said something new."""
 
-    def __init__(self, observe_pods: ObservePods, enqueue: Callable[[Key], None]) -> None:
+    def __init__(
+        self, observe_pods: ObservePods, enqueue: Callable[[NamespacedName], None]
+    ) -> None:
         self._observe_pods = observe_pods
         self._enqueue = enqueue
-        self._known: dict[Key, PodReports] = {}
-        self._asking: dict[Key, asyncio.Task[None]] = {}
+        self._known: dict[NamespacedName, PodReports] = {}
+        self._asking: dict[NamespacedName, asyncio.Task[None]] = {}
 
     async def observe(
         self,
@@ -44,7 +47,11 @@ class Reports:
         return self._known.get(key, PodReports())
 
     async def _ask(
-        self, key: Key, engines: Sequence[Obj], frontends: Sequence[Obj], jobs: Sequence[Obj]
+        self,
+        key: NamespacedName,
+        engines: Sequence[Obj],
+        frontends: Sequence[Obj],
+        jobs: Sequence[Obj],
     ) -> None:
         try:
             found = await self._observe_pods(engines, frontends, jobs)

@@ -24,16 +24,15 @@ from foveal_operator.kube.events import EventRecorder
 from foveal_operator.kube.kinds import INFERENCE, POD, Kind
 from foveal_operator.kube.lease import Elector
 from foveal_operator.kube.queue import MAX_SECONDS, WorkQueue
-from foveal_operator.kube.store import Caches, Key
+from foveal_operator.kube.store import Caches
 from foveal_operator.kube.supervisor import Engine, WatchKeeper
-from foveal_operator.manifests.context import Obj
+from foveal_operator.kube.types import NamespacedName, Obj
 from foveal_operator.pods.events import PodEvents
 from foveal_operator.pods.probes import PodProber, PodReports, aiohttp_fetch
-from foveal_operator.pods.reports import Reports
+from foveal_operator.pods.reports import ObservePods, Reports
 from foveal_operator.process.options import Options, read
 from foveal_operator.process.server import ProbeServer
 from foveal_operator.reconcile.cluster_facts import Survey
-from foveal_operator.reconcile.observe import ObservePods
 from foveal_operator.reconcile.reconciler import Reconciler
 from foveal_operator.telemetry.declared import CONTROLLER
 from foveal_operator.telemetry.series import Telemetry
@@ -52,14 +51,18 @@ class Workers:
     """Takes keys from the queue and runs passes; says what happens after each."""
 
     def __init__(
-        self, reconciler: Reconciler, queue: WorkQueue[Key], telemetry: Telemetry, clock: Clock
+        self,
+        reconciler: Reconciler,
+        queue: WorkQueue[NamespacedName],
+        telemetry: Telemetry,
+        clock: Clock,
     ) -> None:
         self._reconciler = reconciler
         self._queue = queue
         self._telemetry = telemetry
         self._clock = clock
-        self._conflicts: dict[Key, int] = {}
-        self._refused_since: dict[Key, float] = {}
+        self._conflicts: dict[NamespacedName, int] = {}
+        self._refused_since: dict[NamespacedName, float] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self, num_workers: int) -> None:
@@ -91,7 +94,7 @@ class Workers:
                 "controller_runtime_reconcile_time_seconds", seconds, controller=CONTROLLER
             )
 
-    async def once(self, key: Key) -> str:
+    async def once(self, key: NamespacedName) -> str:
         """One pass and what follows from it. Returns success, requeue or error; never raises."""
         try:
             outcome = await self._reconciler.reconcile(key)
@@ -157,7 +160,7 @@ class Operator:
         self.clock = clock
         self.caches = Caches()
         self.survey = Survey(cluster, clock)
-        self.queue: WorkQueue[Key] = WorkQueue(CONTROLLER, clock, telemetry)
+        self.queue: WorkQueue[NamespacedName] = WorkQueue(CONTROLLER, clock, telemetry)
         self.watch = Watch(
             cluster,
             self.caches,

@@ -17,13 +17,11 @@ from foveal_operator.kube.diff import diff
 from foveal_operator.kube.errors import ApiError, UserError
 from foveal_operator.kube.kinds import FIELD_MANAGER, MANAGED_BY, Kind, kind_of
 from foveal_operator.kube.store import Caches, brief
-from foveal_operator.manifests.context import Obj, content_hash
+from foveal_operator.kube.types import Obj, ObjectKey
+from foveal_operator.manifests.context import content_hash
 from foveal_operator.telemetry.series import Telemetry
 
 log = logging.getLogger(__name__)
-
-ObjectKey = tuple[str, str]
-"""(kind, name) within one resource's namespace."""
 
 
 class ObjectError(Exception):

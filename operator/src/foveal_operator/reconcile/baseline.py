@@ -14,8 +14,9 @@ from typing import Any
 import msgspec
 
 from foveal_operator.api.workloads import Accelerator
+from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.budget_inputs import NodeFacts
-from foveal_operator.manifests.context import DEFAULT_RESOURCE_NAME, Context, Obj
+from foveal_operator.manifests.context import DEFAULT_RESOURCE_NAME, Context
 
 _KEY = "basis.json"
 

@@ -8,7 +8,7 @@ error: the resource can then say it (engine.accelerator.memory).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from foveal_operator.api.workloads import Accelerator
@@ -16,13 +16,13 @@ from foveal_operator.common.clock import Clock
 from foveal_operator.kube.cluster import Cluster
 from foveal_operator.kube.errors import ApiError, Forbidden, NotFound
 from foveal_operator.kube.kinds import NODE, OPTIONAL, POD, RESOURCE_SLICE, Kind
+from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.budget_inputs import NodeFacts
 from foveal_operator.manifests.context import DEFAULT_RESOURCE_NAME
 from foveal_runtime.plan.quantity import parse
 
 log = logging.getLogger(__name__)
 
-Obj = Mapping[str, Any]
 FREE_SECONDS = 10.0
 # Memory of one device in MiB, as feature discovery labels nodes.
 _MEMORY_LABELS = {"nvidia.com/gpu": "nvidia.com/gpu.memory", "amd.com/gpu": "amd.com/gpu.vram"}

@@ -15,7 +15,7 @@ from foveal_operator.common.clock import Clock
 from foveal_operator.kube.cluster import Cluster
 from foveal_operator.kube.errors import ApiError, UserError
 from foveal_operator.kube.kinds import SECRET
-from foveal_operator.manifests.context import Obj
+from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.pods import SESSION_GROUP_LABEL, session_group
 from foveal_operator.manifests.secret import curve_secret
 from foveal_operator.reconcile.apply import ObjectError

@@ -6,7 +6,7 @@ claim that is not ours and, while a rollout runs, for free devices. Writes nothi
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -23,14 +23,16 @@ from foveal_operator.kube.kinds import (
     POD,
     STATEFUL_SET,
 )
-from foveal_operator.kube.store import Caches, Key
+from foveal_operator.kube.store import Caches
+from foveal_operator.kube.types import NamespacedName, Obj
 from foveal_operator.manifests import ClusterFacts, Desired
 from foveal_operator.manifests.budget_inputs import NodeFacts, budget_inputs
-from foveal_operator.manifests.context import Context, Obj
+from foveal_operator.manifests.context import Context
 from foveal_operator.manifests.pods import REVISION_LABEL
 from foveal_operator.manifests.replicas import is_handed_over, live_replicas
 from foveal_operator.model.flow import ModelDecision, ModelView, decide_model, model_keys
 from foveal_operator.pods.probes import PodReports
+from foveal_operator.pods.reports import ObservePods
 from foveal_operator.reconcile.baseline import Basis, accelerator_name, basis_name, read_basis
 from foveal_operator.reconcile.cluster_facts import Survey
 from foveal_operator.reconcile.plan_cache import Planned
@@ -39,8 +41,6 @@ from foveal_runtime.plan.budget.planner import plan as make_plan
 from foveal_runtime.plan.budget.types import BudgetPlan
 from foveal_runtime.plan.profile import ModelProfile
 
-ObservePods = Callable[[Sequence[Obj], Sequence[Obj], Sequence[Obj]], Awaitable[PodReports]]
-"""(pods of engines, of frontends, of Jobs) -> what they said last."""
 COMPONENT = "app.kubernetes.io/component"
 CLAIM_SECONDS = 300.0
 MISSING_CLAIM_SECONDS = 5.0
@@ -64,7 +64,7 @@ class Pass(msgspec.Struct, kw_only=True):
         digests: content hashes of objects in `desired`, by kind and name, as far as known.
     """
 
-    key: Key
+    key: NamespacedName
     resource: Obj
     now: float
     inference: InferenceSpec
@@ -107,10 +107,10 @@ class Looker:
         self._clock = clock
         self._settings = settings
         self._observe_pods = observe_pods
-        self._claims: dict[Key, tuple[float, Obj | None]] = {}
+        self._claims: dict[NamespacedName, tuple[float, Obj | None]] = {}
         self._planned = Planned()
 
-    async def look(self, key: Key, resource: Obj) -> Pass:
+    async def look(self, key: NamespacedName, resource: Obj) -> Pass:
         """Everything a decision needs, and the decision. Raises SpecError."""
         inference = self._planned.parsed(resource, parse)
         now = self._clock.wall().timestamp()
@@ -159,7 +159,7 @@ class Looker:
         return work
 
     def _facts(
-        self, key: Key, inference: InferenceSpec, image: str, key_generation: str
+        self, key: NamespacedName, inference: InferenceSpec, image: str, key_generation: str
     ) -> ClusterFacts:
         settings, spec = self._settings, inference.spec
         engines = self._caches.get(STATEFUL_SET, key[0], f"{key[1]}-engine")
@@ -180,7 +180,7 @@ class Looker:
 
     async def _model(
         self,
-        key: Key,
+        key: NamespacedName,
         inference: InferenceSpec,
         facts: ClusterFacts,
         reports: PodReports,
@@ -218,7 +218,7 @@ class Looker:
     def check_integrity(self) -> None:
         self._planned.check_integrity()
 
-    def pods(self, key: Key, component: str) -> tuple[Obj, ...]:
+    def pods(self, key: NamespacedName, component: str) -> tuple[Obj, ...]:
         """Pods of a role that are not finished (Jobs: all)."""
         return tuple(
             pod

@@ -13,16 +13,15 @@ from typing import TypeVar
 import msgspec
 
 from foveal_operator.api.parse import InferenceSpec
+from foveal_operator.kube.types import Obj, ObjectKey
 from foveal_operator.manifests import ClusterFacts, Desired
 from foveal_operator.manifests.budget_inputs import NodeFacts
-from foveal_operator.manifests.context import Obj, content_hash
+from foveal_operator.manifests.context import content_hash
 from foveal_runtime.plan.budget.types import BudgetPlan
 from foveal_runtime.plan.profile import ModelProfile
 
 V = TypeVar("V")
 MAX_RESOURCES = 32
-ObjectKey = tuple[str, str]
-"""(kind, name) within one resource's namespace."""
 
 
 class Derived(msgspec.Struct, frozen=True, kw_only=True):

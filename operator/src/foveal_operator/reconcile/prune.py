@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable
 
 from foveal_operator.kube.kinds import CONFIG_MAP, DEPLOYMENT, KINDS, STATEFUL_SET, Kind
 from foveal_operator.kube.store import Caches
-from foveal_operator.manifests.context import Obj, Owned
+from foveal_operator.kube.types import Obj, ObjectKey
+from foveal_operator.manifests.context import Owned
 from foveal_operator.model.flow import PROFILE_KEY, model_keys
 from foveal_operator.reconcile.baseline import basis_name
 from foveal_operator.reconcile.observe import Pass
@@ -18,8 +19,6 @@ from foveal_operator.rollout import record_name
 from foveal_operator.status.conditions import config_maps_in_use, newest
 
 REVISIONS_KEPT = 3
-ObjectKey = tuple[str, str]
-"""(kind, name) within one resource's namespace."""
 _DOCUMENTS = ("engine.json", "frontend.json", PROFILE_KEY)
 _LAST = "9999-12-31T23:59:59Z"
 

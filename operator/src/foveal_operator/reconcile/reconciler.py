@@ -24,13 +24,14 @@ from foveal_operator.kube.kinds import (
     INSTANCE,
     POD,
 )
-from foveal_operator.kube.store import Caches, Key
-from foveal_operator.manifests.context import Obj
-from foveal_operator.reconcile.apply import Applier, ObjectError, ObjectKey
+from foveal_operator.kube.store import Caches
+from foveal_operator.kube.types import NamespacedName, Obj, ObjectKey
+from foveal_operator.pods.reports import ObservePods
+from foveal_operator.reconcile.apply import Applier, ObjectError
 from foveal_operator.reconcile.baseline import basis_config_map
 from foveal_operator.reconcile.cluster_facts import Survey
 from foveal_operator.reconcile.key_secret import KeySecret
-from foveal_operator.reconcile.observe import COMPONENT, Looker, ObservePods, Pass, Settings
+from foveal_operator.reconcile.observe import COMPONENT, Looker, Pass, Settings
 from foveal_operator.reconcile.prune import unwanted_now
 from foveal_operator.reconcile.report import Teller
 from foveal_operator.telemetry.series import Telemetry
@@ -75,9 +76,9 @@ class Reconciler:
         )
         self._teller = Teller(cluster, caches, recorder, telemetry, clock)
         self.applier = Applier(cluster, caches, telemetry)
-        self._uids: dict[Key, str] = {}
+        self._uids: dict[NamespacedName, str] = {}
 
-    async def reconcile(self, key: Key) -> Outcome:
+    async def reconcile(self, key: NamespacedName) -> Outcome:
         """One pass. Raises ApiError for what may work later; what only an edit can help is told
         in the status instead."""
         resource = self._caches.get(INFERENCE, *key)
@@ -212,7 +213,7 @@ class Reconciler:
             log.info("pruning %s %s/%s", kind.name, key[0], metadata["name"])
             await self.applier.delete(kind, key[0], metadata["name"], metadata["uid"])
 
-    async def _refuse(self, key: Key, resource: Obj, error: SpecError) -> None:
+    async def _refuse(self, key: NamespacedName, resource: Obj, error: SpecError) -> None:
         pods = (self._looker.pods(key, "engine"), self._looker.pods(key, "frontend"))
         await self._teller.refuse(resource, error, *pods)
 
@@ -223,7 +224,7 @@ class Reconciler:
     def check_integrity(self) -> None:
         self._looker.check_integrity()
 
-    def _forget(self, key: Key) -> None:
+    def _forget(self, key: NamespacedName) -> None:
         """The resource that had this name is gone: so is all that was kept for it."""
         uid = self._uids.pop(key)
         self.applier.forget(uid)

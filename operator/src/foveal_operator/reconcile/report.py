@@ -12,9 +12,9 @@ from foveal_operator.kube.cluster import Cluster
 from foveal_operator.kube.errors import Conflict, NotFound
 from foveal_operator.kube.events import EventRecorder
 from foveal_operator.kube.kinds import BY_NAME, DEPLOYMENT, INFERENCE, STATEFUL_SET
-from foveal_operator.kube.store import Caches, Key
+from foveal_operator.kube.store import Caches
+from foveal_operator.kube.types import NamespacedName, Obj
 from foveal_operator.manifests import Desired
-from foveal_operator.manifests.context import Obj
 from foveal_operator.pods.image_volume import image_revision
 from foveal_operator.reconcile.observe import Pass
 from foveal_operator.status import gauges
@@ -161,7 +161,7 @@ class Teller:
         for kind, reason, note in noteworthy(status.conditions, before):
             await self._recorder.record(resource, kind, reason, note)
 
-    def forget(self, key: Key, uid: str) -> None:
+    def forget(self, key: NamespacedName, uid: str) -> None:
         """The resource is gone: so are its series."""
         self._recorder.forget(uid)
         gauges.forget(self._telemetry, *key)

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.replicas import live_replicas
 from foveal_operator.rollout.clock import advance, begin, seconds_left
 from foveal_operator.rollout.engines import engine_step
@@ -23,7 +24,7 @@ from foveal_operator.rollout.pods import (
 )
 from foveal_operator.rollout.record import Good, Record, State, read_record, record_body
 from foveal_operator.rollout.strategy import OUTAGE, choose
-from foveal_operator.rollout.view import Body, Obj, RolloutDecision, RolloutView, record_name
+from foveal_operator.rollout.view import Body, RolloutDecision, RolloutView, record_name
 
 __all__ = ["RolloutDecision", "RolloutView", "decide", "record_name"]
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from foveal_operator.kube.types import Obj
 from foveal_operator.rollout.pods import Pods, template_group
-from foveal_operator.rollout.view import Body, Obj
+from foveal_operator.rollout.view import Body
 
 HOLD_SECONDS = 30 * 24 * 3600
 

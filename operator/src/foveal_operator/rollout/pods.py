@@ -8,9 +8,10 @@ from datetime import datetime
 import msgspec
 
 from foveal_operator.api import reasons
+from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.pods import REVISION_LABEL, SESSION_GROUP_LABEL
 from foveal_operator.pods.diagnose import diagnose, is_ready
-from foveal_operator.rollout.view import Obj, RolloutView
+from foveal_operator.rollout.view import RolloutView
 
 
 class Pod(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-from foveal_operator.rollout.view import Body, Obj, record_name
+from foveal_operator.kube.types import Obj
+from foveal_operator.rollout.view import Body, record_name
 
 _GOOD, _STATE = "good.json", "state.json"
 

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from foveal_operator.api.parse import InferenceSpec
+from foveal_operator.kube.types import Obj
 
-Obj = Mapping[str, Any]
 Body = dict[str, Any]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from foveal_operator.kube.store import Key
+from foveal_operator.kube.types import NamespacedName
 from foveal_operator.rollout.pods import seconds
 from foveal_operator.telemetry.series import Telemetry
 
@@ -47,10 +47,14 @@ class ColdStarts:
     """Remembers which pod each figure is of; one per operator."""
 
     def __init__(self) -> None:
-        self._told: dict[tuple[Key, str], tuple[str, str]] = {}
+        self._told: dict[tuple[NamespacedName, str], tuple[str, str]] = {}
 
     def put(
-        self, telemetry: Telemetry, key: Key, role: str, pods: Iterable[Mapping[str, Any]]
+        self,
+        telemetry: Telemetry,
+        key: NamespacedName,
+        role: str,
+        pods: Iterable[Mapping[str, Any]],
     ) -> None:
         """Exports the phases of the newest pod that has become ready."""
         found = {
@@ -67,7 +71,7 @@ class ColdStarts:
         for phase, value in found[newest].items():
             telemetry.set(METRIC, value, namespace=key[0], name=key[1], role=role, phase=phase)
 
-    def forget(self, key: Key) -> None:
+    def forget(self, key: NamespacedName) -> None:
         """The resource is gone. Its series go with the others that are about it."""
         for role in ("frontend", "engine"):
             self._told.pop((key, role), None)

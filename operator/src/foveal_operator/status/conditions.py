@@ -6,15 +6,14 @@ Used by the reconciler.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import msgspec
 
 from foveal_operator.api import reasons
 from foveal_operator.api.status import Condition
 from foveal_operator.kube.events import Type
+from foveal_operator.kube.types import Obj
 
-Obj = Mapping[str, Any]
 STEADY_FRACTION = 0.05
 
 

@@ -21,9 +21,10 @@ from foveal_operator.api.status import (
     MultiModalInferenceStatus,
     RoleStatus,
 )
+from foveal_operator.kube.types import Obj
 from foveal_operator.manifests import Desired
 from foveal_operator.manifests.pods import REVISION_LABEL
-from foveal_operator.pods.diagnose import Obj, diagnose, is_ready, last_failure
+from foveal_operator.pods.diagnose import diagnose, is_ready, last_failure
 from foveal_runtime.plan.budget.types import BudgetPlan, Line, PlaceBudget
 from foveal_runtime.plan.quantity import format_gib
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import AsyncIterator, Callable
-from typing import Any
 
 from foveal_operator.kube.errors import ApiError, Conflict, NotFound, UserError
 from foveal_operator.kube.kinds import FIELD_MANAGER, INFERENCE, KINDS, Kind, kind_of
+from foveal_operator.kube.types import Obj
 from foveal_operator.testing.field_ownership import Owners, applied, edited, managed_fields
 
-Obj = dict[str, Any]
-Key = tuple[str, str, str]
+Place = tuple[str, str, str]
+"""(plural name of the kind, namespace, name)"""
 Watcher = Callable[[Kind, str, Obj], None]
 """(kind, "ADDED" | "MODIFIED" | "DELETED", object)"""
 
@@ -28,9 +28,9 @@ class FakeCluster:
 
     def __init__(self, missing: frozenset[str] = frozenset()) -> None:
         self.missing = missing
-        self.objects: dict[Key, Obj] = {}
-        self.owners: dict[Key, Owners] = {}
-        self.status_owners: dict[Key, Owners] = {}
+        self.objects: dict[Place, Obj] = {}
+        self.owners: dict[Place, Owners] = {}
+        self.status_owners: dict[Place, Owners] = {}
         self.calls: list[tuple[str, str, str]] = []
         """(verb, kind, name) of every call, in order."""
         self.writes: list[tuple[str, str, str]] = []
@@ -184,7 +184,7 @@ class FakeCluster:
                 del self.failures[index]
                 raise error
 
-    def _target(self, verb: str, body: Obj) -> tuple[Kind, Key]:
+    def _target(self, verb: str, body: Obj) -> tuple[Kind, Place]:
         kind = kind_of(body)
         metadata = body["metadata"]
         self._called(verb, kind, metadata["name"])
@@ -199,7 +199,7 @@ class FakeCluster:
             if wanted and (live is None or live["metadata"][field] != wanted):
                 raise Conflict(f"Precondition failed: {field} {wanted}", 409)
 
-    def _store(self, verb: str, kind: Kind, key: Key, body: Obj, *, count: bool = True) -> Obj:
+    def _store(self, verb: str, kind: Kind, key: Place, body: Obj, *, count: bool = True) -> Obj:
         live = self.objects.get(key)
         metadata = body["metadata"]
         for field in ("uid", "resourceVersion", "generation", "creationTimestamp"):

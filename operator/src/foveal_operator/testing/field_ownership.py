@@ -11,7 +11,8 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-Obj = dict[str, Any]
+from foveal_operator.kube.types import Obj
+
 Path = tuple[str, ...]
 Owners = dict[str, frozenset[Path]]
 _KEYS = ("name", "type")

@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 
 from foveal_runtime.plan.metrics.registry import METRICS, TOKEN_BUCKETS, Metric, Role
 
-Key = tuple[str, ...]
+LabelValues = tuple[str, ...]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -40,12 +40,12 @@ class _Series:
         self.metric = metric
         self.buckets = buckets
         self.fixed = fixed
-        self.values: dict[Key, float] = {}
-        self.histograms: dict[Key, _Histogram] = {}
+        self.values: dict[LabelValues, float] = {}
+        self.histograms: dict[LabelValues, _Histogram] = {}
         self._names = frozenset(metric.labels)
         self.required = self._names - set(fixed)
 
-    def key(self, labels: Mapping[str, str]) -> Key:
+    def key(self, labels: Mapping[str, str]) -> LabelValues:
         assert self._names >= labels.keys() >= self.required, (
             f"{self.metric.name} has labels {self.metric.labels}, not {sorted(labels)}"
         )
@@ -53,7 +53,7 @@ class _Series:
             labels[name] if name in labels else self.fixed[name] for name in self.metric.labels
         )
 
-    def histogram(self, key: Key) -> _Histogram:
+    def histogram(self, key: LabelValues) -> _Histogram:
         found = self.histograms.get(key)
         if found is None:
             found = self.histograms[key] = _Histogram(len(self.buckets))

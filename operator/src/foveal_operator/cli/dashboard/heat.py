@@ -20,7 +20,7 @@ NUM_STEPS = 10
 MAX_SIDE = 40
 """Rows and columns at most; the rest is counted."""
 
-Key = tuple[str, ...]
+LabelValues = tuple[str, ...]
 
 
 def heat(panel: Panel, lines: Sequence[Line], times: Sequence[float]) -> str:
@@ -39,17 +39,20 @@ def heat(panel: Panel, lines: Sequence[Line], times: Sequence[float]) -> str:
     )
 
 
-def _key(line: Line, labels: tuple[str, ...]) -> Key:
+def _key(line: Line, labels: tuple[str, ...]) -> LabelValues:
     return tuple(line.labels.get(label, "") for label in labels)
 
 
-def _name(key: Key) -> str:
+def _name(key: LabelValues) -> str:
     """A process that is named as its pod is named once."""
     return escape(" ".join(dict.fromkeys(filter(None, key))))
 
 
 def _map(
-    panel: Panel, cells: dict[tuple[Key, Key], float], downs: list[Key], acrosses: list[Key]
+    panel: Panel,
+    cells: dict[tuple[LabelValues, LabelValues], float],
+    downs: list[LabelValues],
+    acrosses: list[LabelValues],
 ) -> str:
     shown = acrosses[:MAX_SIDE]
     top = value_axis([v for v in cells.values() if math.isfinite(v)], panel.unit, panel.top).high
@@ -69,7 +72,9 @@ def _map(
     )
 
 
-def _cell(panel: Panel, down: Key, across: Key, value: float | None, top: float) -> str:
+def _cell(
+    panel: Panel, down: LabelValues, across: LabelValues, value: float | None, top: float
+) -> str:
     name = f"{_name(down)} → {_name(across)}"
     if value is None or not math.isfinite(value):
         return f'<td data-pair="{name}" title="{name}: nothing">{text_of(math.nan)}</td>'

@@ -13,7 +13,8 @@ from typing import Any
 from foveal_operator.api import crd
 from foveal_operator.cli.doctor.report import Finding, fail, ok, warn
 from foveal_operator.kube.diff import Change, diff
-from foveal_operator.kube.reader import OPERATOR_SELECTOR, ForbiddenError, Obj, Reader
+from foveal_operator.kube.reader import OPERATOR_SELECTOR, ForbiddenError, Reader
+from foveal_operator.kube.types import Obj
 
 Check = Callable[[Reader], Iterator[Finding]]
 OLDEST_MINOR, NEWEST_MINOR = 34, 37

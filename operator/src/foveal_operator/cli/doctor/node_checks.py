@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 from foveal_operator.cli.doctor.report import Finding, fail, ok, warn
 from foveal_operator.cli.output.terminal import short_bytes
-from foveal_operator.kube.reader import Obj, Reader
+from foveal_operator.kube.reader import Reader
+from foveal_operator.kube.types import Obj
 from foveal_runtime.plan.quantity import is_quantity, parse
 
 MIN_NODE_BYTES = 4 * 1024**3

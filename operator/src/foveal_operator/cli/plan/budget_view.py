@@ -10,9 +10,9 @@ from typing import Any
 
 from foveal_operator.cli.output.terminal import Style, columns, even, tailed, wrapped
 from foveal_operator.cli.status.view import condition
+from foveal_operator.kube.types import Obj
 from foveal_runtime.plan.quantity import format_gib
 
-Obj = Mapping[str, Any]
 WARN_PERCENT = 15
 """Measured this much off the plan is worth a look; the alerts use the same figure."""
 

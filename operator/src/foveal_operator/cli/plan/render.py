@@ -10,8 +10,8 @@ from collections.abc import Iterable
 import msgspec
 import yaml
 
+from foveal_operator.kube.types import Obj
 from foveal_operator.manifests import Desired
-from foveal_operator.manifests.context import Obj
 from foveal_runtime.plan.budget.types import BudgetPlan
 
 

@@ -26,7 +26,8 @@ from foveal_operator.common.errors import (
     UsageError,
 )
 from foveal_operator.kube.kinds import BY_NAME
-from foveal_operator.kube.reader import Obj, Reader
+from foveal_operator.kube.reader import Reader
+from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.budget_inputs import NodeFacts
 from foveal_operator.reconcile.observe import Pass
 from foveal_operator.reconcile.prune import unwanted_in_the_end

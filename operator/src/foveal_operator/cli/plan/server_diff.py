@@ -14,10 +14,10 @@ import msgspec
 
 from foveal_operator.cli.output.terminal import Style, wrapped
 from foveal_operator.kube.diff import Change, diff, restart_reasons
+from foveal_operator.kube.types import Obj
 from foveal_operator.manifests import Desired
 from foveal_operator.manifests.pods import REVISION_LABEL
 
-Obj = Mapping[str, Any]
 Find = Callable[[str, str], Obj | None]
 """(kind, name) -> the live object."""
 _WORKLOADS = {"StatefulSet": "engine", "Deployment": "frontend"}

@@ -15,13 +15,9 @@ from foveal_operator import manifests
 from foveal_operator.common.clock import Clock
 from foveal_operator.common.errors import ClusterAnswerError
 from foveal_operator.kube.kinds import CHILD_SELECTOR, INSTANCE, WATCHED, Kind
-from foveal_operator.kube.reader import (
-    OPERATOR_SELECTOR,
-    ForbiddenError,
-    Obj,
-    Reader,
-)
-from foveal_operator.kube.store import Caches, Key
+from foveal_operator.kube.reader import OPERATOR_SELECTOR, ForbiddenError, Reader
+from foveal_operator.kube.store import Caches
+from foveal_operator.kube.types import NamespacedName, Obj
 from foveal_operator.manifests.budget_inputs import NodeFacts, budget_inputs
 from foveal_operator.observability import resource_dashboards, resource_rule_groups
 from foveal_operator.pods.probes import PodReports
@@ -170,7 +166,7 @@ async def look_as_operator(
     a basis that it has kept win.
     """
     metadata = resource["metadata"]
-    key: Key = (metadata["namespace"], metadata["name"])
+    key: NamespacedName = (metadata["namespace"], metadata["name"])
     clock, cluster = Clock(), ReadOnlyCluster(reader)
     survey = Survey(cluster, clock)
     await survey.refresh()
@@ -206,7 +202,7 @@ async def _nobody_asked(*_: Sequence[Obj]) -> PodReports:
     return PodReports()
 
 
-def _filled(reader: Reader, key: Key, apis: frozenset[str]) -> Caches:
+def _filled(reader: Reader, key: NamespacedName, apis: frozenset[str]) -> Caches:
     """What the operator's watches would have told about this resource."""
     caches = Caches(whole=True)
     namespace, name = key

@@ -35,7 +35,8 @@ from foveal_operator.common.errors import (
     ClusterAnswerError,
     TimeRanOut,
 )
-from foveal_operator.kube.reader import Obj, Reader, UnreachableError
+from foveal_operator.kube.reader import Reader, UnreachableError
+from foveal_operator.kube.types import Obj
 
 POLL_SECONDS = 1.0
 _STATUS_EPILOG = """\

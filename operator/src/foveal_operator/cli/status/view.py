@@ -6,13 +6,12 @@ of a newer or older operator can still be read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from typing import Any
 
 from foveal_operator.cli.output.terminal import Style, age, columns, wrapped
+from foveal_operator.kube.types import Obj
 
-Obj = Mapping[str, Any]
 _ORDER = (
     "SpecAccepted", "BudgetFits", "ModelReady", "EnginesReady", "FrontendsReady", "CachesMirrored",
     "RouteReady", "ScalingActive", "Available", "Ready", "Reconciling", "Stalled",
