@@ -106,7 +106,7 @@ chart: $(VENV)/.dev ## the chart before every judge: Helm 3 and 4, helm-unittest
 
 generate: $(VENV)/.dev ## rewrite what is generated and committed: CRD and its page, golden objects, chart, dashboards
 	@PYTHONPATH=.:runtime/src:operator/src $(PY) -m tests.support.regenerate
-	@PYTHONPATH=runtime/src $(PY) -m foveal_runtime.telemetry.table docs/metrics.md
+	@PYTHONPATH=runtime/src $(PY) -m foveal_runtime.telemetry.table docs/reference/metrics.md
 
 fresh: ## clone HEAD into an empty folder and run README's two commands there, with their times
 	@e2e/fresh.sh

@@ -5,7 +5,8 @@
         --model llava-small --rounds 3
 
 Ratios are of the first server over each other. Exits with 1 when a request failed or, in float32,
-when two servers said different things; never because something was slow. See docs/bench.md.
+when two servers gave different answers; never because something was slow.
+See docs/contributing/bench.md.
 """
 
 from __future__ import annotations

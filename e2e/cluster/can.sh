@@ -4,7 +4,7 @@
 set -euo pipefail
 # shellcheck source=e2e/cluster/env.sh
 . "$(dirname "$0")/env.sh"
-# Minutes on two cores with nothing else to do, as measured; docs/measurements.md.
+# Minutes on two cores with nothing else to do, as measured; e2e/results/measurements.md.
 tests_minutes=18 programs_minutes=14 tools_minutes=5 images_minutes=14
 
 no() { echo "$*"; exit 1; }

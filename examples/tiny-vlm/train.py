@@ -29,6 +29,7 @@ from transformers import LlavaForConditionalGeneration, LlavaProcessor
 from verify import ask_all, report
 
 HERE = Path(__file__).parent
+RESULTS = HERE.parents[1] / "e2e" / "results"
 SEED = 7
 BATCH = 32
 PEAK_RATE = 1e-3
@@ -352,7 +353,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--scratch", type=Path, required=True, help="folder for checkpoints")
     parser.add_argument("--out", type=Path, default=HERE / "model")
-    parser.add_argument("--log", type=Path, default=HERE / "train.log")
+    parser.add_argument("--log", type=Path, default=RESULTS / "tiny-vlm-train.log")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()

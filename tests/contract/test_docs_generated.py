@@ -11,7 +11,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_every_reason_has_its_heading() -> None:
-    text = (DOCS / "reasons.md").read_text(encoding="utf-8")
+    text = (DOCS / "reference" / "reasons.md").read_text(encoding="utf-8")
     headings = [line[3:] for line in text.splitlines() if line.startswith("## ")]
     assert headings == [reason.name for reason in reasons.ALL]
     for reason in reasons.ALL:
@@ -19,7 +19,7 @@ def test_every_reason_has_its_heading() -> None:
 
 
 def test_every_misfit_is_in_the_budgets_page() -> None:
-    text = (DOCS / "budgets.md").read_text(encoding="utf-8")
+    text = (DOCS / "reference" / "budgets.md").read_text(encoding="utf-8")
     source = Path(__file__).parents[2] / "runtime/src/foveal_runtime/plan/budget"
     for file in ("planner.py", "needs.py"):
         for line in (source / file).read_text(encoding="utf-8").splitlines():

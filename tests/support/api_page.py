@@ -1,4 +1,4 @@
-"""docs/api.md from the definition of the resource: every field, its type, bounds and meaning.
+"""docs/reference/api.md from the resource definition: every field, its type, bounds and meaning.
 
 Used by regenerate.py and by the test that compares. Nothing here is written by hand but the head.
 """
@@ -48,8 +48,9 @@ def text() -> str:
 
 def _examples() -> str:
     return (
-        "\nExamples: [minimal](../examples/mmi-minimal.yaml), [one GPU](../examples/mmi-gpu.yaml), "
-        "[a laptop's CPU](../examples/mmi-cpu-laptop.yaml).\n"
+        "\nExamples: [minimal](../../examples/mmi-minimal.yaml), "
+        "[one GPU](../../examples/mmi-gpu.yaml), "
+        "[a laptop's CPU](../../examples/mmi-cpu-laptop.yaml).\n"
     )
 
 

@@ -27,7 +27,8 @@ def conditions(**found: tuple[str, str, str]) -> list[Obj]:
 
 TROUBLE = (
     "qwen-engine-1: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu. Free or add nodes "
-    "with the devices and memory asked for, or ask for less. (docs/reasons.md#unschedulable)"
+    "with the devices and memory asked for, or ask for less. "
+    "(docs/reference/reasons.md#unschedulable)"
 )
 READY_STATUS: Obj = {
     "observedGeneration": 3,

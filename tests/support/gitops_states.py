@@ -60,7 +60,7 @@ def states() -> dict[str, tuple[Obj, str, str]]:
     busy, bad, good = ("InProgress", "Progressing"), ("Failed", "Degraded"), ("Current", "Healthy")
     deleting = put(ready, "metadata.deletionTimestamp", NOW)
     return {
-        # Before the operator's first status kstatus knows no better: see docs/gitops.md.
+        # Before the operator's first status kstatus knows no better: see docs/how-to/gitops.md.
         "fresh": (_with(BASE, None), "Current", "Progressing"),
         "stale": (put(ready, "metadata.generation", GENERATION + 1), *busy),
         "profiling": (_with(BASE, status_of(model=reasons.DOWNLOADING)), *busy),

@@ -32,8 +32,8 @@ ROOT = Path(__file__).parents[2]
 CRD_FILE = ROOT / "crds" / "foveal.dev_multimodalinferences.yaml"
 DASHBOARDS = ROOT / "operator/src/foveal_operator/observability/dashboards"
 ARGO = ROOT / "examples/gitops/argocd/resource_customizations/foveal.dev/MultiModalInference"
-OPERATOR_METRICS_PAGE = ROOT / "docs" / "metrics-operator.md"
-API_PAGE = ROOT / "docs" / "api.md"
+OPERATOR_METRICS_PAGE = ROOT / "docs" / "reference" / "metrics-operator.md"
+API_PAGE = ROOT / "docs" / "reference" / "api.md"
 GOLDEN = ROOT / "tests/control_plane/golden"
 ALL_APIS = frozenset(
     {"HTTPRoute", "InferencePool", "PodMonitor", "PrometheusRule", "ResourceClaimTemplate"}

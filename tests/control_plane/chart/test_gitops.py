@@ -79,7 +79,7 @@ def test_flux_itself_waits_by_the_expressions_of_the_example() -> None:
 def test_messages_say_what_is_wrong() -> None:
     for name in ("misfit", "refused", "unschedulable", "image-pull"):
         text = argo_health(STATES[name][0])[1]
-        assert "docs/reasons.md#" in text, name
+        assert "docs/reference/reasons.md#" in text, name
 
 
 def test_argo_test_data_is_what_the_operator_reports() -> None:
@@ -125,6 +125,6 @@ def test_examples_parse_and_point_at_what_is_there() -> None:
 
 
 def test_the_docs_table_is_the_tested_one() -> None:
-    text = (regenerate.ROOT / "docs" / "gitops.md").read_text(encoding="utf-8")
+    text = (regenerate.ROOT / "docs" / "how-to" / "gitops.md").read_text(encoding="utf-8")
     for name, (_, generic, argo) in STATES.items():
         assert f"| {name} | {generic} | {argo} |" in text

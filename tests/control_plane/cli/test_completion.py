@@ -85,7 +85,7 @@ def test_kubectl_completes_commands_options_choices_and_files(capsys: Any) -> No
 
 
 def test_the_docs_name_every_command_and_exit_code() -> None:
-    text = (Path(__file__).parents[3] / "docs/cli.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "docs/reference/cli.md").read_text(encoding="utf-8")
     for command in cli_completion.commands_of(cli.parser()):
         assert f"`foveal {command.name}" in text, command.name
     codes = [value for name, value in vars(cli_errors).items() if name.startswith("EXIT_")]

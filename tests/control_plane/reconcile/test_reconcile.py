@@ -331,7 +331,7 @@ async def test_a_bad_spec_leaves_what_runs_alone_and_is_stalled(kit: Kit) -> Non
     assert {key: after[key] for key in before} == before
     events = [b for (k, _, _), b in kit.cluster.objects.items() if k == "Event"]
     assert [e["reason"] for e in events if e["type"] == "Warning"].count("InvalidSpec") == 1
-    assert "docs/reasons.md#invalidspec" in events[-1]["note"]
+    assert "docs/reference/reasons.md#invalidspec" in events[-1]["note"]
 
 
 async def test_budgets_that_do_not_fit_create_no_pod(kit: Kit) -> None:

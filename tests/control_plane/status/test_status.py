@@ -170,7 +170,7 @@ def test_a_misfit_stalls_with_its_edits() -> None:
     assert found["Stalled"] == "True BudgetMisfit"
     message = next(c.message for c in status.conditions if c.type == "BudgetFits")
     assert "set spec.engine.accelerator.count to 2" in message
-    assert "docs/reasons.md#budgetmisfit" in message
+    assert "docs/reference/reasons.md#budgetmisfit" in message
 
 
 def test_transition_times_move_only_when_a_status_flips() -> None:

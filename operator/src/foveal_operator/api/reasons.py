@@ -1,14 +1,13 @@
-"""Every reason a condition can carry: a constant, what to do next, and its place in the docs.
+"""The reasons of conditions: for each a constant, the next step and its place in the docs.
 
-Used by diagnose.py and status.py, and by docs/reasons.md, whose headings are these names. A reason
-is never made up elsewhere.
+The headings of docs/reference/reasons.md are these names. No other file invents a reason.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-DOCS = "docs/reasons.md"
+DOCS = "docs/reference/reasons.md"
 
 
 class Reason(msgspec.Struct, frozen=True):

@@ -1,7 +1,7 @@
 """Errors that end a command with one line (or one a problem), and the exit codes of all commands.
 
-The codes are a contract: docs/cli.md lists them, scripts rely on them. As with kubectl diff, 1 is
-an answer ("no", "differs"), everything above it is an error.
+The codes are a contract: docs/reference/cli.md lists them and scripts rely on them. As with
+kubectl diff, 1 is an answer ("no", "differs") and everything above it is an error.
 """
 
 from __future__ import annotations

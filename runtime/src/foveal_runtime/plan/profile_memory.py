@@ -16,7 +16,7 @@ BASE_BYTES = 2 * GIB
 """The interpreter with torch and the processors: 0.9 GiB measured, and more with device builds."""
 BYTES_PER_PIXEL = 96
 """Bytes as decoded, as floats, as patches and as the serialised value: 75 measured with a processor
-that shrinks nothing (docs/measurements.md)."""
+that shrinks nothing (e2e/results/measurements.md)."""
 BYTES_PER_AUDIO_SECOND = 1 << 20
 """Samples, spectrum and features: 0.65 MB measured."""
 

@@ -1,6 +1,6 @@
-"""docs/metrics.md from the declarations.
+"""docs/reference/metrics.md from the declarations.
 
-`python -m foveal_runtime.telemetry.table docs/metrics.md` writes it.
+`python -m foveal_runtime.telemetry.table docs/reference/metrics.md` writes it.
 
 A test compares the committed file with what this makes.
 """

@@ -228,7 +228,7 @@ def test_tracing_is_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_committed_table_is_current() -> None:
-    committed = Path(__file__).resolve().parents[4] / "docs" / "metrics.md"
+    committed = Path(__file__).resolve().parents[4] / "docs" / "reference" / "metrics.md"
     assert committed.read_text(encoding="utf-8") == markdown(), (
-        "run: python -m foveal_runtime.telemetry.table docs/metrics.md"
+        "run: python -m foveal_runtime.telemetry.table docs/reference/metrics.md"
     )

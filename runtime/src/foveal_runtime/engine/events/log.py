@@ -2,7 +2,7 @@
 
 Filled by `core` inside the step (through the scheduler's observer seam and the plans), sent by
 `event_stream`. Three kinds of entries: `mm` (media values), `encoder` (encoder outputs), `kv` (KV
-blocks). The format is documented in docs/events.md. Takes notes only: no sockets here.
+blocks). The format is documented in docs/reference/events.md. Takes notes only: no sockets here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Sends the log of cache events: a PUB socket with sequence numbers, a ROUTER that replays.
 
 Made by main/ when `events_bind` is set; `publish` is called by the core thread through `EventLog`.
-The thread here owns both sockets. Format and rules for readers: docs/events.md. Slow or absent
-readers never hold up the engine: PUB drops for them, and the gap in the numbers tells them so.
+The thread here owns both sockets. Format and rules for readers: docs/reference/events.md. Slow or
+absent readers never delay the engine: PUB drops messages for them, and a gap in the sequence
+numbers tells them so.
 """
 
 from __future__ import annotations

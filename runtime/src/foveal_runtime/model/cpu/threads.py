@@ -87,7 +87,7 @@ def num_threads(limit: float, processes: int = 1) -> int:
 KERNEL_CACHE_ENTRIES = 128
 """Compiled products, one for each shape, that PyTorch and oneDNN each keep. Their own default of
 1,024 takes 0.65 MB an entry: over 600 MB that no budget knows of, once prompts of all lengths have
-come (docs/measurements.md). Decode steps of up to 16 sequences find theirs in 128."""
+come (e2e/results/measurements.md). Decode steps of up to 16 sequences find theirs in 128."""
 _KERNEL_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 
 

@@ -2,7 +2,7 @@
 
 Called by the operator on each reconcile, by `foveal plan` and `foveal up`; the figures it returns
 are the ones the processes obey. Pure: the same inputs give the same plan. The rules are told in
-docs/budgets.md with worked examples.
+docs/reference/budgets.md with worked examples.
 
 Auto, in one paragraph: with a limit, the terms the software needs come first and the Auto caches
 share what is left (frontend: all of it to the processor caches; engine host memory: IPC pool 2,

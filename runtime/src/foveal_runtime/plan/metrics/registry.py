@@ -1,7 +1,7 @@
 """Every metric declared once, as data: name, type, labels, unit, help, who exports it.
 
-telemetry/ turns these into live series; dashboards, alert rules and docs/metrics.md are generated
-from the same list. No client library here.
+telemetry/ turns these into live series; dashboards, alert rules and docs/reference/metrics.md are
+generated from the same list. No client library here.
 """
 
 from __future__ import annotations
