@@ -21,6 +21,7 @@ from transformers import (
 from transformers.models.auto import modeling_auto
 
 from foveal_runtime.model.adapters import ADAPTERS, PLAIN_TEXT, TEXT_ADAPTERS, Adapter
+from foveal_runtime.model.checkpoint.quantized import check_quantization
 from foveal_runtime.model.context import ATTENTION_NAME
 from foveal_runtime.model.cpu.fusing import fuse
 from foveal_runtime.model.cpu.packing import own_rest, pack_linears
@@ -79,7 +80,9 @@ def load_model(path: str, dtype: str = "auto", device: str = "cpu", **options: A
             trust_remote_code=False,
             **options,
         )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except (
+        OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, SafetensorError
+    ) as error:  # fmt: skip
         raise StartupError(f"model {path}: cannot be loaded: {_one_line(error)}") from error
     check_report(path, report)
     if not options:
@@ -117,18 +120,20 @@ def prepare(model: Any, adapter: Adapter) -> LoadedModel:
 
 
 def read_config(path: str) -> Any:
-    """The checkpoint's configuration. Raises StartupError."""
+    """The checkpoint's configuration. Raises StartupError, also for quantised weights."""
     if not (Path(path) / "config.json").is_file():
         raise StartupError(
             f"model {path}: no config.json there; give a directory with a Hugging Face checkpoint"
         )
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        found = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise StartupError(
             f"model {path}: config.json is not one that the installed transformers knows "
             f"(code from checkpoints is never run): {_one_line(error)}"
         ) from error
+    check_quantization(path, found)
+    return found
 
 
 def adapter_for(config: Any) -> Adapter:

@@ -60,6 +60,11 @@ def stored_bytes(path: str, loaded_itemsize: int) -> int:
     return total
 
 
+def stored_dtypes(path: str) -> set[str]:
+    """The types of all tensors, by safetensors' names. Raises StartupError as `stored_bytes`."""
+    return {tensor.dtype for file in weight_files(path) for tensor in _header(file).values()}
+
+
 def _header(file: Path) -> dict[str, _Tensor]:
     try:
         with file.open("rb") as stream:
