@@ -281,3 +281,16 @@ def test_a_bad_row_fails_its_request_alone() -> None:
 
 def test_nothing_to_sample() -> None:
     assert SAMPLER.sample(torch.zeros(0, 8), []) == []
+
+
+def test_only_allowed_tokens_are_chosen_and_bad_words_are_not_completed():
+    logits = random_logits(1, 20)[0]
+    allowed = options(temperature=2.0, allowed_token_ids=(4, 7, 99))
+    assert set(draw_many(logits, allowed, 200)) == {4, 7}
+    best = int(logits.argmax())
+    first = Sequence(options(temperature=0, bad_words=((best,),)))
+    assert SAMPLER.sample(logits[None], [first])[0].token_id != best
+    word = options(temperature=0, bad_words=((8, 9, best),))
+    for outputs, is_banned in (([8, 9], True), ([1, 8, 9], True), ([9], False), ([9, 8], False)):
+        found = SAMPLER.sample(logits[None], [Sequence(word, output_token_ids=outputs)])[0]
+        assert (found.token_id != best) == is_banned, outputs

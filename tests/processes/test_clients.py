@@ -52,6 +52,19 @@ def test_openai_sync_streaming_and_not(client, samples, longest_reply):
         assert whole.usage.completion_tokens > 0
 
 
+def test_tokenize_counts_media_as_the_engine_does(shared, samples):
+    """It counted an image as one token: clients that plan with it sent prompts that do not fit."""
+    _, asker = shared
+    body = {"model": "tiny-vlm", "messages": messages_of(samples[0])}
+    with httpx.Client(base_url=asker.url, timeout=60) as http:
+        found = http.post("/tokenize", json=body).json()
+        whole = http.post(
+            "/v1/chat/completions", json={**body, "max_tokens": 1, "return_token_ids": True}
+        ).json()
+    assert found["count"] == whole["usage"]["prompt_tokens"]
+    assert found["tokens"] == whole["prompt_token_ids"]
+
+
 async def test_openai_async_concurrent(shared, samples, longest_reply):
     async with openai.AsyncOpenAI(
         base_url=shared[1].url + "/v1", api_key="none", max_retries=0

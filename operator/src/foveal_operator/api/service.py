@@ -133,6 +133,9 @@ class Injection(Part, frozen=True, kw_only=True):
     ] = False
 
 
+Origin = Annotated[str, Meta(max_length=253, pattern=r"^(\*|https?://[A-Za-z0-9.\[\]:-]+)$")]
+
+
 class Security(Part, frozen=True, kw_only=True):
     """Who may call, and what pods may reach."""
 
@@ -147,6 +150,10 @@ class Security(Part, frozen=True, kw_only=True):
         Annotated[str, Meta(max_length=64, pattern=r"^[A-Za-z][-A-Za-z0-9]*$")] | None,
         Meta(description="Request header that separates tenants' cache keys."),
     ] = None
+    allowed_origins: Annotated[
+        Annotated[tuple[Origin, ...], Meta(max_length=64)],
+        Meta(description="Origins of web pages that may call (CORS); * is any. Default: none."),
+    ] = ()
     media_sources: Annotated[MediaSources, Meta(description="Where media may be fetched from.")] = (
         MediaSources()
     )

@@ -152,6 +152,10 @@ class Frontend(Part, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1, le=128)],
         Meta(description="Processes that decode and preprocess media, per pod. Default: 2."),
     ] = 2
+    unknown_options: Annotated[
+        Literal["Refuse", "Ignore"],
+        Meta(description="Request options that the server does not know. Default: Refuse."),
+    ] = "Refuse"
     admission: Annotated[Admission, Meta(description="Limits before work begins.")] = Admission()
     host_memory: Annotated[
         Quantity | None,

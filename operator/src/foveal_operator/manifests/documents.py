@@ -38,9 +38,11 @@ ADDED: dict[tuple[str, str], object] = {
     ("caches", "kv_dtype"): "auto",
     ("caches", "kv_touched"): True,
     ("scheduler", "max_num_mixed_tokens"): 0,
+    ("", "allowed_origins"): [],
+    ("", "ignore_unknown_options"): False,
 }
 """(part, field) of documents that came after the first ones, with the value that older runtimes
-obey without knowing it."""
+obey without knowing it; the part of the document's own fields is ""."""
 _SWITCHES: dict[str, Literal["auto", "on", "off"]] = {
     "Auto": "auto", "Enabled": "on", "Disabled": "off",
 }  # fmt: skip
@@ -167,6 +169,8 @@ def frontend_document(context: Context) -> FrontendConfig:
         api_key_file=secret_path("api", security.api_key_secret_ref),
         admin_key_file=secret_path("admin", security.admin_key_secret_ref),
         tenant_salt_header=security.tenant_salt_header or "",
+        allowed_origins=security.allowed_origins,
+        ignore_unknown_options=frontend.unknown_options == "Ignore",
         drain_timeout_seconds=float(spec.rollout.drain_timeout_seconds),
         log_format="json",
     )
@@ -181,8 +185,9 @@ def document_json(config: EngineConfig | FrontendConfig) -> str:
     """
     fields = msgspec.json.decode(msgspec.json.encode(config, order="deterministic"))
     for (part, name), default in ADDED.items():
-        if fields.get(part, {}).get(name) == default:
-            del fields[part][name]
+        holder = fields.get(part, {}) if part else fields
+        if name in holder and holder[name] == default:
+            del holder[name]
     data = msgspec.json.encode(fields)  # in the order of the fields
     return msgspec.json.format(data, indent=2).decode() + "\n"
 

@@ -74,6 +74,13 @@ def _serve_options(parser: argparse.ArgumentParser) -> None:
     add("--tensor-parallel", type=positive, default=1)
     add("--allowed-domain", action="append", default=[], help="host that image URLs may name")
     add("--file-root", default="", help="folder below which file: URLs may point")
+    add("--allowed-origin", action="append", default=[],
+        help='origin of web pages whose scripts may call the API (CORS); "*": any')  # fmt: skip
+    add(
+        "--ignore-unknown-options",
+        action="store_true",
+        help="leave out request options that this server does not know, instead of refusing them",
+    )
     add("--api-key-file", default="", help="file with one API key per line")
     add("--admin-key-file", default="", help="file with keys for cache resets and resizes")
     add("--injection-key-file", default="", help='file with keys for injected media; "": off')

@@ -64,6 +64,8 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel: int = 1
     allowed_domains: tuple[str, ...] = ()
     file_root: str = ""
+    allowed_origins: tuple[str, ...] = ()
+    ignore_unknown_options: bool = False
     api_key_file: str = ""
     admin_key_file: str = ""
     injection_key_file: str = ""
@@ -170,6 +172,8 @@ def _frontend(
         media_sources=MediaSources(
             allowed_domains=options.allowed_domains, file_root=options.file_root
         ),
+        allowed_origins=options.allowed_origins,
+        ignore_unknown_options=options.ignore_unknown_options,
         api_key_file=options.api_key_file,
         admin_key_file=options.admin_key_file,
         injection=InjectionConfig(

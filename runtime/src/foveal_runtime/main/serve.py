@@ -50,6 +50,8 @@ def options_from(arguments: argparse.Namespace) -> LocalOptions:
         tensor_parallel=arguments.tensor_parallel,
         allowed_domains=tuple(arguments.allowed_domain),
         file_root=arguments.file_root,
+        allowed_origins=tuple(arguments.allowed_origin),
+        ignore_unknown_options=arguments.ignore_unknown_options,
         api_key_file=arguments.api_key_file,
         admin_key_file=arguments.admin_key_file,
         injection_key_file=arguments.injection_key_file,

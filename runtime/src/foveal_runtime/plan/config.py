@@ -223,6 +223,10 @@ class FrontendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             CPU quota.
         shm_directory, shm_bytes: shared-memory values (`ipc_type` = "shm") of the whole pod.
         shm_min_value_bytes: smaller values go inline: they are not worth a file.
+        allowed_origins: origins of web pages whose scripts may call this server (CORS), such as
+            https://app.example.org; "*" is any. Empty: none.
+        ignore_unknown_options: request options that this server does not know are left out, not
+            refused.
         metrics_peers: other processes whose /metrics this one's /metrics also shows (local mode).
         loopback: beside `host`, listen on the loopback address of its family: what `kubectl
             port-forward` connects to.
@@ -252,6 +256,8 @@ class FrontendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     api_key_file: str = ""
     admin_key_file: str = ""
     tenant_salt_header: str = ""
+    allowed_origins: tuple[str, ...] = ()
+    ignore_unknown_options: bool = False
     drain_timeout_seconds: float = 120.0
     metrics_peers: tuple[str, ...] = ()
     log_format: Literal["auto", "text", "json"] = "auto"

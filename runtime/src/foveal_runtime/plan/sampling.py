@@ -24,6 +24,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
             which the frontend's detokenizer watches.
         logprobs: number of alternatives per output token; -1 means none at all.
         prompt_logprobs: the same for prompt tokens; the prefix cache is then not read.
+        allowed_token_ids: no other token is ever chosen, EOS included; empty: all are allowed.
+        bad_words: token sequences whose last token is masked where the others were just output.
     """
 
     max_tokens: int
@@ -41,3 +43,5 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     ignore_eos: bool = False
     logprobs: int = -1
     prompt_logprobs: int = -1
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()

@@ -29,7 +29,8 @@ async def test_tokenize_and_back(harness: Any) -> None:
     response = await harness.http.post("/detokenize", json={"tokens": body["tokens"]})
     assert response.json() == {"prompt": "hé"}
     messages = [{"role": "user", "content": [{"type": "image_url", "uuid": "u"}]}]
-    response = await harness.http.post("/tokenize", json={"messages": messages})
+    body = {"messages": messages, "expand_media": False}
+    response = await harness.http.post("/tokenize", json=body)
     assert response.json()["count"] == 4
     assert (await harness.http.post("/tokenize", json={})).status_code == 400
     response = await harness.http.post("/detokenize", json={"tokens": [999999]})
@@ -66,7 +67,7 @@ def test_http_process_imports_no_torch(model_path: Path) -> None:
 import sys
 from foveal_runtime.frontend.http.app import build_app
 from foveal_runtime.frontend.testing.fake import FakeGenerator, FakeInputProcessor
-from foveal_runtime.frontend.protocol.requests import Message
+from foveal_runtime.frontend.protocol.messages import Message
 from foveal_runtime.plan.config import FrontendConfig, ModelConfig
 processor = FakeInputProcessor({{"image": (260, "<image>")}})
 app = build_app(

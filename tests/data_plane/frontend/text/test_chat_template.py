@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from foveal_runtime.frontend.protocol.requests import ImagePart, Message, TextPart
+from foveal_runtime.frontend.protocol.messages import ImagePart, Message, TextPart
 from foveal_runtime.frontend.testing.fake import FakeInputProcessor
 from foveal_runtime.frontend.testing.fake_tokenizer import IMAGE, STRING_TEMPLATE, byte_tokenizer
 from foveal_runtime.frontend.text.chat_template import ChatTemplate, load_template

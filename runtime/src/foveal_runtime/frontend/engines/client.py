@@ -27,6 +27,7 @@ from foveal_runtime.frontend.engines.run import MAX_LOSSES, EngineRun, Fate
 from foveal_runtime.frontend.engines.shared_values import SharedValues
 from foveal_runtime.frontend.engines.stream import Lost, Rejected, Stream
 from foveal_runtime.frontend.items.prepared import PreparedRequest
+from foveal_runtime.frontend.items.seams import EnginesLoad
 from foveal_runtime.mirror.sender import Sender, SendItem, SendValue
 from foveal_runtime.plan.config import EngineAddress, FrontendConfig
 from foveal_runtime.plan.errors import (
@@ -194,6 +195,15 @@ class EngineClient:
 
     def num_ready_engines(self) -> int:
         return sum(link.is_ready for link in self._links.values())
+
+    def load(self) -> EnginesLoad:
+        """See `seams.Generator`."""
+        known = [link.load for link in self._links.values() if link.load is not None]
+        return EnginesLoad(
+            num_running=sum(one.num_running for one in known),
+            num_waiting=sum(one.num_waiting for one in known),
+            kv_usage=max((one.kv_usage for one in known), default=0.0),
+        )
 
     async def health(self) -> bool:
         """Some engine's core answered a message just now, or is in a step and makes progress."""

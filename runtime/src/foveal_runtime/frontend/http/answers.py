@@ -78,22 +78,31 @@ class Answer:
         return "".join(self.texts)
 
 
-def _entry(tokenizer: TextTokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+def token_name(tokenizer: TextTokenizer, token_id: int, as_id: bool) -> str:
+    return f"token_id:{token_id}" if as_id else tokenizer.token_text(token_id)
+
+
+def _entry(tokenizer: TextTokenizer, token_id: int, logprob: float, as_ids: bool) -> dict[str, Any]:
     return {
-        "token": tokenizer.token_text(token_id),
+        "token": token_name(tokenizer, token_id, as_ids),
         "logprob": finite(logprob),
         "bytes": list(tokenizer.token_bytes(token_id)),
     }
 
 
 def chat_logprobs(
-    tokenizer: TextTokenizer, token_ids: Iterable[int], logprobs: Iterable[TokenLogprobs]
+    tokenizer: TextTokenizer,
+    token_ids: Iterable[int],
+    logprobs: Iterable[TokenLogprobs],
+    *,
+    as_ids: bool = False,
 ) -> dict[str, Any]:
+    """`as_ids`: tokens are named by their ids."""
     content = []
     for token_id, found in zip(token_ids, logprobs, strict=False):
-        entry = _entry(tokenizer, token_id, found.logprob)
+        entry = _entry(tokenizer, token_id, found.logprob, as_ids)
         entry["top_logprobs"] = [
-            _entry(tokenizer, top, value)
+            _entry(tokenizer, top, value, as_ids)
             for top, value in zip(found.top_ids, found.top_logprobs, strict=True)
         ]
         content.append(entry)
@@ -105,16 +114,18 @@ def text_logprobs(
     token_ids: Iterable[int],
     logprobs: Iterable[TokenLogprobs | None],
     *,
-    num_top: int,
     offset: int,
+    as_ids: bool = False,
 ) -> dict[str, Any]:
-    """The older format of text completions. `offset` is the text position of the first token."""
+    """The older format of text completions. `offset` is the text position of the first token;
+    `as_ids`: tokens are named by their ids."""
     out: dict[str, Any] = {
         "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": [],
     }  # fmt: skip
     for token_id, found in zip(token_ids, logprobs, strict=False):
         text = tokenizer.token_text(token_id)
-        out["tokens"].append(text)
+        name = token_name(tokenizer, token_id, as_ids)
+        out["tokens"].append(name)
         out["text_offset"].append(offset)
         offset += len(text)
         if found is None:
@@ -122,12 +133,10 @@ def text_logprobs(
             out["top_logprobs"].append(None)
             continue
         out["token_logprobs"].append(finite(found.logprob))
-        top = {text: finite(found.logprob)}
+        top = {name: finite(found.logprob)}
         for top_id, value in zip(found.top_ids, found.top_logprobs, strict=True):
-            top[tokenizer.token_text(top_id)] = finite(value)
+            top[token_name(tokenizer, top_id, as_ids)] = finite(value)
         out["top_logprobs"].append(top)
-    if num_top == 0:
-        out["top_logprobs"] = None
     return out
 
 

@@ -32,8 +32,10 @@ from foveal_runtime.frontend.http.asgi.errors import (
 from foveal_runtime.frontend.http.asgi.middleware import (
     CLIENT_CLOSED,
     Intake,
+    LoadReport,
     RequestContext,
     RequireKey,
+    allow_origins,
 )
 from foveal_runtime.frontend.http.injection import build_injection_router, injection_keys
 from foveal_runtime.frontend.http.monitoring.health import Health
@@ -127,7 +129,8 @@ def build_app(
     describe(api, needs_key=keys is not None)
     _add_error_handlers(api)
     door = RequireKey(Intake(api, gate), keys, admin_keys, inject_keys)
-    asgi = RequestContext(door, gate, metrics, tracing or Tracing())
+    context = RequestContext(LoadReport(door, generator), gate, metrics, tracing or Tracing())
+    asgi = allow_origins(context, config.allowed_origins)
     return HttpApp(asgi=asgi, api=api, service=service, gate=gate, health=health)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ from foveal_runtime.frontend.http.service import (
 )
 from foveal_runtime.frontend.protocol.requests import ChatCompletionRequest
 from foveal_runtime.frontend.protocol.rules import check_fields, check_model
+from foveal_runtime.wire.messages import TokenLogprobs
 
 _THREAD_CHARS = 20_000
 """Longer conversations are rendered and tokenised in a thread: they would stall other streams."""
@@ -52,7 +54,7 @@ async def plan_chat(
 ) -> ChatRun:
     """Everything that can be refused before media are touched."""
     check_model(request.model, service.model_name)
-    check_fields(request)
+    check_fields(request, ignore_unknown=service.config.ignore_unknown_options)
     check_num_sequences(1, request.n or 1)
 
     def tokenise() -> tuple[list[int], list[Any]]:
@@ -110,6 +112,7 @@ async def whole_answer(run: ChatRun) -> dict[str, Any]:
         **run.head,
         "choices": [_choice(run, i, answer) for i, answer in enumerate(answers)],
         "usage": tally.usage(),
+        "prompt_logprobs": None,
     }
     first = answers[0].first
     if run.request.prompt_logprobs is not None and first is not None:
@@ -117,6 +120,13 @@ async def whole_answer(run: ChatRun) -> dict[str, Any]:
     if run.request.return_token_ids:
         body["prompt_token_ids"] = expanded_prompt(first, run.job.token_ids)
     return body
+
+
+def _logprobs(
+    run: ChatRun, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+) -> dict[str, Any]:
+    as_ids = bool(run.request.return_tokens_as_token_ids)
+    return chat_logprobs(run.service.tokenizer, token_ids, logprobs, as_ids=as_ids)
 
 
 def _choice(run: ChatRun, index: int, answer: Answer) -> dict[str, Any]:
@@ -128,7 +138,7 @@ def _choice(run: ChatRun, index: int, answer: Answer) -> dict[str, Any]:
         "stop_reason": answer.stop_reason,
     }
     if run.request.logprobs:
-        choice["logprobs"] = chat_logprobs(run.service.tokenizer, answer.token_ids, answer.logprobs)
+        choice["logprobs"] = _logprobs(run, answer.token_ids, answer.logprobs)
     if run.request.return_token_ids:
         choice["token_ids"] = answer.token_ids
     return choice
@@ -143,15 +153,17 @@ async def stream_answer(run: ChatRun) -> AsyncGenerator[bytes, None]:
     began: set[int] = set()
     async with open_run(run.service, [run.job], run.started) as deltas:
         async for index, delta in deltas:
-            tally.add(index, delta)
-            usage = {"usage": tally.usage() if continuous else None} if with_usage else {}
             if index not in began:
                 began.add(index)
+                tally.add(index, Delta(first=delta.first))  # the prompt is known, no token is out
+                usage = {"usage": tally.usage() if continuous else None} if with_usage else {}
                 opening = {"role": "assistant", "content": ""}
                 extra = {}
                 if run.request.return_token_ids:
                     extra["prompt_token_ids"] = expanded_prompt(delta.first, run.job.token_ids)
                 yield sse({**run.head, "choices": [_empty(index, opening)], **usage, **extra})
+            tally.add(index, dataclasses.replace(delta, first=None))
+            usage = {"usage": tally.usage() if continuous else None} if with_usage else {}
             choice = _chunk_choice(run, index, delta)
             if choice is not None:
                 yield sse({**run.head, "choices": [choice], **usage})
@@ -172,7 +184,7 @@ def _chunk_choice(run: ChatRun, index: int, delta: Delta) -> dict[str, Any] | No
         return None
     choice = _empty(index, {"content": delta.text} if delta.text else {})
     if request.logprobs and delta.logprobs:
-        choice["logprobs"] = chat_logprobs(run.service.tokenizer, delta.token_ids, delta.logprobs)
+        choice["logprobs"] = _logprobs(run, delta.token_ids, delta.logprobs)
     if delta.finish_reason:
         choice["finish_reason"] = delta.finish_reason
         choice["stop_reason"] = delta.stop_reason

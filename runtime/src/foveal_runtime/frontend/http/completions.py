@@ -57,7 +57,7 @@ async def plan_completion(
     service: Service, info: ProcessorInfo, request: CompletionRequest, scope: RequestScope
 ) -> CompletionRun:
     check_model(request.model, service.model_name)
-    check_fields(request)
+    check_fields(request, ignore_unknown=service.config.ignore_unknown_options)
     prompts = _prompts(request)
     check_num_sequences(len(prompts), request.n or 1)
     jobs = []
@@ -158,6 +158,7 @@ def _choice(run: CompletionRun, index: int, answer: Answer) -> dict[str, Any]:
         "logprobs": None,
         "finish_reason": answer.finish_reason,
         "stop_reason": answer.stop_reason,
+        "prompt_logprobs": None,
     }
     if request.logprobs is not None:
         token_ids = list(answer.token_ids)
@@ -166,7 +167,11 @@ def _choice(run: CompletionRun, index: int, answer: Answer) -> dict[str, Any]:
             token_ids = [*answer.first.prompt_logprob_ids, *token_ids]
             logprobs = [*answer.first.prompt_logprobs, *logprobs]
         choice["logprobs"] = text_logprobs(
-            tokenizer, token_ids, logprobs, num_top=request.logprobs, offset=0
+            tokenizer,
+            token_ids,
+            logprobs,
+            offset=0,
+            as_ids=bool(request.return_tokens_as_token_ids),
         )
     if request.prompt_logprobs is not None and answer.first is not None:
         choice["prompt_logprobs"] = prompt_logprobs(tokenizer, answer.first)
@@ -222,9 +227,10 @@ def _chunk_choice(
     }
     if request.logprobs is not None and logprobs:
         found = text_logprobs(
-            tokenizer, token_ids, logprobs, num_top=request.logprobs, offset=offset
-        )
-        offsets[index] = offset + sum(len(token) for token in found["tokens"])
+            tokenizer, token_ids, logprobs, offset=offset,
+            as_ids=bool(request.return_tokens_as_token_ids),
+        )  # fmt: skip
+        offsets[index] = offset + sum(len(tokenizer.token_text(i)) for i in token_ids)
         choice["logprobs"] = found
     if request.return_token_ids:
         choice["token_ids"] = list(delta.token_ids)

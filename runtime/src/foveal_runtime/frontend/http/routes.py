@@ -19,26 +19,21 @@ from foveal_runtime.frontend.http.asgi.disconnect import start_stream, until_dis
 from foveal_runtime.frontend.http.asgi.errors import json_response
 from foveal_runtime.frontend.http.monitoring.health import Health
 from foveal_runtime.frontend.http.monitoring.metrics import MetricsPage
-from foveal_runtime.frontend.http.service import RequestScope, Service, runtime_version
+from foveal_runtime.frontend.http.service import Service, runtime_version, scope_of
+from foveal_runtime.frontend.http.tokens import build_token_router
 from foveal_runtime.frontend.items.seams import ProcessorInfo
-from foveal_runtime.frontend.protocol.requests import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
+from foveal_runtime.frontend.protocol.requests import ChatCompletionRequest, CompletionRequest
 from foveal_runtime.frontend.protocol.responses import (
     ChatCompletion,
     Completion,
-    DetokenizeResponse,
     ErrorResponse,
     HealthResponse,
+    LoadResponse,
     ModelCard,
     ModelList,
-    TokenizeResponse,
     VersionResponse,
 )
-from foveal_runtime.frontend.protocol.rules import check_messages, check_model
+from foveal_runtime.frontend.protocol.rules import check_model
 from foveal_runtime.plan.errors import InvalidRequest
 from foveal_runtime.telemetry.metrics import CONTENT_TYPE
 
@@ -103,26 +98,17 @@ class BodyRoute(APIRoute):
         return handler
 
 
-def _scope_of(service: Service, request: Request) -> RequestScope:
-    tenant = b""
-    if service.config.tenant_salt_header:
-        tenant = request.headers.get(service.config.tenant_salt_header, "").encode()
-    return RequestScope(
-        request_id=request.scope["foveal.request_id"],
-        ticket=request.scope["foveal.ticket"],
-        tenant=tenant,
-        started=request.scope["foveal.started"],
-    )
-
-
 def build_router(
     service: Service, info: ProcessorInfo, health: Health, page: MetricsPage
 ) -> APIRouter:
     router = APIRouter(route_class=BodyRoute)
     _add_generation(router, service, info)
     _add_models(router, service)
-    _add_tokens(router, service)
-    _add_health(router, health)
+    errors: dict[int | str, dict[str, Any]] = {
+        status: ERRORS[status] for status in (400, 401, 403, 404, 413, 424, 429, 500, 503)
+    }
+    router.include_router(build_token_router(service, BodyRoute, errors))
+    _add_health(router, health, service)
     _add_metrics(router, page)
     return router
 
@@ -134,7 +120,7 @@ def _add_generation(router: APIRouter, service: Service, info: ProcessorInfo) ->
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         """Answers a conversation with text, images, video and audio. With `stream: true` the
         answer is text/event-stream."""
-        run = await chat.plan_chat(service, body, _scope_of(service, request))
+        run = await chat.plan_chat(service, body, scope_of(service, request))
         if body.stream:
             return await start_stream(request.receive, chat.stream_answer(run))
         return json_response(await until_disconnect(request.receive, chat.whole_answer(run)))
@@ -142,7 +128,7 @@ def _add_generation(router: APIRouter, service: Service, info: ProcessorInfo) ->
     @router.post("/v1/completions", response_model=Completion, responses=ERRORS, tags=["OpenAI"])
     async def text_completions(body: CompletionRequest, request: Request) -> Response:
         """Continues one or several text prompts. Media belong to chat completions."""
-        run = await completions.plan_completion(service, info, body, _scope_of(service, request))
+        run = await completions.plan_completion(service, info, body, scope_of(service, request))
         if body.stream:
             return await start_stream(request.receive, completions.stream_answer(run))
         return json_response(await until_disconnect(request.receive, completions.whole_answer(run)))
@@ -175,61 +161,7 @@ def _add_models(router: APIRouter, service: Service) -> None:
         return VersionResponse(version=runtime_version())
 
 
-def _add_tokens(router: APIRouter, service: Service) -> None:
-    errors: dict[int | str, dict[str, Any]] = {
-        status: ERRORS[status] for status in (400, 401, 404, 413, 500, 503)
-    }
-
-    @router.post("/tokenize", response_model=TokenizeResponse, responses=errors, tags=["tokens"])
-    async def tokenize(body: TokenizeRequest) -> TokenizeResponse:
-        """Token ids of a prompt, or of messages through the chat template. Media count as one
-        placeholder each."""
-        check_model(body.model, service.model_name)
-        if (body.prompt is None) == (body.messages is None):
-            raise InvalidRequest("send either prompt or messages", param="prompt")
-        token_ids = await asyncio.to_thread(_tokenize, service, body)
-        tokenizer = service.tokenizer
-        return TokenizeResponse(
-            count=len(token_ids),
-            max_model_len=service.max_model_len(),
-            tokens=token_ids,
-            token_strs=[tokenizer.token(i) or "" for i in token_ids]
-            if body.return_token_strs
-            else None,
-        )
-
-    @router.post(
-        "/detokenize", response_model=DetokenizeResponse, responses=errors, tags=["tokens"]
-    )
-    async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
-        """The text of token ids, special tokens included."""
-        check_model(body.model, service.model_name)
-        for token_id in body.tokens:
-            if token_id >= service.tokenizer.vocab_size:
-                raise InvalidRequest(
-                    f"tokens: {token_id} is not a token id below {service.tokenizer.vocab_size}",
-                    param="tokens",
-                )
-        text = await asyncio.to_thread(service.tokenizer.decode, body.tokens)
-        return DetokenizeResponse(prompt=text)
-
-
-def _tokenize(service: Service, body: TokenizeRequest) -> list[int]:
-    if body.prompt is not None:
-        special = body.add_special_tokens is not False
-        return service.tokenizer.encode(body.prompt, add_special_tokens=special)
-    messages = body.messages or []
-    check_messages(messages)
-    conversation = service.template.render(
-        messages,
-        add_generation_prompt=body.add_generation_prompt is not False,
-        continue_final_message=bool(body.continue_final_message),
-        variables=body.chat_template_kwargs,
-    )
-    return service.template.encode(conversation, add_special_tokens=bool(body.add_special_tokens))
-
-
-def _add_health(router: APIRouter, health: Health) -> None:
+def _add_health(router: APIRouter, health: Health, service: Service) -> None:
     unavailable: dict[int | str, dict[str, Any]] = {503: {"model": HealthResponse}}
 
     @router.get("/livez", response_model=HealthResponse, tags=["server"])
@@ -241,6 +173,23 @@ def _add_health(router: APIRouter, health: Health) -> None:
     async def health_endpoint() -> Response:
         """A round trip to an engine that makes progress."""
         return _verdict(*await health.engine_answers())
+
+    @router.get("/ping", response_model=HealthResponse, responses=unavailable, tags=["server"])
+    @router.post("/ping", response_model=HealthResponse, responses=unavailable, tags=["server"])
+    async def ping() -> Response:
+        """The same as /health, by the name that some platforms ask for."""
+        return _verdict(*await health.engine_answers())
+
+    @router.get("/load", response_model=LoadResponse, tags=["server"])
+    async def load() -> LoadResponse:
+        """Requests that this process serves now, and what its engines last reported."""
+        engines = service.generator.load()
+        return LoadResponse(
+            server_load=service.gate.num_requests,
+            num_running=engines.num_running,
+            num_waiting=engines.num_waiting,
+            kv_usage=engines.kv_usage,
+        )
 
     @router.get("/readyz", response_model=HealthResponse, responses=unavailable, tags=["server"])
     async def readyz() -> Response:

@@ -6,12 +6,15 @@ from `open_run`. Everything a run holds is given back when its context ends, how
 
 from __future__ import annotations
 
+import functools
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
+
+from starlette.requests import Request
 
 from foveal_runtime.frontend.engines.sequence import (
     Delta,
@@ -117,6 +120,18 @@ class RequestScope:
         self.unique_id = f"{self.request_id}.{secrets.token_hex(6)}"
 
 
+def scope_of(service: Service, request: Request) -> RequestScope:
+    tenant = b""
+    if service.config.tenant_salt_header:
+        tenant = request.headers.get(service.config.tenant_salt_header, "").encode()
+    return RequestScope(
+        request_id=request.scope["foveal.request_id"],
+        ticket=request.scope["foveal.ticket"],
+        tenant=tenant,
+        started=request.scope["foveal.started"],
+    )
+
+
 def make_job(
     service: Service,
     request: ChatCompletionRequest | CompletionRequest,
@@ -132,6 +147,7 @@ def make_job(
     if not token_ids:
         raise InvalidRequest("the prompt is empty", param="prompt")
     limit = service.max_model_len()
+    token_ids = _truncated(request, token_ids, parts, limit)
     room = limit - len(token_ids)
     if room < 1:
         raise ContextLengthExceeded(
@@ -144,8 +160,9 @@ def make_job(
     sampling = sampling_params(
         request,
         service.defaults,
-        max_tokens=max_tokens_of(request, service.defaults, room),
+        max_tokens=max_tokens_of(request, service.defaults, room=room, limit=limit),
         vocab_size=service.tokenizer.vocab_size,
+        encode=functools.partial(service.tokenizer.encode, add_special_tokens=False),
         drawn_seed=secrets.randbits(63),
     )
     options = PrepareOptions(
@@ -169,6 +186,26 @@ def make_job(
         skip_special_tokens=request.skip_special_tokens is not False,
         continues_prompt=continues_prompt,
     )
+
+
+def _truncated(
+    request: ChatCompletionRequest | CompletionRequest,
+    token_ids: list[int],
+    parts: Sequence[MediaPart],
+    limit: int,
+) -> list[int]:
+    """The end of the prompt, where `truncate_prompt_tokens` asks for it."""
+    size = request.truncate_prompt_tokens
+    if size is None:
+        return token_ids
+    if parts:
+        raise InvalidRequest(
+            "truncate_prompt_tokens cannot be used with media: it would cut them off",
+            param="truncate_prompt_tokens",
+        )
+    if size < 0:
+        size = max(1, limit - max(1, request.max_tokens or 1))
+    return token_ids[len(token_ids) - size :] if len(token_ids) > size else token_ids
 
 
 def check_num_sequences(num_prompts: int, num_choices: int) -> None:

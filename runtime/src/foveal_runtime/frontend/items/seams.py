@@ -110,6 +110,15 @@ class InputProcessor(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class EnginesLoad:
+    """What the engines last reported, all together; `kv_usage` is the fullest one's."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage: float = 0.0
+
+
 class Generator(Protocol):
     """Runs one sequence on some engine; survives the death of that engine."""
 
@@ -126,6 +135,8 @@ class Generator(Protocol):
     def num_ready_engines(self) -> int:
         """Engines with a compatible session and a loaded model."""
         ...
+
+    def load(self) -> EnginesLoad: ...
 
     def max_model_len(self) -> int:
         """Prompt + output tokens that every engine accepts; 0 while no engine is known."""

@@ -1,15 +1,18 @@
 """The requests of the OpenAI API as this server takes them: types, ranges, descriptions.
 
-Parsed by FastAPI, read by chat.py and completions.py. A field that would change the output and is
-not served is refused by name (request_rules.py); a field without meaning here is accepted and
-listed there. Strict types: "5" is not a number.
+Parsed by FastAPI, read by chat.py and completions.py. An option that would change the output and is
+not served is refused by name (rules.py); one without meaning here is accepted and listed there.
+What may stand inside messages is in messages.py.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import re
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from foveal_runtime.frontend.protocol.messages import Message, Text
 
 MAX_CHOICES = 64
 """Sequences of one HTTP request at most (prompts × n)."""
@@ -18,7 +21,21 @@ MAX_STOP_CHARS = 256
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-Text = Annotated[str, Field(max_length=16_000_000)]
+
+
+def _number(value: Any) -> Any:
+    """Some clients write numbers as strings and whole numbers as 5.0."""
+    if isinstance(value, str) and len(value) <= 32 and _NUMBER.fullmatch(value):
+        value = float(value) if _FRACTION.search(value) else int(value)
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    return value
+
+
+_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,2})?")
+_FRACTION = re.compile(r"[.eE]")
+Integer = Annotated[int, BeforeValidator(_number)]
+Float = Annotated[float, BeforeValidator(_number)]
 
 
 class _Strict(BaseModel):
@@ -28,82 +45,18 @@ class _Strict(BaseModel):
 
 
 class _Open(BaseModel):
-    """Unknown fields are kept, for request_rules.py to judge."""
+    """Unknown fields are kept, for rules.py to judge."""
 
     model_config = ConfigDict(
         strict=True, extra="allow", allow_inf_nan=False, hide_input_in_errors=True
     )
 
 
-Uuid = Annotated[
-    str | None,
-    Field(
-        min_length=1,
-        max_length=4096,
-        description="Your name for the content. Sent with content it binds; sent alone it reuses.",
-    ),
-]
+class StreamOptions(BaseModel):
+    """Unknown keys (`include_obfuscation`) are ignored."""
 
+    model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
 
-class ImageUrl(_Strict):
-    url: str = Field(description="http(s): or data: URL")
-    detail: str | None = Field(None, description="accepted, without effect")
-
-
-class MediaUrl(_Strict):
-    url: str = Field(description="http(s): or data: URL")
-
-
-class InputAudio(_Strict):
-    data: str = Field(description="base64 of the encoded file")
-    format: str = Field(pattern=r"^[a-z0-9.+-]{1,32}$", description="wav, mp3, flac, ogg, ...")
-
-
-class TextPart(_Strict):
-    type: Literal["text"]
-    text: Text
-
-
-class ImagePart(_Strict):
-    type: Literal["image_url"]
-    image_url: ImageUrl | None = Field(None, description="absent or null: `uuid` names the image")
-    uuid: Uuid = None
-
-
-class VideoPart(_Strict):
-    type: Literal["video_url"]
-    video_url: MediaUrl | None = Field(None, description="absent or null: `uuid` names the video")
-    uuid: Uuid = None
-
-
-class AudioUrlPart(_Strict):
-    type: Literal["audio_url"]
-    audio_url: MediaUrl | None = Field(None, description="absent or null: `uuid` names the audio")
-    uuid: Uuid = None
-
-
-class InputAudioPart(_Strict):
-    type: Literal["input_audio"]
-    input_audio: InputAudio | None = Field(None, description="absent or null: `uuid` names it")
-    uuid: Uuid = None
-
-
-ContentPart = Annotated[
-    TextPart | ImagePart | VideoPart | AudioUrlPart | InputAudioPart, Field(discriminator="type")
-]
-
-
-class Message(_Open):
-    role: Literal["system", "developer", "user", "assistant"] = Field(
-        description="`developer` is written as `system`"
-    )
-    content: Text | Annotated[list[ContentPart], Field(max_length=4096)] | None = Field(
-        None, description="text, or parts"
-    )
-    name: str | None = Field(None, max_length=256, description="handed to the chat template")
-
-
-class StreamOptions(_Strict):
     include_usage: bool | None = Field(None, description="a last chunk with the usage")
     continuous_usage_stats: bool | None = Field(None, description="usage in every chunk")
 
@@ -112,15 +65,15 @@ class _Sampling(_Open):
     """Options that chat and text completions share."""
 
     model: str | None = Field(None, max_length=1024, description="the served model's name")
-    temperature: float | None = Field(None, ge=0, le=100, description="0: greedy")
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, lt=2**31, description="0 or -1: off")
-    min_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**64, description="same seed, same tokens")
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: Annotated[dict[str, float], Field(max_length=1024)] | None = Field(
+    temperature: Float | None = Field(None, ge=0, le=100, description="0: greedy")
+    top_p: Float | None = Field(None, gt=0, le=1)
+    top_k: Integer | None = Field(None, ge=-1, lt=2**31, description="0 or -1: off")
+    min_p: Float | None = Field(None, ge=0, le=1)
+    seed: Integer | None = Field(None, ge=-(2**63), lt=2**64, description="same seed, same tokens")
+    repetition_penalty: Float | None = Field(None, gt=0, le=100)
+    presence_penalty: Float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: Float | None = Field(None, ge=-2, le=2)
+    logit_bias: Annotated[dict[str, Float], Field(max_length=1024)] | None = Field(
         None, description="token id (as a string) to bias, -100 to 100"
     )
     stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = Field(
@@ -128,17 +81,17 @@ class _Sampling(_Open):
     )
     stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
     include_stop_str_in_output: bool | None = None
-    min_tokens: int | None = Field(None, ge=0, lt=2**31)
-    max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    min_tokens: Integer | None = Field(None, ge=0, lt=2**31)
+    max_tokens: Integer | None = Field(None, ge=1, lt=2**31)
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = Field(None, description="default true")
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES, description="choices per prompt")
-    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES, description="only equal to n")
-    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    n: Integer | None = Field(None, ge=1, le=MAX_CHOICES, description="choices per prompt")
+    best_of: Integer | None = Field(None, ge=1, le=MAX_CHOICES, description="only equal to n")
+    prompt_logprobs: Integer | None = Field(None, ge=0, le=MAX_LOGPROBS)
     return_token_ids: bool | None = Field(None, description="token ids beside the text")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: int | None = Field(
+    priority: Integer | None = Field(
         None, ge=-(2**31), lt=2**31, description="smaller first, under the priority policy"
     )
     cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = Field(
@@ -148,13 +101,26 @@ class _Sampling(_Open):
         None, description="options of the model's image, video and audio processors"
     )
     add_special_tokens: bool | None = Field(None, description="chat: false, text: true")
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=65536)] | None = (
+        Field(None, description="no other token is chosen, the end token included")
+    )
+    bad_words: Annotated[list[StopString], Field(max_length=256)] | None = Field(
+        None, description="words that are not completed"
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description='tokens of logprobs as "token_id:N"'
+    )
+    truncate_prompt_tokens: Integer | None = Field(
+        None, ge=-1, lt=2**31,
+        description="keep only the last tokens of a prompt without media; -1: what fits",
+    )  # fmt: skip
 
 
 class ChatCompletionRequest(_Sampling):
     messages: Annotated[list[Message], Field(min_length=1, max_length=8192)]
-    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
+    max_completion_tokens: Integer | None = Field(None, ge=1, lt=2**31)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: Integer | None = Field(None, ge=0, le=MAX_LOGPROBS)
     add_generation_prompt: bool | None = Field(None, description="default true")
     continue_final_message: bool | None = Field(
         None, description="the answer continues the last message"
@@ -177,8 +143,8 @@ Prompt = (
 
 class CompletionRequest(_Sampling):
     prompt: Prompt = Field(description="text, token ids, or a list of either")
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    max_tokens: int | None = Field(
+    logprobs: Integer | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    max_tokens: Integer | None = Field(
         None, ge=0, lt=2**31, description="default 16; 0 only with echo: score the prompt"
     )
     echo: bool | None = Field(None, description="the prompt stands before the text")
@@ -196,6 +162,8 @@ class TokenizeRequest(_Strict):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
+    expand_media: bool | None = Field(None, description="false: a medium counts as one token")
+    mm_processor_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeRequest(_Strict):

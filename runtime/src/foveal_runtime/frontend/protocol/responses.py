@@ -153,6 +153,21 @@ class TokenizeResponse(BaseModel):
     token_strs: list[str] | None = None
 
 
+class TokenizerInfo(BaseModel):
+    tokenizer_class: str
+    vocab_size: int
+    max_model_len: int
+    chat_template: str | None
+    special_tokens: dict[str, str]
+
+
+class LoadResponse(BaseModel):
+    server_load: int = Field(description="requests that this process serves now")
+    num_running: int = Field(description="requests running on engines")
+    num_waiting: int = Field(description="requests waiting in engines")
+    kv_usage: float = Field(description="share of the KV cache in use, of the fullest engine")
+
+
 class DetokenizeResponse(BaseModel):
     prompt: str
 

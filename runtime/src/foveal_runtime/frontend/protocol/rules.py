@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from foveal_runtime.frontend.protocol.requests import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    Message,
-)
+from foveal_runtime.frontend.protocol.requests import ChatCompletionRequest, CompletionRequest
 from foveal_runtime.plan.errors import (
     ContextLengthExceeded,
     InvalidRequest,
@@ -34,14 +30,15 @@ DEFAULT_COMPLETION_TOKENS = 16
 MEANINGLESS = frozenset(
     {
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-        "prompt_cache_retention", "parallel_tool_calls", "prediction", "request_id",
+        "prompt_cache_retention", "parallel_tool_calls", "prediction", "request_id", "session_id",
+        "verbosity", "stream_interval", "include_reasoning", "return_mm_kwargs",
     }
 )  # fmt: skip
 """Accepted in any form: they cannot change the tokens of this server's answers."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "tools": ([],),
-    "tool_choice": ("none",),
+    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none",),
     "response_format": ({"type": "text"},),
@@ -54,17 +51,24 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "length_penalty": (1.0,),
     "logits_processors": ([],),
     "documents": ([],),
+    "extra_body": ({},),
+    "logprob_token_ids": ([],),
+    "media_io_kwargs": ({},),
 }
 """Fields that are not served, with the values that mean "not used"."""
 
 _BAD_SALT_CHARS = "@/\\\0"
 
 
-def check_fields(request: ChatCompletionRequest | CompletionRequest) -> None:
-    """Raises Unsupported naming the first field that would change the output and is not served."""
-    _check_extra(request.model_extra or {}, "")
+def check_fields(
+    request: ChatCompletionRequest | CompletionRequest, *, ignore_unknown: bool = False
+) -> None:
+    """Raises Unsupported naming the first field that would change the output and is not served.
+
+    `ignore_unknown`: fields that this server does not know at all are left out instead.
+    """
+    _check_extra(request.model_extra or {}, ignore_unknown)
     if isinstance(request, ChatCompletionRequest):
-        check_messages(request.messages)
         if request.top_logprobs and not request.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
         generates = request.add_generation_prompt
@@ -89,20 +93,18 @@ def check_fields(request: ChatCompletionRequest | CompletionRequest) -> None:
                 raise InvalidRequest(f"cache_salt may not contain {char!r}", param="cache_salt")
 
 
-def check_messages(messages: Iterable[Message]) -> None:
-    """The same rule for fields of messages (tool_calls, audio, ...)."""
-    for index, message in enumerate(messages):
-        _check_extra(message.model_extra or {}, f"messages[{index}].")
-
-
-def _check_extra(extra: Mapping[str, Any], prefix: str) -> None:
+def _check_extra(extra: Mapping[str, Any], ignore_unknown: bool) -> None:
     for name, value in extra.items():
         if value is None or name in MEANINGLESS:
             continue
         if name in NEUTRAL and any(value == neutral for neutral in NEUTRAL[name]):
             continue
+        if name not in NEUTRAL and ignore_unknown:
+            continue
         known = "" if name in NEUTRAL else " (unknown field)"
-        raise Unsupported(f"{prefix}{name} is not supported{known}", param=f"{prefix}{name}")
+        if name == "extra_body":
+            known = ": it is an option of the client library, which puts its fields here"
+        raise Unsupported(f"{name} is not supported{known}", param=name)
 
 
 def check_model(model: str | None, served: str) -> None:
@@ -157,10 +159,14 @@ def _pick(value: Any, default: Any) -> Any:
 
 
 def max_tokens_of(
-    request: ChatCompletionRequest | CompletionRequest, defaults: SamplingDefaults, room: int
+    request: ChatCompletionRequest | CompletionRequest,
+    defaults: SamplingDefaults,
+    *,
+    room: int,
+    limit: int,
 ) -> int:
-    """Output tokens at most. A given number must fit into `room` (max_model_len less the
-    unexpanded prompt); none given means what fits."""
+    """Output tokens at most: what was asked for, as far as it fits into `room` (`limit`, which is
+    max_model_len, less the unexpanded prompt). More than the model can ever give is refused."""
     given: int | None = request.max_tokens
     name = "max_tokens"
     if isinstance(request, ChatCompletionRequest):
@@ -171,13 +177,12 @@ def max_tokens_of(
         fallback = min(room, defaults.max_tokens or DEFAULT_COMPLETION_TOKENS)
     if given is None:
         return fallback
-    if given > room:
+    if given > limit:
         raise ContextLengthExceeded(
-            f"{name} is {given}, but after the prompt only {room} tokens fit into the model's "
-            "context; ask for fewer, or shorten the prompt",
+            f"{name} is {given}, but the model's context is {limit} tokens; ask for fewer",
             param=name,
         )
-    return max(1, given)  # a score of the prompt alone still takes one step
+    return max(1, min(given, room))  # a score of the prompt alone still takes one step
 
 
 def sampling_params(
@@ -186,19 +191,22 @@ def sampling_params(
     *,
     max_tokens: int,
     vocab_size: int,
+    encode: Callable[[str], list[int]],
     drawn_seed: int,
 ) -> SamplingParams:
-    """The options of choice 0. `drawn_seed` is used when the request names none."""
+    """The options of choice 0. `drawn_seed` is used when the request names none; `encode` makes
+    tokens of a text, without special ones."""
     min_tokens = _pick(request.min_tokens, 0)
-    if min_tokens > max_tokens:
+    wanted = getattr(request, "max_completion_tokens", None) or request.max_tokens
+    if wanted and min_tokens > wanted:
         raise InvalidRequest(
-            f"min_tokens is {min_tokens}, but at most {max_tokens} tokens are possible",
+            f"min_tokens is {min_tokens}, but max_tokens allows at most {wanted}",
             param="min_tokens",
         )
     seed = request.seed if request.seed is not None else drawn_seed
     return SamplingParams(
         max_tokens=max_tokens,
-        min_tokens=min_tokens,
+        min_tokens=min(min_tokens, max_tokens),
         temperature=float(_pick(request.temperature, defaults.temperature)),
         top_p=float(_pick(request.top_p, defaults.top_p)),
         top_k=max(0, _pick(request.top_k, defaults.top_k)),
@@ -208,11 +216,27 @@ def sampling_params(
         presence_penalty=float(_pick(request.presence_penalty, 0.0)),
         frequency_penalty=float(_pick(request.frequency_penalty, 0.0)),
         logit_bias=_logit_bias(request.logit_bias or {}, vocab_size),
-        stop_token_ids=_stop_token_ids(request.stop_token_ids or [], vocab_size),
+        stop_token_ids=_token_ids("stop_token_ids", request.stop_token_ids, vocab_size),
         ignore_eos=bool(request.ignore_eos),
         logprobs=_num_logprobs(request),
         prompt_logprobs=_num_prompt_logprobs(request),
+        allowed_token_ids=_token_ids("allowed_token_ids", request.allowed_token_ids, vocab_size),
+        bad_words=bad_words(request.bad_words or (), encode),
     )
+
+
+def bad_words(
+    words: Iterable[str], encode: Callable[[str], list[int]]
+) -> tuple[tuple[int, ...], ...]:
+    """Tokens of each word as they stand at the start of a text and after a space."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        bare, spaced = (tuple(encode(space + word.lstrip())) for space in ("", " "))
+        if bare:
+            found[bare] = None
+        if spaced and len(spaced) == len(bare) and spaced[0] != bare[0]:
+            found[spaced] = None
+    return tuple(found)
 
 
 def _num_logprobs(request: ChatCompletionRequest | CompletionRequest) -> int:
@@ -251,14 +275,13 @@ def _logit_bias(bias: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, 
     return tuple(pairs)
 
 
-def _stop_token_ids(ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
-    for token_id in ids:
+def _token_ids(name: str, ids: Sequence[int] | None, vocab_size: int) -> tuple[int, ...]:
+    for token_id in ids or ():
         if token_id >= vocab_size:
             raise InvalidRequest(
-                f"stop_token_ids: {token_id} is not a token id below {vocab_size}",
-                param="stop_token_ids",
+                f"{name}: {token_id} is not a token id below {vocab_size}", param=name
             )
-    return tuple(ids)
+    return tuple(ids or ())
 
 
 def stop_strings(request: ChatCompletionRequest | CompletionRequest) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from foveal_runtime.frontend.items.prepared import PreparedItem, PreparedRequest
-from foveal_runtime.frontend.items.seams import MediaPart, PrepareOptions
+from foveal_runtime.frontend.items.seams import EnginesLoad, MediaPart, PrepareOptions
 from foveal_runtime.plan.errors import FovealError, InvalidRequest, MediaUnknown
 from foveal_runtime.plan.media import MODALITIES, Modality
 from foveal_runtime.wire.messages import EngineOutput, FirstOutput, TokenLogprobs
@@ -128,6 +128,9 @@ class FakeGenerator:
 
     def num_ready_engines(self) -> int:
         return self.num_engines
+
+    def load(self) -> EnginesLoad:
+        return EnginesLoad(num_running=len(self.running), kv_usage=0.25)
 
     def max_model_len(self) -> int:
         return self.context_tokens

@@ -15,13 +15,15 @@ from typing import Any
 import jinja2
 
 from foveal_runtime.frontend.items.seams import MediaPart, ProcessorInfo
-from foveal_runtime.frontend.protocol.requests import (
+from foveal_runtime.frontend.protocol.messages import (
     AudioUrlPart,
     ContentPart,
     ImagePart,
     InputAudioPart,
     Message,
+    RefusalPart,
     TextPart,
+    ToolCall,
     VideoPart,
 )
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
@@ -29,6 +31,7 @@ from foveal_runtime.plan.errors import InvalidRequest, StartupError, Unsupported
 from foveal_runtime.plan.media import MODALITIES, Modality
 
 _PROBE = "fovealprobe"
+_MAX_PROBED_ROLES = 64
 _RESERVED_KWARGS = frozenset(
     {
         "messages", "conversation", "tools", "documents", "tokenize", "add_generation_prompt",
@@ -80,6 +83,12 @@ class ChatTemplate:
         self._processor = processor
         self._placeholders = self._spellings()
         self.content_format = "string" if template is None else self._detect()
+        self._roles: dict[str, bool] = {"system": True, "user": True, "assistant": True}
+
+    @property
+    def source(self) -> str | None:
+        """The template's text."""
+        return self._template
 
     def _spellings(self) -> dict[Modality, str]:
         found: dict[Modality, str] = {}
@@ -97,6 +106,37 @@ class ChatTemplate:
             return "string"
         listed = "'type'" in out or '"type"' in out
         return "parts" if _PROBE in out and not listed else "string"
+
+    def _role(self, role: str, path: str) -> str:
+        """The template's name of a role. A template without `developer` has `system`, one without
+        `tool` reads results as the user's; another role must come out of a trial rendering."""
+        source = self._template or ""
+        if role == "developer" and "developer" not in source:
+            return "system"
+        if role in ("tool", "function"):
+            return "tool" if "'tool'" in source or '"tool"' in source else "user"
+        known = self._roles.get(role)
+        if known is None:
+            known = self._takes(role)
+            if len(self._roles) < _MAX_PROBED_ROLES:
+                self._roles[role] = known
+        if not known:
+            raise InvalidRequest(
+                f"{path}.role is {role!r}, which the model's chat template does not have; use "
+                "'system', 'user', 'assistant' or 'tool'",
+                param=f"{path}.role",
+            )
+        return role
+
+    def _takes(self, role: str) -> bool:
+        def message(role: str, text: str) -> dict[str, Any]:
+            parts = [{"type": "text", "text": text}]
+            return {"role": role, "content": parts if self.content_format == "parts" else text}
+
+        try:
+            return _PROBE in self._apply([message("user", "x"), message(role, _PROBE)])
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError):
+            return False
 
     def _apply(self, messages: list[dict[str, Any]], **variables: Any) -> str:
         text = self._tokenizer.hf.apply_chat_template(
@@ -154,14 +194,25 @@ class ChatTemplate:
             )
 
     def _plain(self, message: Message, path: str, parts: list[MediaPart]) -> dict[str, Any]:
-        role = "system" if message.role == "developer" else message.role
-        plain: dict[str, Any] = {"role": role}
-        if message.name is not None:
-            self._check_text(message.name, f"{path}.name")
-            plain["name"] = message.name
-        if message.content is None and role != "assistant":
+        plain: dict[str, Any] = {"role": self._role(message.role, path)}
+        for name in ("name", "tool_call_id"):
+            value = getattr(message, name)
+            if value is not None:
+                self._check_text(value, f"{path}.{name}")
+                plain[name] = value
+        reasoning = message.reasoning_content or message.reasoning
+        if reasoning:
+            self._check_text(reasoning, f"{path}.reasoning_content")
+            plain["reasoning_content"] = reasoning
+        if message.content is None and message.role != "assistant":
             raise InvalidRequest(f"{path}.content is missing", param=f"{path}.content")
-        content = message.content if message.content is not None else ""
+        content: str | Sequence[ContentPart] = message.content if message.content else ""
+        if message.tool_calls:
+            calls = self._plain_calls(message.tool_calls, f"{path}.tool_calls")
+            if "tool_calls" in (self._template or ""):
+                plain["tool_calls"] = calls
+            else:
+                content = _with_calls(content, calls)
         if isinstance(content, str):
             self._check_text(content, f"{path}.content")
             content_out: Any = content
@@ -172,6 +223,23 @@ class ChatTemplate:
         plain["content"] = content_out
         return plain
 
+    def _plain_calls(self, calls: Sequence[ToolCall], path: str) -> list[dict[str, Any]]:
+        """Arguments as the object that they spell, which templates write out; else as they are."""
+        plain = []
+        for index, call in enumerate(calls):
+            function = call.function
+            arguments: Any = function.arguments
+            if isinstance(arguments, str):
+                self._check_text(arguments, f"{path}[{index}].function.arguments")
+                try:
+                    found = json.loads(arguments) if arguments.strip() else {}
+                    arguments = found if isinstance(found, dict) else arguments
+                except (ValueError, RecursionError):
+                    pass
+            named = {"name": function.name, "arguments": arguments}
+            plain.append({"id": call.id or f"call_{index}", "type": "function", "function": named})
+        return plain
+
     def _plain_parts(
         self, content: Sequence[ContentPart], path: str, parts: list[MediaPart]
     ) -> str | list[dict[str, str]]:
@@ -179,10 +247,11 @@ class ChatTemplate:
         joined: list[str] = []
         for index, part in enumerate(content):
             where = f"{path}[{index}]"
-            if isinstance(part, TextPart):
-                self._check_text(part.text, f"{where}.text")
-                structured.append({"type": "text", "text": part.text})
-                joined.append(part.text)
+            if isinstance(part, TextPart | RefusalPart):
+                text = part.text if isinstance(part, TextPart) else part.refusal
+                self._check_text(text, f"{where}.text")
+                structured.append({"type": "text", "text": text})
+                joined.append(text)
                 continue
             media = media_part(part, where)
             if media.modality not in self._placeholders:
@@ -220,6 +289,16 @@ class ChatTemplate:
                     param="messages",
                 )
         return token_ids
+
+
+def _with_calls(
+    content: str | Sequence[ContentPart], calls: Sequence[dict[str, Any]]
+) -> str | list[ContentPart]:
+    """For templates without tool calls: one line of JSON each, after the text."""
+    lines = "\n".join(json.dumps(call["function"], ensure_ascii=False) for call in calls)
+    if isinstance(content, str):
+        return f"{content}\n{lines}" if content else lines
+    return [*content, TextPart(type="text", text=lines)]
 
 
 def media_part(part: ImagePart | VideoPart | AudioUrlPart | InputAudioPart, path: str) -> MediaPart:

@@ -24,6 +24,8 @@ def needs_adjusting(params: SamplingParams, num_output_tokens: int) -> bool:
         or params.repetition_penalty != 1.0
         or params.presence_penalty != 0.0
         or params.frequency_penalty != 0.0
+        or bool(params.allowed_token_ids)
+        or bool(params.bad_words)
     )
 
 
@@ -35,7 +37,8 @@ def adjust_row(
     end_ids: Collection[int],
     device: Device,
 ) -> None:
-    """Applies min_tokens, logit_bias and the penalties to one row (V,) float32, in place.
+    """Applies min_tokens, logit_bias, the penalties and the lists of tokens that are allowed or
+    not to one row (V,) float32, in place.
 
     Repetition: logits of tokens seen in prompt or output are divided by the penalty when positive
     and multiplied when negative. Frequency and presence look at output tokens only. `end_ids` are
@@ -63,6 +66,17 @@ def adjust_row(
         cost = params.presence_penalty + params.frequency_penalty * counts
         index, change = device.upload(tokens, -cost.astype(np.float32))
         row.index_add_(0, index, change)
+    if params.allowed_token_ids:
+        mask = np.ones(vocab, np.bool_)
+        mask[[i for i in params.allowed_token_ids if 0 <= i < vocab]] = False
+        row.masked_fill_(device.upload(mask)[0], -torch.inf)
+    banned = [
+        word[-1]
+        for word in params.bad_words
+        if word[-1] < vocab and tuple(output_ids[len(output_ids) - len(word) + 1 :]) == word[:-1]
+    ]
+    if banned:
+        row[_index(banned, device)] = -torch.inf
 
 
 def _index(ids: Sequence[int] | np.ndarray, device: Device) -> torch.Tensor:

@@ -6,11 +6,14 @@ goes wrong below ends here as an OpenAI error; nothing propagates to the server.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import secrets
 import time
+from collections.abc import Sequence
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foveal_runtime.frontend.http.access.admin import ADMIN_PATHS
@@ -19,6 +22,7 @@ from foveal_runtime.frontend.http.access.auth import KeyFile
 from foveal_runtime.frontend.http.asgi.disconnect import ClientGone
 from foveal_runtime.frontend.http.asgi.errors import error_response, internal_error, json_response
 from foveal_runtime.frontend.http.injection import INJECTION_PATH
+from foveal_runtime.frontend.items.seams import Generator
 from foveal_runtime.plan.errors import AuthenticationFailed, FovealError, MediaTooLarge
 from foveal_runtime.telemetry.logs import request_id_of_task
 from foveal_runtime.telemetry.metrics import Metrics
@@ -27,11 +31,13 @@ from foveal_runtime.telemetry.tracing import NO_SPAN, Span, Tracing, span_of_tas
 logger = logging.getLogger(__name__)
 
 _SANE_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
-_QUIET = frozenset({"/livez", "/readyz", "/health", "/metrics"})
+_QUIET = frozenset({"/livez", "/readyz", "/health", "/ping", "/metrics", "/load"})
 _GENERATES = frozenset({"/v1/chat/completions", "/v1/completions"})
+_ADMITTED = _GENERATES | {"/tokenize"}
 _OPEN = _QUIET | {"/version", "/docs", "/openapi.json", "/"}
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 CLIENT_CLOSED = 499
+LOAD_HEADER = "endpoint-load-metrics"
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:
@@ -140,6 +146,63 @@ class RequestContext:
             logger.log(level, "request", extra={"fields": fields})
 
 
+def allow_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Lets scripts of web pages from these origins call `app` (CORS); without credentials, and
+    neither administration nor injection. Preflight requests are answered before any key is asked
+    for: they carry none."""
+    if not origins:
+        return app
+    shared = CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
+        expose_headers=("x-request-id", "retry-after", LOAD_HEADER),
+        max_age=600,
+    )
+
+    async def choose(scope: Scope, receive: Receive, send: Send) -> None:
+        closed = scope["type"] == "http" and scope["path"] in {*ADMIN_PATHS, INJECTION_PATH}
+        await (app if closed else shared)(scope, receive, send)
+
+    return choose
+
+
+class LoadReport:
+    """Answers `endpoint-load-metrics-format: TEXT` (or JSON) with the engines' load in a header of
+    the response, in ORCA's form, so that gateways can balance on it."""
+
+    def __init__(self, app: ASGIApp, generator: Generator) -> None:
+        self._app = app
+        self._generator = generator
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        wanted = header(scope, b"endpoint-load-metrics-format") if scope["type"] == "http" else None
+        if wanted is None or wanted.upper() not in (b"TEXT", b"JSON"):
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_load(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                report = self._report(wanted.upper().decode())
+                headers = [*message.get("headers", ()), (LOAD_HEADER.encode(), report.encode())]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        await self._app(scope, receive, send_with_load)
+
+    def _report(self, form: str) -> str:
+        load = self._generator.load()
+        metrics = {
+            "kv_cache_usage_perc": load.kv_usage,
+            "num_requests_waiting": load.num_waiting,
+            "num_requests_running": load.num_running,
+        }
+        if form == "JSON":
+            return "JSON " + json.dumps({"named_metrics": metrics})
+        return "TEXT " + ", ".join(f"named_metrics.{k}={v}" for k, v in metrics.items())
+
+
 class RequireKey:
     """Every path but health, metrics and documentation needs a key, when there is a key file.
     Administration needs its own key, and so does injection."""
@@ -180,7 +243,7 @@ class Intake:
         declared = self._declared(scope)
         ticket: Ticket | None = None
         try:
-            if scope["path"] in _GENERATES and scope["method"] == "POST":
+            if scope["path"] in _ADMITTED and scope["method"] == "POST":
                 ticket = self._gate.enter()
                 ticket.charge_media_bytes(declared)
                 scope["foveal.ticket"] = ticket

@@ -1,0 +1,139 @@
+"""POST /tokenize, POST /detokenize, GET /tokenizer_info: the tokenizer as the server uses it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.routing import APIRoute
+
+from foveal_runtime.frontend.http.asgi.disconnect import until_disconnect
+from foveal_runtime.frontend.http.service import RequestScope, Service, scope_of
+from foveal_runtime.frontend.items.prepared import PreparedRequest
+from foveal_runtime.frontend.items.seams import MediaPart, PrepareOptions
+from foveal_runtime.frontend.protocol.requests import DetokenizeRequest, TokenizeRequest
+from foveal_runtime.frontend.protocol.responses import (
+    DetokenizeResponse,
+    TokenizeResponse,
+    TokenizerInfo,
+)
+from foveal_runtime.frontend.protocol.rules import check_model
+from foveal_runtime.plan.errors import InvalidRequest
+from foveal_runtime.plan.sampling import SamplingParams
+from foveal_runtime.wire.item import read_header
+
+
+def build_token_router(
+    service: Service, route_class: type[APIRoute], errors: dict[int | str, dict[str, Any]]
+) -> APIRouter:
+    router = APIRouter(route_class=route_class, tags=["tokens"])
+
+    @router.post("/tokenize", response_model=TokenizeResponse, responses=errors)
+    async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeResponse:
+        """Token ids of a prompt, or of messages through the chat template, media expanded unless
+        `expand_media` is false."""
+        check_model(body.model, service.model_name)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequest("send either prompt or messages", param="prompt")
+        scope = scope_of(service, request)
+        token_ids, parts = await asyncio.to_thread(_tokenize, service, body)
+        if parts and body.expand_media is not False:
+            work = _expand(service, body, scope, token_ids, parts)
+            token_ids = await until_disconnect(request.receive, work)
+        tokenizer = service.tokenizer
+        return TokenizeResponse(
+            count=len(token_ids),
+            max_model_len=service.max_model_len(),
+            tokens=token_ids,
+            token_strs=[tokenizer.token(i) or "" for i in token_ids]
+            if body.return_token_strs
+            else None,
+        )
+
+    @router.post("/detokenize", response_model=DetokenizeResponse, responses=errors)
+    async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
+        """The text of token ids, special tokens included."""
+        check_model(body.model, service.model_name)
+        for token_id in body.tokens:
+            if token_id >= service.tokenizer.vocab_size:
+                raise InvalidRequest(
+                    f"tokens: {token_id} is not a token id below {service.tokenizer.vocab_size}",
+                    param="tokens",
+                )
+        text = await asyncio.to_thread(service.tokenizer.decode, body.tokens)
+        return DetokenizeResponse(prompt=text)
+
+    @router.get("/tokenizer_info", response_model=TokenizerInfo)
+    async def tokenizer_info() -> TokenizerInfo:
+        """The tokenizer's class, size, special tokens and chat template."""
+        tokenizer = service.tokenizer
+        names = tokenizer.special_tokens_map()
+        return TokenizerInfo(
+            tokenizer_class=type(tokenizer.hf).__name__,
+            vocab_size=tokenizer.vocab_size,
+            max_model_len=service.max_model_len(),
+            chat_template=service.template.source,
+            special_tokens={name: str(text) for name, text in names.items() if text is not None},
+        )
+
+    return router
+
+
+def _tokenize(service: Service, body: TokenizeRequest) -> tuple[list[int], list[MediaPart]]:
+    if body.prompt is not None:
+        special = body.add_special_tokens is not False
+        return service.tokenizer.encode(body.prompt, add_special_tokens=special), []
+    conversation = service.template.render(
+        body.messages or [],
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
+        variables=body.chat_template_kwargs,
+    )
+    token_ids = service.template.encode(
+        conversation, add_special_tokens=bool(body.add_special_tokens)
+    )
+    return token_ids, conversation.parts
+
+
+async def _expand(
+    service: Service,
+    body: TokenizeRequest,
+    scope: RequestScope,
+    token_ids: list[int],
+    parts: list[MediaPart],
+) -> list[int]:
+    """The prompt as an engine would see it, through the same processing and caches."""
+    scope.ticket.charge_tokens(len(token_ids))
+    options = PrepareOptions(
+        request_id=scope.unique_id,
+        sampling=SamplingParams(max_tokens=1),
+        mm_processor_kwargs=body.mm_processor_kwargs or {},
+        tenant=scope.tenant,
+        charge_media_bytes=scope.ticket.charge_media_bytes,
+    )
+    prepared = await service.processor.prepare(token_ids, parts, options)
+    try:
+        return await expanded(prepared)
+    finally:
+        for item in prepared.items:
+            item.source.release()
+
+
+async def expanded(prepared: PreparedRequest) -> list[int]:
+    """Placeholders become what they stand for; one of an item that only engines hold is repeated
+    as often as it counts."""
+    out: list[int] = []
+    begin = 0
+    for index, which in prepared.placements:
+        item = prepared.items[which]
+        placeholder = prepared.token_ids[index]
+        out += prepared.token_ids[begin:index]
+        if item.meta is None:
+            out.append(placeholder)
+        elif item.is_held_only:
+            out += [placeholder] * item.meta.num_tokens
+        else:
+            out += read_header(memoryview(await item.source.value())).replacement
+        begin = index + 1
+    return out + prepared.token_ids[begin:]

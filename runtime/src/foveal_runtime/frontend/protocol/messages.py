@@ -1,0 +1,125 @@
+"""Messages of a conversation and their content parts, as clients of many makes write them.
+
+Read by the chat template. Lenient: what a server may have answered is accepted back, and a key
+that is not known is dropped, because it cannot change the prompt. A part of an unknown *type* is
+refused: it is content that the model would not see.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+Text = Annotated[str, Field(max_length=16_000_000)]
+MAX_TOOL_CALLS = 1024
+
+
+class _Lenient(BaseModel):
+    model_config = ConfigDict(
+        strict=True, extra="ignore", allow_inf_nan=False, hide_input_in_errors=True
+    )
+
+
+Uuid = Annotated[
+    str | None,
+    Field(
+        min_length=1,
+        max_length=4096,
+        description="Your name for the content. Sent with content it binds; sent alone it reuses.",
+    ),
+]
+
+
+def _as_object(value: Any) -> Any:
+    """A URL where an object with `url` is expected."""
+    return {"url": value} if isinstance(value, str) else value
+
+
+class MediaUrl(_Lenient):
+    url: str | None = Field(None, description="http(s): or data: URL")
+
+
+MediaAddress = Annotated[MediaUrl, BeforeValidator(_as_object)]
+
+
+class InputAudio(_Lenient):
+    data: str = Field(description="base64 of the encoded file")
+    format: str = Field(pattern=r"^[a-z0-9.+-]{1,32}$", description="wav, mp3, flac, ogg, ...")
+
+
+class TextPart(_Lenient):
+    type: Literal["text", "input_text", "output_text"]
+    text: Text
+
+
+class RefusalPart(_Lenient):
+    """An earlier answer's refusal; read as its text."""
+
+    type: Literal["refusal"]
+    refusal: Text
+
+
+class ImagePart(_Lenient):
+    type: Literal["image_url", "input_image"]
+    image_url: MediaAddress | None = Field(
+        None, description="a URL or {url}; absent, null or empty: `uuid` names the image"
+    )
+    uuid: Uuid = None
+
+
+class VideoPart(_Lenient):
+    type: Literal["video_url"]
+    video_url: MediaAddress | None = Field(
+        None, description="a URL or {url}; absent, null or empty: `uuid` names the video"
+    )
+    uuid: Uuid = None
+
+
+class AudioUrlPart(_Lenient):
+    type: Literal["audio_url"]
+    audio_url: MediaAddress | None = Field(
+        None, description="a URL or {url}; absent, null or empty: `uuid` names the audio"
+    )
+    uuid: Uuid = None
+
+
+class InputAudioPart(_Lenient):
+    type: Literal["input_audio"]
+    input_audio: InputAudio | None = Field(None, description="absent or null: `uuid` names it")
+    uuid: Uuid = None
+
+
+ContentPart = Annotated[
+    TextPart | RefusalPart | ImagePart | VideoPart | AudioUrlPart | InputAudioPart,
+    Field(discriminator="type"),
+]
+
+
+class CalledFunction(_Lenient):
+    name: str = Field(max_length=256)
+    arguments: Text | dict[str, Any] = Field("", description="JSON text")
+
+
+class ToolCall(_Lenient):
+    """A call that an earlier answer made."""
+
+    id: str | None = Field(None, max_length=256)
+    function: CalledFunction
+
+
+class Message(_Lenient):
+    role: str = Field(
+        pattern=r"^[A-Za-z0-9_.-]{1,64}$",
+        description="system, developer, user, assistant, tool, or a role of the chat template",
+    )
+    content: Text | Annotated[list[ContentPart], Field(max_length=4096)] | None = Field(
+        None, description="text, or parts"
+    )
+    name: str | None = Field(None, max_length=256, description="handed to the chat template")
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS)] | None = Field(
+        None, description="calls of an earlier answer"
+    )
+    tool_call_id: str | None = Field(None, max_length=256, description="which call this answers")
+    reasoning_content: Text | None = Field(None, description="an earlier answer's reasoning")
+    reasoning: Text | None = Field(None, description="the same by another name")

@@ -1,0 +1,207 @@
+"""What cannot change the answer is not refused: histories of other servers, odd spellings."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from foveal_runtime.frontend.testing.fake_tokenizer import byte_tokenizer
+
+TOKENIZER = byte_tokenizer()
+PIXEL = "data:image/png;base64,iVBORw0KGgo="
+
+
+def prompt_of(harness: Any) -> str:
+    return TOKENIZER.decode(harness.generator.requests[-1].token_ids)
+
+
+ANSWERED_ELSEWHERE = {
+    "role": "assistant", "content": "yes", "refusal": None, "annotations": [], "audio": None,
+    "function_call": None, "tool_calls": [], "id": "msg_1", "status": "completed", "parsed": None,
+    "reasoning_content": None, "cache_control": {"type": "ephemeral"},
+}  # fmt: skip
+
+
+async def test_history_of_another_server_is_taken(harness: Any) -> None:
+    parts = [
+        {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}, "annotations": []},
+        {"type": "input_text", "text": "b"},
+        {"type": "output_text", "text": "c"},
+        {"type": "refusal", "refusal": "d"},
+        {"type": "image_url", "image_url": PIXEL, "detail": "low", "file_id": None},
+        {"type": "input_image", "image_url": {"url": PIXEL, "format": "png"}},
+    ]
+    messages = [
+        {"role": "user", "content": parts},
+        ANSWERED_ELSEWHERE,
+        harness.body()["messages"][0],
+    ]
+    response = await harness.http.post("/v1/chat/completions", json={"messages": messages})
+    assert response.status_code == 200, response.text
+    assert prompt_of(harness) == (
+        "<|user|>abcd<image><image><|end|><|assistant|>yes<|end|><|user|>hi<|end|><|assistant|>"
+    )
+
+
+async def test_empty_address_beside_a_uuid(harness: Any) -> None:
+    harness.processor.known_uuids.add("u")
+    part = {"type": "image_url", "image_url": {}, "uuid": "u"}
+    assert (await harness.chat([part])).status_code == 200
+
+
+async def test_calls_of_a_history_reach_a_template_without_tools_as_text(harness: Any) -> None:
+    calls = [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]
+    messages = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c1", "content": "r"},
+    ]
+    response = await harness.http.post("/v1/chat/completions", json={"messages": messages})
+    assert response.status_code == 200, response.text
+    assert '<|assistant|>{"name": "f", "arguments": {"a": 1}}<|end|><|user|>r' in prompt_of(harness)
+
+
+async def test_a_role_of_the_template_is_taken_and_another_is_named(harness: Any) -> None:
+    message = {"role": "narrator", "content": "x"}
+    response = await harness.http.post("/v1/chat/completions", json={"messages": [message]})
+    assert response.status_code == 200
+    assert prompt_of(harness).startswith("<|narrator|>x")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": "0.5", "max_tokens": "8", "seed": "7", "top_p": "1"},
+        {"max_tokens": 8.0, "n": 1.0},
+        {"verbosity": "low", "stream_interval": 1, "parallel_tool_calls": True},
+        {"tools": [], "tool_choice": "none"},
+    ],
+)
+async def test_spellings_of_clients(harness: Any, options: dict[str, Any]) -> None:
+    response = await harness.chat(**options)
+    assert response.status_code == 200, response.text
+    if "max_tokens" in options:
+        assert harness.generator.requests[-1].sampling.max_tokens == 8
+    if "seed" in options:
+        assert harness.generator.requests[-1].sampling.seed == 7
+
+
+async def test_stream_options_may_have_more_keys(harness: Any) -> None:
+    options = {"include_usage": True, "include_obfuscation": False, "continuous_usage_stats": True}
+    events = await harness.stream(**harness.body(stream_options=options))
+    assert events[0]["usage"]["completion_tokens"] == 0
+    assert events[0]["usage"]["prompt_tokens"] > 0
+    assert events[-1]["usage"]["completion_tokens"] == len("Hello, world!") + 1
+
+
+async def test_max_tokens_is_cut_to_what_fits(harness: Any) -> None:
+    harness.generator.context_tokens = 100
+    response = await harness.chat("x" * 50, max_tokens=90, min_tokens=80)
+    assert response.status_code == 200, response.text
+    sampling = harness.generator.requests[-1].sampling
+    prompt = len(harness.generator.requests[-1].token_ids)
+    assert sampling.max_tokens == 100 - prompt
+    assert sampling.min_tokens == sampling.max_tokens
+    response = await harness.http.post(
+        "/v1/completions", json={"prompt": "x" * 50, "max_tokens": 99}
+    )
+    assert response.status_code == 200
+    response = await harness.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 101})
+    assert response.json()["error"]["param"] == "max_tokens"
+
+
+async def test_null_fields_that_clients_read(harness: Any) -> None:
+    assert (await harness.chat()).json()["prompt_logprobs"] is None
+    body = {"prompt": "a", "logprobs": 0, "max_tokens": 2}
+    choice = (await harness.http.post("/v1/completions", json=body)).json()["choices"][0]
+    assert choice["prompt_logprobs"] is None
+    assert choice["logprobs"]["top_logprobs"] == [{"H": -0.5}, {"e": -0.5}]
+
+
+async def test_tokens_named_by_their_ids(harness: Any) -> None:
+    response = await harness.chat(logprobs=True, return_tokens_as_token_ids=True, max_tokens=1)
+    assert response.json()["choices"][0]["logprobs"]["content"][0]["token"] == "token_id:72"
+
+
+async def test_masks_of_tokens_reach_the_engine(harness: Any) -> None:
+    await harness.chat(allowed_token_ids=[72, 101], bad_words=["He", "x"])
+    sampling = harness.generator.requests[-1].sampling
+    assert sampling.allowed_token_ids == (72, 101)
+    assert sampling.bad_words == ((72, 101), (120,))
+    error = (await harness.chat(allowed_token_ids=[10**6])).json()["error"]
+    assert error["param"] == "allowed_token_ids"
+
+
+async def test_prompts_are_truncated_from_the_left(harness: Any) -> None:
+    body = {"prompt": "abcdef", "truncate_prompt_tokens": 2}
+    await harness.http.post("/v1/completions", json=body)
+    assert prompt_of(harness) == "ef"
+    part = {"type": "image_url", "image_url": {"url": PIXEL}}
+    error = (await harness.chat([part], truncate_prompt_tokens=2)).json()["error"]
+    assert error["param"] == "truncate_prompt_tokens"
+
+
+async def test_unknown_options_are_refused_unless_told_otherwise(start: Any) -> None:
+    async with start(ignore_unknown_options=True) as harness:
+        assert (await harness.chat(temprature=0)).status_code == 200
+        error = (await harness.chat(use_beam_search=True)).json()["error"]
+        assert error["param"] == "use_beam_search", "what is known and not served stays refused"
+
+
+async def test_load_ping_and_tokenizer(harness: Any) -> None:
+    assert (await harness.http.get("/ping")).status_code == 200
+    assert (await harness.http.get("/load")).json()["server_load"] == 0
+    info = (await harness.http.get("/tokenizer_info")).json()
+    assert info["special_tokens"]["eos_token"] == "<|end|>"
+    assert info["chat_template"]
+    for form in ("TEXT", "JSON"):
+        response = await harness.http.post(
+            "/v1/chat/completions", json=harness.body(),
+            headers={"endpoint-load-metrics-format": form},
+        )  # fmt: skip
+        kind, _, rest = response.headers["endpoint-load-metrics"].partition(" ")
+        assert kind == form
+        if form == "JSON":
+            assert json.loads(rest)["named_metrics"]["kv_cache_usage_perc"] == 0.25
+        else:
+            assert "named_metrics.kv_cache_usage_perc=0.25" in rest
+    assert "endpoint-load-metrics" not in (await harness.chat()).headers
+
+
+ORIGIN = "https://app.example.org"
+PREFLIGHT = {
+    "origin": ORIGIN,
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization,content-type",
+}
+
+
+async def test_origins_are_off_by_default(harness: Any) -> None:
+    response = await harness.http.post(
+        "/v1/chat/completions", json=harness.body(), headers={"origin": ORIGIN}
+    )
+    assert response.status_code == 200
+    assert "access-control-allow-origin" not in response.headers
+
+
+async def test_allowed_origins_may_call(start: Any, tmp_path: Any) -> None:
+    """A browser's preflight carries no key; a refusal must be readable by the page, too."""
+    (tmp_path / "keys").write_text("secret-key-of-a-user\n")
+    async with start(allowed_origins=(ORIGIN,), api_key_file=str(tmp_path / "keys")) as harness:
+        answer = await harness.http.options("/v1/chat/completions", headers=PREFLIGHT)
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] == ORIGIN
+        for key, status in (("secret-key-of-a-user", 200), ("wrong", 401)):
+            response = await harness.http.post(
+                "/v1/chat/completions", json=harness.body(),
+                headers={"origin": ORIGIN, "authorization": f"Bearer {key}"},
+            )  # fmt: skip
+            assert response.status_code == status
+            assert response.headers["access-control-allow-origin"] == ORIGIN
+        other = {**PREFLIGHT, "origin": "https://evil.example.org"}
+        answer = await harness.http.options("/v1/chat/completions", headers=other)
+        assert "access-control-allow-origin" not in answer.headers
+        answer = await harness.http.options("/reset_mm_cache", headers=PREFLIGHT)
+        assert "access-control-allow-origin" not in answer.headers
