@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
+from foveal_operator.cli import completion, kubectl_complete
 from foveal_operator.cli import main as cli
-from foveal_operator.cli.completion import command as cli_completion
-from foveal_operator.cli.completion import kubectl as cli_kubectl_completion
 from foveal_operator.common import errors as cli_errors
 
 
@@ -64,7 +63,7 @@ def test_each_script_parses_in_its_shell(shell: str, capsys: Any) -> None:
 
 def offered(capsys: Any, *words: str) -> tuple[list[str], str]:
     """What kubectl is told: candidates without their meanings, and the directive."""
-    assert cli_kubectl_completion.main(words) == 0
+    assert kubectl_complete.main(words) == 0
     *lines, directive = capsys.readouterr().out.splitlines()
     return [line.partition("\t")[0] for line in lines], directive
 
@@ -81,12 +80,12 @@ def test_kubectl_completes_commands_options_choices_and_files(capsys: Any) -> No
     assert offered(capsys, "nonsense", "x") == ([], ":4")
     root = Path(__file__).parents[3]
     scripts = tomllib.loads((root / "operator/pyproject.toml").read_text())["project"]["scripts"]
-    assert scripts["kubectl_complete-foveal"] == "foveal_operator.cli.completion.kubectl:main"
+    assert scripts["kubectl_complete-foveal"] == "foveal_operator.cli.kubectl_complete:main"
 
 
 def test_the_docs_name_every_command_and_exit_code() -> None:
     text = (Path(__file__).parents[3] / "docs/reference/cli.md").read_text(encoding="utf-8")
-    for command in cli_completion.commands_of(cli.parser()):
+    for command in completion.commands_of(cli.parser()):
         assert f"`foveal {command.name}" in text, command.name
     codes = [value for name, value in vars(cli_errors).items() if name.startswith("EXIT_")]
     for code in filter(lambda value: isinstance(value, int), codes):

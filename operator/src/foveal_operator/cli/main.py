@@ -10,7 +10,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from foveal_operator.cli.completion import command as cli_completion
+from foveal_operator.cli import completion
 from foveal_operator.cli.dashboard import command as cli_dashboard
 from foveal_operator.cli.doctor import command as cli_doctor
 from foveal_operator.cli.help import Help
@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     cli_status.add_parsers(commands)
     cli_dashboard.add_parser(commands)
     cli_doctor.add_parser(commands)
-    cli_completion.add_parser(commands, root)
+    completion.add_parser(commands, root)
     return root
 
 

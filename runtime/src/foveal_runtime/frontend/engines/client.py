@@ -1,6 +1,6 @@
 """All engines as one: routing, sending, and carrying a request on when its engine goes.
 
-Implements `seams.Generator` and `input_processor.Knowledge`; one per HTTP process. A request whose
+Implements `seams.Generator` and `seams.Knowledge`; one per HTTP process. A request whose
 engine dies, drains or forgets it is sent elsewhere with the tokens already emitted, under a new
 attempt number; nothing is emitted twice. Never decodes media, never blocks.
 """

@@ -11,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from foveal_runtime.frontend.common.stats import FrontendStats
 from foveal_runtime.frontend.items.processor_cache import ProcessorCache
+from foveal_runtime.frontend.items.seams import Knowledge
 from foveal_runtime.frontend.media import hashing
 from foveal_runtime.frontend.media.protocol import ProcessorInfo
 from foveal_runtime.mirror.sender import SendItem, SendValue
@@ -26,9 +27,6 @@ from foveal_runtime.plan.errors import InvalidRequest, MediaInvalid, Unsupported
 from foveal_runtime.plan.media import MODALITIES, MMHash, Modality
 from foveal_runtime.wire import codec
 from foveal_runtime.wire.item import ITEM_SIZES, BadItem, pack_item, view_item
-
-if TYPE_CHECKING:
-    from foveal_runtime.frontend.items.input_processor import Knowledge
 
 log = logging.getLogger(__name__)
 

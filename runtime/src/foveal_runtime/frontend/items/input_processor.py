@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -28,7 +28,7 @@ from foveal_runtime.frontend.items.placement import (
 )
 from foveal_runtime.frontend.items.prepared import ItemCost, PreparedItem, PreparedRequest
 from foveal_runtime.frontend.items.processor_cache import ProcessorCache
-from foveal_runtime.frontend.items.seams import MediaPart, PrepareOptions
+from foveal_runtime.frontend.items.seams import Knowledge, MediaPart, PrepareOptions
 from foveal_runtime.frontend.items.source import Buffer, ItemSource, RawMedia
 from foveal_runtime.frontend.media import hashing
 from foveal_runtime.frontend.media.fetch import Fetcher
@@ -43,24 +43,6 @@ from foveal_runtime.wire.namespace import model_namespace
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-class Knowledge(Protocol):
-    """What the engine sessions know; `engine_client.EngineClient` implements it."""
-
-    def lookup_item(self, mm_hash: MMHash) -> tuple[int, ItemMeta] | None:
-        """(size in bytes, meta) of a value that some engine announced."""
-        ...
-
-    def lookup_alias(self, alias: bytes) -> bytes | None: ...
-
-    def max_model_len(self) -> int: ...
-
-    def has_cache(self) -> bool:
-        """Some engine keeps values."""
-        ...
-
-    def put(self, items: Sequence[SendItem], values: dict[MMHash, SendValue]) -> int: ...
 
 
 class NoEngines:

@@ -13,7 +13,8 @@ from typing import Protocol
 
 from foveal_runtime.frontend.items.prepared import PreparedRequest
 from foveal_runtime.frontend.media import hashing
-from foveal_runtime.plan.media import Modality
+from foveal_runtime.mirror.sender import SendItem, SendValue
+from foveal_runtime.plan.media import ItemMeta, MMHash, Modality
 from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.wire.messages import EngineOutput
 
@@ -117,6 +118,24 @@ class EnginesLoad:
     num_running: int = 0
     num_waiting: int = 0
     kv_usage: float = 0.0
+
+
+class Knowledge(Protocol):
+    """What the engine sessions know; `engine_client.EngineClient` implements it."""
+
+    def lookup_item(self, mm_hash: MMHash) -> tuple[int, ItemMeta] | None:
+        """(size in bytes, meta) of a value that some engine announced."""
+        ...
+
+    def lookup_alias(self, alias: bytes) -> bytes | None: ...
+
+    def max_model_len(self) -> int: ...
+
+    def has_cache(self) -> bool:
+        """Some engine keeps values."""
+        ...
+
+    def put(self, items: Sequence[SendItem], values: dict[MMHash, SendValue]) -> int: ...
 
 
 class Generator(Protocol):

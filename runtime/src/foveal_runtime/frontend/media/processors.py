@@ -206,11 +206,17 @@ class ItemProcessor:
             return [int(i) for i in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
         return self._difference(info, info.token, output)
 
+    def _unexpanded(self, text: str) -> list[int]:
+        """Token ids of a prompt whose placeholders nobody has replaced."""
+        assert self.tokenizer is not None
+        final = rules.final_text(self.rule, self.processor, text)
+        return [int(i) for i in self.tokenizer(final)["input_ids"]]
+
     def _difference(self, info: PlaceholderInfo, text: str, output: Mapping[str, Any]) -> list[int]:
         """Expanded ids minus unexpanded ids around the one placeholder of `text`."""
         assert self.tokenizer is not None
         full = _ids(output)
-        plain = [int(i) for i in self.tokenizer(rules.final_text(self, text))["input_ids"]]
+        plain = self._unexpanded(text)
         if plain.count(info.token_id) != 1:
             raise MediaInvalid(f"placeholder {info.token} is not one token of the prompt")
         at = plain.index(info.token_id)
@@ -307,7 +313,7 @@ class ItemProcessor:
                 if count == 1:
                     raise
                 continue  # one item a prompt is all this processor takes
-            plain = [int(i) for i in self.tokenizer(rules.final_text(self, text))["input_ids"]]
+            plain = self._unexpanded(text)
             if self.rule.newlines:
                 bare = [int(i) for i in self.tokenizer(text)["input_ids"]]
                 table = rules.newline_ids(self.tokenizer)

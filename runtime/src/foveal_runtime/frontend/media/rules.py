@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 
 from foveal_runtime.plan.errors import MediaInvalid
-
-if TYPE_CHECKING:
-    from foveal_runtime.frontend.media.processors import ItemProcessor
 
 Method = Literal["offsets", "diff", "rule", ""]
 Run = Callable[[Any, int, list[Any], str, dict[str, Any]], dict[str, Any]]
@@ -152,16 +149,16 @@ def probe_text(item: str, count: int) -> str:
     return "What\n" + "".join(f"{item}\nitem {i} is here. " for i in range(count)) + "What is it?"
 
 
-def final_text(owner: ItemProcessor, text: str) -> str:
+def final_text(rule: FamilyRule, processor: Any, text: str) -> str:
     """The unexpanded prompt as the processor would complete it (PaliGemma: BOS and newline)."""
-    if owner.rule.newlines:
-        around, token = "\n" * owner.rule.newlines, owner.processor.image_token
+    if rule.newlines:
+        around, token = "\n" * rule.newlines, processor.image_token
         return text.replace(token, f"{around}{token}{around}")
-    if owner.rule.prompt_rule != "prefix":
+    if rule.prompt_rule != "prefix":
         return text
-    token = owner.processor.image_token
+    token = processor.image_token
     end = text.rfind(token) + len(token)
-    bos = getattr(owner.tokenizer, "bos_token", "") or ""
+    bos = getattr(processor.tokenizer, "bos_token", "") or ""
     return f"{text[:end]}{bos}{text[end:]}\n"
 
 

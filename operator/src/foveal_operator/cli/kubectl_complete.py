@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 
-from foveal_operator.cli.completion.command import Command, commands_of
+from foveal_operator.cli.completion import Command, commands_of
 from foveal_operator.cli.main import parser
 from foveal_operator.common.errors import EXIT_OK
 

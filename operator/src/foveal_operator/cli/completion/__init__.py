@@ -1,1 +1,0 @@
-"""Shell completion for `foveal` and the kubectl plugin."""

@@ -1,0 +1,36 @@
+"""The layers contracts hold in every source folder, shown by imports that break them."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PLANTER = ROOT / "tests" / "support" / "plant_imports.py"
+SOURCES = ("operator/src", "runtime/src")
+
+
+def test_an_upward_import_breaks_a_contract_in_every_folder(tmp_path):
+    """24 files stood in no layer, and an import of `main` planted in one passed all contracts."""
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for source in SOURCES:
+        shutil.copytree(
+            ROOT / source, tmp_path / source, ignore=shutil.ignore_patterns("*.egg-info", "*.so")
+        )
+    found = subprocess.run(
+        [sys.executable, PLANTER, tmp_path], capture_output=True, text=True, check=True, timeout=100
+    )
+    untouched, *planted = json.loads(found.stdout.splitlines()[-1])
+    assert untouched == ["", "", "", False]
+    assert [plant for plant in planted if not plant[3]] == []
+    folders = {
+        str(file.parent.relative_to(ROOT))
+        for source in SOURCES
+        for file in (ROOT / source).rglob("*.py")
+    }
+    top = {f"{source}/foveal_{name}" for source, name in (
+        ("operator/src", "operator/testing"),
+        ("runtime/src", "runtime/main"),
+    )}  # fmt: skip
+    assert folders - {plant[0] for plant in planted} == top, "nothing may import these two at all"
