@@ -11,12 +11,14 @@ import pytest
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+MORE = ("tiny_more_images", "tiny_more_grids", "tiny_more_sounds")
+
 
 @pytest.fixture(scope="session")
 def checkpoints() -> ModuleType:
     from tests.support.models import tiny_checkpoints
 
-    for name in ("tiny_images", "tiny_grids", "tiny_groups", "tiny_sounds"):
+    for name in ("tiny_images", "tiny_grids", "tiny_groups", "tiny_sounds", *MORE):
         importlib.import_module(f"tests.support.models.{name}")
     return tiny_checkpoints
 

@@ -151,11 +151,52 @@ def voxtral() -> Any:
     return hf.VoxtralProcessor(hf.WhisperFeatureExtractor(feature_size=8), tok)
 
 
+def glm46v() -> Any:
+    return hf.Glm46VProcessor(**qwen_parts("Glm46VImageProcessor", "Glm46VVideoProcessor"))
+
+
+def exaone4_5() -> Any:
+    return hf.Exaone4_5_Processor(**qwen_parts("Qwen2VLImageProcessor", "Qwen2VLVideoProcessor"))
+
+
+def paddleocr_vl() -> Any:
+    image = hf.PaddleOCRVLImageProcessor(patch_size=4, merge_size=2, **QWEN_SIZE)
+    return hf.PaddleOCRVLProcessor(image, tokenizer(image_token="<image>"))
+
+
+def deepseek_vl() -> Any:
+    image = hf.DeepseekVLImageProcessor(size={"height": 32, "width": 32})
+    return hf.DeepseekVLProcessor(image, tokenizer(image_token="<image>"), num_image_tokens=16)
+
+
+def janus() -> Any:
+    image = hf.JanusImageProcessor(size={"height": 32, "width": 32})
+    tok = tokenizer(image_token="<image>", boi_token="<boi>", eoi_token="<eoi>")
+    return hf.JanusProcessor(image, tok, num_image_tokens=16)
+
+
+def video_llava() -> Any:
+    return hf.VideoLlavaProcessor(
+        hf.VideoLlavaImageProcessor(**CLIP), hf.VideoLlavaVideoProcessor(**CLIP), tokenizer(),
+        patch_size=8, vision_feature_select_strategy="full",
+    )  # fmt: skip
+
+
+def llava_next_video() -> Any:
+    return hf.LlavaNextVideoProcessor(
+        hf.LlavaNextVideoVideoProcessor(**CLIP),
+        hf.LlavaNextImageProcessor(**CLIP, image_grid_pinpoints=PIN), tokenizer(), patch_size=8,
+        vision_feature_select_strategy="full",
+    )  # fmt: skip
+
+
 MAKERS: dict[str, Callable[[], Any]] = {
     make.__name__: make
     for make in (
         llava, llava_next, llava_onevision, mistral3, qwen2_vl, qwen2_5_vl, qwen3_vl, glm4v,
         idefics3, smolvlm, internvl, gemma3, paligemma, qwen2_audio, audioflamingo3, voxtral,
+        glm46v, exaone4_5, paddleocr_vl, deepseek_vl, janus, video_llava,
+        llava_next_video,
     )
 }  # fmt: skip
 

@@ -195,19 +195,20 @@ CASES["cohere2_vision"] = Case(
     {IMAGE: crops_item},
     mm_fields,
 )
+GOT_VISION = {
+    "hidden_size": 16,
+    "output_channels": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 128,
+    "window_size": 4,
+    "global_attn_indexes": [1],
+    "mlp_dim": 24,
+}
 CASES["got_ocr2"] = Case(
     lambda: hf.GotOcr2Config(
         text_config=QWEN2,
-        vision_config={
-            "hidden_size": 16,
-            "output_channels": 16,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "image_size": 128,
-            "window_size": 4,
-            "global_attn_indexes": [1],
-            "mlp_dim": 24,
-        },
+        vision_config=GOT_VISION,
         image_token_index=IMG_TOKEN,
         image_seq_length=4,
         tie_word_embeddings=False,

@@ -8,7 +8,7 @@ wrong positions give fluent nonsense, not an error.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -29,8 +29,9 @@ class EncoderSpec:
         ragged: fields whose first dimension may differ between items of one batch, because the
             model splits its output by itself; other fields must have equal shapes.
         batched: False runs each item alone (the method's output cannot be split for sure).
-        grid: field (1, 3) with the item's time, height and width in patches; spatial_merge_size
-            squared of them make one embedding.
+        grid: field (1, 3) with the item's time, height and width in patches; a square of `merge`
+            by `merge` of them makes one embedding.
+        merge: attribute of the vision configuration, or field of the item, with that side.
     """
 
     method: str
@@ -39,6 +40,7 @@ class EncoderSpec:
     ragged: tuple[str, ...] = ()
     batched: bool = True
     grid: str = ""
+    merge: str = "spatial_merge_size"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,8 @@ _IMAGE = "get_image_features"
 _PIXELS = Adapter({"image": EncoderSpec(_IMAGE, ("pixel_values",))})
 _CROPS_SPEC = EncoderSpec(_IMAGE, ("pixel_values",), ragged=("pixel_values",))
 _CROPS = Adapter({"image": _CROPS_SPEC})
+_GEMMA3 = Adapter(_PIXELS.encoders, bidirectional="item")
+_FRAMES = EncoderSpec("get_video_features", ("pixel_values_videos",))
 _SIZED = Adapter({"image": EncoderSpec(_IMAGE, ("pixel_values", "image_sizes"))})
 _TILED = EncoderSpec(_IMAGE, ("pixel_values",), optional=("pixel_attention_mask",))
 _GRID_IMAGE = EncoderSpec(
@@ -126,7 +130,24 @@ _GRID_ROPE: dict[str, tuple[Modality, str]] = {
     "video_grid_thw": ("video", "video_grid_thw"),
 }
 _GRIDS: dict[Modality, EncoderSpec] = {"image": _GRID_IMAGE, "video": _GRID_VIDEO}
+_PLAIN_GRIDS = Adapter(_GRIDS)
+
+
+def _merged_by(merge: str, *extra: str) -> Adapter:
+    """Images on grids without mrope, where another name says how many patches merge."""
+    fields = (*_GRID_IMAGE.fields, *extra)
+    return Adapter({"image": replace(_GRID_IMAGE, fields=fields, merge=merge)})
+
+
 _GLM_GRIDS = Adapter({"image": _GRID_IMAGE}, rope={"image_grid_thw": ("image", "image_grid_thw")})
+
+_MASKED_SOUND = Adapter(
+    {
+        "audio": EncoderSpec(
+            "get_audio_features", ("input_features", "input_features_mask"), batched=False
+        )
+    }
+)
 
 ADAPTERS: dict[str, Adapter] = {
     "llava": Adapter({"image": EncoderSpec(_IMAGE, ("pixel_values",), optional=("image_sizes",))}),
@@ -134,10 +155,20 @@ ADAPTERS: dict[str, Adapter] = {
     "llava_onevision": Adapter(
         {
             "image": EncoderSpec(_IMAGE, ("pixel_values", "image_sizes")),
-            "video": EncoderSpec("get_video_features", ("pixel_values_videos",)),
+            "video": _FRAMES,
         }
     ),
+    "llava_next_video": Adapter({"image": _SIZED.encoders["image"], "video": _FRAMES}),
+    "video_llava": Adapter({"image": _PIXELS.encoders["image"], "video": _FRAMES}),
     "vipllava": _PIXELS,
+    "deepseek_vl": _PIXELS,
+    "deepseek_vl_hybrid": Adapter(
+        {"image": EncoderSpec(_IMAGE, ("pixel_values", "high_res_pixel_values"))}
+    ),
+    "janus": _PIXELS,
+    "aria": Adapter({"image": EncoderSpec(_IMAGE, ("pixel_values",), optional=("pixel_mask",))}),
+    "qianfan_ocr": _CROPS,
+    "pp_chart2table": _CROPS,
     "aya_vision": _CROPS,
     "cohere2_vision": _CROPS,
     "got_ocr2": _CROPS,
@@ -156,22 +187,30 @@ ADAPTERS: dict[str, Adapter] = {
     ),
     "qwen3_vl": Adapter(_GRIDS, rope=_GRID_ROPE, deepstack=True),
     "qwen3_vl_moe": Adapter(_GRIDS, rope=_GRID_ROPE, deepstack=True),
+    "cosmos3_edge": Adapter(_GRIDS, rope=_GRID_ROPE),
+    "cosmos3_omni": Adapter(_GRIDS, rope=_GRID_ROPE, deepstack=True),
+    "exaone4_5": _PLAIN_GRIDS,
+    "hyperclovax_vision_v2": _PLAIN_GRIDS,
+    "kimi_k25": _merged_by("merge_kernel_size"),
+    "muse_glimmer": _merged_by("merge_size"),
+    "video_llama_3": _merged_by("image_merge_sizes", "image_merge_sizes"),
+    "paddleocr_vl": _GLM_GRIDS,
     "glm4v": _GLM_GRIDS,
     "glm4v_moe": _GLM_GRIDS,
-    "gemma3": Adapter(_PIXELS.encoders, bidirectional="item"),
+    "glm46v": _GLM_GRIDS,
+    "glmga": _GLM_GRIDS,
+    "glm_ocr": _GLM_GRIDS,
+    "gemma3": _GEMMA3,
     "paligemma": Adapter(
         _PIXELS.encoders, bidirectional="prompt", groups_ignore_window=True, position_offset=1
     ),
     "voxtral": Adapter(
         {"audio": EncoderSpec("get_audio_features", ("input_features",), batched=False)}
     ),
-    "audioflamingo3": Adapter(
-        {
-            "audio": EncoderSpec(
-                "get_audio_features", ("input_features", "input_features_mask"), batched=False
-            )
-        }
-    ),
+    "audioflamingo3": _MASKED_SOUND,
+    "fun_asr_nano": _MASKED_SOUND,
+    "glmasr": _MASKED_SOUND,
+    "qwen3_asr": _MASKED_SOUND,
     "qwen2_audio": Adapter(
         {"audio": EncoderSpec("qwen2_audio", ("input_features", "feature_attention_mask"))}
     ),

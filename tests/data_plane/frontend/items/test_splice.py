@@ -25,7 +25,8 @@ pytestmark = [
 
 IMAGES = [
     "llava", "llava_next", "llava_onevision", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl",
-    "glm4v", "idefics3", "smolvlm", "internvl", "gemma3", "paligemma",
+    "glm4v", "idefics3", "smolvlm", "internvl", "gemma3", "paligemma", "glm46v", "exaone4_5",
+    "paddleocr_vl", "deepseek_vl", "janus", "video_llava", "llava_next_video",
 ]  # fmt: skip
 VIDEOS = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"]
 SOUNDS = ["qwen2_audio", "audioflamingo3"]

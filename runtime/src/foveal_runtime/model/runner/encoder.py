@@ -162,7 +162,7 @@ class EncoderRunner:
                 item = view_item(one.value)
                 key = batch_key(spec, item, one.modality)
                 if spec.grid:
-                    check_grid(item, spec.grid, one.num_embeds, self._core.config)
+                    check_grid(item, spec, one.num_embeds, self._core.config)
             except BadItem as error:
                 self._store.fail(one.mm_hash, str(error))
                 continue
@@ -226,18 +226,24 @@ def batch_key(spec: EncoderSpec, item: Item, modality: int) -> tuple[object, ...
     return modality, *shapes
 
 
-def check_grid(item: Item, name: str, num_embeds: int, config: Any) -> None:
+def check_grid(item: Item, spec: EncoderSpec, num_embeds: int, config: Any) -> None:
     """Raises BadItem unless the grid makes `num_embeds` embeddings.
 
     Encoders and position functions allocate by the grid before they look at anything else.
     """
-    field = item.fields.get(name)
+    field, merge = item.fields.get(spec.grid), _merge_side(item, spec, config)
     grid = [] if field is None else field.numpy().reshape(-1).tolist()
-    merge = int(config.vision_config.spatial_merge_size)
-    sizes_fit = len(grid) == 3 and all(size > 0 for size in grid)
+    sizes_fit = len(grid) == 3 and all(size > 0 for size in grid) and merge > 0
     sides_fit = sizes_fit and grid[1] % merge == 0 and grid[2] % merge == 0
     if not sides_fit or grid[0] * grid[1] * grid[2] != num_embeds * merge**2:
-        raise BadItem(f"{name} {grid} does not make {num_embeds} embeddings")
+        raise BadItem(f"{spec.grid} {grid} does not make {num_embeds} embeddings")
+
+
+def _merge_side(item: Item, spec: EncoderSpec, config: Any) -> int:
+    if spec.merge in item.fields:
+        return int(item.fields[spec.merge].numpy().reshape(-1)[0])
+    side = getattr(config.vision_config, spec.merge)
+    return int(side[0] if isinstance(side, (list, tuple)) else side)
 
 
 def split_rows(output: Any, promised: list[int]) -> list[torch.Tensor]:

@@ -41,8 +41,8 @@ def prompt_positions(
             types[0, begin : begin + count] = kind
     items = [view_item(value) for value in request.values]
     for one, item in zip(request.mm_inputs, items, strict=True):
-        grid = adapter.encoders[MODALITIES[one.modality]].grid
-        check_grid(item, grid, one.placeholder.num_embeds, core.config)
+        spec = adapter.encoders[MODALITIES[one.modality]]
+        check_grid(item, spec, one.placeholder.num_embeds, core.config)
     try:
         positions, delta = core.get_rope_index(
             input_ids=ids, mm_token_type_ids=types, **_rope_kwargs(adapter, items)
