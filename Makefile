@@ -34,7 +34,7 @@ $(VENV)/.dev: $(VENV)/.run requirements/dev.txt
 .PHONY: setup lock
 setup: $(VENV)/.dev ## everything the other targets need
 lock: $(VENV)/.uv ## compile requirements/*.in to hash-pinned *.txt
-	@cd requirements && for n in uv build run operator torch runtime dev checkov; do \
+	@cd requirements && for n in uv build run operator torch runtime dev checkov release; do \
 	  c=""; [ $$n = dev ] && c="-c run.txt"; \
 	  ../$(UV) pip compile --quiet --generate-hashes --no-emit-index-url --universal \
 	    --python-version 3.11 --custom-compile-command 'make lock' $$n.in $$c -o $$n.txt; done
@@ -47,7 +47,7 @@ serve: $(VENV)/.run ## keep serving the bundled model on http://127.0.0.1:8000 (
 	@$(VENV)/bin/foveal-runtime serve $(MODEL) --name tiny-vlm --idle-check-seconds 30
 
 # --- tests -------------------------------------------------------------------------------------
-.PHONY: check test docs generate control-plane goals coverage chart faults fresh cluster e2e bench bench-check bench-peers soak
+.PHONY: check test docs generate control-plane goals coverage chart faults fresh cluster e2e bench bench-check bench-peers soak release
 check: $(VENV)/.dev ## ruff, mypy --strict, import contracts
 	@$(VENV)/bin/ruff format --check . && $(VENV)/bin/ruff check .
 	@$(VENV)/bin/mypy
@@ -107,6 +107,9 @@ chart: $(VENV)/.dev ## the chart before every judge: Helm 3 and 4, helm-unittest
 generate: $(VENV)/.dev ## rewrite what is generated and committed: CRD and its page, golden objects, chart, dashboards
 	@PYTHONPATH=.:runtime/src:operator/src $(PY) -m tests.support.regenerate
 	@PYTHONPATH=runtime/src $(PY) -m foveal_runtime.telemetry.table docs/reference/metrics.md
+
+release: $(VENV)/.dev ## wheels, sdists and the packaged chart in dist/, checked in an empty environment (minutes)
+	@e2e/release.sh
 
 fresh: ## clone HEAD into an empty folder and run README's two commands there, with their times
 	@e2e/fresh.sh
