@@ -31,7 +31,7 @@ from tests.support.api_server.api import Api
 from tests.support.api_server.foreign import FOREIGN, definition
 from tests.support.api_server.operator_process import OperatorProcess
 from tests.support.api_server.programs import missing_programs, running_cluster
-from tests.support.api_server.world import claim_in, profile_of
+from tests.support.api_server.sandbox import claim_in, profile_of
 from tests.support.regenerate import CRD_FILE
 from tests.support.samples import LEGAL, put
 

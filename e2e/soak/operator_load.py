@@ -15,7 +15,7 @@ from foveal_operator.kube.types import Obj
 from foveal_operator.manifests import ClusterFacts
 from foveal_operator.model.flow import PROFILE_KEY, model_keys
 from tests.support.api_server.api import Api
-from tests.support.api_server.world import KIND, MANAGED
+from tests.support.api_server.sandbox import KIND, MANAGED
 from tests.support.regenerate import profile_for
 from tests.support.samples import LEGAL, put
 

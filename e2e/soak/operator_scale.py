@@ -24,7 +24,7 @@ from tests.support.api_server.api import Api
 from tests.support.api_server.foreign import FOREIGN, definition
 from tests.support.api_server.operator_process import OperatorProcess
 from tests.support.api_server.programs import running_cluster, wait_until
-from tests.support.api_server.world import CHILD_KINDS, KIND
+from tests.support.api_server.sandbox import CHILD_KINDS, KIND
 from tests.support.regenerate import CRD_FILE
 
 NAMESPACE = "many"

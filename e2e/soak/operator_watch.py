@@ -12,7 +12,7 @@ import msgspec
 
 from foveal_operator.kube.types import Obj
 from tests.support.api_server.api import Api
-from tests.support.api_server.world import KIND
+from tests.support.api_server.sandbox import KIND
 
 INSTANCE = "app.kubernetes.io/instance"
 WAIT_SECONDS = 60.0

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from e2e.observability.server import prometheus as running_prometheus
-from tests.support.node import kit
+from tests.support.node import commands
 
 CLAIM = {
     "apiVersion": "v1",
@@ -30,43 +30,47 @@ CLAIM = {
 @pytest.fixture(scope="session", autouse=True)
 def cluster() -> Iterator[None]:
     """run.sh starts it; a test never starts or stops a cluster of its own."""
-    if not kit.KUBECONFIG.exists():
+    if not commands.KUBECONFIG.exists():
         pytest.fail("no cluster is up: `make cluster` starts one and runs these tests on it")
     yield
-    kit.reader().close()
+    commands.reader().close()
 
 
 @pytest.fixture(scope="session")
 def monitoring(cluster: None) -> None:
     """The prometheus-operator's own definitions, so that the API server judges what is applied."""
-    folder = kit.TOOLS / "crds/prometheus-operator"
-    kit.kubectl("apply", "--server-side", "-f", str(folder))  # too large for the other way
+    folder = commands.TOOLS / "crds/prometheus-operator"
+    commands.kubectl("apply", "--server-side", "-f", str(folder))  # too large for the other way
     for plural in ("podmonitors", "servicemonitors", "prometheusrules"):
-        kit.kubectl("wait", f"crd/{plural}.monitoring.coreos.com", "--for=condition=Established")
+        commands.kubectl(
+            "wait", f"crd/{plural}.monitoring.coreos.com", "--for=condition=Established"
+        )
 
 
 @pytest.fixture(scope="session")
 def operator(monitoring: None) -> Iterator[str]:
     """The chart, installed as README says, with less CPU asked for: nodes of tests are small."""
-    kit.run(
+    commands.run(
         "helm", "upgrade", "--install", "foveal", "charts/foveal",
         "-n", "foveal-system", "--create-namespace",
-        "--set", f"image.registry={kit.REGISTRY},runtimeImage.registry={kit.REGISTRY}",
+        "--set", f"image.registry={commands.REGISTRY},runtimeImage.registry={commands.REGISTRY}",
         "--set", "resources.requests.cpu=20m",
         "--set", "metrics.podMonitor.enabled=true,metrics.prometheusRule.enabled=true",
         "--wait", "--timeout=120s", seconds=150,
     )  # fmt: skip
     yield "foveal-system"
-    kit.run("helm", "uninstall", "foveal", "-n", "foveal-system", "--wait", seconds=120)
+    commands.run("helm", "uninstall", "foveal", "-n", "foveal-system", "--wait", seconds=120)
 
 
 @pytest.fixture(scope="session")
 def models(cluster: None) -> str:
     """A claim with examples/tiny-vlm/model in folder tiny-vlm."""
-    folder = kit.ROOT / "run/models/tiny-vlm"
-    shutil.copytree(Path(kit.REPOSITORY) / "examples/tiny-vlm/model", folder, dirs_exist_ok=True)
+    folder = commands.ROOT / "run/models/tiny-vlm"
+    shutil.copytree(
+        Path(commands.REPOSITORY) / "examples/tiny-vlm/model", folder, dirs_exist_ok=True
+    )
     folder.parent.chmod(0o755)
-    kit.apply(
+    commands.apply(
         {
             "apiVersion": "v1",
             "kind": "PersistentVolume",
@@ -87,10 +91,10 @@ def models(cluster: None) -> str:
 def tiny(operator: str, models: str) -> Iterator[str]:
     """Two frontends and two engines that are Ready; the service's URL."""
     body = yaml.safe_load((Path(__file__).parent / "tiny.yaml").read_text(encoding="utf-8"))
-    kit.apply(body)
-    kit.kubectl("wait", "mmi/tiny", "--for=condition=Ready", "--timeout=300s", seconds=320)
-    yield kit.service_url()
-    kit.kubectl("delete", "mmi", "tiny", "--ignore-not-found", "--wait", seconds=120)
+    commands.apply(body)
+    commands.kubectl("wait", "mmi/tiny", "--for=condition=Ready", "--timeout=300s", seconds=320)
+    yield commands.service_url()
+    commands.kubectl("delete", "mmi", "tiny", "--ignore-not-found", "--wait", seconds=120)
 
 
 @pytest.fixture(scope="session")
@@ -98,9 +102,11 @@ def prometheus(operator: str, tiny: str, tmp_path_factory: pytest.TempPathFactor
     """The URL of a Prometheus that scrapes what the applied PodMonitors say and evaluates the rules
     applied; the prometheus-operator's own generator makes its configuration of them."""
     folder = tmp_path_factory.mktemp("prometheus")
-    applied = kit.kubectl("get", "podmonitors,servicemonitors,prometheusrules", "-A", "-o", "yaml")
-    made = kit.run(str(kit.TOOLS / "scrape-config"), "-kubeconfig", str(kit.KUBECONFIG),
-                   "-rules", str(folder), stdin=applied)  # fmt: skip
+    applied = commands.kubectl(
+        "get", "podmonitors,servicemonitors,prometheusrules", "-A", "-o", "yaml"
+    )
+    program, config = str(commands.TOOLS / "scrape-config"), str(commands.KUBECONFIG)
+    made = commands.run(program, "-kubeconfig", config, "-rules", str(folder), stdin=applied)
     with running_prometheus(yaml.safe_load(made), folder) as url:
         yield url
 

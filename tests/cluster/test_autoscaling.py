@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.node import hub, kit
+from tests.support.node import commands
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 GROUP = "metrics.k8s.io"
@@ -30,7 +30,7 @@ class Metrics(ThreadingHTTPServer):
     millicores = 5
 
     def __init__(self, folder: Path) -> None:
-        super().__init__((hub.HOST_IP, 0), _Handler)
+        super().__init__((commands.HOST_IP, 0), _Handler)
         key, certificate = str(folder / "key"), str(folder / "certificate")
         subprocess.run(
             ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256",
@@ -41,7 +41,7 @@ class Metrics(ThreadingHTTPServer):
         context.load_cert_chain(certificate, key)
         self.socket = context.wrap_socket(self.socket, server_side=True)
 
-    def pod_metrics(self) -> kit.Obj:
+    def pod_metrics(self) -> commands.Obj:
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         usage = {"cpu": f"{self.millicores}m", "memory": "100Mi"}
         items = [
@@ -51,7 +51,7 @@ class Metrics(ThreadingHTTPServer):
                 "window": "1s",
                 "containers": [{"name": "frontend", "usage": usage}],
             }
-            for name in kit.pods("frontend")
+            for name in commands.pods("frontend")
         ]
         return {"kind": "PodMetricsList", "apiVersion": f"{GROUP}/v1beta1", "items": items}
 
@@ -67,7 +67,7 @@ class _Handler(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0].rstrip("/")
         root = f"/apis/{GROUP}/v1beta1"
         pods = {"name": "pods", "kind": "PodMetrics", "namespaced": True, "verbs": ["get", "list"]}
-        found: kit.Obj | None = None
+        found: commands.Obj | None = None
         if path == root:
             found = {"kind": "APIResourceList", "apiVersion": "v1",
                      "groupVersion": f"{GROUP}/v1beta1", "resources": [pods]}  # fmt: skip
@@ -87,23 +87,23 @@ def metrics(cluster: None, tmp_path: Path) -> Iterator[Metrics]:
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     port = {"name": "https", "port": 443, "targetPort": server.server_port}
-    kit.apply(
+    commands.apply(
         {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "metrics"},
          "spec": {"ports": [port]}},
         {"apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice",
          "metadata": {"name": "metrics", "labels": {"kubernetes.io/service-name": "metrics"}},
          "addressType": "IPv4", "ports": [{"name": "https", "port": server.server_port}],
-         "endpoints": [{"addresses": [hub.HOST_IP], "conditions": {"ready": True}}]},
+         "endpoints": [{"addresses": [commands.HOST_IP], "conditions": {"ready": True}}]},
         {"apiVersion": "apiregistration.k8s.io/v1", "kind": "APIService",
          "metadata": {"name": f"v1beta1.{GROUP}"},
          "spec": {"group": GROUP, "version": "v1beta1", "groupPriorityMinimum": 100,
                   "versionPriority": 100, "insecureSkipTLSVerify": True,
                   "service": {"name": "metrics", "namespace": "default"}}},
     )  # fmt: skip
-    kit.kubectl("wait", f"apiservice/v1beta1.{GROUP}", "--for=condition=Available",
+    commands.kubectl("wait", f"apiservice/v1beta1.{GROUP}", "--for=condition=Available",
                 "--timeout=60s")  # fmt: skip
     yield server
-    kit.kubectl("delete", f"apiservice/v1beta1.{GROUP}", "service/metrics",
+    commands.kubectl("delete", f"apiservice/v1beta1.{GROUP}", "service/metrics",
                 "endpointslice/metrics", "--ignore-not-found")  # fmt: skip
     server.shutdown()
     server.server_close()
@@ -112,23 +112,25 @@ def metrics(cluster: None, tmp_path: Path) -> Iterator[Metrics]:
 
 def test_an_autoscaler_takes_frontends_up_and_down(tiny: str, metrics: Metrics) -> None:
     scaling = {"minReplicas": 1, "maxReplicas": 3, "scaleDownStabilizationSeconds": 0}
-    engines = kit.uids(kit.pods("engine"))
+    engines = commands.uids(commands.pods("engine"))
 
     def count(wanted: int) -> bool:
-        deployment = kit.get("deployment", "tiny-frontend")
+        deployment = commands.get("deployment", "tiny-frontend")
         ready = deployment["status"].get("readyReplicas")
-        return bool(deployment["spec"]["replicas"] == ready == wanted == len(kit.pods("frontend")))
+        return bool(
+            deployment["spec"]["replicas"] == ready == wanted == len(commands.pods("frontend"))
+        )
 
     metrics.millicores = 300
-    kit.patch("tiny", {"frontend": {"replicas": None, "autoscaling": scaling}})
+    commands.patch("tiny", {"frontend": {"replicas": None, "autoscaling": scaling}})
     try:
-        kit.until("three frontends", lambda: count(3), 400)
-        kit.until("Ready with them", lambda: kit.is_current("tiny"), 120)
+        commands.until("three frontends", lambda: count(3), 400)
+        commands.until("Ready with them", lambda: commands.is_current("tiny"), 120)
         metrics.millicores = 5
-        kit.until("one frontend", lambda: count(1), 400)
-        kit.until("Ready with it", lambda: kit.is_current("tiny"), 120)
-        assert kit.uids(kit.pods("engine")) == engines
-        assert kit.ask(tiny, "which digit is this?", "digit-7.png")
+        commands.until("one frontend", lambda: count(1), 400)
+        commands.until("Ready with it", lambda: commands.is_current("tiny"), 120)
+        assert commands.uids(commands.pods("engine")) == engines
+        assert commands.ask(tiny, "which digit is this?", "digit-7.png")
     finally:
-        kit.patch("tiny", {"frontend": {"replicas": 2, "autoscaling": None}})
-        kit.until("two frontends again", lambda: count(2), 300)
+        commands.patch("tiny", {"frontend": {"replicas": 2, "autoscaling": None}})
+        commands.until("two frontends again", lambda: count(2), 300)

@@ -18,7 +18,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from tests.support.node import kit
+from tests.support.node import commands
 from tests.support.node.memory import Sampler
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -50,7 +50,7 @@ def ask(url: str, image: bytes) -> str:
     """A body that comes before the one it follows was forgotten may be one too many."""
     for _ in range(20):
         try:
-            return kit.ask(url, "what is in the picture?", image, model="soak", seconds=180)
+            return commands.ask(url, "what is in the picture?", image, model="soak", seconds=180)
         except urllib.error.HTTPError as error:
             if error.code != 429:
                 raise
@@ -83,8 +83,8 @@ def soak(url: str, num_requests: int, enough: threading.Event | None = None) -> 
         return [text for found in pool.map(client, range(NUM_CLIENTS)) for text in found]
 
 
-def body(name: str, **caches: object) -> kit.Obj:
-    found: kit.Obj = yaml.safe_load((Path(__file__).parent / "tiny.yaml").read_text("utf-8"))
+def body(name: str, **caches: object) -> commands.Obj:
+    found: commands.Obj = yaml.safe_load((Path(__file__).parent / "tiny.yaml").read_text("utf-8"))
     spec = found["spec"]
     found["metadata"]["name"], spec["model"]["name"] = name, "soak"
     for role in ("frontend", "engine"):
@@ -98,12 +98,14 @@ def body(name: str, **caches: object) -> kit.Obj:
 
 @contextlib.contextmanager
 def serving(name: str, **caches: object) -> Iterator[str]:
-    kit.apply(body(name, **caches))
+    commands.apply(body(name, **caches))
     try:
-        kit.kubectl("wait", f"mmi/{name}", "--for=condition=Ready", "--timeout=600s", seconds=620)
-        yield kit.service_url(name)
+        commands.kubectl(
+            "wait", f"mmi/{name}", "--for=condition=Ready", "--timeout=600s", seconds=620
+        )
+        yield commands.service_url(name)
     finally:
-        kit.kubectl("delete", "mmi", name, "--ignore-not-found", "--timeout=120s", seconds=130)
+        commands.kubectl("delete", "mmi", name, "--ignore-not-found", "--timeout=120s", seconds=130)
 
 
 @pytest.fixture(scope="module")
@@ -115,13 +117,13 @@ def soaked(operator: str, models: str) -> Iterator[str]:
 @pytest.fixture
 def shared(operator: str, models: str) -> Iterator[str]:
     """Values go through a tmpfs of the node that both pods mount."""
-    folder = kit.ROOT / "node/soak-shared"
+    folder = commands.ROOT / "node/soak-shared"
     folder.mkdir(exist_ok=True)
-    kit.run("e2e/cluster/node.sh", "run", "mount", "-t", "tmpfs", "-o", "size=64m,mode=1777",
+    commands.run("e2e/cluster/node.sh", "run", "mount", "-t", "tmpfs", "-o", "size=64m,mode=1777",
             "tmpfs", str(folder))  # fmt: skip
     common = {"accessModes": ["ReadWriteMany"], "storageClassName": ""}
     size = {"storage": "64Mi"}
-    kit.apply(
+    commands.apply(
         {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": "soak-shared"},
          "spec": {**common, "capacity": size, "hostPath": {"path": str(folder)}}},
         {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "soak-shared"},
@@ -137,11 +139,11 @@ def shared(operator: str, models: str) -> Iterator[str]:
         yield url
 
 
-def the_pods(name: str = "soak") -> dict[str, kit.Obj]:
-    return {role: next(iter(kit.pods(role, name).values())) for role in ("frontend", "engine")}
+def the_pods(name: str = "soak") -> dict[str, commands.Obj]:
+    return {role: next(iter(commands.pods(role, name).values())) for role in ("frontend", "engine")}
 
 
-def limit_bytes(pod: kit.Obj) -> int:
+def limit_bytes(pod: commands.Obj) -> int:
     text = pod["spec"]["containers"][0]["resources"]["limits"]["memory"]
     units = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
     return int(text[:-2]) * units[text[-2:]] if text[-2:] in units else int(text)
@@ -150,7 +152,7 @@ def limit_bytes(pod: kit.Obj) -> int:
 def check_soak(name: str, url: str) -> None:
     """Soaks the one frontend and the one engine; prints what was planned and what was taken."""
     pods = the_pods(name)
-    budgets = kit.get("mmi", name)["status"]["budgets"]
+    budgets = commands.get("mmi", name)["status"]["budgets"]
     limits = {role: limit_bytes(pod) for role, pod in pods.items()}
     for role in limits:
         assert limits[role] == budgets[f"{role}PodMemory"]["bytes"]
@@ -161,7 +163,7 @@ def check_soak(name: str, url: str) -> None:
     sampler.stop()
     seconds = time.monotonic() - started
     now = the_pods(name)
-    metrics = kit.metrics(f"http://{now['engine']['status']['podIP']}:5580")
+    metrics = commands.metrics(f"http://{now['engine']['status']['podIP']}:5580")
     report = {
         "requests": NUM_REQUESTS,
         "seconds": round(seconds),
@@ -203,34 +205,34 @@ def test_with_a_fifth_less_the_kernel_kills_and_the_status_says_so(soaked: str) 
     before = the_pods()["engine"]
     name, container = before["metadata"]["name"], before["spec"]["containers"][0]["name"]
     limit = limit_bytes(before)
-    kit.kubectl("delete", "pod", name, "--wait=true", "--timeout=180s", seconds=200)
+    commands.kubectl("delete", "pod", name, "--wait=true", "--timeout=180s", seconds=200)
 
     def running() -> bool:
-        pod = kit.pods("engine", "soak").get(name, {"status": {}})
+        pod = commands.pods("engine", "soak").get(name, {"status": {}})
         status = pod["status"].get("containerStatuses", [{}])[0]
         return "running" in status.get("state", {})
 
-    kit.until("its successor runs", running, 60)
+    commands.until("its successor runs", running, 60)
     memory = {"memory": f"{limit * 4 // 5 >> 20}Mi"}
     change = {"name": container, "resources": {"requests": memory, "limits": memory}}
     patch = json.dumps({"spec": {"containers": [change]}})
-    kit.kubectl("patch", "pod", name, "--subresource=resize", "--patch", patch)
+    commands.kubectl("patch", "pod", name, "--subresource=resize", "--patch", patch)
 
-    def failure() -> kit.Obj:
-        found = kit.get("mmi", "soak")["status"].get("lastFailure", {})
+    def failure() -> commands.Obj:
+        found = commands.get("mmi", "soak")["status"].get("lastFailure", {})
         return found if found.get("reason") == "OOMKilled" and found["pod"] == name else {}
 
     def told() -> str:
         """While it is down: one that had little to do yet begins again and serves."""
-        message = kit.condition("soak", "EnginesReady")["message"]
+        message = commands.condition("soak", "EnginesReady")["message"]
         return message if "hostMemory" in message else ""
 
     enough = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(soak, soaked, NUM_REQUESTS, enough)
         try:
-            found = kit.until("the status names the kill", failure, 300)
-            message = kit.until("a condition says what to raise", told, 120)
+            found = commands.until("the status names the kill", failure, 300)
+            message = commands.until("a condition says what to raise", told, 120)
         finally:
             enough.set()  # an engine that cannot even start would keep every client waiting
         asked.result(300)

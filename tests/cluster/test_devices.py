@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support.node import devices, kit
+from tests.support.node import commands, devices
 from tests.support.node.questions import wrong_answers
 from tests.support.node.rolls import roll
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 RESOURCE = "devices"
 ASKS = {
     "name": "device",
-    "image": kit.OPERATOR_IMAGE,
+    "image": commands.OPERATOR_IMAGE,
     "command": ["python3", "-c", "print('here')"],
     "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
     "resources": {"limits": {"memory": "64Mi", devices.NAME: "1"}},
@@ -35,21 +35,21 @@ def placed(operator: str, models: str) -> Iterator[str]:
     body["spec"]["frontend"]["replicas"] = 1
     body["spec"]["engine"]["podTemplate"] = {"spec": {"initContainers": [ASKS]}}
     with devices.advertised(2):
-        kit.apply(body)
-        kit.kubectl("wait", f"mmi/{RESOURCE}", "--for=condition=Ready", "--timeout=400s",
+        commands.apply(body)
+        commands.kubectl("wait", f"mmi/{RESOURCE}", "--for=condition=Ready", "--timeout=400s",
                     seconds=420)  # fmt: skip
-        yield kit.service_url(RESOURCE)
-        kit.kubectl("delete", "mmi", RESOURCE, "--wait", "--timeout=120s", seconds=130)
-        kit.until("its pods are gone", lambda: not kit.pods("engine", RESOURCE), 120)
+        yield commands.service_url(RESOURCE)
+        commands.kubectl("delete", "mmi", RESOURCE, "--wait", "--timeout=120s", seconds=130)
+        commands.until("its pods are gone", lambda: not commands.pods("engine", RESOURCE), 120)
 
 
 def test_a_third_engine_waits_for_a_device_and_the_others_serve(placed: str) -> None:
-    kit.patch(RESOURCE, {"engine": {"replicas": 3}})
+    commands.patch(RESOURCE, {"engine": {"replicas": 3}})
     try:
-        found = kit.until(
+        found = commands.until(
             "the status says that it is unschedulable",
             lambda: (
-                (c := kit.condition(RESOURCE, "EnginesReady")).get("reason") == "Unschedulable"
+                (c := commands.condition(RESOURCE, "EnginesReady")).get("reason") == "Unschedulable"
                 and c
             ),
             120,
@@ -57,8 +57,8 @@ def test_a_third_engine_waits_for_a_device_and_the_others_serve(placed: str) -> 
         assert devices.NAME in found["message"]
         assert wrong_answers(placed) == []
     finally:
-        kit.patch(RESOURCE, {"engine": {"replicas": 2}})
-        kit.until("Ready with two", lambda: kit.is_current(RESOURCE), 120)
+        commands.patch(RESOURCE, {"engine": {"replicas": 2}})
+        commands.until("Ready with two", lambda: commands.is_current(RESOURCE), 120)
 
 
 def test_engines_roll_without_a_spare_device(placed: str) -> None:

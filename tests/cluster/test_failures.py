@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.node import devices, kit
+from tests.support.node import commands, devices
 from tests.support.node.volumes import forget_claim, make_memory_claim
 
 pytestmark = pytest.mark.cluster
@@ -36,19 +36,19 @@ class Broken:
         for name, value in parts.items():
             old = changed["spec"].get(name)
             changed["spec"][name] = {**old, **value} if isinstance(old, dict) else value
-        kit.apply(changed)
+        commands.apply(changed)
 
     def says(self, kind: str, reason: str, seconds: float = 120.0) -> str:
         """The message of a condition once it has this reason, and how long that took."""
         started = time.monotonic()
 
-        def seen() -> kit.Obj:
-            found = kit.get("mmi", self.name).get("status", {}).get("conditions", [])
+        def seen() -> commands.Obj:
+            found = commands.get("mmi", self.name).get("status", {}).get("conditions", [])
             condition = next((c for c in found if (c["type"], c["reason"]) == (kind, reason)), None)
             assert condition, [f"{c['type']}: {c['reason']}: {c['message']}" for c in found]
             return dict(condition)
 
-        message = str(kit.until(f"{kind} says {reason}", seen, seconds)["message"])
+        message = str(commands.until(f"{kind} says {reason}", seen, seconds)["message"])
         print(f"{kind} {reason} after {time.monotonic() - started:.1f} s: {message}")
         return message
 
@@ -59,10 +59,12 @@ def names(cluster: None) -> Iterator[list[str]]:
     they were provoked with."""
     used: list[str] = []
     yield used
-    kit.kubectl("delete", "secret/empty", "--ignore-not-found")
+    commands.kubectl("delete", "secret/empty", "--ignore-not-found")
     forget_claim("shared")
     selector = f"app.kubernetes.io/instance in ({','.join(used)})"
-    kit.until("pods are gone", lambda: not kit.get("pods", "", selector=selector)["items"], 180)
+    commands.until(
+        "pods are gone", lambda: not commands.get("pods", "", selector=selector)["items"], 180
+    )
 
 
 @pytest.fixture
@@ -72,7 +74,7 @@ def broken(
     """Each test has a name of its own, and does not wait for the end of the one before."""
     names.append(request.node.name.removeprefix("test_").replace("_", "-")[:30].strip("-"))
     yield Broken(names[-1])
-    kit.kubectl("delete", "mmi", names[-1], "--ignore-not-found", "--wait=false")
+    commands.kubectl("delete", "mmi", names[-1], "--ignore-not-found", "--wait=false")
 
 
 def test_an_image_that_no_registry_has(broken: Broken) -> None:
@@ -86,7 +88,7 @@ def test_a_claim_that_does_not_exist(broken: Broken) -> None:
 
 
 def test_a_checkpoint_that_the_runtime_does_not_know(broken: Broken, models: str) -> None:
-    folder = kit.ROOT / "run/models/unknown"
+    folder = commands.ROOT / "run/models/unknown"
     folder.mkdir(exist_ok=True)
     folder.joinpath("config.json").write_text('{"model_type": "nothing-we-know"}')
     broken(model={"uri": "pvc://models/unknown"})
@@ -101,10 +103,10 @@ def test_a_secret_that_does_not_exist(broken: Broken) -> None:
 def test_a_file_of_keys_without_a_key(broken: Broken) -> None:
     """The runtime refuses to start, and says why in a line."""
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "empty"}}
-    kit.apply({**secret, "stringData": {"keys": "# none yet\n"}})
+    commands.apply({**secret, "stringData": {"keys": "# none yet\n"}})
     broken(security={"apiKeySecretRef": {"name": "empty", "key": "keys"}})
     assert "holds no key" in broken.says("FrontendsReady", "InvalidArgument", 240)
-    failure = kit.get("mmi", broken.name)["status"]["lastFailure"]
+    failure = commands.get("mmi", broken.name)["status"]["lastFailure"]
     assert failure["exitCode"] == 2
 
 
@@ -120,14 +122,14 @@ def test_a_budget_that_does_not_fit(broken: Broken) -> None:
     """Nothing is started that the kernel would kill."""
     broken(engine={"hostMemory": "512Mi"})
     broken.says("BudgetFits", "BudgetMisfit")
-    assert kit.pods("engine", broken.name) == {}
+    assert commands.pods("engine", broken.name) == {}
 
 
 def test_a_third_engine_finds_no_device(broken: Broken) -> None:
     """Two are placed (an init container holds them there: these devices cannot compute)."""
     hold = {
         "name": "hold",
-        "image": kit.OPERATOR_IMAGE,
+        "image": commands.OPERATOR_IMAGE,
         "command": ["python3", "-c", HOLD],
         "securityContext": {
             "allowPrivilegeEscalation": False,
@@ -148,6 +150,8 @@ def test_a_third_engine_finds_no_device(broken: Broken) -> None:
         message = broken.says("EnginesReady", "Unschedulable", 240)
         assert devices.NAME in message
         placed = [
-            pod for pod in kit.pods("engine", broken.name).values() if "nodeName" in pod["spec"]
+            pod
+            for pod in commands.pods("engine", broken.name).values()
+            if "nodeName" in pod["spec"]
         ]
         assert len(placed) == 2

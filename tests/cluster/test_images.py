@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.support.node import kit
+from tests.support.node import commands
 
 pytestmark = pytest.mark.cluster
 BASE = "localhost/python:3.11-slim-bookworm"
@@ -22,22 +22,22 @@ HOSTS_OF_ALL = {"", "localhost", "127.0.0.1", "::1"}
 
 
 def buildah(*arguments: str) -> str:
-    store = kit.ROOT / "containers"
-    return kit.run("buildah", "--root", str(store / "storage"), "--runroot", str(store / "run"),
-                   "--storage-driver", "overlay", *arguments)  # fmt: skip
+    store = commands.ROOT / "containers"
+    folders = ["--root", str(store / "storage"), "--runroot", str(store / "run")]
+    return commands.run("buildah", *folders, "--storage-driver", "overlay", *arguments)
 
 
 def image(target: str) -> str:
-    return f"{kit.REGISTRY}/foveal/{target}:0.1.0"
+    return f"{commands.REGISTRY}/foveal/{target}:0.1.0"
 
 
-def inspected(name: str) -> kit.Obj:
-    found: kit.Obj = json.loads(buildah("inspect", "--type", "image", name))
+def inspected(name: str) -> commands.Obj:
+    found: commands.Obj = json.loads(buildah("inspect", "--type", "image", name))
     return found
 
 
 def size_bytes(name: str) -> int:
-    folder = next((kit.ROOT / "containers/storage").glob("overlay-images"))
+    folder = next((commands.ROOT / "containers/storage").glob("overlay-images"))
     images = json.loads((folder / "images.json").read_text())
     layers = json.loads((folder.parent / "overlay-layers/layers.json").read_text())
     by_id = {layer["id"]: layer for layer in layers}
@@ -65,7 +65,7 @@ def builders_words() -> set[str]:
     named = re.compile(r"(?i)(PIP|UV)_.*|.*_PROXY")
     texts = [value for name, value in os.environ.items() if named.fullmatch(name)]
     for path in (Path("/etc/pip.conf"), Path.home() / ".config/pip/pip.conf",
-                 kit.ROOT / "containers/lend/pip.conf"):  # fmt: skip
+                 commands.ROOT / "containers/lend/pip.conf"):  # fmt: skip
         texts += path.read_text().split() if path.is_file() else []
     hosts = {urlsplit(text).hostname or "" for text in texts if "://" in text}
     for folder in ("/etc/apt/sources.list.d", "/etc/apt/apt.conf.d"):
@@ -133,13 +133,13 @@ def test_user_and_contents(tree: tuple[str, Path]) -> None:
 
 @pytest.mark.slow
 def test_the_operator_built_again_has_the_same_layers() -> None:
-    print(kit.run("e2e/cluster/images.sh", "--again", "operator", seconds=600))
+    print(commands.run("e2e/cluster/images.sh", "--again", "operator", seconds=600))
 
 
 def test_an_engine_has_an_init_and_ends_in_seconds(tiny: str) -> None:
     """SIGTERM reaches it through the init; the grace period is for streams, not for waiting."""
-    name = sorted(kit.pods("engine"))[0]
-    assert kit.kubectl("exec", name, "--", "cat", "/proc/1/comm").strip() == "tini"
-    assert kit.kubectl("exec", name, "--", "id", "-u").strip() == "10001"
-    kit.kubectl("delete", "pod", name, "--timeout=30s", seconds=40)
-    kit.until("Ready again", lambda: kit.is_current("tiny"), 400)
+    name = sorted(commands.pods("engine"))[0]
+    assert commands.kubectl("exec", name, "--", "cat", "/proc/1/comm").strip() == "tini"
+    assert commands.kubectl("exec", name, "--", "id", "-u").strip() == "10001"
+    commands.kubectl("delete", "pod", name, "--timeout=30s", seconds=40)
+    commands.until("Ready again", lambda: commands.is_current("tiny"), 400)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.support.node import kit
+from tests.support.node import commands
 from tests.support.node.questions import ANSWERS, QUESTIONS, asking, wrong_answers
 from tests.support.node.rolls import ready, roll
 from tests.support.node.volumes import make_memory_claim
@@ -34,11 +34,11 @@ def test_answers_through_the_service_are_right(tiny: str) -> None:
 def test_metrics_show_what_the_caches_saved(tiny: str) -> None:
     """Each frontend sees a picture at most once as new; the second question finds it."""
     for _ in range(4):
-        kit.ask(tiny, "read the digit.", "digit-7.png")
+        commands.ask(tiny, "read the digit.", "digit-7.png")
     totals: dict[str, float] = {}
-    for pod in [*kit.pods("frontend").values(), *kit.pods("engine").values()]:
+    for pod in [*commands.pods("frontend").values(), *commands.pods("engine").values()]:
         port = pod["spec"]["containers"][0]["ports"][0]["containerPort"]
-        for name, value in kit.metrics(f"http://{pod['status']['podIP']}:{port}").items():
+        for name, value in commands.metrics(f"http://{pod['status']['podIP']}:{port}").items():
             totals[name] = totals.get(name, 0.0) + value
     assert totals["foveal_cache_hits_total"] > 0, totals
     assert totals["foveal_mirror_hits_total"] > 0, totals
@@ -46,127 +46,136 @@ def test_metrics_show_what_the_caches_saved(tiny: str) -> None:
 
 
 def test_a_change_of_frontends_leaves_engines_alone(tiny: str) -> None:
-    engines = kit.uids(kit.pods("engine"))
+    engines = commands.uids(commands.pods("engine"))
     roll(tiny, {"caches": {"processor": {"size": "2Mi"}}}, "frontend")
-    assert kit.uids(kit.pods("engine")) == engines
+    assert commands.uids(commands.pods("engine")) == engines
 
 
 def test_engines_roll_when_their_budget_changes(tiny: str) -> None:
     """Surge: a third engine first; as many as asked for serve all the time."""
-    frontends = kit.uids(kit.pods("frontend"))
+    frontends = commands.uids(commands.pods("frontend"))
     change = {"engine": {"hostMemory": "2112Mi"}, "rollout": {"strategy": "Surge"}}
     found = roll(tiny, change, "engine")
     assert found.most_pods == 3
     assert found.least_ready >= 2
-    assert kit.uids(kit.pods("frontend")) == frontends
+    assert commands.uids(commands.pods("frontend")) == frontends
 
 
 def test_values_begin_to_travel_by_shared_memory(tiny: str, shared_claim: str) -> None:
     """Frontends and engines are replaced for it; then values lie in files of both."""
     change = {"type": "SharedMemory", "claimName": shared_claim, "size": "2Mi"}
     change["minSharedValue"] = "4Ki"  # the model's pictures are of 10 KiB
-    frontends = kit.uids(kit.pods("frontend"))
+    frontends = commands.uids(commands.pods("frontend"))
     roll(tiny, {"caches": {"ipc": change}, "rollout": {"strategy": "Surge"}}, "engine")
-    kit.until("frontends are new", lambda: not frontends & kit.uids(kit.pods("frontend")), 300)
+    commands.until(
+        "frontends are new", lambda: not frontends & commands.uids(commands.pods("frontend")), 300
+    )
     assert wrong_answers(tiny) == []
 
     def num_files() -> float:
-        pods = kit.pods("frontend").values()
-        totals = [kit.metrics(f"http://{pod['status']['podIP']}:8000") for pod in pods]
+        pods = commands.pods("frontend").values()
+        totals = [commands.metrics(f"http://{pod['status']['podIP']}:8000") for pod in pods]
         return sum(found.get("foveal_shm_files_written_total", 0) for found in totals)
 
-    kit.until("values are written to files", num_files)
+    commands.until("values are written to files", num_files)
 
 
 @pytest.mark.slow
 def test_everything_rolls_when_the_image_changes(tiny: str) -> None:
     """Another tag of the same image: the operator cannot know that they speak the same. FreeFirst:
     an engine goes before its successor comes, as where no device is free."""
-    socket, other = str(kit.ROOT / "node/containerd.sock"), "localhost/foveal/runtime:next"
-    kit.run("e2e/cluster/node.sh", "run", "ctr", "-a", socket, "-n", "k8s.io", "images", "tag",
+    socket, other = str(commands.ROOT / "node/containerd.sock"), "localhost/foveal/runtime:next"
+    commands.run("e2e/cluster/node.sh", "run", "ctr", "-a", socket, "-n", "k8s.io", "images", "tag",
             "--force", "localhost/foveal/runtime:0.1.0", other)  # fmt: skip
     found = roll(tiny, {"image": other, "rollout": {"strategy": "FreeFirst"}}, "engine")
     assert found.most_pods == 2
     assert found.least_ready >= 1
 
     def images() -> set[str]:
-        pods = [*kit.pods("engine").values(), *kit.pods("frontend").values()]
+        pods = [*commands.pods("engine").values(), *commands.pods("frontend").values()]
         return {pod["spec"]["containers"][0]["image"] for pod in pods}
 
-    kit.until("the last frontend has drained", lambda: images() == {other}, 150)
+    commands.until("the last frontend has drained", lambda: images() == {other}, 150)
     assert wrong_answers(tiny) == []
 
 
 def test_frontends_scale_under_load(tiny: str) -> None:
-    engines = kit.uids(kit.pods("engine"))
+    engines = commands.uids(commands.pods("engine"))
     with asking(tiny) as asker:
         for replicas in (3, 1):
-            kit.patch("tiny", {"frontend": {"replicas": replicas}})
+            commands.patch("tiny", {"frontend": {"replicas": replicas}})
 
             def has_scaled(count: int = replicas) -> bool:
-                return len(kit.pods("frontend")) == count and kit.is_current("tiny")
+                return len(commands.pods("frontend")) == count and commands.is_current("tiny")
 
-            kit.until(f"{replicas} frontends", has_scaled, 300)
+            commands.until(f"{replicas} frontends", has_scaled, 300)
     assert asker.failures == []
-    assert kit.uids(kit.pods("engine")) == engines
+    assert commands.uids(commands.pods("engine")) == engines
     print(f"answered while frontends scaled: {asker.answered}")
 
 
 def test_a_deleted_frontend_is_not_noticed(tiny: str) -> None:
     """It answers what it has, and what still comes while Services unlearn it."""
-    kit.patch("tiny", {"frontend": {"replicas": 2}})
-    kit.until("two frontends", lambda: kit.is_current("tiny") and len(ready("frontend")) == 2, 300)
-    lost = sorted(kit.pods("frontend"))[0]
+    commands.patch("tiny", {"frontend": {"replicas": 2}})
+    commands.until(
+        "two frontends", lambda: commands.is_current("tiny") and len(ready("frontend")) == 2, 300
+    )
+    lost = sorted(commands.pods("frontend"))[0]
     with asking(tiny) as asker:
-        kit.until("some answers", lambda: asker.answered > 3 or asker.failures, 60)
-        kit.kubectl("delete", "pod", lost, "--wait=false")
-        kit.until("it is gone", lambda: lost not in kit.pods("frontend"), 120)
-        kit.until("two again", lambda: len(ready("frontend")) == 2, 300)
+        commands.until("some answers", lambda: asker.answered > 3 or asker.failures, 60)
+        commands.kubectl("delete", "pod", lost, "--wait=false")
+        commands.until("it is gone", lambda: lost not in commands.pods("frontend"), 120)
+        commands.until("two again", lambda: len(ready("frontend")) == 2, 300)
     print(f"answered while a frontend was replaced: {asker.answered}")
     assert asker.failures == []
 
 
 def test_a_deleted_engine_comes_back(tiny: str) -> None:
     """Requests of its own may fail; afterwards every answer is right again."""
-    name, lost = sorted(kit.pods("engine").items())[0]
-    kit.kubectl("delete", "pod", name, "--wait=false")
-    kit.until(
+    name, lost = sorted(commands.pods("engine").items())[0]
+    commands.kubectl("delete", "pod", name, "--wait=false")
+    commands.until(
         "another pod of that name",
-        lambda: kit.pods("engine").get(name, lost)["metadata"]["uid"] != lost["metadata"]["uid"],
+        lambda: (
+            commands.pods("engine").get(name, lost)["metadata"]["uid"] != lost["metadata"]["uid"]
+        ),
         120,
     )
-    kit.until("Ready again", lambda: kit.is_current("tiny"), 300)
+    commands.until("Ready again", lambda: commands.is_current("tiny"), 300)
     assert wrong_answers(tiny) == []
 
 
 def test_a_kubelet_that_restarts_is_not_noticed(tiny: str) -> None:
-    everything = kit.uids(kit.pods("engine")) | kit.uids(kit.pods("frontend"))
+    everything = commands.uids(commands.pods("engine")) | commands.uids(commands.pods("frontend"))
     with asking(tiny) as asker:
-        kit.run("e2e/cluster/node.sh", "restart-kubelet")
-        kit.kubectl("wait", "node/node1", "--for=condition=Ready", "--timeout=60s")
-        kit.until("some more answers", lambda: asker.answered > 5 or asker.failures, 60)
+        commands.run("e2e/cluster/node.sh", "restart-kubelet")
+        commands.kubectl("wait", "node/node1", "--for=condition=Ready", "--timeout=60s")
+        commands.until("some more answers", lambda: asker.answered > 5 or asker.failures, 60)
     assert asker.failures == []
-    assert kit.uids(kit.pods("engine")) | kit.uids(kit.pods("frontend")) == everything
+    assert (
+        commands.uids(commands.pods("engine")) | commands.uids(commands.pods("frontend"))
+        == everything
+    )
 
 
 def test_serving_goes_on_without_the_operator(tiny: str, operator: str) -> None:
     scale = ("scale", "deployment/foveal-operator", "-n", operator)
-    kit.kubectl(*scale, "--replicas=0")
+    commands.kubectl(*scale, "--replicas=0")
     try:
         assert wrong_answers(tiny) == []
     finally:
-        kit.kubectl(*scale, "--replicas=2")
-        kit.kubectl(
+        commands.kubectl(*scale, "--replicas=2")
+        commands.kubectl(
             "rollout", "status", "deployment/foveal-operator", "-n", operator, "--timeout=120s"
         )
 
 
 def test_the_question_of_the_notes_is_answered_inside_the_cluster(tiny: str, operator: str) -> None:
     """Cluster DNS, the Service and the image that the notes name, from another namespace's pod."""
-    text = kit.run("helm", "get", "notes", "foveal", "-n", operator)
+    text = commands.run("helm", "get", "notes", "foveal", "-n", operator)
     command = text[text.index("3. ") :].split("\n", 1)[1].strip()
     command = command.replace(f"-n {operator}", "-n default").replace("qwen:", "tiny:")
-    assert "tiny-vlm" in kit.run("bash", "-c", command)
+    assert "tiny-vlm" in commands.run("bash", "-c", command)
 
 
 FILL_MEMORY = """
@@ -188,28 +197,28 @@ time.sleep(60)
 def test_a_container_at_its_limit_is_killed_and_the_status_says_so(tiny: str) -> None:
     """The limit is the kernel's: what is forked inside the engine's container counts with it, and
     the engine, the largest, is the one that goes. It comes back and answers right."""
-    name, pod = sorted(kit.pods("engine").items())[0]
+    name, pod = sorted(commands.pods("engine").items())[0]
 
-    def failure() -> kit.Obj:
-        found = kit.get("mmi", "tiny")["status"].get("lastFailure", {})
+    def failure() -> commands.Obj:
+        found = commands.get("mmi", "tiny")["status"].get("lastFailure", {})
         return found if found.get("reason") == "OOMKilled" and found["pod"] == name else {}
 
     subprocess.run(
         ["kubectl", "exec", name, "--", "python3", "-c", FILL_MEMORY],
-        env=kit.environment(), capture_output=True, timeout=90, check=False,
+        env=commands.environment(), capture_output=True, timeout=90, check=False,
     )  # fmt: skip
-    found = kit.until("the status names the kill", failure, 60)
+    found = commands.until("the status names the kill", failure, 60)
     print(f"lastFailure: {found}")
     assert found["exitCode"] == 137
     assert found["memoryLimit"] == pod["spec"]["containers"][0]["resources"]["limits"]["memory"]
-    kit.until("Ready again", lambda: kit.is_current("tiny"), 300)
+    commands.until("Ready again", lambda: commands.is_current("tiny"), 300)
     assert wrong_answers(tiny) == []
 
 
 @pytest.mark.slow
 def test_an_engine_that_hangs_is_restarted(tiny: str) -> None:
     """A stopped process answers no probe: the kubelet ends it, and it comes back."""
-    name, pod = sorted(kit.pods("engine").items())[-1]
+    name, pod = sorted(commands.pods("engine").items())[-1]
     restarts = pod["status"]["containerStatuses"][0]["restartCount"]
     stop = (
         "import os, signal\n"
@@ -218,14 +227,14 @@ def test_an_engine_that_hangs_is_restarted(tiny: str) -> None:
         "    if int(pid) not in (1, os.getpid()) and 'engine' in words:\n"
         "        os.kill(int(pid), signal.SIGSTOP)\n"
     )
-    kit.kubectl("exec", name, "--", "python3", "-c", stop)
+    commands.kubectl("exec", name, "--", "python3", "-c", stop)
     started = time.monotonic()
 
     def restarted() -> bool:
-        now: kit.Obj = kit.pods("engine")[name]["status"]["containerStatuses"][0]
+        now: commands.Obj = commands.pods("engine")[name]["status"]["containerStatuses"][0]
         return bool(now["restartCount"] > restarts)
 
-    kit.until("its container is restarted", restarted, 240)
+    commands.until("its container is restarted", restarted, 240)
     print(f"hang to restart: {time.monotonic() - started:.0f} s")
-    kit.until("Ready again", lambda: kit.is_current("tiny"), 300)
+    commands.until("Ready again", lambda: commands.is_current("tiny"), 300)
     assert wrong_answers(tiny) == []

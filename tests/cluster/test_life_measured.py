@@ -15,16 +15,16 @@ from pathlib import Path
 import pytest
 
 from e2e.observability.load import Load
-from tests.support.node import kit
+from tests.support.node import commands
 
 pytestmark = pytest.mark.cluster
 ALLOW = Path(__file__).parents[1] / "support/node/silent-queries.txt"
 NUM_ANSWERS = 150
 
 
-def asked(prometheus: str, path: str) -> kit.Obj:
+def asked(prometheus: str, path: str) -> commands.Obj:
     with urllib.request.urlopen(f"{prometheus}/api/v1/{path}", timeout=20) as answer:
-        found: kit.Obj = json.load(answer)["data"]
+        found: commands.Obj = json.load(answer)["data"]
     return found
 
 
@@ -43,15 +43,15 @@ def loaded(tiny: str, prometheus: str) -> None:
                 and time.monotonic() - started > 75
             )
 
-        kit.until("a mixed load", is_enough, 300)
+        commands.until("a mixed load", is_enough, 300)
     print(f"{load.num_answers} answers, {load.num_refusals} refusals")
 
 
 def test_every_pod_is_scraped_as_its_podmonitor_says(prometheus: str, loaded: None) -> None:
     targets = asked(prometheus, "targets?state=active")["activeTargets"]
     scraped = {item["labels"]["pod"]: item for item in targets if item["health"] == "up"}
-    tiny = {*kit.pods("frontend"), *kit.pods("engine")}
-    operators = kit.get("pods", "", "foveal-system")["items"]
+    tiny = {*commands.pods("frontend"), *commands.pods("engine")}
+    operators = commands.get("pods", "", "foveal-system")["items"]
     assert tiny | {pod["metadata"]["name"] for pod in operators} <= scraped.keys()
     for name in tiny:
         labels = scraped[name]["labels"]
@@ -70,7 +70,7 @@ def test_every_rule_is_evaluated_without_an_error(prometheus: str, loaded: None)
 
 
 def test_every_query_of_dashboards_and_rules_returns_data(prometheus: str, loaded: None) -> None:
-    said = kit.run(
+    said = commands.run(
         sys.executable, "-m", "e2e.observability", "--prometheus", prometheus,
         "--namespace", "default", "--resource", "tiny", "--allow", str(ALLOW),
         "--seconds", "1200", seconds=300,
@@ -79,11 +79,11 @@ def test_every_query_of_dashboards_and_rules_returns_data(prometheus: str, loade
 
 
 def test_the_page_without_grafana_shows_every_panel(prometheus: str, loaded: None) -> None:
-    page = kit.ROOT / "run/page.html"
+    page = commands.ROOT / "run/page.html"
     program = Path(sys.executable).with_name("foveal")
-    kit.run(str(program), "dashboard", "--prometheus", prometheus, "tiny", "-n", "default",
+    commands.run(str(program), "dashboard", "--prometheus", prometheus, "tiny", "-n", "default",
             "--since", "20m", "--out", str(page))  # fmt: skip
     text = page.read_text(encoding="utf-8")
     assert text.count("nothing in this time") == 0
-    for name in (*kit.pods("frontend"), *kit.pods("engine")):
+    for name in (*commands.pods("frontend"), *commands.pods("engine")):
         assert name in text

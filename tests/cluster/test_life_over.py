@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.node import kit
+from tests.support.node import commands
 from tests.support.node.volumes import forget_claim
 
 pytestmark = pytest.mark.cluster
 
 
 def test_at_the_end_only_the_claim_is_left(tiny: str) -> None:
-    kit.kubectl("delete", "mmi", "tiny", "--wait", "--timeout=60s")
+    commands.kubectl("delete", "mmi", "tiny", "--wait", "--timeout=60s")
     forget_claim("values")
     kinds = (
         "deployments,statefulsets,services,configmaps,secrets,jobs,pods,serviceaccounts,"
@@ -21,9 +21,9 @@ def test_at_the_end_only_the_claim_is_left(tiny: str) -> None:
            ("Service", "kubernetes"), ("EndpointSlice", "kubernetes")}  # fmt: skip
 
     def left() -> set[tuple[str, str]]:
-        items = kit.get(kinds)["items"]
+        items = commands.get(kinds)["items"]
         return {(item["kind"], item["metadata"]["name"]) for item in items} - own
 
-    kit.until(
+    commands.until(
         "all but the claim is gone", lambda: left() == {("PersistentVolumeClaim", "models")}, 120
     )

@@ -15,21 +15,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.node import kit
+from tests.support.node import commands
 
 pytestmark = pytest.mark.cluster
 
 
-def commands() -> list[str]:
+def readme_commands() -> list[str]:
     """The commands of README's block `sh cluster`, each with its continued lines."""
-    text = (kit.REPOSITORY / "README.md").read_text(encoding="utf-8")
+    text = (commands.REPOSITORY / "README.md").read_text(encoding="utf-8")
     block = re.search(r"^```sh cluster\n(.*?)^```", text, re.M | re.S)
     assert block, "README has no block that opens with ```sh cluster"
     return re.findall(r"(?:[^\n]*\\\n)*[^\n]+\n", block[1])
 
 
 def test_quick_start(cluster: None, tmp_path: Path) -> None:
-    script = commands()
+    script = readme_commands()
     assert len(script) <= 5
     timed = "".join(f'{command}echo "=== $SECONDS s" >&2\n' for command in script)
     started = time.monotonic()
@@ -38,7 +38,8 @@ def test_quick_start(cluster: None, tmp_path: Path) -> None:
         with log.open("w") as output:
             shell = subprocess.Popen(
                 ["bash", "-euo", "pipefail", "-c", timed],
-                env={**kit.environment(), "REGISTRY": kit.REGISTRY}, cwd=kit.REPOSITORY,
+                env={**commands.environment(), "REGISTRY": commands.REGISTRY},
+                cwd=commands.REPOSITORY,
                 stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         try:
@@ -52,4 +53,4 @@ def test_quick_start(cluster: None, tmp_path: Path) -> None:
         assert re.search(r'"content": ?"[^"]*7', said), said
         assert re.search(r"^foveal_cache_queries_total\{.*\} [1-9]", said, re.M), said
     finally:
-        kit.kubectl("delete", "mmi", "tiny", "--ignore-not-found", "--timeout=60s")
+        commands.kubectl("delete", "mmi", "tiny", "--ignore-not-found", "--timeout=60s")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+TEST_NAMES = ("test_", "conftest")
 
 
 def test_operator_folder_is_no_package():
@@ -68,6 +69,37 @@ def test_no_pickle_or_eval_in_the_sources():
 
 def _sources() -> list[Path]:
     return [p for room in ("operator/src", "runtime/src") for p in (ROOT / room).rglob("*.py")]
+
+
+def _test_files() -> list[Path]:
+    return sorted((ROOT / "tests").rglob("*.py"))
+
+
+def test_test_files_hold_one_idea():
+    """Past this size a test file is split by what its tests are about."""
+    assert not [p.name for p in _test_files() if len(p.read_text().splitlines()) > 450]
+
+
+def test_no_test_module_is_imported():
+    """Helpers live in tests/support, so a test module can be moved or split without harm."""
+    hits = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in [*_test_files(), *(ROOT / "e2e").rglob("*.py")]
+        for node in ast.walk(ast.parse(path.read_text()))
+        for name in _imported_modules(node)
+        if name.startswith("tests.")
+        and any(part.startswith(TEST_NAMES) for part in name.split("."))
+    ]
+    assert not hits
+
+
+def _imported_modules(node: ast.AST) -> list[str]:
+    """Modules of an import statement, each name of `from package import name` with its package."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module:
+        return [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return []
 
 
 def test_files_are_one_noun_and_functions_fit_a_screen():

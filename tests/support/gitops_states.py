@@ -11,7 +11,7 @@ from foveal_operator.api import reasons
 from foveal_operator.api.parse import SpecError, parse
 from foveal_operator.kube.types import Obj
 from foveal_operator.status.report import Observed, plain, report
-from tests.control_plane.status.test_status import (
+from tests.support.observed_status import (
     BASE,
     NOW,
     container,

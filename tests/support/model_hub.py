@@ -1,7 +1,8 @@
-"""A model hub on the loopback, for tests: enough of its HTTP for `hf://` downloads.
+"""A model hub for tests: enough of a hub's HTTP for `hf://` downloads.
 
-Serves one directory as one repository with one commit. Used by the tests of fetch and of
-`foveal up`; `hold` keeps the end of the weights back, so that a download can be looked at.
+Serves one directory as one repository with one commit, on the loopback or, for pods of a node, on
+an address of this machine. A closed `gate` keeps the second half of the weights back, so that a
+download can be observed half done.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
 import threading
 import urllib.parse
 from collections.abc import Iterator
@@ -19,31 +21,41 @@ COMMIT = "c0ffee" + "0" * 34
 
 
 class Hub(ThreadingHTTPServer):
-    """Args: repository: ORG/NAME; directory: its files; branches: what COMMIT may be called."""
+    """Args: repository: ORG/NAME; directory: its files, read at once; branches: other names of
+    COMMIT; address: where to listen; token: what requests must carry, if anything.
+
+    `files` are contents by name; `cuts` names files whose next whole download ends halfway;
+    `asked` has every request as METHOD PATH [RANGE], in order.
+    """
 
     daemon_threads = True
 
     def __init__(
-        self, repository: str, directory: Path, branches: tuple[str, ...] = ("main",)
+        self,
+        repository: str,
+        directory: Path,
+        branches: tuple[str, ...] = ("main",),
+        *,
+        address: str = "127.0.0.1",
+        token: str = "",
     ) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.repository, self.directory = repository, directory
+        super().__init__((address, 0), _Handler)
+        self.repository, self.token = repository, token
+        self.files = {f.name: f.read_bytes() for f in sorted(directory.iterdir()) if f.is_file()}
         self.revisions = (*branches, COMMIT)
         self.gate = threading.Event()
         self.gate.set()
-        self.seen: list[str] = []
+        self.cuts: set[str] = set()
+        self.asked: list[str] = []
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
+        return f"http://{self.server_address[0]!s}:{self.server_port}"
 
     def environment(self, home: Path) -> dict[str, str]:
         """For a process that is to take this for the hub."""
         return {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1",
                 "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # fmt: skip
-
-    def sizes(self) -> dict[str, int]:
-        return {f.name: f.stat().st_size for f in sorted(self.directory.iterdir()) if f.is_file()}
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Hub]:
@@ -63,76 +75,85 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = 30.0
 
-    def do_GET(self) -> None:
-        self._answer(with_body=True)
-
     def do_HEAD(self) -> None:
-        self._answer(with_body=False)
+        self.do_GET()
 
-    def _answer(self, *, with_body: bool) -> None:
+    def do_GET(self) -> None:
         hub, path = self.server, urllib.parse.unquote(self.path.split("?")[0]).strip("/")
-        hub.seen.append(f"{self.command} /{path}")
+        span = self.headers.get("range", "")
+        hub.asked.append(f"{self.command} /{path} {span}".strip())
         api = f"api/models/{hub.repository}"
-        if path == api or path in {f"{api}/revision/{name}" for name in hub.revisions}:
-            self._send(json.dumps(self._info()).encode(), {})
+        if hub.token and self.headers.get("authorization") != f"Bearer {hub.token}":
+            self._refuse(401, "GatedRepo" if "authorization" in self.headers else "")
+        elif path == api or path in {f"{api}/revision/{name}" for name in hub.revisions}:
+            self._send(json.dumps(self._info()).encode())
         elif path in {f"{api}/tree/{name}" for name in hub.revisions}:
-            tree = [{"type": "file", "path": name, "size": size, "oid": COMMIT}
-                    for name, size in hub.sizes().items()]  # fmt: skip
-            self._send(json.dumps(tree).encode(), {})
+            tree = [{"type": "file", "path": name, "size": len(data), "oid": _etag(data)}
+                    for name, data in hub.files.items()]  # fmt: skip
+            self._send(json.dumps(tree).encode())
         elif path.startswith(f"{hub.repository}/resolve/"):
             revision, _, name = path.removeprefix(f"{hub.repository}/resolve/").partition("/")
-            if revision in hub.revisions and name in hub.sizes():
-                self._file(hub.directory / name, with_body=with_body)
+            if revision not in hub.revisions:
+                self._refuse(404, "RevisionNotFound")
+            elif name not in hub.files:
+                self._refuse(404, "EntryNotFound")
             else:
-                self._refuse("EntryNotFound")
+                self._file(name, span)
         else:
-            self._refuse("RevisionNotFound" if path.startswith(api) else "RepoNotFound")
+            self._refuse(404, "RevisionNotFound" if path.startswith(api) else "RepoNotFound")
 
     def _info(self) -> dict[str, object]:
         hub = self.server
-        siblings = [{"rfilename": name, "size": size} for name, size in hub.sizes().items()]
+        siblings = [{"rfilename": name, "size": len(data)} for name, data in hub.files.items()]
         return {"id": hub.repository, "modelId": hub.repository, "sha": COMMIT, "private": False,
                 "downloads": 0, "likes": 0, "tags": [], "siblings": siblings}  # fmt: skip
 
-    def _refuse(self, code: str) -> None:
-        self.send_response(404)
-        self.send_header("X-Error-Code", code)
+    def _refuse(self, status: int, code: str) -> None:
+        self.send_response(status)
+        if code:
+            self.send_header("X-Error-Code", code)
         self.send_header("Content-Length", "0")
         self.end_headers()
 
-    def _file(self, file: Path, *, with_body: bool) -> None:
-        data = file.read_bytes()
-        head = {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha256(data).hexdigest()}"'}
-        if not with_body:
-            self._send(data, head, with_body=False)
-            return
-        start = 0
-        if (given := self.headers.get("Range", "")).startswith("bytes="):
-            start = int(given.removeprefix("bytes=").split("-")[0])
-        body = data[start:]
-        self.send_response(206 if start else 200)
-        for key, value in head.items():
-            self.send_header(key, value)
-        if start:
-            self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+    def _file(self, name: str, span: str) -> None:
+        data = self.server.files[name]
+        match = re.fullmatch(r"bytes=(\d+)-(\d*)", span)
+        start = int(match[1]) if match else 0
+        body = data[start : int(match[2]) + 1 if match and match[2] else None]
+        self.send_response(206 if match else 200)
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("ETag", f'"{_etag(data)}"')
+        self.send_header("Accept-Ranges", "bytes")
+        if match:
+            end = start + len(body) - 1
+            self.send_header("Content-Range", f"bytes {start}-{end}/{len(data)}")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
+        if self.command == "HEAD":
+            return
         half = len(body) // 2
         self.wfile.write(body[:half])
         self.wfile.flush()
-        if file.suffix == ".safetensors":
+        if name in self.server.cuts:
+            self.server.cuts.discard(name)
+            self.close_connection = True
+            return
+        if name.endswith(".safetensors"):
             self.server.gate.wait(60)
-        with contextlib.suppress(OSError):  # who waited may have gone
+        with contextlib.suppress(OSError):  # the client may have closed the connection
             self.wfile.write(body[half:])
 
-    def _send(self, data: bytes, head: dict[str, str], *, with_body: bool = True) -> None:
+    def _send(self, body: bytes) -> None:
         self.send_response(200)
-        for key, value in {"Content-Type": "application/json", **head}.items():
-            self.send_header(key, value)
-        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        if with_body and self.command != "HEAD":
-            self.wfile.write(data)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
         del format, args
+
+
+def _etag(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -85,7 +85,7 @@ def operator_metrics_page() -> str:
 
 def argo_files() -> dict[str, str]:
     """Argo CD's test list and its data, in the layout of its repository."""
-    from tests.control_plane.chart.test_gitops import argo_health
+    from tests.support.argo_health import argo_health
     from tests.support.gitops_states import states
 
     found, cases = {}, []

@@ -395,3 +395,13 @@ TOGETHER: list[tuple[str, dict[str, Any], str]] = [
         "spec.caches.kv.size",
     ),
 ]
+
+# Changes of spec.model.cache that no update may make: before, after, the field at fault.
+TRANSITIONS = [
+    ({"claimName": "weights"}, {"claimName": "other"}, "cache.claimName"),
+    ({"claimName": "weights"}, {}, "cache.claimName"),
+    ({"claimName": "weights"}, None, "cache.claimName"),
+    ({"accessMode": "ReadWriteOnce"}, {"accessMode": "ReadWriteMany"}, "cache.accessMode"),
+    ({"storageClassName": "a"}, {}, "cache.storageClassName"),
+    ({"size": "10Gi"}, {"size": "9Gi"}, "cache.size"),
+]

@@ -11,10 +11,10 @@ from typing import Any
 from hypothesis import strategies as st
 
 from foveal_operator.kube.types import Obj
-from tests.control_plane.api.test_no_field_ignored import BASES, LEAVES, VALUES, sample
 from tests.support.api_server_rules import problems
-from tests.support.playground import BAD_IMAGE, NAME
+from tests.support.instant_cluster import BAD_IMAGE, NAME
 from tests.support.samples import LEGAL, put, resource
+from tests.support.spec_fields import BASES, LEAVES, VALUES, sample
 
 MAX_CHANGES = 6
 # More than one value where a second one makes another kind of plan.

@@ -11,7 +11,7 @@ from foveal_operator.api import crd
 from foveal_operator.api.parse import SpecError, parse, transition_problems
 from tests.support import api_server_rules
 from tests.support.regenerate import CRD_FILE
-from tests.support.samples import ILLEGAL, LEGAL, TOGETHER, put, resource
+from tests.support.samples import ILLEGAL, LEGAL, TOGETHER, TRANSITIONS, put, resource
 
 
 def parser_fields(obj: Any) -> list[str]:
@@ -51,14 +51,6 @@ def test_the_table_of_illegal_resources_is_long_enough() -> None:
 
 
 OLD_CACHE = {"claimName": "weights"}
-TRANSITIONS = [
-    ({"claimName": "weights"}, {"claimName": "other"}, "cache.claimName"),
-    ({"claimName": "weights"}, {}, "cache.claimName"),
-    ({"claimName": "weights"}, None, "cache.claimName"),
-    ({"accessMode": "ReadWriteOnce"}, {"accessMode": "ReadWriteMany"}, "cache.accessMode"),
-    ({"storageClassName": "a"}, {}, "cache.storageClassName"),
-    ({"size": "10Gi"}, {"size": "9Gi"}, "cache.size"),
-]
 
 
 @pytest.mark.parametrize(("old", "new", "field"), TRANSITIONS)

@@ -11,7 +11,7 @@ import yaml
 
 from tests.support.api_server.api import Api
 from tests.support.api_server.foreign import FOREIGN, definition
-from tests.support.api_server.nursery import Nursery
+from tests.support.api_server.fork_server import ForkServer
 from tests.support.api_server.operator_process import packages
 from tests.support.api_server.programs import (
     Cluster,
@@ -20,8 +20,8 @@ from tests.support.api_server.programs import (
     start_controllers,
     wait_until,
 )
+from tests.support.api_server.sandbox import KIND, Sandbox, running_sandbox
 from tests.support.api_server.scenarios import Children, undisturbed
-from tests.support.api_server.world import KIND, World, running_world
 from tests.support.regenerate import CRD_FILE
 
 HERE = Path(__file__).parent
@@ -81,16 +81,16 @@ def namespace(api: Api) -> str:
 
 
 @pytest.fixture
-def world(controlled_cluster: Cluster, namespace: str) -> Iterator[World]:
+def sandbox(controlled_cluster: Cluster, namespace: str) -> Iterator[Sandbox]:
     """The namespace with nodes and a proxy; operators are the test's to start."""
-    with running_world(controlled_cluster, namespace) as made:
+    with running_sandbox(controlled_cluster, namespace) as made:
         yield made
 
 
 @pytest.fixture(scope="session")
-def nursery(bare_cluster: Cluster) -> Iterator[Nursery]:
+def fork_server(bare_cluster: Cluster) -> Iterator[ForkServer]:
     """Operators of it start in a fraction of a second."""
-    with Nursery(bare_cluster.folder / "nursery.log", packages()) as made:
+    with ForkServer(bare_cluster.folder / "fork_server.log", packages()) as made:
         yield made
 
 
@@ -103,11 +103,11 @@ def arena_namespace(api: Api) -> str:
 
 @pytest.fixture(scope="session")
 def expected(
-    controlled_cluster: Cluster, arena_namespace: str, nursery: Nursery
+    controlled_cluster: Cluster, arena_namespace: str, fork_server: ForkServer
 ) -> dict[str, Children]:
     """By step of the scenarios: the children after a run in which nothing goes wrong."""
-    with running_world(controlled_cluster, arena_namespace) as made:
-        made.nursery = nursery
+    with running_sandbox(controlled_cluster, arena_namespace) as made:
+        made.fork_server = fork_server
         return undisturbed(made)
 
 
@@ -115,12 +115,12 @@ def expected(
 def arena(
     controlled_cluster: Cluster,
     arena_namespace: str,
-    nursery: Nursery,
+    fork_server: ForkServer,
     expected: dict[str, Children],
-) -> Iterator[World]:
-    """The world of `expected`, empty; operators start fast."""
-    with running_world(controlled_cluster, arena_namespace) as made:
-        made.nursery = nursery
+) -> Iterator[Sandbox]:
+    """The sandbox of `expected`, empty; operators start fast."""
+    with running_sandbox(controlled_cluster, arena_namespace) as made:
+        made.fork_server = fork_server
         try:
             yield made
         finally:

@@ -19,8 +19,8 @@ from tests.support.api_server import faults
 from tests.support.api_server.calls import Call
 from tests.support.api_server.fault_proxy import Answer, Fault, Forward
 from tests.support.api_server.operator_process import OperatorProcess
+from tests.support.api_server.sandbox import Sandbox, difference
 from tests.support.api_server.scenarios import NO_LEASE, STEPS, Children, run
-from tests.support.api_server.world import World, difference
 
 FEW = frozenset({"create:1", "create:4", "create:9", "create:12", "image:1", "image:3"})
 """For each run of the fast suite: before and after, in the middle of making and of changing."""
@@ -76,14 +76,16 @@ class Crasher:
         return faults.REFUSALS[503]
 
 
-def crash(world: World, expected: dict[str, Children], wants: Wants, *, first_after: bool) -> int:
+def crash(
+    sandbox: Sandbox, expected: dict[str, Children], wants: Wants, *, first_after: bool
+) -> int:
     """All steps. Returns how often the operator was killed."""
-    crasher = Crasher(world.operator("a", NO_LEASE), wants, first_after=first_after)
-    world.proxy.faults.append(crasher.fault())
+    crasher = Crasher(sandbox.operator("a", NO_LEASE), wants, first_after=first_after)
+    sandbox.proxy.faults.append(crasher.fault())
     for step in STEPS:
         crasher.begin(step.name)
         started, num_points = time.monotonic(), len(crasher.points)
-        children = run(world, step)
+        children = run(sandbox, step)
         points = crasher.points[num_points:]
         print(f"{step.name}: {len(points)} crashes, {time.monotonic() - started:.1f} s")
         lines = difference(children, expected[step.name])
@@ -95,7 +97,7 @@ def crash(world: World, expected: dict[str, Children], wants: Wants, *, first_af
 @pytest.mark.timeout(300, func_only=True)
 @pytest.mark.parametrize("first_after", [False, True], ids=["odd", "even"])
 def test_killed_at_some_writes_it_converges(
-    arena: World, expected: dict[str, Children], first_after: bool
+    arena: Sandbox, expected: dict[str, Children], first_after: bool
 ) -> None:
     assert crash(arena, expected, FEW.__contains__, first_after=first_after) == len(FEW)
 
@@ -104,7 +106,7 @@ def test_killed_at_some_writes_it_converges(
 @pytest.mark.timeout(1200, func_only=True)
 @pytest.mark.parametrize("first_after", [False, True], ids=["odd", "even"])
 def test_killed_at_every_write_it_converges(
-    arena: World, expected: dict[str, Children], first_after: bool
+    arena: Sandbox, expected: dict[str, Children], first_after: bool
 ) -> None:
     asked = os.environ.get("FOVEAL_CRASH", "")
     num = crash(arena, expected, asked_for(asked), first_after=first_after)

@@ -8,8 +8,8 @@ import pytest
 
 from tests.support.api_server import faults
 from tests.support.api_server.fault_proxy import EventFault
+from tests.support.api_server.sandbox import Sandbox, difference
 from tests.support.api_server.scenarios import NO_LEASE, STEPS, Children, run
-from tests.support.api_server.world import World, difference
 
 # Minutes: under make soak.
 pytestmark = pytest.mark.slow
@@ -17,12 +17,12 @@ pytestmark = pytest.mark.slow
 _STEPS = [step for step in STEPS if step.name in ("create", "scale", "image", "delete")]
 
 
-def run_all(world: World, expected: dict[str, Children]) -> None:
-    world.operator("a", NO_LEASE).start()
+def run_all(sandbox: Sandbox, expected: dict[str, Children]) -> None:
+    sandbox.operator("a", NO_LEASE).start()
     done = []
     for step in STEPS:
         if step in _STEPS:
-            children = run(world, step)
+            children = run(sandbox, step)
             assert not difference(children, expected[step.name]), step.name
             done.append(step.name)
     assert len(done) == len(_STEPS)
@@ -30,13 +30,15 @@ def run_all(world: World, expected: dict[str, Children]) -> None:
 
 @pytest.mark.timeout(600, func_only=True)
 @pytest.mark.parametrize("status", [409, 429, 500, 503])
-def test_each_write_refused_once(arena: World, expected: dict[str, Children], status: int) -> None:
+def test_each_write_refused_once(
+    arena: Sandbox, expected: dict[str, Children], status: int
+) -> None:
     arena.proxy.faults.append(faults.refuse(faults.OncePerWrite(), status, times=None))
     run_all(arena, expected)
 
 
 @pytest.mark.timeout(600, func_only=True)
-def test_each_answer_lost_once(arena: World, expected: dict[str, Children]) -> None:
+def test_each_answer_lost_once(arena: Sandbox, expected: dict[str, Children]) -> None:
     """The API server did it, the operator saw a timeout: nothing is made twice."""
     arena.proxy.faults.append(faults.lose_answer(faults.OncePerWrite(), times=None))
     run_all(arena, expected)
@@ -47,7 +49,7 @@ def test_each_answer_lost_once(arena: World, expected: dict[str, Children]) -> N
     "fault", [faults.drop_events, faults.duplicate_events, faults.expire_watch, faults.cut_watch]
 )
 def test_each_event_lost_once(
-    arena: World,
+    arena: Sandbox,
     expected: dict[str, Children],
     fault: Callable[..., EventFault],
 ) -> None:

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.control_plane.api_server.test_steady_state import DRIFT
 from tests.support.api_server.programs import wait_until
-from tests.support.api_server.scenarios import NO_LEASE, STEPS, run
-from tests.support.api_server.world import World
+from tests.support.api_server.sandbox import Sandbox
+from tests.support.api_server.scenarios import DRIFT, NO_LEASE, STEPS, run
 
 DELETED = (
     ("NetworkPolicy", "qwen-frontend"), ("Service", "qwen-engine"), ("ServiceAccount", "qwen"),
@@ -23,34 +22,34 @@ DELETED = (
 """Not the Secret: nobody may read it, so no watch tells of it (test_keys.py)."""
 
 
-def ours(world: World, kind: str, name: str) -> dict[str, Any] | None:
+def ours(sandbox: Sandbox, kind: str, name: str) -> dict[str, Any] | None:
     """The object as far as the operator wants it."""
-    obj = world.api.get(kind, world.namespace, name)
+    obj = sandbox.api.get(kind, sandbox.namespace, name)
     if obj is None:
         return None
-    plain = world.normal({**obj, "kind": kind})
+    plain = sandbox.normal({**obj, "kind": kind})
     template = plain.get("spec", {}).get("template", {})
     template.get("metadata", {}).get("labels", {}).pop("x", None)  # theirs, if they like
     return plain
 
 
 @pytest.mark.timeout(300, func_only=True)
-def test_each_change_and_each_deletion_is_repaired_from_the_watch(world: World) -> None:
-    world.operator("a", NO_LEASE, "--resync-seconds=600").start()
-    run(world, STEPS[0])
+def test_each_change_and_each_deletion_is_repaired_from_the_watch(sandbox: Sandbox) -> None:
+    sandbox.operator("a", NO_LEASE, "--resync-seconds=600").start()
+    run(sandbox, STEPS[0])
     took: dict[str, float] = {}
 
     def repaired(what: str, kind: str, name: str, before: object, began: float) -> None:
-        wait_until(f"{what} is repaired", lambda: ours(world, kind, name) == before, 60)
+        wait_until(f"{what} is repaired", lambda: ours(sandbox, kind, name) == before, 60)
         took[f"{len(took)} {what}"] = time.monotonic() - began
 
     for kind, name, change in DRIFT:
-        before, began = ours(world, kind, name), time.monotonic()
-        world.api.merge(kind, world.namespace, name, change, manager="somebody").must()
+        before, began = ours(sandbox, kind, name), time.monotonic()
+        sandbox.api.merge(kind, sandbox.namespace, name, change, manager="somebody").must()
         repaired(f"{kind} {next(iter(change))}", kind, name, before, began)
-        world.settled(0.5)
+        sandbox.settled(0.5)
     for kind, name in DELETED:
-        before, began = ours(world, kind, name), time.monotonic()
-        world.api.delete(kind, world.namespace, name).must()
+        before, began = ours(sandbox, kind, name), time.monotonic()
+        sandbox.api.delete(kind, sandbox.namespace, name).must()
         repaired(f"{kind} deleted", kind, name, before, began)
     print("\n" + "\n".join(f"{seconds:6.2f} s  {what}" for what, seconds in took.items()))

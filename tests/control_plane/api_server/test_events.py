@@ -10,8 +10,8 @@ from foveal_operator.kube.types import Obj
 from foveal_operator.telemetry.series import Telemetry
 from tests.support.api_server.api import Api
 from tests.support.api_server.programs import Cluster, wait_until
+from tests.support.api_server.sandbox import Sandbox
 from tests.support.api_server.scenarios import NO_LEASE
-from tests.support.api_server.world import World
 from tests.support.fake_clock import FakeTime
 from tests.support.samples import LEGAL, put
 
@@ -45,24 +45,24 @@ async def test_what_happens_all_the_time_is_one_object_that_counts(
     assert num_said - 3 * 4 <= sum(counts) <= num_said, counts
 
 
-def told(world: World) -> list[Obj]:
+def told(sandbox: Sandbox) -> list[Obj]:
     return [
-        event for event in world.api.list("Event", world.namespace)
+        event for event in sandbox.api.list("Event", sandbox.namespace)
         if event.get("regarding", {}).get("kind") == "MultiModalInference"
     ]  # fmt: skip
 
 
 @pytest.mark.timeout(300, func_only=True)
-def test_a_resource_that_flaps_makes_one_object_for_each_reason(world: World) -> None:
-    world.operator("a", NO_LEASE).start()
-    good = world.sample("cpu")
+def test_a_resource_that_flaps_makes_one_object_for_each_reason(sandbox: Sandbox) -> None:
+    sandbox.operator("a", NO_LEASE).start()
+    good = sandbox.sample("cpu")
     bad = put(good, "spec.engine.hostMemory", "512Mi")
     for obj, value in [(bad, "False"), (good, "True")] * 3:
-        world.apply(obj)
-        world.wait_condition("BudgetFits", value)
-    wait_until("it was told", lambda: any(e["reason"] == "BudgetMisfit" for e in told(world)), 20)
-    reasons = [event["reason"] for event in told(world)]
+        sandbox.apply(obj)
+        sandbox.wait_condition("BudgetFits", value)
+    wait_until("it was told", lambda: any(e["reason"] == "BudgetMisfit" for e in told(sandbox)), 20)
+    reasons = [event["reason"] for event in told(sandbox)]
     assert len(reasons) == len(set(reasons)), reasons
-    misfit = next(event for event in told(world) if event["reason"] == "BudgetMisfit")
+    misfit = next(event for event in told(sandbox) if event["reason"] == "BudgetMisfit")
     assert misfit["type"] == "Warning"
     assert "spec.engine.hostMemory" in misfit["note"]

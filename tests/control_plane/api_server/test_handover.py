@@ -9,8 +9,8 @@ import pytest
 from tests.support.api_server.audit import Audit
 from tests.support.api_server.calls import Call
 from tests.support.api_server.programs import wait_until
+from tests.support.api_server.sandbox import Sandbox
 from tests.support.api_server.scenarios import NO_LEASE, Step, run
-from tests.support.api_server.world import World
 
 AUTOSCALING = {"minReplicas": 2, "maxReplicas": 6, "metric": "CPU", "target": 70}
 NAME = "qwen-frontend"
@@ -29,59 +29,59 @@ class Replicas(Audit):
             self.seen.append(int(reply["spec"].get("replicas", 0)))
 
 
-def live(world: World) -> int:
-    deployment = world.api.get("Deployment", world.namespace, NAME)
+def live(sandbox: Sandbox) -> int:
+    deployment = sandbox.api.get("Deployment", sandbox.namespace, NAME)
     assert deployment is not None
     return int(deployment["spec"]["replicas"])
 
 
-def autoscaler_says(world: World, replicas: int) -> None:
+def autoscaler_says(sandbox: Sandbox, replicas: int) -> None:
     """What the HPA's controller writes, as it writes it."""
     change = {"spec": {"replicas": replicas}}
-    world.api.merge(
-        "Deployment", world.namespace, NAME, change, "scale", manager="kube-controller-manager"
+    sandbox.api.merge(
+        "Deployment", sandbox.namespace, NAME, change, "scale", manager="kube-controller-manager"
     ).must()
 
 
-def has_autoscaler(world: World) -> bool:
-    return world.api.get("HorizontalPodAutoscaler", world.namespace, NAME) is not None
+def has_autoscaler(sandbox: Sandbox) -> bool:
+    return sandbox.api.get("HorizontalPodAutoscaler", sandbox.namespace, NAME) is not None
 
 
 @pytest.mark.timeout(400, func_only=True)
-def test_on_and_off_and_over_a_restart_no_replica_is_lost(world: World) -> None:
+def test_on_and_off_and_over_a_restart_no_replica_is_lost(sandbox: Sandbox) -> None:
     seen = Replicas()
-    world.proxy.audit = seen
-    operator = world.operator("a", NO_LEASE)
+    sandbox.proxy.audit = seen
+    operator = sandbox.operator("a", NO_LEASE)
     operator.start()
-    fixed = world.sample("cpu", frontend__replicas=3)
-    run(world, Step("create", lambda w: w.apply(fixed), num_frontends=3))
+    fixed = sandbox.sample("cpu", frontend__replicas=3)
+    run(sandbox, Step("create", lambda w: w.apply(fixed), num_frontends=3))
 
     # On: the autoscaler begins with what it finds, and nobody takes back what it adds.
     seen.seen.clear()
-    scaled = world.sample("cpu", frontend__autoscaling=AUTOSCALING)
-    world.apply(scaled)
-    wait_until("there is an autoscaler", lambda: has_autoscaler(world), 60)
-    world.settled()
-    assert live(world) == 3
+    scaled = sandbox.sample("cpu", frontend__autoscaling=AUTOSCALING)
+    sandbox.apply(scaled)
+    wait_until("there is an autoscaler", lambda: has_autoscaler(sandbox), 60)
+    sandbox.settled()
+    assert live(sandbox) == 3
     assert min(seen.seen, default=3) >= 3, seen.seen
     seen.seen.clear()
-    autoscaler_says(world, 5)
-    cause = world.sample("cpu", frontend__autoscaling=AUTOSCALING, frontend__cpu="3")
-    run(world, Step("another template", lambda w: w.apply(cause), num_frontends=5))
+    autoscaler_says(sandbox, 5)
+    cause = sandbox.sample("cpu", frontend__autoscaling=AUTOSCALING, frontend__cpu="3")
+    run(sandbox, Step("another template", lambda w: w.apply(cause), num_frontends=5))
     operator.kill()
     seen.forget("a")
     operator.start()
     operator.wait_ready()
-    world.settled()
-    assert live(world) == 5
+    sandbox.settled()
+    assert live(sandbox) == 5
     assert seen.seen, "the template was applied"
     assert min(seen.seen) >= 5, seen.seen
 
     # Off, to the number that is live: not one write asks for fewer.
     seen.seen.clear()
-    back = world.sample("cpu", frontend__replicas=5, frontend__cpu="3")
-    run(world, Step("off", lambda w: w.apply(back), num_frontends=5))
-    assert not has_autoscaler(world)
-    assert live(world) == 5
+    back = sandbox.sample("cpu", frontend__replicas=5, frontend__cpu="3")
+    run(sandbox, Step("off", lambda w: w.apply(back), num_frontends=5))
+    assert not has_autoscaler(sandbox)
+    assert live(sandbox) == 5
     assert seen.seen, "the operator took the field back"
     assert min(seen.seen) >= 5, seen.seen

@@ -13,6 +13,7 @@ from tests.support.api_server import faults
 from tests.support.api_server.calls import Call
 from tests.support.api_server.fault_proxy import Fault
 from tests.support.api_server.programs import wait_until
+from tests.support.api_server.sandbox import Sandbox, difference
 from tests.support.api_server.scenarios import (
     NO_LEASE,
     STEP_SECONDS,
@@ -21,7 +22,6 @@ from tests.support.api_server.scenarios import (
     is_over,
     run,
 )
-from tests.support.api_server.world import World, difference
 
 # make soak takes five minutes for each.
 OUTAGE_SECONDS = float(os.environ.get("FOVEAL_OUTAGE_SECONDS", "12"))
@@ -32,20 +32,20 @@ def every(call: Call) -> bool:
     return True
 
 
-def answered(make: Callable[[], Fault]) -> Callable[[World], None]:
+def answered(make: Callable[[], Fault]) -> Callable[[Sandbox], None]:
     """The outage that a fault is. Open watches are cut as well: a client that is told nothing must
     come back by itself."""
 
-    def begin(world: World) -> None:
+    def begin(sandbox: Sandbox) -> None:
         cut = faults.cut_watch(lambda call, event: event["type"] != "BOOKMARK", times=None)
-        world.proxy.faults.append(make())
-        world.proxy.event_faults.append(cut)
+        sandbox.proxy.faults.append(make())
+        sandbox.proxy.event_faults.append(cut)
 
     return begin
 
 
-OUTAGES: dict[str, Callable[[World], None]] = {
-    "refused": lambda world: world.proxy.close_doors(),
+OUTAGES: dict[str, Callable[[Sandbox], None]] = {
+    "refused": lambda sandbox: sandbox.proxy.close_doors(),
     "503": answered(lambda: faults.refuse(every, 503, times=None)),
     "403": answered(lambda: faults.refuse(every, 403, times=None)),
     "429": answered(lambda: faults.refuse(every, 429, times=None)),
@@ -72,29 +72,29 @@ def most_in_a_second(calls: Iterable[Call]) -> tuple[int, str]:
     ],
 )
 def test_an_outage_is_survived_and_caught_up_with(
-    arena: World, expected: dict[str, Children], outage: str
+    arena: Sandbox, expected: dict[str, Children], outage: str
 ) -> None:
     """Prints how often the operator asked meanwhile, how soon all was caught up with, and how many
     calls came at once."""
-    world = arena
-    operator = world.operator("a", NO_LEASE)
+    sandbox = arena
+    operator = sandbox.operator("a", NO_LEASE)
     operator.start()
-    run(world, STEPS[0])
-    OUTAGES[outage](world)
-    STEPS[1].act(world)
-    calls_before, until = len(world.proxy.calls), time.monotonic() + OUTAGE_SECONDS
+    run(sandbox, STEPS[0])
+    OUTAGES[outage](sandbox)
+    STEPS[1].act(sandbox)
+    calls_before, until = len(sandbox.proxy.calls), time.monotonic() + OUTAGE_SECONDS
     wait_until("the outage is over", lambda: time.monotonic() > until, OUTAGE_SECONDS + 30)
-    rate = (len(world.proxy.calls) - calls_before) / OUTAGE_SECONDS
+    rate = (len(sandbox.proxy.calls) - calls_before) / OUTAGE_SECONDS
     assert operator.is_alive, operator.log_tail()
     assert operator.ask("/livez")[0] == 200
-    world.proxy.clear()
+    sandbox.proxy.clear()
     if outage == "refused":
-        world.proxy.open_doors()
-    returned, num_before = time.monotonic(), len(world.proxy.calls)
-    wait_until("it is caught up with", lambda: is_over(world, STEPS[1]), STEP_SECONDS)
+        sandbox.proxy.open_doors()
+    returned, num_before = time.monotonic(), len(sandbox.proxy.calls)
+    wait_until("it is caught up with", lambda: is_over(sandbox, STEPS[1]), STEP_SECONDS)
     back = time.monotonic() - returned
-    most, kind = most_in_a_second(world.proxy.calls[num_before:])
-    children = run(world, STEPS[1])
+    most, kind = most_in_a_second(sandbox.proxy.calls[num_before:])
+    children = run(sandbox, STEPS[1])
     print(
         f"{outage}, {OUTAGE_SECONDS:.0f} s: {rate:.1f} calls a second, back after {back:.1f} s, "
         f"then at most {most} calls in a second about one kind ({kind})"
@@ -105,30 +105,30 @@ def test_an_outage_is_survived_and_caught_up_with(
 
 
 @pytest.mark.timeout(600, func_only=True)
-def test_watches_that_fail_at_their_start_are_started_anew(world: World) -> None:
+def test_watches_that_fail_at_their_start_are_started_anew(sandbox: Sandbox) -> None:
     """Found by chance: one refused discovery call left kopf's thread alive and deaf for ever; only
     the resync noticed anything."""
-    world.proxy.faults.append(
+    sandbox.proxy.faults.append(
         faults.refuse(lambda call: call.verb == "get" and not call.target.resource, 415)
     )
-    operator = world.operator("a", NO_LEASE, "--resync-seconds=15")
+    operator = sandbox.operator("a", NO_LEASE, "--resync-seconds=15")
     operator.start()
-    run(world, STEPS[0])
-    watched = {call.target.resource for call in world.proxy.calls if call.verb == "watch"}
+    run(sandbox, STEPS[0])
+    watched = {call.target.resource for call in sandbox.proxy.calls if call.verb == "watch"}
     assert "multimodalinferences" in watched
 
 
 @pytest.mark.timeout(300, func_only=True)
-def test_readiness_names_what_is_not_watched(world: World) -> None:
+def test_readiness_names_what_is_not_watched(sandbox: Sandbox) -> None:
     """A thread that runs is no proof of a watch."""
     no_pods = faults.refuse(
         lambda call: call.verb == "watch" and call.target.resource == "pods", 403, times=None
     )
-    world.proxy.faults.append(no_pods)
-    operator = world.operator("a", NO_LEASE)
+    sandbox.proxy.faults.append(no_pods)
+    operator = sandbox.operator("a", NO_LEASE)
     operator.start()
     wait_until("only pods are missing", lambda: "no watch of pods\n" in operator.ask("/readyz")[1])
     assert operator.ask("/readyz")[0] == 503
     assert operator.ask("/livez")[0] == 200
-    world.proxy.clear()
+    sandbox.proxy.clear()
     operator.wait_ready()

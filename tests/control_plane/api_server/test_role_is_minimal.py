@@ -12,13 +12,13 @@ from foveal_operator.kube.cluster import KubeCluster, load_configuration
 from foveal_operator.kube.events import FLUSH_SECONDS, EventRecorder
 from foveal_operator.kube.types import Obj
 from foveal_operator.telemetry.series import Telemetry
-from tests.control_plane.api_server.test_role import role, token
 from tests.support.api_server.api import Api
+from tests.support.api_server.chart_role import role, token
 from tests.support.api_server.nodes import READY, Fate
 from tests.support.api_server.operator_process import OperatorProcess
 from tests.support.api_server.programs import wait_until
 from tests.support.api_server.rights import Right, granted, used
-from tests.support.api_server.world import World
+from tests.support.api_server.sandbox import Sandbox
 from tests.support.fake_clock import FakeTime
 from tests.support.samples import LEGAL, put
 
@@ -27,9 +27,9 @@ SILENT = Fate("Pending", ready=False, waiting="ContainerCreating")
 _HTTP_ROUTE = {"parentRefs": [{"name": "gateway", "namespace": "infra"}]}
 
 
-def everything(world: World) -> Obj:
+def everything(sandbox: Sandbox) -> Obj:
     """Every kind of object that a resource may have, of a model that has to be fetched."""
-    obj = put(LEGAL["scaled"], "metadata.namespace", world.namespace)
+    obj = put(LEGAL["scaled"], "metadata.namespace", sandbox.namespace)
     obj = put(obj, "spec.frontend.autoscaling", {"maxReplicas": 3, "metric": "CPU", "target": 70})
     obj = put(obj, "spec.observability.prometheusRule", "Enabled")
     obj["spec"]["caches"].pop("ipc")  # its claim would have to be there
@@ -37,14 +37,14 @@ def everything(world: World) -> Obj:
     return obj
 
 
-def little(world: World) -> Obj:
+def little(sandbox: Sandbox) -> Obj:
     """A model on a claim of the user's, and nothing that can be left out."""
     off = {"podMonitor": "Disabled", "prometheusRule": "Disabled", "dashboard": "Disabled"}
-    return world.sample("cpu", security={"networkPolicy": "Disabled"}, observability=off)
+    return sandbox.sample("cpu", security={"networkPolicy": "Disabled"}, observability=off)
 
 
-def everything_is_there(world: World) -> bool:
-    found = {key.partition("/")[0] for key in world.children()}
+def everything_is_there(sandbox: Sandbox) -> bool:
+    found = {key.partition("/")[0] for key in sandbox.children()}
     return found >= {
         "HorizontalPodAutoscaler", "ScaledObject", "HTTPRoute", "InferencePool", "PodMonitor",
         "PrometheusRule", "PersistentVolumeClaim", "Job", "Secret", "ResourceClaimTemplate",
@@ -52,8 +52,8 @@ def everything_is_there(world: World) -> bool:
     }  # fmt: skip
 
 
-def only_little_is_there(world: World) -> bool:
-    found = {key.partition("/")[0] for key in world.children()}
+def only_little_is_there(sandbox: Sandbox) -> bool:
+    found = {key.partition("/")[0] for key in sandbox.children()}
     return found == {
         "ConfigMap", "Secret", "Service", "ServiceAccount", "PersistentVolumeClaim",
         "Deployment", "StatefulSet",
@@ -74,12 +74,12 @@ async def _same_event_twice(url_config: str, resource: Obj) -> None:
 
 
 @pytest.fixture
-def operator(world: World) -> OperatorProcess:
-    config = world.cluster.kubeconfig(
-        f"{world.namespace}-role", token(world), url=world.proxy.url("a")
+def operator(sandbox: Sandbox) -> OperatorProcess:
+    config = sandbox.cluster.kubeconfig(
+        f"{sandbox.namespace}-role", token(sandbox), url=sandbox.proxy.url("a")
     )
-    made = OperatorProcess("a", config, world.namespace)
-    world.operators.append(made)
+    made = OperatorProcess("a", config, sandbox.namespace)
+    sandbox.operators.append(made)
     made.start()
     return made
 
@@ -93,62 +93,62 @@ def difference(allowed: set[Right], seen: set[Right]) -> str:
 
 @pytest.mark.timeout(400, func_only=True)
 async def test_every_verb_of_the_roles_is_used_and_no_other(
-    world: World, operator: OperatorProcess
+    sandbox: Sandbox, operator: OperatorProcess
 ) -> None:
     # Frontends that wait without a word, as for a volume: their Events are read.
-    world.nodes.fate(SILENT, component="frontend")
-    world.apply(everything(world))
-    _wait(world, "everything is there", lambda: everything_is_there(world))
-    world.nodes.wait_for("engine", 1)
+    sandbox.nodes.fate(SILENT, component="frontend")
+    sandbox.apply(everything(sandbox))
+    _wait(sandbox, "everything is there", lambda: everything_is_there(sandbox))
+    sandbox.nodes.wait_for("engine", 1)
     events_read = ("events.k8s.io", "events", "list")
-    _wait(world, "Events of silent pods are read", lambda: events_read in used(world.proxy))
-    world.nodes.fate(READY, component="frontend")
-    await _same_event_twice(str(operator.kubeconfig), world.resource() or {})
+    _wait(sandbox, "Events of silent pods are read", lambda: events_read in used(sandbox.proxy))
+    sandbox.nodes.fate(READY, component="frontend")
+    await _same_event_twice(str(operator.kubeconfig), sandbox.resource() or {})
     # A port that somebody adds can only be replaced away.
     foreign = {"spec": {"ports": [{"name": "http", "port": 1, "targetPort": 1}]}}
-    world.api.merge("Service", world.namespace, "qwen", foreign, manager="somebody").must()
-    world.apply(little(world))
-    _wait(world, "little is there", lambda: only_little_is_there(world))
-    _wait(world, "each verb was used", lambda: granted() <= used(world.proxy))
-    assert difference(granted(), used(world.proxy)) == ""
-    refused = [f"{call} {status}" for call, status in world.proxy.writes if status == 403]
+    sandbox.api.merge("Service", sandbox.namespace, "qwen", foreign, manager="somebody").must()
+    sandbox.apply(little(sandbox))
+    _wait(sandbox, "little is there", lambda: only_little_is_there(sandbox))
+    _wait(sandbox, "each verb was used", lambda: granted() <= used(sandbox.proxy))
+    assert difference(granted(), used(sandbox.proxy)) == ""
+    refused = [f"{call} {status}" for call, status in sandbox.proxy.writes if status == 403]
     assert not refused
     for right in sorted(granted()):
-        lacking = difference(granted() - {right}, used(world.proxy))
+        lacking = difference(granted() - {right}, used(sandbox.proxy))
         assert lacking == f"used and not granted: {right}"
-        superfluous = difference(granted(), used(world.proxy) - {right})
+        superfluous = difference(granted(), used(sandbox.proxy) - {right})
         assert superfluous == f"granted and never used: {right}"
 
 
-def _wait(world: World, what: str, question: object) -> None:
+def _wait(sandbox: Sandbox, what: str, question: object) -> None:
     assert callable(question)
     try:
         wait_until(what, question, SECONDS)
     except TimeoutError as error:
-        lacking = difference(granted(), used(world.proxy))
-        there = "\n".join(sorted(world.children()))
-        raise TimeoutError(f"{error}\n{lacking}\n{there}\n{world.told()}") from None
+        lacking = difference(granted(), used(sandbox.proxy))
+        there = "\n".join(sorted(sandbox.children()))
+        raise TimeoutError(f"{error}\n{lacking}\n{there}\n{sandbox.told()}") from None
 
 
-def test_owners_that_block_a_deletion_need_the_right_to_finalizers(world: World) -> None:
+def test_owners_that_block_a_deletion_need_the_right_to_finalizers(sandbox: Sandbox) -> None:
     """No call of the operator's is one to finalizers: the API server asks for the right itself."""
-    stored = world.api.create(world.sample("cpu")).must()
+    stored = sandbox.api.create(sandbox.sample("cpu")).must()
     owner = {key: stored[key] for key in ("apiVersion", "kind")}
     owner |= {"name": "qwen", "uid": stored["metadata"]["uid"], "blockOwnerDeletion": True}
-    metadata = {"name": "child", "namespace": world.namespace, "ownerReferences": [owner]}
+    metadata = {"name": "child", "namespace": sandbox.namespace, "ownerReferences": [owner]}
     body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata}
-    with Api(world.cluster, token(world)) as account:
+    with Api(sandbox.cluster, token(sandbox)) as account:
         wait_until("the roles are known", lambda: account.apply(body, "foveal-operator").ok, 20)
-        world.api.delete("ConfigMap", world.namespace, "child").must()
-        whole, _ = role("foveal", world.namespace, "resources")
+        sandbox.api.delete("ConfigMap", sandbox.namespace, "child").must()
+        whole, _ = role("foveal", sandbox.namespace, "resources")
         rules = [rule for rule in whole["rules"] if "/finalizers" not in rule["resources"][0]]
         assert len(rules) == len(whole["rules"]) - 1
         change = {"rules": rules}
-        world.api.merge("Role", world.namespace, "foveal", change).must()
+        sandbox.api.merge("Role", sandbox.namespace, "foveal", change).must()
 
         def refused() -> bool:
             reply = account.apply(body, "foveal-operator")
-            world.api.delete("ConfigMap", world.namespace, "child")
+            sandbox.api.delete("ConfigMap", sandbox.namespace, "child")
             return reply.status == 403 and "blockOwnerDeletion" in reply.message
 
         wait_until("it is refused", refused, 20)

@@ -15,12 +15,11 @@ import yaml
 from foveal_operator.api.crd import MAX_CRD_BYTES
 from foveal_operator.api.parse import SpecError, parse
 from foveal_operator.kube.types import Obj
-from tests.control_plane.api.test_spec import TRANSITIONS
 from tests.support.api_server.api import Api, Reply
 from tests.support.api_server.programs import Cluster, missing_programs, program
 from tests.support.api_server_rules import root_schema
 from tests.support.regenerate import CRD_FILE, ROOT
-from tests.support.samples import ILLEGAL, LEGAL, TOGETHER, put, resource
+from tests.support.samples import ILLEGAL, LEGAL, TOGETHER, TRANSITIONS, put, resource
 
 STRICT = {"dryRun": "All", "fieldValidation": "Strict"}
 EXAMPLES = sorted((ROOT / "examples").glob("mmi-*.yaml"))

@@ -17,8 +17,8 @@ from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.job import TEMPLATE
 from tests.support.api_server import nodes as fates
 from tests.support.api_server.operator_process import packages
+from tests.support.api_server.sandbox import Sandbox, claim_in
 from tests.support.api_server.scenarios import NO_LEASE
-from tests.support.api_server.world import World, claim_in
 from tests.support.regenerate import profile_for
 
 
@@ -34,53 +34,53 @@ def older_release(folder: Path) -> list[str]:
     return [str(copied), runtime]
 
 
-def jobs(world: World) -> list[Obj]:
-    return world.api.list("Job", world.namespace)
+def jobs(sandbox: Sandbox) -> list[Obj]:
+    return sandbox.api.list("Job", sandbox.namespace)
 
 
-def told(world: World) -> tuple[dict[str, Obj], dict[str, str]]:
+def told(sandbox: Sandbox) -> tuple[dict[str, Obj], dict[str, str]]:
     """All objects, and the versions of those that an idle apply leaves alone."""
-    versions = world.versions()
+    versions = sandbox.versions()
     claims = [key for key in versions if key.startswith("PersistentVolumeClaim")]
     for key in claims:  # an apply moves a claim's version even where it changes no field
         del versions[key]
-    return world.children(), versions
+    return sandbox.children(), versions
 
 
 @pytest.mark.timeout(300, func_only=True)
-def test_an_upgrade_fetches_and_profiles_nothing_again(world: World, tmp_path: Path) -> None:
+def test_an_upgrade_fetches_and_profiles_nothing_again(sandbox: Sandbox, tmp_path: Path) -> None:
     model = {"uri": "hf://org/tiny", "cache": {"size": "1Gi"}}
-    resource = world.sample("cpu", model=model)
+    resource = sandbox.sample("cpu", model=model)
     profile = msgspec.json.encode(profile_for(parse(resource))).decode()
-    world.nodes.fate(replace(fates.SUCCEEDED, message=profile), component="model")
-    world.api.create(claim_in(world.namespace))
-    world.api.apply(resource, "user").must()
+    sandbox.nodes.fate(replace(fates.SUCCEEDED, message=profile), component="model")
+    sandbox.api.create(claim_in(sandbox.namespace))
+    sandbox.api.apply(resource, "user").must()
 
-    older = world.operator("a", NO_LEASE)
+    older = sandbox.operator("a", NO_LEASE)
     older.packages = older_release(tmp_path)
     older.start()
-    world.wait_condition("Ready", timeout_seconds=90.0)
-    world.settled(quiet_seconds=2.0)
-    (fetch,) = jobs(world)
+    sandbox.wait_condition("Ready", timeout_seconds=90.0)
+    sandbox.settled(quiet_seconds=2.0)
+    (fetch,) = jobs(sandbox)
     assert fetch["spec"]["backoffLimit"] == 5
-    before, pods = told(world), {p["metadata"]["uid"] for p in world.nodes.pods()}
-    status = (world.resource() or {})["status"]
+    before, pods = told(sandbox), {p["metadata"]["uid"] for p in sandbox.nodes.pods()}
+    status = (sandbox.resource() or {})["status"]
     older.stop()
 
-    newer = world.operator("b", NO_LEASE)
+    newer = sandbox.operator("b", NO_LEASE)
     newer.start()
     newer.wait_ready()
-    world.settled(quiet_seconds=6.0)
-    assert told(world) == before
-    assert {pod["metadata"]["uid"] for pod in world.nodes.pods()} == pods
+    sandbox.settled(quiet_seconds=6.0)
+    assert told(sandbox) == before
+    assert {pod["metadata"]["uid"] for pod in sandbox.nodes.pods()} == pods
     # Ready and all other conditions never flipped: no transition is younger than before.
-    assert (world.resource() or {})["status"]["conditions"] == status["conditions"]
+    assert (sandbox.resource() or {})["status"]["conditions"] == status["conditions"]
 
     # What the resource itself asks for anew is made by the new release, beside the old result.
-    world.api.apply({**resource, "spec": {**resource["spec"], "image": "other"}}, "user").must()
-    world.wait_condition("BudgetFits")
-    world.settled(quiet_seconds=2.0)
-    (kept,) = jobs(world)
+    sandbox.api.apply({**resource, "spec": {**resource["spec"], "image": "other"}}, "user").must()
+    sandbox.wait_condition("BudgetFits")
+    sandbox.settled(quiet_seconds=2.0)
+    (kept,) = jobs(sandbox)
     assert kept["metadata"]["uid"] == fetch["metadata"]["uid"], "another image fetches nothing"
     annotations = kept["metadata"]["annotations"]
     assert annotations[TEMPLATE] == fetch["metadata"]["annotations"][TEMPLATE]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from typing import Any
 
-import lupa
 import pytest
 import yaml
 
 from tests.support import regenerate
+from tests.support.argo_health import argo_health
 from tests.support.gitops_states import states
 from tests.support.kstatus import verdict
 
@@ -22,14 +21,6 @@ TOOLS = os.environ.get("TOOLS", "/var/tmp/foveal-e2e/tools")
 VERDICTS = shutil.which("gitops-verdicts", path=TOOLS)
 ARGO_HEALTH = shutil.which("argo-health", path=TOOLS)
 FLUX_HEALTH = shutil.which("flux-health", path=TOOLS)
-
-
-def argo_health(obj: dict[str, Any]) -> tuple[str, str]:
-    """Runs health.lua as Argo CD does: the object in the global `obj`, a table returned."""
-    runtime = lupa.LuaRuntime(unpack_returned_tuples=True, register_eval=False)
-    runtime.globals()["obj"] = runtime.table_from(obj, recursive=True)
-    found = runtime.execute((CUSTOMIZATION / "health.lua").read_text())
-    return found["status"], found["message"]
 
 
 @pytest.mark.parametrize("name", STATES)

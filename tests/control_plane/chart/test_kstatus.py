@@ -10,7 +10,8 @@ from foveal_operator.api import reasons
 from foveal_operator.api.parse import SpecError, parse
 from foveal_operator.kube.types import Obj
 from foveal_operator.status.report import Observed, plain, report
-from tests.control_plane.status.test_status import (
+from tests.support.kstatus import verdict
+from tests.support.observed_status import (
     BASE,
     NOW,
     container,
@@ -19,7 +20,6 @@ from tests.control_plane.status.test_status import (
     serving,
     status_of,
 )
-from tests.support.kstatus import verdict
 from tests.support.samples import put
 
 GENERATION = 3

@@ -11,8 +11,8 @@ import pytest
 
 from foveal_operator.cli.dashboard import layout
 from foveal_operator.cli.dashboard.promql.evaluate import ask
-from tests.control_plane.cli.test_dashboard_page import world_page, world_store
 from tests.support import browser
+from tests.support.dashboard_page import world_page, world_store
 
 CHROMIUM = browser.find()
 pytestmark = [

@@ -11,7 +11,6 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 from html.parser import HTMLParser
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -27,10 +26,11 @@ from foveal_operator.cli.dashboard.direct import Direct
 from foveal_operator.cli.dashboard.heat import heat, step
 from foveal_operator.cli.dashboard.page import POLICY, About, page
 from foveal_operator.cli.dashboard.promql.evaluate import ask
-from foveal_operator.cli.dashboard.promql.samples import Line, Store
+from foveal_operator.cli.dashboard.promql.samples import Line
 from foveal_operator.cli.dashboard.scales import NOTHING, text_of, time_axis, value_axis
 from foveal_operator.cli.dashboard.sources import SourceError
-from tests.support import metrics_world
+from tests.support import metric_samples
+from tests.support.dashboard_page import world_page, world_store
 
 Answer = Callable[[str], tuple[int, str]]
 
@@ -85,11 +85,11 @@ def site() -> Iterator[Callable[[Answer], Site]]:
 def moving_metrics(start: int = 10) -> Answer:
     """The next scrape of the world at each request; its pods have no target labels of their own."""
     texts = iter([
-        metrics_world.exposition([
+        metric_samples.exposition([
             (name, tuple(p for p in labels if p[0] not in ("namespace", "resource", "pod")), value)
             for name, labels, value in samples
         ])
-        for _, samples in list(metrics_world.scrapes(start + 12))[start:]
+        for _, samples in list(metric_samples.scrapes(start + 12))[start:]
     ])  # fmt: skip
     return lambda path: (200, next(texts))
 
@@ -120,23 +120,6 @@ class Parts(HTMLParser):
         return {str(a[attribute]): a for _, a in self.found if attribute in a}
 
 
-@lru_cache
-def world_store() -> Store:
-    store = Store()
-    for when, samples in metrics_world.scrapes(10):
-        store.add(when, samples)
-    return store
-
-
-@lru_cache
-def world_page() -> str:
-    store = world_store()
-    times = list(store.times)[1:]
-    chosen = layout.Chosen()
-    about = About(subject="<qwen>", source="a & b", window_seconds=60, notes=("look <here>",))
-    return page(about, times, lambda expr: ask(store, chosen.fill(expr), times))
-
-
 def test_the_page_is_well_formed_and_asks_for_nothing() -> None:
     text = world_page()
     parts = Parts(text)
@@ -165,7 +148,7 @@ def test_every_panel_and_table_of_the_layout_is_on_the_page_with_data() -> None:
     assert parts.values("data-tile").keys() == {tile.title for tile in layout.HEADLINES}
     assert text.count("nothing in this time") == 0
     rows = set(parts.values("data-row"))
-    assert {"ipc host", "kv device", "encoder", *metrics_world.PODS["engine"]} <= rows
+    assert {"ipc host", "kv device", "encoder", *metric_samples.PODS["engine"]} <= rows
 
 
 def test_headlines_are_the_evaluators_numbers() -> None:
@@ -290,7 +273,7 @@ def test_a_page_from_a_prometheus(site: Any, tmp_path: Path, capsys: Any) -> Non
     assert all("$" not in expr for expr in asked)
     assert any('namespace=~"models",resource=~"qwen",pod=~".*"' in expr for expr in asked)
     parts = Parts(out.read_text())
-    assert set(metrics_world.PODS["frontend"]) <= set(parts.values("data-row"))
+    assert set(metric_samples.PODS["frontend"]) <= set(parts.values("data-row"))
     [line] = ask(store, layout.Chosen().fill(layout.HEADLINES[0].main.expr), [store.times[-1]])
     shown = float(str(parts.values("data-tile")["Requests/s"]["data-value"]))
     assert shown == pytest.approx(line.newest(store.times[-1]))
@@ -299,7 +282,7 @@ def test_a_page_from_a_prometheus(site: Any, tmp_path: Path, capsys: Any) -> Non
 
 
 def test_processes_that_two_addresses_show_count_once(site: Any) -> None:
-    first = metrics_world.exposition(next(metrics_world.scrapes(1))[1])
+    first = metric_samples.exposition(next(metric_samples.scrapes(1))[1])
     one, other = site(lambda path: (200, first)), site(lambda path: (200, first))
     direct = Direct([f"{one.url}/metrics", f"{other.url}/metrics"])
     direct.scrape(1.0)
@@ -308,7 +291,7 @@ def test_processes_that_two_addresses_show_count_once(site: Any) -> None:
 
 
 def test_a_target_that_goes_away_is_named_and_its_series_end(site: Any) -> None:
-    texts = [metrics_world.exposition(samples) for _, samples in metrics_world.scrapes(3)]
+    texts = [metric_samples.exposition(samples) for _, samples in metric_samples.scrapes(3)]
     other = re.sub(r'process="([^"]*)"', r'process="\1-b"', texts[0])
     is_up = [True]
     one = site(lambda path: (200, texts[0]))

@@ -14,9 +14,9 @@ import yaml
 from foveal_operator.cli import main as cli
 from foveal_operator.cli.plan import server_command as cli_server
 from foveal_operator.kube.types import Obj
-from tests.control_plane.cli.test_plan_server import Over
 from tests.support.budget_samples import VLM
-from tests.support.playground import NAME, NAMESPACE, Playground
+from tests.support.cluster_reader import FakeClusterReader
+from tests.support.instant_cluster import NAME, NAMESPACE, InstantCluster
 from tests.support.samples import put, resource
 
 Keys = set[tuple[str, str]]
@@ -25,17 +25,19 @@ MEMORIES = {("ConfigMap", f"{NAME}-basis"), ("ConfigMap", f"{NAME}-rollout")}
 UNREAD = {("Secret", f"{NAME}-curve")}
 
 
-def there(playground: Playground) -> Keys:
+def there(instant_cluster: InstantCluster) -> Keys:
     """The operator's objects."""
     return {
         (kind, name)
-        for (kind, _, name), body in playground.cluster.objects.items()
+        for (kind, _, name), body in instant_cluster.cluster.objects.items()
         if kind not in ("Pod", "Event")
         and body["metadata"].get("labels", {}).get("app.kubernetes.io/managed-by")
     } - UNREAD
 
 
-def planned(playground: Playground, tmp_path: Path, spec: Obj, capsys: Any) -> tuple[Keys, Keys]:
+def planned(
+    instant_cluster: InstantCluster, tmp_path: Path, spec: Obj, capsys: Any
+) -> tuple[Keys, Keys]:
     """(what would be made, what would be deleted), as the command says."""
     body = {**resource(), "spec": spec}
     body["metadata"] = {"name": NAME, "namespace": NAMESPACE}
@@ -45,9 +47,11 @@ def planned(playground: Playground, tmp_path: Path, spec: Obj, capsys: Any) -> t
         ["plan", "-f", str(tmp_path / "mmi.yaml"), "--server", "-o", "json",
          "--profile", str(tmp_path / "profile.json")]
     )  # fmt: skip
-    writes = list(playground.cluster.writes)
-    code = cli_server.run(arguments, lambda _: Over(playground.cluster, NAMESPACE))
-    assert playground.cluster.writes == writes, "a plan writes nothing"
+    writes = list(instant_cluster.cluster.writes)
+    code = cli_server.run(
+        arguments, lambda _: FakeClusterReader(instant_cluster.cluster, NAMESPACE)
+    )
+    assert instant_cluster.cluster.writes == writes, "a plan writes nothing"
     changes = json.loads(capsys.readouterr().out)["changes"]
     assert code == (1 if changes else 0)
     made, gone = (
@@ -92,20 +96,20 @@ def edits() -> dict[str, list[Obj]]:
 
 @pytest.mark.parametrize("name", list(edits()))
 def test_what_comes_and_goes_is_what_was_said(name: str, tmp_path: Path, capsys: Any) -> None:
-    playground, listed = Playground(), set[str]()
+    instant_cluster, listed = InstantCluster(), set[str]()
     first, *later = edits()[name]
-    asyncio.run(playground.become(first))
+    asyncio.run(instant_cluster.become(first))
     for number, spec in enumerate(later):
-        before = there(playground)
-        made, gone = planned(playground, tmp_path, spec, capsys)
-        asyncio.run(playground.become(spec))
-        after = there(playground)
+        before = there(instant_cluster)
+        made, gone = planned(instant_cluster, tmp_path, spec, capsys)
+        asyncio.run(instant_cluster.become(spec))
+        after = there(instant_cluster)
         assert gone == before - after, f"edit {number}"
         # A profile Job has gone again by now, and nobody plans a ConfigMap that a Job fills.
         came = {key for key in after - before - MEMORIES if not is_profile(key)}
         assert {key for key in made if not is_profile(key)} == came, f"edit {number}"
         listed |= {kind for kind, _ in gone}
-    assert planned(playground, tmp_path, later[-1], capsys) == (set(), set())
+    assert planned(instant_cluster, tmp_path, later[-1], capsys) == (set(), set())
     wanted = {"documents": {"ConfigMap"}, "profiles": {"ConfigMap"}, "models": {"Job"},
               "switches": {"NetworkPolicy", "PodMonitor"}}  # fmt: skip
     assert wanted[name] <= listed

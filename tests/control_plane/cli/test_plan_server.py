@@ -15,50 +15,13 @@ from foveal_operator.cli import main as cli
 from foveal_operator.cli.plan import server_command as cli_server
 from foveal_operator.cli.plan.render import yaml_documents
 from foveal_operator.common.errors import ClusterAnswerError, UsageError
-from foveal_operator.kube.kinds import INFERENCE, KINDS
-from foveal_operator.kube.reader import FakeReader, ForbiddenError
+from foveal_operator.kube.kinds import INFERENCE
 from foveal_operator.kube.types import Obj
-from foveal_operator.testing.fake_cluster import FakeCluster
-from tests.control_plane.reconcile.test_reconcile import add_pod, finish_profile
+from tests.support.cluster_reader import FakeClusterReader
 from tests.support.operator_rig import EXAMPLES, Kit, resource
+from tests.support.served_resource import add_pod, finish_profile
 
 PROFILE = EXAMPLES / "profiles/tiny-vlm.json"
-
-
-class Over(FakeReader):
-    """A FakeCluster as the command line reads one."""
-
-    def __init__(self, cluster: FakeCluster, namespace: str = "default") -> None:
-        super().__init__({}, namespace)
-        self.cluster = cluster
-        self.forbidden: set[str] = set()
-
-    def get(self, path: str, **query: str) -> Obj | None:
-        if path == "/apis/apps/v1/deployments":
-            return super().get(path, **query)
-        for kind in KINDS:
-            if path == kind.root and kind.name not in self.cluster.missing:
-                served = [k for k in KINDS if k.root == path and k.name not in self.cluster.missing]
-                return {"resources": [{"name": k.plural} for k in served]}
-            for namespace in (self.namespace, None):
-                base = kind.path(namespace)
-                if path == base:
-                    if kind.name in self.forbidden:
-                        raise ForbiddenError(f"{kind.plural} is forbidden")
-                    listed = self.cluster.list_all(kind, namespace, query.get("labelSelector", ""))
-                    return {"items": _now(listed)}
-                if path.startswith(f"{base}/") and path.count("/") == base.count("/") + 1:
-                    return _now(self.cluster.get(kind, namespace, path.rpartition("/")[2]))
-        return None
-
-
-def _now(coroutine: Any) -> Any:
-    """What it returns: in memory nothing is ever waited for."""
-    try:
-        coroutine.send(None)
-    except StopIteration as done:
-        return done.value
-    raise AssertionError("the fake cluster waited")
 
 
 @pytest.fixture
@@ -86,7 +49,7 @@ def plan(kit: Kit, tmp_path: Path, body: Obj, *more: str) -> int:
     arguments = cli.parser().parse_args(["plan", "-f", str(file), "--server", *more])
     before = list(kit.cluster.writes)
     try:
-        return cli_server.run(arguments, lambda _: Over(kit.cluster))
+        return cli_server.run(arguments, lambda _: FakeClusterReader(kit.cluster))
     finally:
         assert kit.cluster.writes == before, "a plan writes nothing"
 
@@ -198,7 +161,7 @@ def test_what_the_api_server_would_refuse_is_refused(kit: Kit, tmp_path: Path) -
 
 def test_objects_that_may_not_be_read_end_the_plan(kit: Kit, tmp_path: Path) -> None:
     """A difference against unknown objects would be a lie."""
-    over = Over(kit.cluster)
+    over = FakeClusterReader(kit.cluster)
     over.forbidden = {"StatefulSet"}
     file = tmp_path / "mmi.yaml"
     file.write_text(yaml.safe_dump(resource()))
@@ -208,7 +171,7 @@ def test_objects_that_may_not_be_read_end_the_plan(kit: Kit, tmp_path: Path) -> 
 
 
 def test_the_operators_own_flags_are_found(kit: Kit, tmp_path: Path, capsys: Any) -> None:
-    over = Over(kit.cluster)
+    over = FakeClusterReader(kit.cluster)
     container = {
         "command": ["foveal-operator"],
         "args": ["--runtime-image=example/runtime:9"],

@@ -32,7 +32,7 @@ from foveal_operator.cli.dashboard.promql.tree import ExpressionError, parse_exp
 from foveal_operator.cli.dashboard.sources import Prometheus
 from foveal_operator.cli.local.processes import free_port
 from foveal_operator.observability.boards import BOARDS
-from tests.support import metrics_world
+from tests.support import metric_samples
 
 INF = math.inf
 
@@ -169,18 +169,18 @@ def test_every_query_of_every_resource_dashboard_is_understood() -> None:
                 parse_expression(chosen.fill(query.expr))
 
 
-WORLD_TIMES = [metrics_world.START - 3 + i * 10.0 for i in range(12, 60)]
+WORLD_TIMES = [metric_samples.START - 3 + i * 10.0 for i in range(12, 60)]
 
 
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A real one that holds metrics_world's samples; its address."""
+    """A real one that holds metric_samples's samples; its address."""
     if not shutil.which("prometheus") or not shutil.which("promtool"):
         pytest.skip("prometheus and promtool are not installed (Debian's package: prometheus)")
     folder = tmp_path_factory.mktemp("prometheus")
     with (folder / "samples").open("w") as file:
-        for when, samples in metrics_world.scrapes(60):
-            file.write(metrics_world.exposition(samples, when))
+        for when, samples in metric_samples.scrapes(60):
+            file.write(metric_samples.exposition(samples, when))
         file.write("# EOF\n")
     subprocess.run(
         ["promtool", "tsdb", "create-blocks-from", "openmetrics", "samples", "data"],
@@ -219,7 +219,7 @@ def _wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
 def test_answers_are_a_real_prometheus_answers(prometheus: str) -> None:
     """Every query of the page and of every resource dashboard, at 48 times."""
     store = Store()
-    for when, samples in metrics_world.scrapes(60):
+    for when, samples in metric_samples.scrapes(60):
         store.add(when, samples)
     chosen = layout.Chosen(namespace="models", resource="qwen", window_seconds=60)
     exprs = dict.fromkeys(layout.expressions())

@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from foveal_runtime.main.revision import resolved_revision
-from tests.control_plane.cli.test_up import FAKE, PROFILE, ROOT, Up
 from tests.support.model_hub import COMMIT, Hub
+from tests.support.up_process import FAKE, PROFILE, ROOT, Up
 
 MODEL = ROOT / "examples/tiny-vlm/model"
 URI = "hf://org/tiny"
@@ -80,10 +80,10 @@ def test_a_hubs_model_is_fetched_profiled_and_served(up: Start, hub: Hub, tmp_pa
     folder = tmp_path / ".cache/foveal/models/hf--org--tiny--main"
     assert f"fetching {URI} into {folder}" in running.text
     assert resolved_revision(folder) == COMMIT
-    num_asked = len(hub.seen)
+    num_asked = len(hub.asked)
     again = up("--cpu", "--dry-run", "--profile", str(PROFILE))
     assert again.end() == 0, again.text
-    assert len(hub.seen) == num_asked
+    assert len(hub.asked) == num_asked
 
 
 def test_a_model_that_the_hub_does_not_have_ends_with_1_and_why(up: Start) -> None:
@@ -113,7 +113,7 @@ def test_too_few_gpus_is_one_line_with_the_fix_before_any_download(
     running = up(*more, num_gpus=num_gpus, engine=engine)
     assert running.end() == 3
     assert running.text == f"foveal: {said}\n"
-    assert hub.seen == []
+    assert hub.asked == []
 
 
 def test_each_engine_sees_its_own_gpus(up: Start, tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import copy
 import pytest
 
 from foveal_operator.kube.kinds import INFERENCE, POD
-from tests.control_plane.reconcile.test_reconcile import add_pod, served
 from tests.support.operator_rig import Kit, resource
+from tests.support.served_resource import add_pod, served
 
 
 async def lead(kit: Kit) -> None:

@@ -18,9 +18,9 @@ from foveal_operator.manifests.documents import (
     frontend_document,
 )
 from foveal_runtime.plan.config import EngineConfig, FrontendConfig
-from tests.control_plane.api.test_no_field_ignored import LEAVES, base_for, sample
 from tests.support.regenerate import planned
 from tests.support.samples import put, resource
+from tests.support.spec_fields import LEAVES, base_for, sample
 
 # What no field of the resource changes, and why.
 FIXED = {

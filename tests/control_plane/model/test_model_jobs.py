@@ -15,20 +15,20 @@ from foveal_operator.kube.kinds import JOB
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.job import TEMPLATE
 from foveal_operator.model.flow import PROFILE_KEY, ModelDecision
-from tests.control_plane.model.test_model_flow import CLAIMED, FETCHED, PROFILE, World, kinds
-from tests.control_plane.reconcile.test_reconcile import add_pod, finish_profile, versions
 from tests.support.operator_rig import Kit, resource
 from tests.support.samples import resource as sample
+from tests.support.served_resource import add_pod, finish_profile, versions
+from tests.support.stored_objects import CLAIMED, FETCHED, PROFILE, StoredObjects, kinds
 
 FAILED_POD = {"exitCode": 1, "message": "boom", "finishedAt": "2026-01-01T00:00:00Z"}
 
 
 # --- names -------------------------------------------------------------------------------------
 def test_names_of_jobs_are_a_contract_with_every_earlier_release() -> None:
-    """Whoever changes one has every model in the world fetched and profiled once more."""
-    assert World(FETCHED).names["fetch"] == "qwen-fetch-665b245cf4"
-    assert World(FETCHED).names["profile"] == "qwen-profile-ed4a827a26"
-    assert World(CLAIMED).names["profile"] == "qwen-profile-c4c62f6c42"
+    """Whoever changes one has every model in the stored fetched and profiled once more."""
+    assert StoredObjects(FETCHED).names["fetch"] == "qwen-fetch-665b245cf4"
+    assert StoredObjects(FETCHED).names["profile"] == "qwen-profile-ed4a827a26"
+    assert StoredObjects(CLAIMED).names["profile"] == "qwen-profile-c4c62f6c42"
 
 
 @pytest.mark.parametrize(
@@ -45,23 +45,23 @@ def test_names_of_jobs_are_a_contract_with_every_earlier_release() -> None:
     ],
 )
 def test_only_what_a_result_depends_on_asks_for_another(change: Obj, again: set[str]) -> None:
-    before, after = World(FETCHED).names, World(parse(sample(**change))).names
+    before, after = StoredObjects(FETCHED).names, StoredObjects(parse(sample(**change))).names
     assert {what for what in ("fetch", "profile") if before[what] != after[what]} == again
 
 
 # --- Jobs of another release -------------------------------------------------------------------
-def otherwise(world: World, what: str, **container: Any) -> World:
+def otherwise(stored: StoredObjects, what: str, **container: Any) -> StoredObjects:
     """The Job as another release, or an earlier spec, has made it."""
-    live = world.live["Job", world.names[what]]
+    live = stored.live["Job", stored.names[what]]
     live["metadata"]["annotations"] = {TEMPLATE: "another"}
     wanted = {
         owned.body["metadata"]["name"]: owned.body
-        for owned in World(world.inference).claim().decide().objects
-    }.get(world.names[what])
+        for owned in StoredObjects(stored.inference).claim().decide().objects
+    }.get(stored.names[what])
     spec = (wanted or {}).get("spec", {}).get("template", {}).get("spec", {"containers": [{}]})
     own = {**spec["containers"][0], **container}
     live["spec"] = {"template": {"spec": {**spec, "containers": [own]}}}
-    return world
+    return stored
 
 
 def policy_of(found: ModelDecision, name: str) -> str:
@@ -70,18 +70,18 @@ def policy_of(found: ModelDecision, name: str) -> str:
 
 
 def test_a_download_by_another_release_counts() -> None:
-    world = otherwise(World(FETCHED).claim().job("fetch", "Complete"), "fetch")
-    world.live["ConfigMap", world.names["ConfigMap"]] = {"data": {PROFILE_KEY: PROFILE}}
-    found = world.decide()
+    stored = otherwise(StoredObjects(FETCHED).claim().job("fetch", "Complete"), "fetch")
+    stored.live["ConfigMap", stored.names["ConfigMap"]] = {"data": {PROFILE_KEY: PROFILE}}
+    found = stored.decide()
     assert (found.reason, found.delete) == (reasons.RESOLVED, ())
-    assert policy_of(found, world.names["fetch"]) == "Keep"
+    assert policy_of(found, stored.names["fetch"]) == "Keep"
 
 
 def test_a_download_under_way_is_not_begun_anew() -> None:
-    world = World(FETCHED).claim().job("fetch").pod("fetch", {"running": {}})
-    found = otherwise(world, "fetch", image="older", envFrom=[{"x": "y"}]).decide()
+    stored = StoredObjects(FETCHED).claim().job("fetch").pod("fetch", {"running": {}})
+    found = otherwise(stored, "fetch", image="older", envFrom=[{"x": "y"}]).decide()
     assert (found.reason, found.delete) == (reasons.DOWNLOADING, ())
-    assert policy_of(found, world.names["fetch"]) == "Keep"
+    assert policy_of(found, stored.names["fetch"]) == "Keep"
 
 
 @pytest.mark.parametrize(
@@ -90,20 +90,22 @@ def test_a_download_under_way_is_not_begun_anew() -> None:
 def test_a_download_in_trouble_is_made_anew_with_another_secret_or_image(
     container: Obj, anew: bool
 ) -> None:
-    world = World(FETCHED).claim().job("fetch").ended("fetch", 2, "hf://a/b: 401 Client Error")
-    found = otherwise(world, "fetch", **container).decide()
-    assert found.delete == ((("Job", world.names["fetch"], "uid-fetch"),) if anew else ())
+    stored = (
+        StoredObjects(FETCHED).claim().job("fetch").ended("fetch", 2, "hf://a/b: 401 Client Error")
+    )
+    found = otherwise(stored, "fetch", **container).decide()
+    assert found.delete == ((("Job", stored.names["fetch"], "uid-fetch"),) if anew else ())
     assert ("Job" in kinds(found)) is not anew, "applied in the same pass it would be the old one"
 
 
 @pytest.mark.parametrize("what", ["fetch", "profile"])
 def test_a_job_that_failed_as_another_release_made_it_gets_another_chance(what: str) -> None:
     """Even one that only an edit would heal: the new release may have mended it."""
-    world = World(FETCHED if what == "fetch" else CLAIMED).claim().job(what, "Failed")
-    world.ended(what, 2, "404 not a model we can load")
-    assert otherwise(world, what).decide().delete == (("Job", world.names[what], f"uid-{what}"),)
-    del world.live["Job", world.names[what]]["metadata"]["annotations"]
-    assert world.decide().delete == (), "made by this release: it has had its chance"
+    stored = StoredObjects(FETCHED if what == "fetch" else CLAIMED).claim().job(what, "Failed")
+    stored.ended(what, 2, "404 not a model we can load")
+    assert otherwise(stored, what).decide().delete == (("Job", stored.names[what], f"uid-{what}"),)
+    del stored.live["Job", stored.names[what]]["metadata"]["annotations"]
+    assert stored.decide().delete == (), "made by this release: it has had its chance"
 
 
 async def test_an_upgrade_that_makes_jobs_otherwise_changes_nothing() -> None:
@@ -148,15 +150,15 @@ FAILURES = [
 def test_a_job_that_fails_is_the_last_failure(
     inference: Any, what: str, code: int, line: str, reason: str
 ) -> None:
-    world = World(inference).claim().job(what)
-    failure = world.ended(what, code, f"a log line\n{line}\n", ago=60).decide().failure
+    stored = StoredObjects(inference).claim().job(what)
+    failure = stored.ended(what, code, f"a log line\n{line}\n", ago=60).decide().failure
     assert failure is not None
-    assert (failure.pod, failure.container) == (f"{world.names[what]}-0", what)
+    assert (failure.pod, failure.container) == (f"{stored.names[what]}-0", what)
     assert (failure.reason, failure.exit_code, failure.message) == (reason, code, line)
-    world.pod(what, {"running": {}})
-    assert world.decide().failure == failure, "while it is tried again"
+    stored.pod(what, {"running": {}})
+    assert stored.decide().failure == failure, "while it is tried again"
     message = PROFILE if what == "profile" else ""
-    found = world.job(what, "Complete").ended(what, 0, message).decide()
+    found = stored.job(what, "Complete").ended(what, 0, message).decide()
     assert found.failure is None, "what a Job suffered that has ended well is over"
 
 

@@ -13,11 +13,11 @@ from foveal_operator.pods.metrics import PodReports
 from foveal_operator.pods.probes import metrics_url
 from foveal_operator.testing.fake_cluster import FakeCluster
 from foveal_runtime.plan.fetch_progress import exposition
-from tests.control_plane.model.test_model_flow import FETCHED, World
-from tests.control_plane.pods.test_probes import FakePods, pod
-from tests.control_plane.reconcile.test_reconcile import PROFILE, finish_profile
 from tests.support.budget_samples import VLM
+from tests.support.fake_pods import FakePods, pod
 from tests.support.operator_rig import Kit, resource
+from tests.support.served_resource import PROFILE, finish_profile
+from tests.support.stored_objects import FETCHED, StoredObjects
 
 COMMIT = "0123456789" * 4
 URI = "hf://org/tiny"
@@ -49,15 +49,15 @@ async def test_a_pod_that_does_not_know_the_size_or_does_not_answer_says_nothing
 
 
 def test_only_the_attempt_that_runs_tells() -> None:
-    world = World(FETCHED).claim().job("fetch")
-    world.ended("fetch", 1, "boom", ago=60).pod("fetch", {"running": {}})
-    old, new = (one["metadata"]["name"] for one in world.pods)
-    world.downloads = {old: 90, new: 43}
-    found = world.decide()
+    stored = StoredObjects(FETCHED).claim().job("fetch")
+    stored.ended("fetch", 1, "boom", ago=60).pod("fetch", {"running": {}})
+    old, new = (one["metadata"]["name"] for one in stored.pods)
+    stored.downloads = {old: 90, new: 43}
+    found = stored.decide()
     assert (found.reason, found.download_percent) == (reasons.DOWNLOADING, 43)
     assert found.message == f"fetching {FETCHED.spec.model.uri}: 43 % is there"
-    world.downloads = {old: 90}
-    assert world.decide().download_percent is None
+    stored.downloads = {old: 90}
+    assert stored.decide().download_percent is None
 
 
 # --- status ------------------------------------------------------------------------------------

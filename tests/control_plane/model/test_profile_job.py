@@ -13,8 +13,8 @@ from foveal_operator.api.parse import parse
 from foveal_operator.manifests import ClusterFacts, desired
 from foveal_runtime.plan.config import GIB, ModalitiesConfig, ModalityLimits
 from foveal_runtime.plan.profile_memory import profile_memory_bytes
-from tests.control_plane.model.test_model_flow import World
 from tests.support.samples import resource
+from tests.support.stored_objects import StoredObjects
 
 
 def memory(**modalities: Any) -> dict[str, str]:
@@ -76,11 +76,13 @@ def test_higher_limits_never_mean_less_memory(
 
 
 def test_a_job_that_was_killed_for_memory_says_what_to_lower() -> None:
-    world = World(parse(resource(model={"uri": "pvc://weights/qwen"}))).claim().job("profile")
+    stored = (
+        StoredObjects(parse(resource(model={"uri": "pvc://weights/qwen"}))).claim().job("profile")
+    )
     state = {"exitCode": 137, "reason": "OOMKilled", "message": "", "finishedAt": "2026-01-01"}
-    found = world.pod("profile", {"terminated": state}).decide()
+    found = stored.pod("profile", {"terminated": state}).decide()
     assert found.reason is reasons.PROFILE_FAILED
     assert "its limit of 8Gi follows from modalities.image.maxPixels" in found.message
-    found = world.job("profile", "Failed", ago=1).decide()
+    found = stored.job("profile", "Failed", ago=1).decide()
     assert found.reason is reasons.PROFILE_FAILED
     assert "lower the largest of them" in found.message

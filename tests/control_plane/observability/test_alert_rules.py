@@ -21,7 +21,7 @@ from foveal_operator.observability import operator_rule_groups, resource_rule_gr
 from foveal_operator.observability.alerts import ALERTS
 from foveal_operator.observability.promql import KNOWN
 from foveal_runtime.plan.metrics.metric import Metric
-from tests.control_plane.observability.test_observability import FILES, expressions
+from tests.support.observability_files import FILES, expressions
 
 TOOLS = os.environ.get("TOOLS", "/var/tmp/foveal-e2e/tools")
 PROMTOOL = shutil.which("promtool") or shutil.which("promtool", path=TOOLS)

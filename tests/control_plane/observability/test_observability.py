@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,8 +12,6 @@ from grafana_foundation_sdk.models import dashboard as schema
 
 from foveal_operator.manifests import ClusterFacts
 from foveal_operator.observability import (
-    cluster_dashboards,
-    operator_rule_groups,
     resource_dashboards,
     resource_rule_groups,
 )
@@ -24,9 +21,9 @@ from foveal_operator.observability.promql import KNOWN, TARGET_LABELS
 from foveal_operator.telemetry.declared import OPERATOR_METRICS
 from foveal_runtime.plan.metrics.registry import METRICS
 from tests.support import regenerate
+from tests.support.observability_files import FILES, expressions
 from tests.support.samples import LEGAL
 
-FILES = {**cluster_dashboards(), **resource_dashboards()}
 NOT_SHOWN = {
     # Of interest when something is examined, not at a glance.
     "vllm:cache_config_info", "vllm:engine_sleep_state", "vllm:num_requests_waiting",
@@ -44,17 +41,6 @@ NOT_SHOWN = {
 }  # fmt: skip
 _WORDS = {"sum", "max", "min", "avg", "count", "by", "on", "and", "or", "rate", "increase",
           "deriv", "histogram_quantile", "vector", "time", "absent", "offset"}  # fmt: skip
-
-
-def expressions() -> Iterator[tuple[str, str]]:
-    """(where, expression) of every panel and rule, as committed."""
-    for name, text in FILES.items():
-        for panel in json.loads(text)["panels"]:
-            for target in panel.get("targets", ()):
-                yield f"{name}: {panel['title']}", target["expr"]
-    for group in (*resource_rule_groups(), *operator_rule_groups()):
-        for rule in group["rules"]:
-            yield rule["alert"], rule["expr"]
 
 
 ALL = list(expressions())

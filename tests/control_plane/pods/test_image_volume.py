@@ -9,8 +9,8 @@ import pytest
 from foveal_operator.kube.kinds import POD
 from foveal_operator.kube.types import Obj
 from foveal_operator.pods.image_volume import image_revision
-from tests.control_plane.reconcile.test_reconcile import add_pod, served
 from tests.support.operator_rig import Kit, resource
+from tests.support.served_resource import add_pod, served
 
 ONE, OTHER = f"sha256:{'1' * 64}", f"sha256:{'2' * 64}"
 URI = "oci://registry.example/models/tiny:v1"

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from foveal_operator.kube.kinds import INFERENCE
 from foveal_operator.kube.types import Obj
 from tests.support.api_server_rules import problems
-from tests.support.playground import NAME, Playground
+from tests.support.instant_cluster import NAME, InstantCluster
 from tests.support.samples import LEGAL, put, resource
 from tests.support.spec_strategies import BAD, is_allowed, specs
 
@@ -30,8 +30,8 @@ FEW, MANY = 24, int(os.environ.get("FOVEAL_TRANSITIONS", "560"))
 State = tuple[dict[str, Obj], Obj]
 
 
-def state(playground: Playground) -> State:
-    return playground.objects(), playground.told()
+def state(instant_cluster: InstantCluster) -> State:
+    return instant_cluster.objects(), instant_cluster.told()
 
 
 def without_replicas(found: State, spec: Obj) -> State:
@@ -87,7 +87,7 @@ def assert_equal(found: State, expected: State, spec: Obj, what: str) -> None:
 
 async def there_and_back(before: Obj, after: Obj) -> bool:
     """Two transitions, two comparisons. Returns whether `after` fits."""
-    travelled, fresh = Playground(), Playground()
+    travelled, fresh = InstantCluster(), InstantCluster()
     await travelled.become(before)
     first = state(travelled)
     await travelled.become(after)
@@ -159,19 +159,19 @@ async def test_the_basis_of_one_accelerator_is_none_of_another() -> None:
 @pytest.mark.parametrize("what", BAD)
 async def test_a_bad_spec_is_told_and_taken_back(name: str, what: str) -> None:
     """Pods that serve live on while the spec is bad; taking it back leaves nothing of it."""
-    playground = Playground()
+    instant_cluster = InstantCluster()
     good = LEGAL[name]["spec"]
     bad = {**resource(NAME), "spec": copy.deepcopy(good)}
     for path, value in BAD[what].items():
         bad = put(bad, path, value)
     assert not problems(bad), "the API server takes it"
-    await playground.become(good)
-    first = state(playground)
-    uids = {pod["metadata"]["uid"] for pod in playground.pods("frontend")}
-    await playground.become(bad["spec"])
-    assert playground.condition("Ready")[0] == "False", what
-    assert playground.cluster.body(INFERENCE.name, NAME, "models")["status"]["conditions"]
+    await instant_cluster.become(good)
+    first = state(instant_cluster)
+    uids = {pod["metadata"]["uid"] for pod in instant_cluster.pods("frontend")}
+    await instant_cluster.become(bad["spec"])
+    assert instant_cluster.condition("Ready")[0] == "False", what
+    assert instant_cluster.cluster.body(INFERENCE.name, NAME, "models")["status"]["conditions"]
     if what != "no such image":
-        assert {pod["metadata"]["uid"] for pod in playground.pods("frontend")} >= uids
-    await playground.become(good)
-    assert_equal(state(playground), first, good, what)
+        assert {pod["metadata"]["uid"] for pod in instant_cluster.pods("frontend")} >= uids
+    await instant_cluster.become(good)
+    assert_equal(state(instant_cluster), first, good, what)

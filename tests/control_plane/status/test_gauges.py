@@ -11,7 +11,7 @@ from foveal_operator.status import gauges
 from foveal_operator.status.cold_start import METRIC, ColdStarts, phases
 from foveal_operator.status.report import plain
 from foveal_operator.telemetry.series import Telemetry
-from tests.control_plane.status.test_status import BASE, ended, pod, revisions, serving, status_of
+from tests.support.observed_status import BASE, ended, pod, revisions, serving, status_of
 from tests.support.regenerate import planned
 
 NAME = {"namespace": "models", "name": "qwen"}

@@ -1,7 +1,5 @@
 """The engine's core behind the real protocol, without sockets: frontends, mirror, scheduler."""
 
-import random
-from collections import deque
 from dataclasses import replace
 
 import msgspec
@@ -9,110 +7,18 @@ import numpy as np
 import pytest
 
 from foveal_runtime.engine.events.log import EventLog
-from foveal_runtime.engine.process.assemble import LoadedEngine, assemble_core, scheduler_limits
-from foveal_runtime.engine.testing.drive import FakeClock
-from foveal_runtime.engine.testing.fake_frontend import FakeFrontend, FakeItem
-from foveal_runtime.engine.testing.fake_runner import FakeRunner, reference_tokens
+from foveal_runtime.engine.process.assemble import LoadedEngine, scheduler_limits
+from foveal_runtime.engine.testing.fake_frontend import FakeItem
+from foveal_runtime.engine.testing.fake_runner import FakeRunner
 from foveal_runtime.mirror.messages import Down
 from foveal_runtime.plan.budget.encoder import LargestItem
 from foveal_runtime.plan.config import EngineCaches, EngineConfig, ModelConfig, SchedulerConfig
-from foveal_runtime.plan.errors import MediaTooLarge, StartupError
+from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.wire import codec
 from foveal_runtime.wire.item import pack_item
 from foveal_runtime.wire.messages import RequestBody
-
-
-class Engine:
-    """A core, its frontends, and messages carried between them as bytes."""
-
-    def __init__(self, *, caches=None, scheduler=None, num_blocks=64, events=None, max_len=200,
-                 run_ahead="off"):  # fmt: skip
-        self.clock = FakeClock()
-        config = EngineConfig(
-            model=ModelConfig(path="/models/fake"),
-            caches=caches or EngineCaches(ipc_bytes=4000, ipc_staging_bytes=8000, block_size=4),
-            scheduler=scheduler or SchedulerConfig(max_num_batched_tokens=32, max_num_seqs=8),
-            run_ahead=run_ahead,
-        )
-        block_size = config.caches.block_size
-        self.runner = FakeRunner(num_blocks=num_blocks, block_size=block_size)
-        loaded = LoadedEngine(
-            runner=self.runner, num_blocks=num_blocks, max_model_len=max_len,
-            largest={"image": LargestItem(24, 24)},
-        )  # fmt: skip
-        self.sent = []
-        self.going_up = deque()
-        self.frontends = {}
-        self.core = assemble_core(
-            config, loaded, send=lambda fid, m: self.sent.append((fid, m)), clock=self.clock,
-            events=events, boot=1,
-        )  # fmt: skip
-
-    def connect(self, name="f1", boot=1, **options):
-        frontend = self.frontends[name] = FakeFrontend(name, boot=boot, **options)
-        self.up(frontend, frontend.hello())
-        return frontend
-
-    def up(self, frontend, sending):
-        """One message up, through its bytes, and all that it leads to, in order."""
-        self.going_up.append((frontend, sending))
-        while self.going_up or self.sent:
-            if self.going_up:
-                self._take_up(*self.going_up.popleft())
-            else:
-                self._take_down(*self.sent.pop(0))
-
-    def _take_up(self, frontend, sending):
-        frames = [memoryview(bytes(frame)) for frame in codec.encode_up(sending)]
-        message = codec.decode_up(frames)
-        values = codec.open_values(message, frames)
-        self.core.on_message(frontend.sender.frontend_id, message, values)
-
-    def _take_down(self, fid, message):
-        frontend = self.frontends[fid]
-        answers = frontend.take(codec.decode_down(codec.encode_down(message)))
-        self.going_up.extend((frontend, answer) for answer in answers)
-
-    def deliver(self):
-        while self.sent:
-            self._take_down(*self.sent.pop(0))
-            while self.going_up:
-                self._take_up(*self.going_up.popleft())
-
-    def step(self):
-        self.core.step()
-        self.clock.now += 0.01
-        self.deliver()
-        self.core.check_integrity()
-
-    def run(self, max_steps=1000):
-        """Until nothing happens any more and all notes are out."""
-        for _ in range(max_steps):
-            if not self.core.has_work and self.core.seconds_to_note() is None:
-                return
-            if not self.core.has_work:
-                self.clock.now += self.core.seconds_to_note()
-            self.step()
-        raise AssertionError("the engine does not come to rest")
-
-    def check(self, frontend, rid):
-        tokens, inputs, values = frontend.expanded(rid)
-        made = frontend.tokens[rid]
-        sampling = frontend.bodies[rid][2]
-        assert made == reference_tokens(tokens, inputs, values, sampling, len(made)), rid
-
-    def assert_clean(self):
-        core = self.core
-        assert core.num_unfinished == 0
-        assert core.scheduler.pool.num_used_blocks == 0
-        assert core.scheduler.encoder.num_used_embeds == 0
-        assert core.receiver.store.held_bytes == 0
-        assert core.receiver.store.bypass_bytes == 0
-        core.check_integrity()
-
-
-A, B, C = (FakeItem(name, tokens) for name, tokens in (("A", 6), ("B", 9), ("C", 12)))
+from tests.support.engine_core_rig import A, B, C, Engine
 
 
 def test_a_request_goes_through_and_a_repeat_costs_a_key():
@@ -434,56 +340,6 @@ def test_too_many_waiting_requests_are_told_to_come_later():
     engine.assert_clean()
 
 
-@pytest.mark.parametrize("run_ahead", ["off", "on"])
-@pytest.mark.parametrize("seed", range(6))
-def test_a_crowd_of_frontends_with_small_caches(seed, run_ahead):
-    """Three frontends, more media than any cache holds, aborts and lost sessions."""
-    print("seed", seed)
-    rng = random.Random(seed)
-    caches = EngineCaches(
-        ipc_bytes=rng.choice([0, 700, 2000]), ipc_staging_bytes=rng.choice([3000, 8000]),
-        block_size=4, encoder_embeds=24, encoder_host_bytes=rng.choice([0, 2000]),
-    )  # fmt: skip
-    engine = Engine(caches=caches, num_blocks=50, run_ahead=run_ahead)
-    items = [FakeItem(f"i{n}", 2 + 2 * n, 64 + 40 * n) for n in range(8)]
-    names = ["f1", "f2", "f3"]
-    for name in names:
-        engine.connect(name)
-    live, done = [], []
-    for number in range(60):
-        frontend = engine.frontends[rng.choice(names)]
-        rid = (f"r{number}", 0)
-        prompt = rng.choices([10, 11, *items], k=rng.randint(1, 4))
-        try:
-            sending = frontend.request(rid, [5, *prompt], max_tokens=rng.randint(1, 20))
-        except MediaTooLarge:
-            continue
-        engine.up(frontend, sending)
-        live.append((frontend, rid))
-        for _ in range(rng.randint(0, 3)):
-            engine.step()
-        if rng.random() < 0.1:
-            frontend, rid = live.pop(rng.randrange(len(live)))
-            sending = frontend.sender.abort(rid)
-            if sending is not None:
-                engine.up(frontend, sending)
-        if rng.random() < 0.05:
-            frontend = engine.frontends[rng.choice(names)]
-            sid = frontend.sender.sid
-            lost = frontend.sender.end_session("test")
-            engine.core.on_session_lost(frontend.sender.frontend_id, sid, "test")
-            live = [entry for entry in live if entry[0] is not frontend or entry[1] not in lost]
-            engine.up(frontend, frontend.hello())
-    engine.run()
-    done = [(f, rid) for f, rid in live if f.finish.get(rid) == "length"]
-    assert len(done) > 20
-    for frontend, rid in done:
-        engine.check(frontend, rid)
-    for frontend, rid in live:
-        assert rid in frontend.finish, f"{rid} was dropped silently: {frontend.over}"
-    engine.assert_clean()
-
-
 def test_a_request_that_waited_for_room_starts_when_another_ends():
     size = len(A.value)
     caches = EngineCaches(ipc_bytes=size, ipc_staging_bytes=8000, block_size=4)
@@ -501,132 +357,4 @@ def test_a_request_that_waited_for_room_starts_when_another_ends():
     assert engine.core.has_work
     engine.run()
     engine.check(frontend, ("s", 0))
-    engine.assert_clean()
-
-
-def early_release(ipc_bytes: int = 4000, num_blocks: int = 64, run_ahead: str = "off") -> Engine:
-    caches = EngineCaches(
-        ipc_bytes=ipc_bytes, ipc_staging_bytes=8000, block_size=4, prefix_caching=False,
-        encoder_embeds=24, unpin_at="encoded",
-    )  # fmt: skip
-    return Engine(caches=caches, num_blocks=num_blocks, run_ahead=run_ahead)
-
-
-def test_values_are_unpinned_once_their_items_are_encoded():
-    engine = early_release()
-    frontend = engine.connect()
-    engine.up(frontend, frontend.request(("r", 0), [1, A, 2, B, 3], max_tokens=20))
-    assert engine.core.receiver.store.pinned_bytes == len(A.value) + len(B.value)
-    engine.step()
-    assert engine.core.num_unfinished == 1
-    assert engine.core.receiver.store.pinned_bytes == 0
-    [request] = engine.core.scheduler.running
-    assert request.values == (b"", b""), "no view keeps the memory"
-    engine.run()
-    assert frontend.finish["r", 0] == "length"
-    engine.check(frontend, ("r", 0))
-    engine.assert_clean()
-
-
-def test_an_item_that_is_not_encoded_yet_keeps_its_value():
-    engine = early_release()
-    frontend = engine.connect()
-    # 32 tokens a step: the second item is out of the first step's reach.
-    engine.up(frontend, frontend.request(("r", 0), [A, *range(20, 50), B], max_tokens=8))
-    engine.step()
-    assert engine.core.receiver.store.pinned_bytes == len(B.value)
-    engine.run()
-    engine.check(frontend, ("r", 0))
-    engine.assert_clean()
-
-
-def test_a_preempted_request_gets_its_released_values_back():
-    """Two requests that do not fit side by side once they have grown; the value cache holds one
-    request's values, so those of the preempted one are gone and must be sent again."""
-    ipc_bytes = len(A.value) + len(B.value) + len(C.value)
-    engine = early_release(ipc_bytes, num_blocks=17)
-    frontend = engine.connect()
-    engine.up(frontend, frontend.request(("r", 0), [1, A, B, 3], max_tokens=30))
-    engine.up(frontend, frontend.request(("s", 0), [2, C, 4], max_tokens=30))
-    engine.step()
-    fresh = [FakeItem(f"other{i}", 4) for i in range(3)]
-    for number, item in enumerate(fresh):  # takes the room of all that is not pinned
-        engine.up(frontend, frontend.request((f"t{number}", 0), [5, item], max_tokens=1))
-    engine.run()
-    assert engine.core.stats.num_preemptions > 0
-    assert frontend.num_needs > 0
-    for rid in frontend.bodies:
-        assert frontend.finish[rid] == "length"
-        engine.check(frontend, rid)
-    queries = engine.core.receiver.stats.num_queries
-    assert queries == 6, "who comes back for a value is no second query"
-    engine.assert_clean()
-
-
-def test_who_waits_for_released_values_can_be_aborted():
-    engine = early_release(num_blocks=17)
-    frontend = engine.connect()
-    engine.up(frontend, frontend.request(("r", 0), [1, A, 3], max_tokens=40))
-    engine.up(frontend, frontend.request(("s", 0), [2, C, 4], max_tokens=40))
-    engine.step()
-    engine.core.receiver.reset()  # nobody pins a value: all are gone
-    frontend.answers = False
-    while not engine.core.scheduler.roster.away:
-        engine.step()
-    [away] = engine.core.scheduler.roster.away.values()
-    engine.up(frontend, frontend.sender.abort(away.rid))
-    engine.run()
-    [other] = {("r", 0), ("s", 0)} - {away.rid}
-    assert frontend.finish == {other: "length"}
-    engine.check(frontend, other)
-    # The answer that never came keeps its room until the session ends.
-    engine.core.end_session("f1", "over")
-    engine.run()
-    engine.assert_clean()
-
-
-def test_released_values_that_nobody_has_any_more_end_their_request():
-    engine = early_release(num_blocks=17)
-    frontend = engine.connect()
-    engine.up(frontend, frontend.request(("r", 0), [1, A, 3], max_tokens=40))
-    engine.up(frontend, frontend.request(("s", 0), [2, C, 4], max_tokens=40))
-    engine.step()
-    engine.core.receiver.reset()
-    frontend.items.clear()  # as for media that came by uuid alone
-    engine.run()
-    assert sorted(frontend.finish.values()) == ["length", "rejected"]
-    [(rid, error)] = frontend.errors.items()
-    assert error[0] == "mm_source_lost"
-    [other] = frontend.bodies.keys() - {rid}
-    engine.check(frontend, other)
-    engine.assert_clean()
-
-
-@pytest.mark.parametrize("run_ahead", ["off", "on"])
-@pytest.mark.parametrize("seed", range(4))
-def test_a_crowd_with_early_release(seed, run_ahead):
-    """Tokens stay those of a straight computation, whatever is released, preempted and fetched."""
-    print("seed", seed)
-    rng = random.Random(seed)
-    engine = early_release(ipc_bytes=900, num_blocks=33, run_ahead=run_ahead)
-    frontends = [engine.connect(f"f{i}") for i in range(2)]
-    items = [FakeItem(f"i{i}", rng.randrange(2, 13), rng.randrange(16, 200)) for i in range(9)]
-    rids = []
-    for number in range(60):
-        frontend = rng.choice(frontends)
-        parts = [rng.randrange(20, 60) for _ in range(rng.randrange(1, 12))]
-        for item in rng.sample(items, rng.randrange(4)):
-            parts.insert(rng.randrange(len(parts) + 1), item)
-        rid = (f"r{number}", 0)
-        engine.up(frontend, frontend.request(rid, parts, max_tokens=rng.randrange(1, 40)))
-        rids.append((frontend, rid))
-        for _ in range(rng.randrange(4)):
-            engine.step()
-        if rng.random() < 0.1:
-            engine.core.receiver.reset()
-    engine.run(5000)
-    assert engine.core.stats.num_preemptions > 0
-    for frontend, rid in rids:
-        assert frontend.finish[rid] == "length", frontend.errors.get(rid)
-        engine.check(frontend, rid)
     engine.assert_clean()

@@ -3,7 +3,6 @@
 import pytest
 
 from foveal_runtime.engine.testing.drive import Drive, image
-from foveal_runtime.engine.testing.fake_runner import content
 from foveal_runtime.engine.types.request import Status
 from foveal_runtime.engine.types.step import ModelTraits
 from foveal_runtime.plan.errors import (
@@ -14,17 +13,7 @@ from foveal_runtime.plan.errors import (
     Overloaded,
 )
 from foveal_runtime.plan.sampling import SamplingParams
-
-P = 9
-
-
-def chunks(drive, request_id):
-    return [
-        (entry.num_computed_tokens, entry.num_scheduled_tokens)
-        for plan in drive.plans
-        for entry in plan.scheduled
-        if entry.request_id == request_id
-    ]
+from tests.support.scheduled_chunks import P, chunks
 
 
 def test_a_long_prompt_is_computed_in_chunks_and_decodes_go_on():
@@ -296,94 +285,6 @@ def test_an_abort_between_plan_and_result_is_harmless():
     drive.assert_done()
 
 
-def test_the_same_picture_in_one_pass_is_encoded_once():
-    drive = Drive(max_num_batched_tokens=64)
-    for name in "abc":
-        drive.add(name, [ord(name), *[P] * 6, 2], [image("A", 1, 6)])
-    plan = drive.step()
-    assert len(plan.encode) == 1
-    assert len(plan.scheduled) == 3
-    drive.run()
-    assert drive.runner.num_encoded == 1
-    assert [drive.first[name].num_encoder_hits for name in "abc"] == [0, 1, 1]
-    drive.assert_done()
-
-
-def test_a_picture_twice_in_one_prompt_is_encoded_once():
-    drive = Drive()
-    drive.add("a", [1, *[P] * 6, 2, *[P] * 6, 3], [image("A", 1, 6), image("A", 8, 6)])
-    drive.run()
-    assert drive.runner.num_encoded == 1
-    drive.assert_done()
-
-
-def test_the_encoder_budget_cuts_the_chunk_before_the_item():
-    drive = Drive(max_num_batched_tokens=64, encoder_compute_embeds=10)
-    drive.add("a", [1, *[P] * 6, 2, *[P] * 6, 3], [image("A", 1, 6), image("B", 8, 6)])
-    plan = drive.step()
-    assert [len(plan.encode), plan.num_tokens] == [1, 8]
-    drive.run()
-    assert chunks(drive, "a")[:2] == [(0, 8), (8, 7)]
-    drive.assert_done()
-
-
-def test_without_room_in_the_encoder_cache_an_item_waits_for_another_to_be_consumed():
-    drive = Drive(encoder_cache_embeds=12, max_num_batched_tokens=8)
-    drive.add("a", [1, *[P] * 12, 2], [image("A", 1, 12)])
-    drive.add("b", [3, *[P] * 12, 4], [image("B", 1, 12)])
-    drive.run()
-    drive.assert_done()
-    assert drive.scheduler.encoder.num_evictions == 1
-
-
-def test_marker_tokens_of_an_item_need_no_encoder_output():
-    drive = Drive(max_num_batched_tokens=4)
-    drive.add("a", [1, 2, *[P] * 10, 3], [image("A", 2, 10, num_embeds=6)])
-    assert drive.step().encode == []
-    assert len(drive.step().encode) == 1
-    drive.run()
-    drive.assert_done()
-
-
-def test_unchunked_items_are_computed_in_one_step_and_do_not_starve():
-    drive = Drive(disable_chunked_mm_input=True, max_num_batched_tokens=16)
-    drive.add("text", range(20, 24), max_tokens=30)
-    drive.step()
-    drive.add("a", [1, 2, *[P] * 16, 3], [image("A", 2, 16)])
-    drive.run()
-    assert chunks(drive, "a")[:3] == [(0, 2), (2, 16), (18, 1)]
-    assert list(drive.finish) == ["a", "text"], "an item as large as the step had to wait"
-    drive.assert_done()
-
-
-@pytest.mark.parametrize("kind", ["item", "prompt"])
-def test_groups_are_not_cut(kind):
-    traits = ModelTraits(
-        vocab_size=1000, max_position=1000, eos_token_ids=(), is_multimodal=True,
-        bidirectional=kind, embed_bytes=4,
-    )  # fmt: skip
-    drive = Drive(traits=traits, max_num_batched_tokens=24)
-    drive.add("t", range(20, 32), max_tokens=20)
-    for name in ("A", "B"):
-        drive.add(name, [1, 2, *[P] * 12, *range(30, 38)], [image(name, 2, 12)])
-    drive.run()  # the runner asserts that no group is cut
-    drive.assert_done()
-    with pytest.raises((MediaTooLarge, InvalidRequest)):
-        drive.add("x", [P] * 25, [image("X", 0, 25, num_embeds=4)])
-
-
-def test_one_key_with_two_sizes_fails_only_the_second_request():
-    drive = Drive()
-    drive.add("a", [1, *[P] * 6, 2], [image("A", 1, 6)])
-    drive.run()
-    drive.add("b", [1, *[P] * 7, 2], [image("A", 1, 7)])
-    drive.add("c", [3, *[P] * 6, 2], [image("A", 1, 6)])
-    drive.run()
-    assert drive.finish == {"a": "length", "b": "error", "c": "length"}
-    assert "7 encoder outputs here and for 6" in drive.errors["b"][1]
-    drive.assert_done()
-
-
 def test_a_failing_request_does_not_touch_the_others():
     drive = Drive()
     for name in "ab":
@@ -392,22 +293,6 @@ def test_a_failing_request_does_not_touch_the_others():
     drive.runner.failures["a"] = "not a number"
     drive.run()
     assert drive.errors == {"a": ("engine_error", "not a number")}
-    drive.assert_done()
-
-
-def test_a_failed_encoding_leaves_no_ghost_in_the_cache():
-    drive = Drive(max_num_batched_tokens=64)
-    bad = image("bad", 1, 6)
-    drive.runner.bad_values.add(content(bad[1]))
-    drive.add("a", [1, *[P] * 6, 2], [bad])
-    drive.add("b", [2, *[P] * 6, 2], [bad])
-    drive.add("c", [3, *[P] * 6, 2], [image("C", 1, 6)])
-    drive.run()
-    assert drive.finish == {"a": "error", "b": "error", "c": "length"}
-    drive.runner.bad_values.clear()
-    drive.add("d", [1, *[P] * 6, 2], [bad])
-    drive.run()
-    assert drive.finish["d"] == "length"
     drive.assert_done()
 
 
@@ -432,30 +317,6 @@ def test_a_pass_that_cannot_progress_fails_the_blocker_and_never_spins():
     assert not drive.scheduler.has_work
 
 
-def test_a_waiting_request_that_gets_no_kv_holds_no_encoder_output():
-    """References taken before a failed block allocation used to stay for ever."""
-    drive = Drive(num_blocks=8, max_num_batched_tokens=64)
-    drive.add("a", range(10, 30), max_tokens=8)
-    drive.step()
-    drive.add("b", [1, *[P] * 12, 2], [image("B", 1, 12)])
-    plan = drive.step()
-    assert plan.encode == []
-    assert drive.scheduler.encoder.num_used_embeds == 0
-    drive.run()
-    drive.assert_done()
-
-
-def test_the_host_tier_saves_encodings():
-    drive = Drive(encoder_cache_embeds=16, encoder_host_bytes=4000, prefix_caching=False)
-    for turn in range(3):
-        for name in ("A", "B", "C"):
-            drive.add(f"{name}{turn}", [1, *[P] * 12, 2], [image(name, 1, 12)])
-            drive.run()
-    assert drive.runner.num_encoded == 3
-    assert drive.scheduler.encoder.num_host_hits == 6
-    drive.assert_done()
-
-
 def test_stage_times_and_counters():
     drive = Drive()
     drive.add("a", range(10, 40), max_tokens=3)
@@ -470,19 +331,3 @@ def test_stage_times_and_counters():
     assert stats.finished == {"length": 1}
     assert list(stats.observed.iteration_tokens) == [30, 1, 1]
     assert len(stats.observed.inter_token_seconds) == 2
-
-
-def test_a_sharer_of_a_failed_requests_encoding_starts_over_unharmed():
-    """The one it was encoded for fails; whether the output exists is not known, so the other
-    throws its step away and encodes the picture itself."""
-    drive = Drive(max_num_batched_tokens=64)
-    drive.add("a", [1, *[P] * 6, 2], [image("A", 1, 6)])
-    drive.add("b", [2, *[P] * 6, 2], [image("A", 1, 6)])
-    drive.runner.failures["a"] = "injected"
-    drive.step()
-    assert drive.outputs["b"] == []
-    assert drive.requests["b"].num_preemptions == 1
-    drive.run()
-    assert drive.finish == {"a": "error", "b": "length"}
-    assert drive.runner.num_encoded == 2
-    drive.assert_done()

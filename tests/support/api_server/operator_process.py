@@ -14,7 +14,7 @@ from pathlib import Path
 
 import foveal_operator
 import foveal_runtime
-from tests.support.api_server.nursery import Nursery
+from tests.support.api_server.fork_server import ForkServer
 from tests.support.api_server.programs import Program, free_port, start, wait_until
 
 RESYNC_SECONDS = 5
@@ -39,16 +39,16 @@ class OperatorProcess:
         self._command += [f"--lease-namespace={namespace}", "--log-format=text", "--workers=4"]
         self._command += [f"--resync-seconds={RESYNC_SECONDS}", *flags]
         self._program: Program | None = None
-        self.nursery: Nursery | None = None
+        self.fork_server: ForkServer | None = None
         self.packages = packages()
         self.num_starts = 0
 
     def start(self) -> None:
         assert not self.is_alive
         name, own = f"operator-{self.name}", {"POD_NAME": self.name}
-        if self.nursery is not None:
+        if self.fork_server is not None:
             log = self._folder / f"{name}.log"
-            child = self.nursery.spawn(self._command[3:], self._folder, own, log)
+            child = self.fork_server.spawn(self._command[3:], self._folder, own, log)
             self._program = Program(name, child, log)
         else:
             env = {**os.environ, "PYTHONPATH": os.pathsep.join(self.packages), **own}

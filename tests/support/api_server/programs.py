@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.support.api_server.nursery import Forked
+from tests.support.api_server.fork_server import Forked
 
 ROOT = Path(os.environ.get("FOVEAL_E2E", "/var/tmp/foveal-e2e"))
 ADMIN, CONTROLLERS = "admin-token", "controllers-token"

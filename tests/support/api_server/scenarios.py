@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from foveal_operator.kube.types import Obj
 from tests.support.api_server.programs import wait_until
-from tests.support.api_server.world import KIND, World
+from tests.support.api_server.sandbox import KIND, Sandbox
 
 Children = dict[str, Obj]
 _ROUTE = {"parentRefs": [{"name": "gateway", "namespace": "infra"}]}
@@ -23,15 +24,15 @@ class Step:
     `reason` is that of the condition Ready."""
 
     name: str
-    act: Callable[[World], object]
+    act: Callable[[Sandbox], object]
     num_engines: int = 1
     num_frontends: int = 1
     reason: str = "Ready"
 
 
-def _set(**changes: object) -> Callable[[World], object]:
+def _set(**changes: object) -> Callable[[Sandbox], object]:
     """The whole resource anew, with these fields."""
-    return lambda world: world.apply(world.sample("cpu", **changes))
+    return lambda sandbox: sandbox.apply(sandbox.sample("cpu", **changes))
 
 
 _TWO = {"frontend__replicas": 2}
@@ -48,24 +49,24 @@ STEPS = (
     Step("route removed", _set(**_CACHE), num_frontends=2),
     Step(
         "delete",
-        lambda world: world.api.delete(KIND, world.namespace, "qwen").must(),
+        lambda sandbox: sandbox.api.delete(KIND, sandbox.namespace, "qwen").must(),
         num_engines=0,
         num_frontends=0,
     ),
 )
 
 
-def is_over(world: World, step: Step) -> bool:
+def is_over(sandbox: Sandbox, step: Step) -> bool:
     """All is ready and the operator says so; a deleted resource has left nothing."""
     if step.name == "delete":
-        return not world.children() and not world.nodes.pods()
-    if world.conditions(field="reason").get("Ready") != step.reason:
+        return not sandbox.children() and not sandbox.nodes.pods()
+    if sandbox.conditions(field="reason").get("Ready") != step.reason:
         return False
-    image = ((world.resource() or {}).get("spec") or {}).get("image")
-    pods = [*world.nodes.pods("engine"), *world.nodes.pods("frontend")]
+    image = ((sandbox.resource() or {}).get("spec") or {}).get("image")
+    pods = [*sandbox.nodes.pods("engine"), *sandbox.nodes.pods("frontend")]
     if image and any(image not in _images(pod) for pod in pods):
         return False
-    return world.nodes.are_ready("engine", step.num_engines) and world.nodes.are_ready(
+    return sandbox.nodes.are_ready("engine", step.num_engines) and sandbox.nodes.are_ready(
         "frontend", step.num_frontends
     )
 
@@ -79,41 +80,54 @@ NO_LEASE = "--leader-elect=false"
 STEP_SECONDS = 240.0
 
 
-def undisturbed(world: World) -> dict[str, Children]:
+def undisturbed(sandbox: Sandbox) -> dict[str, Children]:
     """The children after each step of a run in which nothing goes wrong."""
-    world.operator("a", NO_LEASE).start()
-    return {step.name: run(world, step) for step in STEPS}
+    sandbox.operator("a", NO_LEASE).start()
+    return {step.name: run(sandbox, step) for step in STEPS}
 
 
-def run(world: World, step: Step) -> Children:
+def run(sandbox: Sandbox, step: Step) -> Children:
     """Does a step and waits until it is over and the operator rests. Returns the children."""
-    step.act(world)
+    step.act(sandbox)
     try:
         wait_until(
             f"step {step.name!r} is over",
-            lambda: keep_alive(world) and is_over(world, step),
+            lambda: keep_alive(sandbox) and is_over(sandbox, step),
             STEP_SECONDS,
         )
-        wait_until("the operator rests", lambda: keep_alive(world) and rests(world), STEP_SECONDS)
+        wait_until(
+            "the operator rests", lambda: keep_alive(sandbox) and rests(sandbox), STEP_SECONDS
+        )
     except TimeoutError as error:
-        raise TimeoutError(f"{error}\n{world.told()}") from None
-    return world.children()
+        raise TimeoutError(f"{error}\n{sandbox.told()}") from None
+    return sandbox.children()
 
 
-def keep_alive(world: World) -> bool:
+def keep_alive(sandbox: Sandbox) -> bool:
     """A dead operator is started anew, as a kubelet would. True when it lived."""
-    (operator,) = world.operators
+    (operator,) = sandbox.operators
     if operator.is_alive:
         return True
-    world.proxy.audit.forget(operator.name)
+    sandbox.proxy.audit.forget(operator.name)
     operator.start()
     return False
 
 
-def rests(world: World) -> bool:
+def rests(sandbox: Sandbox) -> bool:
     """One and the same life of it is ready and has written nothing for a while."""
-    (operator,) = world.operators
+    (operator,) = sandbox.operators
     if operator.ask("/readyz")[0] != 200:
         return False
-    world.settled()
+    sandbox.settled()
     return operator.is_alive
+
+
+DRIFT: list[tuple[str, str, Any]] = [
+    ("Deployment", "qwen-frontend", {"spec": {"replicas": 5}}),
+    ("Deployment", "qwen-frontend", {"spec": {"template": {"metadata": {"labels": {"x": "y"}}}}}),
+    ("StatefulSet", "qwen-engine", {"spec": {"template": {"spec": {"priority": None}}}}),
+    ("Service", "qwen", {"spec": {"ports": [{"name": "http", "port": 1, "targetPort": 1}]}}),
+    ("NetworkPolicy", "qwen-engine", {"spec": {"ingress": []}}),
+    ("ServiceAccount", "qwen", {"automountServiceAccountToken": True}),
+]
+"""Kind, name and change: what somebody else writes over the operator's fields."""

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tests.support.node import kit
+from tests.support.node import commands
 
 NAME = "nvidia.com/gpu"
 
@@ -31,5 +31,5 @@ def _patch(operation: str, count: int) -> None:
         {"op": operation, "path": f"/status/{kind}/{key}", "value": str(count)}
         for kind in ("capacity", "allocatable")
     ]
-    kit.kubectl("patch", "node", "node1", "--subresource=status", "--type=json",
+    commands.kubectl("patch", "node", "node1", "--subresource=status", "--type=json",
                 "-p", json.dumps(patches))  # fmt: skip

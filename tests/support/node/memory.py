@@ -15,13 +15,13 @@ import sys
 import time
 from pathlib import Path
 
-from tests.support.node import kit
+from tests.support.node import commands
 
 CGROUP = Path("/sys/fs/cgroup")
 PERIOD_SECONDS = 0.05
 
 
-def container_folder(pod: kit.Obj) -> Path:
+def container_folder(pod: commands.Obj) -> Path:
     """The control group of a pod's one container; of version 2, or version 1's memory hierarchy."""
     name = pod["status"]["containerStatuses"][0]["containerID"].rpartition("/")[2]
     root = CGROUP / "memory" if (CGROUP / "memory").is_dir() else CGROUP
@@ -46,7 +46,7 @@ class Sampler:
     would hold it up. After `stop`: `peaks`, `caches` (page cache), `num_samples`, `num_late` (more
     than 100 ms after the one before), `slowest_seconds`."""
 
-    def __init__(self, pods: dict[str, kit.Obj]) -> None:
+    def __init__(self, pods: dict[str, commands.Obj]) -> None:
         folders = {name: str(container_folder(pod)) for name, pod in pods.items()}
         self._process = subprocess.Popen(
             [sys.executable, __file__, json.dumps(folders)],
@@ -66,10 +66,10 @@ class Sampler:
 
 
 def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": f"{kit.REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"}
+    return {**os.environ, "PYTHONPATH": f"{commands.REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"}
 
 
-def _sample(folders: dict[str, Path]) -> kit.Obj:
+def _sample(folders: dict[str, Path]) -> commands.Obj:
     """Until standard input ends."""
     peaks, caches = dict.fromkeys(folders, 0), dict.fromkeys(folders, 0)
     num_samples = num_late = 0

@@ -7,11 +7,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tests.support.node import kit
+from tests.support.node import commands
 
 QUESTIONS = [
     (item["question"], tuple(item["images"]), item["answer"])
-    for item in json.loads((kit.PICTURES / "questions.json").read_text(encoding="utf-8"))
+    for item in json.loads((commands.PICTURES / "questions.json").read_text(encoding="utf-8"))
 ]
 PAUSE_SECONDS = 0.1
 """Between two questions of one client: without it two cores do nothing else but answer, and what a
@@ -25,7 +25,7 @@ def wrong_answers(url: str) -> list[str]:
     """Asks every question of the examples."""
     wrong = []
     for question, images, _ in QUESTIONS:
-        found = kit.ask(url, question, *images)
+        found = commands.ask(url, question, *images)
         if found != ANSWERS.setdefault(question, found):
             wrong.append(f"{question} {images}: {found!r}, not {ANSWERS[question]!r}")
     return wrong
@@ -43,7 +43,7 @@ class Asker(threading.Thread):
         while not self.stopping.wait(PAUSE_SECONDS):
             question, images, _ = QUESTIONS[self.answered % len(QUESTIONS)]
             try:
-                found = kit.ask(self.url, question, *images)
+                found = commands.ask(self.url, question, *images)
             except OSError as error:
                 self.failures.append(f"{type(error).__name__}: {error}")
                 continue

@@ -1,8 +1,8 @@
 """Reads of the API server over a kept connection, for tests that ask all the time.
 
 A kubectl costs a tenth of a second of a processor, and a test that waits asks many times a second:
-on two cores that is taken from what it waits for. Used by kit.py; what tests change they change by
-kubectl, as people do.
+on two cores that is taken from what it waits for. Used by commands.py; what tests change they
+change by kubectl, as people do.
 """
 
 from __future__ import annotations

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
-from tests.support.node import kit
+from tests.support.node import commands
 from tests.support.node.questions import asking
 
 
 def ready(role: str, name: str = "tiny") -> list[str]:
     """Names of the pods of a role that are Ready."""
-    found = kit.pods(role, name).items()
+    found = commands.pods(role, name).items()
     return [
         pod_name for pod_name, pod in found
         if any(c["type"] == "Ready" and c["status"] == "True"
@@ -27,21 +27,21 @@ class Roll(NamedTuple):
     least_ready: int
 
 
-def roll(url: str, spec: kit.Obj, role: str, name: str = "tiny") -> Roll:
+def roll(url: str, spec: commands.Obj, role: str, name: str = "tiny") -> Roll:
     """Changes the spec under load, until no old pod of the role is left. No request may fail: what
     an engine was doing goes on elsewhere."""
-    old = kit.uids(kit.pods(role, name))
+    old = commands.uids(commands.pods(role, name))
     counts = [(len(old), len(ready(role, name)))]
     started = time.monotonic()
 
     def is_done() -> bool:
-        counts.append((len(kit.pods(role, name)), len(ready(role, name))))
-        now = kit.uids(kit.pods(role, name))
-        return kit.is_current(name) and not old & now and len(now) == len(old)
+        counts.append((len(commands.pods(role, name)), len(ready(role, name))))
+        now = commands.uids(commands.pods(role, name))
+        return commands.is_current(name) and not old & now and len(now) == len(old)
 
     with asking(url) as asker:
-        kit.patch(name, spec)
-        kit.until("Ready with the change, no old pods", is_done, 800)
+        commands.patch(name, spec)
+        commands.until("Ready with the change, no old pods", is_done, 800)
     found = Roll(asker.answered, max(n for n, _ in counts), min(n for _, n in counts))
     print(f"{role}s rolled in {time.monotonic() - started:.0f} s: {found}")
     assert asker.failures == []

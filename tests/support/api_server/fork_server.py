@@ -2,7 +2,7 @@
 
 A start costs seconds of imports, and the crash tests start hundreds of lives. Each child is a
 process of its own with a pid, a log and an end of its own, to be killed like any other. Run as a
-script this file is the nursery; imported, it is the tests' side of it.
+script this file is the server; imported, it is the tests' side of it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-class Nursery:
+class ForkServer:
     """Use it in a with statement; `spawn` has the signature of programs.start."""
 
     def __init__(self, log: Path, packages: list[str]) -> None:
@@ -69,7 +69,7 @@ class Nursery:
         self._replies: list[int] = []
         self._has_reply = threading.Condition()
 
-    def __enter__(self) -> Nursery:
+    def __enter__(self) -> ForkServer:
         with self._log.open("ab") as out:
             self._process = subprocess.Popen(
                 [sys.executable, __file__],
@@ -78,7 +78,7 @@ class Nursery:
                 stderr=out,
                 env=self._env,
             )
-        self._reader = threading.Thread(target=self._read, name="nursery")
+        self._reader = threading.Thread(target=self._read, name="fork-server")
         self._reader.start()
         return self
 
@@ -100,7 +100,7 @@ class Nursery:
         with self._has_reply:
             self._process.stdin.write(json.dumps(asked).encode() + b"\n")
             self._process.stdin.flush()
-            assert self._has_reply.wait_for(lambda: self._replies, START_SECONDS), "no nursery"
+            assert self._has_reply.wait_for(lambda: self._replies, START_SECONDS), "no fork server"
             return self._children[self._replies.pop()]
 
     def _read(self) -> None:
@@ -120,7 +120,7 @@ class Nursery:
                     self._has_reply.notify_all()
 
 
-# --- in the nursery ------------------------------------------------------------------------------
+# --- in the fork server -------------------------------------------------------------------------
 def _tell(**what: int) -> None:
     os.write(1, json.dumps(what).encode() + b"\n")
 

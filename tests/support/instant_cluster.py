@@ -1,8 +1,8 @@
 """The operator over a FakeCluster in which everything else goes well at once: Jobs end, claims are
 bound, pods come up and go. Deterministic; for tests that ask what stands there in the end.
 
-`Playground.become(spec)` is one user's edit, followed to rest; `objects()` is what is left, without
-what differs from run to run or is kept on purpose.
+`InstantCluster.become(spec)` is one user's edit, followed to rest; `objects()` is what is left,
+without what differs from run to run or is kept on purpose.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ROUND_SECONDS = 11.0
 _COMPONENT = "app.kubernetes.io/component"
 
 
-class Playground:
+class InstantCluster:
     """One namespace with one resource. Everything optional is served."""
 
     def __init__(self) -> None:

@@ -26,6 +26,8 @@ PICTURES = REPOSITORY / "examples/tiny-vlm/images"
 ROOT = Path(os.environ.get("FOVEAL_E2E", "/var/tmp/foveal-e2e"))
 TOOLS = Path(os.environ.get("TOOLS", ROOT / "tools"))
 KUBECONFIG = ROOT / "run/pki/admin.kubeconfig"
+HOST_IP = "10.200.0.1"
+"""This machine, as pods reach it; e2e/cluster/env.sh has the same."""
 REGISTRY = "localhost"
 """The node's own; it has the images that images.sh built."""
 OPERATOR_IMAGE = f"{REGISTRY}/foveal/operator:0.1.0"

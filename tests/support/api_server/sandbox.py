@@ -22,8 +22,8 @@ from foveal_operator.model.flow import PROFILE_KEY, model_keys
 from tests.support.api_server.api import Api
 from tests.support.api_server.audit import Audit
 from tests.support.api_server.fault_proxy import FaultProxy
+from tests.support.api_server.fork_server import ForkServer
 from tests.support.api_server.nodes import Nodes
-from tests.support.api_server.nursery import Nursery
 from tests.support.api_server.operator_process import OperatorProcess
 from tests.support.api_server.programs import Cluster, wait_until
 from tests.support.api_server.stable import stable
@@ -79,14 +79,14 @@ def profile_of(stored: Obj) -> Obj:
     }
 
 
-class World:
+class Sandbox:
     """`url_of` makes an operator's address: the proxy's."""
 
     def __init__(self, cluster: Cluster, api: Api, namespace: str, nodes: Nodes) -> None:
         self.cluster, self.api, self.namespace, self.nodes = cluster, api, namespace, nodes
         self.proxy = FaultProxy(cluster, Audit())
         self.operators: list[OperatorProcess] = []
-        self.nursery: Nursery | None = None
+        self.fork_server: ForkServer | None = None
 
     def operator(self, name: str = "a", *flags: str) -> OperatorProcess:
         """A replica, not started."""
@@ -94,7 +94,7 @@ class World:
             f"{self.namespace}-{name}-{len(self.operators)}", url=self.proxy.url(name)
         )
         operator = OperatorProcess(name, config, self.namespace, *flags)
-        operator.nursery = self.nursery
+        operator.fork_server = self.fork_server
         self.operators.append(operator)
         return operator
 
@@ -226,15 +226,15 @@ def _fields(found: Any, expected: Any, path: str) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def running_world(cluster: Cluster, namespace: str, *, devices: int = 8) -> Iterator[World]:
+def running_sandbox(cluster: Cluster, namespace: str, *, devices: int = 8) -> Iterator[Sandbox]:
     """Nodes and proxy run; operators are the test's to start. Fails on broken audit rules."""
     with Api(cluster) as api, Nodes(cluster, namespace, devices=devices) as nodes:
-        world = World(cluster, api, namespace, nodes)
-        with world.proxy:
+        sandbox = Sandbox(cluster, api, namespace, nodes)
+        with sandbox.proxy:
             try:
-                yield world
+                yield sandbox
             finally:
-                for operator in world.operators:
+                for operator in sandbox.operators:
                     if operator.is_alive:
                         operator.stop()
-        assert not world.proxy.audit.violations, "\n".join(world.proxy.audit.violations)
+        assert not sandbox.proxy.audit.violations, "\n".join(sandbox.proxy.audit.violations)

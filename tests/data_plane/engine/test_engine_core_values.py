@@ -1,0 +1,94 @@
+"""Early release of media values: unpinned once encoded, fetched again after preemption."""
+
+from foveal_runtime.engine.testing.fake_frontend import FakeItem
+from tests.support.engine_core_rig import A, B, C, early_release
+
+
+def test_values_are_unpinned_once_their_items_are_encoded():
+    engine = early_release()
+    frontend = engine.connect()
+    engine.up(frontend, frontend.request(("r", 0), [1, A, 2, B, 3], max_tokens=20))
+    assert engine.core.receiver.store.pinned_bytes == len(A.value) + len(B.value)
+    engine.step()
+    assert engine.core.num_unfinished == 1
+    assert engine.core.receiver.store.pinned_bytes == 0
+    [request] = engine.core.scheduler.running
+    assert request.values == (b"", b""), "no view keeps the memory"
+    engine.run()
+    assert frontend.finish["r", 0] == "length"
+    engine.check(frontend, ("r", 0))
+    engine.assert_clean()
+
+
+def test_an_item_that_is_not_encoded_yet_keeps_its_value():
+    engine = early_release()
+    frontend = engine.connect()
+    # 32 tokens a step: the second item is out of the first step's reach.
+    engine.up(frontend, frontend.request(("r", 0), [A, *range(20, 50), B], max_tokens=8))
+    engine.step()
+    assert engine.core.receiver.store.pinned_bytes == len(B.value)
+    engine.run()
+    engine.check(frontend, ("r", 0))
+    engine.assert_clean()
+
+
+def test_a_preempted_request_gets_its_released_values_back():
+    """Two requests that do not fit side by side once they have grown; the value cache holds one
+    request's values, so those of the preempted one are gone and must be sent again."""
+    ipc_bytes = len(A.value) + len(B.value) + len(C.value)
+    engine = early_release(ipc_bytes, num_blocks=17)
+    frontend = engine.connect()
+    engine.up(frontend, frontend.request(("r", 0), [1, A, B, 3], max_tokens=30))
+    engine.up(frontend, frontend.request(("s", 0), [2, C, 4], max_tokens=30))
+    engine.step()
+    fresh = [FakeItem(f"other{i}", 4) for i in range(3)]
+    for number, item in enumerate(fresh):  # takes the room of all that is not pinned
+        engine.up(frontend, frontend.request((f"t{number}", 0), [5, item], max_tokens=1))
+    engine.run()
+    assert engine.core.stats.num_preemptions > 0
+    assert frontend.num_needs > 0
+    for rid in frontend.bodies:
+        assert frontend.finish[rid] == "length"
+        engine.check(frontend, rid)
+    queries = engine.core.receiver.stats.num_queries
+    assert queries == 6, "who comes back for a value is no second query"
+    engine.assert_clean()
+
+
+def test_who_waits_for_released_values_can_be_aborted():
+    engine = early_release(num_blocks=17)
+    frontend = engine.connect()
+    engine.up(frontend, frontend.request(("r", 0), [1, A, 3], max_tokens=40))
+    engine.up(frontend, frontend.request(("s", 0), [2, C, 4], max_tokens=40))
+    engine.step()
+    engine.core.receiver.reset()  # nobody pins a value: all are gone
+    frontend.answers = False
+    while not engine.core.scheduler.roster.away:
+        engine.step()
+    [away] = engine.core.scheduler.roster.away.values()
+    engine.up(frontend, frontend.sender.abort(away.rid))
+    engine.run()
+    [other] = {("r", 0), ("s", 0)} - {away.rid}
+    assert frontend.finish == {other: "length"}
+    engine.check(frontend, other)
+    # The answer that never came keeps its room until the session ends.
+    engine.core.end_session("f1", "over")
+    engine.run()
+    engine.assert_clean()
+
+
+def test_released_values_that_nobody_has_any_more_end_their_request():
+    engine = early_release(num_blocks=17)
+    frontend = engine.connect()
+    engine.up(frontend, frontend.request(("r", 0), [1, A, 3], max_tokens=40))
+    engine.up(frontend, frontend.request(("s", 0), [2, C, 4], max_tokens=40))
+    engine.step()
+    engine.core.receiver.reset()
+    frontend.items.clear()  # as for media that came by uuid alone
+    engine.run()
+    assert sorted(frontend.finish.values()) == ["length", "rejected"]
+    [(rid, error)] = frontend.errors.items()
+    assert error[0] == "mm_source_lost"
+    [other] = frontend.bodies.keys() - {rid}
+    engine.check(frontend, other)
+    engine.assert_clean()
