@@ -38,7 +38,10 @@ FIXED = {
     # One right value: a choice would only be a way to get it wrong.
     "frontend.max_uuid_length", "frontend.max_bindings",
     "frontend.media_sources.max_redirects", "frontend.injection.namespace",
-    "frontend.admission.no_engine_wait_seconds",
+    "frontend.admission.no_engine_wait_seconds", "frontend.admission.client_share",
+    "frontend.admission.upload_window_seconds",
+    "frontend.admission.min_upload_bytes_per_second",
+    "frontend.admission.write_timeout_seconds",
     # Measured as no gain yet.
     "engine.caches.unpin_at",
     # A pod's limit must show at its start.

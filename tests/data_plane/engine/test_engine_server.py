@@ -324,19 +324,22 @@ def test_an_engine_that_loads_has_no_books_yet():
         gate.set()
 
 
-async def test_a_silent_frontend_is_dropped():
+async def test_a_silent_frontend_is_dropped_and_a_busy_one_is_not():
+    """An event loop that was busy for four seconds cost a frontend its sessions and all its
+    streams: heartbeats come from the same loop."""
     now = [100.0]
     with engine(clock=lambda: now[0]) as harness:
         client = Client(harness)
         await client.open()
         client.send(client.fake.request(("r", 0), range(1, 20), max_tokens=4))
         await client.until(lambda: ("r", 0) in client.fake.finish)
-        for _ in range(8):  # each within a second, as if nothing had held the engine up
+        for step in range(40):  # each within a second, as if nothing had held the engine up
             now[0] += 0.9
             harness.server._links._transport.wake()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.05):
                     await client.until(lambda: client.fake.over)
+            assert step > 20 or not client.fake.over
         await client.until(lambda: client.fake.over)
         assert client.fake.over == "silent"
         client.link.close()

@@ -40,6 +40,10 @@ ADDED: dict[tuple[str, str], object] = {
     ("scheduler", "max_num_mixed_tokens"): 0,
     ("", "allowed_origins"): [],
     ("", "ignore_unknown_options"): False,
+    ("admission", "client_share"): 0.5,
+    ("admission", "upload_window_seconds"): 10.0,
+    ("admission", "min_upload_bytes_per_second"): 8192,
+    ("admission", "write_timeout_seconds"): 60.0,
 }
 """(part, field) of documents that came after the first ones, with the value that older runtimes
 obey without knowing it; the part of the document's own fields is ""."""

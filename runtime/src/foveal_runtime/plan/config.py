@@ -171,13 +171,25 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class Admission(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """When a frontend process says 429/503, decided before decoding anything."""
+    """When a frontend process says 429/503, decided before decoding anything.
+
+    Attributes:
+        client_share: part of the connections, uploads and upload bytes that one client address may
+            hold at a time.
+        upload_window_seconds, min_upload_bytes_per_second: a body that brings less than this in
+            any window ends with 408.
+        write_timeout_seconds: a client that reads nothing of its answer for so long is cut off.
+    """
 
     max_requests: int = 512
     max_tokens: int = 2_000_000
     max_media_bytes: int = 512 * MIB
     max_body_bytes: int = 128 * MIB
     no_engine_wait_seconds: float = 30.0
+    client_share: float = 0.5
+    upload_window_seconds: float = 10.0
+    min_upload_bytes_per_second: int = 8192
+    write_timeout_seconds: float = 60.0
 
 
 class MediaSources(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

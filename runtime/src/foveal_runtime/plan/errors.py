@@ -103,6 +103,11 @@ class NotFound(ClientError):
     kind = "not_found_error"
 
 
+class UploadTooSlow(ClientError):
+    status = 408
+    code = "upload_too_slow"
+
+
 class RetryLater(FovealError):
     """The request was fine; try again after `retry_after_seconds`."""
 

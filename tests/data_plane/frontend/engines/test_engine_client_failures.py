@@ -1,9 +1,11 @@
 """Engines that die, drain, restart, fall silent or lose their link while requests run."""
 
 import asyncio
+import time
 
 import pytest
 
+from foveal_runtime.frontend.engines.link import DEAD_AFTER_SECONDS
 from foveal_runtime.plan.errors import (
     EngineFailure,
     Overloaded,
@@ -191,6 +193,25 @@ async def test_a_silent_engine_is_given_up():
             tokens.extend(output.token_ids)
         assert tokens == expected(request)
         assert client.stats.resubmissions == {"silent": 1}
+
+
+async def test_a_busy_event_loop_is_no_silent_engine():
+    """A loop that was held up for longer than an engine may be silent ended every session of the
+    process, although it had only not read what the engines had said."""
+    async with running(2) as (world, client):
+        request = make_request("a", 1)
+        for engine in world.engines.values():
+            engine.allowance = 2
+        stream = client.generate(request)
+        tokens = list((await anext(stream)).token_ids)
+        time.sleep(DEAD_AFTER_SECONDS + 0.6)  # noqa: ASYNC251 - the loop itself is held up
+        await asyncio.sleep(1.2)
+        for engine in world.engines.values():
+            engine.allowance = None
+        async for output in stream:
+            tokens.extend(output.token_ids)
+        assert tokens == expected(request)
+        assert client.stats.resubmissions == {}
 
 
 async def test_many_requests_over_flapping_links_all_finish():

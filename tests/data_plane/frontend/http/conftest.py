@@ -59,10 +59,16 @@ class Harness:
 
 
 @asynccontextmanager
-async def serve(asgi: Any) -> AsyncIterator[str]:
+async def serve(asgi: Any, http: Any = "auto") -> AsyncIterator[str]:
     """Runs an ASGI app on a free loopback port; yields its URL."""
     config = uvicorn.Config(
-        asgi, host="127.0.0.1", port=0, log_config=None, lifespan="off", timeout_graceful_shutdown=2
+        asgi,
+        host="127.0.0.1",
+        port=0,
+        log_config=None,
+        lifespan="off",
+        timeout_graceful_shutdown=2,
+        http=http,
     )
     server = uvicorn.Server(config)
     server.capture_signals = nullcontext  # type: ignore[method-assign]
@@ -89,7 +95,11 @@ def start(model_path: Path) -> Any:
 
     @asynccontextmanager
     async def starter(
-        tracing: Any = None, admin: Any = None, injector: Any = None, **config: Any
+        tracing: Any = None,
+        admin: Any = None,
+        injector: Any = None,
+        http: Any = "auto",
+        **config: Any,
     ) -> AsyncIterator[Harness]:
         said = ["Hello, world!"]
         generator = FakeGenerator(lambda _: list(said[0].encode()), EOS)
@@ -109,8 +119,11 @@ def start(model_path: Path) -> Any:
             admin=admin,
             injector=injector,
         )
-        async with serve(app.asgi) as url, httpx.AsyncClient(base_url=url, timeout=20) as http:
-            yield Harness(app, generator, processor, url, http, said)
+        async with (
+            serve(app.asgi, http) as url,
+            httpx.AsyncClient(base_url=url, timeout=20) as client,
+        ):
+            yield Harness(app, generator, processor, url, client, said)
         app.gate.check_integrity()
         assert app.gate.num_requests == 0
 

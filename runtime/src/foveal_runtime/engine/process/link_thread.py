@@ -30,7 +30,9 @@ from foveal_runtime.wire.transport import EngineTransport, Frames, LinkDown
 
 _LOG = logging.getLogger(__name__)
 HEARTBEAT_SECONDS = 1.0
-DEAD_AFTER_SECONDS = 3.0
+STALLED_AFTER_SECONDS = 30.0
+"""A frontend that says nothing for so long is given up. One that died or cannot be reached is known
+within seconds from the transport, whose own heartbeats no busy event loop delays."""
 GOODBYE_SECONDS = 0.2
 
 
@@ -209,7 +211,7 @@ class LinkThread:
     def _beat(self, transport: EngineTransport, now: float) -> None:
         watermark, busy = self._pulse()
         for fid, link in list(self._links.items()):
-            if now - link.heard_at > DEAD_AFTER_SECONDS:
+            if now - link.heard_at > STALLED_AFTER_SECONDS:
                 del self._links[fid]
                 _LOG.info("frontend %r was silent for %.1f s", fid, now - link.heard_at)
                 self._inbox.on_session_lost(fid, link.sid, "silent")

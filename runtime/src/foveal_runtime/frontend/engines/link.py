@@ -180,7 +180,7 @@ class EngineLink:
         with contextlib.suppress(LinkDown):
             await transport.connected()
             self._reader = asyncio.create_task(self._read(transport))
-            pulse = asyncio.create_task(self._beat())
+            pulse = asyncio.create_task(self._beat(self._reader))
             try:
                 await asyncio.wait({self._reader})
             finally:
@@ -192,28 +192,31 @@ class EngineLink:
                 self._over("closed")
 
     async def _read(self, transport: FrontendTransport) -> None:
-        loop = asyncio.get_running_loop()
-        reason = "silent"
+        reason = ""
+        self.heard_at = time.monotonic()
         try:
             self._send(self.sender.hello())
-            async with asyncio.timeout(DEAD_AFTER_SECONDS) as deadline:
-                while True:
-                    frames = await transport.recv()
-                    deadline.reschedule(loop.time() + DEAD_AFTER_SECONDS)
-                    self.heard_at = time.monotonic()
-                    reason = self._on_frames(frames)
-                    if reason:
-                        break
-                    reason = "silent"
+            while not reason:
+                frames = await transport.recv()
+                self.heard_at = time.monotonic()
+                reason = self._on_frames(frames)
         except LinkDown as error:
             reason = error.reason
-        except TimeoutError:
-            pass
         self._over(reason)
 
-    async def _beat(self) -> None:
+    async def _beat(self, reader: asyncio.Task[None]) -> None:
+        """Heartbeats, and the end of a session in which the engine is silent."""
+        looked_at = time.monotonic()
         while True:
             await asyncio.sleep(HEARTBEAT_SECONDS)
+            now = time.monotonic()
+            # A loop that was busy has not read what the engine said meanwhile: that is no silence.
+            self.heard_at += max(0.0, now - looked_at - 2 * HEARTBEAT_SECONDS)
+            looked_at = now
+            if now - self.heard_at > DEAD_AFTER_SECONDS:
+                self._over("silent")
+                reader.cancel()
+                return
             if self.sender.is_up:
                 with contextlib.suppress(LinkDown):
                     self._send(self.sender.heartbeat())

@@ -21,7 +21,7 @@ from foveal_runtime.frontend.engines.debug import MirrorSource, build_debug_rout
 from foveal_runtime.frontend.http.access.admin import CacheAdmin, build_admin_router
 from foveal_runtime.frontend.http.access.admission import Gate
 from foveal_runtime.frontend.http.access.auth import KeyFile
-from foveal_runtime.frontend.http.asgi.disconnect import ClientGone
+from foveal_runtime.frontend.http.asgi.disconnect import CLIENT_DISCONNECT, ClientGone
 from foveal_runtime.frontend.http.asgi.errors import (
     error_response,
     http_exception_response,
@@ -29,9 +29,9 @@ from foveal_runtime.frontend.http.asgi.errors import (
     json_response,
     validation_response,
 )
+from foveal_runtime.frontend.http.asgi.intake import Intake
 from foveal_runtime.frontend.http.asgi.middleware import (
     CLIENT_CLOSED,
-    Intake,
     LoadReport,
     RequestContext,
     RequireKey,
@@ -147,7 +147,7 @@ def _add_error_handlers(api: FastAPI) -> None:
 
     @api.exception_handler(ClientGone)
     async def client_gone(request: Request, error: ClientGone) -> Response:
-        request.scope["foveal.error"] = "client_gone"
+        request.scope["foveal.error"] = CLIENT_DISCONNECT
         return Response(status_code=CLIENT_CLOSED)
 
     @api.exception_handler(Exception)

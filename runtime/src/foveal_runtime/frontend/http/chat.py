@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -19,6 +18,7 @@ from foveal_runtime.frontend.http.answers import (
 )
 from foveal_runtime.frontend.http.asgi.json_out import SSE_DONE, sse
 from foveal_runtime.frontend.http.service import (
+    THREAD_CHARS,
     Job,
     RequestScope,
     Service,
@@ -29,9 +29,6 @@ from foveal_runtime.frontend.http.service import (
 from foveal_runtime.frontend.protocol.requests import ChatCompletionRequest
 from foveal_runtime.frontend.protocol.rules import check_fields, check_model
 from foveal_runtime.wire.messages import TokenLogprobs
-
-_THREAD_CHARS = 20_000
-"""Longer conversations are rendered and tokenised in a thread: they would stall other streams."""
 
 
 @dataclass(slots=True)
@@ -57,6 +54,8 @@ async def plan_chat(
     check_fields(request, ignore_unknown=service.config.ignore_unknown_options)
     check_num_sequences(1, request.n or 1)
 
+    limit = service.longest_text(truncates=request.truncate_prompt_tokens is not None)
+
     def tokenise() -> tuple[list[int], list[Any]]:
         conversation = service.template.render(
             request.messages,
@@ -65,12 +64,12 @@ async def plan_chat(
             variables=request.chat_template_kwargs,
         )
         token_ids = service.template.encode(
-            conversation, add_special_tokens=bool(request.add_special_tokens)
+            conversation, add_special_tokens=bool(request.add_special_tokens), limit=limit
         )
         return token_ids, conversation.parts
 
-    if _num_chars(request) > _THREAD_CHARS:
-        token_ids, parts = await asyncio.to_thread(tokenise)
+    if _num_chars(request) > THREAD_CHARS:
+        token_ids, parts = await service.in_thread(tokenise)
     else:
         token_ids, parts = tokenise()
     job = make_job(
@@ -91,13 +90,19 @@ async def plan_chat(
     return ChatRun(service, request, job, head, scope.started)
 
 
+_MESSAGE_CHARS = 100
+"""What a message or a part costs beside its text, in characters of text."""
+
+
 def _num_chars(request: ChatCompletionRequest) -> int:
-    total = 0
+    total = len(request.messages) * _MESSAGE_CHARS
     for message in request.messages:
         if isinstance(message.content, str):
             total += len(message.content)
         elif message.content is not None:
-            total += sum(len(getattr(part, "text", "")) for part in message.content)
+            total += sum(
+                len(getattr(part, "text", "")) + _MESSAGE_CHARS for part in message.content
+            )
     return total
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import functools
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from foveal_runtime.frontend.http.answers import (
 )
 from foveal_runtime.frontend.http.asgi.json_out import SSE_DONE, sse
 from foveal_runtime.frontend.http.service import (
+    THREAD_CHARS,
     Job,
     RequestScope,
     Service,
@@ -28,11 +29,9 @@ from foveal_runtime.frontend.http.service import (
 from foveal_runtime.frontend.items.seams import ProcessorInfo
 from foveal_runtime.frontend.protocol.requests import CompletionRequest
 from foveal_runtime.frontend.protocol.rules import check_fields, check_model
-from foveal_runtime.plan.errors import InvalidRequest
+from foveal_runtime.plan.errors import ContextLengthExceeded, InvalidRequest
 from foveal_runtime.plan.media import MODALITIES
 from foveal_runtime.wire.messages import TokenLogprobs
-
-_THREAD_CHARS = 20_000
 
 
 @dataclass(slots=True)
@@ -102,7 +101,13 @@ async def _token_ids(
     service: Service, request: CompletionRequest, prompt: str | list[int]
 ) -> list[int]:
     tokenizer = service.tokenizer
+    limit = service.longest_text(truncates=request.truncate_prompt_tokens is not None)
     if isinstance(prompt, list):
+        if len(prompt) > limit:
+            raise ContextLengthExceeded(
+                f"the prompt has {len(prompt)} tokens; at most {limit} are taken",
+                param="prompt",
+            )
         for token_id in prompt:
             if token_id >= tokenizer.vocab_size:
                 raise InvalidRequest(
@@ -111,9 +116,8 @@ async def _token_ids(
                 )
         return prompt
     special = request.add_special_tokens is not False
-    if len(prompt) > _THREAD_CHARS:
-        return await asyncio.to_thread(tokenizer.encode, prompt, add_special_tokens=special)
-    return tokenizer.encode(prompt, add_special_tokens=special)
+    encode = functools.partial(tokenizer.encode, prompt, add_special_tokens=special, limit=limit)
+    return await service.in_thread(encode) if len(prompt) > THREAD_CHARS else encode()
 
 
 def _refuse_placeholders(info: ProcessorInfo, token_ids: list[int]) -> None:

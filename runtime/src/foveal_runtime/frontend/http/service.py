@@ -6,13 +6,16 @@ from `open_run`. Everything a run holds is given back when its context ends, how
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
+from typing import TypeVar
 
 from starlette.requests import Request
 
@@ -51,6 +54,14 @@ from foveal_runtime.plan.errors import ContextLengthExceeded, InvalidRequest, No
 from foveal_runtime.telemetry.metrics import Metrics
 from foveal_runtime.telemetry.tracing import Span, child_span, span_of_task
 
+T = TypeVar("T")
+
+NUM_CONTEXTS = 4
+"""Contexts of the model that a text may have where not all of it must fit into one."""
+TEXT_THREADS = 2
+THREAD_CHARS = 20_000
+"""Longer texts are rendered and tokenised in a thread: they would stall other streams."""
+
 
 def runtime_version() -> str:
     """The installed distribution's version; "0" when run from a source tree."""
@@ -73,6 +84,13 @@ class Service:
     gate: Gate
     metrics: Metrics
     created: int
+    text_threads: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(TEXT_THREADS, "text")
+    )
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Long text work: beside the loop, and beside the threads that media need."""
+        return await asyncio.get_running_loop().run_in_executor(self.text_threads, work)
 
     @property
     def model_name(self) -> str:
@@ -84,6 +102,11 @@ class Service:
         if not known:
             raise NoEngine("no engine is ready yet", retry_after_seconds=2)
         return known
+
+    def longest_text(self, truncates: bool = False) -> int:
+        """Tokens that a text may have before anything else is checked. What is longer is refused
+        while it is tokenised; what is to be truncated, or only counted, may be longer."""
+        return self.max_model_len() * (NUM_CONTEXTS if truncates else 1)
 
 
 @dataclass(slots=True)

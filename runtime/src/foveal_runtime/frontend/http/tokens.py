@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -19,7 +18,7 @@ from foveal_runtime.frontend.protocol.responses import (
     TokenizerInfo,
 )
 from foveal_runtime.frontend.protocol.rules import check_model
-from foveal_runtime.plan.errors import InvalidRequest
+from foveal_runtime.plan.errors import ContextLengthExceeded, InvalidRequest
 from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.wire.item import read_header
 
@@ -37,31 +36,37 @@ def build_token_router(
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("send either prompt or messages", param="prompt")
         scope = scope_of(service, request)
-        token_ids, parts = await asyncio.to_thread(_tokenize, service, body)
+        token_ids, parts = await service.in_thread(lambda: _tokenize(service, body))
+        scope.ticket.charge_tokens(len(token_ids))
         if parts and body.expand_media is not False:
             work = _expand(service, body, scope, token_ids, parts)
             token_ids = await until_disconnect(request.receive, work)
-        tokenizer = service.tokenizer
         return TokenizeResponse(
             count=len(token_ids),
             max_model_len=service.max_model_len(),
             tokens=token_ids,
-            token_strs=[tokenizer.token(i) or "" for i in token_ids]
+            token_strs=await service.in_thread(lambda: service.tokenizer.tokens(token_ids))
             if body.return_token_strs
             else None,
         )
 
     @router.post("/detokenize", response_model=DetokenizeResponse, responses=errors)
-    async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
-        """The text of token ids, special tokens included."""
+    async def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizeResponse:
+        """The text of token ids, special tokens included. At most four contexts' worth."""
         check_model(body.model, service.model_name)
+        limit = service.longest_text(truncates=True)
+        if len(body.tokens) > limit:
+            raise ContextLengthExceeded(
+                f"tokens has {len(body.tokens)} entries; at most {limit} are taken", param="tokens"
+            )
+        scope_of(service, request).ticket.charge_tokens(len(body.tokens))
         for token_id in body.tokens:
             if token_id >= service.tokenizer.vocab_size:
                 raise InvalidRequest(
                     f"tokens: {token_id} is not a token id below {service.tokenizer.vocab_size}",
                     param="tokens",
                 )
-        text = await asyncio.to_thread(service.tokenizer.decode, body.tokens)
+        text = await service.in_thread(lambda: service.tokenizer.decode(body.tokens))
         return DetokenizeResponse(prompt=text)
 
     @router.get("/tokenizer_info", response_model=TokenizerInfo)
@@ -81,9 +86,11 @@ def build_token_router(
 
 
 def _tokenize(service: Service, body: TokenizeRequest) -> tuple[list[int], list[MediaPart]]:
+    limit = service.longest_text(truncates=True)
     if body.prompt is not None:
         special = body.add_special_tokens is not False
-        return service.tokenizer.encode(body.prompt, add_special_tokens=special), []
+        ids = service.tokenizer.encode(body.prompt, add_special_tokens=special, limit=limit)
+        return ids, []
     conversation = service.template.render(
         body.messages or [],
         add_generation_prompt=body.add_generation_prompt is not False,
@@ -91,7 +98,7 @@ def _tokenize(service: Service, body: TokenizeRequest) -> tuple[list[int], list[
         variables=body.chat_template_kwargs,
     )
     token_ids = service.template.encode(
-        conversation, add_special_tokens=bool(body.add_special_tokens)
+        conversation, add_special_tokens=bool(body.add_special_tokens), limit=limit
     )
     return token_ids, conversation.parts
 
@@ -104,7 +111,6 @@ async def _expand(
     parts: list[MediaPart],
 ) -> list[int]:
     """The prompt as an engine would see it, through the same processing and caches."""
-    scope.ticket.charge_tokens(len(token_ids))
     options = PrepareOptions(
         request_id=scope.unique_id,
         sampling=SamplingParams(max_tokens=1),

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
+
+from foveal_runtime.frontend.protocol.bounds import Bounded, check_plain
 
 Text = Annotated[str, Field(max_length=16_000_000)]
 MAX_TOOL_CALLS = 1024
 
 
-class _Lenient(BaseModel):
+class _Lenient(Bounded):
     model_config = ConfigDict(
         strict=True, extra="ignore", allow_inf_nan=False, hide_input_in_errors=True
     )
@@ -96,9 +98,12 @@ ContentPart = Annotated[
 ]
 
 
+Arguments = Annotated[dict[str, Any], BeforeValidator(check_plain)]
+
+
 class CalledFunction(_Lenient):
     name: str = Field(max_length=256)
-    arguments: Text | dict[str, Any] = Field("", description="JSON text")
+    arguments: Text | Arguments = Field("", description="JSON text")
 
 
 class ToolCall(_Lenient):
@@ -113,13 +118,13 @@ class Message(_Lenient):
         pattern=r"^[A-Za-z0-9_.-]{1,64}$",
         description="system, developer, user, assistant, tool, or a role of the chat template",
     )
-    content: Text | Annotated[list[ContentPart], Field(max_length=4096)] | None = Field(
-        None, description="text, or parts"
+    content: Text | Annotated[list[ContentPart], Field(max_length=4096, fail_fast=True)] | None = (
+        Field(None, description="text, or parts")
     )
     name: str | None = Field(None, max_length=256, description="handed to the chat template")
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS)] | None = Field(
-        None, description="calls of an earlier answer"
-    )
+    tool_calls: (
+        Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)] | None
+    ) = Field(None, description="calls of an earlier answer")
     tool_call_id: str | None = Field(None, max_length=256, description="which call this answers")
     reasoning_content: Text | None = Field(None, description="an earlier answer's reasoning")
     reasoning: Text | None = Field(None, description="the same by another name")

@@ -8,16 +8,19 @@ What may stand inside messages is in messages.py.
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
+from foveal_runtime.frontend.protocol.bounds import Bounded, check_num_fields, check_plain
 from foveal_runtime.frontend.protocol.messages import Message, Text
 
 MAX_CHOICES = 64
 """Sequences of one HTTP request at most (prompts × n)."""
 MAX_LOGPROBS = 20
 MAX_STOP_CHARS = 256
+MAX_BIASES = 1024
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
@@ -36,15 +39,20 @@ _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,2})?")
 _FRACTION = re.compile(r"[.eE]")
 Integer = Annotated[int, BeforeValidator(_number)]
 Float = Annotated[float, BeforeValidator(_number)]
+FreeForm = Annotated[dict[str, Any], BeforeValidator(check_plain)]
+"""JSON whose fields this server does not know: the model's template or processor does."""
+LogitBias = Annotated[
+    dict[str, Float], BeforeValidator(partial(check_num_fields, limit=MAX_BIASES))
+]
 
 
-class _Strict(BaseModel):
+class _Strict(Bounded):
     model_config = ConfigDict(
         strict=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True
     )
 
 
-class _Open(BaseModel):
+class _Open(Bounded):
     """Unknown fields are kept, for rules.py to judge."""
 
     model_config = ConfigDict(
@@ -52,7 +60,7 @@ class _Open(BaseModel):
     )
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Bounded):
     """Unknown keys (`include_obfuscation`) are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
@@ -73,13 +81,13 @@ class _Sampling(_Open):
     repetition_penalty: Float | None = Field(None, gt=0, le=100)
     presence_penalty: Float | None = Field(None, ge=-2, le=2)
     frequency_penalty: Float | None = Field(None, ge=-2, le=2)
-    logit_bias: Annotated[dict[str, Float], Field(max_length=1024)] | None = Field(
+    logit_bias: LogitBias | None = Field(
         None, description="token id (as a string) to bias, -100 to 100"
     )
-    stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = Field(
-        None, description="strings that end the text and are not part of it"
+    stop: StopString | Annotated[list[StopString], Field(max_length=16, fail_fast=True)] | None = (
+        Field(None, description="strings that end the text and are not part of it")
     )
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=128, fail_fast=True)] | None = None
     include_stop_str_in_output: bool | None = None
     min_tokens: Integer | None = Field(None, ge=0, lt=2**31)
     max_tokens: Integer | None = Field(None, ge=1, lt=2**31)
@@ -97,14 +105,14 @@ class _Sampling(_Open):
     cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = Field(
         None, description="separates caches; no '@', '/', '\\' or NUL"
     )
-    mm_processor_kwargs: dict[str, Any] | None = Field(
+    mm_processor_kwargs: FreeForm | None = Field(
         None, description="options of the model's image, video and audio processors"
     )
     add_special_tokens: bool | None = Field(None, description="chat: false, text: true")
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=65536)] | None = (
-        Field(None, description="no other token is chosen, the end token included")
-    )
-    bad_words: Annotated[list[StopString], Field(max_length=256)] | None = Field(
+    allowed_token_ids: (
+        Annotated[list[TokenId], Field(min_length=1, max_length=65536, fail_fast=True)] | None
+    ) = Field(None, description="no other token is chosen, the end token included")
+    bad_words: Annotated[list[StopString], Field(max_length=256, fail_fast=True)] | None = Field(
         None, description="words that are not completed"
     )
     return_tokens_as_token_ids: bool | None = Field(
@@ -117,7 +125,7 @@ class _Sampling(_Open):
 
 
 class ChatCompletionRequest(_Sampling):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=8192)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=8192, fail_fast=True)]
     max_completion_tokens: Integer | None = Field(None, ge=1, lt=2**31)
     logprobs: bool | None = None
     top_logprobs: Integer | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -125,18 +133,18 @@ class ChatCompletionRequest(_Sampling):
     continue_final_message: bool | None = Field(
         None, description="the answer continues the last message"
     )
-    chat_template_kwargs: dict[str, Any] | None = Field(
+    chat_template_kwargs: FreeForm | None = Field(
         None, description="extra variables for the model's chat template"
     )
 
 
 Prompt = (
     Text
-    | Annotated[list[TokenId], Field(min_length=1, max_length=16_000_000)]
-    | Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES)]
+    | Annotated[list[TokenId], Field(min_length=1, max_length=16_000_000, fail_fast=True)]
+    | Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
     | Annotated[
-        list[Annotated[list[TokenId], Field(min_length=1, max_length=16_000_000)]],
-        Field(min_length=1, max_length=MAX_CHOICES),
+        list[Annotated[list[TokenId], Field(min_length=1, max_length=16_000_000, fail_fast=True)]],
+        Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True),
     ]
 )
 
@@ -156,16 +164,18 @@ class TokenizeRequest(_Strict):
 
     model: str | None = Field(None, max_length=1024)
     prompt: Text | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=8192)] | None = None
+    messages: (
+        Annotated[list[Message], Field(min_length=1, max_length=8192, fail_fast=True)] | None
+    ) = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: FreeForm | None = None
     return_token_strs: bool | None = None
     expand_media: bool | None = Field(None, description="false: a medium counts as one token")
-    mm_processor_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: FreeForm | None = None
 
 
 class DetokenizeRequest(_Strict):
     model: str | None = Field(None, max_length=1024)
-    tokens: Annotated[list[TokenId], Field(max_length=16_000_000)]
+    tokens: Annotated[list[TokenId], Field(max_length=16_000_000, fail_fast=True)]

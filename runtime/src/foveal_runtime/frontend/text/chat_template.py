@@ -172,7 +172,10 @@ class ChatTemplate:
                 continue_final_message=continue_final_message,
                 **(variables or {}),
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        except (
+            jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError,
+            ArithmeticError, RecursionError,
+        ) as error:  # fmt: skip
             raise InvalidRequest(
                 f"the model's chat template refused the messages: {error}", param="messages"
             ) from error
@@ -270,13 +273,17 @@ class ChatTemplate:
                     param=path,
                 )
 
-    def encode(self, conversation: Conversation, *, add_special_tokens: bool) -> list[int]:
+    def encode(
+        self, conversation: Conversation, *, add_special_tokens: bool, limit: int = 0
+    ) -> list[int]:
         """Token ids with exactly one placeholder per part.
 
         Raises InvalidRequest when the template dropped a part, repeated it, or text that was
-        split over parts became a placeholder.
+        split over parts became a placeholder, ContextLengthExceeded beyond `limit` tokens.
         """
-        token_ids = self._tokenizer.encode(conversation.text, add_special_tokens=add_special_tokens)
+        token_ids = self._tokenizer.encode(
+            conversation.text, add_special_tokens=add_special_tokens, limit=limit
+        )
         for modality in self._placeholders:
             token_id = self._processor.placeholder_token_id(modality)
             num_parts = sum(1 for part in conversation.parts if part.modality == modality)

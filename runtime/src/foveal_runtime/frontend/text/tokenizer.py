@@ -14,7 +14,12 @@ from typing import Any
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from foveal_runtime.plan.errors import StartupError
+from foveal_runtime.plan.errors import ContextLengthExceeded, StartupError
+
+_SURE_CHARS = 4
+"""Texts of fewer characters per token allowed are tokenised without counting first."""
+_PIECE_CHARS = 1 << 15
+_CUT_TOKENS = 16
 
 
 @lru_cache(maxsize=1)
@@ -61,9 +66,30 @@ class TextTokenizer:
         except (OSError, ValueError, KeyError) as error:
             raise StartupError(f"cannot load the tokenizer of {path}: {error}") from error
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+    def encode(self, text: str, *, add_special_tokens: bool, limit: int = 0) -> list[int]:
+        """Token ids. Batches let other threads run; single calls of the library need not.
+
+        Raises ContextLengthExceeded for a text that has more than `limit` tokens (0: any number)
+        as soon as that is certain: work and memory grow with the limit, not with the text.
+        """
+        if limit and len(text) > _SURE_CHARS * limit:
+            self._check_length(text, limit)
+        batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = batch[0].ids
         return ids
+
+    def _check_length(self, text: str, limit: int) -> None:
+        """Counts piece by piece: a cut costs at most a few tokens more than the whole text has."""
+        at_least = 0
+        for start in range(0, len(text), _PIECE_CHARS):
+            piece = text[start : start + _PIECE_CHARS]
+            found = self._backend.encode_batch_fast([piece], add_special_tokens=False)[0]
+            at_least += max(0, len(found.ids) - _CUT_TOKENS)
+            if at_least > limit:
+                raise ContextLengthExceeded(
+                    f"the text has {len(text)} characters, and its first {start + len(piece)} are "
+                    f"more than {limit} tokens already; at most {limit} are taken"
+                )
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
         """Full decode; ids outside the vocabulary are left out."""
@@ -74,6 +100,10 @@ class TextTokenizer:
         """The vocabulary's own spelling of a token ("Ġthe"); None outside the vocabulary."""
         spelling: str | None = self._backend.id_to_token(token_id)
         return spelling
+
+    def tokens(self, token_ids: list[int]) -> list[str]:
+        """`token` of each; "" outside the vocabulary."""
+        return [self.token(token_id) or "" for token_id in token_ids]
 
     def token_id(self, token: str) -> int | None:
         found: int | None = self._backend.token_to_id(token)

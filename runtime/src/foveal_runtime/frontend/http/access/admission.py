@@ -1,8 +1,9 @@
 """Admission: how many requests, prompt tokens and media bytes one HTTP process holds at a time.
 
-intake.py opens a Ticket before the body is read; handlers add tokens to it once they know them,
-input processing adds media that it fetches. Everything is given back when the ticket closes.
-Decides before anything is decoded. No I/O, no clock.
+asgi/intake.py opens a Ticket before the body is read and charges its bytes as they arrive; a
+request takes one of the places once its body is complete, so that a client that declares a body and
+sends none keeps nobody out. Handlers add tokens once they know them, input processing adds media
+that it fetches. Everything is given back when the ticket closes. No I/O, no clock.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Literal
 from foveal_runtime.plan.config import Admission
 from foveal_runtime.plan.errors import Overloaded, RateLimited
 
-Reason = Literal["requests", "tokens", "media_bytes", "draining"]
+Reason = Literal["requests", "uploads", "tokens", "media_bytes", "draining"]
 
 
 class Gate:
@@ -20,6 +21,7 @@ class Gate:
 
     Attributes:
         leaving: /readyz says no, requests are still served. draining: they are refused.
+        num_requests: whose body is complete; num_uploads: whose body is still arriving.
         rejections: by reason, since the start.
     """
 
@@ -28,74 +30,140 @@ class Gate:
         self.leaving = False
         self.draining = False
         self.num_requests = 0
+        self.num_uploads = 0
         self.num_tokens = 0
         self.media_bytes = 0
         self.rejections: dict[Reason, int] = {
-            "requests": 0, "tokens": 0, "media_bytes": 0, "draining": 0,
+            "requests": 0, "uploads": 0, "tokens": 0, "media_bytes": 0, "draining": 0,
         }  # fmt: skip
         self._tickets: set[Ticket] = set()
+        self._uploads: dict[str, set[Ticket]] = {}
 
-    def enter(self) -> Ticket:
-        """Raises Overloaded while draining, RateLimited when the process is full."""
+    @property
+    def is_choked(self) -> bool:
+        """Uploads hold every place or every byte there is: the next request would be refused."""
+        uploading = sum(t.media_bytes for group in self._uploads.values() for t in group)
+        full = self.num_uploads >= self.limits.max_requests
+        return full or uploading >= self.limits.max_media_bytes
+
+    def enter(self, client: str = "", declared_bytes: int = 0) -> Ticket:
+        """Begins the upload of a request from the address `client`.
+
+        Raises Overloaded while draining, RateLimited when the process is full or the client's
+        share of uploads is.
+        """
         if self.draining:
             self.rejections["draining"] += 1
             raise Overloaded("this server is shutting down; another one takes over")
+        self._check_requests()
+        self._check(
+            "media_bytes", self.media_bytes + declared_bytes, self.media_bytes,
+            self.limits.max_media_bytes,
+        )  # fmt: skip
+        share = max(1, int(self.limits.max_requests * self.limits.client_share))
+        mine = self._uploads.get(client, ())
+        if len(mine) >= share or self.num_uploads >= self.limits.max_requests:
+            self.rejections["uploads"] += 1
+            raise RateLimited(
+                f"{len(mine)} request bodies from this address are being received, of "
+                f"{self.num_uploads} in all; the limits are {share} and {self.limits.max_requests}"
+            )
+        ticket = Ticket(self, client)
+        self._tickets.add(ticket)
+        self._uploads.setdefault(client, set()).add(ticket)
+        self.num_uploads += 1
+        return ticket
+
+    def _admit(self, ticket: Ticket) -> None:
+        self._check_requests()
+        self._end_upload(ticket)
+        self.num_requests += 1
+
+    def _check_requests(self) -> None:
         if self.num_requests >= self.limits.max_requests:
             self.rejections["requests"] += 1
             raise RateLimited(
                 f"{self.num_requests} requests are being served, the limit of this process"
             )
-        ticket = Ticket(self)
-        self._tickets.add(ticket)
-        self.num_requests += 1
-        return ticket
+
+    def _end_upload(self, ticket: Ticket) -> None:
+        group = self._uploads[ticket.client]
+        group.remove(ticket)
+        if not group:
+            del self._uploads[ticket.client]
+        self.num_uploads -= 1
 
     def _leave(self, ticket: Ticket) -> None:
         if ticket in self._tickets:
             self._tickets.remove(ticket)
-            self.num_requests -= 1
+            if ticket.is_uploading:
+                self._end_upload(ticket)
+            else:
+                self.num_requests -= 1
             self.num_tokens -= ticket.num_tokens
             self.media_bytes -= ticket.media_bytes
 
-    def _charge(self, reason: Reason, amount: int, used: int, limit: int) -> None:
+    def _check(self, reason: Reason, wanted: int, used: int, limit: int, whose: str = "") -> None:
         """A request that alone exceeds the limit is let in when nothing else is: a limit slows
         down, it never makes a valid request impossible."""
-        if used > 0 and used + amount > limit:
+        if used > 0 and wanted > limit:
             self.rejections[reason] += 1
             what = "prompt tokens" if reason == "tokens" else "bytes of request bodies and media"
             raise RateLimited(
-                f"{used} {what} are in flight; {amount} more would exceed this process's limit "
-                f"of {limit}"
+                f"{used} {what}{whose} are in flight; {wanted - used} more would exceed this "
+                f"process's limit of {limit}"
             )
 
+    def _check_share(self, ticket: Ticket, num_bytes: int) -> None:
+        others = sum(t.media_bytes for t in self._uploads[ticket.client] if t is not ticket)
+        limit = int(self.limits.max_media_bytes * self.limits.client_share)
+        wanted = others + ticket.media_bytes + num_bytes
+        self._check("uploads", wanted, others, limit, " from this address")
+
     def check_integrity(self) -> None:
-        assert self.num_requests == len(self._tickets)
+        uploading = {ticket for ticket in self._tickets if ticket.is_uploading}
+        assert self.num_uploads == len(uploading) == sum(map(len, self._uploads.values()))
+        assert self.num_requests == len(self._tickets) - len(uploading)
         assert self.num_tokens == sum(ticket.num_tokens for ticket in self._tickets)
         assert self.media_bytes == sum(ticket.media_bytes for ticket in self._tickets)
 
 
 class Ticket:
-    """One request's share of the process. `close()` may be called twice."""
+    """One request's share of the process. `close()` may be called twice.
 
-    def __init__(self, gate: Gate) -> None:
+    Attributes:
+        client: the address the request comes from. is_uploading: its body is not complete yet.
+    """
+
+    def __init__(self, gate: Gate, client: str) -> None:
         self._gate = gate
         self._open = True
+        self.client = client
+        self.is_uploading = True
         self.num_tokens = 0
         self.media_bytes = 0
+
+    def admit(self) -> None:
+        """The body is complete: takes one of the places. Raises RateLimited."""
+        if self._open and self.is_uploading:
+            self._gate._admit(self)
+            self.is_uploading = False
 
     def charge_tokens(self, num_tokens: int) -> None:
         gate = self._gate
         others = gate.num_tokens - self.num_tokens
-        gate._charge("tokens", self.num_tokens + num_tokens, others, gate.limits.max_tokens)
+        gate._check("tokens", gate.num_tokens + num_tokens, others, gate.limits.max_tokens)
         if self._open:
             self.num_tokens += num_tokens
             gate.num_tokens += num_tokens
 
     def charge_media_bytes(self, num_bytes: int) -> None:
         gate = self._gate
+        if self._open and self.is_uploading:
+            gate._check_share(self, num_bytes)
         others = gate.media_bytes - self.media_bytes
-        gate._charge(
-            "media_bytes", self.media_bytes + num_bytes, others, gate.limits.max_media_bytes
+        gate._check(
+            "media_bytes", gate.media_bytes + num_bytes, others, gate.limits.max_media_bytes
         )
         if self._open:
             self.media_bytes += num_bytes

@@ -22,6 +22,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+CLIENT_DISCONNECT = "client_disconnect"
+"""The error code of a request whose client hung up: counted, never a failure of the server."""
+
+
 class ClientGone(Exception):
     """The client closed the connection; nobody reads an answer."""
 
@@ -67,6 +71,8 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await until_disconnect(receive, self._pump(scope, send))
+        except ClientGone:  # the answer has begun: nothing is left to be answered
+            scope["foveal.error"] = CLIENT_DISCONNECT
         finally:
             await self._chunks.aclose()
 

@@ -17,13 +17,13 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foveal_runtime.frontend.http.access.admin import ADMIN_PATHS
-from foveal_runtime.frontend.http.access.admission import Gate, Ticket
+from foveal_runtime.frontend.http.access.admission import Gate
 from foveal_runtime.frontend.http.access.auth import KeyFile
-from foveal_runtime.frontend.http.asgi.disconnect import ClientGone
+from foveal_runtime.frontend.http.asgi.disconnect import CLIENT_DISCONNECT, ClientGone
 from foveal_runtime.frontend.http.asgi.errors import error_response, internal_error, json_response
 from foveal_runtime.frontend.http.injection import INJECTION_PATH
 from foveal_runtime.frontend.items.seams import Generator
-from foveal_runtime.plan.errors import AuthenticationFailed, FovealError, MediaTooLarge
+from foveal_runtime.plan.errors import AuthenticationFailed, FovealError
 from foveal_runtime.telemetry.logs import request_id_of_task
 from foveal_runtime.telemetry.metrics import Metrics
 from foveal_runtime.telemetry.tracing import NO_SPAN, Span, Tracing, span_of_task
@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 _SANE_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _QUIET = frozenset({"/livez", "/readyz", "/health", "/ping", "/metrics", "/load"})
 _GENERATES = frozenset({"/v1/chat/completions", "/v1/completions"})
-_ADMITTED = _GENERATES | {"/tokenize"}
 _OPEN = _QUIET | {"/version", "/docs", "/openapi.json", "/"}
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 CLIENT_CLOSED = 499
@@ -92,7 +91,7 @@ class RequestContext:
         try:
             await self._app(scope, receive, send_with_id)
         except ClientGone:
-            scope["foveal.error"] = "client_gone"
+            scope["foveal.error"] = CLIENT_DISCONNECT
             status = CLIENT_CLOSED
         except FovealError as error:
             scope["foveal.error"] = error.code
@@ -122,7 +121,7 @@ class RequestContext:
 
     def _finish(self, scope: Scope, status: int, seconds: float) -> None:
         error = scope.get("foveal.error")
-        if error == "client_gone":
+        if error == CLIENT_DISCONNECT:
             self._metrics.inc("foveal_client_disconnects")
         elif error is not None:
             self._metrics.inc("foveal_request_errors", code=error)
@@ -133,7 +132,8 @@ class RequestContext:
         self._metrics.observe(
             "http_request_duration_seconds", seconds, handler=handler, method=method
         )
-        level = logging.DEBUG if scope["path"] in _QUIET and status < 500 else logging.INFO
+        quiet = error == CLIENT_DISCONNECT or (scope["path"] in _QUIET and status < 500)
+        level = logging.DEBUG if quiet else logging.INFO
         if logger.isEnabledFor(level):
             fields = {
                 "method": scope["method"],
@@ -227,58 +227,3 @@ class RequireKey:
             if keys is not None and not (is_bearer and keys.accepts(key.strip())):
                 raise AuthenticationFailed("a valid API key is needed: Authorization: Bearer <key>")
         await self._app(scope, receive, send)
-
-
-class Intake:
-    """Counts requests and body bytes as they come; refuses with 429, 503 or 413."""
-
-    def __init__(self, app: ASGIApp, gate: Gate) -> None:
-        self._app = app
-        self._gate = gate
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        declared = self._declared(scope)
-        ticket: Ticket | None = None
-        try:
-            if scope["path"] in _ADMITTED and scope["method"] == "POST":
-                ticket = self._gate.enter()
-                ticket.charge_media_bytes(declared)
-                scope["foveal.ticket"] = ticket
-            await self._app(scope, self._limited(receive, ticket, declared), send)
-        finally:
-            if ticket is not None:
-                ticket.close()
-
-    def _declared(self, scope: Scope) -> int:
-        """Content-Length, 0 when the body is chunked."""
-        text = header(scope, b"content-length") or b"0"
-        size = int(text) if text.isdigit() else 0
-        self._check(size)
-        return size
-
-    def _check(self, size: int) -> None:
-        limit = self._gate.limits.max_body_bytes
-        if size > limit:
-            raise MediaTooLarge(
-                f"the request body is larger than {limit} bytes; send large media by URL"
-            )
-
-    def _limited(self, receive: Receive, ticket: Ticket | None, declared: int) -> Receive:
-        received = 0
-
-        async def limited() -> Message:
-            nonlocal received
-            message = await receive()
-            if message["type"] == "http.request":
-                size = len(message.get("body", b""))
-                received += size
-                self._check(received)
-                beyond = min(size, max(0, received - declared))
-                if beyond and ticket is not None:
-                    ticket.charge_media_bytes(beyond)
-            return message
-
-        return limited

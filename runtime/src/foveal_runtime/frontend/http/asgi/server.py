@@ -18,7 +18,9 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from foveal_runtime.frontend.http.app import HttpApp
+from foveal_runtime.frontend.http.asgi.connections import guarded
 from foveal_runtime.frontend.http.monitoring.metrics import own_metrics_app
+from foveal_runtime.plan.config import Admission
 from foveal_runtime.plan.errors import StartupError
 
 logger = logging.getLogger(__name__)
@@ -93,10 +95,11 @@ class _Server(uvicorn.Server):  # type: ignore[misc]
         yield
 
 
-def _server(app: ASGIApp) -> _Server:
+def _server(app: ASGIApp, limits: Admission) -> _Server:
     return _Server(
         uvicorn.Config(
             app,
+            http=guarded(limits),
             lifespan="off",
             ws="none",
             log_config=None,
@@ -129,8 +132,8 @@ async def serve(
     (default: this process's own /metrics) to its peers until the end. `started` is set
     once connections are accepted.
     """
-    public = _server(app.asgi)
-    private = _server(own_app or own_metrics_app(app.service.metrics))
+    public = _server(app.asgi, app.gate.limits)
+    private = _server(own_app or own_metrics_app(app.service.metrics), app.gate.limits)
     tasks = [asyncio.create_task(public.serve(sockets=list(sockets)))]
     if own_sockets:
         tasks.append(asyncio.create_task(private.serve(sockets=list(own_sockets))))

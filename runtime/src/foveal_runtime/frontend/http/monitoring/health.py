@@ -67,6 +67,8 @@ class Health:
     def ready(self) -> tuple[bool, str]:
         if self._gate.leaving or self._gate.draining:
             return False, "shutting down"
+        if self._gate.is_choked:
+            return False, "request bodies that are still arriving take every place"
         if self._generator.num_ready_engines() == 0:
             return False, "no engine with a compatible session and a loaded model"
         if not self._processor.is_warm():

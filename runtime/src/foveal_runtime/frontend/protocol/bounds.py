@@ -1,0 +1,52 @@
+"""Bounds on the shape of JSON that a request may bring, checked before its content.
+
+Used by `requests`. Types bound what they name; these bound what they leave open: how many fields an
+object has, and how deep a free-form value is. Validation stops at the first error, because a list
+of a million bad entries would otherwise be a list of a million messages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, model_validator
+
+MAX_FIELDS = 256
+MAX_DEPTH = 16
+MAX_NODES = 10_000
+
+
+def check_num_fields(value: Any, limit: int = MAX_FIELDS) -> Any:
+    """Raises ValueError for an object with too many fields; anything else is for the type."""
+    if isinstance(value, dict) and len(value) > limit:
+        raise ValueError(f"the object has {len(value)} fields; at most {limit} are taken")
+    return value
+
+
+def check_plain(value: Any) -> Any:
+    """Raises ValueError for free-form JSON that is too deep or too large."""
+    level, depth, num_nodes = [value], 0, 0
+    while level:
+        depth += 1
+        num_nodes += len(level)
+        if depth > MAX_DEPTH:
+            raise ValueError(f"the value is nested more than {MAX_DEPTH} levels deep")
+        if num_nodes > MAX_NODES:
+            raise ValueError(f"the value has more than {MAX_NODES} parts")
+        below: list[Any] = []
+        for node in level:
+            if isinstance(node, dict):
+                below.extend(node.values())
+            elif isinstance(node, list):
+                below.extend(node)
+        level = below
+    return value
+
+
+class Bounded(BaseModel):
+    """A model whose objects have few fields, whatever it does with those it does not know."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, value: Any) -> Any:
+        return check_num_fields(value)
