@@ -12,17 +12,26 @@ from msgspec import Meta
 from foveal_operator.api.rules import ObjectName, Part, Quantity, Rule, Text, Url
 
 Replicas = Annotated[int, Meta(ge=0, le=256)]
-MinReplicas = Annotated[int, Meta(ge=1, le=256)]
-MaxReplicas = Annotated[int, Meta(ge=1, le=256)]
 NumDevices = Annotated[int, Meta(ge=1, le=16)]
 Target = Annotated[int, Meta(ge=1, le=1_000_000)]
-Stabilization = Annotated[int, Meta(ge=0, le=3600)]
-PodTemplate = Annotated[dict[str, Any], Meta(extra_json_schema={"x-foveal-raw": True})]
 
-_OVERLAY = (
-    "Overlay on the pod template: metadata.labels and annotations are added, spec is merged "
-    "(lists of named things by name). What the operator derives cannot be overridden."
-)
+# What both roles have. Aliases, not a base class: its fields would come first in the schema.
+MinReplicas = Annotated[int, Meta(ge=1, le=256), Meta(description="At least. Default: 1.")]
+MaxReplicas = Annotated[int, Meta(ge=1, le=256), Meta(description="At most.")]
+Stabilization = Annotated[
+    int, Meta(ge=0, le=3600), Meta(description="Wait before scaling down. Default: 600.")
+]
+HostMemory = Annotated[
+    Quantity | None,
+    Meta(description="Memory limit of a pod; default: follows from the cache sizes."),
+]
+PodTemplate = Annotated[
+    Annotated[dict[str, Any], Meta(extra_json_schema={"x-foveal-raw": True})] | None,
+    Meta(
+        description="Overlay on the pod template: metadata.labels and annotations are added, spec "
+        "is merged (lists of named things by name). What the operator derives cannot be overridden."
+    ),
+]
 _MIN_MAX = Rule(
     "(has(self.minReplicas) ? self.minReplicas : 1) <= self.maxReplicas",
     "minReplicas must not exceed maxReplicas",
@@ -46,6 +55,9 @@ class PrometheusAuth(Part, frozen=True, kw_only=True):
     mode: Annotated[
         Literal["Bearer", "Basic", "TLS"], Meta(description="What it holds. Default: Bearer.")
     ] = "Bearer"
+
+
+OptionalAuth = Annotated[PrometheusAuth | None, Meta(description="How, where it wants to know.")]
 
 
 class FrontendAutoscaling(Part, frozen=True, kw_only=True):
@@ -73,8 +85,8 @@ class FrontendAutoscaling(Part, frozen=True, kw_only=True):
             "target",
         ),
     )
-    min_replicas: Annotated[MinReplicas, Meta(description="At least. Default: 1.")] = 1
-    max_replicas: Annotated[MaxReplicas, Meta(description="At most.")]
+    min_replicas: MinReplicas = 1
+    max_replicas: MaxReplicas
     metric: Annotated[
         Literal["CPU", "PreprocessQueue", "Concurrency"],
         Meta(
@@ -86,23 +98,19 @@ class FrontendAutoscaling(Part, frozen=True, kw_only=True):
         Target | None,
         Meta(description="Per pod: percent of CPU (default 70), queued items (4), requests (64)."),
     ] = None
-    scale_down_stabilization_seconds: Annotated[
-        Stabilization, Meta(description="Wait before scaling down. Default: 600.")
-    ] = 600
+    scale_down_stabilization_seconds: Stabilization = 600
     prometheus_address: Annotated[
         Url | None, Meta(description="Prometheus server that KEDA asks.")
     ] = None
-    prometheus_auth: Annotated[
-        PrometheusAuth | None, Meta(description="How, where it wants to know.")
-    ] = None
+    prometheus_auth: OptionalAuth = None
 
 
 class EngineAutoscaling(Part, frozen=True, kw_only=True):
     """Scales engines through KEDA; the operator then leaves their number alone."""
 
     RULES: ClassVar[tuple[Rule, ...]] = (_MIN_MAX,)
-    min_replicas: Annotated[MinReplicas, Meta(description="At least. Default: 1.")] = 1
-    max_replicas: Annotated[MaxReplicas, Meta(description="At most.")]
+    min_replicas: MinReplicas = 1
+    max_replicas: MaxReplicas
     metric: Annotated[
         Literal["RunningRequests", "KVUsage"],
         Meta(description="Requests in an engine's batch (default), or KV cache use in percent."),
@@ -110,13 +118,9 @@ class EngineAutoscaling(Part, frozen=True, kw_only=True):
     target: Annotated[
         Target | None, Meta(description="Per engine: requests (default 64) or percent (80).")
     ] = None
-    scale_down_stabilization_seconds: Annotated[
-        Stabilization, Meta(description="Wait before scaling down. Default: 600.")
-    ] = 600
+    scale_down_stabilization_seconds: Stabilization = 600
     prometheus_address: Annotated[Url, Meta(description="Prometheus server that KEDA asks.")]
-    prometheus_auth: Annotated[
-        PrometheusAuth | None, Meta(description="How, where it wants to know.")
-    ] = None
+    prometheus_auth: OptionalAuth = None
 
 
 class Admission(Part, frozen=True, kw_only=True):
@@ -157,15 +161,12 @@ class Frontend(Part, frozen=True, kw_only=True):
         Meta(description="Request options that the server does not know. Default: Refuse."),
     ] = "Refuse"
     admission: Annotated[Admission, Meta(description="Limits before work begins.")] = Admission()
-    host_memory: Annotated[
-        Quantity | None,
-        Meta(description="Memory limit of a pod; default: follows from the cache sizes."),
-    ] = None
+    host_memory: HostMemory = None
     cpu: Annotated[
         Quantity | None,
         Meta(description="CPUs requested by a pod; default: one for each process and worker."),
     ] = None
-    pod_template: Annotated[PodTemplate | None, Meta(description=_OVERLAY)] = None
+    pod_template: PodTemplate = None
 
 
 class Accelerator(Part, frozen=True, kw_only=True):
@@ -331,15 +332,12 @@ class Engine(Part, frozen=True, kw_only=True):
     attention: Annotated[Text, Meta(description="Attention backend. auto (default) chooses.")] = (
         "auto"
     )
-    host_memory: Annotated[
-        Quantity | None,
-        Meta(description="Memory limit of a pod; default: follows from the cache sizes."),
-    ] = None
+    host_memory: HostMemory = None
     cpu: Annotated[
         Quantity | None,
         Meta(description="CPUs requested by a pod; default: 4 for each device, 4 on a CPU."),
     ] = None
-    pod_template: Annotated[PodTemplate | None, Meta(description=_OVERLAY)] = None
+    pod_template: PodTemplate = None
 
     @property
     def num_devices(self) -> int:
