@@ -8,14 +8,19 @@ import pytest
 import zmq
 import zmq.utils.z85
 
-from foveal_operator.reconcile.curve_keys import make_key_pairs, public_key, z85
+from foveal_operator.reconcile.curve_keys import make_key_pairs, z85
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_public_keys_are_libzmqs(seed: int) -> None:
-    secret = random.Random(seed).randbytes(32)
-    assert z85(public_key(secret)).encode() == zmq.curve_public(z85(secret).encode())
-    assert zmq.utils.z85.decode(z85(secret)) == secret
+def test_pairs_are_libzmqs(seed: int) -> None:
+    keys = make_key_pairs(random.Random(seed).randbytes)
+    for public, secret in (
+        (keys.server_public, keys.server_secret),
+        (keys.client_public, keys.client_secret),
+    ):
+        assert public.encode() == zmq.curve_public(secret.encode())
+    data = random.Random(seed).randbytes(32)
+    assert zmq.utils.z85.decode(z85(data)) == data
 
 
 def test_two_pairs_share_nothing() -> None:

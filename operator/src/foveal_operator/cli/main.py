@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     cli_status.add_parsers(commands)
     cli_dashboard.add_parser(commands)
     cli_doctor.add_parser(commands)
-    completion.add_parser(commands, root)
+    completion.add_parser(commands)
     return root
 
 
@@ -55,6 +55,7 @@ def _version() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
+    completion.answer(parser())
     if not (sys.argv[1:] if argv is None else argv):
         parser().print_help(sys.stderr)
         return EXIT_USAGE
