@@ -53,6 +53,8 @@ VALUES: dict[str, Any] = {
     "spec.networking.httpRoute.parentRefs": [{"name": "a"}, {"name": "b"}],
     "spec.engine.accelerator.deviceSelectors": ["device.driver == 'x'"],
     "spec.security.mediaSources.allowedDomains": ["example.org"],
+    "spec.security.allowedOrigins": ["https://app.example.org"],
+    "spec.frontend.unknownOptions": "Ignore",
     "spec.networking.httpRoute.hostnames": ["example.org"],
     "spec.observability.labels": {"a": "b"},
     "spec.frontend.podTemplate": {"metadata": {"labels": {"a": "b"}}},
