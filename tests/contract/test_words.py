@@ -15,11 +15,9 @@ import pytest
 from tests.support.markdown import ROOT, pages, split
 
 SOURCES = ("operator/src", "runtime/src")
-PENDING = (
-    "README.md", "SECURITY.md", "charts/", "docs/", "e2e/", "examples/",
-    "operator/src", "runtime/src",
-)  # fmt: skip
+PENDING = ("operator/src", "runtime/src")
 """Paths whose text has not been revised yet; to be emptied."""
+COLUMNS = 110
 RIDDLES = re.compile(r"(What|How|Who|Whom|Whose|Why)\b|See the module\.")
 
 
@@ -45,6 +43,16 @@ def in_page(text: str) -> Iterator[str]:
     """Of the prose: without code, and without the targets of links."""
     prose = re.sub(r"`[^`\n]*`", "", split(text)[0])
     yield from found(re.sub(r"\]\([^)\s]*\)", "]", prose))
+    yield from long_lines(text)
+
+
+def long_lines(text: str) -> Iterator[str]:
+    """Lines of prose above 110 columns. Tables and generated pages cannot be wrapped."""
+    if "do not edit" in text:
+        return
+    for number, line in enumerate(split(text)[0].split("\n"), 1):
+        if len(line) > COLUMNS and not line.lstrip().startswith(("|", "![")):
+            yield f"{number}: {len(line)} columns: at most {COLUMNS}"
 
 
 def in_module(text: str) -> Iterator[str]:

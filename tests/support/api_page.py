@@ -49,7 +49,7 @@ def text() -> str:
 def _examples() -> str:
     return (
         "\nExamples: [minimal](../../examples/mmi-minimal.yaml), "
-        "[one GPU](../../examples/mmi-gpu.yaml), "
+        "[one GPU](../../examples/mmi-gpu.yaml),\n"
         "[a laptop's CPU](../../examples/mmi-cpu-laptop.yaml).\n"
     )
 

@@ -37,13 +37,13 @@ def _seconds(name: str, help_: str, *labels: str) -> Metric:
 
 
 OPERATOR_METRICS: tuple[Metric, ...] = (
-    _counter("controller_runtime_reconcile", "Passes by result.", "controller", "result"),
+    _counter("controller_runtime_reconcile", "Reconciles by result.", "controller", "result"),
     _counter(
-        "controller_runtime_reconcile_errors", "Passes that failed.", "controller",
+        "controller_runtime_reconcile_errors", "Reconciles that failed.", "controller",
         known=(("controller", (CONTROLLER,)),),
     ),
-    _seconds("controller_runtime_reconcile_time_seconds", "Seconds of a pass.", "controller"),
-    _gauge("controller_runtime_active_workers", "Passes in progress.", "controller"),
+    _seconds("controller_runtime_reconcile_time_seconds", "Duration of a reconcile.", "controller"),
+    _gauge("controller_runtime_active_workers", "Reconciles in progress.", "controller"),
     _gauge("workqueue_depth", "Keys that wait.", "name"),
     _counter("workqueue_adds", "Keys added.", "name"),
     _counter(
@@ -52,7 +52,7 @@ OPERATOR_METRICS: tuple[Metric, ...] = (
     ),
     _seconds("workqueue_queue_duration_seconds", "Seconds a key waits once it is due.", "name"),
     _seconds("workqueue_work_duration_seconds", "Seconds a key is worked on.", "name"),
-    _gauge("workqueue_longest_running_processor_seconds", "Age of the oldest pass.", "name"),
+    _gauge("workqueue_longest_running_processor_seconds", "Age of the oldest reconcile.", "name"),
     _counter(
         "rest_client_requests", "Answers of the API server.", "verb", "code",
         known=(("verb", ("LIST", "APPLY")), ("code", ("429", "500", "503"))),
@@ -61,21 +61,21 @@ OPERATOR_METRICS: tuple[Metric, ...] = (
     _gauge("leader_election_master_status", "1 on the replica that writes.", "name"),
     _gauge("foveal_operator_cached_objects", "Objects in the caches.", "kind"),
     _gauge("foveal_operator_watch_is_up", "1 while every kind is watched."),
-    _counter("foveal_operator_watch_restarts", "Times dead or deaf watches were started anew."),
+    _counter("foveal_operator_watch_restarts", "Restarts of watches that ended or went silent."),
     _counter(
-        "foveal_operator_watch_missed", "Changes that a re-list found and the watch had not told.",
+        "foveal_operator_watch_missed", "Changes that a re-list found and the watch missed.",
         "kind", known=_KINDS,
     ),
     _counter("foveal_operator_writes", "Objects written, by kind.", "kind", "verb"),
     _counter(
-        "foveal_operator_drift_repairs", "Objects changed by others, put right.", "kind",
+        "foveal_operator_drift_repairs", "Objects changed by other managers, corrected.", "kind",
         known=_KINDS,
     ),
     _gauge("foveal_inference_ready", "1 when every replica of the revision serves.", *_PER),
     _gauge("foveal_inference_available", "1 when anything serves.", *_PER),
-    _gauge("foveal_inference_stalled", "1 when only an edit can help.", *_PER),
+    _gauge("foveal_inference_stalled", "1 when only an edit can fix the resource.", *_PER),
     _gauge("foveal_inference_generation", "Generation of the spec.", *_PER),
-    _gauge("foveal_inference_observed_generation", "Generation the status speaks of.", *_PER),
+    _gauge("foveal_inference_observed_generation", "Generation that the status describes.", *_PER),
     _gauge("foveal_inference_pods", "Pods by role and state.", *_PER, "role", "state"),
     _gauge(
         "foveal_inference_budget_bytes", "Planned bytes of a cache or limit.", *_PER, "budget",

@@ -81,27 +81,27 @@ _MIRROR_FRONTEND = (
          "to hold, sent as a hash alone.", "engine", unit="bytes"),
     _one(_FRONTEND, "counter", "mirror_queries", "Items sent to an engine.", "engine"),
     _one(_FRONTEND, "counter", "mirror_hits", "Items sent as a hash alone.", "engine"),
-    _one(_FRONTEND, "counter", "mirror_pulls", "Items sent without value for want of window.",
+    _one(_FRONTEND, "counter", "mirror_pulls", "Items sent by key because the window was full.",
          "engine"),
-    _one(_FRONTEND, "counter", "mirror_needs_received", "Values an engine asked for.", "engine"),
-    _one(_FRONTEND, "counter", "mirror_nofills", "Values that could not be made again.", "engine"),
-    _one(_FRONTEND, "counter", "mirror_session_resets", "Sessions begun anew.", "engine", "why"),
-    _one(_FRONTEND, "counter", "mirror_value_sources", "Where answered values came from.",
+    _one(_FRONTEND, "counter", "mirror_needs_received", "Values an engine requested.", "engine"),
+    _one(_FRONTEND, "counter", "mirror_nofills", "Values that could not be rebuilt.", "engine"),
+    _one(_FRONTEND, "counter", "mirror_session_resets", "Sessions restarted.", "engine", "why"),
+    _one(_FRONTEND, "counter", "mirror_value_sources", "Sources of values that engines requested.",
          "source", known=(("source", ("processor_cache", "retained", "recomputed", "lost")),)),
     _one(_FRONTEND, "gauge", "mirror_keys", "Keys believed to be in an engine's cache.", "engine"),
     _one(_FRONTEND, "gauge", "mirror_window_inflight_bytes", "Value bytes not yet acknowledged.",
          "engine", unit="bytes"),
-    _one(_FRONTEND, "gauge", "mirror_window_bytes", "Value bytes that may be: the window that an "
-         "engine granted.", "engine", unit="bytes"),
+    _one(_FRONTEND, "gauge", "mirror_window_bytes", "Value bytes that may be unacknowledged: the "
+         "window that an engine granted.", "engine", unit="bytes"),
 )  # fmt: skip
 
 _MIRROR_ENGINE = (
     _one(_ENGINE, "gauge", "mirror_store_bytes", "Value pool by state: idle, pinned, reserved, "
          "limbo, staged.", "state", unit="bytes"),
-    _one(_ENGINE, "counter", "mirror_needs", "Values asked for: stale (it had been announced) or "
+    _one(_ENGINE, "counter", "mirror_needs", "Values requested: stale (it had been announced) or "
          "pull.", "why"),
-    _one(_ENGINE, "counter", "mirror_limbo_rescued", "Announced evictions taken back in time."),
-    _one(_ENGINE, "counter", "mirror_duplicate_bytes", "Values that came twice.", unit="bytes"),
+    _one(_ENGINE, "counter", "mirror_limbo_rescued", "Announced evictions cancelled by a new use."),
+    _one(_ENGINE, "counter", "mirror_duplicate_bytes", "Values received twice.", unit="bytes"),
     _one(_ENGINE, "counter", "mirror_value_conflicts", "Values that differ under one hash."),
     _one(_ENGINE, "counter", "mirror_rejects", "Requests refused by the receiver.", "code",
          known=(("code", ("mm_too_large", "mm_source_lost", "media_conflict", "overloaded")),)),

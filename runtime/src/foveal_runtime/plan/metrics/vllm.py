@@ -97,8 +97,8 @@ _REQUESTS = (
          "sent: the engine had them.", unit="items"),
     _one("frontend", "counter", "request_success", "Finished sequences by reason (stop, length, "
          "abort, error).", "finished_reason"),
-    _one("frontend", "counter", "admission_rejections", "Requests refused at the door, by the "
-         "limit they met.", "reason", labels=("model_name",)),
+    _one("frontend", "counter", "admission_rejections", "Requests rejected before admission, "
+         "by the limit they reached.", "reason", labels=("model_name",)),
     _tokens("frontend", "request_prompt_tokens", "Prompt tokens of a sequence, media expanded."),
     _tokens("frontend", "request_generation_tokens", "Output tokens of a sequence."),
     _tokens("frontend", "request_max_num_generation_tokens", "Output tokens of the longest "
