@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 VERSION = (ROOT / "VERSION").read_text(encoding="utf-8").strip()
 WITH_IMAGES = (
     "Dockerfile", "docs/how-to/images.md", "examples/mmi-cluster.yaml", "e2e/cluster/images.sh",
-    "e2e/cluster/run.sh", "tests/support/node/kit.py",
+    "e2e/cluster/run.sh", "tests/support/node/commands.py",
     "operator/src/foveal_operator/manifests/context.py",
     "operator/src/foveal_operator/reconcile/observe.py",
 )  # fmt: skip
