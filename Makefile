@@ -47,21 +47,32 @@ serve: $(VENV)/.run ## keep serving the bundled model on http://127.0.0.1:8000 (
 	@$(VENV)/bin/foveal-runtime serve $(MODEL) --name tiny-vlm --idle-check-seconds 30
 
 # --- tests -------------------------------------------------------------------------------------
-.PHONY: check test docs generate control-plane goals coverage chart faults fresh cluster e2e bench bench-check bench-peers soak release
+.PHONY: check test test-extended test-all docs generate control-plane goals coverage chart faults fresh cluster e2e bench bench-check bench-peers soak release
 check: $(VENV)/.dev ## ruff, mypy --strict, import contracts
 	@$(VENV)/bin/ruff format --check . && $(VENV)/bin/ruff check .
 	@$(VENV)/bin/mypy
 	@$(VENV)/bin/lint-imports
 
-test: $(VENV)/.dev ## the tests (no GPU, no cluster, no root)
-	@OMP_WAIT_POLICY=passive $(VENV)/bin/pytest -q -m "not slow and not faults and not api_server and not cluster"
+# Two workers; tests of a file, and all of tests/processes, share one, and so their started servers.
+WORKERS ?= 2
+LOCAL := not slow and not faults and not api_server and not cluster
+RUN_TESTS := OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/pytest -q -n $(WORKERS) \
+  --dist loadscope --no-loadscope-reorder
+
+test: $(VENV)/.dev ## the tests that run for every change (no GPU, no cluster, no root; minutes)
+	@$(RUN_TESTS) -m "$(LOCAL) and not extended"
+
+test-extended: $(VENV)/.dev ## what test-all has beyond test: more deployments, more variants
+	@$(RUN_TESTS) -m "$(LOCAL) and extended"
+
+test-all: test test-extended ## every test that needs no root, no API server and no hour
 
 docs: $(VENV)/.dev ## links of every page; shell blocks marked as runnable, with what they must print (minutes)
 	@OMP_WAIT_POLICY=passive timeout 1800 $(VENV)/bin/pytest -q tests/contract/test_docs_links.py tests/contract/test_docs_blocks.py
 
 control-plane: $(VENV)/.dev ## schema, objects and operator against a real API server (builds it once: 10 to 20 minutes)
 	@e2e/cluster/build.sh
-	@timeout 900 $(VENV)/bin/pytest -q -m "api_server and not slow" tests/control_plane/api_server
+	@timeout 2400 $(VENV)/bin/pytest -q -m "api_server and not slow" tests/control_plane/api_server
 
 goals: $(VENV)/.dev ## what a resource costs the operator, with 100 of them, beside each goal (five minutes)
 	@e2e/cluster/build.sh
@@ -72,8 +83,9 @@ coverage: $(VENV)/.dev ## lines of operator/ that tests without a cluster run; l
 	  -m "not slow and not api_server" tests/control_plane
 	@$(VENV)/bin/coverage report --skip-covered --sort=cover --fail-under=90
 
-faults: $(VENV)/.dev ## 20 times: kill, pause or cut off a real process under load (minutes; most of it is processes that start)
-	@OMP_WAIT_POLICY=passive FOVEAL_FAULTS=20 timeout 1800 $(VENV)/bin/pytest -q -s -m faults tests/processes
+FAULTS ?= 20
+faults: $(VENV)/.dev ## kill, pause or cut off a real process under load, 20 times (FAULTS=n; minutes)
+	@OMP_WAIT_POLICY=passive FOVEAL_FAULTS=$(FAULTS) timeout 1800 $(VENV)/bin/pytest -q -s -m faults tests/processes
 
 cluster: $(VENV)/.dev ## image, chart and resource on a real node of this machine (root; 34 GiB of disk the first time)
 	@e2e/cluster/run.sh

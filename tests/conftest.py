@@ -1,12 +1,32 @@
-"""For all topics: without a GPU, Triton kernels run in Triton's interpreter.
+"""Settings of every test: Triton's interpreter, and the groups that workers of pytest-xdist run.
 
-Triton decides that when it is first imported, which anything that imports transformers may do: so
-it is said here, before any test module. FOVEAL_DEVICE=cuda runs the model tests on a GPU instead.
+Without a GPU, Triton kernels run in Triton's interpreter. Triton decides that when it is first
+imported, which anything that imports transformers may do, so it is set here, before any test
+module. FOVEAL_DEVICE=cuda runs the model tests on a GPU instead.
 """
 
 from __future__ import annotations
 
 import os
 
+import pytest
+
+from tests.support.progress import FolderProgress, GroupScheduling, is_first
+
 if os.environ.get("FOVEAL_DEVICE", "cpu") == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(FolderProgress(config))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: not is_first(item.nodeid))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    return GroupScheduling(config, log)

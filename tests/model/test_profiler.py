@@ -110,6 +110,7 @@ def test_only_files_that_would_be_loaded_count(tmp_path: Path) -> None:
         stored_bytes(str(tmp_path), 2)
 
 
+@pytest.mark.extended
 def test_the_command_prints_a_document_that_the_planner_reads(tiny, capsys) -> None:
     limits = ["--max-pixels", "1000", "--max-frames", "4", "--max-seconds", "5"]
     assert cli.main(["profile", str(tiny("llama")), *limits]) == 0

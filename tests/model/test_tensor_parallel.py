@@ -34,7 +34,9 @@ def jobs_of(one) -> list:
     return jobs
 
 
-@pytest.mark.parametrize("name", ["llama", "llava", "qwen2_vl"])
+@pytest.mark.parametrize(
+    "name", ["llama", pytest.param("llava", marks=pytest.mark.extended), "qwen2_vl"]
+)
 def test_two_ranks_equal_one_process(name: str, bench, tiny, tmp_path) -> None:
     """And then encoder outputs come from a file, and (once) a rank is killed: starting ranks is
     most of this test's time."""

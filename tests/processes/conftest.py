@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from foveal_runtime.main.documents import LocalOptions, local_documents
@@ -257,7 +258,12 @@ def asker_for() -> Iterator[Callable[[str], Asker]]:
 @pytest.fixture(scope="session")
 def shared() -> Iterator[tuple[LocalDeployment, Asker]]:
     """One frontend and one engine for all tests that change nothing for others."""
-    with make_deployment() as deployment:
+
+    def tenants(engines: list[Any], frontends: list[Any]) -> tuple[list[Any], list[Any]]:
+        named = [msgspec.structs.replace(f, tenant_salt_header="X-Tenant") for f in frontends]
+        return engines, named
+
+    with make_deployment(change=tenants) as deployment:
         deployment.wait_ready(START_SECONDS)
         with contextlib.closing(Asker(deployment.frontends[0].url)) as asker:
             yield deployment, asker

@@ -50,7 +50,7 @@ def post(asker: Any, path: str, key: str = "admin-key", **body: Any) -> httpx.Re
     return httpx.post(asker.url + path, json=body or None, headers=headers, timeout=30)
 
 
-@pytest.fixture(scope="module", params=["inline", "shm"])
+@pytest.fixture(scope="module", params=[pytest.param("inline", marks=pytest.mark.extended), "shm"])
 def served(
     request: Any, tmp_path_factory: Any, deployment_of: Any, asker_for: Any, start_seconds: float
 ) -> Any:
@@ -225,6 +225,7 @@ def test_bad_items_fail_their_own_request_alone(served: Any, samples: Any, pack:
     assert "items[0]" in refused.json()["error"]["message"]
 
 
+@pytest.mark.extended
 def test_every_cache_off(start: Any, samples: Any, pack: Packer, tmp_path: Path) -> None:
     """Sizes 0: nothing is kept, nothing fails; a value cache can be switched on at run time."""
     _, (asker,) = start(processor_bytes=0, ipc_bytes=0, prefix_caching=False, **keys(tmp_path))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
-HEADER = "X-Tenant"
+HEADER = "X-Tenant"  # of the deployment `shared`
 CACHES = {
     "mm": ("vllm:mm_cache_hits_total", {}),
     "processor": ("foveal_cache_hits_total", {"cache": "processor"}),
@@ -49,16 +48,10 @@ class Tenant:
         return answer_of(self.post(*args, **options))
 
 
-@pytest.fixture(scope="module")
-def asker(deploy, asker_for, start_seconds):
-    def change(engines, frontends):
-        return engines, [
-            msgspec.structs.replace(one, tenant_salt_header=HEADER) for one in frontends
-        ]
-
-    with deploy(change=change) as deployment:
-        deployment.wait_ready(start_seconds)
-        yield asker_for(deployment.frontends[0].url)
+@pytest.fixture
+def asker(shared):
+    """The frontend that other tests use, too: nobody else asks meanwhile, or about these seeds."""
+    return shared[1]
 
 
 @pytest.mark.parametrize("kind", ["header", "salt"])

@@ -81,6 +81,7 @@ def test_values_leave_the_socket_and_files_leave_with_their_writer(
     assert folders(shared_folder) == []
 
 
+@pytest.mark.extended
 def test_an_engine_that_sees_another_volume_gets_bytes(start, samples, tmp_path: Path) -> None:
     """No endless round trips: after three files that it could not open, values go inline."""
 
@@ -100,6 +101,7 @@ def test_an_engine_that_sees_another_volume_gets_bytes(start, samples, tmp_path:
     assert sent_by_kind(asker)["req"] > 0
 
 
+@pytest.mark.extended
 def test_a_budget_that_does_not_fit_is_said_at_start(deploy, tmp_path: Path) -> None:
     from foveal_runtime.plan.errors import StartupError
 

@@ -10,6 +10,19 @@ import pytest
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 
+# Each is a deployment of its own: make test has the case that has failed before, make test-all all.
+MORE_OPTIONS = [
+    {"processor_bytes": 0},
+    {"ipc_bytes": 0},
+    {"prefix_caching": False},
+    {"processor_bytes": 0, "ipc_bytes": 0, "prefix_caching": False, "encoder_embeds": 36},
+    {"ipc_bytes": 24 * 1024, "processor_bytes": 24 * 1024},
+    {"max_num_batched_tokens": 24, "encoder_embeds": 72, "block_size": 8},
+    {"ipc_type": "shm"},
+    {"attention": "torch"},
+]
+
+
 def test_every_family_is_answered_right(shared, samples):
     _, asker = shared
     for sample in samples:
@@ -27,15 +40,8 @@ def test_mixed_order_with_warm_caches(shared, mixed):
 @pytest.mark.parametrize(
     "options",
     [
-        {"processor_bytes": 0},
-        {"ipc_bytes": 0},
         {"processor_bytes": 0, "ipc_bytes": 0},
-        {"prefix_caching": False},
-        {"processor_bytes": 0, "ipc_bytes": 0, "prefix_caching": False, "encoder_embeds": 36},
-        {"ipc_bytes": 24 * 1024, "processor_bytes": 24 * 1024},
-        {"max_num_batched_tokens": 24, "encoder_embeds": 72, "block_size": 8},
-        {"ipc_type": "shm"},
-        {"attention": "torch"},
+        *(pytest.param(options, marks=pytest.mark.extended) for options in MORE_OPTIONS),
     ],
     ids=lambda options: ",".join(f"{k}={v}" for k, v in options.items()),
 )

@@ -40,8 +40,14 @@ def encoder_counts(engine) -> tuple[float, float]:
 
 @pytest.mark.parametrize(
     "tier",
-    [{}, {"encoder_host_bytes": 1 << 20, "encoder_embeds": 72}],
-    ids=["device alone", "with host tier"],
+    [
+        pytest.param({}, id="device alone"),
+        pytest.param(
+            {"encoder_host_bytes": 1 << 20, "encoder_embeds": 72},
+            id="with host tier",
+            marks=pytest.mark.extended,
+        ),
+    ],
 )
 def test_the_first_repeat_after_a_restart_is_not_encoded(
     start, asker_for, tmp_path, start_seconds, tier
@@ -60,6 +66,7 @@ def test_the_first_repeat_after_a_restart_is_not_encoded(
     assert encoder_counts(engine) == (len(before), 1)
 
 
+@pytest.mark.extended
 def test_another_revision_takes_nothing_over(start, deploy, asker_for, tmp_path, start_seconds):
     """The same weights in a directory with other settings are another model."""
     model = tmp_path / "model"

@@ -102,7 +102,13 @@ class Site:
         return self.quiet_bytes() - before
 
 
-@pytest.fixture(scope="module", params=[(1, 1), (4, 2)], ids=["1x1", "4x2"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((1, 1), id="1x1"),
+        pytest.param((4, 2), id="4x2", marks=pytest.mark.extended),
+    ],
+)
 def site(request, deploy_through_relays):
     num_frontends, num_engines = request.param
     with deploy_through_relays(num_frontends=num_frontends, num_engines=num_engines) as found:
