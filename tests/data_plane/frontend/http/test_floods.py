@@ -248,6 +248,33 @@ async def test_json_is_bounded_in_depth_and_values(start: Any) -> None:
             assert refused.json()["error"]["code"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "obeyed"),
+    [
+        ("temperature", 1e-46, 0.0),
+        ("temperature", 5e-324, 0.0),
+        ("temperature", -0.0, 0.0),
+        ("temperature", 0.5, 0.5),
+        ("top_p", 1e-46, 1e-6),
+        ("min_p", 1e-46, 1e-46),
+        ("repetition_penalty", 1e-46, None),
+        ("temperature", "nan", None),
+    ],
+)
+async def test_numbers_at_the_edge_of_floats(
+    start: Any, field: str, value: Any, obeyed: float | None
+) -> None:
+    """A temperature of 1e-46 is 0 in 32 bits: logits were divided by it."""
+    async with start() as harness:
+        response = await harness.chat("hi", **{field: value})
+        if obeyed is None:
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == field
+        else:
+            assert response.status_code == 200, response.text
+            assert getattr(harness.generator.requests[0].sampling, field) == obeyed
+
+
 def test_long_texts_are_refused_before_they_are_tokenised() -> None:
     """A megabyte of text was tokenised whole, and only then refused by length."""
     tokenizer = TextTokenizer(byte_tokenizer())

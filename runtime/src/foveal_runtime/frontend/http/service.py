@@ -198,6 +198,7 @@ def make_job(
         read_prefix_cache=sampling.prompt_logprobs < 0,
         echo_prompt=echo_prompt,
         charge_media_bytes=scope.ticket.charge_media_bytes,
+        client=scope.tenant.decode("latin-1") or scope.ticket.client,
     )
     return Job(
         token_ids=token_ids,

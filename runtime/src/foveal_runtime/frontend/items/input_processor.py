@@ -205,15 +205,17 @@ class InputProcessor:
             )
             if key not in index_of:
                 index_of[key] = len(items)
-                items.append(self._item(key, modality, name, raw_options))
+                items.append(self._item(key, modality, name, raw_options, options.client))
             which.append(index_of[key])
         return which
 
-    def _item(self, key: MMHash, modality: int, name: Named, options: bytes) -> PreparedItem:
+    def _item(
+        self, key: MMHash, modality: int, name: Named, options: bytes, client: str
+    ) -> PreparedItem:
         cost = ItemCost()
 
         def make(raw: RawMedia) -> Coroutine[Any, Any, Buffer]:
-            return self._make(key, modality, options, raw, cost)
+            return self._make(key, modality, options, raw, cost, client)
 
         source = ItemSource(key, self.cache, self.stats, name.raw, make)
         return PreparedItem(key, modality, source, cost=cost)
@@ -243,7 +245,13 @@ class InputProcessor:
         _describe(item, value)
 
     async def _make(
-        self, key: MMHash, modality: int, options: bytes, raw: RawMedia, cost: ItemCost
+        self,
+        key: MMHash,
+        modality: int,
+        options: bytes,
+        raw: RawMedia,
+        cost: ItemCost,
+        client: str,
     ) -> Buffer:
         """The processor, once for all who want this key now: it costs the one who came first."""
 
@@ -251,7 +259,8 @@ class InputProcessor:
             cost.was_processed = True
             data = await raw.read()
             begin = time.perf_counter()
-            done = await self.workers.process(modality, options, data)
+            done = await self.workers.process(modality, options, data, client)
+            self._check_value(done.value)
             worked = done.decode_seconds + done.process_seconds
             self.stats.stages.observe("queue", max(0.0, time.perf_counter() - begin - worked))
             self.stats.stages.observe("decode", done.decode_seconds)
@@ -261,6 +270,15 @@ class InputProcessor:
             return done.value
 
         return await self.processing.run(key, work)
+
+    def _check_value(self, value: Buffer) -> None:
+        """A value that no request can use takes no place in a cache."""
+        limit = self.knowledge.max_model_len()
+        num_tokens = meta_of(read_header(value)).num_tokens
+        if 0 < limit <= num_tokens:
+            raise ContextLengthExceeded(
+                f"the item takes {num_tokens} tokens, the model's context is {limit}"
+            )
 
     def _recall_injected(self, name: str, options: PrepareOptions) -> MMHash | None:
         key = self.injector.recall(name, options.tenant, is_salted=bool(options.salt))

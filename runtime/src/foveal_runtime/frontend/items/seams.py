@@ -60,6 +60,7 @@ class PrepareOptions:
         charge_media_bytes: called with the encoded size of media that did not arrive in the HTTP
             body, before it is read (Content-Length) or as it grows; raises RateLimited when the
             process holds too much. What was charged is given back when the request ends.
+        client: whose request it is, for turns: the tenant, else the client's address.
     """
 
     request_id: str
@@ -71,6 +72,7 @@ class PrepareOptions:
     read_prefix_cache: bool = True
     echo_prompt: bool = False
     charge_media_bytes: Callable[[int], None] = _charge_nothing
+    client: str = ""
 
     @property
     def salt(self) -> bytes:

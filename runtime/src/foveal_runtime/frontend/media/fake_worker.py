@@ -3,7 +3,7 @@
 For tests of what stands on media workers: `WorkerSettings(module=...fake_worker)`. Starts in a
 fraction of a second because it loads neither torch nor transformers. Media that begin with `!` are
 commands: `!kill` (dies), `!kill-once:PATH` (dies unless PATH exists, and makes it), `!hang`,
-`!bug` (an unexpected exception), `!slow:PATH` (waits until PATH exists).
+`!bug` (an unexpected exception), `!refuse:FIELD`, `!slow:PATH` (waits until PATH exists).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from foveal_runtime.frontend.media.decode import decode_image
 from foveal_runtime.frontend.media.hashing import short_digest
 from foveal_runtime.frontend.media.workers import Processed
 from foveal_runtime.plan.config import ModalitiesConfig
-from foveal_runtime.plan.errors import StartupError
+from foveal_runtime.plan.errors import InvalidRequest, StartupError
 from foveal_runtime.wire.item import pack_item
 
 IMAGE_TOKEN = 4
@@ -74,7 +74,9 @@ class InlineWorkers:
         self._processor = FakeProcessor(load)
         self.info = self._processor.examine(load.namespace)
 
-    async def process(self, modality: int, options: bytes, data: bytes | memoryview) -> Processed:
+    async def process(
+        self, modality: int, options: bytes, data: bytes | memoryview, client: str = ""
+    ) -> Processed:
         def work() -> bytes:
             chosen = json.loads(options)
             media = self._processor.decode(modality, memoryview(data), chosen)
@@ -94,6 +96,8 @@ def _obey(command: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if name == "hang":
         time.sleep(3600)
+    if name == "refuse":
+        raise InvalidRequest(f"{path} is refused", param=path)
     if name == "bug":
         raise LookupError("a bug")
     while name == "slow" and not Path(path).exists():

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from foveal_runtime.frontend.media import options as item_options
 from foveal_runtime.frontend.media import palettes, rules
 from foveal_runtime.frontend.media.decode import decode_image
 from foveal_runtime.frontend.media.hashing import short_digest
@@ -52,11 +53,11 @@ _TEXT_FIELDS = {
     "input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels",
     "text_replacement_offsets", "video_metadata", "special_tokens_mask",
 }  # fmt: skip
-_CALL_OPTIONS = {
+_CALL_OPTIONS = frozenset({
     "text", "images", "videos", "audio", "return_tensors", "padding", "truncation", "max_length",
     "device", "return_mm_token_type_ids", "return_text_replacement_offsets", "text_kwargs",
     "common_kwargs", "image_seq_len", "suffix",
-}  # fmt: skip
+})  # fmt: skip
 
 
 class ItemProcessor:
@@ -96,8 +97,10 @@ class ItemProcessor:
         )
 
     def decode(self, modality: int, data: bytes | memoryview, options: Mapping[str, Any]) -> Any:
-        """The media as the processor takes it: RGB picture, samples or frames."""
+        """The media as the processor takes it: RGB picture, samples or frames. Raises
+        InvalidRequest for options that may not be set, before anything is decoded."""
         limits = self._limits(modality)
+        item_options.check(self.processor, modality, options, limits, _CALL_OPTIONS)
         if modality == 0:
             return decode_image(data, limits)
         if modality == 2:
@@ -109,7 +112,6 @@ class ItemProcessor:
         info = self.placeholders.get(modality)
         if info is None or not info.method:
             raise MediaInvalid(f"this model takes no {MODALITIES[modality]} input")
-        _check_options(options)
         try:
             output = self._call(modality, [media], info.token, dict(options))
             replacement = self._replacement(info, output)
@@ -121,10 +123,15 @@ class ItemProcessor:
                 f"{MODALITIES[modality]} needs more memory than a media worker has"
             ) from error
         except Exception as error:  # a processor raises anything; the media or its options did it
-            raise MediaInvalid(
+            reason = (
                 f"{MODALITIES[modality]} was refused by {type(self.processor).__name__}: "
                 f"{' '.join(str(error).split())[:300] or type(error).__name__}"
-            ) from error
+            )
+            if options:
+                raise InvalidRequest(
+                    f"{reason}; with {', '.join(sorted(options))}", param=item_options.FIELD
+                ) from error
+            raise MediaInvalid(reason) from error
 
     def _prefix_ids(self) -> tuple[int, ...]:
         bos = getattr(self.tokenizer, "bos_token_id", None)
@@ -393,12 +400,6 @@ def _sample(modality: int, sampling_rate: int) -> Any:
         return Frames(np.stack([ramp.reshape(192, 256, 3)] * 8), list(range(8)), 8, 2.0)
     seconds = np.arange(sampling_rate or 16000, dtype=np.float32) / (sampling_rate or 16000)
     return np.sin(2 * np.pi * 440 * seconds).astype(np.float32) * 0.5
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    for name in options:
-        if name in _CALL_OPTIONS:
-            raise InvalidRequest(f"mm_processor_kwargs cannot set {name}")
 
 
 def _model_type(model_path: str) -> str:

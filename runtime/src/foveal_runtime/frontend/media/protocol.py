@@ -119,6 +119,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     job: int
     code: str
     message: str
+    param: str = ""
 
 
 ToWorker = Load | Process

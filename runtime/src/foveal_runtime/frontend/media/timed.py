@@ -16,6 +16,15 @@ from foveal_runtime.frontend.media.decode import check_bytes, check_pixels, desc
 from foveal_runtime.plan.config import ModalityLimits
 from foveal_runtime.plan.errors import MediaInvalid, MediaTooLarge
 
+_BLOCK_FRAMES = 1 << 14
+MAX_RATE = 384_000
+SAMPLES_PER_SECOND = 8 * 48_000
+"""Of all channels together, on average over the longest audio allowed."""
+MAX_FRAMES_PER_SECOND = 240
+"""Of a video, by which the frames that are looked at are bounded, whatever its header says."""
+MAX_VIDEO_PICTURES = 16
+"""Chosen frames together have at most so many times the pixels of the largest image."""
+
 
 def decode_audio(
     data: bytes | memoryview, limits: ModalityLimits, sampling_rate: int
@@ -26,18 +35,38 @@ def decode_audio(
     check_bytes(data, limits, "audio")
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
-            check_seconds(file.frames / max(1, file.samplerate), limits, "audio")
-            samples, rate = file.read(dtype="float32", always_2d=True), file.samplerate
+            mono, rate = _read_mono(file, limits), file.samplerate
     except (soundfile.SoundFileError, RuntimeError, ValueError, TypeError):
-        samples, rate = _av_audio(data, limits)
-    if len(samples) == 0:
+        mono, rate = _av_audio(data, limits)
+    if len(mono) == 0:
         raise MediaInvalid("audio has no samples")
-    mono = samples.mean(axis=1)
     if rate != sampling_rate:
         import soxr
 
         mono = soxr.resample(mono, rate, sampling_rate)
     return np.ascontiguousarray(mono, dtype=np.float32)
+
+
+def _read_mono(file: Any, limits: ModalityLimits) -> np.ndarray[Any, Any]:
+    """The mean of all channels, read block by block: neither the header nor a format that packs
+    silence well decides how much memory it takes."""
+    rate, channels = max(1, file.samplerate), max(1, file.channels)
+    check_seconds(file.frames / rate, limits, "audio")
+    _check_samples(file.frames * channels, limits)
+    blocks: list[np.ndarray[Any, Any]] = []
+    count = 0
+    while len(block := file.read(_BLOCK_FRAMES, dtype="float32", always_2d=True)):
+        count += len(block)
+        check_seconds(count / rate, limits, "audio")
+        _check_samples(count * channels, limits)
+        blocks.append(block.mean(axis=1))
+    return np.concatenate(blocks) if blocks else np.zeros(0, np.float32)
+
+
+def _check_samples(num_samples: int, limits: ModalityLimits) -> None:
+    most = int(limits.max_seconds * SAMPLES_PER_SECOND)
+    if num_samples > most:
+        raise MediaTooLarge(f"audio has {num_samples} samples in all channels, the limit is {most}")
 
 
 def check_seconds(seconds: float, limits: ModalityLimits, what: str) -> None:
@@ -46,7 +75,7 @@ def check_seconds(seconds: float, limits: ModalityLimits, what: str) -> None:
 
 
 def _av_audio(data: bytes | memoryview, limits: ModalityLimits) -> tuple[np.ndarray[Any, Any], int]:
-    """What libsndfile does not read (AAC in MP4, ...): samples (n, 1) and their rate."""
+    """What libsndfile does not read (AAC in MP4, ...): samples and their rate."""
     import av
 
     try:
@@ -55,6 +84,8 @@ def _av_audio(data: bytes | memoryview, limits: ModalityLimits) -> tuple[np.ndar
                 raise MediaInvalid("audio cannot be read: the file has no audio stream")
             stream = container.streams.audio[0]
             rate = int(stream.rate or 0) or 16000
+            if rate > MAX_RATE:
+                raise MediaTooLarge(f"audio has {rate} samples a second, the limit is {MAX_RATE}")
             resampler = av.AudioResampler(format="flt", layout="mono", rate=rate)
             parts: list[np.ndarray[Any, Any]] = []
             count = 0
@@ -62,13 +93,13 @@ def _av_audio(data: bytes | memoryview, limits: ModalityLimits) -> tuple[np.ndar
                 for piece in resampler.resample(decoded):
                     parts.append(piece.to_ndarray().reshape(-1))
                     count += len(parts[-1])
+                    _check_samples(count, limits)
                     check_seconds(count / rate, limits, "audio")
     except (MediaInvalid, MediaTooLarge):
         raise
     except Exception as error:  # PyAV raises a family of its own plus ValueError, IndexError, ...
         raise MediaInvalid(f"audio cannot be read ({describe(data)})") from error
-    samples = np.concatenate(parts) if parts else np.zeros(0, np.float32)
-    return samples.reshape(-1, 1), rate
+    return np.concatenate(parts) if parts else np.zeros(0, np.float32), rate
 
 
 class Frames:
@@ -124,12 +155,22 @@ def _read_frames(container: Any, limits: ModalityLimits, choose: Choose) -> Fram
             f"video would give {len(wanted)} frames, the limit is {limits.max_frames}; "
             "ask for fewer with num_frames or fps"
         )
+    most = limits.max_pixels * MAX_VIDEO_PICTURES
+    if len(set(wanted)) * width * height > most:
+        raise MediaTooLarge(
+            f"video would give {len(set(wanted))} frames of {width}x{height}, the limit is {most} "
+            "pixels in all; ask for fewer with num_frames or fps"
+        )
     keep, kept, last = set(wanted), {}, -1
     for index, frame in enumerate(container.decode(stream)):
         last = index
+        check_seconds(index / MAX_FRAMES_PER_SECOND, limits, "video")
         check_seconds(index / fps, limits, "video")
         if index in keep:
-            check_pixels(frame.width, frame.height, limits)
+            if (frame.width, frame.height) != (width, height):
+                raise MediaInvalid(
+                    f"video changes from {width}x{height} to {frame.width}x{frame.height}"
+                )
             kept[index] = frame.to_ndarray(format="rgb24")
         if index >= max(keep, default=0):
             break

@@ -137,7 +137,7 @@ def _answer(link: Link, processor: Processor, message: protocol.Process, body: m
         middle = time.perf_counter()
         value = processor.process(message.modality, media, options)
     except FovealError as error:
-        link.send(protocol.Failed(message.job, error.code, error.message))
+        link.send(protocol.Failed(message.job, error.code, error.message, error.param or ""))
     except MemoryError:
         link.send(protocol.Failed(
             message.job, "media_too_large", "media needs more memory than a media worker has"

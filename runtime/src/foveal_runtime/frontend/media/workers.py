@@ -72,21 +72,46 @@ class Workers(Protocol):
     def queue_length(self) -> int: ...
 
     async def process(
-        self, modality: int, options: bytes, data: bytes | memoryview
+        self, modality: int, options: bytes, data: bytes | memoryview, client: str = ""
     ) -> Processed: ...
 
     async def close(self) -> None: ...
 
 
 class _Job:
-    __slots__ = ("attempts", "data", "future", "modality", "options")
+    __slots__ = ("attempts", "client", "data", "future", "modality", "options")
 
-    def __init__(self, modality: int, options: bytes, data: bytes | memoryview) -> None:
+    def __init__(
+        self, modality: int, options: bytes, data: bytes | memoryview, client: str
+    ) -> None:
+        self.client = client
         self.modality = modality
         self.options = options
         self.data = data
         self.attempts = 0
         self.future: asyncio.Future[Processed] = asyncio.get_running_loop().create_future()
+
+
+class _Turns:
+    """Waiting jobs: first come, first served within a client, and the clients take turns."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, deque[_Job]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def append(self, job: _Job, *, is_first: bool = False) -> None:
+        queue = self._queues.setdefault(job.client, deque())
+        (queue.appendleft if is_first else queue.append)(job)
+
+    def pop(self) -> _Job:
+        client, queue = next(iter(self._queues.items()))
+        del self._queues[client]
+        job = queue.popleft()
+        if queue:
+            self._queues[client] = queue  # behind all others
+        return job
 
 
 class _Worker:
@@ -129,7 +154,9 @@ class _Worker:
         await self._writer.drain()
         answer, body = await self._receive()
         if isinstance(answer, protocol.Failed) and answer.job == number:
-            raise from_wire(answer.code, answer.message)
+            error = from_wire(answer.code, answer.message)
+            error.param = answer.param or None
+            raise error
         if not isinstance(answer, protocol.Done) or answer.job != number:
             raise ConnectionError("media worker answered another job")
         return Processed(body, answer.decode_seconds, answer.process_seconds)
@@ -165,7 +192,7 @@ class MediaWorkers:
         self.num_workers = settings.num_workers or default_num_workers()
         self.restarts = 0
         self.retries = 0
-        self._jobs: deque[_Job] = deque()
+        self._jobs = _Turns()
         self._wake = asyncio.Condition()
         self._slots: list[asyncio.Task[None]] = []
         self._live: dict[int, _Worker] = {}
@@ -198,13 +225,17 @@ class MediaWorkers:
     def pids(self) -> list[int]:
         return [worker.process.pid for worker in self._live.values()]
 
-    async def process(self, modality: int, options: bytes, data: bytes | memoryview) -> Processed:
-        """Decodes and processes one item. Raises MediaInvalid, MediaTooLarge, InvalidRequest, or
-        Overloaded when too many wait already. A cancelled caller's job is dropped if still queued.
+    async def process(
+        self, modality: int, options: bytes, data: bytes | memoryview, client: str = ""
+    ) -> Processed:
+        """Decodes and processes one item; clients take turns.
+
+        Raises MediaInvalid, MediaTooLarge, InvalidRequest, or Overloaded when too many wait
+        already. A cancelled caller's job is dropped if still queued.
         """
         if len(self._jobs) >= self.settings.max_queue:
             raise Overloaded(f"{len(self._jobs)} media items wait for a worker already")
-        job = _Job(modality, options, data)
+        job = _Job(modality, options, data, client)
         self._jobs.append(job)
         await self._notify()
         return await job.future
@@ -216,7 +247,7 @@ class MediaWorkers:
         await asyncio.gather(*self._slots, return_exceptions=True)
         self._slots = []
         while self._jobs:
-            _fail(self._jobs.popleft(), Overloaded("this server is shutting down"))
+            _fail(self._jobs.pop(), Overloaded("this server is shutting down"))
 
     async def _notify(self) -> None:
         async with self._wake:
@@ -230,7 +261,7 @@ class MediaWorkers:
                     self._wake.notify()  # what woke this one may have been meant for a live one
                     return None
                 while self._jobs:
-                    job = self._jobs.popleft()
+                    job = self._jobs.pop()
                     if not job.future.done():
                         return job
                 await self._wake.wait()
@@ -320,7 +351,7 @@ class MediaWorkers:
         await self._requeue(job)
 
     async def _requeue(self, job: _Job) -> None:
-        self._jobs.appendleft(job)
+        self._jobs.append(job, is_first=True)
         await self._notify()
 
     async def _spawn(self) -> _Worker:

@@ -24,6 +24,10 @@ from foveal_runtime.plan.errors import (
 )
 from foveal_runtime.plan.sampling import SamplingParams
 
+MIN_TEMPERATURE = 1e-5
+"""Below it, logits divided by the temperature leave the range of 32-bit floats: greedy."""
+MIN_TOP_P = 1e-6
+MIN_REPETITION_PENALTY = 1e-3
 DEFAULT_COMPLETION_TOKENS = 16
 """max_tokens of a text completion that names none, as in the OpenAI API."""
 
@@ -203,12 +207,19 @@ def sampling_params(
             f"min_tokens is {min_tokens}, but max_tokens allows at most {wanted}",
             param="min_tokens",
         )
+    temperature = float(_pick(request.temperature, defaults.temperature))
+    penalty = request.repetition_penalty
+    if penalty is not None and penalty < MIN_REPETITION_PENALTY:
+        raise InvalidRequest(
+            f"repetition_penalty is {penalty}; it must be at least {MIN_REPETITION_PENALTY}",
+            param="repetition_penalty",
+        )
     seed = request.seed if request.seed is not None else drawn_seed
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min(min_tokens, max_tokens),
-        temperature=float(_pick(request.temperature, defaults.temperature)),
-        top_p=float(_pick(request.top_p, defaults.top_p)),
+        temperature=temperature if temperature >= MIN_TEMPERATURE else 0.0,
+        top_p=max(MIN_TOP_P, float(_pick(request.top_p, defaults.top_p))),
         top_k=max(0, _pick(request.top_k, defaults.top_k)),
         min_p=float(_pick(request.min_p, defaults.min_p)),
         seed=seed & (2**64 - 1),

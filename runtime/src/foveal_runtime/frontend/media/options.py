@@ -1,0 +1,109 @@
+"""The processor options that a request may set, checked before anything is decoded.
+
+Used by `processors` in media workers. A processor takes names it does not know without a word, and
+some options decide how much work and memory an item costs: those may only make an item smaller than
+the model's own processor would.
+"""
+
+from __future__ import annotations
+
+import re
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from foveal_runtime.plan.config import ModalityLimits
+from foveal_runtime.plan.errors import InvalidRequest
+
+FIELD = "mm_processor_kwargs"
+MAX_FPS = 240
+_SIZING = re.compile(
+    r"size|edge|pixel|resize|crop|pad|patch|tile|split|slice|frame|scale|length|token|pan_and_scan"
+)
+_KINDS = (("images_kwargs",), ("videos_kwargs",), ("audio_kwargs",))
+_PARTS = ("image_processor", "video_processor", "feature_extractor")
+
+
+def known_options(processor: Any, modality: int) -> frozenset[str]:
+    """Every name that this processor takes for the modality."""
+    names = {"num_frames", "fps", "do_sample_frames"} if modality == 1 else set()
+    part = getattr(processor, _PARTS[modality], None)
+    kinds = [getattr(part, "valid_kwargs", None)]
+    declared = getattr(processor, "valid_processor_kwargs", None)
+    groups = _hints(declared)
+    kinds += [groups.get(name) for name in _KINDS[modality]]
+    for kind in kinds:
+        names |= set(_hints(kind))
+    return frozenset(names | set(_defaults(part)))
+
+
+def check(
+    processor: Any,
+    modality: int,
+    options: Mapping[str, Any],
+    limits: ModalityLimits,
+    reserved: frozenset[str],
+) -> None:
+    """Raises InvalidRequest naming the first option that is unknown, wrong or too much."""
+    if not options:
+        return
+    known = known_options(processor, modality)
+    defaults = _defaults(getattr(processor, _PARTS[modality], None))
+    for name, value in options.items():
+        if name in reserved:
+            raise _refused(name, "cannot be set by a request")
+        if name not in known:
+            raise _refused(name, "is not an option of this model's processor")
+        if name in ("num_frames", "fps"):
+            most = limits.max_frames if name == "num_frames" else MAX_FPS
+            if value is not None and (not _is_number(value) or not 0 < value <= most):
+                raise _refused(name, f"must be a number above 0 and at most {most}")
+        elif _SIZING.search(name):
+            _check_size(name, value, defaults.get(name))
+
+
+def _check_size(name: str, value: Any, default: Any) -> None:
+    if value is None or value == default:
+        return
+    if isinstance(value, bool) or isinstance(default, bool) or default is None:
+        raise _refused(name, f"changes how large an item becomes; here it is {default!r}")
+    shape = isinstance(value, Mapping) and isinstance(default, Mapping)
+    if shape and set(value) != set(default):
+        raise _refused(name, f"must have the keys {', '.join(sorted(default))}")
+    given, most = list(_numbers(value)), list(_numbers(default))
+    if not given or not most or any(not 0 < number <= max(most) for number in given):
+        raise _refused(name, f"must be positive and at most the model's own {default!r}")
+
+
+def _refused(name: str, why: str) -> InvalidRequest:
+    return InvalidRequest(f"{FIELD}.{name} {why}", param=f"{FIELD}.{name}")
+
+
+def _hints(kind: Any) -> dict[str, Any]:
+    if kind is None:
+        return {}
+    try:
+        return typing.get_type_hints(kind)
+    except (NameError, TypeError):  # names that only a type checker imports
+        return dict(getattr(kind, "__annotations__", {}))
+
+
+def _defaults(part: Any) -> dict[str, Any]:
+    if part is None:
+        return {}
+    found = part.to_dict() if hasattr(part, "to_dict") else {}
+    return {
+        name: dict(value) if isinstance(value, Mapping) else value for name, value in found.items()
+    }
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    """All numbers of an option; a value of any other kind counts as no number at all."""
+    if isinstance(value, Mapping):
+        value = [number for number in value.values() if number is not None]
+    for one in value if isinstance(value, list | tuple) else [value]:
+        yield float(one) if _is_number(one) else -1.0
