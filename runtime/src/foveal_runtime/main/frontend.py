@@ -50,7 +50,9 @@ class _Admin:
         self._client = client
         self._siblings = siblings
 
-    async def reset_cache(self, cache: Literal["mm", "encoder", "prefix"]) -> int:
+    async def reset_cache(self, cache: Literal["mm", "encoder", "prefix", "quarantine"]) -> int:
+        if cache == "quarantine":
+            return self._client.quarantine.clear()
         if cache == "mm":
             self._processor.reset_cache()
             await self._siblings.reset_processor_caches()

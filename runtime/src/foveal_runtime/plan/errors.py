@@ -103,6 +103,11 @@ class NotFound(ClientError):
     kind = "not_found_error"
 
 
+class RequestQuarantined(ClientError):
+    status = 422
+    code = "request_quarantined"
+
+
 class UploadTooSlow(ClientError):
     status = 408
     code = "upload_too_slow"

@@ -71,17 +71,17 @@ async def test_a_request_that_sees_engine_after_engine_die_ends():
         engine = next(iter(scripted.engines.values()))
         engine.allowance = 0
         task = asyncio.create_task(collect(client, make_request("a", 1)))
-        for attempt in range(4):
+        for attempt in range(2):
             await until(lambda n=attempt: len(engine.served) == n + 1)
             assert client.stats.resubmissions.get("unknown_session", 0) == attempt
             engine.restart()
-        with pytest.raises(EngineFailure, match="4 engines died"):
+        with pytest.raises(EngineFailure, match="2 engines died"):
             await task
-        assert len(engine.served) == 4
+        assert len(engine.served) == 2
 
 
 async def test_links_that_break_again_and_again_are_no_deaths():
-    """Eight cuts, twice as many as engines a request may see die."""
+    """Eight cuts, four times as many as engines a request may see die."""
     async with running(2) as (scripted, client):
         for engine in scripted.engines.values():
             engine.allowance = 0
@@ -99,20 +99,20 @@ async def test_links_that_break_again_and_again_are_no_deaths():
         assert sum(client.stats.resubmissions.values()) == 8
 
 
-async def test_no_fifth_engine_is_risked_before_it_shows_what_became_of_four():
-    """Four engines went away with the request: it waits until one of them is back, and does not
+async def test_no_third_engine_is_risked_before_it_shows_what_became_of_two():
+    """Two engines went away with the request: it waits until one of them is back, and does not
     take the next one down as well."""
-    async with running(5) as (scripted, client):
+    async with running(3) as (scripted, client):
         for engine in scripted.engines.values():
             engine.allowance = 0
         request = make_request("a", 1)
         task = asyncio.create_task(collect(client, request))
         gone = []
-        for loss in range(4):
+        for loss in range(2):
             await until(lambda n=loss: len(scripted.taken()) == n + 1)
             gone.append(next(link.endpoint for link in client.links() if link.inflight))
             scripted.transports[gone[-1]].cut()
-        await until(lambda: sum(client.stats.resubmissions.values()) == 4)
+        await until(lambda: sum(client.stats.resubmissions.values()) == 2)
         [left] = scripted.engines.keys() - set(gone)
         assert client.num_ready_engines() == 1
         assert not scripted.engines[left].served
@@ -123,15 +123,15 @@ async def test_no_fifth_engine_is_risked_before_it_shows_what_became_of_four():
 
 
 async def test_engines_nobody_can_reach_for_long_are_taken_for_dead():
-    async with running(4, wait_seconds=0.3) as (scripted, client):
+    async with running(2, wait_seconds=0.3) as (scripted, client):
         for engine in scripted.engines.values():
             engine.allowance = 0
         task = asyncio.create_task(collect(client, make_request("a", 1)))
-        for loss in range(4):
+        for loss in range(2):
             await until(lambda n=loss: len(scripted.taken()) == n + 1)
             home = next(link.endpoint for link in client.links() if link.inflight)
             scripted.transports[home].cut()
-        with pytest.raises(EngineFailure, match="4 engines died"):
+        with pytest.raises(EngineFailure, match="2 engines died"):
             await task
 
 

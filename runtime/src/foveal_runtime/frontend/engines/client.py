@@ -22,8 +22,9 @@ import msgspec
 from foveal_runtime.frontend.common.stats import FrontendStats
 from foveal_runtime.frontend.engines.debug import MirrorView
 from foveal_runtime.frontend.engines.link import EngineLink
+from foveal_runtime.frontend.engines.quarantine import Quarantine
 from foveal_runtime.frontend.engines.routing import Candidate, Router, estimate_load
-from foveal_runtime.frontend.engines.run import MAX_LOSSES, EngineRun, Fate
+from foveal_runtime.frontend.engines.run import MAX_REJECTIONS, EngineRun, Fate
 from foveal_runtime.frontend.engines.shared_values import SharedValues
 from foveal_runtime.frontend.engines.stream import Lost, Rejected, Stream
 from foveal_runtime.frontend.items.prepared import PreparedRequest
@@ -84,6 +85,7 @@ class EngineClient:
         self._changed = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
         self._max_model_len = 0
+        self.quarantine = Quarantine(turn_seconds=config.admission.no_engine_wait_seconds)
         self.shared = SharedValues.from_config(config, self._boot, self.links)
 
     # ---- life -----------------------------------------------------------------------------------
@@ -240,6 +242,7 @@ class EngineClient:
         link: EngineLink | None = None
         stream: Stream | None = None
         try:
+            self.quarantine.check(run)
             while True:
                 link, stream = await self._submit(run)
                 async with contextlib.aclosing(self._follow(run, link, stream)) as outputs:
@@ -253,6 +256,7 @@ class EngineClient:
         finally:
             if link is not None and stream is not None:
                 link.abort(stream.rid)
+            self.quarantine.leave(run)
             self._count(run)
             for item in request.items:
                 item.source.release()
@@ -260,6 +264,7 @@ class EngineClient:
     async def _submit(self, run: EngineRun) -> tuple[EngineLink, Stream]:
         """Sends the next attempt to the best engine there is, waiting for one if need be."""
         await self._let_it_show(run)
+        await self.quarantine.wait_for_turn(run)
         deadline = time.monotonic() + self.config.admission.no_engine_wait_seconds
         while True:
             changed = self._changed
@@ -276,6 +281,7 @@ class EngineClient:
                 run.num_losses += 1  # a link alone: nobody died of what was never sent
                 await self._let_it_show(run)
                 continue
+            self.quarantine.sent(run, (link.endpoint, link.boot))
             self.router.commit(link.endpoint, run.affinity)
             self.stats.count_pick(link.name, why)
             return link, stream
@@ -334,7 +340,7 @@ class EngineClient:
             if isinstance(event, Lost):
                 self.stats.count_resubmission(event.reason)
                 if event.reason not in _PLANNED_ENDS:
-                    run.on_lost(link.endpoint, boot)
+                    self.quarantine.lost(run, (link.endpoint, boot))
                 return
             if isinstance(event, Rejected):
                 self._on_rejected(run, link, event)
@@ -352,6 +358,7 @@ class EngineClient:
                     yield run.take(msgspec.structs.replace(event, finish=""))
                 return
             self._count(run)
+            self.quarantine.got_on(run)
             yield run.take(event)
             if event.finish:
                 return
@@ -372,8 +379,12 @@ class EngineClient:
         await asyncio.sleep(run.pause_seconds)
         while True:
             changed = self._changed
-            if run.settle(self._fate_of):
-                return
+            try:
+                if run.settle(self._fate_of):
+                    return
+            except EngineFailure:
+                self.quarantine.convict(run)
+                raise
             overdue = min(run.suspects.values()) + self.config.admission.no_engine_wait_seconds
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, overdue - time.monotonic())):
@@ -397,7 +408,7 @@ class EngineClient:
         run.rejections += 1
         if code == "overloaded" and run.rejections >= max(1, self.num_ready_engines()):
             raise Overloaded("every engine's queue is full")
-        if run.rejections > MAX_LOSSES:
+        if run.rejections > MAX_REJECTIONS:
             raise EngineFailure(f"the engines refused the request {run.rejections} times: {code}")
 
     def _count(self, run: EngineRun) -> None:

@@ -5,6 +5,8 @@ Made by engine_client for each request. Pure state; never sends anything.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import time
 from collections.abc import Callable
 from typing import Literal
@@ -17,8 +19,10 @@ from foveal_runtime.plan.errors import EngineFailure
 from foveal_runtime.wire import codec
 from foveal_runtime.wire.messages import EngineOutput, RequestBody
 
-MAX_LOSSES = 4
-"""A request that saw this many engines die may be what kills them: it ends with an error."""
+MAX_LOSSES = 2
+"""A request that is charged with the death of so many engines ends with an error. The requests of
+an engine that died are all charged with it, until they get on elsewhere (see quarantine)."""
+MAX_REJECTIONS = 4
 MAX_ATTEMPTS = 64
 """Whatever the reasons, and they may all be a bad network, this is enough: with the pauses between
 them, about a minute of links that break as soon as they are up."""
@@ -37,6 +41,8 @@ class EngineRun:
         self.num_losses = 0
         self.num_deaths = 0
         self.suspects: dict[tuple[str, int], float] = {}  # (endpoint, boot) → when it was lost
+        self.is_suspect = False
+        self.num_proofs = 0
         self.rejections = 0
         self.emitted: list[int] = []
         self.has_first = False
@@ -45,6 +51,17 @@ class EngineRun:
         self.affinity = affinity_keys(
             request.token_ids, [item.mm_hash for item in request.items], request.cache_salt
         )
+
+    @functools.cached_property
+    def key(self) -> bytes:
+        """What the request is: its tokens, its media and its options, but not its seed."""
+        request = self.request
+        found = hashlib.blake2b(digest_size=16)
+        found.update(codec.pack_tokens(request.token_ids, wide=True)[0])
+        for item in request.items:
+            found.update(item.mm_hash)
+        found.update(msgspec.msgpack.encode(msgspec.structs.replace(request.sampling, seed=0)))
+        return found.digest()
 
     def body(self) -> RequestBody:
         request = self.request
@@ -76,7 +93,14 @@ class EngineRun:
         """An attempt ended with its session. Why is not known yet: an engine that comes back with
         the same boot did not die, its link did."""
         self.num_losses += 1
+        self.is_suspect = True
         self.suspects.setdefault((endpoint, boot), time.monotonic())
+
+    def acquit(self) -> None:
+        """It got on where it was tried again: the engines that died did so of something else."""
+        self.is_suspect = False
+        self.num_deaths = 0
+        self.suspects.clear()
 
     def settle(self, fate_of: Callable[[str, int, float], Fate]) -> bool:
         """Learns what became of the engines this request was lost on; True when it may go on.

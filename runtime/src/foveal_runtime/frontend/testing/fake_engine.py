@@ -55,6 +55,7 @@ class ScriptedEngine:
         allowance: output tokens it may still emit, None = no limit; a test sets it to stop an
             engine in the middle of a sentence.
         finish_with: (code, message): every request ends with this error.
+        poison: a token that no prompt may hold: the engine dies of it at the first step.
         served: every request taken, in order.
     """
 
@@ -79,6 +80,7 @@ class ScriptedEngine:
         self.served: list[Served] = []
         self.aborted: list[RequestId] = []
         self.is_silent = False
+        self.poison: int | None = None
         self.load: EngineLoad | None = None
         self._running: list[Served] = []
         self._boot = boot
@@ -142,6 +144,9 @@ class ScriptedEngine:
             self.receiver.finish(*key)
         for ready in self.receiver.take_ready():
             self._take(ready)
+        if any(self.poison in served.prompt for served in self._running):
+            self.restart()
+            return
         for served in list(self._running):
             self._emit(served)
         for fid, session in list(self.receiver.sessions.items()):

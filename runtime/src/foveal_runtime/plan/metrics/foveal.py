@@ -117,6 +117,9 @@ _MEDIA = (
     _one(_BOTH, "histogram", "media_stage_seconds", "One item in one stage: fetch, decode, hash, "
          "process, send, queue (frontends), encode (engines).", "stage", "modality",
          unit="seconds", buckets=STAGE_BUCKETS),
+    _one(_FRONTEND, "counter", "requests_quarantined", "Requests that ended because engines died "
+         "of them, and whose like is refused for ten minutes."),
+    _one(_FRONTEND, "gauge", "quarantine_entries", "Kinds of requests that are refused now."),
     _one(_FRONTEND, "counter", "media_joins", "Work that joined identical work in flight.",
          "stage"),
     _one(_FRONTEND, "counter", "media_items_processed", "Items that ran through a processor.",

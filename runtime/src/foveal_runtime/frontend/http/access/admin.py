@@ -11,9 +11,15 @@ from typing import Literal, Protocol
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
-Cache = Literal["mm", "encoder", "prefix"]
+Cache = Literal["mm", "encoder", "prefix", "quarantine"]
 ADMIN_PATHS = frozenset(
-    {"/reset_mm_cache", "/reset_encoder_cache", "/reset_prefix_cache", "/resize_ipc_cache"}
+    {
+        "/reset_mm_cache",
+        "/reset_encoder_cache",
+        "/reset_prefix_cache",
+        "/resize_ipc_cache",
+        "/reset_quarantine",
+    }
 )
 MAX_BYTES = 1 << 50
 
@@ -64,6 +70,12 @@ def build_admin_router(admin: CacheAdmin) -> APIRouter:
     async def reset_prefix_cache() -> ResetResponse:
         """Forgets cached KV blocks in every engine."""
         return ResetResponse(cache="prefix", num_engines=await admin.reset_cache("prefix"))
+
+    @router.post("/reset_quarantine")
+    async def reset_quarantine() -> ResetResponse:
+        """Takes requests again that engines died of, in the process that answers this."""
+        await admin.reset_cache("quarantine")
+        return ResetResponse(cache="quarantine", num_engines=0)
 
     @router.post("/resize_ipc_cache")
     async def resize_ipc_cache(body: ResizeRequest) -> ResizeResponse:

@@ -29,6 +29,8 @@ def media_source(
         _media(metrics, stats, processor)
         if client.shared is not None:
             _shared(metrics, client.shared)
+        metrics.set("foveal_requests_quarantined", client.quarantine.num_convicted)
+        metrics.set("foveal_quarantine_entries", len(client.quarantine))
         for name in ("mirror_keys", "mirror_window_inflight_bytes", "mirror_window_bytes"):
             metrics.clear(f"foveal_{name}")  # engines come and go
         for link in client.links():
