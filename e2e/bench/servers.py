@@ -22,7 +22,7 @@ from typing import NamedTuple
 from e2e.bench.checkpoints import IMAGE_EMBEDS, cache_folder
 from e2e.bench.client import Target
 from e2e.bench.processes import tree
-from foveal_runtime.main.launcher import free_port
+from foveal_runtime.plan.local import free_port
 
 KV_GIB = 2
 MAX_MODEL_LEN = 4096

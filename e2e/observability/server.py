@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from foveal_runtime.main.launcher import free_port
+from foveal_runtime.plan.local import free_port
 
 
 def find_prometheus() -> str | None:

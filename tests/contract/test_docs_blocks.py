@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from foveal_operator.cli.local.processes import free_port
+from foveal_runtime.plan.local import free_port
 from tests.support.markdown import ROOT, Runnable, matches, pages, runnables
 
 ALL = [block for page in pages() for block in runnables(page)]

@@ -22,7 +22,8 @@ import msgspec
 import pytest
 
 from foveal_runtime.main.documents import LocalOptions, local_documents
-from foveal_runtime.main.launcher import LocalDeployment, free_port
+from foveal_runtime.main.launcher import LocalDeployment
+from foveal_runtime.plan.local import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = Path(os.environ.get("FOVEAL_TINY", ROOT / "examples" / "tiny-vlm"))

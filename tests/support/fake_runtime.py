@@ -60,5 +60,6 @@ port = document["http_port" if is_engine else "port"]
 server = ThreadingHTTPServer((host, port), Handler)
 signal.signal(signal.SIGTERM, end)
 (path.parent / f"{name}.devices").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
+(path.parent / f"{name}.pid").write_text(str(os.getpid()))
 (path.parent / f"{name}.began").write_text(str(time.monotonic()))
 server.serve_forever()

@@ -53,3 +53,12 @@ class Up:
         self._process.kill()
         self._process.wait()
         self._out.close()
+
+
+def fake_runtime(more: str = "") -> str:
+    """A program with the real launcher, whose frontends and engines only answer probes."""
+    real = f"{sys.executable} -m foveal_runtime.main.cli"
+    return (
+        f'#!/bin/sh\ncase "$1" in\n{more}'
+        f'  launch) exec {real} "$@" --runtime "{sys.executable} {FAKE}";;\nesac\nexit 99\n'
+    )

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from foveal_operator.cli.local.documents import LocalDocuments, LocalPlace, local_documents
+from foveal_operator.cli.local.documents import LocalDocuments, LocalPlace, adapted_documents
 from foveal_operator.manifests import ClusterFacts, Desired
 from foveal_runtime.plan.config import EngineConfig, FrontendConfig
 from tests.support.regenerate import wanted
@@ -42,7 +42,7 @@ def place(**more: Any) -> LocalPlace:
 
 def adapt(objects: Desired, **more: Any) -> LocalDocuments:
     ports = itertools.count(20000)
-    return local_documents(objects, place(**more), lambda: next(ports))
+    return adapted_documents(objects, place(**more), lambda: next(ports))
 
 
 def flat(value: Any, path: str = "") -> dict[str, Any]:

@@ -30,8 +30,8 @@ from foveal_operator.cli.dashboard.promql.samples import (
 )
 from foveal_operator.cli.dashboard.promql.tree import ExpressionError, parse_expression
 from foveal_operator.cli.dashboard.sources import Prometheus
-from foveal_operator.cli.local.processes import free_port
 from foveal_operator.observability.boards import BOARDS
+from foveal_runtime.plan.local import free_port
 from tests.support import metric_samples
 
 INF = math.inf

@@ -5,17 +5,18 @@ The real ones are asked in tests/processes/test_up.py.
 
 from __future__ import annotations
 
+import os
+import re
 import signal
-import sys
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
-from foveal_operator.cli.local.processes import PARENT_VARIABLE
 from foveal_operator.kube.types import Obj
-from tests.support.up_process import FAKE, PROFILE, ROOT, Up
+from tests.support.up_process import PROFILE, ROOT, Up, fake_runtime
 
 Start = Callable[..., Up]
 
@@ -27,31 +28,26 @@ def up(tmp_path: Path) -> Iterator[Start]:
     model.mkdir()
     (model / "config.json").write_text("{}")
     runtime = tmp_path / "foveal-runtime"
-    runtime.write_text(f'#!/bin/sh\nexec {sys.executable} {FAKE} "$@"\n')
+    runtime.write_text(fake_runtime())
     runtime.chmod(0o755)
     body: Obj = yaml.safe_load((ROOT / "examples/mmi-cpu-laptop.yaml").read_text())
     body["spec"]["rollout"] = {"drainTimeoutSeconds": 1, "progressDeadlineSeconds": 60}
     started: list[Up] = []
 
-    def start(*more: str, **fakes: str) -> Up:
+    def start(*more: str, folder: bool = True, **fakes: str) -> Up:
         (tmp_path / "mmi.yaml").write_text(yaml.safe_dump(body))
         arguments = ["-f", str(tmp_path / "mmi.yaml"), "--profile", str(PROFILE), "--port", "0",
-                     "--model", str(model), "--folder", str(tmp_path / "up"),
-                     "--runtime", str(runtime), *more]  # fmt: skip
+                     "--model", str(model), "--runtime", str(runtime), *more]  # fmt: skip
+        if folder:
+            arguments += ["--folder", str(tmp_path / "up")]
+        (tmp_path / "tmp").mkdir(exist_ok=True)
         modes = {f"FOVEAL_FAKE_{role.upper()}": mode for role, mode in fakes.items()}
-        started.append(Up(arguments, modes))
+        started.append(Up(arguments, {**modes, "TMPDIR": str(tmp_path / "tmp")}))
         return started[-1]
 
     yield start
     for one in started:
         one.stop()
-
-
-def test_the_parent_variable_is_the_runtimes() -> None:
-    """The operator may not import it; both sides must mean the same variable."""
-    from foveal_runtime.main.launcher import PARENT_VARIABLE as runtimes
-
-    assert runtimes == PARENT_VARIABLE
 
 
 def test_ctrl_c_drains_frontends_before_engines(up: Start, tmp_path: Path) -> None:
@@ -78,15 +74,60 @@ def test_sigterm_drains_too(up: Start) -> None:
 def test_a_process_that_refuses_its_document_ends_everything_with_its_words(up: Start) -> None:
     running = up(engine="refuse")
     assert running.end() == 1
-    assert "foveal: tiny-engine-0 ended with exit code 2 before it was ready" in running.text
+    said = "foveal-runtime: tiny-engine-0 ended with exit code 2 before it was ready"
+    assert said in running.text
     assert "  foveal-runtime: model.max_model_len 9 is too small; raise it" in running.text
 
 
-def test_a_process_that_dies_is_named_with_its_last_lines(up: Start) -> None:
+def test_a_process_that_keeps_dying_is_given_up_with_its_last_lines(
+    up: Start, tmp_path: Path
+) -> None:
     running = up(frontend="die")
     assert running.end() == 1
-    assert "foveal: tiny-frontend-0 ended with exit code 7" in running.text
+    again = "tiny-frontend-0 ended with exit code 7; it is started again in "
+    assert [line for line in running.text.splitlines() if line.startswith(again)] == [
+        f"{again}{pause} s" for pause in ("0.5", "1", "2")
+    ]
+    said = "foveal-runtime: tiny-frontend-0 ended with exit code 7, 4 times in a row"
+    assert said in running.text
+    assert f"the end of {tmp_path / 'up/tiny-frontend-0.log'}:" in running.text
     assert "  ValueError: tensors do not match" in running.text
+
+
+def test_a_process_that_dies_while_it_serves_is_started_again(up: Start, tmp_path: Path) -> None:
+    running = up()
+    running.read_until("serving tiny on ")
+    os.kill(int((tmp_path / "up/tiny-engine-0.pid").read_text()), signal.SIGKILL)
+    running.read_until("tiny-engine-0 was ended by SIGKILL")
+    running.read_until("it is started again in 0.5 s")
+    running.read_until("serving tiny on ")
+    running.signal(signal.SIGINT)
+    assert running.end() == 0, running.text
+    assert "2" not in (tmp_path / "up/ends.txt").read_text()
+
+
+def test_a_taken_port_is_one_line_and_starts_nothing(up: Start, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        running = up("--port", str(port))
+        assert running.end() == 2
+    last = running.text.splitlines()[-1]
+    assert last.startswith(f"foveal-runtime: port {port} of 127.0.0.1 is in use by another program")
+    assert not list((tmp_path / "up").glob("*.log"))
+
+
+@pytest.mark.parametrize("fakes", [{}, {"engine": "refuse"}], ids=["well", "badly"])
+def test_a_temporary_folder_stays_after_a_bad_end_only(
+    up: Start, tmp_path: Path, fakes: dict[str, str]
+) -> None:
+    running = up(folder=False, **fakes)
+    if not fakes:
+        running.read_until("serving tiny on ")
+        running.signal(signal.SIGINT)
+    assert running.end() == (1 if fakes else 0), running.text
+    (folder,) = re.findall(r"documents and logs: (\S+)", running.text)
+    assert Path(folder).parent == tmp_path / "tmp"
+    assert Path(folder).exists() == bool(fakes)
 
 
 def test_what_does_not_drain_in_time_is_killed_and_named(up: Start) -> None:

@@ -18,7 +18,7 @@ import yaml
 
 from foveal_runtime.main.revision import resolved_revision
 from tests.support.model_hub import COMMIT, Hub
-from tests.support.up_process import FAKE, PROFILE, ROOT, Up
+from tests.support.up_process import PROFILE, ROOT, Up, fake_runtime
 
 MODEL = ROOT / "examples/tiny-vlm/model"
 URI = "hf://org/tiny"
@@ -36,10 +36,10 @@ def up(tmp_path: Path, hub: Hub) -> Iterator[Start]:
     """Starts it with a resource of the hub's model."""
     runtime = tmp_path / "foveal-runtime"
     runtime.write_text(
-        f'#!/bin/sh\ncase "$1" in\n'
-        f'  fetch) exec {sys.executable} -m foveal_runtime.main.cli "$@";;\n'
-        f'  profile) for last; do :; done; exec cp {PROFILE} "$last";;\nesac\n'
-        f'exec {sys.executable} {FAKE} "$@"\n'
+        fake_runtime(
+            f'  fetch) exec {sys.executable} -m foveal_runtime.main.cli "$@";;\n'
+            f'  profile) for last; do :; done; exec cp {PROFILE} "$last";;\n'
+        )
     )
     runtime.chmod(0o755)
     (tmp_path / "bin").mkdir()

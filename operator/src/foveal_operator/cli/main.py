@@ -15,6 +15,7 @@ from foveal_operator.cli.dashboard import command as cli_dashboard
 from foveal_operator.cli.doctor import command as cli_doctor
 from foveal_operator.cli.help import Help
 from foveal_operator.cli.local import command as cli_up
+from foveal_operator.cli.local import runtime as cli_runtime
 from foveal_operator.cli.plan import command as cli_plan
 from foveal_operator.cli.status import command as cli_status
 from foveal_operator.common.errors import (
@@ -40,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
     )
     cli_plan.add_parser(commands)
     cli_up.add_parser(commands)
+    cli_runtime.add_parsers(commands)
     cli_status.add_parsers(commands)
     cli_dashboard.add_parser(commands)
     cli_doctor.add_parser(commands)
@@ -56,11 +58,14 @@ def _version() -> str:
 
 def main(argv: list[str] | None = None) -> int:
     completion.answer(parser())
-    if not (sys.argv[1:] if argv is None else argv):
+    given = sys.argv[1:] if argv is None else argv
+    if not given:
         parser().print_help(sys.stderr)
         return EXIT_USAGE
-    arguments = parser().parse_args(argv)
     try:
+        if given[0] in cli_runtime.HANDED_ON:
+            cli_runtime.hand_on(given)
+        arguments = parser().parse_args(given)
         return int(arguments.run(arguments))
     except CommandError as error:
         print(f"foveal: {error}", file=sys.stderr)

@@ -106,6 +106,9 @@ def _parser() -> argparse.ArgumentParser:
         if role == "frontend":  # given by the parent when the document asks for several processes
             part.add_argument("--process", type=int, default=None, help=argparse.SUPPRESS)
             part.add_argument("--sockets", default="", help=argparse.SUPPRESS)
+    launch = commands.add_parser("launch", help="a deployment on this machine, from its document")
+    launch.add_argument("--config", required=True, help="JSON document")
+    launch.add_argument("--runtime", default="", help=argparse.SUPPRESS)
     fetch = commands.add_parser("fetch", help="download a model (hf:// or s3://) into a directory")
     fetch.add_argument("uri", help="hf://ORG/NAME or s3://BUCKET/PREFIX")
     fetch.add_argument("--to", required=True, metavar="DIRECTORY")
@@ -141,9 +144,13 @@ def _version() -> str:
 def _run(arguments: argparse.Namespace) -> int:
     # Each role imports its own room only: a frontend must not pay for torch, nor `--help` for both.
     if arguments.command == "serve":
-        from foveal_runtime.main import serve
+        from foveal_runtime.main.local import serve
 
         return serve.run(arguments)
+    if arguments.command == "launch":
+        from foveal_runtime.main.local import launch
+
+        return launch.run(arguments.config, arguments.runtime)
     end_with_parent()
     if arguments.command in ("engine", "frontend"):
         begin_last_words(ContainerMemory())
@@ -171,7 +178,7 @@ def main(argv: list[str] | None = None) -> int:
     except StartupError as error:
         _say(f"foveal-runtime: {error.message}")
         print(f"foveal-runtime: {error.message}", file=sys.stderr)
-        return 2
+        return int(getattr(error, "exit_code", 2))
     except KeyboardInterrupt:
         return 130
     except Exception as error:

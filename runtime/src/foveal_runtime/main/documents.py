@@ -13,7 +13,6 @@ import msgspec
 
 from foveal_runtime.plan.config import (
     GIB,
-    EngineAddress,
     EngineCaches,
     EngineConfig,
     FrontendConfig,
@@ -23,6 +22,7 @@ from foveal_runtime.plan.config import (
     ModelConfig,
     SchedulerConfig,
 )
+from foveal_runtime.plan.local import connect
 
 
 class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,21 +93,17 @@ def local_documents(
         dtype=options.dtype,  # type: ignore[arg-type]
         max_model_len=options.max_model_len,
     )
-    engines = [_engine(options, model, i, pick_port) for i in range(options.num_engines)]
-    ports = [
-        options.port + i if options.port else pick_port() for i in range(options.num_frontends)
-    ]
-    frontends = [_frontend(options, model, i, ports, engines) for i in range(len(ports))]
-    return engines, frontends
+    engines = [_engine(options, model, i) for i in range(options.num_engines)]
+    frontends = [_frontend(options, model, i) for i in range(options.num_frontends)]
+    placed = connect(engines, frontends, options.host, options.port, pick_port)
+    return list(placed[0]), list(placed[1])
 
 
 def _shared_memory(options: LocalOptions) -> str:
     return "/dev/shm" if options.ipc_type == "shm" else ""
 
 
-def _engine(
-    options: LocalOptions, model: ModelConfig, index: int, pick_port: Callable[[], int]
-) -> EngineConfig:
+def _engine(options: LocalOptions, model: ModelConfig, index: int) -> EngineConfig:
     return EngineConfig(
         engine_id=f"engine-{index}",
         model=model,
@@ -128,9 +124,6 @@ def _engine(
             kv_touched=False,  # nothing limits it here, and other programs want memory, too
             prefix_caching=options.prefix_caching,
         ),
-        bind=f"tcp://127.0.0.1:{pick_port()}",
-        http_port=pick_port(),
-        node="local",
         shm_directory=_shared_memory(options),
         device=options.device,
         attention=options.attention,
@@ -143,27 +136,13 @@ def _engine(
     )
 
 
-def _frontend(
-    options: LocalOptions,
-    model: ModelConfig,
-    index: int,
-    ports: list[int],
-    engines: list[EngineConfig],
-) -> FrontendConfig:
-    addresses = tuple(
-        EngineAddress(endpoint=e.bind, http=f"http://{e.http_host}:{e.http_port}") for e in engines
-    )
+def _frontend(options: LocalOptions, model: ModelConfig, index: int) -> FrontendConfig:
     shm = _shared_memory(options)
     shm_bytes = (options.shm_bytes or options.ipc_bytes) if shm else 0
-    others = [port for port in ports if port != ports[index]]
     return FrontendConfig(
         frontend_id=f"frontend-{index}",
         model=model,
-        host=options.host,
-        port=ports[index],
         processes=options.processes,
-        engines=addresses,
-        node="local",
         processor_bytes=options.processor_bytes,
         ipc_type=options.ipc_type,  # type: ignore[arg-type]
         shm_directory=shm,
@@ -180,10 +159,6 @@ def _frontend(
             enabled=bool(options.injection_key_file),
             api_key_file=options.injection_key_file,
             trusted=options.injection_trusted,
-        ),
-        metrics_peers=(
-            *(address.http + "/metrics" for address in addresses),
-            *(f"http://{options.host}:{port}/metrics?own=1" for port in others),
         ),
         log_format=options.log_format,  # type: ignore[arg-type]
     )

@@ -19,14 +19,12 @@ import threading
 import time
 
 from foveal_runtime.frontend.http.asgi.server import bind_addresses
-from foveal_runtime.main.launcher import PARENT_VARIABLE
+from foveal_runtime.main.backoff import Backoff
 from foveal_runtime.plan.config import FrontendConfig
+from foveal_runtime.plan.local import PARENT_VARIABLE
 
 log = logging.getLogger(__name__)
 
-MIN_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.5, 30.0
-STEADY_SECONDS = 60.0
-"""A process that lived so long starts again with the shortest backoff."""
 STARTUP_ERROR = 2
 _POLL_SECONDS = 0.2
 _SPARE_SECONDS = 10.0
@@ -40,7 +38,7 @@ class _Slot:
         self._command = command
         self._process: subprocess.Popen[bytes] | None = None
         self._started_at = self._start_at = 0.0
-        self._backoff_seconds = MIN_BACKOFF_SECONDS
+        self._backoff = Backoff()
 
     def tend(self, now: float) -> bool:
         """Starts it when it is due. False: it says that it can never start."""
@@ -54,14 +52,9 @@ class _Slot:
         self._process = None
         if code == STARTUP_ERROR:
             return False
-        if now - self._started_at > STEADY_SECONDS:
-            self._backoff_seconds = MIN_BACKOFF_SECONDS
-        self._start_at = now + self._backoff_seconds
-        log.error(
-            "HTTP process %d ended with %d; again in %.1f s",
-            self.index, code, self._backoff_seconds,
-        )  # fmt: skip
-        self._backoff_seconds = min(2 * self._backoff_seconds, MAX_BACKOFF_SECONDS)
+        pause = self._backoff.after(now - self._started_at)
+        self._start_at = now + pause
+        log.error("HTTP process %d ended with %d; again in %.1f s", self.index, code, pause)
         return True
 
     def _start(self, now: float) -> None:

@@ -1,19 +1,19 @@
-"""Local processes from the same documents that pods get: one launcher for serve, demo and tests.
+"""Local processes from the same documents that pods get: started, asked, stopped in order.
 
-Called by `foveal-runtime serve`, examples/demo.py, `foveal up` (as a subprocess) and the
-real-process tests. Starts each role as its own process, watches it, stops it; knows nothing of
-requests or caches.
+Used by the supervisor (`foveal-runtime serve`, `launch`, and so `foveal up`), by examples/demo.py
+and by the real-process tests. Each role is a process of its own; knows nothing of requests or
+caches.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
+import http.client
 import os
-import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,9 +29,12 @@ import msgspec
 
 from foveal_runtime.plan.config import EngineConfig, FrontendConfig
 from foveal_runtime.plan.errors import StartupError
+from foveal_runtime.plan.local import PARENT_VARIABLE, bind_error, free_port, url_host
 
 Say = Callable[[str], None]
-PARENT_VARIABLE = "FOVEAL_PARENT_PID"
+RUNTIME = (sys.executable, "-m", "foveal_runtime.main.cli")
+MAX_METRICS_BYTES = 8 << 20
+_PROBE_SECONDS = 2.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -45,39 +48,37 @@ def end_with_parent() -> None:
             sys.exit(1)
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that was free a moment ago, below the range from which outgoing connections take
-    theirs: one of those could otherwise sit on it before the server binds."""
-    for _ in range(200):
-        port = random.randint(12000, 30000)
-        with socket.socket() as probe:
-            try:
-                probe.bind((host, port))
-            except OSError:
-                continue
-            return port
-    raise StartupError(f"no free port between 12000 and 30000 on {host}")
-
-
 class Child:
-    """One process of ours: its document, its log file, its readiness URL."""
+    """One frontend or engine: its document, its log, its addresses."""
 
     def __init__(
-        self, role: str, config: EngineConfig | FrontendConfig, folder: Path, env: dict[str, str]
+        self,
+        config: EngineConfig | FrontendConfig,
+        folder: Path,
+        env: dict[str, str],
+        command: Sequence[str] = RUNTIME,
     ) -> None:
-        self.role = role
+        is_engine = isinstance(config, EngineConfig)
+        self.role = "engine" if is_engine else "frontend"
         self.config = config
         self.name = config.engine_id if isinstance(config, EngineConfig) else config.frontend_id
         self.document = folder / f"{self.name}.json"
         self.log_path = folder / f"{self.name}.log"
         self.env = env
         self.process: subprocess.Popen[bytes] | None = None
+        self._command = tuple(command)
 
     @property
     def url(self) -> str:
         if isinstance(self.config, EngineConfig):
             return f"http://{self.config.http_host}:{self.config.http_port}"
-        return f"http://{self.config.host}:{self.config.port}"
+        return f"http://{url_host(self.config.host)}:{self.config.port}"
+
+    def listens_on(self) -> list[tuple[str, int]]:
+        if isinstance(self.config, EngineConfig):
+            host, _, port = self.config.bind.removeprefix("tcp://").rpartition(":")
+            return [(host, int(port)), (self.config.http_host, self.config.http_port)]
+        return [(self.config.host, self.config.port)]
 
     @property
     def pid(self) -> int:
@@ -85,17 +86,21 @@ class Child:
         return self.process.pid
 
     @property
+    def exit_code(self) -> int | None:
+        """None while it runs or before it was started; -9 when signal 9 ended it."""
+        return self.process.poll() if self.process else None
+
+    @property
     def is_alive(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
     def start(self) -> None:
         self.document.write_bytes(msgspec.json.format(msgspec.json.encode(self.config)))
-        command = [sys.executable, "-m", "foveal_runtime.main.cli", self.role]
         with self.log_path.open("ab") as log:
             # A session of its own: a Ctrl-C at the terminal reaches the launcher alone, which
             # then drains the children in order.
             self.process = subprocess.Popen(
-                [*command, "--config", str(self.document)],
+                [*self._command, self.role, "--config", str(self.document)],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
@@ -104,21 +109,38 @@ class Child:
             )
 
     def is_ready(self) -> bool:
+        return self._get("/readyz") is not None
+
+    def metrics(self) -> str:
+        """Its own series as exposition text; "" when it cannot be asked now."""
+        found = self._get("/metrics" + ("?own=1" if self.role == "frontend" else ""))
+        return found.decode("utf-8", "replace") if found else ""
+
+    def _get(self, path: str) -> bytes | None:
+        """The body of a 200; None for any other answer and for none."""
         try:
-            with urllib.request.urlopen(self.url + "/readyz", timeout=2) as answer:
-                return int(answer.status) == 200
+            with urllib.request.urlopen(self.url + path, timeout=_PROBE_SECONDS) as answer:
+                return bytes(answer.read(MAX_METRICS_BYTES))
         except urllib.error.HTTPError as error:
             error.close()  # the error is the answer, with its connection
-            return False
-        except (urllib.error.URLError, OSError):
-            return False
+        except (OSError, http.client.HTTPException):
+            pass
+        return None
 
     def last_lines(self, count: int = 15) -> str:
+        """The end of its log, without anything that would steer a terminal."""
         try:
-            lines = self.log_path.read_text(errors="replace").splitlines()
+            with self.log_path.open("rb") as log:
+                log.seek(max(0, self.log_path.stat().st_size - 16384))
+                text = log.read().decode("utf-8", "replace")
         except OSError:
             return ""
-        return "\n".join(lines[-count:])
+        lines = ["".join(filter(str.isprintable, line)).rstrip() for line in text.splitlines()]
+        return "\n".join([line for line in lines if line][-count:])
+
+    def resident_bytes(self) -> int:
+        """Memory of it and its children; 0 where /proc does not tell."""
+        return sum(_resident_bytes(pid) for pid in _family(self.pid)) if self.is_alive else 0
 
     def signal(self, number: int) -> None:
         """Sends a signal to this process alone."""
@@ -134,6 +156,25 @@ class Child:
             self.process.wait()
 
 
+def _family(pid: int) -> list[int]:
+    found = [pid]
+    for task in found:  # grows while it is walked
+        try:
+            text = Path(f"/proc/{task}/task/{task}/children").read_text()
+        except OSError:
+            continue
+        found += [int(child) for child in text.split() if int(child) not in found]
+    return found
+
+
+def _resident_bytes(pid: int) -> int:
+    try:
+        pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
+    except (OSError, IndexError):
+        return 0
+    return int(pages) * os.sysconf("SC_PAGESIZE")
+
+
 class LocalDeployment:
     """Engines and frontends on this machine. Use as a context manager: it always tears down.
 
@@ -147,20 +188,35 @@ class LocalDeployment:
         *,
         folder: str | Path | None = None,
         env: dict[str, str] | None = None,
+        devices_per_engine: int = 0,
+        command: Sequence[str] = RUNTIME,
         say: Say = lambda line: None,
     ) -> None:
         self._is_temporary = folder is None
         self.folder = Path(folder or tempfile.mkdtemp(prefix="foveal-"))
         self.folder.mkdir(parents=True, exist_ok=True)
         self.say = say
-        self.engines = [Child("engine", c, self.folder, env or {}) for c in engines]
-        self.frontends = [Child("frontend", c, self.folder, env or {}) for c in frontends]
+        env = env or {}
+        self.engines = [
+            Child(c, self.folder, {**env, **_visible(i, devices_per_engine)}, command)
+            for i, c in enumerate(engines)
+        ]
+        self.frontends = [Child(c, self.folder, env, command) for c in frontends]
 
     @property
     def children(self) -> list[Child]:
         return [*self.engines, *self.frontends]
 
+    def check_ports(self) -> None:
+        """Before anything starts. Raises StartupError for the first address that cannot be had."""
+        for child in (*self.frontends, *self.engines):
+            for host, port in child.listens_on():
+                if error := bind_error(host, port):
+                    raise StartupError(_refusal(child, host, port, error))
+
     def start(self) -> None:
+        """Raises StartupError when a port is taken; then nothing was started."""
+        self.check_ports()
         for child in self.children:
             child.start()
 
@@ -184,8 +240,10 @@ class LocalDeployment:
                 )
             time.sleep(0.1)
 
-    def dead(self) -> list[Child]:
-        return [child for child in self.children if not child.is_alive]
+    def kill(self) -> None:
+        """Ends every process at once."""
+        for child in self.children:
+            child.kill_group()
 
     def stop(self, timeout_seconds: float = 20.0) -> None:
         """Frontends first, so that their streams can finish, then engines; then SIGKILL."""
@@ -218,3 +276,20 @@ class LocalDeployment:
         trace: TracebackType | None,
     ) -> None:
         self.stop()
+
+
+def _refusal(child: Child, host: str, port: int, error: OSError) -> str:
+    if error.errno != errno.EADDRINUSE:
+        return f"{child.name} cannot listen on {host}, port {port}: {error.strerror or error}"
+    if child.role == "engine":
+        return f"port {port}, which {child.name} was to take, is in use by now: start again"
+    return (
+        f"port {port} of {host} is in use by another program: stop it, or choose another port, "
+        f"for example --port {free_port(host)}"
+    )
+
+
+def _visible(index: int, count: int) -> dict[str, str]:
+    """Each engine sees its own devices and no others."""
+    devices = range(index * count, (index + 1) * count)
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if count else {}

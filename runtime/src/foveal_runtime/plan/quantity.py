@@ -91,3 +91,13 @@ def format_gib(size_bytes: int) -> str:
         return f"{gib:.2f} GiB"
     digits = 4 if abs(gib) >= 0.001 else 6
     return f"{gib:.{digits}f} GiB"
+
+
+def short_bytes(size_bytes: int) -> str:
+    """Three figures at most: 812 KiB, 1.2 MiB, 14 GiB."""
+    value, unit = float(size_bytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1000 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" or value >= 10 else f"{value:.1f} {unit}"

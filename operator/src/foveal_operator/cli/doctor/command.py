@@ -33,10 +33,10 @@ from foveal_operator.cli.doctor.node_checks import (
 )
 from foveal_operator.cli.doctor.report import Finding, fail, report_text, warn
 from foveal_operator.cli.help import Help
-from foveal_operator.cli.local import machine
 from foveal_operator.cli.output.terminal import style_of
 from foveal_operator.common.errors import EXIT_NO, EXIT_OK, ClusterAnswerError
 from foveal_operator.kube.reader import NotConfiguredError, Reader
+from foveal_runtime.plan import machine
 
 _EPILOG = """\
 Reads only. Each line is ok, warn (works worse, or cannot be known) or fail (nothing runs until it

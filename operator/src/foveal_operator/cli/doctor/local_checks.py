@@ -13,8 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from foveal_operator.cli.doctor.report import Finding, fail, ok, warn
-from foveal_operator.cli.local.machine import Machine
-from foveal_operator.cli.output.terminal import short_bytes
+from foveal_runtime.plan.machine import Machine
+from foveal_runtime.plan.quantity import short_bytes
 
 _GIB = 1024**3
 MIN_MEMORY_BYTES = 4 * _GIB

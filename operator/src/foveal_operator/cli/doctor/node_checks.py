@@ -9,10 +9,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 from foveal_operator.cli.doctor.report import Finding, fail, ok, warn
-from foveal_operator.cli.output.terminal import short_bytes
 from foveal_operator.kube.reader import Reader
 from foveal_operator.kube.types import Obj
-from foveal_runtime.plan.quantity import is_quantity, parse
+from foveal_runtime.plan.quantity import is_quantity, parse, short_bytes
 
 MIN_NODE_BYTES = 4 * 1024**3
 MEMORY_LABELS = {"nvidia.com/gpu": "nvidia.com/gpu.memory", "amd.com/gpu": "amd.com/gpu.vram"}

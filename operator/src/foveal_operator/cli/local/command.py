@@ -1,18 +1,15 @@
 """`foveal up`: the pods of a resource as processes of this machine, from the same documents.
 
 Plans with the operator's functions, reads the documents out of the ConfigMaps that a cluster would
-get, adapts them (`local.documents`) and runs them (`local.deployment`) until Ctrl-C.
+get, adapts them (`local.documents`) and hands them to `foveal-runtime launch`, which runs them.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import os
 import secrets
-import shutil
-import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -21,23 +18,18 @@ from foveal_operator.api.parse import InferenceSpec, SpecError
 from foveal_operator.api.workloads import Accelerator, Parallelism
 from foveal_operator.cli.help import Help
 from foveal_operator.cli.inputs import bullets, read_profile, read_resource, size
-from foveal_operator.cli.local import machine
-from foveal_operator.cli.local.deployment import LocalDeployment, Stop
-from foveal_operator.cli.local.documents import (
-    LOOPBACK,
-    LocalDocuments,
-    LocalPlace,
-    local_documents,
-)
+from foveal_operator.cli.local.documents import LocalDocuments, LocalPlace, adapted_documents
 from foveal_operator.cli.local.model import find_model, find_profile
-from foveal_operator.cli.local.processes import LocalProcess, free_port, runtime_command
-from foveal_operator.cli.local.screen import Screen
-from foveal_operator.cli.output.terminal import style_of
+from foveal_operator.cli.local.runtime import runtime_command
 from foveal_operator.common.errors import EXIT_OK, MisfitError, UsageError
 from foveal_operator.manifests import ClusterFacts, Desired, desired
 from foveal_operator.manifests.budget_inputs import NodeFacts, budget_inputs
+from foveal_operator.manifests.documents import document_json
 from foveal_operator.reconcile.curve_keys import make_key_pairs
+from foveal_runtime.plan import machine
 from foveal_runtime.plan.budget.planner import plan
+from foveal_runtime.plan.config import EngineConfig, FrontendConfig
+from foveal_runtime.plan.local import LOOPBACK, LocalDeploymentConfig, free_port
 from foveal_runtime.plan.profile import ModelProfile
 
 _DESCRIPTION = """\
@@ -53,9 +45,12 @@ examples:
 
 A model that the resource names by hf:// or s3:// is downloaded when no --model is given.
 
-exit codes: 0 drained after Ctrl-C, 1 a process ended by itself (its last lines are shown),
-2 wrong resource or arguments, 3 does not fit this machine, 5 not ready or not drained in time,
-130 ended at once by a second Ctrl-C
+A process that dies is started again, after a growing pause; after four deaths in a row the rest is
+ended and its last lines are shown.
+
+exit codes: 0 drained after Ctrl-C, 1 a process cannot be kept running, 2 wrong resource or
+arguments, 3 does not fit this machine, 5 not ready or not drained in time, 130 ended at once by a
+second Ctrl-C
 """
 
 
@@ -94,7 +89,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serves until a signal. Raises UsageError, MisfitError, ProcessDied or TimeRanOut."""
+    """Ends as the launcher ends. Raises UsageError, CommandError or MisfitError before that."""
     command = runtime_command(arguments.runtime)
     inference = _adapted(read_resource(arguments.filename), arguments)
     here = machine.look()
@@ -106,51 +101,64 @@ def run(arguments: argparse.Namespace) -> int:
         else find_profile(inference, model, command)
     )
     wanted = _wanted(inference, profile, here, arguments)
-    with _folder(arguments) as folder, _shared_memory(inference) as shared:
-        place = LocalPlace(
-            model_path=str(model),
-            folder=str(folder),
-            host=arguments.host,
-            port=_port(inference, arguments.port),
-            shm_directory=shared,
-            num_cpus=max(1, int(here.cpus)),
-            num_engines=arguments.engines,
-            num_frontends=arguments.frontends,
-            key_files=_key_files(arguments),
-            file_root=_file_root(arguments),
-        )
-        documents = local_documents(wanted, place, free_port)
-        processes = _processes(inference, documents, folder)
-        for note in documents.notes:
-            print(f"note: {note}", flush=True)
-        if arguments.dry_run:
-            for process in processes:
-                process.write_document()
-                print(process.document)
-            return EXIT_OK
-        _write_curve_keys(folder)
-        print(f"starting {len(processes)} processes; documents and logs: {folder}", flush=True)
-        _serve(inference, processes, command, arguments)
-    return EXIT_OK
+    keys, root = _key_files(arguments), _file_root(arguments)
+    folder = _folder(arguments.folder)
+    shared = ""
+    if inference.spec.caches.ipc.type == "SharedMemory":  # stands for the node's shared volume
+        shared = tempfile.mkdtemp(prefix="foveal-up-", dir="/dev/shm")
+    place = LocalPlace(
+        model_path=str(model),
+        folder=str(folder),
+        host=arguments.host,
+        port=_port(inference, arguments.port),
+        shm_directory=shared,
+        num_cpus=max(1, int(here.cpus)),
+        num_engines=arguments.engines,
+        num_frontends=arguments.frontends,
+        key_files=keys,
+        file_root=root,
+    )
+    documents = adapted_documents(wanted, place, free_port)
+    if not documents.engines or not documents.frontends:
+        raise UsageError("the resource asks for no replicas: give --engines and --frontends")
+    for note in documents.notes:
+        print(f"note: {note}", flush=True)
+    if arguments.dry_run:
+        configs: list[EngineConfig | FrontendConfig] = [*documents.engines, *documents.frontends]
+        for config in configs:
+            name = config.engine_id if isinstance(config, EngineConfig) else config.frontend_id
+            file = folder / f"{name}.json"
+            file.write_text(document_json(config), encoding="utf-8")
+            print(file)
+        return EXIT_OK
+    _write_curve_keys(folder)
+    return _launch(inference, documents, folder, shared, command, arguments)
 
 
-def _serve(
+def _launch(
     inference: InferenceSpec,
-    processes: list[LocalProcess],
+    documents: LocalDocuments,
+    folder: Path,
+    shared: str,
     command: list[str],
     arguments: argparse.Namespace,
-) -> None:
-    rollout, start = inference.spec.rollout, arguments.start_timeout
-    with Screen(sys.stdout, style_of(sys.stdout)) as screen, Stop().listening() as stop:
-        LocalDeployment(
-            inference.name,
-            processes,
-            command,
-            show=screen.show,
-            start_timeout_seconds=start or float(rollout.progress_deadline_seconds),
-            drain_timeout_seconds=rollout.drain_timeout_seconds + arguments.drain_margin,
-        ).run(stop)
-    print("drained and ended", flush=True)
+) -> int:
+    """Becomes `foveal-runtime launch`: signals and the exit code are the launcher's own."""
+    engine, rollout = inference.spec.engine, inference.spec.rollout
+    config = LocalDeploymentConfig(
+        name=inference.name,
+        engines=documents.engines,
+        frontends=documents.frontends,
+        folder=str(folder),
+        keep_folder=bool(arguments.folder),
+        scratch=(shared,) if shared else (),
+        devices_per_engine=engine.num_devices if engine.accelerator.type == "GPU" else 0,
+        start_timeout_seconds=arguments.start_timeout or float(rollout.progress_deadline_seconds),
+        drain_timeout_seconds=rollout.drain_timeout_seconds + arguments.drain_margin,
+    )
+    file = folder / "deployment.json"
+    file.write_bytes(msgspec.json.encode(config))
+    os.execvp(command[0], [*command, "launch", "--config", str(file)])
 
 
 def _adapted(inference: InferenceSpec, arguments: argparse.Namespace) -> InferenceSpec:
@@ -235,51 +243,16 @@ def _wanted(
         raise UsageError(f"{arguments.filename} is refused:\n{bullets(error)}") from error
 
 
-def _processes(
-    inference: InferenceSpec, documents: LocalDocuments, folder: Path
-) -> list[LocalProcess]:
-    """Engines first. Each engine sees its own devices and no others."""
-    if not documents.engines or not documents.frontends:
-        raise UsageError("the resource asks for no replicas: give --engines and --frontends")
-    engine = inference.spec.engine
-    count = engine.num_devices if engine.accelerator.type == "GPU" else 0
-    found = []
-    for index, config in enumerate(documents.engines):
-        devices = range(index * count, (index + 1) * count)
-        visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if count else {}
-        found.append(LocalProcess(config, folder, visible))
-    return [*found, *(LocalProcess(config, folder, {}) for config in documents.frontends)]
-
-
-@contextlib.contextmanager
-def _folder(arguments: argparse.Namespace) -> Iterator[Path]:
-    """A temporary one is removed after a good end, and kept for its logs after a bad one."""
-    given: str | None = arguments.folder
-    if given:
-        folder = Path(given).resolve()
-        try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except OSError as error:
-            raise UsageError(f"--folder {given} cannot be made: {error.strerror}") from error
-        yield folder
-        return
-    folder = Path(tempfile.mkdtemp(prefix="foveal-up-"))
-    yield folder
-    if not arguments.dry_run:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _shared_memory(inference: InferenceSpec) -> Iterator[str]:
-    """Stands for the node's shared volume, when the resource asks for one."""
-    if inference.spec.caches.ipc.type != "SharedMemory":
-        yield ""
-        return
-    folder = tempfile.mkdtemp(prefix="foveal-up-", dir="/dev/shm")
+def _folder(given: str | None) -> Path:
+    """The launcher removes a temporary one after a good end, and keeps its logs after a bad one."""
+    if not given:
+        return Path(tempfile.mkdtemp(prefix="foveal-up-"))
+    folder = Path(given).resolve()
     try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise UsageError(f"--folder {given} cannot be made: {error.strerror}") from error
+    return folder
 
 
 def _write_curve_keys(folder: Path) -> None:

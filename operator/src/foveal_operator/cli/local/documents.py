@@ -15,15 +15,14 @@ from foveal_operator.manifests import Desired
 from foveal_operator.manifests.documents import CURVE_DIRECTORY, SHARED_DIRECTORY, WARM_DIRECTORY
 from foveal_runtime.plan.config import (
     CurveKeys,
-    EngineAddress,
     EngineConfig,
     FrontendConfig,
     InjectionConfig,
     MediaSources,
     expand,
 )
+from foveal_runtime.plan.local import LOOPBACK, connect
 
-LOOPBACK = "127.0.0.1"
 _KEY_FILES = {
     "api_key_file": "--api-key-file",
     "admin_key_file": "--admin-key-file",
@@ -66,25 +65,24 @@ class LocalDocuments(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...]
 
 
-def local_documents(
+def adapted_documents(
     wanted: Desired, place: LocalPlace, pick_port: Callable[[], int]
 ) -> LocalDocuments:
     """From the operator's objects to documents that run here. `wanted` must be complete."""
     workload, deployment = wanted.of_kind("StatefulSet")[0], wanted.of_kind("Deployment")[0]
     name = deployment["metadata"]["name"].removesuffix("-frontend")
-    num_engines = _count(place.num_engines, workload)
-    num_frontends = _count(place.num_frontends, deployment)
-    engines = tuple(
-        _engine(_pod_engine(wanted, f"{name}-engine-{i}"), place, pick_port)
-        for i in range(num_engines)
-    )
-    pods = [_pod_frontend(wanted, f"{name}-frontend-{i}") for i in range(num_frontends)]
-    ports = [place.port + i if place.port else pick_port() for i in range(num_frontends)]
-    frontends = tuple(
-        _frontend(pod, place, port, ports, engines) for pod, port in zip(pods, ports, strict=True)
-    )
+    engines = [
+        _engine(_pod_engine(wanted, f"{name}-engine-{i}"), place)
+        for i in range(_count(place.num_engines, workload))
+    ]
+    pods = [
+        _pod_frontend(wanted, f"{name}-frontend-{i}")
+        for i in range(_count(place.num_frontends, deployment))
+    ]
+    frontends = [_frontend(pod, place) for pod in pods]
+    placed = connect(engines, frontends, place.host, place.port, pick_port)
     notes = tuple(dict.fromkeys(note for pod in pods for note in _notes(pod, place)))
-    return LocalDocuments(engines=engines, frontends=frontends, notes=notes)
+    return LocalDocuments(engines=placed[0], frontends=placed[1], notes=notes)
 
 
 def _count(given: int | None, workload: dict[str, object]) -> int:
@@ -112,7 +110,7 @@ def _pod_frontend(wanted: Desired, pod: str) -> FrontendConfig:
     return msgspec.json.decode(_pod_text(wanted, "frontend", pod), type=FrontendConfig)
 
 
-def _engine(pod: EngineConfig, place: LocalPlace, pick_port: Callable[[], int]) -> EngineConfig:
+def _engine(pod: EngineConfig, place: LocalPlace) -> EngineConfig:
     warm = pod.caches.warm_directory.replace(
         WARM_DIRECTORY, f"{place.folder}/warm/{pod.engine_id}", 1
     )
@@ -120,8 +118,6 @@ def _engine(pod: EngineConfig, place: LocalPlace, pick_port: Callable[[], int]) 
         pod,
         model=msgspec.structs.replace(pod.model, path=place.model_path),
         caches=msgspec.structs.replace(pod.caches, warm_directory=warm),
-        bind=f"tcp://{LOOPBACK}:{pick_port()}",
-        http_port=pick_port(),
         curve=_curve(pod.curve, place),
         shm_directory=pod.shm_directory.replace(SHARED_DIRECTORY, place.shm_directory, 1),
         num_threads=min(pod.num_threads, place.num_cpus),
@@ -129,43 +125,18 @@ def _engine(pod: EngineConfig, place: LocalPlace, pick_port: Callable[[], int]) 
     )
 
 
-def _frontend(
-    pod: FrontendConfig,
-    place: LocalPlace,
-    port: int,
-    ports: list[int],
-    engines: tuple[EngineConfig, ...],
-) -> FrontendConfig:
-    http = [f"http://{engine.http_host}:{engine.http_port}" for engine in engines]
-    others = [other for other in ports if other != port]
+def _frontend(pod: FrontendConfig, place: LocalPlace) -> FrontendConfig:
     return msgspec.structs.replace(
         pod,
         model=msgspec.structs.replace(pod.model, path=place.model_path),
-        host=place.host,
-        port=port,
-        engines=tuple(
-            EngineAddress(endpoint=engine.bind, http=url)
-            for engine, url in zip(engines, http, strict=True)
-        ),
         curve=_curve(pod.curve, place),
         shm_directory=pod.shm_directory.replace(SHARED_DIRECTORY, place.shm_directory, 1),
         media_sources=_sources(pod, place),
         api_key_file=_key_file(pod, "api_key_file", place),
         admin_key_file=_key_file(pod, "admin_key_file", place),
         injection=_injection(pod, place),
-        metrics_peers=(
-            *(f"{url}/metrics" for url in http),
-            *(f"http://{url_host(place.host)}:{other}/metrics?own=1" for other in others),
-        ),
         log_format="text",
     )
-
-
-def url_host(host: str) -> str:
-    """What stands in a URL of this machine for an address that a server is bound to."""
-    if host in ("0.0.0.0", "::"):
-        return LOOPBACK if host == "0.0.0.0" else "[::1]"
-    return f"[{host}]" if ":" in host else host
 
 
 def _curve(keys: CurveKeys, place: LocalPlace) -> CurveKeys:

@@ -110,16 +110,6 @@ def age(seconds: float) -> str:
     return f"{days}d"
 
 
-def short_bytes(size_bytes: int) -> str:
-    """Three figures at most: 812 KiB, 1.2 MiB, 14 GiB."""
-    value, unit = float(size_bytes), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1000 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{value:.0f} {unit}" if unit == "B" or value >= 10 else f"{value:.1f} {unit}"
-
-
 def tailed(line: str, text: str, style: Style, indent: str = "      ") -> list[str]:
     """`line` with `text` behind it; beside it in several lines, or below it, where a terminal has
     no room for both. `line` ends where the text may begin."""

@@ -1,7 +1,7 @@
-"""What this machine offers: memory, CPUs, devices, shared memory. Reads, never writes.
+"""Facts of this machine: memory, CPUs, devices, shared memory. Reads, never writes.
 
-Called by `foveal up` in the place of what nodes report, and by `foveal doctor`. `root` is "/" but
-in tests.
+`foveal-runtime serve` and `foveal up` plan with them as the operator does with a node's, `foveal
+doctor` reports them. `root` is "/" except in tests.
 """
 
 from __future__ import annotations

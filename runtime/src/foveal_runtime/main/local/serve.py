@@ -1,18 +1,16 @@
 """`foveal-runtime serve MODEL`: a local deployment that runs until Ctrl-C.
 
-Builds the documents, starts the processes through the launcher, reports when each is ready, and
-ends with the others when one dies (a supervisor restarts pods; here a person reads the reason).
+Builds the documents from the options and runs them as `launch` does.
 """
 
 from __future__ import annotations
 
 import argparse
-import signal
-import sys
-import threading
+import tempfile
 
 from foveal_runtime.main.documents import LocalOptions, local_documents
-from foveal_runtime.main.launcher import LocalDeployment, free_port
+from foveal_runtime.main.local.launch import launch
+from foveal_runtime.plan.local import LocalDeploymentConfig, free_port
 
 
 def options_from(arguments: argparse.Namespace) -> LocalOptions:
@@ -62,25 +60,16 @@ def options_from(arguments: argparse.Namespace) -> LocalOptions:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Serves until Ctrl-C. Raises StartupError."""
     options = options_from(arguments)
     engines, frontends = local_documents(options, free_port)
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
-
-    def say(line: str) -> None:
-        print(line, flush=True)
-
-    with LocalDeployment(engines, frontends, say=say) as deployment:
-        say(f"starting {len(engines)} engine(s) and {len(frontends)} frontend(s); logs in "
-            f"{deployment.folder}")  # fmt: skip
-        deployment.wait_ready(600.0, stop)
-        if not stop.is_set():
-            say(f"serving {frontends[0].model.served_name} on {deployment.frontends[0].url}/v1 "
-                "(API documentation at /docs, metrics at /metrics); Ctrl-C stops")  # fmt: skip
-        while not stop.wait(0.5):
-            if dead := deployment.dead():
-                print(f"{dead[0].name} ended:\n{dead[0].last_lines()}", file=sys.stderr)
-                return 1
-        say("stopping: streams may finish")
-    return 0
+    return launch(
+        LocalDeploymentConfig(
+            name=frontends[0].model.served_name,
+            engines=tuple(engines),
+            frontends=tuple(frontends),
+            folder=tempfile.mkdtemp(prefix="foveal-"),
+            keep_folder=False,
+            view="line",
+        )
+    )

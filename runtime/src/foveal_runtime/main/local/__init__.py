@@ -1,0 +1,1 @@
+"""`serve`, `launch` and the live view: a whole deployment on this machine."""
