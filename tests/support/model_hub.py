@@ -24,7 +24,8 @@ class Hub(ThreadingHTTPServer):
     """Args: repository: ORG/NAME; directory: its files, read at once; branches: other names of
     COMMIT; address: where to listen; token: what requests must carry, if anything.
 
-    `files` are contents by name; `cuts` names files whose next whole download ends halfway;
+    `files` are contents by name; `cuts` names files whose next whole download ends halfway, and
+    `damaged` those that arrive with another last byte; `refusal` is what every request gets;
     `asked` has every request as METHOD PATH [RANGE], in order.
     """
 
@@ -46,6 +47,8 @@ class Hub(ThreadingHTTPServer):
         self.gate = threading.Event()
         self.gate.set()
         self.cuts: set[str] = set()
+        self.damaged: set[str] = set()
+        self.refusal: tuple[int, str] | None = None
         self.asked: list[str] = []
 
     @property
@@ -83,7 +86,9 @@ class _Handler(BaseHTTPRequestHandler):
         span = self.headers.get("range", "")
         hub.asked.append(f"{self.command} /{path} {span}".strip())
         api = f"api/models/{hub.repository}"
-        if hub.token and self.headers.get("authorization") != f"Bearer {hub.token}":
+        if hub.refusal:
+            self._refuse(*hub.refusal)
+        elif hub.token and self.headers.get("authorization") != f"Bearer {hub.token}":
             self._refuse(401, "GatedRepo" if "authorization" in self.headers else "")
         elif path == api or path in {f"{api}/revision/{name}" for name in hub.revisions}:
             self._send(json.dumps(self._info()).encode())
@@ -131,6 +136,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
+        if name in self.server.damaged:
+            body = body[:-1] + bytes([body[-1] ^ 1])
         half = len(body) // 2
         self.wfile.write(body[:half])
         self.wfile.flush()

@@ -28,7 +28,7 @@ class Up:
         assert self._process.stdout is not None
         self._out = self._process.stdout
         self.text = ""
-        self._watchdog = threading.Timer(60, self._process.kill)
+        self._watchdog = threading.Timer(240, self._process.kill)
         self._watchdog.start()
 
     def read_until(self, text: str) -> None:
@@ -43,7 +43,7 @@ class Up:
     def end(self) -> int:
         """Its exit code, once all its output is read."""
         self.text += self._out.read()
-        code = self._process.wait(60)
+        code = self._process.wait(240)
         self._watchdog.cancel()
         self._out.close()
         return code

@@ -13,6 +13,7 @@ import msgspec
 
 from foveal_runtime.plan.config import (
     GIB,
+    MIB,
     EngineCaches,
     EngineConfig,
     FrontendConfig,
@@ -50,6 +51,8 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
     ipc_type: str = "inline"
     processor_bytes: int = 4 * GIB
     shm_bytes: int = 0
+    ipc_staging_bytes: int = 256 * MIB
+    max_num_encoder_input_tokens: int = 0
     encoder_embeds: int = 0
     encoder_host_bytes: int = 0
     encoder_eviction: str = "lru"
@@ -71,6 +74,7 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
     injection_key_file: str = ""
     injection_trusted: bool = False
     log_format: str = "auto"
+    drain_timeout_seconds: float = 120.0
     idle_check_seconds: float = 0.0
 
 
@@ -111,9 +115,11 @@ def _engine(options: LocalOptions, model: ModelConfig, index: int) -> EngineConf
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_num_mixed_tokens=options.max_num_mixed_tokens,
             max_num_seqs=options.max_num_seqs,
+            max_num_encoder_input_tokens=options.max_num_encoder_input_tokens,
         ),
         caches=EngineCaches(
             ipc_bytes=options.ipc_bytes,
+            ipc_staging_bytes=options.ipc_staging_bytes,
             encoder_embeds=options.encoder_embeds,
             encoder_host_bytes=options.encoder_host_bytes,
             encoder_eviction=options.encoder_eviction,  # type: ignore[arg-type]
@@ -132,6 +138,7 @@ def _engine(options: LocalOptions, model: ModelConfig, index: int) -> EngineConf
         num_threads=options.num_threads,
         tensor_parallel=options.tensor_parallel,
         log_format=options.log_format,  # type: ignore[arg-type]
+        drain_timeout_seconds=options.drain_timeout_seconds,
         idle_check_seconds=options.idle_check_seconds,
     )
 
@@ -160,5 +167,6 @@ def _frontend(options: LocalOptions, model: ModelConfig, index: int) -> Frontend
             api_key_file=options.injection_key_file,
             trusted=options.injection_trusted,
         ),
+        drain_timeout_seconds=options.drain_timeout_seconds,
         log_format=options.log_format,  # type: ignore[arg-type]
     )

@@ -48,6 +48,19 @@ def end_with_parent() -> None:
             sys.exit(1)
 
 
+def check_port(host: str, port: int) -> None:
+    """Raises StartupError when no server could listen there now."""
+    error = bind_error(host, port)
+    if error is None:
+        return
+    if error.errno != errno.EADDRINUSE:
+        raise StartupError(f"cannot listen on {host}, port {port}: {error.strerror or error}")
+    raise StartupError(
+        f"port {port} of {host} is in use by another program: stop it, or choose another port, "
+        f"for example --port {free_port(host)}"
+    )
+
+
 class Child:
     """One frontend or engine: its document, its log, its addresses."""
 
@@ -211,8 +224,7 @@ class LocalDeployment:
         """Before anything starts. Raises StartupError for the first address that cannot be had."""
         for child in (*self.frontends, *self.engines):
             for host, port in child.listens_on():
-                if error := bind_error(host, port):
-                    raise StartupError(_refusal(child, host, port, error))
+                check_port(host, port)
 
     def start(self) -> None:
         """Raises StartupError when a port is taken; then nothing was started."""
@@ -276,17 +288,6 @@ class LocalDeployment:
         trace: TracebackType | None,
     ) -> None:
         self.stop()
-
-
-def _refusal(child: Child, host: str, port: int, error: OSError) -> str:
-    if error.errno != errno.EADDRINUSE:
-        return f"{child.name} cannot listen on {host}, port {port}: {error.strerror or error}"
-    if child.role == "engine":
-        return f"port {port}, which {child.name} was to take, is in use by now: start again"
-    return (
-        f"port {port} of {host} is in use by another program: stop it, or choose another port, "
-        f"for example --port {free_port(host)}"
-    )
 
 
 def _visible(index: int, count: int) -> dict[str, str]:

@@ -126,7 +126,8 @@ class View:
 
     def _report(self, before: Snapshot | None, now: Snapshot) -> None:
         for text in events(before, now):
-            self.say(text)
+            if self._live is None or not text.endswith(_VERBS["starting"]):
+                self.say(text)
         if now.is_up and not (before and before.is_up):
             self.say(
                 f"serving {now.model} on {now.url} (API documentation at /docs, metrics at "
@@ -177,11 +178,11 @@ def _title(now: Snapshot) -> Text:
 
 
 def _table(*heads: str, right: tuple[str, ...] = ()) -> Table:
+    """Only the last column is cut where the terminal is narrow."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for head in heads:
-        table.add_column(
-            head, justify="right" if head in right else "left", no_wrap=True, overflow="ellipsis"
-        )
+        table.add_column(head, justify="right" if head in right else "left", no_wrap=True)
+    table.columns[-1].ratio = 1
     return table
 
 

@@ -6,6 +6,7 @@ Used by the profiler. Headers come from a file that a user supplied: lengths are
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -63,6 +64,21 @@ def stored_bytes(path: str, loaded_itemsize: int) -> int:
 def stored_dtypes(path: str) -> set[str]:
     """The types of all tensors, by safetensors' names. Raises StartupError as `stored_bytes`."""
     return {tensor.dtype for file in weight_files(path) for tensor in _header(file).values()}
+
+
+def check_complete(files: Iterable[Path]) -> None:
+    """Raises StartupError for a file that ends before its last tensor does."""
+    for file in files:
+        with file.open("rb") as stream:
+            begin = stream.read(64)
+        if begin.startswith(b"version https://git-lfs"):
+            raise StartupError(f"{file} is a Git LFS pointer: run git lfs pull in its directory")
+        length = 8 + int.from_bytes(begin[:8], "little")
+        end = max((tensor.data_offsets[1] for tensor in _header(file).values()), default=0)
+        if (size := file.stat().st_size) < length + end:
+            raise StartupError(
+                f"{file} has {size} of {length + end} bytes: finish its download, or copy it again"
+            )
 
 
 def _header(file: Path) -> dict[str, _Tensor]:

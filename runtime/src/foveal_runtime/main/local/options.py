@@ -1,0 +1,315 @@
+"""The options of `foveal serve`: flags, a YAML file with the flags' names, environment variables.
+
+A flag wins over FOVEAL_SERVE_<FLAG>, which wins over the file, which wins over the default. `None`
+is "planned": the budget planner decides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from foveal_runtime.plan.errors import StartupError
+from foveal_runtime.plan.quantity import format_bytes
+
+PREFIX = "FOVEAL_SERVE_"
+MIN_SIZE = 1 << 20
+_UNITS = {"k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4,
+          "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}  # fmt: skip
+_NOT_IN_FILES = frozenset({"help", "config", "print-config", "plan"})
+DTYPES = ["auto", "float32", "bfloat16", "float16"]
+
+EPILOG = """\
+examples:
+  foveal serve Qwen/Qwen2.5-VL-7B-Instruct
+  foveal serve ./my-model --kv-cache 8Gi --engines 2
+  foveal serve ./my-model --plan                     # what it would take, without starting
+  foveal serve ./my-model --print-config > serve.yaml; foveal serve --config serve.yaml
+
+Sizes are written 512Mi or 4Gi. Every option can stand in the file of --config under its name
+without dashes, and in an environment variable: --kv-cache is FOVEAL_SERVE_KV_CACHE. Downloads obey
+HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE.
+
+exit codes: 0 drained after Ctrl-C, 1 a process cannot be kept running, 2 wrong options or model,
+3 does not fit this machine, 5 not ready or not drained in time, 130 interrupted
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors are one line, with near misses of unknown options."""
+
+    def error(self, message: str) -> NoReturn:
+        if match := re.search(r"unrecognized arguments: (--[\w-]+)", message):
+            known = [name for action in self._all() for name in action.option_strings]
+            if near := difflib.get_close_matches(match[1], known, n=1, cutoff=0.6):
+                message = f"unknown option {match[1]} (did you mean {near[0]}?)"
+        self.exit(2, f"{self.prog}: {' '.join(message.split())}; see {self.prog} --help\n")
+
+    def _all(self) -> Iterator[argparse.Action]:
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for parser in action.choices.values():
+                    yield from parser._actions
+            yield action
+
+
+def size(text: str) -> int:
+    """Bytes of "512Mi", "4GiB" or "0"; a small number without a unit is a forgotten one."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", text.strip().lower())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: write 512Mi or 4Gi")
+    found = int(float(match[1]) * _UNITS.get(match[2] or "", 1))
+    if 0 < found < MIN_SIZE and not match[2]:
+        raise argparse.ArgumentTypeError(f"{text} means {text} bytes: write {text}Gi or {text}Mi")
+    return found
+
+
+def positive(text: str) -> int:
+    return _number(text, 1)
+
+
+def count(text: str) -> int:
+    return _number(text, 0)
+
+
+def port(text: str) -> int:
+    number = _number(text, 0)
+    if number > 65535:
+        raise argparse.ArgumentTypeError(f"{text} is not a port: give 1 to 65535, or 0 for any")
+    return number
+
+
+def share(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0.1 <= found <= 0.99:
+        raise argparse.ArgumentTypeError(f"{text} is not a share: give 0.1 to 0.99, such as 0.9")
+    return found
+
+
+def _number(text: str, least: int) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = least - 1
+    if number < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+    return number
+
+
+_KEYS = "file with one key per line"
+_WORKERS = "processes of a frontend that decode media"
+# fmt: off
+# flag with its unit, field of LocalOptions (or of serve.py's own), kind, default, default as shown
+# ("": as it is), help. A kind is a parser of text, the choices, or the value that a switch sets.
+_OPTIONS: dict[str, tuple[tuple[str, str, Any, Any, str, str], ...]] = {
+    "model": (
+        ("--name NAME", "name", str, "", "ORG/NAME, or the folder's name",
+         "what clients put into `model`"),
+        ("--revision REVISION", "revision", str, "", "main",
+         "branch, tag or commit of a model of the hub"),
+        ("--dtype", "dtype", DTYPES, "auto", "auto, as in the checkpoint",
+         "numbers of weights and activations"),
+        ("--max-model-len TOKENS", "max_model_len", count, 0, "the model's own limit",
+         "prompt and output together"),
+    ),
+    "memory": (
+        ("--memory SHARE", "memory", share, 0.9, "",
+         "share of the device's memory and of this machine's available memory that is planned"),
+        ("--kv-cache SIZE", "kv_bytes", size, None, "planned",
+         "keys and values of one engine, over all its devices"),
+        ("--processor-cache SIZE", "processor_bytes", size, None, "planned",
+         "processed items, for each HTTP process; 0 is off"),
+        ("--ipc-cache SIZE", "ipc_bytes", size, None, "planned",
+         "processed items that an engine keeps; 0 is off"),
+        ("--encoder-cache-embeds EMBEDS", "encoder_embeds", count, 0, "planned",
+         "encoder outputs on the device, for each engine"),
+        ("--encoder-host-tier SIZE", "encoder_host_bytes", size, 0, "off",
+         "host memory for encoder outputs evicted from the device, for each engine"),
+        ("--shm-size SIZE", "shm_bytes", size, 0, "as --ipc-cache",
+         "/dev/shm for items with --ipc-type shm, of all frontends together"),
+    ),
+    "serving": (
+        ("--host HOST", "host", str, "127.0.0.1", "", "address to listen on"),
+        ("--port PORT", "port", port, 8000, "",
+         "port of the first frontend, the next ones follow; 0 is any"),
+        ("--frontends N", "num_frontends", positive, 1, "", "frontends, each with its own port"),
+        ("--processes N", "processes", positive, 1, "", "HTTP processes behind each port"),
+        ("--engines N", "num_engines", positive, 1, "", "engines, each with all weights"),
+        ("--max-num-seqs N", "max_num_seqs", positive, 128, "", "requests in one step"),
+        ("--max-num-batched-tokens TOKENS", "max_num_batched_tokens", positive, 2048, "",
+         "tokens in one step"),
+        ("--max-num-mixed-tokens TOKENS", "max_num_mixed_tokens", count, 0, "automatic",
+         "tokens in a step that also decodes running requests; fewer keep streams smoother"),
+        ("--ignore-unknown-options", "ignore_unknown_options", True, False, "they are refused",
+         "leave out request options that this server does not know"),
+        ("--start-timeout SECONDS", "start_timeout_seconds", float, 1800.0, "1800 s",
+         "until every process is ready"),
+        ("--drain-timeout SECONDS", "drain_timeout_seconds", float, 120.0, "120 s",
+         "for streams to finish after Ctrl-C"),
+    ),
+    "caches": (
+        ("--no-prefix-caching", "prefix_caching", False, True, "caching is on",
+         "do not reuse keys and values of equal prompts"),
+        ("--kv-dtype", "kv_dtype", ["auto", "bfloat16", "fp8"], "auto",
+         "auto, as the model computes", "numbers of keys and values"),
+        ("--block-size TOKENS", "block_size", positive, 16, "", "tokens of a KV block"),
+        ("--ipc-type", "ipc_type", ["inline", "shm"], "inline", "", "how items reach engines"),
+        ("--encoder-eviction", "encoder_eviction", ["lru", "cost"], "lru", "",
+         "which idle encoder output goes first"),
+        ("--warm-directory DIRECTORY", "warm_directory", str, "", "off",
+         "encoder outputs survive a restart there"),
+    ),
+    "security": (
+        ("--api-key-file FILE", "api_key_file", str, "", "no key is needed",
+         f"{_KEYS} that requests need"),
+        ("--admin-key-file FILE", "admin_key_file", str, "", "off",
+         f"{_KEYS} for cache resets and resizes"),
+        ("--injection-key-file FILE", "injection_key_file", str, "", "off",
+         f"{_KEYS} for injected media"),
+        ("--trust-injected-keys", "injection_trusted", True, False, "they may not",
+         "injectors may name content keys"),
+        ("--allowed-domain HOST", "allowed_domains", list, [], "none",
+         "host that image URLs may name; may be repeated"),
+        ("--allowed-origin ORIGIN", "allowed_origins", list, [], "none",
+         'origin of web pages whose scripts may call the API (CORS), "*" is any; may be repeated'),
+        ("--file-root DIRECTORY", "file_root", str, "", "off",
+         "directory below which file: URLs may point"),
+    ),
+    "devices": (
+        ("--device", "device", ["auto", "cpu", "cuda"], "auto", "auto, cuda when there is one",
+         "where engines compute"),
+        ("--tensor-parallel N", "tensor_parallel", positive, 1, "", "devices of one engine"),
+        ("--threads N", "num_threads", count, 0, "from the CPU quota",
+         "compute threads of an engine"),
+        ("--media-workers N", "media_workers", count, 0, "from the CPU quota", _WORKERS),
+    ),
+    "advanced": (
+        ("--attention NAME", "attention", str, "auto", "", "attention backend"),
+        ("--run-ahead", "run_ahead", ["auto", "on", "off"], "auto", "auto, on a GPU",
+         "submit a decode step before the last one's result"),
+        ("--no-cuda-graphs", "cuda_graphs", False, True, "they are",
+         "decode steps are not recorded"),
+        ("--profile FILE", "profile", str, "", "computed once for each model",
+         "the model's costs, as `foveal profile` writes them"),
+        ("--log-format", "log_format", ["text", "json"], "text", "",
+         "format of the log files"),
+        ("--idle-check-seconds SECONDS", "idle_check_seconds", float, 0.0, "never",
+         "debugging: check all books of an idle engine"),
+    ),
+}
+# fmt: on
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """All options of `serve`."""
+    add = parser.add_argument
+    add("model", nargs="?", metavar="MODEL",
+        help="a directory, ORG/NAME of the Hugging Face hub, hf://ORG/NAME@REVISION or "
+        "s3://BUCKET/PREFIX")  # fmt: skip
+    add("--config", metavar="FILE", help="YAML file with options, by their names without dashes")
+    add("--print-config", action="store_true", help="print the options as such a file, and stop")
+    add("--plan", action="store_true", help="print the memory plan, and stop")
+    for title, rows in _OPTIONS.items():
+        group = parser.add_argument_group(title)
+        for flags, dest, kind, default, shown, text in rows:
+            flag, _, unit = flags.partition(" ")
+            text = f"{text} (default: {shown or default})".replace("%", "%%")
+            more: dict[str, Any]
+            if isinstance(kind, bool):
+                more = {"action": "store_true" if kind else "store_false"}
+            elif isinstance(kind, list):
+                more = {"choices": kind}
+            elif kind is list:
+                more = {"action": "append", "metavar": unit}
+            else:
+                more = {"type": kind, "metavar": unit}
+            group.add_argument(flag, dest=dest, default=default, help=text, **more)
+
+
+def configured(
+    argv: Sequence[str], environment: Mapping[str, str] = os.environ
+) -> tuple[list[str], str]:
+    """(options of the file that `argv` names by --config and of the environment, as flags; the
+    MODEL that they name). Raises StartupError that names the file or the variable."""
+    first = Parser(prog="foveal-runtime serve", add_help=False, allow_abbrev=False)
+    first.add_argument("--config", default="")
+    file = first.parse_known_args(list(argv))[0].config
+    sources: list[tuple[str, str, Any]] = []
+    for name, value in _read(file).items() if file else ():
+        sources.append((f"--config {file}: ", str(name), value))
+    for variable, value in sorted(environment.items()):
+        if variable.startswith(PREFIX):
+            name = variable.removeprefix(PREFIX).lower().replace("_", "-")
+            sources.append((f"{variable}: ", name, value))
+    actions, model = _by_name(), ""
+    tokens: list[str] = []
+    for where, name, value in sources:
+        if name == "model":
+            model = str(value)
+        else:
+            tokens += _tokens(actions, where, name, value)
+    return tokens, model
+
+
+def _by_name() -> dict[str, argparse.Action]:
+    parser = Parser(add_help=False)
+    add_options(parser)
+    found = {flag[2:]: action for action in parser._actions for flag in action.option_strings}
+    return {name: action for name, action in found.items() if name not in _NOT_IN_FILES}
+
+
+def _read(file: str) -> dict[Any, Any]:
+    import yaml
+
+    try:
+        found = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise StartupError(f"--config {file}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise StartupError(
+            f"--config {file} is not YAML: {' '.join(str(error).split())}"
+        ) from error
+    if not isinstance(found, dict | None):
+        raise StartupError(f"--config {file}: write one option on each line, such as port: 8000")
+    return found or {}
+
+
+def _tokens(actions: Mapping[str, argparse.Action], where: str, name: str, value: Any) -> list[str]:
+    action = actions.get(name)
+    if action is None:
+        near = difflib.get_close_matches(name, actions, n=1, cutoff=0.6)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise StartupError(f"{where}unknown option {name}{hint}")
+    if action.nargs == 0:
+        switch = {"true": True, "1": True, "false": False, "0": False}.get(str(value).lower())
+        if switch is None:
+            raise StartupError(f"{where}{name} is {value}: write true or false")
+        return [f"--{name}"] if switch else []
+    if isinstance(value, dict) or value is None:
+        raise StartupError(f"{where}{name} needs a value")
+    return [f"--{name}={one}" for one in (value if isinstance(value, list) else [value])]
+
+
+def printed(arguments: argparse.Namespace) -> str:
+    """The options as a file for --config; those at "planned" are left out."""
+    import yaml
+
+    found: dict[str, Any] = {"model": arguments.model} if arguments.model else {}
+    for name, action in _by_name().items():
+        value = getattr(arguments, action.dest)
+        if value is None or value == [] or value == "":
+            continue
+        if action.nargs == 0:
+            if value != action.default:
+                found[name] = True
+        else:
+            found[name] = format_bytes(value) if action.type is size else value
+    return yaml.safe_dump(found, sort_keys=False)

@@ -1,0 +1,216 @@
+"""The sizes of `foveal serve`: device found, memory measured, budgets by the operator's planner."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from foveal_runtime.plan.budget.types import (
+    BudgetInputs,
+    BudgetPlan,
+    Edit,
+    EngineInputs,
+    FrontendInputs,
+)
+from foveal_runtime.plan.errors import StartupError
+from foveal_runtime.plan.machine import Machine
+from foveal_runtime.plan.machine_plan import machine_plan, shortfall
+from foveal_runtime.plan.profile import ModelProfile, decode
+from foveal_runtime.plan.quantity import format_gib
+
+FLAGS = {
+    "caches.kv.size": "--kv-cache",
+    "caches.ipc.size": "--ipc-cache",
+    "caches.processor.size": "--processor-cache",
+    "caches.encoder.tokens": "--encoder-cache-embeds",
+    "caches.encoder.hostSize": "--encoder-host-tier",
+    "caches.headroomPercent": "--memory",
+    "engine.maxModelLen": "--max-model-len",
+    "engine.maxNumBatchedTokens": "--max-num-batched-tokens",
+    "engine.accelerator.count": "--tensor-parallel",
+    "frontend.processes": "--processes",
+    "frontend.mediaWorkers": "--media-workers",
+}
+"""Fields of the resource, by which the planner names its suggestions, and our options."""
+
+
+class Misfit(StartupError):
+    """The budgets do not fit this machine."""
+
+    exit_code = 3
+
+
+def choose_device(asked: str, here: Machine, needed: int) -> str:
+    """ "cpu" or "cuda". Raises StartupError for a GPU that is not there or cannot be used."""
+    if asked == "cpu" or (asked == "auto" and not here.devices):
+        return "cpu"
+    if not here.devices:
+        raise StartupError(
+            "--device cuda: no NVIDIA driver answers here (nvidia-smi lists no device): install "
+            "the driver, give the container its devices, or use --device cpu"
+        )
+    if _torch_version().endswith("+cpu"):
+        if asked == "auto":
+            return "cpu"
+        raise StartupError(
+            f"--device cuda: torch {_torch_version()} is a build for CPUs: install one with CUDA, "
+            "or use --device cpu"
+        )
+    if needed > len(here.devices):
+        raise StartupError(
+            f"{needed} devices are asked for (--engines x --tensor-parallel) and this machine has "
+            f"{len(here.devices)}: lower one of them, or use --device cpu"
+        )
+    return "cuda"
+
+
+def _torch_version() -> str:
+    try:
+        return version("torch")
+    except PackageNotFoundError as error:
+        raise StartupError(
+            "torch is not installed here; pip install 'foveal-runtime[frontend,engine]'"
+        ) from error
+
+
+def find_profile(arguments: argparse.Namespace, path: Path, device: str) -> ModelProfile:
+    """The model's costs: from a file, from an earlier start, or by `foveal-runtime profile`.
+    Raises StartupError."""
+    if arguments.profile:
+        try:
+            return decode(Path(arguments.profile).read_bytes())
+        except OSError as error:
+            raise StartupError(f"--profile {arguments.profile}: {error.strerror}") from error
+    kept = _cache_folder() / f"{_key(arguments, path, device)}.json"
+    if kept.is_file():
+        try:
+            return decode(kept.read_bytes())
+        except (OSError, StartupError):
+            pass  # of another version, or cut off: made again
+    print("reading the model's costs (once for each model)", flush=True)
+    with tempfile.TemporaryDirectory(prefix="foveal-profile-") as folder:
+        file = Path(folder) / "profile.json"
+        command = [sys.executable, "-m", "foveal_runtime.main.cli", "profile", str(path),
+                   "--no-processes", "--dtype", arguments.dtype, "--device", device,
+                   "--max-num-batched-tokens", str(arguments.max_num_batched_tokens),
+                   "--output", str(file)]  # fmt: skip
+        done = subprocess.run(
+            command, stderr=subprocess.PIPE, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}
+        )
+        if done.returncode:
+            lines = done.stderr.strip().splitlines() or [f"profile ended with {done.returncode}"]
+            raise StartupError(re.sub(r"^foveal(-runtime)?: ", "", lines[-1]))
+        data = file.read_bytes()
+    found = decode(data)
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        partial = kept.with_suffix(f".{os.getpid()}")
+        partial.write_bytes(data)
+        partial.rename(kept)
+    except OSError:
+        pass  # a cache: the next start reads the model again
+    return found
+
+
+def _cache_folder() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(home).expanduser() / "foveal/profiles"
+
+
+def _key(arguments: argparse.Namespace, path: Path, device: str) -> str:
+    """Of the model's files and of all that computes with them."""
+    found = hashlib.blake2b(digest_size=16)
+    for file in sorted(path.iterdir()):
+        if file.is_file():
+            status = file.stat()
+            found.update(f"{file} {status.st_size} {status.st_mtime_ns}\n".encode())
+    versions = [version(name) for name in ("foveal-runtime", "transformers", "torch")]
+    found.update(
+        repr((versions, arguments.dtype, device, arguments.max_num_batched_tokens)).encode()
+    )
+    return found.hexdigest()
+
+
+def size_up(
+    arguments: argparse.Namespace, profile: ModelProfile, device: str, here: Machine
+) -> BudgetPlan:
+    """The plan for this machine. Raises Misfit, in one line with remedies."""
+    host_bytes = usable_bytes(here)
+    inputs = budget_inputs(arguments, device, here)
+    counts = arguments.num_frontends, arguments.num_engines
+    found = machine_plan(inputs, profile, host_bytes, *counts)
+    if found.problems:
+        first = found.problems[0]
+        hints = " or ".join(
+            f"{FLAGS[edit.field]} {_value(edit.field, edit.after)}"
+            for edit in first.edits
+            if edit.field in FLAGS and edit.after != "Auto" and _is_possible(edit, here)
+        )
+        raise Misfit(f"{first.detail}. Options: {hints or 'a smaller model, or --dtype bfloat16'}")
+    if short := shortfall(found, host_bytes, *counts):
+        raise Misfit(f"{short}. Options: end other programs, lower --engines, or a smaller model")
+    return found
+
+
+def _is_possible(edit: Edit, here: Machine) -> bool:
+    """The planner knows the size of a device, not how many this machine has."""
+    return FLAGS[edit.field] != "--tensor-parallel" or int(edit.after) <= len(here.devices)
+
+
+def _value(field: str, after: str) -> str:
+    return f"{1 - int(after) / 100:g}" if field == "caches.headroomPercent" else after
+
+
+def usable_bytes(here: Machine) -> int:
+    """Host memory that this deployment may plan with: what other programs have left."""
+    sizes = [size for size in (here.available_bytes, here.limit_bytes) if size]
+    return min(sizes, default=0)
+
+
+def describe(here: Machine, device: str) -> str:
+    """The machine in one line."""
+    cgroup = f" (cgroup limit {format_gib(here.cgroup_bytes)})" if here.cgroup_bytes else ""
+    devices = ""
+    if device == "cuda":
+        devices = f", {len(here.devices)} GPU(s) of {format_gib(min(here.devices))}"
+    return (
+        f"{here.cpus:g} CPUs, {format_gib(usable_bytes(here))} of memory available{cgroup}{devices}"
+    )
+
+
+def budget_inputs(arguments: argparse.Namespace, device: str, here: Machine) -> BudgetInputs:
+    """The planner's view of the options."""
+    a = arguments
+    is_gpu = device == "cuda"
+    shared = a.ipc_type == "shm"
+    return BudgetInputs(
+        frontend=FrontendInputs(
+            processes=a.processes,
+            media_workers=a.media_workers or max(1, min(8, int(here.cpus) - 1)),
+            processor_bytes=a.processor_bytes,
+            shm_bytes=(a.shm_bytes or a.ipc_bytes or 1 << 30) if shared else 0,
+        ),
+        engine=EngineInputs(
+            num_engines=a.num_engines,
+            device="gpu" if is_gpu else "cpu",
+            num_devices=a.tensor_parallel,
+            device_bytes=min(here.devices) if is_gpu else 0,
+            max_model_len=a.max_model_len,
+            max_num_seqs=a.max_num_seqs,
+            max_num_batched_tokens=a.max_num_batched_tokens,
+            block_size=a.block_size,
+            ipc_bytes=a.ipc_bytes,
+            encoder_embeds=a.encoder_embeds,
+            encoder_host_bytes=a.encoder_host_bytes,
+            kv_bytes=a.kv_bytes,
+            kv_dtype=a.kv_dtype,
+        ),
+        headroom_percent=round(100 * (1 - a.memory)),
+    )

@@ -1,0 +1,82 @@
+"""The options of `foveal serve`: groups with defaults and units, files, the environment."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foveal_runtime.main import cli
+from foveal_runtime.main.documents import LocalOptions
+from foveal_runtime.main.local import options
+from foveal_runtime.main.local.options import Parser, add_options, configured, printed
+
+
+def parse(*argv: str, environment: dict[str, str] | None = None) -> argparse.Namespace:
+    more, model = configured(argv, environment or {})
+    parser = Parser()
+    add_options(parser)
+    found = parser.parse_args([*more, *argv])
+    found.model = found.model or model
+    return found
+
+
+def help_text(capsys: Any) -> str:
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--help"])
+    return str(capsys.readouterr().out)
+
+
+def test_help_has_groups_and_says_every_default(capsys: Any) -> None:
+    text = help_text(capsys)
+    groups = ["model", "memory", "serving", "caches", "security", "devices", "advanced"]
+    assert re.findall(r"^(\w+):$", text, re.M)[-len(groups) - 1 : -1] == groups
+    parser = Parser(add_help=False)
+    add_options(parser)
+    for action in parser._actions:
+        assert action.help
+        if action.option_strings and action.dest not in ("config", "print_config", "plan"):
+            assert "(default: " in action.help, action.dest
+
+
+def test_every_option_is_a_field_of_the_documents_or_of_the_command() -> None:
+    own = {"model", "config", "print_config", "plan", "memory", "revision", "profile",
+           "start_timeout_seconds"}  # fmt: skip
+    planned = {"ipc_staging_bytes", "max_num_encoder_input_tokens"}
+    parser = Parser(add_help=False)
+    add_options(parser)
+    given = {action.dest for action in parser._actions}
+    assert given - own == set(LocalOptions.__struct_fields__) - planned - {"model"}
+
+
+def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("model: org/tiny\nport: 1\nengines: 2\nkv-cache: 8Gi\n")
+    found = parse("--config", str(file), "--port", "3",
+                  environment={"FOVEAL_SERVE_PORT": "2", "FOVEAL_SERVE_ENGINES": "4"})  # fmt: skip
+    assert (found.port, found.num_engines, found.kv_bytes) == (3, 4, 8 << 30)
+    assert (found.model, found.max_num_seqs) == ("org/tiny", 128)
+
+
+def test_what_is_printed_can_be_read_again(tmp_path: Path) -> None:
+    argv = ["org/tiny", "--kv-cache", "1536Mi", "--no-prefix-caching", "--memory", "0.8",
+            "--allowed-domain", "a.example", "--allowed-domain", "b.example"]  # fmt: skip
+    first = parse(*argv)
+    file = tmp_path / "serve.yaml"
+    file.write_text(printed(first))
+    second = parse("--config", str(file))
+    assert {**vars(second), "config": None} == vars(first)
+    assert "kv-cache: 1536Mi" in printed(first)
+    assert "ipc-cache" not in printed(first), "what the planner decides stays open"
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("0", 0), ("512Mi", 512 << 20), ("4GiB", 4 << 30), ("1.5gi", 3 << 29), ("2G", 2 * 10**9),
+     ("1048576", 1 << 20)],
+)  # fmt: skip
+def test_sizes(text: str, size: int) -> None:
+    assert options.size(text) == size

@@ -1,0 +1,176 @@
+"""`foveal serve ORG/NAME` against a hub on the loopback: download, resume, verification, refusals.
+
+Each start is a process of its own, as the hub's library reads its environment when it is imported.
+--plan ends it before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkpoint_files import CONFIG, checkpoint, safetensors, write_profile
+from tests.support.model_hub import COMMIT, Hub
+
+Serve = Callable[..., tuple[int, str, str]]
+SAY = "foveal-runtime: "
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    files = checkpoint(tmp_path / "files", **{"model.safetensors": safetensors(1 << 20)})
+    with Hub("org/tiny", files).running() as running:
+        yield running
+
+
+class Starts:
+    """Starts `foveal serve` for this hub with a home of its own."""
+
+    def __init__(self, folder: Path, hub: Hub) -> None:
+        self._folder, self._profile = folder, write_profile(folder)
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+        self.environment = {**kept, **hub.environment(folder / "hf"), "HOME": str(folder)}
+
+    def begin(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "foveal_runtime.main.cli", "serve", *arguments, "--plan",
+                   "--device", "cpu", "--profile", self._profile]  # fmt: skip
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                env={**self.environment, **environment})  # fmt: skip
+
+    def __call__(self, *arguments: str, **environment: str) -> tuple[int, str, str]:
+        """(exit code, standard output, standard error)."""
+        process = self.begin(*arguments, **environment)
+        out, err = process.communicate(timeout=100)
+        return process.returncode, out, err
+
+
+@pytest.fixture
+def serve(tmp_path: Path, hub: Hub) -> Starts:
+    return Starts(tmp_path, hub)
+
+
+def bodies(hub: Hub) -> list[str]:
+    """Requests for contents of files."""
+    return [line for line in hub.asked if line.startswith("GET /org/tiny/resolve")]
+
+
+def refused(said: str) -> tuple[int, str, str]:
+    return 2, "", f"foveal-runtime: {said}\n"
+
+
+def test_a_model_lands_in_the_usual_cache_and_is_not_downloaded_twice(
+    serve: Starts, hub: Hub, tmp_path: Path
+) -> None:
+    code, out, err = serve("org/tiny@main")
+    # The profile is of a model that no test machine holds: by then everything was downloaded.
+    assert code in (0, 3), err
+    snapshot = tmp_path / "hf/hub/models--org--tiny/snapshots" / COMMIT
+    assert "downloading 1 files (1.0 MiB) of org/tiny into " + str(snapshot) in out
+    assert (snapshot / "model.safetensors").stat().st_size == len(hub.files["model.safetensors"])
+    num_bodies = len(bodies(hub))
+    code, out, err = serve("hf://org/tiny")
+    assert code in (0, 3), err
+    assert "downloading" not in out
+    assert len(bodies(hub)) == num_bodies
+    asked = len(hub.asked)
+    code, _, err = serve("org/tiny", HF_HUB_OFFLINE="1")
+    assert code in (0, 3), err
+    assert len(hub.asked) == asked
+
+
+def test_ctrl_c_in_a_download_is_one_line_and_the_next_start_goes_on(
+    serve: Starts, hub: Hub, tmp_path: Path
+) -> None:
+    """File by file: the hub's library gives up what it has of a file when its process ends."""
+    hub.gate.clear()
+    process = serve.begin("org/tiny")
+    weights = f"GET /org/tiny/resolve/{COMMIT}/model.safetensors"
+    deadline = time.monotonic() + 100
+    while weights not in hub.asked:
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)  # while the hub still holds the rest back
+    assert (process.returncode, err) == (130, f"{SAY}interrupted; the next start continues\n")
+    assert not list((tmp_path / "hf").rglob("*.incomplete"))
+    hub.gate.set()
+    hub.asked.clear()
+    code, _, err = serve("org/tiny")
+    assert code in (0, 3), err
+    assert bodies(hub) == [weights]
+
+
+def test_a_connection_that_breaks_is_resumed_where_it_broke(serve: Starts, hub: Hub) -> None:
+    hub.files["model.safetensors"] = safetensors(24 << 20)
+    hub.cuts.add("model.safetensors")
+    code, _, err = serve("org/tiny")
+    assert code in (0, 3), err
+    _, again = [line for line in bodies(hub) if "model.safetensors" in line]
+    assert int(again.partition("bytes=")[2].partition("-")[0]) >= 10 << 20
+
+
+def test_a_damaged_download_is_removed_and_named(serve: Starts, hub: Hub) -> None:
+    hub.damaged.add("model.safetensors")
+    code, _, err = serve("org/tiny")
+    assert (code, err) == (
+        2,
+        f"{SAY}org/tiny: model.safetensors was damaged on its way and is removed: start again, "
+        "which downloads it again\n",
+    )
+    hub.damaged.clear()
+    code, out, _ = serve("org/tiny")
+    assert code in (0, 3)
+    assert "downloading 1 files" in out
+
+
+def test_what_cannot_be_served_is_refused_before_its_weights(serve: Starts, hub: Hub) -> None:
+    config = {**CONFIG, "quantization_config": {"quant_method": "gptq"}}
+    hub.files["config.json"] = json.dumps(config).encode()
+    code, _, err = serve("org/tiny")
+    assert code == 2
+    assert "weights are quantised" in err
+    assert not any("safetensors" in line for line in hub.asked)
+
+
+def test_refusals_of_the_hub(serve: Starts, hub: Hub) -> None:
+    hub.refusal = 403, "GatedRepo"
+    assert serve("org/tiny") == refused(
+        "org/tiny is gated: accept its licence on its page, and set HF_TOKEN"
+    )
+    hub.refusal = 401, "RepoNotFound"
+    assert serve("org/tiny", HF_TOKEN="wrong") == refused(
+        "org/tiny: the hub does not accept the token in HF_TOKEN: make a new one"
+    )
+    hub.refusal, hub.token = None, "right"
+    assert serve("org/tiny", HF_TOKEN="right")[0] in (0, 3)
+    hub.token = ""
+    assert serve("org/other") == refused(
+        "the hub has no model org/other, and there is no such directory here: check the name; if "
+        "it is private, set HF_TOKEN"
+    )
+    assert serve("org/tiny", "--revision", "v9") == refused(
+        "org/tiny has no revision v9: give a branch, tag or commit of it"
+    )
+
+
+def test_without_a_network(serve: Starts, hub: Hub) -> None:
+    assert serve("org/tiny", HF_ENDPOINT="http://127.0.0.1:9") == refused(
+        "org/tiny is not in the cache, and the hub at http://127.0.0.1:9 cannot be reached: check "
+        "the network, HF_ENDPOINT and proxies, or give a directory"
+    )
+    assert serve("org/tiny", HF_HUB_OFFLINE="1") == refused(
+        "org/tiny is not in the cache below HF_HOME, and HF_HUB_OFFLINE forbids to download it: "
+        "unset it, or give a directory"
+    )
+    assert hub.asked == []
+    assert serve("org/tiny")[0] in (0, 3)
+    assert serve("org/tiny", HF_ENDPOINT="http://127.0.0.1:9")[0] in (0, 3), "the cache has it"
