@@ -1,1 +1,1 @@
-"""Foveal operator: turns a MultiModalInference into budgets, objects and a truthful status."""
+"""Foveal operator: turns a MultiModalInference into budgets, objects and a status."""

@@ -1,7 +1,7 @@
 """Rules of the resource, each said twice: as CEL for the API server, as Python for `foveal plan`.
 
-Used by spec_types.py (where rules stand beside the fields they bind), crd.py (which writes the CEL)
-and spec.py (which runs the Python). A test holds the two forms against each other.
+Used by spec.py (where rules stand beside the fields they bind), crd.py (which writes the CEL)
+and parse.py (which runs the Python). A test holds the two forms against each other.
 """
 
 from __future__ import annotations

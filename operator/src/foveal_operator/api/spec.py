@@ -1,6 +1,6 @@
 """The MultiModalInference resource: every field typed, described and bounded, once.
 
-crd.py generates the CustomResourceDefinition from these structs; spec.py parses resources into
+crd.py generates the CustomResourceDefinition from these structs; parse.py parses resources into
 them. The defaults below are the operator's behaviour, never defaults of the schema: a default
 inside a served schema could roll every tenant's pods.
 """

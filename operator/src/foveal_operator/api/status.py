@@ -1,7 +1,7 @@
-"""The status of a MultiModalInference: output only, what the operator has seen and derived.
+"""The status of a MultiModalInference: output only, observed and derived by the operator.
 
-crd.py generates the schema from these structs; status.py fills them. Nothing is ever read back as
-an input except lastTransitionTime, which a condition keeps until its status flips.
+crd.py generates the schema from these structs; status/report.py fills them. Nothing is ever read
+back as an input except lastTransitionTime, which a condition keeps until its status flips.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The two roles of the resource, frontend and engine: replicas, resources, limits of a step.
 
-Part of spec_types.py's tree, split off for its size.
+Part of the tree in spec.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What commands that read a cluster share: kubectl's flags, one resource, output formats."""
+"""Flags and helpers of the commands that read a cluster: kubectl's flags, one resource, formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How every command's --help is set: paragraphs wrapped to the terminal, indented lines as is."""
+"""Format of --help: paragraphs wrapped to the terminal, indented lines unchanged."""
 
 from __future__ import annotations
 

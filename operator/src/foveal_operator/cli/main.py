@@ -1,6 +1,6 @@
 """The `foveal` command: parses arguments, runs one subcommand, turns its result into an exit code.
 
-Exit codes stand in cli_errors.py. Usable as `kubectl foveal` too. Holds no behaviour of its own.
+Exit codes are in common/errors.py. Usable as `kubectl foveal` too. Holds no behaviour of its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Time and chance as a value that tests replace. Used by queue.py, lease.py, events.py, main.py."""
+"""Time and chance as a value that tests replace. Used by kube/ and process/."""
 
 from __future__ import annotations
 

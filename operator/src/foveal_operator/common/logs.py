@@ -1,4 +1,4 @@
-"""The operator's log lines on stderr: JSON for machines, text for people. Used by main.py."""
+"""The operator's log lines on stderr: JSON for machines, text for people."""
 
 from __future__ import annotations
 

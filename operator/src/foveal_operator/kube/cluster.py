@@ -1,8 +1,9 @@
 """The API server: the only calls there are, behind one function that stamps and classifies them.
 
-`Cluster` is the seam; KubeCluster speaks HTTP (raw objects, no typed models; exchange.py carries
-them), FakeCluster (fake_cluster.py) lives in memory. The only file that imports `kubernetes`, which
-loads the configuration, and only once it is used. Never caches, never decides what is written.
+`Cluster` is the seam; KubeCluster speaks HTTP (raw objects, no typed models; http.py carries them),
+FakeCluster (testing/fake_cluster.py) lives in memory. The only file that imports `kubernetes`,
+which loads the configuration, and only once it is used. Never caches, never decides what is
+written.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What applying an object would change: field by field, and whether pods restart. Pure.
+"""Differences that applying an object would make: by field, and whether pods restart. Pure.
 
 Called by the reconciler (is an apply needed, what drifted) and by `foveal plan --server`. Compares
-only what the operator writes: fields of others in the live object are not its matter.
+only what the operator writes: fields of other managers in the live object are ignored.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Keeps the caches true and says which resources to look at: watch events in, keys out.
+"""Dispatcher of watch events: updates the caches and queues the resources to reconcile.
 
-The events come from handlers.py (kopf), which loses deletions when a watch breaks. So every kind is
-also listed live: once at the start, after a watch had to begin anew, and every resync interval;
-ghosts go then and their owners are looked at. Never writes to the cluster.
+The events come from kopf_watch.py (kopf), which loses deletions when a watch breaks. So every kind
+is also listed live: once at the start, after a watch had to restart, and every resync interval;
+objects that are gone are dropped then and their owners reconciled. Never writes to the cluster.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""What an API call can come to, as types that say what to do next. Pure.
+"""Errors of API calls, as types that say what to do next. Pure.
 
-Raised by cluster.py and fake_cluster.py, decided upon by reconcile.py, lease.py and watch.py.
+Raised by cluster.py and testing/fake_cluster.py, handled by the reconciler, lease.py and
+dispatch.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Keeps the watches up: one engine at a time, started anew when it has died or gone deaf.
+"""Supervisor of the watches: one watch engine, restarted when it has ended or gone silent.
 
-Used by main.py's operator, over handlers.py's engine. Decides by what the engine reports, never by
-what the API server says; never touches the caches.
+Used by process/main.py, over the engine of kopf_watch.py. Decides by what the engine reports, never
+by what the API server says; never touches the caches.
 """
 
 from __future__ import annotations

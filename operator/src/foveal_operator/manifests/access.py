@@ -1,4 +1,4 @@
-"""What the operator may do in the cluster: verbs for each kind, and the roles that follow.
+"""Permissions of the operator: verbs for each kind, and the roles that follow.
 
 The chart's roles are generated from `rules()`; the table is derived from kinds.py, so a kind that
 the code starts to write is in the role with the next `make generate`. Never `*`, no reading of

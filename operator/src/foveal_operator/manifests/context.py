@@ -1,4 +1,4 @@
-"""What every builder needs: the resource, the plan, facts about the cluster; names and labels.
+"""Input of every builder: the resource, the plan, facts about the cluster; names and labels.
 
 Made once per reconcile by manifests.desired. Builders read it and never anything else: the same
 context gives the same objects, byte for byte.

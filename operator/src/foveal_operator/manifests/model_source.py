@@ -1,4 +1,4 @@
-"""Where the model's files are: which volume pods mount, and below which path they find it.
+"""Location of the model's files: the volume that pods mount, and the path in it.
 
 Used by the pod builders (volume and path), the claim and the fetch Job.
 """

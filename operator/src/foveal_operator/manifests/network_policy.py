@@ -1,5 +1,4 @@
-"""Who may reach what: engines only from this resource's frontends, frontends out only where media
-may come from.
+"""NetworkPolicies: engines accept their frontends only; frontends reach sources of media only.
 
 IP-level and best effort: host names are enforced by the frontend itself.
 """

@@ -1,5 +1,6 @@
-"""One pod of a role at a time may leave for a node drain; with one replica there is no budget,
-because it would block the drain for ever."""
+"""PodDisruptionBudgets: a node drain may evict one pod of a role at a time.
+
+With one replica there is no budget, because it would block the drain without end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What both workloads' pods have in common: security, volumes, probes, the one container.
+"""Common parts of both workloads' pods: security, volumes, probes, the one container.
 
 Called by deployment.py, stateful_set.py and job.py. Every pod meets restricted Pod Security; every
 memory-backed volume has a size limit that the budgets count.

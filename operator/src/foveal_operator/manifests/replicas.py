@@ -1,4 +1,4 @@
-"""Who owns a workload's spec.replicas: the operator or an autoscaler. Pure.
+"""Owner of a workload's spec.replicas: the operator or an autoscaler. Pure.
 
 The reconciler asks before manifests.desired, and fills ClusterFacts with the answers.
 """

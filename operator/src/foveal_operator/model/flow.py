@@ -3,10 +3,10 @@
 Called by the reconciler before the budgets; it applies `objects`, deletes `delete`, and keeps what
 is in `objects` from being pruned. The profile lives in an immutable ConfigMap with the name of the
 Job that made it, which is a hash of image, model, revision and limits: another revision has another
-name, and going back finds the old profile. Deleting the ConfigMap has the model profiled anew.
+name, and going back finds the old profile. Deleting the ConfigMap profiles the model again.
 
 A Job that another release of the operator has made differently is that release's answer to the same
-question: its result counts, and while it works it is left to work.
+question: its result counts, and while it runs it is left alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What became of a Job, from it and its pods. Pure; used by model_flow.py."""
+"""State of a Job, from the Job and its pods. Pure; used by flow.py."""
 
 from __future__ import annotations
 

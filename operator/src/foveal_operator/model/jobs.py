@@ -1,8 +1,8 @@
-"""A Job that lies in the cluster beside the one that would be made today. Pure; for model_flow.py.
+"""Comparison of a Job in the cluster with the one that would be made today. Pure; used by flow.py.
 
 A Job's template cannot change. One that is made otherwise (by another release of the operator, or
-before the resource named another secret or image) is left to work, and its result counts; it is
-made anew only when it does not get on.
+before the resource named another secret or image) is left running, and its result counts; it is
+replaced only when it makes no progress.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a panel, a row and a dashboard are, as data. grafana.py draws them; tests read them."""
+"""Panels, rows and dashboards, as data. grafana.py draws them; tests read them."""
 
 from __future__ import annotations
 

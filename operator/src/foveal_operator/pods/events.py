@@ -1,7 +1,7 @@
-"""Why a pod waits that says nothing itself: a volume that cannot be mounted is told in Events only.
+"""Reasons of waiting pods from their Events, which alone report a volume that cannot be mounted.
 
-Wraps the asking of pods (probes.py) for the operator. Reads Events of pods that have stood without
-a word for some seconds, a few at a time, each now and then. Never an error: what cannot be read is
+Wraps the probing of pods (probes.py) for the operator. Reads Events of pods that have reported no
+reason for some seconds, a few at a time. Never an error: what cannot be read is
 unknown.
 """
 

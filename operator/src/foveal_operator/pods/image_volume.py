@@ -1,8 +1,8 @@
-"""Which image an oci:// model really is: from its uri, or from what kubelets report. Pure.
+"""Digest of an oci:// model: from its uri, or from what kubelets report. Pure.
 
-Called by tell.py. A kubelet reports the digest of a volume's image only with the feature gate
-ImageVolumeWithDigest (alpha and off in Kubernetes 1.37); nothing else in a pod tells it, and a
-registry is never asked.
+Called by reconcile/report.py. A kubelet reports the digest of a volume's image only with the
+feature gate ImageVolumeWithDigest (alpha and off in Kubernetes 1.37); nothing else in a pod tells
+it, and a registry is never asked.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What pods say of themselves over HTTP: sessions, cache sizes, memory. Bounded, never an error.
+"""Probes of pods over HTTP: sessions, cache sizes, memory. Bounded, never an error.
 
 Called by the reconciler; one PodProber lives as long as the operator and asks no pod more often
 than its interval. A pod that does not answer in time is unknown; what it said before is forgotten
-after a few intervals. What the figures mean is pod_metrics.py's.
+after a few intervals. metrics.py interprets the figures.
 """
 
 from __future__ import annotations

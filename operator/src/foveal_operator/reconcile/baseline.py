@@ -1,4 +1,4 @@
-"""What a resource was first planned with, remembered in a ConfigMap beside it. Pure.
+"""Baseline of a resource: the facts it was first planned with, kept in a ConfigMap beside it. Pure.
 
 The runtime image and the node facts of the day the pods were first asked for stay the basis of all
 later plans: neither a new operator nor a bigger node restarts anything. Used by the reconciler.

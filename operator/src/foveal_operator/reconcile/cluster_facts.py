@@ -1,7 +1,7 @@
-"""What the cluster offers: optional APIs, memory of nodes, devices and how many of them are free.
+"""Facts about the cluster: optional APIs, memory of nodes, devices and the number of free ones.
 
-One Survey per operator, refreshed at start and with every re-list; it only reads. A right that the
-operator's Role does not give (nodes, in a namespaced installation) means "not known", never an
+One instance per operator, refreshed at start and with every re-list; it only reads. A right that
+the operator's Role does not give (nodes, in a namespaced installation) means "not known", never an
 error: the resource can then say it (engine.accelerator.memory).
 """
 

@@ -1,7 +1,7 @@
-"""What was derived for a resource last, kept for as long as what it was derived from is the same.
+"""Cache of derived plans: kept for as long as what they were derived from is the same.
 
-Used by look.py: a pass per event of a pod would otherwise derive the same objects again and again.
-Holds the resources looked at most recently; forgetting one costs a millisecond, no more.
+Used by observe.py: a pass per event of a pod would otherwise derive the same objects again and
+again. Holds the resources looked at most recently; forgetting one costs a millisecond, no more.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which owned objects nothing wants or uses any more. Effect-free.
+"""Owned objects that are no longer desired or used. Effect-free.
 
 One answer for two askers: the reconciler deletes them, after a live read; `foveal plan --server`
 lists those that will have gone when the change is through.

@@ -1,8 +1,9 @@
 """The one recipe: what is wanted of one resource, what is there, and the steps between them.
 
-Called by main.py's workers with a key. Level-triggered: every pass starts from the present state
-and a pass that finds all in order writes nothing. Reads come from the caches; whatever destroys is
-preceded by a live read and carries a uid. Holds no state that a restart would miss.
+Called by the workers of process/main.py with a key. Level-triggered: every pass starts from the
+present state and a pass that finds all in order writes nothing. Reads come from the caches;
+whatever destroys is preceded by a live read and carries a uid. Holds no state that a restart would
+miss.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tells the truth about a resource: its status, Events and gauges, after every pass.
+"""Reports the state of a resource: its status, Events and gauges, after every reconcile.
 
 Used by the reconciler. Writes the status only when it says something new; never touches anything
 else.

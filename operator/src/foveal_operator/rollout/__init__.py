@@ -1,4 +1,4 @@
-"""How pods come from one revision to the next: one pure decision a pass, level-triggered. No I/O.
+"""Rollout from one revision to the next: one pure decision a reconcile, level-triggered. No I/O.
 
 Called by the reconciler with what it has just read; docs/decisions/rollout.md says why it is so.
 The engine revision goes first; frontends that understand it follow when one engine of it is up; a

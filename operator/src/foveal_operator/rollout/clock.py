@@ -1,4 +1,4 @@
-"""Whether a rollout gets on, and when it has taken too long. Pure."""
+"""Progress and deadline of a rollout. Pure."""
 
 from __future__ import annotations
 

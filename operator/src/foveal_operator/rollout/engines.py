@@ -1,4 +1,4 @@
-"""Which engine pods go now, and how many there should be: one step of replacing them. Pure.
+"""Replacement of engine pods, one step: the pods to delete now, and the replica count. Pure.
 
 The StatefulSet is OnDelete: it makes pods from the template it has, and only a deleted pod changes.
 So a rollout is a choice of pods to delete, one step after the other, and a rollback is the same

@@ -1,4 +1,4 @@
-"""What of the frontend Deployment is applied now: the wanted one, or one that is held back. Pure.
+"""The frontend Deployment to apply now: the desired one, or one that is held back. Pure.
 
 A frontend talks only to engines of its session group. When the group changes, old frontends are
 needed as long as old engines serve, and new ones are of no use before a new engine is up. One

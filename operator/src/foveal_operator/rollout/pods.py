@@ -1,4 +1,4 @@
-"""Raw pods as the few facts that a rollout turns on. Pure; used by the other files of this room."""
+"""Raw pods as the few facts that a rollout depends on. Pure."""
 
 from __future__ import annotations
 

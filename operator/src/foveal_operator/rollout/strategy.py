@@ -1,4 +1,4 @@
-"""Which way engines are replaced, chosen once per rollout from devices and wishes. Pure."""
+"""Strategy of engine replacement, chosen once per rollout from devices and settings. Pure."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a rollout is decided from and what it decides: the two structs between reconciler and rules.
+"""Input and output of a rollout decision: the structs between the reconciler and the rules.
 
-Made by the reconciler, read by rollout.py and its parts. No behaviour.
+Made by the reconciler, read by the rollout package. No behaviour.
 """
 
 from __future__ import annotations

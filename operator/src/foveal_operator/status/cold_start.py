@@ -1,8 +1,8 @@
-"""What the start of a pod was made of: waiting for a node, for its image, for the program in it.
+"""Phases of a pod's start: waiting for a node, for its image, for the program in it.
 
-Called by tell.py after every pass. A pod tells by the times in its status; the runtime itself says
-what its own start was made of (foveal_startup_seconds). Each pod counts once, when it is first
-seen ready: a later change of readiness is no cold start. Decides nothing.
+Called by reconcile/report.py after every reconcile. A pod tells by the times in its status; the
+runtime itself says what its own start was made of (foveal_startup_seconds). Each pod counts once,
+when it is first seen ready: a later change of readiness is no cold start. Decides nothing.
 """
 
 from __future__ import annotations

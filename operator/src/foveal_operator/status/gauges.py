@@ -1,6 +1,6 @@
-"""What the operator exports about each resource: the status as series.
+"""Gauges of each resource: its status as series.
 
-Called by tell.py after every pass, and when a resource is gone. Decides nothing.
+Called by reconcile/report.py after every reconcile, and when a resource is gone. Decides nothing.
 """
 
 from __future__ import annotations

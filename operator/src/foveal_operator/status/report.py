@@ -1,4 +1,4 @@
-"""What is observed, as conditions: a pure function from objects to the status of a resource.
+"""The status of a resource from observed objects: conditions by a pure function.
 
 Called by the reconciler after every pass. Never an input of anything; `Ready` is True only when
 every replica of the *current* revision serves. Time comes in as text.

@@ -1,6 +1,6 @@
 """Every series of the operator, declared as data: name, kind, labels, help.
 
-telemetry.py turns these into live series; rules, dashboards and docs read the same list. Names
+series.py turns these into live series; rules, dashboards and docs read the same list. Names
 follow controller-runtime, so that boards made for other operators work. Labels are bounded: kinds,
 verbs, codes and results are small sets, and a resource's series go when the resource goes.
 """

@@ -1,4 +1,4 @@
-"""Live series from the declarations of operator_metrics.py.
+"""Live series from the declarations in declared.py.
 
 One Telemetry per process (or per test). Nothing here decides anything; an undeclared name or label
 is a bug and fails at once.

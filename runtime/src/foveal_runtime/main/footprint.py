@@ -1,4 +1,4 @@
-"""What the processes of this image take with a model: measured, because no arithmetic knows it.
+"""Measured memory of the processes of this image with a model.
 
 Called by `foveal-runtime profile`. A stand-in for an HTTP process starts in a process of its own
 (`python -m foveal_runtime.main.footprint`), with a real media worker below it; the engine's figure

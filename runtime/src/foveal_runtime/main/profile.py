@@ -1,6 +1,6 @@
 """`foveal-runtime profile MODEL`: what a model costs, as JSON on standard output.
 
-Joins the two rooms that know: the model layer (weights, KV, activations) and the frontend's
+Joins the two packages that know: the model layer (weights, KV, activations) and the frontend's
 processors (the largest items). Run by users, and by the operator as a Job.
 """
 

@@ -1,4 +1,4 @@
-"""How far a download is, for who waits for it: a line in the log, and /metrics of the fetch Job.
+"""Progress of a download: a line in the log, and /metrics of the fetch Job.
 
 Called by fetch.py. Counts what lies on disk, so that resumed downloads and any library's way of
 downloading count alike; never asks the source.

@@ -1,6 +1,6 @@
-"""Which commit of a model lies in a directory: written after a fetch, read by the profile.
+"""The commit of the model in a directory: written after a fetch, read by the profile.
 
-Also knows the traces that the hub's own tools leave, for models that somebody put on a claim by
+Also knows the traces that the hub's own tools leave, for models that a user put on a claim by
 hand. Never asks a hub.
 """
 

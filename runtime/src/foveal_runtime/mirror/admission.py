@@ -1,9 +1,9 @@
-"""Who may use the value store, in what order: one queue, whole-request reservation, NEED/FILL.
+"""Admission to the value store: one queue, whole-request reservation, NEED/FILL.
 
 The heart of `receiver`, which alone calls it. Requests are admitted strictly in arrival order over
-all sessions; the head takes the space of all its items in one step or waits, so nobody ever holds
-some items while waiting for room (that would deadlock). Never waits for a peer and never orders
-anything by what a mirror believes.
+all sessions; the head takes the space of all its items in one step or waits, so no request ever
+holds some items while waiting for room (that would deadlock). Never waits for a peer and never
+orders anything by what a mirror believes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a user's uuid stands for: a bounded LRU of Alias -> MMHash, first binding wins.
+"""Bindings of a user's uuids: a bounded LRU of Alias -> MMHash, first binding wins.
 
-Owned by `receiver`, announced to every session like values are. Never judges a uuid by itself:
+Owned by `receiver`, announced to every session like values are. Never interprets a uuid by itself:
 aliases already contain the tenant.
 """
 

@@ -1,4 +1,4 @@
-"""What bounds a receiver, and what it hands to the engine core: plain data."""
+"""Limits of a receiver, and what it hands to the engine core: plain data."""
 
 from __future__ import annotations
 

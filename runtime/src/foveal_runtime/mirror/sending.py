@@ -1,4 +1,4 @@
-"""What goes into a sender and what comes out of it: plain data."""
+"""Input and output of a sender: plain data."""
 
 from __future__ import annotations
 

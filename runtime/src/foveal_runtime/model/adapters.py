@@ -1,4 +1,4 @@
-"""What Foveal must know of a model family beyond transformers' own classes: a table of few lines.
+"""Adapters of model families: what Foveal needs beyond transformers' own classes, as a table.
 
 Read by loader (is it supported), encoder (how items become embeddings) and runner (positions,
 groups, deepstack). A family that is not here and takes media is refused: the wrong mask or the

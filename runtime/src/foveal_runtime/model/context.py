@@ -1,4 +1,4 @@
-"""Where HF decoders meet paged attention: the current ForwardContext and the registered function.
+"""The link between HF decoders and paged attention: the current ForwardContext and the function.
 
 The runner enters `forward_context` around each decoder call; the decoder's layers call
 `paged_attention` through transformers' AttentionInterface. No mask function is registered under

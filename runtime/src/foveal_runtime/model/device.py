@@ -1,4 +1,4 @@
-"""What differs between a CPU and a GPU in a step: how bytes come and go, and when somebody waits.
+"""Device transfers of a step on a CPU and a GPU: uploads, fetches, and the one place that waits.
 
 Used by the runner, the sampler and attention backends. On a GPU a step is a queue of work that the
 host must not wait for: `upload` sends all arrays of a purpose in one copy from pinned memory,

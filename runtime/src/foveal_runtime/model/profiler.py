@@ -1,4 +1,4 @@
-"""What a model costs: predicted from config.json and weight headers, or measured by running it.
+"""Cost of a model: predicted from config.json and weight headers, or measured by running it.
 
 Called by `main.profile` (and so by the operator's profile Job). Prediction loads no weights and
 needs no GPU: the model is built on the meta device. The largest items come from the caller, which

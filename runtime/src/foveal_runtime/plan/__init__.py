@@ -1,5 +1,5 @@
 """The documents and the arithmetic: configuration, model profile, budgets, metric registry, errors.
 
-Read by every room, by the operator and by the CLI. Never does I/O; imports the standard library and
-msgspec only.
+Read by every package, by the operator and by the CLI. Never does I/O; imports the standard library
+and msgspec only.
 """

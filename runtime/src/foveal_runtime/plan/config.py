@@ -1,7 +1,7 @@
 """The configuration documents that start processes: parsed once, frozen, checked at the edge.
 
 Written by the operator (a ConfigMap), by `foveal up` and by `foveal-runtime serve`; read by main/,
-which hands each room its own part. All sizes are bytes; nobody writes to a config: a derived
+which hands each package its own part. All sizes are bytes; nobody writes to a config: a derived
 value is a new object (`msgspec.structs.replace`).
 """
 

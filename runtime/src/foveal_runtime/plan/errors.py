@@ -6,7 +6,7 @@
     │   │   ├── ContextLengthExceeded 400 context_length_exceeded
     │   │   ├── MediaInvalid         400  media_invalid       (cannot be decoded, wrong type)
     │   │   ├── MediaTooLarge        413  media_too_large     (bytes, pixels, seconds, frames)
-    │   │   ├── MediaUnknown         400  media_unknown       (uuid-only media nobody holds)
+    │   │   ├── MediaUnknown         400  media_unknown       (uuid-only media not held)
     │   │   └── Unsupported          400  unsupported_feature (tools, response_format, ...)
     │   ├── MediaForbidden           403  media_forbidden     (host, scheme or path not allowed)
     │   ├── MediaConflict            409  media_conflict      (a uuid rebound to other content)
@@ -20,8 +20,9 @@
     ├── EngineFailure                500  engine_error        (one request; the engine lives)
     └── StartupError                 exit code 2 and one line (bad configuration, unsupported model)
 
-Raised by every room for anything that came from a user, a peer process or the cluster; asserts are
-for what our own code guarantees. `code` is the wire code, OpenAI's error code and the metric label.
+Raised by every package for anything that came from a user, a peer process or the cluster; asserts
+are for what our own code guarantees. `code` is the wire code, OpenAI's error code and the metric
+label.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How far a download is: the two series that a fetch Job's pod serves, and their reader's names.
+"""Progress series of a download, which the pod of a fetch Job serves and the operator reads.
 
 The one contract between main/fetch.py, which serves them, and the operator's probes, which read
 them. They are no part of metrics.py's registry: no Prometheus is meant to scrape a pod that lives

@@ -1,4 +1,4 @@
-"""The words for media items that every room shares: modality, placeholder, metadata.
+"""Shared types of media items: modality, placeholder, metadata.
 
 Used by frontend/ (identity, length checks), mirror/ (announcements), engine/ (scheduling, block
 hashes) and model/ (merging). Holds no pixels.

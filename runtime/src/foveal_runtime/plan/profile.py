@@ -1,7 +1,7 @@
-"""What a model costs: the figures every budget is made of.
+"""Profile of a model: the costs that every budget is made of.
 
 Written by `foveal-runtime profile` (predicted from the checkpoint's configuration, or measured on
-the device), cached by the operator per model revision, read by budget.py. Never computes anything
+the device), cached by the operator per model revision, read by the planner. Never computes anything
 that needs the model itself.
 """
 

@@ -1,4 +1,4 @@
-"""What predicting a model's profile may cost in memory: the limit of the profile Job.
+"""Memory limit of the profile Job, which predicts a model's profile.
 
 The Job makes the largest item that the limits on media allow and runs it through the model's own
 processor (frontend/media/largest.py), so its peak follows from those limits. Weights are never

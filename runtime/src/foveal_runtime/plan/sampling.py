@@ -1,4 +1,4 @@
-"""How one request wants its tokens chosen: parsed once at the edge, obeyed by engine and model.
+"""Sampling parameters of a request: parsed once at the edge, obeyed by engine and model.
 
 Built by the frontend's HTTP app, sent inside the request body, read by engine/ (limits, stops)
 and model/ (logits). Never changed after construction.

@@ -1,8 +1,8 @@
-"""How long what a cache evicts had lain unused: a histogram of ages, kept by the cache itself.
+"""Ages of evicted cache entries since their last use: a histogram kept by the cache itself.
 
 Fed by the processor cache, the encoder cache, the block pool and (through `mirror.store.Watch`) the
-value pool; read when somebody scrapes. Short ages say that a cache turns over before anybody can
-come back for what it holds. Decides nothing; the clock is handed in.
+value pool; read at scrape time. Short ages say that a cache turns over before clients can
+reuse what it holds. Decides nothing; the clock is handed in.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How much free memory the C library keeps, and what a process really takes.
+"""Settings of the C library's allocator: the free memory that a process keeps.
 
 Called once when an HTTP process begins, when an engine is loaded, and by main/footprint.py. Of no
 effect with C libraries other than glibc. Never changes what a program computes.

@@ -1,7 +1,7 @@
 """Ghost lists: what the hit ratio would be if a cache had half, twice or four times its size.
 
 Fed by the caches themselves (processor, IPC, encoder, prefix) with the keys they are asked for;
-read when somebody scrapes. Each list is a small LRU of keys without values. Keys are sampled by
+read at scrape time. Each list is a small LRU of keys without values. Keys are sampled by
 their hash (a key is followed always or never), the lists' sizes shrink with the sample, and the
 sample shrinks when there are too many keys: memory is bounded whatever the cache holds. The method
 is SHARDS by Waldspurger et al. (FAST 2015), with its correction for hot keys. Decides nothing.

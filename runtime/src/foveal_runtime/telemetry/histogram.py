@@ -1,4 +1,4 @@
-"""A histogram as plain numbers, for rooms that count without a metric library.
+"""A histogram as plain numbers, for packages that count without a metric library.
 
 Written on hot paths, copied into the declared series by `Metrics.set_histogram` at scrape time.
 """

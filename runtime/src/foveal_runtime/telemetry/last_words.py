@@ -1,8 +1,9 @@
-"""What a container leaves behind when it ends, written while it lives: its termination message.
+"""Termination message of a container, kept up to date while it runs.
 
-A process that the kernel kills says nothing more, so the message is kept up to date: first the peak
-of memory beside the limit, last the newest warning or error. Kubernetes hands the file to whoever
-reads the pod's status. Started by main/ where the file exists, which is in pods only. Never raises.
+A process that the kernel kills can write nothing more, so the message is kept up to date: first the
+peak of memory beside the limit, last the newest warning or error. Kubernetes hands the file to
+whoever reads the pod's status. Started by main/ where the file exists, which is in pods only. Never
+raises.
 """
 
 from __future__ import annotations

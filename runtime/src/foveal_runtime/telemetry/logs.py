@@ -1,6 +1,6 @@
 """One-line structured logs: text on a terminal, JSON elsewhere, the request id in both.
 
-Set up once by main/; every room logs through `logging`, with fields in `extra={...}`, or in
+Set up once by main/; every package logs through `logging`, with fields in `extra={...}`, or in
 `extra={"fields": {...}}` where a name is taken by `logging` itself (name, process, args, ...).
 Never logs request text, keys or media.
 """

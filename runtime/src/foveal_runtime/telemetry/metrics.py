@@ -1,7 +1,7 @@
 """Live series from the declarations of plan.metrics: set, counted or collected at scrape time.
 
-One Metrics per process, made by main/. Rooms keep plain counters; a source registered here copies
-them when somebody scrapes, so hot paths pay nothing. A name, label or role that is not declared is
+One Metrics per process, made by main/. Packages keep plain counters; a source registered here
+copies them at scrape time, so hot paths pay nothing. A name, label or role that is not declared is
 a bug and fails at once.
 """
 

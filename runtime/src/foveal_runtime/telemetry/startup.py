@@ -1,4 +1,4 @@
-"""How long each phase of a process's start took: what a cold start is made of.
+"""Durations of the phases of a process's start: the parts of a cold start.
 
 Used by main/ of frontends and engines. The first phase begins with the process itself, as the
 kernel counts it, so imports are in it.

@@ -1,8 +1,8 @@
-"""Spans over a request's stages, when somebody listens; nothing otherwise.
+"""Spans of a request's stages, when an exporter is configured.
 
 On only when OTEL_EXPORTER_OTLP_ENDPOINT is set and the OpenTelemetry SDK is installed. A request's
-W3C `traceparent` is continued. Rooms use `child_span`; without tracing it costs a context variable.
-Spans carry sizes and counts, never text, keys or URLs.
+W3C `traceparent` is continued. Packages use `child_span`; without tracing it costs a context
+variable. Spans carry sizes and counts, never text, keys or URLs.
 """
 
 from __future__ import annotations

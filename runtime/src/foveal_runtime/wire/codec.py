@@ -2,7 +2,7 @@
 
 Used by the engine client and the engine server around a transport. A message is a list of frames:
 frame 0 is the msgpack envelope, frames 1.. are item values, received without a copy. The schema is
-closed and everything from a peer is checked here, so that the rooms behind see only well-formed
+closed and everything from a peer is checked here, so that the packages behind see only well-formed
 messages; anything else raises DecodeError. Never evaluates, imports or unpickles.
 """
 

@@ -1,4 +1,4 @@
-"""What a frontend and an engine say to each other about requests: bodies up, outputs down.
+"""Messages between a frontend and an engine about requests: bodies up, outputs down.
 
 These structs travel inside the cache protocol's envelopes (`mirror.messages.Req.body`,
 `Down.outputs`, `Welcome.info`), msgpack-encoded by `wire.codec`. Closed schema, positional fields:

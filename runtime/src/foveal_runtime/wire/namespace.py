@@ -1,7 +1,7 @@
 """The namespace of a model: what frontends and engines must agree on before they talk.
 
 Sixteen bytes in every HELLO, computed by both sides from the model directory alone, so that a
-frontend never feeds one model's pictures to another. Called once per process start.
+frontend never feeds one model's images to another. Called once per process start.
 
 With `revision` set the operator vouches for the content; otherwise it is derived: configuration and
 tokenizer files whole, weights by name, size and sampled blocks (reading 100 GB at start would cost

@@ -1,6 +1,6 @@
 """Tensors that have few values, stored as one byte an element: equal bit by bit.
 
-Pictures are made of bytes. A processor that resizes bytes and then scales and shifts each channel
+Images are made of bytes. A processor that resizes bytes and then scales and shifts each channel
 makes float32 tensors of at most 256 values a channel; the bytes and the table of those values are a
 quarter of the tensor. Masks are int64 of zeros and ones, and need no table. `Codebook.encode`
 (media workers, through `item.pack_item`) gives up unless every element comes back exactly, so

@@ -1,8 +1,8 @@
-"""The seam between the message rooms and the bytes' way: what every transport offers.
+"""The seam between messages and transports: what every transport offers.
 
 Implemented by `zmq_transport` (between processes) and `inprocess` (tests, simulation). A transport
 moves lists of frames and counts bytes; it knows no message. It never blocks a sender: what cannot
-be sent now ends the session, which is cheap, while waiting would stall everybody.
+be sent now ends the session, which is cheap, while waiting would stall every session.
 """
 
 from __future__ import annotations

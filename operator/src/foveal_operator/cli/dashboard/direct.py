@@ -1,7 +1,7 @@
 """Reads /metrics of frontends and engines, and answers the page's expressions itself.
 
-Used by cli_dashboard.py where there is no Prometheus. Each target gets the label `pod`, which a
-Prometheus would have from the cluster: the process' own name, or the target's address where there
+Used by command.py where there is no Prometheus. Each target gets the label `pod`, which a
+Prometheus would have from the cluster: the process's own name, or the target's address where there
 are several targets. A target whose processes another target shows already is left out, else they
 would count twice.
 """

@@ -1,6 +1,6 @@
 """One run of `foveal dashboard`: the source, its times, and where the page goes.
 
-Used by cli_dashboard.py. Reads only; writes one file, or serves the page on the loopback address.
+Used by command.py. Reads only; writes one file, or serves the page on the loopback address.
 """
 
 from __future__ import annotations

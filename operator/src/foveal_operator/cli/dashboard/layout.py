@@ -1,7 +1,7 @@
-"""What the page shows: a choice of the dashboards' own panels, and tables of their queries. Pure.
+"""Contents of the page: panels chosen from the dashboards, and tables of their queries. Pure.
 
 Panels are named by board and title, so that the page and Grafana never differ in a query; a test
-holds every name. Used by cli_dashboard.py and page.py.
+holds every name. Used by job.py and page.py.
 """
 
 from __future__ import annotations

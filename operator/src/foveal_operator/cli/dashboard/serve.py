@@ -1,6 +1,6 @@
 """Serves the newest page to browsers of this machine while `foveal dashboard --watch` runs.
 
-Used by cli_dashboard.py. Listens on the loopback address alone and answers only to its own name, so
+Used by job.py. Listens on the loopback address alone and answers only to its own name, so
 that a page of another site cannot read it through a name that points here.
 """
 

@@ -1,6 +1,6 @@
-"""Where the page's figures come from: the seam, and a Prometheus. Network: one GET a question.
+"""Sources of the page's figures: the seam, and a Prometheus. Network: one GET for each query.
 
-Used by cli_dashboard.py. Never follows a redirect (a token must not go elsewhere), never reads more
+Used by job.py. Never follows a redirect (a token must not go elsewhere), never reads more
 than MAX_ANSWER_BYTES, never writes.
 """
 

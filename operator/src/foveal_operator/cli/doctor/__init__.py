@@ -1,1 +1,1 @@
-"""`foveal doctor`: what in a cluster or on this machine would bite, each with a next step."""
+"""`foveal doctor`: checks of the cluster and this machine, each with a next step."""

@@ -1,4 +1,4 @@
-"""`foveal doctor`: what in the cluster or on this machine would keep a resource from running."""
+"""`foveal doctor`: checks the cluster and this machine for problems."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a check finds, and how findings are shown. Pure.
+"""Findings of checks, and their text. Pure.
 
 Called by every check and by `foveal doctor`.
 """

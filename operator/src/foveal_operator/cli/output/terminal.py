@@ -1,4 +1,4 @@
-"""How to print: plain text for programs, bars and colours for a terminal. Pure.
+"""Terminal output: plain text for programs, bars and colours for a terminal. Pure.
 
 Used by everything that prints. A table is made of cells; only here is it known that escape codes
 have no width.

@@ -1,6 +1,6 @@
-"""`foveal plan --server`: what applying a resource would change in the cluster, and nothing more.
+"""`foveal plan --server`: changes that applying a resource would make in the cluster.
 
-Called by cli_plan.py when --server is given.
+Called by command.py when --server is given.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a plan would change in a cluster: objects field by field, and pods that restart. Pure.
+"""Differences between a plan and a cluster: objects by field, and pods that restart. Pure.
 
 Called by `foveal plan --server`. ConfigMaps are named by the hash of what they hold, so a changed
 document is a new object; the documents are compared inside, for that is where the reason stands.

@@ -1,4 +1,4 @@
-"""What the operator would do with a resource in a live cluster: its own functions, no writes.
+"""Plan of a resource against a live cluster, by the operator's own functions, without writes.
 
 Called by `foveal plan --server`. The cluster is read through the caller's rights into the caches
 that the operator's Looker reads; what comes out is the same Pass that a reconcile acts on. Writing

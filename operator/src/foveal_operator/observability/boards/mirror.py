@@ -1,4 +1,4 @@
-"""Mirror health: do frontends know what engines hold, and what does it cost when they err."""
+"""Mirror health: how well frontends know what engines hold, and the cost of errors."""
 
 from __future__ import annotations
 

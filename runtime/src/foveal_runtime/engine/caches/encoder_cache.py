@@ -1,7 +1,7 @@
-"""Which encoder outputs exist, who needs them, and which go when room is needed.
+"""The encoder cache: outputs by content, their users, and eviction when space is needed.
 
 Used by `scheduler` only. Outputs are keyed by content (MMHash), shared by all requests, counted in
-embeddings, and kept after their last user until the room is wanted (lazily freed). Behind the
+embeddings, and kept after their last user until the space is needed (lazily freed). Behind the
 device cache lies an optional host tier. Never touches tensors: the runner obeys the lists that
 `take_moves` returns. Questions (`has_*`, `can_*`, `lookup`, `fits`) change nothing.
 """

@@ -1,4 +1,4 @@
-"""Which encoder outputs also lie in host memory: the books of the tier behind the device cache.
+"""The host tier of the encoder cache: the records of outputs that are also in host memory.
 
 Used by `encoder_cache` only. Holds keys and sizes; the runner copies the tensors when a plan's
 store_encoder, load_encoder and drop_host_encoder say so.

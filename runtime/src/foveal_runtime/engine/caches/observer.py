@@ -1,4 +1,4 @@
-"""Who wants to hear of cached KV blocks: the seam between `scheduler` and the event stream.
+"""Observer of cached KV blocks: the seam between `scheduler` and the event stream.
 
 Implemented by `events`; called inside the step, so an implementation only takes notes.
 """

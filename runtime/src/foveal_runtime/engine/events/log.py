@@ -1,7 +1,7 @@
-"""What the engine's caches hold, told as it changes: the log of cache events.
+"""The log of cache events: changes of what the engine's caches hold.
 
 Filled by `core` inside the step (through the scheduler's observer seam and the plans), sent by
-`event_stream`. Three kinds of entries: `mm` (media values), `encoder` (encoder outputs), `kv` (KV
+`stream`. Three kinds of entries: `mm` (media values), `encoder` (encoder outputs), `kv` (KV
 blocks). The format is documented in docs/reference/events.md. Takes notes only: no sockets here.
 """
 

@@ -1,4 +1,4 @@
-"""The engine's books as one small report: what is in use, and whether all books agree.
+"""Integrity report of the engine: what is in use, and whether all bookkeeping agrees.
 
 Called in the core thread, between steps (`server` asks for it on behalf of /debug/integrity). Has
 no content in it: counts, bytes, and one digest of the names of the values that mirrors may believe

@@ -6,7 +6,7 @@ is planned: every running request goes on by one token, unless it is about to re
 Anything else (prompts, encoders, a queue that could move, no free blocks, options that need the
 text so far) is left to a usual pass, after the result. A request that ends by what step n says has
 then been computed one token too far: that token is dropped, and its blocks are written by the
-device before anybody who gets them next.
+device before any request that gets them next.
 """
 
 from __future__ import annotations

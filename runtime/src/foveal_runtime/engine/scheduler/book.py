@@ -1,4 +1,4 @@
-"""Who is in the engine and what everyone holds: requests, queues, KV blocks, encoder outputs.
+"""The request table: requests in the engine, their queues, KV blocks and encoder outputs.
 
 Owned by `scheduler`, used by it and by `planner`. The only place where a request enters, leaves or
 loses everything, so that nothing it holds can be forgotten. Decides nothing about steps.

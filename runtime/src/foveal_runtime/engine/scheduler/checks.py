@@ -1,6 +1,6 @@
-"""What an engine refuses before it takes a request in: each limit with both numbers.
+"""Checks of a request before the engine accepts it: each limit with both numbers.
 
-Called by `roster` when a request is added. A question: it changes nothing.
+Called by the request table when a request is added. A question: it changes nothing.
 """
 
 from __future__ import annotations

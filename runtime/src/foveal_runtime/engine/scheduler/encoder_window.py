@@ -1,4 +1,4 @@
-"""How far one request may go in this step, given its media items: the encoder rules.
+"""Encoder rules of a step: how many tokens of a request can be computed, given its media items.
 
 Used by `scheduler`. A question without effects: it looks at the encoder cache and at what is left
 of the step's budget, and says how many tokens can be computed and which items must be held for

@@ -1,4 +1,4 @@
-"""What the scheduler has to say about requests, as the messages frontends get.
+"""Outputs of the scheduler about requests, as the messages that frontends receive.
 
 Used by `scheduler`; emptied by `core`, which groups by session. Turns step results into
 EngineOutputs and takes the times of a request's stages.

@@ -1,9 +1,9 @@
-"""Decides what each step computes, and takes in what it brought.
+"""The scheduler: decides what each step computes, and processes its results.
 
 Used by `core`: `add`, `schedule`, `update`, `take_outputs`. There are no phases: each step lets a
 request's num_computed catch up with its num_tokens, whether those are prompt, recomputed or new;
-chunked prefill, prefix hits and preemption are that one rule. `planner` makes the plans, `roster`
-keeps the books; here is what a step's result does to them. Pure Python over counts and ids: never
+chunked prefill, prefix hits and preemption are that one rule. `planner` makes the plans, `book` is
+the request table; here is what a step's result does to them. Pure Python over counts and ids: never
 touches tensors, sockets or threads; the clock is handed in.
 """
 

@@ -1,4 +1,4 @@
-"""What the scheduler may hand out: every limit of one engine in one frozen value.
+"""Limits of the scheduler: every limit of one engine in one frozen value.
 
 Built by the engine's start-up code from its configuration, the model's traits and the measured
 pools; read by `scheduler`.

@@ -1,4 +1,4 @@
-"""What an engine counts about itself: plain numbers, no client library.
+"""Counters of an engine: plain numbers, no client library.
 
 Written by `scheduler` and `core`, read by `metrics`, which maps them to the declared series.
 Counters only grow; observations wait in bounded queues until they are collected.

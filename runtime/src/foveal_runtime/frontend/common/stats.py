@@ -1,6 +1,6 @@
 """Plain counters of the media path and the engine client; telemetry/ turns them into metrics.
 
-Written by input_processor, injection and engine_client; read at scrape time. No metric library.
+Written by input_processor, injection and engines.client; read at scrape time. No metric library.
 """
 
 from __future__ import annotations

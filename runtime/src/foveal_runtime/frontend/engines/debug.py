@@ -1,4 +1,4 @@
-"""What this process believes of the engines, for comparison with what they hold.
+"""Mirror state of this process, for comparison with what the engines hold.
 
 `/debug/mirrors` is built by app.py when main/ hands it a source. Digests, counts and bytes only:
 no content and no names of content. Never changes anything.

@@ -1,6 +1,6 @@
 """One frontend's link to one engine: sessions, heartbeats, requests under way, NEED and FILL.
 
-Owned by engine_client. Runs in the HTTP process's event loop; wraps `mirror.sender` (what to say)
+Owned by `client`. Runs in the HTTP process's event loop; wraps `mirror.sender` (what to say)
 and a `wire.transport` (how). A session ends on a gap, a BYE, three silent seconds or a send that
 would block; its unfinished requests are then reported lost, and a new session is opened with
 backoff. Never decides where a request goes.

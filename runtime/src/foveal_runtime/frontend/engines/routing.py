@@ -1,8 +1,8 @@
-"""Which engine gets a request: the one that holds most of it, unless it has too much to do.
+"""Routing: a request goes to the engine that holds most of it, unless that engine is overloaded.
 
-Called by engine_client with facts; pure but for a small memory of where prompts went. Bounded load:
+Called by `client` with facts; pure but for a small memory of where prompts went. Bounded load:
 an engine far above its share of all requests (`load_bound`) is passed over, however much it holds.
-docs/decisions/routing.md says what was measured.
+docs/decisions/routing.md has the measurements.
 """
 
 from __future__ import annotations

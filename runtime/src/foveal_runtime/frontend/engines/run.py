@@ -1,6 +1,6 @@
 """One sequence over all its attempts: what was emitted, how often it was lost.
 
-Made by engine_client for each request. Pure state; never sends anything.
+Made by `client` for each request. Pure state; never sends anything.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Values through the node's shared memory: which engines get a name instead of bytes.
+"""Values in the node's shared memory: engines of the node get a name instead of bytes.
 
-Owned by engine_client, asked by its links before they send. Wraps `wire.shm_writer`, which writes
+Owned by `client`, asked by its links before they send. Wraps `wire.shm_writer`, which writes
 each value once and frees by its own budget; what finds no room goes inline. Never answers a NEED:
 that may mean that a shared file could not be opened.
 """

@@ -1,6 +1,6 @@
-"""What comes back from an engine for one attempt of one request.
+"""Stream of engine outputs for one attempt of one request.
 
-Filled by engine_link, read by engine_client.
+Filled by `link`, read by `client`.
 """
 
 from __future__ import annotations

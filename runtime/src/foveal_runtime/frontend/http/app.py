@@ -1,7 +1,7 @@
-"""The HTTP application of one frontend process: routes, error answers, the door in front.
+"""The HTTP application of one frontend process: routes, error answers, middleware.
 
-main/ calls `build_app` with real collaborators, tests with those of fake.py. Importing this module
-loads no torch.
+main/ calls `build_app` with real collaborators, tests with those of testing/fake.py. Importing this
+module loads no torch.
 """
 
 from __future__ import annotations

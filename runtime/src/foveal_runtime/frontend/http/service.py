@@ -1,4 +1,4 @@
-"""What all handlers of one HTTP process share, and the way from a checked request to its deltas.
+"""The request service: what all handlers share, and the path from a checked request to deltas.
 
 Built once by app.py; chat.py and completions.py turn an HTTP request into Jobs and read deltas
 from `open_run`. Everything a run holds is given back when its context ends, however it ends.

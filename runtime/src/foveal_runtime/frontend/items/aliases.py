@@ -1,4 +1,4 @@
-"""What a user's uuid stands for, per tenant: bound to a content digest at first sight.
+"""Table of a tenant's uuids: each is bound to a content digest when it is first seen.
 
 Used by input_processor. The engines keep the shared truth (`PreparedRequest.binds` goes up,
 announcements come down); this table answers between a bind and its announcement, and alone when no

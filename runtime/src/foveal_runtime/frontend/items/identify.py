@@ -1,7 +1,7 @@
 """The identity of a media part: fetched if need be, hashed, checked against its uuid.
 
 Owned by input_processor. Knows nothing of processors or engines beyond what a uuid stands for.
-Never decodes a picture; a data: URL seen before is not even base64-decoded.
+Never decodes an image; a data: URL seen before is not even base64-decoded.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """From tokens and media parts to a request that can be routed: identity first, work only if needed.
 
 Implements `seams.InputProcessor`; one per HTTP process. A part is identified (`identify`), its key
-looked up in the processor cache and in every engine's mirror; only when nobody knows it does a
-media worker wake. Never decodes a picture itself.
+looked up in the processor cache and in every engine's mirror; only when none has it does a
+media worker start. Never decodes an image itself.
 """
 
 from __future__ import annotations

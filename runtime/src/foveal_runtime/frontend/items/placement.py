@@ -1,4 +1,4 @@
-"""Which placeholder of a prompt belongs to which media part. Pure; called by input_processor.
+"""Assignment of placeholders in a prompt to media parts. Pure; called by input_processor.
 
 Prompts travel unexpanded: one placeholder token per item. A user's text must not smuggle in more of
 them, and a chat template must not have dropped any.

@@ -1,6 +1,6 @@
 """A request on its way from HTTP to the engine client: plain data, no sockets, no decoding.
 
-`input_processor` builds a PreparedRequest; `routing` scores it; `engine_client` sends it. Values
+`input_processor` builds a PreparedRequest; `routing` scores it; `client` sends it. Values
 are made lazily: a hit never wakes a media worker.
 """
 

@@ -1,8 +1,8 @@
 """The seams of the HTTP app: what it asks of input processing and of the engine client.
 
-The app (app.py and the serving modules) codes against these Protocols; `input_processor` and
-`engine_client` implement them, `fake.py` ships implementations for tests. main/ wires them.
-Holds next to no behaviour; never imports torch, sockets or the web framework.
+The app (app.py and the handlers) codes against these Protocols; `input_processor` and
+`engines.client` implement them, `testing/fake.py` ships implementations for tests. main/ wires
+them. Holds next to no behaviour; never imports torch, sockets or the web framework.
 """
 
 from __future__ import annotations

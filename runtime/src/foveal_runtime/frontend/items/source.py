@@ -1,6 +1,6 @@
-"""Where an item's value comes from until its request ends: the frontend's answer duty.
+"""Source of an item's value until its request ends, for engines that ask for it.
 
-Made by input_processor, asked by engine_client when a value must be sent or an engine NEEDs it.
+Made by input_processor, asked by `engines.client` when a value must be sent or an engine NEEDs it.
 Order: processor cache, the value retained since processing, the processor again on the raw media.
 Never holds a processed value longer than until it was handed out once: what lasts is the raw media.
 """

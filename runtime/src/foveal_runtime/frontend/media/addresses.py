@@ -1,4 +1,4 @@
-"""Which addresses media may be fetched from. Pure: no resolving, no sockets.
+"""Addresses that media may be fetched from. Pure: no resolving, no sockets.
 
 Asked by `fetch` for every address of every host of every hop, before a connection is made.
 """

@@ -1,12 +1,12 @@
-"""Encoded pictures → RGB, within limits that are checked on the header, before any pixel exists.
+"""Encoded images → RGB, within limits that are checked on the header, before any pixel exists.
 
 Runs in media workers only (a broken codec must not take the HTTP process along). Every input gives
-the right picture or a MediaInvalid / MediaTooLarge that names the value and the limit; never a
+the right image or a MediaInvalid / MediaTooLarge that names the value and the limit; never a
 bare library error.
 
-Decisions: the first frame of an animated GIF, WebP or PNG is the picture; transparency is
+Decisions: the first frame of an animated GIF, WebP or PNG is the image; transparency is
 composited on white; EXIF orientation is applied; 16-bit grey is scaled to 8 bits; CMYK, palette,
-YCbCr and bilevel pictures are converted to RGB.
+YCbCr and bilevel images are converted to RGB.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Newlines around a placeholder, merged with their neighbours as the tokenizer would merge them.
 
-Gemma 3 writes every picture between blank lines, and its tokenizer has one token per run of
-newlines: "user\\n" before a picture becomes one token of three newlines. An item's replacement must
+Gemma 3 writes every image between blank lines, and its tokenizer has one token per run of
+newlines: "user\\n" before an image becomes one token of three newlines. An item's replacement must
 not depend on its neighbours, so those newlines belong to the prompt, not to the item. Pure; used by
 placement (every request) and by processors (the proof at start).
 """

@@ -1,6 +1,6 @@
 """Finds out which fields of a processor are bytes in disguise: `wire.palette` stores those short.
 
-Called by `processors` in media workers, once at start, with the processor itself: it shows pictures
+Called by `processors` in media workers, once at start, with the processor itself: it shows images
 that hold every byte value in every channel and looks at what comes out. Nothing here knows any
 processor's arithmetic; what it concludes is proven again for every item that is packed.
 """

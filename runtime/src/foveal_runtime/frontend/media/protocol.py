@@ -1,4 +1,4 @@
-"""What the HTTP process and a media worker say to each other: one message file per boundary.
+"""Messages between the HTTP process and a media worker: one message file per boundary.
 
 `workers` (HTTP process) sends, `worker_main` answers, over a socket pair. A frame is
 `header length u32 | body length u64 | msgpack header | body`; the body is the media file on the way

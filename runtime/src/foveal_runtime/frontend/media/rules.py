@@ -1,4 +1,4 @@
-"""What differs between model families on the prompt side: placeholders, embed ids, odd processors.
+"""Rules of model families on the prompt side: placeholders, embed ids, unusual processors.
 
 Read by `processors` in media workers. A family without an entry takes the default rule, which
 `processors.examine` then proves or refuses, so a new model needs an entry only when it is odd.

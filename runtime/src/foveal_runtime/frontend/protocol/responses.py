@@ -1,6 +1,6 @@
 """The answers of the OpenAI API, as documentation: what /docs shows and what tests check against.
 
-The hot path writes plain dicts (streaming.py); these models never touch a request.
+The hot path writes plain dicts (http/answers.py); these models never touch a request.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a request may ask for, and what its sampling options come to.
+"""Rules of requests: allowed options, and the sampling parameters that follow from them.
 
 Called by chat.py and completions.py after parsing and before anything costs something. Pure: the
 only outside thing is the random seed, which the caller hands in. An option that would change the

@@ -1,4 +1,4 @@
-"""How many compute threads a process may use, and telling OpenMP before torch is imported.
+"""The number of compute threads of a process, set for OpenMP before torch is imported.
 
 Called by main/ first thing in a process, and for the environment of child processes. In a
 container, the number of CPUs the kernel shows is the node's; a process that starts that many

@@ -1,4 +1,4 @@
-"""Layers of a vision tower whose output nobody reads are left out.
+"""Removal of layers of a vision tower whose output is not read.
 
 Called by the loader. LLaVA and its kin take the features of an earlier layer of the tower
 (`vision_feature_layer`, mostly the last but one); transformers computes the later ones, too.

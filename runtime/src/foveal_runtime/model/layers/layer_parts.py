@@ -1,4 +1,4 @@
-"""What a Llama-like decoder layer is made of, and a trial of what its modules compute.
+"""Parts of a Llama-like decoder layer, and a trial of what its modules compute.
 
 For those who compute such a layer in another way than transformers (`decode_layers`, `last_layer`):
 they look at its modules' names to find the parts, and at a trial's numbers to know that these parts

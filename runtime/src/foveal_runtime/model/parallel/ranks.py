@@ -1,4 +1,4 @@
-"""What the ranks of a tensor-parallel engine share: their configuration, commands and groups.
+"""Shared definitions of the ranks of a tensor-parallel engine: configuration, commands, groups.
 
 Used by `tensor_parallel` (rank 0, inside the engine process) and `rank_worker` (the others). Plans
 travel as msgspec bytes in a uint8 tensor; nothing is ever pickled. All ranks are on one machine:

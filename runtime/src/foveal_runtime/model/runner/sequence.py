@@ -1,4 +1,4 @@
-"""What the runner remembers of one running request, and what the sampler may read of it.
+"""The runner's state of one running request, part of which the sampler reads.
 
 Made by the runner at NewRequest, dropped when the plan names it finished. Token ids grow by the
 tokens this runner sampled; a preempted request arrives again as a NewRequest.

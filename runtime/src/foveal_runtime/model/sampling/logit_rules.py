@@ -1,4 +1,4 @@
-"""What a request's options do to its logits before a token is chosen, row by row or batched.
+"""Logit rules: the effect of a request's options on its logits, row by row or batched.
 
 Called by `model.sampler` only, in its order: `adjust_row` (min_tokens, logit_bias, penalties) on
 the raw logits, then temperature, then `keep_mask` (min_p, top_k, top_p). Never chooses a token and

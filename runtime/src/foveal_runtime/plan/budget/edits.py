@@ -1,6 +1,6 @@
 """The smallest edits of a resource that remove a problem, each proven by planning again.
 
-Called by budget.py when something does not fit. An edit is only suggested after the planner has
+Called by planner.py when something does not fit. An edit is only suggested after the planner has
 accepted the resource that it would give, so following the advice never ends in the same message.
 """
 

@@ -1,4 +1,4 @@
-"""How many encoder outputs one step may compute, and how many the encoder cache holds.
+"""Encoder limits: outputs that one step may compute, and outputs that the encoder cache holds.
 
 Called by the engine at start-up, and by the budget planner (so by operator and CLI too): what an
 engine would refuse, the operator refuses first. Counts, never bytes; never reads a model.

@@ -1,6 +1,6 @@
 """The rows of the budget table: each term's bytes and its formula in words.
 
-Called by budget.py only. A row says how its figure came about, so that a reader can redo it.
+Called by planner.py only. A row says how its figure came about, so that a reader can redo it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a spec asks of memory before any limit is looked at: floors, defaults, refusals.
+"""Memory needs of a spec before any limit applies: floors, defaults, refusals.
 
-Called by budget.py only. Turns settings and profile into pools (what may vary) and the few sizes
+Called by planner.py only. Turns settings and profile into pools (what may vary) and the few sizes
 that follow from limits on requests; finds the settings that no memory could make work.
 """
 

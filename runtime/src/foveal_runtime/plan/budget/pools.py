@@ -1,6 +1,6 @@
 """Sharing one limit among caches: pinned sizes first, floors, wishes, then shares of the rest.
 
-Called by budget.py, once for each limit. Pure integers; larger limits never make a pool smaller.
+Called by planner.py, once for each limit. Pure integers; larger limits never make a pool smaller.
 """
 
 from __future__ import annotations

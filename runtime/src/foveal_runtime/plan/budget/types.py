@@ -1,6 +1,6 @@
-"""What the budget planner takes and gives: inputs, lines, problems, edits, the plan.
+"""Input and output of the budget planner: inputs, lines, problems, edits, the plan.
 
-Filled by the operator's spec and by the CLI, computed by budget.py, read by the manifests, the
+Filled by the operator's spec and by the CLI, computed by planner.py, read by the manifests, the
 status and everything that prints. Plain frozen data; sizes are bytes.
 """
 

@@ -1,6 +1,6 @@
-"""What a metric declaration is, and the bucket layouts that several share.
+"""Declarations of metrics, and the bucket layouts that several share.
 
-Used by metrics_vllm.py and metrics_foveal.py (the declarations) and by telemetry/. No client
+Used by vllm.py and foveal.py (the declarations) and by telemetry/. No client
 library here.
 """
 

@@ -1,6 +1,6 @@
 """The mathematics of PromQL's functions, with Prometheus' answers. Pure.
 
-Used by promql_eval.py. A test asks a real Prometheus the same questions.
+Used by evaluate.py. A test asks a real Prometheus the same questions.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Samples of series over time, bounded, as a Prometheus would keep them. Pure.
 
-Filled by direct.py with one scrape at a time, read by promql_eval.py.
+Filled by direct.py with one scrape at a time, read by evaluate.py.
 """
 
 from __future__ import annotations

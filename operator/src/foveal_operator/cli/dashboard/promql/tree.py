@@ -2,7 +2,7 @@
 
 Selectors with =, !=, =~ and !~; rate, increase, deriv, histogram_quantile, vector, time; sum, max,
 min, avg and count with `by`; + - * / and comparisons, `or`. Anything else is an error: a panel may
-not quietly show something other than what it says. Pure; used by promql_eval.py.
+not quietly show something other than what it says. Pure; used by evaluate.py.
 """
 
 from __future__ import annotations

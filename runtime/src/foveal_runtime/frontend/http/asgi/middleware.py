@@ -1,4 +1,4 @@
-"""ASGI middleware at the door: request id, log line, API key, admission, body limit, last resort.
+"""ASGI middleware: request id, log line, API key, admission, body limit, last resort.
 
 Wraps the FastAPI app (app.py builds the stack). Refusals happen before the body is read. Whatever
 goes wrong below ends here as an OpenAI error; nothing propagates to the server.

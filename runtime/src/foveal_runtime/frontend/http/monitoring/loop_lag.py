@@ -1,4 +1,4 @@
-"""How late the event loop is: what everything that waits in this process waits on top.
+"""Event-loop lag: the delay added to everything that waits in this process.
 
 One task per frontend process, started by main/. A loop that is late does too much in one piece, or
 has too many requests.

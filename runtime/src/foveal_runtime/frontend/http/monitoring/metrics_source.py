@@ -1,4 +1,4 @@
-"""The media path's and the mirrors' counters as metrics, copied when somebody scrapes.
+"""The media path's and the mirrors' counters as metrics, copied at scrape time.
 
 main/ registers `media_source` with the process's Metrics. Reads plain counters only.
 """

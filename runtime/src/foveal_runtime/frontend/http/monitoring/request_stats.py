@@ -1,4 +1,4 @@
-"""What one request looked like from outside: times and tokens of its sequences, as metrics.
+"""Request metrics as a client sees them: times and tokens of its sequences.
 
 Fed by service.py with every delta. Frontends own these families because a request outlives an
 engine. Keeps a few numbers per sequence; no text.
