@@ -15,7 +15,7 @@ import pytest
 from tests.support.markdown import ROOT, pages, split
 
 SOURCES = ("operator/src", "runtime/src")
-PENDING = ("operator/src", "runtime/src")
+PENDING = ("operator/src/foveal_operator/cli/local/",)
 """Paths whose text has not been revised yet; to be emptied."""
 COLUMNS = 110
 RIDDLES = re.compile(r"(What|How|Who|Whom|Whose|Why)\b|See the module\.")

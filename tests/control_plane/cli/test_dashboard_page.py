@@ -201,7 +201,7 @@ def test_legends_leave_out_what_repeats_and_lines_are_bounded() -> None:
 def test_pairs_are_a_heat_map_whose_colours_are_the_values() -> None:
     """Each frontend process with each engine."""
     parts = Parts(world_page())
-    source = layout.panel(layout.MIRROR, "Hash alone, by pair")
+    source = layout.panel(layout.MIRROR, "Sent as hash only, by pair")
     store = world_store()
     real = {
         f"{line.labels['pod']} {line.labels['process']} → {line.labels['engine']}": line
@@ -218,7 +218,7 @@ def test_pairs_are_a_heat_map_whose_colours_are_the_values() -> None:
 
 
 def test_a_heat_map_is_bounded_and_a_pair_without_values_has_no_colour() -> None:
-    source = layout.panel(layout.MIRROR, "Hash alone, by pair")
+    source = layout.panel(layout.MIRROR, "Sent as hash only, by pair")
     steps = [step(value, 1.0) for value in (0, 0.001, 0.1, 0.5, 0.91, 1, 7)]
     assert steps == [0, 1, 1, 5, 10, 10, 10]
     many = [

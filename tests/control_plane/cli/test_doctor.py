@@ -1,4 +1,4 @@
-"""`foveal doctor`: every fact that would bite is found, and each finding says what to do."""
+"""`foveal doctor`: each problem is found, and each finding says what to do."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def run(reader: FakeReader | None, *more: str) -> int:
 
 def test_exit_codes_and_formats(capsys: Any) -> None:
     assert run(healthy()) == 0
-    assert "0 to look at, 0 to mend" in capsys.readouterr().out
+    assert "0 warnings, 0 failed" in capsys.readouterr().out
     broken = healthy()
     broken.answers[CRD_PATH] = None
     assert run(broken, "-o", "json") == 1
@@ -259,6 +259,6 @@ def test_text_is_aligned_and_wrapped_on_a_terminal() -> None:
     assert plain[0] == "ok    nodes       3 of 3 ready"
     assert plain[1] == "fail  definition  is not installed"
     assert plain[2].startswith("                  -> apply it apply it")
-    assert plain[-1] == "1 ok, 0 to look at, 1 to mend"
+    assert plain[-1] == "1 ok, 0 warnings, 1 failed"
     wide = report_text(some, Style(is_terminal=True, width=60)).splitlines()
     assert all(visible_width(line) <= 60 for line in wide)

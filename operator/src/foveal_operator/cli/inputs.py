@@ -69,7 +69,7 @@ def _read_both(path: str) -> tuple[dict[str, Any], InferenceSpec]:
     try:
         return found[0], parse(found[0])
     except SpecError as error:
-        raise UsageError(f"{path} is refused:\n{bullets(error)}") from error
+        raise invalid(path, error) from error
 
 
 def read_profile(path: str) -> ModelProfile:
@@ -79,6 +79,14 @@ def read_profile(path: str) -> ModelProfile:
         raise UsageError(
             f"{path}: {error.message}; make one with `foveal-runtime profile MODEL_DIRECTORY`"
         ) from error
+
+
+def invalid(path: str, error: SpecError) -> UsageError:
+    """The error about a file whose resource has problems; a single one stands on its line."""
+    head = f"{'standard input' if path == '-' else path} is not a valid MultiModalInference:"
+    if len(error.problems) == 1:
+        return UsageError(f"{head}{bullets(error)[1:]}")
+    return UsageError(f"{head}\n{bullets(error)}")
 
 
 def bullets(error: SpecError) -> str:

@@ -87,7 +87,7 @@ class WatchKeeper:
         is_alive = self._engine is not None and self._engine.is_alive
         if age < max(self._pause_seconds, START_SECONDS if is_alive else 0.0):
             return False
-        log.error("%s: starting the watches anew", trouble)
+        log.error("%s: restarting the watches", trouble)
         self._pause_seconds = min(MAX_PAUSE_SECONDS, 2.0 * self._pause_seconds)
         self.num_restarts += 1
         self.start(self._kinds)

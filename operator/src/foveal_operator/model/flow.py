@@ -189,7 +189,7 @@ def _replaced(
     key = ("Job", wanted.body["metadata"]["name"], job.uid)
     return ModelDecision(
         reason=reason,
-        message=f"Job {key[1]} is made anew",
+        message=f"Job {key[1]} is created again",
         model_ready=model_ready,
         objects=objects,
         delete=(key,),

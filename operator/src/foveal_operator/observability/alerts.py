@@ -129,7 +129,7 @@ CACHE_ALERTS = (
         expr=_condition("CachesMirrored", "False"),
         hold="5m",
         severity="warning",
-        summary="Some frontend of @namespace@/@resource@ has no healthy session with some engine.",
+        summary="A frontend of @namespace@/@resource@ has no healthy session with an engine.",
         about="Requests go to the other engines, and hits are lost.",
     ),
     Alert(
@@ -193,7 +193,7 @@ SERVING_ALERTS = (
         + _R.rate("vllm:admission_rejections") + " > 0",
         hold="10m",
         severity="warning",
-        summary="All {{ $value }} frontends that may be there are, and requests are refused.",
+        summary="All {{ $value }} frontends (the maximum) run, and requests are rejected.",
         about="The frontend tier is at its most and its queues are full.",
     ),
     Alert(
@@ -275,7 +275,7 @@ OPERATOR_ALERTS = (
         + _O.rate("rest_client_requests") + " > 0.1",
         hold="10m",
         severity="warning",
-        summary="{{ $value | humanizePercentage }} of API calls fail or are turned away.",
+        summary="{{ $value | humanizePercentage }} of API calls fail or are rejected.",
         about="The API server is overloaded or restarts; the operator backs off.",
     ),
     Alert(
@@ -286,7 +286,7 @@ OPERATOR_ALERTS = (
         ) + " > 10",
         hold="15m",
         severity="warning",
-        summary="Objects of kind {{ $labels.kind }} are changed by somebody else again and again.",
+        summary="Objects of kind {{ $labels.kind }} are repeatedly changed by another manager.",
         about="Another controller or a GitOps tool writes fields that the operator owns.",
     ),
 )  # fmt: skip

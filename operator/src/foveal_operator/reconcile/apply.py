@@ -82,7 +82,9 @@ class Applier:
         )
         changed = live is None or live["metadata"]["resourceVersion"] != after["resourceVersion"]
         if changed and same:
-            log.info("put right: %s %s/%s", kind.name, metadata["namespace"], metadata["name"])
+            log.info(
+                "corrected drift: %s %s/%s", kind.name, metadata["namespace"], metadata["name"]
+            )
             self._telemetry.count("foveal_operator_drift_repairs", kind=kind.name)
         return changed
 

@@ -45,8 +45,8 @@ REFUSED_SECONDS = 60.0
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """`again_seconds`: look again then even if nothing changes; None = no need. `is_refused`: as
-    the resource is, nothing will come of it, so look ever more seldom."""
+    """`again_seconds`: look again then even if nothing changes; None = no need. `is_refused`: the
+    resource cannot succeed as it is; retry with growing pauses."""
 
     again_seconds: float | None = None
     is_refused: bool = False

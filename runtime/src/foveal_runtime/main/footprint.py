@@ -116,7 +116,7 @@ async def _largest_picture(workers: MediaWorkers, pid: int, limits: ModalitiesCo
         try:
             await workers.process(0, b"{}", data)
         except FovealError as error:  # larger than a worker may take: that was its peak
-            log.info("the largest picture: %s", error.message)
+            log.info("the largest image: %s", error.message)
             break
     return peak_bytes(pid) if pid in workers.pids() else 0
 

@@ -102,7 +102,7 @@ HEADLINES = (
           Figure(label="prompt, from cache", unit="percentunit",
                  expr=D.ratio("vllm:prefix_cache_hits", "vllm:prefix_cache_queries"))),
     _tile("Errors", OVERVIEW, "Errors",
-          Figure(label="refused at the door", unit="reqps",
+          Figure(label="rejected before admission", unit="reqps",
                  expr=D.rate("vllm:admission_rejections"))),
     Tile("Bytes avoided", "Value bytes not sent because the engine held them.",
          Figure(label="", unit="Bps", expr=_AVOIDED),
@@ -169,7 +169,7 @@ POD_TABLE = Table(
 SECTIONS = (
     Section(title="Requests", panels=tuple(
         panel(OVERVIEW, title) for title in
-        ("Finished", "Time to first token", "Between tokens", "Where the time goes",
+        ("Finished", "Time to first token", "Between tokens", "Time by stage",
          "Errors and refusals", "In flight"))),
     Section(title="What the caches save", panels=(
         panel(OVERVIEW, "Time to first token by media"),
@@ -180,8 +180,8 @@ SECTIONS = (
         panel(CACHES, "Evictions"))),
     Section(title="Caches", kind="tables", tables=(CACHE_TABLE, GHOST_TABLE)),
     Section(title="Mirror health", panels=(
-        panel(MIRROR, "Hash alone, by pair"),
-        panel(MIRROR, "Asked for"),
+        panel(MIRROR, "Sent as hash only, by pair"),
+        panel(MIRROR, "Values requested"),
         panel(MIRROR, "Wait for values"),
         panel(MIRROR, "Keys believed held"), panel(MIRROR, "Window in use"),
         panel(OVERVIEW, "Picks"))),

@@ -39,10 +39,10 @@ from foveal_operator.kube.reader import NotConfiguredError, Reader
 from foveal_runtime.plan import machine
 
 _EPILOG = """\
-Reads only. Each line is ok, warn (works worse, or cannot be known) or fail (nothing runs until it
-is mended); what is not ok says what to do.
+Reads only. Each line is ok, warn (degraded, or unknown) or fail (nothing runs until it
+is fixed); each warning and failure names a next step.
 
-exit codes: 0 no line fails, 1 some line fails
+exit codes: 0 no check fails, 1 a check fails
 """
 _CHECKS = (
     ("api server", version_findings),
@@ -61,7 +61,7 @@ _CHECKS = (
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="facts of cluster and machine that would bite",
+        help="check the cluster and this machine for problems",
         description="Checks the cluster, your rights in it, and this machine.",
         epilog=_EPILOG,
         formatter_class=Help,

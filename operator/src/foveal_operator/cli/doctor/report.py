@@ -54,7 +54,8 @@ def report_text(findings: Sequence[Finding], style: Style) -> str:
             step = _wrap(finding.next_step, style, f"{indent}-> ")
             lines += [f"{indent}-> {step[0]}", *(f"{indent}   {line}" for line in step[1:])]
     counts = {level: sum(f.level == level for f in findings) for level in ("ok", "warn", "fail")}
-    sums = f"{counts['ok']} ok, {counts['warn']} to look at, {counts['fail']} to mend"
+    warnings = f"{counts['warn']} warning{'s' * (counts['warn'] != 1)}"
+    sums = f"{counts['ok']} ok, {warnings}, {counts['fail']} failed"
     return "\n".join([*lines, "", style.bold(sums)]) + "\n"
 
 

@@ -12,7 +12,7 @@ import sys
 from foveal_operator.api.parse import SpecError
 from foveal_operator.cli.cluster_flags import add_cluster_flags
 from foveal_operator.cli.help import Help
-from foveal_operator.cli.inputs import bullets, read_profile, read_resource, size
+from foveal_operator.cli.inputs import invalid, read_profile, read_resource, size
 from foveal_operator.cli.output.table import plan_table
 from foveal_operator.cli.output.terminal import style_of
 from foveal_operator.cli.plan.render import desired_yaml, plan_json
@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         objects = desired(inference, result, facts)
     except SpecError as error:
-        raise UsageError(f"{arguments.filename} is refused:\n{bullets(error)}") from error
+        raise invalid(arguments.filename, error) from error
     if arguments.output == "yaml":
         sys.stdout.write(desired_yaml(objects))
     elif arguments.output == "json":

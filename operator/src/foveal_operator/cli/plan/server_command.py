@@ -13,7 +13,7 @@ import msgspec
 
 from foveal_operator.api.parse import SpecError, parse, transition_problems
 from foveal_operator.cli.cluster_flags import Connect, connect, inferences_path
-from foveal_operator.cli.inputs import bullets, read_profile, read_resource_object
+from foveal_operator.cli.inputs import invalid, read_profile, read_resource_object
 from foveal_operator.cli.output.terminal import style_of
 from foveal_operator.cli.plan.render import desired_yaml
 from foveal_operator.cli.plan.server_diff import ServerDiff, diff_json, diff_text, server_diff
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace, open_cluster: Connect = connect) -> int:
             look_as_operator(reader, resource, settings, profile=profile, nodes=nodes)
         )
     except SpecError as error:
-        raise UsageError(f"{arguments.filename} is refused:\n{bullets(error)}") from error
+        raise invalid(arguments.filename, error) from error
     if work.inference.spec.paused:
         print("foveal: note: paused: the operator changes none of this until it is not",
               file=sys.stderr)  # fmt: skip
@@ -96,7 +96,7 @@ def _check(filename: str, resource: Obj, live: Obj | None) -> None:
     except SpecError:
         return  # what lies there is an older release's; the API server decides
     if problems:
-        raise UsageError(f"{filename} is refused:\n{bullets(SpecError(problems))}")
+        raise invalid(filename, SpecError(problems))
 
 
 def _show(output: str, work: Pass, found: ServerDiff, reader: Reader) -> None:

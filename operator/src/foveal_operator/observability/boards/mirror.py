@@ -10,9 +10,9 @@ _STALE = (
 )
 
 _NOW = Row("Now", (
-    stat("Stale hints", "Share of items whose value the engine had dropped meanwhile.",
+    stat("Stale hints", "Share of items whose value the engine had evicted.",
          _STALE, "percentunit", warn=0.0005, bad=0.001, width=4),
-    stat("Hash alone", "Share of items sent without their value.",
+    stat("Sent as hash only", "Share of items sent without their value.",
          D.ratio("foveal_mirror_hits", "foveal_mirror_queries"), "percentunit", width=4),
     stat("Session resets", "In the last hour.",
          D.total("foveal_mirror_session_resets", inner="increase(%s[1h])"), width=4),
@@ -26,23 +26,23 @@ _NOW = Row("Now", (
 ))  # fmt: skip
 
 _HEALTH = Row("Health", (
-    graph("Asked for", "Values that engines asked for: stale hints, and pulls for want of window.",
+    graph("Values requested", "By engines: stale hints, and pulls because a window was full.",
           (D.rate("foveal_mirror_needs", "why"), "{{why}}"), unit="ops"),
-    graph("Sessions begun anew", "By reason.",
+    graph("Sessions restarted", "By reason.",
           (D.rate("foveal_mirror_session_resets", "why"), "{{why}}"), unit="ops"),
-    graph("Evictions taken back", "Announced, then used in time; and forced ones.",
-          (D.rate("foveal_mirror_limbo_rescued"), "taken back"),
+    graph("Evictions cancelled", "Announced, then used in time; and completed ones.",
+          (D.rate("foveal_mirror_limbo_rescued"), "cancelled"),
           (D.rate("foveal_cache_evictions", "reason", cache="ipc"), "evicted: {{reason}}"),
           unit="ops"),
-    graph("Where answered values came from", "The processor cache, a second run, or nowhere.",
+    graph("Sources of requested values", "The processor cache, a second run, or nowhere.",
           (D.rate("foveal_mirror_value_sources", "source"), "{{source}}"),
-          (D.rate("foveal_mirror_nofills"), "could not be made again"), unit="ops"),
+          (D.rate("foveal_mirror_nofills"), "could not be rebuilt"), unit="ops"),
     graph("Wait for values", "Time a request waited in an engine until its values were there.",
           (D.quantile(0.5, "foveal_mirror_waitq_seconds"), "p50"),
           (D.quantile(0.95, "foveal_mirror_waitq_seconds"), "p95"),
           (D.total("foveal_mirror_waitq_age_seconds", how="max"), "oldest now"), unit="s"),
-    graph("Refused or useless", "Requests refused by a receiver; bytes that came twice.",
-          (D.rate("foveal_mirror_rejects", "code"), "refused: {{code}}"),
+    graph("Rejected or duplicate", "Requests that a receiver rejected; bytes received twice.",
+          (D.rate("foveal_mirror_rejects", "code"), "rejected: {{code}}"),
           (D.rate("foveal_mirror_duplicate_bytes"), "bytes twice"), unit="ops"),
 ))  # fmt: skip
 
@@ -50,8 +50,8 @@ _PAIRS = Row("Frontends and engines", (
     graph("Items by engine", "Sent by each frontend process to each engine.",
           (D.rate("foveal_mirror_queries", "pod,process,engine"),
            "{{pod}} {{process}} → {{engine}}"), unit="ops", width=12),
-    pairs("Hash alone, by pair", "Share of items that each frontend process sent to each engine "
-          "without value.",
+    pairs("Sent as hash only, by pair", "Share of items that each frontend process sent to each "
+          "engine without value.",
           (D.ratio("foveal_mirror_hits", "foveal_mirror_queries", "pod,process,engine"),
            "{{pod}} {{process}} → {{engine}}"), unit="percentunit", top=1, width=12,
           down=("pod", "process"), across=("engine",)),

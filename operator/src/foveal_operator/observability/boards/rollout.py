@@ -60,12 +60,13 @@ _COLD = Row("Cold start", (
 ))  # fmt: skip
 
 _SCALE = Row("Scaling", (
-    graph("Frontends and their most", "At the most with a growing queue, requests are refused.",
+    graph("Frontend replicas and maximum",
+          "At the maximum with a growing queue, requests are rejected.",
           (D.total("foveal_inference_pods", role="frontend", state="ready"), "ready"),
-          (D.total("foveal_inference_max_pods", role="frontend"), "most")),
-    graph("Engines and their most", "",
+          (D.total("foveal_inference_max_pods", role="frontend"), "maximum")),
+    graph("Engine replicas and maximum", "",
           (D.total("foveal_inference_pods", role="engine", state="ready"), "ready"),
-          (D.total("foveal_inference_max_pods", role="engine"), "most")),
+          (D.total("foveal_inference_max_pods", role="engine"), "maximum")),
     graph("Requests in flight", "By frontend.",
           (D.total("foveal_requests_inflight", "pod"), "{{pod}}"), stacked=True),
 ))  # fmt: skip

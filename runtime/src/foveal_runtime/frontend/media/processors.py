@@ -261,7 +261,7 @@ class ItemProcessor:
         except (
             Exception
         ) as error:  # a foreign processor raises anything; the long form always works
-            log.warning("pictures travel as processed: %s: %s", type(error).__name__, error)
+            log.warning("images travel as processed: %s: %s", type(error).__name__, error)
             return {}
         if "pixel_values" in books:  # videos go through the same arithmetic, or are not packed
             books["pixel_values_videos"] = books["pixel_values"]

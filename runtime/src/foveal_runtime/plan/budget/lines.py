@@ -72,14 +72,15 @@ def frontend_lines(
             "media",
             "frontend",
             admitted * 7 // 4 + 2 * f.max_body_bytes,
-            "all that is admitted, as text and as bytes, + the largest body twice as it comes",
+            "request bodies in flight: text and decoded bytes of all admitted media, "
+            "plus two copies of the largest body",
             f.processes,
         ),
         _line(
             "values",
             "frontend",
             2 * needs.largest_item_bytes,
-            "two processed items for each media worker, on their way",
+            "two processed items in transit for each media worker",
             workers,
         ),
         _line(
@@ -117,13 +118,13 @@ def engine_lines(inputs: BudgetInputs, needs: Needs, profile: ModelProfile) -> t
             "loadStaging",
             "engine",
             max(staging, probe if cpu else 0),
-            "what starting takes beyond: weights on their way in (at most 2 GiB), the largest item",
+            "temporary memory while loading (weight buffer of at most 2 GiB, one largest item)",
         ),
         _line(
             "ipcStaging",
             "engine",
             needs.ipc_staging_bytes,
-            "items of the largest request, on their way and past the cache",
+            "items of the largest request, in transit or too large for the cache",
         ),
         _line("shm", "engine", needs.engine_shm_bytes, _SHM),
     )

@@ -1,7 +1,7 @@
 """Limits on TCP connections below HTTP: how many, how long for headers, how long for a slow reader.
 
-`server.py` gives uvicorn `guarded(limits)` as its protocol. uvicorn itself waits for ever for the
-headers of a request and for a client that does not read its answer.
+`server.py` gives uvicorn `guarded(limits)` as its protocol. uvicorn itself waits without limit for
+the headers of a request and for a client that does not read its answer.
 """
 
 from __future__ import annotations
