@@ -54,6 +54,7 @@ def test_ctrl_c_drains_frontends_before_engines(up: Start, tmp_path: Path) -> No
     running = up("--frontends", "2")
     running.read_until("serving tiny on http://127.0.0.1:")
     assert "tiny-engine-0 is ready\n" in running.text
+    assert "  frontend  2 x " in running.text, "the plan is printed before anything is loaded"
     assert "\x1b" not in running.text
     running.signal(signal.SIGINT)
     assert running.end() == 0

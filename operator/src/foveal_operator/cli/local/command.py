@@ -30,6 +30,7 @@ from foveal_runtime.plan import machine
 from foveal_runtime.plan.budget.planner import plan
 from foveal_runtime.plan.config import EngineConfig, FrontendConfig
 from foveal_runtime.plan.local import LOOPBACK, LocalDeploymentConfig, free_port
+from foveal_runtime.plan.machine_plan import plan_lines
 from foveal_runtime.plan.profile import ModelProfile
 
 _DESCRIPTION = """\
@@ -237,6 +238,10 @@ def _wanted(
     if not result.fits:
         problems = "\n".join(f"  {p.reason}: {p.message}" for p in result.problems)
         raise MisfitError(f"{inference.name} does not fit this machine:\n{problems}")
+    if not arguments.dry_run:
+        counts = arguments.frontends or inference.num_frontends, arguments.engines
+        for line in plan_lines(result, counts[0], counts[1] or inference.num_engines):
+            print(line)
     try:
         return desired(inference, result, ClusterFacts())
     except SpecError as error:

@@ -137,7 +137,7 @@ class _Watched:
         load = load_of(child.role, readings)
         if state == "starting":
             # What it last said is more telling than a row of zeros.
-            load = _LOG_HEAD.sub("", child.last_lines(1))
+            load = _LOG_HEAD.sub("", child.last_lines(1)) or "importing Python packages"
         figures = ProcessFigures(
             name=child.name,
             state=state,
