@@ -46,6 +46,9 @@ def submit(scheduler: Scheduler, job, seconds: float) -> None:
         ("gemma3", 0, False),
         ("paligemma", 0, False),
         ("voxtral", 0, False),
+        ("lfm2", 0, True),
+        ("qwen3_5", 0, False),
+        ("qwen3_5", 0, True),
     ],
 )
 def test_equals_transformers_under_pressure(

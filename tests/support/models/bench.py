@@ -26,7 +26,7 @@ from tests.support.models.tiny_checkpoints import CASES, Prompt, make_prompt
 DEVICE = os.environ.get("FOVEAL_DEVICE", "cpu")
 DTYPE = os.environ.get("FOVEAL_DTYPE", "float32")
 # A GPU sums in another order than the reference, which stays on the CPU.
-TOLERANCE = 2e-5 if DEVICE == "cpu" else 5e-4
+GPU_TOLERANCE = 5e-4
 NUM_OUTPUTS = 6
 NUM_BLOCKS = 128
 
@@ -121,7 +121,8 @@ class Bench:
         assert job.request_id not in self.driver.failed, self.driver.failed
         difference = self.deviation(job, prompt)
         if DTYPE == "float32":
-            assert difference <= TOLERANCE, (job.request_id, difference, self.spread)
+            tolerance = self.case.tolerance if DEVICE == "cpu" else GPU_TOLERANCE
+            assert difference <= tolerance, (job.request_id, difference, self.spread)
             assert self.tokens_equal
         else:  # near ties may turn over, so a job is measured along its own tokens
             assert self.mean_deviation <= 0.1 * self.spread, (job.request_id, self.mean_deviation)

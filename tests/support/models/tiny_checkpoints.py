@@ -56,12 +56,14 @@ class MediaItem:
 
 @dataclass
 class Case:
-    """`items` maps a modality index to a maker of items from a seed."""
+    """`items` maps a modality index to a maker of items from a seed; `tolerance` bounds the
+    difference of any logit from transformers in float32 on a CPU."""
 
     config: Callable[[], Any]
     items: dict[int, Callable[[int], MediaItem]] = field(default_factory=dict)
     forward_kwargs: Callable[[Prompt], dict[str, Any]] = lambda prompt: {}
     budget: int = 17
+    tolerance: float = 2e-5
 
 
 @dataclass

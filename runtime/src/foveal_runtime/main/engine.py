@@ -166,7 +166,11 @@ def load_engine(config: EngineConfig, phases: StartPhases | None = None) -> Load
     release_free_memory()
     keep_free_blocks()
     num_blocks = num_kv_blocks(config, runner.kv_block_bytes)
-    runner.allocate_kv(num_blocks, is_touched=config.caches.kv_touched)
+    runner.allocate_kv(
+        num_blocks,
+        num_sequences=config.scheduler.max_num_seqs,
+        is_touched=config.caches.kv_touched,
+    )
     if isinstance(runner, TorchRunner) and config.cuda_graphs and config.device.startswith("cuda"):
         _record_decoding(runner, config)
     phases.done("load")

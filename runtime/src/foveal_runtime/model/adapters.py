@@ -52,6 +52,7 @@ class Adapter:
         bidirectional, groups_ignore_window: see ModelTraits and LayerGeometry.
         deepstack: the encoder has extra output levels that early decoder layers add.
         position_offset: rope position of the first token.
+        has_state: some decoder layers keep a recurrent state instead of keys and values.
         correct_query: (attention module, query (T, H, Dk), KV positions (T)) → query, where a
             family derives something from a token's place in the call instead of its position.
     """
@@ -62,6 +63,7 @@ class Adapter:
     groups_ignore_window: bool = False
     deepstack: bool = False
     position_offset: int = 0
+    has_state: bool = False
     correct_query: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
 
@@ -185,6 +187,12 @@ ADAPTERS: dict[str, Adapter] = {
     "qwen2_5_vl": Adapter(
         _GRIDS, rope={**_GRID_ROPE, "second_per_grid_ts": ("video", "second_per_grid_ts")}
     ),
+    "lfm2_vl": Adapter(
+        {"image": EncoderSpec(_IMAGE, ("pixel_values", "spatial_shapes", "pixel_attention_mask"))},
+        has_state=True,
+    ),
+    "qwen3_5": Adapter(_GRIDS, rope=_GRID_ROPE, has_state=True),
+    "qwen3_5_moe": Adapter(_GRIDS, rope=_GRID_ROPE, has_state=True),
     "qwen3_vl": Adapter(_GRIDS, rope=_GRID_ROPE, deepstack=True),
     "qwen3_vl_moe": Adapter(_GRIDS, rope=_GRID_ROPE, deepstack=True),
     "cosmos3_edge": Adapter(_GRIDS, rope=_GRID_ROPE),
@@ -218,6 +226,7 @@ ADAPTERS: dict[str, Adapter] = {
 
 TEXT_ADAPTERS: dict[str, Adapter] = {
     "llama4_text": Adapter({}, correct_query=_llama4_temperature),
+    **{kind: Adapter({}, has_state=True) for kind in ("lfm2", "qwen3_5_text", "qwen3_next")},
 }
 PLAIN_TEXT = Adapter({})
 """Other causal text models need nothing."""

@@ -43,7 +43,7 @@ class PagedCall:
     def __init__(
         self, layers: Sequence[LayerGeometry], context: ForwardContext, adapter: Adapter
     ) -> None:
-        self._layers = layers
+        self._layers = {layer.index if layer.layer < 0 else layer.layer: layer for layer in layers}
         self._context = context
         self._correct_query = adapter.correct_query
 

@@ -24,7 +24,7 @@ from foveal_runtime.engine.types.step import (
 )
 from foveal_runtime.model.checkpoint.head import Head
 from foveal_runtime.model.checkpoint.meta import meta_model
-from foveal_runtime.model.checkpoint.probe import probe_layers
+from foveal_runtime.model.checkpoint.probe import probe_layers, probe_states
 from foveal_runtime.model.checkpoint.weights import stored_bytes
 from foveal_runtime.model.memory import PeakMeter
 from foveal_runtime.model.runner.runner import TorchRunner, read_traits
@@ -50,8 +50,10 @@ def predict(
     """The profile of the checkpoint directory `path` without loading it. Raises StartupError."""
     items = dict(items or {})
     loaded = meta_model(path, dtype)
-    layers = probe_layers(loaded, Head(loaded.model, loaded.core_name))
-    traits = read_traits(loaded)
+    head = Head(loaded.model, loaded.core_name)
+    layers = probe_layers(loaded, head)
+    state_bytes = sum(shape.size_bytes for shape in probe_states(loaded, head))
+    traits = read_traits(loaded, state_bytes)
     itemsize = loaded.dtype.itemsize
     per_layer = tuple(layer.values_per_token * itemsize for layer in layers)
     fixed, per_token = _activations(loaded.config, itemsize, max(per_layer), items, device)
@@ -71,6 +73,7 @@ def predict(
         weight_bytes=stored_bytes(path, itemsize),
         kv_bytes_per_token=sum(per_layer),
         kv_bytes_per_layer=per_layer,
+        state_bytes=state_bytes,
         embed_width=traits.embed_width,
         embed_bytes=itemsize,
         embed_levels=traits.embed_levels,

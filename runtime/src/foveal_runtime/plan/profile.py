@@ -61,6 +61,7 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
         activation_bytes: peak of a forward pass that does not grow with the batch.
         activation_bytes_per_token: growth of that peak per scheduled token.
         max_model_len: the model's own limit, prompt + output tokens.
+        state_bytes: recurrent state of one running request, for models with such layers.
         items: modality to its largest item; empty for a text-only model.
         source: "predicted" from files, or "measured" on the device.
         kv_bytes_per_layer: kv_bytes_per_token, layer by layer.
@@ -74,6 +75,7 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
     revision: str = ""
     dtype: str = "bfloat16"
     is_multimodal: bool = True
+    state_bytes: int = 0
     max_model_len: int
     weight_bytes: int
     kv_bytes_per_token: int

@@ -62,7 +62,9 @@ class Roster:
             eviction=limits.encoder_eviction,
             ages=EvictionAges(clock),
         )
-        self.is_caching = limits.prefix_caching and traits.bidirectional != "prompt"
+        self.is_caching = (
+            limits.prefix_caching and traits.bidirectional != "prompt" and not traits.state_bytes
+        )
         self.away: dict[str, Request] = {}  # preempted, their values must come back first
         self.recalled: list[Request] = []  # those of them that nobody was asked for yet
         self.in_runner: set[str] = set()
@@ -116,9 +118,13 @@ class Roster:
         self.encoder.free(request)
         request.status = Status.FINISHED
         del self.requests[request.request_id]
-        if request.request_id in self.in_runner:
-            self.in_runner.remove(request.request_id)
-            self.gone.append(request.request_id)
+        self._forget(request.request_id)
+
+    def _forget(self, request_id: str) -> None:
+        """The runner keeps nothing of it, from the next plan on."""
+        if request_id in self.in_runner:
+            self.in_runner.remove(request_id)
+            self.gone.append(request_id)
 
     def fail(self, request: Request, error: FovealError) -> None:
         if request.status is Status.RUNNING:
@@ -139,6 +145,7 @@ class Roster:
         victim.num_published = 0
         victim.next_mm = 0
         victim.known_to_runner = False
+        self._forget(victim.request_id)
         victim.prompt_logprobs.clear()
         victim.status = Status.WAITING
         victim.num_preemptions += 1

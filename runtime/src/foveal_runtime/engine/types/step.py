@@ -36,6 +36,8 @@ class ModelTraits(msgspec.Struct, frozen=True):
         embed_kind: names what else encoder outputs depend on (their dtype, the software that
             computes them): outputs of another kind are not taken over from disk.
         value_bytes: bytes of one value that the model computes with.
+        state_bytes: bytes of recurrent state of one running request. Such a state exists only at
+            the end of what was computed, so that no prefix of blocks can be continued.
     """
 
     vocab_size: int
@@ -48,6 +50,7 @@ class ModelTraits(msgspec.Struct, frozen=True):
     embed_bytes: int = 0
     embed_kind: str = ""
     value_bytes: int = 4
+    state_bytes: int = 0
 
 
 class MMInput(msgspec.Struct, frozen=True, array_like=True):

@@ -38,6 +38,8 @@ class LayerGeometry:
     become s * tanh(score / s). `has_sinks`: one extra logit per query head takes part in the
     softmax and is then dropped. With ForwardContext.groups a token also sees the later tokens of
     its group; `groups_ignore_window` says that it sees the group's tokens before the window too.
+    `index` counts layers with attention, whose keys and values are in the pool; `layer` is the
+    decoder's own number, and differs where other layers have a recurrent state instead.
     """
 
     index: int
@@ -51,6 +53,7 @@ class LayerGeometry:
     has_sinks: bool = False
     chunk_size: int | None = None
     groups_ignore_window: bool = False
+    layer: int = -1
 
     @property
     def values_per_token(self) -> int:
@@ -142,6 +145,7 @@ class ForwardContext:
             both directions; -1 is plain causal. A group always lies wholly inside one step, so
             no id is kept for tokens already in the pool.
         q_lens, kv_lens: the same as q_start and seq_lens as Python numbers, for host-side loops.
+        state_slots: where each sequence's recurrent state is, for models that have one.
     """
 
     backend: AttentionBackend
@@ -155,6 +159,7 @@ class ForwardContext:
     q_lens: list[int]
     kv_lens: list[int]
     groups: torch.Tensor | None = None
+    state_slots: list[int] | None = None
 
 
 class AttentionBackend(Protocol):

@@ -30,6 +30,8 @@ from foveal_runtime.plan.errors import StartupError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+STATE_TYPES = {"linear_attention", "conv"}
+"""Layers with a recurrent state; only families whose adapter says so are served with them."""
 
 
 @dataclass(slots=True)
@@ -172,14 +174,17 @@ def check_class(config: Any, model_class: Any) -> None:
     """Refuses what a paged KV cache cannot serve. Raises StartupError naming the feature."""
     text = config.get_text_config()
     reason = ""
-    layer_types = set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES
+    adapter = {**TEXT_ADAPTERS, **ADAPTERS}.get(config.model_type, PLAIN_TEXT)
+    has_state = adapter.has_state
+    known = LAYER_TYPES | STATE_TYPES if has_state else LAYER_TYPES
+    layer_types = set(getattr(text, "layer_types", None) or ()) - known
     if getattr(config, "is_encoder_decoder", False) or getattr(text, "is_encoder_decoder", False):
         reason = "encoder-decoder models with cross-attention"
     elif getattr(text, "cross_attention_layers", None) or getattr(
         text, "add_cross_attention", False
     ):
         reason = "cross-attention layers"
-    elif getattr(model_class, "_is_stateful", False):
+    elif getattr(model_class, "_is_stateful", False) and not has_state:
         reason = "recurrent or state-space layers"
     elif layer_types:
         reason = f"layers of type {', '.join(sorted(layer_types))}"
@@ -193,7 +198,9 @@ def check_class(config: Any, model_class: Any) -> None:
     elif getattr(text, "hidden_size_per_layer_input", 0):
         reason = "per-layer token embeddings"
     elif not (
-        getattr(model_class, "_supports_attention_backend", False) or config.model_type in ADAPTERS
+        getattr(model_class, "_supports_attention_backend", False)
+        or config.model_type in ADAPTERS
+        or has_state
     ):
         reason = f"attention of {model_class.__name__} that cannot be replaced"
     if reason:

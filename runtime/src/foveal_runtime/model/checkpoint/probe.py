@@ -6,9 +6,14 @@ parallelism, latent attention or a family's own head size make of it; the call i
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from transformers import DynamicCache
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from foveal_runtime.model.adapters import Adapter
 from foveal_runtime.model.attention import LayerGeometry
@@ -42,6 +47,7 @@ class _Recorder:
         scaling = options.get("scaling")
         self.layers[index] = LayerGeometry(
             index=index,
+            layer=index,
             num_heads=query.shape[1],
             num_kv_heads=key.shape[1],
             key_dim=key.shape[2],
@@ -91,17 +97,60 @@ def probe_layers(loaded: LoadedModel, head: Head) -> tuple[LayerGeometry, ...]:
     except _REFUSALS as error:
         reason = " ".join(str(error).split())[:200]
         raise StartupError(f"model_type {kind!r} is not supported: {reason}") from error
-    expected = int(loaded.text_config.num_hidden_layers)
-    if sorted(recorder.layers) != list(range(expected)):
+    expected = set(range(int(loaded.text_config.num_hidden_layers)))
+    expected -= {shape.layer for shape in probe_states(loaded, head)}
+    if recorder.layers.keys() != expected:
         raise StartupError(
-            f"model_type {kind!r} is not supported: {len(recorder.layers)} of {expected} decoder "
-            "layers use replaceable attention"
+            f"model_type {kind!r} is not supported: {len(recorder.layers)} of {len(expected)} "
+            "decoder layers use replaceable attention"
         )
     assert logits.shape[0] == _NUM_TOKENS
-    return tuple(recorder.layers[i] for i in range(expected))
+    return tuple(
+        replace(recorder.layers[number], index=index)
+        for index, number in enumerate(sorted(recorder.layers))
+    )
 
 
-def _run(loaded: LoadedModel, head: Head, recorder: _Recorder) -> torch.Tensor:
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """The recurrent state of one sequence in one decoder layer.
+
+    Attributes:
+        parts: "conv" or "recurrent" → (shape without the sequences' dimension, dtype).
+    """
+
+    layer: int
+    parts: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.parts.values())
+
+
+def probe_states(loaded: LoadedModel, head: Head) -> tuple[StateShape, ...]:
+    """What transformers' own cache holds of the layers without attention after a few tokens;
+    empty for families that have only attention."""
+    if not loaded.adapter.has_state:
+        return ()
+    cache = DynamicCache(config=loaded.text_config)
+    _run(loaded, head, _Recorder(loaded.adapter), cache)
+    found = []
+    for number, layer in enumerate(cache.layers):
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            states = {"conv": layer.conv_states[0], "recurrent": layer.recurrent_states[0]}
+            parts = {
+                name: (tuple(state.shape[1:]), state.dtype)
+                for name, state in states.items()
+                if state is not None
+            }
+            if parts:
+                found.append(StateShape(number, parts))
+    return tuple(found)
+
+
+def _run(
+    loaded: LoadedModel, head: Head, recorder: _Recorder, cache: DynamicCache | None = None
+) -> torch.Tensor:
     """Logits of a few tokens, with the recorder in place of attention."""
     core: Any = loaded.core
     device = next(loaded.decoder.parameters()).device
@@ -111,6 +160,9 @@ def _run(loaded: LoadedModel, head: Head, recorder: _Recorder) -> torch.Tensor:
     with torch.inference_mode(), forward_context(recorder):
         ids = torch.zeros(1, _NUM_TOKENS, dtype=torch.long, device=device)
         output = loaded.decoder(
-            inputs_embeds=core.get_input_embeddings()(ids), position_ids=positions, use_cache=False
+            inputs_embeds=core.get_input_embeddings()(ids),
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=cache is not None,
         )
         return head.logits(output.last_hidden_state[0])

@@ -11,6 +11,7 @@ module that computes anything else keeps its own forward.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -73,6 +74,7 @@ def fused_norm(module: Any, kernels: RowKernels) -> FusedNorm | None:
         or weight.dim() != 1
         or weight.dtype not in DTYPES
         or getattr(module, "bias", None) is not None
+        or len(inspect.signature(module.forward).parameters) != 1  # a norm with a gate
         or list(module.children())
     ):
         return None

@@ -17,6 +17,7 @@ from foveal_runtime.model.checkpoint.loader import LoadedModel
 from foveal_runtime.model.context import PagedCall, forward_context
 from foveal_runtime.model.layers.decode_layers import DecodeLayers, make_decode_layers
 from foveal_runtime.model.layers.last_layer import WantedRows, only_rows, shorten_last_layer
+from foveal_runtime.model.layers.state import States
 
 
 class Forward:
@@ -28,16 +29,19 @@ class Forward:
         has_short_last_layer: whether rows that nobody wants may be left out of the last layer.
     """
 
-    def __init__(self, loaded: LoadedModel, layers: Sequence[LayerGeometry]) -> None:
+    def __init__(
+        self, loaded: LoadedModel, layers: Sequence[LayerGeometry], states: States
+    ) -> None:
         self._loaded = loaded
+        self._states = states
         self.layers = layers
         self.decode_layers: DecodeLayers | None = None
         self.has_short_last_layer = False
 
     def find_ways(self, pool: KVPool, backend: object, device: torch.device) -> None:
         """Tries what is faster than modules; to be called once."""
-        if device.type != "cpu":
-            return
+        if device.type != "cpu" or self._states.shapes:
+            return  # trying something on a state would change it
         self.has_short_last_layer = shorten_last_layer(self._loaded, self.layers)
         if isinstance(backend, CpuBackend):
             self.decode_layers = make_decode_layers(self._loaded, self.layers, pool)
@@ -61,6 +65,7 @@ class Forward:
         few = wanted if is_short else None
         with (
             forward_context(PagedCall(self.layers, context, self._loaded.adapter)),
+            self._states.in_use(context),
             only_rows(few, context),
         ):
             output = self._loaded.decoder(

@@ -24,7 +24,9 @@ import msgspec
 import torch.distributed as dist
 
 from foveal_runtime.engine.types.step import DoneStep, ModelTraits, StepPlan, StepResult
+from foveal_runtime.model.adapters import Adapter
 from foveal_runtime.model.attention import LayerGeometry
+from foveal_runtime.model.checkpoint.loader import adapter_for, read_config
 from foveal_runtime.model.checkpoint.meta import meta_layers
 from foveal_runtime.model.cpu.threads import cpu_limit, num_threads, thread_environment
 from foveal_runtime.model.parallel.rank_worker import READY
@@ -52,6 +54,15 @@ GRACE_SECONDS = 10.0
 
 class RankLost(RuntimeError):
     """A rank ended; the engine cannot go on."""
+
+
+def check_stateless(adapter: Adapter, ranks: int) -> None:
+    """Raises StartupError for decoders with recurrent state, whose layers are not split."""
+    if adapter.has_state and ranks > 1:
+        raise StartupError(
+            f"tensor_parallel {ranks}: models with recurrent state run on one device; set it to 1",
+            param="tensor_parallel",
+        )
 
 
 def check_divisible(layers: Sequence[LayerGeometry], ranks: int) -> None:
@@ -186,6 +197,7 @@ class TensorParallelRunner:
         `kv_bytes` is the KV memory of each rank. `on_lost` is called from another thread when a
         rank has died and `close` was not called within `grace_seconds`. Raises StartupError.
         """
+        check_stateless(adapter_for(read_config(path)), ranks)
         check_divisible(meta_layers(path, dtype), ranks)
         folder = Path(tempfile.mkdtemp(prefix="foveal-ranks-"))
         config = RankConfig(
@@ -248,11 +260,13 @@ class TensorParallelRunner:
         """Ranks 1 ..., for supervision: their memory and CPU time are this engine's."""
         return tuple(self._workers.processes)
 
-    def allocate_kv(self, num_blocks: int, *, is_touched: bool = True) -> None:
+    def allocate_kv(
+        self, num_blocks: int, *, num_sequences: int = 16, is_touched: bool = True
+    ) -> None:
         """As TorchRunner's, on every rank; the others' pools are touched in any case."""
         if num_blocks >= 2:  # else only rank 0 refuses, and nobody waits for the others
             self._channel.send(Allocate(num_blocks))
-        self._runner.allocate_kv(num_blocks, is_touched=is_touched)
+        self._runner.allocate_kv(num_blocks, num_sequences=num_sequences, is_touched=is_touched)
 
     def execute(self, plan: StepPlan) -> StepResult:
         if self._workers.died.is_set():

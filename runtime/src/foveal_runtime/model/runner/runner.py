@@ -30,11 +30,12 @@ from foveal_runtime.model.attention import (
 )
 from foveal_runtime.model.checkpoint.head import Head
 from foveal_runtime.model.checkpoint.loader import LoadedModel, load_model
-from foveal_runtime.model.checkpoint.probe import probe_layers
+from foveal_runtime.model.checkpoint.probe import probe_layers, probe_states
 from foveal_runtime.model.cpu.packing import weight_bytes
 from foveal_runtime.model.device import Device, open_device
 from foveal_runtime.model.layers.forward import Forward
 from foveal_runtime.model.layers.last_layer import WantedRows
+from foveal_runtime.model.layers.state import States
 from foveal_runtime.model.runner.batch import HostBatch, Window, make_batch, make_windows
 from foveal_runtime.model.runner.encoder import EncoderRunner, EncoderStore
 from foveal_runtime.model.runner.graphs import Capturer, DecodeGraphs, capture_sizes
@@ -78,6 +79,7 @@ class TorchRunner:
         self.block_size = block_size
         self.head = Head(loaded.model, loaded.core_name)
         self.layers = probe_layers(loaded, self.head)
+        self.states = States(loaded, probe_states(loaded, self.head))
         self._kv_dtype, self._attention_dtype = kv_dtypes(kv_dtype, loaded.dtype)
         self.backend = create_backend(
             attention,
@@ -87,13 +89,13 @@ class TorchRunner:
         )
         self.store = EncoderStore(self.room)
         self.encoder = EncoderRunner(loaded, self.store, self.room)
-        self._traits = read_traits(loaded)
+        self._traits = read_traits(loaded, self.states.slot_bytes)
         self._sampler = sampler or Sampler(self._traits.eos_token_ids)
         self._sequences: dict[str, SequenceState] = {}
         self._failed: dict[str, str] = {}
         self._pool: KVPool | None = None
         self._graphs: DecodeGraphs | None = None
-        self.forward = Forward(loaded, self.layers)
+        self.forward = Forward(loaded, self.layers, self.states)
         self._drawn: torch.Tensor | None = None  # ids of the last step's draw, on the device
         if num_blocks or kv_bytes:
             self.allocate_kv(num_blocks or kv_bytes // self.kv_block_bytes)
@@ -128,9 +130,12 @@ class TorchRunner:
         """Blocks of the pool, the trash block included: plans use ids 1 ... num_blocks - 1."""
         return 0 if self._pool is None else self._pool.num_blocks
 
-    def allocate_kv(self, num_blocks: int, *, is_touched: bool = True) -> None:
+    def allocate_kv(
+        self, num_blocks: int, *, num_sequences: int = 16, is_touched: bool = True
+    ) -> None:
         """Makes the KV pool; one of its blocks is trash and belongs to no request. On a CPU, one
-        that is not touched takes memory as it fills."""
+        that is not touched takes memory as it fills. `num_sequences` may have a recurrent state
+        at once, where the model has such."""
         assert self._pool is None
         if num_blocks < 2:
             raise StartupError(
@@ -146,6 +151,7 @@ class TorchRunner:
             self._attention_dtype,
             is_touched=is_touched,
         )
+        self.states.allocate(num_sequences, self.device)
         self.forward.find_ways(self._pool, self.backend, self.device)
 
     def record_decoding(self, capturer: Capturer, *, max_num_seqs: int, max_model_len: int) -> bool:
@@ -160,6 +166,9 @@ class TorchRunner:
                          "lengths on the host")  # fmt: skip
             return False
         adapter = self.loaded.adapter
+        if self.states.shapes:
+            _log.warning("decode steps are not recorded as graphs: the model has recurrent state")
+            return False
         graphs = DecodeGraphs(
             self._compute_logits,
             self.room,
@@ -201,6 +210,8 @@ class TorchRunner:
         for request_id in plan.finished:
             self._sequences.pop(request_id, None)
             self._failed.pop(request_id, None)
+            if self.states.pool is not None:
+                self.states.pool.close(request_id)
         self.store.obey(plan)
         for request in plan.new:
             self._admit(request)
@@ -231,7 +242,7 @@ class TorchRunner:
     def close(self) -> None:
         """Gives up all memory of requests and caches; the runner cannot be used afterwards."""
         self._sequences.clear()
-        self._pool = None
+        self._pool = self.states.pool = None
         self._graphs = None
         self.forward.decode_layers = None
         self.store = EncoderStore(self.room)
@@ -241,6 +252,8 @@ class TorchRunner:
         for request_id, sequence in self._sequences.items():
             assert request_id == sequence.request_id
             assert 0 < sequence.num_prompt_tokens <= len(sequence.token_ids)
+        if self.states.pool is not None:
+            self.states.pool.check_integrity(list(self._sequences))
 
     def _compute(self, windows: Sequence[Window], step: RunningStep) -> None:
         """Everything between embeddings and the draw of new tokens."""
@@ -312,6 +325,7 @@ class TorchRunner:
             q_lens=batch.q_lens,
             kv_lens=batch.kv_lens,
             groups=None if batch.groups is None else groups,
+            state_slots=self._advance_states(windows),
         )
         embeds = self._embed(ids, windows)
         extra: dict[str, Any] = {}
@@ -324,6 +338,12 @@ class TorchRunner:
         wanted = WantedRows(rows, (batch.pos_of_token[last] + 1).tolist())
         hidden = self.forward(embeds, positions, context, extra, None if is_whole else wanted)
         return hidden, rows
+
+    def _advance_states(self, windows: Sequence[Window]) -> list[int] | None:
+        pool = self.states.pool
+        if pool is None:
+            return None
+        return [pool.advance(w.sequence.request_id, w.lo, w.hi) for w in windows]
 
     def _compute_logits(
         self, ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
@@ -350,6 +370,8 @@ class TorchRunner:
             positions=None if positions is None else positions.numpy(),
             position_delta=delta,
         )
+        if self.states.pool is not None:
+            self.states.pool.open(request.request_id)
 
     def _runnable(self, plan: StepPlan, failed: dict[str, str]) -> list[Window]:
         """The plan's windows without requests that cannot go on; those are noted in `failed`."""
@@ -409,7 +431,7 @@ class TorchRunner:
         step.scores.append(scores)
 
 
-def read_traits(loaded: LoadedModel) -> ModelTraits:
+def read_traits(loaded: LoadedModel, state_bytes: int = 0) -> ModelTraits:
     """What the scheduler must know, from the model's configuration and its adapter."""
     text, adapter = loaded.text_config, loaded.adapter
     levels = 1
@@ -431,4 +453,5 @@ def read_traits(loaded: LoadedModel) -> ModelTraits:
         embed_bytes=int(text.hidden_size) * levels * loaded.dtype.itemsize if multimodal else 0,
         embed_kind=f"{loaded.dtype} transformers {transformers.__version__}",
         value_bytes=loaded.dtype.itemsize,
+        state_bytes=state_bytes,
     )

@@ -1,0 +1,228 @@
+"""Recurrent state of hybrid decoders: one slot per running request, beside paged attention.
+
+Layers with linear attention or short convolutions keep a state per sequence instead of keys and
+values. transformers' modules read and write it through a cache object and take no packed batches:
+several sequences in one flat row would leak into each other without an error. So each such
+module's forward is replaced by one that cuts the flat batch into its sequences and hands the module
+their slots. The runner opens a slot when a request arrives and closes it when the request is gone;
+a preempted request starts again from an empty state.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from foveal_runtime.model.attention import ForwardContext
+from foveal_runtime.model.checkpoint.loader import LoadedModel
+from foveal_runtime.model.checkpoint.probe import StateShape
+from foveal_runtime.plan.errors import StartupError
+
+_CACHE_KEYWORDS = ("cache_params", "past_key_values")
+
+
+class StatePool:
+    """State tensors by layer, (slots, *shape), and which request owns which slot.
+
+    Attributes:
+        tensors: layer → {"conv" or "recurrent": tensor}.
+        ends: slot → number of tokens that its state has seen.
+    """
+
+    def __init__(self, shapes: Sequence[StateShape], num_slots: int, device: torch.device) -> None:
+        self.tensors = {
+            shape.layer: {
+                name: torch.zeros(num_slots, *size, dtype=dtype, device=device)
+                for name, (size, dtype) in shape.parts.items()
+            }
+            for shape in shapes
+        }
+        self.ends = [0] * num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._slots: dict[str, int] = {}
+
+    def open(self, request_id: str) -> None:
+        """An empty state for the request, in the slot that it has already or in a free one."""
+        if request_id not in self._slots:
+            assert self._free, "more requests in the runner than were planned"
+            self._slots[request_id] = self._free.pop()
+        slot = self._slots[request_id]
+        self.ends[slot] = 0
+        for parts in self.tensors.values():
+            for tensor in parts.values():
+                tensor[slot].zero_()
+
+    def close(self, request_id: str) -> None:
+        slot = self._slots.pop(request_id, None)
+        if slot is not None:
+            self._free.append(slot)
+
+    def advance(self, request_id: str, low: int, high: int) -> int:
+        """The slot of a request whose positions [low, high) are computed next. Advancing a state
+        twice over the same tokens would be wrong without an error, so it is checked here."""
+        slot = self._slots[request_id]
+        assert self.ends[slot] == low, (request_id, self.ends[slot], low)
+        self.ends[slot] = high
+        return slot
+
+    def check_integrity(self, request_ids: Sequence[str]) -> None:
+        assert self._slots.keys() == set(request_ids)
+        assert sorted([*self._slots.values(), *self._free]) == list(range(len(self.ends)))
+
+
+class _Slots:
+    """What a module sees as its cache in one call of equally long sequences.
+
+    Every tensor that is handed out is written back afterwards: steps of one token change it in
+    place, and some modules then call no update.
+    """
+
+    def __init__(self, parts: Mapping[str, torch.Tensor], slots: torch.Tensor) -> None:
+        self._parts = parts
+        self._slots = slots
+        self._now: dict[str, torch.Tensor] = {}
+
+    def _read(self, name: str) -> torch.Tensor | None:
+        if name not in self._parts:
+            return None
+        if name not in self._now:
+            self._now[name] = self._parts[name][self._slots]
+        return self._now[name]
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        assert state_idx == 0
+        return self._read("conv")
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        assert state_idx == 0
+        return self._read("recurrent")
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int = 0) -> bool:
+        return True
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def update_conv_state(
+        self, new: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> torch.Tensor:
+        """`new` (n, C, T) behind the state (n, C, K); returns both, keeps the last K."""
+        old = self._read("conv")
+        assert old is not None
+        whole = torch.cat([old, new], dim=-1)
+        self._now["conv"] = whole[..., -old.shape[-1] :]
+        return whole
+
+    def update_recurrent_state(
+        self, state: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> torch.Tensor:
+        self._now["recurrent"] = state
+        return state
+
+    def write_back(self) -> None:
+        for name, tensor in self._now.items():
+            self._parts[name][self._slots] = tensor.to(self._parts[name].dtype)
+
+
+class _StateForward:
+    """Stands in for the forward of one module with state."""
+
+    def __init__(self, module: Any, keyword: str, states: States) -> None:
+        self._forward = module.forward
+        self._layer = int(module.layer_idx)
+        self._keyword = keyword
+        self._states = states
+
+    def __call__(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        segments = self._states.segments
+        if segments is None:  # the probe, before there are slots
+            return self._forward(hidden_states, **kwargs)
+        kwargs.pop("attention_mask", None)
+        flat = hidden_states[0]
+        out = torch.empty_like(flat)
+        singles = [(base, slot) for base, count, slot in segments if count == 1]
+        if singles:
+            rows = torch.tensor([base for base, _ in singles], device=flat.device)
+            slots = [slot for _, slot in singles]
+            out[rows] = self._part(flat[rows][:, None], slots, kwargs)[:, 0]
+        for base, count, slot in segments:
+            if count > 1:
+                rows_of_one = flat[None, base : base + count]
+                out[base : base + count] = self._part(rows_of_one, [slot], kwargs)[0]
+        return out[None]
+
+    def _part(
+        self, rows: torch.Tensor, slots: list[int], kwargs: Mapping[str, Any]
+    ) -> torch.Tensor:
+        """rows (n, T, E): n sequences of T tokens each, whose states are in `slots`."""
+        pool = self._states.pool
+        assert pool is not None
+        cache = _Slots(pool.tensors[self._layer], torch.tensor(slots, device=rows.device))
+        out: torch.Tensor = self._forward(rows, **{**kwargs, self._keyword: cache})
+        cache.write_back()
+        return out
+
+
+class States:
+    """The states of one decoder; empty for decoders without.
+
+    Attributes:
+        shapes: what one sequence takes, layer by layer.
+        segments: (first row, number of rows, slot) of each sequence in the current call.
+    """
+
+    def __init__(self, loaded: LoadedModel, shapes: Sequence[StateShape]) -> None:
+        self.shapes = tuple(shapes)
+        self.pool: StatePool | None = None
+        self.segments: list[tuple[int, int, int]] | None = None
+        for module, keyword in _modules_with_state(loaded.decoder, shapes):
+            module.forward = _StateForward(module, keyword, self)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one sequence's state, all layers."""
+        return sum(shape.size_bytes for shape in self.shapes)
+
+    def allocate(self, num_slots: int, device: torch.device) -> None:
+        if self.shapes:
+            self.pool = StatePool(self.shapes, num_slots, device)
+
+    @contextmanager
+    def in_use(self, context: ForwardContext) -> Iterator[None]:
+        """Makes the context's sequences those of the modules with state."""
+        if self.pool is None:
+            yield
+            return
+        assert context.state_slots is not None
+        base, segments = 0, []
+        for count, slot in zip(context.q_lens, context.state_slots, strict=True):
+            segments.append((base, count, slot))
+            base += count
+        self.segments = segments
+        try:
+            yield
+        finally:
+            self.segments = None
+
+
+def _modules_with_state(decoder: nn.Module, shapes: Sequence[StateShape]) -> list[tuple[Any, str]]:
+    """The innermost module of each layer with state that takes a cache, and its keyword."""
+    found: dict[int, tuple[Any, str]] = {}
+    wanted = {shape.layer for shape in shapes}
+    for module in decoder.modules():
+        layer = getattr(module, "layer_idx", None)
+        if layer not in wanted:
+            continue
+        names = inspect.signature(module.forward).parameters
+        keyword = next((name for name in _CACHE_KEYWORDS if name in names), None)
+        if keyword is not None:
+            found[layer] = (module, keyword)  # modules() goes from the outside in
+    missing = sorted(wanted - found.keys())
+    if missing:
+        raise StartupError(f"no module of layer {missing[0]} takes a state: not supported")
+    return list(found.values())

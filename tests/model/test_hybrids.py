@@ -1,0 +1,114 @@
+"""Hybrid decoders equal transformers' own forward, though each sequence keeps a recurrent state.
+
+Chunked prefill under a small odd budget, several sequences in a batch, and preemption, in fp32 on
+random weights. The controls leave out one rule each: without them a tiny model might not care.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from foveal_runtime.model.layers.state import StatePool, States
+from foveal_runtime.model.parallel.tensor_parallel import check_stateless
+from foveal_runtime.plan.errors import StartupError
+
+pytestmark = pytest.mark.model
+
+NAMES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "lfm2_vl"]
+
+
+def run(one, preempt: dict[int, str]) -> float:
+    """Four staggered requests, two of them preempted; the largest deviation of any logit."""
+    kinds = list(one.case.items)
+    mixed = [(kind, 7 + kind) for kind in kinds]
+    prompts = {
+        "a": one.prompt(11, mixed, num_text=9),
+        "b": one.prompt(12, [*mixed[:1], *[(k, 30 + k) for k in kinds[:1]]]),
+        "c": one.prompt(13, mixed[-1:], num_text=21),
+        "d": one.prompt(14, [], num_text=30),
+    }
+    starts = {"a": 0, "b": 1, "c": 2, "d": 4}
+    jobs = {name: one.job(name, prompt, starts[name]) for name, prompt in prompts.items()}
+    one.driver.run(list(jobs.values()), preempt=preempt)
+    assert not one.driver.failed
+    return max(one.deviation(job, prompts[name]) for name, job in jobs.items())
+
+
+@pytest.mark.parametrize("attention", ["torch", "auto"])
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_transformers(name: str, attention: str, bench) -> None:
+    one = bench(name, attention=attention, reuse=False)
+    assert run(one, {5: "a", 8: "b"}) <= one.case.tolerance
+    assert one.tokens_equal
+    assert one.runner.traits.state_bytes == one.runner.states.slot_bytes > 0
+
+
+def test_a_request_goes_on_from_its_tokens(bench) -> None:
+    """What a migration does: prompt and tokens so far arrive as a new request."""
+    one = bench("qwen3_5", reuse=False)
+    prompt = one.prompt(11, [(kind, 7 + kind) for kind in one.case.items], num_text=9)
+    whole = one.job("whole", prompt)
+    one.driver.run([whole])
+    rest = one.job("rest", prompt)
+    rest.tokens = whole.tokens[:-3]
+    one.driver.run([rest])
+    assert rest.tokens == whole.tokens
+
+
+class Leaking(States):
+    """Gives every token of the batch to the first sequence, as one packed row."""
+
+    def in_use(self, context):
+        slots = context.state_slots[:1]
+        return super().in_use(replace(context, q_lens=[sum(context.q_lens)], state_slots=slots))
+
+
+class Remembering(StatePool):
+    """A preempted request goes on with the state that it had."""
+
+    def open(self, request_id: str) -> None:
+        known = request_id in self._slots
+        if not known:
+            super().open(request_id)
+        self.ends[self._slots[request_id]] = 0
+
+
+def test_sequences_that_leak_are_seen(bench) -> None:
+    one = bench("qwen3_5", reuse=False)
+    one.runner.states.__class__ = Leaking
+    assert run(one, {}) > 0.1
+
+
+def test_a_state_that_is_not_reset_is_seen(bench) -> None:
+    one = bench("qwen3_5", reuse=False)
+    one.runner.states.pool.__class__ = Remembering
+    assert run(one, {5: "a", 8: "b"}) > 0.1
+
+
+def test_a_state_cannot_advance_twice(bench) -> None:
+    one = bench("lfm2", reuse=False)
+    pool = one.runner.states.pool
+    pool.open("x")
+    pool.advance("x", 0, 5)
+    with pytest.raises(AssertionError):
+        pool.advance("x", 0, 5)
+
+
+def test_a_slot_serves_one_request_after_another(bench) -> None:
+    """Regression guard: a slot that kept its last owner's state would answer another prompt."""
+    one = bench("lfm2", reuse=False)
+    prompt = one.prompt(14, [], num_text=30)
+    first = one.job("first", prompt)
+    one.driver.run([first])
+    for number in range(20):  # more requests than slots
+        job = one.job(f"again-{number}", prompt)
+        one.driver.run([job])
+        assert job.outputs == first.outputs
+
+
+def test_several_devices_are_refused_in_one_line(bench) -> None:
+    one = bench("lfm2", reuse=False)
+    with pytest.raises(StartupError, match="one device; set it to 1"):
+        check_stateless(one.runner.loaded.adapter, 2)
