@@ -119,6 +119,7 @@ chart: $(VENV)/.dev ## the chart before every judge: Helm 3 and 4, helm-unittest
 generate: $(VENV)/.dev ## rewrite what is generated and committed: CRD and its page, golden objects, chart, dashboards
 	@PYTHONPATH=.:runtime/src:operator/src $(PY) -m tests.support.regenerate
 	@PYTHONPATH=runtime/src $(PY) -m foveal_runtime.telemetry.table docs/reference/metrics.md
+	@PYTHONPATH=.:runtime/src $(PY) -m tests.support.model_table docs/reference/models.md
 
 release: $(VENV)/.dev ## wheels, sdists and the packaged chart in dist/, checked in an empty environment (minutes)
 	@e2e/release.sh

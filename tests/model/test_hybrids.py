@@ -12,6 +12,7 @@ import pytest
 
 from foveal_runtime.model.layers.state import StatePool, States
 from foveal_runtime.model.parallel.tensor_parallel import check_stateless
+from foveal_runtime.model.profiler import predict
 from foveal_runtime.plan.errors import StartupError
 
 pytestmark = pytest.mark.model
@@ -106,6 +107,16 @@ def test_a_slot_serves_one_request_after_another(bench) -> None:
         job = one.job(f"again-{number}", prompt)
         one.driver.run([job])
         assert job.outputs == first.outputs
+
+
+def test_the_profile_counts_the_state_of_a_request(bench, tiny) -> None:
+    one = bench("qwen3_5", reuse=False)
+    profile = predict(str(tiny("qwen3_5")), "float32")
+    assert profile.state_bytes == one.runner.states.slot_bytes
+    pool = one.runner.states.pool
+    held = sum(t[0].nbytes for parts in pool.tensors.values() for t in parts.values())
+    assert profile.state_bytes == held
+    assert profile.kv_bytes_per_token * 8 == one.runner.kv_block_bytes  # attention layers alone
 
 
 def test_several_devices_are_refused_in_one_line(bench) -> None:

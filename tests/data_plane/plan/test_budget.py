@@ -59,6 +59,18 @@ def test_on_a_cpu_ipc_and_kv_share_the_host_limit_equally() -> None:
     assert ipc > 6 * GIB
 
 
+def test_recurrent_state_of_all_running_requests_is_set_aside() -> None:
+    """A hybrid model's KV gets what is left after maxNumSeqs states."""
+    hybrid = msgspec.structs.replace(VLM, state_bytes=50 * MIB)
+    plain, result = plan(gpu(), VLM), plan(gpu(), hybrid)
+    assert result.device is not None
+    assert plain.device is not None
+    assert result.device.line("state").bytes == 128 * 50 * MIB
+    lost = plain.device.line("kv").bytes - result.device.line("kv").bytes
+    assert abs(lost - 128 * 50 * MIB) <= 2 * MIB
+    assert all(line.name != "state" for line in plain.device.lines)
+
+
 def test_defaults_are_clipped_to_the_node() -> None:
     """Example 5: a laptop with 6 GiB: the defaults shrink to what the node has, and say so."""
     result = plan(msgspec.structs.replace(cpu(), node_bytes=6 * GIB), TOY)

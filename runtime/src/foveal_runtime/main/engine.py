@@ -35,6 +35,7 @@ from foveal_runtime.wire.shm import SharedReader
 from foveal_runtime.wire.zmq_transport import ZmqRouter
 
 if TYPE_CHECKING:
+    from foveal_runtime.model.parallel.tensor_parallel import TensorParallelRunner
     from foveal_runtime.model.runner.runner import TorchRunner
 
 log = logging.getLogger(__name__)
@@ -165,14 +166,7 @@ def load_engine(config: EngineConfig, phases: StartPhases | None = None) -> Load
     items = _largest_items(config, max_model_len) if runner.traits.is_multimodal else {}
     release_free_memory()
     keep_free_blocks()
-    num_blocks = num_kv_blocks(config, runner.kv_block_bytes)
-    runner.allocate_kv(
-        num_blocks,
-        num_sequences=config.scheduler.max_num_seqs,
-        is_touched=config.caches.kv_touched,
-    )
-    if isinstance(runner, TorchRunner) and config.cuda_graphs and config.device.startswith("cuda"):
-        _record_decoding(runner, config)
+    _allocate(runner, config)
     phases.done("load")
     warm_up(runner, config.caches.block_size)
     phases.done("warm")
@@ -199,6 +193,19 @@ def load_engine(config: EngineConfig, phases: StartPhases | None = None) -> Load
         namespace=namespace,
         revision=config.model.revision,
     )
+
+
+def _allocate(runner: TorchRunner | TensorParallelRunner, config: EngineConfig) -> None:
+    """KV memory, recurrent state, and what decode steps are recorded as on a GPU."""
+    from foveal_runtime.model.runner.runner import TorchRunner
+
+    runner.allocate_kv(
+        num_kv_blocks(config, runner.kv_block_bytes),
+        num_sequences=config.scheduler.max_num_seqs,
+        is_touched=config.caches.kv_touched,
+    )
+    if isinstance(runner, TorchRunner) and config.cuda_graphs and config.device.startswith("cuda"):
+        _record_decoding(runner, config)
 
 
 def _record_decoding(runner: TorchRunner, config: EngineConfig) -> None:

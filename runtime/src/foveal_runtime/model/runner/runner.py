@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 
 from foveal_runtime.engine.types.step import ModelTraits, NewRequest, StepPlan, StepResult
 from foveal_runtime.model.attention import (
@@ -42,6 +41,7 @@ from foveal_runtime.model.runner.graphs import Capturer, DecodeGraphs, capture_s
 from foveal_runtime.model.runner.positions import prompt_positions
 from foveal_runtime.model.runner.running import RunningStep
 from foveal_runtime.model.runner.sequence import PENDING, SequenceState
+from foveal_runtime.model.runner.traits import read_traits
 from foveal_runtime.model.sampling.logprobs import PromptScores
 from foveal_runtime.model.sampling.sampler import Sampler
 from foveal_runtime.plan.errors import StartupError
@@ -429,29 +429,3 @@ class TorchRunner:
             rows = hidden[window.base + lo - window.lo : window.base + hi - window.lo]
             scores.add(self.head.logits(rows), sequence.sampling.prompt_logprobs, self.room)
         step.scores.append(scores)
-
-
-def read_traits(loaded: LoadedModel, state_bytes: int = 0) -> ModelTraits:
-    """What the scheduler must know, from the model's configuration and its adapter."""
-    text, adapter = loaded.text_config, loaded.adapter
-    levels = 1
-    if adapter.deepstack:
-        levels += len(loaded.config.vision_config.deepstack_visual_indexes)
-    eos = getattr(loaded.generation_config, "eos_token_id", None)
-    if eos is None:
-        eos = getattr(text, "eos_token_id", None)
-    ids = (eos,) if isinstance(eos, int) else tuple(eos or ())
-    multimodal = bool(adapter.encoders)
-    return ModelTraits(
-        vocab_size=int(text.vocab_size),
-        max_position=int(text.max_position_embeddings),
-        eos_token_ids=ids,
-        is_multimodal=multimodal,
-        bidirectional=adapter.bidirectional,
-        embed_width=int(text.hidden_size) if multimodal else 0,
-        embed_levels=levels,
-        embed_bytes=int(text.hidden_size) * levels * loaded.dtype.itemsize if multimodal else 0,
-        embed_kind=f"{loaded.dtype} transformers {transformers.__version__}",
-        value_bytes=loaded.dtype.itemsize,
-        state_bytes=state_bytes,
-    )

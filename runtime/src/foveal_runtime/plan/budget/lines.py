@@ -171,7 +171,16 @@ def _model_lines(
             f"peak of one step of {tokens} tokens{share}",
             source=source,
         ),
+        *_state_lines(place, inputs, profile),
     )
+
+
+def _state_lines(place: Place, inputs: BudgetInputs, profile: ModelProfile) -> tuple[Line, ...]:
+    if not profile.state_bytes:
+        return ()
+    count = inputs.engine.max_num_seqs
+    formula = f"recurrent state of {count} running requests (maxNumSeqs)"
+    return (_line("state", place, count * profile.state_bytes, formula),)
 
 
 def cache_line(

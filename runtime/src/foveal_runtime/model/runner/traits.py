@@ -1,0 +1,37 @@
+"""The model traits that the scheduler works by.
+
+Used by the runner and by the profiler, which has no runner. Never looks at weights.
+"""
+
+from __future__ import annotations
+
+import transformers
+
+from foveal_runtime.engine.types.step import ModelTraits
+from foveal_runtime.model.checkpoint.loader import LoadedModel
+
+
+def read_traits(loaded: LoadedModel, state_bytes: int = 0) -> ModelTraits:
+    """What the scheduler must know, from the model's configuration and its adapter."""
+    text, adapter = loaded.text_config, loaded.adapter
+    levels = 1
+    if adapter.deepstack:
+        levels += len(loaded.config.vision_config.deepstack_visual_indexes)
+    eos = getattr(loaded.generation_config, "eos_token_id", None)
+    if eos is None:
+        eos = getattr(text, "eos_token_id", None)
+    ids = (eos,) if isinstance(eos, int) else tuple(eos or ())
+    multimodal = bool(adapter.encoders)
+    return ModelTraits(
+        vocab_size=int(text.vocab_size),
+        max_position=int(text.max_position_embeddings),
+        eos_token_ids=ids,
+        is_multimodal=multimodal,
+        bidirectional=adapter.bidirectional,
+        embed_width=int(text.hidden_size) if multimodal else 0,
+        embed_levels=levels,
+        embed_bytes=int(text.hidden_size) * levels * loaded.dtype.itemsize if multimodal else 0,
+        embed_kind=f"{loaded.dtype} transformers {transformers.__version__}",
+        value_bytes=loaded.dtype.itemsize,
+        state_bytes=state_bytes,
+    )
