@@ -47,7 +47,7 @@ serve: $(VENV)/.run ## keep serving the bundled model on http://127.0.0.1:8000 (
 	@$(VENV)/bin/foveal-runtime serve $(MODEL) --name tiny-vlm --idle-check-seconds 30
 
 # --- tests -------------------------------------------------------------------------------------
-.PHONY: check test test-extended test-all docs generate control-plane goals coverage chart faults fresh cluster e2e bench bench-check bench-peers soak release
+.PHONY: check test test-extended test-all docs generate control-plane goals coverage chart faults hostile fresh cluster e2e bench bench-check bench-peers soak release
 check: $(VENV)/.dev ## ruff, mypy --strict, import contracts
 	@$(VENV)/bin/ruff format --check . && $(VENV)/bin/ruff check .
 	@$(VENV)/bin/mypy
@@ -55,7 +55,7 @@ check: $(VENV)/.dev ## ruff, mypy --strict, import contracts
 
 # Two workers; tests of a file, and all of tests/processes, share one, and so their started servers.
 WORKERS ?= 2
-LOCAL := not slow and not faults and not api_server and not cluster
+LOCAL := not slow and not faults and not hostile and not api_server and not cluster
 RUN_TESTS := OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/pytest -q -n $(WORKERS) \
   --dist loadscope --no-loadscope-reorder
 
@@ -87,6 +87,9 @@ FAULTS ?= 20
 faults: $(VENV)/.dev ## kill, pause or cut off a real process under load, 20 times (FAULTS=n; minutes)
 	@OMP_WAIT_POLICY=passive FOVEAL_FAULTS=$(FAULTS) timeout 1800 $(VENV)/bin/pytest -q -s -m faults tests/processes
 
+hostile: $(VENV)/.dev ## attack real processes under a load whose answers are checked; FOVEAL_HOSTILE=1000 cases of each kind
+	@OMP_WAIT_POLICY=passive timeout 1800 $(VENV)/bin/pytest -q -s -m hostile tests/processes
+
 cluster: $(VENV)/.dev ## image, chart and resource on a real node of this machine (root; 34 GiB of disk the first time)
 	@e2e/cluster/run.sh
 
@@ -107,7 +110,8 @@ soak: $(VENV)/.dev ## 100 faults, a million fuzz steps, the large checker instan
 	@e2e/cluster/build.sh
 	@$(PY) e2e/soak/mirror_check.py --seconds 120
 	@$(PY) e2e/soak/mirror_fuzz.py --steps 1000000
-	@OMP_WAIT_POLICY=passive FOVEAL_FAULTS=100 FOVEAL_OUTAGE_SECONDS=300 $(VENV)/bin/pytest -q -s -m "(faults or slow) and not cluster" tests
+	@OMP_WAIT_POLICY=passive FOVEAL_FAULTS=100 FOVEAL_OUTAGE_SECONDS=300 $(VENV)/bin/pytest -q -s -m "(faults or slow) and not cluster and not hostile" tests
+	@FOVEAL_HOSTILE=10000 timeout 7200 $(VENV)/bin/pytest -q -s -m hostile tests/processes
 	@FOVEAL_OUTAGE_SECONDS=300 FOVEAL_ABSENCE_SECONDS=600 $(VENV)/bin/pytest -q -s -k "outage_is_survived or without_an_operator" -m "api_server and not slow" tests/control_plane/api_server
 	@$(PY) -m e2e.soak.leak --minutes 60
 	@FOVEAL_CLUSTER=full e2e/cluster/run.sh

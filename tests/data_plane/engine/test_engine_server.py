@@ -10,6 +10,7 @@ import urllib.request
 import pytest
 
 from foveal_runtime.engine.process.assemble import LoadedEngine, assemble_core
+from foveal_runtime.engine.process.health import is_near
 from foveal_runtime.engine.process.integrity import digest_of
 from foveal_runtime.engine.process.server import EngineServer, Phase
 from foveal_runtime.engine.testing.fake_frontend import FakeFrontend, FakeItem
@@ -322,6 +323,14 @@ def test_an_engine_that_loads_has_no_books_yet():
             pass
         assert harness.get("/debug/integrity")[0] == 503
         gate.set()
+
+
+def test_books_are_shown_over_loopback_alone():
+    """/debug/integrity answered whoever reached the metrics port."""
+    near = ("127.0.0.1", "127.0.0.2", "::1", "::ffff:127.0.0.1")
+    far = ("10.0.0.3", "169.254.1.1", "fe80::1%eth0", "::ffff:10.0.0.3", "0.0.0.0")
+    assert all(map(is_near, near))
+    assert not any(map(is_near, far))
 
 
 async def test_a_silent_frontend_is_dropped_and_a_busy_one_is_not():

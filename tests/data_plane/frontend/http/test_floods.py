@@ -284,6 +284,21 @@ def test_long_texts_are_refused_before_they_are_tokenised() -> None:
     assert len(tokenizer.encode(text, add_special_tokens=False, limit=2_000_000)) == 2_000_000
 
 
+async def test_scores_of_a_prompt_are_bounded(start: Any) -> None:
+    """A message of 75 MiB of prompt logprobs ended the sessions of everybody."""
+    async with start() as harness:
+        harness.generator.context_tokens = 40_000
+        for field, body in (("n", {"n": 8}), ("alternatives", {"n": 1})):
+            few = {"prompt": [97] * 20_000, "prompt_logprobs": 0 if field == "n" else 20, **body}
+            fits = harness.http.post("/v1/completions", json={**few, "max_tokens": 1})
+            status = (await fits).status_code
+            assert status == (200 if field == "n" else 400), field
+        many = {"prompt": [97] * 20_000, "prompt_logprobs": 1, "n": 8, "max_tokens": 1}
+        refused = await harness.http.post("/v1/completions", json=many)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "prompt_logprobs"
+
+
 async def test_token_endpoints_pass_admission_and_are_bounded(start: Any) -> None:
     """4 MB sent to /tokenize took 41 s and 900 MB beside the limits of the process."""
     async with start(admission=Admission(max_tokens=1000)) as harness:

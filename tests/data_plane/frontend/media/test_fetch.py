@@ -267,6 +267,22 @@ async def test_urls_refused_without_any_io(url, error):
         await fetcher.fetch(url, max_bytes=10)
 
 
+@pytest.mark.parametrize("host", ["adac.de", "cafe.bad", "1.fm", "x.de."])
+async def test_hosts_made_of_hex_letters_are_names(host):
+    """adac.de was refused: each of its letters may stand in a number."""
+    asked = []
+
+    def resolve(name: str, port: int) -> list:
+        asked.append(name)
+        raise OSError("no such name")
+
+    fetcher = Fetcher(MediaSources(allowed_domains=(host,)), resolve=resolve)
+    with pytest.raises(MediaFetchFailed):
+        await fetcher.fetch(f"http://{host}/x", max_bytes=10)
+    await fetcher.close()
+    assert asked
+
+
 @pytest.mark.parametrize(
     "address",
     [

@@ -8,6 +8,7 @@ busy.
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import socket
 import sys
@@ -20,6 +21,13 @@ from foveal_runtime.plan.errors import StartupError
 _LOG = logging.getLogger(__name__)
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SOCKET_TIMEOUT_SECONDS = 5.0
+
+
+def is_near(address: str) -> bool:
+    """Whether a peer is on this machine, or in this pod: it may see the books."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return (mapped or found).is_loopback
 
 
 class HealthServer:
@@ -61,8 +69,11 @@ class HealthServer:
                         return
                     self._answer(200, text, METRICS_TYPE)
                 elif path == "/debug/integrity":
-                    found = inspect()
-                    if found is None:
+                    near = is_near(self.client_address[0])
+                    found = inspect() if near else None
+                    if not near:
+                        self._answer(403, b"only from this pod: over loopback\n", "text/plain")
+                    elif found is None:
                         self._answer(503, b"not now: loading, ending or in a step\n", "text/plain")
                     else:
                         self._answer(200, found, "application/json")

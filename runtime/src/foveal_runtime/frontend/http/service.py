@@ -35,6 +35,7 @@ from foveal_runtime.frontend.items.seams import (
     MediaPart,
     PrepareOptions,
 )
+from foveal_runtime.frontend.protocol.bounds import check_prompt_logprobs
 from foveal_runtime.frontend.protocol.requests import (
     MAX_CHOICES,
     ChatCompletionRequest,
@@ -188,6 +189,7 @@ def make_job(
         encode=functools.partial(service.tokenizer.encode, add_special_tokens=False),
         drawn_seed=secrets.randbits(63),
     )
+    check_prompt_logprobs(len(token_ids) * num_choices, sampling.prompt_logprobs)
     options = PrepareOptions(
         request_id=scope.unique_id + suffix,
         sampling=sampling,

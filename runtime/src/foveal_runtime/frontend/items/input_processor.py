@@ -34,6 +34,7 @@ from foveal_runtime.frontend.media import hashing
 from foveal_runtime.frontend.media.fetch import Fetcher
 from foveal_runtime.frontend.media.protocol import ProcessorInfo
 from foveal_runtime.frontend.media.workers import MediaWorkers, Workers, WorkerSettings
+from foveal_runtime.frontend.protocol.bounds import check_prompt_logprobs
 from foveal_runtime.mirror.sender import SendItem, SendValue
 from foveal_runtime.plan.config import FrontendConfig
 from foveal_runtime.plan.errors import ContextLengthExceeded, FovealError, InvalidRequest
@@ -298,6 +299,7 @@ class InputProcessor:
                 f"the prompt has {length} tokens with its media expanded ({media} more than its "
                 f"text), the model's context is {limit}"
             )
+        check_prompt_logprobs(length, request.sampling.prompt_logprobs)
         if length + request.sampling.max_tokens > limit:
             request.sampling = msgspec.structs.replace(request.sampling, max_tokens=limit - length)
 

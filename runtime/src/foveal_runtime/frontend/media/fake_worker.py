@@ -34,7 +34,8 @@ _PIXELS = 16
 
 
 class FakeProcessor:
-    """An image becomes 16x16 RGB and stands for six tokens, the middle four of them embeddings."""
+    """An image becomes 16x16 RGB and stands for six tokens, the middle four of them embeddings.
+    Sound and video are decoded, and become a black image."""
 
     def __init__(self, load: protocol.Load) -> None:
         if load.model_path.endswith("/broken"):
@@ -52,6 +53,15 @@ class FakeProcessor:
     def decode(self, modality: int, data: memoryview, options: Mapping[str, Any]) -> Any:
         if bytes(data[:1]) == b"!":
             _obey(bytes(data[1:]).decode())
+            return np.zeros((_PIXELS, _PIXELS, 3), np.uint8)
+        if modality:
+            from foveal_runtime.frontend.media import timed
+
+            if modality == 2:
+                timed.decode_audio(data, self._limits.audio, 16_000)
+            else:
+                limits = self._limits.video
+                timed.decode_video(data, limits, lambda total, *_: list(range(min(total, 8))))
             return np.zeros((_PIXELS, _PIXELS, 3), np.uint8)
         image = decode_image(data, self._limits.image)
         return np.asarray(image.resize((_PIXELS, _PIXELS)))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import os
+import re
 import socket
 import stat
 from collections.abc import Callable
@@ -32,6 +33,7 @@ from foveal_runtime.plan.errors import (
     MediaTooLarge,
 )
 
+_NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*", re.IGNORECASE)
 _MAX_ATTEMPTS = 3
 _RETRY_SECONDS = 0.2
 _RETRIED = {429, 500, 502, 503, 504}
@@ -202,8 +204,9 @@ class Fetcher:
         try:
             address = ipaddress.ip_address(host.partition("%")[0])
         except ValueError:
-            # 0x7f.1, 2130706433 and 127.1 are addresses to some resolvers and names to others.
-            if all(c in "0123456789abcdefx." for c in host):
+            # 0x7f.1, 2130706433 and 127.1 are addresses to some resolvers and names to others: what
+            # ends in a number, as the URL standard has it. adac.de does not.
+            if _NUMBER.fullmatch(host.rstrip(".").rpartition(".")[2]):
                 raise MediaForbidden(f"host {host!r} is not a name") from None
             return
         self.check_address(address, host)

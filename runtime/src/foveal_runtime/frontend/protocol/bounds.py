@@ -11,9 +11,13 @@ from typing import Any
 
 from pydantic import BaseModel, model_validator
 
+from foveal_runtime.plan.errors import InvalidRequest
+
 MAX_FIELDS = 256
 MAX_DEPTH = 16
 MAX_NODES = 10_000
+MAX_PROMPT_LOGPROBS = 1 << 18
+"""Entries of one request: they come in one message, which is read in one piece."""
 
 
 def check_num_fields(value: Any, limit: int = MAX_FIELDS) -> Any:
@@ -50,3 +54,16 @@ class Bounded(BaseModel):
     @classmethod
     def _few_fields(cls, value: Any) -> Any:
         return check_num_fields(value)
+
+
+def check_prompt_logprobs(num_tokens: int, num_top: int) -> None:
+    """Raises InvalidRequest when the scores of a prompt would be too large an answer. `num_top` is
+    -1 when none are asked for; `num_tokens` are those of all sequences."""
+    num_entries = num_tokens * (num_top + 1)
+    if num_entries > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"prompt_logprobs would give {num_entries} entries ({num_tokens} tokens with "
+            f"{num_top + 1} each); at most {MAX_PROMPT_LOGPROBS} are given: ask for fewer "
+            "alternatives or choices, or score the prompt in parts",
+            param="prompt_logprobs",
+        )
