@@ -242,7 +242,8 @@ async def test_json_is_bounded_in_depth_and_values(start: Any) -> None:
             assert refused.json()["error"]["param"] == field
         nested = b'{"messages":' + b"[" * 100_000
         values = b'{"prompt":[' + b"1," * 1_000_001 + b"1]}"
-        for body in (nested, values):
+        lists = b'{"prompt":[' + b"[]," * 200_000 + b"[]]}"
+        for body in (nested, values, lists):
             refused = await harness.http.post(CHAT, content=body)
             assert refused.status_code == 400
             assert refused.json()["error"]["code"] == "invalid_request_error"

@@ -40,6 +40,8 @@ from foveal_runtime.telemetry.metrics import CONTENT_TYPE
 _THREAD_BODY_BYTES = 1 << 20
 _PARSED = b"{}"
 _MAX_VALUES = 1_000_000
+_MAX_CONTAINERS = 200_000
+"""Lists and objects cost far more than numbers: the collector looks at each."""
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorResponse, "description": "the request is wrong; `param` names the field"},
@@ -57,12 +59,15 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 def _decode_body(body: bytes) -> Any:
     """Raises InvalidRequest. Parsing holds every other thread up, so what would take long is
-    refused before it begins: each value beside the first needs a comma."""
-    num_values = body.count(b",")
-    if num_values > _MAX_VALUES:
-        raise InvalidRequest(
-            f"the body has {num_values} commas; at most {_MAX_VALUES} are taken, in text or not"
-        )
+    refused before it begins: each value beside the first needs a comma, each list a bracket."""
+    for name, num_found, limit in (
+        ("commas", body.count(b","), _MAX_VALUES),
+        ("brackets", body.count(b"[") + body.count(b"{"), _MAX_CONTAINERS),
+    ):
+        if num_found > limit:
+            raise InvalidRequest(
+                f"the body has {num_found} {name}; at most {limit} are taken, in text or not"
+            )
     try:
         return msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
