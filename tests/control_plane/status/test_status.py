@@ -126,6 +126,16 @@ def test_a_misfit_stalls_with_its_edits() -> None:
     assert "docs/reference/reasons.md#budgetmisfit" in message
 
 
+def test_a_shrunk_cache_is_read_from_the_plan() -> None:
+    """The reason was read from the words of a note, and a node's clip hid that note."""
+    pinned = put(put(BASE, "spec.caches.ipc.size", "4Gi"), "spec.engine.hostMemory", "8Gi")
+    assert conditions(status_of(pinned))["BudgetFits"] == "False BudgetMisfit"
+    status = status_of(put(pinned, "spec.caches.onMisfit", "Shrink"))
+    assert conditions(status)["BudgetFits"] == "True Shrunk"
+    message = next(c.message for c in status.conditions if c.type == "BudgetFits")
+    assert "engine ipc: pinned 4.00 GiB, reduced to fit" in message
+
+
 def test_transition_times_move_only_when_a_status_flips() -> None:
     first = status_of(**{**serving(), "sessions_up": 1})
     second = status_of(previous=first.conditions, now=LATER, **serving())

@@ -37,8 +37,8 @@ _APPLY = "application/apply-patch+yaml"
 _JSON = "application/json"
 
 
-class Cluster(Protocol):
-    """Every call may raise the errors of api_errors.py. Reads are live, never from a cache."""
+class ClusterReader(Protocol):
+    """Reads are live, never from a cache. Every call may raise the errors of kube/errors.py."""
 
     async def get(self, kind: Kind, namespace: str | None, name: str) -> Obj | None:
         """None when it is not there."""
@@ -56,6 +56,10 @@ class Cluster(Protocol):
 
     async def serves(self, kind: Kind) -> bool:
         """Whether the cluster has the API."""
+
+
+class Cluster(ClusterReader, Protocol):
+    """Reads and writes."""
 
     async def apply(self, body: Obj) -> Obj:
         """Server-side apply with force. uid or resourceVersion in it are preconditions."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from foveal_operator.api.workloads import Accelerator
 from foveal_operator.common.clock import Clock
-from foveal_operator.kube.cluster import Cluster
+from foveal_operator.kube.cluster import ClusterReader
 from foveal_operator.kube.errors import ApiError, Forbidden, NotFound
 from foveal_operator.kube.kinds import NODE, OPTIONAL, POD, RESOURCE_SLICE, Kind
 from foveal_operator.kube.types import Obj
@@ -31,7 +31,7 @@ _MEMORY_LABELS = {"nvidia.com/gpu": "nvidia.com/gpu.memory", "amd.com/gpu": "amd
 class Survey:
     """The last known facts. Everything but `refresh` and `free_devices` is effect-free."""
 
-    def __init__(self, cluster: Cluster, clock: Clock) -> None:
+    def __init__(self, cluster: ClusterReader, clock: Clock) -> None:
         self._cluster = cluster
         self._clock = clock
         self._nodes: Sequence[Obj] = ()

@@ -20,7 +20,7 @@ from foveal_operator.manifests.pods import SESSION_GROUP_LABEL, session_group
 from foveal_operator.manifests.secret import curve_secret
 from foveal_operator.reconcile.apply import ObjectError
 from foveal_operator.reconcile.curve_keys import make_key_pairs
-from foveal_operator.reconcile.observe import Pass
+from foveal_operator.reconcile.decide import Decision
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class KeySecret:
         self._random_bytes = random_bytes
         self._known: dict[str, float] = {}
 
-    async def is_lost(self, work: Pass) -> bool:
+    async def is_lost(self, work: Decision) -> bool:
         """Pods run with a Secret that is there no more. Asks the API server when that is due: a
         create that is only tried, which needs no right to read. Raises ObjectError."""
         if not self._is_due(work) or not _are_in_use(work):
@@ -55,7 +55,7 @@ class KeySecret:
         self._known[work.uid] = self._clock.monotonic()
         return False
 
-    async def ensure(self, work: Pass) -> None:
+    async def ensure(self, work: Decision) -> None:
         """Makes it, unless it is there. Raises ObjectError."""
         if self._is_due(work):
             keys = make_key_pairs(self._random_bytes)
@@ -73,7 +73,7 @@ class KeySecret:
     def forget(self, uid: str) -> None:
         self._known.pop(uid, None)
 
-    def _is_due(self, work: Pass) -> bool:
+    def _is_due(self, work: Decision) -> bool:
         known = self._known.get(work.uid)
         if known is None:
             return True
@@ -87,7 +87,7 @@ class KeySecret:
             raise ObjectError(SECRET.name, body["metadata"]["name"], error) from error
 
 
-def _are_in_use(work: Pass) -> bool:
+def _are_in_use(work: Decision) -> bool:
     """A pod of the present session group has started, which it cannot without the Secret."""
     group = session_group(work.context)
     return any(
@@ -97,7 +97,7 @@ def _are_in_use(work: Pass) -> bool:
     )
 
 
-def _pods(work: Pass) -> tuple[Obj, ...]:
+def _pods(work: Decision) -> tuple[Obj, ...]:
     return (*work.engine_pods, *work.frontend_pods)
 
 

@@ -1,19 +1,16 @@
-"""One pass's view of a resource: everything a decision needs, and the decisions themselves.
+"""One pass's observation of a resource: everything that a decision needs.
 
 Used by the reconciler. Reads the caches and what pods have reported; asks the API server only for a
-claim that is not ours and, while a rollout runs, for free devices. Writes nothing.
+claim that is not ours. Writes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 
-from foveal_operator import manifests
 from foveal_operator.api.parse import InferenceSpec, parse
 from foveal_operator.common.clock import Clock
-from foveal_operator.kube.cluster import Cluster
+from foveal_operator.kube.cluster import ClusterReader
 from foveal_operator.kube.kinds import (
     BY_NAME,
     CLAIM,
@@ -24,22 +21,16 @@ from foveal_operator.kube.kinds import (
     STATEFUL_SET,
 )
 from foveal_operator.kube.store import Caches
-from foveal_operator.kube.types import NamespacedName, Obj
-from foveal_operator.manifests import ClusterFacts, Desired
-from foveal_operator.manifests.budget_inputs import NodeFacts, budget_inputs
-from foveal_operator.manifests.context import Context
-from foveal_operator.manifests.pods import REVISION_LABEL
+from foveal_operator.kube.types import NamespacedName, Obj, ObjectKey
+from foveal_operator.manifests import ClusterFacts
+from foveal_operator.manifests.budget_inputs import NodeFacts
 from foveal_operator.manifests.replicas import is_handed_over, live_replicas
-from foveal_operator.model.flow import ModelDecision, ModelView, decide_model, model_keys
+from foveal_operator.model.flow import model_keys
 from foveal_operator.pods.probes import PodReports
 from foveal_operator.pods.reports import ObservePods
-from foveal_operator.reconcile.baseline import Basis, accelerator_name, basis_name, read_basis
+from foveal_operator.reconcile.baseline import Basis, basis_name, read_basis
 from foveal_operator.reconcile.cluster_facts import Survey
 from foveal_operator.reconcile.plan_cache import Planned
-from foveal_operator.rollout import RolloutDecision, RolloutView, decide, record_name
-from foveal_runtime.plan.budget.planner import plan as make_plan
-from foveal_runtime.plan.budget.types import BudgetPlan
-from foveal_runtime.plan.profile import ModelProfile
 
 COMPONENT = "app.kubernetes.io/component"
 CLAIM_SECONDS = 300.0
@@ -57,45 +48,43 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     dashboards: dict[str, str] = {}
 
 
-class Pass(msgspec.Struct, kw_only=True):
-    """One pass over one resource: what is known so far.
+class Observation(msgspec.Struct, frozen=True, kw_only=True):
+    """What one pass over a resource starts from.
 
     Attributes:
-        digests: content hashes of objects in `desired`, by kind and name, as far as known.
+        facts: of the cluster; a decision adds whether the model is ready.
+        recorded: the basis that the resource's pods were planned with; None before its first pods.
+        nodes: what the nodes of today have.
+        model_objects: live objects that the model's preparation uses, by (kind, name).
     """
 
     key: NamespacedName
     resource: Obj
     now: float
     inference: InferenceSpec
-    model: ModelDecision
     facts: ClusterFacts
-    basis: Basis
-    plan: BudgetPlan | None
-    desired: Desired
+    recorded: Basis | None
+    nodes: NodeFacts
+    model_objects: dict[ObjectKey, Obj]
     engine_pods: tuple[Obj, ...]
     frontend_pods: tuple[Obj, ...]
+    model_pods: tuple[Obj, ...]
     reports: PodReports = PodReports()
-    rollout: RolloutDecision = RolloutDecision()
-    digests: dict[tuple[str, str], str] = {}
 
     @property
     def uid(self) -> str:
         return str(self.resource["metadata"]["uid"])
 
-    @property
-    def context(self) -> Context:
-        return Context(inference=self.inference, plan=self.plan, facts=self.facts)
 
-
-class Looker:
+class Observer:
     """One per operator."""
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: ClusterReader,
         caches: Caches,
         survey: Survey,
+        planned: Planned,
         *,
         clock: Clock,
         settings: Settings,
@@ -104,59 +93,35 @@ class Looker:
         self._cluster = cluster
         self._caches = caches
         self._survey = survey
+        self._planned = planned
         self._clock = clock
         self._settings = settings
         self._observe_pods = observe_pods
         self._claims: dict[NamespacedName, tuple[float, Obj | None]] = {}
-        self._planned = Planned()
 
-    async def look(self, key: NamespacedName, resource: Obj) -> Pass:
-        """Everything a decision needs, and the decision. Raises SpecError."""
+    async def observe(self, key: NamespacedName, resource: Obj) -> Observation:
+        """Everything a decision needs but free devices. Raises SpecError."""
         inference = self._planned.parsed(resource, parse)
-        now = self._clock.wall().timestamp()
-        basis_map = self._caches.get(CONFIG_MAP, key[0], basis_name(key[1]))
-        basis = read_basis(basis_map)
-        accelerator = inference.spec.engine.accelerator
-        present = self._survey.node_facts(accelerator)
-        image = basis.runtime_image if basis else self._settings.runtime_image
-        generation = (basis.key_generation or "") if basis else ""
+        recorded = read_basis(self._caches.get(CONFIG_MAP, key[0], basis_name(key[1])))
+        image = recorded.runtime_image if recorded else self._settings.runtime_image
+        generation = (recorded.key_generation or "") if recorded else ""
         facts = self._facts(key, inference, image, generation)
         pods = {role: self.pods(key, role) for role in ("engine", "frontend", "model")}
         reports = await self._observe_pods(pods["engine"], pods["frontend"], pods["model"])
-        model = await self._model(key, inference, facts, reports, pods["model"])
-        facts = msgspec.structs.replace(facts, model_ready=model.model_ready)
-        nodes = basis.nodes if basis and basis.is_about(accelerator) else present
-        derived = self._planned.derived(
-            inference,
-            facts,
-            model.profile,
-            (nodes, present),
-            lambda: _derive(inference, facts, model.profile, nodes, present),
-        )
-        nodes = derived.nodes
-        work = Pass(
+        return Observation(
             key=key,
             resource=resource,
-            now=now,
+            now=self._clock.wall().timestamp(),
             inference=inference,
-            model=model,
             facts=facts,
-            basis=Basis(
-                runtime_image=image,
-                accelerator=accelerator_name(accelerator),
-                node_bytes=nodes.node_bytes,
-                device_bytes=nodes.device_bytes,
-                key_generation=generation or msgspec.UNSET,
-            ),
-            plan=derived.plan,
-            desired=derived.desired,
-            digests=derived.digests,
+            recorded=recorded,
+            nodes=self._survey.node_facts(inference.spec.engine.accelerator),
+            model_objects=await self._model_objects(key, inference, facts),
             engine_pods=pods["engine"],
             frontend_pods=pods["frontend"],
+            model_pods=pods["model"],
             reports=reports,
         )
-        work.rollout = await self.decide(work)
-        return work
 
     def _facts(
         self, key: NamespacedName, inference: InferenceSpec, image: str, key_generation: str
@@ -178,30 +143,17 @@ class Looker:
             dashboards=settings.dashboards,
         )
 
-    async def _model(
-        self,
-        key: NamespacedName,
-        inference: InferenceSpec,
-        facts: ClusterFacts,
-        reports: PodReports,
-        job_pods: tuple[Obj, ...],
-    ) -> ModelDecision:
-        live: dict[tuple[str, str], Obj] = {}
+    async def _model_objects(
+        self, key: NamespacedName, inference: InferenceSpec, facts: ClusterFacts
+    ) -> dict[ObjectKey, Obj]:
+        live: dict[ObjectKey, Obj] = {}
         for kind, name in model_keys(inference, facts):
             body = self._caches.get(BY_NAME[kind], key[0], name)
             if body is None and kind == CLAIM.name:
                 body = await self._foreign_claim(key[0], name)
             if body is not None:
                 live[kind, name] = body
-        view = ModelView(
-            inference=inference,
-            facts=facts,
-            live=live,
-            job_pods=job_pods,
-            downloads=reports.downloads,
-            now=self._clock.wall().timestamp(),
-        )
-        return decide_model(view)
+        return live
 
     async def _foreign_claim(self, namespace: str, name: str) -> Obj | None:
         """A claim that is the user's, not ours: not watched, so asked for now and then."""
@@ -215,9 +167,6 @@ class Looker:
             self._claims[namespace, name] = (now + seconds, body)
         return body
 
-    def check_integrity(self) -> None:
-        self._planned.check_integrity()
-
     def pods(self, key: NamespacedName, component: str) -> tuple[Obj, ...]:
         """Pods of a role that are not finished (Jobs: all)."""
         return tuple(
@@ -229,52 +178,3 @@ class Looker:
                 or pod.get("status", {}).get("phase") not in ("Succeeded", "Failed")
             )
         )
-
-    async def decide(self, work: Pass) -> RolloutDecision:
-        """The rollout rules' answer to what is known now."""
-        spec, key = work.inference.spec, work.key
-        wanted = work.desired.of_kind("StatefulSet")
-        free = None
-        if wanted and _is_rolling(wanted[0], work.engine_pods):
-            free = await self._survey.free_devices(spec.engine.accelerator)
-        return decide(
-            RolloutView(
-                inference=work.inference,
-                stateful_set=next(iter(wanted), None),
-                deployment=next(iter(work.desired.of_kind("Deployment")), None),
-                live_stateful_set=self._caches.get(STATEFUL_SET, key[0], f"{key[1]}-engine"),
-                live_deployment=self._caches.get(DEPLOYMENT, key[0], f"{key[1]}-frontend"),
-                record=self._caches.get(CONFIG_MAP, key[0], record_name(key[1])),
-                engine_pods=work.engine_pods,
-                frontend_pods=work.frontend_pods,
-                free_devices=free,
-                sessions=work.reports.sessions,
-                load=work.reports.load,
-                announced=work.resource.get("status", {}).get("rolloutStrategy", ""),
-                now=work.now,
-            )
-        )
-
-
-def _derive(
-    inference: InferenceSpec,
-    facts: ClusterFacts,
-    profile: ModelProfile | None,
-    nodes: NodeFacts,
-    present: NodeFacts,
-) -> tuple[BudgetPlan | None, NodeFacts, Desired]:
-    """The plan, the node facts that it rests on, and every object."""
-    plan: BudgetPlan | None = None
-    if profile is not None:
-        plan = make_plan(budget_inputs(inference, nodes), profile)
-        if not plan.fits and nodes != present:
-            # The nodes of the first day no longer carry it; those of today may.
-            fresh = make_plan(budget_inputs(inference, present), profile)
-            if fresh.fits:
-                plan, nodes = fresh, present
-    return plan, nodes, manifests.desired(inference, plan, facts)
-
-
-def _is_rolling(wanted: Obj, pods: Sequence[Obj]) -> bool:
-    revision = wanted["spec"]["template"]["metadata"]["labels"][REVISION_LABEL]
-    return any(pod["metadata"].get("labels", {}).get(REVISION_LABEL) != revision for pod in pods)

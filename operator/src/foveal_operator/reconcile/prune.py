@@ -14,7 +14,7 @@ from foveal_operator.kube.types import Obj, ObjectKey
 from foveal_operator.manifests.context import Owned
 from foveal_operator.model.flow import PROFILE_KEY, model_keys
 from foveal_operator.reconcile.baseline import basis_name
-from foveal_operator.reconcile.observe import Pass
+from foveal_operator.reconcile.decide import Decision
 from foveal_operator.rollout import record_name
 from foveal_operator.status.conditions import config_maps_in_use, newest
 
@@ -23,7 +23,7 @@ _DOCUMENTS = ("engine.json", "frontend.json", PROFILE_KEY)
 _LAST = "9999-12-31T23:59:59Z"
 
 
-def unwanted_now(work: Pass, caches: Caches) -> list[tuple[Kind, Obj]]:
+def unwanted_now(work: Decision, caches: Caches) -> list[tuple[Kind, Obj]]:
     """What this pass may delete, its own objects having been applied; nothing while something is
     missing that the whole picture needs."""
     key = work.key
@@ -39,7 +39,7 @@ def unwanted_now(work: Pass, caches: Caches) -> list[tuple[Kind, Obj]]:
     return _unwanted(work, caches, kept, lambda: caches.owned(CONFIG_MAP, key))
 
 
-def unwanted_in_the_end(work: Pass, caches: Caches) -> list[tuple[Kind, Obj]]:
+def unwanted_in_the_end(work: Decision, caches: Caches) -> list[tuple[Kind, Obj]]:
     """The same for when every pod has the wanted templates, and the model its profile."""
     workloads = [*work.desired.of_kind("StatefulSet"), *work.desired.of_kind("Deployment")]
     kept = _keys(work, work.desired.objects)
@@ -58,13 +58,13 @@ def unwanted_in_the_end(work: Pass, caches: Caches) -> list[tuple[Kind, Obj]]:
     return _unwanted(work, caches, kept, live.values)
 
 
-def _keys(work: Pass, objects: Iterable[Owned]) -> set[ObjectKey]:
+def _keys(work: Decision, objects: Iterable[Owned]) -> set[ObjectKey]:
     found = {(owned.body["kind"], str(owned.body["metadata"]["name"])) for owned in objects}
     return found | {("ConfigMap", basis_name(work.key[1])), ("ConfigMap", record_name(work.key[1]))}
 
 
 def _unwanted(
-    work: Pass, caches: Caches, kept: set[ObjectKey], config_maps: Callable[[], Iterable[Obj]]
+    work: Decision, caches: Caches, kept: set[ObjectKey], config_maps: Callable[[], Iterable[Obj]]
 ) -> list[tuple[Kind, Obj]]:
     if not work.desired.complete:
         return []

@@ -31,8 +31,10 @@ from foveal_operator.pods.reports import ObservePods
 from foveal_operator.reconcile.apply import Applier, ObjectError
 from foveal_operator.reconcile.baseline import basis_config_map
 from foveal_operator.reconcile.cluster_facts import Survey
+from foveal_operator.reconcile.decide import Decider, Decision
 from foveal_operator.reconcile.key_secret import KeySecret
-from foveal_operator.reconcile.observe import COMPONENT, Looker, Pass, Settings
+from foveal_operator.reconcile.observe import COMPONENT, Observer, Settings
+from foveal_operator.reconcile.plan_cache import Planned
 from foveal_operator.reconcile.prune import unwanted_now
 from foveal_operator.reconcile.report import Teller
 from foveal_operator.telemetry.series import Telemetry
@@ -72,9 +74,17 @@ class Reconciler:
         self._caches = caches
         self._recorder = recorder
         self._keys = KeySecret(cluster, clock, random_bytes)
-        self._looker = Looker(
-            cluster, caches, survey, clock=clock, settings=settings, observe_pods=observe_pods
+        self._planned = Planned()
+        self._observer = Observer(
+            cluster,
+            caches,
+            survey,
+            self._planned,
+            clock=clock,
+            settings=settings,
+            observe_pods=observe_pods,
         )
+        self._decider = Decider(caches, survey, self._planned)
         self._teller = Teller(cluster, caches, recorder, telemetry, clock)
         self.applier = Applier(cluster, caches, telemetry)
         self._uids: dict[NamespacedName, str] = {}
@@ -91,12 +101,12 @@ class Reconciler:
             return Outcome()
         self._uids[key] = uid
         try:
-            work = await self._looker.look(key, resource)
+            work = await self._decider.decide(await self._observer.observe(key, resource))
         except SpecError as error:
             await self._refuse(key, resource, error)
             return Outcome()
         try:
-            again = await self._act(work)
+            work, again = await self._act(work)
         except ObjectError as error:
             if isinstance(error.cause, UserError):
                 # Only an edit can help, or whoever set the quota or the policy: no hurry.
@@ -107,7 +117,7 @@ class Reconciler:
         await self._teller.tell(work)
         return Outcome(again_seconds=again)
 
-    async def _tell_failure(self, work: Pass, error: ObjectError) -> None:
+    async def _tell_failure(self, work: Decision, error: ObjectError) -> None:
         """A resource without a status counts as healthy, so tell even when a write has failed.
         Only a lacking right is named: it does not pass, and its text does not change."""
         log.warning("%s/%s: %s", *work.key, error)
@@ -120,28 +130,29 @@ class Reconciler:
         except ApiError as other:
             log.warning("%s/%s: status: %s", *work.key, other)
 
-    async def _act(self, work: Pass) -> float | None:
-        """Applies, deletes, prunes. Returns in how many seconds to look again, or None."""
+    async def _act(self, work: Decision) -> tuple[Decision, float | None]:
+        """Applies, deletes, prunes. Returns what to report, and in how many seconds to observe
+        again, or None."""
         again = [s for s in (work.rollout.next_check_seconds, work.model.next_check_seconds) if s]
         if work.engine_pods or work.frontend_pods:
             reports = work.reports
             mirrored = 0 <= reports.sessions_wanted <= reports.sessions_up
             again.append(POLL_SECONDS if mirrored else EAGER_POLL_SECONDS)
         if work.inference.spec.paused:
-            return min(again, default=None)
+            return work, min(again, default=None)
         if work.desired.complete and await self._keys.is_lost(work):
             await self._replace_keys(work)
-            return 0.0
+            return work, 0.0
         await self._apply_all(work)
         for kind, name, uid in work.model.delete:
             await self.applier.delete(BY_NAME[kind], work.key[0], name, uid)
         if work.rollout.delete_pods:
-            await self._delete_pods(work)
+            work = await self._delete_pods(work)
         if work.desired.complete:
             await self._prune(work)
-        return min(again, default=None)
+        return work, min(again, default=None)
 
-    async def _apply_all(self, work: Pass) -> None:
+    async def _apply_all(self, work: Decision) -> None:
         """Applies what is wanted, in order."""
         uid = work.uid
         wanted: set[ObjectKey] = set()
@@ -166,7 +177,7 @@ class Reconciler:
             elif key[0] != "Job":
                 await self._apply_one(work, owned.body)
 
-    async def _apply_one(self, work: Pass, body: Obj) -> None:
+    async def _apply_one(self, work: Decision, body: Obj) -> None:
         """A workload goes as the rollout says; anything else as it is."""
         chosen: Obj | None = body
         if body["kind"] == "StatefulSet":
@@ -177,7 +188,7 @@ class Reconciler:
             digest = work.digests.get(_key(body), "") if chosen is body else ""
             await self.applier.ensure(work.uid, chosen, digest)
 
-    async def _replace_keys(self, work: Pass) -> None:
+    async def _replace_keys(self, work: Decision) -> None:
         """Notes that pods need other keys; the next pass makes them and asks for other pods. In
         this order, so that an operator that dies in between never mixes two sets."""
         generation = self._keys.new_generation()
@@ -187,7 +198,7 @@ class Reconciler:
         log.warning("%s/%s: %s", *work.key, note)
         await self._recorder.record(work.resource, "Warning", "KeysReplaced", note)
 
-    async def _delete_pods(self, work: Pass) -> None:
+    async def _delete_pods(self, work: Decision) -> Decision:
         """Decides once more on a live list: what a stale cache suggested must still hold."""
         key = work.key
         before = self._caches.uids(POD)
@@ -200,13 +211,14 @@ class Reconciler:
             metadata = pod["metadata"]
             if metadata["uid"] in before and metadata["uid"] not in listed:
                 self._caches.drop(POD, key[0], metadata["name"], metadata["uid"])
-        work.engine_pods = self._looker.pods(key, "engine")
-        again = await self._looker.decide(work)
+        work = msgspec.structs.replace(work, engine_pods=self._observer.pods(key, "engine"))
+        again = await self._decider.rollout(work, work.desired)
         for name, uid in set(again.delete_pods) & set(work.rollout.delete_pods):
             log.info("replacing pod %s/%s: %s", key[0], name, again.message)
             await self.applier.delete(POD, key[0], name, uid)
+        return work
 
-    async def _prune(self, work: Pass) -> None:
+    async def _prune(self, work: Decision) -> None:
         """Deletes owned objects that nothing wants or uses any more."""
         key = work.key
         for kind, body in unwanted_now(work, self._caches):
@@ -215,7 +227,7 @@ class Reconciler:
             await self.applier.delete(kind, key[0], metadata["name"], metadata["uid"])
 
     async def _refuse(self, key: NamespacedName, resource: Obj, error: SpecError) -> None:
-        pods = (self._looker.pods(key, "engine"), self._looker.pods(key, "frontend"))
+        pods = (self._observer.pods(key, "engine"), self._observer.pods(key, "frontend"))
         await self._teller.refuse(resource, error, *pods)
 
     def doubt(self) -> None:
@@ -223,7 +235,7 @@ class Reconciler:
         self._keys.doubt()
 
     def check_integrity(self) -> None:
-        self._looker.check_integrity()
+        self._planned.check_integrity()
 
     def _forget(self, key: NamespacedName) -> None:
         """The resource that had this name is gone: so is all that was kept for it."""

@@ -16,7 +16,7 @@ from foveal_operator.kube.store import Caches
 from foveal_operator.kube.types import NamespacedName, Obj
 from foveal_operator.manifests import Desired
 from foveal_operator.pods.image_volume import image_revision
-from foveal_operator.reconcile.observe import Pass
+from foveal_operator.reconcile.decide import Decision
 from foveal_operator.status import gauges
 from foveal_operator.status.cold_start import ColdStarts
 from foveal_operator.status.conditions import (
@@ -51,7 +51,7 @@ class Teller:
         self._clock = clock
         self._cold_starts = ColdStarts()
 
-    async def tell(self, work: Pass, trouble: str = "", refused: str = "") -> None:
+    async def tell(self, work: Decision, trouble: str = "", refused: str = "") -> None:
         """`trouble` is what kept the pass from its end, in words; `refused` is what the API server
         will not take as long as the resource stays as it is."""
         key, reports = work.key, work.reports
@@ -94,7 +94,7 @@ class Teller:
         )
         await self._write(work.resource, work.inference, None, work.plan, work.desired, observed)
 
-    def _autoscalers(self, work: Pass) -> dict[str, Obj | None]:
+    def _autoscalers(self, work: Decision) -> dict[str, Obj | None]:
         """Those that the resource asks for, as they are."""
         return {
             f"{kind} {body['metadata']['name']}": self._caches.get(

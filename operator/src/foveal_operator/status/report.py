@@ -178,9 +178,9 @@ def _budget_fits(plan: BudgetPlan | None) -> _Verdict:
     if not plan.fits:
         text = " ".join(problem.message for problem in plan.problems)
         return _verdict("BudgetFits", False, reasons.BUDGET_MISFIT, text)
-    shrunk = [note for note in plan.notes if "Shrink" in note]
-    if shrunk:
-        return _verdict("BudgetFits", True, reasons.SHRUNK, "; ".join(shrunk))
+    if plan.shrunk:
+        text = f"onMisfit Shrink reduced caches: {'; '.join(plan.shrunk)}"
+        return _verdict("BudgetFits", True, reasons.SHRUNK, text)
     return _verdict("BudgetFits", True, reasons.FITS, "; ".join(plan.notes) or "every limit holds")
 
 

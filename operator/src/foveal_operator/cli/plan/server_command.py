@@ -29,7 +29,7 @@ from foveal_operator.kube.kinds import BY_NAME
 from foveal_operator.kube.reader import Reader
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.budget_inputs import NodeFacts
-from foveal_operator.reconcile.observe import Pass
+from foveal_operator.reconcile.decide import Decision
 from foveal_operator.reconcile.prune import unwanted_in_the_end
 
 
@@ -43,7 +43,8 @@ def run(arguments: argparse.Namespace, open_cluster: Connect = connect) -> int:
     live = _live(reader, body["metadata"]["name"])
     resource = merged(body, live)
     _check(arguments.filename, resource, live)
-    settings, note = operator_settings(reader)
+    found_settings = operator_settings(reader)
+    settings, note = found_settings.settings, found_settings.note
     if arguments.image:
         settings, note = msgspec.structs.replace(settings, runtime_image=arguments.image), ""
     profile = read_profile(arguments.profile) if arguments.profile else None
@@ -57,7 +58,7 @@ def run(arguments: argparse.Namespace, open_cluster: Connect = connect) -> int:
     if work.inference.spec.paused:
         print("foveal: note: paused: the operator changes none of this until it is not",
               file=sys.stderr)  # fmt: skip
-    if note and (live is None or "compared" in note):
+    if note and (live is None or not found_settings.concerns_new_only):
         print(f"foveal: note: {note}", file=sys.stderr)
     if work.plan is None:
         raise UsageError(f"{work.key[1]} has no profile in the cluster yet: give --profile")
@@ -99,7 +100,7 @@ def _check(filename: str, resource: Obj, live: Obj | None) -> None:
         raise invalid(filename, SpecError(problems))
 
 
-def _show(output: str, work: Pass, found: ServerDiff, reader: Reader) -> None:
+def _show(output: str, work: Decision, found: ServerDiff, reader: Reader) -> None:
     if output == "yaml":
         sys.stdout.write(desired_yaml(work.desired))
     elif output == "json":

@@ -1,7 +1,7 @@
 """Plan of a resource against a live cluster, by the operator's own functions, without writes.
 
 Called by `foveal plan --server`. The cluster is read through the caller's rights into the caches
-that the operator's Looker reads; what comes out is the same Pass that a reconcile acts on. Writing
+that the operator's Observer reads; what comes out is the Decision that a reconcile acts on. Writing
 is impossible by construction: the cluster that it is given has no writes.
 """
 
@@ -11,27 +11,27 @@ from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 
-from foveal_operator import manifests
 from foveal_operator.common.clock import Clock
 from foveal_operator.common.errors import ClusterAnswerError
 from foveal_operator.kube.kinds import CHILD_SELECTOR, INSTANCE, WATCHED, Kind
 from foveal_operator.kube.reader import OPERATOR_SELECTOR, ForbiddenError, Reader
 from foveal_operator.kube.store import Caches
 from foveal_operator.kube.types import NamespacedName, Obj
-from foveal_operator.manifests.budget_inputs import NodeFacts, budget_inputs
+from foveal_operator.manifests.budget_inputs import NodeFacts
 from foveal_operator.observability import resource_dashboards, resource_rule_groups
 from foveal_operator.pods.probes import PodReports
 from foveal_operator.process import options
 from foveal_operator.reconcile.cluster_facts import Survey
-from foveal_operator.reconcile.observe import Looker, Pass, Settings
-from foveal_runtime.plan.budget.planner import plan as make_plan
+from foveal_operator.reconcile.decide import Decider, Decision
+from foveal_operator.reconcile.observe import Observer, Settings
+from foveal_operator.reconcile.plan_cache import Planned
 from foveal_runtime.plan.profile import ModelProfile
 
 PAGE = "500"
 
 
 class ReadOnlyCluster:
-    """`cluster.Cluster` for reads; its writes are errors of ours."""
+    """`cluster.ClusterReader` with the rights of the caller of `foveal plan --server`."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
@@ -57,24 +57,6 @@ class ReadOnlyCluster:
         listed = self._reader.get(kind.root) or {}
         return any(entry.get("name") == kind.plural for entry in listed.get("resources") or ())
 
-    async def close(self) -> None:
-        """Nothing is open."""
-
-    async def apply(self, body: Obj) -> Obj:
-        raise AssertionError("a plan writes nothing")
-
-    async def apply_status(self, body: Obj) -> Obj:
-        raise AssertionError("a plan writes nothing")
-
-    async def create(self, body: Obj, *, dry_run: bool = False) -> Obj | None:
-        raise AssertionError("a plan writes nothing")
-
-    async def update(self, body: Obj) -> Obj:
-        raise AssertionError("a plan writes nothing")
-
-    async def delete(self, kind: Kind, namespace: str, name: str, uid: str) -> bool:
-        raise AssertionError("a plan writes nothing")
-
 
 def list_objects(
     reader: Reader, kind: Kind, namespace: str | None, selector: str = ""
@@ -92,25 +74,40 @@ def list_objects(
         query = {**query, "continue": token}
 
 
-def operator_settings(reader: Reader) -> tuple[Settings, str]:
-    """The settings of the operator that runs in the cluster, and a note when they are not known."""
-    unknown = "the operator's own settings are not known: give --image if this is a new resource"
-    default = Settings(rule_groups=resource_rule_groups(), dashboards=resource_dashboards())
+class OperatorSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of the operator that runs in the cluster, as far as they are known.
+
+    Attributes:
+        note: what the user must know of them, or "".
+        concerns_new_only: the note is about resources that are not in the cluster yet.
+    """
+
+    settings: Settings
+    note: str = ""
+    concerns_new_only: bool = False
+
+
+def operator_settings(reader: Reader) -> OperatorSettings:
+    """Reads the operator's Deployment, which the caller may not be allowed to see."""
+    unknown = OperatorSettings(
+        settings=Settings(rule_groups=resource_rule_groups(), dashboards=resource_dashboards()),
+        note="the operator's own settings are not known: give --image if this is a new resource",
+        concerns_new_only=True,
+    )
     try:
         listed = reader.get("/apis/apps/v1/deployments", labelSelector=OPERATOR_SELECTOR) or {}
     except ClusterAnswerError:
-        return default, unknown
+        return unknown
     for item in listed.get("items") or ():
         for container in item["spec"]["template"]["spec"].get("containers") or ():
             command = [*(container.get("command") or ()), *(container.get("args") or ())]
             if any("foveal-operator" in word for word in command):
                 return _settings(container)
-    return default, unknown
+    return unknown
 
 
-def _settings(container: Obj) -> tuple[Settings, str]:
-    """From its flags; those that this release does not know are left out. And a note when they
-    name files of its own."""
+def _settings(container: Obj) -> OperatorSettings:
+    """From its flags; those that this release does not know are left out."""
     words = [str(word) for word in container.get("args") or ()]
     flags = options.parser()
     environment = {
@@ -137,8 +134,9 @@ def _settings(container: Obj) -> tuple[Settings, str]:
     )
     own = [flag for flag in ("rules", "dashboards") if getattr(found, flag)]
     if not own:
-        return settings, ""
-    return settings, f"the operator has {' and '.join(own)} of its own; compared are the built-in"
+        return OperatorSettings(settings=settings)
+    note = f"the operator has {' and '.join(own)} of its own; compared are the built-in"
+    return OperatorSettings(settings=settings, note=note)
 
 
 def merged(wanted: Obj, live: Obj | None) -> Obj:
@@ -159,7 +157,7 @@ async def look_as_operator(
     *,
     profile: ModelProfile | None = None,
     nodes: NodeFacts | None = None,
-) -> tuple[Pass, Caches]:
+) -> tuple[Decision, Caches]:
     """One pass over the resource, as far as its decisions. Raises SpecError, ClusterAnswerError.
 
     `profile` and `nodes` stand in for what the cluster does not tell; a profile that it holds and
@@ -171,30 +169,22 @@ async def look_as_operator(
     survey = Survey(cluster, clock)
     await survey.refresh()
     caches = _filled(reader, key, survey.apis)
-    looker = Looker(
-        cluster, caches, survey, clock=clock, settings=settings, observe_pods=_nobody_asked
+    planned = Planned()
+    observer = Observer(
+        cluster, caches, survey, planned, clock=clock, settings=settings, observe_pods=_nobody_asked
     )
+    decider = Decider(caches, survey, planned)
     body = {**resource, "metadata": {"uid": "", **metadata}}
-    work = await looker.look(key, body)
+    work = await decider.decide(await observer.observe(key, body))
     known = work.model.profile or profile
     if known is not None and (work.plan is None or not work.facts.model_ready):
-        await _planned(looker, work, known, nodes)
+        basis = work.basis.nodes
+        facts = NodeFacts(
+            node_bytes=basis.node_bytes or (nodes.node_bytes if nodes else 0),
+            device_bytes=basis.device_bytes or (nodes.device_bytes if nodes else 0),
+        )
+        work = await decider.with_model(work, known, facts)
     return work, caches
-
-
-async def _planned(
-    looker: Looker, work: Pass, profile: ModelProfile, nodes: NodeFacts | None
-) -> None:
-    """The pass as it will be once the cluster has found this profile and fetched the model."""
-    known = work.basis.nodes
-    facts = NodeFacts(
-        node_bytes=known.node_bytes or (nodes.node_bytes if nodes else 0),
-        device_bytes=known.device_bytes or (nodes.device_bytes if nodes else 0),
-    )
-    work.plan = make_plan(budget_inputs(work.inference, facts), profile)
-    work.facts = msgspec.structs.replace(work.facts, model_ready=True)
-    work.desired = manifests.desired(work.inference, work.plan, work.facts)
-    work.rollout = await looker.decide(work)
 
 
 async def _nobody_asked(*_: Sequence[Obj]) -> PodReports:

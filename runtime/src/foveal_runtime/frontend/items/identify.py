@@ -160,11 +160,9 @@ def unknown_media(modality: str, which: str, uuid: str | None) -> MediaUnknown:
 
 
 def naming(path: str, error: FovealError) -> FovealError:
-    """The same error, naming the part it is about."""
-    if not path or error.param == path:
-        return error
-    error.param = error.param or path
-    if path not in error.message:
+    """The same error, naming the part it is about unless it names a parameter already."""
+    if path and error.param is None:
+        error.param = path
         error.message = f"{path}: {error.message}"
         error.args = (error.message,)
     return error

@@ -234,6 +234,16 @@ class BudgetPlan(msgspec.Struct, frozen=True, kw_only=True):
         return not self.problems
 
     @property
+    def shrunk(self) -> tuple[str, ...]:
+        """Caches that onMisfit Shrink reduced: "engine ipc: pinned 4.00 GiB, reduced to fit"."""
+        return tuple(
+            f"{place.place} {line.name}: {line.formula}"
+            for place in self.places
+            for line in place.lines
+            if line.source == "Shrunk"
+        )
+
+    @property
     def places(self) -> tuple[PlaceBudget, ...]:
         both = (self.frontend, self.engine)
         return both if self.device is None else (*both, self.device)

@@ -1,0 +1,157 @@
+"""One pass's decision about a resource: model, budgets, objects and rollout.
+
+Asks the API server for free devices only, and only while a rollout runs. Writes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from foveal_operator import manifests
+from foveal_operator.api.parse import InferenceSpec
+from foveal_operator.kube.kinds import CONFIG_MAP, DEPLOYMENT, STATEFUL_SET
+from foveal_operator.kube.store import Caches
+from foveal_operator.kube.types import Obj, ObjectKey
+from foveal_operator.manifests import ClusterFacts, Desired
+from foveal_operator.manifests.budget_inputs import NodeFacts, budget_inputs
+from foveal_operator.manifests.context import Context
+from foveal_operator.manifests.pods import REVISION_LABEL
+from foveal_operator.model.flow import ModelDecision, ModelView, decide_model
+from foveal_operator.reconcile.baseline import Basis, accelerator_name
+from foveal_operator.reconcile.cluster_facts import Survey
+from foveal_operator.reconcile.observe import Observation
+from foveal_operator.reconcile.plan_cache import Planned
+from foveal_operator.rollout import RolloutDecision, RolloutView, decide, record_name
+from foveal_runtime.plan.budget.planner import plan as make_plan
+from foveal_runtime.plan.budget.types import BudgetPlan
+from foveal_runtime.plan.profile import ModelProfile
+
+
+class Decision(Observation, frozen=True, kw_only=True):
+    """An observation and what follows from it.
+
+    Attributes:
+        basis: what to record with the pods that are asked for.
+        plan: None while the model has no profile.
+        digests: content hashes of objects in `desired`, as far as known.
+    """
+
+    model: ModelDecision
+    basis: Basis
+    plan: BudgetPlan | None
+    desired: Desired
+    rollout: RolloutDecision
+    digests: dict[ObjectKey, str]
+
+    @property
+    def context(self) -> Context:
+        return Context(inference=self.inference, plan=self.plan, facts=self.facts)
+
+
+class Decider:
+    """One per operator."""
+
+    def __init__(self, caches: Caches, survey: Survey, planned: Planned) -> None:
+        self._caches = caches
+        self._survey = survey
+        self._planned = planned
+
+    async def decide(self, seen: Observation) -> Decision:
+        """What this pass makes of the observation."""
+        inference, accelerator = seen.inference, seen.inference.spec.engine.accelerator
+        model = decide_model(
+            ModelView(
+                inference=inference,
+                facts=seen.facts,
+                live=seen.model_objects,
+                job_pods=seen.model_pods,
+                downloads=seen.reports.downloads,
+                now=seen.now,
+            )
+        )
+        facts = msgspec.structs.replace(seen.facts, model_ready=model.model_ready)
+        recorded = seen.recorded
+        nodes = recorded.nodes if recorded and recorded.is_about(accelerator) else seen.nodes
+        derived = self._planned.derived(
+            inference,
+            facts,
+            model.profile,
+            (nodes, seen.nodes),
+            lambda: _derive(inference, facts, model.profile, nodes, seen.nodes),
+        )
+        return Decision(
+            **{**msgspec.structs.asdict(seen), "facts": facts},
+            model=model,
+            basis=Basis(
+                runtime_image=facts.runtime_image,
+                accelerator=accelerator_name(accelerator),
+                node_bytes=derived.nodes.node_bytes,
+                device_bytes=derived.nodes.device_bytes,
+                key_generation=facts.key_generation or msgspec.UNSET,
+            ),
+            plan=derived.plan,
+            desired=derived.desired,
+            digests=derived.digests,
+            rollout=await self.rollout(seen, derived.desired),
+        )
+
+    async def with_model(self, work: Decision, profile: ModelProfile, nodes: NodeFacts) -> Decision:
+        """The same once the model lies in place and has this profile."""
+        plan = make_plan(budget_inputs(work.inference, nodes), profile)
+        facts = msgspec.structs.replace(work.facts, model_ready=True)
+        desired = manifests.desired(work.inference, plan, facts)
+        return msgspec.structs.replace(
+            work, facts=facts, plan=plan, desired=desired, digests={},
+            rollout=await self.rollout(work, desired),
+        )  # fmt: skip
+
+    async def rollout(self, work: Observation, desired: Desired) -> RolloutDecision:
+        """The rollout rules' answer to what is known now."""
+        spec, key = work.inference.spec, work.key
+        wanted = desired.of_kind("StatefulSet")
+        free = None
+        if wanted and _is_rolling(wanted[0], work.engine_pods):
+            free = await self._survey.free_devices(spec.engine.accelerator)
+        return decide(
+            RolloutView(
+                inference=work.inference,
+                stateful_set=next(iter(wanted), None),
+                deployment=next(iter(desired.of_kind("Deployment")), None),
+                live_stateful_set=self._caches.get(STATEFUL_SET, key[0], f"{key[1]}-engine"),
+                live_deployment=self._caches.get(DEPLOYMENT, key[0], f"{key[1]}-frontend"),
+                record=self._caches.get(CONFIG_MAP, key[0], record_name(key[1])),
+                engine_pods=work.engine_pods,
+                frontend_pods=work.frontend_pods,
+                free_devices=free,
+                sessions=work.reports.sessions,
+                load=work.reports.load,
+                announced=work.resource.get("status", {}).get("rolloutStrategy", ""),
+                now=work.now,
+            )
+        )
+
+
+def _derive(
+    inference: InferenceSpec,
+    facts: ClusterFacts,
+    profile: ModelProfile | None,
+    nodes: NodeFacts,
+    present: NodeFacts,
+) -> tuple[BudgetPlan | None, NodeFacts, Desired]:
+    """The plan, the node facts that it rests on, and every object."""
+    plan: BudgetPlan | None = None
+    if profile is not None:
+        plan = make_plan(budget_inputs(inference, nodes), profile)
+        if not plan.fits and nodes != present:
+            # The nodes of the first day no longer carry it; those of today may.
+            fresh = make_plan(budget_inputs(inference, present), profile)
+            if fresh.fits:
+                plan, nodes = fresh, present
+    return plan, nodes, manifests.desired(inference, plan, facts)
+
+
+def _is_rolling(wanted: Obj, pods: Sequence[Obj]) -> bool:
+    revision = wanted["spec"]["template"]["metadata"]["labels"][REVISION_LABEL]
+    return any(pod["metadata"].get("labels", {}).get(REVISION_LABEL) != revision for pod in pods)
