@@ -10,7 +10,7 @@ from collections import OrderedDict, deque
 
 from mirror_world import Task, World
 
-from foveal_runtime.mirror.admission import Admission, Pending, Request, State
+from foveal_runtime.mirror.admission import Pending, RequestAdmission, SessionRequest, State
 from foveal_runtime.mirror.bindings import Bindings
 from foveal_runtime.mirror.receiver import Receiver
 from foveal_runtime.mirror.sender import Sender
@@ -18,7 +18,8 @@ from foveal_runtime.mirror.session import Session
 from foveal_runtime.mirror.store import Entry, Store
 
 _MUTABLE = (
-    World, Receiver, Sender, Session, Admission, Request, Pending, Store, Entry, Bindings, Task,
+    World, Receiver, Sender, Session, RequestAdmission, SessionRequest, Pending, Store, Entry,
+    Bindings, Task,
 )  # fmt: skip
 _SKIPPED = frozenset(
     {

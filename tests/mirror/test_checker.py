@@ -10,7 +10,7 @@ from mirror_fuzz import Run, fuzz
 from mirror_snapshot import copy, fingerprint
 from mirror_world import Violation
 
-from foveal_runtime.mirror.admission import Admission, State
+from foveal_runtime.mirror.admission import RequestAdmission, State
 from foveal_runtime.mirror.messages import Down, Heartbeat, Hello
 from foveal_runtime.mirror.receiver import Receiver
 from foveal_runtime.mirror.sender import Sender
@@ -70,7 +70,7 @@ def test_snapshots_are_independent_and_equal():
 
 
 # ---- what each rule is for ---------------------------------------------------------------------
-class NoNeed(Admission):
+class NoNeed(RequestAdmission):
     """A hash-only item that is not there is not asked for ("Expected a cached item")."""
 
     def _ask(self, mm_hash, fid):
@@ -117,7 +117,7 @@ class NoPins(Store):
         return False
 
 
-class ItemByItem(Admission):
+class ItemByItem(RequestAdmission):
     """Items are taken one by one as they fit, by everybody in the queue."""
 
     def pump(self):
@@ -157,7 +157,7 @@ class EarlyAck(Session):
         return self.expected - 1
 
 
-class NoRetarget(Admission):
+class NoRetarget(RequestAdmission):
     """What a dead frontend was asked for is not asked of another."""
 
     def _retarget(self, mm_hash):
@@ -171,7 +171,7 @@ class ShortMemory(Sender):
         return super().is_needed(mm_hash) and self.acked < self.next_n - 1
 
 
-class PoliteFree(Admission):
+class PoliteFree(RequestAdmission):
     """A value is freed only when no hint on its way means it."""
 
     def _is_admissible(self, request, bypass):
@@ -203,7 +203,7 @@ class LongHope(Sender):
         self.optimistic = {h: ack + 1 for h in hopes if h not in self.confirmed}
 
 
-class LeakySession(Admission):
+class LeakySession(RequestAdmission):
     """The requests of a session that ended stay."""
 
     def drop_session(self, session):
@@ -219,7 +219,7 @@ class WindowBlind(Sender):
 
 def engine(kind: type) -> type[Receiver]:
     """A receiver with one weakened part."""
-    part = {Store: "store_type", Admission: "admission_type", Session: "session_type"}
+    part = {Store: "store_type", RequestAdmission: "admission_type", Session: "session_type"}
     [name] = [name for base, name in part.items() if issubclass(kind, base)]
     return type(kind.__name__, (Receiver,), {name: kind})
 

@@ -41,7 +41,7 @@ from PIL import Image
 
 from foveal_runtime.frontend.engines.client import EngineClient
 from foveal_runtime.frontend.http.app import HttpApp, build_app
-from foveal_runtime.frontend.items.input_processor import InputProcessor
+from foveal_runtime.frontend.items.input_processor import MediaInput
 from foveal_runtime.frontend.media import hashing
 from foveal_runtime.frontend.media.processors import ItemProcessor
 from foveal_runtime.frontend.media.workers import MediaWorkers, WorkerSettings
@@ -195,7 +195,7 @@ async def whole_requests(
         )
         info = await workers.start()
         client = EngineClient(config, namespace)
-        processor = InputProcessor(config, workers, info, knowledge=client)
+        processor = MediaInput(config, workers, info, knowledge=client)
         app = build_app(config, processor=processor, info=info, generator=client)
         await client.start()
         while not client.num_ready_engines():  # noqa: ASYNC110

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from foveal_runtime.frontend.items.input_processor import InputProcessor
+from foveal_runtime.frontend.items.input_processor import MediaInput
 from foveal_runtime.frontend.media.fake_worker import InlineWorkers
 from foveal_runtime.frontend.media.workers import MediaWorkers, WorkerSettings
 from foveal_runtime.plan.config import FrontendConfig, ModalitiesConfig, ModelConfig
@@ -58,14 +58,14 @@ async def start_workers() -> AsyncIterator[Callable[..., Any]]:
 
 @pytest.fixture
 async def start_input() -> AsyncIterator[Callable[..., Any]]:
-    """Makes an InputProcessor whose workers are threads."""
-    made: list[InputProcessor] = []
+    """Makes an MediaInput whose workers are threads."""
+    made: list[MediaInput] = []
 
-    async def start(knowledge: Any = None, **config: Any) -> InputProcessor:
+    async def start(knowledge: Any = None, **config: Any) -> MediaInput:
         defaults = {"model": ModelConfig(path="/tiny"), "processor_bytes": 1 << 20}
         document = FrontendConfig(**(defaults | config))
         workers = InlineWorkers(document.modalities)
-        made.append(InputProcessor(document, workers, workers.info, knowledge=knowledge))
+        made.append(MediaInput(document, workers, workers.info, knowledge=knowledge))
         return made[-1]
 
     yield start

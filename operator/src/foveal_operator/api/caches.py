@@ -167,7 +167,7 @@ class KVCache(Part, frozen=True, kw_only=True):
     ] = "auto"
 
 
-class Caches(Part, frozen=True, kw_only=True):
+class CacheSettings(Part, frozen=True, kw_only=True):
     """Cache sizes: Auto or a quantity each. status.budgets shows what they became."""
 
     processor: Annotated[

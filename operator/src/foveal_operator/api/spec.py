@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from foveal_operator.api.caches import Caches, Modalities
+from foveal_operator.api.caches import CacheSettings, Modalities
 from foveal_operator.api.model import Model
 from foveal_operator.api.rules import Part, Rule, pinned_sum_below
 from foveal_operator.api.service import Networking, Observability, Rollout, Security
@@ -94,7 +94,7 @@ class MultiModalInferenceSpec(Part, frozen=True, kw_only=True):
     modalities: Annotated[Modalities, Meta(description="Limits on media.")] = Modalities()
     frontend: Annotated[Frontend, Meta(description="CPU pods: HTTP, media, routing.")] = Frontend()
     engine: Annotated[Engine, Meta(description="Pods that run the model.")] = Engine()
-    caches: Annotated[Caches, Meta(description="Cache sizes.")] = Caches()
+    caches: Annotated[CacheSettings, Meta(description="Cache sizes.")] = CacheSettings()
     rollout: Annotated[Rollout, Meta(description="How pods are replaced.")] = Rollout()
     networking: Annotated[Networking, Meta(description="How clients get in.")] = Networking()
     security: Annotated[Security, Meta(description="Keys, sources, policies.")] = Security()

@@ -21,7 +21,7 @@ FIRST_PAUSE_SECONDS = 2.0
 MAX_PAUSE_SECONDS = 300.0
 
 
-class Engine(Protocol):
+class Watches(Protocol):
     """One life of the watches over a set of kinds."""
 
     @property
@@ -41,10 +41,10 @@ class WatchKeeper:
     make: an engine for these kinds, not started.
     """
 
-    def __init__(self, make: Callable[[tuple[Kind, ...]], Engine], clock: Clock) -> None:
+    def __init__(self, make: Callable[[tuple[Kind, ...]], Watches], clock: Clock) -> None:
         self._make = make
         self._clock = clock
-        self._engine: Engine | None = None
+        self._engine: Watches | None = None
         self._kinds: tuple[Kind, ...] = ()
         self._started = 0.0
         self._pause_seconds = FIRST_PAUSE_SECONDS

@@ -37,7 +37,7 @@ _DELETE = ("get", "delete")
 _APPLY = ("create", "patch")
 
 
-class Rule(msgspec.Struct, frozen=True, kw_only=True):
+class AccessRule(msgspec.Struct, frozen=True, kw_only=True):
     """One rule of a role. `own_name`: only the object that has the operator's own name."""
 
     group: str
@@ -65,16 +65,16 @@ def verbs(kind: Kind) -> tuple[str, ...]:
     return (*found, *_DELETE) if kind.pruned else found
 
 
-def rules(scope: Scope) -> tuple[Rule, ...]:
+def rules(scope: Scope) -> tuple[AccessRule, ...]:
     if scope == "nodes":
         return tuple(
-            Rule(group=kind.group, resources=(kind.plural,), verbs=("list",))
+            AccessRule(group=kind.group, resources=(kind.plural,), verbs=("list",))
             for kind in (NODE, RESOURCE_SLICE)
         )
     if scope == "lease":
         return (
-            Rule(group=LEASE.group, resources=(LEASE.plural,), verbs=("create",)),
-            Rule(
+            AccessRule(group=LEASE.group, resources=(LEASE.plural,), verbs=("create",)),
+            AccessRule(
                 group=LEASE.group,
                 resources=(LEASE.plural,),
                 verbs=("get", "update"),
@@ -86,13 +86,13 @@ def rules(scope: Scope) -> tuple[Rule, ...]:
         if kind.name not in _ELSEWHERE:
             grouped.setdefault((kind.group, tuple(sorted(verbs(kind)))), []).append(kind.plural)
     found = [
-        Rule(group=group, resources=tuple(sorted(plurals)), verbs=allowed)
+        AccessRule(group=group, resources=tuple(sorted(plurals)), verbs=allowed)
         for (group, allowed), plurals in grouped.items()
     ]
     plural = INFERENCE.plural
     found += [
-        Rule(group=INFERENCE.group, resources=(f"{plural}/status",), verbs=("patch",)),
+        AccessRule(group=INFERENCE.group, resources=(f"{plural}/status",), verbs=("patch",)),
         # Owner references with blockOwnerDeletion need it where the cluster enforces them.
-        Rule(group=INFERENCE.group, resources=(f"{plural}/finalizers",), verbs=("update",)),
+        AccessRule(group=INFERENCE.group, resources=(f"{plural}/finalizers",), verbs=("update",)),
     ]
     return tuple(sorted(found, key=lambda rule: (rule.group, rule.resources)))

@@ -25,7 +25,7 @@ from foveal_operator.kube.kinds import INFERENCE, POD, Kind
 from foveal_operator.kube.lease import Elector
 from foveal_operator.kube.queue import MAX_SECONDS, WorkQueue
 from foveal_operator.kube.store import Caches
-from foveal_operator.kube.supervisor import Engine, WatchKeeper
+from foveal_operator.kube.supervisor import Watches, WatchKeeper
 from foveal_operator.kube.types import NamespacedName, Obj
 from foveal_operator.pods.events import PodEvents
 from foveal_operator.pods.probes import PodProber, PodReports, aiohttp_fetch
@@ -151,7 +151,7 @@ class Operator:
         clock: Clock,
         observe_pods: ObservePods,
         on_lost: Callable[[], None],
-        make_watches: Callable[[tuple[Kind, ...]], Engine],
+        make_watches: Callable[[tuple[Kind, ...]], Watches],
         forget_pods: Callable[[Iterable[str]], None] = lambda uids: None,
     ) -> None:
         self.cluster = cluster
@@ -360,7 +360,7 @@ async def serve(options: Options) -> None:
     )
     reports = Reports(asker.ask, lambda key: operator.queue.add(key))
 
-    def make_watches(kinds: tuple[Kind, ...]) -> WatchEngine:
+    def make_watches(kinds: tuple[Kind, ...]) -> Watches:
         return WatchEngine(
             kinds,
             options.namespaces,

@@ -73,7 +73,7 @@ async def _stand_in(config: FrontendConfig) -> ProcessMemory:
     """Everything of main/frontend.py's process but its sockets."""
     from foveal_runtime.frontend.engines.client import EngineClient
     from foveal_runtime.frontend.http.app import build_app
-    from foveal_runtime.frontend.items.input_processor import InputProcessor
+    from foveal_runtime.frontend.items.input_processor import MediaInput
     from foveal_runtime.frontend.media.workers import MediaWorkers, WorkerSettings
     from foveal_runtime.main import frontend  # noqa: F401
 
@@ -85,7 +85,7 @@ async def _stand_in(config: FrontendConfig) -> ProcessMemory:
     info = await workers.start()
     try:
         client = EngineClient(config, b"")
-        processor = InputProcessor(config, workers, info, knowledge=client)
+        processor = MediaInput(config, workers, info, knowledge=client)
         app = build_app(config, processor=processor, info=info, generator=client)
         release_free_memory()
         http_bytes = taken_bytes()

@@ -26,7 +26,7 @@ from foveal_runtime.frontend.http.asgi.server import serve as serve_http
 from foveal_runtime.frontend.http.monitoring import loop_lag
 from foveal_runtime.frontend.http.monitoring.metrics_source import media_source
 from foveal_runtime.frontend.http.monitoring.siblings import Siblings, sibling_app, socket_path
-from foveal_runtime.frontend.items.input_processor import InputProcessor
+from foveal_runtime.frontend.items.input_processor import MediaInput
 from foveal_runtime.frontend.media.protocol import ProcessorInfo
 from foveal_runtime.frontend.media.workers import MediaWorkers, WorkerSettings, default_num_workers
 from foveal_runtime.main import frontend_group
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 class _Admin:
     """Caches over HTTP (`frontend.admin.CacheAdmin`)."""
 
-    def __init__(self, processor: InputProcessor, client: EngineClient, siblings: Siblings) -> None:
+    def __init__(self, processor: MediaInput, client: EngineClient, siblings: Siblings) -> None:
         self._processor = processor
         self._client = client
         self._siblings = siblings
@@ -98,7 +98,7 @@ def _share(total: int, config: FrontendConfig, index: int) -> int:
     return max(1, total // config.processes + (index < total % config.processes))
 
 
-def _measured(processor: InputProcessor, memory: ContainerMemory, metrics: Metrics) -> None:
+def _measured(processor: MediaInput, memory: ContainerMemory, metrics: Metrics) -> None:
     """What the budgets' parts really take, by their names in the resource's status."""
     memory.collect(metrics)
     for part, size in (
@@ -123,7 +123,7 @@ async def _unless(
 
 
 def _metrics(
-    config: FrontendConfig, stats: FrontendStats, processor: InputProcessor, client: EngineClient
+    config: FrontendConfig, stats: FrontendStats, processor: MediaInput, client: EngineClient
 ) -> Metrics:
     metrics = Metrics(
         "frontend",
@@ -164,7 +164,7 @@ async def serve(config: FrontendConfig, member: Member | None = None) -> None:
     phases.done("workers")
     stats = FrontendStats()
     client = EngineClient(config, namespace, stats=stats)
-    processor = InputProcessor(config, workers, info, knowledge=client, stats=stats)
+    processor = MediaInput(config, workers, info, knowledge=client, stats=stats)
     metrics = _metrics(config, stats, processor, client)
     metrics.add_source(phases.collect)
     app = build_app(

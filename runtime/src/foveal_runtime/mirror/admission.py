@@ -11,20 +11,20 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 
 from foveal_runtime.mirror.messages import ItemRef
-from foveal_runtime.mirror.request import Pending, Request, RequestKey, State
+from foveal_runtime.mirror.request import Pending, RequestKey, SessionRequest, State
 from foveal_runtime.mirror.session import Session
 from foveal_runtime.mirror.stats import ReceiverStats
 from foveal_runtime.mirror.store import Store, Value
 from foveal_runtime.plan.media import MMHash
 
-__all__ = ["Admission", "Pending", "Request", "RequestKey", "State"]
+__all__ = ["Pending", "RequestAdmission", "RequestKey", "SessionRequest", "State"]
 
 MM_TOO_LARGE = "mm_too_large"
 MM_SOURCE_LOST = "mm_source_lost"
 MAX_DEPARTED = 65536
 
 
-class Admission:
+class RequestAdmission:
     """See the module. `ready` collects complete requests, `lost` those that the engine core must
     stop; `sessions` is the receiver's table."""
 
@@ -41,8 +41,8 @@ class Admission:
         self.stats = stats
         self.grace_bytes = grace_bytes
         self.max_cacheable_bytes = max_cacheable_bytes
-        self.queue: deque[Request] = deque()
-        self.requests: dict[RequestKey, Request] = {}
+        self.queue: deque[SessionRequest] = deque()
+        self.requests: dict[RequestKey, SessionRequest] = {}
         self.pending: dict[MMHash, Pending] = {}
         self.ready: dict[RequestKey, None] = {}
         self.lost: dict[RequestKey, None] = {}
@@ -58,12 +58,12 @@ class Admission:
         entry = self.store.lookup_any(item.mm_hash)
         return item.size_bytes if entry is None else entry.size_bytes
 
-    def is_bypass(self, request: Request) -> bool:
+    def is_bypass(self, request: SessionRequest) -> bool:
         """More than the cache can ever hold at once: goes past it."""
         total = sum(self._size(item) for item in request.items.values())
         return total > self.store.capacity_bytes
 
-    def _is_admissible(self, request: Request, bypass: bool) -> bool:
+    def _is_admissible(self, request: SessionRequest, bypass: bool) -> bool:
         """Room for the whole request now, counting all that eviction could free."""
         store = self.store
         if bypass:
@@ -76,17 +76,17 @@ class Admission:
     def _is_idle(self, mm_hash: MMHash) -> bool:
         return not self.store.is_held(mm_hash) and self.store.lookup(mm_hash) is not None
 
-    def _absent_bytes(self, request: Request) -> int:
+    def _absent_bytes(self, request: SessionRequest) -> int:
         """What the request needs that is neither here nor on its way."""
         absent = (i for h, i in request.items.items() if self.store.lookup_any(h) is None)
         return sum(item.size_bytes for item in absent)
 
-    def is_too_large(self, request: Request) -> bool:
+    def is_too_large(self, request: SessionRequest) -> bool:
         total = sum(self._size(item) for item in request.items.values())
         return total > self.store.capacity_bytes + self.store.bypass_capacity_bytes
 
     # ---- arrivals ------------------------------------------------------------------------------
-    def enqueue(self, request: Request) -> None:
+    def enqueue(self, request: SessionRequest) -> None:
         """Takes a REQ or PUT into the queue. Call `pump` afterwards."""
         if request.rid is not None and request.state is State.QUEUED:
             self.requests[request.key] = request
@@ -128,7 +128,7 @@ class Admission:
             self._reject(self.requests[key], MM_SOURCE_LOST)
         self._retarget(mm_hash)
 
-    def abort(self, request: Request) -> None:
+    def abort(self, request: SessionRequest) -> None:
         """The frontend, or its session, no longer wants it. One that the engine core runs keeps
         its pins until finish(): its values are in use."""
         if request.taken:
@@ -136,7 +136,7 @@ class Admission:
         if request.state is not State.RUNNING:
             self.end(request)
 
-    def end(self, request: Request) -> None:
+    def end(self, request: SessionRequest) -> None:
         """Pins and waits end. A queued one stays in line, dead: its values may serve those
         behind."""
         if request.state is State.QUEUED:
@@ -154,13 +154,13 @@ class Admission:
         for mm_hash in [h for h, p in self.pending.items() if p.asked == session.fid]:
             self._retarget(mm_hash)
 
-    def release_value(self, request: Request, mm_hash: MMHash) -> None:
+    def release_value(self, request: SessionRequest, mm_hash: MMHash) -> None:
         """Ends one pin before the request is over (`unpin_at=encoded`)."""
         if mm_hash in request.held:
             del request.held[mm_hash]
             self.store.unpin(mm_hash)
 
-    def requeue(self, request: Request) -> None:
+    def requeue(self, request: SessionRequest) -> None:
         """A preempted request needs released values again: it gives up all its pins and queues
         hash-only, because whoever holds pins must never wait for room."""
         assert request.state is State.RUNNING
@@ -201,7 +201,7 @@ class Admission:
             self._check_ready(request)
         self.store.doom(self.grace_bytes)
 
-    def _leave_queue(self, request: Request) -> None:
+    def _leave_queue(self, request: SessionRequest) -> None:
         """From here on the ack may cover it and its window credit returns."""
         self.queue.popleft()
         if request.queued_n:
@@ -211,7 +211,7 @@ class Admission:
         request.session.staged_bytes -= request.staged_bytes
         request.staged_bytes = 0
 
-    def _keep_values(self, request: Request) -> None:
+    def _keep_values(self, request: SessionRequest) -> None:
         """The values of a request that will not run, where evicting idle ones makes room."""
         store = self.store
         for mm_hash, value in request.copies.items():
@@ -227,7 +227,7 @@ class Admission:
         request.copies = {}
         store.doom(self.grace_bytes)
 
-    def _admit(self, request: Request, bypass: bool) -> None:
+    def _admit(self, request: SessionRequest, bypass: bool) -> None:
         """One atomic step, the only one that pins: every item is pinned or reserved after it."""
         store = self.store
         absent = self._absent_bytes(request)
@@ -256,7 +256,7 @@ class Admission:
                 self._start_need(request, item)
         request.copies = {}
 
-    def _join(self, request: Request, mm_hash: MMHash, counts_as_hit: bool) -> None:
+    def _join(self, request: SessionRequest, mm_hash: MMHash, counts_as_hit: bool) -> None:
         """The value is here, or on its way for somebody else."""
         if mm_hash in self.store.reserved:
             self.pending[mm_hash].waiters[request.key] = None
@@ -268,7 +268,7 @@ class Admission:
             request.num_hits += 1
             self.stats.num_hits += 1
 
-    def _start_need(self, request: Request, item: ItemRef) -> None:
+    def _start_need(self, request: SessionRequest, item: ItemRef) -> None:
         source = item.source
         target = source if source is not None and source in self.sessions else request.fid
         pending = self.pending[item.mm_hash] = Pending(target)
@@ -304,12 +304,12 @@ class Admission:
             self.stats.num_value_conflicts += 1
 
     # ---- ends ----------------------------------------------------------------------------------
-    def _check_ready(self, request: Request) -> None:
+    def _check_ready(self, request: SessionRequest) -> None:
         if request.state is State.RESERVED and not request.missing:
             request.state = State.READY
             self.ready[request.key] = None
 
-    def _reject(self, request: Request, code: str) -> None:
+    def _reject(self, request: SessionRequest, code: str) -> None:
         """Fails a request explicitly; one in the queue stays there, dead, for its values."""
         rid, session = request.rid, self.sessions.get(request.fid)
         assert rid is not None
@@ -320,7 +320,7 @@ class Admission:
             self.lost[request.key] = None
         self.end(request)
 
-    def _drop(self, request: Request) -> None:
+    def _drop(self, request: SessionRequest) -> None:
         """Ends pins and waits. A reservation nobody waits for any more stays until its answer."""
         del self.requests[request.key]
         self.ready.pop(request.key, None)

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from foveal_runtime.mirror.admission import Admission, Request, RequestKey, State
+from foveal_runtime.mirror.admission import RequestAdmission, RequestKey, SessionRequest, State
 from foveal_runtime.mirror.bindings import Bindings
 from foveal_runtime.mirror.limits import ReadyRequest, ReceiverLimits
 from foveal_runtime.mirror.messages import (
@@ -58,7 +58,7 @@ class Receiver:
     processor, `info` is what WELCOME tells the request layer."""
 
     store_type: type[Store] = Store
-    admission_type: type[Admission] = Admission
+    admission_type: type[RequestAdmission] = RequestAdmission
     session_type: type[Session] = Session
 
     def __init__(
@@ -205,7 +205,7 @@ class Receiver:
             session.log.append((message.n, carried_bytes))
         rid = message.rid if isinstance(message, Req) else None
         body = message.body if isinstance(message, Req) else NIL
-        request = Request(session, message.n, rid, message.items, copies, body)
+        request = SessionRequest(session, message.n, rid, message.items, copies, body)
         if session.staged_bytes + request.staged_bytes > session.window_bytes:
             return "window"
         code = self._refusal(request, message.binds)
@@ -220,7 +220,7 @@ class Receiver:
             self.admission.enqueue(request)
         return ""  # what is dead and brought no values is answered already
 
-    def _refusal(self, request: Request, binds: tuple[tuple[Alias, MMHash], ...]) -> str:
+    def _refusal(self, request: SessionRequest, binds: tuple[tuple[Alias, MMHash], ...]) -> str:
         """Binds the uuids, or says why the request cannot be taken."""
         conflicts = self.bindings.conflicts(binds)
         if conflicts:
@@ -236,7 +236,7 @@ class Receiver:
             return OVERLOADED
         return ""
 
-    def _admit_text(self, request: Request) -> None:
+    def _admit_text(self, request: SessionRequest) -> None:
         """Without items there is nothing to wait for."""
         request.queued_n = 0
         request.state = State.READY
@@ -254,7 +254,7 @@ class Receiver:
         """Takes the next numbered message of `fid` as having brought `values` (`facade`)."""
         session = self.sessions[fid]
         items = tuple(ItemRef(h, len(value.data)) for h, value in values.items())
-        record = Request(session, session.expected, None, items, dict(values), NIL)
+        record = SessionRequest(session, session.expected, None, items, dict(values), NIL)
         record.staged_bytes = 0
         session.expected += 1
         self.admission.enqueue(record)

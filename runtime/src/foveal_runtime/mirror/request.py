@@ -26,7 +26,7 @@ class State(Enum):
     RUNNING = auto()  # taken; ends by finish() only
 
 
-class Request:
+class SessionRequest:
     """One REQ (or PUT: `rid` is None) on the engine's side.
 
     `session` is the one it came by; `copies` are values sent along; `held` hashes it pins;

@@ -45,7 +45,7 @@ from foveal_runtime.frontend.http.openapi import describe
 from foveal_runtime.frontend.http.routes import build_router
 from foveal_runtime.frontend.http.service import Service, runtime_version
 from foveal_runtime.frontend.items.injection import Injector
-from foveal_runtime.frontend.items.seams import Generator, InputProcessor, ProcessorInfo
+from foveal_runtime.frontend.items.seams import Generator, InputProcessor, PromptPlaceholders
 from foveal_runtime.frontend.protocol.rules import SamplingDefaults
 from foveal_runtime.frontend.text.chat_template import ChatTemplate, load_template
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
@@ -70,7 +70,7 @@ def build_app(
     config: FrontendConfig,
     *,
     processor: InputProcessor,
-    info: ProcessorInfo,
+    info: PromptPlaceholders,
     generator: Generator,
     tokenizer: TextTokenizer | None = None,
     metrics: Metrics | None = None,

@@ -26,7 +26,7 @@ from foveal_runtime.frontend.http.service import (
     make_job,
     open_run,
 )
-from foveal_runtime.frontend.items.seams import ProcessorInfo
+from foveal_runtime.frontend.items.seams import PromptPlaceholders
 from foveal_runtime.frontend.protocol.requests import CompletionRequest
 from foveal_runtime.frontend.protocol.rules import check_fields, check_model
 from foveal_runtime.plan.errors import ContextLengthExceeded, InvalidRequest
@@ -53,7 +53,7 @@ class CompletionRun:
 
 
 async def plan_completion(
-    service: Service, info: ProcessorInfo, request: CompletionRequest, scope: RequestScope
+    service: Service, info: PromptPlaceholders, request: CompletionRequest, scope: RequestScope
 ) -> CompletionRun:
     check_model(request.model, service.model_name)
     check_fields(request, ignore_unknown=service.config.ignore_unknown_options)
@@ -120,7 +120,7 @@ async def _token_ids(
     return await service.in_thread(encode) if len(prompt) > THREAD_CHARS else encode()
 
 
-def _refuse_placeholders(info: ProcessorInfo, token_ids: list[int]) -> None:
+def _refuse_placeholders(info: PromptPlaceholders, token_ids: list[int]) -> None:
     for modality in MODALITIES:
         token_id = info.placeholder_token_id(modality)
         if token_id is not None and token_id in token_ids:

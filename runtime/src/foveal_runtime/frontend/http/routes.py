@@ -21,7 +21,7 @@ from foveal_runtime.frontend.http.monitoring.health import Health
 from foveal_runtime.frontend.http.monitoring.metrics import MetricsPage
 from foveal_runtime.frontend.http.service import Service, runtime_version, scope_of
 from foveal_runtime.frontend.http.tokens import build_token_router
-from foveal_runtime.frontend.items.seams import ProcessorInfo
+from foveal_runtime.frontend.items.seams import PromptPlaceholders
 from foveal_runtime.frontend.protocol.requests import ChatCompletionRequest, CompletionRequest
 from foveal_runtime.frontend.protocol.responses import (
     ChatCompletion,
@@ -112,7 +112,7 @@ class BodyRoute(APIRoute):
 
 
 def build_router(
-    service: Service, info: ProcessorInfo, health: Health, page: MetricsPage
+    service: Service, info: PromptPlaceholders, health: Health, page: MetricsPage
 ) -> APIRouter:
     router = APIRouter(route_class=BodyRoute)
     _add_generation(router, service, info)
@@ -126,7 +126,7 @@ def build_router(
     return router
 
 
-def _add_generation(router: APIRouter, service: Service, info: ProcessorInfo) -> None:
+def _add_generation(router: APIRouter, service: Service, info: PromptPlaceholders) -> None:
     @router.post(
         "/v1/chat/completions", response_model=ChatCompletion, responses=ERRORS, tags=["OpenAI"]
     )

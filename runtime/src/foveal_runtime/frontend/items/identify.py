@@ -45,7 +45,7 @@ class Named(NamedTuple):
     key: MMHash | None = None
 
 
-class DataUrl:
+class DataUrlMedia:
     """Retained as the text it came as; decoded only when the value must be made."""
 
     def __init__(self, url: str, max_bytes: int) -> None:
@@ -119,7 +119,7 @@ class Identifier:
         url = part.url or ""
         if url[:5].lower() == "data:":
             url = url if url.startswith("data:") else "data:" + url[5:]
-            return await self._read_data_url(url, limit, options.salt), DataUrl(url, limit)
+            return await self._read_data_url(url, limit, options.salt), DataUrlMedia(url, limit)
         with self._stats.stages.measure("fetch"):
             data = await self._fetcher.fetch(
                 url, max_bytes=limit, charge=options.charge_media_bytes, salt=options.salt

@@ -65,7 +65,7 @@ class NoEngines:
         return 0
 
 
-class InputProcessor:
+class MediaInput:
     """See the module.
 
     `workers` must have been started; `info` is what they said. `knowledge` is the engine client.
@@ -113,7 +113,7 @@ class InputProcessor:
         *,
         knowledge: Knowledge | None = None,
         stats: FrontendStats | None = None,
-    ) -> InputProcessor:
+    ) -> MediaInput:
         """Starts the media workers and waits for the first. Raises StartupError."""
         workers = MediaWorkers(
             WorkerSettings(

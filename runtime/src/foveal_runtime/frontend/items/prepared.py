@@ -41,7 +41,7 @@ class ItemCost:
 
 
 @dataclass(slots=True)
-class Tally:
+class CountedOnce:
     """Whether a request's items are in the counters: `n` sequences are one request."""
 
     is_counted: bool = False
@@ -91,4 +91,4 @@ class PreparedRequest:
     cache_salt: bytes = b""
     read_prefix_cache: bool = True
     echo_prompt: bool = False
-    tally: Tally = field(default_factory=Tally)
+    tally: CountedOnce = field(default_factory=CountedOnce)

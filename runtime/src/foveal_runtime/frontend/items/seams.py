@@ -83,7 +83,7 @@ class PrepareOptions:
         return hashing.short_digest(self.tenant, self.cache_salt.encode())
 
 
-class ProcessorInfo(Protocol):
+class PromptPlaceholders(Protocol):
     """How the model writes media into prompts."""
 
     def placeholder_token_id(self, modality: Modality) -> int | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import jinja2
 
-from foveal_runtime.frontend.items.seams import MediaPart, ProcessorInfo
+from foveal_runtime.frontend.items.seams import MediaPart, PromptPlaceholders
 from foveal_runtime.frontend.protocol.messages import (
     AudioUrlPart,
     ContentPart,
@@ -76,7 +76,7 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, tokenizer: TextTokenizer, template: str | None, processor: ProcessorInfo
+        self, tokenizer: TextTokenizer, template: str | None, processor: PromptPlaceholders
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template

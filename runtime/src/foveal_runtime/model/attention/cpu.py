@@ -29,7 +29,7 @@ from foveal_runtime.model.cpu.kernels import (
     MAX_GROUP_VALUES,
     NO_MEMORY,
     UNSUPPORTED,
-    Job,
+    DecodeJob,
     Kernel,
     PrefillKernel,
     load_kernel,
@@ -178,13 +178,13 @@ def _job(
     rows: Rows,
     out: torch.Tensor,
     sinks: torch.Tensor | None,
-) -> Job:
+) -> DecodeJob:
     """Addresses: good while the tensors and `rows` live."""
     table = context.block_table
     assert table.dtype == torch.int32
     assert table.stride(1) == 1 or table.shape[1] == 1
     pool = context.pool
-    return Job(
+    return DecodeJob(
         dtype=_DTYPES[query.dtype],
         head_dim=layer.key_dim,
         num_heads=layer.num_heads,

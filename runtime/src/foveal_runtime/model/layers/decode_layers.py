@@ -28,10 +28,10 @@ from foveal_runtime.model.cpu.kernels import (
     DONE,
     NO_MEMORY,
     DecodeKernel,
+    DecodeStep,
     Layer,
     Product,
     RmsNorm,
-    Step,
     load_decode_kernel,
 )
 from foveal_runtime.model.cpu.packing import Activation, PackedLinear, layout_of, raw_address
@@ -151,7 +151,7 @@ class DecodeLayers:
         assert table.dtype == torch.int32
         assert table.stride(1) == 1 or table.shape[1] == 1
         rows = rows_of(context)
-        step = Step(
+        step = DecodeStep(
             **self._shape,
             num_threads=torch.get_num_threads(),
             num_layers=len(which),

@@ -17,7 +17,7 @@ from foveal_runtime.model.runner.sequence import PENDING, SequenceState
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class TokenWindow:
     """Positions [lo, hi) of one sequence; its first token is row `base` of the flat batch."""
 
     sequence: SequenceState
@@ -52,11 +52,11 @@ class Window:
 
 def make_windows(
     scheduled: Sequence[ScheduledRequest], sequences: dict[str, SequenceState]
-) -> list[Window]:
+) -> list[TokenWindow]:
     windows, base = [], 0
     for one in scheduled:
         sequence = sequences[one.request_id]
-        window = Window(sequence, one, base)
+        window = TokenWindow(sequence, one, base)
         assert one.num_scheduled_tokens > 0
         assert window.hi <= len(sequence.token_ids)
         windows.append(window)
@@ -94,7 +94,7 @@ class HostBatch:
 
 
 def make_batch(
-    windows: Sequence[Window],
+    windows: Sequence[TokenWindow],
     block_size: int,
     *,
     bidirectional: Literal["none", "item", "prompt"] = "none",
@@ -131,7 +131,7 @@ def make_batch(
     )
 
 
-def _make_ids(windows: Sequence[Window]) -> tuple[np.ndarray, np.ndarray]:
+def _make_ids(windows: Sequence[TokenWindow]) -> tuple[np.ndarray, np.ndarray]:
     flat: list[int] = []
     pending: list[tuple[int, int]] = []
     for window in windows:
@@ -148,7 +148,7 @@ def _make_ids(windows: Sequence[Window]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _make_positions(
-    windows: Sequence[Window], place: np.ndarray, owner: np.ndarray, mrope: bool, offset: int
+    windows: Sequence[TokenWindow], place: np.ndarray, owner: np.ndarray, mrope: bool, offset: int
 ) -> np.ndarray:
     if not mrope:
         return (place + offset)[None]
@@ -163,7 +163,7 @@ def _make_positions(
 
 
 def make_groups(
-    windows: Sequence[Window], rule: Literal["none", "item", "prompt"]
+    windows: Sequence[TokenWindow], rule: Literal["none", "item", "prompt"]
 ) -> np.ndarray | None:
     """Bidirectional group of every token, i32 (T), -1 for causal ones; None when all are causal."""
     if rule == "none":

@@ -35,11 +35,11 @@ from foveal_runtime.model.device import Device, open_device
 from foveal_runtime.model.layers.forward import Forward
 from foveal_runtime.model.layers.last_layer import WantedRows
 from foveal_runtime.model.layers.state import States
-from foveal_runtime.model.runner.batch import HostBatch, Window, make_batch, make_windows
+from foveal_runtime.model.runner.batch import HostBatch, TokenWindow, make_batch, make_windows
 from foveal_runtime.model.runner.encoder import EncoderRunner, EncoderStore
 from foveal_runtime.model.runner.graphs import Capturer, DecodeGraphs, capture_sizes
 from foveal_runtime.model.runner.positions import prompt_positions
-from foveal_runtime.model.runner.running import RunningStep
+from foveal_runtime.model.runner.running import SubmittedStep
 from foveal_runtime.model.runner.sequence import PENDING, SequenceState
 from foveal_runtime.model.runner.traits import read_traits
 from foveal_runtime.model.sampling.logprobs import PromptScores
@@ -198,14 +198,14 @@ class TorchRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         return self.submit(plan).result()
 
-    def submit(self, plan: StepPlan) -> RunningStep:
+    def submit(self, plan: StepPlan) -> SubmittedStep:
         """Gives the device the plan's work. Results are taken in the order of submission; at most
         one step may be running when this is called."""
         with torch.inference_mode():
             return self._submit(plan)
 
-    def _submit(self, plan: StepPlan) -> RunningStep:
-        step = RunningStep(StepResult(plan.step))
+    def _submit(self, plan: StepPlan) -> SubmittedStep:
+        step = SubmittedStep(StepResult(plan.step))
         result = step.partial
         for request_id in plan.finished:
             self._sequences.pop(request_id, None)
@@ -255,7 +255,7 @@ class TorchRunner:
         if self.states.pool is not None:
             self.states.pool.check_integrity(list(self._sequences))
 
-    def _compute(self, windows: Sequence[Window], step: RunningStep) -> None:
+    def _compute(self, windows: Sequence[TokenWindow], step: SubmittedStep) -> None:
         """Everything between embeddings and the draw of new tokens."""
         adapter = self.loaded.adapter
         batch = make_batch(
@@ -286,7 +286,7 @@ class TorchRunner:
             sequence.pending_row = row
             sequence.token_ids.append(PENDING)
 
-    def _is_decode(self, windows: Sequence[Window]) -> bool:
+    def _is_decode(self, windows: Sequence[TokenWindow]) -> bool:
         """One token each, none of an item, all of which go on; no prompt to score."""
         return all(
             w.scheduled.num_scheduled_tokens == 1
@@ -296,7 +296,7 @@ class TorchRunner:
         )
 
     def _forward(
-        self, windows: Sequence[Window], batch: HostBatch, last: np.ndarray, is_whole: bool
+        self, windows: Sequence[TokenWindow], batch: HostBatch, last: np.ndarray, is_whole: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states of a flat batch, of all rows (T, E) or of `last` (n, E), and `last` on the
         device; writes keys and values of all rows to the pool."""
@@ -339,7 +339,7 @@ class TorchRunner:
         hidden = self.forward(embeds, positions, context, extra, None if is_whole else wanted)
         return hidden, rows
 
-    def _advance_states(self, windows: Sequence[Window]) -> list[int] | None:
+    def _advance_states(self, windows: Sequence[TokenWindow]) -> list[int] | None:
         pool = self.states.pool
         if pool is None:
             return None
@@ -373,7 +373,7 @@ class TorchRunner:
         if self.states.pool is not None:
             self.states.pool.open(request.request_id)
 
-    def _runnable(self, plan: StepPlan, failed: dict[str, str]) -> list[Window]:
+    def _runnable(self, plan: StepPlan, failed: dict[str, str]) -> list[TokenWindow]:
         """The plan's windows without requests that cannot go on; those are noted in `failed`."""
         alive = [s for s in plan.scheduled if s.request_id not in self._failed]
         windows = make_windows(alive, self._sequences)
@@ -389,7 +389,7 @@ class TorchRunner:
             return windows
         return make_windows([s for s in alive if s.request_id not in failed], self._sequences)
 
-    def _embed(self, ids: torch.Tensor, windows: Sequence[Window]) -> torch.Tensor:
+    def _embed(self, ids: torch.Tensor, windows: Sequence[TokenWindow]) -> torch.Tensor:
         """Token embeddings (T, E) with encoder outputs in place."""
         core: Any = self.loaded.core
         embeds: torch.Tensor = core.get_input_embeddings()(ids)
@@ -401,7 +401,7 @@ class TorchRunner:
         return embeds
 
     def _deepstack_rows(
-        self, windows: Sequence[Window], num_tokens: int
+        self, windows: Sequence[TokenWindow], num_tokens: int
     ) -> tuple[list[torch.Tensor], np.ndarray]:
         """Further levels of the encoder outputs in the batch, and which rows they belong to."""
         levels: list[torch.Tensor] = []
@@ -416,7 +416,7 @@ class TorchRunner:
                 mask[row : row + count] = True
         return levels, mask
 
-    def _score_prompt(self, window: Window, hidden: torch.Tensor, step: RunningStep) -> None:
+    def _score_prompt(self, window: TokenWindow, hidden: torch.Tensor, step: SubmittedStep) -> None:
         """Scores of the prompt tokens that follow the window's positions."""
         sequence = window.sequence
         end = min(window.hi, sequence.num_prompt_tokens - 1)

@@ -12,7 +12,7 @@ from foveal_runtime.model.sampling.logprobs import PromptScores
 from foveal_runtime.model.sampling.sampler import Draw
 
 
-class RunningStep:
+class SubmittedStep:
     """See the module. The runner fills it, then calls `start_fetch`.
 
     Attributes:

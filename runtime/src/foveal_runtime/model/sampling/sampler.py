@@ -32,7 +32,7 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-class SequenceState(Protocol):
+class SampledSequence(Protocol):
     """What the sampler reads of a sequence; the runner's request state satisfies it."""
 
     @property
@@ -72,7 +72,7 @@ class Draw:
 
     def __init__(
         self,
-        sequences: Sequence[SequenceState],
+        sequences: Sequence[SampledSequence],
         ids: torch.Tensor,
         finite: torch.Tensor,
         failures: dict[str, str],
@@ -116,7 +116,7 @@ class Sampler:
     def sample(
         self,
         logits: torch.Tensor,
-        sequences: Sequence[SequenceState],
+        sequences: Sequence[SampledSequence],
         failed: dict[str, str] | None = None,
     ) -> list[Sampled]:
         """One token for each sequence, in order. Waits for them.
@@ -138,7 +138,7 @@ class Sampler:
         return results
 
     def launch(
-        self, logits: torch.Tensor, sequences: Sequence[SequenceState], device: Device
+        self, logits: torch.Tensor, sequences: Sequence[SampledSequence], device: Device
     ) -> Draw:
         """Starts what `sample` does. `sequences` is not empty."""
         assert logits.shape[0] == len(sequences) > 0
@@ -158,7 +158,7 @@ class Sampler:
     def _adjust(
         self,
         logits: torch.Tensor,
-        sequences: Sequence[SequenceState],
+        sequences: Sequence[SampledSequence],
         failures: dict[str, str],
         device: Device,
     ) -> dict[int, torch.Tensor]:
@@ -179,7 +179,7 @@ class Sampler:
     def _draw(
         self,
         logits: torch.Tensor,
-        sequences: Sequence[SequenceState],
+        sequences: Sequence[SampledSequence],
         rows: list[int],
         adjusted: dict[int, torch.Tensor],
         ids: torch.Tensor,
@@ -210,7 +210,7 @@ class Sampler:
         ids.index_copy_(0, index, tokens.clamp_(max=logits.shape[1] - 1))
 
     def _score(
-        self, logits: torch.Tensor, sequences: Sequence[SequenceState], draw: Draw, device: Device
+        self, logits: torch.Tensor, sequences: Sequence[SampledSequence], draw: Draw, device: Device
     ) -> None:
         rows = [i for i, s in enumerate(sequences) if s.sampling.logprobs >= 0]
         if not rows:

@@ -53,7 +53,7 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-class EventStream(Response):
+class ServerSentEvents(Response):
     """text/event-stream of `chunks`, whose first element exists already (so errors before it had
     their proper status). An error after that is an event of its own."""
 
@@ -96,11 +96,11 @@ async def _send(send: Send, chunk: bytes) -> None:
     await send({"type": "http.response.body", "body": chunk, "more_body": True})
 
 
-async def start_stream(receive: Receive, chunks: AsyncGenerator[bytes, None]) -> EventStream:
+async def start_stream(receive: Receive, chunks: AsyncGenerator[bytes, None]) -> ServerSentEvents:
     """Waits for the first chunk, so that a refusal by the engine still gets its HTTP status."""
     try:
         first = await until_disconnect(receive, anext(chunks))
     except BaseException:
         await chunks.aclose()
         raise
-    return EventStream(first, chunks)
+    return ServerSentEvents(first, chunks)

@@ -11,7 +11,7 @@ from foveal_runtime.frontend.common.stats import FrontendStats
 from foveal_runtime.frontend.engines.client import EngineClient
 from foveal_runtime.frontend.engines.link import EngineLink
 from foveal_runtime.frontend.engines.shared_values import SharedValues
-from foveal_runtime.frontend.items.input_processor import InputProcessor
+from foveal_runtime.frontend.items.input_processor import MediaInput
 from foveal_runtime.plan.media import MODALITIES
 from foveal_runtime.telemetry.metrics import Metrics
 
@@ -19,7 +19,7 @@ _CACHE = {"cache": "processor", "tier": "host"}
 
 
 def media_source(
-    stats: FrontendStats, processor: InputProcessor, client: EngineClient
+    stats: FrontendStats, processor: MediaInput, client: EngineClient
 ) -> Callable[[Metrics], None]:
     """For `Metrics.add_source`."""
 
@@ -61,7 +61,7 @@ def _items(metrics: Metrics, stats: FrontendStats) -> None:
         metrics.set("foveal_request_resubmissions", count, reason=reason)
 
 
-def _processor_cache(metrics: Metrics, processor: InputProcessor) -> None:
+def _processor_cache(metrics: Metrics, processor: MediaInput) -> None:
     cache = processor.cache
     metrics.set("foveal_cache_queries", cache.queries, modality="", **_CACHE)
     metrics.set("foveal_cache_hits", cache.hits, modality="", **_CACHE)
@@ -77,7 +77,7 @@ def _processor_cache(metrics: Metrics, processor: InputProcessor) -> None:
                     factor=f"{factor:g}")  # fmt: skip
 
 
-def _media(metrics: Metrics, stats: FrontendStats, processor: InputProcessor) -> None:
+def _media(metrics: Metrics, stats: FrontendStats, processor: MediaInput) -> None:
     for stage, counts in stats.stages.counts.items():
         total = stats.stages.sums[stage]
         metrics.set_histogram("foveal_media_stage_seconds", counts, total, stage=stage, modality="")

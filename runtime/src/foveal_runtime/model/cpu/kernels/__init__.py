@@ -24,7 +24,7 @@ _V3 = {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"}
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 
 
-class Job(ctypes.Structure):
+class DecodeJob(ctypes.Structure):
     """Mirrors `Job` in paged_decode.c, field by field."""
 
     _fields_ = (
@@ -97,7 +97,7 @@ class Layer(ctypes.Structure):
     )
 
 
-class Step(ctypes.Structure):
+class DecodeStep(ctypes.Structure):
     """Mirrors `Step` in decode_layers.c."""
 
     _fields_ = (
@@ -136,10 +136,10 @@ class Kernel:
     def __init__(self, path: Path) -> None:
         self.variant = path.stem.removeprefix("paged_decode_")
         self._run = ctypes.CDLL(str(path)).foveal_paged_decode
-        self._run.argtypes = [ctypes.POINTER(Job)]
+        self._run.argtypes = [ctypes.POINTER(DecodeJob)]
         self._run.restype = ctypes.c_int
 
-    def run(self, job: Job) -> int:
+    def run(self, job: DecodeJob) -> int:
         """DONE, UNSUPPORTED or NO_MEMORY. Releases the GIL while it runs."""
         code: int = self._run(ctypes.byref(job))
         return code
@@ -150,10 +150,10 @@ class PrefillKernel:
 
     def __init__(self, path: Path) -> None:
         self._run = ctypes.CDLL(str(path)).foveal_paged_prefill
-        self._run.argtypes = [ctypes.POINTER(Job), ctypes.c_void_p, ctypes.c_int32]
+        self._run.argtypes = [ctypes.POINTER(DecodeJob), ctypes.c_void_p, ctypes.c_int32]
         self._run.restype = ctypes.c_int
 
-    def run(self, job: Job, chunk_rows: int, num_chunks: int) -> int:
+    def run(self, job: DecodeJob, chunk_rows: int, num_chunks: int) -> int:
         """`chunk_rows`: address of int32 (num_chunks). DONE, UNSUPPORTED or NO_MEMORY. Releases
         the GIL while it runs."""
         code: int = self._run(ctypes.byref(job), chunk_rows, num_chunks)
@@ -165,10 +165,10 @@ class DecodeKernel:
 
     def __init__(self, path: Path) -> None:
         self._run = ctypes.CDLL(str(path)).foveal_decode_layers
-        self._run.argtypes = [ctypes.POINTER(Step)]
+        self._run.argtypes = [ctypes.POINTER(DecodeStep)]
         self._run.restype = ctypes.c_int
 
-    def run(self, step: Step) -> int:
+    def run(self, step: DecodeStep) -> int:
         """DONE, UNSUPPORTED or NO_MEMORY. Releases the GIL while it runs."""
         code: int = self._run(ctypes.byref(step))
         return code
