@@ -47,7 +47,7 @@ serve: $(VENV)/.run ## keep serving the bundled model on http://127.0.0.1:8000 (
 	@$(VENV)/bin/foveal-runtime serve $(MODEL) --name tiny-vlm --idle-check-seconds 30
 
 # --- tests -------------------------------------------------------------------------------------
-.PHONY: check test test-extended test-all docs generate control-plane goals coverage chart faults hostile fresh cluster e2e bench bench-check bench-peers soak release
+.PHONY: check test test-extended test-all docs generate sizing control-plane goals coverage chart faults hostile fresh cluster e2e bench bench-check bench-peers soak release
 check: $(VENV)/.dev ## ruff, mypy --strict, import contracts
 	@$(VENV)/bin/ruff format --check . && $(VENV)/bin/ruff check .
 	@$(VENV)/bin/mypy
@@ -127,6 +127,9 @@ generate: $(VENV)/.dev ## rewrite what is generated and committed: CRD and its p
 
 release: $(VENV)/.dev ## wheels, sdists and the packaged chart in dist/, checked in an empty environment (minutes)
 	@e2e/release.sh
+
+sizing: $(VENV)/.dev ## profiles of published models from their configuration alone, and the sizing page (minutes)
+	@PYTHONPATH=. $(PY) -m tests.support.sizing
 
 fresh: ## clone HEAD into an empty folder and run README's two commands there, with their times
 	@e2e/fresh.sh

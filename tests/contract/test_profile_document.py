@@ -29,11 +29,11 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_committed_profile_is_what_the_command_writes(tmp_path: Path) -> None:
     """After a change that is meant: write it again with
-    `foveal-runtime profile examples/tiny-vlm/model --max-pixels 1048576`, with "tiny-vlm" as the
+    `foveal-runtime profile examples/tiny-vlm/model --max-pixels 4194304`, with "tiny-vlm" as the
     model's name. What processes take is this machine's, so it is only about the same."""
     note = tmp_path / "termination-log"
     model = str(EXAMPLES / "tiny-vlm" / "model")
-    done = run(model, "--max-pixels", "1048576", "--output", str(note))
+    done = run(model, "--max-pixels", "4194304", "--output", str(note))
     assert done.returncode == 0, done.stderr
     data = note.read_bytes()
     assert len(data) <= MAX_TERMINATION_MESSAGE_BYTES

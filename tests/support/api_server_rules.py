@@ -31,7 +31,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 def _quantity(text: Any) -> celtypes.IntType:
     value = quantity.parse(str(text)) * 1000
-    return celtypes.IntType(int(value))
+    return celtypes.IntType(min(int(value), 2**63 - 1))  # larger ones only have to compare so
 
 
 _FUNCTIONS = {

@@ -79,7 +79,7 @@ LEGAL: dict[str, Obj] = {
             "accelerator": {
                 "deviceClassName": "gpu.nvidia.com",
                 "deviceSelectors": ["device.attributes['gpu.nvidia.com'].family == 'Hopper'"],
-                "memory": "141Gi",
+                "memory": "72Gi",
             },
         },
         networking={
@@ -160,6 +160,30 @@ ILLEGAL: list[tuple[str, str, Any, str]] = [
     ("no media workers", "spec.frontend.mediaWorkers", 0, "spec.frontend.mediaWorkers"),
     ("frontend memory Auto", "spec.frontend.hostMemory", "Auto", "spec.frontend.hostMemory"),
     ("frontend memory 0", "spec.frontend.hostMemory", "0", "spec.frontend.hostMemory"),
+    ("cpu beyond any node", "spec.frontend.cpu", "1e400", "spec.frontend.cpu"),
+    ("cpu of nothing", "spec.engine.cpu", "0.0000001", "spec.engine.cpu"),
+    ("memory beyond any machine", "spec.engine.hostMemory", "9E", "spec.engine.hostMemory"),
+    (
+        "memory with an absurd exponent",
+        "spec.frontend.hostMemory",
+        "1e400",
+        "spec.frontend.hostMemory",
+    ),
+    (
+        "memory without a unit",
+        "spec.engine.accelerator.memory",
+        "80",
+        "spec.engine.accelerator.memory",
+    ),
+    ("memory of nothing", "spec.engine.hostMemory", "0.0000001", "spec.engine.hostMemory"),
+    ("cache beyond any machine", "spec.caches.kv.size", "1e400", "spec.caches.kv.size"),
+    ("cache without a unit", "spec.caches.ipc.size", "16", "spec.caches.ipc.size"),
+    (
+        "image size below any image",
+        "spec.modalities.image.resizeToPixels",
+        4,
+        "spec.modalities.image.resizeToPixels",
+    ),
     ("cpu not a quantity", "spec.frontend.cpu", "two", "spec.frontend.cpu"),
     (
         "min above max",

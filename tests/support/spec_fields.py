@@ -92,6 +92,8 @@ def sample(path: str, schema: dict[str, Any]) -> Any:
     if schema["type"] == "boolean":
         return path not in TRUE_BY_DEFAULT
     rules = str(schema.get("x-kubernetes-validations", ""))
+    if "990u" in rules:
+        return "7"
     return "3Gi" if "isQuantity" in rules else "other"
 
 

@@ -53,7 +53,7 @@ def test_a_plan_that_fits_ends_with_0(files: Any, capsys: Any) -> None:
 def test_a_misfit_ends_with_3_and_says_what_to_do(files: Any, capsys: Any) -> None:
     assert plan(files, "--device-memory", "16Gi") == 3
     out = capsys.readouterr().out
-    assert "DeviceMemory: weights (15.00 GiB) does not fit one device" in out
+    assert "DeviceMemory: The device has 16.00 GiB, of which 14.40 GiB is usable" in out
     assert "set spec.engine.accelerator.count to 2" in out
     assert "StatefulSet" not in out
     assert plan(files, "--device-memory", "16Gi", "-o", "yaml") == 3
@@ -121,6 +121,24 @@ def test_wrong_arguments_end_with_2(files: Any, capsys: Any) -> None:
         plan(files, "--device-memory", "80 GB")
     assert ended.value.code == 2
     assert "not a quantity" in capsys.readouterr().err
+
+
+def test_a_forgotten_unit_is_asked_back(files: Any, capsys: Any) -> None:
+    """80 was 80 bytes, and the answer that no device has so little told nobody why."""
+    with pytest.raises(SystemExit) as ended:
+        plan(files, "--device-memory", "80")
+    assert ended.value.code == 2
+    assert "80 is 80 bytes; did you mean 80Gi?" in capsys.readouterr().err
+
+
+def test_a_profile_with_smaller_limits_than_the_resource_ends_with_3(
+    files: Any, capsys: Any
+) -> None:
+    files[0].write_text(yaml.safe_dump(resource(modalities={"video": {"maxFrames": 64}})))
+    assert plan((files[0], QWEN), *GPU) == 3
+    assert "Make the profile again with --max-frames 64" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def test_the_resource_may_come_through_a_pipe(files: Any, capsys: Any, monkeypatch: Any) -> None:

@@ -48,7 +48,8 @@ FIXED = {
     "engine.caches.kv_touched",
     # One struct serves three modalities, and these say nothing of them.
     *(f"{role}.modalities.{field}" for role in ("engine", "frontend") for field in (
-        "audio.max_frames", "audio.max_pixels", "image.max_frames", "image.max_seconds")),
+        "audio.max_frames", "audio.max_pixels", "audio.resize_pixels",
+        "image.max_frames", "image.max_seconds")),
     # A pod's own port would have to be opened for it first.
     "engine.events_bind",
 }  # fmt: skip

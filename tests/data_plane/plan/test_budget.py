@@ -225,9 +225,9 @@ def test_the_message_names_term_figures_and_two_edits() -> None:
     assert problem.term == "processor"
     assert len(problem.edits) == 2
     assert problem.message.startswith(
-        "processor (8.00 GiB) does not fit a frontend pod's memory limit: the least that works is "
-        "12.81 GiB, usable are 9.00 GiB (10.00 GiB less 10 % headroom), 3.81 GiB are missing. "
-        "To fix it: set spec."
+        "The memory limit of a frontend pod is 10.00 GiB, of which 9.00 GiB is usable (10 % "
+        "headroom). At least 12.81 GiB is needed: 3.81 GiB too little. Largest items: "
+        "processor 8.00 GiB, "
     )
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Meta
 
 from foveal_operator.api.rules import AutoSize, ObjectName, Part, Quantity, Rule
+from foveal_runtime.plan.config import DEFAULT_VIDEO_FRAMES, DEFAULT_VIDEO_PIXELS
 
 MaxPerPrompt = Annotated[int, Meta(ge=0, le=128)]
 MaxPixels = Annotated[int, Meta(ge=1024, le=1_000_000_000)]
@@ -22,6 +23,10 @@ class Image(Part, frozen=True, kw_only=True):
     max_pixels: Annotated[
         MaxPixels, Meta(description="Width x height at most. Default: 64000000.")
     ] = 64_000_000
+    resize_to_pixels: Annotated[
+        MaxPixels | None,
+        Meta(description="Larger images are shrunk to so many. Default: off."),
+    ] = None
     max_size: Annotated[Quantity, Meta(description=_SIZE + " Default: 64Mi.")] = "64Mi"
 
 
@@ -32,11 +37,15 @@ class Video(Part, frozen=True, kw_only=True):
     max_pixels: Annotated[
         MaxPixels, Meta(description="Width x height of a frame at most. Default: 64000000.")
     ] = 64_000_000
+    resize_to_pixels: Annotated[
+        MaxPixels,
+        Meta(description="Larger frames are shrunk to so many. Default: 602112."),
+    ] = DEFAULT_VIDEO_PIXELS
     max_seconds: Annotated[MaxSeconds, Meta(description="Duration at most. Default: 600.")] = 600
     max_frames: Annotated[
         Annotated[int, Meta(ge=1, le=65_536)],
-        Meta(description="Frames sampled from one video at most. Default: 768."),
-    ] = 768
+        Meta(description="Frames kept of one video, evenly spread. Default: 32."),
+    ] = DEFAULT_VIDEO_FRAMES
     max_size: Annotated[Quantity, Meta(description=_SIZE + " Default: 256Mi.")] = "256Mi"
 
 

@@ -7,6 +7,7 @@ and parse.py (which runs the Python). A test holds the two forms against each ot
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Annotated, Any
 
 import msgspec
@@ -44,24 +45,40 @@ class Format(msgspec.Struct, frozen=True):
     check: Callable[[str], bool]
 
 
-def _is_size(text: str) -> bool:
-    return quantity.is_quantity(text) and quantity.parse(text) >= 0
+LEAST, MOST = "1k", "1P"
+"""What sizes lie between: less is a forgotten unit, more is no memory that exists."""
+_WITHIN = (
+    f"quantity(self).isGreaterThan(quantity('{LEAST}')) && "
+    f"quantity(self).isLessThan(quantity('{MOST}'))"
+)
 
 
-def _is_positive(text: str) -> bool:
-    return quantity.is_quantity(text) and quantity.parse(text) > 0
+def _is_within(text: str) -> bool:
+    if not quantity.is_quantity(text):
+        return False
+    return quantity.parse(LEAST) < quantity.parse(text) < quantity.parse(MOST)
+
+
+def _is_cpus(text: str) -> bool:
+    return quantity.is_quantity(text) and Fraction(99, 100_000) < quantity.parse(text) < 10_000
 
 
 FORMATS: dict[str, Format] = {
     "autoSize": Format(
-        cel="self == 'Auto' || (isQuantity(self) && quantity(self).compareTo(quantity('0')) >= 0)",
-        message="must be Auto or a quantity of 0 or more, such as 4Gi; 0 switches the cache off",
-        check=lambda text: text == "Auto" or _is_size(text),
+        cel=f"self in ['Auto', '0'] || (isQuantity(self) && {_WITHIN})",
+        message="must be Auto, 0, or 1Ki to 1P, such as 4Gi",
+        check=lambda text: text in ("Auto", "0") or _is_within(text),
     ),
     "quantity": Format(
-        cel="isQuantity(self) && quantity(self).isGreaterThan(quantity('0'))",
-        message="must be a quantity above 0, such as 16Gi",
-        check=_is_positive,
+        cel=f"isQuantity(self) && {_WITHIN}",
+        message="must be 1Ki to 1P, such as 16Gi",
+        check=_is_within,
+    ),
+    "cpus": Format(
+        cel="isQuantity(self) && quantity(self).isGreaterThan(quantity('990u')) && "
+        "quantity(self).isLessThan(quantity('10k'))",
+        message="must be 1m to 10k CPUs",
+        check=_is_cpus,
     ),
 }
 
@@ -76,6 +93,7 @@ def _formatted(name: str) -> Meta:
 
 AutoSize = Annotated[str, _formatted("autoSize")]
 Quantity = Annotated[str, _formatted("quantity")]
+Cpus = Annotated[str, _formatted("cpus")]
 ObjectName = Annotated[str, bounded(253, r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")]
 DataKey = Annotated[str, bounded(253, r"^[-._a-zA-Z0-9]+$")]
 LabelValue = Annotated[str, Meta(max_length=63, pattern=r"^[-._a-zA-Z0-9]*$")]

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
-from foveal_operator.api.rules import ObjectName, Part, Quantity, Rule, Text, Url
+from foveal_operator.api.rules import Cpus, ObjectName, Part, Quantity, Rule, Text, Url
 
 Replicas = Annotated[int, Meta(ge=0, le=256)]
 NumDevices = Annotated[int, Meta(ge=1, le=16)]
@@ -163,7 +163,7 @@ class Frontend(Part, frozen=True, kw_only=True):
     admission: Annotated[Admission, Meta(description="Limits before work begins.")] = Admission()
     host_memory: HostMemory = None
     cpu: Annotated[
-        Quantity | None,
+        Cpus | None,
         Meta(description="CPUs requested by a pod; default: one for each process and worker."),
     ] = None
     pod_template: PodTemplate = None
@@ -334,7 +334,7 @@ class Engine(Part, frozen=True, kw_only=True):
     )
     host_memory: HostMemory = None
     cpu: Annotated[
-        Quantity | None,
+        Cpus | None,
         Meta(description="CPUs requested by a pod; default: 4 for each device, 4 on a CPU."),
     ] = None
     pod_template: PodTemplate = None

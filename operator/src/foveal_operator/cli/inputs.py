@@ -15,6 +15,7 @@ import yaml
 from foveal_operator.api.parse import InferenceSpec, SpecError, parse
 from foveal_operator.common.errors import UsageError
 from foveal_runtime.plan import profile as model_profile
+from foveal_runtime.plan.config import MIB
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.profile import ModelProfile
 from foveal_runtime.plan.quantity import parse_bytes
@@ -24,9 +25,14 @@ MAX_FILE_BYTES = 4 << 20
 
 def size(text: str) -> int:
     try:
-        return parse_bytes(text)
+        found = parse_bytes(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+    if 0 < found < MIB:
+        raise argparse.ArgumentTypeError(
+            f"{text} is {found} bytes; did you mean {text.rstrip('mu')}Gi?"
+        )
+    return found
 
 
 def _read(path: str, what: str) -> str:

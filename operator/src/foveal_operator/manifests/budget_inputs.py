@@ -56,6 +56,7 @@ def budget_inputs(inference: InferenceSpec, facts: NodeFacts) -> BudgetInputs:
                 else "engine.accelerator.count"
             ),
             device_bytes=size_of(engine.accelerator.memory) or facts.device_bytes,
+            found_device_bytes=facts.device_bytes,
             max_model_len=engine.max_model_len or 0,
             max_num_seqs=engine.max_num_seqs,
             max_num_batched_tokens=engine.max_num_batched_tokens,
@@ -84,11 +85,13 @@ def modalities_config(modalities: Modalities) -> ModalitiesConfig:
             max_per_prompt=image.max_per_prompt,
             max_bytes=parse_bytes(image.max_size),
             max_pixels=image.max_pixels,
+            resize_pixels=image.resize_to_pixels or 0,
         ),
         video=ModalityLimits(
             max_per_prompt=video.max_per_prompt,
             max_bytes=parse_bytes(video.max_size),
             max_pixels=video.max_pixels,
+            resize_pixels=video.resize_to_pixels,
             max_seconds=float(video.max_seconds),
             max_frames=video.max_frames,
         ),

@@ -57,9 +57,12 @@ def fetch_job(context: Context) -> Obj:
 def profile_job(context: Context) -> Obj:
     """Predicts the model's costs from its files under the resource's limits on media."""
     spec = context.inference.spec
-    limits = {
-        "--max-pixels": spec.modalities.image.max_pixels,
+    image = spec.modalities.image
+    limits: dict[str, object] = {
+        "--max-pixels": image.max_pixels,
+        **({"--resize-to-pixels": image.resize_to_pixels} if image.resize_to_pixels else {}),
         "--max-video-pixels": spec.modalities.video.max_pixels,
+        "--resize-video-to-pixels": spec.modalities.video.resize_to_pixels,
         "--max-frames": spec.modalities.video.max_frames,
         "--max-seconds": spec.modalities.video.max_seconds,
         "--max-audio-seconds": spec.modalities.audio.max_seconds,

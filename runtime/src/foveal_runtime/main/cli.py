@@ -21,6 +21,7 @@ from foveal_runtime.main.local.options import (
     configured,
     positive,
 )
+from foveal_runtime.plan.config import DEFAULT_VIDEO_FRAMES, DEFAULT_VIDEO_PIXELS
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.telemetry.last_words import LastWords, begin_last_words
 from foveal_runtime.telemetry.memory import ContainerMemory
@@ -29,7 +30,7 @@ PROGRAM = os.environ.get("FOVEAL_PROGRAM", "foveal-runtime")
 """As it was called: `foveal serve` hands on to this program."""
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     parser = Parser(prog=PROGRAM, description="Foveal's data plane: frontends and engines.")
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -56,17 +57,31 @@ def _parser() -> argparse.ArgumentParser:
     fetch.add_argument("--revision", default="", help="branch, tag or commit of a hf:// model")
     fetch.add_argument("--metrics-port", type=int, default=0, metavar="PORT",
                        help="serve the progress at /metrics there; 0 (default): not")  # fmt: skip
-    profile = commands.add_parser("profile", help="what a model costs, as JSON")
+    profile = commands.add_parser(
+        "profile",
+        help="what a model costs, as JSON",
+        description="Predicts what a model costs from config.json, the processor's files and the "
+        "headers of the weight files. Weights are not read; with --assume-dtype they need not be "
+        "there.",
+    )
     profile.add_argument("model")
     profile.add_argument("--measure", action="store_true", help="load the model and measure")
     profile.add_argument("--max-pixels", type=positive, default=64_000_000)
+    profile.add_argument("--resize-to-pixels", type=int, default=0, metavar="PIXELS",
+                         help="larger images are shrunk to so many; 0 (default): off")  # fmt: skip
     profile.add_argument("--max-video-pixels", type=int, default=0, help="0: as --max-pixels")
-    profile.add_argument("--max-frames", type=positive, default=768)
+    profile.add_argument("--resize-video-to-pixels", type=int, default=DEFAULT_VIDEO_PIXELS,
+                         metavar="PIXELS", help="frames of videos likewise")  # fmt: skip
+    profile.add_argument("--max-frames", type=positive, default=DEFAULT_VIDEO_FRAMES)
     profile.add_argument("--max-seconds", type=float, default=600.0)
     profile.add_argument("--max-audio-seconds", type=float, default=0.0, help="0: as --max-seconds")
     profile.add_argument("--max-num-batched-tokens", type=positive, default=2048)
     profile.add_argument("--dtype", default="auto",
                          choices=DTYPES)  # fmt: skip
+    profile.add_argument("--assume-dtype", default="",
+                         choices=["float32", "bfloat16", "float16"],
+                         help="the type of weights that are not there: their bytes follow from "
+                         "config.json")  # fmt: skip
     profile.add_argument("--device", default="cpu", help="cpu or cuda: where it is to run")
     profile.add_argument("--no-processes", dest="processes", action="store_false",
                          help="do not start processes to see what they take")  # fmt: skip
@@ -119,7 +134,7 @@ def main(argv: list[str] | None = None) -> int:
         if given[:1] == ["serve"]:
             more, model = configured(given[1:])
             given = ["serve", *more, *given[1:]]
-        arguments = _parser().parse_args(given)
+        arguments = parser().parse_args(given)
         if arguments.command == "serve" and arguments.model is None:
             arguments.model = model
         return _run(arguments)

@@ -7,7 +7,9 @@ processors (the largest items). Run by users, and by the operator as a Job.
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
@@ -16,7 +18,7 @@ from foveal_runtime.main.revision import resolved_revision
 from foveal_runtime.model.cpu import threads
 from foveal_runtime.plan.config import ModalitiesConfig, ModalityLimits
 from foveal_runtime.plan.errors import StartupError
-from foveal_runtime.plan.profile import ModelProfile, ProcessMemory
+from foveal_runtime.plan.profile import ModelProfile, ProcessMemory, ProfileLimits
 
 MAX_TERMINATION_MESSAGE_BYTES = 4096
 """Kubernetes' own limit; what is longer is cut off."""
@@ -30,22 +32,33 @@ def profile_model(
     measure: bool = False,
     dtype: str = "auto",
     device: str = "cpu",
+    assume_dtype: str = "",
     max_num_batched_tokens: int = 2048,
 ) -> ModelProfile:
     """The profile of a checkpoint directory; with `measure` it is loaded and run on `device`.
 
-    Raises StartupError for a model that an engine would refuse, too.
+    With `assume_dtype` the weights may be absent: their bytes then follow from config.json. Raises
+    StartupError for a model that an engine would refuse, too.
     """
     from foveal_runtime.frontend.media.largest import largest_items
     from foveal_runtime.model import profiler
 
-    predicted = profiler.predict(path, dtype, device=device)
+    predict = functools.partial(
+        profiler.predict, path, dtype, device=device, assume_dtype=assume_dtype
+    )
+    predicted = predict()
     largest = {}
     if predicted.is_multimodal:
         largest = largest_items(path, limits, predicted.max_model_len)
         items = {name: one.profile for name, one in largest.items()}
-        predicted = profiler.predict(path, dtype, items, device)
-    predicted = msgspec.structs.replace(predicted, revision=resolved_revision(Path(path)))
+        predicted = predict(items=items)
+    predicted = msgspec.structs.replace(
+        predicted,
+        revision=resolved_revision(Path(path)),
+        limits=ProfileLimits.of(limits),
+        processor={key: value for one in largest.values() for key, value in one.options.items()},
+        versions={**predicted.versions, "foveal-runtime": version("foveal-runtime")},
+    )
     if not measure:
         return predicted
     return profiler.measure(
@@ -58,16 +71,24 @@ def profile_model(
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
-    threads.configure()
-    image = ModalityLimits(max_pixels=arguments.max_pixels)
+def limits_of(arguments: argparse.Namespace) -> ModalitiesConfig:
+    """The limits on media that the flags name."""
+    image = ModalityLimits(
+        max_pixels=arguments.max_pixels, resize_pixels=arguments.resize_to_pixels
+    )
     video = ModalityLimits(
         max_pixels=arguments.max_video_pixels or arguments.max_pixels,
+        resize_pixels=arguments.resize_video_to_pixels,
         max_frames=arguments.max_frames,
         max_seconds=arguments.max_seconds,
     )
     audio = ModalityLimits(max_seconds=arguments.max_audio_seconds or arguments.max_seconds)
-    limits = ModalitiesConfig(image=image, video=video, audio=audio)
+    return ModalitiesConfig(image=image, video=video, audio=audio)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    threads.configure()
+    limits = limits_of(arguments)
     processes = ProcessMemory()
     if arguments.processes:  # first: this process is small as yet
         from foveal_runtime.main.footprint import measure_frontend
@@ -79,6 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
         measure=arguments.measure,
         dtype=arguments.dtype,
         device=arguments.device,
+        assume_dtype=arguments.assume_dtype,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
     )
     if arguments.processes:
@@ -108,8 +130,12 @@ def engine_bytes_of(profile: ModelProfile, device: str) -> int:
 def compact(profile: ModelProfile) -> bytes:
     """The document on one line, so small that a termination message holds it: what budgets do not
     need is left out when it must be. Raises StartupError when even that does not fit."""
-    small = msgspec.structs.replace(profile, kv_bytes_per_layer=())
-    for one in (profile, small, msgspec.structs.replace(small, sources={})):
+    replace = msgspec.structs.replace
+    small = replace(profile, kv_bytes_per_layer=())
+    items = {name: replace(item, smaller=()) for name, item in profile.items.items()}
+    for one in (
+        profile, small, replace(small, sources={}), replace(small, sources={}, items=items)
+    ):  # fmt: skip
         data = msgspec.json.encode(one)
         if len(data) <= MAX_TERMINATION_MESSAGE_BYTES:
             return data

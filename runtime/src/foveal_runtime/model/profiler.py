@@ -8,10 +8,12 @@ may run processors. Never writes anything.
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -25,6 +27,7 @@ from foveal_runtime.engine.types.step import (
 from foveal_runtime.model.checkpoint.head import Head
 from foveal_runtime.model.checkpoint.meta import meta_model
 from foveal_runtime.model.checkpoint.probe import probe_layers, probe_states
+from foveal_runtime.model.checkpoint.shards import parameter_bytes, replicated_bytes
 from foveal_runtime.model.checkpoint.weights import stored_bytes
 from foveal_runtime.model.memory import PeakMeter
 from foveal_runtime.model.runner.runner import TorchRunner
@@ -47,9 +50,16 @@ def predict(
     dtype: str = "auto",
     items: Mapping[str, ItemProfile] | None = None,
     device: str = "cpu",
+    assume_dtype: str = "",
 ) -> ModelProfile:
-    """The profile of the checkpoint directory `path` without loading it. Raises StartupError."""
+    """The profile of the checkpoint directory `path` without loading it.
+
+    `assume_dtype`: the type that the weights would have, where there are none. Raises StartupError.
+    """
     items = dict(items or {})
+    has_weights = any(Path(path).glob("*.safetensors"))
+    if assume_dtype and not has_weights:
+        dtype = assume_dtype
     loaded = meta_model(path, dtype)
     head = Head(loaded.model, loaded.core_name)
     layers = probe_layers(loaded, head)
@@ -57,11 +67,18 @@ def predict(
     traits = read_traits(loaded, state_bytes)
     itemsize = loaded.dtype.itemsize
     per_layer = tuple(layer.values_per_token * itemsize for layer in layers)
-    fixed, per_token = _activations(loaded.config, itemsize, max(per_layer), items, device)
+    decoder = _activations(loaded.config, itemsize, max(per_layer), device)
+    windows = [layer.sliding_window or layer.chunk_size or 0 for layer in layers]
+    if assume_dtype and not has_weights:
+        total = parameter_bytes(loaded.model)
+    else:
+        total = stored_bytes(path, itemsize)
     sources: dict[str, ValueSource] = {
-        "weight_bytes": "headers",
+        "weight_bytes": "headers" if has_weights else "config",
         "activation_bytes": "formula",
         "activation_bytes_per_token": "formula",
+        "encoder_bytes_per_patch": "formula",
+        "replicated_weight_bytes": "formula",
         **{f"items.{name}": "processor" for name in items},
     }
     for name in ("max_model_len", "kv_bytes_per_token", "embed_width", "embed_levels"):
@@ -71,34 +88,45 @@ def predict(
         dtype=str(loaded.dtype).removeprefix("torch."),
         is_multimodal=traits.is_multimodal,
         max_model_len=traits.max_position,
-        weight_bytes=stored_bytes(path, itemsize),
+        weight_bytes=total,
+        replicated_weight_bytes=min(total, replicated_bytes(loaded.model)),
+        num_heads=math.gcd(*(layer.num_heads for layer in layers)),
+        num_kv_heads=math.gcd(*(layer.num_kv_heads for layer in layers)),
+        window=max(windows),
+        window_kv_bytes_per_token=sum(
+            size for size, window in zip(per_layer, windows, strict=True) if window
+        ),
         kv_bytes_per_token=sum(per_layer),
         kv_bytes_per_layer=per_layer,
         state_bytes=state_bytes,
         embed_width=traits.embed_width,
         embed_bytes=itemsize,
         embed_levels=traits.embed_levels,
-        activation_bytes=fixed,
-        activation_bytes_per_token=per_token,
+        activation_bytes=decoder.fixed,
+        activation_bytes_per_token=decoder.whole + decoder.shared,
+        activation_bytes_per_token_whole=decoder.whole,
+        encoder_bytes_per_patch=_encoder_bytes(loaded.config, itemsize) if items else {},
+        encoder_bytes_per_embed=3 * int(loaded.text_config.hidden_size) * itemsize,
         items=items,
         sources=sources,
+        versions={name: version(name) for name in ("torch", "transformers")},
     )
 
 
-def _activations(
-    config: Any,
-    itemsize: int,
-    layer_kv_bytes: int,
-    items: Mapping[str, ItemProfile],
-    device: str,
-) -> tuple[int, int]:
-    """(fixed, per token) bytes of a step's peak, as a bound, not a mean.
+class _Decoder(NamedTuple):
+    """Bytes of a step's peak: fixed, for each token on every rank, for each token of all ranks."""
 
-    Decoder: residual, normed input and three float32 temporaries of the norm; then either
-    projections, rotated copies and output of attention, or four intermediates of the (routed) MLP;
-    on CPUs one mask row over the context, as bool and as float32. Encoder, which runs before: the
-    same of its tower, per patch. Both are assumed at their worst at once, because the planner adds
-    fixed + per token x tokens.
+    fixed: int
+    whole: int
+    shared: int
+
+
+def _activations(config: Any, itemsize: int, layer_kv_bytes: int, device: str) -> _Decoder:
+    """The decoder's peak in a step, as a bound, not a mean.
+
+    Residual, normed input and three float32 temporaries of the norm; then either projections,
+    rotated copies and output of attention, or four intermediates of the (routed) MLP, which ranks
+    share; on CPUs one mask row over the context, as bool and as float32.
     """
     text = config.get_text_config()
     width, context = int(text.hidden_size), int(text.max_position_embeddings)
@@ -108,29 +136,28 @@ def _activations(
     routed = int(getattr(text, "num_experts_per_tok", 0) or 0)
     if routed:
         inner = max(inner, routed * int(getattr(text, "moe_intermediate_size", 0) or inner))
-    per_token = 12 * width + (2 * width + max(6 * heads, 4 * inner)) * itemsize
+    whole = 12 * width + 2 * width * itemsize
     if device == "cpu":
-        per_token += 5 * context
+        whole += 5 * context
     fixed = LOGIT_ROWS * int(text.vocab_size) * 4 * _LOGIT_COPIES + context * layer_kv_bytes
-    per_embed = _encoder_bytes_per_embed(config, width, itemsize)
-    largest = max((item.num_embeds for item in items.values()), default=0)
-    return max(fixed, per_embed * largest), max(per_token, per_embed if items else 0)
+    return _Decoder(fixed, whole, max(6 * heads, 4 * inner) * itemsize)
 
 
-def _encoder_bytes_per_embed(config: Any, width: int, itemsize: int) -> int:
-    """Peak bytes of encoding, for each embedding that comes out."""
-    peak = 0
-    for name in ("vision_config", "audio_config"):
+def _encoder_bytes(config: Any, itemsize: int) -> dict[str, int]:
+    """Peak bytes of each modality's encoder for each patch: residual, normed input, projections and
+    output of attention, two intermediates of the MLP."""
+    found = {}
+    for name, modalities in (("vision_config", ("image", "video")), ("audio_config", ("audio",))):
         tower = getattr(config, name, None)
         if tower is None:
             continue
-        inside = int(getattr(tower, "hidden_size", 0) or getattr(tower, "d_model", 0) or width)
+        inside = int(getattr(tower, "hidden_size", 0) or getattr(tower, "d_model", 0) or
+                     config.get_text_config().hidden_size)  # fmt: skip
         inside = max(inside, int(getattr(tower, "embed_dim", 0) or 0))
-        inner = int(getattr(tower, "intermediate_size", 0) or 4 * inside)
-        merge = int(getattr(tower, "spatial_merge_size", 0) or getattr(config, "scale_factor", 1))
-        patches = max(1, merge) ** 2 if name == "vision_config" else 4
-        peak = max(peak, patches * (8 * inside + 2 * inner) * itemsize + 3 * width * itemsize)
-    return peak
+        inner = int(getattr(tower, "intermediate_size", 0) or
+                    getattr(tower, "encoder_ffn_dim", 0) or 4 * inside)  # fmt: skip
+        found.update(dict.fromkeys(modalities, (8 * inside + 2 * inner) * itemsize))
+    return found
 
 
 def measure(
@@ -156,14 +183,15 @@ def measure(
     low = meter.peak_of(lambda: _run_tokens(runner, small))
     high = meter.peak_of(lambda: _run_tokens(runner, large))
     per_token = max(0, high - low) // max(1, large - small)
-    encoding = 0
-    for value in (values or {}).values():
-        encoding = max(encoding, meter.peak_of(functools.partial(_run_encoder, runner, value)))
+    per_patch = dict(predicted.encoder_bytes_per_patch)
+    for name, value in (values or {}).items():
+        peak = meter.peak_of(functools.partial(_run_encoder, runner, value))
+        per_patch[name] = -(-peak // max(1, predicted.items[name].num_patches))
     logits = meter.peak_of(lambda: _run_sampler(runner))
-    fixed = max(0, low - per_token * small, encoding, logits)
+    fixed = max(0, low - per_token * small, logits)
     sources = dict(predicted.sources)
     for name in ("weight_bytes", "activation_bytes", "activation_bytes_per_token",
-                 "kv_bytes_per_token"):  # fmt: skip
+                 "kv_bytes_per_token", "encoder_bytes_per_patch"):  # fmt: skip
         sources[name] = "measured"
     kv, weight_bytes = runner.kv_block_bytes // _BLOCK_SIZE, runner.weight_bytes
     runner.close()
@@ -173,6 +201,9 @@ def measure(
         kv_bytes_per_token=kv,
         activation_bytes=fixed,
         activation_bytes_per_token=per_token,
+        activation_bytes_per_token_whole=per_token,
+        encoder_bytes_per_patch=per_patch,
+        encoder_bytes_per_embed=0,
         source="measured",
         sources=sources,
     )

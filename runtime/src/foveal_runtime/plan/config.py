@@ -21,6 +21,11 @@ from foveal_runtime.plan.errors import StartupError
 KVDtype = Literal["auto", "bfloat16", "fp8"]
 GIB = 1024**3
 MIB = 1024**2
+DEFAULT_VIDEO_FRAMES = 32
+DEFAULT_VIDEO_PIXELS = 768 * 28 * 28
+"""Of a frame. A 7B model of the Qwen2.5-VL kind then takes 12,288 tokens for its longest video,
+whose encoding needs 1.8 GiB: a device of 24 GiB carries that beside the weights. Its processor
+shrinks frames to the same size by default."""
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -46,18 +51,32 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class ModalityLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Limits on one modality; 0 items switches it off. Enforced before anything is decoded."""
+    """Limits on one modality; 0 items switches it off. Enforced before anything is decoded.
+
+    Attributes:
+        max_pixels: an image, or a frame of a video, with more is refused.
+        resize_pixels: one with more is shrunk to so many, in its own proportions; 0 = off.
+        max_frames: so many of a video's frames are kept, evenly spread.
+    """
 
     max_per_prompt: int = 16
     max_bytes: int = 64 * MIB
     max_pixels: int = 64_000_000
+    resize_pixels: int = 0
     max_seconds: float = 600.0
-    max_frames: int = 768
+    max_frames: int = DEFAULT_VIDEO_FRAMES
+
+    @property
+    def processed_pixels(self) -> int:
+        """Width x height that reaches the processor at most."""
+        return min(self.max_pixels, self.resize_pixels or self.max_pixels)
 
 
 class ModalitiesConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     image: ModalityLimits = ModalityLimits()
-    video: ModalityLimits = ModalityLimits(max_per_prompt=2, max_bytes=256 * MIB)
+    video: ModalityLimits = ModalityLimits(
+        max_per_prompt=2, max_bytes=256 * MIB, resize_pixels=DEFAULT_VIDEO_PIXELS
+    )
     audio: ModalityLimits = ModalityLimits(max_per_prompt=4, max_bytes=64 * MIB)
 
 

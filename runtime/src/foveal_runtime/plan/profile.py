@@ -7,14 +7,31 @@ that needs the model itself.
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
 
+from foveal_runtime.plan.config import ModalitiesConfig
 from foveal_runtime.plan.errors import StartupError
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 ValueSource = Literal["config", "headers", "formula", "processor", "measured"]
+
+
+SMALLER_PIXELS = tuple(28 * 28 << k for k in range(14, 7, -1))
+"""Limits on images whose figures a profile has besides: 12,845,056 down to 100,352 pixels."""
+SMALLER_FRAMES = (256, 128, 64, 32, 16, 8, 4)
+
+
+class SmallerItem(msgspec.Struct, frozen=True, array_like=True):
+    """The largest item under a smaller limit: pixels of an image, frames of a video."""
+
+    limit: int
+    num_tokens: int
+    num_embeds: int
+    processed_bytes: int
+    num_patches: int
 
 
 class ItemProfile(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,12 +42,49 @@ class ItemProfile(msgspec.Struct, frozen=True, kw_only=True):
         num_embeds: encoder outputs among them.
         processed_bytes: the processed item as it crosses the wire and lies in a cache.
         example: media that gives this item, e.g. "3584x3584 pixels".
+        num_patches: positions of the encoder that it takes; 0 = not known.
+        smaller: the same figures under smaller limits, larger ones first, as far as they differ;
+            SMALLER_PIXELS and SMALLER_FRAMES were tried.
     """
 
     num_tokens: int
     num_embeds: int
     processed_bytes: int
     example: str = ""
+    num_patches: int = 0
+    smaller: tuple[SmallerItem, ...] = ()
+
+    def at(self, limit: int) -> ItemProfile:
+        """The figures under `limit` or, between two that are recorded, under the larger one."""
+        fitting = [one for one in self.smaller if one.limit >= limit]
+        if not fitting:
+            return self
+        least = fitting[-1]
+        return ItemProfile(
+            num_tokens=least.num_tokens,
+            num_embeds=least.num_embeds,
+            processed_bytes=least.processed_bytes,
+            num_patches=least.num_patches,
+            smaller=tuple(one for one in self.smaller if one.limit < least.limit),
+        )
+
+
+class ProfileLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """The limits that the largest items were made under: pixels as they reach the processor."""
+
+    image_pixels: int
+    video_pixels: int
+    video_frames: int
+    audio_seconds: float
+
+    @classmethod
+    def of(cls, modalities: ModalitiesConfig) -> ProfileLimits:
+        return cls(
+            image_pixels=modalities.image.processed_pixels,
+            video_pixels=modalities.video.processed_pixels,
+            video_frames=modalities.video.max_frames,
+            audio_seconds=modalities.audio.max_seconds,
+        )
 
 
 class ProcessMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,8 +112,17 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
         kv_bytes_per_token: keys and values of all layers, one token, in `dtype`.
         embed_width, embed_bytes: elements of one encoder output, and bytes of one element.
         embed_levels: 1 + deepstack levels.
-        activation_bytes: peak of a forward pass that does not grow with the batch.
+        activation_bytes: peak of the decoder's forward pass that does not grow with the batch.
         activation_bytes_per_token: growth of that peak per scheduled token.
+        activation_bytes_per_token_whole: the part of it that every rank of an engine has in full.
+        encoder_bytes_per_patch: modality to the peak of its encoder for each patch of an item.
+        encoder_bytes_per_embed: what comes on top for each encoder output.
+        replicated_weight_bytes: parameters that every rank holds in full (encoders among them);
+            None = not known.
+        num_heads, num_kv_heads: greatest common divisor over the layers: tensor parallelism needs
+            a divisor of both; 0 = not known.
+        window, window_kv_bytes_per_token: the longest sliding window of any layer, and the part of
+            kv_bytes_per_token that layers with a window take; 0 = none.
         max_model_len: the model's own limit, prompt + output tokens.
         state_bytes: recurrent state of one running request, for models with such layers.
         items: modality to its largest item; empty for a text-only model.
@@ -69,6 +132,9 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
             configuration, the headers of the weight files, a formula over configuration values,
             the processor at work, or a measurement.
         processes: what the processes that serve it take, as measured where the profile was made.
+        limits: the limits on media it was made with; None = not recorded.
+        processor: sizes that the processor itself keeps to, by modality and option.
+        versions: packages that it was made with, by name.
     """
 
     model: str = ""
@@ -89,6 +155,29 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes_per_layer: tuple[int, ...] = ()
     sources: dict[str, ValueSource] = {}
     processes: ProcessMemory = ProcessMemory()
+    activation_bytes_per_token_whole: int = 0
+    encoder_bytes_per_patch: dict[str, int] = {}
+    encoder_bytes_per_embed: int = 0
+    replicated_weight_bytes: int | None = None
+    num_heads: int = 0
+    num_kv_heads: int = 0
+    window: int = 0
+    window_kv_bytes_per_token: int = 0
+    limits: ProfileLimits | None = None
+    processor: dict[str, int] = {}
+    versions: dict[str, str] = {}
+
+    def encoder_bytes(self, modality: str, item: ItemProfile) -> int:
+        """Peak of encoding this item alone."""
+        each = self.encoder_bytes_per_patch.get(modality, 0)
+        return each and item.num_patches * each + item.num_embeds * self.encoder_bytes_per_embed
+
+    def possible_ranks(self, most: int = 64) -> tuple[int, ...]:
+        """Numbers of devices that can share the model's heads; empty = not known."""
+        if not self.num_heads or not self.num_kv_heads:
+            return ()
+        heads = math.gcd(self.num_heads, self.num_kv_heads)
+        return tuple(n for n in range(1, min(most, heads) + 1) if heads % n == 0)
 
     def kv_token_bytes(self, kv_dtype: str) -> int:
         """Keys and values of one token when they are kept as `kv_dtype`, see EngineCaches."""

@@ -12,6 +12,7 @@ YCbCr and bilevel images are converted to RGB.
 from __future__ import annotations
 
 import io
+import math
 import warnings
 
 import numpy as np
@@ -55,7 +56,7 @@ def _read(data: bytes | memoryview, limits: ModalityLimits) -> Image.Image:
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
         check_pixels(image.width, image.height, limits)
         image.load()
-        return to_rgb(ImageOps.exif_transpose(image) or image)
+        return shrunk(to_rgb(ImageOps.exif_transpose(image) or image), limits.resize_pixels)
 
 
 def check_bytes(data: bytes | memoryview, limits: ModalityLimits, what: str) -> None:
@@ -72,6 +73,24 @@ def check_pixels(width: int, height: int, limits: ModalityLimits) -> None:
         raise MediaTooLarge(
             f"image is {width}x{height} = {width * height} pixels, the limit is {limits.max_pixels}"
         )
+
+
+def shrunk(image: Image.Image, pixels: int) -> Image.Image:
+    """The image with at most `pixels` pixels in its own proportions; as it is when 0 or small
+    enough."""
+    size = fitted(image.width, image.height, pixels)
+    return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)
+
+
+def fitted(width: int, height: int, pixels: int) -> tuple[int, int]:
+    """(width, height) of the largest size of the same proportions with at most `pixels` pixels."""
+    if not 0 < pixels < width * height:
+        return width, height
+    scale = math.sqrt(pixels / (width * height))
+    narrow, wide = sorted((width, height))
+    side = max(1, int(narrow * scale))
+    other = max(1, min(int(wide * scale), pixels // side))
+    return (side, other) if width <= height else (other, side)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

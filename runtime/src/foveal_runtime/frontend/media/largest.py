@@ -9,9 +9,12 @@ not count: no request can hold them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from PIL import Image
 
@@ -20,10 +23,12 @@ from foveal_runtime.frontend.media.timed import Frames
 from foveal_runtime.plan.config import ModalitiesConfig, ModalityLimits
 from foveal_runtime.plan.errors import FovealError
 from foveal_runtime.plan.media import MODALITIES
-from foveal_runtime.plan.profile import ItemProfile
+from foveal_runtime.plan.profile import SMALLER_FRAMES, SMALLER_PIXELS, ItemProfile, SmallerItem
 from foveal_runtime.plan.profile_memory import MAX_PROBE_PIXELS, VIDEO_PROBE_FRAMES
 from foveal_runtime.wire.item import meta_of, read_header
 
+AUDIO_STRIDE = 2
+"""Spectrum frames for each position of an audio encoder, which halves them at its start."""
 _FACTORS = (14, 16, 28, 32)
 _RATIOS = (1, 4 / 3, 3 / 2, 16 / 9, 2, 3, 4, 6)
 _MAX_RATIO = 200  # what the widest-minded processors take
@@ -32,10 +37,12 @@ _PICTURE = (120, 60, 200)  # nothing a processor takes for padding
 
 
 class Largest(NamedTuple):
-    """An item's figures, and its serialised value (of a shorter probe for video and audio)."""
+    """An item's figures, its serialised value (of a shorter probe for video and audio), and the
+    sizes that the processor itself keeps to."""
 
     profile: ItemProfile
     value: bytes
+    options: Mapping[str, int] = MappingProxyType({})
 
 
 def largest_items(model_path: str, limits: ModalitiesConfig, max_tokens: int) -> dict[str, Largest]:
@@ -48,22 +55,104 @@ def largest_items(model_path: str, limits: ModalitiesConfig, max_tokens: int) ->
     # Options of a request can take a picture out of its short form: budgets count the long one.
     processor.codebooks = None
     finders: dict[int, Callable[..., Largest | None]] = {0: _image, 1: _video, 2: _audio}
+    patch = _patch_pixels(model_path)
     found: dict[str, Largest] = {}
     for modality, info in sorted(processor.placeholders.items()):
         if info.method:
             name = MODALITIES[modality]
-            largest = finders[modality](processor, getattr(limits, name), max_tokens)
+
+            def find(
+                one: ModalityLimits, finder: Callable[..., Largest | None] = finders[modality]
+            ) -> Largest | None:
+                made = finder(processor, one, max_tokens)
+                return made and made._replace(profile=_with_patches(made, patch))
+
+            largest = find(getattr(limits, name))
             if largest is not None:
-                found[name] = largest
+                steps = _smaller(name, getattr(limits, name), largest.profile, find)
+                found[name] = largest._replace(
+                    profile=msgspec.structs.replace(largest.profile, smaller=steps),
+                    options=_options(processor.processor, name),
+                )
+    return found
+
+
+def _smaller(
+    name: str,
+    limits: ModalityLimits,
+    largest: ItemProfile,
+    find: Callable[[ModalityLimits], Largest | None],
+) -> tuple[SmallerItem, ...]:
+    """The largest items under smaller limits, until limits no longer matter."""
+    if name == "audio":
+        return ()
+    replace = msgspec.structs.replace
+    if name == "image":
+        tried = [(pixels, replace(limits, max_pixels=pixels, resize_pixels=0))
+                 for pixels in SMALLER_PIXELS if pixels < limits.processed_pixels]  # fmt: skip
+    else:
+        tried = [(frames, replace(limits, max_frames=frames))
+                 for frames in SMALLER_FRAMES if frames < limits.max_frames]  # fmt: skip
+    steps: list[SmallerItem] = []
+    least = largest.num_embeds
+    for limit, smaller in tried:
+        made = find(smaller)
+        if made is None:
+            break
+        if made.profile.num_embeds < least:
+            one, least = made.profile, made.profile.num_embeds
+            figures = (one.num_tokens, one.num_embeds, one.processed_bytes, one.num_patches)
+            steps.append(SmallerItem(limit, *figures))
+    return tuple(steps)
+
+
+def _patch_pixels(model_path: str) -> int:
+    """Pixels of a patch of the vision encoder; 0 when its configuration names none."""
+    try:
+        config = msgspec.json.decode((Path(model_path) / "config.json").read_bytes())
+        size = config["vision_config"]["patch_size"]
+    except (OSError, msgspec.DecodeError, KeyError, TypeError):
+        return 0
+    sides = size if isinstance(size, list) else [size, size]
+    return math.prod(int(side) for side in sides)
+
+
+def _with_patches(made: Largest, patch_pixels: int) -> ItemProfile:
+    """The profile with the encoder's positions, counted in the tensors that reach it."""
+    header = read_header(made.value)
+    shapes = {field.name: field.shape for field in header.fields}
+    patches = 0
+    for name, shape in shapes.items():
+        if name.startswith("pixel_values") and len(shape) == 2:
+            patches += shape[0]  # cut into patches by the processor
+        elif name.startswith("pixel_values") and len(shape) >= 4 and patch_pixels:
+            patches += math.prod(shape) // shape[-3] // patch_pixels
+        elif name == "input_features" and len(shape) >= 2:
+            patches += math.prod(shape) // shape[-2] // AUDIO_STRIDE
+    probe = max(1, meta_of(header).num_embeds)
+    grown = -(-patches * made.profile.num_embeds // probe)
+    return msgspec.structs.replace(made.profile, num_patches=grown)
+
+
+def _options(processor: Any, name: str) -> dict[str, int]:
+    """Sizes that the processor itself keeps to, e.g. {"image.longest_edge": 12845056}."""
+    part = getattr(processor, f"{name}_processor", None)
+    size = getattr(part, "size", None) or {}
+    names = ("longest_edge", "shortest_edge", "height", "width", "max_pixels", "min_pixels")
+    found = {}
+    for option in names:
+        value = size.get(option) if hasattr(size, "get") else getattr(size, option, None)
+        if isinstance(value, int):
+            found[f"{name}.{option}"] = value
     return found
 
 
 def _image(processor: ItemProcessor, limits: ModalityLimits, max_tokens: int) -> Largest | None:
-    sizes = list(_image_sizes(processor.processor, limits.max_pixels))
+    sizes = list(_image_sizes(processor.processor, limits.processed_pixels))
     counts = _predicted(processor.processor, "image", sizes)
     if counts is None:
         sizes = sorted({_scaled(size, MAX_PROBE_PIXELS) for size in _ratio_sizes(
-            min(limits.max_pixels, MAX_PROBE_PIXELS))})  # fmt: skip
+            min(limits.processed_pixels, MAX_PROBE_PIXELS))})  # fmt: skip
         counts = [_tokens(_make_image(processor, size)) for size in sizes]
     best: Largest | None = None
     for size in _best_first(sizes, counts, max_tokens):
@@ -153,8 +242,8 @@ def _video(processor: ItemProcessor, limits: ModalityLimits, max_tokens: int) ->
     Counted by the processor's arithmetic when it has some, else in proportion to the frames of a
     probe. Marker tokens and bytes always grow from a probe of a few frames of the winning size.
     """
-    own = _own_limits(processor.processor.video_processor, limits.max_pixels)
-    pixels = {min(limits.max_pixels, MAX_PROBE_PIXELS), *own}
+    own = _own_limits(processor.processor.video_processor, limits.processed_pixels)
+    pixels = {min(limits.processed_pixels, MAX_PROBE_PIXELS), *own}
     sizes = sorted({_scaled(s, MAX_PROBE_PIXELS) for p in pixels for s in _ratio_sizes(p)})
     shapes = [(n, *size) for n in _frame_counts(limits.max_frames) for size in sizes]
     counts = _predicted(processor.processor, "video", shapes)

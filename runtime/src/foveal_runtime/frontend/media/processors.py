@@ -17,7 +17,7 @@ import json
 import logging
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -165,14 +165,19 @@ class ItemProcessor:
         ]
         config = "".join(part.to_json_string() for part in parts if part is not None)
         classes = ",".join(type(part).__name__ for part in [self.processor, *parts])
+        # What the limits do to media changes the item: it is processed as another file would be.
+        image, video = self.limits.image, self.limits.video
+        shape = f"{image.resize_pixels},{video.resize_pixels},{video.max_frames}"
         return short_digest(
-            namespace, classes.encode(), config.encode(), ",".join(versions).encode(), ITEM_FORM
-        )
+            namespace, classes.encode(), config.encode(), ",".join(versions).encode(), ITEM_FORM,
+            shape.encode(),
+        )  # fmt: skip
 
     def _choose_frames(
         self, options: Mapping[str, Any], total: int, fps: float, width: int, height: int
     ) -> list[int]:
-        """The processor's own sampling rule, told the requested num_frames or fps."""
+        """The processor's own sampling rule, told the requested num_frames or fps; without such a
+        request no more than the limit on frames, evenly spread."""
         from transformers.video_utils import VideoMetadata
 
         video = self.processor.video_processor
@@ -181,12 +186,13 @@ class ItemProcessor:
         )
         asked = {k: options[k] for k in ("num_frames", "fps") if options.get(k) is not None}
         if not asked and not getattr(video, "do_sample_frames", False):
-            return list(range(total))
+            return _spread(range(total), self.limits.video.max_frames)
         try:
             chosen = video.sample_frames(metadata, **(asked or rules.sampling_defaults(video)))
         except ValueError as error:
             raise MediaInvalid(f"video frames cannot be sampled: {error}") from error
-        return [int(i) for i in np.asarray(chosen).reshape(-1)]
+        frames = [int(i) for i in np.asarray(chosen).reshape(-1)]
+        return frames if asked else _spread(frames, self.limits.video.max_frames)
 
     def _call(
         self, modality: int, media: list[Any], text: str, options: dict[str, Any]
@@ -332,6 +338,14 @@ class ItemProcessor:
             if spliced != full:
                 return f"splicing gives {len(spliced)} ids for {count} item(s), not {len(full)}"
         return ""
+
+
+def _spread(indices: Sequence[int], most: int) -> list[int]:
+    """At most `most` of them, evenly spread over the whole."""
+    count = len(indices)
+    if count <= most:
+        return list(indices)
+    return [indices[(2 * i + 1) * count // (2 * most)] for i in range(most)]
 
 
 def embed_runs(ids: list[int], embed_id: int) -> tuple[tuple[int, int], ...]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from foveal_runtime.frontend.media.decode import check_bytes, check_pixels, describe
+from foveal_runtime.frontend.media.decode import check_bytes, check_pixels, describe, fitted
 from foveal_runtime.plan.config import ModalityLimits
 from foveal_runtime.plan.errors import MediaInvalid, MediaTooLarge
 
@@ -155,11 +155,12 @@ def _read_frames(container: Any, limits: ModalityLimits, choose: Choose) -> Fram
             f"video would give {len(wanted)} frames, the limit is {limits.max_frames}; "
             "ask for fewer with num_frames or fps"
         )
+    small = fitted(width, height, limits.resize_pixels)
     most = limits.max_pixels * MAX_VIDEO_PICTURES
-    if len(set(wanted)) * width * height > most:
+    if len(set(wanted)) * small[0] * small[1] > most:
         raise MediaTooLarge(
-            f"video would give {len(set(wanted))} frames of {width}x{height}, the limit is {most} "
-            "pixels in all; ask for fewer with num_frames or fps"
+            f"video would give {len(set(wanted))} frames of {small[0]}x{small[1]}, the limit is "
+            f"{most} pixels in all; ask for fewer with num_frames or fps"
         )
     keep, kept, last = set(wanted), {}, -1
     for index, frame in enumerate(container.decode(stream)):
@@ -171,6 +172,8 @@ def _read_frames(container: Any, limits: ModalityLimits, choose: Choose) -> Fram
                 raise MediaInvalid(
                     f"video changes from {width}x{height} to {frame.width}x{frame.height}"
                 )
+            if small != (width, height):
+                frame = frame.reformat(width=small[0], height=small[1], format="rgb24")
             kept[index] = frame.to_ndarray(format="rgb24")
         if index >= max(keep, default=0):
             break

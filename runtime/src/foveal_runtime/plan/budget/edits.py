@@ -6,10 +6,12 @@ accepted the resource that it would give, so following the advice never ends in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
+from foveal_runtime.plan.budget.combined import Step, device_steps, kv_steps, media_steps
+from foveal_runtime.plan.budget.items import items_under
 from foveal_runtime.plan.budget.types import BudgetInputs, BudgetPlan, Edit, Problem
 from foveal_runtime.plan.config import MIB
 from foveal_runtime.plan.profile import ModelProfile
@@ -18,6 +20,8 @@ from foveal_runtime.plan.quantity import format_bytes
 Planner = Callable[[BudgetInputs], BudgetPlan]
 NUM_EDITS = 2
 _SEARCH_MAX = 1 << 62
+_USEFUL_LENGTH = 4096
+"""No shorter context is suggested to save memory, nor one below the largest item."""
 
 
 class _Knob(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +39,8 @@ class _Knob(msgspec.Struct, frozen=True, kw_only=True):
 def suggest(
     problem: Problem, inputs: BudgetInputs, profile: ModelProfile, planner: Planner
 ) -> tuple[Edit, ...]:
-    """At most two edits, the smaller relative change first; none when no single edit helps."""
+    """At most two single edits that remove the problem, what a person would do first in front; none
+    when no single edit helps."""
     base = msgspec.structs.replace(inputs, on_misfit="Block")
     known = {_key(p) for p in planner(base).problems}
 
@@ -43,7 +48,7 @@ def suggest(
         left = {_key(p) for p in planner(candidate).problems}
         return _key(problem) not in left and left <= known
 
-    found: list[tuple[float, Edit]] = []
+    found: list[tuple[int, float, Edit]] = []
     for knob in _knobs(problem, base, profile):
         value = _nearest(knob, helps)
         if value is None:
@@ -51,12 +56,29 @@ def suggest(
         before, after = _text(knob, knob.before), _text(knob, value)
         change = abs(value - knob.before) / max(1, knob.before)
         edit = Edit(field=knob.field, before=before, after=after, note=knob.note)
-        found.append((change, edit))
-    for edit, candidate in _switches(problem, base):
-        if helps(candidate):
-            found.append((1.0, edit))
-    found.sort(key=lambda pair: pair[0])
-    return tuple(edit for _, edit in found[:NUM_EDITS])
+        found.append((_rank(edit), change, edit))
+    stepped: set[str] = set()  # of each field the first step that helps, which is the smallest
+    for edit, candidate in _switches(problem, base, profile):
+        if edit.field not in stepped and helps(candidate):
+            found.append((_rank(edit), 1.0, edit))
+            stepped.add(edit.field)
+    found.sort(key=lambda one: one[:2])
+    return tuple(edit for *_, edit in found[:NUM_EDITS])
+
+
+_LATER = (
+    "engine.maxModelLen", "modalities.image.", "modalities.video.", "modalities.audio.",
+    "caches.kv.dtype", "engine.maxNumBatchedTokens", "engine.accelerator.count",
+    "engine.parallelism.tensor", "engine.accelerator.memory",
+)  # fmt: skip
+"""After what the user pinned: the order in which a person would change what is left."""
+
+
+def _rank(edit: Edit) -> int:
+    for place, prefix in enumerate(_LATER, 1):
+        if edit.field.startswith(prefix):
+            return place
+    return 0
 
 
 def _key(problem: Problem) -> tuple[str, str, str]:
@@ -229,12 +251,15 @@ def _compute_knobs(
             put=lambda v: _engine(inputs, encoder_embeds=v),
         )
     length = e.max_model_len or profile.max_model_len
+    items = items_under(profile, inputs.modalities).by_name.values()
+    useful = max(_USEFUL_LENGTH, *(item.num_tokens + 1 for item in items), e.block_size)
     yield _Knob(
         field="engine.maxModelLen",
         before=length,
         end=profile.max_model_len
         if problem.reason in ("ContextTooShort", "ContextTooLong")
-        else e.block_size,
+        else min(length, useful),
+        granule=1 if length < 2 * useful or "Context" in problem.reason else 1024,
         put=lambda v: _engine(inputs, max_model_len=v),
         note="tokens of prompt and output together",
     )
@@ -244,23 +269,15 @@ def _compute_knobs(
         end=1 << 20 if problem.reason == "ChunkedInputOff" else 256,
         put=lambda v: _engine(inputs, max_num_batched_tokens=v),
     )
-    if e.device == "gpu" and problem.reason in ("DeviceMemory", "KVTooSmall"):
-        for count in (2, 4, 8):
-            if count > e.num_devices:
-                yield _Knob(
-                    field=e.devices_field,
-                    before=e.num_devices,
-                    end=count,
-                    granule=count - e.num_devices,
-                    put=lambda v, n=count: _engine(inputs, num_devices=n),  # type: ignore[misc]
-                    note="tensor parallelism over them",
-                )
-                return
 
 
-def _switches(problem: Problem, inputs: BudgetInputs) -> Iterator[tuple[Edit, BudgetInputs]]:
-    """Edits without a number: Auto instead of a size, a modality or a restriction off."""
+def _switches(
+    problem: Problem, inputs: BudgetInputs, profile: ModelProfile
+) -> Iterator[tuple[Edit, BudgetInputs]]:
+    """Edits in steps: Auto instead of a size, smaller media, another type, more devices."""
     e = inputs.engine
+    if problem.place == "frontend":
+        return
     if e.disable_chunked_mm_input:
         yield (
             Edit(field="engine.disableChunkedMultiModalInput", before="true", after="false"),
@@ -269,18 +286,17 @@ def _switches(problem: Problem, inputs: BudgetInputs) -> Iterator[tuple[Edit, Bu
     if e.kv_bytes is not None:
         edit = Edit(field="caches.kv.size", before=format_bytes(e.kv_bytes), after="Auto")
         yield edit, _engine(inputs, kv_bytes=None)
-    if problem.reason == "ContextTooShort":
-        limits = getattr(inputs.modalities, problem.term)
-        off = msgspec.structs.replace(limits, max_per_prompt=0)
-        yield (
-            Edit(
-                field=f"modalities.{problem.term}.maxPerPrompt",
-                before=str(limits.max_per_prompt),
-                after="0",
-                note="switches the modality off",
-            ),
-            msgspec.structs.replace(
-                inputs,
-                modalities=msgspec.structs.replace(inputs.modalities, **{problem.term: off}),
-            ),
-        )
+    steps: list[Iterable[Step]] = []
+    if problem.reason in ("ContextTooShort", "ProfileLimits"):
+        steps = [media_steps(inputs, profile, problem.term)]
+    elif problem.reason in ("DeviceMemory", "EngineMemory", "ChunkedInputOff", "EncoderTooSmall"):
+        on = [n for n in profile.items if getattr(inputs.modalities, n).max_per_prompt > 0]
+        steps = [media_steps(inputs, profile, name) for name in on]
+    if problem.reason in ("DeviceMemory", "KVTooSmall"):
+        steps.append(kv_steps(inputs))
+    if problem.reason in ("DeviceMemory", "KVTooSmall", "DeviceCount"):
+        steps.append(device_steps(inputs, profile))
+    for group in steps:
+        for step in group:
+            if step.edit is not None:
+                yield step.edit, step.put(inputs)

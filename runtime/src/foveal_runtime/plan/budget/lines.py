@@ -101,7 +101,7 @@ def engine_lines(inputs: BudgetInputs, needs: Needs, profile: ModelProfile) -> t
     """What an engine pod's host memory needs besides its caches."""
     cpu = inputs.engine.device == "cpu"
     taken = profile.processes.engine_bytes if cpu else 0
-    model = _model_lines("engine", 1, inputs, profile) if cpu else ()
+    model = _model_lines("engine", 1, inputs, needs, profile) if cpu else ()
     staging = min(profile.weight_bytes // (4 if cpu else 1), LOAD_STAGING_MAX_BYTES)
     # As it starts, an engine runs its processor on the largest item; steps and values come later.
     idle = needs.ipc_staging_bytes + sum(line.bytes for line in model if line.name != "weights")
@@ -146,30 +146,28 @@ def device_lines(inputs: BudgetInputs, needs: Needs, profile: ModelProfile) -> t
     """What one device needs besides encoder cache and KV."""
     ranks = inputs.engine.num_devices
     base = _line("deviceBase", "device", DEVICE_BASE_BYTES, "CUDA context, workspaces, buffers")
-    return (base, *_model_lines("device", ranks, inputs, profile))
+    return (base, *_model_lines("device", ranks, inputs, needs, profile))
 
 
 def _model_lines(
-    place: Place, ranks: int, inputs: BudgetInputs, profile: ModelProfile
+    place: Place, ranks: int, inputs: BudgetInputs, needs: Needs, profile: ModelProfile
 ) -> tuple[Line, ...]:
     source: Source = "Measured" if profile.source == "measured" else "Derived"
-    share = "" if ranks == 1 else f" / {ranks} devices"
     tokens = inputs.engine.max_num_batched_tokens
-    activation = profile.activation_bytes + profile.activation_bytes_per_token * tokens
+    whole = profile.replicated_weight_bytes or 0
+    share = ""
+    if ranks > 1:
+        share = f" / {ranks} devices"
+        if whole:
+            share = f", of which {format_gib(whole)} are on each of {ranks} devices"
+    weights = whole - (-(profile.weight_bytes - whole) // ranks)
+    of = f"decoding {tokens} tokens"
+    if needs.items:
+        of += f" or encoding the largest {' or '.join(needs.items)}"
     return (
+        _line("weights", place, weights, f"all parameters{share}", source=source),
         _line(
-            "weights",
-            place,
-            -(-profile.weight_bytes // ranks),
-            f"all parameters{share}",
-            source=source,
-        ),
-        _line(
-            "activations",
-            place,
-            -(-activation // ranks),
-            f"peak of one step of {tokens} tokens{share}",
-            source=source,
+            "activations", place, needs.activation_bytes, f"peak of one step, {of}", source=source
         ),
         *_state_lines(place, inputs, profile),
     )

