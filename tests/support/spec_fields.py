@@ -27,6 +27,17 @@ BASES: dict[str, dict[str, Any]] = {
     "spec.networking.inferencePool.": {"spec.networking.inferencePool": {"endpointPicker": "p"}},
     "spec.security.injection.": {"spec.security.injection": {"keySecretRef": KEY}},
 }
+for ref in ("apiKeySecretRef", "adminKeySecretRef"):
+    BASES[f"spec.security.{ref}."] = {f"spec.security.{ref}": KEY}
+BASES["spec.model.secretRef."] = {"spec.model.secretRef": {"name": "token"}}
+for role in ("frontend", "engine"):
+    BASES[f"spec.{role}.autoscaling.prometheusAuth."] = {
+        f"spec.{role}.autoscaling.prometheusAuth": {"name": "thanos"}
+    }
+BASES["spec.security.mediaSources.localFiles."] = {
+    "spec.security.mediaSources.localFiles": {"claimName": "files"}
+}
+BASES["spec.caches.encoder.warmSet."] = {"spec.caches.encoder.warmSet": {"claimName": "w"}}
 
 # Values that the generic ones below do not suit.
 VALUES: dict[str, Any] = {

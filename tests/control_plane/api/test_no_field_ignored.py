@@ -16,19 +16,8 @@ from foveal_runtime.plan.budget.planner import plan
 from foveal_runtime.plan.config import GIB
 from tests.support.regenerate import FACTS, profile_for
 from tests.support.samples import put
-from tests.support.spec_fields import BASES, KEY, LEAVES, VALUES, base_for, sample
+from tests.support.spec_fields import LEAVES, VALUES, base_for, sample
 
-for ref in ("apiKeySecretRef", "adminKeySecretRef"):
-    BASES[f"spec.security.{ref}."] = {f"spec.security.{ref}": KEY}
-BASES["spec.model.secretRef."] = {"spec.model.secretRef": {"name": "token"}}
-for role in ("frontend", "engine"):
-    BASES[f"spec.{role}.autoscaling.prometheusAuth."] = {
-        f"spec.{role}.autoscaling.prometheusAuth": {"name": "thanos"}
-    }
-BASES["spec.security.mediaSources.localFiles."] = {
-    "spec.security.mediaSources.localFiles": {"claimName": "files"}
-}
-BASES["spec.caches.encoder.warmSet."] = {"spec.caches.encoder.warmSet": {"claimName": "w"}}
 # Read by the rollout and by the reconciler, which act over time: no object shows them.
 OVER_TIME = {
     "spec.rollout.strategy",
