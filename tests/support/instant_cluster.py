@@ -209,6 +209,8 @@ class InstantCluster:
         is_bad = BAD_IMAGE in json.dumps(template["spec"]["containers"])
         ref = {key: owner[key] for key in ("apiVersion", "kind")} | {"controller": True}
         ref |= {key: owner["metadata"][key] for key in ("name", "uid")}
+        if owner["kind"] == "Deployment":
+            ref |= {"kind": "ReplicaSet", "name": f"{ref['name']}-5d9c"}
         container = template["spec"]["containers"][0]["name"]
         if states is None and is_bad:
             states = [{"name": container, "state": {"waiting": {"reason": "ImagePullBackOff"}}}]

@@ -67,6 +67,9 @@ def add_pod(cluster: FakeCluster, role: str, *, ready: bool = True) -> Obj:
     kind = "StatefulSet" if role == "engine" else "Deployment"
     workload = cluster.body(kind, f"tiny-{role}")
     template = copy.deepcopy(workload["spec"]["template"])
+    ref = {"kind": kind, "name": f"tiny-{role}", "uid": workload["metadata"]["uid"]}
+    if kind == "Deployment":
+        ref |= {"kind": "ReplicaSet", "name": f"tiny-{role}-5d9c"}
     number = sum(1 for name in cluster.names("Pod") if name.startswith(f"tiny-{role}-"))
     return cluster.add(
         {
@@ -76,6 +79,7 @@ def add_pod(cluster: FakeCluster, role: str, *, ready: bool = True) -> Obj:
                 **template["metadata"],
                 "name": f"tiny-{role}-{number}",
                 "namespace": "default",
+                "ownerReferences": [{"apiVersion": "apps/v1", "controller": True, **ref}],
             },
             "spec": template["spec"],
             "status": {

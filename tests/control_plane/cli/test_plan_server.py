@@ -115,13 +115,14 @@ def test_yaml_is_byte_for_byte_what_the_operator_then_applies(
     assert plan(kit, tmp_path, body, "-o", "yaml") == 1
     printed = capsys.readouterr().out
     applied: dict[tuple[str, str], Obj] = {}
-    apply = kit.cluster.apply
+    apply, apply_new = kit.cluster.apply, kit.cluster.apply_new
 
-    async def recorded(wanted: Obj) -> Obj:
+    def note(wanted: Obj) -> Obj:
         applied.setdefault((wanted["kind"], wanted["metadata"]["name"]), copy.deepcopy(wanted))
-        return await apply(wanted)
+        return wanted
 
-    kit.cluster.apply = recorded  # type: ignore[method-assign]
+    kit.cluster.apply = lambda wanted: apply(note(wanted))  # type: ignore[method-assign]
+    kit.cluster.apply_new = lambda wanted: apply_new(note(wanted))  # type: ignore[method-assign]
     kit.cluster.edit(INFERENCE, "default", "tiny", lambda live: live.update(spec=body["spec"]))
     again = Kit(kit.cluster)  # a fresh operator applies every object once
     asyncio.run(again.start())
@@ -132,7 +133,8 @@ def test_yaml_is_byte_for_byte_what_the_operator_then_applies(
     held = set(asked) - applied.keys()
     assert held <= {("Deployment", "tiny-frontend")}
     for key in set(asked) - held:
-        applied[key]["metadata"].pop("resourceVersion", None)
+        for condition in ("uid", "resourceVersion"):
+            applied[key]["metadata"].pop(condition, None)
         assert yaml_documents([applied[key]]) in printed, key
 
 

@@ -26,6 +26,12 @@ GROUP, VERSION, KIND, PLURAL = (
     "multimodalinferences",
 )
 MAX_NAME_LENGTH = 40
+RESERVED_NAMES = ("default", "kubernetes")
+"""Names of a ServiceAccount and a Service that Kubernetes itself makes and uses."""
+RESERVED_MESSAGE = (
+    "is reserved: Kubernetes has a ServiceAccount named default in every namespace and a Service "
+    "named kubernetes"
+)
 MAX_CRD_BYTES = 64 * 1024
 
 Schema = dict[str, Any]
@@ -201,6 +207,10 @@ def custom_resource_definition() -> Schema:
                 "rule": "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
                 "message": "metadata.name must be a DNS label that starts with a letter: "
                 "a Service is named after it",
+            },
+            {
+                "rule": f"!(self.metadata.name in {list(RESERVED_NAMES)})",
+                "message": f"metadata.name {RESERVED_MESSAGE}",
             },
         ],
     }

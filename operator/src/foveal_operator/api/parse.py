@@ -14,7 +14,14 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from foveal_operator.api.crd import GROUP, KIND, MAX_NAME_LENGTH, VERSION
+from foveal_operator.api.crd import (
+    GROUP,
+    KIND,
+    MAX_NAME_LENGTH,
+    RESERVED_MESSAGE,
+    RESERVED_NAMES,
+    VERSION,
+)
 from foveal_operator.api.rules import FORMATS, Part
 from foveal_operator.api.spec import MultiModalInferenceSpec
 
@@ -132,6 +139,8 @@ def _header_problems(
         )
     elif not _NAME.fullmatch(name):
         yield "metadata.name", f"{name!r} must be a DNS label that starts with a letter"
+    elif name in RESERVED_NAMES:
+        yield "metadata.name", f"{name!r} {RESERVED_MESSAGE}"
 
 
 def _located(message: str) -> tuple[str, str]:

@@ -34,6 +34,11 @@ INVALID_SPEC = Reason("InvalidSpec", "Correct the named field and apply again.",
 REFUSED = Reason(
     "Refused", "Change the field that the refused object follows from, or what refuses it.", True
 )
+NAME_TAKEN = Reason(
+    "NameTaken",
+    "Rename the resource, remove the object, or hand it over with the annotation foveal.dev/adopt.",
+    True,
+)
 MISSING_API = Reason(
     "MissingApi", "Install the API in the cluster or remove the field that asks for it.", True
 )

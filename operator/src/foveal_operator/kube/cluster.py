@@ -33,6 +33,8 @@ TIMEOUT_SECONDS = 15.0
 MAX_TRIES = 2
 MAX_PAUSE_SECONDS = 5.0
 PAGE = 100
+NO_VERSION = "1"
+"""A resourceVersion that no object has: the revision of an empty etcd."""
 _APPLY = "application/apply-patch+yaml"
 _JSON = "application/json"
 
@@ -62,7 +64,12 @@ class Cluster(ClusterReader, Protocol):
     """Reads and writes."""
 
     async def apply(self, body: Obj) -> Obj:
-        """Server-side apply with force. uid or resourceVersion in it are preconditions."""
+        """Server-side apply with force. uid or resourceVersion in it are preconditions: Conflict
+        when the object is another one, or gone."""
+
+    async def apply_new(self, body: Obj) -> Obj | None:
+        """Server-side apply that only creates: None, and nothing written, when an object of that
+        name exists, whosever it is."""
 
     async def apply_status(self, body: Obj) -> Obj:
         """The same for the status. Raises NotFound: it never creates."""
@@ -73,8 +80,11 @@ class Cluster(ClusterReader, Protocol):
     async def update(self, body: Obj) -> Obj:
         """Replaces; Conflict unless its resourceVersion is the present one."""
 
-    async def delete(self, kind: Kind, namespace: str, name: str, uid: str) -> bool:
-        """Only this very object. False when it is gone, or another has its name."""
+    async def delete(
+        self, kind: Kind, namespace: str, name: str, uid: str, version: str = ""
+    ) -> bool:
+        """Only this very object, and with `version` only as it was then. False when it is gone,
+        has changed, or another has its name."""
 
     async def close(self) -> None: ...
 
@@ -205,6 +215,15 @@ class KubeCluster:
         path = kind.path(metadata.get("namespace"), metadata["name"])
         return await self._write("PATCH", kind, path, body, content=_APPLY, verb="APPLY")
 
+    async def apply_new(self, body: Obj) -> Obj | None:
+        # A create would leave its fields with a second manager, for updates, whose fields no later
+        # apply removes. No object has this version, and one that does not exist is not asked.
+        new = {**body, "metadata": {**body["metadata"], "resourceVersion": NO_VERSION}}
+        try:
+            return await self.apply(new)
+        except Conflict:
+            return None
+
     async def apply_status(self, body: Obj) -> Obj:
         kind, metadata = kind_of(body), body["metadata"]
         path = kind.path(metadata.get("namespace"), metadata["name"], "status")
@@ -223,12 +242,15 @@ class KubeCluster:
         path = kind.path(metadata.get("namespace"), metadata["name"])
         return await self._write("PUT", kind, path, body)
 
-    async def delete(self, kind: Kind, namespace: str, name: str, uid: str) -> bool:
+    async def delete(
+        self, kind: Kind, namespace: str, name: str, uid: str, version: str = ""
+    ) -> bool:
         assert uid, "a delete names the very object"
+        preconditions = {"uid": uid, "resourceVersion": version} if version else {"uid": uid}
         body = {
             "apiVersion": "v1",
             "kind": "DeleteOptions",
-            "preconditions": {"uid": uid},
+            "preconditions": preconditions,
             "propagationPolicy": "Background",
         }
         try:

@@ -59,7 +59,7 @@ def classify(status: int, body: Mapping[str, Any], retry_after: str = "") -> Api
         retry_after: the answer's Retry-After header.
     """
     message = str(body.get("message") or body.get("reason") or f"HTTP {status}")
-    if status == 409:
+    if status == 409 or (status == 422 and _is_of_another_uid(body)):
         return Conflict(message, status)
     if status in (404, 410):
         return NotFound(message, status)
@@ -73,6 +73,13 @@ def classify(status: int, body: Mapping[str, Any], retry_after: str = "") -> Api
     if status == 429 or status >= 500 or status == 408:
         return Transient(message, status, _seconds(retry_after, body))
     return UserError(message, status)
+
+
+def _is_of_another_uid(body: Mapping[str, Any]) -> bool:
+    """An apply named a uid, and another object has the name now: a precondition in effect."""
+    details = body.get("details")
+    causes = (details.get("causes") if isinstance(details, Mapping) else None) or ()
+    return any(cause.get("field") == "metadata.uid" for cause in causes)
 
 
 def _seconds(header: str, body: Mapping[str, Any]) -> float:

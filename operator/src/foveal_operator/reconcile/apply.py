@@ -1,8 +1,9 @@
 """Brings single objects to what is wanted: apply or skip, delete. No policy of its own.
 
-Used by the reconciler. Remembers, in memory only, what each apply returned: an object that is
-wanted as before and lies there as it was left costs no request. After a restart everything is
-applied once more, which changes nothing.
+Used by the reconciler. Writes and deletes only what is the resource's own (ownership.py).
+Remembers, in memory only, what each apply returned: an object that is wanted as before and lies
+there as it was left costs no request. After a restart everything is applied once more, which
+changes nothing.
 """
 
 from __future__ import annotations
@@ -14,14 +15,27 @@ import msgspec
 
 from foveal_operator.kube.cluster import Cluster
 from foveal_operator.kube.diff import diff
-from foveal_operator.kube.errors import ApiError, UserError
-from foveal_operator.kube.kinds import FIELD_MANAGER, MANAGED_BY, Kind, kind_of
+from foveal_operator.kube.errors import ApiError, Conflict, UserError
+from foveal_operator.kube.kinds import Kind, kind_of
 from foveal_operator.kube.store import Caches, brief
 from foveal_operator.kube.types import Obj, ObjectKey
 from foveal_operator.manifests.context import content_hash
+from foveal_operator.reconcile.ownership import (
+    NameTaken,
+    StillLeaving,
+    is_controlled_by,
+    standing,
+)
 from foveal_operator.telemetry.series import Telemetry
 
 log = logging.getLogger(__name__)
+
+
+class Owner(msgspec.Struct, frozen=True, gc=False):
+    """The resource on whose behalf objects are written: names repeat, uids do not."""
+
+    name: str
+    uid: str
 
 
 class ObjectError(Exception):
@@ -48,11 +62,18 @@ class Applier:
         self._telemetry = telemetry
         self._applied: dict[str, dict[ObjectKey, _Applied]] = {}
 
-    async def ensure(self, owner_uid: str, body: Obj, digest: str = "") -> bool:
+    async def ensure(
+        self, owner: Owner, body: Obj, digest: str = "", *, is_retained: bool = False
+    ) -> bool:
         """Server-side apply, unless that could change nothing. True when something changed.
 
         A resourceVersion in the body is a condition, not a wish: it is sent along when an apply is
-        needed at all. `digest` is the body's content hash, where it is known. Raises ObjectError.
+        needed at all. Raises ObjectError; its cause is NameTaken for an object that is not the
+        resource's own.
+
+        Args:
+            digest: the body's content hash, where it is known.
+            is_retained: the object carries no owner, so that it outlives the resource.
         """
         kind, metadata = kind_of(body), dict(body["metadata"])
         on_version = metadata.pop("resourceVersion", "")
@@ -60,7 +81,7 @@ class Applier:
         key = (kind.name, metadata["name"])
         at = (metadata["namespace"], metadata["name"])
         digest = digest or content_hash(body)
-        memory = self._applied.setdefault(owner_uid, {})
+        memory = self._applied.setdefault(owner.uid, {})
         known = memory.get(key)
         same = known if known and known.digest == digest else None
         if same and (same.uid, same.version) == self._caches.identity(kind, *at):
@@ -71,7 +92,9 @@ class Applier:
         if on_version:
             body = {**body, "metadata": {**metadata, "resourceVersion": on_version}}
         try:
-            stored = await self._apply(kind, body, live)
+            if is_retained and known is None:
+                live = await self._live(kind, *at)  # what is cached lacks its field managers
+            stored = await self._write(owner, kind, body, live, is_retained)
         except ApiError as error:
             memory.pop(key, None)
             raise ObjectError(kind.name, metadata["name"], error) from error
@@ -88,7 +111,42 @@ class Applier:
             self._telemetry.count("foveal_operator_drift_repairs", kind=kind.name)
         return changed
 
-    async def _apply(self, kind: Kind, body: Obj, live: Obj | None) -> Obj:
+    async def _write(
+        self, owner: Owner, kind: Kind, body: Obj, live: Obj | None, is_retained: bool
+    ) -> Obj:
+        """The first write only creates; a later one names the very object. Raises ApiError."""
+        metadata = body["metadata"]
+        at = (metadata["namespace"], metadata["name"])
+        if live is None or standing(live, *_named(owner), is_retained=is_retained) != "Ours":
+            if (stored := await self._cluster.apply_new(body)) is not None:
+                return stored
+            live = await self._live(kind, *at)
+            if live is None:
+                raise Conflict(f"{at[1]} was there a moment ago", 409)
+            found = standing(live, *_named(owner), is_retained=is_retained)
+            if found == "Leaving":
+                raise StillLeaving(live)
+            if found == "Foreign":
+                raise NameTaken(live)
+            if found == "Offered":
+                log.warning("adopting %s %s/%s, as its annotation asks", kind.name, *at)
+                version = live["metadata"]["resourceVersion"]
+                metadata = {**metadata, "resourceVersion": version}
+        uid = live["metadata"]["uid"]
+        try:
+            return await self._apply(kind, {**body, "metadata": {**metadata, "uid": uid}}, live)
+        except Conflict:
+            present = await self._live(kind, *at)
+            if present is None or present["metadata"]["uid"] != uid:
+                self._caches.drop(kind, *at, uid)  # the next pass sees that it is gone
+            raise
+
+    async def _live(self, kind: Kind, namespace: str, name: str) -> Obj | None:
+        """A live read by the right to list, which the watches need anyway."""
+        found = await self._cluster.list_all(kind, namespace, fields=f"metadata.name={name}")
+        return next(iter(found), None)
+
+    async def _apply(self, kind: Kind, body: Obj, live: Obj) -> Obj:
         """Apply; a Service whose ports somebody has changed is replaced. Raises ApiError.
 
         Ports are merged by number: a foreign number stays beside ours under the same name, which
@@ -97,24 +155,30 @@ class Applier:
         try:
             return await self._cluster.apply(body)
         except UserError:
-            if kind.name != "Service" or live is None:
+            if kind.name != "Service":
                 raise
         return await self._cluster.update({**live, "spec": {**live["spec"], **body["spec"]}})
 
-    async def delete(self, kind: Kind, namespace: str, name: str, uid: str) -> bool:
-        """Deletes this very object, after a live read has shown that it is still ours."""
+    async def delete(
+        self, kind: Kind, namespace: str, name: str, uid: str, controller_uid: str
+    ) -> bool:
+        """Deletes this very object, after a live read has shown that it is still the controller's,
+        and unless it changes meanwhile."""
         live = await self._cluster.get(kind, namespace, name)
         if live is None or live["metadata"]["uid"] != uid:
             self._caches.drop(kind, namespace, name, uid)
             return False
-        if live["metadata"].get("labels", {}).get(MANAGED_BY) != FIELD_MANAGER:
+        metadata = live["metadata"]
+        if not is_controlled_by(live, controller_uid) or metadata.get("deletionTimestamp"):
             return False
-        if live["metadata"].get("deletionTimestamp"):
-            return False
-        return await self._cluster.delete(kind, namespace, name, uid)
+        return await self._cluster.delete(kind, namespace, name, uid, metadata["resourceVersion"])
 
     def forget(self, owner_uid: str) -> None:
         self._applied.pop(owner_uid, None)
+
+
+def _named(owner: Owner) -> tuple[str, str]:
+    return owner.name, owner.uid
 
 
 def _is_as_left(known: _Applied, body: Obj, live: Obj) -> bool:

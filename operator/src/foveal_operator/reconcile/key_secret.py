@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from datetime import datetime
 
 from foveal_operator.common.clock import Clock
 from foveal_operator.kube.cluster import Cluster
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 
 # How often to look for it while a pod waits for something.
 WAITING_SECONDS = 30.0
+YOUNG_SECONDS = 60.0
+YOUNG_CHECK_SECONDS = 3.0
 
 
 class KeySecret:
@@ -59,8 +62,14 @@ class KeySecret:
         """Makes it, unless it is there. Raises ObjectError."""
         if self._is_due(work):
             keys = make_key_pairs(self._random_bytes)
-            await self._create(curve_secret(work.context, keys), dry_run=False)
-            self._known[work.uid] = self._clock.monotonic()
+            made = await self._create(curve_secret(work.context, keys), dry_run=False)
+            if made is not None or not self._is_young(work):
+                self._known[work.uid] = self._clock.monotonic()
+
+    def next_check_seconds(self, work: Decision) -> float | None:
+        """When to look again; None = no need. The Secret that a young resource finds may be its
+        predecessor's, which the garbage collector is about to delete."""
+        return None if work.uid in self._known else YOUNG_CHECK_SECONDS
 
     def new_generation(self) -> str:
         """A name that no earlier set of keys had."""
@@ -79,6 +88,12 @@ class KeySecret:
             return True
         waits = any(_phase(pod) == "Pending" for pod in _pods(work))
         return waits and self._clock.monotonic() - known >= WAITING_SECONDS
+
+    def _is_young(self, work: Decision) -> bool:
+        made = str(work.resource["metadata"].get("creationTimestamp") or "")
+        if not made:
+            return False
+        return work.now - datetime.fromisoformat(made).timestamp() < YOUNG_SECONDS
 
     async def _create(self, body: Obj, *, dry_run: bool) -> Obj | None:
         try:

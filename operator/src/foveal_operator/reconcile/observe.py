@@ -30,6 +30,7 @@ from foveal_operator.pods.probes import PodReports
 from foveal_operator.pods.reports import ObservePods
 from foveal_operator.reconcile.baseline import Basis, basis_name, read_basis
 from foveal_operator.reconcile.cluster_facts import Survey
+from foveal_operator.reconcile.ownership import controller_of
 from foveal_operator.reconcile.plan_cache import Planned
 
 COMPONENT = "app.kubernetes.io/component"
@@ -173,8 +174,22 @@ class Observer:
             pod
             for pod in self._caches.owned(POD, key)
             if pod["metadata"].get("labels", {}).get(COMPONENT) == component
+            and _may_be_ours(pod, f"{key[1]}-{component}", component)
             and (
                 component == "model"
                 or pod.get("status", {}).get("phase") not in ("Succeeded", "Failed")
             )
         )
+
+
+def _may_be_ours(pod: Obj, workload: str, component: str) -> bool:
+    """Labels can be copied. Pods without a controller are adopted by the one whose labels they
+    carry."""
+    controller = controller_of(pod)
+    kind, name = controller.get("kind"), str(controller.get("name"))
+    if component == "engine":
+        return not controller or (kind, name) == ("StatefulSet", workload)
+    if component == "frontend":
+        is_its = kind == "ReplicaSet" and name.rpartition("-")[0] == workload
+        return not controller or is_its
+    return not controller or kind == "Job"

@@ -15,6 +15,7 @@ from foveal_operator.manifests.context import Owned
 from foveal_operator.model.flow import PROFILE_KEY, model_keys
 from foveal_operator.reconcile.baseline import basis_name
 from foveal_operator.reconcile.decide import Decision
+from foveal_operator.reconcile.ownership import is_controlled_by
 from foveal_operator.rollout import record_name
 from foveal_operator.status.conditions import config_maps_in_use, newest
 
@@ -90,9 +91,5 @@ def _unwanted(
         for kind, body in found
         if body is not None
         and not body["metadata"].get("deletionTimestamp")
-        and _is_owned(body, work.uid)
+        and is_controlled_by(body, work.uid)
     ]
-
-
-def _is_owned(body: Obj, uid: str) -> bool:
-    return any(ref.get("uid") == uid for ref in body["metadata"].get("ownerReferences") or ())

@@ -24,16 +24,18 @@ from foveal_operator.kube.kinds import (
     INFERENCE,
     INSTANCE,
     POD,
+    STATEFUL_SET,
 )
 from foveal_operator.kube.store import Caches
 from foveal_operator.kube.types import NamespacedName, Obj, ObjectKey
 from foveal_operator.pods.reports import ObservePods
-from foveal_operator.reconcile.apply import Applier, ObjectError
+from foveal_operator.reconcile.apply import Applier, ObjectError, Owner
 from foveal_operator.reconcile.baseline import basis_config_map
 from foveal_operator.reconcile.cluster_facts import Survey
 from foveal_operator.reconcile.decide import Decider, Decision
 from foveal_operator.reconcile.key_secret import KeySecret
 from foveal_operator.reconcile.observe import COMPONENT, Observer, Settings
+from foveal_operator.reconcile.ownership import StillLeaving, is_controlled_by
 from foveal_operator.reconcile.plan_cache import Planned
 from foveal_operator.reconcile.prune import unwanted_now
 from foveal_operator.reconcile.report import Teller
@@ -106,67 +108,73 @@ class Reconciler:
             await self._refuse(key, resource, error)
             return Outcome()
         try:
-            work, again = await self._act(work)
+            work, again, refused = await self._act(work)
         except ObjectError as error:
-            if isinstance(error.cause, UserError):
-                # Only an edit can help, or whoever set the quota or the policy: no hurry.
-                await self._teller.tell(work, refused=str(error))
-                return Outcome(again_seconds=REFUSED_SECONDS, is_refused=True)
-            await self._tell_failure(work, error)
-            raise error.cause from error
-        await self._teller.tell(work)
-        return Outcome(again_seconds=again)
+            if not isinstance(error.cause, UserError):
+                await self._tell_failure(work, error)
+                raise error.cause from error
+            again, refused = None, error
+        await self._teller.tell(work, refused=refused)
+        if refused is None:
+            return Outcome(again_seconds=again)
+        # Only an edit can help, or whoever set the quota or the policy: no hurry.
+        return Outcome(
+            again_seconds=min(again or REFUSED_SECONDS, REFUSED_SECONDS), is_refused=True
+        )
 
     async def _tell_failure(self, work: Decision, error: ObjectError) -> None:
         """A resource without a status counts as healthy, so tell even when a write has failed.
-        Only a lacking right is named: it does not pass, and its text does not change."""
+        A lacking right and what is waited for are named: their texts do not change."""
         log.warning("%s/%s: %s", *work.key, error)
         if isinstance(error.cause, NotLeader):
             return
         try:
-            await self._teller.tell(
-                work, trouble=str(error) if isinstance(error.cause, Forbidden) else ""
-            )
+            is_steady = isinstance(error.cause, (Forbidden, StillLeaving))
+            await self._teller.tell(work, trouble=str(error) if is_steady else "")
         except ApiError as other:
             log.warning("%s/%s: status: %s", *work.key, other)
 
-    async def _act(self, work: Decision) -> tuple[Decision, float | None]:
-        """Applies, deletes, prunes. Returns what to report, and in how many seconds to observe
-        again, or None."""
+    async def _act(self, work: Decision) -> tuple[Decision, float | None, ObjectError | None]:
+        """Applies, deletes, prunes. Returns what to report; in how many seconds to observe again,
+        or None; and the first object that the API server refuses and that pods do without."""
         again = [s for s in (work.rollout.next_check_seconds, work.model.next_check_seconds) if s]
         if work.engine_pods or work.frontend_pods:
             reports = work.reports
             mirrored = 0 <= reports.sessions_wanted <= reports.sessions_up
             again.append(POLL_SECONDS if mirrored else EAGER_POLL_SECONDS)
         if work.inference.spec.paused:
-            return work, min(again, default=None)
+            return work, min(again, default=None), None
         if work.desired.complete and await self._keys.is_lost(work):
             await self._replace_keys(work)
-            return work, 0.0
-        await self._apply_all(work)
+            return work, 0.0, None
+        refused = await self._apply_all(work)
         for kind, name, uid in work.model.delete:
-            await self.applier.delete(BY_NAME[kind], work.key[0], name, uid)
+            await self.applier.delete(BY_NAME[kind], work.key[0], name, uid, work.uid)
         if work.rollout.delete_pods:
             work = await self._delete_pods(work)
         if work.desired.complete:
             await self._prune(work)
-        return work, min(again, default=None)
+            if (seconds := self._keys.next_check_seconds(work)) is not None:
+                again.append(seconds)
+        return work, min(again, default=None), refused
 
-    async def _apply_all(self, work: Decision) -> None:
-        """Applies what is wanted, in order."""
-        uid = work.uid
+    async def _apply_all(self, work: Decision) -> ObjectError | None:
+        """Applies what is wanted, in order. A refused object ends the pass, unless the pods do
+        without it: then the first of those is returned."""
+        owner, refused = _owner(work), None
         wanted: set[ObjectKey] = set()
         for owned in work.model.objects:
             wanted.add(_key(owned.body))
             if owned.policy != "Keep":
-                await self.applier.ensure(uid, owned.body)
+                retained = owned.policy == "Retain"
+                await self.applier.ensure(owner, owned.body, is_retained=retained)
         if not work.desired.complete:
-            return
+            return None
         basis = basis_config_map(work.context, work.basis)
         wanted.add(_key(basis))
-        await self.applier.ensure(uid, basis)
+        await self.applier.ensure(owner, basis)
         if work.rollout.record is not None:
-            await self.applier.ensure(uid, work.rollout.record)
+            await self.applier.ensure(owner, work.rollout.record)
         for owned in work.desired.objects:
             key = _key(owned.body)
             if key in wanted:
@@ -175,7 +183,16 @@ class Reconciler:
             if owned.policy == "CreateOnly":
                 await self._keys.ensure(work)
             elif key[0] != "Job":
-                await self._apply_one(work, owned.body)
+                try:
+                    await self._apply_one(work, owned.body)
+                except ObjectError as error:
+                    are_there = ("Deployment", f"{work.key[1]}-frontend") in wanted
+                    is_workload = key[0] == "Deployment"
+                    if is_workload or not are_there or not isinstance(error.cause, UserError):
+                        raise
+                    log.warning("%s/%s: %s", *work.key, error)
+                    refused = refused or error
+        return refused
 
     async def _apply_one(self, work: Decision, body: Obj) -> None:
         """A workload goes as the rollout says; anything else as it is."""
@@ -186,14 +203,14 @@ class Reconciler:
             chosen = work.rollout.deployment
         if chosen is not None:
             digest = work.digests.get(_key(body), "") if chosen is body else ""
-            await self.applier.ensure(work.uid, chosen, digest)
+            await self.applier.ensure(_owner(work), chosen, digest)
 
     async def _replace_keys(self, work: Decision) -> None:
         """Notes that pods need other keys; the next pass makes them and asks for other pods. In
         this order, so that an operator that dies in between never mixes two sets."""
         generation = self._keys.new_generation()
         basis = msgspec.structs.replace(work.basis, key_generation=generation)
-        await self.applier.ensure(work.uid, basis_config_map(work.context, basis))
+        await self.applier.ensure(_owner(work), basis_config_map(work.context, basis))
         note = "The Secret with the CURVE keys was deleted: all pods are replaced by new ones."
         log.warning("%s/%s: %s", *work.key, note)
         await self._recorder.record(work.resource, "Warning", "KeysReplaced", note)
@@ -213,9 +230,12 @@ class Reconciler:
                 self._caches.drop(POD, key[0], metadata["name"], metadata["uid"])
         work = msgspec.structs.replace(work, engine_pods=self._observer.pods(key, "engine"))
         again = await self._decider.rollout(work, work.desired)
+        engines = self._caches.get(STATEFUL_SET, key[0], f"{key[1]}-engine")
+        if engines is None or not is_controlled_by(engines, work.uid):
+            return work
         for name, uid in set(again.delete_pods) & set(work.rollout.delete_pods):
             log.info("replacing pod %s/%s: %s", key[0], name, again.message)
-            await self.applier.delete(POD, key[0], name, uid)
+            await self.applier.delete(POD, key[0], name, uid, engines["metadata"]["uid"])
         return work
 
     async def _prune(self, work: Decision) -> None:
@@ -224,7 +244,7 @@ class Reconciler:
         for kind, body in unwanted_now(work, self._caches):
             metadata = body["metadata"]
             log.info("pruning %s %s/%s", kind.name, key[0], metadata["name"])
-            await self.applier.delete(kind, key[0], metadata["name"], metadata["uid"])
+            await self.applier.delete(kind, key[0], metadata["name"], metadata["uid"], work.uid)
 
     async def _refuse(self, key: NamespacedName, resource: Obj, error: SpecError) -> None:
         pods = (self._observer.pods(key, "engine"), self._observer.pods(key, "frontend"))
@@ -243,6 +263,10 @@ class Reconciler:
         self.applier.forget(uid)
         self._keys.forget(uid)
         self._teller.forget(key, uid)
+
+
+def _owner(work: Decision) -> Owner:
+    return Owner(work.key[1], work.uid)
 
 
 def _key(body: Obj) -> ObjectKey:

@@ -6,6 +6,7 @@ else.
 
 from __future__ import annotations
 
+from foveal_operator.api import reasons
 from foveal_operator.api.parse import InferenceSpec, SpecError
 from foveal_operator.common.clock import Clock
 from foveal_operator.kube.cluster import Cluster
@@ -16,10 +17,13 @@ from foveal_operator.kube.store import Caches
 from foveal_operator.kube.types import NamespacedName, Obj
 from foveal_operator.manifests import Desired
 from foveal_operator.pods.image_volume import image_revision
+from foveal_operator.reconcile.apply import ObjectError
 from foveal_operator.reconcile.decide import Decision
+from foveal_operator.reconcile.ownership import NameTaken
 from foveal_operator.status import gauges
 from foveal_operator.status.cold_start import ColdStarts
 from foveal_operator.status.conditions import (
+    Refusal,
     noteworthy,
     previous_conditions,
     route_state,
@@ -31,6 +35,14 @@ from foveal_operator.telemetry.series import Telemetry
 from foveal_runtime.plan.budget.types import BudgetPlan
 
 Pods = tuple[Obj, ...]
+
+
+def _refusal(error: ObjectError | None) -> Refusal | None:
+    if error is None:
+        return None
+    if isinstance(error.cause, NameTaken):
+        return Refusal(reasons.NAME_TAKEN, error.cause.message)
+    return Refusal(reasons.REFUSED, f"the API server refuses {error}")
 
 
 class Teller:
@@ -51,9 +63,11 @@ class Teller:
         self._clock = clock
         self._cold_starts = ColdStarts()
 
-    async def tell(self, work: Decision, trouble: str = "", refused: str = "") -> None:
-        """`trouble` is what kept the pass from its end, in words; `refused` is what the API server
-        will not take as long as the resource stays as it is."""
+    async def tell(
+        self, work: Decision, trouble: str = "", refused: ObjectError | None = None
+    ) -> None:
+        """`trouble` is what kept the pass from its end, in words; `refused` is an object that the
+        API server will not take as long as the resource stays as it is."""
         key, reports = work.key, work.reports
         route = self._caches.get(BY_NAME["HTTPRoute"], *key)
         route_ready, route_message = route_state(
@@ -90,9 +104,19 @@ class Teller:
             download_percent=work.model.download_percent,
             measured=steady(reports.measured, work.resource),
             is_paused=work.inference.spec.paused,
-            refused=refused,
+            refusal=_refusal(refused),
+            accepted=self._accepted(*key),
         )
         await self._write(work.resource, work.inference, None, work.plan, work.desired, observed)
+
+    def _accepted(self, namespace: str, name: str) -> str:
+        """Names another resource whose Service for clients has the name of this one's for engines,
+        or the other way round: whichever came first has it, and both are told."""
+        text = "the resource is well formed"
+        for other in (f"{name}-engine", name.removesuffix("-engine")):
+            if other != name and self._caches.identity(INFERENCE, namespace, other):
+                text += f"; MultiModalInference {other} needs a Service of the same name"
+        return text
 
     def _autoscalers(self, work: Decision) -> dict[str, Obj | None]:
         """Those that the resource asks for, as they are."""

@@ -10,11 +10,19 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from foveal_operator.api import reasons
+from foveal_operator.api.reasons import Reason
 from foveal_operator.api.status import Condition
 from foveal_operator.kube.events import Type
 from foveal_operator.kube.types import Obj
 
 STEADY_FRACTION = 0.05
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """Why an object of the resource's could not be written, for as long as nothing is edited."""
+
+    reason: Reason
+    text: str
 
 
 def previous_conditions(resource: Obj) -> tuple[Condition, ...]:

@@ -25,6 +25,7 @@ from foveal_operator.kube.types import Obj
 from foveal_operator.manifests import Desired
 from foveal_operator.manifests.pods import REVISION_LABEL
 from foveal_operator.pods.diagnose import diagnose, is_ready, last_failure
+from foveal_operator.status.conditions import Refusal
 from foveal_runtime.plan.budget.types import BudgetPlan, Line, PlaceBudget
 from foveal_runtime.plan.quantity import format_gib
 
@@ -52,7 +53,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
         resolved_revision: commit or digest of the model; "" = not known.
         model_takes: modalities that the model takes besides text; None = not known yet.
         download_percent: of the model; None = nothing is fetched, or its size is not known.
-        refused: the object that the API server does not take, and why; "" = none.
+        accepted, refusal: what to say of a good spec; an object that cannot be written, and why.
     """
 
     now: str
@@ -81,7 +82,8 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     resolved_revision: str = ""
     model_takes: tuple[str, ...] | None = None
     download_percent: int | None = None
-    refused: str = ""
+    accepted: str = "the resource is well formed"
+    refusal: Refusal | None = None
 
 
 class _Verdict(msgspec.Struct, frozen=True):
@@ -105,7 +107,7 @@ def report(
     Pods of an earlier spec are still counted when the present one is refused.
     """
     assert (inference is None) != (error is None)
-    verdicts = [_spec_accepted(error, desired, observed.refused)]
+    verdicts = [_spec_accepted(error, desired, observed)]
     frontend = _role(observed.deployment, observed.frontend_pods, desired, "Deployment")
     engine = _role(observed.stateful_set, observed.engine_pods, desired, "StatefulSet")
     if inference is not None:
@@ -157,18 +159,19 @@ def _verdict(kind: str, ok: bool, reason: Reason, text: str) -> _Verdict:
     return _Verdict(kind, "True" if ok else "False", reason, text)
 
 
-def _spec_accepted(error: SpecError | None, desired: Desired | None, refused: str) -> _Verdict:
+def _spec_accepted(
+    error: SpecError | None, desired: Desired | None, observed: Observed
+) -> _Verdict:
     if error is not None:
         return _verdict("SpecAccepted", False, reasons.INVALID_SPEC, str(error))
-    if refused:
-        text = f"the API server refuses {refused}"
-        return _verdict("SpecAccepted", False, reasons.REFUSED, text)
+    if observed.refusal is not None:
+        return _verdict("SpecAccepted", False, observed.refusal.reason, observed.refusal.text)
     if desired is not None and desired.missing_apis:
         names = ", ".join(desired.missing_apis)
         return _verdict(
             "SpecAccepted", False, reasons.MISSING_API, f"the cluster does not serve {names}"
         )
-    return _verdict("SpecAccepted", True, reasons.ACCEPTED, "the resource is well formed")
+    return _verdict("SpecAccepted", True, reasons.ACCEPTED, observed.accepted)
 
 
 def _budget_fits(plan: BudgetPlan | None) -> _Verdict:

@@ -39,6 +39,8 @@ class FakeCluster:
         self.failures: list[tuple[Callable[[str, str, str], bool], ApiError]] = []
         self.now_text: Callable[[], str] = lambda: "2026-01-01T00:00:00Z"
         """When objects are created."""
+        self.collects = True
+        """False: the garbage collector takes its time, until `collect`."""
         self._versions = itertools.count(1)
         self._uids = itertools.count(1)
 
@@ -84,6 +86,15 @@ class FakeCluster:
         self.owners[key] = owners
         return self._store("APPLY", kind, key, result)
 
+    async def apply_new(self, body: Obj) -> Obj | None:
+        kind, key = self._target("APPLY", body)
+        if key in self.objects:
+            return None
+        result, self.owners[key] = applied(None, {}, body, FIELD_MANAGER)
+        if kind.name in ("Deployment", "StatefulSet"):
+            result["spec"].setdefault("replicas", 1)
+        return self._store("APPLY", kind, key, result)
+
     async def apply_status(self, body: Obj) -> Obj:
         kind, key = self._target("APPLY", body)
         live = self.objects.get(key)
@@ -113,11 +124,15 @@ class FakeCluster:
         self._preconditions(body, live)
         return self._store("PUT", kind, key, copy.deepcopy(body))
 
-    async def delete(self, kind: Kind, namespace: str, name: str, uid: str) -> bool:
+    async def delete(
+        self, kind: Kind, namespace: str, name: str, uid: str, version: str = ""
+    ) -> bool:
         self._called("DELETE", kind, name)
         key = (kind.name, namespace, name)
         live = self.objects.get(key)
         if live is None or live["metadata"]["uid"] != uid:
+            return False
+        if version and live["metadata"]["resourceVersion"] != version:
             return False
         self.remove(kind, namespace, name)
         return True
@@ -155,7 +170,11 @@ class FakeCluster:
         body["metadata"]["resourceVersion"] = str(next(self._versions))
         self.writes.append(("DELETE", kind.name, name))
         self._tell(kind, "DELETED", body)
-        uid = body["metadata"]["uid"]
+        if self.collects:
+            self.collect(body["metadata"]["uid"])
+
+    def collect(self, uid: str) -> None:
+        """The garbage collector takes what an owner that is gone has left."""
         for (other, space, child), found in list(self.objects.items()):
             refs = found["metadata"].get("ownerReferences", ())
             if any(ref.get("uid") == uid for ref in refs):

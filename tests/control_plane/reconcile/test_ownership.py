@@ -1,0 +1,252 @@
+"""Nothing that is not the resource's own is written, adopted or deleted."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from foveal_operator.kube.kinds import BY_NAME, INFERENCE, POD
+from foveal_operator.kube.types import Obj
+from foveal_operator.reconcile.ownership import ADOPT
+from tests.support.operator_rig import KEY, Kit, resource
+from tests.support.served_resource import add_pod, finish_profile, served
+
+FOREIGN: list[tuple[str, str]] = [
+    ("ServiceAccount", "tiny"),
+    ("NetworkPolicy", "tiny-engine"),
+    ("Service", "tiny"),
+    ("Service", "tiny-engine"),
+    ("ConfigMap", "tiny-basis"),
+    ("StatefulSet", "tiny-engine"),
+    ("Deployment", "tiny-frontend"),
+]
+
+
+def foreign(kind: str, name: str, **metadata: object) -> Obj:
+    """Somebody's object that has the name of one of the resource's."""
+    body: Obj = {"apiVersion": BY_NAME[kind].api_version, "kind": kind}
+    body["metadata"] = {"name": name, "namespace": "default", **metadata}
+    if kind in ("Deployment", "StatefulSet"):
+        body["spec"] = {"template": {"metadata": {"labels": {}}, "spec": {"containers": []}}}
+    return body
+
+
+def message(kit: Kit, kind: str) -> str:
+    (found,) = [c["message"] for c in kit.status()["conditions"] if c["type"] == kind]
+    return str(found)
+
+
+async def asked_for(kit: Kit) -> None:
+    await kit.start()
+    kit.cluster.add(resource())
+    await kit.settle()
+    if any("-profile-" in name for name in kit.cluster.names("Job")):
+        finish_profile(kit.cluster)
+        await kit.settle()
+
+
+@pytest.mark.parametrize(("kind", "name"), FOREIGN)
+async def test_a_foreign_object_of_our_name_is_left_as_it_is(kind: str, name: str) -> None:
+    """Each first write was a forced apply: the object got our fields and our owner reference, and
+    was deleted with the resource."""
+    kit = Kit()
+    theirs = copy.deepcopy(kit.cluster.add(foreign(kind, name, labels={"app": "theirs"})))
+    await asked_for(kit)
+    assert kit.cluster.body(kind, name) == theirs
+    assert kit.condition("SpecAccepted") == ("False", "NameTaken")
+    assert kit.condition("Stalled") == ("True", "NameTaken")
+    assert f"{kind} default/{name} belongs to kubectl (its field manager)" in message(kit, "Ready")
+    notes = [b["note"] for (k, *_), b in kit.cluster.objects.items() if k == "Event"]
+    assert any(f"{kind} default/{name}" in note for note in notes)
+    kit.cluster.remove(INFERENCE, *KEY)
+    await kit.settle()
+    assert kit.cluster.body(kind, name) == theirs
+
+
+async def test_what_pods_do_without_stops_no_rollout() -> None:
+    """A foreign ConfigMap tiny-dashboard kept the operator from everything that came after it."""
+    kit = Kit()
+    theirs = copy.deepcopy(kit.cluster.add(foreign("ConfigMap", "tiny-dashboard")))
+    await served(kit, resource(observability={"dashboard": "Enabled"}), pods=True)
+    assert kit.cluster.body("ConfigMap", "tiny-dashboard") == theirs
+    assert kit.condition("SpecAccepted") == ("False", "NameTaken")
+    assert kit.condition("Available")[0] == "True"
+    changed = resource(observability={"dashboard": "Enabled"})["spec"]
+    changed["frontend"] = {**changed["frontend"], "replicas": 2}
+    kit.cluster.edit(INFERENCE, *KEY, lambda body: body.update(spec=changed))
+    await kit.settle()
+    assert kit.cluster.body("Deployment", "tiny-frontend")["spec"]["replicas"] == 2
+
+
+async def test_running_pods_go_on_when_a_name_is_taken_later() -> None:
+    """The Service is deleted, and somebody is faster."""
+    kit = Kit()
+    await served(kit, pods=True)
+    pods = kit.cluster.names("Pod")
+    kit.hears = False
+    kit.cluster.remove(BY_NAME["Service"], "default", "tiny")
+    theirs = copy.deepcopy(kit.cluster.add(foreign("Service", "tiny")))
+    kit.hears = True
+    await kit.resync()
+    assert kit.cluster.body("Service", "tiny") == theirs
+    assert kit.condition("SpecAccepted") == ("False", "NameTaken")
+    assert kit.cluster.names("Pod") == pods
+    assert kit.condition("Available")[0] == "True"
+
+
+async def test_a_stale_view_of_an_own_object_writes_to_no_namesake() -> None:
+    """The cache still tells of our Service: the apply names its uid, which the namesake has not."""
+    kit = Kit()
+    await served(kit, pods=True)
+    kit.hears = False
+    kit.cluster.remove(BY_NAME["Service"], "default", "tiny")
+    theirs = copy.deepcopy(kit.cluster.add(foreign("Service", "tiny")))
+    kit.hears = True
+    changed = resource(networking={"port": 9000})["spec"]
+    kit.cluster.edit(INFERENCE, *KEY, lambda body: body.update(spec=changed))
+    await kit.settle()
+    assert kit.cluster.body("Service", "tiny") == theirs
+    assert kit.condition("SpecAccepted") == ("False", "NameTaken")
+
+
+async def test_an_object_handed_over_by_annotation_is_adopted() -> None:
+    kit = Kit()
+    kit.cluster.add(foreign("Service", "tiny", annotations={ADOPT: "tiny"}))
+    await asked_for(kit)
+    uid = kit.cluster.body(INFERENCE.name, "tiny")["metadata"]["uid"]
+    adopted = kit.cluster.body("Service", "tiny")
+    assert adopted["metadata"]["ownerReferences"][0]["uid"] == uid
+    assert kit.condition("SpecAccepted") == ("True", "Accepted")
+
+
+async def test_an_object_that_has_a_controller_is_never_adopted() -> None:
+    kit = Kit()
+    ref = {"apiVersion": "apps/v1", "kind": "Deployment", "name": "web", "uid": "u"}
+    theirs = foreign(
+        "Service",
+        "tiny",
+        annotations={ADOPT: "tiny"},
+        ownerReferences=[{**ref, "controller": True}],
+    )
+    kit.cluster.add(theirs)
+    await asked_for(kit)
+    assert "belongs to Deployment web" in message(kit, "Ready")
+
+
+async def test_what_an_earlier_resource_left_is_waited_for() -> None:
+    """The garbage collector needs a moment; the forced apply met two controllers and was refused,
+    or gave the new resource what was then collected."""
+    kit = Kit()
+    await served(kit)
+    kit.cluster.collects = False
+    old = kit.cluster.body(INFERENCE.name, "tiny")["metadata"]["uid"]
+    kit.cluster.remove(INFERENCE, *KEY)
+    kit.cluster.add(resource())
+    await kit.settle()
+    assert "is being deleted; waiting until it is gone" in message(kit, "Reconciling")
+    assert kit.condition("SpecAccepted")[0] == "True"
+    kit.cluster.collects = True
+    kit.cluster.collect(old)
+    kit.time.now += 60.0
+    await kit.settle()
+    finish_profile(kit.cluster)
+    await kit.settle()
+    kit.cluster.check_integrity()
+    uid = kit.cluster.body(INFERENCE.name, "tiny")["metadata"]["uid"]
+    for kind, name in FOREIGN:
+        assert kit.cluster.body(kind, name)["metadata"]["ownerReferences"][0]["uid"] == uid
+
+
+async def test_a_predecessors_keys_are_not_taken_for_ones_own() -> None:
+    """A create that found the predecessor's Secret counted as done; then it was collected, and
+    new pods waited for it."""
+    kit = Kit()
+    await served(kit)
+    kit.cluster.now_text = kit.time.clock.now_text
+    kit.cluster.collects = False
+    old = kit.cluster.body(INFERENCE.name, "tiny")["metadata"]["uid"]
+    kit.cluster.remove(INFERENCE, *KEY)
+    secret = kit.cluster.objects.pop(("Secret", "default", "tiny-curve"))
+    kit.cluster.collect(old)
+    kit.cluster.objects["Secret", "default", "tiny-curve"] = secret  # collected last
+    kit.cluster.collects = True
+    kit.cluster.add(resource())
+    await kit.settle()
+    finish_profile(kit.cluster)
+    await kit.settle()
+    assert kit.cluster.body("Deployment", "tiny-frontend")
+    kit.cluster.collect(old)
+    assert kit.cluster.names("Secret") == []
+    kit.time.now += 3.0
+    await kit.settle()
+    assert kit.cluster.names("Secret") == ["tiny-curve"]
+
+
+async def test_the_kept_claim_is_known_again_and_a_foreign_one_is_not_taken() -> None:
+    fetched = resource(model={"uri": "hf://org/model", "cache": {"size": "1Gi"}})
+    kit = Kit()
+    await kit.start()
+    kit.cluster.add(fetched)
+    await kit.settle()
+    claim = kit.cluster.body("PersistentVolumeClaim", "tiny-model")
+    kit.cluster.remove(INFERENCE, *KEY)
+    kit.cluster.add(fetched)
+    await kit.settle()
+    assert kit.condition("SpecAccepted")[0] == "True"
+    uid = kit.cluster.body("PersistentVolumeClaim", "tiny-model")["metadata"]["uid"]
+    assert uid == claim["metadata"]["uid"]
+
+    other = Kit()
+    labels = dict(claim["metadata"]["labels"])  # copied, as by a backup
+    theirs = copy.deepcopy(
+        other.cluster.add(foreign("PersistentVolumeClaim", "tiny-model", labels=labels))
+    )
+    await other.start()
+    other.cluster.add(fetched)
+    await other.settle()
+    assert other.cluster.body("PersistentVolumeClaim", "tiny-model") == theirs
+    assert other.condition("SpecAccepted") == ("False", "NameTaken")
+
+
+async def test_nothing_is_pruned_that_only_looks_like_ours() -> None:
+    """Labels can be copied, and an owner that is no controller may be anybody's note."""
+    kit = Kit()
+    await served(kit)
+    uid = kit.cluster.body(INFERENCE.name, "tiny")["metadata"]["uid"]
+    labels = kit.cluster.body("Service", "tiny")["metadata"]["labels"]
+    ref = {"apiVersion": INFERENCE.api_version, "kind": INFERENCE.name, "name": "tiny", "uid": uid}
+    theirs = foreign("Service", "theirs", labels=labels, ownerReferences=[ref])
+    kit.cluster.add(theirs)
+    await kit.resync()
+    assert "theirs" in kit.cluster.names("Service")
+
+
+async def test_pods_of_others_that_carry_our_labels_are_neither_counted_nor_deleted() -> None:
+    kit = Kit()
+    await served(kit, pods=True)
+    ref = {"apiVersion": "apps/v1", "kind": "Deployment", "name": "theirs", "uid": "u"}
+
+    def taken(body: Obj) -> None:
+        body["metadata"]["ownerReferences"] = [{**ref, "controller": True}]
+
+    add_pod(kit.cluster, "engine")
+    kit.cluster.edit(POD, "default", "tiny-engine-1", taken)
+    await kit.resync()
+    assert kit.status()["engine"]["replicas"] == 1
+
+
+async def test_two_resources_whose_service_names_meet_are_both_told() -> None:
+    """`tiny-engine` is the Service for engines of `tiny` and the one for clients of another."""
+    kit = Kit()
+    await served(kit, pods=True)
+    second = resource()
+    second["metadata"]["name"] = "tiny-engine"
+    kit.cluster.add(second)
+    await kit.settle()
+    await kit.resync()
+    uid = kit.cluster.body(INFERENCE.name, "tiny")["metadata"]["uid"]
+    service = kit.cluster.body("Service", "tiny-engine")
+    assert service["metadata"]["ownerReferences"][0]["uid"] == uid
+    assert "MultiModalInference tiny-engine needs a Service" in message(kit, "SpecAccepted")
+    assert kit.condition("Ready") == ("True", "Ready")
