@@ -59,6 +59,7 @@ class Prometheus:
 def asks(namespace: str, resource: str, window: str) -> list[Ask]:
     """All there is to ask. Rates in rules keep their own windows."""
     variables = {
+        "installation": ".*",
         "__rate_interval": window,
         "namespace": namespace or ".*",
         "resource": resource or ".*",
@@ -67,7 +68,9 @@ def asks(namespace: str, resource: str, window: str) -> list[Ask]:
     found: list[Ask] = []
     for name, text in (*cluster_dashboards().items(), *resource_dashboards().items()):
         found += of_dashboard(name, text, variables)
-    found += of_rules("operator's rules", operator_rule_groups())
+    rules = yaml.safe_dump(list(operator_rule_groups()), width=1 << 20)
+    anywhere = rules.replace('="@installation@"', '=~".*"').replace('="@lease@"', '=~".*"')
+    found += of_rules("operator's rules", yaml.safe_load(anywhere))
     tokens = yaml.safe_dump(list(resource_rule_groups()), width=1 << 20)
     filled = tokens.replace("@namespace@", namespace).replace("@resource@", resource)
     found += of_rules("resource's rules", yaml.safe_load(filled))

@@ -12,6 +12,11 @@
 {{- end -}}
 {{- end -}}
 
+{{/* Of objects without a namespace: two releases of one name may live in two namespaces. */}}
+{{- define "foveal.clusterName" -}}
+{{- printf "%s-%s" .Release.Namespace (include "foveal.fullname" .) | trunc 120 | trimSuffix "-" -}}
+{{- end -}}
+
 {{- define "foveal.serviceAccountName" -}}
 {{- if .Values.serviceAccount.create -}}
 {{- default (include "foveal.fullname" .) .Values.serviceAccount.name -}}

@@ -31,7 +31,41 @@ T = 'namespace="models",resource="qwen"'
 N = 'namespace="models",name="qwen"'
 POD = f'{T},pod="qwen-engine-0"'
 CONDITION = f"foveal_inference_condition{{{N},"
+IN = 'namespace="foveal-system"'
+OP = f'operator="foveal",{IN}'
 Series = dict[str, str]
+# What runs beside Foveal in any cluster, healthy and busy: kube-controller-manager, kube-scheduler,
+# cert-manager (in Foveal's own namespace, too) and a second Foveal that does not work.
+OTHERS: Series = {}
+for _of, _leads in (
+    (
+        'namespace="kube-system",pod="kube-controller-manager",name="kube-controller-manager"',
+        "1x60",
+    ),
+    ('namespace="kube-system",pod="kube-scheduler",name="kube-scheduler"', "1x60"),
+    (f'{IN},pod="cert-manager",name="cert-manager-controller"', "1x60"),
+    ('operator="foveal",namespace="other",pod="b",name="foveal-operator"', "1x60"),
+    (f'{OP},pod="c",name="second-foveal-operator"', "1x60"),
+):
+    OTHERS[f"leader_election_master_status{{{_of}}}"] = _leads
+for _of, _name in (
+    ('namespace="kube-system",pod="kube-controller-manager"', "deployment"),
+    (f'{IN},pod="cert-manager"', "certificates"),
+    ('operator="foveal",namespace="other",pod="b"', "multimodalinference"),
+):
+    OTHERS |= {
+        f'workqueue_depth{{{_of},name="{_name}"}}': "7x60",
+        f'controller_runtime_reconcile_total{{{_of},controller="{_name}",result="x"}}': "9x60",
+        f'controller_runtime_reconcile_errors_total{{{_of},controller="{_name}"}}': "0+60x60",
+        f'rest_client_requests_total{{{_of},verb="GET",code="503"}}': "0+50x60",
+    }
+OTHERS['foveal_operator_watch_is_up{namespace="other",pod="b"}'] = "0x60"
+OTHERS['foveal_operator_drift_repairs_total{namespace="other",pod="b",kind="Service"}'] = "0+5x60"
+# Busy without errors, so that they do not hide Foveal's own.
+OTHERS[f'controller_runtime_reconcile_total{{{IN},pod="d",controller="d",result="success"}}'] = (
+    "0+90x60"
+)
+OTHERS[f'rest_client_requests_total{{{IN},pod="d",verb="GET",code="200"}}'] = "0+900x60"
 
 # name -> (series that make it fire at 60 min, series that do not)
 CASES: dict[str, tuple[Series, Series]] = {
@@ -128,38 +162,38 @@ CASES: dict[str, tuple[Series, Series]] = {
         {f"foveal_cache_capacity_bytes{{{POD}}}": "1x60"},
     ),
     "FovealOperatorNoLeader": (
-        {'leader_election_master_status{name="a"}': "0x60"},
-        {'leader_election_master_status{name="a"}': "1x60"},
+        {f'leader_election_master_status{{{OP},name="foveal-operator"}}': "0x60"},
+        {f'leader_election_master_status{{{OP},name="foveal-operator"}}': "1x60"},
     ),
     "FovealOperatorTwoLeaders": (
-        {'leader_election_master_status{name="a",pod="x"}': "1x60",
-         'leader_election_master_status{name="a",pod="y"}': "1x60"},
-        {'leader_election_master_status{name="a",pod="x"}': "1x60",
-         'leader_election_master_status{name="a",pod="y"}': "0x60"},
+        {f'leader_election_master_status{{{OP},name="foveal-operator",pod="x"}}': "1x60",
+         f'leader_election_master_status{{{OP},name="foveal-operator",pod="y"}}': "1x60"},
+        {f'leader_election_master_status{{{OP},name="foveal-operator",pod="x"}}': "1x60",
+         f'leader_election_master_status{{{OP},name="foveal-operator",pod="y"}}': "0x60"},
     ),
     "FovealOperatorReconcileErrors": (
-        {'controller_runtime_reconcile_errors_total{controller="mmi"}': "0+60x60"},
-        {'controller_runtime_reconcile_errors_total{controller="mmi"}': "0+1x60"},
+        {f'controller_runtime_reconcile_errors_total{{{OP},controller="mmi"}}': "0+60x60"},
+        {f'controller_runtime_reconcile_errors_total{{{OP},controller="mmi"}}': "0+1x60"},
     ),
     "FovealOperatorQueueStuck": (
-        {'workqueue_depth{name="mmi"}': "2x60",
-         'controller_runtime_reconcile_total{controller="mmi",result="success"}': "9x60"},
-        {'workqueue_depth{name="mmi"}': "2x60",
-         'controller_runtime_reconcile_total{controller="mmi",result="success"}': "0+9x60"},
+        {f'workqueue_depth{{{OP},name="mmi"}}': "2x60",
+         f'controller_runtime_reconcile_total{{{OP},controller="mmi",result="success"}}': "9x60"},
+        {f'workqueue_depth{{{OP},name="mmi"}}': "2x60",
+         f'controller_runtime_reconcile_total{{{OP},controller="mmi",result="success"}}': "0+9x60"},
     ),
     "FovealOperatorWatchesDown": (
-        {'foveal_operator_watch_is_up{pod="x"}': "0x60"},
-        {'foveal_operator_watch_is_up{pod="x"}': "1x60"},
+        {f'foveal_operator_watch_is_up{{{IN},pod="x"}}': "0x60"},
+        {f'foveal_operator_watch_is_up{{{IN},pod="x"}}': "1x60"},
     ),
     "FovealOperatorApiErrors": (
-        {'rest_client_requests_total{verb="GET",code="200"}': "0+50x60",
-         'rest_client_requests_total{verb="GET",code="503"}': "0+50x60"},
-        {'rest_client_requests_total{verb="GET",code="200"}': "0+50x60",
-         'rest_client_requests_total{verb="GET",code="404"}': "0+50x60"},
+        {f'rest_client_requests_total{{{OP},verb="GET",code="200"}}': "0+50x60",
+         f'rest_client_requests_total{{{OP},verb="GET",code="503"}}': "0+50x60"},
+        {f'rest_client_requests_total{{{OP},verb="GET",code="200"}}': "0+50x60",
+         f'rest_client_requests_total{{{OP},verb="GET",code="404"}}': "0+50x60"},
     ),
     "FovealDriftFight": (
-        {'foveal_operator_drift_repairs_total{kind="Service"}': "0+5x60"},
-        {'foveal_operator_drift_repairs_total{kind="Service"}': "0x50 1x10"},
+        {f'foveal_operator_drift_repairs_total{{{IN},kind="Service"}}': "0+5x60"},
+        {f'foveal_operator_drift_repairs_total{{{IN},kind="Service"}}': "0x50 1x10"},
     ),
 }  # fmt: skip
 
@@ -167,6 +201,7 @@ CASES: dict[str, tuple[Series, Series]] = {
 def rule_groups() -> list[dict[str, Any]]:
     text = yaml.safe_dump([*resource_rule_groups(), *operator_rule_groups()], sort_keys=False)
     text = text.replace("@namespace@", "models").replace("@resource@", "qwen")
+    text = text.replace("@installation@", "foveal-system").replace("@lease@", "foveal-operator")
     found: list[dict[str, Any]] = yaml.safe_load(text)
     return found
 
@@ -185,7 +220,9 @@ def _test(name: str, series: Series, fires: bool) -> dict[str, Any]:
     return {
         "name": f"{name} {'fires' if fires else 'is quiet'}",
         "interval": "1m",
-        "input_series": [{"series": key, "values": value} for key, value in series.items()],
+        "input_series": [
+            {"series": key, "values": value} for key, value in {**OTHERS, **series}.items()
+        ],
         "promql_expr_test": [
             {
                 "expr": f"({_count(name)}) > bool 0",
@@ -216,12 +253,18 @@ def test_every_alert_fires_and_every_alert_can_be_quiet(tmp_path: Path) -> None:
     promtool("test", "rules", str(suite))
 
 
+def test_runbooks_are_absolute_everywhere() -> None:
+    for group in rule_groups():
+        for rule in group["rules"]:
+            assert re.match(r"https?://[^/]+/.*\.md$", rule["annotations"]["runbook_url"])
+
+
 def test_every_panel_query_is_valid(tmp_path: Path) -> None:
     """As recording rules, with the dashboards' variables filled in."""
     queries = [expr for where, expr in expressions() if where.split(":")[0] in FILES]
     assert len(queries) > 150
     for name, value in (("$__rate_interval", "1m"), ("$namespace", ".*"), ("$resource", ".*"),
-                        ("$pod", ".*")):  # fmt: skip
+                        ("$pod", ".*"), ("$installation", ".*")):  # fmt: skip
         queries = [query.replace(name, value) for query in queries]
     assert not [query for query in queries if re.search(r"\$\w", query)]
     records = [{"record": f"query_{number}", "expr": query} for number, query in enumerate(queries)]
@@ -254,6 +297,7 @@ def _series_of(metric: Metric) -> Series:
     scraped = {"namespace": "models", "resource": "qwen", "pod": "p", "role": "engine",
                "revision": "r"}  # fmt: skip
     own = {"namespace": "models", "name": "qwen"} if "operator" in metric.roles else {}
+    own |= {"operator": "foveal"} if "operator" in metric.roles else {}
     found: Series = {}
     for combination in itertools.product(*choices.values()):
         labels = {**scraped, **dict(zip(choices, combination, strict=True)), **own}
@@ -284,7 +328,8 @@ def test_every_panel_has_data_when_every_metric_has(tmp_path: Path) -> None:
         if where.split(":")[0] not in FILES:
             continue
         for name, value in (("$__rate_interval", "5m"), ("$namespace", "models"),
-                            ("$resource", "qwen"), ("$pod", ".*")):  # fmt: skip
+                            ("$resource", "qwen"), ("$pod", ".*"),
+                            ("$installation", "models")):  # fmt: skip
             expr = expr.replace(name, value)
         checks.append(
             {

@@ -18,7 +18,7 @@ from foveal_operator.observability import (
 from foveal_operator.observability.alerts import ALERTS
 from foveal_operator.observability.boards import BOARDS
 from foveal_operator.observability.promql import KNOWN, TARGET_LABELS
-from foveal_operator.telemetry.declared import OPERATOR_METRICS
+from foveal_operator.telemetry.declared import OPERATOR_METRICS, OWN_LABEL, is_shared
 from foveal_runtime.plan.metrics.registry import METRICS
 from tests.support import regenerate
 from tests.support.observability_files import FILES, expressions
@@ -61,7 +61,9 @@ def used_metrics(expr: str) -> set[str]:
     found |= set(re.findall(r"[a-zA-Z_:][\w:]*", bare)) - _WORDS
     families = {name: family(name) for name in found}
     for name, label in (pair.split("|") for pair in labels):
-        assert label in KNOWN[families[name]].labels or label in TARGET_LABELS, (name, label)
+        own = OWN_LABEL[0] if is_shared(name) else ""
+        allowed = {*KNOWN[families[name]].labels, *TARGET_LABELS, own}
+        assert label in allowed, (name, label)
     known = {label for name in families.values() for label in KNOWN[name].labels}
     for label in filter(None, ",".join(kept).replace(" ", "").split(",")):
         assert label in known | TARGET_LABELS | {"le"}, label
@@ -91,6 +93,22 @@ def test_the_operators_metrics_have_their_page() -> None:
 @pytest.mark.parametrize(("where", "expr"), ALL, ids=[where for where, _ in ALL])
 def test_every_expression_reads_declared_metrics(where: str, expr: str) -> None:
     assert used_metrics(expr), where
+
+
+def test_every_query_of_the_operator_board_selects_foveals_own_series() -> None:
+    """Leaders, queues and API requests of every controller in the cluster were summed."""
+    found = 0
+    for where, expr in expressions():
+        if not where.startswith(("foveal-operator.json", "FovealOperator")):
+            continue
+        for name in used_metrics(expr):
+            if is_shared(name):
+                for inside in re.findall(rf"\b{name}\w*\{{([^}}]*)\}}", expr):
+                    assert 'operator="foveal"' in inside, f"{where}: {expr}"
+                    assert "namespace=" in inside, f"{where}: {expr}"
+                assert len(re.findall(rf"\b{name}\w*\{{", expr)) == expr.count(name), where
+                found += 1
+    assert found > 20
 
 
 def test_the_check_above_finds_what_is_wrong() -> None:

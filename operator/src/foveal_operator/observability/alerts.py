@@ -13,7 +13,8 @@ import msgspec
 
 from foveal_operator.observability.promql import OPERATOR, REQUESTS, RESOURCE, Scope
 
-RUNBOOKS = "docs/runbooks"
+RUNBOOKS = "https://foveal.dev/docs/runbooks"
+"""Where runbooks are read unless the chart or the operator's --runbooks says otherwise."""
 Severity = Literal["critical", "warning", "info"]
 _R, _O = RESOURCE, OPERATOR
 _LONG = Scope(_R.namespace, _R.resource, window="15m")
@@ -39,7 +40,7 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
             "annotations": {
                 "summary": self.summary,
                 "description": self.about,
-                "runbook_url": f"{runbooks}/{self.name}.md",
+                "runbook_url": f"{runbooks.rstrip('/')}/{self.name}.md",
             },
         }
 
@@ -227,10 +228,11 @@ SERVING_ALERTS = (
     ),
 )  # fmt: skip
 
+_LEADS = _O.series("leader_election_master_status", name="@lease@")
 OPERATOR_ALERTS = (
     Alert(
         name="FovealOperatorNoLeader",
-        expr=f"(sum ({_O.series('leader_election_master_status')}) or vector(0)) < 1",
+        expr=f"(sum ({_LEADS}) or vector(0)) < 1",
         hold="5m",
         severity="critical",
         summary="No operator holds the Lease.",
@@ -238,7 +240,7 @@ OPERATOR_ALERTS = (
     ),
     Alert(
         name="FovealOperatorTwoLeaders",
-        expr=f"{_O.total('leader_election_master_status')} > 1",
+        expr=f"sum ({_LEADS}) > 1",
         hold="1m",
         severity="critical",
         summary="{{ $value }} operators believe that they hold the Lease.",
@@ -305,6 +307,7 @@ def resource_rule_groups(runbooks: str = RUNBOOKS) -> tuple[dict[str, Any], ...]
 
 
 def operator_rule_groups(runbooks: str = RUNBOOKS) -> tuple[dict[str, Any], ...]:
+    """The group with the tokens @installation@ (the release's namespace) and @lease@."""
     return (_group("foveal-operator", OPERATOR_ALERTS, runbooks, {}),)
 
 

@@ -27,6 +27,7 @@ from foveal_operator.observability.panel import Board, Panel, Query
 
 _SOURCE = dm.DataSourceRef("prometheus", "${datasource}")
 _VARIABLES = {
+    "installation": 'label_values(foveal_operator_watch_is_up, namespace)',
     "namespace": 'label_values(foveal_build_info, namespace)',
     "resource": 'label_values(foveal_build_info{namespace=~"$namespace"}, resource)',
     "pod": 'label_values(foveal_build_info{namespace=~"$namespace",resource=~"$resource"}, pod)',

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from foveal_operator.telemetry.declared import OPERATOR_METRICS
+from foveal_operator.telemetry.declared import OPERATOR_METRICS, OWN_LABEL, is_shared
 from foveal_runtime.plan.metrics.registry import METRICS, Metric
 
 TARGET_LABELS = frozenset({"namespace", "resource", "pod", "role", "revision"})
@@ -37,12 +37,14 @@ class Scope(msgspec.Struct, frozen=True):
 
     Attributes:
         namespace, resource, pod: label matchers, or "" where a family must not be narrowed.
+        installation: matcher of the namespace that an operator runs in.
         window: a duration or a dashboard variable that holds one.
     """
 
     namespace: str = ""
     resource: str = ""
     pod: str = ""
+    installation: str = ""
     window: str = "5m"
 
     def series(self, name: str, part: str = "", /, **labels: str) -> str:
@@ -52,9 +54,12 @@ class Scope(msgspec.Struct, frozen=True):
         assert (metric.kind == "histogram") == bool(part), f"{name}: part {part!r}"
         scope = {"namespace": self.namespace, "resource": self.resource, "pod": self.pod}
         if metric.roles == ("operator",):
-            # The operator's pod and namespace say nothing about whose series it is.
-            is_about_one = {"namespace", "name"} <= set(metric.labels)
-            scope = {"namespace": self.namespace, "name": self.resource} if is_about_one else {}
+            # A resource's series say whose they are; the others say which operator's.
+            if {"namespace", "name"} <= set(metric.labels):
+                scope = {"namespace": self.namespace, "name": self.resource}
+            else:
+                own = f'="{OWN_LABEL[1]}"' if is_shared(name) else ""
+                scope = {OWN_LABEL[0]: own, "namespace": self.installation}
         matchers = [f"{key}{value}" for key, value in scope.items() if value]
         for label, value in labels.items():
             assert label in metric.labels or label in TARGET_LABELS, f"{name} has no {label}"
@@ -113,7 +118,9 @@ def _matcher(label: str, value: str) -> str:
 
 REQUESTS = "!~/(readyz|livez|health|metrics|version)"
 """`handler` of what clients ask for. Probes are many, and a 503 of /readyz is an answer."""
-DASHBOARD = Scope('=~"$namespace"', '=~"$resource"', '=~"$pod"', "$__rate_interval")
+DASHBOARD = Scope('=~"$namespace"', '=~"$resource"', '=~"$pod"', window="$__rate_interval")
 RESOURCE = Scope('="@namespace@"', '="@resource@"')
 """Alert rules of one resource: the tokens are filled in by manifests/monitoring.py."""
-OPERATOR = Scope()
+OPERATOR = Scope(installation='="@installation@"')
+"""Alert rules of one operator: the chart fills in the namespace of its release."""
+OPERATOR_DASHBOARD = Scope(installation='=~"$installation"', window="$__rate_interval")

@@ -20,6 +20,7 @@ import yaml
 from foveal_operator.common.errors import UsageError
 from foveal_operator.kube.lease import LeaseSettings
 from foveal_operator.observability import resource_dashboards, resource_rule_groups
+from foveal_operator.observability.alerts import RUNBOOKS
 from foveal_operator.reconcile.observe import Settings
 
 MAX_NAMESPACES = 256
@@ -64,6 +65,7 @@ def parser() -> argparse.ArgumentParser:
     add("--bind", default="0.0.0.0:8080", help="/livez, /readyz, /metrics")
     add("--cluster-domain", default="cluster.local")
     add("--monitoring-namespace", default="monitoring", help="may scrape pods; see NetworkPolicy")
+    add("--runbooks", default=RUNBOOKS, metavar="URL", help="alerts link to pages below it")
     add(
         "--rules",
         default="",
@@ -113,7 +115,7 @@ def read(argv: list[str] | None, environment: Mapping[str, str] | None = None) -
             runtime_image=found.runtime_image,
             cluster_domain=found.cluster_domain,
             monitoring_namespace=found.monitoring_namespace,
-            rule_groups=_rules(found.rules),
+            rule_groups=_rules(found.rules, found.runbooks),
             dashboards=_dashboards(found.dashboards),
         ),
         lease=_lease(found, environment, identity) if found.leader_elect == "true" else None,
@@ -147,9 +149,11 @@ def _lease(
     return settings
 
 
-def _rules(path: str) -> tuple[dict[str, Any], ...]:
+def _rules(path: str, runbooks: str) -> tuple[dict[str, Any], ...]:
+    if not runbooks.startswith(("https://", "http://")):
+        raise UsageError(f"--runbooks {runbooks!r} is not an absolute http or https URL")
     if not path:
-        return resource_rule_groups()
+        return resource_rule_groups(runbooks)
     try:
         body = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:

@@ -9,6 +9,16 @@ from __future__ import annotations
 
 from foveal_runtime.plan.metrics.metric import Metric
 
+OWN_LABEL = ("operator", "foveal")
+"""On every series whose family other programs expose as well: kube-scheduler and cert-manager have
+a leader, a work queue and API requests, too."""
+
+
+def is_shared(name: str) -> bool:
+    """Whether other programs expose a family of this name."""
+    return not name.startswith("foveal_")
+
+
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _PER = ("namespace", "name")
 CONTROLLER = "multimodalinference"

@@ -23,7 +23,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from foveal_operator.telemetry.declared import OPERATOR_METRICS
+from foveal_operator.telemetry.declared import OPERATOR_METRICS, OWN_LABEL, is_shared
 from foveal_runtime.plan.metrics.metric import Metric
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -173,6 +173,8 @@ class Telemetry:
         names = self._labels[name]
         assert len(labels) == len(names), f"{name} has the labels {names}"
         values = tuple(labels[label] for label in names)
+        if is_shared(name):
+            values += OWN_LABEL[1:]
         found = self._series[name].get(values)
         if found is None:
             found = self._series[name][values] = self._metrics[name].labels(*values)
@@ -180,7 +182,8 @@ class Telemetry:
 
     def value(self, name: str, /, **labels: str) -> float:
         """For tests and probes; 0.0 when there is no such series. `name` as exposed."""
-        return self.registry.get_sample_value(name, labels) or 0.0
+        own = dict([OWN_LABEL]) if is_shared(name) else {}
+        return self.registry.get_sample_value(name, {**labels, **own}) or 0.0
 
     def exposition(self, names: Sequence[str] = ()) -> Iterator[bytes]:
         """All series, or those of these names alone, in pieces between which others may work."""
@@ -194,10 +197,9 @@ class Telemetry:
 
 
 def _make(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | Histogram:
+    labels = (*metric.labels, OWN_LABEL[0]) if is_shared(metric.name) else metric.labels
     if metric.kind == "counter":
-        return Counter(metric.name, metric.help, metric.labels, registry=registry)
+        return Counter(metric.name, metric.help, labels, registry=registry)
     if metric.kind == "gauge":
-        return Gauge(metric.name, metric.help, metric.labels, registry=registry)
-    return Histogram(
-        metric.name, metric.help, metric.labels, registry=registry, buckets=metric.buckets
-    )
+        return Gauge(metric.name, metric.help, labels, registry=registry)
+    return Histogram(metric.name, metric.help, labels, registry=registry, buckets=metric.buckets)

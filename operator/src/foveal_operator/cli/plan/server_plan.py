@@ -129,7 +129,7 @@ def _settings(container: Obj) -> OperatorSettings:
         runtime_image=found.runtime_image,
         cluster_domain=found.cluster_domain,
         monitoring_namespace=found.monitoring_namespace,
-        rule_groups=resource_rule_groups(),
+        rule_groups=resource_rule_groups(found.runbooks),
         dashboards=resource_dashboards(),
     )
     own = [flag for flag in ("rules", "dashboards") if getattr(found, flag)]

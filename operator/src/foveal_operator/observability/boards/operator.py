@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from foveal_operator.observability.panel import Board, Row, graph, stat
-from foveal_operator.observability.promql import Scope
+from foveal_operator.observability.promql import OPERATOR_DASHBOARD as _O
 
-_O = Scope(window="$__rate_interval")
 _CONDITION = "foveal_inference_condition"
 _RECONCILE = "controller_runtime_reconcile_time_seconds"
 
 _NOW = Row("Now", (
-    stat("Leaders", "Processes that hold the Lease: always 1.",
-         _O.total("leader_election_master_status"), bad=0.5, warn=1, width=4),
+    stat("Leaders", "Processes that hold the Lease, of the installation that has most: always 1.",
+         f"max({_O.total('leader_election_master_status', 'namespace,name')})",
+         warn=2, bad=2, width=4),
     stat("Resources", "Resources that the operator knows.",
          f"count(count by (namespace,name) ({_O.series(_CONDITION, type='Ready')}))",
          width=4),
@@ -82,5 +82,5 @@ OPERATOR_BOARD = Board(
     title="Foveal / Operator",
     about="Does it keep up, and what does it find wrong.",
     rows=(_NOW, _WORK, _FOUND, _WATCHES),
-    variables=(),
+    variables=("installation",),
 )
