@@ -48,6 +48,10 @@ _REQUESTS = Row("Requests", (
     graph("Errors and refusals", "By error code, and by the limit that rejected the request.",
           (D.rate("foveal_request_errors", "code"), "{{code}}"),
           (D.rate("vllm:admission_rejections", "reason"), "rejected: {{reason}}"), unit="reqps"),
+    graph("Quarantine", "Requests that ended because engines died of them, and kinds of requests "
+          "that are refused now.",
+          (D.rate("foveal_requests_quarantined"), "ended/s"),
+          (D.total("foveal_quarantine_entries", how="max"), "refused kinds")),
     graph("In flight", "HTTP requests being answered.",
           (D.total("foveal_requests_inflight", "pod"), "{{pod}}")),
     graph("Frontend processes", "Requests in flight; by how much the event loop is late (p95).",
