@@ -331,7 +331,7 @@ def test_nothing_a_client_sends_stops_the_server(start: Any) -> None:
                     probe.phase, time.monotonic() - began, dict(sorted(attacker.statuses.items())),
                     load.num_answers - answered,
                 ))  # fmt: skip
-                assert not deployment.dead(), probe.phase
+                assert all(child.is_alive for child in deployment.children), probe.phase
             probe.phase = "after"
             time.sleep(3)
         settled_pids, after_bytes, after_descriptors = resources(deployment)
