@@ -102,9 +102,15 @@ def _llama4_image(core: Any, pixel_values: torch.Tensor) -> Any:
     return core.multi_modal_projector(core.get_image_features(pixel_values).last_hidden_state)
 
 
+def _video_llava_image(core: Any, pixel_values_images: torch.Tensor) -> Any:
+    """Video-LLaVA's processor names the field otherwise than the feature method."""
+    return core.get_image_features(pixel_values_images, return_dict=True).pooler_output
+
+
 CUSTOM_ENCODERS: dict[str, Callable[..., Any]] = {
     "llama4_image": _llama4_image,
     "qwen2_audio": _qwen2_audio,
+    "video_llava_image": _video_llava_image,
 }
 
 _IMAGE = "get_image_features"
@@ -161,7 +167,12 @@ ADAPTERS: dict[str, Adapter] = {
         }
     ),
     "llava_next_video": Adapter({"image": _SIZED.encoders["image"], "video": _FRAMES}),
-    "video_llava": Adapter({"image": _PIXELS.encoders["image"], "video": _FRAMES}),
+    "video_llava": Adapter(
+        {
+            "image": EncoderSpec("video_llava_image", ("pixel_values_images",)),
+            "video": _FRAMES,
+        }
+    ),
     "vipllava": _PIXELS,
     "deepseek_vl": _PIXELS,
     "deepseek_vl_hybrid": Adapter(

@@ -128,6 +128,17 @@ def check(loaded, name: str, modality: int, files: list[bytes], text: str) -> No
 
 
 @pytest.mark.parametrize("name", IMAGES)
+def test_items_have_the_fields_that_the_encoder_takes(loaded, name):
+    """Regression: Video-LLaVA's processor names its pixels otherwise than its feature method, so
+    that every image was refused by the engine."""
+    from foveal_runtime.model.adapters import ADAPTERS
+
+    processor, _ = loaded(name)
+    item = view_item(processor.process(0, processor.decode(0, png(0, 90, 60), {}), {}))
+    assert set(ADAPTERS[name].encoders["image"].fields) <= item.fields.keys()
+
+
+@pytest.mark.parametrize("name", IMAGES)
 def test_images(loaded, name):
     _, info = loaded(name)
     item = info.placeholder_text("image")
