@@ -11,7 +11,7 @@ import os
 
 import pytest
 
-from tests.support.progress import FolderProgress, GroupScheduling, is_first
+from tests.support.progress import FolderProgress, is_first, make_scheduler
 
 if os.environ.get("FOVEAL_DEVICE", "cpu") == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -29,4 +29,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    return GroupScheduling(config, log)
+    return make_scheduler(config, log)

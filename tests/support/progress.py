@@ -11,7 +11,6 @@ import time
 from collections import Counter
 
 import pytest
-from xdist.scheduler import LoadScopeScheduling
 
 ONE_GROUP = ("tests/processes",)
 
@@ -30,12 +29,16 @@ def is_first(nodeid: str) -> bool:
     return folder_of(nodeid) in ONE_GROUP
 
 
-class GroupScheduling(LoadScopeScheduling):
+def make_scheduler(config: pytest.Config, log: object) -> object:
     """The unit that one worker runs is `group_of`. (pytest-xdist 3.8 does not see groups that are
-    marked, `--dist loadgroup`, under pytest 9.2.)"""
+    marked, `--dist loadgroup`, under pytest 9.2.) Imported here: other runs need no xdist."""
+    from xdist.scheduler import LoadScopeScheduling
 
-    def _split_scope(self, nodeid: str) -> str:
-        return group_of(nodeid)
+    class GroupScheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    return GroupScheduling(config, log)
 
 
 class FolderProgress:
