@@ -288,7 +288,7 @@ def test_newlines_merge_only_beside_items():
 def test_pictures_travel_short_and_equal_bit_by_bit(loaded, name):
     """What the engine gets from the short form is what the processor made."""
     processor, _ = loaded(name)
-    assert "pixel_values" in processor.codebooks
+    assert any(field.startswith("pixel_values") for field in processor.codebooks)
     rng = np.random.default_rng(3)
     ramp = np.add.outer(np.arange(200), np.arange(150)).astype(np.uint8)
     pictures = [
