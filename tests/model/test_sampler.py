@@ -25,6 +25,7 @@ class Sequence:
     prompt_token_ids: list[int] = field(default_factory=lambda: [1, 2, 5])
     output_token_ids: list[int] = field(default_factory=list)
     request_id: str = "r"
+    scratch: dict[str, object] = field(default_factory=dict)
 
 
 def options(**kwargs) -> SamplingParams:

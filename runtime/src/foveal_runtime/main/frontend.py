@@ -193,5 +193,6 @@ async def serve(config: FrontendConfig, member: Member | None = None) -> None:
         )
     finally:
         lags.cancel()
+        app.close()
         await client.close()
         await processor.close()

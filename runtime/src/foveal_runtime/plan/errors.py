@@ -7,7 +7,12 @@
     │   │   ├── MediaInvalid         400  media_invalid       (cannot be decoded, wrong type)
     │   │   ├── MediaTooLarge        413  media_too_large     (bytes, pixels, seconds, frames)
     │   │   ├── MediaUnknown         400  media_unknown       (uuid-only media not held)
-    │   │   └── Unsupported          400  unsupported_feature (tools, response_format, ...)
+    │   │   ├── Unsupported          400  unsupported_feature (a field that is not served)
+    │   │   ├── SchemaInvalid        400  schema_invalid      (no schema, or nothing satisfies it)
+    │   │   ├── SchemaUnsupported    400  schema_unsupported  (a keyword that cannot be enforced)
+    │   │   ├── SchemaTooLarge       400  schema_too_large
+    │   │   ├── SchemaTooSlow        400  schema_too_slow     (to compile)
+    │   │   └── GrammarInvalid       400  grammar_invalid     (regex, grammar or structural tag)
     │   ├── MediaForbidden           403  media_forbidden     (host, scheme or path not allowed)
     │   ├── MediaConflict            409  media_conflict      (a uuid rebound to other content)
     │   ├── AuthenticationFailed     401  invalid_api_key
@@ -79,6 +84,26 @@ class MediaUnknown(InvalidRequest):
 
 class Unsupported(InvalidRequest):
     code = "unsupported_feature"
+
+
+class SchemaInvalid(InvalidRequest):
+    code = "schema_invalid"
+
+
+class SchemaUnsupported(InvalidRequest):
+    code = "schema_unsupported"
+
+
+class SchemaTooLarge(InvalidRequest):
+    code = "schema_too_large"
+
+
+class SchemaTooSlow(InvalidRequest):
+    code = "schema_too_slow"
+
+
+class GrammarInvalid(InvalidRequest):
+    code = "grammar_invalid"
 
 
 class MediaForbidden(ClientError):

@@ -6,7 +6,20 @@ and model/ (logits). Never changed after construction.
 
 from __future__ import annotations
 
+from importlib import metadata
+
 import msgspec
+
+GRAMMAR_LIBRARY = "llguidance"
+
+
+def grammar_version() -> str:
+    """Library and version that grammars are written for; "" when it is not installed. Frontends
+    send a grammar only to engines with the same."""
+    try:
+        return f"{GRAMMAR_LIBRARY}-{metadata.version(GRAMMAR_LIBRARY)}"
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
@@ -25,6 +38,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
         logprobs: number of alternatives per output token; -1 means none at all.
         prompt_logprobs: the same for prompt tokens; the prefix cache is then not read.
         allowed_token_ids: no other token is ever chosen, EOS included; empty: all are allowed.
+        grammar: what the output must follow, in the form of the grammar library
+            (`GRAMMAR_LIBRARY`); "": anything. It is stronger than min_tokens.
         bad_words: token sequences whose last token is masked where the others were just output.
     """
 
@@ -45,3 +60,4 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: int = -1
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: str = ""

@@ -113,7 +113,10 @@ class Outputs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
-    """The `info` part of WELCOME: what a frontend must know of the engine it talks to."""
+    """The `info` part of WELCOME: what a frontend must know of the engine it talks to.
+
+    `grammars`: see ModelTraits; a request with a grammar goes to engines of the same version only.
+    """
 
     engine_id: str
     model: str
@@ -122,3 +125,4 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
     max_num_seqs: int
     largest_item_embeds: int
     draining: bool = False
+    grammars: str = ""

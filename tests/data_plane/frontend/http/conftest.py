@@ -124,6 +124,7 @@ def start(model_path: Path) -> Any:
             httpx.AsyncClient(base_url=url, timeout=20) as client,
         ):
             yield Harness(app, generator, processor, url, client, said)
+        app.close()
         app.gate.check_integrity()
         assert app.gate.num_requests == 0
 

@@ -120,6 +120,7 @@ def assemble_core(
         max_model_len=limits.max_model_len,
         max_num_seqs=limits.max_num_seqs,
         largest_item_embeds=min(max(embeds, default=0), limits.encoder_cache_embeds),
+        grammars=loaded.runner.traits.grammars,
     )
     receiver = ObservedReceiver(
         ReceiverLimits(

@@ -78,5 +78,6 @@ def needs_text(sampling: SamplingParams) -> bool:
         sampling.repetition_penalty != 1.0
         or sampling.presence_penalty != 0.0
         or sampling.frequency_penalty != 0.0
+        or bool(sampling.grammar)
         or any(len(word) > 1 for word in sampling.bad_words)
     )

@@ -38,6 +38,7 @@ class ModelTraits(msgspec.Struct, frozen=True):
         value_bytes: bytes of one value that the model computes with.
         state_bytes: bytes of recurrent state of one running request. Such a state exists only at
             the end of what was computed, so that no prefix of blocks can be continued.
+        grammars: the grammar library and its version that outputs can be bound with; "": none.
     """
 
     vocab_size: int
@@ -51,6 +52,7 @@ class ModelTraits(msgspec.Struct, frozen=True):
     embed_kind: str = ""
     value_bytes: int = 4
     state_bytes: int = 0
+    grammars: str = ""
 
 
 class MMInput(msgspec.Struct, frozen=True, array_like=True):

@@ -311,7 +311,11 @@ class EngineClient:
             ) from None
 
     def _choose(self, run: EngineRun) -> tuple[EngineLink, str] | None:
-        ready = {link.endpoint: link for link in self._links.values() if link.is_ready}
+        ready = {
+            link.endpoint: link
+            for link in self._links.values()
+            if link.is_ready and link.binds(run.request.sampling.grammar)
+        }
         candidates = [self._candidate(link, run) for link in ready.values()]
         fresh = [c for c in candidates if c.name not in run.avoid]
         pick = self.router.decide(fresh or candidates, run.affinity, _home(run, ready.values()))

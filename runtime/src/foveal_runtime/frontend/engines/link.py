@@ -30,6 +30,7 @@ from foveal_runtime.mirror.messages import (
 from foveal_runtime.mirror.sender import DownEvent, Sender, Sending, SendItem, SendValue
 from foveal_runtime.plan.errors import FovealError
 from foveal_runtime.plan.media import MMHash
+from foveal_runtime.plan.sampling import grammar_version
 from foveal_runtime.wire import codec
 from foveal_runtime.wire.messages import EngineInfo, EngineLoad, RequestBody
 from foveal_runtime.wire.transport import FrontendTransport, LinkDown
@@ -98,6 +99,10 @@ class EngineLink:
             and not (self.load is not None and self.load.draining)
             and not self.is_leaving
         )
+
+    def binds(self, grammar: str) -> bool:
+        """Whether it can bind an output to such a grammar: an older one would leave it out."""
+        return not grammar or (self.info is not None and self.info.grammars == grammar_version())
 
     @property
     def inflight(self) -> int:

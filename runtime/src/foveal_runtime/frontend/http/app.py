@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from foveal_runtime.frontend.engines.debug import MirrorSource, build_debug_router
+from foveal_runtime.frontend.grammars.compiler import Compiler
 from foveal_runtime.frontend.http.access.admin import CacheAdmin, build_admin_router
 from foveal_runtime.frontend.http.access.admission import Gate
 from foveal_runtime.frontend.http.access.auth import KeyFile
@@ -65,6 +66,10 @@ class HttpApp:
     gate: Gate
     health: Health
 
+    def close(self) -> None:
+        """Ends the processes that this application started."""
+        self.service.grammars.close()
+
 
 def build_app(
     config: FrontendConfig,
@@ -106,6 +111,7 @@ def build_app(
         defaults=SamplingDefaults.load(config.model.path),
         gate=gate,
         metrics=metrics,
+        grammars=Compiler(metrics),
         created=int(time.time()),
     )
     page = MetricsPage(metrics, config.metrics_peers, siblings)

@@ -26,6 +26,7 @@ from foveal_runtime.frontend.http.service import (
     make_job,
     open_run,
 )
+from foveal_runtime.frontend.protocol.constraints import wanted_of
 from foveal_runtime.frontend.protocol.requests import ChatCompletionRequest
 from foveal_runtime.frontend.protocol.rules import check_fields, check_model
 from foveal_runtime.wire.messages import TokenLogprobs
@@ -40,6 +41,7 @@ class ChatRun:
     job: Job
     head: dict[str, Any]
     started: float
+    relaxed: tuple[str, ...]
 
     @property
     def num_choices(self) -> int:
@@ -51,8 +53,10 @@ async def plan_chat(
 ) -> ChatRun:
     """Everything that can be refused before media are touched."""
     check_model(request.model, service.model_name)
+    wanted = wanted_of(request)
     check_fields(request, ignore_unknown=service.config.ignore_unknown_options)
     check_num_sequences(1, request.n or 1)
+    compiled = await service.grammars.compile(wanted)
 
     limit = service.longest_text(truncates=request.truncate_prompt_tokens is not None)
 
@@ -78,6 +82,7 @@ async def plan_chat(
         scope,
         token_ids,
         parts,
+        grammar=compiled.grammar,
         continues_prompt=bool(request.continue_final_message),
         echo_prompt=bool(request.return_token_ids),
     )
@@ -87,7 +92,7 @@ async def plan_chat(
         "created": int(time.time()),
         "model": service.model_name,
     }
-    return ChatRun(service, request, job, head, scope.started)
+    return ChatRun(service, request, job, head, scope.started, compiled.relaxed)
 
 
 _MESSAGE_CHARS = 100

@@ -27,6 +27,7 @@ from foveal_runtime.frontend.http.service import (
     open_run,
 )
 from foveal_runtime.frontend.items.seams import PromptPlaceholders
+from foveal_runtime.frontend.protocol.constraints import wanted_of
 from foveal_runtime.frontend.protocol.requests import CompletionRequest
 from foveal_runtime.frontend.protocol.rules import check_fields, check_model
 from foveal_runtime.plan.errors import ContextLengthExceeded, InvalidRequest
@@ -43,6 +44,7 @@ class CompletionRun:
     jobs: list[Job]
     head: dict[str, Any]
     started: float
+    relaxed: tuple[str, ...]
 
     @property
     def num_choices(self) -> int:
@@ -56,9 +58,11 @@ async def plan_completion(
     service: Service, info: PromptPlaceholders, request: CompletionRequest, scope: RequestScope
 ) -> CompletionRun:
     check_model(request.model, service.model_name)
+    wanted = wanted_of(request)
     check_fields(request, ignore_unknown=service.config.ignore_unknown_options)
     prompts = _prompts(request)
     check_num_sequences(len(prompts), request.n or 1)
+    compiled = await service.grammars.compile(wanted)
     jobs = []
     for index, prompt in enumerate(prompts):
         token_ids = await _token_ids(service, request, prompt)
@@ -70,6 +74,7 @@ async def plan_completion(
                 scope,
                 token_ids,
                 (),
+                grammar=compiled.grammar,
                 suffix="" if len(prompts) == 1 else f"-p{index}",
                 continues_prompt=True,
             )
@@ -80,7 +85,7 @@ async def plan_completion(
         "created": int(time.time()),
         "model": service.model_name,
     }
-    return CompletionRun(service, request, jobs, head, scope.started)
+    return CompletionRun(service, request, jobs, head, scope.started, compiled.relaxed)
 
 
 def _prompts(request: CompletionRequest) -> list[str | list[int]]:

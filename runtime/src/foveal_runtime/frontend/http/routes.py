@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import msgspec
@@ -135,16 +135,27 @@ def _add_generation(router: APIRouter, service: Service, info: PromptPlaceholder
         answer is text/event-stream."""
         run = await chat.plan_chat(service, body, scope_of(service, request))
         if body.stream:
-            return await start_stream(request.receive, chat.stream_answer(run))
-        return json_response(await until_disconnect(request.receive, chat.whole_answer(run)))
+            return _named(await start_stream(request.receive, chat.stream_answer(run)), run.relaxed)
+        whole = await until_disconnect(request.receive, chat.whole_answer(run))
+        return _named(json_response(whole), run.relaxed)
 
     @router.post("/v1/completions", response_model=Completion, responses=ERRORS, tags=["OpenAI"])
     async def text_completions(body: CompletionRequest, request: Request) -> Response:
         """Continues one or several text prompts. Media belong to chat completions."""
         run = await completions.plan_completion(service, info, body, scope_of(service, request))
         if body.stream:
-            return await start_stream(request.receive, completions.stream_answer(run))
-        return json_response(await until_disconnect(request.receive, completions.whole_answer(run)))
+            stream = await start_stream(request.receive, completions.stream_answer(run))
+            return _named(stream, run.relaxed)
+        whole = await until_disconnect(request.receive, completions.whole_answer(run))
+        return _named(json_response(whole), run.relaxed)
+
+
+def _named(response: Response, relaxed: Sequence[str]) -> Response:
+    """Names what of a schema that is not strict is not enforced."""
+    if relaxed:
+        text = "; ".join(relaxed).encode("ascii", "replace").decode()
+        response.headers["x-foveal-schema-relaxed"] = text[:1000]
+    return response
 
 
 def _add_models(router: APIRouter, service: Service) -> None:

@@ -26,6 +26,7 @@ from foveal_runtime.frontend.engines.sequence import (
     release_media,
     run_sequence,
 )
+from foveal_runtime.frontend.grammars.compiler import Compiler
 from foveal_runtime.frontend.http.access.admission import Gate, Ticket
 from foveal_runtime.frontend.http.monitoring.request_stats import RequestStats
 from foveal_runtime.frontend.items.prepared import PreparedRequest
@@ -84,6 +85,7 @@ class Service:
     defaults: SamplingDefaults
     gate: Gate
     metrics: Metrics
+    grammars: Compiler
     created: int
     text_threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(TEXT_THREADS, "text")
@@ -163,6 +165,7 @@ def make_job(
     token_ids: list[int],
     parts: Sequence[MediaPart],
     *,
+    grammar: str = "",
     suffix: str = "",
     continues_prompt: bool,
     echo_prompt: bool = False,
@@ -188,6 +191,7 @@ def make_job(
         vocab_size=service.tokenizer.vocab_size,
         encode=functools.partial(service.tokenizer.encode, add_special_tokens=False),
         drawn_seed=secrets.randbits(63),
+        grammar=grammar,
     )
     check_prompt_logprobs(len(token_ids) * num_choices, sampling.prompt_logprobs)
     options = PrepareOptions(

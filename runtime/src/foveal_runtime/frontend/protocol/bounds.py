@@ -27,16 +27,16 @@ def check_num_fields(value: Any, limit: int = MAX_FIELDS) -> Any:
     return value
 
 
-def check_plain(value: Any) -> Any:
+def check_plain(value: Any, max_depth: int = MAX_DEPTH, max_nodes: int = MAX_NODES) -> Any:
     """Raises ValueError for free-form JSON that is too deep or too large."""
     level, depth, num_nodes = [value], 0, 0
     while level:
         depth += 1
         num_nodes += len(level)
-        if depth > MAX_DEPTH:
-            raise ValueError(f"the value is nested more than {MAX_DEPTH} levels deep")
-        if num_nodes > MAX_NODES:
-            raise ValueError(f"the value has more than {MAX_NODES} parts")
+        if depth > max_depth:
+            raise ValueError(f"the value is nested more than {max_depth} levels deep")
+        if num_nodes > max_nodes:
+            raise ValueError(f"the value has more than {max_nodes} parts")
         below: list[Any] = []
         for node in level:
             if isinstance(node, dict):

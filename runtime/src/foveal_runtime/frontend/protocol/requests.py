@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
@@ -21,6 +21,10 @@ MAX_CHOICES = 64
 MAX_LOGPROBS = 20
 MAX_STOP_CHARS = 256
 MAX_BIASES = 1024
+MAX_REGEX_CHARS = 8 * 1024
+MAX_GRAMMAR_CHARS = 64 * 1024
+MAX_SCHEMA_DEPTH = 100
+MAX_SCHEMA_PARTS = 50_000
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
@@ -69,6 +73,55 @@ class StreamOptions(Bounded):
     continuous_usage_stats: bool | None = Field(None, description="usage in every chunk")
 
 
+Schema = Annotated[
+    dict[str, Any] | bool | str,
+    BeforeValidator(partial(check_plain, max_depth=MAX_SCHEMA_DEPTH, max_nodes=MAX_SCHEMA_PARTS)),
+]
+
+
+Tags = Annotated[
+    list[Any],
+    BeforeValidator(partial(check_plain, max_depth=MAX_SCHEMA_DEPTH, max_nodes=MAX_SCHEMA_PARTS)),
+]
+
+
+class JsonSchema(Bounded):
+    model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
+
+    name: str | None = None
+    body: Schema | None = Field(None, alias="schema")
+    strict: bool | None = Field(None, description="everything is enforced, or refused")
+
+
+class ResponseFormat(Bounded):
+    model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchema | None = None
+    structures: Tags | None = Field(None, description="of a structural tag")
+    triggers: list[str] | None = Field(None, description="of a structural tag")
+    format: Schema | None = Field(None, description="of a structural tag")
+
+
+class StructuredOutputs(_Strict):
+    """Exactly one of the first six."""
+
+    body: Schema | None = Field(
+        None, alias="json", description="a JSON schema, as an object or as text"
+    )
+    json_object: bool | None = None
+    regex: Annotated[str, Field(min_length=1, max_length=MAX_REGEX_CHARS)] | None = None
+    choice: Annotated[list[StopString], Field(min_length=1, max_length=1024)] | None = None
+    grammar: Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARS)] | None = Field(
+        None, description="Lark, or EBNF with ::="
+    )
+    structural_tag: Schema | None = None
+    disable_any_whitespace: bool | None = Field(None, description="accepted, without effect")
+    disable_fallback: bool | None = Field(None, description="accepted, without effect")
+    disable_additional_properties: bool | None = Field(None, description="not served")
+    whitespace_pattern: str | None = Field(None, description="not served")
+
+
 class _Sampling(_Open):
     """Options that chat and text completions share."""
 
@@ -109,6 +162,10 @@ class _Sampling(_Open):
         None, description="options of the model's image, video and audio processors"
     )
     add_special_tokens: bool | None = Field(None, description="chat: false, text: true")
+    response_format: ResponseFormat | None = Field(None, description="JSON, by a schema or not")
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="what the output must follow"
+    )
     allowed_token_ids: (
         Annotated[list[TokenId], Field(min_length=1, max_length=65536, fail_fast=True)] | None
     ) = Field(None, description="no other token is chosen, the end token included")

@@ -45,7 +45,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none",),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "echo": (False,),
     "use_beam_search": (False,),
@@ -197,6 +196,7 @@ def sampling_params(
     vocab_size: int,
     encode: Callable[[str], list[int]],
     drawn_seed: int,
+    grammar: str = "",
 ) -> SamplingParams:
     """The options of choice 0. `drawn_seed` is used when the request names none; `encode` makes
     tokens of a text, without special ones."""
@@ -228,7 +228,9 @@ def sampling_params(
         frequency_penalty=float(_pick(request.frequency_penalty, 0.0)),
         logit_bias=_logit_bias(request.logit_bias or {}, vocab_size),
         stop_token_ids=_token_ids("stop_token_ids", request.stop_token_ids, vocab_size),
-        ignore_eos=bool(request.ignore_eos),
+        # Where its grammar allows nothing else, the output ends whatever the request says.
+        ignore_eos=bool(request.ignore_eos) and not grammar,
+        grammar=grammar,
         logprobs=_num_logprobs(request),
         prompt_logprobs=_num_prompt_logprobs(request),
         allowed_token_ids=_token_ids("allowed_token_ids", request.allowed_token_ids, vocab_size),

@@ -6,7 +6,7 @@ downloads anything. Refuses families whose decoders need state that a paged KV c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ class LoadedModel:
         core: has the feature methods, get_rope_index and the token embeddings.
         decoder: the text stack, set to paged attention; encoders keep their own.
         text_config: configuration of the decoder.
+        path: the checkpoint's directory.
     """
 
     model: nn.Module
@@ -54,6 +55,7 @@ class LoadedModel:
     text_config: Any
     adapter: Adapter
     generation_config: Any = None
+    path: str = ""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -93,7 +95,7 @@ def load_model(path: str, dtype: str = "auto", device: str = "cpu", **options: A
         if model.device.type == "cpu" and pack_linears(model):
             own_rest(model)
             fuse(model)
-    return prepare(model.eval().requires_grad_(False), adapter)
+    return replace(prepare(model.eval().requires_grad_(False), adapter), path=path)
 
 
 def prepare(model: Any, adapter: Adapter) -> LoadedModel:

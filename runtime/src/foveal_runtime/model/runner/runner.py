@@ -42,6 +42,7 @@ from foveal_runtime.model.runner.positions import prompt_positions
 from foveal_runtime.model.runner.running import SubmittedStep
 from foveal_runtime.model.runner.sequence import PENDING, SequenceState
 from foveal_runtime.model.runner.traits import read_traits
+from foveal_runtime.model.sampling.grammar import Grammars
 from foveal_runtime.model.sampling.logprobs import PromptScores
 from foveal_runtime.model.sampling.sampler import Sampler
 from foveal_runtime.plan.errors import StartupError
@@ -90,7 +91,8 @@ class TorchRunner:
         self.store = EncoderStore(self.room)
         self.encoder = EncoderRunner(loaded, self.store, self.room)
         self._traits = read_traits(loaded, self.states.slot_bytes)
-        self._sampler = sampler or Sampler(self._traits.eos_token_ids)
+        grammars = Grammars.open(loaded.path, self._traits)
+        self._sampler = sampler or Sampler(self._traits.eos_token_ids, grammars)
         self._sequences: dict[str, SequenceState] = {}
         self._failed: dict[str, str] = {}
         self._pool: KVPool | None = None

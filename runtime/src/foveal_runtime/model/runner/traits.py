@@ -5,10 +5,13 @@ Used by the runner and by the profiler, which has no runner. Never looks at weig
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import transformers
 
 from foveal_runtime.engine.types.step import ModelTraits
 from foveal_runtime.model.checkpoint.loader import LoadedModel
+from foveal_runtime.plan.sampling import grammar_version
 
 
 def read_traits(loaded: LoadedModel, state_bytes: int = 0) -> ModelTraits:
@@ -33,5 +36,6 @@ def read_traits(loaded: LoadedModel, state_bytes: int = 0) -> ModelTraits:
         embed_bytes=int(text.hidden_size) * levels * loaded.dtype.itemsize if multimodal else 0,
         embed_kind=f"{loaded.dtype} transformers {transformers.__version__}",
         value_bytes=loaded.dtype.itemsize,
+        grammars=grammar_version() if (Path(loaded.path) / "tokenizer.json").is_file() else "",
         state_bytes=state_bytes,
     )

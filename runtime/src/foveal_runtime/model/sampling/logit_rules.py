@@ -26,6 +26,7 @@ def needs_adjusting(params: SamplingParams, num_output_tokens: int) -> bool:
         or params.frequency_penalty != 0.0
         or bool(params.allowed_token_ids)
         or bool(params.bad_words)
+        or bool(params.grammar)
     )
 
 
@@ -42,11 +43,11 @@ def adjust_row(
 
     Repetition: logits of tokens seen in prompt or output are divided by the penalty when positive
     and multiplied when negative. Frequency and presence look at output tokens only. `end_ids` are
-    masked while fewer than min_tokens outputs exist. Raises ValueError when logit_bias names a
-    token outside the vocabulary.
+    masked while fewer than min_tokens outputs exist, but where a grammar has its own say. Raises
+    ValueError when logit_bias names a token outside the vocabulary.
     """
     vocab = row.shape[0]
-    if len(output_ids) < params.min_tokens:
+    if len(output_ids) < params.min_tokens and not params.grammar:
         ends = {*end_ids, *params.stop_token_ids}
         row[_index(sorted(i for i in ends if 0 <= i < vocab), device)] = -torch.inf
     if params.logit_bias:

@@ -1,8 +1,8 @@
 """Chooses one token per row of logits; the last thing a step does on the model side.
 
 Called by the runner with the logits of the rows that sample. Order of effects, as vLLM's:
-min_tokens mask, logit_bias, penalties, temperature, min_p, top_k, top_p. Logprobs are those of the
-raw model distribution, before any of it.
+min_tokens mask, logit_bias, penalties, allowed tokens, grammar, temperature, min_p, top_k, top_p.
+Logprobs are those of the raw model distribution, before any of it.
 
 Randomness is a counter, never a stream: the token at output index i follows from (seed, i) and the
 logits alone. So it does not matter what else is in the batch, and a request that moves to another
@@ -23,6 +23,7 @@ import torch
 
 from foveal_runtime.engine.types.step import Sampled
 from foveal_runtime.model.device import Device
+from foveal_runtime.model.sampling.grammar import Grammars, forbidden
 from foveal_runtime.model.sampling.logit_rules import adjust_row, keep_mask, needs_adjusting
 from foveal_runtime.model.sampling.logprobs import ROWS_AT_ONCE, Scores
 from foveal_runtime.plan.errors import EngineFailure
@@ -46,6 +47,9 @@ class SampledSequence(Protocol):
 
     @property
     def output_token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def scratch(self) -> dict[str, object]: ...
 
 
 def uniform(seed: int, index: int) -> float:
@@ -108,10 +112,12 @@ class Draw:
 
 
 class Sampler:
-    """Stateless but for the model's end-of-sequence ids."""
+    """Stateless but for the model's end-of-sequence ids and compiled grammars; without
+    `grammars` a request that has one fails."""
 
-    def __init__(self, eos_token_ids: Collection[int]) -> None:
+    def __init__(self, eos_token_ids: Collection[int], grammars: Grammars | None = None) -> None:
         self._eos = tuple(eos_token_ids)
+        self._grammars = grammars
 
     def sample(
         self,
@@ -174,7 +180,35 @@ class Sampler:
             except ValueError as error:
                 failures[sequence.request_id] = str(error)
             adjusted[i] = row
+        self._mask(sequences, adjusted, failures, device)
         return adjusted
+
+    def _mask(
+        self,
+        sequences: Sequence[SampledSequence],
+        adjusted: dict[int, torch.Tensor],
+        failures: dict[str, str],
+        device: Device,
+    ) -> None:
+        """Leaves only the tokens that a row's grammar allows; all rows' masks in one upload."""
+        found: dict[int, np.ndarray] = {}
+        for i in adjusted:
+            sequence, params = sequences[i], sequences[i].sampling
+            if not params.grammar:
+                continue
+            try:
+                if self._grammars is None:
+                    raise ValueError("this engine binds no output to a grammar")
+                found[i] = self._grammars.words(
+                    sequence, params.grammar, sequence.output_token_ids, params.min_tokens
+                )
+            except ValueError as error:
+                failures[sequence.request_id] = str(error)
+        if found:
+            rows = list(found)
+            masks = forbidden(np.stack(list(found.values())), len(adjusted[rows[0]]), device)
+            for i, mask in zip(rows, masks, strict=True):
+                adjusted[i].masked_fill_(mask, -torch.inf)
 
     def _draw(
         self,

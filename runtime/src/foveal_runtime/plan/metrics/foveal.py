@@ -25,7 +25,10 @@ _BOTH: tuple[Role, ...] = ("frontend", "engine")
 
 _MEDIA_CODES = ("media_invalid", "media_too_large", "media_unknown", "media_forbidden",
                 "media_conflict", "media_fetch_failed")  # fmt: skip
+_GRAMMAR_CODES = ("schema_invalid", "schema_unsupported", "schema_too_large", "schema_too_slow",
+                  "grammar_invalid")  # fmt: skip
 _REQUEST_CODES = ("invalid_request_error", "context_length_exceeded", "unsupported_feature",
+                  *_GRAMMAR_CODES,
                   "overloaded", "rate_limit_exceeded", "no_engine", "engine_error",
                   "internal_error")  # fmt: skip
 
@@ -160,6 +163,13 @@ _DOOR = (
     _one(_FRONTEND, "counter", "request_errors", "Requests that ended with an error, by code.",
          "code", known=(("code", (*_MEDIA_CODES, *_REQUEST_CODES)),)),
     _one(_FRONTEND, "counter", "client_disconnects", "Requests whose client went away."),
+    _one(_FRONTEND, "counter", "constrained_requests", "Requests whose output must follow a "
+         "schema or grammar.", "kind",
+         known=(("kind", ("json", "regex", "choice", "grammar", "structural_tag")),)),
+    _one(_FRONTEND, "counter", "grammars_refused", "Schemas and grammars refused, by code.",
+         "code", known=(("code", _GRAMMAR_CODES),)),
+    _one(_FRONTEND, "histogram", "grammar_compile_seconds", "Time to compile a schema or grammar "
+         "that was not known yet, waiting included.", unit="seconds", buckets=STAGE_BUCKETS),
     _one(_FRONTEND, "counter", "request_resubmissions", "Sequences sent to another engine.",
          "reason", known=(("reason", ("engine_abort", "overloaded", "draining")),)),
     _one(_FRONTEND, "counter", "routing_picks", "Attempts sent, by the router's reason: only, "

@@ -1,0 +1,1 @@
+"""Grammars of requests: schemas, structural tags, and the process that compiles them."""

@@ -1,0 +1,190 @@
+"""The process that compiles grammars first: one may take hours, or all memory.
+
+Started by `Compiler`; reads one JSON job a line and answers one JSON line. Each job has CPU time of
+its own, which the kernel enforces: a job that takes more ends this process, and the next job has
+another. Knows no model: a grammar that compiles here compiles for any vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import resource
+import sys
+from functools import lru_cache
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, gbnf_to_lark
+
+from foveal_runtime.frontend.grammars.schema import SchemaError, children, prepare
+from foveal_runtime.frontend.grammars.tags import tags_to_lark
+
+JOB_CPU_SECONDS = 1
+MEMORY_BYTES = 2 << 30
+MAX_TRIES = 200
+NUM_TRIALS = 3
+TRIAL_BYTES = 64
+_LIMITS = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
+BLANKS = r"\n?[ ]{0,40}"
+"""Between JSON tokens: models loop on blanks when there is no limit."""
+
+
+def compile_job(kind: str, source: Any, strict: bool) -> dict[str, Any]:
+    """{"grammar", "relaxed"}. Raises SchemaError."""
+    if kind == "json":
+        return _json(source, strict)
+    if kind == "regex":
+        grammar = LLMatcher.grammar_from_regex(source)
+    elif kind == "choice":
+        options = " | ".join(json.dumps(one) for one in source)
+        grammar = LLMatcher.grammar_from_lark(f"start: {options}")
+    elif kind == "structural_tag":
+        grammar = tags_to_lark(source, _options(strict=True))
+    else:
+        grammar = LLMatcher.grammar_from_lark(_lark(source))
+    failed, messages = _validate(grammar)
+    if failed:
+        raise SchemaError("grammar_invalid", _first_line(messages[0]))
+    return {"grammar": grammar, "relaxed": []}
+
+
+def _lark(source: str) -> str:
+    """EBNF (GBNF's `::=`) is translated; everything else is Lark."""
+    if "::=" not in source:
+        return source
+    try:
+        return str(gbnf_to_lark.gbnf_to_lark(source))
+    except Exception as error:
+        raise SchemaError("grammar_invalid", f"the EBNF cannot be read: {error}") from error
+
+
+def _options(*, strict: bool) -> dict[str, Any]:
+    options: dict[str, Any] = {"whitespace_pattern": BLANKS}
+    if not strict:
+        options |= {"lenient": True, "coerce_one_of": True}
+    return options
+
+
+def _grammar(schema: Any, *, strict: bool) -> str:
+    overrides: Any = _options(strict=strict)
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides)
+
+
+def _json(source: Any, strict: bool) -> dict[str, Any]:
+    schema = prepare(source)
+    grammar = _grammar(schema, strict=True)
+    failed, messages = _validate(grammar)
+    if failed and not strict:
+        grammar = _grammar(schema, strict=False)
+        failed, dropped = _validate(grammar)
+        if not failed:
+            return {"grammar": grammar, "relaxed": [_first_line(one) for one in dropped]}
+        messages = dropped
+    if failed:
+        message = _first_line(messages[0])
+        impossible = message.startswith("Unsatisfiable")
+        unknown = message.startswith(("Unimplemented", "Unknown format"))
+        code = "schema_unsupported" if unknown and not impossible else "schema_invalid"
+        raise SchemaError(code, message, _locate(schema, strict))
+    return {"grammar": grammar, "relaxed": []}
+
+
+def _locate(schema: Any, strict: bool) -> str:
+    """The deepest part that fails by itself: the library's errors have no path."""
+    shared = {k: schema[k] for k in ("$defs", "definitions") if k in schema}
+    path, part, tries = "", schema, 0
+    while True:
+        for step, child in children(part):
+            tries += 1
+            if tries > MAX_TRIES:
+                return path
+            alone = {**shared, **child} if isinstance(child, dict) else child
+            if _validate(_grammar(alone, strict=strict))[0]:
+                path, part = path + step, child
+                break
+        else:
+            return path
+
+
+def _validate(grammar: str) -> tuple[bool, list[str]]:
+    """(refused, errors or warnings). A grammar that compiles is also followed for a while: what is
+    costly is often built only when it is needed, and an engine could not be stopped then."""
+    failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=_LIMITS)
+    if not failed and (error := _follow(grammar)):
+        return True, [error]
+    return failed, messages
+
+
+def _follow(grammar: str) -> str:
+    """The error that some seeded outputs of bytes run into; "" when they run into none."""
+    for seed in range(NUM_TRIALS):
+        rng = random.Random(seed)
+        matcher = LLMatcher(_bytes_tokenizer(), grammar, log_level=0, limits=_LIMITS)
+        for _ in range(TRIAL_BYTES):
+            bits = int.from_bytes(matcher.compute_bitmask(), "little")
+            if matcher.is_error():
+                return "it needs more time or memory than it may have"
+            allowed = [i for i in range(256) if bits >> i & 1]
+            if not allowed:
+                break
+            matcher.consume_token(rng.choice(allowed))
+    return ""
+
+
+@lru_cache(maxsize=1)
+def _bytes_tokenizer() -> LLTokenizer:
+    """Tokens 0 to 255 are the bytes, 256 ends."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet |= {chr(0x100 + i): byte for i, byte in enumerate(rest)}
+    document: dict[str, Any] = {
+        "version": "1.0", "truncation": None, "padding": None, "normalizer": None,
+        "post_processor": None,
+        "added_tokens": [{"id": 256, "content": "<|end|>", "single_word": False, "lstrip": False,
+                          "rstrip": False, "normalized": False, "special": True}],
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
+                          "use_regex": False},
+        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
+                    "use_regex": False},
+        "model": {"type": "BPE", "dropout": None, "unk_token": None,
+                  "continuing_subword_prefix": None, "end_of_word_suffix": None,
+                  "fuse_unk": False, "byte_fallback": False, "vocab": alphabet, "merges": []},
+    }  # fmt: skip
+    return LLTokenizer(json.dumps(document), n_vocab=257, eos_token=256)
+
+
+def _first_line(message: str) -> str:
+    return message.strip().splitlines()[0][:300] if message.strip() else "it cannot be compiled"
+
+
+def _limit_cpu() -> None:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    spent = math.ceil(used.ru_utime + used.ru_stime)
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    resource.setrlimit(resource.RLIMIT_CPU, (spent + JOB_CPU_SECONDS, hard))
+
+
+def main() -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    out = sys.stdout.buffer
+    out.write(b"{}\n")
+    out.flush()
+    for line in sys.stdin.buffer:
+        kind, source, strict = json.loads(line)
+        _limit_cpu()
+        try:
+            answer = compile_job(kind, source, strict)
+        except SchemaError as error:
+            answer = {"code": error.code, "message": error.message, "path": error.path}
+        except (ValueError, RecursionError) as error:
+            text = str(error) or "it is nested too deeply"
+            answer = {"code": "schema_invalid", "message": _first_line(text), "path": ""}
+        out.write(json.dumps(answer).encode() + b"\n")
+        out.flush()
+
+
+if __name__ == "__main__":
+    main()

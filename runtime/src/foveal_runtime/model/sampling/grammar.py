@@ -1,0 +1,126 @@
+"""Grammars that bind what a request may output: which tokens are allowed next.
+
+Used by the sampler. A request's state is the tokens it has output so far and nothing else, so it
+is rebuilt wherever they are known: after preemption, on another engine, on every rank. Grammars
+come from frontends that compiled them first; one that fails here fails its request alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import llguidance
+import numpy as np
+import torch
+
+from foveal_runtime.engine.types.step import ModelTraits
+from foveal_runtime.model.device import Device
+
+MAX_CACHED_GRAMMARS = 256
+MAX_CACHED_BYTES = 16 << 20
+MAX_LEXER_STATES = 20_000
+"""Of one grammar: its library's default would let one take 500 MB."""
+_SHIFTS = np.arange(32, dtype=np.int32)
+
+
+class Bound(Protocol):
+    """What is read of a sequence; `scratch` keeps its matcher between steps."""
+
+    @property
+    def scratch(self) -> dict[str, object]: ...
+
+
+class Grammars:
+    """The grammars of one model.
+
+    Args:
+        model_path: directory of the checkpoint; its tokenizer.json is read at the first use.
+        vocab_size: width of the model's logits.
+        end_ids: tokens that end a sequence; allowed where the grammar may end.
+    """
+
+    def __init__(self, model_path: str, vocab_size: int, end_ids: Sequence[int]) -> None:
+        self._path = Path(model_path) / "tokenizer.json"
+        self._vocab_size = vocab_size
+        self._end_ids = list(end_ids)
+        self._tokenizer: llguidance.LLTokenizer | None = None
+        self._fresh: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
+        self._cached_bytes = 0
+        self.mask_seconds = 0.0
+
+    @classmethod
+    def open(cls, model_path: str, traits: ModelTraits) -> Grammars | None:
+        """Those of a checkpoint; None where its traits name no grammar library."""
+        if not traits.grammars:
+            return None
+        return cls(model_path, traits.vocab_size, traits.eos_token_ids)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._fresh)
+
+    def words(
+        self, sequence: Bound, grammar: str, outputs: Sequence[int], min_tokens: int
+    ) -> np.ndarray:
+        """The allowed tokens as bits, i32 (ceil(V / 32)), lowest bit first.
+
+        Before `min_tokens` outputs, end tokens are allowed only where nothing else is. Raises
+        ValueError, with a reason for the client, when the grammar cannot go on after `outputs`.
+        """
+        begin = time.perf_counter()
+        matcher, known = self._state(sequence, grammar)
+        if len(outputs) > known and not matcher.consume_tokens(list(outputs[known:])):
+            raise ValueError("the output does not follow its grammar")
+        sequence.scratch["grammar"] = (matcher, len(outputs))
+        bits = np.frombuffer(matcher.compute_bitmask(), np.int32).copy()
+        if matcher.is_error():
+            raise ValueError("the grammar needs more time or memory than it may have")
+        if len(outputs) < min_tokens:
+            bits = self._without_ends(bits)
+        self.mask_seconds += time.perf_counter() - begin
+        return bits
+
+    def _without_ends(self, bits: np.ndarray) -> np.ndarray:
+        others = bits.copy()
+        for token in self._end_ids:
+            others[token // 32] &= ~np.int32(np.uint32(1 << token % 32).view(np.int32))
+        return others if others.any() else bits
+
+    def _state(self, sequence: Bound, grammar: str) -> tuple[llguidance.LLMatcher, int]:
+        found = sequence.scratch.get("grammar")
+        if isinstance(found, tuple):
+            return found
+        fresh = self._fresh.get(grammar)
+        if fresh is None:
+            fresh = self._compile(grammar)
+        self._fresh.move_to_end(grammar)
+        return fresh.deep_copy(), 0
+
+    def _compile(self, grammar: str) -> llguidance.LLMatcher:
+        if self._tokenizer is None:
+            text = self._path.read_text(encoding="utf-8")
+            self._tokenizer = llguidance.LLTokenizer(
+                text, n_vocab=self._vocab_size, eos_token=self._end_ids
+            )
+        limits = llguidance.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+        fresh = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+        if fresh.is_error():
+            raise ValueError("the grammar cannot be compiled for this model's vocabulary")
+        self._fresh[grammar] = fresh
+        self._cached_bytes += len(grammar)
+        while len(self._fresh) > 1 and (
+            len(self._fresh) > MAX_CACHED_GRAMMARS or self._cached_bytes > MAX_CACHED_BYTES
+        ):
+            self._cached_bytes -= len(self._fresh.popitem(last=False)[0])
+        return fresh
+
+
+def forbidden(words: np.ndarray, vocab_size: int, device: Device) -> torch.Tensor:
+    """Bits of allowed tokens i32 (n, W) as a mask (n, V) of those that are not."""
+    packed, shifts = device.upload(words, _SHIFTS)
+    bits = (packed[:, :, None] >> shifts) & 1
+    return bits.reshape(len(words), -1)[:, :vocab_size] == 0

@@ -1,0 +1,230 @@
+"""Outputs that follow a grammar: every sampling mode, and state rebuilt from tokens alone."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass, field
+
+import jsonschema
+import pytest
+import torch
+from llguidance import LLMatcher
+
+from foveal_runtime.frontend.grammars.worker import compile_job
+from foveal_runtime.frontend.testing.fake_tokenizer import EOS, byte_tokenizer
+from foveal_runtime.model.sampling.grammar import Grammars
+from foveal_runtime.model.sampling.sampler import Sampler
+from foveal_runtime.plan.sampling import SamplingParams
+
+VOCAB = 263
+MAX_TOKENS = 600
+
+
+@dataclass
+class Sequence:
+    sampling: SamplingParams
+    request_id: str = "r"
+    prompt_token_ids: list[int] = field(default_factory=lambda: [1, 2])
+    output_token_ids: list[int] = field(default_factory=list)
+    scratch: dict[str, object] = field(default_factory=dict)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    byte_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def sampler(model_path):
+    return Sampler([EOS], Grammars(model_path, VOCAB, [EOS]))
+
+
+def grammar_of(kind, source) -> str:
+    return compile_job(kind, source, True)["grammar"]
+
+
+def options(grammar, **more) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": MAX_TOKENS, "grammar": grammar, **more})
+
+
+def random_logits(seed: int, index: int) -> torch.Tensor:
+    """What a model with random weights says: a function of the position alone."""
+    generator = torch.Generator().manual_seed(seed * 100_003 + index)
+    return torch.randn(1, VOCAB, generator=generator) * 3
+
+
+def draw(sampler, sequence, seed, until=MAX_TOKENS) -> bool:
+    """Appends tokens as the runner would; whether the sequence ended."""
+    outputs = sequence.output_token_ids
+    while len(outputs) < until:
+        found = sampler.sample(random_logits(seed, len(outputs)), [sequence])[0]
+        outputs.append(found.token_id)
+        if found.token_id == EOS:
+            return True
+    return False
+
+
+def text_of(outputs) -> str:
+    return bytes(t for t in outputs if t < 256).decode()
+
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"temperature": 0.0},
+        {"temperature": 1.0, "top_p": 0.5},
+        {"temperature": 2.0, "top_k": 3, "min_p": 0.1},
+        {"temperature": 1.0, "repetition_penalty": 1.5, "presence_penalty": 2.0},
+        {"temperature": 1.0, "logit_bias": ((300 % VOCAB, 100.0), (65, 100.0))},
+        {"temperature": 1.0, "logprobs": 3},
+        {"temperature": 1.0, "min_tokens": MAX_TOKENS},
+    ],
+)
+def test_every_sampling_mode_obeys(sampler, more):
+    for seed in range(3):
+        sequence = Sequence(options(grammar_of("json", PERSON), seed=seed, **more))
+        assert draw(sampler, sequence, seed)
+        jsonschema.validate(json.loads(text_of(sequence.output_token_ids)), PERSON)
+
+
+def test_min_tokens_is_obeyed_where_the_grammar_lets_it(sampler):
+    sequence = Sequence(options(grammar_of("regex", "[ab]{1,20}"), min_tokens=9, temperature=1.0))
+    assert draw(sampler, sequence, 1)
+    assert len(sequence.output_token_ids) > 9
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "allowed"),
+    [
+        ("choice", ["yes", 'n"o\n'], {"yes", 'n"o\n'}),
+        ("regex", "[0-9]{2}", {f"{i:02}" for i in range(100)}),
+        ("grammar", 'start: "a" B\nB: /b{2}/', {"abb"}),
+        ("grammar", 'root ::= "x" | "y"', {"x", "y"}),
+    ],
+)
+def test_other_kinds(sampler, kind, source, allowed):
+    for seed in range(5):
+        sequence = Sequence(options(grammar_of(kind, source), temperature=1.0, seed=seed))
+        assert draw(sampler, sequence, seed)
+        assert text_of(sequence.output_token_ids) in allowed
+
+
+def test_structural_tags_bind_what_follows_a_trigger(sampler):
+    tag = {"begin": "<f>", "schema": {"const": 7}, "end": "</f>"}
+    grammar = grammar_of("structural_tag", {"structures": [tag], "triggers": ["<f"]})
+    sequence = Sequence(options(grammar, temperature=1.0))
+    sequence.output_token_ids += b"free <f"
+    draw(sampler, sequence, 0, until=len(b"free <f>7</f>"))
+    assert text_of(sequence.output_token_ids) == "free <f>7</f>"
+
+
+def test_state_is_rebuilt_from_the_tokens(model_path):
+    """Preemption, another engine and another rank know the tokens and nothing else: whatever the
+    place of the cut, the text goes on as it would have."""
+    grammar = grammar_of("json", PERSON)
+    params = options(grammar, temperature=1.5, seed=5)
+    whole = Sequence(params)
+    assert draw(Sampler([EOS], Grammars(model_path, VOCAB, [EOS])), whole, 5)
+    for cut in range(len(whole.output_token_ids)):
+        again = Sequence(params, output_token_ids=whole.output_token_ids[:cut])
+        assert draw(Sampler([EOS], Grammars(model_path, VOCAB, [EOS])), again, 5)
+        assert again.output_token_ids == whole.output_token_ids, cut
+
+
+def test_a_broken_grammar_fails_its_request_alone(sampler):
+    good = Sequence(options(grammar_of("choice", ["a"]), temperature=0.0), "good")
+    bad = Sequence(options("start: x", temperature=0.0), "bad")
+    astray = Sequence(good.sampling, "astray", output_token_ids=[66])
+    failed: dict[str, str] = {}
+    logits = random_logits(0, 0).expand(3, -1)
+    found = sampler.sample(logits, [bad, good, astray], failed)
+    assert [one.token_id for one in found] == [ord("a")]
+    assert set(failed) == {"bad", "astray"}
+
+
+def test_a_sampler_without_grammars_refuses(sampler):
+    failed: dict[str, str] = {}
+    Sampler([EOS]).sample(random_logits(0, 0), [Sequence(options("start: x"))], failed)
+    assert "binds no output" in failed["r"]
+
+
+def test_the_cache_of_grammars_is_bounded(model_path, monkeypatch):
+    grammars = Grammars(model_path, VOCAB, [EOS])
+    for number in range(300):
+        bound = Sequence(options(""))
+        grammars.words(bound, LLMatcher.grammar_from_lark(f'start: "{number}"'), [], 0)
+    assert grammars.num_cached <= 256
+
+
+def random_schema(rng: random.Random, depth: int = 0) -> dict:
+    simple = [
+        lambda: {"type": "integer", "minimum": -5, "maximum": rng.randint(-5, 99)},
+        lambda: {"type": "number", "minimum": 0, "exclusiveMaximum": 10},
+        lambda: {"type": "string", "minLength": 1, "maxLength": rng.randint(1, 6)},
+        lambda: {"type": "string", "pattern": "^[a-c]{1,4}$"},
+        lambda: {"type": "string", "format": rng.choice(["date", "time", "uuid", "made-up"])},
+        lambda: {"type": "boolean"},
+        lambda: {"type": ["null", "boolean"]},
+        lambda: {"enum": ["x", 1, None, {"a": [1]}][: rng.randint(1, 4)]},
+        lambda: {"const": rng.choice([3, "c", [1, 2]])},
+    ]
+    nested = [
+        lambda: {"type": "array", "items": random_schema(rng, depth + 1), "maxItems": 2},
+        lambda: {"anyOf": [random_schema(rng, depth + 1), random_schema(rng, depth + 1)]},
+        lambda: _object(rng, depth),
+        lambda: _object(rng, depth),
+    ]
+    return rng.choice(simple if depth > 2 else simple + nested * 3)()
+
+
+def _object(rng: random.Random, depth: int) -> dict:
+    names = rng.sample(["id", "ä", "a b", 'q"', "list"], rng.randint(0, 3))
+    return {
+        "type": "object",
+        "properties": {name: random_schema(rng, depth + 1) for name in names},
+        "required": [name for name in names if rng.random() < 0.7],
+        "additionalProperties": False,
+    }
+
+
+def check_sound(sampler, count: int) -> None:
+    """A finished answer to a generated schema validates, whatever the model wants to say."""
+    num_finished = 0
+    for seed in range(count):
+        schema = random_schema(random.Random(seed))
+        params = options(
+            grammar_of("json", schema), temperature=float(seed % 3), seed=seed, top_p=0.9
+        )
+        sequence = Sequence(params)
+        if not draw(sampler, sequence, seed):
+            continue
+        num_finished += 1
+        value = json.loads(text_of(sequence.output_token_ids))
+        jsonschema.validate(
+            value, schema, format_checker=jsonschema.FormatChecker(["date", "uuid"])
+        )
+    assert num_finished > 0.9 * count
+
+
+def test_100_generated_schemas_are_obeyed(sampler):
+    check_sound(sampler, 100)
+
+
+@pytest.mark.slow
+def test_1000_generated_schemas_are_obeyed(sampler):
+    check_sound(sampler, 1000)
