@@ -12,9 +12,9 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
-
 NUM_KILLS = int(os.environ.get("FOVEAL_JSON_KILLS", "3"))
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600 + 100 * NUM_KILLS)]
 
 
 class Line(BaseModel):

@@ -140,7 +140,14 @@ def test_a_queue_that_could_move_is_not_kept_waiting():
 
 
 @pytest.mark.parametrize(
-    "options", [{"repetition_penalty": 1.2}, {"presence_penalty": 0.5}, {"frequency_penalty": 0.5}]
+    "options",
+    [
+        {"repetition_penalty": 1.2},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": 0.5},
+        {"grammar": "start: /a*/"},
+        {"bad_words": ((5, 6),)},
+    ],
 )
 def test_options_that_need_the_text_so_far_wait(options):
     drive = Drive(run_ahead=True)

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import msgspec
 import pytest
 
 from foveal_runtime.engine.process.integrity import digest_of
@@ -122,6 +123,17 @@ async def test_no_engine_is_waited_for_then_reported():
     async with running(0, wait_seconds=0.05) as (_, client):
         with pytest.raises(NoEngine):
             await collect(client, make_request("a", 1))
+
+
+async def test_an_engine_without_the_grammar_library_is_never_sent_a_grammar():
+    """An older engine would leave the grammar out, and its answer would follow none."""
+    async with running(1, wait_seconds=0.2) as (scripted, client):
+        assert await collect(client, make_request("a", 1))
+        bound = make_request("b", 1)
+        bound.sampling = msgspec.structs.replace(bound.sampling, grammar="start: /a*/")
+        with pytest.raises(NoEngine):
+            await collect(client, bound)
+        assert len(scripted.taken()) == 1
 
 
 async def test_a_late_engine_is_found():
