@@ -39,8 +39,7 @@ def refusal(config) -> str:
     [
         ("MambaConfig", {}, "recurrent or state-space"),
         ("JambaConfig", {}, "recurrent or state-space"),
-        ("Qwen3NextConfig", {}, "recurrent or state-space"),
-        ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}, "layers of type conv"),
+        ("Qwen3Config", {"layer_types": ["conv", "full_attention"]}, "layers of type conv"),
         ("BloomConfig", {}, "cannot be replaced"),
         ("Gemma3nTextConfig", {}, "share keys and values"),
         ("Gemma3TextConfig", {"use_bidirectional_attention": True}, "both directions"),
@@ -64,7 +63,7 @@ def test_encoders_are_refused_by_the_probe(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    ["MllamaConfig", "Blip2Config", "Florence2Config", "Qwen3_5Config", "Gemma3nConfig"],
+    ["MllamaConfig", "Blip2Config", "Florence2Config", "Gemma3nConfig"],
 )
 def test_unknown_multimodal_models_are_refused(kind: str) -> None:
     message = refusal(getattr(transformers, kind)())

@@ -38,6 +38,7 @@ NOT_SHOWN = {
     "foveal_engine_steps_without_progress", "foveal_events_published",
     "foveal_metrics_peers_unreachable", "foveal_prompt_tokens_inflight",
     "foveal_shm_swept_writers", "foveal_media_fetched_bytes",
+    "foveal_constrained_requests", "foveal_grammar_compile_seconds", "foveal_grammars_refused",
 }  # fmt: skip
 _WORDS = {"sum", "max", "min", "avg", "count", "by", "on", "and", "or", "rate", "increase",
           "deriv", "histogram_quantile", "vector", "time", "absent", "offset"}  # fmt: skip

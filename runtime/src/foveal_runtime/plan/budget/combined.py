@@ -21,14 +21,14 @@ _MAX_STEPS = 4
 _DEVICES = (1, 2, 4, 8)
 
 
-class Step(NamedTuple):
+class KnobStep(NamedTuple):
     """One level of one knob: `edit` None leaves it as it is."""
 
     edit: Edit | None
     put: Callable[[BudgetInputs], BudgetInputs]
 
 
-_AS_IS = Step(None, lambda inputs: inputs)
+_AS_IS = KnobStep(None, lambda inputs: inputs)
 
 
 def combine(
@@ -68,14 +68,14 @@ def limited(inputs: BudgetInputs, modality: str, **changes: object) -> BudgetInp
     return msgspec.structs.replace(inputs, modalities=modalities)
 
 
-def _contexts(inputs: BudgetInputs, profile: ModelProfile) -> list[Step]:
+def _contexts(inputs: BudgetInputs, profile: ModelProfile) -> list[KnobStep]:
     now = inputs.engine.max_model_len or profile.max_model_len
     lengths = [profile.max_model_len] if now > profile.max_model_len else []
     lengths += [one for one in _LENGTHS if one < min(now, profile.max_model_len)]
     return [
         _AS_IS,
         *(
-            Step(
+            KnobStep(
                 Edit(field="engine.maxModelLen", before=str(now), after=str(length)),
                 lambda old, length=length: _engine(old, max_model_len=length),  # type: ignore[misc]
             )
@@ -84,7 +84,7 @@ def _contexts(inputs: BudgetInputs, profile: ModelProfile) -> list[Step]:
     ]
 
 
-def _media(inputs: BudgetInputs, profile: ModelProfile) -> Iterator[list[Step]]:
+def _media(inputs: BudgetInputs, profile: ModelProfile) -> Iterator[list[KnobStep]]:
     for name in ("image", "video", "audio"):
         limits = getattr(inputs.modalities, name)
         if name in profile.items and limits.max_per_prompt > 0:
@@ -92,7 +92,7 @@ def _media(inputs: BudgetInputs, profile: ModelProfile) -> Iterator[list[Step]]:
             yield [_AS_IS, *steps]
 
 
-def media_steps(inputs: BudgetInputs, profile: ModelProfile, name: str) -> Iterator[Step]:
+def media_steps(inputs: BudgetInputs, profile: ModelProfile, name: str) -> Iterator[KnobStep]:
     """Smaller images or fewer frames as the profile has figures for, then the modality off."""
     limits, item = getattr(inputs.modalities, name), profile.items[name]
     field, attribute, now = {
@@ -106,12 +106,12 @@ def media_steps(inputs: BudgetInputs, profile: ModelProfile, name: str) -> Itera
     ]  # fmt: skip
     for limit in [*top, *(one.limit for one in item.smaller)][: _MAX_STEPS + len(top)]:
         if limit < now:
-            yield Step(
+            yield KnobStep(
                 Edit(field=f"modalities.{name}.{field}", before=f"{now:g}" if name == "audio"
                      else str(now), after=str(limit)),
                 lambda old, limit=limit: limited(old, name, **{attribute: limit}),  # type: ignore[misc]
             )  # fmt: skip
-    yield Step(
+    yield KnobStep(
         Edit(
             field=f"modalities.{name}.maxPerPrompt",
             before=str(limits.max_per_prompt),
@@ -122,25 +122,25 @@ def media_steps(inputs: BudgetInputs, profile: ModelProfile, name: str) -> Itera
     )
 
 
-def _kv_types(inputs: BudgetInputs) -> list[Step]:
+def _kv_types(inputs: BudgetInputs) -> list[KnobStep]:
     return [_AS_IS, *kv_steps(inputs)]
 
 
-def kv_steps(inputs: BudgetInputs) -> Iterator[Step]:
+def kv_steps(inputs: BudgetInputs) -> Iterator[KnobStep]:
     """fp8 keys and values, where the engine is on a GPU and has others."""
     if inputs.engine.device == "gpu" and inputs.engine.kv_dtype != "fp8":
-        yield Step(
+        yield KnobStep(
             Edit(field="caches.kv.dtype", before=inputs.engine.kv_dtype, after="fp8",
                  note="compute capability 8.9 or higher"),
             lambda old: _engine(old, kv_dtype="fp8"),
         )  # fmt: skip
 
 
-def _devices(inputs: BudgetInputs, profile: ModelProfile) -> list[Step]:
+def _devices(inputs: BudgetInputs, profile: ModelProfile) -> list[KnobStep]:
     return [_AS_IS, *device_steps(inputs, profile)]
 
 
-def device_steps(inputs: BudgetInputs, profile: ModelProfile) -> Iterator[Step]:
+def device_steps(inputs: BudgetInputs, profile: ModelProfile) -> Iterator[KnobStep]:
     """More devices, of a number that can share the model's heads; also fewer, when the present
     number cannot."""
     engine = inputs.engine
@@ -150,7 +150,7 @@ def device_steps(inputs: BudgetInputs, profile: ModelProfile) -> Iterator[Step]:
     is_refused = bool(profile.possible_ranks()) and engine.num_devices not in possible
     for count in _DEVICES:
         if count in possible and (is_refused or count > engine.num_devices):
-            yield Step(
+            yield KnobStep(
                 Edit(field=engine.devices_field, before=str(engine.num_devices), after=str(count),
                      note="tensor parallelism over them" if count > 1 else ""),
                 lambda old, count=count: _engine(old, num_devices=count),  # type: ignore[misc]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
-from foveal_runtime.plan.budget.combined import Step, device_steps, kv_steps, media_steps
+from foveal_runtime.plan.budget.combined import KnobStep, device_steps, kv_steps, media_steps
 from foveal_runtime.plan.budget.items import items_under
 from foveal_runtime.plan.budget.types import BudgetInputs, BudgetPlan, Edit, Problem
 from foveal_runtime.plan.config import MIB
@@ -286,7 +286,7 @@ def _switches(
     if e.kv_bytes is not None:
         edit = Edit(field="caches.kv.size", before=format_bytes(e.kv_bytes), after="Auto")
         yield edit, _engine(inputs, kv_bytes=None)
-    steps: list[Iterable[Step]] = []
+    steps: list[Iterable[KnobStep]] = []
     if problem.reason in ("ContextTooShort", "ProfileLimits"):
         steps = [media_steps(inputs, profile, problem.term)]
     elif problem.reason in ("DeviceMemory", "EngineMemory", "ChunkedInputOff", "EncoderTooSmall"):
