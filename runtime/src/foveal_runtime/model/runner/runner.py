@@ -4,7 +4,7 @@ Made by main/ in an engine process, called by the engine's step loop, one thread
 tokens and positions of running requests, KV memory and encoder outputs; decides nothing about
 them. A request whose input cannot be computed ends up in `StepResult.failed`, and the others go on.
 
-`submit` gives the device a step's work and returns; `RunningStep.result` is the one place that
+`submit` gives the device a step's work and returns; `SubmittedStep.result` is the one place that
 waits for it. A second step may be submitted before the first one's result was taken: the tokens
 that it continues are then read on the device.
 """
