@@ -71,6 +71,7 @@ def up(tmp_path: Path, hub: Hub) -> Iterator[Start]:
 GPU = {"replicas": 2, "accelerator": {"type": "GPU", "count": 1}}
 
 
+@pytest.mark.timeout(400)  # it starts real processes
 def test_a_hubs_model_is_fetched_profiled_and_served(up: Start, hub: Hub, tmp_path: Path) -> None:
     """A GPU resource, too, with --cpu. The second run asks nobody."""
     running = up("--cpu", engine={"accelerator": {"type": "GPU", "count": 1}})
