@@ -3,11 +3,12 @@
 #   docker build --target operator -t foveal/operator:0.1.0 .
 #   docker build --target runtime  -t foveal/runtime:0.1.0 .
 #
-# Another base: --build-arg BASE=... (Debian with Python 3.11 or newer, venv and pip). Settings of
-# the builder's package indexes come in as bind mounts (-v pip.conf:/etc/pip.conf:ro), never as ARG:
-# consumed arguments land in the image's history. Reproducible: pass a fixed SOURCE_DATE_EPOCH and
-# let the builder rewrite time stamps (buildah --timestamp, buildx rewrite-timestamp=true). Pins are
-# copied, not mounted: not every builder makes a step anew when what it mounts has changed.
+# Another base: --build-arg BASE=... (Debian with Python 3.11 or newer, venv and pip). The base's
+# own pip installs, so that the virtual environment needs none. Settings of the builder's package
+# indexes come in as bind mounts (-v pip.conf:/etc/pip.conf:ro), never as ARG: consumed arguments
+# land in the image's history. Reproducible: pass a fixed SOURCE_DATE_EPOCH and let the builder
+# rewrite time stamps (buildah --timestamp, buildx rewrite-timestamp=true). Pins are copied, not
+# mounted: not every builder makes a step anew when what it mounts has changed.
 ARG BASE=python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b
 
 # --- what both have ---------------------------------------------------------------------------
@@ -21,7 +22,7 @@ ENV PATH=/opt/venv/bin:$PATH \
 # A passwd entry: some libraries ask for the user's name.
 RUN groupadd --gid 10001 foveal \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin foveal \
-    && python3 -m venv /opt/venv
+    && python3 -m venv --without-pip /opt/venv
 
 # --- wheels of Foveal, with the C kernel compiled ---------------------------------------------
 FROM base AS wheels
@@ -42,9 +43,9 @@ RUN /opt/tools/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels 
 # --- operator ---------------------------------------------------------------------------------
 FROM base AS operator-files
 COPY requirements/operator.txt /opt/requirements/
-RUN pip install --require-hashes -r /opt/requirements/operator.txt
+RUN pip --python /opt/venv/bin/python install --require-hashes -r /opt/requirements/operator.txt
 COPY --from=wheels /wheels/ /opt/wheels/
-RUN pip install --no-deps --no-index /opt/wheels/*.whl
+RUN pip --python /opt/venv/bin/python install --no-deps --no-index /opt/wheels/*.whl
 
 # What is installed, by a tool that is not installed.
 FROM operator-files AS operator-sbom
@@ -73,12 +74,12 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 # The largest and slowest layer first: a change of code leaves it and the next one alone.
 COPY requirements/torch.txt /opt/requirements/
-RUN pip install --require-hashes -r /opt/requirements/torch.txt
+RUN pip --python /opt/venv/bin/python install --require-hashes -r /opt/requirements/torch.txt
 COPY requirements/runtime.txt /opt/requirements/
-RUN pip install --require-hashes -r /opt/requirements/runtime.txt
+RUN pip --python /opt/venv/bin/python install --require-hashes -r /opt/requirements/runtime.txt
 COPY --from=wheels /wheels/foveal_runtime-*.whl /opt/wheels/
 # Pods name the command; the one they find first on the path starts the init.
-RUN pip install --no-deps --no-index /opt/wheels/*.whl \
+RUN pip --python /opt/venv/bin/python install --no-deps --no-index /opt/wheels/*.whl \
     && mkdir -p /opt/init \
     && printf '#!/bin/sh\nexec tini -- /opt/venv/bin/foveal-runtime "$@"\n' > /opt/init/foveal-runtime \
     && chmod 0755 /opt/init/foveal-runtime

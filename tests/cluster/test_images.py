@@ -123,6 +123,8 @@ def test_user_and_contents(tree: tuple[str, Path]) -> None:
     assert bill["bomFormat"] == "CycloneDX"
     parts = {part["name"]: part.get("version") for part in bill["components"]}
     assert f"foveal-{target}" in parts
+    installers = [root / "opt/venv/bin/pip", *(root / "opt/venv/lib").glob("python3*/*/pip")]
+    assert not [path for path in installers if path.exists()], "the image holds an installer"
     assert ("torch" in parts) == (target == "runtime")
     if target == "runtime":
         for kernel in ("decode_layers", "paged_decode", "paged_prefill", "rows"):
