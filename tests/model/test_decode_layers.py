@@ -121,7 +121,7 @@ def test_a_multimodal_family_equals_transformers(name, bench, checkpoints):
         text = made.get_text_config()
         text.num_attention_heads, text.num_key_value_heads, text.head_dim = 2, 1, 16
         if "mrope_section" in (text.rope_parameters or {}):
-            text.rope_parameters["mrope_section"] = [2, 3, 3]
+            text.rope_parameters = {**text.rope_parameters, "mrope_section": [2, 3, 3]}
         return made
 
     checkpoints.CASES.setdefault(f"{name}_16", replace(case, config=config))
