@@ -1,30 +1,36 @@
-"""Does a server that works for an hour grow? Memory by process, and the slope of its second half.
+"""Does a server that works for an hour grow? What each process holds, and the slope of it.
 
     python -m e2e.soak.leak --minutes 60 --rate 4
 
 One frontend and one engine with the bundled model and small caches, so that all of them are full
-after minutes and evict for the rest of the time; two requests of three show a new picture, every
-tenth is aborted after its first token. Every 10 seconds the anonymous memory of each process is
-read. Ends by itself; exit code 1 when a process grows by more than --limit MiB an hour, or a
-request failed.
+after minutes and evict for the rest of the time. The load is mixed: two requests of three show a
+new picture, others a known one or none; some ask for scores or several choices, every tenth leaves
+after its first token, every twentieth is refused. As a Prometheus would, it scrapes every process
+every 10 seconds, and reads what each holds: anonymous memory, PSS, descriptors, sockets, threads,
+files in shared memory. Ends by itself; exit code 1 when the memory of a process grows by more than
+--limit MiB an hour or anything else by more than 4 in the second half, or a request failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
+import contextlib
 import io
 import json
+import os
 import random
 import signal
 import statistics
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections import defaultdict
 from pathlib import Path
 
+import psutil
 from PIL import Image
 
 from e2e.bench.processes import role_of, tree
@@ -39,54 +45,84 @@ CACHES = (
 SAMPLE_SECONDS = 10.0
 
 
-def ask(url: str, number: int) -> None:
-    """One streamed question about picture `number`; every tenth leaves after the first piece."""
-    rng = random.Random(number)
+def picture(rng: random.Random) -> dict[str, object]:
     image = Image.frombytes("RGB", (48, 48), rng.randbytes(48 * 48 * 3))
     file = io.BytesIO()
     image.save(file, "PNG")
     data = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-    content = [
-        {"type": "image_url", "image_url": {"url": data}},
-        {"type": "text", "text": f"what colour is the circle? {'please ' * rng.randrange(40)}"},
-    ]
+    return {"type": "image_url", "image_url": {"url": data}}
+
+
+def ask(url: str, number: int) -> None:
+    """One streamed question about picture `number`; what else it is follows from the number."""
+    rng = random.Random(number)
+    media = [picture(rng)] if number % 7 else []
+    text = f"what colour is the circle? {'please ' * rng.randrange(40)}"
     body = {
-        "model": "m", "messages": [{"role": "user", "content": content}], "stream": True,
-        "max_tokens": 16, "ignore_eos": True, "temperature": 0,
+        "model": "m", "stream": True, "max_tokens": 16, "ignore_eos": True, "temperature": 0,
+        "messages": [{"role": "user", "content": [*media, {"type": "text", "text": text}]}],
     }  # fmt: skip
+    if number % 5 == 0:
+        body |= {"logprobs": True, "top_logprobs": 5, "n": 2}
+    if number % 20 == 3:
+        body["temperature"] = -1
     request = urllib.request.Request(
         url + "/v1/chat/completions", json.dumps(body).encode(),
         {"content-type": "application/json"},
     )  # fmt: skip
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        for line in answer:
-            if number % 10 == 0 and line.startswith(b"data:"):
-                return
+    try:
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            for line in answer:
+                if number % 10 == 0 and line.startswith(b"data:"):
+                    return
+    except urllib.error.HTTPError as error:
+        if error.code != 400 or number % 20 != 3:
+            raise
 
 
-def anonymous_bytes(pid: int) -> dict[str, int]:
-    """Anonymous memory by role; a role's processes added up."""
-    found: dict[str, int] = defaultdict(int)
+def scrape(server: Server) -> int:
+    """Reads /metrics of frontend and engine, as a Prometheus does; bytes of both."""
+    urls = [server.spec.target.urls[0]]
+    for process in tree(server.pid):
+        command = process.cmdline()
+        if role_of(command) == "engine":
+            config = json.loads(Path(command[command.index("--config") + 1]).read_text())
+            urls.append(f"http://{config['http_host']}:{config['http_port']}")
+    assert len(urls) == 2, "one frontend and one engine are scraped"
+    total = 0
+    for url in urls:
+        with urllib.request.urlopen(url + "/metrics", timeout=30) as answer:
+            total += len(answer.read())
+    return total
+
+
+def holdings(pid: int) -> dict[tuple[str, str], float]:
+    """What the processes hold by (role, kind), equal roles added up; memory in MiB."""
+    found: dict[tuple[str, str], float] = defaultdict(float)
     for process in tree(pid):
-        try:
-            text = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
-            role = role_of(process.cmdline())
-        except (OSError, ProcessLookupError):
-            continue
-        line = next(line for line in text.splitlines() if line.startswith("Anonymous:"))
-        found[role] += int(line.split()[1]) * 1024
+        with contextlib.suppress(OSError, psutil.Error):
+            role, folder = role_of(process.cmdline()), Path(f"/proc/{process.pid}")
+            for line in (folder / "smaps_rollup").read_text().splitlines():
+                name, _, rest = line.partition(":")
+                if name in ("Anonymous", "Pss", "Rss"):
+                    found[role, f"{name} MiB"] += int(rest.split()[0]) / 1024
+            targets = [os.readlink(entry) for entry in (folder / "fd").iterdir()]
+            found[role, "descriptors"] += len(targets)
+            found[role, "sockets"] += sum(target.startswith("socket:") for target in targets)
+            found[role, "threads"] += process.num_threads()
+    found["machine", "files in /dev/shm"] = len(list(Path("/dev/shm").iterdir()))
     return dict(found)
 
 
-def slope(samples: list[tuple[float, int]]) -> float:
-    """MiB an hour of the second half, by Theil and Sen: steps and outliers do not bend it."""
+def slope(samples: list[tuple[float, float]]) -> float:
+    """Units an hour of the second half, by Theil and Sen: steps and outliers do not bend it."""
     half = samples[len(samples) // 2 :]
     pairs = [
         (b[1] - a[1]) / (b[0] - a[0])
         for i, a in enumerate(half)
         for b in half[i + max(1, len(half) // 4) :]
     ]
-    return statistics.median(pairs) * 3600 / (1 << 20)
+    return statistics.median(pairs) * 3600
 
 
 class Load(threading.Thread):
@@ -121,29 +157,37 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server is ended all the same
     spec: Spec = MAKERS["foveal"]("leak", Options(MODEL))
     command = [*spec.command, *CACHES]
-    series: dict[str, list[tuple[float, int]]] = defaultdict(list)
+    series: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     with Server(spec._replace(command=command), options.out) as server:
         load = Load(server.spec.target.urls[0], options.rate)
         load.start()
         begin = time.monotonic()
         while (now := time.monotonic() - begin) < options.minutes * 60:
-            for role, size in anonymous_bytes(server.pid).items():
-                series[role].append((now, size))
+            scrape(server)
+            for key, held in holdings(server.pid).items():
+                series[key].append((now, held))
             time.sleep(SAMPLE_SECONDS)
         load.stopped.set()
         load.join(timeout=130)
-    slopes = {role: slope(samples) for role, samples in series.items()}
+    rows = {" ".join(key): samples for key, samples in series.items()}
     (options.out / "leak.json").write_text(
-        json.dumps({"requests": load.num, "errors": load.errors, "series": series}, indent=1)
+        json.dumps({"requests": load.num, "errors": load.errors, "series": rows}, indent=1)
     )
     print(f"{load.num} requests in {options.minutes:g} minutes, {len(load.errors)} failed")
-    for role, samples in series.items():
-        sizes = [size / (1 << 20) for _, size in samples]
+    grown = []
+    for (role, kind), samples in sorted(series.items()):
+        values = [value for _, value in samples]
+        hourly = slope(samples)
         print(
-            f"{role:13} {sizes[0]:7.1f} MiB at first, {max(sizes):7.1f} at most, "
-            f"{sizes[-1]:7.1f} at last; second half {slopes[role]:+.2f} MiB an hour"
+            f"| {role} | {kind} | {values[0]:.0f} | {values[len(values) // 2]:.1f} | "
+            f"{max(values):.1f} | {values[-1]:.1f} | {hourly:+.2f} |"
         )
-    return 1 if load.errors or max(slopes.values()) > options.limit else 0
+        later = values[-1] - values[len(values) // 2]
+        is_memory = kind == "Anonymous MiB"
+        if hourly > options.limit if is_memory else "MiB" not in kind and later > 4:
+            grown.append(f"{role}: {kind}")
+    print(*(f"grows: {what}" for what in grown), sep="\n")
+    return 1 if load.errors or grown else 0
 
 
 if __name__ == "__main__":

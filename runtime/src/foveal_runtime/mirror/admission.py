@@ -21,7 +21,7 @@ __all__ = ["Pending", "RequestAdmission", "RequestKey", "SessionRequest", "State
 
 MM_TOO_LARGE = "mm_too_large"
 MM_SOURCE_LOST = "mm_source_lost"
-MAX_DEPARTED = 65536
+MAX_DEPARTED = 8192
 
 
 class RequestAdmission:

@@ -7,7 +7,6 @@ a bug and fails at once.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -18,19 +17,10 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from foveal_runtime.plan.metrics.registry import METRICS, TOKEN_BUCKETS, Metric, Role
+from foveal_runtime.telemetry.histogram import Histogram
 
 LabelValues = tuple[str, ...]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-
-class _Histogram:
-    """Counts per bucket (the last one is +Inf) and the sum."""
-
-    __slots__ = ("counts", "total")
-
-    def __init__(self, num_buckets: int) -> None:
-        self.counts = [0] * (num_buckets + 1)
-        self.total = 0.0
 
 
 class _Series:
@@ -41,7 +31,7 @@ class _Series:
         self.buckets = buckets
         self.fixed = fixed
         self.values: dict[LabelValues, float] = {}
-        self.histograms: dict[LabelValues, _Histogram] = {}
+        self.histograms: dict[LabelValues, Histogram] = {}
         self._names = frozenset(metric.labels)
         self.required = self._names - set(fixed)
 
@@ -53,10 +43,10 @@ class _Series:
             labels[name] if name in labels else self.fixed[name] for name in self.metric.labels
         )
 
-    def histogram(self, key: LabelValues) -> _Histogram:
+    def histogram(self, key: LabelValues) -> Histogram:
         found = self.histograms.get(key)
         if found is None:
-            found = self.histograms[key] = _Histogram(len(self.buckets))
+            found = self.histograms[key] = Histogram(self.buckets)
         return found
 
     def family(self) -> Family:
@@ -167,21 +157,15 @@ class Metrics(Collector):
 
     def observe(self, name: str, value: float, **labels: str) -> None:
         series = self._of(name, "histogram")
-        found = series.histogram(series.key(labels))
-        found.counts[bisect_left(series.buckets, value)] += 1
-        found.total += value
+        series.histogram(series.key(labels)).observe(value)
 
-    def observe_all(self, name: str, values: Iterable[float], **labels: str) -> None:
-        for value in values:
-            self.observe(name, value, **labels)
-
-    def set_histogram(self, name: str, counts: Sequence[int], total: float, **labels: str) -> None:
-        """A histogram that its owner keeps: counts per declared bucket, then +Inf."""
+    def set_histogram(self, name: str, kept: Histogram, **labels: str) -> None:
+        """A histogram that its owner keeps, with the declared buckets."""
         series = self._of(name, "histogram")
-        assert len(counts) == len(series.buckets) + 1, f"{name} has other buckets"
+        assert kept.bounds == series.buckets, f"{name} has other buckets"
         found = series.histogram(series.key(labels))
-        found.counts[:] = counts
-        found.total = total
+        found.counts[:] = kept.counts
+        found.total = kept.total
 
     def clear(self, name: str) -> None:
         """Forgets a family's series, before a source sets those that still exist."""

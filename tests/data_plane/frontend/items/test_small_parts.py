@@ -245,7 +245,7 @@ def test_stage_times_fall_into_their_buckets():
     stages = StageTimes()
     for seconds in (0.0, STAGE_BUCKETS[0], STAGE_BUCKETS[-1], 1e9):
         stages.observe("hash", seconds)
-    counts = stages.counts["hash"]
+    counts = stages["hash"].counts
     assert counts[0] == 2
     assert counts[-1] == 1
     assert sum(counts) == 4

@@ -213,9 +213,9 @@ class EngineCore:
         self.scheduler.update(plan, result)
         self._collect()
         observed = self.stats.observed
-        observed.schedule_seconds.append(scheduled - began)
-        observed.execute_seconds.append(executed - scheduled)
-        observed.update_seconds.append(self._clock() - executed)
+        observed.schedule_seconds.observe(scheduled - began)
+        observed.execute_seconds.observe(executed - scheduled)
+        observed.update_seconds.observe(self._clock() - executed)
         if self._events is not None:
             self._events.note_plan(plan, result)
         self._values.after_step(plan)
@@ -305,7 +305,7 @@ class EngineCore:
         now = self._clock()
         arrived = self._arrived.pop(key, now)
         if ready.items:
-            self.stats.observed.values_seconds.append(now - arrived)
+            self.stats.observed.values_seconds.observe(now - arrived)
         try:
             request = self._build(ready, arrived)
             self._ids[key] = request.request_id

@@ -1,21 +1,16 @@
 """An engine's counters as the declared series: the one place that knows both names.
 
 Made by main/ next to the engine server. `EngineMetrics.collect` runs in the HTTP thread at scrape
-time; it only reads numbers and drains observation queues, so a scrape never waits for a step and
-may see a step's numbers half counted.
+time; it only reads numbers, so a scrape never waits for a step and may see a step's numbers half
+counted.
 """
 
 from __future__ import annotations
-
-from collections import deque
-from typing import TypeVar
 
 from foveal_runtime.engine.events.stream import EventStream
 from foveal_runtime.engine.process.core import EngineCore
 from foveal_runtime.plan.media import MODALITIES
 from foveal_runtime.telemetry.metrics import Metrics
-
-T = TypeVar("T")
 
 
 class EngineMetrics:
@@ -53,8 +48,8 @@ class EngineMetrics:
         m.set("vllm:prompt_tokens_cached", cached)
         m.set("vllm:prompt_tokens_cached_by_source", cached, source="device")
         m.set("vllm:generation_tokens", stats.num_generation_tokens)
-        m.observe_all("vllm:request_num_preemptions", _drain(seen.preemptions))
-        m.observe_all("foveal_engine_residence_seconds", _drain(seen.residence_seconds))
+        m.set_histogram("vllm:request_num_preemptions", seen.preemptions)
+        m.set_histogram("foveal_engine_residence_seconds", seen.residence_seconds)
         for reason, count in list(stats.finished.items()):
             m.set("foveal_engine_finished", count, reason=reason)
         for code, count in list(stats.errors.items()):
@@ -67,13 +62,13 @@ class EngineMetrics:
         stats, seen = self._core.stats, self._core.stats.observed
         m.set("foveal_engine_steps", stats.num_steps)
         m.set("foveal_engine_steps_without_progress", stats.num_empty_passes)
-        m.observe_all("vllm:iteration_tokens_total", _drain(seen.iteration_tokens))
+        m.set_histogram("vllm:iteration_tokens_total", seen.iteration_tokens)
         for part, values in (
             ("schedule", seen.schedule_seconds),
             ("execute", seen.execute_seconds),
             ("update", seen.update_seconds),
         ):
-            m.observe_all("foveal_engine_step_seconds", _drain(values), part=part)
+            m.set_histogram("foveal_engine_step_seconds", values, part=part)
 
     def _encoder(self, m: Metrics) -> None:
         stats, cache = self._core.stats, self._core.scheduler.encoder
@@ -113,10 +108,10 @@ class EngineMetrics:
             m.set("foveal_encoder_items", count, modality=MODALITIES[modality])
         m.set("foveal_encoder_embeds", sum(stats.encoded_embeds.values()))
         m.set("foveal_encoder_items_again", cache.num_encoded_again)
-        m.observe_all("foveal_encoder_wait_seconds", _drain(stats.observed.encoder_wait_seconds))
-        for modality, seconds in _drain(stats.observed.encode_item_seconds):
-            m.observe("foveal_media_stage_seconds", seconds, stage="encode",
-                      modality=MODALITIES[modality])  # fmt: skip
+        m.set_histogram("foveal_encoder_wait_seconds", stats.observed.encoder_wait_seconds)
+        for modality, times in list(stats.observed.encode_item_seconds.items()):
+            m.set_histogram("foveal_media_stage_seconds", times, stage="encode",
+                             modality=MODALITIES[modality])  # fmt: skip
 
     def _prefix(self, m: Metrics) -> None:
         stats, scheduler = self._core.stats, self._core.scheduler
@@ -155,8 +150,7 @@ class EngineMetrics:
             ("encoder", "device", core.scheduler.encoder.ages),
             ("kv", "device", core.scheduler.pool.ages),
         ):
-            m.set_histogram("foveal_cache_eviction_age_seconds", ages.seen.counts,
-                            ages.seen.total, cache=cache, tier=tier)  # fmt: skip
+            m.set_histogram("foveal_cache_eviction_age_seconds", ages.seen, cache=cache, tier=tier)
 
     def _values(self, m: Metrics) -> None:
         core, stats = self._core, self._core.stats
@@ -185,7 +179,7 @@ class EngineMetrics:
             m.set("foveal_mirror_rejects", count, code=code)
         m.set("foveal_mirror_waitq_length", len(receiver.admission.queue))
         m.set("foveal_mirror_waitq_age_seconds", core.oldest_wait_seconds())
-        m.observe_all("foveal_mirror_waitq_seconds", _drain(stats.observed.values_seconds))
+        m.set_histogram("foveal_mirror_waitq_seconds", stats.observed.values_seconds)
         m.set("foveal_mirror_sessions", len(receiver.sessions))
 
     def _ghosts(self, m: Metrics) -> None:
@@ -204,11 +198,3 @@ class EngineMetrics:
         m.set("foveal_cache_bytes", held, cache=cache, tier=tier)
         m.set("foveal_cache_capacity_bytes", capacity, cache=cache, tier=tier)
         m.set("foveal_cache_entries", entries, cache=cache, tier=tier)
-
-
-def _drain(values: deque[T]) -> list[T]:
-    """Takes everything out of a queue that another thread may be filling."""
-    taken: list[T] = []
-    while values:
-        taken.append(values.popleft())
-    return taken

@@ -30,21 +30,12 @@ class Outbox:
         self, request: Request, sampled: Sampled, finish: str, stop_token: int | None, now: float
     ) -> None:
         """One new token; `finish` when it is the last."""
-        observed = self._stats.observed
         first = None
         if request.first_seconds == 0.0:
             request.first_seconds = now
             first = _first_output(request)
             self._stats.num_prompt_tokens += first.num_prompt_tokens
             self._stats.num_cached_prompt_tokens += first.num_cached_tokens
-            observed.queue_seconds.append(first.queue_seconds + request.frontend_seconds)
-            observed.prefill_seconds.append(first.prefill_seconds)
-            observed.time_to_first_token_seconds.append(
-                now - request.arrival_seconds + request.frontend_seconds
-            )
-        else:
-            observed.inter_token_seconds.append(now - request.last_seconds)
-        request.last_seconds = now
         logprobs: tuple[TokenLogprobs, ...] = ()
         if request.sampling.logprobs >= 0:
             logprobs = (
@@ -69,16 +60,9 @@ class Outbox:
         self._stats.count_error(error.code)
 
     def _observe_end(self, request: Request, finish: str, now: float) -> None:
-        stats, observed = self._stats, self._stats.observed
-        stats.count_finished(finish)
-        admitted = request.admit_seconds or now
-        observed.residence_seconds.append(now - request.arrival_seconds)
-        observed.inference_seconds.append(now - admitted)
-        if request.first_seconds:
-            observed.decode_seconds.append(now - request.first_seconds)
-        observed.prompt_tokens.append(request.num_prompt_tokens)
-        observed.generation_tokens.append(request.num_output_tokens - request.num_emitted)
-        observed.preemptions.append(request.num_preemptions)
+        self._stats.count_finished(finish)
+        self._stats.observed.residence_seconds.observe(now - request.arrival_seconds)
+        self._stats.observed.preemptions.observe(request.num_preemptions)
 
 
 def _first_output(request: Request) -> FirstOutput:

@@ -351,7 +351,7 @@ class Planner:
         """Its next items fit: how long they had not; 0 for those that never waited."""
         since, request.encoder_since = request.encoder_since, 0.0
         waited = max(self.roster.clock() - since, 0.0) if since else 0.0
-        self.roster.stats.observed.encoder_wait_seconds.append(waited)
+        self.roster.stats.observed.encoder_wait_seconds.observe(waited)
 
     def _watch_progress(self, now: _Pass) -> None:
         """A pass that computes nothing although somebody waits must not repeat itself: the state

@@ -240,7 +240,7 @@ class Scheduler:
         stats.num_steps += 1
         if plan.scheduled:
             num_tokens = plan.num_tokens
-            stats.observed.iteration_tokens.append(num_tokens)
+            stats.observed.iteration_tokens.observe(num_tokens)
             if num_tokens > 4 * len(plan.scheduled):
                 stats.num_prefill_tokens += num_tokens
                 stats.prefill_seconds += result.forward_seconds

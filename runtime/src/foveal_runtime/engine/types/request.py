@@ -49,7 +49,6 @@ class Request:
         "frontend_seconds",
         "hash_mm",
         "known_to_runner",
-        "last_seconds",
         "mm_embeds",
         "mm_inputs",
         "next_mm",
@@ -137,7 +136,6 @@ class Request:
         self.admit_seconds = 0.0
         self.encoder_since = 0.0  # when its next items first did not fit the encoder budget
         self.first_seconds = 0.0
-        self.last_seconds = 0.0
 
     @property
     def num_output_tokens(self) -> int:

@@ -1,50 +1,41 @@
 """Counters of an engine: plain numbers, no client library.
 
 Written by `scheduler` and `core`, read by `metrics`, which maps them to the declared series.
-Counters only grow; observations wait in bounded queues until they are collected.
+Counters only grow; observations are counted at once, so that nothing piles up where nobody scrapes.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-_PENDING = 8192
+from foveal_runtime.plan.metrics.registry import by_name
+from foveal_runtime.telemetry.histogram import Histogram
 
 
-def _queue() -> deque[float]:
-    return deque(maxlen=_PENDING)
+def _of(name: str) -> Callable[[], Histogram]:
+    return lambda: Histogram(by_name(name).buckets)
 
 
 @dataclass(slots=True)
 class Observations:
-    """Values for histograms since they were last collected; the oldest go when nobody collects.
+    """Histograms with the buckets of the series they become.
 
     Units are in the names. Per step: iteration_tokens, schedule/execute/update_seconds;
-    encode_item_seconds: (modality, seconds) of one item; the others per request.
+    encode_item_seconds: of one item, by modality; the others per request.
     `residence_seconds`: from arrival at this engine to the end; `values_seconds`: until all values
     were there.
     """
 
-    iteration_tokens: deque[float] = field(default_factory=_queue)
-    queue_seconds: deque[float] = field(default_factory=_queue)
-    prefill_seconds: deque[float] = field(default_factory=_queue)
-    decode_seconds: deque[float] = field(default_factory=_queue)
-    inference_seconds: deque[float] = field(default_factory=_queue)
-    time_to_first_token_seconds: deque[float] = field(default_factory=_queue)
-    inter_token_seconds: deque[float] = field(default_factory=_queue)
-    residence_seconds: deque[float] = field(default_factory=_queue)
-    values_seconds: deque[float] = field(default_factory=_queue)
-    prompt_tokens: deque[float] = field(default_factory=_queue)
-    generation_tokens: deque[float] = field(default_factory=_queue)
-    preemptions: deque[float] = field(default_factory=_queue)
-    schedule_seconds: deque[float] = field(default_factory=_queue)
-    execute_seconds: deque[float] = field(default_factory=_queue)
-    update_seconds: deque[float] = field(default_factory=_queue)
-    encoder_wait_seconds: deque[float] = field(default_factory=_queue)
-    encode_item_seconds: deque[tuple[int, float]] = field(
-        default_factory=lambda: deque(maxlen=_PENDING)
-    )
+    iteration_tokens: Histogram = field(default_factory=_of("vllm:iteration_tokens_total"))
+    residence_seconds: Histogram = field(default_factory=_of("foveal_engine_residence_seconds"))
+    values_seconds: Histogram = field(default_factory=_of("foveal_mirror_waitq_seconds"))
+    preemptions: Histogram = field(default_factory=_of("vllm:request_num_preemptions"))
+    schedule_seconds: Histogram = field(default_factory=_of("foveal_engine_step_seconds"))
+    execute_seconds: Histogram = field(default_factory=_of("foveal_engine_step_seconds"))
+    update_seconds: Histogram = field(default_factory=_of("foveal_engine_step_seconds"))
+    encoder_wait_seconds: Histogram = field(default_factory=_of("foveal_encoder_wait_seconds"))
+    encode_item_seconds: dict[int, Histogram] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -83,7 +74,8 @@ class EngineStats:
         self.encoded_items[modality] = self.encoded_items.get(modality, 0) + 1
         self.encoded_embeds[modality] = self.encoded_embeds.get(modality, 0) + num_embeds
         self.encode_seconds[modality] = self.encode_seconds.get(modality, 0.0) + seconds
-        self.observed.encode_item_seconds.append((modality, seconds))
+        found = self.observed.encode_item_seconds
+        found.setdefault(modality, _of("foveal_media_stage_seconds")()).observe(seconds)
 
     def count_prefix_media(self, modality: int, num_tokens: int, num_found: int) -> None:
         queries, hits = self.prefix_media_query_tokens, self.prefix_media_hit_tokens

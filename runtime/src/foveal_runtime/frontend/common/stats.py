@@ -6,7 +6,6 @@ Written by input_processor, injection and engines.client; read at scrape time. N
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,17 +17,14 @@ from foveal_runtime.telemetry.histogram import Histogram
 STAGES = ("fetch", "hash", "decode", "process", "send", "queue")
 
 
-class StageTimes:
-    """Histograms of stage durations: `counts[stage][i]` observations in bucket i of STAGE_BUCKETS
-    (the last one is +Inf), `sums[stage]` seconds."""
+class StageTimes(dict[str, Histogram]):
+    """Seconds by stage."""
 
     def __init__(self) -> None:
-        self.counts = {stage: [0] * (len(STAGE_BUCKETS) + 1) for stage in STAGES}
-        self.sums = dict.fromkeys(STAGES, 0.0)
+        super().__init__((stage, Histogram(STAGE_BUCKETS)) for stage in STAGES)
 
     def observe(self, stage: str, seconds: float) -> None:
-        self.counts[stage][bisect_left(STAGE_BUCKETS, seconds)] += 1
-        self.sums[stage] += seconds
+        self[stage].observe(seconds)
 
     @contextmanager
     def measure(self, stage: str) -> Iterator[None]:

@@ -50,11 +50,8 @@ def _items(metrics: Metrics, stats: FrontendStats) -> None:
         metrics.set("foveal_cache_hits", hits, **ipc)
         metrics.set("foveal_media_items_processed", processed, modality=modality)
     for modality, sizes in zip(MODALITIES, stats.value_bytes, strict=True):
-        metrics.set_histogram(
-            "foveal_media_value_bytes", sizes.counts, sizes.total, modality=modality
-        )
-    lags = stats.loop_lags
-    metrics.set_histogram("foveal_event_loop_lag_seconds", lags.counts, lags.total)
+        metrics.set_histogram("foveal_media_value_bytes", sizes, modality=modality)
+    metrics.set_histogram("foveal_event_loop_lag_seconds", stats.loop_lags)
     for (engine, why), count in stats.picks.items():
         metrics.set("foveal_routing_picks", count, engine=engine, why=why)
     for reason, count in stats.resubmissions.items():
@@ -67,8 +64,7 @@ def _processor_cache(metrics: Metrics, processor: MediaInput) -> None:
     metrics.set("foveal_cache_hits", cache.hits, modality="", **_CACHE)
     metrics.set("foveal_cache_evictions", cache.evictions, reason="capacity", **_CACHE)
     metrics.set("foveal_cache_refused", cache.refused, cache="processor")
-    ages = cache.ages.seen
-    metrics.set_histogram("foveal_cache_eviction_age_seconds", ages.counts, ages.total, **_CACHE)
+    metrics.set_histogram("foveal_cache_eviction_age_seconds", cache.ages.seen, **_CACHE)
     metrics.set("foveal_cache_bytes", cache.used_bytes, **_CACHE)
     metrics.set("foveal_cache_capacity_bytes", cache.capacity_bytes, **_CACHE)
     metrics.set("foveal_cache_entries", len(cache), **_CACHE)
@@ -78,9 +74,8 @@ def _processor_cache(metrics: Metrics, processor: MediaInput) -> None:
 
 
 def _media(metrics: Metrics, stats: FrontendStats, processor: MediaInput) -> None:
-    for stage, counts in stats.stages.counts.items():
-        total = stats.stages.sums[stage]
-        metrics.set_histogram("foveal_media_stage_seconds", counts, total, stage=stage, modality="")
+    for stage, times in stats.stages.items():
+        metrics.set_histogram("foveal_media_stage_seconds", times, stage=stage, modality="")
     metrics.set("foveal_media_fetched_bytes", processor.fetcher.fetched_bytes)
     metrics.set("foveal_media_joins", processor.fetcher.flights.joins, stage="fetch")
     metrics.set("foveal_media_joins", processor.processing.joins, stage="process")
