@@ -57,8 +57,10 @@ def engine_autoscaler(context: Context, scaling: EngineAutoscaling) -> Obj:
 
 
 def _series(context: Context, role: Role) -> str:
-    pods = f"{context.child(role)}-.+"
-    return f'{{namespace="{context.inference.namespace}",pod=~"{pods}"}}'
+    """Selects by the labels that the PodMonitor gives: a pattern of pods' names would take those of
+    a resource whose name begins with this one's, and frontends repeat engines' gauges."""
+    namespace = context.inference.namespace
+    return f'{{namespace="{namespace}",resource="{context.name}",role="{role}"}}'
 
 
 def _target(context: Context, role: Role) -> Obj:
