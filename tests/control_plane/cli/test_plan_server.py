@@ -193,3 +193,24 @@ def test_the_operators_own_flags_are_found(kit: Kit, tmp_path: Path, capsys: Any
     out = capsys.readouterr().out
     assert "image: example/runtime:9" in out
     assert "other-engine.default.svc.here.local" in out
+
+
+@pytest.mark.parametrize(("kind", "name"), [("Service", "tiny"), ("Secret", "tiny-curve")])
+def test_a_taken_name_is_foretold(tmp_path: Path, capsys: Any, kind: str, name: str) -> None:
+    """It was listed as an object that would be made."""
+    kit = Kit()
+    kit.cluster.add(
+        {
+            "apiVersion": "v1",
+            "kind": kind,
+            "metadata": {"name": name, "namespace": "default"},
+            "type": "Opaque",
+        }
+    )
+    assert plan(kit, tmp_path, resource(), "--profile", str(PROFILE)) == 1
+    out = capsys.readouterr().out
+    assert f"! NameTaken: {kind} default/{name} belongs to kubectl" in out
+    assert f"+ {kind} {name}\n" not in out
+    assert "+ Deployment tiny-frontend" in out
+    assert plan(kit, tmp_path, resource(), "--profile", str(PROFILE), "-o", "json") == 1
+    assert kind in json.loads(capsys.readouterr().out)["taken"][0]

@@ -175,12 +175,14 @@ async def test_a_predecessors_keys_are_not_taken_for_ones_own() -> None:
     await kit.settle()
     finish_profile(kit.cluster)
     await kit.settle()
-    assert kit.cluster.body("Deployment", "tiny-frontend")
+    assert kit.cluster.names("Deployment") == [], "no pod is asked for before its keys can be made"
+    assert kit.condition("SpecAccepted") == ("True", "Accepted")
     kit.cluster.collect(old)
     assert kit.cluster.names("Secret") == []
     kit.time.now += 3.0
     await kit.settle()
     assert kit.cluster.names("Secret") == ["tiny-curve"]
+    assert kit.cluster.names("Deployment") == ["tiny-frontend"]
 
 
 async def test_the_kept_claim_is_known_again_and_a_foreign_one_is_not_taken() -> None:
@@ -250,3 +252,54 @@ async def test_two_resources_whose_service_names_meet_are_both_told() -> None:
     assert service["metadata"]["ownerReferences"][0]["uid"] == uid
     assert "MultiModalInference tiny-engine needs a Service" in message(kit, "SpecAccepted")
     assert kit.condition("Ready") == ("True", "Ready")
+
+
+async def test_each_taken_object_has_an_event_of_its_own() -> None:
+    """The second one had the reason of the first and was never told."""
+    kit = Kit()
+    kit.cluster.add(foreign("ServiceAccount", "tiny"))
+    kit.cluster.add(foreign("Service", "tiny"))
+    await asked_for(kit)
+    kit.cluster.remove(BY_NAME["ServiceAccount"], "default", "tiny")
+    await kit.resync()
+    finish_profile(kit.cluster)
+    await kit.resync()
+    notes = [
+        body["note"]
+        for (kind, *_), body in kit.cluster.objects.items()
+        if kind == "Event" and body["reason"] == "NameTaken"
+    ]
+    assert len(notes) == 2
+    assert "ServiceAccount default/tiny belongs" in notes[0]
+    assert "Service default/tiny belongs" in notes[1]
+
+
+async def test_a_foreign_secret_of_the_keys_name_is_told() -> None:
+    """Its pods waited for keys that nobody made, and nothing said why."""
+    kit = Kit()
+    theirs = copy.deepcopy(kit.cluster.add(foreign("Secret", "tiny-curve")))
+    await asked_for(kit)
+    kit.time.now += 61
+    await kit.resync()
+    assert kit.condition("SpecAccepted") == ("False", "NameTaken")
+    assert "Secret default/tiny-curve belongs to another client" in message(kit, "Ready")
+    assert not kit.cluster.names("StatefulSet")
+    assert kit.cluster.body("Secret", "tiny-curve") == theirs
+    assert {verb for verb, kind, _ in kit.cluster.calls if kind == "Secret"} == {"POST"}
+    kit.cluster.remove(BY_NAME["Secret"], "default", "tiny-curve")
+    await kit.resync()
+    assert kit.cluster.names("StatefulSet")
+    assert kit.condition("SpecAccepted") == ("True", "Accepted")
+
+
+@pytest.mark.parametrize("lost", ["ConfigMap tiny-basis", "StatefulSet tiny-engine"])
+async def test_own_keys_are_known_without_what_tells_of_them(lost: str) -> None:
+    """Either the basis or the engines may be deleted: the keys stay the resource's own."""
+    kit = Kit()
+    await served(kit, pods=True)
+    kind, name = lost.split()
+    kit.cluster.remove(BY_NAME[kind], "default", name)
+    await Kit(kit.cluster).start()
+    await kit.resync()
+    assert kit.cluster.names(kind)
+    assert kit.condition("SpecAccepted") == ("True", "Accepted")

@@ -11,11 +11,13 @@ DOCS = "docs/reference/reasons.md"
 
 
 class Reason(msgspec.Struct, frozen=True):
-    """`action` ends every message with this reason; "" where nothing is to be done."""
+    """`action` ends every message with this reason; "" where nothing is to be done.
+    `names_object`: each message is about another object, and an Event of its own."""
 
     name: str
     action: str = ""
     is_permanent: bool = False
+    names_object: bool = False
 
     @property
     def anchor(self) -> str:
@@ -37,6 +39,7 @@ REFUSED = Reason(
 NAME_TAKEN = Reason(
     "NameTaken",
     "Rename the resource, remove the object, or hand it over with the annotation foveal.dev/adopt.",
+    True,
     True,
 )
 MISSING_API = Reason(

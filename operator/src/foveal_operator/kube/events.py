@@ -48,11 +48,12 @@ class EventRecorder:
         self._series: dict[tuple[str, str], _Series] = {}
 
     async def record(
-        self, regarding: Obj, kind: Type, reason: str, note: str, action: str = "Reconcile"
+        self, regarding: Obj, kind: Type, reason: str, note: str, about: str = ""
     ) -> None:
-        """Says that something happened to `regarding`, a whole object. Never raises ApiError."""
+        """Says that something happened to `regarding`, a whole object. Never raises ApiError.
+        Events of one reason are one series, unless they are `about` different things."""
         now = self._clock.monotonic()
-        key = (regarding["metadata"]["uid"], reason)
+        key = (regarding["metadata"]["uid"], reason + about)
         known = self._series.get(key)
         try:
             if known is not None and now - known.started < WINDOW_SECONDS:
@@ -62,7 +63,7 @@ class EventRecorder:
                 return
             if known is not None and known.count > known.flushed_count:
                 await self._flush(known, now)
-            body = self._body(regarding, kind, reason, note, action)
+            body = self._body(regarding, kind, reason, note, about)
             self._remember(key, _Series(body, now))
             await self._cluster.create(body)
         except ApiError as error:
@@ -84,10 +85,10 @@ class EventRecorder:
         counted = {"count": max(2, series.count), "lastObservedTime": self._clock.now_micro()}
         await self._cluster.apply({**series.body, "series": counted})
 
-    def _body(self, regarding: Obj, kind: Type, reason: str, note: str, action: str) -> Obj:
+    def _body(self, regarding: Obj, kind: Type, reason: str, note: str, about: str) -> Obj:
         metadata = regarding["metadata"]
         window = int(_epoch(self._clock.wall()) // WINDOW_SECONDS)
-        text = f"{metadata['uid']}/{reason}/{window}"
+        text = f"{metadata['uid']}/{reason}{about}/{window}"
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
         return {
             "apiVersion": EVENT.api_version,
@@ -99,7 +100,7 @@ class EventRecorder:
             "eventTime": self._clock.now_micro(),
             "reportingController": f"foveal.dev/{FIELD_MANAGER}",
             "reportingInstance": self._instance[:128],
-            "action": action,
+            "action": "Reconcile",
             "reason": reason,
             "type": kind,
             "note": note[:MAX_NOTE],

@@ -22,13 +22,13 @@ from foveal_operator.manifests.secret import curve_secret
 from foveal_operator.reconcile.apply import ObjectError
 from foveal_operator.reconcile.curve_keys import make_key_pairs
 from foveal_operator.reconcile.decide import Decision
+from foveal_operator.reconcile.ownership import NameTaken, StillLeaving
 
 log = logging.getLogger(__name__)
 
 # How often to look for it while a pod waits for something.
 WAITING_SECONDS = 30.0
 YOUNG_SECONDS = 60.0
-YOUNG_CHECK_SECONDS = 3.0
 
 
 class KeySecret:
@@ -58,18 +58,27 @@ class KeySecret:
         self._known[work.uid] = self._clock.monotonic()
         return False
 
+    async def claim(self, work: Decision) -> None:
+        """Asked before anything tells that the resource has keys: a Secret that is there by then is
+        not its own. It may be its predecessor's, which the garbage collector is about to delete;
+        whose it is cannot be known, for no Secret is ever read. Raises ObjectError."""
+        body = curve_secret(work.context, None)
+        if await self._create(body, dry_run=True) is None:
+            place = {key: body["metadata"][key] for key in ("name", "namespace")}
+            there: Obj = {"kind": body["kind"], "metadata": place}
+            cause = (
+                StillLeaving(there, "may be an earlier resource's")
+                if self._is_young(work)
+                else NameTaken(there)
+            )
+            raise ObjectError(SECRET.name, place["name"], cause)
+
     async def ensure(self, work: Decision) -> None:
         """Makes it, unless it is there. Raises ObjectError."""
         if self._is_due(work):
             keys = make_key_pairs(self._random_bytes)
-            made = await self._create(curve_secret(work.context, keys), dry_run=False)
-            if made is not None or not self._is_young(work):
-                self._known[work.uid] = self._clock.monotonic()
-
-    def next_check_seconds(self, work: Decision) -> float | None:
-        """When to look again; None = no need. The Secret that a young resource finds may be its
-        predecessor's, which the garbage collector is about to delete."""
-        return None if work.uid in self._known else YOUNG_CHECK_SECONDS
+            await self._create(curve_secret(work.context, keys), dry_run=False)
+            self._known[work.uid] = self._clock.monotonic()
 
     def new_generation(self) -> str:
         """A name that no earlier set of keys had."""

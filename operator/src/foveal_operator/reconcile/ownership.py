@@ -38,11 +38,11 @@ class NameTaken(UserError):
 class StillLeaving(Transient):
     """An object of the name that the operator needs is on its way out: wait for it."""
 
-    def __init__(self, live: Obj) -> None:
+    def __init__(self, live: Obj, why: str = "is being deleted") -> None:
         metadata = live["metadata"]
         text = (
             f"{live['kind']} {metadata.get('namespace', '')}/{metadata['name']} "
-            f"{_holder(live)} and is being deleted; waiting until it is gone"
+            f"{_holder(live)} and {why}; waiting until it is gone"
         )
         super().__init__(text, 409, LEAVING_SECONDS)
 
@@ -101,4 +101,4 @@ def _holder(live: Obj) -> str:
     if manager and manager != FIELD_MANAGER:
         return f"belongs to {manager} (label {MANAGED_BY})"
     made = [str(entry.get("manager")) for entry in metadata.get("managedFields") or ()]
-    return f"belongs to {made[0]} (its field manager)" if made else "has another owner"
+    return f"belongs to {made[0]} (its field manager)" if made else "belongs to another client"

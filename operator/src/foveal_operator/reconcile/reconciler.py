@@ -21,6 +21,7 @@ from foveal_operator.kube.errors import ApiError, Forbidden, NotLeader, UserErro
 from foveal_operator.kube.events import EventRecorder
 from foveal_operator.kube.kinds import (
     BY_NAME,
+    CONFIG_MAP,
     INFERENCE,
     INSTANCE,
     POD,
@@ -154,8 +155,6 @@ class Reconciler:
             work = await self._delete_pods(work)
         if work.desired.complete:
             await self._prune(work)
-            if (seconds := self._keys.next_check_seconds(work)) is not None:
-                again.append(seconds)
         return work, min(again, default=None), refused
 
     async def _apply_all(self, work: Decision) -> ObjectError | None:
@@ -171,6 +170,8 @@ class Reconciler:
         if not work.desired.complete:
             return None
         basis = basis_config_map(work.context, work.basis)
+        if not self._has_begun(work, basis["metadata"]["name"]):
+            await self._keys.claim(work)
         wanted.add(_key(basis))
         await self.applier.ensure(owner, basis)
         if work.rollout.record is not None:
@@ -193,6 +194,14 @@ class Reconciler:
                     log.warning("%s/%s: %s", *work.key, error)
                     refused = refused or error
         return refused
+
+    def _has_begun(self, work: Decision, basis: str) -> bool:
+        """The basis comes before the keys, the engines after them; either may have been deleted."""
+        found = (
+            self._caches.get(CONFIG_MAP, work.key[0], basis),
+            self._caches.get(STATEFUL_SET, work.key[0], f"{work.key[1]}-engine"),
+        )
+        return any(body is not None and is_controlled_by(body, work.uid) for body in found)
 
     async def _apply_one(self, work: Decision, body: Obj) -> None:
         """A workload goes as the rollout says; anything else as it is."""

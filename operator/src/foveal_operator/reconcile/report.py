@@ -183,7 +183,8 @@ class Teller:
                 raise Conflict(gone.message, gone.status) from gone
             self._caches.put(INFERENCE, stored)
         for kind, reason, note in noteworthy(status.conditions, before):
-            await self._recorder.record(resource, kind, reason, note)
+            about = note if reasons.BY_NAME[reason].names_object else ""
+            await self._recorder.record(resource, kind, reason, note, about)
 
     def forget(self, key: NamespacedName, uid: str) -> None:
         """The resource is gone: so are its series."""

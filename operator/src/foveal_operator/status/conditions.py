@@ -112,14 +112,19 @@ def noteworthy(
     """(type, reason, note) of Events for conditions that have changed.
 
     A reason that asks somebody to act is a Warning; Ready becoming True is told too. A reason that
-    several conditions share is told once.
+    several conditions share is told once, and once for each object that it is about.
     """
-    old = {c.type: (c.status, c.reason) for c in before}
+    old = {c.type: c for c in before}
     found: dict[str, tuple[Type, str, str]] = {}
     for condition in now:
-        if old.get(condition.type) == (condition.status, condition.reason):
+        reason, then = reasons.BY_NAME[condition.reason], old.get(condition.type)
+        about = condition.message if reason.names_object else ""
+        if (
+            then
+            and (then.status, then.reason) == (condition.status, condition.reason)
+            and (not about or then.message == about)
+        ):
             continue
-        reason = reasons.BY_NAME[condition.reason]
         stalled = condition.type == "Stalled"
         if stalled or (condition.status == "False" and reason.action):
             found.setdefault(reason.name, ("Warning", reason.name, condition.message))

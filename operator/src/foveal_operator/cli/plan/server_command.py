@@ -17,7 +17,12 @@ from foveal_operator.cli.inputs import invalid, read_profile, read_resource_obje
 from foveal_operator.cli.output.terminal import style_of
 from foveal_operator.cli.plan.render import desired_yaml
 from foveal_operator.cli.plan.server_diff import ServerDiff, diff_json, diff_text, server_diff
-from foveal_operator.cli.plan.server_plan import look_as_operator, merged, operator_settings
+from foveal_operator.cli.plan.server_plan import (
+    look_as_operator,
+    merged,
+    operator_settings,
+    taken_names,
+)
 from foveal_operator.common.errors import (
     EXIT_MISFIT,
     EXIT_NO,
@@ -75,6 +80,7 @@ def run(arguments: argparse.Namespace, open_cluster: Connect = connect) -> int:
         tuple((kind.name, body["metadata"]["name"]) for kind, body in gone),
         work.rollout.strategy or work.rollout.message,
         tuple(owned.body for owned in work.model.objects if owned.body["kind"] == "Job"),
+        taken_names(reader, work, caches),
     )
     _show(arguments.output, work, found, reader)
     return EXIT_OK if found.is_empty else EXIT_NO

@@ -43,15 +43,17 @@ class Restart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerDiff(msgspec.Struct, frozen=True, kw_only=True):
-    """All of it. `how` is the rollout's own word on order and outage."""
+    """All of it. `how` is the rollout's own word on order and outage; `taken` says of each object
+    that has another owner whose it is."""
 
     changes: tuple[ObjectChange, ...]
     restarts: tuple[Restart, ...]
     how: str = ""
+    taken: tuple[str, ...] = ()
 
     @property
     def is_empty(self) -> bool:
-        return not self.changes and not self.restarts
+        return not (self.changes or self.restarts or self.taken)
 
 
 def server_diff(
@@ -61,20 +63,22 @@ def server_diff(
     unwanted: tuple[tuple[str, str], ...] = (),
     how: str = "",
     jobs: tuple[Obj, ...] = (),
+    taken: Mapping[tuple[str, str], str] = {},
 ) -> ServerDiff:
     """`pods` by role; `unwanted` are (kind, name) of objects that would be deleted, `jobs` those
-    that the model needs."""
+    that the model needs, `taken` what has another owner."""
     changes = [
         ObjectChange(kind="Job", name=body["metadata"]["name"], action="create")
         for body in jobs
         if find("Job", body["metadata"]["name"]) is None
     ]
-    changes += _changes(wanted, find)
+    changes += [c for c in _changes(wanted, find) if (c.kind, c.name) not in taken]
     changes += [ObjectChange(kind=kind, name=name, action="delete") for kind, name in unwanted]
     restarts = [
         found for body in _workloads(wanted) if (found := _restart(body, wanted, find, pods))
     ]
-    return ServerDiff(changes=tuple(changes), restarts=tuple(restarts), how=how)
+    told = tuple(taken.values())
+    return ServerDiff(changes=tuple(changes), restarts=tuple(restarts), how=how, taken=told)
 
 
 def _changes(wanted: Desired, find: Find) -> Iterator[ObjectChange]:
@@ -169,6 +173,7 @@ def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 def diff_text(title: str, found: ServerDiff, style: Style) -> str:
     """For people: objects with their fields, then pods that restart and why."""
     lines = [style.bold(title), ""]
+    lines += [style.paint(f"! {text}", "red") for text in found.taken]
     for change in found.changes:
         mark, look = _MARKS[change.action]
         lines.append(style.paint(f"{mark} {change.kind} {change.name}", look))
@@ -225,5 +230,6 @@ def diff_json(found: ServerDiff) -> str:
             for restart in found.restarts
         ],
         "how": found.how,
+        "taken": list(found.taken),
     }
     return json.dumps(body, indent=2, default=str) + "\n"

@@ -11,9 +11,10 @@ from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 
+from foveal_operator.api import reasons
 from foveal_operator.common.clock import Clock
 from foveal_operator.common.errors import ClusterAnswerError
-from foveal_operator.kube.kinds import CHILD_SELECTOR, INSTANCE, WATCHED, Kind
+from foveal_operator.kube.kinds import BY_NAME, CHILD_SELECTOR, INSTANCE, WATCHED, Kind
 from foveal_operator.kube.reader import OPERATOR_SELECTOR, ForbiddenError, Reader
 from foveal_operator.kube.store import Caches
 from foveal_operator.kube.types import NamespacedName, Obj
@@ -24,6 +25,7 @@ from foveal_operator.process import options
 from foveal_operator.reconcile.cluster_facts import Survey
 from foveal_operator.reconcile.decide import Decider, Decision
 from foveal_operator.reconcile.observe import Observer, Settings
+from foveal_operator.reconcile.ownership import NameTaken, standing
 from foveal_operator.reconcile.plan_cache import Planned
 from foveal_runtime.plan.profile import ModelProfile
 
@@ -185,6 +187,28 @@ async def look_as_operator(
         )
         work = await decider.with_model(work, known, facts)
     return work, caches
+
+
+def taken_names(reader: Reader, work: Decision, caches: Caches) -> dict[tuple[str, str], str]:
+    """Objects that the operator would find with another owner: (kind, name) -> whose they are. What
+    the caller may not read is left out."""
+    found, name = {}, work.key[1]
+    for owned in (*work.model.objects, *work.desired.objects):
+        kind_name, *at = owned.key
+        kind = BY_NAME[kind_name]
+        if kind_name == "Job":
+            continue  # named by what it does; the operator's look is whole
+        live = caches.get(kind, *at) if kind.watched else None
+        try:
+            live = live or reader.get(kind.path(*at))
+        except ForbiddenError:
+            continue
+        live = live and {**live, "kind": kind_name}
+        retained = owned.policy == "Retain"
+        if live and standing(live, name, work.uid, is_retained=retained) == "Foreign":
+            taken = reasons.NAME_TAKEN
+            found[kind_name, at[1]] = f"{taken.name}: {taken.message(NameTaken(live).message)}"
+    return found
 
 
 async def _nobody_asked(*_: Sequence[Obj]) -> PodReports:
