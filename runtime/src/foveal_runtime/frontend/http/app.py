@@ -25,9 +25,9 @@ from foveal_runtime.frontend.http.access.auth import KeyFile
 from foveal_runtime.frontend.http.asgi.disconnect import CLIENT_DISCONNECT, ClientGone
 from foveal_runtime.frontend.http.asgi.errors import (
     error_response,
+    failure,
     http_exception_response,
     internal_error,
-    json_response,
     validation_response,
 )
 from foveal_runtime.frontend.http.asgi.intake import Intake
@@ -144,12 +144,12 @@ def _add_error_handlers(api: FastAPI) -> None:
     @api.exception_handler(FovealError)
     async def foveal_error(request: Request, error: FovealError) -> Response:
         request.scope["foveal.error"] = error.code
-        return error_response(error)
+        return error_response(request.scope, error)
 
     @api.exception_handler(RequestValidationError)
     async def invalid_body(request: Request, error: RequestValidationError) -> Response:
         request.scope["foveal.error"] = "invalid_request_error"
-        return validation_response(error)
+        return validation_response(request.scope, error)
 
     @api.exception_handler(ClientGone)
     async def client_gone(request: Request, error: ClientGone) -> Response:
@@ -159,8 +159,9 @@ def _add_error_handlers(api: FastAPI) -> None:
     @api.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
         # Answers only; the framework raises the error again and intake.py logs it.
-        return json_response(internal_error(request.scope["foveal.request_id"]), 500)
+        body = internal_error(request.scope["foveal.request_id"])
+        return failure(request.scope, body, 500)
 
     @api.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        return http_exception_response(error)
+        return http_exception_response(request.scope, error)

@@ -16,7 +16,9 @@ from foveal_runtime.frontend.protocol.responses import ChatCompletionChunk
 _STREAMS = {
     "/v1/chat/completions": "ChatCompletionChunk",
     "/v1/completions": "Completion",
+    "/v1/messages": "",
 }
+"""The type of each event; "": many types."""
 _OPEN_TAGS = frozenset({"server"})
 
 
@@ -49,9 +51,8 @@ def _corrected(document: dict[str, Any], needs_key: bool) -> dict[str, Any]:
             operation["responses"].pop("422", None)
             if path in _STREAMS:
                 content = operation["responses"]["200"]["content"]
-                content["text/event-stream"] = {
-                    "schema": {"$ref": f"#/components/schemas/{_STREAMS[path]}"}
-                }
+                named = {"$ref": f"#/components/schemas/{_STREAMS[path]}"}
+                content["text/event-stream"] = {"schema": named if _STREAMS[path] else {}}
             if needs_key and not _OPEN_TAGS & set(operation.get("tags", ())):
                 operation["security"] = [{"key": []}]
     if needs_key:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -17,9 +17,10 @@ from starlette.responses import PlainTextResponse, Response
 from foveal_runtime.frontend.http import chat, completions
 from foveal_runtime.frontend.http.asgi.disconnect import start_stream, until_disconnect
 from foveal_runtime.frontend.http.asgi.errors import json_response
+from foveal_runtime.frontend.http.doors.anthropic import build_messages_router
 from foveal_runtime.frontend.http.monitoring.health import Health
 from foveal_runtime.frontend.http.monitoring.metrics import MetricsPage
-from foveal_runtime.frontend.http.service import Service, runtime_version, scope_of
+from foveal_runtime.frontend.http.service import Service, named_relaxed, runtime_version, scope_of
 from foveal_runtime.frontend.http.tokens import build_token_router
 from foveal_runtime.frontend.items.seams import PromptPlaceholders
 from foveal_runtime.frontend.protocol.requests import ChatCompletionRequest, CompletionRequest
@@ -121,6 +122,7 @@ def build_router(
         status: ERRORS[status] for status in (400, 401, 403, 404, 413, 424, 429, 500, 503)
     }
     router.include_router(build_token_router(service, BodyRoute, errors))
+    router.include_router(build_messages_router(service, BodyRoute, list(ERRORS)))
     _add_health(router, health, service)
     _add_metrics(router, page)
     return router
@@ -135,9 +137,11 @@ def _add_generation(router: APIRouter, service: Service, info: PromptPlaceholder
         answer is text/event-stream."""
         run = await chat.plan_chat(service, body, scope_of(service, request))
         if body.stream:
-            return _named(await start_stream(request.receive, chat.stream_answer(run)), run.relaxed)
+            return named_relaxed(
+                await start_stream(request.receive, chat.stream_answer(run)), run.relaxed
+            )
         whole = await until_disconnect(request.receive, chat.whole_answer(run))
-        return _named(json_response(whole), run.relaxed)
+        return named_relaxed(json_response(whole), run.relaxed)
 
     @router.post("/v1/completions", response_model=Completion, responses=ERRORS, tags=["OpenAI"])
     async def text_completions(body: CompletionRequest, request: Request) -> Response:
@@ -145,17 +149,9 @@ def _add_generation(router: APIRouter, service: Service, info: PromptPlaceholder
         run = await completions.plan_completion(service, info, body, scope_of(service, request))
         if body.stream:
             stream = await start_stream(request.receive, completions.stream_answer(run))
-            return _named(stream, run.relaxed)
+            return named_relaxed(stream, run.relaxed)
         whole = await until_disconnect(request.receive, completions.whole_answer(run))
-        return _named(json_response(whole), run.relaxed)
-
-
-def _named(response: Response, relaxed: Sequence[str]) -> Response:
-    """Names what of a schema that is not strict is not enforced."""
-    if relaxed:
-        text = "; ".join(relaxed).encode("ascii", "replace").decode()
-        response.headers["x-foveal-schema-relaxed"] = text[:1000]
-    return response
+        return named_relaxed(json_response(whole), run.relaxed)
 
 
 def _add_models(router: APIRouter, service: Service) -> None:

@@ -18,6 +18,7 @@ from importlib import metadata
 from typing import TypeVar
 
 from starlette.requests import Request
+from starlette.responses import Response
 
 from foveal_runtime.frontend.engines.sequence import (
     Delta,
@@ -156,6 +157,14 @@ def scope_of(service: Service, request: Request) -> RequestScope:
         tenant=tenant,
         started=request.scope["foveal.started"],
     )
+
+
+def named_relaxed(response: Response, relaxed: Sequence[str]) -> Response:
+    """Names what of a schema that is not strict is not enforced."""
+    if relaxed:
+        text = "; ".join(relaxed).encode("ascii", "replace").decode()
+        response.headers["x-foveal-schema-relaxed"] = text[:1000]
+    return response
 
 
 def make_job(

@@ -32,15 +32,9 @@ def build_token_router(
     async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeResponse:
         """Token ids of a prompt, or of messages through the chat template, media expanded unless
         `expand_media` is false."""
-        check_model(body.model, service.model_name)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("send either prompt or messages", param="prompt")
-        scope = scope_of(service, request)
-        token_ids, parts = await service.in_thread(lambda: _tokenize(service, body))
-        scope.ticket.charge_tokens(len(token_ids))
-        if parts and body.expand_media is not False:
-            work = _expand(service, body, scope, token_ids, parts)
-            token_ids = await until_disconnect(request.receive, work)
+        token_ids = await prompt_tokens(service, body, request)
         return TokenizeResponse(
             count=len(token_ids),
             max_model_len=service.max_model_len(),
@@ -83,6 +77,18 @@ def build_token_router(
         )
 
     return router
+
+
+async def prompt_tokens(service: Service, body: TokenizeRequest, request: Request) -> list[int]:
+    """Raises FovealError."""
+    check_model(body.model, service.model_name)
+    scope = scope_of(service, request)
+    token_ids, parts = await service.in_thread(lambda: _tokenize(service, body))
+    scope.ticket.charge_tokens(len(token_ids))
+    if parts and body.expand_media is not False:
+        work = _expand(service, body, scope, token_ids, parts)
+        token_ids = await until_disconnect(request.receive, work)
+    return token_ids
 
 
 def _tokenize(service: Service, body: TokenizeRequest) -> tuple[list[int], list[MediaPart]]:

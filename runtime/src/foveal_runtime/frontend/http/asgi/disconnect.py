@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -20,6 +20,7 @@ from foveal_runtime.plan.errors import FovealError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Failed = Callable[[dict[str, Any]], bytes]
 
 
 CLIENT_DISCONNECT = "client_disconnect"
@@ -55,11 +56,12 @@ async def _disconnected(receive: Receive) -> None:
 
 class ServerSentEvents(Response):
     """text/event-stream of `chunks`, whose first element exists already (so errors before it had
-    their proper status). An error after that is an event of its own."""
+    their proper status). An error after that is events of its own, made by `failed` from an OpenAI
+    error."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, chunks: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, first: bytes, chunks: AsyncGenerator[bytes, None], failed: Failed) -> None:
         super().__init__(
             headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
         )
@@ -67,6 +69,7 @@ class ServerSentEvents(Response):
         self.raw_headers = [pair for pair in self.raw_headers if pair[0] != b"content-length"]
         self._first = first
         self._chunks = chunks
+        self._failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -84,11 +87,11 @@ class ServerSentEvents(Response):
                 await _send(send, chunk)
         except FovealError as error:
             scope["foveal.error"] = error.code
-            await _send(send, sse(error_body(error)) + SSE_DONE)
+            await _send(send, self._failed(error_body(error)))
         except Exception:
             logger.exception("a stream failed")
             scope["foveal.error"] = "internal_error"
-            await _send(send, sse(internal_error(scope.get("foveal.request_id", ""))) + SSE_DONE)
+            await _send(send, self._failed(internal_error(scope.get("foveal.request_id", ""))))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -96,11 +99,17 @@ async def _send(send: Send, chunk: bytes) -> None:
     await send({"type": "http.response.body", "body": chunk, "more_body": True})
 
 
-async def start_stream(receive: Receive, chunks: AsyncGenerator[bytes, None]) -> ServerSentEvents:
+def _openai_failure(error: dict[str, Any]) -> bytes:
+    return sse(error) + SSE_DONE
+
+
+async def start_stream(
+    receive: Receive, chunks: AsyncGenerator[bytes, None], failed: Failed = _openai_failure
+) -> ServerSentEvents:
     """Waits for the first chunk, so that a refusal by the engine still gets its HTTP status."""
     try:
         first = await until_disconnect(receive, anext(chunks))
     except BaseException:
         await chunks.aclose()
         raise
-    return ServerSentEvents(first, chunks)
+    return ServerSentEvents(first, chunks, failed)

@@ -1,7 +1,8 @@
-"""Errors as HTTP answers: always `{"error": {message, type, param, code}}`, never a traceback.
+"""Errors as HTTP answers: `{"error": {message, type, param, code}}`, never a traceback.
 
 Used by app.py's exception handlers and by streams that fail half-way. An error without a name is
-a 500 that says only its request id; the log has the rest.
+a 500 that says only its request id; the log has the rest. On Anthropic's paths an
+error has that API's shape.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ from typing import Any
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Scope
 
 from foveal_runtime.frontend.http.asgi.json_out import encode_json
-from foveal_runtime.plan.errors import FovealError, RetryLater
+from foveal_runtime.plan.errors import FovealError, MediaTooLarge, RetryLater
 
 _UNION_BRANCH = re.compile(r"[\[\](]")
 _BRANCHES = frozenset({"str", "list", "int", "float", "constrained-str"})
-_TAGS = frozenset({"text", "image_url", "video_url", "audio_url", "input_audio"})
+_TAGS = frozenset(
+    {"text", "image_url", "video_url", "audio_url", "input_audio", "image", "tool_result"}
+)
 _MAX_MESSAGE_CHARS = 2000
 
 
@@ -38,13 +42,34 @@ def plain_body(message: str, kind: str, code: str, param: str | None = None) -> 
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def error_response(error: FovealError) -> Response:
+ANTHROPIC_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
+_ANTHROPIC_TYPES = {"server_error": "api_error", "media_error": "invalid_request_error"}
+
+
+def anthropic_error(body: dict[str, Any]) -> dict[str, Any]:
+    """An OpenAI error in Anthropic's shape."""
+    error = body["error"]
+    kind = _ANTHROPIC_TYPES.get(error["type"], error["type"])
+    kind = "request_too_large" if error["code"] == MediaTooLarge.code else kind
+    return {"type": "error", "error": {"type": kind, "message": error["message"]}}
+
+
+def failure(
+    scope: Scope, body: dict[str, Any], status: int, headers: dict[str, str] | None = None
+) -> Response:
+    """An OpenAI error as the path's API has it."""
+    if scope["path"] in ANTHROPIC_PATHS:
+        body = anthropic_error(body)
+    return json_response(body, status, headers)
+
+
+def error_response(scope: Scope, error: FovealError) -> Response:
     headers: dict[str, str] = {}
     if isinstance(error, RetryLater):
         headers["retry-after"] = str(max(1, error.retry_after_seconds))
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    return json_response(error_body(error), error.status, headers)
+    return failure(scope, error_body(error), error.status, headers)
 
 
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -59,23 +84,20 @@ def internal_error(request_id: str) -> dict[str, Any]:
     )
 
 
-def http_exception_response(error: HTTPException) -> Response:
+def http_exception_response(scope: Scope, error: HTTPException) -> Response:
     """Unknown paths, wrong methods and the like."""
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
     kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
     headers = dict(error.headers) if error.headers else None
-    return json_response(plain_body(str(error.detail), kind, code), error.status_code, headers)
+    return failure(scope, plain_body(str(error.detail), kind, code), error.status_code, headers)
 
 
-def validation_response(error: RequestValidationError) -> Response:
+def validation_response(scope: Scope, error: RequestValidationError) -> Response:
     """A body that does not parse: 400 with the path of the first field at fault."""
     param, message = describe_validation(error.errors())
     text = f"{param}: {message}" if param else message
-    return json_response(
-        plain_body(text[:_MAX_MESSAGE_CHARS], "invalid_request_error", "invalid_request_error",
-                   param or None),
-        400,
-    )  # fmt: skip
+    kind = "invalid_request_error"
+    return failure(scope, plain_body(text[:_MAX_MESSAGE_CHARS], kind, kind, param or None), 400)
 
 
 def describe_validation(errors: Sequence[Any]) -> tuple[str, str]:

@@ -13,11 +13,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foveal_runtime.frontend.http.access.admission import Gate, Ticket
 from foveal_runtime.frontend.http.asgi.disconnect import ClientGone
+from foveal_runtime.frontend.http.asgi.errors import ANTHROPIC_PATHS
 from foveal_runtime.frontend.http.asgi.middleware import header
 from foveal_runtime.plan.config import Admission
 from foveal_runtime.plan.errors import MediaTooLarge, UploadTooSlow
 
-ADMITTED = frozenset({"/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"})
+ADMITTED = ANTHROPIC_PATHS | {
+    "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize",
+}  # fmt: skip
 """POST requests to these hold a ticket."""
 
 

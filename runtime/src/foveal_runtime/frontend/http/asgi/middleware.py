@@ -20,7 +20,7 @@ from foveal_runtime.frontend.http.access.admin import ADMIN_PATHS
 from foveal_runtime.frontend.http.access.admission import Gate
 from foveal_runtime.frontend.http.access.auth import KeyFile
 from foveal_runtime.frontend.http.asgi.disconnect import CLIENT_DISCONNECT, ClientGone
-from foveal_runtime.frontend.http.asgi.errors import error_response, internal_error, json_response
+from foveal_runtime.frontend.http.asgi.errors import error_response, failure, internal_error
 from foveal_runtime.frontend.http.injection import INJECTION_PATH
 from foveal_runtime.frontend.items.seams import Generator
 from foveal_runtime.plan.errors import AuthenticationFailed, FovealError
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 _SANE_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _QUIET = frozenset({"/livez", "/readyz", "/health", "/ping", "/metrics", "/load"})
-_GENERATES = frozenset({"/v1/chat/completions", "/v1/completions"})
+_GENERATES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages"})
 _OPEN = _QUIET | {"/version", "/docs", "/openapi.json", "/"}
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 CLIENT_CLOSED = 499
@@ -96,12 +96,12 @@ class RequestContext:
         except FovealError as error:
             scope["foveal.error"] = error.code
             if status == 0:
-                await error_response(error)(scope, receive, send_with_id)
+                await error_response(scope, error)(scope, receive, send_with_id)
         except Exception:
             logger.exception("unexpected error")
             scope["foveal.error"] = "internal_error"
             if status == 0:
-                await json_response(internal_error(request_id), 500)(scope, receive, send_with_id)
+                await failure(scope, internal_error(request_id), 500)(scope, receive, send_with_id)
         finally:
             span.set("http.response.status_code", status)
             span.end(scope.get("foveal.error", ""))
@@ -223,7 +223,10 @@ class RequireKey:
             keys = self._special.get(scope["path"], self._keys)
             given = header(scope, b"authorization") or b""
             scheme, _, key = given.partition(b" ")
-            is_bearer = scheme.lower() == b"bearer"
-            if keys is not None and not (is_bearer and keys.accepts(key.strip())):
-                raise AuthenticationFailed("a valid API key is needed: Authorization: Bearer <key>")
+            if scheme.lower() != b"bearer":
+                key = header(scope, b"x-api-key") or b""
+            if keys is not None and not keys.accepts(key.strip()):
+                raise AuthenticationFailed(
+                    "a valid API key is needed: Authorization: Bearer <key>, or x-api-key: <key>"
+                )
         await self._app(scope, receive, send)

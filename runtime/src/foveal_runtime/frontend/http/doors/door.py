@@ -1,0 +1,115 @@
+"""The common part of all doors: a chat run from translated fields, and its answer through a writer."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any, Protocol, TypeVar
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ValidationError
+from starlette.responses import Response
+
+from foveal_runtime.frontend.engines.sequence import Delta
+from foveal_runtime.frontend.http.answers import Tally
+from foveal_runtime.frontend.http.asgi.disconnect import start_stream, until_disconnect
+from foveal_runtime.frontend.http.asgi.errors import json_response
+from foveal_runtime.frontend.http.asgi.json_out import sse
+from foveal_runtime.frontend.http.chat import ChatRun, plan_chat
+from foveal_runtime.frontend.http.service import RequestScope, Service, named_relaxed, open_run
+from foveal_runtime.frontend.protocol.requests import ChatCompletionRequest
+from foveal_runtime.plan.errors import Unsupported
+
+_SHAPING = (
+    "n", "best_of", "logprobs", "prompt_logprobs", "return_token_ids", "stream_options",
+    "add_generation_prompt",
+)  # fmt: skip
+"""Options of chat completions whose answers the other APIs have no place for."""
+
+M = TypeVar("M", bound=BaseModel)
+Event = dict[str, Any]
+
+
+class Writer(Protocol):
+    """Writes one API's events. Every event has its `type`."""
+
+    @abstractmethod
+    def begin(self, tally: Tally) -> list[Event]:
+        """Before the first text; the prompt's tokens are known."""
+
+    @abstractmethod
+    def text(self, text: str) -> list[Event]: ...
+
+    @abstractmethod
+    def end(self, delta: Delta, tally: Tally) -> list[Event]:
+        """After the last text; `delta` has the reasons."""
+
+    @abstractmethod
+    def fail(self, error: Event) -> list[Event]:
+        """After an OpenAI error, once a stream has begun."""
+
+    @abstractmethod
+    def body(self) -> Event:
+        """The whole answer, after its end."""
+
+
+async def plan(service: Service, fields: Mapping[str, Any], scope: RequestScope) -> ChatRun:
+    """Raises RequestValidationError or FovealError."""
+    for name in _SHAPING:
+        if fields.get(name) not in (None, False, 1):
+            raise Unsupported(f"{name} is not supported here", param=name)
+    return await plan_chat(service, parsed(ChatCompletionRequest, fields), scope)
+
+
+def parsed(model: type[M], fields: Mapping[str, Any]) -> M:
+    """Raises RequestValidationError, as a body that does not parse does."""
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise RequestValidationError(error.errors(include_url=False)) from None
+
+
+async def events(run: ChatRun, writer: Writer) -> AsyncGenerator[Event, None]:
+    tally = Tally(1)
+    async with open_run(run.service, [run.job], run.started) as deltas:
+        began = False
+        async for _, delta in deltas:
+            tally.add(0, delta)
+            found = [] if began else writer.begin(tally)
+            began = True
+            found += writer.text(delta.text) if delta.text else []
+            found += writer.end(delta, tally) if delta.finish_reason else []
+            for event in found:
+                yield event
+
+
+async def answer(request: Request, run: ChatRun, writer: Writer) -> Response:
+    """Streamed where the request says so."""
+    found = events(run, writer)
+    if not run.request.stream:
+        await until_disconnect(request.receive, _drain(found))
+        return named_relaxed(json_response(writer.body()), run.relaxed)
+
+    def failed(error: Event) -> bytes:
+        return b"".join(map(_named, writer.fail(error)))
+
+    stream = await start_stream(request.receive, _encoded(found), failed)
+    return named_relaxed(stream, run.relaxed)
+
+
+async def _drain(found: AsyncGenerator[Event, None]) -> None:
+    async with aclosing(found):
+        async for _ in found:
+            pass
+
+
+async def _encoded(found: AsyncGenerator[Event, None]) -> AsyncGenerator[bytes, None]:
+    async with aclosing(found):
+        async for event in found:
+            yield _named(event)
+
+
+def _named(event: Event) -> bytes:
+    return f"event: {event['type']}\n".encode() + sse(event)

@@ -1,0 +1,301 @@
+"""Anthropic's Messages API: its requests, and their translation to a chat request.
+
+Parsed by FastAPI, read by http/doors. Options that Anthropic's API does not have go to the chat
+request as they are, so every rule of chat completions holds for them. Blocks are as lenient as
+chat's parts: unknown keys (`cache_control`, `citations`) are dropped, unknown types refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from foveal_runtime.frontend.protocol.bounds import Bounded
+from foveal_runtime.frontend.protocol.messages import Text
+from foveal_runtime.frontend.protocol.requests import (
+    Float,
+    FreeForm,
+    Integer,
+    Schema,
+    StopString,
+)
+from foveal_runtime.plan.errors import InvalidRequest, Unsupported
+
+
+class Block(Bounded):
+    """Whatever stands inside a request."""
+
+    model_config = ConfigDict(
+        strict=True, extra="ignore", allow_inf_nan=False, hide_input_in_errors=True
+    )
+
+
+class TextBlock(Block):
+    type: Literal["text"]
+    text: Text
+
+
+class Source(Block):
+    type: Literal["base64", "url"]
+    media_type: Annotated[str, Field(pattern=r"^[a-z]+/[a-z0-9.+-]{1,64}$")] | None = None
+    data: str | None = Field(None, description="of `base64`")
+    url: str | None = Field(None, description="of `url`: http(s)")
+
+
+class ImageBlock(Block):
+    type: Literal["image"]
+    source: Source
+
+
+class ThinkingBlock(Block):
+    type: Literal["thinking"]
+    thinking: Text
+
+
+class RedactedBlock(Block):
+    """Another server's secret; left out."""
+
+    type: Literal["redacted_thinking"]
+
+
+class CallBlock(Block):
+    type: Literal["tool_use"]
+    id: str = Field(max_length=256)
+    name: str = Field(max_length=256)
+    input: FreeForm
+
+
+class ResultBlock(Block):
+    type: Literal["tool_result"]
+    tool_use_id: str = Field(max_length=256)
+    content: (
+        Text
+        | Annotated[
+            list[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]],
+            Field(max_length=4096, fail_fast=True),
+        ]
+        | None
+    ) = None
+
+
+Content = Annotated[
+    TextBlock | ImageBlock | ThinkingBlock | RedactedBlock | CallBlock | ResultBlock,
+    Field(discriminator="type"),
+]
+
+
+class Turn(Block):
+    role: Literal["user", "assistant", "system"]
+    content: Text | Annotated[list[Content], Field(max_length=4096, fail_fast=True)]
+
+
+class ClientTool(Block):
+    type: str | None = Field(None, description="custom; tools that a server runs are not served")
+    name: str = Field(max_length=256)
+    description: str | None = Field(None, max_length=100_000)
+    input_schema: Schema | None = None
+    strict: bool | None = None
+
+
+class AnthropicToolChoice(Block):
+    type: Literal["auto", "any", "tool", "none"] = "auto"
+    name: Annotated[str, Field(max_length=256)] = ""
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Block):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Integer | None = Field(None, ge=0, lt=2**31)
+
+
+class AnthropicFormat(Block):
+    type: Literal["json_schema"]
+    body: Schema = Field(alias="schema")
+
+
+class OutputConfig(Block):
+    format: AnthropicFormat | None = Field(None, description="the schema that the text follows")
+
+
+class CountTokensRequest(Bounded):
+    """Unknown fields are chat completions' to judge."""
+
+    model_config = ConfigDict(
+        strict=True, extra="allow", allow_inf_nan=False, hide_input_in_errors=True
+    )
+
+    model: str | None = Field(None, max_length=1024, description="the served model's name")
+    messages: Annotated[list[Turn], Field(min_length=1, max_length=8192, fail_fast=True)]
+    system: Text | Annotated[list[TextBlock], Field(max_length=4096, fail_fast=True)] | None = None
+    tools: Annotated[list[ClientTool], Field(max_length=1024, fail_fast=True)] | None = None
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+
+class MessagesRequest(CountTokensRequest):
+    max_tokens: Integer = Field(ge=1, lt=2**31)
+    stop_sequences: Annotated[list[StopString], Field(max_length=16, fail_fast=True)] | None = None
+    temperature: Float | None = Field(None, ge=0, le=100, description="0: greedy")
+    top_p: Float | None = Field(None, gt=0, le=1)
+    top_k: Integer | None = Field(None, ge=-1, lt=2**31)
+    stream: bool | None = None
+
+
+class MessagesUsage(BaseModel):
+    input_tokens: int = Field(description="of the prompt, without those read from the cache")
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int = Field(description="prompt tokens found in the prefix cache")
+    output_tokens: int
+
+
+class MessagesAnswer(BaseModel):
+    """The whole answer, for /docs and tests."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]] = Field(description="blocks: text, thinking, tool_use")
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: MessagesUsage
+
+
+class CountedTokens(BaseModel):
+    input_tokens: int
+
+
+class AnthropicErrorInfo(BaseModel):
+    type: str
+    message: str
+
+
+class AnthropicError(BaseModel):
+    type: Literal["error"]
+    error: AnthropicErrorInfo
+
+
+_MEANINGLESS = frozenset(
+    {"betas", "container", "context_management", "inference_geo", "mcp_servers", "service_tier"}
+)
+_SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
+
+
+def chat_fields(request: CountTokensRequest) -> dict[str, Any]:
+    """The chat request that asks the same, as JSON values. Raises InvalidRequest."""
+    fields: dict[str, Any] = {
+        name: value
+        for name, value in (request.model_extra or {}).items()
+        if name not in _MEANINGLESS
+    }
+    fields |= {name: getattr(request, name) for name in _SAME if hasattr(request, name)}
+    fields["messages"] = messages = _messages(request)
+    last = messages[-1]
+    if last["role"] == "assistant" and "tool_calls" not in last:
+        fields["continue_final_message"] = True
+    fields["stop"] = getattr(request, "stop_sequences", None) or None
+    if request.thinking is not None:
+        thinks = {"enable_thinking": request.thinking.type != "disabled"}
+        fields["chat_template_kwargs"] = thinks | (fields.get("chat_template_kwargs") or {})
+    if request.output_config is not None and request.output_config.format is not None:
+        named = {"name": "answer", "schema": request.output_config.format.body, "strict": True}
+        fields["response_format"] = {"type": "json_schema", "json_schema": named}
+    return fields | _tool_fields(request)
+
+
+def _tool_fields(request: CountTokensRequest) -> dict[str, Any]:
+    tools = []
+    for index, tool in enumerate(request.tools or ()):
+        if tool.type not in (None, "custom"):
+            raise Unsupported(
+                f"tools[{index}].type is {tool.type!r}; only tools of the client are served",
+                param=f"tools[{index}].type",
+            )
+        if tool.input_schema is None:
+            raise InvalidRequest(
+                f"tools[{index}].input_schema is missing", param=f"tools[{index}].input_schema"
+            )
+        function = {"name": tool.name, "parameters": tool.input_schema}
+        optional = {"description": tool.description, "strict": tool.strict}
+        function |= {name: value for name, value in optional.items() if value is not None}
+        tools.append({"type": "function", "function": function})
+    if not tools:
+        return {}
+    choice = request.tool_choice or AnthropicToolChoice()
+    named = {"type": "function", "function": {"name": choice.name}}
+    fields: dict[str, Any] = {
+        "tools": tools,
+        "tool_choice": {"any": "required", "tool": named}.get(choice.type, choice.type),
+    }
+    if choice.disable_parallel_tool_use:
+        fields["parallel_tool_calls"] = False
+    return fields
+
+
+def _messages(request: CountTokensRequest) -> list[dict[str, Any]]:
+    """Turns of one role that follow each other are one, as Anthropic's API has it."""
+    out: list[dict[str, Any]] = []
+    if request.system:
+        out.append({"role": "system", "content": _parts(request.system, "system")})
+    for number, turn in enumerate(request.messages):
+        for message in _turn(turn, f"messages[{number}].content"):
+            before = out[-1] if out else {}
+            if message["role"] == before.get("role") != "tool":
+                for name, values in message.items():
+                    if name != "role":
+                        before[name] = before[name] + values if name in before else values
+            else:
+                out.append(message)
+    return out
+
+
+def _turn(turn: Turn, path: str) -> list[dict[str, Any]]:
+    """Results of tools are messages of their own, before the rest."""
+    blocks = [TextBlock(type="text", text=turn.content)] if isinstance(turn.content, str) else (
+        turn.content
+    )  # fmt: skip
+    message: dict[str, Any] = {"role": turn.role, "content": _parts(blocks, path)}
+    reasoning = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
+    calls = [
+        {"id": block.id, "function": {"name": block.name, "arguments": block.input}}
+        for block in blocks
+        if isinstance(block, CallBlock)
+    ]
+    message |= {"reasoning_content": reasoning} if reasoning else {}
+    message |= {"tool_calls": calls} if calls else {}
+    results = [
+        {
+            "role": "tool",
+            "tool_call_id": block.tool_use_id,
+            "content": _parts(block.content or "", f"{path}[{index}].content"),
+        }
+        for index, block in enumerate(blocks)
+        if isinstance(block, ResultBlock)
+    ]
+    return [*results, message] if message["content"] or calls or not results else list(results)
+
+
+def _parts(content: str | Sequence[Block], path: str) -> list[dict[str, Any]]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    parts: list[dict[str, Any]] = []
+    for index, block in enumerate(content):
+        if isinstance(block, TextBlock):
+            parts.append({"type": "text", "text": block.text})
+        elif isinstance(block, ImageBlock):
+            url = _url(block.source, f"{path}[{index}].source")
+            parts.append({"type": "image_url", "image_url": {"url": url}})
+    return parts
+
+
+def _url(source: Source, path: str) -> str:
+    if source.type == "url":
+        if source.url is None:
+            raise InvalidRequest(f"{path}.url is missing", param=f"{path}.url")
+        return source.url
+    if source.data is None or source.media_type is None:
+        raise InvalidRequest(f"{path} needs data and media_type", param=path)
+    return f"data:{source.media_type};base64,{source.data}"

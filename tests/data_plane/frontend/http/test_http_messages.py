@@ -1,0 +1,185 @@
+"""Anthropic's Messages API at the door: prompts, events in order, errors in its shape."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foveal_runtime.frontend.testing.fake_tokenizer import byte_tokenizer
+from foveal_runtime.plan.errors import EngineFailure
+
+PATH = "/v1/messages"
+PIXEL = {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}
+TOKENIZER = byte_tokenizer()
+
+
+def body(content: Any = "hi", **more: Any) -> dict[str, Any]:
+    return {
+        "model": "tiny",
+        "max_tokens": 64,
+        "messages": [{"role": "user", "content": content}],
+    } | (more)
+
+
+def prompt_of(harness: Any) -> str:
+    return TOKENIZER.decode(harness.generator.requests[-1].token_ids)
+
+
+async def events_of(harness: Any, **more: Any) -> list[dict[str, Any]]:
+    async with harness.http.stream("POST", PATH, json=body(stream=True, **more)) as response:
+        assert response.status_code == 200, await response.aread()
+        lines = [line async for line in response.aiter_lines() if line]
+    names = [line.removeprefix("event: ") for line in lines[::2]]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines[1::2]]
+    assert names == [event["type"] for event in events]
+    return events
+
+
+async def test_whole_answer(harness: Any) -> None:
+    answer = (await harness.http.post(PATH, json=body(), headers={"x-request-id": "r1"})).json()
+    assert answer["id"] == "msg_r1"
+    assert answer["content"] == [{"type": "text", "text": "Hello, world!"}]
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("end_turn", None)
+    usage = answer["usage"]
+    assert usage["input_tokens"] == len(harness.generator.requests[-1].token_ids)
+    assert usage["output_tokens"] > 0
+
+
+async def test_events_come_in_order(harness: Any) -> None:
+    events = await events_of(harness)
+    kinds = [event["type"] for event in events]
+    assert kinds[:3] == ["message_start", "content_block_start", "ping"]
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert set(kinds[3:-3]) == {"content_block_delta"}
+    assert "".join(event["delta"]["text"] for event in events[3:-3]) == "Hello, world!"
+    start = events[0]["message"]
+    assert start["content"] == []
+    assert start["usage"]["input_tokens"] > 0
+    assert events[-2]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
+    assert events[-2]["usage"]["output_tokens"] > 0
+
+
+async def test_reasons_to_stop(harness: Any) -> None:
+    answer = (await harness.http.post(PATH, json=body(stop_sequences=[", "]))).json()
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", ", ")
+    assert answer["content"][0]["text"] == "Hello"
+    answer = (await harness.http.post(PATH, json=body(max_tokens=3))).json()
+    assert answer["stop_reason"] == "max_tokens"
+
+
+async def test_a_conversation_of_every_block(harness: Any) -> None:
+    hint = {"type": "ephemeral"}
+    call = {"type": "tool_use", "id": "t1", "name": "look", "input": {"at": 1}}
+    result = [{"type": "text", "text": "red"}, {"type": "image", "source": PIXEL}]
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": hint}]},
+        {"role": "user", "content": [{"type": "image", "source": PIXEL}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "x"},
+                {"type": "redacted_thinking", "data": "x"},
+                {"type": "text", "text": "b"},
+                call,
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "t1", "content": result, "is_error": False},
+                {"type": "text", "text": "c"},
+            ],
+        },
+    ]
+    system = [{"type": "text", "text": "s", "cache_control": hint}]
+    response = await harness.http.post(PATH, json=body(messages=messages, system=system))
+    assert response.status_code == 200, response.text
+    assert prompt_of(harness) == (
+        '<|system|>s<|end|><|user|>a<image><|end|><|assistant|>b{"name": "look", "arguments": '
+        '{"at": 1}}<|end|><|user|>red<image><|end|><|user|>c<|end|><|assistant|>'
+    )
+
+
+async def test_a_last_assistant_turn_is_continued(harness: Any) -> None:
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "The"}]
+    response = await harness.http.post(PATH, json=body(messages=turns))
+    assert response.status_code == 200, response.text
+    assert prompt_of(harness).endswith("<|assistant|>The")
+
+
+async def test_tokens_are_counted_with_images(harness: Any) -> None:
+    content = [{"type": "image", "source": PIXEL}, {"type": "text", "text": "a"}]
+    counted = body(content, system="s")
+    del counted["max_tokens"]
+    found = await harness.http.post(f"{PATH}/count_tokens", json=counted)
+    assert found.status_code == 200, found.text
+    whole = (await harness.http.post(PATH, json=body(content, system="s"))).json()
+    assert found.json() == {"input_tokens": whole["usage"]["input_tokens"]}
+
+
+@pytest.mark.parametrize("options", [
+    {"thinking": {"type": "enabled", "budget_tokens": 1024}}, {"metadata": {"user_id": "u"}},
+    {"service_tier": "auto", "betas": ["x"]}, {"top_k": 5, "temperature": 0.5, "top_p": 0.9},
+    {"min_p": 0.1}, {"tools": [], "tool_choice": {"type": "none"}},
+])  # fmt: skip
+async def test_options_that_are_taken(harness: Any, options: dict[str, Any]) -> None:
+    assert (await harness.http.post(PATH, json=body(**options))).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"wrong": 1}, "wrong"),
+        ({"n": 2}, "n is not supported"),
+        ({"min_p": 7}, "min_p"),
+        ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0].type"),
+        ({"tools": [{"name": "w"}]}, "tools[0].input_schema"),
+        ({"messages": [{"role": "user", "content": [{"type": "odd"}]}]}, "messages[0].content[0]"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image", "source": {"type": "url"}}]}
+                ]
+            },
+            "messages[0].content[0].source.url",
+        ),
+    ],
+)
+async def test_refusals_name_the_field(harness: Any, change: dict[str, Any], named: str) -> None:
+    response = await harness.http.post(PATH, json=body(**change))
+    assert response.status_code == 400
+    error = response.json()
+    assert error["type"] == "error"
+    assert error["error"]["type"] == "invalid_request_error"
+    assert named in error["error"]["message"], error
+
+
+async def test_errors_have_the_shape_of_the_api(harness: Any) -> None:
+    answer = await harness.http.post(PATH, json=body(model="other"))
+    assert answer.status_code == 404
+    assert answer.json()["error"]["type"] == "not_found_error"
+    answer = await harness.http.post(PATH, content=b"{")
+    assert answer.json()["type"] == "error"
+    assert (await harness.http.get(PATH)).json()["type"] == "error"
+
+
+async def test_a_failure_within_a_stream_is_an_event(harness: Any) -> None:
+    harness.generator.error, harness.generator.error_after = EngineFailure("it broke"), 3
+    events = await events_of(harness)
+    assert events[0]["type"] == "message_start"
+    assert events[-1]["type"] == "error"
+    assert events[-1]["error"]["type"] == "api_error"
+
+
+async def test_the_key_of_its_clients_is_taken(start: Any, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("secret\n")
+    async with start(api_key_file=str(tmp_path / "keys")) as harness:
+        refused = await harness.http.post(PATH, json=body(), headers={"x-api-key": "wrong"})
+        assert refused.status_code == 401
+        assert refused.json()["error"]["type"] == "authentication_error"
+        taken = await harness.http.post(PATH, json=body(), headers={"x-api-key": "secret"})
+        assert taken.status_code == 200
