@@ -20,6 +20,7 @@ from foveal_runtime.plan.config import FrontendConfig, ModelConfig
 PATHS = (
     "/v1/chat/completions",
     "/v1/completions",
+    "/v1/responses",
     "/v1/messages",
     "/v1/messages/count_tokens",
     "/tokenize",

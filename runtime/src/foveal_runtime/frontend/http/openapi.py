@@ -17,6 +17,7 @@ _STREAMS = {
     "/v1/chat/completions": "ChatCompletionChunk",
     "/v1/completions": "Completion",
     "/v1/messages": "",
+    "/v1/responses": "",
 }
 """The type of each event; "": many types."""
 _OPEN_TAGS = frozenset({"server"})

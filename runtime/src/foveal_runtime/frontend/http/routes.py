@@ -18,6 +18,7 @@ from foveal_runtime.frontend.http import chat, completions
 from foveal_runtime.frontend.http.asgi.disconnect import start_stream, until_disconnect
 from foveal_runtime.frontend.http.asgi.errors import json_response
 from foveal_runtime.frontend.http.doors.anthropic import build_messages_router
+from foveal_runtime.frontend.http.doors.openai_responses import build_responses_router
 from foveal_runtime.frontend.http.monitoring.health import Health
 from foveal_runtime.frontend.http.monitoring.metrics import MetricsPage
 from foveal_runtime.frontend.http.service import Service, named_relaxed, runtime_version, scope_of
@@ -123,6 +124,7 @@ def build_router(
     }
     router.include_router(build_token_router(service, BodyRoute, errors))
     router.include_router(build_messages_router(service, BodyRoute, list(ERRORS)))
+    router.include_router(build_responses_router(service, BodyRoute, ERRORS))
     _add_health(router, health, service)
     _add_metrics(router, page)
     return router

@@ -79,12 +79,15 @@ def build_token_router(
     return router
 
 
-async def prompt_tokens(service: Service, body: TokenizeRequest, request: Request) -> list[int]:
-    """Raises FovealError."""
+async def prompt_tokens(
+    service: Service, body: TokenizeRequest, request: Request, *, charge: bool = True
+) -> list[int]:
+    """Raises FovealError. `charge`: the tokens count as this request's."""
     check_model(body.model, service.model_name)
     scope = scope_of(service, request)
     token_ids, parts = await service.in_thread(lambda: _tokenize(service, body))
-    scope.ticket.charge_tokens(len(token_ids))
+    if charge:
+        scope.ticket.charge_tokens(len(token_ids))
     if parts and body.expand_media is not False:
         work = _expand(service, body, scope, token_ids, parts)
         token_ids = await until_disconnect(request.receive, work)

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
-from foveal_runtime.frontend.protocol.bounds import Bounded
+from foveal_runtime.frontend.protocol.bounds import Lenient, Open
 from foveal_runtime.frontend.protocol.messages import Text
 from foveal_runtime.frontend.protocol.requests import (
     Float,
@@ -24,50 +24,42 @@ from foveal_runtime.frontend.protocol.requests import (
 from foveal_runtime.plan.errors import InvalidRequest, Unsupported
 
 
-class Block(Bounded):
-    """Whatever stands inside a request."""
-
-    model_config = ConfigDict(
-        strict=True, extra="ignore", allow_inf_nan=False, hide_input_in_errors=True
-    )
-
-
-class TextBlock(Block):
+class TextBlock(Lenient):
     type: Literal["text"]
     text: Text
 
 
-class Source(Block):
+class ImageSource(Lenient):
     type: Literal["base64", "url"]
     media_type: Annotated[str, Field(pattern=r"^[a-z]+/[a-z0-9.+-]{1,64}$")] | None = None
     data: str | None = Field(None, description="of `base64`")
     url: str | None = Field(None, description="of `url`: http(s)")
 
 
-class ImageBlock(Block):
+class ImageBlock(Lenient):
     type: Literal["image"]
-    source: Source
+    source: ImageSource
 
 
-class ThinkingBlock(Block):
+class ThinkingBlock(Lenient):
     type: Literal["thinking"]
     thinking: Text
 
 
-class RedactedBlock(Block):
+class RedactedBlock(Lenient):
     """Another server's secret; left out."""
 
     type: Literal["redacted_thinking"]
 
 
-class CallBlock(Block):
+class CallBlock(Lenient):
     type: Literal["tool_use"]
     id: str = Field(max_length=256)
     name: str = Field(max_length=256)
     input: FreeForm
 
 
-class ResultBlock(Block):
+class ResultBlock(Lenient):
     type: Literal["tool_result"]
     tool_use_id: str = Field(max_length=256)
     content: (
@@ -86,12 +78,12 @@ Content = Annotated[
 ]
 
 
-class Turn(Block):
+class Turn(Lenient):
     role: Literal["user", "assistant", "system"]
     content: Text | Annotated[list[Content], Field(max_length=4096, fail_fast=True)]
 
 
-class ClientTool(Block):
+class ClientTool(Lenient):
     type: str | None = Field(None, description="custom; tools that a server runs are not served")
     name: str = Field(max_length=256)
     description: str | None = Field(None, max_length=100_000)
@@ -99,33 +91,27 @@ class ClientTool(Block):
     strict: bool | None = None
 
 
-class AnthropicToolChoice(Block):
+class AnthropicToolChoice(Lenient):
     type: Literal["auto", "any", "tool", "none"] = "auto"
     name: Annotated[str, Field(max_length=256)] = ""
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(Block):
+class Thinking(Lenient):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Integer | None = Field(None, ge=0, lt=2**31)
 
 
-class AnthropicFormat(Block):
+class AnthropicFormat(Lenient):
     type: Literal["json_schema"]
     body: Schema = Field(alias="schema")
 
 
-class OutputConfig(Block):
+class OutputConfig(Lenient):
     format: AnthropicFormat | None = Field(None, description="the schema that the text follows")
 
 
-class CountTokensRequest(Bounded):
-    """Unknown fields are chat completions' to judge."""
-
-    model_config = ConfigDict(
-        strict=True, extra="allow", allow_inf_nan=False, hide_input_in_errors=True
-    )
-
+class CountTokensRequest(Open):
     model: str | None = Field(None, max_length=1024, description="the served model's name")
     messages: Annotated[list[Turn], Field(min_length=1, max_length=8192, fail_fast=True)]
     system: Text | Annotated[list[TextBlock], Field(max_length=4096, fail_fast=True)] | None = None
@@ -278,7 +264,7 @@ def _turn(turn: Turn, path: str) -> list[dict[str, Any]]:
     return [*results, message] if message["content"] or calls or not results else list(results)
 
 
-def _parts(content: str | Sequence[Block], path: str) -> list[dict[str, Any]]:
+def _parts(content: str | Sequence[Lenient], path: str) -> list[dict[str, Any]]:
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     parts: list[dict[str, Any]] = []
@@ -291,7 +277,7 @@ def _parts(content: str | Sequence[Block], path: str) -> list[dict[str, Any]]:
     return parts
 
 
-def _url(source: Source, path: str) -> str:
+def _url(source: ImageSource, path: str) -> str:
     if source.type == "url":
         if source.url is None:
             raise InvalidRequest(f"{path}.url is missing", param=f"{path}.url")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, model_validator
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from foveal_runtime.plan.errors import InvalidRequest
 
@@ -54,6 +54,22 @@ class Bounded(BaseModel):
     @classmethod
     def _few_fields(cls, value: Any) -> Any:
         return check_num_fields(value)
+
+
+class Lenient(Bounded):
+    """Unknown keys are dropped."""
+
+    model_config = ConfigDict(
+        strict=True, extra="ignore", allow_inf_nan=False, hide_input_in_errors=True
+    )
+
+
+class Open(Bounded):
+    """Unknown keys are kept, for rules.py to judge."""
+
+    model_config = ConfigDict(
+        strict=True, extra="allow", allow_inf_nan=False, hide_input_in_errors=True
+    )
 
 
 def check_prompt_logprobs(num_tokens: int, num_top: int) -> None:

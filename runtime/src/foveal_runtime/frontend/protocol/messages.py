@@ -9,18 +9,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
-from foveal_runtime.frontend.protocol.bounds import Bounded, check_plain
+from foveal_runtime.frontend.protocol.bounds import Lenient, check_plain
 
 Text = Annotated[str, Field(max_length=16_000_000)]
 MAX_TOOL_CALLS = 1024
-
-
-class _Lenient(Bounded):
-    model_config = ConfigDict(
-        strict=True, extra="ignore", allow_inf_nan=False, hide_input_in_errors=True
-    )
 
 
 Uuid = Annotated[
@@ -38,31 +32,31 @@ def _as_object(value: Any) -> Any:
     return {"url": value} if isinstance(value, str) else value
 
 
-class MediaUrl(_Lenient):
+class MediaUrl(Lenient):
     url: str | None = Field(None, description="http(s): or data: URL")
 
 
 MediaAddress = Annotated[MediaUrl, BeforeValidator(_as_object)]
 
 
-class InputAudio(_Lenient):
+class InputAudio(Lenient):
     data: str = Field(description="base64 of the encoded file")
     format: str = Field(pattern=r"^[a-z0-9.+-]{1,32}$", description="wav, mp3, flac, ogg, ...")
 
 
-class TextPart(_Lenient):
+class TextPart(Lenient):
     type: Literal["text", "input_text", "output_text"]
     text: Text
 
 
-class RefusalPart(_Lenient):
+class RefusalPart(Lenient):
     """An earlier answer's refusal; read as its text."""
 
     type: Literal["refusal"]
     refusal: Text
 
 
-class ImagePart(_Lenient):
+class ImagePart(Lenient):
     type: Literal["image_url", "input_image"]
     image_url: MediaAddress | None = Field(
         None, description="a URL or {url}; absent, null or empty: `uuid` names the image"
@@ -70,7 +64,7 @@ class ImagePart(_Lenient):
     uuid: Uuid = None
 
 
-class VideoPart(_Lenient):
+class VideoPart(Lenient):
     type: Literal["video_url"]
     video_url: MediaAddress | None = Field(
         None, description="a URL or {url}; absent, null or empty: `uuid` names the video"
@@ -78,7 +72,7 @@ class VideoPart(_Lenient):
     uuid: Uuid = None
 
 
-class AudioUrlPart(_Lenient):
+class AudioUrlPart(Lenient):
     type: Literal["audio_url"]
     audio_url: MediaAddress | None = Field(
         None, description="a URL or {url}; absent, null or empty: `uuid` names the audio"
@@ -86,7 +80,7 @@ class AudioUrlPart(_Lenient):
     uuid: Uuid = None
 
 
-class InputAudioPart(_Lenient):
+class InputAudioPart(Lenient):
     type: Literal["input_audio"]
     input_audio: InputAudio | None = Field(None, description="absent or null: `uuid` names it")
     uuid: Uuid = None
@@ -101,19 +95,19 @@ ContentPart = Annotated[
 Arguments = Annotated[dict[str, Any], BeforeValidator(check_plain)]
 
 
-class CalledFunction(_Lenient):
+class CalledFunction(Lenient):
     name: str = Field(max_length=256)
     arguments: Text | Arguments = Field("", description="JSON text")
 
 
-class ToolCall(_Lenient):
+class ToolCall(Lenient):
     """A call that an earlier answer made."""
 
     id: str | None = Field(None, max_length=256)
     function: CalledFunction
 
 
-class Message(_Lenient):
+class Message(Lenient):
     role: str = Field(
         pattern=r"^[A-Za-z0-9_.-]{1,64}$",
         description="system, developer, user, assistant, tool, or a role of the chat template",

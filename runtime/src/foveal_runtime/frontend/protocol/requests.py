@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from foveal_runtime.frontend.protocol.bounds import Bounded, check_num_fields, check_plain
+from foveal_runtime.frontend.protocol.bounds import Bounded, Open, check_num_fields, check_plain
 from foveal_runtime.frontend.protocol.messages import Message, Text
 
 MAX_CHOICES = 64
@@ -53,14 +53,6 @@ LogitBias = Annotated[
 class _Strict(Bounded):
     model_config = ConfigDict(
         strict=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True
-    )
-
-
-class _Open(Bounded):
-    """Unknown fields are kept, for rules.py to judge."""
-
-    model_config = ConfigDict(
-        strict=True, extra="allow", allow_inf_nan=False, hide_input_in_errors=True
     )
 
 
@@ -122,7 +114,7 @@ class StructuredOutputs(_Strict):
     whitespace_pattern: str | None = Field(None, description="not served")
 
 
-class _Sampling(_Open):
+class _Sampling(Open):
     """Options that chat and text completions share."""
 
     model: str | None = Field(None, max_length=1024, description="the served model's name")

@@ -21,8 +21,10 @@ from foveal_runtime.plan.errors import FovealError, MediaTooLarge, RetryLater
 
 _UNION_BRANCH = re.compile(r"[\[\](]")
 _BRANCHES = frozenset({"str", "list", "int", "float", "constrained-str"})
+_IN_TAGGED = re.compile(r"\.content\[|^input\[")
 _TAGS = frozenset(
     {"text", "image_url", "video_url", "audio_url", "input_audio", "image", "tool_result"}
+    | {"message", "function_call", "function_call_output", "reasoning"}
 )
 _MAX_MESSAGE_CHARS = 2000
 
@@ -117,7 +119,7 @@ def field_path(loc: Sequence[int | str]) -> str:
             path += f"[{part}]"
         elif _UNION_BRANCH.search(part) or part in _BRANCHES:
             continue
-        elif isinstance(previous, int) and part in _TAGS and ".content[" in path:
+        elif isinstance(previous, int) and part in _TAGS and _IN_TAGGED.search(path):
             previous = part  # the tag of a content part, not a field
             continue
         else:

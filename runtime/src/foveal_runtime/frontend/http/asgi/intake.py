@@ -19,7 +19,7 @@ from foveal_runtime.plan.config import Admission
 from foveal_runtime.plan.errors import MediaTooLarge, UploadTooSlow
 
 ADMITTED = ANTHROPIC_PATHS | {
-    "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize",
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize",
 }  # fmt: skip
 """POST requests to these hold a ticket."""
 

@@ -1,4 +1,4 @@
-"""The common part of all doors: a chat run from translated fields, and its answer through a writer."""
+"""The common part of all doors: a chat run from translated fields, and its answer by a writer."""
 
 from __future__ import annotations
 
@@ -22,11 +22,17 @@ from foveal_runtime.frontend.http.service import RequestScope, Service, named_re
 from foveal_runtime.frontend.protocol.requests import ChatCompletionRequest
 from foveal_runtime.plan.errors import Unsupported
 
-_SHAPING = (
-    "n", "best_of", "logprobs", "prompt_logprobs", "return_token_ids", "stream_options",
-    "add_generation_prompt",
-)  # fmt: skip
-"""Options of chat completions whose answers the other APIs have no place for."""
+_SHAPING: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (),
+    "return_token_ids": (False,),
+    "add_generation_prompt": (True,),
+}
+"""Options of chat completions whose answers the other APIs have no place for, and the values that
+mean "not used"."""
 
 M = TypeVar("M", bound=BaseModel)
 Event = dict[str, Any]
@@ -57,8 +63,8 @@ class Writer(Protocol):
 
 async def plan(service: Service, fields: Mapping[str, Any], scope: RequestScope) -> ChatRun:
     """Raises RequestValidationError or FovealError."""
-    for name in _SHAPING:
-        if fields.get(name) not in (None, False, 1):
+    for name, neutral in _SHAPING.items():
+        if fields.get(name) not in (None, *neutral):
             raise Unsupported(f"{name} is not supported here", param=name)
     return await plan_chat(service, parsed(ChatCompletionRequest, fields), scope)
 

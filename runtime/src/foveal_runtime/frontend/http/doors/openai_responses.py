@@ -1,0 +1,194 @@
+"""POST /v1/responses: OpenAI's Responses API, without anything kept between requests."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.routing import APIRoute
+from starlette.responses import Response
+
+from foveal_runtime.frontend.engines.sequence import Delta
+from foveal_runtime.frontend.http.answers import Tally
+from foveal_runtime.frontend.http.doors.door import Event, answer, parsed, plan
+from foveal_runtime.frontend.http.service import Service, scope_of
+from foveal_runtime.frontend.http.tokens import prompt_tokens
+from foveal_runtime.frontend.protocol.openai_responses import (
+    ResponsesAnswer,
+    ResponsesRequest,
+    response_fields,
+)
+from foveal_runtime.frontend.protocol.requests import TokenizeRequest
+from foveal_runtime.plan.errors import ContextLengthExceeded
+
+
+def build_responses_router(
+    service: Service, route_class: type[APIRoute], errors: dict[int | str, dict[str, Any]]
+) -> APIRouter:
+    router = APIRouter(route_class=route_class, tags=["OpenAI"])
+
+    @router.post("/v1/responses", response_model=ResponsesAnswer, responses=errors)
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        """Answers input items. Stateless: every request brings the whole conversation."""
+        scope = scope_of(service, request)
+        fields = response_fields(body)
+        if body.truncation == "auto":
+            fields["messages"] = await _newest(service, fields, request, body.max_output_tokens)
+        run = await plan(service, fields, scope)
+        writer = ResponseWriter(scope.request_id, service.model_name, body)
+        return await answer(request, run, writer)
+
+    return router
+
+
+async def _newest(
+    service: Service, fields: dict[str, Any], request: Request, num_output: int | None
+) -> list[dict[str, Any]]:
+    """The messages without the oldest, so that the rest fits and leaves room for the answer."""
+    limit = service.max_model_len()
+    room = limit - min(num_output or 1, limit // 2)
+    messages = fields["messages"]
+    head = [m for m in messages if m["role"] in ("system", "developer")]
+    rest = [m for m in messages if m["role"] not in ("system", "developer")]
+    starts = [i for i, m in enumerate(rest) if m["role"] == "user"] or [0]
+
+    async def fits(start: int) -> bool:
+        chosen = messages if start == starts[0] else head + rest[start:]
+        body = parsed(TokenizeRequest, {"model": fields["model"], "messages": chosen})
+        try:
+            return len(await prompt_tokens(service, body, request, charge=False)) <= room
+        except ContextLengthExceeded:
+            return False
+
+    low, high = 0, len(starts) - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if await fits(starts[middle]) else (middle + 1, high)
+    return messages if low == 0 else head + rest[starts[low] :]
+
+
+class ResponseWriter:
+    """One response: items one after the other, each with its own events."""
+
+    def __init__(self, request_id: str, model: str, request: ResponsesRequest) -> None:
+        self._id = request_id
+        self._number = -1
+        self._text = ""
+        self._item: Event = {}
+        extra = request.model_extra or {}
+        self._response: Event = {
+            "id": f"resp_{request_id}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress",
+            "error": None,
+            "incomplete_details": None,
+            "model": model,
+            "output": [],
+            "usage": None,
+            "store": False,
+            "background": False,
+            "previous_response_id": None,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "metadata": extra.get("metadata") or {},
+            "user": extra.get("user"),
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "reasoning": {"effort": getattr(request.reasoning, "effort", None), "summary": None},
+            "temperature": request.temperature,
+            "text": {"format": _format_of(request)},
+            "tool_choice": _plain(request.tool_choice) or "auto",
+            "tools": [_plain(tool) for tool in request.tools or ()],
+            "top_p": request.top_p,
+            "truncation": request.truncation or "disabled",
+        }
+
+    def begin(self, tally: Tally) -> list[Event]:
+        return [
+            self._event(kind, response=dict(self._response))
+            for kind in ("response.created", "response.in_progress")
+        ]
+
+    def text(self, text: str) -> list[Event]:
+        events = [] if self._item else self._open()
+        self._text += text
+        return [*events, self._at("response.output_text.delta", delta=text, logprobs=[])]
+
+    def end(self, delta: Delta, tally: Tally) -> list[Event]:
+        was_cut = delta.finish_reason == "length"
+        status = "incomplete" if was_cut else "completed"
+        events = self._close(status) if self._item else []
+        usage = tally.usage()
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        self._response |= {
+            "status": status,
+            "incomplete_details": {"reason": "max_output_tokens"} if was_cut else None,
+            "usage": {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": {"cached_tokens": cached},
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage["total_tokens"],
+            },
+        }
+        return [*events, self._event(f"response.{status}", response=self._response)]
+
+    def fail(self, error: Event) -> list[Event]:
+        told = {"code": "server_error", "message": error["error"]["message"]}
+        failed = {**self._response, "status": "failed", "error": told}
+        return [self._event("response.failed", response=failed)]
+
+    def body(self) -> Event:
+        return self._response
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        self._number += 1
+        return {"type": kind, "sequence_number": self._number, **fields}
+
+    def _at(self, kind: str, **fields: Any) -> Event:
+        """An event within the open item's text."""
+        place = {"output_index": len(self._response["output"]), "content_index": 0}
+        return self._event(kind, item_id=self._item["id"], **place, **fields)
+
+    def _part(self) -> Event:
+        return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": []}
+
+    def _open(self) -> list[Event]:
+        index = len(self._response["output"])
+        self._item = {
+            "id": f"msg_{self._id}_{index}",
+            "type": "message",
+            "role": "assistant",
+            "status": "in_progress",
+            "content": [],
+        }
+        self._text = ""
+        return [
+            self._event("response.output_item.added", output_index=index, item=self._item),
+            self._at("response.content_part.added", part=self._part()),
+        ]
+
+    def _close(self, status: str) -> list[Event]:
+        part = self._part()
+        item = {**self._item, "status": status, "content": [part]}
+        index = len(self._response["output"])
+        events = [
+            self._at("response.output_text.done", text=self._text, logprobs=[]),
+            self._at("response.content_part.done", part=part),
+            self._event("response.output_item.done", output_index=index, item=item),
+        ]
+        self._response["output"] = [*self._response["output"], item]
+        self._item = {}
+        return events
+
+
+def _plain(value: Any) -> Any:
+    return value if value is None or isinstance(value, str) else value.model_dump()
+
+
+def _format_of(request: ResponsesRequest) -> Event:
+    given = request.text.format if request.text is not None else None
+    if given is None:
+        return {"type": "text"}
+    return given.model_dump(by_alias=True, exclude_none=True)

@@ -1,0 +1,77 @@
+"""The openai package's Responses client, unmodified, against real processes."""
+
+from __future__ import annotations
+
+import json
+
+import jsonschema
+import openai
+import pytest
+from evaluate import to_request
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+SCHEMA = {
+    "type": "object", "additionalProperties": False, "required": ["shape", "count"],
+    "properties": {
+        "shape": {"enum": ["circle", "square"]},
+        "count": {"type": "integer", "minimum": 0, "maximum": 9},
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def client(shared):
+    with openai.OpenAI(base_url=shared[1].url + "/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def options(sample, longest_reply):
+    items = []
+    for message in to_request(sample, "tiny-vlm")["messages"]:
+        content = message["content"]
+        if not isinstance(content, str):
+            content = [_part(part) for part in content]
+        items.append({"role": message["role"], "content": content})
+    return {
+        "model": "tiny-vlm", "input": items, "temperature": 0, "max_output_tokens": longest_reply,
+    }  # fmt: skip
+
+
+def _part(part):
+    if part["type"] == "text":
+        return {"type": "input_text", "text": part["text"]}
+    return {"type": "input_image", "image_url": part["image_url"]["url"], "detail": "auto"}
+
+
+def test_answers_are_those_of_chat(client, samples, longest_reply):
+    for sample in samples[::9]:
+        whole = client.responses.create(**options(sample, longest_reply))
+        assert whole.output_text == sample.reference
+        assert whole.usage.output_tokens > 0
+
+
+def test_stream_helper(client, samples, longest_reply):
+    for sample in samples[:3]:
+        # A limit of its own: the package takes no `incomplete` response for a final one.
+        with client.responses.stream(**options(sample, 2 * longest_reply)) as stream:
+            texts = [event.delta for event in stream if event.type == "response.output_text.delta"]
+            final = stream.get_final_response()
+        assert "".join(texts) == sample.reference == final.output_text
+
+
+def test_schemas_bind_answers(client, samples):
+    bound = {"format": {"type": "json_schema", "name": "s", "schema": SCHEMA, "strict": True}}
+    answer = client.responses.create(**{**options(samples[0], 600), "text": bound})
+    assert answer.status == "completed"
+    jsonschema.validate(json.loads(answer.output_text), SCHEMA)
+
+
+def test_its_own_output_is_taken_back(client, samples, longest_reply):
+    """A client continues by sending the items that it got."""
+    arguments = options(samples[0], longest_reply)
+    first = client.responses.create(**arguments)
+    arguments["input"] += [item.model_dump() for item in first.output]
+    arguments["input"].append({"role": "user", "content": "And now?"})
+    assert client.responses.create(**arguments).output_text
+    with pytest.raises(openai.BadRequestError, match="send all items"):
+        client.responses.create(**options(samples[0], 4), previous_response_id=first.id)
