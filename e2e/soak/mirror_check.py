@@ -29,7 +29,8 @@ from foveal_runtime.plan.errors import MediaTooLarge
 
 @dataclass(frozen=True)
 class Instance:
-    """What is explored. `tasks` are (frontend, items, engine or -1); budgets count faults.
+    """What is explored. `tasks` are (frontend, items, engine or -1); budgets count faults;
+    `refusals` are (frontend, key or 0 to clear, time), noted in that order at any moment.
 
     Attributes:
         silent: a crash of an engine breaks no connection, as when a proxy or ZMQ reconnects.
@@ -51,6 +52,7 @@ class Instance:
     frontend_crashes: int = 0
     resets: int = 0
     shrinks: int = 0
+    refusals: tuple[tuple[int, int, float], ...] = ()
     silent: bool = False
     evict: bool = False
 
@@ -134,6 +136,10 @@ INSTANCES: dict[str, Instance] = {
     "failover-1x2": Instance(
         frontends=1, engines=2, tasks=((0, (0,), -1), (0, (0,), -1)), engine_crashes=1
     ),
+    "refusal-2x1": Instance(
+        tasks=((0, (0,), 0),), engine_crashes=1, frontend_crashes=1,
+        refusals=((0, 1, 1.0), (1, 0, 2.0), (0, 2, 3.0)),
+    ),
 }  # fmt: skip
 
 
@@ -159,6 +165,7 @@ class Search:
             "crash_frontend": instance.frontend_crashes,
             "reset": instance.resets,
             "shrink": instance.shrinks,
+            "refusal": len(instance.refusals),
         }
         self.num_states = 0
         self.is_complete = False
@@ -248,8 +255,12 @@ class Search:
                 moves.append(("answer", link))
             if world.has_news(link):
                 moves.append(("flush", link))
+            if world.senders[link].owes_refusals():
+                moves.append(("refuse", link))
             if self._wants_heartbeat(world, link):
                 moves.append(("heartbeat", link))
+        if left["refusal"]:
+            moves.append(("refusal", self.instance.refusals[-left["refusal"]]))
         for task in world.tasks.values():
             if task.state == "new" and self._is_first(world, task):
                 fixed = self.instance.tasks[task.name][2]
@@ -332,6 +343,10 @@ class Search:
             world.up[move[1]].append(world.senders[move[1]].heartbeat())
         elif kind == "answer":
             world.answer(move[1])
+        elif kind == "refuse":
+            world.refuse(move[1])
+        elif kind == "refusal":
+            world.note_refusal(*move[1])
         elif kind == "flush":
             world.flush(move[1])
         elif kind == "send":

@@ -25,7 +25,7 @@ from foveal_runtime.plan.errors import MediaTooLarge
 MAX_STEPS = 20_000
 FAULTS = (
     "break", "crash_engine", "crash_frontend", "reset", "resize", "put", "requeue",
-    "unmakeable", "conflict", "abort", "abort",
+    "unmakeable", "conflict", "abort", "abort", "refusal", "refusal",
 )  # fmt: skip
 
 
@@ -110,6 +110,8 @@ class Run:
                 moves.append(("down", link))
             if world.needs[link]:
                 moves.append(("answer", link))
+            if world.senders[link].owes_refusals():
+                moves.append(("refuse", link))
             if world.has_news(link):
                 moves.append(("flush", link))
         for task in world.tasks.values():
@@ -144,6 +146,9 @@ class Run:
 
     def _answer(self, link: Link) -> None:
         self.world.answer(link)
+
+    def _refuse(self, link: Link) -> None:
+        self.world.refuse(link)
 
     def _flush(self, link: Link) -> None:
         self.world.flush(link)
@@ -229,6 +234,10 @@ class Run:
 
     def _fault_unmakeable(self, link: Link) -> None:
         self.world.unmakeable.add(self.rng.randrange(len(self.sizes)))
+
+    def _fault_refusal(self, link: Link) -> None:
+        """A request is convicted at a frontend (1 to 4), or the book is cleared there (0)."""
+        self.world.note_refusal(link[0], self.rng.randrange(5), self.rng.choice((1.0, 2.0, 3.0)))
 
     def _fault_conflict(self, link: Link) -> None:
         """A frontend binds a uuid to another item."""

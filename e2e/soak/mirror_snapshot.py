@@ -13,13 +13,14 @@ from mirror_world import Task, World
 from foveal_runtime.mirror.admission import Pending, RequestAdmission, SessionRequest, State
 from foveal_runtime.mirror.bindings import Bindings
 from foveal_runtime.mirror.receiver import Receiver
+from foveal_runtime.mirror.refusals import RefusalBook
 from foveal_runtime.mirror.sender import Sender
 from foveal_runtime.mirror.session import Session
 from foveal_runtime.mirror.store import Entry, Store
 
 _MUTABLE = (
     World, Receiver, Sender, Session, RequestAdmission, SessionRequest, Pending, Store, Entry,
-    Bindings, Task,
+    Bindings, RefusalBook, Task,
 )  # fmt: skip
 _SKIPPED = frozenset(
     {

@@ -21,10 +21,12 @@ from foveal_runtime.mirror.messages import (
     Fill,
     InlineValue,
     Put,
+    Refusals,
     Req,
     Up,
 )
 from foveal_runtime.mirror.receiver import ReadyRequest, Receiver, ReceiverLimits
+from foveal_runtime.mirror.refusals import RefusalBook
 from foveal_runtime.mirror.sender import Sender, Sending, SendItem, SendValue
 from foveal_runtime.mirror.store import Value
 from foveal_runtime.plan.media import ItemMeta, MMHash
@@ -84,8 +86,12 @@ class World:
         self.boot = 1
         self.receivers = [self._new_receiver() for _ in range(num_engines)]
         self.links = [(f, e) for f in range(num_frontends) for e in range(num_engines)]
+        self.books = [RefusalBook() for _ in range(num_frontends)]
         self.senders = {
-            k: sender_type(f"f{k[0]}", frontend_boot=1, namespace=NAMESPACE) for k in self.links
+            k: sender_type(
+                f"f{k[0]}", frontend_boot=1, namespace=NAMESPACE, refusals=self.books[k[0]]
+            )
+            for k in self.links
         }
         self.up: dict[Link, deque[Sending]] = {k: deque() for k in self.links}
         self.down: dict[Link, deque[DownMessage]] = {k: deque() for k in self.links}
@@ -156,6 +162,19 @@ class World:
         task.state = "gone"
         if sending is not None:
             self.up[link].append(sending)
+
+    def note_refusal(self, frontend: int, key: int, at: float) -> None:
+        """A frontend convicts a request (key > 0), or an administrator clears the book there."""
+        entry = (b"%016d" % key, at, f"shape {key}")
+        told = Refusals(entries=(entry,)) if key else Refusals(cleared_at=at)
+        self.books[frontend].join(told)
+
+    def refuse(self, link: Link) -> bool:
+        """The frontend tells the engine what it is not known to know."""
+        sending = self.senders[link].refuse()
+        if sending is not None:
+            self.up[link].append(sending)
+        return sending is not None
 
     def answer(self, link: Link) -> None:
         """The frontend answers its oldest open NEED, as its answer duty demands."""
@@ -310,6 +329,7 @@ class World:
 
     def crash_frontend(self, frontend: int) -> None:
         """A new frontend process: its users' connections died with it."""
+        book = self.books[frontend] = RefusalBook()
         for task in self.tasks.values():
             if task.frontend == frontend and task.state in ("new", "sent"):
                 task.state = "gone"
@@ -317,7 +337,10 @@ class World:
             if link[0] == frontend:
                 old = self.senders[link]
                 self.senders[link] = type(old)(
-                    old.frontend_id, frontend_boot=old.frontend_boot + 1, namespace=NAMESPACE
+                    old.frontend_id,
+                    frontend_boot=old.frontend_boot + 1,
+                    namespace=NAMESPACE,
+                    refusals=book,
                 )
                 self.broken[link] = True
                 self.needs[link].clear()
@@ -330,6 +353,8 @@ class World:
             return False
         session = receiver.sessions.get(f"f{link[0]}")
         if session is None or session.sid != sender.sid or self.has_news(link):
+            return False
+        if sender.owes_refusals():
             return False
         return sender.acked == sender.next_n - 1
 
@@ -355,6 +380,8 @@ class World:
             raise Violation("I6: a quiet mirror differs from the engine")
         if sender.bindings != dict(receiver.bindings.table):
             raise Violation("I6: bindings differ on a quiet link")
+        if sender.refusals.snapshot() != receiver.refusals.snapshot():
+            raise Violation("I6: refusals differ on a quiet link")
 
     def is_settled(self) -> bool:
         return all(task.state in ("done", "failed", "gone") for task in self.tasks.values())
@@ -375,6 +402,7 @@ class World:
             for link in self.links:
                 if self.broken[link]:
                     self.hello(link)
+                moved |= self.refuse(link)
                 moved |= self._deliver_all(link)
             for engine in range(len(self.receivers)):
                 self.take(engine)

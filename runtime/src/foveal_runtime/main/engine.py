@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import signal
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +19,7 @@ from foveal_runtime.engine.events.log import EventLog
 from foveal_runtime.engine.events.stream import EventStream
 from foveal_runtime.engine.process.assemble import LoadedEngine, assemble_core
 from foveal_runtime.engine.process.core import EngineCore
+from foveal_runtime.engine.process.evidence import StepRecord
 from foveal_runtime.engine.process.metrics import EngineMetrics
 from foveal_runtime.engine.process.server import EngineServer
 from foveal_runtime.main.warmup import warm_up
@@ -72,12 +75,22 @@ def serve(config: EngineConfig) -> int:
     metrics.add_source(phases.collect)
     stream = EventStream(config.events_bind, keys=config.curve) if config.events_bind else None
     events = EventLog(config.engine_id, stream.publish) if stream else None
+    boot = time.time_ns()
+    record = StepRecord(boot, _record_path(config))
+    if record.last is not None:
+        log.warning(
+            "the last process ended in the middle of its work",
+            extra={"num_suspects": len(record.last.suspects), "crash": record.crash},
+        )
+    record.watch_crashes()
     signal.signal(signal.SIGTERM, lambda *_: server.request_drain())
     signal.signal(signal.SIGINT, lambda *_: server.request_stop())
 
     def make_core() -> EngineCore:
         loaded = load_engine(config, phases)
-        core = assemble_core(config, loaded, send=server.send, events=events)
+        core = assemble_core(
+            config, loaded, send=server.send, events=events, boot=boot, record=record
+        )
         phases.done("caches")
         metrics.add_source(EngineMetrics(core, stream=stream).collect)
         metrics.add_source(functools.partial(_measured, core, memory, config.device))
@@ -87,15 +100,25 @@ def serve(config: EngineConfig) -> int:
     if stream is not None:
         stream.start()
     try:
-        return server.run(
+        code = server.run(
             make_core,
             lambda: ZmqRouter(config.bind, keys=config.curve),
             open_shared=shared.open if shared else None,
             on_ready=lambda endpoint: log.info("ready", extra={"endpoint": endpoint}),
+            last_death=record.last,
         )
     finally:
         if stream is not None:
             stream.close()
+    if code == 0:
+        record.close()
+    return code
+
+
+def _record_path(config: EngineConfig) -> Path:
+    """Of this address and user, where it outlives the process: in a pod, its own volume."""
+    address = config.bind.rpartition(":")[2]
+    return Path(tempfile.gettempdir()) / f"foveal-{os.getuid()}-engine-{address}.step"
 
 
 def _measured(core: EngineCore, memory: ContainerMemory, device: str, metrics: Metrics) -> None:

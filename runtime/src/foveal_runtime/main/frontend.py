@@ -20,6 +20,7 @@ import uvloop
 
 from foveal_runtime.frontend.common.stats import FrontendStats
 from foveal_runtime.frontend.engines.client import EngineClient
+from foveal_runtime.frontend.http.access.admin import HeldRequest
 from foveal_runtime.frontend.http.app import build_app
 from foveal_runtime.frontend.http.asgi.server import bind_addresses, bind_unix
 from foveal_runtime.frontend.http.asgi.server import serve as serve_http
@@ -52,11 +53,17 @@ class _Admin:
 
     async def reset_cache(self, cache: Literal["mm", "encoder", "prefix", "quarantine"]) -> int:
         if cache == "quarantine":
-            return self._client.quarantine.clear()
+            return self._client.clear_quarantine()
         if cache == "mm":
             self._processor.reset_cache()
             await self._siblings.reset_processor_caches()
         return self._client.control(f"reset_{cache}")
+
+    def held_requests(self) -> list[HeldRequest]:
+        return [
+            HeldRequest(key=one.key.hex(), shape=one.shape, seconds_left=one.seconds_left)
+            for one in self._client.quarantine.held()
+        ]
 
     async def resize_ipc_cache(self, size_bytes: int) -> int:
         return self._client.control("resize_ipc", size_bytes)

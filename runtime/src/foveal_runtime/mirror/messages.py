@@ -129,7 +129,38 @@ class Control(msgspec.Struct, frozen=True, array_like=True, tag=8):
     value: int = 0
 
 
-Up = Hello | Req | Put | Fill | NoFill | Abort | Heartbeat | Control
+class Refusals(msgspec.Struct, frozen=True, array_like=True):
+    """Requests that killed engines, as (key, wall-clock seconds when convicted, shape), ascending;
+    those of `cleared_at` and before are forgotten. See `refusals`."""
+
+    cleared_at: float = 0.0
+    entries: tuple[tuple[bytes, float, str], ...] = ()
+
+
+class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=9):
+    """Tells an engine, and through it all other frontends, what this frontend knows."""
+
+    sid: SessionId
+    n: int
+    refusals: Refusals
+
+
+Up = Hello | Req | Put | Fill | NoFill | Abort | Heartbeat | Control | Refuse
+
+
+class Death(msgspec.Struct, frozen=True, array_like=True):
+    """The end of a life of this engine in the middle of its work.
+
+    Attributes:
+        boot: which life. `at`: wall-clock seconds.
+        suspects: keys of the requests that it may have died of; no other is to blame.
+        is_own: it failed or crashed by itself; False: it may have been killed from outside.
+    """
+
+    boot: int
+    at: float
+    suspects: tuple[bytes, ...]
+    is_own: bool
 
 
 class Announced(msgspec.Struct, frozen=True, array_like=True):
@@ -149,6 +180,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=33):
         max_inline_bytes: the largest sum of item bytes of one request, through or past the cache.
         info: engine facts the request layer needs (opaque to the mirror; wire.messages.EngineInfo).
         max_cacheable_bytes: larger items are never kept, so a sender must not believe in them.
+        refusals: None from an engine that knows no Refuse. `death`: of this engine's last life.
     """
 
     sid: SessionId
@@ -162,6 +194,8 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=33):
     bindings: tuple[tuple[Alias, MMHash], ...]
     info: msgspec.Raw
     max_cacheable_bytes: int = 0
+    refusals: Refusals | None = None
+    death: Death | None = None
 
 
 class MirrorNote(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -175,6 +209,7 @@ class MirrorNote(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     bound: tuple[tuple[Alias, MMHash], ...] = ()
     unbound: tuple[Alias, ...] = ()
     capacity_bytes: int | None = None
+    refusals: Refusals | None = None
 
 
 class Down(msgspec.Struct, frozen=True, array_like=True, tag=34):
@@ -190,10 +225,12 @@ class Down(msgspec.Struct, frozen=True, array_like=True, tag=34):
 
 
 class Bye(msgspec.Struct, frozen=True, array_like=True, tag=35):
-    """The session is over: unknown_session, gap, ns_mismatch, version_mismatch, draining, ..."""
+    """The session is over: unknown_session, gap, ns_mismatch, version_mismatch, draining, ...
+    `death`: when this life ends, or the last one ended, in the middle of its work."""
 
     sid: SessionId
     reason: str
+    death: Death | None = None
 
 
 class EngineHeartbeat(msgspec.Struct, frozen=True, array_like=True, tag=36):

@@ -27,6 +27,7 @@ from foveal_runtime.mirror.messages import (
     Announced,
     Bye,
     Control,
+    Death,
     Down,
     DownMessage,
     Fill,
@@ -36,11 +37,13 @@ from foveal_runtime.mirror.messages import (
     MirrorNote,
     NoFill,
     Put,
+    Refuse,
     Req,
     RequestId,
     Up,
     Welcome,
 )  # fmt: skip
+from foveal_runtime.mirror.refusals import RefusalBook
 from foveal_runtime.mirror.session import Session, announce
 from foveal_runtime.mirror.stats import ReceiverStats
 from foveal_runtime.mirror.store import Store, Value
@@ -55,7 +58,7 @@ DUPLICATE_REQUEST = "duplicate_request"
 
 class Receiver:
     """See the module. `boot` changes with every engine start, `namespace` names model and
-    processor, `info` is what WELCOME tells the request layer."""
+    processor, `info` is what WELCOME tells the request layer, `death` how the last life ended."""
 
     store_type: type[Store] = Store
     admission_type: type[RequestAdmission] = RequestAdmission
@@ -69,12 +72,15 @@ class Receiver:
         boot: int = 1,
         node: str = "",
         info: msgspec.Raw = NIL,
+        death: Death | None = None,
     ) -> None:
         self.limits = limits
         self.namespace = namespace
         self.boot = boot
         self.node = node
         self.info = info
+        self.death = death
+        self.refusals = RefusalBook()
         self.stats = ReceiverStats()
         self.sessions: dict[str, Session] = {}
         self.store = self.store_type(limits.capacity_bytes, limits.bypass_bytes)
@@ -120,6 +126,8 @@ class Receiver:
             bindings=tuple(self.bindings.table.items()),
             info=self.info,
             max_cacheable_bytes=self.store.capacity_bytes // 4 if cacheable is None else cacheable,
+            refusals=self.refusals.snapshot(),
+            death=self.death,
         )
 
     def on_session_lost(self, fid: str, reason: str = "lost") -> None:
@@ -163,7 +171,7 @@ class Receiver:
         return []
 
     def _number(
-        self, session: Session, message: Req | Put | Fill | NoFill | Abort | Control
+        self, session: Session, message: Req | Put | Fill | NoFill | Abort | Control | Refuse
     ) -> str:
         if message.n != session.expected:
             return "gap"
@@ -173,7 +181,7 @@ class Receiver:
     def _dispatch(
         self,
         session: Session,
-        message: Req | Put | Fill | NoFill | Abort | Control,
+        message: Req | Put | Fill | NoFill | Abort | Control | Refuse,
         values: Mapping[MMHash, Value],
     ) -> str:
         """Returns a reason to end the session, or ""."""
@@ -190,6 +198,10 @@ class Receiver:
             request = admission.requests.get((fid, message.rid))
             if request is not None:
                 admission.abort(request)
+        elif isinstance(message, Refuse):
+            if self.refusals.join(message.refusals):
+                for other in self.sessions.values():
+                    other.refusals = self.refusals.snapshot()
         else:
             self._on_control(message)
         return ""

@@ -36,6 +36,8 @@ from foveal_runtime.mirror.messages import (
     MirrorNote,
     NoFill,
     Put,
+    Refusals,
+    Refuse,
     Req,
     RequestId,
     SessionId,
@@ -43,6 +45,7 @@ from foveal_runtime.mirror.messages import (
     ValueRef,
     Welcome,
 )  # fmt: skip
+from foveal_runtime.mirror.refusals import RefusalBook
 from foveal_runtime.mirror.sending import DownEvent, Sending, SendItem, SendValue
 from foveal_runtime.mirror.stats import SenderStats
 from foveal_runtime.mirror.store import Buffer
@@ -53,15 +56,23 @@ __all__ = ["DownEvent", "SendItem", "SendValue", "Sender", "Sending"]
 
 
 class Sender:
-    """See the module. `frontend_boot` is a u64 that changes with every frontend start."""
+    """See the module. `frontend_boot` is a u64 that changes with every frontend start; `refusals`
+    is the book that all senders of the frontend share."""
 
     def __init__(
-        self, frontend_id: str, *, frontend_boot: int, namespace: bytes = b"", node: str = ""
+        self,
+        frontend_id: str,
+        *,
+        frontend_boot: int,
+        namespace: bytes = b"",
+        node: str = "",
+        refusals: RefusalBook | None = None,
     ) -> None:
         self.frontend_id = frontend_id
         self.frontend_boot = frontend_boot
         self.namespace = namespace
         self.node = node
+        self.refusals = refusals or RefusalBook()
         self.stats = SenderStats()
         self.count = 0
         self.unfinished: dict[RequestId, tuple[MMHash, ...]] = {}
@@ -82,6 +93,7 @@ class Sender:
         self.inflight_bytes = 0
         self.open_needs: dict[MMHash, None] = {}
         self.bindings: dict[Alias, MMHash] = {}
+        self.known_refusals: Refusals | None = None  # by the engine, as far as we know
 
     # ---- questions (no effects) ----------------------------------------------------------------
     @property
@@ -113,6 +125,10 @@ class Sender:
         """An unfinished request of this link uses it: NEED must be answered by FILL if at all
         possible."""
         return any(mm_hash in hashes for hashes in self.unfinished.values())
+
+    def owes_refusals(self) -> bool:
+        """The engine is not known to have the whole book of refusals."""
+        return self.is_up and self.known_refusals not in (None, self.refusals.snapshot())
 
     def plan_send(self, items: Sequence[SendItem]) -> list[MMHash]:
         """The hashes whose values `request` would send now: not believed, and within the window.
@@ -247,6 +263,13 @@ class Sender:
         self._require_session()
         return Sending(Control(self.sid, self._take_number(), action, value), [])
 
+    def refuse(self) -> Sending | None:
+        """Tells the engine of refusals that it does not know. None: it knows them all."""
+        if not self.owes_refusals():
+            return None
+        self.known_refusals = self.refusals.snapshot()
+        return Sending(Refuse(self.sid, self._take_number(), self.known_refusals), [])
+
     def finished(self, rid: RequestId) -> None:
         """Its last output came; the answer duty ends."""
         self.unfinished.pop(rid, None)
@@ -264,6 +287,7 @@ class Sender:
         if message.sid != self.sid or not (self.is_up or self.is_opening):
             return event
         if isinstance(message, Bye):
+            event.death = message.death
             self._over(event, message.reason)
         elif isinstance(message, EngineHeartbeat):
             event.heartbeat = message
@@ -272,7 +296,8 @@ class Sender:
         elif isinstance(message, Welcome):
             self.k = message.k
             self._on_welcome(message)
-            event.welcome = message
+            event.welcome, event.death = message, message.death
+            self._on_refusals(message.refusals, event)
         elif not self.is_up:
             self._over(event, "gap")
         else:
@@ -305,6 +330,7 @@ class Sender:
         self.bindings.update(note.bound)
         if note.capacity_bytes is not None:
             self.capacity_bytes = note.capacity_bytes
+        self._on_refusals(note.refusals, event)
         self._on_ack(note.ack)
         for mm_hash in note.need:
             self.open_needs[mm_hash] = None
@@ -313,6 +339,11 @@ class Sender:
         for rid, code in note.rejected:
             if self.unfinished.pop(rid, None) is not None:
                 event.rejected.append((rid, code))
+
+    def _on_refusals(self, told: Refusals | None, event: DownEvent) -> None:
+        if told is not None:
+            self.known_refusals = told
+            event.has_refusals = self.refusals.join(told)
 
     def _on_ack(self, ack: int) -> None:
         """Everything up to n = ack has been used: its announcements are in `confirmed` by now."""

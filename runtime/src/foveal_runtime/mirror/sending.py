@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from foveal_runtime.mirror.messages import EngineHeartbeat, RequestId, Up, Welcome
+from foveal_runtime.mirror.messages import Death, EngineHeartbeat, RequestId, Up, Welcome
 from foveal_runtime.mirror.store import Buffer
 from foveal_runtime.plan.media import MMHash
 
@@ -51,6 +51,7 @@ class DownEvent:
         rejected: (rid, code) of requests that failed; they are finished.
         outputs: opaque here; act on it after the above.
         heartbeat: the engine is alive (and how far).
+        death: how a life of this engine ended. `has_refusals`: the book of refusals has grown.
     """
 
     session_over: str = ""
@@ -60,3 +61,5 @@ class DownEvent:
     rejected: list[tuple[RequestId, str]] = field(default_factory=list)
     outputs: msgspec.Raw | None = None
     heartbeat: EngineHeartbeat | None = None
+    death: Death | None = None
+    has_refusals: bool = False

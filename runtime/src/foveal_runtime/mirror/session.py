@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections import deque
 
 from foveal_runtime.mirror.bindings import Bindings
-from foveal_runtime.mirror.messages import Alias, Announced, MirrorNote, RequestId, SessionId
+from foveal_runtime.mirror.messages import (
+    Alias,
+    Announced,
+    MirrorNote,
+    Refusals,
+    RequestId,
+    SessionId,
+)
 from foveal_runtime.mirror.store import Store
 from foveal_runtime.plan.media import MMHash
 
@@ -40,6 +47,7 @@ class Session:
         self.need: list[MMHash] = []
         self.rejected: list[tuple[RequestId, str]] = []
         self.capacity_changed = False
+        self.refusals: Refusals | None = None  # to tell
 
     def next_k(self) -> int:
         self.k += 1
@@ -51,7 +59,7 @@ class Session:
 
     def wants_immediate_flush(self) -> bool:
         """Somebody waits for a word: a need, a rejection, or half a window of credit."""
-        if self.need or self.rejected:
+        if self.need or self.rejected or self.refusals is not None:
             return True
         ack, credit = self.lookup_ack(), 0
         for n, size_bytes in self.log:
@@ -62,7 +70,7 @@ class Session:
 
     def has_news(self) -> bool:
         """flush() would say something."""
-        changes = self.dirty or self.dirty_aliases or self.need or self.rejected
+        changes = self.dirty or self.dirty_aliases or self.need or self.rejected or self.refusals
         return bool(changes) or self.capacity_changed or self.lookup_ack() != self.acked
 
     def flush(self, store: Store, bindings: Bindings) -> MirrorNote | None:
@@ -86,12 +94,13 @@ class Session:
         note = MirrorNote(
             ack, tuple(plus), tuple(minus), tuple(self.need), tuple(self.rejected),
             tuple(bound), tuple(unbound), store.capacity_bytes if self.capacity_changed else None,
+            self.refusals,
         )  # fmt: skip
         self.acked = ack
         while self.log and self.log[0][0] <= ack:
             self.log.popleft()
         self.dirty, self.dirty_aliases, self.need, self.rejected = {}, {}, [], []
-        self.capacity_changed = False
+        self.capacity_changed, self.refusals = False, None
         return note
 
 

@@ -26,11 +26,14 @@ from foveal_runtime.mirror.messages import (
     ItemRef,
     NoFill,
     Put,
+    Refusals,
+    Refuse,
     Req,
     SharedValue,
     Up,
     ValueRef,
 )  # fmt: skip
+from foveal_runtime.mirror.refusals import MAX_REFUSALS
 from foveal_runtime.mirror.sender import Sending
 from foveal_runtime.mirror.store import Buffer, Value
 from foveal_runtime.plan.media import MMHash
@@ -39,6 +42,8 @@ from foveal_runtime.wire.messages import EngineInfo, Outputs, RequestBody
 
 HASH_BYTES = 32
 DIGEST_BYTES = 8
+KEY_BYTES = 16
+MAX_SECONDS = 1e11
 MAX_ENVELOPE_BYTES = 64 * 1024**2
 MAX_ITEMS = 4096
 MAX_BINDS = 4096
@@ -90,11 +95,13 @@ def decode_up(frames: Sequence[Buffer]) -> Up:
     elif isinstance(message, Control):
         _require(len(message.action) <= 64, "action length")
         _require(0 <= message.value <= MAX_U64, "value")
+    elif isinstance(message, Refuse):
+        _check_refusals(message.refusals)
     if isinstance(message, Req | Abort):
         name, attempt = message.rid
         _require(0 < len(name) <= MAX_ID_CHARS, "request id length")
         _require(0 <= attempt <= MAX_U32, "attempt")
-    if isinstance(message, Req | Put | Fill | NoFill | Abort | Control):
+    if isinstance(message, Req | Put | Fill | NoFill | Abort | Control | Refuse):
         _require(0 < message.n <= MAX_U64, "n")
     _require(len(frames) == 1 + num_values, "frames that nothing refers to")
     return message
@@ -123,6 +130,7 @@ def decode_body(raw: msgspec.Raw, num_items: int) -> RequestBody:
     width = 4 if body.wide else 2
     _require(len(body.token_ids) % width == 0, "token ids are cut")
     _require(len(body.emitted) % width == 0, "emitted ids are cut")
+    _require(len(body.key) in (0, KEY_BYTES), "length of the key")
     num_tokens, last = len(body.token_ids) // width, -1
     for position, item in body.placements:
         _require(last < position < num_tokens, "placement outside the prompt or out of order")
@@ -242,6 +250,15 @@ def _check_value(ref: ValueRef, size_bytes: int, num_frames: int, frame: int = 1
     _require(ref.length == size_bytes, "size of a shared value")
     _require(0 < len(ref.name) <= MAX_ID_CHARS, "name of a shared value")
     return 0
+
+
+def _check_refusals(told: Refusals) -> None:
+    """Times that no clock shows would never expire, or hide what others tell."""
+    _require(len(told.entries) <= MAX_REFUSALS, "too many refusals")
+    times = [told.cleared_at, *(at for _, at, _ in told.entries)]
+    _require(all(0 <= at < MAX_SECONDS for at in times), "time of a refusal")
+    for key, _, shape in told.entries:
+        _require(len(key) == KEY_BYTES and len(shape) <= MAX_ID_CHARS, "refusal")
 
 
 def _check_hash(mm_hash: bytes) -> None:

@@ -27,6 +27,9 @@ class RequestBody(msgspec.Struct, frozen=True, array_like=True):
         read_prefix_cache: False for prompt logprobs and when the user asks.
         echo_prompt: send the expanded prompt ids with the first output.
         arrival_seconds: time waited in the frontend before sending, for queue-time metrics.
+        key: what the request is, whoever sends it; by it a suspect is named. b"" = nobody knows.
+        on_trial: an engine may have died of it: it is the only suspect of a step, and only one
+            such request is new at a time.
     """
 
     token_ids: bytes
@@ -39,6 +42,8 @@ class RequestBody(msgspec.Struct, frozen=True, array_like=True):
     read_prefix_cache: bool = True
     echo_prompt: bool = False
     arrival_seconds: float = 0.0
+    key: bytes = b""
+    on_trial: bool = False
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -27,7 +27,7 @@ def test_an_engine_is_lost_once_however_often_its_link_breaks():
     assert run.settle(lambda *_: "alive")
     assert run.num_deaths == 0
     lose(run, ("a", 1), ("b", 1))
-    assert run.settle(lambda endpoint, boot, lost_at: "dead" if endpoint == "a" else "alive")
+    assert run.settle(lambda _, life, lost_at: "dead" if life[0] == "a" else "alive")
     assert run.num_deaths == 1
 
 
@@ -45,7 +45,7 @@ def test_no_more_engines_are_risked_while_their_fate_is_unknown():
     run = make_run()
     lose(run, *[(name, 1) for name in "ab"])
     assert not run.settle(lambda *_: "unknown")
-    assert run.settle(lambda endpoint, boot, lost_at: "alive" if endpoint == "a" else "unknown")
+    assert run.settle(lambda _, life, lost_at: "alive" if life[0] == "a" else "unknown")
     lose(run, ("c", 1))
     assert not run.settle(lambda *_: "unknown")
 

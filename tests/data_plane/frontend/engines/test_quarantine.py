@@ -18,12 +18,79 @@ def poisoned(name: str) -> PreparedRequest:
     return PreparedRequest(name, [5, POISON], [], [], SamplingParams(max_tokens=4, seed=1))
 
 
-async def test_a_poisonous_request_in_a_load_of_streams():
+async def start_load(scripted, client):
+    """64 streams in the middle of their answers, and how many engine lives were lost since."""
+    for engine in scripted.engines.values():
+        engine.poison = POISON
+        engine.allowance = 32 * 3
+    innocent = [make_request(f"r{i}", i, max_tokens=12) for i in range(64)]
+    streams = [asyncio.create_task(collect(client, request)) for request in innocent]
+    await until(lambda: sum(s.outputs for e in scripted.engines.values() for s in e.served) == 192)
+    lives = {name: engine._boot for name, engine in scripted.engines.items()}
+    return (
+        innocent,
+        streams,
+        lambda: sum(engine._boot - lives[name] for name, engine in scripted.engines.items()),
+    )
+
+
+async def test_a_poisonous_request_costs_one_life_and_no_stream():
+    """It took two engines down before it was refused, and other frontends learnt nothing of it."""
+    async with running(2) as (scripted, client):
+        other = scripted.make_client()
+        await other.start()
+        await until(lambda: other.num_ready_engines() == 2)
+        innocent, streams, deaths = await start_load(scripted, client)
+        with pytest.raises(EngineFailure, match="the only one that was new"):
+            await collect(client, poisoned("bad"))
+        assert deaths() == 1
+        for engine in scripted.engines.values():
+            engine.allowance = None
+        assert await asyncio.gather(*streams) == [expected(request) for request in innocent]
+        assert deaths() == 1
+        [held] = client.quarantine.held()
+        assert held.shape == "2 prompt tokens, max_tokens 4"
+
+        await until(lambda: len(other.quarantine))
+        for one in (client, other):
+            with pytest.raises(RequestQuarantined, match="is refused for another"):
+                await collect(one, poisoned("again"))
+        assert deaths() == 1
+        assert other.clear_quarantine() == 2
+        await until(lambda: not len(client.quarantine))
+        with pytest.raises(EngineFailure):
+            await collect(client, poisoned("cleared"))
+        assert deaths() == 2
+        await other.close()
+
+
+async def test_suspects_of_one_step_are_tried_alone():
+    """Two requests were new in the fatal step: the innocent one is answered, and the other is
+    convicted by its second engine, whoever else is new there."""
+    async with running(2) as (scripted, client):
+        for engine in scripted.engines.values():
+            engine.poison = POISON
+        first = next(iter(scripted.engines.values()))
+        first.is_silent = True
+        second = make_request("good", 3, max_tokens=8)
+        tasks = [asyncio.create_task(collect(client, one)) for one in (poisoned("bad"), second)]
+        tasks.append(asyncio.create_task(collect(client, make_request("fine", 4))))
+        await asyncio.sleep(0.1)
+        first.is_silent = False
+        with pytest.raises(EngineFailure):
+            await tasks[0]
+        assert await tasks[1] == expected(second)
+        await tasks[2]
+        assert client.quarantine.num_convicted == 1
+
+
+async def test_a_poisonous_request_where_no_evidence_comes():
     """It took up to four engines down, and the innocent of its batches were charged with the same
     deaths: all of them failed together."""
     async with running(2) as (scripted, client):
         for engine in scripted.engines.values():
             engine.poison = POISON
+            engine.tells = False
             engine.allowance = 40
         innocent = [make_request(f"r{i}", i, max_tokens=12) for i in range(32)]
         streams = [asyncio.create_task(collect(client, request)) for request in innocent]
@@ -49,7 +116,8 @@ async def test_a_poisonous_request_in_a_load_of_streams():
         request = make_request("other", 99)
         assert await collect(client, request) == expected(request)
 
-        assert client.quarantine.clear() == 1
+        assert len(client.quarantine) == 1
+        assert client.clear_quarantine() == 2
         with pytest.raises(EngineFailure):
             await collect(client, poisoned("cleared"))
         assert deaths() == 4
@@ -72,7 +140,7 @@ def test_the_quarantine_ends_and_is_bounded(monkeypatch):
     now[0] = 10.0
     quarantine.check(run)
     assert len(quarantine) == 0
-    monkeypatch.setattr("foveal_runtime.frontend.engines.quarantine.MAX_HELD", 2)
+    monkeypatch.setattr("foveal_runtime.mirror.refusals.MAX_REFUSALS", 2)
     for number in range(5):
         quarantine.convict(
             EngineRun(PreparedRequest("d", [number], [], [], SamplingParams(max_tokens=4)))

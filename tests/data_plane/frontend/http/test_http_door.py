@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from foveal_runtime.frontend.http.access.admin import HeldRequest
 from foveal_runtime.frontend.http.access.admission import Gate
 from foveal_runtime.frontend.http.access.auth import KeyFile
 from foveal_runtime.frontend.http.asgi.server import bind_addresses, bind_tcp, bind_unix, serve
@@ -122,6 +123,9 @@ class Told:
         self.caches.append(cache)
         return 2
 
+    def held_requests(self) -> list[HeldRequest]:
+        return [HeldRequest(key="ab", shape="2 prompt tokens", seconds_left=3.0)]
+
     async def resize_ipc_cache(self, size_bytes: int) -> int:
         self.caches.append(str(size_bytes))
         return 2
@@ -144,7 +148,10 @@ async def test_administration_has_its_own_key(start: Any, tmp_path: Path) -> Non
         for body, status in (({"bytes": 0}, 200), ({"bytes": -1}, 400), ({"bytes": "1Gi"}, 400)):
             resized = await harness.http.post("/resize_ipc_cache", json=body, headers=root)
             assert resized.status_code == status, body
+        [held] = (await harness.http.get("/quarantine", headers=root)).json()["requests"]
+        assert held == {"key": "ab", "shape": "2 prompt tokens", "seconds_left": 3.0}
         user = {"authorization": "Bearer user"}
+        assert (await harness.http.get("/quarantine", headers=user)).status_code == 401
         body = {"bytes": 5}
         assert (
             await harness.http.post("/resize_ipc_cache", json=body, headers=user)

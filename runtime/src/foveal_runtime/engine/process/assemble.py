@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from foveal_runtime.engine.caches.warm import WarmSet
 from foveal_runtime.engine.events.log import EventLog, ObservedReceiver
 from foveal_runtime.engine.process.core import EngineCore
+from foveal_runtime.engine.process.evidence import StepRecord
 from foveal_runtime.engine.scheduler.scheduler import Scheduler
 from foveal_runtime.engine.types.limits import SchedulerLimits
 from foveal_runtime.engine.types.step import ModelRunner
@@ -109,6 +110,7 @@ def assemble_core(
     clock: Callable[[], float] = time.monotonic,
     events: EventLog | None = None,
     boot: int | None = None,
+    record: StepRecord | None = None,
 ) -> EngineCore:
     """An engine's core; `send` is usually EngineServer.send. Raises StartupError."""
     limits = scheduler_limits(config, loaded)
@@ -133,6 +135,7 @@ def assemble_core(
         # Without a folder nothing can be opened here: frontends must send bytes.
         node=config.node if config.shm_directory else "",
         info=codec.encode_info(info),
+        death=record.last if record else None,
     )
     if events is not None:
         receiver.observe(events)
@@ -146,7 +149,7 @@ def assemble_core(
     core = EngineCore(
         scheduler, loaded.runner, receiver, send=send, clock=clock, events=events, warm=warm,
         unpin_encoded=caches.unpin_at == "encoded",
-        run_ahead=config.runs_ahead,
+        run_ahead=config.runs_ahead, record=record,
     )  # fmt: skip
     core.load_warm_set()
     return core

@@ -9,17 +9,28 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping
 
 from foveal_runtime.engine.caches.warm import WarmSet
 from foveal_runtime.engine.events.log import EventLog
-from foveal_runtime.engine.process.splice import splice
+from foveal_runtime.engine.process.evidence import StepRecord, is_new, suspects_of
+from foveal_runtime.engine.process.splice import check_ids, check_replacement, splice
 from foveal_runtime.engine.process.value_release import ValueRelease
 from foveal_runtime.engine.scheduler.scheduler import Scheduler
 from foveal_runtime.engine.types.request import Request
-from foveal_runtime.engine.types.step import ModelRunner, RunningStep, StepPlan
+from foveal_runtime.engine.types.step import ModelRunner, RunnerLost, RunningStep, StepPlan
 from foveal_runtime.mirror.admission import RequestKey
-from foveal_runtime.mirror.messages import Bye, DownMessage, Hello, Req, SessionId, Up
+from foveal_runtime.mirror.messages import (
+    Bye,
+    Death,
+    DownMessage,
+    Hello,
+    Req,
+    RequestId,
+    SessionId,
+    Up,
+)  # fmt: skip
 from foveal_runtime.mirror.receiver import ReadyRequest, Receiver
 from foveal_runtime.mirror.store import Value
 from foveal_runtime.plan.errors import FovealError, InvalidRequest
@@ -27,8 +38,8 @@ from foveal_runtime.plan.media import MMHash
 from foveal_runtime.telemetry.ages import EvictionAges
 from foveal_runtime.telemetry.ghosts import GhostLists
 from foveal_runtime.wire import codec
-from foveal_runtime.wire.item import ItemHeader, read_header
-from foveal_runtime.wire.messages import EngineLoad, EngineOutput, Outputs
+from foveal_runtime.wire.item import read_header
+from foveal_runtime.wire.messages import EngineLoad, EngineOutput, Outputs, RequestBody
 
 _LOG = logging.getLogger(__name__)
 NOTE_DELAY_SECONDS = 0.05
@@ -44,6 +55,7 @@ class EngineCore:
         unpin_encoded: values are unpinned as soon as their items are encoded.
         run_ahead: a step that only decodes is submitted before the result of the one before it is
             taken, so that the device never waits for the host.
+        record: where the work under way is noted; None: in memory alone.
     """
 
     def __init__(
@@ -58,11 +70,13 @@ class EngineCore:
         warm: WarmSet | None = None,
         unpin_encoded: bool = False,
         run_ahead: bool = False,
+        record: StepRecord | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.receiver = receiver
         self.stats = scheduler.stats
+        self._vocab_size = runner.traits.vocab_size
         self.is_draining = False
         self._send = send
         self._clock = clock
@@ -70,6 +84,9 @@ class EngineCore:
         self._warm = warm
         self._run_ahead = run_ahead
         self._under_way: tuple[StepPlan, RunningStep] | None = None  # submitted ahead
+        self.record = record or StepRecord(receiver.boot)
+        self._trial = ""  # the request on trial that came last
+        self._held: deque[Request] = deque()  # to be tried next, one after the other
         self._values = ValueRelease(scheduler, receiver, is_on=unpin_encoded)
         self.value_ghosts = GhostLists(receiver.store.capacity_bytes)
         self.value_ages = EvictionAges(clock)
@@ -110,11 +127,11 @@ class EngineCore:
         self._load_told.pop(fid, None)
         self._after_receiver()
 
-    def end_session(self, fid: str, reason: str) -> None:
+    def end_session(self, fid: str, reason: str, death: Death | None = None) -> None:
         """Ends the session of a frontend that breaks the rules, and tells it."""
         session = self.receiver.sessions.get(fid)
         if session is not None:
-            self._send(fid, Bye(session.sid, reason))
+            self._send(fid, Bye(session.sid, reason, death))
             self.on_session_lost(fid, session.sid, reason)
 
     def load_warm_set(self) -> None:
@@ -151,6 +168,12 @@ class EngineCore:
         for fid in list(self.receiver.sessions):
             self.end_session(fid, reason)
 
+    def on_failure(self, error: Exception) -> None:
+        """Frontends hear what the engine was doing when it failed."""
+        death = self.record.death(is_own=not isinstance(error, RunnerLost))
+        for fid in list(self.receiver.sessions):
+            self.end_session(fid, "engine_failed", death)
+
     # ---- the loop body --------------------------------------------------------------------------
 
     @property
@@ -185,7 +208,7 @@ class EngineCore:
             if running is not None:
                 ahead = self.scheduler.plan_ahead(plan) if self._run_ahead else None
                 if ahead is not None:
-                    self._under_way = ahead, self.runner.submit(ahead)
+                    self._under_way = ahead, self._submit(ahead)
                 self._take_in(plan, running, began, scheduled)
                 if ahead is not None:
                     self.scheduler.adopt(ahead)
@@ -201,9 +224,14 @@ class EngineCore:
             return found
         plan = self.scheduler.schedule()
         self._collect()
-        if plan.scheduled or _moves_something(plan):
-            return plan, self.runner.submit(plan)
+        if plan.scheduled or plan.moves_something:
+            return plan, self._submit(plan)
         return plan, None
+
+    def _submit(self, plan: StepPlan) -> RunningStep:
+        found = map(self.scheduler.get, [entry.request_id for entry in plan.scheduled])
+        self.record.begin(suspects_of([request for request in found if request is not None]))
+        return self.runner.submit(plan)
 
     def _take_in(
         self, plan: StepPlan, running: RunningStep, began: float, scheduled: float
@@ -219,6 +247,7 @@ class EngineCore:
         if self._events is not None:
             self._events.note_plan(plan, result)
         self._values.after_step(plan)
+        self.record.end()
 
     def flush(self) -> None:
         """Sends outputs with the mirror's notes, notes that are urgent, and all that are due."""
@@ -288,6 +317,17 @@ class EngineCore:
         while ready := self.receiver.take_ready():
             for entry in ready:
                 self._start(entry)
+        while self._held and not self._is_trying():
+            request = self._held.popleft()
+            if (request.session, request.rid) in self.receiver.admission.requests:
+                try:
+                    self._add(request)
+                except FovealError as error:
+                    self._refuse(request.session, request.rid, error)
+
+    def _is_trying(self) -> bool:
+        request = self.scheduler.get(self._trial)
+        return request is not None and is_new(request)
 
     def _start(self, ready: ReadyRequest) -> None:
         """Splices a complete request and hands it to the scheduler, or says why not."""
@@ -302,39 +342,49 @@ class EngineCore:
                 "again each time (caches.ipc_bytes is %d)", self.receiver.store.capacity_bytes,
             )  # fmt: skip
         key = (ready.fid, ready.rid)
-        now = self._clock()
-        arrived = self._arrived.pop(key, now)
+        arrived = self._arrived.pop(key, now := self._clock())
         if ready.items:
             self.stats.observed.values_seconds.observe(now - arrived)
         try:
-            request = self._build(ready, arrived)
-            self._ids[key] = request.request_id
-            self.scheduler.add(request)
-        except FovealError as error:
-            self._ids.pop(key, None)
-            output = EngineOutput(ready.rid, finish="error", error=(error.code, error.message))
-            self._outputs.setdefault(ready.fid, []).append(output)
-            self.receiver.finish(*key)
-            self.stats.count_finished("error")
-            self.stats.count_error(error.code)
-        else:
-            self._collect()
-
-    def _build(self, ready: ReadyRequest, arrived_seconds: float) -> Request:
-        try:
             body = codec.decode_body(ready.body, len(ready.items))
-        except codec.DecodeError as error:
-            raise InvalidRequest(str(error)) from error
+            with self.record.during(body.key):
+                request = self._build(ready, body, arrived)
+                if not (request.on_trial and self._is_trying()):
+                    self._add(request)
+                    return
+            self._held.append(request)
+        except (codec.DecodeError, FovealError) as error:
+            self._refuse(*key, error)
+
+    def _add(self, request: Request) -> None:
+        key = request.session, request.rid
+        self._ids[key] = request.request_id
+        if request.on_trial:
+            self._trial = request.request_id
+        self.scheduler.add(request)
+        self._collect()
+
+    def _refuse(self, fid: str, rid: RequestId, error: FovealError | codec.DecodeError) -> None:
+        if isinstance(error, codec.DecodeError):
+            error = InvalidRequest(str(error))
+        self._ids.pop((fid, rid), None)
+        output = EngineOutput(rid, finish="error", error=(error.code, error.message))
+        self._outputs.setdefault(fid, []).append(output)
+        self.receiver.finish(fid, rid)
+        self.stats.count_finished("error")
+        self.stats.count_error(error.code)
+
+    def _build(self, ready: ReadyRequest, body: RequestBody, arrived_seconds: float) -> Request:
         prompt = codec.unpack_tokens(body.token_ids, body.wide)
         emitted = codec.unpack_tokens(body.emitted, body.wide)
-        self._check_ids(prompt, emitted, {index for index, _ in body.placements})
+        check_ids(prompt, emitted, {index for index, _ in body.placements}, self._vocab_size)
         values = [memoryview(value.data) for value in ready.items.values()]
         items = [
             (mm_hash, read_header(value))
             for mm_hash, value in zip(ready.items, values, strict=True)
         ]
         for _, header in items:
-            self._check_replacement(header)
+            check_replacement(header, self._vocab_size)
         longest = self.scheduler.limits.max_model_len - 1
         for mm_hash, whole in ready.items.items():
             self.value_ghosts.query(mm_hash, len(whole.data))
@@ -356,31 +406,9 @@ class EngineCore:
             num_mm_hits=ready.num_hits,
             arrival_seconds=arrived_seconds,
             frontend_seconds=body.arrival_seconds,
+            key=body.key,
+            on_trial=body.on_trial,
         )
-
-    def _check_ids(self, prompt: list[int], emitted: list[int], placed: set[int]) -> None:
-        """An id outside the vocabulary would fail the whole step in the model."""
-        size = self.runner.traits.vocab_size
-        if max(prompt, default=0) < size and max(emitted, default=0) < size:
-            return
-        bad = [t for i, t in enumerate(prompt) if t >= size and i not in placed]
-        bad += [token for token in emitted if token >= size]
-        if bad:
-            raise InvalidRequest(f"token id {bad[0]} is outside the vocabulary of {size}")
-
-    def _check_replacement(self, header: ItemHeader) -> None:
-        """The same for an item's own ids, which an injector may have chosen. Those that encoder
-        outputs stand in for may be anything."""
-        size = self.runner.traits.vocab_size
-        ids = header.replacement
-        if max(ids, default=0) < size:
-            return
-        covered = {i for start, length in header.embed_runs for i in range(start, start + length)}
-        bad = [token for i, token in enumerate(ids) if token >= size and i not in covered]
-        if bad:
-            raise InvalidRequest(
-                f"a media item expands to token id {bad[0]}, outside the vocabulary of {size}"
-            )
 
     def _control(self, action: str) -> None:
         if action == "reset_encoder":
@@ -417,14 +445,3 @@ class EngineCore:
             ghosts.check_integrity()
         assert len(self._ids) == self.scheduler.num_requests
         assert self._ids.keys() <= self.receiver.admission.requests.keys()
-
-
-def _moves_something(plan: StepPlan) -> bool:
-    return bool(
-        plan.finished
-        or plan.free_encoder
-        or plan.store_encoder
-        or plan.drop_host_encoder
-        or plan.load_encoder
-        or plan.encode
-    )

@@ -8,6 +8,7 @@ is the only one that touches scheduler, receiver and runner.
 from __future__ import annotations
 
 import enum
+import functools
 import logging
 import queue
 import time
@@ -16,10 +17,11 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from foveal_runtime.engine.process.core import EngineCore
+from foveal_runtime.engine.process.evidence import Obituary
 from foveal_runtime.engine.process.health import HealthServer
 from foveal_runtime.engine.process.integrity import IntegrityReport, report
 from foveal_runtime.engine.process.link_thread import LinkThread
-from foveal_runtime.mirror.messages import DownMessage, SessionId, Up
+from foveal_runtime.mirror.messages import Death, DownMessage, SessionId, Up
 from foveal_runtime.mirror.store import Value
 from foveal_runtime.plan.media import MMHash
 from foveal_runtime.wire.codec import SharedOpener
@@ -183,16 +185,19 @@ class EngineServer:
         make_transport: Callable[[], EngineTransport],
         open_shared: SharedOpener | None = None,
         on_ready: Callable[[str], None] = lambda endpoint: None,
+        last_death: Death | None = None,
     ) -> int:
         """Loads, serves, drains. Returns the exit code: 0, or 1 when a step failed.
 
         Args:
             make_core: loads the model and warms it up; may take minutes. /livez answers meanwhile.
             on_ready: called with the bound endpoint.
+            last_death: how the process before this one ended; told while this one loads.
         """
         self.health.start()
         try:
-            core = self._core = make_core()
+            with Obituary(make_transport, last_death):
+                core = self._core = make_core()
             self._links = LinkThread(
                 make_transport, self._inbox, pulse=self._pulse, clock=self._clock,
                 open_shared=open_shared,
@@ -219,12 +224,13 @@ class EngineServer:
                 core.step()
                 self._progress = (core.stats.num_steps, self._clock(), core.has_work)
                 self._check_when_idle(core)
-        except Exception:
+        except Exception as error:
             _LOG.exception("the step loop failed; frontends send their requests elsewhere")
             self.phase = Phase.FAILED
-            self._say_goodbye(core, "engine_failed")
+            self._say_goodbye(core.flush)
+            self._say_goodbye(functools.partial(core.on_failure, error))
             return 1
-        self._say_goodbye(core, "draining")
+        self._say_goodbye(lambda: core.close_sessions("draining"))
         try:
             core.save_warm_set()
         except Exception:
@@ -264,9 +270,9 @@ class EngineServer:
             return False
         return core.num_unfinished == 0 or self._clock() >= self._drain_at
 
-    def _say_goodbye(self, core: EngineCore, reason: str) -> None:
+    def _say_goodbye(self, say: Callable[[], None]) -> None:
         try:
-            core.close_sessions(reason)
+            say()
         except Exception:
             _LOG.exception("could not close all sessions")
 

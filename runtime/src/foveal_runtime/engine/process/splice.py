@@ -78,3 +78,28 @@ def _check(num_tokens: int, placements: Sequence[tuple[int, int]], num_items: in
                 f"placement names item {item}, the request has {num_items}", param="placements"
             )
         last = index
+
+
+def check_ids(prompt: list[int], emitted: list[int], placed: set[int], vocab_size: int) -> None:
+    """Raises InvalidRequest for an id outside the vocabulary, which would fail the whole step in
+    the model. `placed`: indices of placeholders, which may be anything."""
+    if max(prompt, default=0) < vocab_size and max(emitted, default=0) < vocab_size:
+        return
+    bad = [t for i, t in enumerate(prompt) if t >= vocab_size and i not in placed]
+    bad += [token for token in emitted if token >= vocab_size]
+    if bad:
+        raise InvalidRequest(f"token id {bad[0]} is outside the vocabulary of {vocab_size}")
+
+
+def check_replacement(header: ItemHeader, vocab_size: int) -> None:
+    """The same for an item's own ids, which an injector may have chosen. Those that encoder outputs
+    stand in for may be anything."""
+    ids = header.replacement
+    if max(ids, default=0) < vocab_size:
+        return
+    covered = {i for start, length in header.embed_runs for i in range(start, start + length)}
+    bad = [token for i, token in enumerate(ids) if token >= vocab_size and i not in covered]
+    if bad:
+        raise InvalidRequest(
+            f"a media item expands to token id {bad[0]}, outside the vocabulary of {vocab_size}"
+        )

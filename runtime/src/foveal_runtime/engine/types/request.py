@@ -33,6 +33,7 @@ class Request:
         values: serialised item of each entry of mm_inputs, views on the value pool; empty where
             the value was released (`num_released` counts those).
         next_mm: index of the first entry of mm_inputs that ends after num_computed.
+        key, on_trial: see `wire.messages.RequestBody`.
         block_ids: KV blocks, in order. num_published: how many of them the prefix cache knows.
         block_hashes: hashes of the full blocks of token_ids, made once and kept.
     """
@@ -48,6 +49,7 @@ class Request:
         "first_seconds",
         "frontend_seconds",
         "hash_mm",
+        "key",
         "known_to_runner",
         "mm_embeds",
         "mm_inputs",
@@ -62,6 +64,7 @@ class Request:
         "num_published",
         "num_released",
         "num_tokens",
+        "on_trial",
         "output_limit_tokens",
         "priority",
         "prompt_logprobs",
@@ -96,11 +99,15 @@ class Request:
         num_mm_hits: int = 0,
         arrival_seconds: float = 0.0,
         frontend_seconds: float = 0.0,
+        key: bytes = b"",
+        on_trial: bool = False,
     ) -> None:
         assert len(mm_inputs) == len(values)
         self.request_id = request_id
         self.rid = rid
         self.session = session
+        self.key = key
+        self.on_trial = on_trial
         self.token_ids = token_ids
         self.num_tokens = len(token_ids)
         self.num_prompt_tokens = num_prompt_tokens or len(token_ids)

@@ -127,6 +127,17 @@ class StepPlan(msgspec.Struct, array_like=True):
     def num_tokens(self) -> int:
         return sum(r.num_scheduled_tokens for r in self.scheduled)
 
+    @property
+    def moves_something(self) -> bool:
+        return bool(
+            self.finished
+            or self.free_encoder
+            or self.store_encoder
+            or self.drop_host_encoder
+            or self.load_encoder
+            or self.encode
+        )
+
 
 class Sampled(msgspec.Struct, array_like=True):
     """One new token. Logprob fields are filled only when the request asks."""
@@ -182,6 +193,10 @@ class DoneStep:
 
     def result(self) -> StepResult:
         return self._result
+
+
+class RunnerLost(RuntimeError):
+    """A process of the runner ended, who knows why; the engine cannot go on."""
 
 
 class ModelRunner(Protocol):

@@ -24,11 +24,12 @@ from foveal_runtime.frontend.engines.debug import MirrorView
 from foveal_runtime.frontend.engines.link import EngineLink
 from foveal_runtime.frontend.engines.quarantine import Quarantine
 from foveal_runtime.frontend.engines.routing import Candidate, Router, estimate_load
-from foveal_runtime.frontend.engines.run import MAX_REJECTIONS, EngineRun, Fate
+from foveal_runtime.frontend.engines.run import MAX_REJECTIONS, EngineRun, Fate, Life
 from foveal_runtime.frontend.engines.shared_values import SharedValues
 from foveal_runtime.frontend.engines.stream import Lost, Rejected, Stream
 from foveal_runtime.frontend.items.prepared import PreparedRequest
 from foveal_runtime.frontend.items.seams import EnginesLoad
+from foveal_runtime.mirror.messages import Death
 from foveal_runtime.mirror.sender import Sender, SendItem, SendValue
 from foveal_runtime.plan.config import EngineAddress, FrontendConfig
 from foveal_runtime.plan.errors import (
@@ -114,11 +115,12 @@ class EngineClient:
             if endpoint not in self._links:
                 sender = Sender(
                     self.frontend_id, frontend_boot=self._boot, namespace=self.namespace,
-                    node=self.config.node,
+                    node=self.config.node, refusals=self.quarantine.book,
                 )  # fmt: skip
                 link = EngineLink(
-                    endpoint, sender, self._open, on_change=self._on_change, shared=self.shared
-                )
+                    endpoint, sender, self._open, on_change=self._on_change, shared=self.shared,
+                    on_death=self._on_death, on_refusals=self._tell_refusals,
+                )  # fmt: skip
                 self._links[endpoint] = link
                 link.start()
 
@@ -156,6 +158,23 @@ class EngineClient:
             self.router.forget(link.endpoint)
         self._changed.set()
         self._changed = asyncio.Event()
+
+    def _on_death(self, link: EngineLink, boot: int, death: Death | None) -> None:
+        self.quarantine.on_death((link.endpoint, boot), death)
+        self._tell_refusals()
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _tell_refusals(self) -> None:
+        for link in self._links.values():
+            link.tell_refusals()
+
+    def clear_quarantine(self) -> int:
+        """Takes requests again that engines died of, at every frontend; how many engines were
+        told."""
+        self.quarantine.clear()
+        self._tell_refusals()
+        return sum(link.sender.is_up for link in self._links.values())
 
     async def _watch_names(self, names: Sequence[EngineAddress]) -> None:
         """Every address behind each name is an engine; asked again every few seconds."""
@@ -257,7 +276,7 @@ class EngineClient:
             if link is not None and stream is not None:
                 link.abort(stream.rid)
             self.quarantine.leave(run)
-            self._count(run)
+            run.count(self.stats)
             for item in request.items:
                 item.source.release()
 
@@ -344,7 +363,7 @@ class EngineClient:
             if isinstance(event, Lost):
                 self.stats.count_resubmission(event.reason)
                 if event.reason not in _PLANNED_ENDS:
-                    self.quarantine.lost(run, (link.endpoint, boot))
+                    self.quarantine.lost(run, (link.endpoint, boot), event.reason)
                 return
             if isinstance(event, Rejected):
                 self._on_rejected(run, link, event)
@@ -361,21 +380,16 @@ class EngineClient:
                 if event.token_ids:
                     yield run.take(msgspec.structs.replace(event, finish=""))
                 return
-            self._count(run)
+            run.count(self.stats)
             self.quarantine.got_on(run)
             yield run.take(event)
             if event.finish:
                 return
 
-    def _fate_of(self, endpoint: str, boot: int, lost_at: float) -> Fate:
-        """What became of an engine whose link broke. One that nobody can reach for as long as a
-        request would wait for any engine is taken for dead."""
-        link = self._links.get(endpoint)
-        if link is not None and link.sender.is_up:
-            return "alive" if link.boot == boot else "dead"
-        waited_seconds = time.monotonic() - lost_at
-        limit_seconds = self.config.admission.no_engine_wait_seconds
-        return "unknown" if waited_seconds < limit_seconds else "dead"
+    def _fate_of(self, run: EngineRun, life: Life, lost_at: float) -> Fate:
+        link = self._links.get(life[0])
+        boot = link.boot if link is not None and link.sender.is_up else None
+        return self.quarantine.fate_of(run, life, lost_at, boot, may_tell=link is not None)
 
     async def _let_it_show(self, run: EngineRun) -> None:
         """Before another engine is risked: how many has this request killed? Raises EngineFailure
@@ -388,8 +402,12 @@ class EngineClient:
                     return
             except EngineFailure:
                 self.quarantine.convict(run)
+                self._tell_refusals()
                 raise
-            overdue = min(run.suspects.values()) + self.config.admission.no_engine_wait_seconds
+            limit = self.config.admission.no_engine_wait_seconds
+            if any(self.quarantine.waits_for(run, *lost) for lost in run.suspects.items()):
+                limit = self.quarantine.evidence_seconds
+            overdue = min(run.suspects.values()) + limit
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, overdue - time.monotonic())):
                     await changed.wait()
@@ -414,19 +432,6 @@ class EngineClient:
             raise Overloaded("every engine's queue is full")
         if run.rejections > MAX_REJECTIONS:
             raise EngineFailure(f"the engines refused the request {run.rejections} times: {code}")
-
-    def _count(self, run: EngineRun) -> None:
-        """One query per item and request, whatever its number of sequences; a hit is an item that
-        cost neither processor nor wire."""
-        if run.request.tally.is_counted:
-            return
-        run.request.tally.is_counted = True
-        for item in run.request.items:
-            self.stats.mm_queries[item.modality] += 1
-            if item.size_bytes:
-                self.stats.value_bytes[item.modality].observe(item.size_bytes)
-            if run.attempt and not (item.cost.was_processed or item.cost.was_sent):
-                self.stats.mm_hits[item.modality] += 1
 
 
 def _home(run: EngineRun, links: Iterable[EngineLink]) -> bytes:

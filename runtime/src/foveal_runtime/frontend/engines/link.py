@@ -22,6 +22,7 @@ from foveal_runtime.frontend.engines.stream import Lost, Rejected, Stream
 from foveal_runtime.frontend.items.prepared import PreparedItem, PreparedRequest
 from foveal_runtime.mirror.messages import (
     Control,
+    Death,
     EngineHeartbeat,
     ItemRef,
     RequestId,
@@ -59,6 +60,8 @@ class EngineLink:
         open_transport: Callable[[str], FrontendTransport],
         *,
         on_change: Callable[[EngineLink], None] = lambda link: None,
+        on_death: Callable[[EngineLink, int, Death | None], None] = lambda link, boot, death: None,
+        on_refusals: Callable[[], None] = lambda: None,
         shared: SharedValues | None = None,
         backoff_seconds: float = MIN_BACKOFF_SECONDS,
     ) -> None:
@@ -84,6 +87,8 @@ class EngineLink:
         self._transport: FrontendTransport | None = None
         self._reader: asyncio.Task[None] | None = None
         self._on_change = on_change
+        self._on_death = on_death
+        self._on_refusals = on_refusals
         self._shared = shared
         self._first_backoff_seconds = backoff_seconds
         self._task: asyncio.Task[None] | None = None
@@ -223,8 +228,7 @@ class EngineLink:
                 reader.cancel()
                 return
             if self.sender.is_up:
-                with contextlib.suppress(LinkDown):
-                    self._send(self.sender.heartbeat())
+                self._try_send(self.sender.heartbeat())
 
     def _over(self, reason: str) -> None:
         """Ends the session if one is open or opening."""
@@ -261,6 +265,14 @@ class EngineLink:
             if self._reader is not None and self._reader is not asyncio.current_task():
                 self._reader.cancel()
             raise
+
+    def _try_send(self, sending: Sending | None) -> bool:
+        """False when there is nothing to send, or no session any more."""
+        with contextlib.suppress(LinkDown):
+            if sending is not None:
+                self._send(sending)
+                return True
+        return False
 
     async def submit(self, rid: RequestId, request: PreparedRequest, body: RequestBody) -> Stream:
         """Sends a request; values it must carry are made first, the rest is one step.
@@ -315,11 +327,7 @@ class EngineLink:
             named = {h: self._shared.name(self, h, v.data, v.digest) for h, v in values.items()}
             values = {h: v._replace(shared_name=named[h]) for h, v in values.items()}
         sending = self.sender.put(items, values)
-        if sending is None:
-            return 0
-        try:
-            self._send(sending)
-        except LinkDown:
+        if sending is None or not self._try_send(sending):
             return 0
         carried = getattr(sending.message, "items", ())
         self._count_shared(carried)
@@ -332,22 +340,17 @@ class EngineLink:
 
     def control(self, action: str, value: int = 0) -> bool:
         """Sends an administration message; False without a session."""
-        if not self.sender.is_up:
-            return False
-        try:
-            self._send(self.sender.control(action, value))
-        except LinkDown:
-            return False
-        return True
+        return self.sender.is_up and self._try_send(self.sender.control(action, value))
+
+    def tell_refusals(self) -> None:
+        """Tells the engine of refusals that it is not known to know."""
+        self._try_send(self.sender.refuse())
 
     def abort(self, rid: RequestId) -> None:
         """Nobody wants the outputs any more."""
         if self._take(rid) is None:
             return
-        sending = self.sender.abort(rid)
-        if sending is not None:
-            with contextlib.suppress(LinkDown):
-                self._send(sending)
+        self._try_send(self.sender.abort(rid))
 
     # ---- down -----------------------------------------------------------------------------------
     def _on_frames(self, frames: Sequence[memoryview]) -> str:
@@ -361,11 +364,21 @@ class EngineLink:
                 self._moved_at = self._opened_at = time.monotonic()
                 log.info("session with engine %s (%s) is open", self.info.engine_id, self.endpoint)
                 self._on_change(self)
+            self._learn(event)
             self._on_event(event)
         except codec.DecodeError as error:
             log.warning("engine %s sent a malformed message: %s", self.endpoint, error)
             return "malformed"
         return event.session_over
+
+    def _learn(self, event: DownEvent) -> None:
+        """Before anybody hears that a session is over: why."""
+        if event.death is not None:
+            self._on_death(self, event.death.boot, event.death)
+        elif event.session_over == "engine_failed":
+            self._on_death(self, self.boot, None)
+        if event.welcome is not None or event.has_refusals:
+            self._on_refusals()
 
     def _on_event(self, event: DownEvent) -> None:
         if event.session_over:
@@ -421,19 +434,13 @@ class EngineLink:
             except FovealError as caught:
                 error = stream.value_error = caught
                 continue
-            with contextlib.suppress(LinkDown):
-                sending = self.sender.fill(mm_hash, SendValue(data, codec.digest(data)))
-                if sending is not None:
-                    self._send(sending)
-                    for _, user in users:
-                        user.cost.was_sent = True
+            if self._try_send(self.sender.fill(mm_hash, SendValue(data, codec.digest(data)))):
+                for _, user in users:
+                    user.cost.was_sent = True
             return
         if error is not None:
             log.warning("a value an engine needs cannot be made: %s", error.code)
-        with contextlib.suppress(LinkDown):
-            refusal = self.sender.nofill(mm_hash)
-            if refusal is not None:
-                self._send(refusal)
+        self._try_send(self.sender.nofill(mm_hash))
 
     def check_integrity(self) -> None:
         self.sender.check_integrity()

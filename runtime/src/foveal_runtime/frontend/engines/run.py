@@ -8,14 +8,17 @@ from __future__ import annotations
 import functools
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Literal
 
 import msgspec
 
+from foveal_runtime.frontend.common.stats import FrontendStats
 from foveal_runtime.frontend.engines.routing import affinity_keys
 from foveal_runtime.frontend.items.prepared import PreparedRequest
 from foveal_runtime.plan.errors import EngineFailure
+from foveal_runtime.plan.media import MODALITIES
 from foveal_runtime.wire import codec
 from foveal_runtime.wire.messages import EngineOutput, RequestBody
 
@@ -28,8 +31,12 @@ MAX_ATTEMPTS = 64
 them, about a minute of links that break as soon as they are up."""
 MAX_PAUSE_SECONDS = 1.0
 
-Fate = Literal["alive", "dead", "unknown"]
-"""Of an engine whose link broke: back with the same boot, gone for good, or not known yet."""
+Fate = Literal["alive", "dead", "unknown", "awaited", "other", "guilty"]
+"""Of an engine whose link broke: back with the same boot, gone for good, not known yet, or known
+soon enough to wait for; dead of another request, or of this one and no other."""
+
+Life = tuple[str, int]
+"""(endpoint, boot) of an engine."""
 
 
 class EngineRun:
@@ -40,7 +47,9 @@ class EngineRun:
         self.attempt = 0
         self.num_losses = 0
         self.num_deaths = 0
-        self.suspects: dict[tuple[str, int], float] = {}  # (endpoint, boot) → when it was lost
+        self.suspects: dict[Life, float] = {}  # when each was lost
+        self.awaiting: set[Life] = set()  # those of which it was to hear what they died of
+        self.life: Life | None = None  # where it was sent last
         self.is_suspect = False
         self.num_proofs = 0
         self.rejections = 0
@@ -63,6 +72,17 @@ class EngineRun:
         found.update(msgspec.msgpack.encode(msgspec.structs.replace(request.sampling, seed=0)))
         return found.digest()
 
+    @property
+    def shape(self) -> str:
+        """What an administrator may see of it: sizes, no content."""
+        request = self.request
+        counts = Counter(MODALITIES[item.modality] for item in request.items)
+        items = "".join(f", {count} {name}" for name, count in sorted(counts.items()))
+        return (
+            f"{len(request.token_ids)} prompt tokens{items}, "
+            f"max_tokens {request.sampling.max_tokens}"
+        )
+
     def body(self) -> RequestBody:
         request = self.request
         wide = max(request.token_ids + self.emitted, default=0) > 0xFFFF
@@ -77,6 +97,8 @@ class EngineRun:
             read_prefix_cache=request.read_prefix_cache,
             echo_prompt=request.echo_prompt and not self.has_first,
             arrival_seconds=time.monotonic() - self.began,
+            key=self.key,
+            on_trial=self.is_suspect,
         )
 
     def take(self, output: EngineOutput) -> EngineOutput:
@@ -88,6 +110,19 @@ class EngineRun:
             return msgspec.structs.replace(output, first=None)
         self.has_first = True
         return output
+
+    def count(self, stats: FrontendStats) -> None:
+        """One query per item and request, whatever its number of sequences; a hit is an item that
+        cost neither processor nor wire."""
+        if self.request.tally.is_counted:
+            return
+        self.request.tally.is_counted = True
+        for item in self.request.items:
+            stats.mm_queries[item.modality] += 1
+            if item.size_bytes:
+                stats.value_bytes[item.modality].observe(item.size_bytes)
+            if self.attempt and not (item.cost.was_processed or item.cost.was_sent):
+                stats.mm_hits[item.modality] += 1
 
     def on_lost(self, endpoint: str, boot: int) -> None:
         """An attempt ended with its session. Why is not known yet: an engine that comes back with
@@ -102,23 +137,32 @@ class EngineRun:
         self.num_deaths = 0
         self.suspects.clear()
 
-    def settle(self, fate_of: Callable[[str, int, float], Fate]) -> bool:
+    def settle(self, fate_of: Callable[[EngineRun, Life, float], Fate]) -> bool:
         """Learns what became of the engines this request was lost on; True when it may go on.
 
         False: those it saw die and those it may have killed are as many as it may see die; ask
         again when more is known. Only deaths count, once each, however often a link breaks.
-        Raises EngineFailure when too many died, or after too many attempts for whatever reason.
+        Raises EngineFailure when too many died, or one of it alone, or after too many
+        attempts for whatever reason.
         """
-        for (endpoint, boot), lost_at in list(self.suspects.items()):
-            fate = fate_of(endpoint, boot, lost_at)
-            if fate != "unknown":
-                del self.suspects[endpoint, boot]
+        is_awaited = False
+        for life, lost_at in list(self.suspects.items()):
+            fate = fate_of(self, life, lost_at)
+            if fate == "guilty":
+                raise EngineFailure(
+                    "an engine died while this request was the only one that was new to it"
+                )
+            if fate not in ("unknown", "awaited"):
+                del self.suspects[life]
                 self.num_deaths += fate == "dead"
+            is_awaited |= fate == "awaited"
+        if not self.suspects and not self.num_deaths:
+            self.is_suspect = False
         if self.num_deaths >= MAX_LOSSES:
             raise EngineFailure(f"{self.num_deaths} engines died while running this request")
         if self.attempt >= MAX_ATTEMPTS:
             raise EngineFailure(f"the request was interrupted {self.attempt} times")
-        return self.num_deaths + len(self.suspects) < MAX_LOSSES
+        return not is_awaited and self.num_deaths + len(self.suspects) < MAX_LOSSES
 
     @property
     def pause_seconds(self) -> float:

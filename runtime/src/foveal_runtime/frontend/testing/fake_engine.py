@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from dataclasses import dataclass, field
 
 import msgspec
 
-from foveal_runtime.mirror.messages import Bye, DownMessage, EngineHeartbeat, RequestId
+from foveal_runtime.mirror.messages import Bye, Death, DownMessage, EngineHeartbeat, RequestId
 from foveal_runtime.mirror.receiver import ReadyRequest, Receiver, ReceiverLimits
 from foveal_runtime.plan.media import MMHash
 from foveal_runtime.wire import codec
@@ -55,7 +56,8 @@ class ScriptedEngine:
         allowance: output tokens it may still emit, None = no limit; a test sets it to stop an
             engine in the middle of a sentence.
         finish_with: (code, message): every request ends with this error.
-        poison: a token that no prompt may hold: the engine dies of it at the first step.
+        poison: a token that no prompt may hold: the engine dies of it at the first step, and its
+            next process `tells` which requests were new in that step, if it does.
         served: every request taken, in order.
     """
 
@@ -81,6 +83,8 @@ class ScriptedEngine:
         self.aborted: list[RequestId] = []
         self.is_silent = False
         self.poison: int | None = None
+        self.tells = True
+        self._death: Death | None = None
         self.load: EngineLoad | None = None
         self._running: list[Served] = []
         self._boot = boot
@@ -96,6 +100,7 @@ class ScriptedEngine:
             boot=self._boot,
             node=self._node,
             info=codec.encode_info(self.info),
+            death=self._death,
         )
 
     def start(self) -> None:
@@ -145,6 +150,10 @@ class ScriptedEngine:
         for ready in self.receiver.take_ready():
             self._take(ready)
         if any(self.poison in served.prompt for served in self._running):
+            new = [served.body for served in self._running if served.outputs < 2]
+            keys = {body.key for body in new if body.on_trial} or {body.key for body in new}
+            death = Death(self._boot, time.time(), tuple(keys), is_own=True)
+            self._death = death if self.tells else None
             self.restart()
             return
         for served in list(self._running):

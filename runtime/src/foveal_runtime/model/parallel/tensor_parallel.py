@@ -23,7 +23,13 @@ from pathlib import Path
 import msgspec
 import torch.distributed as dist
 
-from foveal_runtime.engine.types.step import DoneStep, ModelTraits, StepPlan, StepResult
+from foveal_runtime.engine.types.step import (
+    DoneStep,
+    ModelTraits,
+    RunnerLost,
+    StepPlan,
+    StepResult,
+)
 from foveal_runtime.model.adapters import Adapter
 from foveal_runtime.model.attention import LayerGeometry
 from foveal_runtime.model.checkpoint.loader import adapter_for, read_config
@@ -52,7 +58,7 @@ _log = logging.getLogger(__name__)
 GRACE_SECONDS = 10.0
 
 
-class RankLost(RuntimeError):
+class RankLost(RunnerLost):
     """A rank ended; the engine cannot go on."""
 
 

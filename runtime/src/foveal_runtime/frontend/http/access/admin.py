@@ -19,9 +19,22 @@ ADMIN_PATHS = frozenset(
         "/reset_prefix_cache",
         "/resize_ipc_cache",
         "/reset_quarantine",
+        "/quarantine",
     }
 )
 MAX_BYTES = 1 << 50
+
+
+class HeldRequest(BaseModel):
+    """A kind of request that is refused: its key in hex and its sizes, no content."""
+
+    key: str
+    shape: str
+    seconds_left: float
+
+
+class QuarantineResponse(BaseModel):
+    requests: list[HeldRequest]
 
 
 class CacheAdmin(Protocol):
@@ -30,6 +43,10 @@ class CacheAdmin(Protocol):
     async def reset_cache(self, cache: Cache) -> int:
         """Empties it in every process of this frontend and in every connected engine; entries in
         use stay until released. Returns the number of engines told."""
+        ...
+
+    def held_requests(self) -> list[HeldRequest]:
+        """What is refused now because engines died of it."""
         ...
 
     async def resize_ipc_cache(self, size_bytes: int) -> int:
@@ -73,9 +90,14 @@ def build_admin_router(admin: CacheAdmin) -> APIRouter:
 
     @router.post("/reset_quarantine")
     async def reset_quarantine() -> ResetResponse:
-        """Takes requests again that engines died of, in the process that answers this."""
-        await admin.reset_cache("quarantine")
-        return ResetResponse(cache="quarantine", num_engines=0)
+        """Takes requests again that engines died of: here at once, and at every other frontend as
+        soon as the connected engines have passed it on."""
+        return ResetResponse(cache="quarantine", num_engines=await admin.reset_cache("quarantine"))
+
+    @router.get("/quarantine")
+    async def quarantine() -> QuarantineResponse:
+        """Requests that every frontend refuses now because engines died of them."""
+        return QuarantineResponse(requests=admin.held_requests())
 
     @router.post("/resize_ipc_cache")
     async def resize_ipc_cache(body: ResizeRequest) -> ResizeResponse:
