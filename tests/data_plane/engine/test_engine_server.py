@@ -3,7 +3,11 @@
 import asyncio
 import contextlib
 import json
+import signal
+import subprocess
+import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 
@@ -20,7 +24,12 @@ from foveal_runtime.plan.config import EngineCaches, EngineConfig, ModelConfig, 
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.wire import codec
 from foveal_runtime.wire.transport import LinkDown
-from foveal_runtime.wire.zmq_transport import ZmqDealer, ZmqRouter
+from foveal_runtime.wire.zmq_transport import (
+    DEAD_AFTER_MS,
+    HEARTBEAT_MS,
+    ZmqDealer,
+    ZmqRouter,
+)
 
 CONFIG = EngineConfig(
     model=ModelConfig(path="/models/fake"),
@@ -333,25 +342,59 @@ def test_books_are_shown_over_loopback_alone():
     assert not any(map(is_near, far))
 
 
-async def test_a_silent_frontend_is_dropped_and_a_busy_one_is_not():
-    """An event loop that was busy for four seconds cost a frontend its sessions and all its
-    streams: heartbeats come from the same loop."""
+async def test_a_busy_event_loop_keeps_its_session():
+    """A frontend whose loop was busy for 30 s lost its sessions and all its streams: heartbeats
+    came from that loop. Here it is blocked, that is, nothing of it runs but the transport's own
+    thread, for longer than a peer may be dead, while the engine's clock says an hour."""
     now = [100.0]
     with engine(clock=lambda: now[0]) as harness:
         client = Client(harness)
         await client.open()
-        client.send(client.fake.request(("r", 0), range(1, 20), max_tokens=4))
-        await client.until(lambda: ("r", 0) in client.fake.finish)
-        for step in range(40):  # each within a second, as if nothing had held the engine up
-            now[0] += 0.9
+        for _ in range(50):
+            now[0] += 72.0
             harness.server._links._transport.wake()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(0.05):
-                    await client.until(lambda: client.fake.over)
-            assert step > 20 or not client.fake.over
-        await client.until(lambda: client.fake.over)
-        assert client.fake.over == "silent"
+            time.sleep((DEAD_AFTER_MS + HEARTBEAT_MS) / 1000 / 50)  # noqa: ASYNC251 - blocked
+        client.send(client.fake.request(("r", 0), range(1, 20), max_tokens=4))
+        await client.until(lambda: ("r", 0) in client.fake.finish or client.fake.over)
+        assert not client.fake.over
+        assert client.fake.num_heartbeats > 2
         client.link.close()
+
+
+async def test_a_frontend_that_stands_still_is_given_up():
+    """Its process is stopped, and the transport's thread with it."""
+    with engine() as harness:
+        process = subprocess.Popen(  # noqa: ASYNC220 - started at once
+            [sys.executable, "-c", _FRONTEND, harness.server.endpoint], stdout=subprocess.PIPE
+        )
+        try:
+            assert process.stdout.readline() == b"open\n"
+            process.send_signal(signal.SIGSTOP)
+            async with asyncio.timeout(30):
+                while harness.core.receiver.sessions:  # noqa: ASYNC110 - another thread's
+                    await asyncio.sleep(0.05)
+        finally:
+            process.kill()
+            process.communicate()
+
+
+_FRONTEND = """
+import asyncio, sys
+from foveal_runtime.engine.testing.fake_frontend import FakeFrontend
+from foveal_runtime.wire import codec
+from foveal_runtime.wire.zmq_transport import ZmqDealer
+
+async def main():
+    link, fake = ZmqDealer(sys.argv[1], "f"), FakeFrontend("f")
+    await link.connected()
+    link.send(codec.encode_up(fake.hello()))
+    fake.take(codec.decode_down(await link.recv()))
+    assert fake.sender.is_up
+    print("open", flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
 
 
 async def test_a_port_in_use_is_a_start_up_error():

@@ -30,9 +30,6 @@ from foveal_runtime.wire.transport import EngineTransport, Frames, LinkDown
 
 _LOG = logging.getLogger(__name__)
 HEARTBEAT_SECONDS = 1.0
-STALLED_AFTER_SECONDS = 30.0
-"""A frontend that says nothing for so long is given up. One that died or cannot be reached is known
-within seconds from the transport, whose own heartbeats no busy event loop delays."""
 GOODBYE_SECONDS = 0.2
 
 
@@ -46,14 +43,6 @@ class CoreInbox(Protocol):
     def on_failure(self, error: Exception) -> None:
         """The thread has ended: nobody can be heard any more."""
         ...
-
-
-class _Link:
-    __slots__ = ("heard_at", "sid")
-
-    def __init__(self, sid: SessionId, heard_at: float) -> None:
-        self.sid = sid
-        self.heard_at = heard_at
 
 
 class LinkThread:
@@ -80,7 +69,7 @@ class LinkThread:
         self._clock = clock
         self._open_shared = open_shared
         self._outbox: deque[tuple[str, DownMessage]] = deque()
-        self._links: dict[str, _Link] = {}
+        self._links: dict[str, SessionId] = {}
         self._links_told = False  # that their session is over, just before the end
         self._transport: EngineTransport | None = None
         self._started = threading.Event()
@@ -145,7 +134,7 @@ class LinkThread:
             self._transport.close()
 
     def _serve(self, transport: EngineTransport) -> None:
-        beat_at = looked_at = self._clock()
+        beat_at = self._clock()
         while True:
             stopping = self._stopping
             for fid, frames in transport.poll(0.0 if stopping else HEARTBEAT_SECONDS / 2):
@@ -155,14 +144,9 @@ class LinkThread:
                 self._let_out(transport)
                 return
             now = self._clock()
-            if now - looked_at > HEARTBEAT_SECONDS:
-                # This thread itself was held up: nobody is to blame for the silence.
-                for link in self._links.values():
-                    link.heard_at += now - looked_at
-            looked_at = now
             if now - beat_at >= HEARTBEAT_SECONDS:
                 beat_at = now
-                self._beat(transport, now)
+                self._beat(transport)
 
     def _let_out(self, transport: EngineTransport) -> None:
         """Closing drops what the socket still has; the last goodbyes get a moment to leave."""
@@ -171,30 +155,27 @@ class LinkThread:
                 transport.poll(GOODBYE_SECONDS / 4)
 
     def _on_frames(self, fid: str, frames: Frames) -> None:
-        link = self._links.get(fid)
         try:
             message = codec.decode_up(frames)
             values = codec.open_values(message, frames, self._open_shared)
         except codec.DecodeError as error:
             self.num_bad_messages += 1
             _LOG.warning("frontend %r sent a bad message, its session ends: %s", fid, error)
-            if link is not None:
-                self._inbox.on_session_lost(fid, link.sid, "bad_message")
-                self._outbox.append((fid, Bye(link.sid, "bad_message")))
+            sid = self._links.get(fid)
+            if sid is not None:
+                self._inbox.on_session_lost(fid, sid, "bad_message")
+                self._outbox.append((fid, Bye(sid, "bad_message")))
             return
-        if link is not None:
-            link.heard_at = self._clock()
-            if isinstance(message, Heartbeat) and message.sid == link.sid:
-                return
+        if isinstance(message, Heartbeat) and message.sid == self._links.get(fid):
+            return
         self._inbox.on_message(fid, message, values or None)
 
     def _send_all(self, transport: EngineTransport) -> None:
         while self._outbox:
             fid, message = self._outbox.popleft()
-            link = self._links.get(fid)
             if isinstance(message, Welcome):
-                self._links[fid] = _Link(message.sid, self._clock())
-            elif isinstance(message, Bye) and link is not None and link.sid == message.sid:
+                self._links[fid] = message.sid
+            elif isinstance(message, Bye) and message.sid == self._links.get(fid):
                 del self._links[fid]
                 self._links_told = self._stopping
             self._send_one(transport, fid, message)
@@ -203,18 +184,14 @@ class LinkThread:
         try:
             transport.send(fid, codec.encode_down(message))
         except LinkDown as error:
-            link = self._links.pop(fid, None)
-            if link is not None:
+            sid = self._links.pop(fid, None)
+            if sid is not None:
                 _LOG.info("link to frontend %r is down: %s", fid, error.reason)
-                self._inbox.on_session_lost(fid, link.sid, error.reason)
+                self._inbox.on_session_lost(fid, sid, error.reason)
 
-    def _beat(self, transport: EngineTransport, now: float) -> None:
+    def _beat(self, transport: EngineTransport) -> None:
+        """A frontend that cannot be reached shows here: the transport knows within seconds, from
+        heartbeats of its own thread, which a busy event loop does not delay."""
         watermark, busy = self._pulse()
-        for fid, link in list(self._links.items()):
-            if now - link.heard_at > STALLED_AFTER_SECONDS:
-                del self._links[fid]
-                _LOG.info("frontend %r was silent for %.1f s", fid, now - link.heard_at)
-                self._inbox.on_session_lost(fid, link.sid, "silent")
-                self._send_one(transport, fid, Bye(link.sid, "silent"))
-            else:
-                self._send_one(transport, fid, EngineHeartbeat(link.sid, watermark, busy))
+        for fid, sid in list(self._links.items()):
+            self._send_one(transport, fid, EngineHeartbeat(sid, watermark, busy))
