@@ -34,7 +34,7 @@ $(VENV)/.dev: $(VENV)/.run requirements/dev.txt
 .PHONY: setup lock
 setup: $(VENV)/.dev ## everything the other targets need
 lock: $(VENV)/.uv ## compile requirements/*.in to hash-pinned *.txt
-	@cd requirements && for n in uv build run operator torch runtime dev checkov release; do \
+	@cd requirements && for n in uv build run operator torch runtime dev clients checkov release; do \
 	  c=""; [ $$n = dev ] && c="-c run.txt"; \
 	  ../$(UV) pip compile --quiet --generate-hashes --no-emit-index-url --universal \
 	    --python-version 3.11 --custom-compile-command 'make lock' $$n.in $$c -o $$n.txt; done
@@ -47,7 +47,7 @@ serve: $(VENV)/.run ## keep serving the bundled model on http://127.0.0.1:8000 (
 	@$(VENV)/bin/foveal-runtime serve $(MODEL) --name tiny-vlm --idle-check-seconds 30
 
 # --- tests -------------------------------------------------------------------------------------
-.PHONY: check test test-extended test-all docs generate sizing control-plane goals coverage chart faults hostile fresh cluster e2e bench bench-check bench-peers soak release
+.PHONY: check test test-extended test-all docs generate sizing control-plane goals clients coverage chart faults hostile fresh cluster e2e bench bench-check bench-peers soak release
 check: $(VENV)/.dev ## ruff, mypy --strict, import contracts
 	@$(VENV)/bin/ruff format --check . && $(VENV)/bin/ruff check .
 	@$(VENV)/bin/mypy
@@ -77,6 +77,13 @@ control-plane: $(VENV)/.dev ## schema, objects and operator against a real API s
 goals: $(VENV)/.dev ## what a resource costs the operator, with 100 of them, beside each goal (five minutes)
 	@e2e/cluster/build.sh
 	@PYTHONPATH=.:runtime/src:operator/src timeout 900 $(PY) -m e2e.soak.operator_scale --num 100 --rest-seconds 30 --single 30
+
+$(VENV)/clients/.done: $(VENV)/.uv requirements/clients.txt
+	@$(PYTHON) -m venv $(VENV)/clients
+	@$(UV) pip install --quiet --python $(VENV)/clients/bin/python --require-hashes -r requirements/clients.txt
+	@touch $@
+clients: $(VENV)/.dev $(VENV)/clients/.done ## other projects' clients, unmodified, against real processes (minutes)
+	@OMP_WAIT_POLICY=passive timeout 1200 $(VENV)/bin/pytest -q tests/processes/test_foreign_clients.py
 
 coverage: $(VENV)/.dev ## lines of operator/ that tests without a cluster run; less than 90 % fails (minutes)
 	@OMP_WAIT_POLICY=passive timeout 1800 $(VENV)/bin/coverage run --source=operator/src -m pytest -q \
