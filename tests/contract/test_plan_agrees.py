@@ -24,6 +24,7 @@ pytestmark = [
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PAIRS = {
+    "mmi-canary.yaml": "qwen2.5-vl-7b",
     "mmi-minimal.yaml": "qwen2.5-vl-7b",
     "mmi-gpu.yaml": "qwen2.5-vl-7b",
     "mmi-cpu-laptop.yaml": "tiny-vlm",

@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 from foveal_operator.kube.types import Obj
+from tests.support.samples_networking import ILLEGAL_NETWORKING, ILLEGAL_SIZES, ROUTED
 
 
 def resource(name: str = "qwen", **spec: Any) -> Obj:
@@ -94,6 +95,7 @@ LEGAL: dict[str, Obj] = {
             "kv": {"dtype": "fp8"},
         },
     ),
+    "routed": resource(**ROUTED),
 }
 _TOO_LONG = "x" * 41
 
@@ -356,6 +358,8 @@ ILLEGAL: list[tuple[str, str, Any, str]] = [
         {"parentRefs": []},
         "spec.networking.httpRoute.parentRefs",
     ),
+    *ILLEGAL_NETWORKING,
+    *ILLEGAL_SIZES,
     (
         "pool without picker",
         "spec.networking.inferencePool",

@@ -24,6 +24,9 @@ BASES: dict[str, dict[str, Any]] = {
     "spec.caches.ipc.type": {},
     "spec.caches.ipc.claimName": {"spec.caches.ipc": SHARED},
     "spec.networking.httpRoute.": {"spec.networking.httpRoute": ROUTE},
+    "spec.networking.httpRoute.weight": {
+        "spec.networking.httpRoute": {**ROUTE, "splits": [{"name": "canary", "weight": 1}]}
+    },
     "spec.networking.inferencePool.": {"spec.networking.inferencePool": {"endpointPicker": "p"}},
     "spec.security.injection.": {"spec.security.injection": {"keySecretRef": KEY}},
 }
@@ -67,6 +70,10 @@ VALUES: dict[str, Any] = {
     "spec.security.allowedOrigins": ["https://app.example.org"],
     "spec.frontend.unknownOptions": "Ignore",
     "spec.networking.httpRoute.hostnames": ["example.org"],
+    "spec.networking.httpRoute.matches": [{"path": "/a"}],
+    "spec.networking.httpRoute.splits": [{"name": "canary", "weight": 1}],
+    "spec.networking.service.type": "NodePort",
+    "spec.networking.service.annotations": {"a": "b"},
     "spec.observability.labels": {"a": "b"},
     "spec.frontend.podTemplate": {"metadata": {"labels": {"a": "b"}}},
     "spec.engine.podTemplate": {"metadata": {"labels": {"a": "b"}}},

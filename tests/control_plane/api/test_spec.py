@@ -116,9 +116,9 @@ def test_every_field_is_described_and_bounded() -> None:
             assert "maxProperties" in schema, path
 
 
-def test_status_is_a_subresource_and_scale_is_not() -> None:
+def test_status_and_scale_are_subresources() -> None:
     (version,) = crd.custom_resource_definition()["spec"]["versions"]
-    assert version["subresources"] == {"status": {}}
+    assert version["subresources"].keys() == {"status", "scale"}
     names = [column["name"] for column in version["additionalPrinterColumns"]]
     assert names[:7] == ["Ready", "Reason", "Frontends", "Engines", "MM", "KV", "Age"]
 

@@ -267,7 +267,7 @@ def test_draining_pods_are_counted_apart() -> None:
 def test_every_reason_that_needs_action_says_which() -> None:
     quiet = {"Accepted", "Fits", "Shrunk", "Profiling", "Resolved", "Downloading", "Waiting"}
     quiet |= {"Serving", "ScaledToZero", "Starting", "Rolling", "Mirrored", "Routed", "Available"}
-    quiet |= {"Unavailable", "Ready", "Paused", "Scaling"}
+    quiet |= {"Unavailable", "Ready", "Paused", "Scaling", "Queued"}
     assert {r.name for r in reasons.ALL if not r.action} == quiet
     assert len(reasons.BY_NAME) == len(reasons.ALL)
 

@@ -234,7 +234,15 @@ def custom_resource_definition() -> Schema:
                     "name": VERSION,
                     "served": True,
                     "storage": True,
-                    "subresources": {"status": {}},
+                    "subresources": {
+                        "status": {},
+                        # Engines, which hold the devices: frontends scale by their own autoscaler.
+                        "scale": {
+                            "specReplicasPath": ".spec.engine.replicas",
+                            "statusReplicasPath": ".status.engine.replicas",
+                            "labelSelectorPath": ".status.engine.selector",
+                        },
+                    },
                     "additionalPrinterColumns": list(printer_columns()),
                     "schema": {"openAPIV3Schema": schema},
                 }

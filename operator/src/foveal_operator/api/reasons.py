@@ -74,6 +74,7 @@ ROLLING = Reason("Rolling")
 UNSCHEDULABLE = Reason(
     "Unschedulable", "Free or add nodes with the devices and memory asked for, or ask for less."
 )
+QUEUED = Reason("Queued")
 IMAGE_PULL = Reason("ImagePull", "Check spec.image and the nodes' access to its registry.")
 IMAGE_DENIED = Reason(
     "ImageDenied",

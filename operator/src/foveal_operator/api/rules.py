@@ -98,6 +98,9 @@ ObjectName = Annotated[str, bounded(253, r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")]
 DataKey = Annotated[str, bounded(253, r"^[-._a-zA-Z0-9]+$")]
 LabelValue = Annotated[str, Meta(max_length=63, pattern=r"^[-._a-zA-Z0-9]*$")]
 Domain = Annotated[str, bounded(253, r"^\.?[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")]
+_DNS_LABEL = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+HostName = Annotated[str, bounded(253, rf"^(\*\.)?{_DNS_LABEL}(\.{_DNS_LABEL})*$")]
+"""As the Gateway API has them: a wildcard stands for the first labels."""
 Text = Annotated[str, bounded(256)]
 Url = Annotated[str, bounded(1024, r"^https?://[^\s]+$")]
 Toggle = Annotated[str, Meta(pattern="^(Auto|Enabled|Disabled)$")]

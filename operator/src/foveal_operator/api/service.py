@@ -7,7 +7,16 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from foveal_operator.api.rules import DataKey, Domain, LabelValue, ObjectName, Part, Rule
+from foveal_operator.api.rules import (
+    DataKey,
+    Domain,
+    HostName,
+    LabelValue,
+    ObjectName,
+    Part,
+    Rule,
+    bounded,
+)
 
 
 class SecretKey(Part, frozen=True, kw_only=True):
@@ -63,6 +72,48 @@ class ParentRef(Part, frozen=True, kw_only=True):
     section_name: Annotated[ObjectName | None, Meta(description="Its listener.")] = None
 
 
+class HeaderMatch(Part, frozen=True, kw_only=True):
+    """A request header with an exact value."""
+
+    name: Annotated[
+        Annotated[str, bounded(256, r"^[A-Za-z0-9!#$%&'*+.^_`|~-]+$")],
+        Meta(description="Name, in any case."),
+    ]
+    value: Annotated[Annotated[str, bounded(1024)], Meta(description="Its whole value.")]
+
+
+class RouteMatch(Part, frozen=True, kw_only=True):
+    """Requests that are for this model: all that is set must match."""
+
+    path: Annotated[
+        Annotated[str, bounded(1024, r"^/([A-Za-z0-9._~!$&'()*+,;=:@%-]+/?)*$")],
+        Meta(description="Prefix of the path, by whole segments. Default: /."),
+    ] = "/"
+    headers: Annotated[
+        Annotated[
+            tuple[HeaderMatch, ...],
+            Meta(max_length=16, extra_json_schema={"x-foveal-list-map": "name"}),
+        ],
+        Meta(description="Headers that must all be there."),
+    ] = ()
+    strip_path: Annotated[
+        bool, Meta(description="Frontends see the path without the prefix. Default: false.")
+    ] = False
+
+
+class RouteSplit(Part, frozen=True, kw_only=True):
+    """Another MultiModalInference of the namespace that takes a share of the requests."""
+
+    name: Annotated[ObjectName, Meta(description="Its name.")]
+    port: Annotated[
+        Annotated[int, Meta(ge=1, le=65_535)], Meta(description="Its port. Default: 8000.")
+    ] = 8000
+    weight: Annotated[
+        Annotated[int, Meta(ge=0, le=1_000_000)],
+        Meta(description="Its share, as httpRoute.weight."),
+    ]
+
+
 class HttpRoute(Part, frozen=True, kw_only=True):
     """An HTTPRoute to the frontends."""
 
@@ -71,8 +122,23 @@ class HttpRoute(Part, frozen=True, kw_only=True):
         Meta(description="Gateways to attach to."),
     ]
     hostnames: Annotated[
-        Annotated[tuple[Domain, ...], Meta(max_length=16)],
-        Meta(description="Host names to match; none = all of the listener."),
+        Annotated[tuple[HostName, ...], Meta(max_length=16)],
+        Meta(description="Host names, such as *.example.org; none = all of the listener."),
+    ] = ()
+    matches: Annotated[
+        Annotated[tuple[RouteMatch, ...], Meta(max_length=8)],
+        Meta(description="Requests to take, any of these; none = all of the host names."),
+    ] = ()
+    weight: Annotated[
+        Annotated[int, Meta(ge=0, le=1_000_000)],
+        Meta(description="Share of this resource beside those of splits. Default: 1."),
+    ] = 1
+    splits: Annotated[
+        Annotated[
+            tuple[RouteSplit, ...],
+            Meta(max_length=8, extra_json_schema={"x-foveal-list-map": "name"}),
+        ],
+        Meta(description="Resources that share the route, such as a canary."),
     ] = ()
 
 
@@ -85,6 +151,33 @@ class InferencePool(Part, frozen=True, kw_only=True):
     ] = 9002
 
 
+class ClientService(Part, frozen=True, kw_only=True):
+    """The Service that clients use."""
+
+    RULES: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "!has(self.annotations) || self.annotations.all(k, !k.contains('foveal.dev/'))",
+            "annotations of foveal.dev belong to the operator: remove them",
+            lambda s: not any("foveal.dev/" in key for key in s.annotations),
+            "annotations",
+        ),
+        Rule(
+            "!has(self.annotations) || self.annotations.all(k, k.size() > 0 && k.size() <= 317)",
+            "a name of annotations has 1 to 317 characters",
+            lambda s: all(0 < len(key) <= 317 for key in s.annotations),
+            "annotations",
+        ),
+    )
+    type: Annotated[
+        Literal["ClusterIP", "NodePort", "LoadBalancer"],
+        Meta(description="Who reaches it. Default: ClusterIP."),
+    ] = "ClusterIP"
+    annotations: Annotated[
+        Annotated[dict[str, Annotated[str, Meta(max_length=1024)]], Meta(max_length=32)],
+        Meta(description="For load balancers and the like; those of others stay."),
+    ] = msgspec.field(default_factory=dict)
+
+
 class Networking(Part, frozen=True, kw_only=True):
     """How clients reach the model."""
 
@@ -92,6 +185,9 @@ class Networking(Part, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1024, le=65_535)],
         Meta(description="Port of the Service and of the frontends. Default: 8000."),
     ] = 8000
+    service: Annotated[ClientService, Meta(description="The Service that clients use.")] = (
+        ClientService()
+    )
     http_route: Annotated[
         HttpRoute | None, Meta(description="Make an HTTPRoute (Gateway API).")
     ] = None

@@ -47,6 +47,9 @@ class RoleStatus(Part, frozen=True, kw_only=True):
     ready: Annotated[Count, Meta(description="Pods that serve.")] = 0
     available: Annotated[Count, Meta(description="Pods that have served for a while.")] = 0
     draining: Annotated[Count, Meta(description="Pods that finish their streams.")] = 0
+    selector: Annotated[
+        Short, Meta(description="Labels of the pods, as kubectl -l takes them.")
+    ] = ""
 
 
 class Budget(Part, frozen=True, kw_only=True):

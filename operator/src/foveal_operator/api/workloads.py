@@ -271,6 +271,10 @@ class Engine(Part, frozen=True, kw_only=True):
     autoscaling: Annotated[EngineAutoscaling | None, Meta(description="Instead of replicas.")] = (
         None
     )
+    queue_name: Annotated[
+        ObjectName | None,
+        Meta(description="Kueue's LocalQueue that admits engine pods; they wait without it."),
+    ] = None
     accelerator: Annotated[Accelerator, Meta(description="Devices of an engine.")] = Accelerator()
     parallelism: Annotated[
         Parallelism, Meta(description="How an engine's devices share the model.")

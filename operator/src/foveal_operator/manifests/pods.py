@@ -30,6 +30,7 @@ was back after 196 s."""
 SESSION_GROUP_LABEL = "foveal.dev/session-group"
 """Frontends and engines of one group understand each other: same runtime image, same model."""
 SECRET_REVISION = "foveal.dev/secret-revision"
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 TMP_SIZE = "2Gi"
 
 
@@ -194,6 +195,8 @@ def pod_template(
     metadata: Obj = {
         "labels": {**context.labels(role), SESSION_GROUP_LABEL: session_group(context)}
     }
+    if role == "engine" and spec.engine.queue_name:
+        metadata["labels"][QUEUE_LABEL] = spec.engine.queue_name
     if spec.security.secret_revision:
         metadata["annotations"] = {SECRET_REVISION: spec.security.secret_revision}
     template: Obj = {

@@ -11,10 +11,14 @@ def _port(name: str, number: int, target: str) -> Obj:
 
 
 def frontend_service(context: Context) -> Obj:
-    """ClusterIP over ready frontends."""
-    port = _port("http", context.inference.spec.networking.port, "http")
-    spec = {"type": "ClusterIP", "selector": context.selector("frontend"), "ports": [port]}
-    return context.object("v1", "Service", "", "frontend", spec=spec)
+    """Over ready frontends. Annotations are added to those that others have set."""
+    networking = context.inference.spec.networking
+    port, wanted = _port("http", networking.port, "http"), networking.service
+    spec = {"type": wanted.type, "selector": context.selector("frontend"), "ports": [port]}
+    body = context.object("v1", "Service", "", "frontend", spec=spec)
+    if wanted.annotations:
+        body["metadata"]["annotations"] = dict(wanted.annotations)
+    return body
 
 
 def engine_service(context: Context) -> Obj:

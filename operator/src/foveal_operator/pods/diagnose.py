@@ -50,6 +50,7 @@ _ORDER = (
     reasons.CONFIG_ERROR,
     reasons.UNSCHEDULABLE,
     reasons.CRASHED,
+    reasons.QUEUED,
 )
 
 
@@ -61,6 +62,11 @@ def is_ready(pod: Obj) -> bool:
         c.get("type") == "Ready" and c.get("status") == "True"
         for c in pod.get("status", {}).get("conditions", ())
     )
+
+
+def is_gated(pod: Obj) -> bool:
+    """A queue such as Kueue has not admitted it yet."""
+    return bool(pod.get("spec", {}).get("schedulingGates"))
 
 
 def diagnose(pods: Iterable[Obj], waits: Mapping[str, str] | None = None) -> Diagnosis | None:
@@ -132,6 +138,10 @@ def _of_exit(ended: Obj) -> Reason | None:
 def _of_pod(pod: Obj) -> Iterable[Diagnosis]:
     name = pod["metadata"]["name"]
     for condition in pod.get("status", {}).get("conditions", ()):
+        if is_gated(pod) and condition.get("type") == "PodScheduled":
+            gates = ", ".join(gate.get("name", "") for gate in pod["spec"]["schedulingGates"])
+            text = f"{name}: waits until its scheduling gates are lifted: {gates}"
+            yield Diagnosis(reason=reasons.QUEUED, message=text, pod=name)
         if condition.get("type") == "PodScheduled" and condition.get("reason") == "Unschedulable":
             text = condition.get("message") or "no node fits"
             yield Diagnosis(reason=reasons.UNSCHEDULABLE, message=f"{name}: {text}", pod=name)

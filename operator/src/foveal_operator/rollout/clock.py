@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from foveal_operator.rollout.pods import Pod
@@ -55,8 +57,9 @@ def seconds_left(
 ) -> float:
     """Until the rollout has failed if nothing happens."""
     since = state.since_seconds
+    waiting = [p for p in pods if p.revision in revisions and not p.serves]
+    since = max(since, now - min((p.admitted_seconds for p in waiting), default=math.inf))
     if state.strategy == "OnDelete":
         # The user decides when a pod begins to change: its own age counts.
-        waiting = [p for p in pods if p.revision in revisions and not p.serves]
         since = max(since, now - min((p.age_seconds for p in waiting), default=0.0))
     return since + deadline_seconds - now

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from datetime import datetime
 
@@ -9,8 +10,8 @@ import msgspec
 
 from foveal_operator.api import reasons
 from foveal_operator.kube.types import Obj
-from foveal_operator.manifests.pods import REVISION_LABEL, SESSION_GROUP_LABEL
-from foveal_operator.pods.diagnose import diagnose, is_ready
+from foveal_operator.manifests.pods import QUEUE_LABEL, REVISION_LABEL, SESSION_GROUP_LABEL
+from foveal_operator.pods.diagnose import diagnose, is_gated, is_ready
 from foveal_operator.rollout.view import RolloutView
 
 
@@ -22,6 +23,7 @@ class Pod(msgspec.Struct, frozen=True, kw_only=True):
         serves: ready and, for an engine, with a session.
         is_hopeless: not ready for a cause that time alone seldom heals (crash, image, no node).
         age_seconds: since its creation.
+        admitted_seconds: since a queue has let it go, 0 while it waits there; no queue, no end.
         load: requests in it; 0 = idle or not known.
     """
 
@@ -36,6 +38,7 @@ class Pod(msgspec.Struct, frozen=True, kw_only=True):
     is_hopeless: bool = False
     is_unschedulable: bool = False
     age_seconds: float = 0.0
+    admitted_seconds: float = math.inf
     load: int = 0
 
 
@@ -116,8 +119,18 @@ def _pod(view: RolloutView, raw: Obj, *, serves: bool) -> Pod:
         is_terminating=bool(metadata.get("deletionTimestamp")),
         is_ready=is_ready(raw),
         serves=serves,
-        is_hopeless=trouble is not None,
+        is_hopeless=trouble is not None and trouble.reason is not reasons.QUEUED,
         is_unschedulable=trouble is not None and trouble.reason is reasons.UNSCHEDULABLE,
         age_seconds=max(0.0, view.now - seconds(metadata.get("creationTimestamp"))),
+        admitted_seconds=_admitted_seconds(view.now, raw),
         load=view.load.get(name, 0),
     )
+
+
+def _admitted_seconds(now: float, raw: Obj) -> float:
+    if is_gated(raw):
+        return 0.0
+    for condition in raw.get("status", {}).get("conditions", ()):
+        if QUEUE_LABEL in raw["metadata"].get("labels", {}) and condition["type"] == "PodScheduled":
+            return max(0.0, now - seconds(condition.get("lastTransitionTime")))
+    return math.inf

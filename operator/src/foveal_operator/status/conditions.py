@@ -87,6 +87,12 @@ def steady(measured: Mapping[str, int], resource: Obj) -> dict[str, int]:
     return found
 
 
+def selector_text(workload: Obj | None) -> str:
+    """Labels that choose its pods, as `kubectl -l` and the scale subresource take them."""
+    labels = (workload or {}).get("spec", {}).get("selector", {}).get("matchLabels", {})
+    return ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
+
+
 def config_maps_in_use(workloads: Iterable[Obj | None], pods: Iterable[Obj]) -> set[str]:
     """ConfigMaps that templates or pods mount."""
     specs = [w["spec"]["template"]["spec"] for w in workloads if w is not None]

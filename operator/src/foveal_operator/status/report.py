@@ -25,7 +25,7 @@ from foveal_operator.kube.types import Obj
 from foveal_operator.manifests import Desired
 from foveal_operator.manifests.pods import REVISION_LABEL
 from foveal_operator.pods.diagnose import diagnose, is_ready, last_failure
-from foveal_operator.status.conditions import Refusal
+from foveal_operator.status.conditions import Refusal, selector_text
 from foveal_runtime.plan.budget.types import BudgetPlan, Line, PlaceBudget
 from foveal_runtime.plan.quantity import format_gib
 
@@ -203,9 +203,8 @@ def _role(
     live = [pod for pod in pods if not pod["metadata"].get("deletionTimestamp")]
     ready = [pod for pod in live if is_ready(pod)]
     asked = workload.get("spec", {}).get("replicas", 1) if workload else 0
-    if desired is not None:
-        for body in desired.of_kind(kind):
-            asked = body["spec"].get("replicas", asked)
+    for body in desired.of_kind(kind) if desired else ():
+        asked = body["spec"].get("replicas", asked)
     return RoleStatus(
         workload=f"{kind}/{workload['metadata']['name']}" if workload else "",
         desired=asked,
@@ -214,6 +213,7 @@ def _role(
         ready=len(ready),
         available=len(ready),
         draining=len(pods) - len(live),
+        selector=selector_text(workload),
     )
 
 
