@@ -39,6 +39,8 @@ NOT_SHOWN = {
     "foveal_metrics_peers_unreachable", "foveal_prompt_tokens_inflight",
     "foveal_shm_swept_writers", "foveal_media_fetched_bytes",
     "foveal_constrained_requests", "foveal_grammar_compile_seconds", "foveal_grammars_refused",
+    # For endpoint pickers; the boards show what engines themselves say.
+    "foveal_engines_requests_waiting", "foveal_engines_kv_cache_usage",
 }  # fmt: skip
 _WORDS = {"sum", "max", "min", "avg", "count", "by", "on", "and", "or", "rate", "increase",
           "deriv", "histogram_quantile", "vector", "time", "absent", "offset"}  # fmt: skip

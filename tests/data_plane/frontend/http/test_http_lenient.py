@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from foveal_runtime.frontend.testing.fake_tokenizer import byte_tokenizer
 
@@ -168,6 +169,17 @@ async def test_load_ping_and_tokenizer(harness: Any) -> None:
         else:
             assert "named_metrics.kv_cache_usage_perc=0.25" in rest
     assert "endpoint-load-metrics" not in (await harness.chat()).headers
+
+
+async def test_gauges_of_the_engines_for_endpoint_pickers(harness: Any) -> None:
+    """A picker reads them from the frontends' pods, which alone are in its InferencePool."""
+    page = (await harness.http.get("/metrics")).text
+    families = {f.name: f for f in text_string_to_metric_families(page)}
+    for name, value in (("requests_waiting", 0.0), ("kv_cache_usage", 0.25)):
+        family = families[f"foveal_engines_{name}"]
+        assert family.type == "gauge"
+        assert [sample.value for sample in family.samples] == [value]
+    assert "vllm:kv_cache_usage_perc" not in families, "sums over all pods would count it twice"
 
 
 ORIGIN = "https://app.example.org"

@@ -101,7 +101,7 @@ def build_app(
             max_model_len=generator.max_model_len() or config.model.max_model_len,
         )
     begin_at_zero(metrics, runtime_version())
-    metrics.add_source(door_source(gate, health))
+    metrics.add_source(door_source(gate, health, generator))
     service = Service(
         config=config,
         tokenizer=tokenizer,

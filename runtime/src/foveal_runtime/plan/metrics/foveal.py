@@ -182,6 +182,10 @@ _DOOR = (
     _one(_BOTH, "gauge", "startup_seconds", "Parts of the process's start: imports, then workers "
          "(frontends) or load, warm, caches (engines).", "phase", unit="seconds"),
     _one(_FRONTEND, "gauge", "engines_ready", "Engines with a compatible session."),
+    _one(_FRONTEND, "gauge", "engines_requests_waiting", "Requests that wait in the engines behind "
+         "it, for endpoint pickers."),
+    _one(_FRONTEND, "gauge", "engines_kv_cache_usage", "Share of KV blocks in use in the fullest "
+         "of the engines behind it, 0 to 1, for endpoint pickers."),
     _one(_FRONTEND, "gauge", "ready", "1 while /readyz says yes."),
     _one(_FRONTEND, "gauge", "draining", "1 while shutting down."),
     _one(_BOTH, "gauge", "build_info", "Always 1; the version as a label.", "version"),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from foveal_runtime.frontend.engines.sequence import Delta
 from foveal_runtime.frontend.http.access.admission import Gate
 from foveal_runtime.frontend.http.monitoring.health import Health
+from foveal_runtime.frontend.items.seams import Generator
 from foveal_runtime.telemetry.metrics import Metrics
 from foveal_runtime.wire.messages import FirstOutput
 
@@ -122,8 +123,8 @@ class RequestStats:
             )
 
 
-def door_source(gate: Gate, health: Health) -> Callable[[Metrics], None]:
-    """Copies the admission gate's counters when somebody scrapes."""
+def door_source(gate: Gate, health: Health, generator: Generator) -> Callable[[Metrics], None]:
+    """Copies the admission gate's counters and the engines' load when somebody scrapes."""
 
     def copy(metrics: Metrics) -> None:
         metrics.set("foveal_requests_inflight", gate.num_requests)
@@ -132,6 +133,9 @@ def door_source(gate: Gate, health: Health) -> Callable[[Metrics], None]:
         metrics.set("foveal_draining", float(gate.draining))
         metrics.set("foveal_ready", float(health.ready()[0]))
         metrics.set("foveal_engines_ready", health.num_engines())
+        load = generator.load()
+        metrics.set("foveal_engines_requests_waiting", load.num_waiting)
+        metrics.set("foveal_engines_kv_cache_usage", load.kv_usage)
         for reason, count in gate.rejections.items():
             metrics.set("vllm:admission_rejections", count, reason=reason)
 
