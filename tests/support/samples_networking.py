@@ -48,6 +48,9 @@ ILLEGAL_NETWORKING: list[tuple[str, str, Any, str]] = [
             {"path": "/a//b"},
             {"path": "/a?b"},
             {"path": "/a b"},
+            {"path": "/a/../b"},
+            {"path": "/%2f"},
+            {"path": "/" + "a" * 900 + " "},
             {"headers": [{"name": "x y", "value": "v"}]},
             {"headers": [{"name": "x", "value": ""}]},
         )

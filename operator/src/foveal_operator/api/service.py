@@ -72,6 +72,9 @@ class ParentRef(Part, frozen=True, kw_only=True):
     section_name: Annotated[ObjectName | None, Meta(description="Its listener.")] = None
 
 
+_SEGMENT = "[A-Za-z0-9_~!$&'()*+,;=:@-][A-Za-z0-9._~!$&'()*+,;=:@-]*"
+
+
 class HeaderMatch(Part, frozen=True, kw_only=True):
     """A request header with an exact value."""
 
@@ -86,7 +89,7 @@ class RouteMatch(Part, frozen=True, kw_only=True):
     """Requests that are for this model: all that is set must match."""
 
     path: Annotated[
-        Annotated[str, bounded(1024, r"^/([A-Za-z0-9._~!$&'()*+,;=:@%-]+/?)*$")],
+        Annotated[str, bounded(1024, rf"^/({_SEGMENT}(/{_SEGMENT})*/?)?$")],
         Meta(description="Prefix of the path, by whole segments. Default: /."),
     ] = "/"
     headers: Annotated[
