@@ -42,6 +42,7 @@ ALL_APIS = frozenset(
 FACTS = ClusterFacts(
     runtime_image="registry.example/foveal-runtime:test",
     apis=ALL_APIS,
+    operator_namespace="foveal-system",
     rule_groups=({"name": "foveal", "rules": [{"alert": "A", "expr": 'up{n="@namespace@"}'}]},),
     dashboards={"foveal-resource.json": '{"uid": "@id@", "title": "@resource@"}\n'},
 )

@@ -19,7 +19,7 @@ from tests.support.operator_rig import (
 PROFILE = (EXAMPLES / "profiles" / "tiny-vlm.json").read_text(encoding="utf-8")
 EXPECTED = {
     "Deployment": ["tiny-frontend"],
-    "NetworkPolicy": ["tiny-engine", "tiny-frontend"],
+    "NetworkPolicy": ["tiny-engine", "tiny-frontend", "tiny-model"],
     "Secret": ["tiny-curve"],
     "Service": ["tiny", "tiny-engine"],
     "ServiceAccount": ["tiny"],

@@ -75,6 +75,20 @@ def test_what_may_change_may_change(old: dict[str, str] | None, new: dict[str, s
     assert transition_problems(parse(after).spec, parse(before).spec) == []
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "field"), [one for one in TRANSITIONS if one[2] != "cache.size"]
+)
+def test_the_cache_of_another_model_may_be_any(
+    old: dict[str, str], new: dict[str, str] | None, field: str
+) -> None:
+    """From hf:// to pvc:// there was no way: `cache` had to go and had to stay."""
+    before = put(resource(), "spec.model.cache", old)
+    after = resource() if new is None else put(resource(), "spec.model.cache", new)
+    after = put(after, "spec.model.uri", "hf://org/other")
+    assert api_server_rules.problems(after, before) == []
+    assert transition_problems(parse(after).spec, parse(before).spec) == []
+
+
 @pytest.mark.parametrize("part", ["frontend", "caches", "paused", "rollout"])
 def test_a_field_set_to_nothing_is_absent(part: str) -> None:
     """Found on a real API server: it drops nulls, `foveal plan` refused the same file."""

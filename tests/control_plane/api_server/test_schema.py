@@ -103,6 +103,8 @@ def test_what_cannot_change_is_refused(
     after = put(after, "metadata.resourceVersion", stored["metadata"]["resourceVersion"])
     reply = api.replace(after, **STRICT)
     assert names_field(reply, field), f"{reply.status}: {reply.message}"
+    if field != "cache.size":  # the resource's own claim stays, and no claim shrinks
+        api.replace(put(after, "spec.model.uri", "hf://org/other"), **STRICT).must()
 
 
 # --- boundaries of every field, from the schema itself -------------------------------------------

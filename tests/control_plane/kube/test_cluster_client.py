@@ -11,16 +11,20 @@ import pytest
 from aiohttp import web
 from msgspec.structs import replace
 
+from foveal_operator.api import reasons
+from foveal_operator.api.reasons import Reason
 from foveal_operator.kube.cluster import KubeCluster
 from foveal_operator.kube.errors import (
     ApiError,
     Conflict,
+    Denied,
     Forbidden,
     NotFound,
     NotLeader,
     Transient,
     UserError,
     classify,
+    denial,
 )
 from foveal_operator.kube.kinds import CONFIG_MAP, INFERENCE, LEASE, POD
 from foveal_operator.telemetry.series import Telemetry
@@ -262,8 +266,8 @@ async def test_an_answer_that_is_no_json_is_told_as_it_is(server: Server, connec
         (404, "not found", NotFound),
         (410, "expired", NotFound),
         (403, "cannot patch resource", Forbidden),
-        (403, 'pods "x" is forbidden: exceeded quota: small', UserError),
-        (403, 'violates PodSecurity "restricted:latest"', UserError),
+        (403, 'pods "x" is forbidden: exceeded quota: small', Denied),
+        (403, 'pods "x" is forbidden: violates PodSecurity "restricted:latest"', Denied),
         (401, "Unauthorized", Forbidden),
         (422, "spec.x: Invalid value", UserError),
         (400, "strict decoding error", UserError),
@@ -279,6 +283,37 @@ def test_each_answer_has_one_meaning(status: int, message: str, kind: type[ApiEr
     found = classify(status, {"message": message})
     assert type(found) is kind
     assert message in str(found)
+
+
+HOOK = 'admission webhook "a.example" denied the request: '
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ('services is forbidden: User "u" cannot list resource "services"', reasons.MISSING_RIGHT),
+        ('deployments.apps "x" is forbidden: cannot set blockOwnerDeletion if an ownerReference '
+         "refers to a resource you can't set finalizers on", reasons.MISSING_RIGHT),
+        (f'{HOOK}pods "x" is forbidden: User "u" cannot do it', reasons.ADMISSION_DENIED),
+        (f"{HOOK}exceeded quota", reasons.ADMISSION_DENIED),
+        ("pods \"x\" is forbidden: ValidatingAdmissionPolicy 'p' with binding 'b' denied request: "
+         "no", reasons.ADMISSION_DENIED),
+        ('Error creating: pods "x" is forbidden: failed quota: q: must specify limits.cpu',
+         reasons.QUOTA_EXCEEDED),
+        ('create Pod a-0 in StatefulSet a failed error: pods "a-0" is forbidden: violates '
+         'PodSecurity "baseline:latest": hostPath volumes', reasons.POD_SECURITY),
+        ('pods "x" is forbidden: error looking up service account a/b: serviceaccount "b" not '
+         "found", reasons.SERVICE_ACCOUNT_MISSING),
+        ('pods "x" is forbidden: something new', reasons.FAILED_CREATE),
+    ],
+)  # fmt: skip
+def test_who_refuses_is_told_apart(message: str, reason: Reason) -> None:
+    """All of these came as 403; most counted as a right that the operator lacks."""
+    assert denial(message) is reason
+    found = classify(403, {"kind": "Status", "reason": "Forbidden", "message": message})
+    assert isinstance(found, Forbidden) is (reason is reasons.MISSING_RIGHT)
+    if isinstance(found, Denied):
+        assert found.reason is reason
 
 
 @pytest.mark.parametrize("given", ["soon", "-5", "1e99", ""])

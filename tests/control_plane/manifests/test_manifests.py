@@ -163,6 +163,7 @@ def test_no_pods_before_profile_model_or_fit() -> None:
     unknown = desired(inference, None, FACTS)
     assert [o.body["kind"] for o in unknown.objects] == [
         "ServiceAccount",
+        "NetworkPolicy",
         "PersistentVolumeClaim",
         "Job",
         "Job",

@@ -19,13 +19,19 @@ from tests.support.stored_objects import CLAIMED, FETCHED, PROFILE, StoredObject
 def test_a_fetched_model_goes_all_the_way() -> None:
     stored = StoredObjects(FETCHED)
     found = stored.decide()
-    assert kinds(found) == ["ServiceAccount", "PersistentVolumeClaim", "Job"]
+    assert kinds(found) == ["ServiceAccount", "NetworkPolicy", "PersistentVolumeClaim", "Job"]
     assert (found.reason, found.model_ready) == (reasons.DOWNLOADING, False)
     found = stored.claim().job("fetch").pod("fetch", {"running": {}}).decide()
     assert found.reason is reasons.DOWNLOADING
     assert found.message == "fetching hf://Qwen/Qwen2.5-VL-7B-Instruct"
     found = stored.job("fetch", "Complete").decide()
-    assert kinds(found) == ["ServiceAccount", "PersistentVolumeClaim", "Job", "Job"]
+    assert kinds(found) == [
+        "ServiceAccount",
+        "NetworkPolicy",
+        "PersistentVolumeClaim",
+        "Job",
+        "Job",
+    ]
     assert (found.reason, found.model_ready, found.profile) == (reasons.PROFILING, True, None)
     found = stored.job("profile", "Complete").ended("profile", 0, PROFILE).decide()
     assert (found.reason, found.model_ready, found.profile) == (reasons.RESOLVED, True, VLM)
@@ -40,7 +46,13 @@ def test_a_profile_that_is_kept_needs_no_job() -> None:
     stored.live["ConfigMap", stored.names["ConfigMap"]] = {"data": {PROFILE_KEY: PROFILE}}
     found = stored.decide()
     assert found.profile == VLM
-    assert kinds(found) == ["ServiceAccount", "PersistentVolumeClaim", "Job", "ConfigMap"]
+    assert kinds(found) == [
+        "ServiceAccount",
+        "NetworkPolicy",
+        "PersistentVolumeClaim",
+        "Job",
+        "ConfigMap",
+    ]
     assert found.objects[-1].body["data"] == {PROFILE_KEY: PROFILE}
 
 
@@ -58,7 +70,7 @@ def test_a_claim_of_the_user_must_exist() -> None:
     assert found.message == "claim weights does not exist"
     found = stored.claim("Pending").decide()
     assert found.reason is reasons.PROFILING
-    assert kinds(found) == ["ServiceAccount", "Job"]
+    assert kinds(found) == ["ServiceAccount", "NetworkPolicy", "Job"]
 
 
 def test_a_claim_that_nobody_binds() -> None:

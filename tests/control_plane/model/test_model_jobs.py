@@ -13,9 +13,11 @@ from foveal_operator.api import reasons
 from foveal_operator.api.parse import parse
 from foveal_operator.kube.kinds import JOB
 from foveal_operator.kube.types import Obj
+from foveal_operator.manifests import desired
 from foveal_operator.manifests.job import TEMPLATE
 from foveal_operator.model.flow import PROFILE_KEY, ModelDecision
 from tests.support.operator_rig import Kit, resource
+from tests.support.regenerate import FACTS
 from tests.support.samples import resource as sample
 from tests.support.served_resource import add_pod, finish_profile, versions
 from tests.support.stored_objects import CLAIMED, FETCHED, PROFILE, StoredObjects, kinds
@@ -47,6 +49,44 @@ def test_names_of_jobs_are_a_contract_with_every_earlier_release() -> None:
 def test_only_what_a_result_depends_on_asks_for_another(change: Obj, again: set[str]) -> None:
     before, after = StoredObjects(FETCHED).names, StoredObjects(parse(sample(**change))).names
     assert {what for what in ("fetch", "profile") if before[what] != after[what]} == again
+
+
+SETTINGS: Obj = {
+    "imagePullSecrets": [{"name": "registry"}],
+    "tolerations": [{"key": "team", "operator": "Exists"}],
+    "nodeSelector": {"pool": "cpu"},
+    "priorityClassName": "low",
+    "volumes": [{"name": "ca", "configMap": {"name": "ca"}}],
+    "containers": [
+        {
+            "name": "frontend",
+            "env": [
+                {"name": "HTTPS_PROXY", "value": "http://proxy.example:3128"},
+                {"name": "SSL_CERT_FILE", "value": "/etc/ca/ca.crt"},
+            ],
+            "volumeMounts": [{"name": "ca", "mountPath": "/etc/ca"}],
+        },
+        {"name": "sidecar", "image": "side:1"},
+    ],
+}
+
+
+def test_jobs_take_the_settings_that_pods_take() -> None:
+    """Behind a proxy, with a private registry or on tainted nodes no model was ever fetched."""
+    inference = parse(sample(frontend={"podTemplate": {"spec": SETTINGS}}))
+    assert StoredObjects(inference).names == StoredObjects(parse(sample())).names, "the same result"
+    jobs = desired(inference, None, FACTS).of_kind("Job")
+    assert len(jobs) == 2
+    for job in jobs:
+        spec = job["spec"]["template"]["spec"]
+        for key in ("imagePullSecrets", "tolerations", "nodeSelector", "priorityClassName"):
+            assert spec[key] == SETTINGS[key]
+        (container,) = spec["containers"]
+        mine = SETTINGS["containers"][0]
+        assert all(one in container["env"] for one in mine["env"])
+        assert mine["volumeMounts"][0] in container["volumeMounts"]
+        assert SETTINGS["volumes"][0] in spec["volumes"]
+        assert {"name": "HOME", "value": "/tmp"} in container["env"], "ours stay"
 
 
 # --- Jobs of another release -------------------------------------------------------------------

@@ -12,6 +12,7 @@ from foveal_operator.kube.types import Obj
 from foveal_operator.pods.diagnose import diagnose
 from foveal_operator.pods.events import PATIENCE_SECONDS, PodEvents, is_silent
 from foveal_operator.pods.probes import PodReports
+from foveal_operator.reconcile.reconciler import SHORT_SECONDS
 from foveal_operator.testing.fake_cluster import FakeCluster
 from tests.support.fake_clock import FakeTime
 
@@ -49,9 +50,9 @@ async def test_a_missing_secret_is_told_from_the_latest_event() -> None:
     cluster.add(event("d", "other", "another pod's", "2026-11-21T19:00:11Z"))
     events = PodEvents(cluster, clock.clock.monotonic)
     pods = [pod("f-0")]
-    assert (await events.add_to(PodReports(), [], pods)).waits == {}  # it may just be slow
+    assert (await events.add_to(PodReports(), pods)).waits == {}  # it may just be slow
     clock.now += PATIENCE_SECONDS
-    reports = await events.add_to(PodReports(), [], pods)
+    reports = await events.add_to(PodReports(), pods)
     assert reports.waits == {"f-0": MISSING}
     found = diagnose(pods, reports.waits)
     assert found is not None
@@ -96,3 +97,22 @@ async def test_what_cannot_be_read_is_unknown() -> None:
 )
 def test_silence(body: Obj, expected: bool) -> None:
     assert is_silent(body) is expected
+
+
+async def test_a_workload_without_pods_is_explained_within_ten_seconds() -> None:
+    """From the first look, at the pace at which the operator looks again."""
+    cluster, clock = FakeCluster(), FakeTime()
+    words = 'create Pod e-0 in StatefulSet e failed error: pods "e-0" is forbidden: exceeded quota'
+    cluster.add(event("a", "e", words, "2026-11-21T19:00:00Z", "FailedCreate"))
+    cluster.add(event("b", "e", "no volume", "2026-11-21T19:00:01Z"))
+    events = PodEvents(cluster, clock.clock.monotonic)
+    short = [{"kind": "StatefulSet", **pod("e")}]
+    began = clock.now
+    while not (found := await events.add_to(PodReports(), [], short)).refused:
+        clock.now += SHORT_SECONDS
+        assert clock.now - began < 10
+    assert found.refused == {"StatefulSet/e": words}
+    asked = len(cluster.calls)
+    for _ in range(10):
+        assert (await events.add_to(PodReports(), [], short)).refused == found.refused
+    assert len(cluster.calls) == asked, "not asked again at once"

@@ -170,7 +170,7 @@ async def test_paused_means_hands_off(kit: Kit) -> None:
     await kit.settle()
     after = versions(kit.cluster)
     assert {key: after[key] for key in before} == before
-    assert kit.cluster.names("NetworkPolicy") == ["tiny-frontend"]
+    assert kit.cluster.names("NetworkPolicy") == ["tiny-frontend", "tiny-model"]
     assert kit.condition("Ready") == ("False", "Paused")
 
     def go_on(body: Obj) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import msgspec
+import pytest
+
 from foveal_operator.kube.errors import Conflict, Forbidden, Transient, UserError
 from foveal_operator.kube.kinds import (
+    BY_NAME,
     INFERENCE,
     POD,
 )
 from foveal_operator.kube.types import Obj
+from foveal_operator.reconcile.reconciler import TOLD_FAILURES
 from tests.support.operator_rig import (
     KEY,
     Kit,
@@ -149,6 +154,7 @@ async def test_a_missing_right_is_retried_not_blamed_on_the_user(kit: Kit) -> No
     assert kit.condition("SpecAccepted")[0] == "True"
     (message,) = [c["message"] for c in kit.status()["conditions"] if c["type"] == "Reconciling"]
     assert "ServiceAccount tiny: may not" in message
+    assert kit.condition("Ready") == ("False", "MissingRight")
     kit.time.now += 60
     assert "error" not in await kit.settle()
 
@@ -171,3 +177,55 @@ async def test_a_pod_that_fails_is_named(kit: Kit) -> None:
     assert kit.condition("EnginesReady") == ("False", "OOMKilled")
     assert kit.status()["lastFailure"]["pod"] == "tiny-engine-0"
     assert kit.status()["lastFailure"]["memoryPeak"] == "3Gi"
+
+
+async def test_an_error_that_lasts_is_told_and_goes_when_it_goes(kit: Kit) -> None:
+    """A resource that served stayed Ready while each pass over it failed, for hours."""
+    await served(kit, pods=True)
+    kit.reports = msgspec.structs.replace(kit.reports, sessions_up=1, sessions_wanted=1)
+    await kit.resync()
+    assert kit.condition("Ready")[0] == "True"
+    kit.cluster.remove(BY_NAME["Service"], "default", "tiny")
+    for _ in range(40):
+        kit.fail(Transient("etcdserver: no leader", 500), kind="Service")
+    for count in range(TOLD_FAILURES):
+        assert kit.condition("Ready")[1] != "ReconcileFailed", count
+        kit.operator.queue.add(KEY)
+        taken = kit.operator.queue.core.take(kit.time.now)
+        assert taken is not None
+        assert await kit.operator.workers.once(taken[0]) == "error"
+        kit.operator.queue.done(taken[0])
+    assert kit.condition("Ready") == ("False", "ReconcileFailed")
+    assert kit.condition("EnginesReady")[0] == "True", "the rest is told as it is"
+    (message,) = [c["message"] for c in kit.status()["conditions"] if c["type"] == "Ready"]
+    assert "Service tiny: etcdserver: no leader" in message
+    kit.cluster.failures.clear()
+    kit.time.now += 400
+    await kit.settle()
+    assert kit.condition("Ready")[0] == "True"
+    assert kit.condition("Reconciling") == ("", "")
+
+
+@pytest.mark.parametrize("before", ["served", "new"])
+async def test_a_defect_is_told_at_once(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch, before: str
+) -> None:
+    """It ended in a line of the log alone, again and again."""
+    if before == "served":
+        await served(kit, pods=True)
+    else:
+        await kit.start()
+        kit.cluster.add(resource())
+
+    async def fails(*_: object) -> None:
+        raise KeyError("spec.nowhere")
+
+    monkeypatch.setattr(kit.operator.reconciler._decider, "decide", fails)
+    kit.operator.queue.add(KEY)
+    taken = kit.operator.queue.core.take(kit.time.now)
+    assert taken is not None
+    assert await kit.operator.workers.once(taken[0]) == "error"
+    assert kit.condition("Ready") == ("False", "ReconcileFailed")
+    (message,) = [c["message"] for c in kit.status()["conditions"] if c["type"] == "Reconciling"]
+    assert "KeyError: 'spec.nowhere'" in message
+    assert kit.condition("EnginesReady")[0] == ("True" if before == "served" else "")

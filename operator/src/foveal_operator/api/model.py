@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
@@ -10,8 +10,22 @@ from foveal_operator.api.rules import ObjectName, Part, Quantity, Rule, Text, Tr
 from foveal_runtime.plan.quantity import parse
 
 
-def _kept(new: str | None, old: str | None) -> bool:
-    return old is None or new == old
+def _fixed(field: str, attribute: str, advice: str = "") -> Transition:
+    """A field of the cache that cannot change once set, unless the model does."""
+
+    def check(new: Any, old: Any) -> bool:
+        before = getattr(old.cache, attribute, None)
+        is_kept = before is None or getattr(new.cache, attribute, None) == before
+        return is_kept or new.uri != old.uri
+
+    return Transition(
+        "self.uri != oldSelf.uri || !has(oldSelf.cache) ||"
+        f" !has(oldSelf.cache.{field}) || (has(self.cache)"
+        f" && has(self.cache.{field}) && self.cache.{field} == oldSelf.cache.{field})",
+        f"cache.{field} cannot change once set{advice}",
+        check,
+        f"cache.{field}",
+    )
 
 
 class SecretName(Part, frozen=True, kw_only=True):
@@ -41,7 +55,7 @@ class ModelCache(Part, frozen=True, kw_only=True):
     ] = None
     size: Annotated[
         Quantity | None,
-        Meta(description="Size of the claim made for this resource; default: 50Gi. Only grows."),
+        Meta(description="Size of the resource's own claim; default: 50Gi. Only grows."),
     ] = None
     storage_class_name: Annotated[
         ObjectName | None,
@@ -96,36 +110,9 @@ class Model(Part, frozen=True, kw_only=True):
             ),
             "cache.size",
         ),
-        Transition(
-            "!has(oldSelf.cache) || !has(oldSelf.cache.claimName) || (has(self.cache)"
-            " && has(self.cache.claimName) && self.cache.claimName == oldSelf.cache.claimName)",
-            "cache.claimName cannot change once set: make a new resource and shift traffic",
-            lambda new, old: (
-                old.cache is None or _kept(new.cache and new.cache.claim_name, old.cache.claim_name)
-            ),
-            "cache.claimName",
-        ),
-        Transition(
-            "!has(oldSelf.cache) || !has(oldSelf.cache.accessMode) || (has(self.cache)"
-            " && has(self.cache.accessMode) && self.cache.accessMode == oldSelf.cache.accessMode)",
-            "cache.accessMode cannot change once set",
-            lambda new, old: (
-                old.cache is None
-                or _kept(new.cache and new.cache.access_mode, old.cache.access_mode)
-            ),
-            "cache.accessMode",
-        ),
-        Transition(
-            "!has(oldSelf.cache) || !has(oldSelf.cache.storageClassName) || (has(self.cache)"
-            " && has(self.cache.storageClassName)"
-            " && self.cache.storageClassName == oldSelf.cache.storageClassName)",
-            "cache.storageClassName cannot change once set",
-            lambda new, old: (
-                old.cache is None
-                or _kept(new.cache and new.cache.storage_class_name, old.cache.storage_class_name)
-            ),
-            "cache.storageClassName",
-        ),
+        _fixed("claimName", "claim_name", ": make a new resource"),
+        _fixed("accessMode", "access_mode"),
+        _fixed("storageClassName", "storage_class_name"),
     )
     uri: Annotated[
         Annotated[str, Meta(max_length=1024)],

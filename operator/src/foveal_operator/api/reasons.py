@@ -36,6 +36,29 @@ INVALID_SPEC = Reason("InvalidSpec", "Correct the named field and apply again.",
 REFUSED = Reason(
     "Refused", "Change the field that the refused object follows from, or what refuses it.", True
 )
+POD_SECURITY = Reason(
+    "PodSecurityViolated",
+    "Change the podTemplate's field that the message names, or the namespace's standard.",
+)
+QUOTA_EXCEEDED = Reason(
+    "QuotaExceeded", "Raise the namespace's ResourceQuota or LimitRange, or ask for less."
+)
+ADMISSION_DENIED = Reason(
+    "AdmissionDenied", "Satisfy the webhook or policy that the message names, or ask its owner."
+)
+PRIORITY_CLASS_MISSING = Reason(
+    "PriorityClassMissing", "Create the PriorityClass or correct podTemplate.priorityClassName."
+)
+SERVICE_ACCOUNT_MISSING = Reason(
+    "ServiceAccountMissing", "Find out what deletes the resource's ServiceAccount."
+)
+FAILED_CREATE = Reason("FailedCreate", "Change what the API server's message names.")
+MISSING_RIGHT = Reason(
+    "MissingRight", "Give the operator's Role the right that the message names: upgrade the chart."
+)
+RECONCILE_FAILED = Reason(
+    "ReconcileFailed", "The operator retries; its log and the message name what fails."
+)
 NAME_TAKEN = Reason(
     "NameTaken",
     "Rename the resource, remove the object, or hand it over with the annotation foveal.dev/adopt.",

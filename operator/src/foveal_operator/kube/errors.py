@@ -6,11 +6,29 @@ dispatch.py.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
+from foveal_operator.api import reasons
+from foveal_operator.api.reasons import Reason
+
 MAX_MESSAGE = 1024
 # Answers that the API server gives to a malformed server-side apply, as HTTP 500.
+_DENIALS = tuple(
+    (re.compile(pattern), reason)
+    for pattern, reason in (
+        (r'is forbidden: User "', reasons.MISSING_RIGHT),
+        (r"is forbidden: cannot set (blockOwnerDeletion|an ownerRef)", reasons.MISSING_RIGHT),
+        (r"is forbidden: violates PodSecurity", reasons.POD_SECURITY),
+        (r"is forbidden: (exceeded|failed) quota|is forbidden: (max|min)imum \S+ usage per |"
+         r"is forbidden: status unknown for quota", reasons.QUOTA_EXCEEDED),
+        (r"is forbidden: no PriorityClass with name", reasons.PRIORITY_CLASS_MISSING),
+        (r"is forbidden: error looking up service account", reasons.SERVICE_ACCOUNT_MISSING),
+        (r'admission webhook "[^"]*" denied the request|failed calling webhook "|'
+         r"ValidatingAdmissionPolicy '", reasons.ADMISSION_DENIED),
+    )
+)  # fmt: skip
 _TYPED_PATCH = ("failed to create typed patch object", "failed to convert", "duplicate entries")
 
 
@@ -47,6 +65,14 @@ class UserError(ApiError):
     """The object is wrong, and stays wrong until the resource changes."""
 
 
+class Denied(UserError):
+    """Admission refuses the object; `reason` tells which part of it."""
+
+    def __init__(self, message: str, status: int, reason: Reason) -> None:
+        super().__init__(message, status)
+        self.reason = reason
+
+
 class NotLeader(ApiError):
     """This replica may not write: its lease has run out."""
 
@@ -64,15 +90,28 @@ def classify(status: int, body: Mapping[str, Any], retry_after: str = "") -> Api
     if status in (404, 410):
         return NotFound(message, status)
     if status in (401, 403):
-        # A quota or an admission plug-in also says 403: the user's, not the Role's, to put right.
-        if "exceeded quota" in message or "violates PodSecurity" in message:
-            return UserError(message, status)
-        return Forbidden(message, status)
+        # Admission says 403 as authorization does, in a Status with the same reason.
+        reason = denial(message)
+        is_unknown = reason is reasons.FAILED_CREATE and body.get("reason") != "Forbidden"
+        if is_unknown or reason is reasons.MISSING_RIGHT:
+            return Forbidden(message, status)
+        return Denied(message, status, reason)
     if status == 500 and any(text in message for text in _TYPED_PATCH):
         return UserError(message, status)
     if status == 429 or status >= 500 or status == 408:
         return Transient(message, status, _seconds(retry_after, body))
+    reason = denial(message)
+    if reason is not reasons.FAILED_CREATE:
+        return Denied(message, status, reason)
     return UserError(message, status)
+
+
+def denial(message: str) -> Reason:
+    """What refused an object, by the API server's own words, in an answer or in what a controller
+    repeats of it. FAILED_CREATE for words that are not known."""
+    found = [(match.start(), reason) for at, reason in _DENIALS if (match := at.search(message))]
+    # The server's words stand before those of a webhook, which can say anything.
+    return min(found, key=lambda one: one[0])[1] if found else reasons.FAILED_CREATE
 
 
 def _is_of_another_uid(body: Mapping[str, Any]) -> bool:

@@ -12,6 +12,11 @@ from foveal_operator.api.crd import GROUP, KIND, PLURAL, VERSION
 MANAGED_BY = "app.kubernetes.io/managed-by"
 INSTANCE = "app.kubernetes.io/instance"
 FIELD_MANAGER = "foveal-operator"
+OPERATOR_LABELS = {
+    "app.kubernetes.io/part-of": "foveal",
+    "app.kubernetes.io/component": "operator",
+}
+"""Of the operator's own Deployment and pods, by its chart."""
 CHILD_SELECTOR = f"{MANAGED_BY}={FIELD_MANAGER}"
 
 

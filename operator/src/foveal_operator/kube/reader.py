@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from foveal_operator.common.errors import ClusterAnswerError
+from foveal_operator.kube.kinds import OPERATOR_LABELS
 from foveal_operator.kube.types import Obj
 
 TIMEOUT_SECONDS = 15.0
-OPERATOR_SELECTOR = "app.kubernetes.io/part-of=foveal,app.kubernetes.io/component=operator"
-"""The operator's own Deployment, by its chart's labels."""
+OPERATOR_SELECTOR = ",".join(f"{key}={value}" for key, value in OPERATOR_LABELS.items())
 _POD_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 

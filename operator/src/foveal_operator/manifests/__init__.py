@@ -27,6 +27,7 @@ from foveal_operator.manifests.monitoring import (
 from foveal_operator.manifests.network_policy import (
     engine_network_policy,
     frontend_network_policy,
+    model_network_policy,
 )
 from foveal_operator.manifests.persistent_volume_claim import model_claim
 from foveal_operator.manifests.pod_disruption_budget import pod_disruption_budget
@@ -86,6 +87,8 @@ def desired(
 def _model_objects(context: Context) -> Iterator[Owned]:
     """What comes before any plan: identity, weights."""
     yield Owned(body=service_account(context))
+    if context.inference.spec.security.network_policy == "Enabled":
+        yield Owned(body=model_network_policy(context))
     source = model_source(context)
     if source.owns_claim:
         yield Owned(body=model_claim(context), policy="Retain")

@@ -24,6 +24,8 @@ release, and is left as it is."""
 
 ENGINE_PORT = 5570
 ENGINE_HTTP_PORT = 5580
+PROGRESS_PORT = 8000
+"""Of a fetch Job's pod."""
 DEFAULT_RESOURCE_NAME = "nvidia.com/gpu"
 
 
@@ -38,7 +40,8 @@ class ClusterFacts(msgspec.Struct, frozen=True, kw_only=True):
         model_revision: commit or digest it was resolved to; "" lets processes derive one.
         live_frontends, live_engines: replicas there are, applied until the autoscaler owns them.
         frontends_handed_over, engines_handed_over: the autoscaler owns spec.replicas.
-        monitoring_namespace, operator_namespace: who may read engines' metrics; "" = nobody.
+        monitoring_namespace: all of its pods may read engines' metrics; "" = nobody.
+        operator_namespace: where the operator runs, which probes engines; "" = in no pod.
         key_generation: which set of CURVE keys pods share; "" is the first.
         rule_groups, dashboards: generated elsewhere from the metric registry.
     """

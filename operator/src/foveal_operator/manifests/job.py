@@ -12,8 +12,9 @@ from typing import Any
 from foveal_operator.api.caches import Modalities
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.budget_inputs import modalities_config
-from foveal_operator.manifests.context import Context, content_hash
+from foveal_operator.manifests.context import PROGRESS_PORT, Context, content_hash
 from foveal_operator.manifests.model_source import model_source
+from foveal_operator.manifests.overlay import lay_over
 from foveal_operator.manifests.pods import (
     PROGRESS_PORT_NAME,
     Volumes,
@@ -28,9 +29,13 @@ FETCH_MEMORY_BYTES = 2 * GIB
 PROFILE_REQUEST_BYTES = 4 * GIB
 """Enough for most processors, which shrink what they are given; the limit is for those that do
 not."""
-PROGRESS_PORT = 8000
 TEMPLATE = "foveal.dev/template"
 """Annotation of a Job: hash of its spec, which cannot change once it is there."""
+SETTINGS = (
+    "imagePullSecrets", "tolerations", "nodeSelector", "affinity", "priorityClassName",
+    "runtimeClassName", "hostAliases",
+)  # fmt: skip
+"""Fields of a pod that Jobs take from the frontends' podTemplate."""
 # Not "http": a PodMonitor would scrape it, and alert when the Job is over.
 
 
@@ -83,6 +88,22 @@ def profile_job(context: Context) -> Obj:
     )  # fmt: skip
 
 
+def _settings(context: Context, what: str) -> Obj:
+    """What of the frontends' podTemplate a pod needs to run in this cluster: a Job runs where
+    frontends run, and reaches the hub as they reach sources of media. No sidecars: with one a Job
+    would never end."""
+    overlay = (context.inference.spec.frontend.pod_template or {}).get("spec")
+    spec = overlay if isinstance(overlay, dict) else {}
+    given = spec.get("containers")
+    own = [
+        {"name": what, **{key: one[key] for key in ("env", "volumeMounts") if key in one}}
+        for one in (given if isinstance(given, list) else ())
+        if isinstance(one, dict) and one.get("name") == "frontend"
+    ]
+    found = {key: spec[key] for key in (*SETTINGS, "securityContext", "volumes") if key in spec}
+    return {"spec": {**found, **({"containers": own} if own else {})}}
+
+
 def profile_limit_bytes(modalities: Modalities) -> int:
     """The Job's limit under the resource's limits on media, which are its arguments as well."""
     return profile_memory_bytes(modalities_config(modalities))
@@ -129,10 +150,13 @@ def _job(
         ],
         "volumes": volumes.volumes,
     }
-    spec = {
+    spec: Obj = {
         "backoffLimit": 6,
         "template": {"metadata": {"labels": context.labels("model")}, "spec": pod},
     }
+    spec["template"] = lay_over(
+        spec["template"], _settings(context, what), "spec.frontend.podTemplate", what
+    )
     suffix = f"{what}-{content_hash(result)}"
     body = context.object("batch/v1", "Job", suffix, "model", spec=spec)
     annotations = {TEMPLATE: content_hash(spec)}

@@ -46,6 +46,7 @@ class ModelView(msgspec.Struct, frozen=True, kw_only=True):
         live: (kind, name) -> object, for every key of `model_keys` that exists.
         job_pods: pods of the resource's Jobs (label app.kubernetes.io/component=model).
         downloads: pod -> percent of the model that it has fetched, as it said last.
+        refused: KIND/NAME -> why its pods cannot be created.
         now: seconds since the epoch.
     """
 
@@ -54,6 +55,7 @@ class ModelView(msgspec.Struct, frozen=True, kw_only=True):
     live: Mapping[tuple[str, str], Obj] = {}
     job_pods: tuple[Obj, ...] = ()
     downloads: Mapping[str, int] = {}
+    refused: Mapping[str, str] = {}
     now: float
 
 
@@ -166,7 +168,8 @@ def _live(view: ModelView, wanted: Owned) -> Obj | None:
 
 
 def _job(view: ModelView, wanted: Owned) -> JobState:
-    return read_job(_live(view, wanted), wanted.body["metadata"]["name"], view.job_pods)
+    name = wanted.body["metadata"]["name"]
+    return read_job(_live(view, wanted), name, view.job_pods, view.refused.get(f"Job/{name}", ""))
 
 
 def _failure(view: ModelView, wanted: _Wanted) -> Failure | None:

@@ -11,6 +11,7 @@ import msgspec
 from foveal_operator.api import reasons
 from foveal_operator.api.reasons import Reason
 from foveal_operator.api.status import Failure
+from foveal_operator.kube.errors import denial
 from foveal_operator.kube.types import Obj
 from foveal_operator.pods.diagnose import EXIT_STARTUP_ERROR, diagnose, last_failure
 
@@ -95,8 +96,12 @@ def _failure(pods: Iterable[Obj]) -> Failure | None:
     return msgspec.structs.replace(found, reason=reason.name)
 
 
-def read_job(job: Obj | None, name: str, pods: Iterable[Obj]) -> JobState:
-    """The state of the Job called `name`, of which `pods` may hold some pods."""
+def read_job(job: Obj | None, name: str, pods: Iterable[Obj], refused: str = "") -> JobState:
+    """The state of the Job called `name`, of which `pods` may hold some pods.
+
+    Args:
+        refused: why it can create no pod, in the API server's words.
+    """
     if job is None:
         return JobState()
     mine = [pod for pod in pods if _job_name(pod) == name]
@@ -110,7 +115,9 @@ def read_job(job: Obj | None, name: str, pods: Iterable[Obj]) -> JobState:
     ended = sorted(_terminations(mine), key=lambda one: str(one.get("finishedAt") or ""))
     good = [one for one in ended if one.get("exitCode") == 0]
     bad = [one for one in ended if one.get("exitCode") != 0]
-    text = found.message if found else ""
+    trouble, text = (found.reason, found.message) if found else (None, "")
+    if refused and newest is None and not over:
+        trouble, text = denial(refused), refused
     if not text and "Failed" in conditions:
         text = str(over.get("message") or over.get("reason") or "")
     return JobState(
@@ -120,7 +127,7 @@ def read_job(job: Obj | None, name: str, pods: Iterable[Obj]) -> JobState:
         is_failed="Failed" in conditions,
         ended_at=_seconds(over.get("lastTransitionTime")),
         message=str(good[-1].get("message") or "") if good else "",
-        trouble=found.reason if found else None,
+        trouble=trouble,
         text=text,
         exit_code=int(bad[-1].get("exitCode", 0)) if bad else 0,
         newest_pod=str(newest["metadata"]["name"]) if newest else "",

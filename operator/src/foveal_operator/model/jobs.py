@@ -11,7 +11,7 @@ import msgspec
 
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.context import Owned
-from foveal_operator.manifests.job import TEMPLATE
+from foveal_operator.manifests.job import SETTINGS, TEMPLATE
 from foveal_operator.model.job_state import JobState
 
 
@@ -24,7 +24,7 @@ def as_it_lies(live: Obj | None, wanted: Owned) -> Owned:
 
 def is_superseded(live: Obj | None, wanted: Owned, job: JobState) -> bool:
     """Whether it is to be made anew: it has failed, or it is in trouble and the resource now names
-    another secret or image for it."""
+    another secret, image, environment or place for it."""
     if job.is_complete or not _is_made_otherwise(live, wanted):
         return False
     return job.is_failed or (job.trouble is not None and _chosen(live) != _chosen(wanted.body))
@@ -36,8 +36,9 @@ def _is_made_otherwise(live: Obj | None, wanted: Owned) -> bool:
     return found is not None and found != wanted.body["metadata"]["annotations"][TEMPLATE]
 
 
-def _chosen(job: Obj | None) -> tuple[object, object]:
-    """What of a Job's pod the user chooses: image and secret."""
+def _chosen(job: Obj | None) -> tuple[object, ...]:
+    """What of a Job's pod the user chooses: image, secret, environment, where it may run."""
     spec = (job or {}).get("spec", {}).get("template", {}).get("spec", {})
     container: Obj = next(iter(spec.get("containers") or ()), {})
-    return container.get("image"), container.get("envFrom") or []
+    own = (container.get("image"), container.get("envFrom") or [], container.get("env") or [])
+    return (*own, *(spec.get(key) for key in SETTINGS))

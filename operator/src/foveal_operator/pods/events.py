@@ -1,13 +1,13 @@
-"""Reasons of waiting pods from their Events, which alone report a volume that cannot be mounted.
+"""Reasons from Events: why a pod's volume cannot be mounted, and why a workload gets no pods.
 
-Wraps the probing of pods (probes.py) for the operator. Reads Events of pods that have reported no
-reason for some seconds, a few at a time. Never an error: what cannot be read is
-unknown.
+No field of a pod, a StatefulSet or a Job says either. Wraps the probing of pods (probes.py) for the
+operator. Reads Events of what has been silent for some seconds, a few at a time. Never an error:
+what cannot be read is unknown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -19,16 +19,22 @@ from foveal_operator.pods.probes import PodReports
 
 PATIENCE_SECONDS = 5.0
 INTERVAL_SECONDS = 20.0
+CREATE_PATIENCE_SECONDS = 2.0
+CREATE_INTERVAL_SECONDS = 3.0
+"""Between two questions about a workload without pods, for its first minute."""
+FORGET_SECONDS = 60.0
 MAX_PODS = 8
 MAX_TEXT = 512
 _MOUNT = frozenset({"FailedMount", "FailedAttachVolume", "FailedMapVolume"})
+_CREATE = frozenset({"FailedCreate"})
 _SILENT = frozenset({"ContainerCreating", "PodInitializing"})
 
 
 class _Known(msgspec.Struct):
-    """One silent pod: since when, and what its Events said when asked last."""
+    """One silent object: since when, and what its Events said when asked last."""
 
     since: float
+    seen_at: float
     asked_at: float = float("-inf")
     text: str = ""
 
@@ -41,40 +47,58 @@ class PodEvents:
         self._clock = clock
         self._known: dict[str, _Known] = {}
 
-    async def add_to(self, reports: PodReports, *pods: Sequence[Obj]) -> PodReports:
-        """The reports with `waits` of those pods that wait for a volume."""
-        flat = [pod for some in pods for pod in some]
-        silent = [pod for pod in flat if is_silent(pod)]
-        for uid in {_uid(pod) for pod in flat} - {_uid(pod) for pod in silent}:
+    async def add_to(
+        self, reports: PodReports, pods: Sequence[Obj], short: Sequence[Obj] = ()
+    ) -> PodReports:
+        """The reports with `waits` of pods that wait for a volume, and `refused` of workloads whose
+        pods cannot be created.
+
+        Args:
+            short: workloads that lack pods.
+        """
+        silent = [pod for pod in pods if is_silent(pod)]
+        for uid in {_uid(pod) for pod in pods} - {_uid(pod) for pod in silent}:
             self._known.pop(uid, None)
         for pod in silent[:MAX_PODS]:
-            await self._ask(pod)
-        waits = {
-            pod["metadata"]["name"]: known.text
-            for pod in silent
-            if (known := self._known.get(_uid(pod))) and known.text
-        }
-        return msgspec.structs.replace(reports, waits=waits)
+            await self._ask(pod, _MOUNT, PATIENCE_SECONDS, INTERVAL_SECONDS)
+        for workload in short:
+            await self._ask(workload, _CREATE, CREATE_PATIENCE_SECONDS, CREATE_INTERVAL_SECONDS)
+        refused = {f"{body['kind']}/{name}": text for body, name, text in self._told(short)}
+        waits = {name: text for _, name, text in self._told(silent)}
+        return msgspec.structs.replace(reports, waits=waits, refused=refused)
+
+    def _told(self, objects: Iterable[Obj]) -> Iterator[tuple[Obj, str, str]]:
+        for body in objects:
+            known = self._known.get(_uid(body))
+            if known and known.text:
+                yield body, body["metadata"]["name"], known.text
 
     def forget(self, keep_uids: Iterable[str]) -> None:
         """Drops what is kept of all pods but these; call it after a full listing."""
         kept = set(keep_uids)
         self._known = {uid: known for uid, known in self._known.items() if uid in kept}
 
-    async def _ask(self, pod: Obj) -> None:
+    async def _ask(
+        self, body: Obj, causes: frozenset[str], patience_seconds: float, interval_seconds: float
+    ) -> None:
         now = self._clock()
-        known = self._known.setdefault(_uid(pod), _Known(since=now))
-        if now - known.since < PATIENCE_SECONDS or now - known.asked_at < INTERVAL_SECONDS:
+        known = self._known.get(_uid(body))
+        if known is None or now - known.seen_at > FORGET_SECONDS:
+            known = self._known[_uid(body)] = _Known(since=now, seen_at=now)
+        known.seen_at = now
+        if now - known.since > FORGET_SECONDS:
+            interval_seconds = INTERVAL_SECONDS
+        if now - known.since < patience_seconds or now - known.asked_at < interval_seconds:
             return
         known.asked_at = now
-        fields = f"regarding.uid={_uid(pod)},type=Warning"
+        fields = f"regarding.uid={_uid(body)},type=Warning"
         try:
             events = await self._cluster.list_all(
-                EVENT, pod["metadata"]["namespace"], fields=fields
+                EVENT, body["metadata"]["namespace"], fields=fields
             )
         except ApiError:
             return
-        known.text = latest_mount_failure(events)
+        known.text = latest_failure(events, causes)
 
 
 def is_silent(pod: Obj) -> bool:
@@ -89,9 +113,9 @@ def is_silent(pod: Obj) -> bool:
     return all(cause in _SILENT for cause in causes)
 
 
-def latest_mount_failure(events: Iterable[Obj]) -> str:
-    """The kubelet's words of the latest failed mount; "" when none failed."""
-    found = [event for event in events if event.get("reason") in _MOUNT]
+def latest_failure(events: Iterable[Obj], causes: frozenset[str]) -> str:
+    """The words of the latest Event with one of these reasons; "" without one."""
+    found = [event for event in events if event.get("reason") in causes]
     return str(max(found, key=_time)["note"])[:MAX_TEXT] if found else ""
 
 

@@ -102,7 +102,8 @@ class PodReports(msgspec.Struct, frozen=True, kw_only=True):
         peaks: pod -> its self-reported peak memory in bytes.
         unknown: pods that should have answered and did not.
         downloads: pod of a fetch Job -> percent of the model that it has.
-        waits: pod -> why its volumes are not there (pod_events.py).
+        waits: pod -> why its volumes are not there (events.py).
+        refused: KIND/NAME of a workload without pods -> why they cannot be created (events.py).
     """
 
     sessions: dict[str, int] = {}
@@ -115,6 +116,7 @@ class PodReports(msgspec.Struct, frozen=True, kw_only=True):
     unknown: tuple[str, ...] = ()
     downloads: dict[str, int] = {}
     waits: dict[str, str] = {}
+    refused: dict[str, str] = {}
 
 
 def read_figures(text: str) -> Figures:

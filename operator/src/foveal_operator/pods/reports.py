@@ -14,8 +14,10 @@ from foveal_operator.kube.store import owner_of
 from foveal_operator.kube.types import NamespacedName, Obj
 from foveal_operator.pods.probes import PodReports
 
-ObservePods = Callable[[Sequence[Obj], Sequence[Obj], Sequence[Obj]], Awaitable[PodReports]]
-"""(pods of engines, of frontends, of Jobs) -> what they said last."""
+ObservePods = Callable[
+    [Sequence[Obj], Sequence[Obj], Sequence[Obj], Sequence[Obj]], Awaitable[PodReports]
+]
+"""(pods of engines, of frontends, of Jobs, workloads that lack pods) -> what they said last."""
 MAX_RESOURCES = 10_000
 
 
@@ -35,15 +37,16 @@ class Reports:
         engine_pods: Sequence[Obj],
         frontend_pods: Sequence[Obj],
         job_pods: Sequence[Obj] = (),
+        short: Sequence[Obj] = (),
     ) -> PodReports:
         """What the pods of one resource said last. Returns at once."""
-        pods = [*engine_pods, *frontend_pods, *job_pods]
+        pods = [*engine_pods, *frontend_pods, *job_pods, *short]
         key = owner_of(POD, pods[0]) if pods else None
         if key is None:
             return PodReports()
         if key not in self._asking:
-            ask = self._ask(key, tuple(engine_pods), tuple(frontend_pods), tuple(job_pods))
-            self._asking[key] = asyncio.create_task(ask)
+            asked = (tuple(engine_pods), tuple(frontend_pods), tuple(job_pods), tuple(short))
+            self._asking[key] = asyncio.create_task(self._ask(key, *asked))
         return self._known.get(key, PodReports())
 
     async def _ask(
@@ -52,9 +55,10 @@ class Reports:
         engines: Sequence[Obj],
         frontends: Sequence[Obj],
         jobs: Sequence[Obj],
+        short: Sequence[Obj],
     ) -> None:
         try:
-            found = await self._observe_pods(engines, frontends, jobs)
+            found = await self._observe_pods(engines, frontends, jobs, short)
         finally:
             del self._asking[key]
         if found != self._known.get(key, PodReports()):

@@ -97,7 +97,7 @@ class Workers:
     async def once(self, key: NamespacedName) -> str:
         """One pass and what follows from it. Returns success, requeue or error; never raises."""
         try:
-            outcome = await self._reconciler.reconcile(key)
+            outcome = await self._reconciler.reconcile(key, self._queue.core.num_failures(key))
         except NotLeader:
             return "error"
         except Conflict as error:
@@ -319,10 +319,14 @@ class PodAsker:
         self._events = events
 
     async def ask(
-        self, engines: Sequence[Obj], frontends: Sequence[Obj], jobs: Sequence[Obj]
+        self,
+        engines: Sequence[Obj],
+        frontends: Sequence[Obj],
+        jobs: Sequence[Obj],
+        short: Sequence[Obj],
     ) -> PodReports:
         found = await self._prober.observe_pods(engines, frontends, jobs)
-        return await self._events.add_to(found, engines, frontends)
+        return await self._events.add_to(found, [*engines, *frontends, *jobs], short)
 
     def forget(self, keep_uids: Iterable[str]) -> None:
         kept = set(keep_uids)

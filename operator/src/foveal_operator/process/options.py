@@ -115,6 +115,7 @@ def read(argv: list[str] | None, environment: Mapping[str, str] | None = None) -
             runtime_image=found.runtime_image,
             cluster_domain=found.cluster_domain,
             monitoring_namespace=found.monitoring_namespace,
+            operator_namespace=environment.get("POD_NAMESPACE", ""),
             rule_groups=_rules(found.rules, found.runbooks),
             dashboards=_dashboards(found.dashboards),
         ),

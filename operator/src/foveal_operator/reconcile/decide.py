@@ -68,6 +68,7 @@ class Decider:
                 live=seen.model_objects,
                 job_pods=seen.model_pods,
                 downloads=seen.reports.downloads,
+                refused=seen.reports.refused,
                 now=seen.now,
             )
         )

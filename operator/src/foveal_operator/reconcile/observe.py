@@ -17,6 +17,7 @@ from foveal_operator.kube.kinds import (
     CONFIG_MAP,
     DEPLOYMENT,
     FIELD_MANAGER,
+    JOB,
     POD,
     STATEFUL_SET,
 )
@@ -30,7 +31,7 @@ from foveal_operator.pods.probes import PodReports
 from foveal_operator.pods.reports import ObservePods
 from foveal_operator.reconcile.baseline import Basis, basis_name, read_basis
 from foveal_operator.reconcile.cluster_facts import Survey
-from foveal_operator.reconcile.ownership import controller_of
+from foveal_operator.reconcile.ownership import controller_of, is_controlled_by
 from foveal_operator.reconcile.plan_cache import Planned
 
 COMPONENT = "app.kubernetes.io/component"
@@ -45,6 +46,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     runtime_image: str = "foveal/runtime:0.1.0"
     cluster_domain: str = "cluster.local"
     monitoring_namespace: str = "monitoring"
+    operator_namespace: str = ""
     rule_groups: tuple[Obj, ...] = ()
     dashboards: dict[str, str] = {}
 
@@ -57,6 +59,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
         recorded: the basis that the resource's pods were planned with; None before its first pods.
         nodes: what the nodes of today have.
         model_objects: live objects that the model's preparation uses, by (kind, name).
+        short: StatefulSet and Jobs that lack pods, and do not say why. A Deployment does.
     """
 
     key: NamespacedName
@@ -71,6 +74,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     frontend_pods: tuple[Obj, ...]
     model_pods: tuple[Obj, ...]
     reports: PodReports = PodReports()
+    short: tuple[Obj, ...] = ()
 
     @property
     def uid(self) -> str:
@@ -108,7 +112,8 @@ class Observer:
         generation = (recorded.key_generation or "") if recorded else ""
         facts = self._facts(key, inference, image, generation)
         pods = {role: self.pods(key, role) for role in ("engine", "frontend", "model")}
-        reports = await self._observe_pods(pods["engine"], pods["frontend"], pods["model"])
+        short = self._short(key, resource["metadata"]["uid"], pods)
+        reports = await self._observe_pods(pods["engine"], pods["frontend"], pods["model"], short)
         return Observation(
             key=key,
             resource=resource,
@@ -122,7 +127,22 @@ class Observer:
             frontend_pods=pods["frontend"],
             model_pods=pods["model"],
             reports=reports,
+            short=short,
         )
+
+    def _short(
+        self, key: NamespacedName, uid: str, pods: dict[str, tuple[Obj, ...]]
+    ) -> tuple[Obj, ...]:
+        engines = self._caches.get(STATEFUL_SET, key[0], f"{key[1]}-engine")
+        found = [engines] if engines and len(pods["engine"]) < (live_replicas(engines) or 0) else []
+        found += [
+            job
+            for job in self._caches.owned(JOB, key)
+            if not job.get("status", {}).get("conditions")
+            and not any(controller_of(pod).get("name") == job["metadata"]["name"]
+                        for pod in pods["model"])
+        ]  # fmt: skip
+        return tuple(body for body in found if is_controlled_by(body, uid))
 
     def _facts(
         self, key: NamespacedName, inference: InferenceSpec, image: str, key_generation: str
@@ -138,6 +158,7 @@ class Observer:
             frontends_handed_over=is_handed_over(frontends, FIELD_MANAGER),
             engines_handed_over=is_handed_over(engines, FIELD_MANAGER),
             monitoring_namespace=settings.monitoring_namespace,
+            operator_namespace=settings.operator_namespace,
             cluster_domain=settings.cluster_domain,
             key_generation=key_generation,
             rule_groups=settings.rule_groups,

@@ -14,10 +14,18 @@ from collections.abc import Callable
 
 import msgspec
 
+from foveal_operator.api import reasons
 from foveal_operator.api.parse import SpecError
+from foveal_operator.api.verdicts import Verdict, verdict
 from foveal_operator.common.clock import Clock
 from foveal_operator.kube.cluster import Cluster
-from foveal_operator.kube.errors import ApiError, Forbidden, NotLeader, UserError
+from foveal_operator.kube.errors import (
+    MAX_MESSAGE,
+    ApiError,
+    Forbidden,
+    NotLeader,
+    UserError,
+)
 from foveal_operator.kube.events import EventRecorder
 from foveal_operator.kube.kinds import (
     BY_NAME,
@@ -47,6 +55,10 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 60.0
 EAGER_POLL_SECONDS = 15.0
 REFUSED_SECONDS = 60.0
+SHORT_SECONDS = 3.0
+"""Until a workload without pods is looked at again: its Events say why."""
+TOLD_FAILURES = 5
+"""So many passes in a row must fail, over some eight seconds, before the status tells."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,9 +104,13 @@ class Reconciler:
         self.applier = Applier(cluster, caches, telemetry)
         self._uids: dict[NamespacedName, str] = {}
 
-    async def reconcile(self, key: NamespacedName) -> Outcome:
-        """One pass. Raises ApiError for what may work later; what only an edit can help is told
-        in the status instead."""
+    async def reconcile(self, key: NamespacedName, num_failures: int = 0) -> Outcome:
+        """One pass. Raises ApiError for what may work later, and tells it in the status when it
+        lasts; what only an edit can help is only told.
+
+        Args:
+            num_failures: passes over this resource that have failed in a row.
+        """
         resource = self._caches.get(INFERENCE, *key)
         uid = resource["metadata"]["uid"] if resource else ""
         if self._uids.get(key, uid) != uid:
@@ -103,19 +119,26 @@ class Reconciler:
             # The garbage collector takes what we own; there is nothing of ours outside.
             return Outcome()
         self._uids[key] = uid
+        work: Decision | None = None
         try:
             work = await self._decider.decide(await self._observer.observe(key, resource))
+            try:
+                work, again, refused = await self._act(work)
+            except ObjectError as error:
+                if not isinstance(error.cause, UserError):
+                    raise
+                again, refused = None, error
+            await self._teller.tell(work, refused=refused)
         except SpecError as error:
             await self._refuse(key, resource, error)
             return Outcome()
-        try:
-            work, again, refused = await self._act(work)
-        except ObjectError as error:
-            if not isinstance(error.cause, UserError):
-                await self._tell_failure(work, error)
-                raise error.cause from error
-            again, refused = None, error
-        await self._teller.tell(work, refused=refused)
+        except Exception as error:
+            cause = error.cause if isinstance(error, ObjectError) else error
+            failure = _failure(error, cause, num_failures)
+            if not isinstance(cause, NotLeader) and (failure or cause is not error):
+                log.warning("%s/%s: %s", *key, error)
+                await self._tell_failure(key, work, failure)
+            raise cause  # noqa: B904
         if refused is None:
             return Outcome(again_seconds=again)
         # Only an edit can help, or whoever set the quota or the policy: no hurry.
@@ -123,17 +146,22 @@ class Reconciler:
             again_seconds=min(again or REFUSED_SECONDS, REFUSED_SECONDS), is_refused=True
         )
 
-    async def _tell_failure(self, work: Decision, error: ObjectError) -> None:
-        """A resource without a status counts as healthy, so tell even when a write has failed.
-        A lacking right and what is waited for are named: their texts do not change."""
-        log.warning("%s/%s: %s", *work.key, error)
-        if isinstance(error.cause, NotLeader):
-            return
-        try:
-            is_steady = isinstance(error.cause, (Forbidden, StillLeaving))
-            await self._teller.tell(work, trouble=str(error) if is_steady else "")
-        except ApiError as other:
-            log.warning("%s/%s: status: %s", *work.key, other)
+    async def _tell_failure(
+        self, key: NamespacedName, work: Decision | None, failure: Verdict | None
+    ) -> None:
+        """A resource without a status counts as healthy, so tell even when a pass has failed. Never
+        raises: what ended the pass counts."""
+        if work is not None:
+            try:
+                return await self._teller.tell(work, failure=failure)
+            except Exception as error:
+                log.warning("%s/%s: status: %s", *key, error)
+        resource = self._caches.get(INFERENCE, *key)
+        if failure is not None and resource is not None:
+            try:
+                await self._teller.fail(resource, failure)
+            except Exception as error:
+                log.warning("%s/%s: status: %s", *key, error)
 
     async def _act(self, work: Decision) -> tuple[Decision, float | None, ObjectError | None]:
         """Applies, deletes, prunes. Returns what to report; in how many seconds to observe again,
@@ -143,6 +171,9 @@ class Reconciler:
             reports = work.reports
             mirrored = 0 <= reports.sessions_wanted <= reports.sessions_up
             again.append(POLL_SECONDS if mirrored else EAGER_POLL_SECONDS)
+        if work.short:
+            explained = len(work.reports.refused) >= len(work.short)
+            again.append(EAGER_POLL_SECONDS if explained else SHORT_SECONDS)
         if work.inference.spec.paused:
             return work, min(again, default=None), None
         if work.desired.complete and await self._keys.is_lost(work):
@@ -272,6 +303,21 @@ class Reconciler:
         self.applier.forget(uid)
         self._keys.forget(uid)
         self._teller.forget(key, uid)
+
+
+def _failure(error: Exception, cause: Exception, num_failures: int) -> Verdict | None:
+    """What to tell of a pass that has failed; None for what may have passed by the next. A lacking
+    right, what is waited for and a defect are told at once: their texts do not change."""
+    if isinstance(cause, Forbidden):
+        return verdict("Ready", False, reasons.MISSING_RIGHT, str(error))
+    if isinstance(cause, StillLeaving):
+        return verdict("Ready", False, reasons.WAITING, str(error))
+    if not isinstance(cause, ApiError):
+        text = f"a defect of the operator: {type(cause).__name__}: {cause}"
+        return verdict("Ready", False, reasons.RECONCILE_FAILED, text[:MAX_MESSAGE])
+    if num_failures + 1 < TOLD_FAILURES:
+        return None
+    return verdict("Ready", False, reasons.RECONCILE_FAILED, str(error))
 
 
 def _owner(work: Decision) -> Owner:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from foveal_operator.api import reasons
 from foveal_operator.api.parse import InferenceSpec, SpecError
+from foveal_operator.api.status import Condition
+from foveal_operator.api.verdicts import Verdict, summary, to_conditions
 from foveal_operator.common.clock import Clock
 from foveal_operator.kube.cluster import Cluster
-from foveal_operator.kube.errors import Conflict, NotFound
+from foveal_operator.kube.errors import Conflict, Denied, NotFound
 from foveal_operator.kube.events import EventRecorder
 from foveal_operator.kube.kinds import BY_NAME, DEPLOYMENT, INFERENCE, STATEFUL_SET
 from foveal_operator.kube.store import Caches
@@ -42,7 +44,17 @@ def _refusal(error: ObjectError | None) -> Refusal | None:
         return None
     if isinstance(error.cause, NameTaken):
         return Refusal(reasons.NAME_TAKEN, error.cause.message)
-    return Refusal(reasons.REFUSED, f"the API server refuses {error}")
+    reason = error.cause.reason if isinstance(error.cause, Denied) else reasons.REFUSED
+    return Refusal(reason, f"the API server refuses {error}")
+
+
+def _creation_failure(deployment: Obj | None) -> dict[str, str]:
+    """Why a Deployment's pods cannot be created; StatefulSets and Jobs have no such condition."""
+    return {
+        f"Deployment/{deployment['metadata']['name']}": str(condition.get("message") or "")
+        for condition in (deployment or {}).get("status", {}).get("conditions") or ()
+        if deployment and condition["type"] == "ReplicaFailure" and condition["status"] == "True"
+    }
 
 
 class Teller:
@@ -64,10 +76,14 @@ class Teller:
         self._cold_starts = ColdStarts()
 
     async def tell(
-        self, work: Decision, trouble: str = "", refused: ObjectError | None = None
+        self,
+        work: Decision,
+        *,
+        refused: ObjectError | None = None,
+        failure: Verdict | None = None,
     ) -> None:
-        """`trouble` is what kept the pass from its end, in words; `refused` is an object that the
-        API server will not take as long as the resource stays as it is."""
+        """`failure` is what kept the pass from its end; `refused` is an object that the API server
+        will not take as long as the resource stays as it is."""
         key, reports = work.key, work.reports
         route = self._caches.get(BY_NAME["HTTPRoute"], *key)
         route_ready, route_message = route_state(
@@ -77,9 +93,10 @@ class Teller:
         digest, doubt = image_revision(
             work.inference.spec.model.uri, (*work.engine_pods, *work.frontend_pods)
         )
+        deployment = self._caches.get(DEPLOYMENT, key[0], f"{key[1]}-frontend")
         observed = Observed(
             now=self._clock.now_text(),
-            deployment=self._caches.get(DEPLOYMENT, key[0], f"{key[1]}-frontend"),
+            deployment=deployment,
             stateful_set=self._caches.get(STATEFUL_SET, key[0], f"{key[1]}-engine"),
             frontend_pods=work.frontend_pods,
             engine_pods=work.engine_pods,
@@ -96,15 +113,17 @@ class Teller:
             scaling_message=scaling_message,
             deadline_exceeded=work.rollout.deadline_exceeded,
             rollout_strategy=work.rollout.strategy,
-            rollout_message=trouble or work.rollout.message,
+            rollout_message=work.rollout.message,
             peaks=reports.peaks,
             waits=reports.waits,
+            refused={**reports.refused, **_creation_failure(deployment)},
             resolved_revision=digest or work.model.resolved_revision,
             model_takes=tuple(work.model.profile.items) if work.model.profile else None,
             download_percent=work.model.download_percent,
             measured=steady(reports.measured, work.resource),
             is_paused=work.inference.spec.paused,
             refusal=_refusal(refused),
+            failure=failure,
             accepted=self._accepted(*key),
         )
         await self._write(work.resource, work.inference, None, work.plan, work.desired, observed)
@@ -160,7 +179,31 @@ class Teller:
         key = (metadata["namespace"], metadata["name"])
         self._cold_starts.put(self._telemetry, key, "frontend", observed.frontend_pods)
         self._cold_starts.put(self._telemetry, key, "engine", observed.engine_pods)
-        body = plain(status)
+        await self._store(resource, plain(status))
+        await self._announce(resource, status.conditions, before)
+
+    async def fail(self, resource: Obj, failure: Verdict) -> None:
+        """Tells what keeps passes from their end; the rest of the status stays as it was."""
+        before, now = previous_conditions(resource), self._clock.now_text()
+        generation = resource["metadata"].get("generation", 0)
+        told = to_conditions(summary([], failure), generation, now, before)
+        kept = [c for c in before if c.type not in ("Ready", "Reconciling", "Stalled")]
+        conditions = [plain(condition) for condition in (*kept, *told)]
+        status = resource.get("status", {})
+        await self._store(
+            resource, {**status, "observedGeneration": generation, "conditions": conditions}
+        )
+        await self._announce(resource, told, before)
+
+    async def _announce(
+        self, resource: Obj, now: tuple[Condition, ...], before: tuple[Condition, ...]
+    ) -> None:
+        for kind, reason, note in noteworthy(now, before):
+            about = note if reasons.BY_NAME[reason].names_object else ""
+            await self._recorder.record(resource, kind, reason, note, about)
+
+    async def _store(self, resource: Obj, body: object) -> None:
+        metadata = resource["metadata"]
         if body != resource.get("status"):
             try:
                 stored = await self._cluster.apply_status(
@@ -182,9 +225,6 @@ class Teller:
                 )
                 raise Conflict(gone.message, gone.status) from gone
             self._caches.put(INFERENCE, stored)
-        for kind, reason, note in noteworthy(status.conditions, before):
-            about = note if reasons.BY_NAME[reason].names_object else ""
-            await self._recorder.record(resource, kind, reason, note, about)
 
     def forget(self, key: NamespacedName, uid: str) -> None:
         """The resource is gone: so are its series."""

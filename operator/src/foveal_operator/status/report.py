@@ -21,6 +21,8 @@ from foveal_operator.api.status import (
     MultiModalInferenceStatus,
     RoleStatus,
 )
+from foveal_operator.api.verdicts import Verdict, summary, to_conditions, verdict
+from foveal_operator.kube.errors import denial
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests import Desired
 from foveal_operator.manifests.pods import REVISION_LABEL
@@ -28,8 +30,6 @@ from foveal_operator.pods.diagnose import diagnose, is_ready, last_failure
 from foveal_operator.status.conditions import Refusal, selector_text
 from foveal_runtime.plan.budget.types import BudgetPlan, Line, PlaceBudget
 from foveal_runtime.plan.quantity import format_gib
-
-MAX_MESSAGE = 4096
 
 
 class Observed(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +53,9 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
         resolved_revision: commit or digest of the model; "" = not known.
         model_takes: modalities that the model takes besides text; None = not known yet.
         download_percent: of the model; None = nothing is fetched, or its size is not known.
+        refused: KIND/NAME of a workload -> why its pods cannot be created.
         accepted, refusal: what to say of a good spec; an object that cannot be written, and why.
+        failure: what keeps every pass from its end.
     """
 
     now: str
@@ -79,18 +81,13 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     is_paused: bool = False
     peaks: dict[str, int] = {}
     waits: dict[str, str] = {}
+    refused: dict[str, str] = {}
     resolved_revision: str = ""
     model_takes: tuple[str, ...] | None = None
     download_percent: int | None = None
     accepted: str = "the resource is well formed"
     refusal: Refusal | None = None
-
-
-class _Verdict(msgspec.Struct, frozen=True):
-    kind: str
-    status: str
-    reason: Reason
-    text: str
+    failure: Verdict | None = None
 
 
 def report(
@@ -113,22 +110,29 @@ def report(
     if inference is not None:
         verdicts += [_budget_fits(plan), _model_ready(observed)]
         verdicts += [
-            _role_ready("EnginesReady", engine, observed.engine_pods, desired, observed.waits),
-            _role_ready(
-                "FrontendsReady", frontend, observed.frontend_pods, desired, observed.waits
-            ),
+            _role_ready("EnginesReady", engine, observed.engine_pods, desired, observed),
+            _role_ready("FrontendsReady", frontend, observed.frontend_pods, desired, observed),
             _mirrored(observed),
         ]
         if observed.route_ready is not None:
             reason = reasons.ROUTED if observed.route_ready else reasons.ROUTE_PENDING
             text = observed.route_message or "the gateway has taken the route"
-            verdicts.append(_verdict("RouteReady", observed.route_ready, reason, text))
+            verdicts.append(verdict("RouteReady", observed.route_ready, reason, text))
         if observed.scaling:
             verdicts.append(_scaling_active(observed))
-    verdicts += [_available(frontend, engine), *_summary(verdicts, observed)]
+    verdicts += [
+        _available(frontend, engine),
+        *summary(
+            verdicts,
+            observed.failure,
+            is_paused=observed.is_paused,
+            deadline_exceeded=observed.deadline_exceeded,
+            rollout_message=observed.rollout_message,
+        ),
+    ]
     return MultiModalInferenceStatus(
         observed_generation=generation,
-        conditions=_conditions(verdicts, generation, observed.now, previous),
+        conditions=to_conditions(verdicts, generation, observed.now, previous),
         url=_url(inference),
         frontend=frontend,
         engine=engine,
@@ -155,44 +159,38 @@ def _last_failure(observed: Observed) -> Failure | None:
     return max(found, key=lambda one: one.time or "", default=None)
 
 
-def _verdict(kind: str, ok: bool, reason: Reason, text: str) -> _Verdict:
-    return _Verdict(kind, "True" if ok else "False", reason, text)
-
-
-def _spec_accepted(
-    error: SpecError | None, desired: Desired | None, observed: Observed
-) -> _Verdict:
+def _spec_accepted(error: SpecError | None, desired: Desired | None, observed: Observed) -> Verdict:
     if error is not None:
-        return _verdict("SpecAccepted", False, reasons.INVALID_SPEC, str(error))
+        return verdict("SpecAccepted", False, reasons.INVALID_SPEC, str(error))
     if observed.refusal is not None:
-        return _verdict("SpecAccepted", False, observed.refusal.reason, observed.refusal.text)
+        return verdict("SpecAccepted", False, observed.refusal.reason, observed.refusal.text)
     if desired is not None and desired.missing_apis:
         names = ", ".join(desired.missing_apis)
-        return _verdict(
+        return verdict(
             "SpecAccepted", False, reasons.MISSING_API, f"the cluster does not serve {names}"
         )
-    return _verdict("SpecAccepted", True, reasons.ACCEPTED, observed.accepted)
+    return verdict("SpecAccepted", True, reasons.ACCEPTED, observed.accepted)
 
 
-def _budget_fits(plan: BudgetPlan | None) -> _Verdict:
+def _budget_fits(plan: BudgetPlan | None) -> Verdict:
     if plan is None:
         text = "waiting for the model's profile"
-        return _Verdict("BudgetFits", "Unknown", reasons.PROFILING, text)
+        return Verdict("BudgetFits", "Unknown", reasons.PROFILING, text)
     if not plan.fits:
         text = " ".join(problem.message for problem in plan.problems)
-        return _verdict("BudgetFits", False, reasons.BUDGET_MISFIT, text)
+        return verdict("BudgetFits", False, reasons.BUDGET_MISFIT, text)
     if plan.shrunk:
         text = f"onMisfit Shrink reduced caches: {'; '.join(plan.shrunk)}"
-        return _verdict("BudgetFits", True, reasons.SHRUNK, text)
-    return _verdict("BudgetFits", True, reasons.FITS, "; ".join(plan.notes) or "every limit holds")
+        return verdict("BudgetFits", True, reasons.SHRUNK, text)
+    return verdict("BudgetFits", True, reasons.FITS, "; ".join(plan.notes) or "every limit holds")
 
 
-def _model_ready(observed: Observed) -> _Verdict:
+def _model_ready(observed: Observed) -> Verdict:
     ok = observed.model is reasons.RESOLVED
     text = observed.model_message or ("the model is in place" if ok else "waiting for the model")
     if ok and observed.model_doubt:
         text = f"{text}; {observed.model_doubt}"
-    return _verdict("ModelReady", ok, observed.model, text)
+    return verdict("ModelReady", ok, observed.model, text)
 
 
 def _role(
@@ -238,107 +236,59 @@ def _role_ready(
     role: RoleStatus,
     pods: tuple[Obj, ...],
     desired: Desired | None,
-    waits: dict[str, str],
-) -> _Verdict:
+    observed: Observed,
+) -> Verdict:
     kind = "StatefulSet" if condition == "EnginesReady" else "Deployment"
     revision = _wanted_revision(desired, kind)
     if not revision:
-        return _verdict(condition, False, reasons.WAITING, "no pods are asked for yet")
+        return verdict(condition, False, reasons.WAITING, "no pods are asked for yet")
     current = [pod for pod in pods if _revision(pod) == revision]
     ready = sum(1 for pod in current if is_ready(pod))
     if role.desired == 0:
-        return _verdict(condition, True, reasons.SCALED_TO_ZERO, "no replicas are asked for")
+        return verdict(condition, True, reasons.SCALED_TO_ZERO, "no replicas are asked for")
     if ready >= role.desired and role.replicas == ready:
-        return _verdict(condition, True, reasons.SERVING, f"{ready} of {role.desired} serve")
-    trouble = diagnose(current, waits)
+        return verdict(condition, True, reasons.SERVING, f"{ready} of {role.desired} serve")
+    trouble = diagnose(current, observed.waits)
     if trouble:
-        return _verdict(condition, False, trouble.reason, trouble.message)
+        return verdict(condition, False, trouble.reason, trouble.message)
+    if refused := observed.refused.get(role.workload):
+        return verdict(condition, False, denial(refused), refused)
     if role.ready > ready or role.replicas > role.updated:
         text = f"{ready} of {role.desired} of the new revision serve, {role.ready} in all"
-        return _verdict(condition, False, reasons.ROLLING, text)
-    return _verdict(condition, False, reasons.STARTING, f"{ready} of {role.desired} serve")
+        return verdict(condition, False, reasons.ROLLING, text)
+    return verdict(condition, False, reasons.STARTING, f"{ready} of {role.desired} serve")
 
 
-def _mirrored(observed: Observed) -> _Verdict:
+def _mirrored(observed: Observed) -> Verdict:
     up, wanted = observed.sessions_up, observed.sessions_wanted
     if wanted < 0:
         text = "no session has been reported yet"
-        return _Verdict("CachesMirrored", "Unknown", reasons.WAITING, text)
+        return Verdict("CachesMirrored", "Unknown", reasons.WAITING, text)
     if up < wanted:
         text = f"{up} of {wanted} sessions between frontends and engines are up"
-        return _verdict("CachesMirrored", False, reasons.SESSION_DOWN, text)
+        return verdict("CachesMirrored", False, reasons.SESSION_DOWN, text)
     if observed.stale_rate > 1e-3:
         text = f"{observed.stale_rate:.4f} of the cache hints are stale"
-        return _verdict("CachesMirrored", False, reasons.STALE_HINTS, text)
-    return _verdict("CachesMirrored", True, reasons.MIRRORED, f"all {wanted} sessions are up")
+        return verdict("CachesMirrored", False, reasons.STALE_HINTS, text)
+    return verdict("CachesMirrored", True, reasons.MIRRORED, f"all {wanted} sessions are up")
 
 
-def _scaling_active(observed: Observed) -> _Verdict:
+def _scaling_active(observed: Observed) -> Verdict:
     found = {
         "True": reasons.SCALING, "False": reasons.AUTOSCALER_INERT, "Unknown": reasons.WAITING,
     }  # fmt: skip
     reason = found[observed.scaling]
-    return _Verdict("ScalingActive", observed.scaling, reason, observed.scaling_message)
+    return Verdict("ScalingActive", observed.scaling, reason, observed.scaling_message)
 
 
-def _available(frontend: RoleStatus, engine: RoleStatus) -> _Verdict:
+def _available(frontend: RoleStatus, engine: RoleStatus) -> Verdict:
     ok = frontend.ready > 0 and engine.ready > 0
     text = f"{_count(frontend.ready, 'frontend')} and {_count(engine.ready, 'engine')} serve"
-    return _verdict("Available", ok, reasons.AVAILABLE if ok else reasons.UNAVAILABLE, text)
+    return verdict("Available", ok, reasons.AVAILABLE if ok else reasons.UNAVAILABLE, text)
 
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
-def _summary(verdicts: list[_Verdict], observed: Observed) -> list[_Verdict]:
-    """Ready, and of the pair Reconciling and Stalled the one that is true."""
-    # Unknown mirrors (nothing reported yet) do not hold back what serves, nor does an autoscaler.
-    failing = [
-        v for v in verdicts
-        if v.kind != "ScalingActive"
-        and (v.status == "False" or (v.status == "Unknown" and v.kind != "CachesMirrored"))
-    ]  # fmt: skip
-    if not failing:
-        return [_verdict("Ready", True, reasons.READY, "every replica of this revision serves")]
-    # What is not known yet waits for what has gone wrong: a model that cannot be loaded has no
-    # profile, and so no budgets.
-    first = next((v for v in failing if v.status == "False"), failing[0])
-    if observed.is_paused:
-        text = f"paused; {first.kind}: {first.text}"
-        return [_verdict("Ready", False, reasons.PAUSED, text)]
-    found = [_verdict("Ready", False, first.reason, f"{first.kind}: {first.text}")]
-    text = ". ".join(part for part in (first.text, observed.rollout_message) if part)
-    if observed.deadline_exceeded:
-        reason = reasons.DEADLINE_EXCEEDED
-        found.append(_Verdict("Stalled", "True", reason, text))
-    elif first.reason.is_permanent:
-        found.append(_Verdict("Stalled", "True", first.reason, text))
-    else:
-        found.append(_Verdict("Reconciling", "True", first.reason, text))
-    return found
-
-
-def _conditions(
-    verdicts: list[_Verdict], generation: int, now: str, previous: tuple[Condition, ...]
-) -> tuple[Condition, ...]:
-    """lastTransitionTime moves only when a status flips."""
-    before = {condition.type: condition for condition in previous}
-    found = []
-    for verdict in verdicts:
-        old = before.get(verdict.kind)
-        kept = old is not None and old.status == verdict.status
-        found.append(
-            Condition(
-                type=verdict.kind,
-                status=verdict.status,  # type: ignore[arg-type]
-                reason=verdict.reason.name,
-                message=verdict.reason.message(verdict.text)[:MAX_MESSAGE],
-                observed_generation=generation,
-                last_transition_time=old.last_transition_time if old and kept else now,
-            )
-        )
-    return tuple(found)
 
 
 def budgets(plan: BudgetPlan, measured: dict[str, int]) -> dict[str, Budget]:

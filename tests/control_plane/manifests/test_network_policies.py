@@ -1,0 +1,147 @@
+"""Every generated policy over every pod and flow: what is admitted, and that nothing else is.
+
+Evaluated, not enforced: docs/concepts/security.md says so.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from foveal_operator.kube.kinds import OPERATOR_LABELS
+from foveal_operator.kube.types import Obj
+from foveal_operator.manifests import ClusterFacts, desired
+from foveal_operator.process.options import read
+from tests.support.network_policies import End, admits
+from tests.support.regenerate import FACTS, planned
+from tests.support.samples import LEGAL, put
+
+SPACE = "models"
+ENGINE_WIRE, ENGINE_HTTP, PROGRESS, CLIENTS, DNS = 5570, 5580, 8000, 8000, 53
+PORTS = (ENGINE_WIRE, ENGINE_HTTP, PROGRESS, DNS, 80, 443, 9000)
+
+
+def resource(name: str, **changes: Any) -> Obj:
+    obj = put(put(LEGAL["cpu"], "metadata.name", name), "metadata.namespace", SPACE)
+    for path, value in changes.items():
+        obj = put(obj, "spec." + path.replace("__", "."), value)
+    return obj
+
+
+def objects(obj: Obj, facts: ClusterFacts = FACTS) -> list[Obj]:
+    inference, plan = planned(obj)
+    found = list(desired(inference, plan, facts).objects)
+    return [owned.body for owned in (*found, *desired(inference, None, facts).objects)]
+
+
+def policies(*objs: Obj, facts: ClusterFacts = FACTS) -> list[Obj]:
+    every = [body for obj in objs for body in objects(obj, facts)]
+    return [body for body in every if body["kind"] == "NetworkPolicy"]
+
+
+def pods(name: str) -> dict[str, End]:
+    """With the labels that the templates give them."""
+    found = {}
+    for body in objects(resource(name)):
+        kind = {"StatefulSet": "engine", "Deployment": "frontend", "Job": "job"}.get(body["kind"])
+        if kind:
+            found[kind] = End(SPACE, body["spec"]["template"]["metadata"]["labels"])
+    return found
+
+
+OTHERS = {
+    "operator": End("foveal-system", OPERATOR_LABELS),
+    "neighbour of the operator": End("foveal-system", {"app": "x"}),
+    "prometheus": End("monitoring", {"app": "prometheus"}),
+    "dns": End("kube-system", {"k8s-app": "kube-dns"}),
+    "stranger here": End(SPACE, {"app": "theirs"}),
+    "stranger elsewhere": End("default", {"app": "theirs"}),
+    "operator's double elsewhere": End("default", OPERATOR_LABELS),
+    "hub": End(address="52.1.2.3"),
+    "bucket inside": End(address="10.9.8.7"),
+}
+ENDS = {
+    **pods("a"),
+    "other engine": pods("a")["engine"],
+    **{f"b's {kind}": end for kind, end in pods("b").items()},
+    **OTHERS,
+}
+
+
+def allowed(found: list[Obj], *names: str) -> set[tuple[str, str, int]]:
+    """(from, to, port) of every flow that one of `names` takes part in."""
+    return {
+        (one, other, port)
+        for one in ENDS
+        for other in ENDS
+        for port in PORTS
+        if one != other and (one in names or other in names)
+        and admits(found, ENDS[one], ENDS[other], port, "UDP" if port == DNS else "TCP")
+    }  # fmt: skip
+
+
+def test_who_reaches_an_engine() -> None:
+    """The operator's probes were refused: nobody told the policies where it runs."""
+    found = {(one, port) for one, other, port in allowed(
+        policies(resource("a"), resource("b")), "engine") if other == "engine"}  # fmt: skip
+    assert found == {
+        ("frontend", ENGINE_WIRE),
+        ("frontend", ENGINE_HTTP),
+        ("operator", ENGINE_HTTP),
+        ("prometheus", ENGINE_HTTP),
+    }
+
+
+def test_whom_an_engine_reaches() -> None:
+    """DNS by its port alone: clusters place their servers differently. b's pods accept nothing on
+    that port, nor do a's."""
+    found = allowed(policies(resource("a"), resource("b")), "engine")
+    out = {(other, port) for one, other, port in found if one == "engine"}
+    assert out == {(name, DNS) for name in OTHERS}
+
+
+@pytest.mark.parametrize("domains", [(), ("example.org",)])
+def test_whom_a_frontend_reaches(domains: tuple[str, ...]) -> None:
+    """Media from outside only when asked for, never from private addresses."""
+    changes = {"security__mediaSources": {"allowedDomains": list(domains)}} if domains else {}
+    found = allowed(policies(resource("a", **changes), resource("b")), "frontend")
+    out = {(other, port) for one, other, port in found if one == "frontend"}
+    expected = {(name, DNS) for name in OTHERS}
+    engines = ("engine", "other engine")
+    expected |= {(name, port) for name in engines for port in (ENGINE_WIRE, ENGINE_HTTP)}
+    if domains:
+        expected |= {("hub", 80), ("hub", 443)}
+    assert out == expected
+
+
+def test_who_reaches_a_frontend() -> None:
+    """Clients from anywhere, on the one port; engines and other resources' pods reach nothing."""
+    found = allowed(policies(resource("a"), resource("b")), "frontend")
+    into = {(one, port) for one, other, port in found if other == "frontend"}
+    assert into == {(name, CLIENTS) for name in (*OTHERS, "job", "b's job")}
+
+
+def test_jobs_reach_any_source_and_tell_the_operator_alone() -> None:
+    """In a namespace that denies by default, a fetch had no way to its hub."""
+    deny: Obj = {"metadata": {"namespace": SPACE},
+                 "spec": {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}}  # fmt: skip
+    found = allowed([*policies(resource("a"), resource("b")), deny], "job")
+    assert {("job", "hub", 443), ("job", "bucket inside", 9000), ("job", "dns", DNS)} <= found
+    assert {(one, port) for one, other, port in found if other == "job"} == {("operator", PROGRESS)}
+
+
+def test_without_a_pod_of_its_own_the_operator_is_admitted_nowhere() -> None:
+    """Nor is anybody else: an empty list of peers would mean everybody."""
+    facts = replace(FACTS, operator_namespace="", monitoring_namespace="")
+    found = allowed(policies(resource("a"), resource("b"), facts=facts), "engine", "job")
+    assert {one for one, other, _ in found if other == "engine"} == {"frontend"}
+    assert not {one for one, other, _ in found if other == "job"}
+
+
+def test_the_process_reads_its_namespace() -> None:
+    assert read([], {"POD_NAMESPACE": "foveal-system"}).settings.operator_namespace == (
+        "foveal-system"
+    )
+    assert read([], {}).settings.operator_namespace == ""
