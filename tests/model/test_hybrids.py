@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from foveal_runtime.model.layers.state import StatePool, States
-from foveal_runtime.model.parallel.tensor_parallel import check_stateless
+from foveal_runtime.model.parallel.tensor_parallel import check_splits
 from foveal_runtime.model.profiler import predict
 from foveal_runtime.plan.errors import StartupError
 
@@ -122,4 +122,4 @@ def test_the_profile_counts_the_state_of_a_request(bench, tiny) -> None:
 def test_several_devices_are_refused_in_one_line(bench) -> None:
     one = bench("lfm2", reuse=False)
     with pytest.raises(StartupError, match="one device; set it to 1"):
-        check_stateless(one.runner.loaded.adapter, 2)
+        check_splits(one.runner.loaded.config, 2)

@@ -13,7 +13,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from foveal_runtime.main import cli
 from foveal_runtime.model import profiler
-from foveal_runtime.model.checkpoint import loader, quantized
+from foveal_runtime.model.checkpoint import loader, placement, quantized
 from foveal_runtime.model.parallel.tensor_parallel import TensorParallelRunner
 from foveal_runtime.model.runner.runner import TorchRunner
 from foveal_runtime.plan.errors import StartupError
@@ -27,6 +27,7 @@ PACKED = {
         "group_0": {"weights": {"num_bits": 4, "type": "int", "group_size": 128}},
     },
 }
+NVFP4 = {**PACKED, "format": "nvfp4-pack-quantized"}
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 READERS = {
     "profile": profiler.predict,
@@ -51,8 +52,16 @@ def refusal(read, path: str) -> str:
     return caught.value.message
 
 
-@pytest.mark.parametrize("method", sorted(AUTO_QUANTIZATION_CONFIG_MAPPING))
-def test_every_method_of_transformers_is_refused_by_name(method: str, tiny, tmp_path) -> None:
+REFUSED = AUTO_QUANTIZATION_CONFIG_MAPPING.keys() - quantized.LOADERS.keys() - {placement.METHOD}
+
+
+def test_every_loader_is_a_method_of_transformers() -> None:
+    assert quantized.LOADERS.keys() < AUTO_QUANTIZATION_CONFIG_MAPPING.keys()
+    assert len(REFUSED) >= 23
+
+
+@pytest.mark.parametrize("method", sorted(REFUSED))
+def test_every_other_method_of_transformers_is_refused_by_name(method: str, tiny, tmp_path) -> None:
     """`predict` said that compressed-tensors, GPTQ and AWQ models fit, and the engine then ended in
     a traceback; an FP8 model was widened to twice its planned bytes."""
     path = quantised(tiny("llama"), tmp_path / "model", {"quant_method": method, "bits": 4})
@@ -61,24 +70,30 @@ def test_every_method_of_transformers_is_refused_by_name(method: str, tiny, tmp_
 
 
 @pytest.mark.parametrize("reader", sorted(READERS))
-@pytest.mark.parametrize("scheme", [PACKED, FP8, {"load_in_4bit": True}], ids=str)
+@pytest.mark.parametrize(
+    "scheme", [NVFP4, {"quant_method": "mxfp4"}, {"load_in_4bit": True}], ids=str
+)
 def test_profile_and_engine_give_the_same_answer(reader: str, scheme, tiny, tmp_path) -> None:
     path = quantised(tiny("llava"), tmp_path / "model", scheme)
     assert refusal(READERS[reader], path) == refusal(loader.read_config, path)
 
 
 def test_no_tensor_is_read_before_the_refusal(tiny, tmp_path) -> None:
-    path = quantised(tiny("llama"), tmp_path / "model", PACKED)
-    for file in Path(path).glob("*.safetensors"):
-        file.unlink()
+    path = quantised(tiny("llama"), tmp_path / "model", NVFP4)
+    known = quantised(tiny("llama"), tmp_path / "known", PACKED)
+    for folder in (path, known):
+        for file in Path(folder).glob("*.safetensors"):
+            file.unlink()
     message = refusal(TorchRunner.load, path)
-    assert "(compressed-tensors, pack-quantized, int4, groups of 128)" in message
+    assert "(compressed-tensors, nvfp4-pack-quantized, int4, groups of 128" in message
+    for read in (profiler.predict, TorchRunner.load):
+        assert "put the *.safetensors there" in refusal(read, known)
 
 
 @pytest.mark.parametrize("part", ["text_config", "vision_config"])
 def test_a_scheme_of_a_part_counts(part: str, tiny, tmp_path) -> None:
-    path = quantised(tiny("llava"), tmp_path / "model", FP8, part)
-    assert "(fp8, blocks of 128x128)" in refusal(profiler.predict, path)
+    path = quantised(tiny("llava"), tmp_path / "model", {**FP8, "quant_method": "quark"}, part)
+    assert "(quark, blocks of 128x128)" in refusal(profiler.predict, path)
 
 
 def test_a_scheme_in_a_file_beside_the_configuration_counts(tiny, tmp_path) -> None:
@@ -101,7 +116,7 @@ def test_fp8_tensors_without_a_scheme_are_not_widened_silently(tiny, tmp_path) -
 
 
 def test_the_command_prints_one_line(tiny, tmp_path, capsys) -> None:
-    path = quantised(tiny("llama"), tmp_path / "model", PACKED)
+    path = quantised(tiny("llama"), tmp_path / "model", NVFP4)
     assert cli.main(["profile", path]) == 2
     out, err = capsys.readouterr()
     assert out == ""

@@ -8,10 +8,13 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
+from typing import Any
 
+import torch
 from transformers.models.auto import modeling_auto
 
 from foveal_runtime.model.adapters import ADAPTERS, TEXT_ADAPTERS, Adapter
+from foveal_runtime.model.checkpoint.loader import class_for
 from tests.support.models.tiny_checkpoints import CASES
 
 CASE_MODULES = (
@@ -30,13 +33,13 @@ requests in a batch, preemption, and reuse of prefixes and encoder outputs where
 (`tests/model/test_architectures.py`, `tests/model/test_hybrids.py`). Other text-only decoders of
 transformers are probed when they are loaded and refused in one line if they cannot be served.
 
-| `model_type` | images | video | audio | prefix caching |
-|---|---|---|---|---|
+| `model_type` | images | video | audio | prefix caching | quantised weights |
+|---|---|---|---|---|---|
 """
 TAIL = """
 Video and audio also need a processor that takes them: a family whose processor cannot be shown to
 make the same prompt from single items refuses that modality with a message. Tensor parallelism
-takes models whose heads divide evenly and refuses models with recurrent state.
+takes models whose heads divide evenly, and refuses recurrent state and quantised weights.
 
 Prefix caching is off for models with recurrent state (a state exists only where a computation
 ended) and for PaliGemma (its whole prompt is one group of tokens that see each other).
@@ -58,7 +61,28 @@ loaded, planned or profiled, with one line that names the type. The reasons:
 | a prompt that depends on the text around an image | `idefics2` |
 | not compared yet | the others |
 
-Quantised checkpoints are refused as well, before a byte of their weights is read.
+## Quantised weights
+
+| `quant_method` | what is read |
+|---|---|
+| `fp8` | e4m3 weights with `weight_scale_inv` by block (Qwen, DeepSeek) or one for all |
+| `compressed-tensors` | `pack-quantized` int4, int8; `int-quantized`; `float-quantized` FP8; \
+scales by tensor, channel, group or block; zero points |
+| `awq` | 4 bits, version `gemm` |
+| `gptq` | 4 and 8 bits, `gptq` and `gptq_v2`, with and without `desc_act` |
+
+Weights stay in memory as they are stored, and are dequantised a block at a time when they are
+multiplied (temporary memory of at most 40 MiB, part of the plan). Only weights are quantised: a
+scheme for activations (W8A8, FP8 dynamic) is not applied, because rounding activations makes it
+another function, further from the model that was quantised. Layers that the checkpoint leaves out
+(towers, projectors, heads) run as always. Each format is compared with a plain checkpoint of the
+dequantised weights (`tests/model/test_quantized_layers.py`). Plain torch multiplies, on any device,
+so memory is saved and not time: on CPUs a quantised decoder is several times slower than bfloat16.
+
+Refused in one line, by plan, profile and engine alike, before a byte of a weight is read: every
+other method (bitsandbytes, torchao, GGUF, NVFP4, MXFP4, Quark and so on), transforms of inputs,
+2:4 sparsity, tensors that differ from what the scheme says, embeddings and tied heads, experts of
+families marked "no" (transformers stacks them into one tensor), and more than one device an engine.
 
 ## Add a model
 
@@ -77,21 +101,35 @@ A family whose mechanisms are known needs one entry and one test line:
 """
 
 
-def compared() -> dict[str, Adapter]:
-    """model_type → adapter of every family that a test case has."""
+def compared() -> dict[str, tuple[Adapter, bool]]:
+    """model_type → adapter of every family that a test case has, and whether transformers stacks
+    its experts into one parameter as it loads them."""
     for name in CASE_MODULES:
         importlib.import_module(f"tests.support.models.{name}")
-    kinds = {case.config().model_type for case in CASES.values()}
     known = {**TEXT_ADAPTERS, **ADAPTERS}
-    return {kind: known[kind] for kind in sorted(kinds & known.keys())}
+    found: dict[str, tuple[Adapter, bool]] = {}
+    for case in CASES.values():
+        config = case.config()  # once: some change the dictionaries that they are made from
+        kind = config.model_type
+        if kind in known:
+            stacks = found[kind][1] if kind in found else False
+            found[kind] = known[kind], stacks or _stacks_experts(config)
+    return dict(sorted(found.items()))
+
+
+def _stacks_experts(config: Any) -> bool:
+    with torch.device("meta"):
+        model = class_for(config)._from_config(config)
+    return any("expert" in name and one.dim() == 3 for name, one in model.named_parameters())
 
 
 def page() -> str:
     rows = []
-    for kind, adapter in compared().items():
+    for kind, (adapter, stacks_experts) in compared().items():
         marks = ["yes" if name in adapter.encoders else "–" for name in ("image", "video", "audio")]
         caching = "no" if adapter.has_state or adapter.bidirectional == "prompt" else "yes"
-        rows.append([f"`{kind}`", *marks, caching])
+        quantised = "no" if stacks_experts else "yes"
+        rows.append([f"`{kind}`", *marks, caching, quantised])
     kinds = set(modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
     refused = len(kinds - ADAPTERS.keys())
     table = "".join(f"| {' | '.join(row)} |\n" for row in rows)

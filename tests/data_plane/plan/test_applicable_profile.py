@@ -178,3 +178,19 @@ def test_a_device_that_no_node_has_is_refused() -> None:
     assert "80.00 GiB and the largest device of the nodes has 24.00 GiB" in problem.message
     # A device that is sold as 80 GiB reports a little less.
     assert plan(gpu(80 * GIB, found_device_bytes=81_559 << 20), VLM).fits
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"quantization": "fp8, blocks of 128x128"}, "quantised weights (fp8, blocks of 128x128)"),
+        ({"state_bytes": 1 << 20}, "recurrent states"),
+    ],
+)
+def test_what_no_ranks_share_is_refused_as_the_engine_does(change, what: str) -> None:
+    inputs = gpu(num_devices=2)
+    profile = msgspec.structs.replace(VLM, num_heads=8, num_kv_heads=8, **change)
+    problem = next(one for one in plan(inputs, profile).problems if one.reason == "DeviceCount")
+    assert f"{what} cannot be shared" in problem.detail
+    assert problem.available == 1
+    assert "DeviceCount" not in reasons(plan(gpu(num_devices=1), profile))

@@ -64,6 +64,7 @@ class Bench:
         attention: str = "torch",
         room: Any = None,
         kv_dtype: str = "auto",
+        plain: Any = None,
         **options: Any,
     ) -> None:
         torch.set_num_threads(1)
@@ -83,8 +84,8 @@ class Bench:
             room=room,
         )
         self.driver = StepDriver(self.runner, NUM_BLOCKS, self.case.budget, **options)
-        config = read_config(self.path)
-        self.reference = class_for(config).from_pretrained(self.path).eval()
+        plain = str(plain or path)  # what transformers can load of the same weights
+        self.reference = class_for(read_config(plain)).from_pretrained(plain).eval()
 
     def prompt(self, seed: int, items: Any = (), **options: Any) -> Prompt:
         return make_prompt(self.case, seed, list(items), **options)

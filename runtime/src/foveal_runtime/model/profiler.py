@@ -24,8 +24,10 @@ from foveal_runtime.engine.types.step import (
     ScheduledRequest,
     StepPlan,
 )
+from foveal_runtime.model.checkpoint.dequantize import SCRATCH_BYTES
 from foveal_runtime.model.checkpoint.head import Head
 from foveal_runtime.model.checkpoint.meta import meta_model
+from foveal_runtime.model.checkpoint.placement import quantization_of
 from foveal_runtime.model.checkpoint.probe import probe_layers, probe_states
 from foveal_runtime.model.checkpoint.shards import parameter_bytes, replicated_bytes
 from foveal_runtime.model.checkpoint.weights import stored_bytes
@@ -69,7 +71,8 @@ def predict(
     per_layer = tuple(layer.values_per_token * itemsize for layer in layers)
     decoder = _activations(loaded.config, itemsize, max(per_layer), device)
     windows = [layer.sliding_window or layer.chunk_size or 0 for layer in layers]
-    if assume_dtype and not has_weights:
+    scheme = quantization_of(loaded.config)
+    if scheme or (assume_dtype and not has_weights):
         total = parameter_bytes(loaded.model)
     else:
         total = stored_bytes(path, itemsize)
@@ -102,7 +105,8 @@ def predict(
         embed_width=traits.embed_width,
         embed_bytes=itemsize,
         embed_levels=traits.embed_levels,
-        activation_bytes=decoder.fixed,
+        quantization=scheme,
+        activation_bytes=decoder.fixed + (SCRATCH_BYTES if scheme else 0),
         activation_bytes_per_token=decoder.whole + decoder.shared,
         activation_bytes_per_token_whole=decoder.whole,
         encoder_bytes_per_patch=_encoder_bytes(loaded.config, itemsize) if items else {},

@@ -125,6 +125,7 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
             kv_bytes_per_token that layers with a window take; 0 = none.
         max_model_len: the model's own limit, prompt + output tokens.
         state_bytes: recurrent state of one running request, for models with such layers.
+        quantization: format in which weights are kept; "" = plain numbers of `dtype`.
         items: modality to its largest item; empty for a text-only model.
         source: "predicted" from files, or "measured" on the device.
         kv_bytes_per_layer: kv_bytes_per_token, layer by layer.
@@ -142,6 +143,7 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "bfloat16"
     is_multimodal: bool = True
     state_bytes: int = 0
+    quantization: str = ""
     max_model_len: int
     weight_bytes: int
     kv_bytes_per_token: int
@@ -173,7 +175,10 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
         return each and item.num_patches * each + item.num_embeds * self.encoder_bytes_per_embed
 
     def possible_ranks(self, most: int = 64) -> tuple[int, ...]:
-        """Numbers of devices that can share the model's heads; empty = not known."""
+        """Numbers of devices that can share the model's heads; empty = not known. Recurrent states
+        and quantised weights are not shared."""
+        if self.state_bytes or self.quantization:
+            return (1,)
         if not self.num_heads or not self.num_kv_heads:
             return ()
         heads = math.gcd(self.num_heads, self.num_kv_heads)

@@ -21,6 +21,7 @@ from transformers import (
 from transformers.models.auto import modeling_auto
 
 from foveal_runtime.model.adapters import ADAPTERS, PLAIN_TEXT, TEXT_ADAPTERS, Adapter
+from foveal_runtime.model.checkpoint.placement import METHOD
 from foveal_runtime.model.checkpoint.quantized import check_quantization
 from foveal_runtime.model.context import ATTENTION_NAME
 from foveal_runtime.model.cpu.fusing import fuse
@@ -124,7 +125,8 @@ def prepare(model: Any, adapter: Adapter) -> LoadedModel:
 
 
 def read_config(path: str) -> Any:
-    """The checkpoint's configuration. Raises StartupError, also for quantised weights."""
+    """The checkpoint's configuration. Raises StartupError, also for quantised weights that cannot
+    be run; for others it names our quantiser (`placement`)."""
     if not (Path(path) / "config.json").is_file():
         raise StartupError(
             f"model {path}: no config.json there; give a directory with a Hugging Face checkpoint"
@@ -136,7 +138,9 @@ def read_config(path: str) -> Any:
             f"model {path}: config.json is not one that the installed transformers knows "
             f"(code from checkpoints is never run): {_one_line(error)}"
         ) from error
-    check_quantization(path, found)
+    if scheme := check_quantization(path, found):
+        # Instead of transformers' own quantiser of the method, which widens weights or needs more.
+        found.quantization_config = {"quant_method": METHOD, "path": path, "scheme": scheme}
     return found
 
 

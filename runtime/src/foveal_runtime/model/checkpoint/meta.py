@@ -19,6 +19,7 @@ from foveal_runtime.model.checkpoint.loader import (
     prepare,
     read_config,
 )
+from foveal_runtime.model.checkpoint.placement import place_layers
 from foveal_runtime.model.checkpoint.probe import probe_layers
 
 
@@ -34,6 +35,8 @@ def meta_model(path: str, dtype: str = "auto") -> LoadedModel:
     kind = DTYPES.get(dtype) or _config_dtype(config)
     with torch.device("meta"):
         model = model_class._from_config(config, dtype=kind)
+        if quantized := getattr(config, "quantization_config", None):
+            place_layers(model, path, quantized["scheme"])
     return prepare(model.eval().requires_grad_(False), adapter)
 
 

@@ -1,4 +1,5 @@
-"""The quantisation schemes of checkpoints, and the refusal of those that no code here can run.
+"""The quantisation schemes of checkpoints: which can be run, how each layer is stored, and the
+refusal of the others.
 
 Called by the loader right after config.json is read and before any weight is, so the profile, the
 plan that needs one and the engine give the same answer. Without this check transformers widens some
@@ -8,22 +9,33 @@ an ImportError in the middle of loading.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from torch import nn
 
-from foveal_runtime.model.checkpoint.weights import stored_dtypes
+from foveal_runtime.model.checkpoint.dequantize import Layout
+from foveal_runtime.model.checkpoint.weights import StoredTensor, stored_dtypes, stored_tensors
 from foveal_runtime.plan.errors import StartupError
-
-LOADERS: Mapping[str, Callable[..., Any]] = {}
-"""quant_method → what loads it. A method that is not here is refused."""
 
 _SIDE_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq"}
 """Files beside config.json that say the same for producers that do not write into it."""
 _PACKED_DTYPES = ("F8_", "F4", "F6_")
 """Prefixes of the tensor types that only quantised weights have."""
+_ALLOWED: Mapping[str, Mapping[str, set[Any]]] = {
+    "fp8": {"fmt": {"e4m3", "float8_e4m3fn"}},
+    "awq": {"version": {"gemm"}, "bits": {4}, "zero_point": {True}},
+    "gptq": {"checkpoint_format": {"gptq", "gptq_v2"}, "bits": {4, 8}},
+    "compressed-tensors": {"format": {
+        "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision",
+    }},
+}  # fmt: skip
+"""Method → key of its scheme → the values that are known; a key that is not there is fine."""
+_FLOATS = {"F32", "F16", "BF16"}
 
 
 class UnsupportedQuantization(StartupError):
@@ -32,29 +44,38 @@ class UnsupportedQuantization(StartupError):
     code = "unsupported_quantization"
 
 
-def check_quantization(path: str, config: Any) -> None:
-    """Raises UnsupportedQuantization, in one line that names the format, unless a loader has it.
+def check_quantization(path: str, config: Any) -> dict[str, Any] | None:
+    """The scheme of a quantised checkpoint that can be run; None for plain weights.
 
-    Tensor types in the headers of the weight files count as well: quantised ones that config.json
-    is silent about would be widened as they are loaded.
+    Raises UnsupportedQuantization for others, in one line that names the format. Tensor types in
+    the headers of the weight files count as well: quantised ones that config.json is silent about
+    would be widened as they are loaded.
     """
     declared = list(_schemes(path, config))
     for scheme in declared:
         if method_of(scheme) not in LOADERS:
-            raise _refusal(path, describe(scheme))
-    if declared or not any(Path(path).glob("*.safetensors")):
-        return
+            raise refusal(path, describe(scheme))
+        if reason := _unsupported(scheme):
+            raise refusal(path, f"{describe(scheme)}, {reason}")
+    has_files = any(Path(path).glob("*.safetensors"))
+    if declared and not has_files:
+        raise UnsupportedQuantization(
+            f"model {path}: weights are quantised ({describe(declared[0])}), and which of them is "
+            "read from their files: put the *.safetensors there"
+        )
+    if declared or not has_files:
+        return declared[0] if declared else None
     found = sorted(dtype for dtype in stored_dtypes(path) if dtype.startswith(_PACKED_DTYPES))
     if found:
-        raise _refusal(path, f"{', '.join(found)} tensors that config.json does not explain")
+        raise refusal(path, f"{', '.join(found)} tensors that config.json does not explain")
+    return None
 
 
-def _refusal(path: str, what: str) -> UnsupportedQuantization:
+def refusal(path: str, what: str) -> UnsupportedQuantization:
     known = ", ".join(sorted(LOADERS))
-    instead = f"; supported are {known} and" if known else "; use"
     return UnsupportedQuantization(
-        f"model {path}: weights are quantised ({what}), which is not supported{instead} the "
-        "checkpoint with float32, bfloat16 or float16 weights"
+        f"model {path}: weights are quantised ({what}), which is not supported; supported are "
+        f"{known} and the checkpoint with float32, bfloat16 or float16 weights"
     )
 
 
@@ -110,3 +131,164 @@ def describe(scheme: Mapping[str, Any]) -> str:
     if isinstance(block, list | tuple):
         words.append(f"blocks of {'x'.join(map(str, block))}")
     return ", ".join(words)
+
+
+def _unsupported(scheme: Mapping[str, Any]) -> str:
+    """What in a known method's scheme changes the weights in a way not known here; "" = nothing."""
+    if scheme.get("transform_config"):
+        return "with transforms of its inputs"
+    if (scheme.get("sparsity_config") or {}).get("format", "dense") != "dense":
+        return "with sparse weights"
+    for key, values in _ALLOWED[method_of(scheme)].items():
+        value = scheme.get(key)
+        if value is not None and (value.lower() if isinstance(value, str) else value) not in values:
+            return f"{key} {value}"
+    return ""
+
+
+def quantized_layers(path: str) -> dict[str, dict[str, StoredTensor]]:
+    """Layer's name in the checkpoint → its tensors by the rest of their names, of the layers that
+    are quantised. Raises StartupError for a file that cannot be read."""
+    layers: dict[str, dict[str, StoredTensor]] = {}
+    for name, tensor in stored_tensors(path).items():
+        layer, _, suffix = name.rpartition(".")
+        layers.setdefault(layer, {})[suffix] = tensor
+    return {
+        name: found for name, found in layers.items()
+        if "weight_packed" in found or "qweight" in found
+        or ("weight" in found and found["weight"].dtype not in (*_FLOATS, "F64"))
+    }  # fmt: skip
+
+
+_Shapes = dict[str, tuple[set[str], tuple[int, ...]]]
+"""Tensor's name → the types and the shape that it must have."""
+
+
+def layout_of(
+    path: str,
+    scheme: Mapping[str, Any],
+    names: tuple[str, str],
+    stored: Mapping[str, StoredTensor],
+    linear: nn.Linear,
+) -> tuple[Layout, tuple[str, ...]]:
+    """How a layer is stored, and which of its tensors are needed. `names`: in the checkpoint, in
+    the model. Raises UnsupportedQuantization where the files say another thing than the scheme."""
+    found = LOADERS[method_of(scheme)](
+        scheme, names, stored, linear.out_features, linear.in_features
+    )
+    if isinstance(found, str):
+        raise refusal(path, f"{describe(scheme)}, {names[0]}: {found}")
+    layout, shapes = found
+    for name, (dtypes, shape) in shapes.items():
+        tensor = stored.get(name)
+        if tensor is None or tensor.dtype not in dtypes or not _is_shape(tensor.shape, shape):
+            there = "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+            wanted = f"{' or '.join(sorted(dtypes))} {list(shape)}"
+            raise refusal(
+                path, f"{describe(scheme)}, {names[0]}.{name}: {there} instead of {wanted}"
+            )
+    return layout, tuple(shapes)
+
+
+def _is_shape(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """One scale for everything is stored with 0, 1 or 2 dimensions, one an output with 1 or 2."""
+    if len(wanted) == 2 and wanted[1] == 1 and len(found) < 2:
+        return math.prod(found) == wanted[0]
+    return found == wanted
+
+
+def _fp8(
+    scheme: Mapping[str, Any], names: object, stored: object, outs: int, ins: int
+) -> tuple[Layout, _Shapes] | str:
+    rows, columns = scheme.get("weight_block_size") or (outs, ins)
+    return Layout("plain", 8, "weight_scale_inv", rows, columns), {
+        "weight": ({"F8_E4M3"}, (outs, ins)),
+        "weight_scale_inv": (_FLOATS, (-(-outs // rows), -(-ins // columns))),
+    }
+
+
+def _compressed_tensors(
+    scheme: Mapping[str, Any],
+    names: tuple[str, str],
+    stored: Mapping[str, StoredTensor],
+    outs: int,
+    ins: int,
+) -> tuple[Layout, _Shapes] | str:
+    weights = _group_of(scheme, names)
+    if weights is None:
+        return "no group of the scheme has it as a target"
+    kind, bits = str(weights.get("type") or "int"), int(weights.get("num_bits") or 8)
+    strategy, size = str(weights.get("strategy") or ""), int(weights.get("group_size") or 0)
+    if not strategy:
+        strategy = "group" if size > 0 else "channel" if size < 0 else "tensor"
+    rows, columns = {
+        "tensor": (outs, ins), "channel": (1, ins), "group": (1, size),
+        "block": tuple(weights.get("block_structure") or (0, 0)),
+    }.get(strategy, (0, 0))  # fmt: skip
+    packed, has_zeros = "weight_packed" in stored, weights.get("symmetric") is False
+    if (
+        rows < 1 or columns < 1 or (kind, bits) not in {("int", 4), ("int", 8), ("float", 8)}
+        or (packed and (kind != "int" or (has_zeros and rows != 1)))
+    ):  # fmt: skip
+        return f"{'packed ' * packed}{kind}{bits} weights with scales by {strategy}"
+    table = (-(-outs // rows), -(-ins // columns))
+    shapes: _Shapes = {"weight_scale": (_FLOATS, table)}
+    if packed:
+        shapes["weight_packed"] = ({"I32"}, (outs, -(-ins * bits // 32)))
+    else:
+        shapes["weight"] = ({"I8" if kind == "int" else "F8_E4M3"}, (outs, ins))
+    if has_zeros:
+        shapes["weight_zero_point"] = (
+            ({"I32"}, (-(-outs * bits // 32), table[1])) if packed else ({"I8"}, table)
+        )
+    if "weight_g_idx" in stored or weights.get("actorder") == "group":
+        shapes["weight_g_idx"] = ({"I32"}, (ins,))
+    return Layout("packed" if packed else "plain", bits, "weight_scale", rows, columns), shapes
+
+
+def _group_of(scheme: Mapping[str, Any], names: tuple[str, str]) -> Mapping[str, Any] | None:
+    """The weights' arguments of the group whose targets are a layer: its names before its class."""
+    by_class = None
+    for group in (scheme.get("config_groups") or {}).values():
+        for target in group.get("targets") or ():
+            pattern = target.removeprefix("re:")
+            if any(re.match(pattern, n) if pattern != target else n == target for n in names):
+                return group.get("weights") or None
+            if target == "Linear":
+                by_class = by_class or group.get("weights")
+    return by_class
+
+
+def _gptq_or_awq(
+    scheme: Mapping[str, Any],
+    names: object,
+    stored: Mapping[str, StoredTensor],
+    outs: int,
+    ins: int,
+) -> tuple[Layout, _Shapes] | str:
+    """Inputs in rows; codes are packed along inputs (GPTQ) or outputs (AWQ)."""
+    kind, bits = method_of(scheme), int(scheme.get("bits") or 4)
+    each, size = 32 // bits, int(scheme.get("group_size") or 0)
+    size = size if size > 0 else ins
+    is_gptq = kind == "gptq"
+    if outs % each or (is_gptq and ins % each):
+        return f"{ins} inputs and {outs} outputs, not multiples of {each}"
+    groups = -(-ins // size)
+    shapes: _Shapes = {
+        "qweight": ({"I32"}, (ins // each, outs) if is_gptq else (ins, outs // each)),
+        "qzeros": ({"I32"}, (groups, outs // each)),
+        "scales": (_FLOATS, (groups, outs)),
+    }
+    if is_gptq and ("g_idx" in stored or scheme.get("desc_act")):
+        shapes["g_idx"] = ({"I32"}, (ins,))
+    offset = int(is_gptq and scheme.get("checkpoint_format") != "gptq_v2")
+    return Layout(kind, bits, "scales", 1, size, offset), shapes
+
+
+LOADERS: Mapping[str, Callable[..., tuple[Layout, _Shapes] | str]] = {
+    "awq": _gptq_or_awq,
+    "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
+    "gptq": _gptq_or_awq,
+}
+"""quant_method → how it stores a layer, or why that is not known. Other methods are refused."""

@@ -9,13 +9,17 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from foveal_runtime.model.checkpoint.dequantize import QuantizedLinear
+
 _SHARDED = ("colwise", "rowwise", "packed", "embedding")
 """Prefixes of the styles that cut a module's parameters; the others only move activations."""
 
 
 def parameter_bytes(model: Any) -> int:
-    """Bytes of all parameters; tied ones count once."""
-    return sum(one.numel() * one.element_size() for one in model.parameters())
+    """Bytes of all parameters, tied ones once, and of quantised weights as they are stored."""
+    quantized = (one for one in model.modules() if isinstance(one, QuantizedLinear))
+    held = [*model.parameters(), *(buffer for one in quantized for buffer in one.buffers())]
+    return sum(one.numel() * one.element_size() for one in held)
 
 
 def replicated_bytes(model: Any) -> int:

@@ -18,7 +18,9 @@ _FLOATS = {"F64", "F32", "F16", "BF16"}
 _INDEX = "model.safetensors.index.json"
 
 
-class _Tensor(msgspec.Struct):
+class StoredTensor(msgspec.Struct):
+    """One tensor as a file's header describes it; `dtype` by safetensors' names."""
+
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
@@ -46,24 +48,29 @@ def weight_files(path: str) -> list[Path]:
     return found
 
 
-def stored_bytes(path: str, loaded_itemsize: int) -> int:
-    """Bytes of all weights once loaded: floating-point ones in the loaded type, others as stored.
+def stored_tensors(path: str) -> dict[str, StoredTensor]:
+    """Every tensor of the checkpoint by name, of its files' headers alone.
 
     Raises StartupError for a file that is missing or no safetensors file.
     """
+    return {name: one for file in weight_files(path) for name, one in _header(file).items()}
+
+
+def stored_bytes(path: str, loaded_itemsize: int) -> int:
+    """Bytes of all weights once loaded: floating-point ones in the loaded type, others as stored.
+    Raises StartupError as `stored_tensors`."""
     total = 0
-    for file in weight_files(path):
-        for tensor in _header(file).values():
-            if tensor.dtype in _FLOATS:
-                total += math.prod(tensor.shape) * loaded_itemsize
-            else:
-                total += tensor.data_offsets[1] - tensor.data_offsets[0]
+    for tensor in stored_tensors(path).values():
+        if tensor.dtype in _FLOATS:
+            total += math.prod(tensor.shape) * loaded_itemsize
+        else:
+            total += tensor.data_offsets[1] - tensor.data_offsets[0]
     return total
 
 
 def stored_dtypes(path: str) -> set[str]:
-    """The types of all tensors, by safetensors' names. Raises StartupError as `stored_bytes`."""
-    return {tensor.dtype for file in weight_files(path) for tensor in _header(file).values()}
+    """The types of all tensors. Raises StartupError as `stored_tensors`."""
+    return {tensor.dtype for tensor in stored_tensors(path).values()}
 
 
 def check_complete(files: Iterable[Path]) -> None:
@@ -81,7 +88,7 @@ def check_complete(files: Iterable[Path]) -> None:
             )
 
 
-def _header(file: Path) -> dict[str, _Tensor]:
+def _header(file: Path) -> dict[str, StoredTensor]:
     try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
@@ -89,7 +96,7 @@ def _header(file: Path) -> dict[str, _Tensor]:
                 raise StartupError(f"{file}: not a safetensors file (header of {length} bytes)")
             raw = msgspec.json.decode(stream.read(length), type=dict[str, msgspec.Raw])
         raw.pop("__metadata__", None)
-        return {name: msgspec.json.decode(one, type=_Tensor) for name, one in raw.items()}
+        return {name: msgspec.json.decode(one, type=StoredTensor) for name, one in raw.items()}
     except OSError as error:
         raise StartupError(f"cannot read {file}: {error.strerror}") from error
     except msgspec.MsgspecError as error:

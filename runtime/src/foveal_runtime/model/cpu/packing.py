@@ -198,11 +198,11 @@ def pack_linears(model: nn.Module) -> int:
 
 
 def own_rest(model: nn.Module) -> None:
-    """Copies the parameters that were not packed out of the checkpoint's mapped files: a single one
-    keeps a whole file mapped, which then counts beside the packed copy of its weights."""
-    for parameter in model.parameters():
-        if not parameter.is_mkldnn:
-            parameter.data = parameter.data.clone()
+    """Copies what was not packed out of the checkpoint's mapped files: a single tensor keeps a
+    whole file mapped, which then counts beside the packed copy of its weights."""
+    for one in itertools.chain(model.parameters(), model.buffers()):
+        if not one.is_mkldnn:
+            one.data = one.data.clone()
 
 
 def _holders(model: nn.Module) -> dict[int, int]:

@@ -22,6 +22,7 @@ from torch import nn
 
 from foveal_runtime.model.attention import ForwardContext, KVPool, LayerGeometry
 from foveal_runtime.model.attention.cpu import Rows, is_supported
+from foveal_runtime.model.checkpoint.dequantize import QuantizedLinear
 from foveal_runtime.model.checkpoint.loader import LoadedModel
 from foveal_runtime.model.cpu.fusing import DTYPES, FusedNorm, activation_of
 from foveal_runtime.model.cpu.kernels import (
@@ -292,6 +293,8 @@ def _norm(module: nn.Module | None) -> RmsNorm:
 
 
 def _product(module: Any, dtype: torch.dtype) -> Product:
+    if isinstance(module, QuantizedLinear):
+        raise Unlike("its weights are quantised")
     if not isinstance(module, PackedLinear) or module.weight.dtype != dtype:
         raise Unlike("its linear layers are not packed")
     layout = layout_of(module.out_features, module.in_features, dtype)

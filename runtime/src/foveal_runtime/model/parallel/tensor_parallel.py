@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch.distributed as dist
@@ -30,10 +31,10 @@ from foveal_runtime.engine.types.step import (
     StepPlan,
     StepResult,
 )
-from foveal_runtime.model.adapters import Adapter
 from foveal_runtime.model.attention import LayerGeometry
 from foveal_runtime.model.checkpoint.loader import adapter_for, read_config
 from foveal_runtime.model.checkpoint.meta import meta_layers
+from foveal_runtime.model.checkpoint.placement import quantization_of
 from foveal_runtime.model.cpu.threads import cpu_limit, num_threads, thread_environment
 from foveal_runtime.model.parallel.rank_worker import READY
 from foveal_runtime.model.parallel.ranks import (
@@ -62,11 +63,15 @@ class RankLost(RunnerLost):
     """A rank ended; the engine cannot go on."""
 
 
-def check_stateless(adapter: Adapter, ranks: int) -> None:
-    """Raises StartupError for decoders with recurrent state, whose layers are not split."""
-    if adapter.has_state and ranks > 1:
+def check_splits(config: Any, ranks: int) -> None:
+    """Raises StartupError for models whose layers are not split: those with recurrent state, and
+    those whose weights are quantised."""
+    what = "models with recurrent state" if adapter_for(config).has_state else ""
+    if scheme := quantization_of(config):
+        what = f"quantised weights ({scheme})"
+    if what and ranks > 1:
         raise StartupError(
-            f"tensor_parallel {ranks}: models with recurrent state run on one device; set it to 1",
+            f"tensor_parallel {ranks}: {what} run on one device; set it to 1",
             param="tensor_parallel",
         )
 
@@ -203,7 +208,7 @@ class TensorParallelRunner:
         `kv_bytes` is the KV memory of each rank. `on_lost` is called from another thread when a
         rank has died and `close` was not called within `grace_seconds`. Raises StartupError.
         """
-        check_stateless(adapter_for(read_config(path)), ranks)
+        check_splits(read_config(path), ranks)
         check_divisible(meta_layers(path, dtype), ranks)
         folder = Path(tempfile.mkdtemp(prefix="foveal-ranks-"))
         config = RankConfig(

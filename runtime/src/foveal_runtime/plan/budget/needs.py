@@ -160,6 +160,11 @@ def _ranks_problems(inputs: BudgetInputs, profile: ModelProfile) -> list[Problem
     ranks = engine.num_devices if engine.device == "gpu" else 1
     if not possible or ranks in possible:
         return []
+    what = (
+        f"quantised weights ({profile.quantization})" if profile.quantization
+        else "recurrent states" if profile.state_bytes
+        else f"the model's {profile.num_heads} query and {profile.num_kv_heads} key/value heads"
+    )  # fmt: skip
     return [
         Problem(
             reason="DeviceCount",
@@ -168,9 +173,8 @@ def _ranks_problems(inputs: BudgetInputs, profile: ModelProfile) -> list[Problem
             needed=ranks,
             available=possible[-1],
             unit="devices",
-            detail=f"{engine.devices_field} is {ranks} and the model's {profile.num_heads} query "
-            f"and {profile.num_kv_heads} key/value heads cannot be shared evenly by so many "
-            f"devices; possible are {', '.join(map(str, possible))}",
+            detail=f"{engine.devices_field} is {ranks} and {what} cannot be shared evenly by so "
+            f"many devices; possible are {', '.join(map(str, possible))}",
         )
     ]
 
