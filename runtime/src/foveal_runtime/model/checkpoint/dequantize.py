@@ -26,7 +26,7 @@ _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Which of the eight codes in a number belongs to output 0, 1, ...: AutoAWQ interleaves them."""
 
 
-class Layout(NamedTuple):
+class StoredAs(NamedTuple):
     """How one layer's weight (outputs N, inputs K) is stored.
 
     Attributes:
@@ -49,7 +49,7 @@ class QuantizedLinear(nn.Module):  # type: ignore[misc]
     """Stands where an nn.Linear stood; its buffers have the names, shapes and types of the file."""
 
     def __init__(
-        self, linear: nn.Linear, layout: Layout, stored: Mapping[str, torch.Tensor]
+        self, linear: nn.Linear, layout: StoredAs, stored: Mapping[str, torch.Tensor]
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 from torch import nn
 
-from foveal_runtime.model.checkpoint.dequantize import Layout
+from foveal_runtime.model.checkpoint.dequantize import StoredAs
 from foveal_runtime.model.checkpoint.weights import StoredTensor, stored_dtypes, stored_tensors
 from foveal_runtime.plan.errors import StartupError
 
@@ -170,7 +170,7 @@ def layout_of(
     names: tuple[str, str],
     stored: Mapping[str, StoredTensor],
     linear: nn.Linear,
-) -> tuple[Layout, tuple[str, ...]]:
+) -> tuple[StoredAs, tuple[str, ...]]:
     """How a layer is stored, and which of its tensors are needed. `names`: in the checkpoint, in
     the model. Raises UnsupportedQuantization where the files say another thing than the scheme."""
     found = LOADERS[method_of(scheme)](
@@ -199,9 +199,9 @@ def _is_shape(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
 
 def _fp8(
     scheme: Mapping[str, Any], names: object, stored: object, outs: int, ins: int
-) -> tuple[Layout, _Shapes] | str:
+) -> tuple[StoredAs, _Shapes] | str:
     rows, columns = scheme.get("weight_block_size") or (outs, ins)
-    return Layout("plain", 8, "weight_scale_inv", rows, columns), {
+    return StoredAs("plain", 8, "weight_scale_inv", rows, columns), {
         "weight": ({"F8_E4M3"}, (outs, ins)),
         "weight_scale_inv": (_FLOATS, (-(-outs // rows), -(-ins // columns))),
     }
@@ -213,7 +213,7 @@ def _compressed_tensors(
     stored: Mapping[str, StoredTensor],
     outs: int,
     ins: int,
-) -> tuple[Layout, _Shapes] | str:
+) -> tuple[StoredAs, _Shapes] | str:
     weights = _group_of(scheme, names)
     if weights is None:
         return "no group of the scheme has it as a target"
@@ -243,7 +243,7 @@ def _compressed_tensors(
         )
     if "weight_g_idx" in stored or weights.get("actorder") == "group":
         shapes["weight_g_idx"] = ({"I32"}, (ins,))
-    return Layout("packed" if packed else "plain", bits, "weight_scale", rows, columns), shapes
+    return StoredAs("packed" if packed else "plain", bits, "weight_scale", rows, columns), shapes
 
 
 def _group_of(scheme: Mapping[str, Any], names: tuple[str, str]) -> Mapping[str, Any] | None:
@@ -265,7 +265,7 @@ def _gptq_or_awq(
     stored: Mapping[str, StoredTensor],
     outs: int,
     ins: int,
-) -> tuple[Layout, _Shapes] | str:
+) -> tuple[StoredAs, _Shapes] | str:
     """Inputs in rows; codes are packed along inputs (GPTQ) or outputs (AWQ)."""
     kind, bits = method_of(scheme), int(scheme.get("bits") or 4)
     each, size = 32 // bits, int(scheme.get("group_size") or 0)
@@ -282,10 +282,10 @@ def _gptq_or_awq(
     if is_gptq and ("g_idx" in stored or scheme.get("desc_act")):
         shapes["g_idx"] = ({"I32"}, (ins,))
     offset = int(is_gptq and scheme.get("checkpoint_format") != "gptq_v2")
-    return Layout(kind, bits, "scales", 1, size, offset), shapes
+    return StoredAs(kind, bits, "scales", 1, size, offset), shapes
 
 
-LOADERS: Mapping[str, Callable[..., tuple[Layout, _Shapes] | str]] = {
+LOADERS: Mapping[str, Callable[..., tuple[StoredAs, _Shapes] | str]] = {
     "awq": _gptq_or_awq,
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
