@@ -193,6 +193,7 @@ class Admission(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """When a frontend process says 429/503, decided before decoding anything.
 
     Attributes:
+        max_answer_scores: log probabilities of prompts and answers that a process holds at a time.
         client_share: part of the connections, uploads and upload bytes that one client address may
             hold at a time.
         upload_window_seconds, min_upload_bytes_per_second: a body that brings less than this in
@@ -204,6 +205,7 @@ class Admission(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     max_tokens: int = 2_000_000
     max_media_bytes: int = 512 * MIB
     max_body_bytes: int = 128 * MIB
+    max_answer_scores: int = 1 << 21
     no_engine_wait_seconds: float = 30.0
     client_share: float = 0.5
     upload_window_seconds: float = 10.0

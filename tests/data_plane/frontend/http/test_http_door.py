@@ -51,7 +51,7 @@ async def test_tokens_and_media_bytes_in_flight(start: Any) -> None:
         image = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
         assert (await harness.chat([image])).status_code == 429
         assert harness.app.gate.rejections == {
-            "requests": 0, "uploads": 0, "tokens": 1, "media_bytes": 2, "draining": 0,
+            "requests": 0, "uploads": 0, "tokens": 1, "scores": 0, "media_bytes": 2, "draining": 0,
         }  # fmt: skip
         harness.generator.hold.set()
         assert (await first).status_code == 200

@@ -11,8 +11,11 @@ from typing import NamedTuple
 
 from foveal_runtime.frontend.items.prepared import PreparedRequest
 from foveal_runtime.mirror.messages import RequestId
-from foveal_runtime.plan.errors import FovealError
+from foveal_runtime.plan.errors import FovealError, RateLimited
 from foveal_runtime.wire.messages import EngineOutput
+
+MAX_UNREAD = 1024
+"""Outputs with log probabilities that may wait for a client that does not read them."""
 
 
 class Lost(NamedTuple):
@@ -44,7 +47,13 @@ class Stream:
         self._news = asyncio.Event()
 
     def push(self, event: Event) -> None:
-        # At most max_tokens outputs and one end: bounded by the request itself.
+        # At most max_tokens outputs and one end: bounded by the request itself. Those with log
+        # probabilities are much larger.
+        if len(self._events) >= MAX_UNREAD and self.request.sampling.logprobs >= 0:
+            if len(self._events) > MAX_UNREAD:
+                return
+            why = f"{MAX_UNREAD} outputs with log probabilities were not read: the client is slow"
+            event = EngineOutput(self.rid, finish="error", error=(RateLimited.code, why))
         self._events.append(event)
         self._news.set()
 

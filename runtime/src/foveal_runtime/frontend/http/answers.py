@@ -1,5 +1,6 @@
-"""Deltas to OpenAI's JSON: usage, log probabilities, accumulated choices. Plain dicts, no I/O.
+"""Deltas to OpenAI's JSON: usage, log probabilities, accumulated choices. No I/O.
 
+Log probabilities become JSON token by token: as Python objects they would take four times as much.
 Used by chat.py and completions.py for streams and whole answers alike.
 """
 
@@ -10,7 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from foveal_runtime.frontend.engines.sequence import Delta, unpack_ids
+from foveal_runtime.frontend.http.asgi.json_out import encode_json
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
 from foveal_runtime.wire.messages import FirstOutput, TokenLogprobs
 
@@ -74,6 +78,12 @@ class Answer:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
     @property
+    def num_scores(self) -> int:
+        """Log probabilities of its tokens, alternatives included, and of its prompt."""
+        prompt = self.first.prompt_logprobs if self.first is not None else ()
+        return sum(1 + len(one.top_ids) for one in (*prompt, *self.logprobs) if one is not None)
+
+    @property
     def text(self) -> str:
         return "".join(self.texts)
 
@@ -105,7 +115,7 @@ def chat_logprobs(
             _entry(tokenizer, top, value, as_ids)
             for top, value in zip(found.top_ids, found.top_logprobs, strict=True)
         ]
-        content.append(entry)
+        content.append(msgspec.Raw(encode_json(entry)))
     return {"content": content}
 
 
@@ -136,15 +146,13 @@ def text_logprobs(
         top = {name: finite(found.logprob)}
         for top_id, value in zip(found.top_ids, found.top_logprobs, strict=True):
             top[token_name(tokenizer, top_id, as_ids)] = finite(value)
-        out["top_logprobs"].append(top)
+        out["top_logprobs"].append(msgspec.Raw(encode_json(top)))
     return out
 
 
-def prompt_logprobs(
-    tokenizer: TextTokenizer, first: FirstOutput
-) -> list[dict[str, dict[str, Any]] | None]:
+def prompt_logprobs(tokenizer: TextTokenizer, first: FirstOutput) -> list[msgspec.Raw | None]:
     """Per prompt token: None for the first, else token id -> logprob, rank and text."""
-    out: list[dict[str, dict[str, Any]] | None] = []
+    out: list[msgspec.Raw | None] = []
     for token_id, found in zip(first.prompt_logprob_ids, first.prompt_logprobs, strict=False):
         if found is None:
             out.append(None)
@@ -155,7 +163,7 @@ def prompt_logprobs(
         ):
             entry[str(top_id)] = _prompt_entry(tokenizer, top_id, value, rank)
         entry[str(token_id)] = _prompt_entry(tokenizer, token_id, found.logprob, found.rank)
-        out.append(entry)
+        out.append(msgspec.Raw(encode_json(entry)))
     return out
 
 

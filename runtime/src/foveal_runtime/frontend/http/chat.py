@@ -118,6 +118,10 @@ async def whole_answer(run: ChatRun) -> dict[str, Any]:
         async for index, delta in deltas:
             answers[index].add(delta)
             tally.add(index, delta)
+    return await run.service.put_together(answers, lambda: _whole(run, answers, tally))
+
+
+def _whole(run: ChatRun, answers: Sequence[Answer], tally: Tally) -> dict[str, Any]:
     body = {
         **run.head,
         "choices": [_choice(run, i, answer) for i, answer in enumerate(answers)],

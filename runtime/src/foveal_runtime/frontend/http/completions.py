@@ -75,6 +75,7 @@ async def plan_completion(
                 token_ids,
                 (),
                 grammar=compiled.grammar,
+                num_prompts=len(prompts),
                 suffix="" if len(prompts) == 1 else f"-p{index}",
                 continues_prompt=True,
             )
@@ -145,11 +146,12 @@ async def whole_answer(run: CompletionRun) -> dict[str, Any]:
             shown = Delta(first=delta.first, finish_reason="length") if scores_only else delta
             answers[index].add(shown)
             tally.add(index, shown)
-    return {
-        **run.head,
-        "choices": [_choice(run, i, answer) for i, answer in enumerate(answers)],
-        "usage": tally.usage(),
-    }
+
+    def whole() -> dict[str, Any]:
+        choices = [_choice(run, i, answer) for i, answer in enumerate(answers)]
+        return {**run.head, "choices": choices, "usage": tally.usage()}
+
+    return await run.service.put_together(answers, whole)
 
 
 def _echo_text(run: CompletionRun, index: int) -> str:

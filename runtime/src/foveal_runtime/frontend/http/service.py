@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -27,8 +28,10 @@ from foveal_runtime.frontend.engines.sequence import (
     release_media,
     run_sequence,
 )
+from foveal_runtime.frontend.engines.stream import MAX_UNREAD
 from foveal_runtime.frontend.grammars.compiler import Compiler
 from foveal_runtime.frontend.http.access.admission import Gate, Ticket
+from foveal_runtime.frontend.http.answers import Answer
 from foveal_runtime.frontend.http.monitoring.request_stats import RequestStats
 from foveal_runtime.frontend.items.prepared import PreparedRequest
 from foveal_runtime.frontend.items.seams import (
@@ -37,7 +40,7 @@ from foveal_runtime.frontend.items.seams import (
     MediaPart,
     PrepareOptions,
 )
-from foveal_runtime.frontend.protocol.bounds import check_prompt_logprobs
+from foveal_runtime.frontend.protocol.bounds import check_prompt_logprobs, tokens_with_scores
 from foveal_runtime.frontend.protocol.requests import (
     MAX_CHOICES,
     ChatCompletionRequest,
@@ -54,6 +57,7 @@ from foveal_runtime.frontend.text.detokenizer import Detokenizer
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
 from foveal_runtime.plan.config import FrontendConfig
 from foveal_runtime.plan.errors import ContextLengthExceeded, InvalidRequest, NoEngine
+from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.telemetry.metrics import Metrics
 from foveal_runtime.telemetry.tracing import Span, child_span, span_of_task
 
@@ -62,6 +66,8 @@ T = TypeVar("T")
 NUM_CONTEXTS = 4
 """Contexts of the model that a text may have where not all of it must fit into one."""
 TEXT_THREADS = 2
+THREAD_SCORES = 2000
+"""Answers with more are put together in a thread."""
 THREAD_CHARS = 20_000
 """Longer texts are rendered and tokenised in a thread: they would stall other streams."""
 
@@ -96,6 +102,11 @@ class Service:
         """Long text work: beside the loop, and beside the threads that media need."""
         return await asyncio.get_running_loop().run_in_executor(self.text_threads, work)
 
+    async def put_together(self, answers: Sequence[Answer], work: Callable[[], T]) -> T:
+        """`work` on answers: in a thread when they have so many scores that others would wait."""
+        is_long = sum(answer.num_scores for answer in answers) > THREAD_SCORES
+        return await self.in_thread(work) if is_long else work()
+
     @property
     def model_name(self) -> str:
         return self.config.model.served_name
@@ -126,6 +137,9 @@ class Job:
     skip_special_tokens: bool
     continues_prompt: bool
     """The text continues the prompt's (completions, continue_final_message)."""
+    hold_scores: Callable[[int], None]
+    """Called with so many log probabilities of an answer that is held until its end. Raises
+    RateLimited."""
 
 
 @dataclass(slots=True)
@@ -176,6 +190,7 @@ def make_job(
     *,
     grammar: str = "",
     suffix: str = "",
+    num_prompts: int = 1,
     continues_prompt: bool,
     echo_prompt: bool = False,
 ) -> Job:
@@ -192,7 +207,7 @@ def make_job(
             param="messages" if isinstance(request, ChatCompletionRequest) else "prompt",
         )
     num_choices = request.n or 1
-    scope.ticket.charge_tokens(len(token_ids))
+    scope.ticket.charge_tokens(len(token_ids), num_choices)
     sampling = sampling_params(
         request,
         service.defaults,
@@ -202,7 +217,9 @@ def make_job(
         drawn_seed=secrets.randbits(63),
         grammar=grammar,
     )
-    check_prompt_logprobs(len(token_ids) * num_choices, sampling.prompt_logprobs)
+    sampling, hold_scores = _charge_scores(
+        service, request, scope.ticket, sampling, len(token_ids), num_prompts
+    )
     options = PrepareOptions(
         request_id=scope.unique_id + suffix,
         sampling=sampling,
@@ -224,7 +241,42 @@ def make_job(
         include_stop=bool(request.include_stop_str_in_output),
         skip_special_tokens=request.skip_special_tokens is not False,
         continues_prompt=continues_prompt,
+        hold_scores=hold_scores,
     )
+
+
+def _charge_scores(
+    service: Service,
+    request: ChatCompletionRequest | CompletionRequest,
+    ticket: Ticket,
+    sampling: SamplingParams,
+    num_tokens: int,
+    num_prompts: int,
+) -> tuple[SamplingParams, Callable[[int], None]]:
+    """Charges what the log probabilities of one prompt's answers may take while nobody reads them;
+    what a whole answer gathers beyond that is charged as it comes (see `Job.hold_scores`)."""
+    num_choices = request.n or 1
+    num_scores = check_prompt_logprobs(num_tokens * num_choices, sampling.prompt_logprobs)
+    if not request.stream:
+        given = request.max_tokens or getattr(request, "max_completion_tokens", None)
+        max_tokens = tokens_with_scores(
+            sampling.max_tokens, sampling.logprobs, num_choices * num_prompts,
+            service.config.admission.max_answer_scores, is_given=given is not None,
+        )  # fmt: skip
+        least = min(sampling.min_tokens, max_tokens)
+        sampling = msgspec.structs.replace(sampling, max_tokens=max_tokens, min_tokens=least)
+    num_scores += num_choices * min(sampling.max_tokens, MAX_UNREAD) * (sampling.logprobs + 1)
+    ticket.charge_scores(num_scores)
+    left = num_scores
+
+    def hold(num_held: int) -> None:
+        nonlocal left
+        left -= num_held
+        if left < 0:
+            ticket.charge_scores(num_scores - left)
+            left = num_scores
+
+    return sampling, hold if not request.stream else lambda _: None
 
 
 def _truncated(
@@ -280,7 +332,8 @@ async def open_run(
                     requests.append(request)
                     streams.append(_stream(service, job, request))
         stats.prepared()
-        watched = _watched(merge(streams), stats, parent.child("generate"))
+        holds = [job.hold_scores for job in jobs for _ in range(num_choices)]
+        watched = _watched(merge(streams), stats, parent.child("generate"), holds)
         async with aclosing(watched) as merged:
             yield merged
     except Exception:
@@ -292,9 +345,12 @@ async def open_run(
 
 
 async def _watched(
-    deltas: AsyncGenerator[tuple[int, Delta], None], stats: RequestStats, span: Span
+    deltas: AsyncGenerator[tuple[int, Delta], None],
+    stats: RequestStats,
+    span: Span,
+    holds: Sequence[Callable[[int], None]],
 ) -> AsyncGenerator[tuple[int, Delta], None]:
-    """Counts what passes. Owns the span of the generation."""
+    """Counts and charges what passes. Owns the span of the generation."""
     num_tokens = 0
     error = "aborted"
     try:
@@ -304,6 +360,8 @@ async def _watched(
                     span.event("first_token")
                 num_tokens += delta.num_tokens
                 stats.add(index, delta)
+                if delta.logprobs:
+                    holds[index](sum(1 + len(found.top_ids) for found in delta.logprobs))
                 yield index, delta
         error = ""
     except Exception as raised:

@@ -72,9 +72,9 @@ class Open(Bounded):
     )
 
 
-def check_prompt_logprobs(num_tokens: int, num_top: int) -> None:
-    """Raises InvalidRequest when the scores of a prompt would be too large an answer. `num_top` is
-    -1 when none are asked for; `num_tokens` are those of all sequences."""
+def check_prompt_logprobs(num_tokens: int, num_top: int) -> int:
+    """The scores of a prompt; 0 when none are asked for, which `num_top` -1 says. `num_tokens` are
+    those of all sequences. Raises InvalidRequest when they would be too large an answer."""
     num_entries = num_tokens * (num_top + 1)
     if num_entries > MAX_PROMPT_LOGPROBS:
         raise InvalidRequest(
@@ -83,3 +83,26 @@ def check_prompt_logprobs(num_tokens: int, num_top: int) -> None:
             "alternatives or choices, or score the prompt in parts",
             param="prompt_logprobs",
         )
+    return num_entries
+
+
+def tokens_with_scores(
+    max_tokens: int, num_top: int, num_sequences: int, limit: int, *, is_given: bool
+) -> int:
+    """`max_tokens` of each sequence of an answer that is not streamed, and so held until its end:
+    cut to what `limit` scores in all allow, unless the client gave it.
+
+    Raises InvalidRequest when what was given would exceed the limit.
+    """
+    most = limit // (num_sequences * (num_top + 1)) if num_top >= 0 else max_tokens
+    if max_tokens <= most:
+        return max_tokens
+    if is_given or not most:
+        raise InvalidRequest(
+            f"logprobs would give {max_tokens * num_sequences * (num_top + 1)} entries "
+            f"({num_sequences} sequences of {max_tokens} tokens with {num_top + 1} each); an "
+            f"answer that is not streamed holds at most {limit}: stream it, or ask for fewer "
+            "tokens, choices or alternatives",
+            param="logprobs",
+        )
+    return most

@@ -8,12 +8,14 @@ that it fetches. Everything is given back when the ticket closes. No I/O, no clo
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from foveal_runtime.plan.config import Admission
 from foveal_runtime.plan.errors import Overloaded, RateLimited
 
-Reason = Literal["requests", "uploads", "tokens", "media_bytes", "draining"]
+Reason = Literal["requests", "uploads", "tokens", "scores", "media_bytes", "draining"]
+SEQUENCE_TOKENS = 256
+"""What one more choice of a prompt costs besides its tokens, in tokens."""
 
 
 class Gate:
@@ -32,10 +34,9 @@ class Gate:
         self.num_requests = 0
         self.num_uploads = 0
         self.num_tokens = 0
+        self.num_scores = 0
         self.media_bytes = 0
-        self.rejections: dict[Reason, int] = {
-            "requests": 0, "uploads": 0, "tokens": 0, "media_bytes": 0, "draining": 0,
-        }  # fmt: skip
+        self.rejections: dict[Reason, int] = dict.fromkeys(get_args(Reason), 0)
         self._tickets: set[Ticket] = set()
         self._uploads: dict[str, set[Ticket]] = {}
 
@@ -101,6 +102,7 @@ class Gate:
             else:
                 self.num_requests -= 1
             self.num_tokens -= ticket.num_tokens
+            self.num_scores -= ticket.num_scores
             self.media_bytes -= ticket.media_bytes
 
     def _check(self, reason: Reason, wanted: int, used: int, limit: int, whose: str = "") -> None:
@@ -125,6 +127,7 @@ class Gate:
         assert self.num_uploads == len(uploading) == sum(map(len, self._uploads.values()))
         assert self.num_requests == len(self._tickets) - len(uploading)
         assert self.num_tokens == sum(ticket.num_tokens for ticket in self._tickets)
+        assert self.num_scores == sum(ticket.num_scores for ticket in self._tickets)
         assert self.media_bytes == sum(ticket.media_bytes for ticket in self._tickets)
 
 
@@ -141,6 +144,7 @@ class Ticket:
         self.client = client
         self.is_uploading = True
         self.num_tokens = 0
+        self.num_scores = 0
         self.media_bytes = 0
 
     def admit(self) -> None:
@@ -149,13 +153,28 @@ class Ticket:
             self._gate._admit(self)
             self.is_uploading = False
 
-    def charge_tokens(self, num_tokens: int) -> None:
+    def charge_tokens(self, num_tokens: int, num_sequences: int = 1) -> None:
+        """Each of the sequences has a copy of the prompt on its way and in the engine."""
         gate = self._gate
+        num_tokens = num_tokens * num_sequences + SEQUENCE_TOKENS * (num_sequences - 1)
         others = gate.num_tokens - self.num_tokens
         gate._check("tokens", gate.num_tokens + num_tokens, others, gate.limits.max_tokens)
         if self._open:
             self.num_tokens += num_tokens
             gate.num_tokens += num_tokens
+
+    def charge_scores(self, num_scores: int) -> None:
+        """Log probabilities that may be held until the request ends. Raises RateLimited."""
+        gate = self._gate
+        if num_scores and gate.num_scores + num_scores > gate.limits.max_answer_scores:
+            gate.rejections["scores"] += 1
+            raise RateLimited(
+                f"log probabilities: {gate.num_scores} are in flight; {num_scores} more would "
+                f"exceed this process's limit of {gate.limits.max_answer_scores}"
+            )
+        if self._open:
+            self.num_scores += num_scores
+            gate.num_scores += num_scores
 
     def charge_media_bytes(self, num_bytes: int) -> None:
         gate = self._gate

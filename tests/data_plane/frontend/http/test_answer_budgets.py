@@ -1,0 +1,121 @@
+"""Answers have budgets: what n, max_tokens and log probabilities may hold of a process's memory."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from foveal_runtime.frontend.engines.stream import MAX_UNREAD, Stream
+from foveal_runtime.frontend.http.access.admission import SEQUENCE_TOKENS, Gate
+from foveal_runtime.frontend.items.prepared import PreparedRequest
+from foveal_runtime.plan.config import Admission
+from foveal_runtime.plan.errors import RateLimited
+from foveal_runtime.plan.sampling import SamplingParams
+from foveal_runtime.wire.messages import EngineOutput
+
+SCORES = {"logprobs": True, "top_logprobs": 20}
+
+
+def assert_refused(response: Any, status: int, *words: str) -> None:
+    assert response.status_code == status, response.text[:300]
+    for word in words:
+        assert word in response.json()["error"]["message"]
+
+
+async def test_every_choice_is_charged_for_its_prompt() -> None:
+    """A prompt of 30,000 tokens with n = 64 counted as 30,000."""
+    gate = Gate(Admission(max_tokens=1000))
+    ticket = gate.enter()
+    ticket.charge_tokens(100, 3)
+    assert gate.num_tokens == 300 + 2 * SEQUENCE_TOKENS
+    with pytest.raises(RateLimited, match="limit of 1000"):
+        gate.enter().charge_tokens(100, 2)
+    ticket.close()
+    gate.check_integrity()
+    assert gate.num_tokens == 0
+
+
+async def test_whole_answers_with_too_many_scores_are_refused(start: Any) -> None:
+    """64 choices of 4,000 tokens with 21 log probabilities each were gathered, 2 GB of them."""
+    async with start(admission=Admission(max_answer_scores=100_000)) as harness:
+        refused = await harness.chat(n=64, max_tokens=1000, **SCORES)
+        assert_refused(refused, 400, "64 sequences of 1000 tokens", "at most 100000", "stream")
+        assert refused.json()["error"]["param"] == "logprobs"
+        answer = await harness.chat(n=4, max_tokens=1000, **SCORES)
+        assert answer.status_code == 200
+        assert len(answer.json()["choices"]) == 4
+        assert harness.app.gate.num_scores == 0
+
+
+async def test_prompts_share_the_scores_of_one_answer(start: Any) -> None:
+    async with start(admission=Admission(max_answer_scores=100_000)) as harness:
+        body = {"prompt": ["a"] * 64, "max_tokens": 1000, "logprobs": 20}
+        assert_refused(await harness.http.post("/v1/completions", json=body), 400, "at most 100000")
+
+
+async def test_an_open_end_is_cut_to_what_may_be_held(start: Any) -> None:
+    async with start(admission=Admission(max_answer_scores=2100)) as harness:
+        harness.say[0] = "x" * 500
+        choice = (await harness.chat(**SCORES)).json()["choices"][0]
+        assert choice["finish_reason"] == "length"
+        assert len(choice["message"]["content"]) == 100
+        whole = (await harness.chat()).json()["choices"][0]
+        assert len(whole["message"]["content"]) == 500
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_scores_of_many_clients_are_refused_by_name(start: Any, stream: bool) -> None:
+    """Each client's answer fits; all of them together filled the memory of the process."""
+    async with start(admission=Admission(max_answer_scores=30_000)) as harness:
+        harness.generator.hold = asyncio.Event()
+        asked = {"n": 8, "max_tokens": 100, "stream": stream, **SCORES}
+        first = asyncio.create_task(harness.chat(**asked))
+        await harness.until(lambda: len(harness.generator.running) == 8)
+        assert harness.app.gate.num_scores == 8 * 100 * 21
+        assert_refused(await harness.chat(**asked), 429, "log probabilities", "limit of 30000")
+        assert harness.app.gate.rejections["scores"] == 1
+        assert (await harness.chat(max_tokens=1)).status_code == 200
+        harness.generator.hold.set()
+        assert (await first).status_code == 200
+        assert harness.app.gate.num_scores == 0
+
+
+async def test_scores_of_prompts_are_charged(start: Any) -> None:
+    async with start(admission=Admission(max_answer_scores=3000)) as harness:
+        body = {"prompt": "x" * 400, "prompt_logprobs": 20, "max_tokens": 1}
+        assert_refused(await harness.http.post("/v1/completions", json=body), 429, "limit of 3000")
+
+
+async def test_what_a_long_answer_gathers_is_charged_as_it_comes(start: Any) -> None:
+    """Tokens beyond the first thousand are not charged before they exist."""
+    asked = {"logprobs": True, "top_logprobs": 2}
+    async with start(admission=Admission(max_answer_scores=10_000)) as harness:
+        harness.say[0] = "x" * 3000
+        assert (await harness.chat(**asked)).status_code == 200
+        ticket = harness.app.gate.enter()
+        ticket.charge_scores(3000)
+        harness.say[0] = "x" * 500
+        assert (await harness.chat(**asked)).status_code == 200
+        harness.say[0] = "x" * 3000
+        assert_refused(await harness.chat(**asked), 429, "limit of 10000")
+        ticket.close()
+
+
+def unread(logprobs: int) -> list[Any]:
+    request = PreparedRequest("r", [1], [], [], SamplingParams(max_tokens=4096, logprobs=logprobs))
+    stream = Stream(("r", 0), request)
+    for token in range(MAX_UNREAD + 500):
+        stream.push(EngineOutput(("r", 0), (token,)))
+    return list(stream._events)
+
+
+def test_outputs_with_scores_that_nobody_reads_are_bounded() -> None:
+    """A client that read nothing had all that its request could give kept for it."""
+    kept = unread(5)
+    assert len(kept) == MAX_UNREAD + 1
+    assert kept[-1].finish == "error"
+    assert kept[-1].error[0] == RateLimited.code
+    assert "slow" in kept[-1].error[1]
+    assert len(unread(-1)) == MAX_UNREAD + 500
