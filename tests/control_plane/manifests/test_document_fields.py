@@ -39,6 +39,7 @@ FIXED = {
     "frontend.max_uuid_length", "frontend.max_bindings",
     "frontend.media_sources.max_redirects", "frontend.injection.namespace",
     "frontend.admission.no_engine_wait_seconds", "frontend.admission.client_share",
+    "frontend.admission.max_answer_scores",
     "frontend.admission.upload_window_seconds",
     "frontend.admission.min_upload_bytes_per_second",
     "frontend.admission.write_timeout_seconds",

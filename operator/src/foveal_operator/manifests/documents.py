@@ -40,6 +40,7 @@ ADDED: dict[tuple[str, str], object] = {
     ("scheduler", "max_num_mixed_tokens"): 0,
     ("", "allowed_origins"): [],
     ("", "ignore_unknown_options"): False,
+    ("admission", "max_answer_scores"): 1 << 21,
     ("admission", "client_share"): 0.5,
     ("admission", "upload_window_seconds"): 10.0,
     ("admission", "min_upload_bytes_per_second"): 8192,

@@ -29,9 +29,15 @@ from foveal_runtime.frontend.http.monitoring.metrics_source import media_source
 from foveal_runtime.frontend.http.monitoring.siblings import Siblings, sibling_app, socket_path
 from foveal_runtime.frontend.items.input_processor import MediaInput
 from foveal_runtime.frontend.media.protocol import ProcessorInfo
-from foveal_runtime.frontend.media.workers import MediaWorkers, WorkerSettings, default_num_workers
+from foveal_runtime.frontend.media.workers import (
+    MediaWorkers,
+    WorkerSettings,
+    default_num_workers,
+    item_memory_bytes,
+)
 from foveal_runtime.main import frontend_group
 from foveal_runtime.plan.config import FrontendConfig, load
+from foveal_runtime.plan.machine import look
 from foveal_runtime.telemetry.allocator import give_back_large_blocks
 from foveal_runtime.telemetry.logs import configure_logging
 from foveal_runtime.telemetry.memory import ContainerMemory
@@ -90,10 +96,11 @@ def run(path: str, index: int | None = None, folder: str = "") -> int:
             return frontend_group.run(path, config)
         uvloop.run(serve(config))
         return 0
+    total = config.media_workers or default_num_workers(look(with_devices=False))
     config = msgspec.structs.replace(
         config,
         frontend_id=f"{config.frontend_id}/{index}",
-        media_workers=_share(config.media_workers or default_num_workers(), config, index),
+        media_workers=_share(total, config, index),
     )
     configure_logging(config.log_format, process=config.frontend_id)
     uvloop.run(serve(config, Member(index, folder)))
@@ -154,12 +161,16 @@ async def serve(config: FrontendConfig, member: Member | None = None) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     namespace = model_namespace(config.model.path, config.model.revision)
+    here = look(with_devices=False)
+    num_workers = config.media_workers or default_num_workers(here)
+    caches, num = config.processes * config.processor_bytes, config.processes * num_workers
     workers = MediaWorkers(
         WorkerSettings(
             model_path=config.model.path,
             namespace=namespace,
             limits=config.modalities,
-            num_workers=config.media_workers,
+            num_workers=num_workers,
+            max_memory_bytes=item_memory_bytes(here.limit_bytes, caches, num),
         )
     )
     phases = StartPhases()

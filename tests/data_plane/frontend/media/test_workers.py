@@ -1,18 +1,22 @@
 """Media workers as processes: answers, deaths, hangs, limits; each fault costs at most its item."""
 
 import asyncio
+import io
 import os
 import signal
 
 import pytest
+from PIL import Image
 
-from foveal_runtime.frontend.media.workers import cpu_quota, default_num_workers
+from foveal_runtime.frontend.media.workers import default_num_workers, item_memory_bytes
 from foveal_runtime.plan.errors import (
     EngineFailure,
     MediaInvalid,
+    MediaTooLarge,
     Overloaded,
     StartupError,
 )
+from foveal_runtime.plan.machine import Machine, look
 from foveal_runtime.wire.item import view_item
 
 
@@ -112,10 +116,10 @@ async def test_the_queue_is_bounded(start_workers, tmp_path):
     slow = f"!slow:{flag}".encode()
     tasks = [asyncio.create_task(pool.process(0, b"{}", slow))]
     await until(lambda: pool.num_busy == 1)
-    tasks += [asyncio.create_task(pool.process(0, b"{}", slow)) for _ in range(2)]
+    tasks += [asyncio.create_task(pool.process(0, b"{}", slow, name)) for name in "ab"]
     await until(lambda: pool.queue_length == 2)
     with pytest.raises(Overloaded):
-        await pool.process(0, b"{}", slow)
+        await pool.process(0, b"{}", slow, "c")
     flag.touch()
     await asyncio.gather(*tasks)
 
@@ -150,6 +154,55 @@ async def test_closing_ends_the_processes_and_waiting_jobs(start_workers, tmp_pa
         os.kill(pid, 0)
 
 
-def test_the_number_of_workers_follows_the_quota():
-    assert cpu_quota() > 0
-    assert 1 <= default_num_workers() <= 8
+@pytest.mark.parametrize(("quota", "num"), [("50000", 1), ("200000", 1), ("max", None)])
+def test_the_number_of_workers_follows_the_quota(tmp_path, quota, num):
+    """In the folder of this process's own cgroup: what is above it may say something else."""
+    folder = tmp_path / "sys/fs/cgroup/pod/container"
+    folder.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/pod/container\n")
+    (folder / "cpu.max").write_text(f"{quota} 100000\n")
+    here = look(tmp_path, with_devices=False)
+    expected = max(1, min(8, len(os.sched_getaffinity(0)) - 1)) if num is None else num
+    assert default_num_workers(here) == expected
+
+
+@pytest.mark.parametrize(
+    ("cpus", "num"), [(0.5, 1), (1.0, 1), (2.0, 1), (4.0, 3), (6.5, 5), (64.0, 8)]
+)
+def test_one_cpu_stays_with_the_http_process(cpus, num):
+    assert default_num_workers(Machine(cpus=cpus)) == num
+
+
+def test_what_an_item_may_take_follows_the_pods_limit():
+    """It was 4 GiB in a pod of 2."""
+    gib = 1 << 30
+    assert item_memory_bytes(8 * gib, 4 * gib, 2) == 2 * gib
+    assert item_memory_bytes(2 * gib, gib, 4) == gib // 2
+    assert item_memory_bytes(64 * gib, 4 * gib, 2) == 4 * gib
+    assert item_memory_bytes(0, 4 * gib, 2) == 4 * gib
+
+
+async def test_an_item_that_needs_more_is_refused_and_the_worker_lives(start_workers, picture):
+    pool, _ = await start_workers(1, max_memory_bytes=48 << 20)
+    pixels = io.BytesIO()
+    Image.new("L", (6000, 6000)).save(pixels, "PNG")
+    with pytest.raises(MediaTooLarge, match="more memory than a media worker has"):
+        await pool.process(0, b"{}", pixels.getvalue())
+    assert (await pool.process(0, b"{}", picture())).value
+    assert pool.restarts == 0
+
+
+async def test_one_client_has_half_of_the_queue(start_workers, tmp_path, picture):
+    pool, _ = await start_workers(1, max_queue=4)
+    gate = tmp_path / "gate"
+    busy = asyncio.create_task(pool.process(0, b"{}", f"!slow:{gate}".encode(), "flood"))
+    await until(lambda: pool.num_busy)
+    flood = [asyncio.create_task(pool.process(0, b"{}", picture(i), "flood")) for i in range(2)]
+    await until(lambda: pool.queue_length == 2)
+    with pytest.raises(Overloaded, match="2 of this client"):
+        await pool.process(0, b"{}", picture(9), "flood")
+    other = asyncio.create_task(pool.process(0, b"{}", picture(8), "other"))
+    await until(lambda: pool.queue_length == 3)
+    gate.touch()
+    await asyncio.gather(busy, other, *flood)

@@ -141,6 +141,8 @@ def decode_video(data: bytes | memoryview, limits: ModalityLimits, choose: Choos
 def _read_frames(container: Any, limits: ModalityLimits, choose: Choose) -> Frames:
     stream = container.streams.video[0]
     stream.thread_type = "AUTO"
+    # Checked by the decoder before it makes room for a frame, whatever the container says.
+    stream.codec_context.options = {"max_pixels": str(limits.max_pixels)}
     width, height = int(stream.codec_context.width), int(stream.codec_context.height)
     check_pixels(width, height, limits)
     fps = float(stream.average_rate or stream.guessed_rate or 24.0)
@@ -149,6 +151,7 @@ def _read_frames(container: Any, limits: ModalityLimits, choose: Choose) -> Fram
         seconds = float(container.duration or 0) / 1_000_000
         total = max(1, round(seconds * fps))
     check_seconds(total / fps, limits, "video")
+    check_seconds(total / MAX_FRAMES_PER_SECOND, limits, "video")
     wanted = [i for i in choose(total, fps, width, height) if i >= 0]
     if len(wanted) > limits.max_frames:
         raise MediaTooLarge(

@@ -14,7 +14,6 @@ import os
 import socket
 import sys
 from collections import deque
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -28,16 +27,20 @@ from foveal_runtime.plan.errors import (
     StartupError,
     from_wire,
 )
+from foveal_runtime.plan.machine import Machine, look
 from foveal_runtime.plan.media import MODALITIES
 
 log = logging.getLogger(__name__)
 
 _STREAM_BYTES = 8 << 20
+_MAX_WORKERS = 8
+_MIN_ITEM_BYTES, _MAX_ITEM_BYTES = 512 << 20, 4 << 30
 _MIN_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS = 0.5, 30.0
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Attributes: `num_workers` 0 = from the CPU quota; `max_queue` jobs may wait; a job that takes
+    """Attributes: `num_workers` 0 = from the CPU quota; `max_queue` jobs may wait, half of
+    them of one client; a job that takes
     longer than `job_timeout_seconds` is given up; `max_memory_bytes` is what one job may map."""
 
     model_path: str
@@ -47,7 +50,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_queue: int = 512
     job_timeout_seconds: float = 120.0
     start_timeout_seconds: float = 300.0
-    max_memory_bytes: int = 4 << 30
+    max_memory_bytes: int = _MAX_ITEM_BYTES
     module: str = "foveal_runtime.frontend.media.worker_main"
 
 
@@ -100,6 +103,9 @@ class _Turns:
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
+
+    def num_of(self, client: str) -> int:
+        return len(self._queues.get(client, ()))
 
     def append(self, job: _Job, *, is_first: bool = False) -> None:
         queue = self._queues.setdefault(job.client, deque())
@@ -189,7 +195,7 @@ class MediaWorkers:
 
     def __init__(self, settings: WorkerSettings) -> None:
         self.settings = settings
-        self.num_workers = settings.num_workers or default_num_workers()
+        self.num_workers = settings.num_workers or default_num_workers(look(with_devices=False))
         self.restarts = 0
         self.retries = 0
         self._jobs = _Turns()
@@ -233,8 +239,11 @@ class MediaWorkers:
         Raises MediaInvalid, MediaTooLarge, InvalidRequest, or Overloaded when too many wait
         already. A cancelled caller's job is dropped if still queued.
         """
-        if len(self._jobs) >= self.settings.max_queue:
-            raise Overloaded(f"{len(self._jobs)} media items wait for a worker already")
+        waiting, mine = len(self._jobs), self._jobs.num_of(client)
+        if waiting >= self.settings.max_queue or mine >= max(1, self.settings.max_queue // 2):
+            raise Overloaded(
+                f"{waiting} media items wait for a worker already, {mine} of this client"
+            )
         job = _Job(modality, options, data, client)
         self._jobs.append(job)
         await self._notify()
@@ -407,16 +416,18 @@ def _worker_environment() -> dict[str, str]:
     }
 
 
-def cpu_quota() -> float:
-    """CPUs this process may use: the cgroup's quota, else its affinity."""
-    available = float(len(os.sched_getaffinity(0)))
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        if quota != "max":
-            available = min(available, int(quota) / int(period))
-    return available
-
-
-def default_num_workers() -> int:
+def default_num_workers(here: Machine) -> int:
     """One CPU stays with the HTTP process; more than eight workers outrun the network."""
-    return max(1, min(8, int(cpu_quota()) - 1))
+    return max(1, min(_MAX_WORKERS, int(here.cpus) - 1))
+
+
+def item_memory_bytes(limit_bytes: int, cache_bytes: int, num_workers: int) -> int:
+    """What one item may map: a worker's part of the memory that the plan gave this pod, its caches
+    left out, since everything beside them was planned for the workers' largest items.
+
+    Args:
+        limit_bytes: memory limit of the pod, or the machine's memory; 0 = not known.
+        cache_bytes, num_workers: of all processes of the pod.
+    """
+    share = (limit_bytes - cache_bytes) // max(1, num_workers) if limit_bytes else _MAX_ITEM_BYTES
+    return max(_MIN_ITEM_BYTES, min(_MAX_ITEM_BYTES, share))
