@@ -12,6 +12,7 @@ import asyncio
 import functools
 import logging
 import signal
+import sys
 from collections.abc import Coroutine
 from typing import Any, Literal, NamedTuple
 
@@ -88,6 +89,9 @@ class Member(NamedTuple):
 
 def run(path: str, index: int | None = None, folder: str = "") -> int:
     give_back_large_blocks()
+    # Beside a thread that renders or tokenises, the event loop waits this long for its turn after
+    # each call into the kernel: by default 5 ms, many times for one answer.
+    sys.setswitchinterval(0.001)
     config = load(path, FrontendConfig)
     assert isinstance(config, FrontendConfig)
     if index is None:

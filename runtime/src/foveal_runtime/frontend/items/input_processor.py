@@ -88,7 +88,7 @@ class MediaInput:
         self.stats = stats or FrontendStats()
         self.fetcher = fetcher or Fetcher(config.media_sources)
         self.cache = ProcessorCache(config.processor_bytes)
-        self.url_texts = hashing.UrlTextMap(config.max_bindings)
+        self.url_texts = hashing.UrlTextMap()
         self.aliases = Aliases(
             config.max_bindings, config.max_uuid_length, self.knowledge.lookup_alias
         )

@@ -156,7 +156,7 @@ class UrlTextMap:
     """Hash of a data URL's *text* → (content digest, file bytes): a repeated data URL is not even
     base64-decoded. Holds at most `max_entries` (oldest use goes first), about 200 B each."""
 
-    def __init__(self, max_entries: int = 65536) -> None:
+    def __init__(self, max_entries: int = 16384) -> None:
         self._max_entries = max_entries
         self._known: OrderedDict[bytes, tuple[bytes, int]] = OrderedDict()
 

@@ -16,6 +16,7 @@ from foveal_runtime.plan.errors import InvalidRequest
 MAX_FIELDS = 256
 MAX_DEPTH = 16
 MAX_NODES = 10_000
+MAX_PARTS = 10_000
 MAX_PROMPT_LOGPROBS = 1 << 18
 """Entries of one request: they come in one message, which is read in one piece."""
 
@@ -24,6 +25,17 @@ def check_num_fields(value: Any, limit: int = MAX_FIELDS) -> Any:
     """Raises ValueError for an object with too many fields; anything else is for the type."""
     if isinstance(value, dict) and len(value) > limit:
         raise ValueError(f"the object has {len(value)} fields; at most {limit} are taken")
+    return value
+
+
+def check_num_parts(value: Any) -> Any:
+    """Raises ValueError for messages with too many parts in all; each is 3 us of validation, which
+    nothing interrupts."""
+    if isinstance(value, list):
+        contents = (m.get("content") for m in value if isinstance(m, dict))
+        num = sum(len(content) for content in contents if isinstance(content, list))
+        if num > MAX_PARTS:
+            raise ValueError(f"the messages have {num} parts; at most {MAX_PARTS} are taken")
     return value
 
 

@@ -13,7 +13,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from foveal_runtime.frontend.protocol.bounds import Bounded, Open, check_num_fields, check_plain
+from foveal_runtime.frontend.protocol.bounds import (
+    Bounded,
+    Open,
+    check_num_fields,
+    check_num_parts,
+    check_plain,
+)
 from foveal_runtime.frontend.protocol.messages import Message, Text
 
 MAX_CHOICES = 64
@@ -173,8 +179,15 @@ class _Sampling(Open):
     )  # fmt: skip
 
 
+Messages = Annotated[
+    list[Message],
+    Field(min_length=1, max_length=8192, fail_fast=True),
+    BeforeValidator(check_num_parts),
+]
+
+
 class ChatCompletionRequest(_Sampling):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=8192, fail_fast=True)]
+    messages: Messages
     max_completion_tokens: Integer | None = Field(None, ge=1, lt=2**31)
     logprobs: bool | None = None
     top_logprobs: Integer | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -213,9 +226,7 @@ class TokenizeRequest(_Strict):
 
     model: str | None = Field(None, max_length=1024)
     prompt: Text | None = None
-    messages: (
-        Annotated[list[Message], Field(min_length=1, max_length=8192, fail_fast=True)] | None
-    ) = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
