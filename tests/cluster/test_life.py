@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.support.node import commands
 from tests.support.node.questions import ANSWERS, QUESTIONS, asking, wrong_answers
@@ -20,6 +22,29 @@ def shared_claim(cluster: None) -> str:
     """Of the node's memory; it goes when the resource has gone."""
     make_memory_claim("values", 64)
     return "values"
+
+
+def test_the_first_request_after_ready_is_answered(operator: str, models: str) -> None:
+    """Ready came before the Service had an endpoint: the first connection was refused."""
+    body = yaml.safe_load((Path(__file__).parent / "tiny.yaml").read_text(encoding="utf-8"))
+    body["metadata"]["name"] = "first"
+    body["spec"]["frontend"]["replicas"] = body["spec"]["engine"]["replicas"] = 1
+    commands.apply(body)
+    try:
+        commands.kubectl(
+            "wait", "mmi/first", "--for=condition=Ready", "--timeout=300s", seconds=320
+        )
+        assert commands.ask(commands.service_url("first"), "read the digit.", "digit-7.png") == "7"
+        slices = commands.get("endpointslices", "", "default", "kubernetes.io/service-name=first")
+        ready = commands.condition("first", "Ready")["lastTransitionTime"]
+        assert [one for item in slices["items"] for one in item["endpoints"]], slices
+        changed = [
+            item["metadata"]["annotations"]["endpoints.kubernetes.io/last-change-trigger-time"]
+            for item in slices["items"]
+        ]
+        assert max(changed) <= ready, (changed, ready)
+    finally:
+        commands.kubectl("delete", "mmi", "first", "--wait", seconds=120)
 
 
 def test_answers_through_the_service_are_right(tiny: str) -> None:

@@ -13,6 +13,7 @@ from foveal_operator.api.status import MultiModalInferenceStatus
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests import desired
 from foveal_operator.pods.diagnose import diagnose, last_failure
+from foveal_operator.status.conditions import reachable
 from foveal_operator.status.report import Observed, plain, report
 from tests.support import api_server_rules, kstatus
 from tests.support.observed_status import (
@@ -102,6 +103,36 @@ def test_old_pods_that_serve_do_not_make_a_new_revision_ready() -> None:
     assert found["Available"] == "True Available"
     assert found["Reconciling"].startswith("True")
     assert status.current_revision != status.update_revision
+
+
+def test_ready_waits_until_the_service_reaches_every_frontend() -> None:
+    """A client's first connection after Ready was refused: the Service had no endpoint yet."""
+    none, one = endpoints(), endpoints({"ready": True})
+    found = conditions(status_of(**serving(), reachable=reachable([none], "qwen")))
+    assert found["FrontendsReady"] == found["Ready"] == "False Starting"
+    found = conditions(status_of(**serving(), reachable=reachable([one], "qwen")))
+    assert found["FrontendsReady"] == "True Serving"
+    assert found["Ready"].startswith("True")
+
+
+def test_reachable_pods_are_counted_once_over_all_slices_of_the_service() -> None:
+    one = endpoints({"ready": True}, {"ready": False}, {})
+    six = {**endpoints({"ready": True}), "addressType": "IPv6"}
+    assert reachable([one, six], "qwen") == 2
+    assert reachable([one], "qwen-engine") is None
+    assert reachable([], "qwen") is None
+    assert reachable([{**one, "endpoints": None}], "qwen") == 0
+
+
+def endpoints(*conditions: dict[str, bool]) -> Obj:
+    return {
+        "metadata": {"name": "qwen-x", "labels": {"kubernetes.io/service-name": "qwen"}},
+        "addressType": "IPv4",
+        "endpoints": [
+            {"addresses": [f"10.0.0.{n}"], "conditions": found, "targetRef": {"uid": f"pod-{n}"}}
+            for n, found in enumerate(conditions)
+        ],
+    }
 
 
 def test_a_refused_spec_leaves_what_serves_counted() -> None:

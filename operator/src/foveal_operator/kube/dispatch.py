@@ -13,7 +13,14 @@ from collections.abc import Callable, Sequence
 from foveal_operator.common.clock import Clock
 from foveal_operator.kube.cluster import Cluster
 from foveal_operator.kube.errors import ApiError, NotFound
-from foveal_operator.kube.kinds import CHILD_SELECTOR, INFERENCE, POD, WATCHED, Kind
+from foveal_operator.kube.kinds import (
+    CHILD_SELECTOR,
+    ENDPOINT_SLICE,
+    INFERENCE,
+    POD,
+    WATCHED,
+    Kind,
+)
 from foveal_operator.kube.store import Caches, owner_of
 from foveal_operator.kube.types import NamespacedName, Obj
 from foveal_operator.telemetry.series import Telemetry
@@ -109,8 +116,8 @@ class Watch:
         was_synced = kind.name in self._listed
         for namespace in self._namespaces:
             num_missed = await self._relist(kind, namespace)
-            # Pods change all the time: a list that overtakes the watch by a moment is no news.
-            if num_missed and was_synced and kind is not POD:
+            # These change all the time: a list that overtakes the watch by a moment is no news.
+            if num_missed and was_synced and kind not in (POD, ENDPOINT_SLICE):
                 log.info("%d %s were not told by the watch", num_missed, kind.plural)
                 self._telemetry.count("foveal_operator_watch_missed", num_missed, kind=kind.name)
         self._listed[kind.name] = self._clock.monotonic()

@@ -66,6 +66,10 @@ CONFIG_MAP = Kind(api_version="v1", name="ConfigMap", plural="configmaps")
 STATEFUL_SET = Kind(api_version="apps/v1", name="StatefulSet", plural="statefulsets", pruned=False)
 DEPLOYMENT = Kind(api_version="apps/v1", name="Deployment", plural="deployments", pruned=False)
 SERVICE = Kind(api_version="v1", name="Service", plural="services", pruned=False)
+# Written by the cluster with the labels of our Service: which pods it can reach.
+ENDPOINT_SLICE = Kind(
+    api_version="discovery.k8s.io/v1", name="EndpointSlice", plural="endpointslices", pruned=False
+)
 JOB = Kind(api_version="batch/v1", name="Job", plural="jobs")
 # Its content is never the operator's to read: no watch, no cache, only `create`.
 SECRET = Kind(api_version="v1", name="Secret", plural="secrets", watched=False, pruned=False)
@@ -92,6 +96,7 @@ KINDS: tuple[Kind, ...] = (
     POD,
     CONFIG_MAP,
     SERVICE,
+    ENDPOINT_SLICE,
     Kind(api_version="v1", name="ServiceAccount", plural="serviceaccounts", pruned=False),
     CLAIM,
     SECRET,

@@ -13,6 +13,7 @@ import msgspec
 
 from foveal_operator.kube.kinds import (
     CLAIM,
+    ENDPOINT_SLICE,
     EVENT,
     INFERENCE,
     KINDS,
@@ -47,6 +48,7 @@ class AccessRule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _SPECIAL: dict[str, tuple[str, ...]] = {
+    ENDPOINT_SLICE.name: _FOLLOW,  # the cluster's own controller writes them
     INFERENCE.name: _FOLLOW,  # its spec, labels and annotations are the user's
     POD.name: (*_FOLLOW, *_DELETE),  # a rollout picks the pod that restarts
     CLAIM.name: (*_FOLLOW, *_APPLY, "get"),  # the user's own claims are looked at

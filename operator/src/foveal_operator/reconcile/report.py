@@ -14,7 +14,7 @@ from foveal_operator.common.clock import Clock
 from foveal_operator.kube.cluster import Cluster
 from foveal_operator.kube.errors import Conflict, Denied, NotFound
 from foveal_operator.kube.events import EventRecorder
-from foveal_operator.kube.kinds import BY_NAME, DEPLOYMENT, INFERENCE, STATEFUL_SET
+from foveal_operator.kube.kinds import BY_NAME, DEPLOYMENT, ENDPOINT_SLICE, INFERENCE, STATEFUL_SET
 from foveal_operator.kube.store import Caches
 from foveal_operator.kube.types import NamespacedName, Obj
 from foveal_operator.manifests import Desired
@@ -28,6 +28,7 @@ from foveal_operator.status.conditions import (
     Refusal,
     noteworthy,
     previous_conditions,
+    reachable,
     route_state,
     scaling_state,
     steady,
@@ -100,6 +101,7 @@ class Teller:
             stateful_set=self._caches.get(STATEFUL_SET, key[0], f"{key[1]}-engine"),
             frontend_pods=work.frontend_pods,
             engine_pods=work.engine_pods,
+            reachable=reachable(self._caches.owned(ENDPOINT_SLICE, key), key[1]),
             model=work.model.reason,
             model_message=work.model.message,
             model_doubt=doubt,

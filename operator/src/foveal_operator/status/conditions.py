@@ -16,6 +16,7 @@ from foveal_operator.kube.events import Type
 from foveal_operator.kube.types import Obj
 
 STEADY_FRACTION = 0.05
+SERVICE_NAME_LABEL = "kubernetes.io/service-name"
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -51,6 +52,23 @@ def route_state(route: Obj | None, is_wanted: bool) -> tuple[bool | None, str]:
                 name = parent.get("parentRef", {}).get("name", "")
                 return False, f"gateway {name}: {condition.get('message', '')}"
     return True, ""
+
+
+def reachable(slices: Iterable[Obj], service: str) -> int | None:
+    """How many pods the Service of this name sends requests to; None while the cluster has not
+    said so of any Service (no controller writes EndpointSlices there)."""
+    of_service = [
+        one for one in slices if one["metadata"]["labels"].get(SERVICE_NAME_LABEL) == service
+    ]
+    if not of_service:
+        return None
+    # A pod of two address families is in two slices. Not known counts as ready, as in kube-proxy.
+    return len({
+        endpoint.get("targetRef", {}).get("uid") or endpoint["addresses"][0]
+        for one in of_service
+        for endpoint in one.get("endpoints") or ()
+        if endpoint.get("conditions", {}).get("ready") is not False
+    })  # fmt: skip
 
 
 def scaling_state(autoscalers: Mapping[str, Obj | None]) -> tuple[str, str]:

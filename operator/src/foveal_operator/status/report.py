@@ -40,6 +40,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
         model: state of the model: Resolved, Downloading, ... with its message.
         model_doubt: what is not known of a model that is in place.
         model_failure: how its fetch or profile Job has failed last.
+        reachable: frontends that the Service sends requests to; None = the cluster does not say.
         sessions_up, sessions_wanted: (frontend, engine) pairs; -1 = not known.
         stale_rate: stale hints per query.
         route_ready: None when no route is asked for.
@@ -67,6 +68,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     model_message: str = ""
     model_doubt: str = ""
     model_failure: Failure | None = None
+    reachable: int | None = None
     sessions_up: int = -1
     sessions_wanted: int = -1
     stale_rate: float = 0.0
@@ -247,6 +249,10 @@ def _role_ready(
     if role.desired == 0:
         return verdict(condition, True, reasons.SCALED_TO_ZERO, "no replicas are asked for")
     if ready >= role.desired and role.replicas == ready:
+        reached = observed.reachable if kind == "Deployment" else None
+        if reached is not None and reached < ready:
+            text = f"{ready} of {role.desired} serve, and the Service reaches {reached} of them"
+            return verdict(condition, False, reasons.STARTING, text)
         return verdict(condition, True, reasons.SERVING, f"{ready} of {role.desired} serve")
     trouble = diagnose(current, observed.waits)
     if trouble:
