@@ -17,6 +17,7 @@ from foveal_operator.observability import (
 )
 from foveal_operator.observability.alerts import ALERTS
 from foveal_operator.observability.boards import BOARDS
+from foveal_operator.observability.panel import Board, Panel
 from foveal_operator.observability.promql import KNOWN, TARGET_LABELS
 from foveal_operator.telemetry.declared import OPERATOR_METRICS, OWN_LABEL, is_shared
 from foveal_runtime.plan.metrics.registry import METRICS
@@ -43,7 +44,8 @@ NOT_SHOWN = {
     "foveal_engines_requests_waiting", "foveal_engines_kv_cache_usage",
 }  # fmt: skip
 _WORDS = {"sum", "max", "min", "avg", "count", "by", "on", "and", "or", "rate", "increase",
-          "deriv", "histogram_quantile", "vector", "time", "absent", "offset"}  # fmt: skip
+          "deriv", "changes", "histogram_quantile", "vector", "time", "absent",
+          "offset"}  # fmt: skip
 
 
 ALL = list(expressions())
@@ -185,6 +187,65 @@ def test_rules_and_dashboard_are_pinned_to_their_resource() -> None:
     raw = json.loads(board["data"]["foveal-resource.json"])
     assert len(raw["uid"]) <= 40
     assert raw["title"] == "Foveal / models / qwen"
+
+
+def unit_of(expr: str) -> str:
+    """What an axis would have to say for this expression: a quantity, and whether per second."""
+    units = {
+        "time" if name.endswith("_seconds") else
+        "bytes" if name.endswith(("_bytes", "_bytes_sent", "_bytes_avoided")) else "number"
+        for name in used_metrics(expr)
+    }  # fmt: skip
+    # Bytes of an item, seconds of a step: the upper one, whatever it is divided by.
+    unit = min(units)
+    if "rate(" not in expr or "histogram_quantile" in expr:
+        return unit
+    # A ratio of two rates is a mean or a share.
+    return unit if " / " in expr else f"{unit}/s"
+
+
+@pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.uid)
+def test_an_axis_has_one_unit(board: Board) -> None:
+    """Milliseconds, requests and deaths a second shared one scale, and none could be read."""
+    for panel in board.panels:
+        for own in {query.unit for query in panel.queries}:
+            found = {unit_of(query.expr) for query in panel.queries if query.unit == own}
+            assert len(found) == 1, (panel.title, own, found)
+    for panel, raw in drawn_panels(board):
+        overrides = raw.get("fieldConfig", {}).get("overrides", [])
+        assert len(overrides) == sum(query.unit is not None for query in panel.queries)
+        for one in overrides:
+            ids = {value["id"] for value in one["properties"]}
+            assert ids == {"unit", "custom.axisPlacement"}, panel.title
+
+
+def drawn_panels(board: Board) -> list[tuple[Panel, dict[str, Any]]]:
+    raw = json.loads(FILES[f"{board.uid}.json"])["panels"]
+    return list(zip(board.panels, (p for p in raw if p["type"] != "row"), strict=True))
+
+
+@pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.uid)
+def test_boards_mark_rollouts_and_link_runbooks(board: Board) -> None:
+    raw = json.loads(FILES[f"{board.uid}.json"])
+    [mark] = [one for one in raw["annotations"]["list"] if one["name"] == "Rollouts"]
+    assert used_metrics(mark["expr"]) == {"foveal_inference_observed_generation"}
+    for panel, drawn in drawn_panels(board):
+        assert [one["url"].rpartition("/")[2] for one in drawn.get("links", [])] == [
+            f"{name}.md" for name in panel.runbooks
+        ]
+        for name in panel.runbooks:
+            assert name in {alert.name for alert in ALERTS}, name
+
+
+def test_one_ready_of_eight_is_not_green() -> None:
+    """The tile was green from one ready frontend on, however many were asked for."""
+    for title in ("Frontends ready", "Engines ready"):
+        [(panel, drawn)] = [(p, raw) for p, raw in drawn_panels(BOARDS[0]) if p.title == title]
+        assert (panel.unit, panel.warn, panel.bad) == ("percentunit", 1, 0.5)
+        assert 'state="desired"' in panel.queries[0].expr
+        steps = drawn["fieldConfig"]["defaults"]["thresholds"]["steps"]
+        reached = [one["color"] for one in steps if one["value"] is None or one["value"] <= 1 / 8]
+        assert reached[-1] == "red"
 
 
 def test_alerts_say_what_to_do() -> None:

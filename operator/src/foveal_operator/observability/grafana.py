@@ -21,9 +21,11 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import common as cm
 from grafana_foundation_sdk.models import dashboard as dm
 
+from foveal_operator.observability.alerts import RUNBOOKS
 from foveal_operator.observability.boards import BOARDS
 from foveal_operator.observability.boards.overview import OVERVIEW
 from foveal_operator.observability.panel import Board, Panel, Query
+from foveal_operator.observability.promql import DASHBOARD, OPERATOR_DASHBOARD
 
 _SOURCE = dm.DataSourceRef("prometheus", "${datasource}")
 _VARIABLES = {
@@ -64,6 +66,14 @@ def draw(board: Board, chosen: dict[str, str] | None = None) -> str:
         .with_variable(
             dashboard.DatasourceVariable("datasource").label("Source").type("prometheus")
         )
+        .annotation(
+            dashboard.AnnotationQuery()
+            .name("Rollouts")
+            .datasource(_SOURCE)
+            .enable(True)
+            .icon_color("purple")
+            .expr(_rollouts(board))
+        )
         .link(
             dashboard.DashboardLink("Foveal")
             .type(dm.DashboardLinkType.DASHBOARDS)
@@ -83,6 +93,16 @@ def draw(board: Board, chosen: dict[str, str] | None = None) -> str:
             number += 1
             made = made.with_panel(_panel(panel).id(number))
     return json.dumps(made.build(), cls=JSONEncoder, indent=1, sort_keys=True) + "\n"
+
+
+def _rollouts(board: Board) -> str:
+    """Marks where the operator took up a changed spec."""
+    scope = DASHBOARD if "namespace" in board.variables else OPERATOR_DASHBOARD
+    changes = f"changes(%s[{scope.window}])"
+    seen = scope.total(
+        "foveal_inference_observed_generation", "namespace,name", how="max", inner=changes
+    )
+    return f"{seen} > 0"
 
 
 def _variable(name: str, chosen: str | None) -> dashboard.QueryVariable:
@@ -105,6 +125,7 @@ def _panel(panel: Panel) -> timeseries.Panel | stat.Panel | statushistory.Panel:
     drawn = _stat() if panel.shape == "stat" else _timeseries(panel)
     made = (
         (_pairs(panel) if panel.shape == "pairs" else drawn)
+        .links([_runbook(name) for name in panel.runbooks])
         .title(panel.title)
         .description(panel.about)
         .datasource(_SOURCE)
@@ -114,9 +135,27 @@ def _panel(panel: Panel) -> timeseries.Panel | stat.Panel | statushistory.Panel:
     )
     if panel.bad is not None and panel.warn is not None:
         made = made.thresholds(_thresholds(panel.warn, panel.bad))
+        if isinstance(made, timeseries.Panel):
+            mode = cm.GraphThresholdsStyleMode.DASHED
+            made = made.thresholds_style(common.GraphThresholdsStyleConfig().mode(mode))
     for number, query in enumerate(panel.queries):
-        made = made.with_target(_query(query, chr(ord("A") + number)))
+        ref = chr(ord("A") + number)
+        made = made.with_target(_query(query, ref))
+        if query.unit is not None:
+            own = (("unit", query.unit), ("custom.axisPlacement", "right"))
+            made = made.override_by_query(
+                ref, [dm.DynamicConfigValue(key, value) for key, value in own]
+            )
     return made
+
+
+def _runbook(alert: str) -> dashboard.DashboardLink:
+    return (
+        dashboard.DashboardLink(alert)
+        .type(dm.DashboardLinkType.LINK)
+        .url(f"{RUNBOOKS}/{alert}.md")
+        .target_blank(True)
+    )
 
 
 def _timeseries(panel: Panel) -> timeseries.Panel:

@@ -6,19 +6,22 @@ from typing import Literal
 
 import msgspec
 
-Unit = Literal["short", "bytes", "Bps", "s", "percentunit", "reqps", "ops"]
+Unit = Literal["short", "bytes", "Bps", "s", "percentunit", "reqps", "ops", "celsius"]
 Shape = Literal["timeseries", "stat", "pairs"]
 
 
 class Query(msgspec.Struct, frozen=True):
+    """`unit`: of this query alone, on an axis of its own to the right; None = the panel's."""
+
     expr: str
     legend: str = ""
+    unit: Unit | None = None
 
 
 class Panel(msgspec.Struct, frozen=True, kw_only=True):
     """One panel. `width` is of 24; Yellow begins at `warn`, red at `bad`; below
     them where bad < warn. A panel of pairs has one value for each combination of the labels `down`
-    and `across`, and is drawn as a heat map."""
+    and `across`, and is drawn as a heat map. `runbooks` are alerts whose pages the panel links."""
 
     title: str
     about: str
@@ -33,6 +36,7 @@ class Panel(msgspec.Struct, frozen=True, kw_only=True):
     bad: float | None = None
     down: tuple[str, ...] = ()
     across: tuple[str, ...] = ()
+    runbooks: tuple[str, ...] = ()
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -64,10 +68,14 @@ def stat(title: str, about: str, expr: str, unit: Unit = "short", **more: object
 
 
 def graph(
-    title: str, about: str, *queries: tuple[str, str], unit: Unit = "short", **more: object
+    title: str,
+    about: str,
+    *queries: tuple[str, str] | tuple[str, str, Unit],
+    unit: Unit = "short",
+    **more: object,
 ) -> Panel:
-    """Lines over time; each query is (expression, legend)."""
-    drawn = tuple(Query(expr, legend) for expr, legend in queries)
+    """Lines over time; each query is (expression, legend) or (expression, legend, its own unit)."""
+    drawn = tuple(Query(*query) for query in queries)
     return Panel(title=title, about=about, queries=drawn, unit=unit, **more)  # type: ignore[arg-type]
 
 

@@ -27,8 +27,18 @@ PROCESS_METRICS: tuple[Metric, ...] = (
 )  # fmt: skip
 """What the client library adds to every process."""
 
+DEVICE_METRICS: tuple[Metric, ...] = tuple(
+    Metric(name=f"DCGM_FI_DEV_{name}", kind="gauge", help=text, roles=(), labels=("gpu",))
+    for name, text in (
+        ("GPU_UTIL", "Busy, in percent."), ("GPU_TEMP", "In degrees Celsius."),
+        ("FB_USED", "Memory in MiB."), ("FB_FREE", "Memory in MiB."),
+    )
+)  # fmt: skip
+"""NVIDIA's exporter's own names; it knows pods, and no resource."""
+
 KNOWN: dict[str, Metric] = {
-    metric.name: metric for metric in (*METRICS, *OPERATOR_METRICS, *PROCESS_METRICS)
+    metric.name: metric
+    for metric in (*METRICS, *OPERATOR_METRICS, *PROCESS_METRICS, *DEVICE_METRICS)
 }
 
 
@@ -53,7 +63,9 @@ class Scope(msgspec.Struct, frozen=True):
         metric = KNOWN[name]
         assert (metric.kind == "histogram") == bool(part), f"{name}: part {part!r}"
         scope = {"namespace": self.namespace, "resource": self.resource, "pod": self.pod}
-        if metric.roles == ("operator",):
+        if not metric.roles:
+            scope["resource"] = ""
+        elif metric.roles == ("operator",):
             # A resource's series say whose they are; the others say which operator's.
             if {"namespace", "name"} <= set(metric.labels):
                 scope = {"namespace": self.namespace, "name": self.resource}

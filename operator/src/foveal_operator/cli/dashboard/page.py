@@ -133,7 +133,15 @@ def _section(section: Section, times: Sequence[float], ask: Ask) -> str:
 
 
 def _panel(panel: Panel, times: Sequence[float], ask: Ask) -> str:
-    answers = [ask(query.expr) for query in panel.queries]
     if panel.shape == "pairs":
-        return heat(panel, answers[0], times)
-    return chart(panel, named_lines(panel, answers, times), times)
+        return heat(panel, ask(panel.queries[0].expr), times)
+    charts = []
+    for own in dict.fromkeys(query.unit for query in panel.queries):  # an axis each
+        part = msgspec.structs.replace(
+            panel,
+            queries=tuple(query for query in panel.queries if query.unit == own),
+            unit=own or panel.unit,
+        )
+        answers = [ask(query.expr) for query in part.queries]
+        charts.append(chart(part, named_lines(part, answers, times), times))
+    return "".join(charts)

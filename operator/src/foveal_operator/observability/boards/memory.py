@@ -23,7 +23,8 @@ _PODS = Row("Pods", (
           (D.total("foveal_memory_peak_bytes", "pod", how="max"), "{{pod}} peak with page cache"),
           unit="bytes", width=16),
     graph("Used share of the limit", "A pod is killed at 1.",
-          (f"{_USED} / {_LIMIT}", "{{pod}}"), unit="percentunit", top=1, warn=0.9, bad=0.95),
+          (f"{_USED} / {_LIMIT}", "{{pod}}"), unit="percentunit", top=1, warn=0.9, bad=0.95,
+          runbooks=("FovealPodMemoryNearLimit",)),
     graph("Page cache", "Files that the kernel keeps while there is room.",
           (D.total("foveal_memory_page_cache_bytes", "pod", how="max"), "{{pod}}"),
           unit="bytes"),
@@ -62,7 +63,7 @@ _PLAN = Row("Predicted and measured", (
           (_MEASURED, "{{budget}}"), unit="bytes"),
     graph("Measured above plan", "Above zero the plan was too small.",
           (f"{_MEASURED} / {_PLANNED} - 1", "{{budget}}"), unit="percentunit",
-          warn=0.05, bad=0.15),
+          warn=0.05, bad=0.15, runbooks=("FovealBudgetExceeded",)),
 ))  # fmt: skip
 
 MEMORY = Board(

@@ -11,14 +11,15 @@ _STALE = (
 
 _NOW = Row("Now", (
     stat("Stale hints", "Share of items whose value the engine had evicted.",
-         _STALE, "percentunit", warn=0.0005, bad=0.001, width=4),
+         _STALE, "percentunit", warn=0.0005, bad=0.001, width=4,
+         runbooks=("FovealStaleHints",)),
     stat("Sent as hash only", "Share of items sent without their value.",
          D.ratio("foveal_mirror_hits", "foveal_mirror_queries"), "percentunit", width=4),
     stat("Session resets", "In the last hour.",
          D.total("foveal_mirror_session_resets", inner="increase(%s[1h])"), width=4),
     stat("Value conflicts", "Values that differ under one hash, in the last hour: always 0.",
          D.total("foveal_mirror_value_conflicts", inner="increase(%s[1h])"), warn=0.5, bad=1,
-         width=4),
+         width=4, runbooks=("FovealValueConflict",)),
     stat("Sessions", "The fewest sessions that an engine has.",
          D.total("foveal_mirror_sessions", how="min"), width=4),
     stat("Waiting for values", "Requests, all engines.",
@@ -43,7 +44,7 @@ _HEALTH = Row("Health", (
           (D.total("foveal_mirror_waitq_age_seconds", how="max"), "oldest now"), unit="s"),
     graph("Rejected or duplicate", "Requests that a receiver rejected; bytes received twice.",
           (D.rate("foveal_mirror_rejects", "code"), "rejected: {{code}}"),
-          (D.rate("foveal_mirror_duplicate_bytes"), "bytes twice"), unit="ops"),
+          (D.rate("foveal_mirror_duplicate_bytes"), "bytes twice", "Bps"), unit="ops"),
 ))  # fmt: skip
 
 _PAIRS = Row("Frontends and engines", (

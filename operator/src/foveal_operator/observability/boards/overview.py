@@ -9,17 +9,30 @@ from foveal_operator.observability.promql import REQUESTS
 _TTFT = "vllm:time_to_first_token_seconds"
 _ITL = "vllm:inter_token_latency_seconds"
 
+
+def _ready(role: str, ready: str, known: str) -> str:
+    """1 of 8 is an eighth, not a number above some threshold."""
+    pods = {state: D.total("foveal_inference_pods", role=role, state=state)
+            for state in ("ready", "desired")}  # fmt: skip
+    return f"({pods['ready']} / ({pods['desired']} > 0)) or ({ready} / ({known} > 0))"
+
+
 _NOW = Row("Now", (
-    stat("Frontends ready", "Frontend processes whose /readyz says yes.",
-         D.total("foveal_ready"), bad=0.5, warn=1),
-    stat("Engines ready", "The fewest engines that some frontend has a session with.",
-         D.total("foveal_engines_ready", how="min"), bad=0.5, warn=1),
+    stat("Frontends ready", "Share of the frontends asked for that serve; of the processes that "
+         "answer a scrape, where no operator is scraped.",
+         _ready("frontend", D.total("foveal_ready"), D.total("foveal_ready", how="count")),
+         "percentunit", bad=0.5, warn=1, runbooks=("FovealUnavailable",)),
+    stat("Engines ready", "Share of the engines asked for that serve; where no operator is "
+         "scraped, the fewest that a frontend has a session with, of the most.",
+         _ready("engine", D.total("foveal_engines_ready", how="min"),
+                D.total("foveal_engines_ready", how="max")),
+         "percentunit", bad=0.5, warn=1, runbooks=("FovealUnavailable", "FovealPodFailing")),
     stat("Sequences/s", "Finished sequences of any reason.",
          D.rate("vllm:request_success"), "reqps"),
     stat("Errors", "Share of HTTP requests, probes left out, that the server failed (5xx).",
          D.rate("http_requests", status="5xx", handler=REQUESTS) + " / "
          + D.rate("http_requests", handler=REQUESTS) + " or vector(0)",
-         "percentunit", warn=0.01, bad=0.05),
+         "percentunit", warn=0.01, bad=0.05, runbooks=("FovealErrorRate",)),
     stat("TTFT p95", "Time to first token.", D.quantile(0.95, _TTFT), "s"),
     stat("Media hit ratio", "Media items that were neither processed nor sent.",
          D.ratio("vllm:mm_cache_hits", "vllm:mm_cache_queries"), "percentunit"),
@@ -50,14 +63,14 @@ _REQUESTS = Row("Requests", (
           (D.rate("vllm:admission_rejections", "reason"), "rejected: {{reason}}"), unit="reqps"),
     graph("Quarantine", "Requests that ended because engines died of them, and kinds of requests "
           "that are refused now.",
-          (D.rate("foveal_requests_quarantined"), "ended/s"),
+          (D.rate("foveal_requests_quarantined"), "ended/s", "ops"),
           (D.total("foveal_quarantine_entries", how="max"), "refused kinds")),
     graph("In flight", "HTTP requests being answered.",
           (D.total("foveal_requests_inflight", "pod"), "{{pod}}")),
     graph("Frontend processes", "Requests in flight; by how much the event loop is late (p95).",
           (D.total("foveal_requests_inflight", "pod,process"), "{{pod}} {{process}} requests"),
           (D.quantile(0.95, "foveal_event_loop_lag_seconds", "pod,process"),
-           "{{pod}} {{process}} lag, s")),
+           "{{pod}} {{process}} lag", "s")),
     graph("Picks", "Requests to each engine by the router's reason: it holds the items, it had "
           "this prompt before, or it has least to do.",
           (D.rate("foveal_routing_picks", "engine,why"), "{{engine}} {{why}}"),
@@ -84,7 +97,17 @@ _ENGINES = Row("Engines", (
           (D.rate("vllm:generation_tokens"), "generated"), stacked=True),
     graph("KV memory and preemptions", "Share of blocks in use; preempted requests in a second.",
           (D.total("vllm:kv_cache_usage_perc", "pod", how="max"), "{{pod}}"),
-          (D.rate("vllm:num_preemptions"), "preemptions/s"), unit="percentunit"),
+          (D.rate("vllm:num_preemptions"), "preemptions/s", "ops"), unit="percentunit", top=1,
+          warn=0.9, bad=0.97),
+    graph("Devices", "Busy share and temperature, where NVIDIA's DCGM exporter is scraped.",
+          (f"{D.total('DCGM_FI_DEV_GPU_UTIL', 'pod,gpu', how='max')} / 100", "{{pod}} {{gpu}}"),
+          (D.total("DCGM_FI_DEV_GPU_TEMP", "pod,gpu", how="max"), "{{pod}} {{gpu}} temperature",
+           "celsius"), unit="percentunit", top=1),
+    graph("Device memory", "Used, and free, where NVIDIA's DCGM exporter is scraped.",
+          (f"{D.total('DCGM_FI_DEV_FB_USED', 'pod,gpu', how='max')} * 1048576",
+           "{{pod}} {{gpu}} used"),
+          (f"{D.total('DCGM_FI_DEV_FB_FREE', 'pod,gpu', how='max')} * 1048576",
+           "{{pod}} {{gpu}} free"), unit="bytes"),
 ))  # fmt: skip
 
 OVERVIEW = Board(

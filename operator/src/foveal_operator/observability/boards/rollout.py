@@ -15,7 +15,7 @@ _STATE = Row("State", (
           (D.total("foveal_inference_pods", "role,state"), "{{role}} {{state}}"), width=12),
     graph("Conditions that are not met", "1 while a condition of the resource is False.",
           (D.total(_CONDITION, "name,type", how="max", status="False"),
-           "{{name}} {{type}}")),
+           "{{name}} {{type}}"), runbooks=("FovealRolloutStalled", "FovealBudgetMisfit")),
     graph("Reconciling or stalled", "1 while the operator works on it, or cannot.",
           (D.total(_CONDITION, "name,type", how="max", type="~Reconciling|Stalled",
                    status="True"), "{{name}} {{type}}")),
@@ -28,7 +28,7 @@ _STATE = Row("State", (
            + D.total("foveal_inference_observed_generation", "name", how="max"), "{{name}}")),
     graph("Pod failures", "Containers that ended wrongly or cannot start, in five minutes.",
           (D.total("foveal_inference_pod_failures", "reason", inner="increase(%s[5m])"),
-           "{{reason}}")),
+           "{{reason}}"), runbooks=("FovealPodFailing",)),
 ))  # fmt: skip
 
 _COST = Row("What a roll costs", (
@@ -63,7 +63,8 @@ _SCALE = Row("Scaling", (
     graph("Frontend replicas and maximum",
           "At the maximum with a growing queue, requests are rejected.",
           (D.total("foveal_inference_pods", role="frontend", state="ready"), "ready"),
-          (D.total("foveal_inference_max_pods", role="frontend"), "maximum")),
+          (D.total("foveal_inference_max_pods", role="frontend"), "maximum"),
+          runbooks=("FovealFrontendsAtMost",)),
     graph("Engine replicas and maximum", "",
           (D.total("foveal_inference_pods", role="engine", state="ready"), "ready"),
           (D.total("foveal_inference_max_pods", role="engine"), "maximum")),
