@@ -132,6 +132,7 @@ generate: $(VENV)/.dev ## rewrite what is generated and committed: CRD and its p
 	@PYTHONPATH=.:runtime/src:operator/src $(PY) -m tests.support.regenerate
 	@PYTHONPATH=runtime/src $(PY) -m foveal_runtime.telemetry.table docs/reference/metrics.md
 	@PYTHONPATH=.:runtime/src $(PY) -m tests.support.model_table docs/reference/models.md
+	@PYTHONPATH=. $(PY) -m tests.support.values_table docs/reference/chart-values.md
 
 release: $(VENV)/.dev ## wheels, sdists and the packaged chart in dist/, checked in an empty environment (minutes)
 	@e2e/release.sh

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
+import yaml
+
 from foveal_operator.api import reasons
-from tests.support import api_page, regenerate
+from tests.support import api_page, regenerate, values_table
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -31,9 +35,36 @@ def test_the_page_of_the_resource_is_what_is_generated() -> None:
     assert regenerate.API_PAGE.read_text(encoding="utf-8") == api_page.text(), "run: make generate"
 
 
+def test_the_page_of_the_charts_values_is_what_is_generated() -> None:
+    assert values_table.PAGE.read_text(encoding="utf-8") == values_table.page(), (
+        "run: make generate"
+    )
+
+
+def test_the_page_of_the_charts_values_has_every_value_of_the_schema() -> None:
+    """Written by hand, the chart's table had seven of them."""
+    text = (values_table.VALUES.parent / "values.schema.json").read_text(encoding="utf-8")
+    known = {
+        path.split(".")[0] for path, _, _ in values_table.rows(values_table.VALUES.read_text())
+    }
+    assert known == json.loads(text)["properties"].keys() - {"global"}
+
+
 def test_the_page_of_the_resource_tells_every_field() -> None:
     text = api_page.text()
     for part in ("| `cache.size` |", "## spec.caches", "| `ipc.size` |",
                  "`FreeFirst`", "caches.ipc.size must be below engine.hostMemory"):  # fmt: skip
         assert part in text
     assert "|  |\n" not in text.partition("## status")[0], "a field of the spec without meaning"
+
+
+def test_the_kubernetes_version_is_stated_once() -> None:
+    """README said 1.35, the chart's README 1.34."""
+    chart = yaml.safe_load((DOCS.parent / "charts/foveal/Chart.yaml").read_text(encoding="utf-8"))
+    least = chart["kubeVersion"].removeprefix(">=").removesuffix(".0-0")
+    pages = [DOCS.parent / "README.md", DOCS.parent / "charts/foveal/README.md"]
+    pages += [page for part in ("get-started", "how-to") for page in (DOCS / part).glob("*.md")]
+    for page in pages:
+        assert not re.search(r"Kubernetes 1\.\d+ or newer", page.read_text(encoding="utf-8")), page
+    stated = (DOCS / "reference/versions.md").read_text(encoding="utf-8")
+    assert f"Kubernetes {least} or newer" in stated

@@ -27,6 +27,7 @@ PAIRS = {
     "mmi-canary.yaml": "qwen2.5-vl-7b",
     "mmi-minimal.yaml": "qwen2.5-vl-7b",
     "mmi-gpu.yaml": "qwen2.5-vl-7b",
+    "mmi-one-gpu.yaml": "qwen2.5-vl-7b",
     "mmi-cpu-laptop.yaml": "tiny-vlm",
     "mmi-cluster.yaml": "tiny-vlm",
 }
