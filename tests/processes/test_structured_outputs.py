@@ -1,16 +1,17 @@
-"""Structured output with the openai package against real processes, also while engines die."""
+"""Structured output and tools with the openai package on real processes, also while engines die."""
 
 from __future__ import annotations
 
 import json
 import os
 import random
+from typing import Literal
 
 import httpx
 import jsonschema
 import openai
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 NUM_KILLS = int(os.environ.get("FOVEAL_JSON_KILLS", "3"))
 
@@ -41,6 +42,23 @@ SMALL = {
     "additionalProperties": False,
 }
 """Small enough that the answer of a model that is not trained for it ends."""
+
+
+class Look(BaseModel):
+    """Looks at a part of the image."""
+
+    part: Literal["left", "right"]
+    times: int = Field(ge=1, le=9)
+
+
+class Name(BaseModel):
+    """Gives what is seen a name."""
+
+    name: str = Field(max_length=12)
+
+
+TOOLS = [openai.pydantic_function_tool(Look), openai.pydantic_function_tool(Name)]
+CLASSES = {"Look": Look, "Name": Name}
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +114,74 @@ def test_parse_helper_and_stream_helper(client, samples):
     assert text in ("red", "blue")
 
 
+def with_tools(sample, **more) -> dict:
+    return {
+        "model": "tiny-vlm", "messages": messages_of(sample), "max_tokens": 600, "seed": 3,
+        "tools": TOOLS, "tool_choice": "required", **more,
+    }  # fmt: skip
+
+
+def check_calls(calls, least=1):
+    assert len(calls) >= least
+    assert len({call.id for call in calls}) == len(calls)
+    for call in calls:
+        CLASSES[call.function.name].model_validate_json(call.function.arguments)
+
+
+def test_calls_are_valid_at_every_temperature(client, samples):
+    """Of a model that was never taught to call anything."""
+    for seed, temperature in enumerate((0, 1, 2, 2, 2, 2)):
+        arguments = with_tools(samples[0], temperature=temperature, seed=seed, n=3)
+        whole = client.chat.completions.create(**arguments, parallel_tool_calls=False)
+        for choice in whole.choices:
+            assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+            check_calls(choice.message.tool_calls)
+            assert len(choice.message.tool_calls) == 1
+    several = client.chat.completions.create(**with_tools(samples[0], temperature=2, n=4))
+    for choice in several.choices:
+        assert choice.finish_reason == "tool_calls"
+        check_calls(choice.message.tool_calls)
+
+
+def test_a_named_tool_and_none(client, samples):
+    choice = {"type": "function", "function": {"name": "Name"}}
+    answer = client.chat.completions.create(**with_tools(samples[0], tool_choice=choice))
+    (call,) = answer.choices[0].message.tool_calls
+    assert call.function.name == "Name"
+    assert answer.choices[0].finish_reason == "tool_calls"
+    answer = client.chat.completions.create(**with_tools(samples[0], tool_choice="none"))
+    assert answer.choices[0].message.tool_calls is None
+    choice["function"]["name"] = "Dig"
+    with pytest.raises(openai.BadRequestError, match="'Dig'"):
+        client.chat.completions.create(**with_tools(samples[0], tool_choice=choice))
+
+
+def test_a_tool_round_trip_with_the_helpers(client, samples):
+    """parse and stream as they are, then the tool's result."""
+    arguments = with_tools(samples[0], temperature=1, parallel_tool_calls=False)
+    message = client.chat.completions.parse(**arguments).choices[0].message
+    (call,) = message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Look | Name)
+    with client.chat.completions.stream(**arguments) as stream:
+        events = list(stream)
+        final = stream.get_final_completion()
+    (done,) = [e for e in events if e.type == "tool_calls.function.arguments.done"]
+    deltas = [e for e in events if e.type == "tool_calls.function.arguments.delta"]
+    assert "".join(e.arguments_delta for e in deltas) == done.arguments == call.function.arguments
+    assert len(deltas) > 1
+    assert final.choices[0].finish_reason == "tool_calls"
+    history = [
+        *arguments["messages"], message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": call.id, "content": "a red circle"},
+    ]  # fmt: skip
+    answer = client.chat.completions.create(**{
+        **arguments, "messages": history, "tool_choice": "auto", "max_tokens": 20})  # fmt: skip
+    assert answer.choices[0].finish_reason
+    history.pop(-2)
+    with pytest.raises(openai.BadRequestError, match=call.id):
+        client.chat.completions.create(**{**arguments, "messages": history})
+
+
 def test_completions_are_bound_too(client):
     answer = client.completions.create(
         model="tiny-vlm", prompt="a", temperature=1, n=3, max_tokens=20,
@@ -104,32 +190,45 @@ def test_completions_are_bound_too(client):
     assert all(len(c.text) == 3 and c.text.isdigit() for c in answer.choices)
 
 
-def test_a_json_stream_outlives_its_engines(pair, client, samples, start_seconds):
+def test_a_bound_stream_outlives_its_engines(pair, client, samples, start_seconds):
     """The state of a grammar follows from the tokens that were sent: wherever an engine dies, the
-    answer is that of a run in which none did."""
+    answer is that of a run in which none did. JSON and calls of tools in turn."""
     seed = int(os.environ.get("FOVEAL_SEED", "1"))
     rng = random.Random(seed)
     for number in range(NUM_KILLS):
-        arguments = options(
+        arguments = (with_tools if number % 2 else options)(
             samples[number % len(samples)], temperature=rng.choice([0.0, 1.0, 2.0]),
             seed=number, presence_penalty=rng.choice([0.0, 0.5]), n=2,
         )  # fmt: skip
         whole = client.chat.completions.create(**arguments)
-        texts = ["", ""]
+        texts, calls = ["", ""], [{}, {}]
         kill_at = rng.randint(1, 40)
         victims = list(pair.engines)
         for count, chunk in enumerate(client.chat.completions.create(**arguments, stream=True)):
             for choice in chunk.choices:
                 texts[choice.index] += choice.delta.content or ""
+                add_calls(calls[choice.index], choice.delta.tool_calls or ())
             if count == kill_at:
                 busiest(victims).kill_group()
-        assert texts == [c.message.content for c in whole.choices], (seed, number)
-        for text in texts:
-            jsonschema.validate(json.loads(text), SMALL)
+        for choice, text, found in zip(whole.choices, texts, calls, strict=True):
+            message = choice.message
+            assert text == (message.content or ""), (seed, number)
+            sent = [[one.function.name, one.function.arguments] for one in message.tool_calls or ()]
+            assert list(found.values()) == sent, (seed, number)
+            if number % 2:
+                assert choice.finish_reason in ("tool_calls", "length")
+            else:
+                jsonschema.validate(json.loads(text), SMALL)
         for engine in victims:
             if not engine.is_alive:
                 engine.start()
         pair.wait_ready(start_seconds)
+
+
+def add_calls(calls, pieces) -> None:
+    for piece in pieces:
+        known = calls.setdefault(piece.index, [piece.function.name, ""])
+        known[1] += piece.function.arguments
 
 
 def busiest(engines):

@@ -69,6 +69,7 @@ VALUES: dict[str, Any] = {
     "spec.security.mediaSources.allowedDomains": ["example.org"],
     "spec.security.allowedOrigins": ["https://app.example.org"],
     "spec.frontend.unknownOptions": "Ignore",
+    "spec.frontend.toolFormat": "hermes",
     "spec.networking.httpRoute.hostnames": ["example.org"],
     "spec.networking.httpRoute.matches": [{"path": "/a"}],
     "spec.networking.httpRoute.splits": [{"name": "canary", "weight": 1}],

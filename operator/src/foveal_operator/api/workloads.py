@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta
 
 from foveal_operator.api.rules import Cpus, ObjectName, Part, Quantity, Rule, Text, Url
+from foveal_runtime.plan.config import ToolFormat
 
 Replicas = Annotated[int, Meta(ge=0, le=256)]
 NumDevices = Annotated[int, Meta(ge=1, le=16)]
@@ -160,6 +161,10 @@ class Frontend(Part, frozen=True, kw_only=True):
         Literal["Refuse", "Ignore"],
         Meta(description="Request options that the server does not know. Default: Refuse."),
     ] = "Refuse"
+    tool_format: Annotated[
+        ToolFormat | None,
+        Meta(description="How the model writes tool calls; default: as its chat template does."),
+    ] = None
     admission: Annotated[Admission, Meta(description="Limits before work begins.")] = Admission()
     host_memory: HostMemory = None
     cpu: Annotated[

@@ -41,6 +41,7 @@ ADDED: dict[tuple[str, str], object] = {
     ("", "allowed_origins"): [],
     ("", "ignore_unknown_options"): False,
     ("admission", "max_answer_scores"): 1 << 21,
+    ("", "tool_format"): "",
     ("admission", "client_share"): 0.5,
     ("admission", "upload_window_seconds"): 10.0,
     ("admission", "min_upload_bytes_per_second"): 8192,
@@ -176,6 +177,7 @@ def frontend_document(context: Context) -> FrontendConfig:
         tenant_salt_header=security.tenant_salt_header or "",
         allowed_origins=security.allowed_origins,
         ignore_unknown_options=frontend.unknown_options == "Ignore",
+        tool_format=frontend.tool_format or "",
         drain_timeout_seconds=float(spec.rollout.drain_timeout_seconds),
         log_format="json",
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -22,6 +23,7 @@ from foveal_runtime.plan.config import (
     MediaSources,
     ModelConfig,
     SchedulerConfig,
+    ToolFormat,
 )
 from foveal_runtime.plan.local import connect
 
@@ -69,6 +71,7 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
     file_root: str = ""
     allowed_origins: tuple[str, ...] = ()
     ignore_unknown_options: bool = False
+    tool_format: ToolFormat | Literal[""] = ""
     api_key_file: str = ""
     admin_key_file: str = ""
     injection_key_file: str = ""
@@ -160,6 +163,7 @@ def _frontend(options: LocalOptions, model: ModelConfig, index: int) -> Frontend
         ),
         allowed_origins=options.allowed_origins,
         ignore_unknown_options=options.ignore_unknown_options,
+        tool_format=options.tool_format,
         api_key_file=options.api_key_file,
         admin_key_file=options.admin_key_file,
         injection=InjectionConfig(

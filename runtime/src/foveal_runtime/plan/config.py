@@ -19,6 +19,10 @@ import msgspec
 from foveal_runtime.plan.errors import StartupError
 
 KVDtype = Literal["auto", "bfloat16", "fp8"]
+ToolFormat = Literal[
+    "hermes", "qwen3_coder", "llama3_json", "mistral", "mistral_v3", "pythonic", "gemma",
+    "deepseek", "deepseek_v3", "glm", "kimi", "smolvlm", "granite", "json",
+]  # fmt: skip
 GIB = 1024**3
 MIB = 1024**2
 DEFAULT_VIDEO_FRAMES = 32
@@ -260,6 +264,7 @@ class FrontendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             https://app.example.org; "*" is any. Empty: none.
         ignore_unknown_options: request options that this server does not know are left out, not
             refused.
+        tool_format: how the model writes tool calls; "": as its chat template does.
         metrics_peers: other processes whose /metrics this one's /metrics also shows (local mode).
         loopback: beside `host`, listen on the loopback address of its family: what `kubectl
             port-forward` connects to.
@@ -291,6 +296,7 @@ class FrontendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     tenant_salt_header: str = ""
     allowed_origins: tuple[str, ...] = ()
     ignore_unknown_options: bool = False
+    tool_format: ToolFormat | Literal[""] = ""
     drain_timeout_seconds: float = 120.0
     metrics_peers: tuple[str, ...] = ()
     log_format: Literal["auto", "text", "json"] = "auto"

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from foveal_runtime.frontend.grammars.reader import CallPiece
 from foveal_runtime.frontend.items.prepared import PreparedItem, PreparedRequest, ValueSource
 from foveal_runtime.frontend.items.seams import Generator
 from foveal_runtime.frontend.protocol.rules import seed_of_choice
@@ -33,8 +34,11 @@ class Delta:
         num_tokens: output tokens it accounts for, the terminal one included.
         token_ids, logprobs: of those tokens; `logprobs` is empty unless asked for.
         first: facts of the prompt, once, with the first delta.
-        finish_reason: "" while it goes on, then "stop" or "length".
+        finish_reason: "" while it goes on, then "stop", "length" or "tool_calls".
         stop_reason: the stop string or stop token id, when one of those ended it.
+        reasoning, calls: what stands apart from `text`, before and behind it. Arguments of calls
+            come in pieces; "tool_calls" is the finish reason of an output that has any.
+        num_reasoning_tokens: of `num_tokens`.
     """
 
     text: str = ""
@@ -44,6 +48,9 @@ class Delta:
     first: FirstOutput | None = None
     finish_reason: str = ""
     stop_reason: int | str | None = None
+    reasoning: str = ""
+    calls: tuple[CallPiece, ...] = ()
+    num_reasoning_tokens: int = 0
 
 
 class _Shared:
@@ -136,17 +143,23 @@ def _to_delta(output: EngineOutput, detokenizer: Detokenizer, include_stop: bool
     if output.finish and stop is None:
         rest = detokenizer.finish()
         text, stop = text + rest.text, rest.stop
+    reasoning, calls, num_reasoning_tokens = detokenizer.take()
     delta = Delta(
         text=text,
         num_tokens=num_tokens,
         token_ids=output.token_ids[:num_tokens],
         logprobs=output.logprobs[:num_tokens],
         first=output.first,
+        reasoning=reasoning,
+        calls=calls,
+        num_reasoning_tokens=num_reasoning_tokens,
     )
     if stop is not None:
         delta.finish_reason, delta.stop_reason = "stop", stop
     elif output.finish:
-        delta.finish_reason, delta.stop_reason = output.finish, output.stop_token
+        has_calls = output.finish == "stop" and detokenizer.num_calls
+        delta.finish_reason = "tool_calls" if has_calls else output.finish
+        delta.stop_reason = output.stop_token
     return delta
 
 

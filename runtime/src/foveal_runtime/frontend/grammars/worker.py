@@ -19,6 +19,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, gbnf_to_lark
 
 from foveal_runtime.frontend.grammars.schema import SchemaError, children, prepare
 from foveal_runtime.frontend.grammars.tags import tags_to_lark
+from foveal_runtime.frontend.grammars.turn import turn_to_lark
 
 JOB_CPU_SECONDS = 1
 MEMORY_BYTES = 2 << 30
@@ -34,6 +35,8 @@ def compile_job(kind: str, source: Any, strict: bool) -> dict[str, Any]:
     """{"grammar", "relaxed"}. Raises SchemaError."""
     if kind == "json":
         return _json(source, strict)
+    if kind == "turn":
+        return _turn(source)
     if kind == "regex":
         grammar = LLMatcher.grammar_from_regex(source)
     elif kind == "choice":
@@ -88,6 +91,55 @@ def _json(source: Any, strict: bool) -> dict[str, Any]:
         code = "schema_unsupported" if unknown and not impossible else "schema_invalid"
         raise SchemaError(code, message, _locate(schema, strict))
     return {"grammar": grammar, "relaxed": []}
+
+
+def _turn(turn: dict[str, Any]) -> dict[str, Any]:
+    """Calls of tools are compiled as text of bytes first, in which no model's tokens occur; when
+    that fails, tool by tool, for the place and for what may be relaxed."""
+    relaxed: list[str] = []
+    tools = turn["tools"]
+    for index, tool in enumerate(tools):
+        try:
+            tool["parameters"] = prepare(tool["parameters"])
+        except SchemaError as error:
+            raise SchemaError(error.code, error.message, _of_tool(index, error.path)) from error
+        tool["options"] = _options(strict=True)
+    if tools and _refused_calls(turn):
+        for index, tool in enumerate(tools):
+            try:
+                found = _json(tool["parameters"], tool["strict"])["relaxed"]
+                turn_to_lark(_calls_alone(turn, [tool]), {})
+            except SchemaError as error:
+                raise SchemaError(error.code, error.message, _of_tool(index, error.path)) from error
+            tool["options"] = _options(strict=not found)
+            relaxed += [f"{tool['name']}: {one}" for one in found]
+        if message := _refused_calls(turn):
+            raise SchemaError("schema_invalid", _first_line(message))
+    lark, more = turn_to_lark(turn, turn["marks"])
+    grammars = [{"name": "turn", "lark_grammar": lark}]
+    if turn["is_bound"]:
+        answer = turn["answer"]
+        alone = json.loads(answer)["grammars"][0] if answer.startswith("{") else None
+        grammars.append({**(alone or {"lark_grammar": answer}), "name": "answer"})
+    return {"grammar": json.dumps({"grammars": grammars}), "relaxed": relaxed + more}
+
+
+def _calls_alone(turn: dict[str, Any], tools: list[Any]) -> dict[str, Any]:
+    return {**turn, "tools": tools, "choice": "required", "think": None, "is_bound": False}
+
+
+def _refused_calls(turn: dict[str, Any]) -> str:
+    """Why calls cannot be bound; "" when they can."""
+    try:
+        lark, _ = turn_to_lark(_calls_alone(turn, turn["tools"]), {})
+    except SchemaError as error:
+        return error.message
+    failed, messages = _validate(LLMatcher.grammar_from_lark(lark))
+    return messages[0] if failed else ""
+
+
+def _of_tool(index: int, path: str) -> str:
+    return f"/{index}/function/parameters{path}"
 
 
 def _locate(schema: Any, strict: bool) -> str:

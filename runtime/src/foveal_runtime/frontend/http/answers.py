@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from foveal_runtime.frontend.engines.sequence import Delta, unpack_ids
+from foveal_runtime.frontend.grammars.reader import CallPiece
 from foveal_runtime.frontend.http.asgi.json_out import encode_json
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
 from foveal_runtime.wire.messages import FirstOutput, TokenLogprobs
@@ -32,10 +33,12 @@ class Tally:
 
     num_choices: int = 1
     num_completion_tokens: int = 0
+    num_reasoning_tokens: int = 0
     _prompts: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def add(self, index: int, delta: Delta) -> None:
         self.num_completion_tokens += delta.num_tokens
+        self.num_reasoning_tokens += delta.num_reasoning_tokens
         if delta.first is not None:
             prompt = index // self.num_choices
             known = self._prompts.get(prompt)
@@ -47,7 +50,7 @@ class Tally:
 
     def usage(self) -> dict[str, Any]:
         num_prompt = sum(tokens for tokens, _ in self._prompts.values())
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": num_prompt,
             "completion_tokens": self.num_completion_tokens,
             "total_tokens": num_prompt + self.num_completion_tokens,
@@ -55,6 +58,10 @@ class Tally:
                 "cached_tokens": sum(cached for _, cached in self._prompts.values())
             },
         }
+        if self.num_reasoning_tokens:
+            details = {"reasoning_tokens": self.num_reasoning_tokens}
+            usage["completion_tokens_details"] = details
+        return usage
 
 
 @dataclass(slots=True)
@@ -67,9 +74,13 @@ class Answer:
     first: FirstOutput | None = None
     finish_reason: str = ""
     stop_reason: int | str | None = None
+    reasonings: list[str] = field(default_factory=list)
+    pieces: list[CallPiece] = field(default_factory=list)
 
     def add(self, delta: Delta) -> None:
         self.texts.append(delta.text)
+        self.reasonings.append(delta.reasoning)
+        self.pieces.extend(delta.calls)
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs)
         if delta.first is not None:
@@ -86,6 +97,30 @@ class Answer:
     @property
     def text(self) -> str:
         return "".join(self.texts)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(self.reasonings)
+
+
+def joined_calls(pieces: Iterable[CallPiece]) -> list[CallPiece]:
+    """One piece for each call."""
+    found: dict[int, list[CallPiece]] = {}
+    for piece in pieces:
+        found.setdefault(piece.index, []).append(piece)
+    return [
+        CallPiece(index, parts[0].id, parts[0].name, "".join(one.arguments for one in parts))
+        for index, parts in found.items()
+    ]
+
+
+def call_json(call: CallPiece, *, in_stream: bool) -> dict[str, Any]:
+    """OpenAI's form; in a stream, only a call's first piece has its id and name."""
+    if in_stream and not call.id:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    head = {"index": call.index} if in_stream else {}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {**head, "id": call.id, "type": "function", "function": function}
 
 
 def token_name(tokenizer: TextTokenizer, token_id: int, as_id: bool) -> str:

@@ -90,7 +90,8 @@ def build_app(
     `siblings`: metrics peers that serve the same port.
     """
     tokenizer = tokenizer if tokenizer is not None else TextTokenizer.load(config.model.path)
-    template = ChatTemplate(tokenizer, load_template(config.model.path, tokenizer), info)
+    source = load_template(config.model.path, tokenizer)
+    template = ChatTemplate(tokenizer, source, info, config.tool_format)
     gate = Gate(config.admission)
     health = Health(generator, processor, gate)
     if metrics is None:

@@ -12,8 +12,10 @@ from foveal_runtime.frontend.engines.sequence import Delta
 from foveal_runtime.frontend.http.answers import (
     Answer,
     Tally,
+    call_json,
     chat_logprobs,
     expanded_prompt,
+    joined_calls,
     prompt_logprobs,
 )
 from foveal_runtime.frontend.http.asgi.json_out import SSE_DONE, sse
@@ -29,6 +31,9 @@ from foveal_runtime.frontend.http.service import (
 from foveal_runtime.frontend.protocol.constraints import wanted_of
 from foveal_runtime.frontend.protocol.requests import ChatCompletionRequest
 from foveal_runtime.frontend.protocol.rules import check_fields, check_model
+from foveal_runtime.frontend.protocol.tools import calls_of
+from foveal_runtime.frontend.text.chat_template import Conversation
+from foveal_runtime.frontend.text.turns import plan_turn, template_variables
 from foveal_runtime.wire.messages import TokenLogprobs
 
 
@@ -56,35 +61,45 @@ async def plan_chat(
     wanted = wanted_of(request)
     check_fields(request, ignore_unknown=service.config.ignore_unknown_options)
     check_num_sequences(1, request.n or 1)
+    calls = calls_of(request)
+    variables = template_variables(request, service.template)
     compiled = await service.grammars.compile(wanted)
 
     limit = service.longest_text(truncates=request.truncate_prompt_tokens is not None)
 
-    def tokenise() -> tuple[list[int], list[Any]]:
+    def tokenise() -> tuple[list[int], Conversation]:
         conversation = service.template.render(
             request.messages,
             add_generation_prompt=request.add_generation_prompt is not False,
             continue_final_message=bool(request.continue_final_message),
-            variables=request.chat_template_kwargs,
+            variables=variables,
+            tools=calls.shown_plain() if calls is not None else (),
         )
         token_ids = service.template.encode(
             conversation, add_special_tokens=bool(request.add_special_tokens), limit=limit
         )
-        return token_ids, conversation.parts
+        return token_ids, conversation
 
     if _num_chars(request) > THREAD_CHARS:
-        token_ids, parts = await service.in_thread(tokenise)
+        token_ids, conversation = await service.in_thread(tokenise)
     else:
-        token_ids, parts = tokenise()
+        token_ids, conversation = tokenise()
+    turn, wanted = plan_turn(
+        request, service.template, service.tokenizer, calls, conversation.text, compiled
+    )
+    relaxed = compiled.relaxed
+    if wanted is not None:
+        compiled = await service.grammars.compile(wanted)
     job = make_job(
         service,
         request,
         scope,
         token_ids,
-        parts,
+        conversation.parts,
         grammar=compiled.grammar,
         continues_prompt=bool(request.continue_final_message),
         echo_prompt=bool(request.return_token_ids),
+        turn=turn,
     )
     head = {
         "id": f"chatcmpl-{scope.request_id}",
@@ -92,7 +107,9 @@ async def plan_chat(
         "created": int(time.time()),
         "model": service.model_name,
     }
-    return ChatRun(service, request, job, head, scope.started, compiled.relaxed)
+    if wanted is not None:
+        relaxed += compiled.relaxed
+    return ChatRun(service, request, job, head, scope.started, relaxed)
 
 
 _MESSAGE_CHARS = 100
@@ -100,7 +117,7 @@ _MESSAGE_CHARS = 100
 
 
 def _num_chars(request: ChatCompletionRequest) -> int:
-    total = len(request.messages) * _MESSAGE_CHARS
+    total = (len(request.messages) + 10 * len(request.tools or ())) * _MESSAGE_CHARS
     for message in request.messages:
         if isinstance(message.content, str):
             total += len(message.content)
@@ -144,9 +161,15 @@ def _logprobs(
 
 
 def _choice(run: ChatRun, index: int, answer: Answer) -> dict[str, Any]:
+    calls = joined_calls(answer.pieces)
+    content = answer.text or (None if calls else "")
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    message |= _reasoning(run, answer.reasoning)
+    if calls:
+        message["tool_calls"] = [call_json(call, in_stream=False) for call in calls]
     choice: dict[str, Any] = {
         "index": index,
-        "message": {"role": "assistant", "content": answer.text, "refusal": None},
+        "message": message,
         "logprobs": None,
         "finish_reason": answer.finish_reason,
         "stop_reason": answer.stop_reason,
@@ -156,6 +179,12 @@ def _choice(run: ChatRun, index: int, answer: Answer) -> dict[str, Any]:
     if run.request.return_token_ids:
         choice["token_ids"] = answer.token_ids
     return choice
+
+
+def _reasoning(run: ChatRun, text: str) -> dict[str, str]:
+    """By both names that clients look for."""
+    shown = text and run.request.include_reasoning is not False
+    return {"reasoning": text, "reasoning_content": text} if shown else {}
 
 
 async def stream_answer(run: ChatRun) -> AsyncGenerator[bytes, None]:
@@ -193,10 +222,15 @@ def _empty(index: int, delta: dict[str, Any]) -> dict[str, Any]:
 def _chunk_choice(run: ChatRun, index: int, delta: Delta) -> dict[str, Any] | None:
     """None when the delta has nothing to say yet (held-back text)."""
     request = run.request
-    says = delta.text or delta.finish_reason
-    if not says and not (request.logprobs and delta.logprobs) and not request.return_token_ids:
+    says: dict[str, Any] = _reasoning(run, delta.reasoning)
+    if delta.text:
+        says["content"] = delta.text
+    if delta.calls:
+        says["tool_calls"] = [call_json(c, in_stream=True) for c in joined_calls(delta.calls)]
+    says_more = says or delta.finish_reason
+    if not says_more and not (request.logprobs and delta.logprobs) and not request.return_token_ids:
         return None
-    choice = _empty(index, {"content": delta.text} if delta.text else {})
+    choice = _empty(index, says)
     if request.logprobs and delta.logprobs:
         choice["logprobs"] = _logprobs(run, delta.token_ids, delta.logprobs)
     if delta.finish_reason:

@@ -30,6 +30,7 @@ from foveal_runtime.frontend.engines.sequence import (
 )
 from foveal_runtime.frontend.engines.stream import MAX_UNREAD
 from foveal_runtime.frontend.grammars.compiler import Compiler
+from foveal_runtime.frontend.grammars.reader import TurnFormat
 from foveal_runtime.frontend.http.access.admission import Gate, Ticket
 from foveal_runtime.frontend.http.answers import Answer
 from foveal_runtime.frontend.http.monitoring.request_stats import RequestStats
@@ -140,6 +141,8 @@ class Job:
     hold_scores: Callable[[int], None]
     """Called with so many log probabilities of an answer that is held until its end. Raises
     RateLimited."""
+    turn: TurnFormat | None = None
+    """How reasoning and tool calls are read."""
 
 
 @dataclass(slots=True)
@@ -193,6 +196,7 @@ def make_job(
     num_prompts: int = 1,
     continues_prompt: bool,
     echo_prompt: bool = False,
+    turn: TurnFormat | None = None,
 ) -> Job:
     """Checks lengths and options. Raises InvalidRequest or RateLimited."""
     if not token_ids:
@@ -242,6 +246,7 @@ def make_job(
         skip_special_tokens=request.skip_special_tokens is not False,
         continues_prompt=continues_prompt,
         hold_scores=hold_scores,
+        turn=turn,
     )
 
 
@@ -380,5 +385,7 @@ def _stream(service: Service, job: Job, request: PreparedRequest) -> AsyncGenera
         min_tokens=job.options.sampling.min_tokens,
         skip_special_tokens=job.skip_special_tokens,
         context=job.token_ids if job.continues_prompt else (),
+        turn=job.turn,
+        request_id=request.request_id,
     )
     return run_sequence(service.generator, request, detokenizer, include_stop=job.include_stop)

@@ -105,6 +105,7 @@ def _tokenize(service: Service, body: TokenizeRequest) -> tuple[list[int], list[
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
         variables=body.chat_template_kwargs,
+        tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()],
     )
     token_ids = service.template.encode(
         conversation, add_special_tokens=bool(body.add_special_tokens), limit=limit

@@ -13,7 +13,7 @@ import msgspec
 from foveal_runtime.frontend.protocol.requests import ChatCompletionRequest, CompletionRequest
 from foveal_runtime.plan.errors import InvalidRequest, Unsupported
 
-Kind = Literal["json", "regex", "choice", "grammar", "structural_tag"]
+Kind = Literal["json", "regex", "choice", "grammar", "structural_tag", "turn"]
 
 RENAMED = {
     "guided_json": "structured_outputs.json",
@@ -32,7 +32,8 @@ class Wanted:
     """A constraint as the client wrote it.
 
     Attributes:
-        source: a JSON schema, a pattern, strings, a grammar, or a structural tag.
+        source: a JSON schema, a pattern, strings, a grammar, a structural tag, or a whole turn
+            (`text.turns`).
         strict: everything is enforced or refused; else what cannot be is left out.
         param: the request's field, for errors.
     """

@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from foveal_runtime.frontend.protocol.bounds import (
     Bounded,
+    Lenient,
     Open,
     check_num_fields,
     check_num_parts,
@@ -29,6 +30,7 @@ MAX_STOP_CHARS = 256
 MAX_BIASES = 1024
 MAX_REGEX_CHARS = 8 * 1024
 MAX_GRAMMAR_CHARS = 64 * 1024
+MAX_TOOLS = 128
 MAX_SCHEMA_DEPTH = 100
 MAX_SCHEMA_PARTS = 50_000
 
@@ -186,6 +188,40 @@ Messages = Annotated[
 ]
 
 
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+
+
+class ToolFunction(Lenient):
+    name: ToolName
+    description: Text | None = None
+    parameters: Schema | None = Field(None, description="a JSON schema of an object; absent: none")
+    strict: bool | None = Field(None, description="the schema is enforced whole, or refused")
+
+
+class Tool(Lenient):
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class _Named(Lenient):
+    name: ToolName
+
+
+class NamedTool(Lenient):
+    type: Literal["function"]
+    function: _Named
+
+
+class _AllowedTools(Lenient):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class AllowedTools(Lenient):
+    type: Literal["allowed_tools"]
+    allowed_tools: _AllowedTools
+
+
 class ChatCompletionRequest(_Sampling):
     messages: Messages
     max_completion_tokens: Integer | None = Field(None, ge=1, lt=2**31)
@@ -198,6 +234,20 @@ class ChatCompletionRequest(_Sampling):
     chat_template_kwargs: FreeForm | None = Field(
         None, description="extra variables for the model's chat template"
     )
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
+        None, description="functions that the model may call"
+    )
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = Field(
+        None, description="whether it must; default auto"
+    )
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call")
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        Field(None, description="for models that reason; none: they do not")
+    )
+    thinking_token_budget: Integer | None = Field(
+        None, ge=0, lt=2**31, description="tokens of reasoning at most"
+    )
+    include_reasoning: bool | None = Field(None, description="false: it is not part of the answer")
 
 
 Prompt = (
@@ -231,6 +281,7 @@ class TokenizeRequest(_Strict):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: FreeForm | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     return_token_strs: bool | None = None
     expand_media: bool | None = Field(None, description="false: a medium counts as one token")
     mm_processor_kwargs: FreeForm | None = None

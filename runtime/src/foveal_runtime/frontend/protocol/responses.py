@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class ErrorInfo(BaseModel):
@@ -27,11 +27,16 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int = Field(description="prompt tokens found in the prefix cache")
 
 
+class ReasoningDetails(BaseModel):
+    reasoning_tokens: int
+
+
 class Usage(BaseModel):
     prompt_tokens: int = Field(description="the expanded prompt: media count as their tokens")
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: ReasoningDetails | None = None
 
 
 class TopLogprob(BaseModel):
@@ -48,10 +53,25 @@ class ChatLogprobs(BaseModel):
     content: list[TokenLogprob]
 
 
+class Function(BaseModel):
+    name: str | None = None
+    arguments: str = Field(description="JSON text; in a stream, the next part of it")
+
+
+class Call(BaseModel):
+    index: int | None = Field(None, description="in a stream: which call the part belongs to")
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: Function
+
+
 class ChatMessage(BaseModel):
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[Call] | None = None
+    reasoning: str | None = Field(None, description="what the model thought before it answered")
+    reasoning_content: str | None = Field(None, description="the same by another name")
 
 
 class ChatChoice(BaseModel):
@@ -81,6 +101,9 @@ class ChatCompletion(BaseModel):
 class ChatDelta(BaseModel):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    tool_calls: list[Call] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
 
 class ChatChunkChoice(BaseModel):

@@ -14,6 +14,14 @@ from typing import Any
 
 import jinja2
 
+from foveal_runtime.frontend.grammars.formats import (
+    FORMATS,
+    THINKING,
+    UNTOLD,
+    Format,
+    recognise,
+    render_calls,
+)
 from foveal_runtime.frontend.items.seams import MediaPart, PromptPlaceholders
 from foveal_runtime.frontend.protocol.messages import (
     AudioUrlPart,
@@ -32,6 +40,10 @@ from foveal_runtime.plan.media import MODALITIES, Modality
 
 _PROBE = "fovealprobe"
 _MAX_PROBED_ROLES = 64
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError,
+    RecursionError,
+)  # fmt: skip
 _RESERVED_KWARGS = frozenset(
     {
         "messages", "conversation", "tools", "documents", "tokenize", "add_generation_prompt",
@@ -73,10 +85,17 @@ class ChatTemplate:
     Attributes:
         content_format: "parts" when the template reads lists of content parts, else "string" (the
             parts are joined by newlines and media stand there as the processor's placeholder text).
+        tool_format: how the model writes tool calls; None when the template writes them in a way
+            that is not known.
+        thinking: the markers around reasoning; None for a template that names none.
     """
 
     def __init__(
-        self, tokenizer: TextTokenizer, template: str | None, processor: PromptPlaceholders
+        self,
+        tokenizer: TextTokenizer,
+        template: str | None,
+        processor: PromptPlaceholders,
+        tool_format: str = "",
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template
@@ -84,6 +103,10 @@ class ChatTemplate:
         self._placeholders = self._spellings()
         self.content_format = "string" if template is None else self._detect()
         self._roles: dict[str, bool] = {"system": True, "user": True, "assistant": True}
+        self._arguments_as_text = False
+        self._takes_tools = template is not None and self._probe_tools()
+        self.tool_format = FORMATS[tool_format] if tool_format else self._probe_calls()
+        self.thinking = next((pair for pair in THINKING if pair[1] in (template or "")), None)
 
     @property
     def source(self) -> str | None:
@@ -106,6 +129,38 @@ class ChatTemplate:
             return "string"
         listed = "'type'" in out or '"type"' in out
         return "parts" if _PROBE in out and not listed else "string"
+
+    def _user(self) -> dict[str, Any]:
+        parts = [{"type": "text", "text": "x"}]
+        return {"role": "user", "content": parts if self.content_format == "parts" else "x"}
+
+    def _probe_tools(self) -> bool:
+        function = {"name": _PROBE, "description": "x", "parameters": {"type": "object"}}
+        try:
+            out = self._apply([self._user()], tools=[{"type": "function", "function": function}])
+        except _TEMPLATE_ERRORS:
+            return False
+        return _PROBE in out
+
+    def _probe_calls(self) -> Format | None:
+        """The format in which the template writes a call; where it knows no tools, the vocabulary
+        tells."""
+        for arguments in ({"a": "1"}, '{"a": "1"}'):
+            named = {"name": _PROBE, "arguments": arguments}
+            call = {"id": "probe1234", "type": "function", "function": named}
+            try:
+                out = self._apply(
+                    [self._user(), {"role": "assistant", "content": "", "tool_calls": [call]}]
+                )
+            except _TEMPLATE_ERRORS:
+                continue
+            if (found := recognise(out, _PROBE)) is not None:
+                self._arguments_as_text = isinstance(arguments, str)
+                return found
+        if self._takes_tools:
+            return None
+        known = (name for mark, name in UNTOLD if self._tokenizer.marks(mark))
+        return FORMATS[next(known, "json")]
 
     def _role(self, role: str, path: str) -> str:
         """The template's name of a role. A template without `developer` has `system`, one without
@@ -152,6 +207,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> Conversation:
         """Raises InvalidRequest when the template refuses the messages (roles out of order), when
         a text spells a placeholder, or when a part cannot be what it says it is."""
@@ -165,21 +221,44 @@ class ChatTemplate:
             self._plain(message, f"messages[{index}]", parts)
             for index, message in enumerate(messages)
         ]
+        told: dict[str, Any] = {}
+        if tools:
+            self._check_text(json.dumps(tools, ensure_ascii=False), "tools")
+            if self._takes_tools:
+                told["tools"] = tools
+            else:
+                self._tell_tools(plain, tools)
         try:
             text = self._apply(
                 plain,
                 add_generation_prompt=add_generation_prompt and not continue_final_message,
                 continue_final_message=continue_final_message,
+                **told,
                 **(variables or {}),
             )
-        except (
-            jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError,
-            ArithmeticError, RecursionError,
-        ) as error:  # fmt: skip
+        except _TEMPLATE_ERRORS as error:
             raise InvalidRequest(
                 f"the model's chat template refused the messages: {error}", param="messages"
             ) from error
         return Conversation(text, parts)
+
+    def _tell_tools(self, plain: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> None:
+        """For templates without tools: the system message says what they would."""
+        row = self.tool_format or FORMATS["json"]
+        lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+        example = render_calls(row, [("name_of_function", {"argument": "value"})], {})
+        text = (
+            f"You can call functions. One line describes each:\n{lines}\nTo call functions, answer "
+            f"with nothing but calls in this form:\n{example}"
+        )
+        if plain[0]["role"] != "system":
+            content: Any = [] if self.content_format == "parts" else ""
+            plain.insert(0, {"role": "system", "content": content})
+        first = plain[0]
+        if isinstance(first["content"], list):
+            first["content"] = [*first["content"], {"type": "text", "text": text}]
+        else:
+            first["content"] = f"{first['content']}\n\n{text}".strip()
 
     def _check_variables(
         self, variables: Mapping[str, Any], messages: Sequence[Message], continues: bool
@@ -215,7 +294,7 @@ class ChatTemplate:
             if "tool_calls" in (self._template or ""):
                 plain["tool_calls"] = calls
             else:
-                content = _with_calls(content, calls)
+                content = self._with_calls(content, calls)
         if isinstance(content, str):
             self._check_text(content, f"{path}.content")
             content_out: Any = content
@@ -239,9 +318,22 @@ class ChatTemplate:
                     arguments = found if isinstance(found, dict) else arguments
                 except (ValueError, RecursionError):
                     pass
+            if self._arguments_as_text and isinstance(arguments, dict):
+                arguments = json.dumps(arguments, ensure_ascii=False)
             named = {"name": function.name, "arguments": arguments}
             plain.append({"id": call.id or f"call_{index}", "type": "function", "function": named})
         return plain
+
+    def _with_calls(
+        self, content: str | Sequence[ContentPart], calls: Sequence[dict[str, Any]]
+    ) -> str | list[ContentPart]:
+        """For templates without tool calls: as the model writes them, after the text."""
+        row = self.tool_format or FORMATS["json"]
+        named = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+        text = render_calls(row, named, {})
+        if isinstance(content, str):
+            return f"{content}\n{text}" if content else text
+        return [*content, TextPart(type="text", text=text)]
 
     def _plain_parts(
         self, content: Sequence[ContentPart], path: str, parts: list[MediaPart]
@@ -296,16 +388,6 @@ class ChatTemplate:
                     param="messages",
                 )
         return token_ids
-
-
-def _with_calls(
-    content: str | Sequence[ContentPart], calls: Sequence[dict[str, Any]]
-) -> str | list[ContentPart]:
-    """For templates without tool calls: one line of JSON each, after the text."""
-    lines = "\n".join(json.dumps(call["function"], ensure_ascii=False) for call in calls)
-    if isinstance(content, str):
-        return f"{content}\n{lines}" if content else lines
-    return [*content, TextPart(type="text", text=lines)]
 
 
 def media_part(part: ImagePart | VideoPart | AudioUrlPart | InputAudioPart, path: str) -> MediaPart:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from foveal_runtime.frontend.grammars.reader import CallPiece, Reader, TurnFormat
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
 
 _MAX_PENDING_TOKENS = 8
@@ -158,6 +159,8 @@ class Detokenizer:
         stops: stop strings, non-empty. They are watched from output token `min_tokens` on.
         include_stop: the stop string stays in the text.
         context: prompt tokens before the output, where the text continues them.
+        turn: how reasoning and tool calls are written; stop strings are watched for beside them.
+        request_id: ids of calls are made from it.
     """
 
     def __init__(
@@ -169,8 +172,12 @@ class Detokenizer:
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
         context: Sequence[int] = (),
+        turn: TurnFormat | None = None,
+        request_id: str = "",
     ) -> None:
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._reader = Reader(turn, request_id) if turn is not None else None
+        self._marks = turn.texts if turn is not None else {}
         self._decoder: TextDecoder
         if tokenizer.is_byte_level:
             self._decoder = ByteLevelDecoder(tokenizer.token_bytes)
@@ -186,9 +193,14 @@ class Detokenizer:
         texts: list[str] = []
         for used, token_id in enumerate(token_ids, start=1):
             self._num_tokens += 1
-            if token_id in self._skipped:
+            if token_id in self._marks:
+                fresh = self._decoder.flush() + self._marks[token_id]
+            elif token_id in self._skipped:
                 continue
-            fresh = self._decoder.push(token_id)
+            else:
+                fresh = self._decoder.push(token_id)
+            if self._reader is not None:
+                fresh = self._reader.push(fresh)
             if self._num_tokens < self._min_tokens:
                 texts.append(fresh)
                 continue
@@ -202,7 +214,18 @@ class Detokenizer:
 
     def finish(self) -> Piece:
         """The sequence ended for another reason: everything held back comes out."""
-        text, stop = self._matcher.push(self._decoder.flush())
+        rest = self._decoder.flush()
+        if self._reader is not None:
+            rest = self._reader.push(rest) + self._reader.finish()
+        text, stop = self._matcher.push(rest)
         if stop is not None:
             return Piece(text + (stop if self._include_stop else ""), 0, stop)
         return Piece(text + self._matcher.flush(), 0)
+
+    @property
+    def num_calls(self) -> int:
+        return 0 if self._reader is None else self._reader.num_calls
+
+    def take(self) -> tuple[str, tuple[CallPiece, ...], int]:
+        """Reasoning, calls and the number of reasoning tokens since the last time."""
+        return ("", (), 0) if self._reader is None else self._reader.take()

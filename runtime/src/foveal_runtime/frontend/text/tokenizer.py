@@ -49,6 +49,10 @@ class TextTokenizer:
         self.vocab_size: int = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._marks = {
+            token.content: i for i, token in added.items()
+            if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+        }  # fmt: skip
         self.is_byte_level = type(self._backend.decoder).__name__ == "ByteLevel"
         self._bytes: dict[int, bytes] = {}
 
@@ -108,6 +112,10 @@ class TextTokenizer:
     def token_id(self, token: str) -> int | None:
         found: int | None = self._backend.token_to_id(token)
         return found
+
+    def marks(self, text: str) -> dict[str, int]:
+        """Of the tokens that stand for themselves alone, those that the text spells."""
+        return {mark: token for mark, token in self._marks.items() if mark in text}
 
     def token_text(self, token_id: int) -> str:
         """The token alone, as text; an incomplete character shows as U+FFFD."""

@@ -12,8 +12,9 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
+from foveal_runtime.plan.config import ToolFormat
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.quantity import format_bytes
 
@@ -150,6 +151,9 @@ _OPTIONS: dict[str, tuple[tuple[str, str, Any, Any, str, str], ...]] = {
          "tokens in a step that also decodes running requests; fewer keep streams smoother"),
         ("--ignore-unknown-options", "ignore_unknown_options", True, False, "they are refused",
          "leave out request options that this server does not know"),
+        ("--tool-format FORMAT", "tool_format", [*get_args(ToolFormat)], "",
+         "from the chat template",
+         "how the model writes tool calls"),
         ("--start-timeout SECONDS", "start_timeout_seconds", float, 1800.0, "1800 s",
          "until every process is ready"),
         ("--drain-timeout SECONDS", "drain_timeout_seconds", float, 120.0, "120 s",

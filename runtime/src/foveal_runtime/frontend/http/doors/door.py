@@ -30,6 +30,7 @@ _SHAPING: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (),
     "return_token_ids": (False,),
     "add_generation_prompt": (True,),
+    "tools": ([],),
 }
 """Options of chat completions whose answers the other APIs have no place for, and the values that
 mean "not used"."""

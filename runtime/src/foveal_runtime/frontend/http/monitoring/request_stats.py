@@ -87,7 +87,9 @@ class RequestStats:
             sequence.num_tokens += delta.num_tokens
             sequence.last_at = now
         if delta.finish_reason:
-            sequence.finish_reason = delta.finish_reason
+            # For engines and their dashboards, calls of tools are answers as any.
+            reason = delta.finish_reason
+            sequence.finish_reason = "stop" if reason == "tool_calls" else reason
 
     def end(self, *, failed: bool) -> None:
         """Every sequence counts once; those that did not finish were aborted or failed. A request
