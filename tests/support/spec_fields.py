@@ -70,6 +70,7 @@ VALUES: dict[str, Any] = {
     "spec.security.allowedOrigins": ["https://app.example.org"],
     "spec.frontend.unknownOptions": "Ignore",
     "spec.frontend.toolFormat": "hermes",
+    "spec.frontend.page": False,
     "spec.networking.httpRoute.hostnames": ["example.org"],
     "spec.networking.httpRoute.matches": [{"path": "/a"}],
     "spec.networking.httpRoute.splits": [{"name": "canary", "weight": 1}],

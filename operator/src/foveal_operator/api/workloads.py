@@ -165,6 +165,7 @@ class Frontend(Part, frozen=True, kw_only=True):
         ToolFormat | None,
         Meta(description="How the model writes tool calls; default: as its chat template does."),
     ] = None
+    page: Annotated[bool, Meta(description="Chat page at /. Default: true.")] = True
     admission: Annotated[Admission, Meta(description="Limits before work begins.")] = Admission()
     host_memory: HostMemory = None
     cpu: Annotated[

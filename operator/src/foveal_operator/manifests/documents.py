@@ -42,6 +42,7 @@ ADDED: dict[tuple[str, str], object] = {
     ("", "ignore_unknown_options"): False,
     ("admission", "max_answer_scores"): 1 << 21,
     ("", "tool_format"): "",
+    ("", "page"): True,
     ("admission", "client_share"): 0.5,
     ("admission", "upload_window_seconds"): 10.0,
     ("admission", "min_upload_bytes_per_second"): 8192,
@@ -178,6 +179,7 @@ def frontend_document(context: Context) -> FrontendConfig:
         allowed_origins=security.allowed_origins,
         ignore_unknown_options=frontend.unknown_options == "Ignore",
         tool_format=frontend.tool_format or "",
+        page=frontend.page,
         drain_timeout_seconds=float(spec.rollout.drain_timeout_seconds),
         log_format="json",
     )

@@ -72,6 +72,7 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
     allowed_origins: tuple[str, ...] = ()
     ignore_unknown_options: bool = False
     tool_format: ToolFormat | Literal[""] = ""
+    page: bool = True
     api_key_file: str = ""
     admin_key_file: str = ""
     injection_key_file: str = ""
@@ -164,6 +165,7 @@ def _frontend(options: LocalOptions, model: ModelConfig, index: int) -> Frontend
         allowed_origins=options.allowed_origins,
         ignore_unknown_options=options.ignore_unknown_options,
         tool_format=options.tool_format,
+        page=options.page,
         api_key_file=options.api_key_file,
         admin_key_file=options.admin_key_file,
         injection=InjectionConfig(

@@ -265,6 +265,7 @@ class FrontendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         ignore_unknown_options: request options that this server does not know are left out, not
             refused.
         tool_format: how the model writes tool calls; "": as its chat template does.
+        page: the chat page answers at `/`.
         metrics_peers: other processes whose /metrics this one's /metrics also shows (local mode).
         loopback: beside `host`, listen on the loopback address of its family: what `kubectl
             port-forward` connects to.
@@ -297,6 +298,7 @@ class FrontendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     allowed_origins: tuple[str, ...] = ()
     ignore_unknown_options: bool = False
     tool_format: ToolFormat | Literal[""] = ""
+    page: bool = True
     drain_timeout_seconds: float = 120.0
     metrics_peers: tuple[str, ...] = ()
     log_format: Literal["auto", "text", "json"] = "auto"

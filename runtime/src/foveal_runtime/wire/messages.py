@@ -59,8 +59,8 @@ class FirstOutput(msgspec.Struct, frozen=True, array_like=True):
     """Facts of a request that are known when its first token exists.
 
     `num_prompt_tokens` counts the expanded prompt; `num_cached_tokens` those found in the prefix
-    cache; `num_mm_items`, `num_mm_hits` and `num_encoder_hits` count items; times are seconds
-    inside the engine.
+    cache; `num_mm_items`, `num_mm_hits`, `num_encoder_hits` and `num_encoded` count items (one that
+    the prefix cache covers is neither a hit nor encoded); times are seconds inside the engine.
     """
 
     num_prompt_tokens: int
@@ -74,6 +74,7 @@ class FirstOutput(msgspec.Struct, frozen=True, array_like=True):
     prompt_wide: bool = False
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     prompt_logprob_ids: tuple[int, ...] = ()
+    num_encoded: int = 0
 
 
 class EngineOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

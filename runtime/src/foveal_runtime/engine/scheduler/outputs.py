@@ -87,6 +87,7 @@ def _first_output(request: Request) -> FirstOutput:
         prompt_wide=wide,
         prompt_logprobs=logprobs,
         prompt_logprob_ids=tuple(request.token_ids[:prompt]) if logprobs else (),
+        num_encoded=request.num_encoded,
     )
 
 

@@ -331,8 +331,9 @@ class Planner:
                     entry.mm_hash, entry.modality, embeds, request.values[index]
                 )
                 self.encoding[entry.mm_hash] = request.request_id
-            elif not request.num_preemptions:
-                request.num_encoder_hits += 1
+                request.num_encoded += not request.num_preemptions
+            else:
+                request.num_encoder_hits += not request.num_preemptions
         now.compute_left -= window.compute_embeds
         if not request.known_to_runner:
             request.known_to_runner = True

@@ -57,6 +57,7 @@ class Request:
         "num_cached_tokens",
         "num_computed",
         "num_emitted",
+        "num_encoded",
         "num_encoder_hits",
         "num_mm_hits",
         "num_preemptions",
@@ -132,7 +133,7 @@ class Request:
         self.num_published = 0
         self.num_released = 0
         self.num_cached_tokens = 0
-        self.num_encoder_hits = 0
+        self.num_encoded = self.num_encoder_hits = 0
         self.num_preemptions = 0
         self.known_to_runner = False
         self.prompt_logprobs: list[PromptLogprobs] = []

@@ -7,7 +7,7 @@ Used by chat.py and completions.py for streams and whole answers alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,9 @@ import msgspec
 from foveal_runtime.frontend.engines.sequence import Delta, unpack_ids
 from foveal_runtime.frontend.grammars.reader import CallPiece
 from foveal_runtime.frontend.http.asgi.json_out import encode_json
+from foveal_runtime.frontend.items.prepared import PreparedItem
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
+from foveal_runtime.plan.media import MODALITIES
 from foveal_runtime.wire.messages import FirstOutput, TokenLogprobs
 
 MIN_LOGPROB = -9999.0
@@ -62,6 +64,28 @@ class Tally:
             details = {"reasoning_tokens": self.num_reasoning_tokens}
             usage["completion_tokens_details"] = details
         return usage
+
+
+def cache_usage(first: FirstOutput | None, items: Sequence[PreparedItem]) -> dict[str, Any] | None:
+    """What the caches did for a request: an item that was neither processed nor sent was a hit of
+    the processor cache and of the IPC cache. Times are seconds in the engine."""
+    if first is None:
+        return None
+    return {
+        "items": [
+            {
+                "modality": MODALITIES[item.modality],
+                "bytes": item.size_bytes,
+                "processed": item.cost.was_processed,
+                "sent": item.cost.was_sent,
+            }
+            for item in items
+        ],
+        "encoder_hits": first.num_encoder_hits,
+        "encoded": first.num_encoded,
+        "queue_seconds": first.queue_seconds,
+        "prefill_seconds": first.prefill_seconds,
+    }
 
 
 @dataclass(slots=True)

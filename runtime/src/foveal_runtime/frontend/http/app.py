@@ -133,7 +133,7 @@ def build_app(
         api.include_router(build_injection_router(injector, config))
     if mirrors is not None:
         api.include_router(build_debug_router(mirrors))
-    describe(api, needs_key=keys is not None)
+    describe(api, needs_key=keys is not None, with_page=config.page)
     _add_error_handlers(api)
     door = RequireKey(Intake(api, gate), keys, admin_keys, inject_keys)
     context = RequestContext(LoadReport(door, generator), gate, metrics, tracing or Tracing())

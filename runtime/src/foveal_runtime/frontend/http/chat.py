@@ -12,6 +12,7 @@ from foveal_runtime.frontend.engines.sequence import Delta
 from foveal_runtime.frontend.http.answers import (
     Answer,
     Tally,
+    cache_usage,
     call_json,
     chat_logprobs,
     expanded_prompt,
@@ -34,7 +35,7 @@ from foveal_runtime.frontend.protocol.rules import check_fields, check_model
 from foveal_runtime.frontend.protocol.tools import calls_of
 from foveal_runtime.frontend.text.chat_template import Conversation
 from foveal_runtime.frontend.text.turns import plan_turn, template_variables
-from foveal_runtime.wire.messages import TokenLogprobs
+from foveal_runtime.wire.messages import FirstOutput, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -194,10 +195,12 @@ async def stream_answer(run: ChatRun) -> AsyncGenerator[bytes, None]:
     continuous = options is not None and bool(options.continuous_usage_stats)
     tally = Tally(run.num_choices)
     began: set[int] = set()
+    first: FirstOutput | None = None
     async with open_run(run.service, [run.job], run.started) as deltas:
         async for index, delta in deltas:
             if index not in began:
                 began.add(index)
+                first = first or delta.first
                 tally.add(index, Delta(first=delta.first))  # the prompt is known, no token is out
                 usage = {"usage": tally.usage() if continuous else None} if with_usage else {}
                 opening = {"role": "assistant", "content": ""}
@@ -211,7 +214,10 @@ async def stream_answer(run: ChatRun) -> AsyncGenerator[bytes, None]:
             if choice is not None:
                 yield sse({**run.head, "choices": [choice], **usage})
     if with_usage:
-        yield sse({**run.head, "choices": [], "usage": tally.usage()})
+        usage = tally.usage()
+        if options is not None and options.include_cache_usage:
+            usage["cache"] = cache_usage(first, run.job.items)
+        yield sse({**run.head, "choices": [], "usage": usage})
     yield SSE_DONE
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.responses import HTMLResponse
 
-from foveal_runtime.frontend.http.docs_page import PAGE
+from foveal_runtime.frontend.http.pages import page_response
 from foveal_runtime.frontend.protocol.responses import ChatCompletionChunk
 
 _STREAMS = {
@@ -23,8 +23,8 @@ _STREAMS = {
 _OPEN_TAGS = frozenset({"server"})
 
 
-def describe(api: FastAPI, *, needs_key: bool) -> None:
-    """Replaces `api.openapi` and adds /docs."""
+def describe(api: FastAPI, *, needs_key: bool, with_page: bool) -> None:
+    """Replaces `api.openapi` and adds /docs and, `with_page`, the chat at /."""
     derive = api.openapi
 
     def openapi() -> dict[str, Any]:
@@ -36,7 +36,13 @@ def describe(api: FastAPI, *, needs_key: bool) -> None:
 
     @api.get("/docs", include_in_schema=False)
     async def docs() -> HTMLResponse:
-        return HTMLResponse(PAGE)
+        return page_response("docs")
+
+    if with_page:
+
+        @api.get("/", include_in_schema=False)
+        async def chat() -> HTMLResponse:
+            return page_response("chat")
 
 
 def _corrected(document: dict[str, Any], needs_key: bool) -> dict[str, Any]:

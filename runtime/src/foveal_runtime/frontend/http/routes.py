@@ -31,12 +31,15 @@ from foveal_runtime.frontend.protocol.responses import (
     ErrorResponse,
     HealthResponse,
     LoadResponse,
+    MediaLimits,
     ModelCard,
     ModelList,
     VersionResponse,
 )
 from foveal_runtime.frontend.protocol.rules import check_model
+from foveal_runtime.plan.config import ModalityLimits
 from foveal_runtime.plan.errors import InvalidRequest
+from foveal_runtime.plan.media import MODALITIES, Modality
 from foveal_runtime.telemetry.metrics import CONTENT_TYPE
 
 _THREAD_BODY_BYTES = 1 << 20
@@ -118,7 +121,7 @@ def build_router(
 ) -> APIRouter:
     router = APIRouter(route_class=BodyRoute)
     _add_generation(router, service, info)
-    _add_models(router, service)
+    _add_models(router, service, info)
     errors: dict[int | str, dict[str, Any]] = {
         status: ERRORS[status] for status in (400, 401, 403, 404, 413, 424, 429, 500, 503)
     }
@@ -156,13 +159,28 @@ def _add_generation(router: APIRouter, service: Service, info: PromptPlaceholder
         return named_relaxed(json_response(whole), run.relaxed)
 
 
-def _add_models(router: APIRouter, service: Service) -> None:
+def _media_limits(service: Service, info: PromptPlaceholders) -> dict[Modality, MediaLimits]:
+    found: dict[Modality, MediaLimits] = {}
+    for modality in MODALITIES:
+        limits: ModalityLimits = getattr(service.config.modalities, modality)
+        if limits.max_per_prompt and info.placeholder_token_id(modality) is not None:
+            found[modality] = MediaLimits(
+                max_per_prompt=limits.max_per_prompt,
+                max_bytes=limits.max_bytes,
+                max_pixels=None if modality == "audio" else limits.max_pixels,
+                max_seconds=None if modality == "image" else limits.max_seconds,
+            )
+    return found
+
+
+def _add_models(router: APIRouter, service: Service, info: PromptPlaceholders) -> None:
     def card() -> ModelCard:
         return ModelCard(
             id=service.model_name,
             created=service.created,
             root=service.model_name,
             max_model_len=service.generator.max_model_len() or service.config.model.max_model_len,
+            modalities=_media_limits(service, info),
         )
 
     @router.get("/v1/models", response_model=ModelList, tags=["OpenAI"])

@@ -34,7 +34,7 @@ from foveal_runtime.frontend.grammars.reader import TurnFormat
 from foveal_runtime.frontend.http.access.admission import Gate, Ticket
 from foveal_runtime.frontend.http.answers import Answer
 from foveal_runtime.frontend.http.monitoring.request_stats import RequestStats
-from foveal_runtime.frontend.items.prepared import PreparedRequest
+from foveal_runtime.frontend.items.prepared import PreparedItem, PreparedRequest
 from foveal_runtime.frontend.items.seams import (
     Generator,
     InputProcessor,
@@ -143,6 +143,8 @@ class Job:
     RateLimited."""
     turn: TurnFormat | None = None
     """How reasoning and tool calls are read."""
+    items: Sequence[PreparedItem] = ()
+    """Known once `open_run` has prepared the job."""
 
 
 @dataclass(slots=True)
@@ -333,6 +335,7 @@ async def open_run(
         with child_span("prepare", num_items=sum(len(job.parts) for job in jobs)):
             for job in jobs:
                 prepared = await service.processor.prepare(job.token_ids, job.parts, job.options)
+                job.items = prepared.items
                 for request in fan_out(prepared, num_choices):
                     requests.append(request)
                     streams.append(_stream(service, job, request))

@@ -71,6 +71,9 @@ class StreamOptions(Bounded):
 
     include_usage: bool | None = Field(None, description="a last chunk with the usage")
     continuous_usage_stats: bool | None = Field(None, description="usage in every chunk")
+    include_cache_usage: bool | None = Field(
+        None, description="`usage.cache` in the last chunk: what each cache saved"
+    )
 
 
 Schema = Annotated[

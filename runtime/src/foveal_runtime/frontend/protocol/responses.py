@@ -9,6 +9,8 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
+from foveal_runtime.plan.media import Modality
+
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
@@ -31,12 +33,30 @@ class ReasoningDetails(BaseModel):
     reasoning_tokens: int
 
 
+class ItemUsage(BaseModel):
+    modality: Modality
+    bytes: int = Field(description="of the processed item")
+    processed: bool = Field(
+        description="the processor ran; false: processor cache or engine had it"
+    )
+    sent: bool = Field(description="its value was sent to the engine; false: the engine had it")
+
+
+class CacheUsage(BaseModel):
+    items: list[ItemUsage]
+    encoder_hits: int = Field(description="items whose encoder output was reused")
+    encoded: int = Field(description="items encoded now; the rest is in the prefix cache")
+    queue_seconds: float
+    prefill_seconds: float
+
+
 class Usage(BaseModel):
     prompt_tokens: int = Field(description="the expanded prompt: media count as their tokens")
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
     completion_tokens_details: ReasoningDetails | None = None
+    cache: CacheUsage | None = Field(None, description="with stream_options.include_cache_usage")
 
 
 class TopLogprob(BaseModel):
@@ -155,6 +175,13 @@ class Completion(BaseModel):
     system_fingerprint: str | None = None
 
 
+class MediaLimits(BaseModel):
+    max_per_prompt: int
+    max_bytes: int
+    max_pixels: int | None = Field(None, description="of an image or a frame")
+    max_seconds: float | None = Field(None, description="of a video or an audio clip")
+
+
 class ModelCard(BaseModel):
     id: str
     object: Literal["model"] = "model"
@@ -162,6 +189,7 @@ class ModelCard(BaseModel):
     owned_by: str = "foveal"
     root: str
     max_model_len: int
+    modalities: dict[Modality, MediaLimits] = Field(description="media that the model takes")
 
 
 class ModelList(BaseModel):

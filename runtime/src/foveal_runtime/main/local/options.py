@@ -154,6 +154,7 @@ _OPTIONS: dict[str, tuple[tuple[str, str, Any, Any, str, str], ...]] = {
         ("--tool-format FORMAT", "tool_format", [*get_args(ToolFormat)], "",
          "from the chat template",
          "how the model writes tool calls"),
+        ("--no-page", "page", False, True, "it is at /", "do not serve the chat page"),
         ("--start-timeout SECONDS", "start_timeout_seconds", float, 1800.0, "1800 s",
          "until every process is ready"),
         ("--drain-timeout SECONDS", "drain_timeout_seconds", float, 120.0, "120 s",
