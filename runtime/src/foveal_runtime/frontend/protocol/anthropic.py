@@ -208,8 +208,6 @@ def _tool_fields(request: CountTokensRequest) -> dict[str, Any]:
         optional = {"description": tool.description, "strict": tool.strict}
         function |= {name: value for name, value in optional.items() if value is not None}
         tools.append({"type": "function", "function": function})
-    if not tools:
-        return {}
     choice = request.tool_choice or AnthropicToolChoice()
     named = {"type": "function", "function": {"name": choice.name}}
     fields: dict[str, Any] = {

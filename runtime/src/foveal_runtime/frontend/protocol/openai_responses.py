@@ -76,9 +76,15 @@ class FunctionTool(Lenient):
     strict: bool | None = None
 
 
-class ToolName(Lenient):
+class NamedFunction(Lenient):
     type: Literal["function"]
     name: str = Field(max_length=256)
+
+
+class AllowedFunctions(Lenient):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=1024, fail_fast=True)]
 
 
 class TextFormat(Lenient):
@@ -103,7 +109,9 @@ class ResponsesRequest(Open):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=1024, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolName | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions | None = (
+        None
+    )
     parallel_tool_calls: bool | None = None
     max_output_tokens: Integer | None = Field(None, ge=1, lt=2**31)
     temperature: Float | None = Field(None, ge=0, le=100, description="0: greedy")
@@ -182,12 +190,17 @@ def _tool_fields(request: ResponsesRequest) -> dict[str, Any]:
             )
         function = tool.model_dump(exclude_none=True, exclude={"type"})
         tools.append({"type": "function", "function": function})
-    if not tools:
-        return {}
     choice: Any = request.tool_choice
-    if isinstance(choice, ToolName):
-        choice = {"type": "function", "function": {"name": choice.name}}
+    if isinstance(choice, NamedFunction):
+        choice = _named(choice)
+    elif isinstance(choice, AllowedFunctions):
+        allowed = {"mode": choice.mode, "tools": [_named(tool) for tool in choice.tools]}
+        choice = {"type": "allowed_tools", "allowed_tools": allowed}
     return {"tools": tools, "tool_choice": choice}
+
+
+def _named(tool: NamedFunction) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": tool.name}}
 
 
 def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:

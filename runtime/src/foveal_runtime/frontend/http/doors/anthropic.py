@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
 from foveal_runtime.frontend.engines.sequence import Delta
+from foveal_runtime.frontend.grammars.reader import CallPiece
 from foveal_runtime.frontend.http.answers import Tally
 from foveal_runtime.frontend.http.asgi.errors import anthropic_error
-from foveal_runtime.frontend.http.doors.door import Event, answer, parsed, plan
+from foveal_runtime.frontend.http.doors.door import Event, answer, count, plan
 from foveal_runtime.frontend.http.service import Service, scope_of
-from foveal_runtime.frontend.http.tokens import prompt_tokens
 from foveal_runtime.frontend.protocol.anthropic import (
     AnthropicError,
     CountedTokens,
@@ -22,8 +24,9 @@ from foveal_runtime.frontend.protocol.anthropic import (
     MessagesRequest,
     chat_fields,
 )
-from foveal_runtime.frontend.protocol.requests import TokenizeRequest
 
+_SIGNATURE = "unsigned"
+"""Clients send it back with the block; nothing is checked by it."""
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -39,19 +42,24 @@ def build_messages_router(
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Answers a conversation as Anthropic's API does."""
         scope = scope_of(service, request)
-        run = await plan(service, chat_fields(body), scope)
+        fields = chat_fields(body)
+        if body.thinking is not None and body.thinking.type == "enabled" and _has_budget(service):
+            fields["thinking_token_budget"] = body.thinking.budget_tokens
+        run = await plan(service, fields, scope)
         return await answer(request, run, MessageWriter(scope.request_id, service.model_name))
 
     @router.post("/v1/messages/count_tokens", response_model=CountedTokens, responses=errors)
     async def count_tokens(body: CountTokensRequest, request: Request) -> CountedTokens:
         """The tokens of a prompt, its images expanded as the model sees them."""
-        fields = chat_fields(body)
-        known = {name: fields[name] for name in TokenizeRequest.model_fields if name in fields}
-        counted = parsed(TokenizeRequest, known)
-        tokens = await prompt_tokens(service, counted, request)
-        return CountedTokens(input_tokens=len(tokens))
+        return CountedTokens(input_tokens=await count(service, chat_fields(body), request))
 
     return router
+
+
+def _has_budget(service: Service) -> bool:
+    """The model reasons, and one token ends that. Elsewhere `thinking` means nothing."""
+    think = service.template.thinking
+    return think is not None and think[1] in service.tokenizer.marks(" ".join(think))
 
 
 class MessageWriter:
@@ -60,6 +68,7 @@ class MessageWriter:
     def __init__(self, request_id: str, model: str) -> None:
         self._content: list[Event] = []
         self._is_open = False
+        self._arguments = ""
         self._message: Event = {
             "id": f"msg_{request_id}",
             "type": "message",
@@ -72,6 +81,23 @@ class MessageWriter:
 
     def begin(self, tally: Tally) -> list[Event]:
         return [{"type": "message_start", "message": {**self._message, "usage": _usage(tally)}}]
+
+    def reasoning(self, text: str) -> list[Event]:
+        events = self._block({"type": "thinking", "thinking": "", "signature": ""})
+        self._content[-1]["thinking"] += text
+        return [*events, self._delta({"type": "thinking_delta", "thinking": text})]
+
+    def call(self, piece: CallPiece) -> list[Event]:
+        events: list[Event] = []
+        if piece.id:
+            events = self._close()
+            block = {"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}}
+            events += self._block(block)
+        if piece.arguments:
+            self._arguments += piece.arguments
+            delta = {"type": "input_json_delta", "partial_json": piece.arguments}
+            events.append(self._delta(delta))
+        return events
 
     def text(self, text: str) -> list[Event]:
         events = self._block({"type": "text", "text": ""})
@@ -114,8 +140,23 @@ class MessageWriter:
         return {"type": "content_block_delta", "index": len(self._content) - 1, "delta": delta}
 
     def _close(self) -> list[Event]:
-        was_open, self._is_open = self._is_open, False
-        return [{"type": "content_block_stop", "index": len(self._content) - 1}] * was_open
+        if not self._is_open:
+            return []
+        self._is_open = False
+        events, block = [], self._content[-1]
+        if block["type"] == "thinking":
+            block["signature"] = _SIGNATURE
+            events = [self._delta({"type": "signature_delta", "signature": _SIGNATURE})]
+        elif block["type"] == "tool_use":
+            block["input"], self._arguments = _object_of(self._arguments), ""
+        return [*events, {"type": "content_block_stop", "index": len(self._content) - 1}]
+
+
+def _object_of(arguments: str) -> Any:
+    """{} where the arguments were cut off."""
+    with contextlib.suppress(msgspec.DecodeError):
+        return msgspec.json.decode(arguments)
+    return {}
 
 
 def _usage(tally: Tally) -> Event:

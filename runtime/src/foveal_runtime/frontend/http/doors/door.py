@@ -13,13 +13,15 @@ from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
 
 from foveal_runtime.frontend.engines.sequence import Delta
+from foveal_runtime.frontend.grammars.reader import CallPiece
 from foveal_runtime.frontend.http.answers import Tally
 from foveal_runtime.frontend.http.asgi.disconnect import start_stream, until_disconnect
 from foveal_runtime.frontend.http.asgi.errors import json_response
 from foveal_runtime.frontend.http.asgi.json_out import sse
 from foveal_runtime.frontend.http.chat import ChatRun, plan_chat
 from foveal_runtime.frontend.http.service import RequestScope, Service, named_relaxed, open_run
-from foveal_runtime.frontend.protocol.requests import ChatCompletionRequest
+from foveal_runtime.frontend.http.tokens import prompt_tokens
+from foveal_runtime.frontend.protocol.requests import ChatCompletionRequest, TokenizeRequest
 from foveal_runtime.plan.errors import Unsupported
 
 _SHAPING: dict[str, tuple[Any, ...]] = {
@@ -30,7 +32,6 @@ _SHAPING: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (),
     "return_token_ids": (False,),
     "add_generation_prompt": (True,),
-    "tools": ([],),
 }
 """Options of chat completions whose answers the other APIs have no place for, and the values that
 mean "not used"."""
@@ -47,7 +48,14 @@ class Writer(Protocol):
         """Before the first text; the prompt's tokens are known."""
 
     @abstractmethod
+    def reasoning(self, text: str) -> list[Event]: ...
+
+    @abstractmethod
     def text(self, text: str) -> list[Event]: ...
+
+    @abstractmethod
+    def call(self, piece: CallPiece) -> list[Event]:
+        """Part of a tool call; the first of each has its id and name."""
 
     @abstractmethod
     def end(self, delta: Delta, tally: Tally) -> list[Event]:
@@ -78,6 +86,15 @@ def parsed(model: type[M], fields: Mapping[str, Any]) -> M:
         raise RequestValidationError(error.errors(include_url=False)) from None
 
 
+async def count(
+    service: Service, fields: Mapping[str, Any], request: Request, *, charge: bool = True
+) -> int:
+    """Tokens of the prompt, media expanded. `charge`: they count as this request's."""
+    known = {name: fields[name] for name in TokenizeRequest.model_fields if name in fields}
+    body = parsed(TokenizeRequest, known)
+    return len(await prompt_tokens(service, body, request, charge=charge))
+
+
 async def events(run: ChatRun, writer: Writer) -> AsyncGenerator[Event, None]:
     tally = Tally(1)
     async with open_run(run.service, [run.job], run.started) as deltas:
@@ -86,7 +103,11 @@ async def events(run: ChatRun, writer: Writer) -> AsyncGenerator[Event, None]:
             tally.add(0, delta)
             found = [] if began else writer.begin(tally)
             began = True
+            if delta.reasoning and run.request.include_reasoning is not False:
+                found += writer.reasoning(delta.reasoning)
             found += writer.text(delta.text) if delta.text else []
+            for piece in delta.calls:
+                found += writer.call(piece)
             found += writer.end(delta, tally) if delta.finish_reason else []
             for event in found:
                 yield event

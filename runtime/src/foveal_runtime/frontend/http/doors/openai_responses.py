@@ -10,17 +10,23 @@ from fastapi.routing import APIRoute
 from starlette.responses import Response
 
 from foveal_runtime.frontend.engines.sequence import Delta
+from foveal_runtime.frontend.grammars.reader import CallPiece
 from foveal_runtime.frontend.http.answers import Tally
-from foveal_runtime.frontend.http.doors.door import Event, answer, parsed, plan
+from foveal_runtime.frontend.http.doors.door import Event, answer, count, plan
 from foveal_runtime.frontend.http.service import Service, scope_of
-from foveal_runtime.frontend.http.tokens import prompt_tokens
 from foveal_runtime.frontend.protocol.openai_responses import (
     ResponsesAnswer,
     ResponsesRequest,
     response_fields,
 )
-from foveal_runtime.frontend.protocol.requests import TokenizeRequest
 from foveal_runtime.plan.errors import ContextLengthExceeded
+
+_TEXTS: dict[str, tuple[str, Event, Event]] = {
+    "message": ("output_text", {"annotations": [], "logprobs": []}, {"logprobs": []}),
+    "reasoning": ("reasoning_text", {}, {}),
+}
+"""Of items that have text: its type, and what stands beside it in parts and in events."""
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
 def build_responses_router(
@@ -55,9 +61,9 @@ async def _newest(
 
     async def fits(start: int) -> bool:
         chosen = messages if start == starts[0] else head + rest[start:]
-        body = parsed(TokenizeRequest, {"model": fields["model"], "messages": chosen})
         try:
-            return len(await prompt_tokens(service, body, request, charge=False)) <= room
+            shown = {**fields, "messages": chosen}
+            return await count(service, shown, request, charge=False) <= room
         except ContextLengthExceeded:
             return False
 
@@ -110,15 +116,26 @@ class ResponseWriter:
             for kind in ("response.created", "response.in_progress")
         ]
 
+    def reasoning(self, text: str) -> list[Event]:
+        return self._more("reasoning", {"summary": []}, text)
+
     def text(self, text: str) -> list[Event]:
-        events = [] if self._item else self._open()
-        self._text += text
-        return [*events, self._at("response.output_text.delta", delta=text, logprobs=[])]
+        return self._more("message", {"role": "assistant"}, text)
+
+    def call(self, piece: CallPiece) -> list[Event]:
+        events: list[Event] = []
+        if piece.id:
+            head = {"call_id": piece.id, "name": piece.name, "arguments": ""}
+            events = self._open("function_call", head)
+        if piece.arguments:
+            self._text += piece.arguments
+            events.append(self._at("response.function_call_arguments.delta", delta=piece.arguments))
+        return events
 
     def end(self, delta: Delta, tally: Tally) -> list[Event]:
         was_cut = delta.finish_reason == "length"
         status = "incomplete" if was_cut else "completed"
-        events = self._close(status) if self._item else []
+        events = self._close(status)
         usage = tally.usage()
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         self._response |= {
@@ -128,7 +145,7 @@ class ResponseWriter:
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": {"cached_tokens": cached},
                 "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": tally.num_reasoning_tokens},
                 "total_tokens": usage["total_tokens"],
             },
         }
@@ -147,37 +164,54 @@ class ResponseWriter:
         return {"type": kind, "sequence_number": self._number, **fields}
 
     def _at(self, kind: str, **fields: Any) -> Event:
-        """An event within the open item's text."""
-        place = {"output_index": len(self._response["output"]), "content_index": 0}
-        return self._event(kind, item_id=self._item["id"], **place, **fields)
+        """An event within the open item."""
+        index = len(self._response["output"])
+        return self._event(kind, item_id=self._item["id"], output_index=index, **fields)
+
+    def _more(self, kind: str, head: Event, text: str) -> list[Event]:
+        is_open = self._item.get("type") == kind
+        events = [] if is_open else self._open(kind, {**head, "content": []})
+        self._text += text
+        name, _, beside = _TEXTS[kind]
+        delta = self._at(f"response.{name}.delta", content_index=0, delta=text, **beside)
+        return [*events, delta]
 
     def _part(self) -> Event:
-        return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": []}
+        name, within, _ = _TEXTS[self._item["type"]]
+        return {"type": name, "text": self._text, **within}
 
-    def _open(self) -> list[Event]:
+    def _open(self, kind: str, head: Event) -> list[Event]:
+        events = self._close("completed")
         index = len(self._response["output"])
-        self._item = {
-            "id": f"msg_{self._id}_{index}",
-            "type": "message",
-            "role": "assistant",
-            "status": "in_progress",
-            "content": [],
-        }
+        name = f"{_PREFIXES[kind]}_{self._id}_{index}"
+        self._item = {"id": name, "type": kind, "status": "in_progress", **head}
         self._text = ""
-        return [
-            self._event("response.output_item.added", output_index=index, item=self._item),
-            self._at("response.content_part.added", part=self._part()),
-        ]
+        events.append(
+            self._event("response.output_item.added", output_index=index, item=self._item)
+        )
+        if kind in _TEXTS:
+            part = self._part()
+            events.append(self._at("response.content_part.added", content_index=0, part=part))
+        return events
 
     def _close(self, status: str) -> list[Event]:
-        part = self._part()
-        item = {**self._item, "status": status, "content": [part]}
+        if not self._item:
+            return []
+        item = {**self._item, "status": status}
+        if item["type"] in _TEXTS:
+            part = self._part()
+            item["content"] = [part]
+            name, _, beside = _TEXTS[item["type"]]
+            events = [
+                self._at(f"response.{name}.done", content_index=0, text=self._text, **beside),
+                self._at("response.content_part.done", content_index=0, part=part),
+            ]
+        else:
+            item["arguments"] = self._text
+            done = {"name": item["name"], "arguments": self._text}
+            events = [self._at("response.function_call_arguments.done", **done)]
         index = len(self._response["output"])
-        events = [
-            self._at("response.output_text.done", text=self._text, logprobs=[]),
-            self._at("response.content_part.done", part=part),
-            self._event("response.output_item.done", output_index=index, item=item),
-        ]
+        events.append(self._event("response.output_item.done", output_index=index, item=item))
         self._response["output"] = [*self._response["output"], item]
         self._item = {}
         return events
