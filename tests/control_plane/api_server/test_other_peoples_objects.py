@@ -73,7 +73,9 @@ def test_foreign_objects_are_left_alone_and_named(sandbox: Sandbox) -> None:
     told_by = [
         e for e in sandbox.api.list("Event", sandbox.namespace) if e["reason"] == "NameTaken"
     ]
-    assert f"ServiceAccount {sandbox.namespace}/qwen belongs to test" in told_by[0]["note"]
+    for one in theirs:
+        what = f"{one['kind']} {sandbox.namespace}/{one['metadata']['name']} belongs to test"
+        assert any(what in event["note"] for event in told_by), what
 
 
 @pytest.mark.timeout(300, func_only=True)

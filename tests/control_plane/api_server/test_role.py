@@ -12,7 +12,6 @@ from tests.support.api_server.scenarios import STEPS, run
 
 @pytest.mark.timeout(300, func_only=True)
 def test_the_charts_roles_are_enough(sandbox: Sandbox) -> None:
-    # A name of its own: other tests' operators append to the log of theirs.
     config = sandbox.cluster.kubeconfig(
         f"{sandbox.namespace}-role", token(sandbox), url=sandbox.proxy.url("limited")
     )

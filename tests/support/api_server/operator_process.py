@@ -31,7 +31,7 @@ class OperatorProcess:
     """One replica. `flags` are added to those every test needs."""
 
     def __init__(self, name: str, kubeconfig: Path, namespace: str, *flags: str) -> None:
-        self.name, self.kubeconfig = name, kubeconfig
+        self.name, self.kubeconfig, self._namespace = name, kubeconfig, namespace
         self._folder = kubeconfig.parent
         self._port = free_port()
         self._command = [sys.executable, "-m", "foveal_operator", f"--kubeconfig={kubeconfig}"]
@@ -45,7 +45,8 @@ class OperatorProcess:
 
     def start(self) -> None:
         assert not self.is_alive
-        name, own = f"operator-{self.name}", {"POD_NAME": self.name}
+        # The namespace is in the name: operators of other tests have a log of their own.
+        name, own = f"operator-{self._namespace}-{self.name}", {"POD_NAME": self.name}
         if self.fork_server is not None:
             log = self._folder / f"{name}.log"
             child = self.fork_server.spawn(self._command[3:], self._folder, own, log)

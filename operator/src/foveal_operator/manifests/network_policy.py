@@ -41,13 +41,14 @@ def _operator(context: Context) -> list[Obj]:
 
 def model_network_policy(context: Context) -> Obj:
     """Jobs reach whatever the model lies on; only the operator reads how far a download is."""
-    ingress = [{"from": _operator(context), "ports": _ports(PROGRESS_PORT)}]
-    spec = {
+    spec: Obj = {
         "podSelector": {"matchLabels": context.selector("model")},
         "policyTypes": ["Ingress", "Egress"],
-        "ingress": ingress if context.facts.operator_namespace else [],
         "egress": [{}],
     }
+    # The API server keeps no empty list: writing one would look like drift each time.
+    if watchers := _operator(context):
+        spec["ingress"] = [{"from": watchers, "ports": _ports(PROGRESS_PORT)}]
     return context.object("networking.k8s.io/v1", "NetworkPolicy", "model", "model", spec=spec)
 
 
