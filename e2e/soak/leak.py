@@ -84,7 +84,10 @@ def scrape(server: Server) -> int:
     """Reads /metrics of frontend and engine, as a Prometheus does; bytes of both."""
     urls = [server.spec.target.urls[0]]
     for process in tree(server.pid):
-        command = process.cmdline()
+        try:
+            command = process.cmdline()
+        except psutil.Error:  # it has just ended
+            continue
         if role_of(command) == "engine":
             config = json.loads(Path(command[command.index("--config") + 1]).read_text())
             urls.append(f"http://{config['http_host']}:{config['http_port']}")
@@ -122,7 +125,7 @@ def slope(samples: list[tuple[float, float]]) -> float:
         for i, a in enumerate(half)
         for b in half[i + max(1, len(half) // 4) :]
     ]
-    return statistics.median(pairs) * 3600
+    return statistics.median(pairs) * 3600 if pairs else 0.0
 
 
 class Load(threading.Thread):

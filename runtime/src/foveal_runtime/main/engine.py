@@ -99,6 +99,7 @@ def serve(config: EngineConfig) -> int:
     shared = SharedReader(Path(config.shm_directory)) if config.shm_directory else None
     if stream is not None:
         stream.start()
+    code = 1
     try:
         code = server.run(
             make_core,
@@ -110,15 +111,21 @@ def serve(config: EngineConfig) -> int:
     finally:
         if stream is not None:
             stream.close()
-    if code == 0:
-        record.close()
+        if code == 0 or not record.is_busy:
+            record.close()
     return code
 
 
-def _record_path(config: EngineConfig) -> Path:
-    """Of this address and user, where it outlives the process: in a pod, its own volume."""
+def _record_path(config: EngineConfig) -> Path | None:
+    """Of this address and user, where it outlives the process: in a pod, its own volume. None
+    where no folder for temporary files can be written to."""
     address = config.bind.rpartition(":")[2]
-    return Path(tempfile.gettempdir()) / f"foveal-{os.getuid()}-engine-{address}.step"
+    try:
+        folder = Path(tempfile.gettempdir())
+    except OSError as error:
+        log.warning("what kills this engine will not be known: %s", error)
+        return None
+    return folder / f"foveal-{os.getuid()}-engine-{address}.step"
 
 
 def _measured(core: EngineCore, memory: ContainerMemory, device: str, metrics: Metrics) -> None:

@@ -75,6 +75,9 @@ class StepRecord:
                 self._open(path)
             except (OSError, ValueError) as error:
                 _LOG.warning("what kills this engine will not be known: %s: %s", path, error)
+                if self._file >= 0:
+                    os.close(self._file)
+                    self._file = -1
 
     def _open(self, path: Path) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -82,12 +85,16 @@ class StepRecord:
         found = os.fstat(self._file)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
             raise OSError("it belongs to another user")
-        self._read(os.pread(self._file, _BYTES, 0), os.pread(self._file, _MAX_TEXT, _BYTES))
+        text = os.pread(self._file, _MAX_TEXT, _BYTES)
+        self._read(os.pread(self._file, _BYTES, 0), text, found.st_mtime)
         os.ftruncate(self._file, 0)
-        os.ftruncate(self._file, _BYTES)
+        # Bytes, not a hole: writing to a hole of a full disk through the map would be a SIGBUS.
+        if os.write(self._file, bytes(_BYTES)) < _BYTES:
+            raise OSError("there is no room for it")
         self._map = mmap.mmap(self._file, _BYTES)
 
-    def _read(self, data: bytes, text: bytes) -> None:
+    def _read(self, data: bytes, text: bytes, modified: float) -> None:
+        """`modified`: a crash wrote its traceback then, long after the suspects' time perhaps."""
         if len(data) < _BYTES:
             return
         boot, at, count = _HEAD.unpack_from(data)
@@ -95,6 +102,7 @@ class StepRecord:
         keys = [data[_HEAD.size + i * size :][:size] for i in range(min(count, _MAX_KEYS))]
         self.crash = text.decode("utf-8", "replace").strip()
         if keys:
+            at = max(at, modified) if self.crash else at
             self.last = Death(boot, at, tuple(keys), bool(self.crash))
 
     def watch_crashes(self) -> None:
@@ -142,11 +150,16 @@ class StepRecord:
             self._map[_HEAD.size : _HEAD.size + len(data)] = data
             _HEAD.pack_into(self._map, 0, self._boot, time.time(), count)
 
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._under_way)
+
     def death(self, *, is_own: bool) -> Death | None:
         """Of this process, which ends now because of what is under way."""
         keys = self._suspects()
         if is_own and self._map is not None:
-            os.write(self._file, b"the step loop failed\n")
+            with contextlib.suppress(OSError):
+                os.write(self._file, b"the step loop failed\n")
         return Death(self._boot, time.time(), keys, is_own) if keys else None
 
     def close(self) -> None:

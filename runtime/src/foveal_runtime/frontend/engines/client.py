@@ -24,7 +24,7 @@ from foveal_runtime.frontend.engines.debug import MirrorView
 from foveal_runtime.frontend.engines.link import EngineLink
 from foveal_runtime.frontend.engines.quarantine import Quarantine
 from foveal_runtime.frontend.engines.routing import Candidate, Router, estimate_load
-from foveal_runtime.frontend.engines.run import MAX_REJECTIONS, EngineRun, Fate, Life
+from foveal_runtime.frontend.engines.run import MAX_ATTEMPTS, MAX_REJECTIONS, EngineRun, Fate, Life
 from foveal_runtime.frontend.engines.shared_values import SharedValues
 from foveal_runtime.frontend.engines.stream import Lost, Rejected, Stream
 from foveal_runtime.frontend.items.prepared import PreparedRequest
@@ -283,6 +283,7 @@ class EngineClient:
     async def _submit(self, run: EngineRun) -> tuple[EngineLink, Stream]:
         """Sends the next attempt to the best engine there is, waiting for one if need be."""
         await self._let_it_show(run)
+        self.quarantine.check(run)  # convicted meanwhile, here or elsewhere
         await self.quarantine.wait_for_turn(run)
         deadline = time.monotonic() + self.config.admission.no_engine_wait_seconds
         while True:
@@ -401,8 +402,9 @@ class EngineClient:
                 if run.settle(self._fate_of):
                     return
             except EngineFailure:
-                self.quarantine.convict(run)
-                self._tell_refusals()
+                if run.attempt < MAX_ATTEMPTS:  # else its links broke: nobody died of it
+                    self.quarantine.convict(run)
+                    self._tell_refusals()
                 raise
             limit = self.config.admission.no_engine_wait_seconds
             if any(self.quarantine.waits_for(run, *lost) for lost in run.suspects.items()):

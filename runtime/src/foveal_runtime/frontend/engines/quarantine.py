@@ -176,7 +176,9 @@ class Quarantine:
         """The engine's session ended with the run in it, unplanned."""
         is_new = run.num_proofs < NUM_PROOFS
         others = self._runs.get(life, ())
-        if (
+        death = self._deaths.get(life)
+        is_named = death is not None and run.key in death.suspects
+        if not is_named and (
             life in self._explained
             or self._on_trial.get(life, run) is not run
             or (not is_new and any(one.num_proofs < NUM_PROOFS for one in others))

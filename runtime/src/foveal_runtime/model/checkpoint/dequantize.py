@@ -137,15 +137,14 @@ def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 def _rows_of(layer: QuantizedLinear, table: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """Outputs start ... stop of a table over (groups of outputs, groups of inputs)."""
-    table = table.float()
     if layer.layout.kind in ("awq", "gptq"):
-        return table[:, start:stop].t()
+        return table[:, start:stop].t().float()
     if table.dim() < 2:
         table = table.reshape(-1, 1)
     if layer.layout.rows == 1:
-        return table[start:stop]
+        return table[start:stop].float()
     places = torch.arange(start, stop, device=table.device) // layer.layout.rows
-    return table[places]
+    return table[places].float()
 
 
 def _scale(

@@ -25,6 +25,7 @@ from foveal_runtime.model.checkpoint.quantized import (
     quantized_layers,
     refusal,
 )
+from foveal_runtime.model.checkpoint.weights import stored_tensors
 
 METHOD = "foveal-weight-only"
 _TYPES = {
@@ -35,6 +36,9 @@ _TYPES = {
     "I8": torch.int8,
     "I32": torch.int32,
 }
+
+
+_PLAIN = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 def quantization_of(config: Any) -> str:
@@ -71,6 +75,15 @@ def place_layers(model: Any, path: str, scheme: Mapping[str, Any]) -> None:
                                 device="meta") for suffix in kept
         }  # fmt: skip
         model.set_submodule(name, QuantizedLinear(linear, layout, buffers))
+    for stored_name, one in stored_tensors(path).items():
+        if one.dtype in _PLAIN or stored_name.endswith((".weight", ".weight_packed", ".qweight")):
+            continue
+        key, _ = rename_source_key(
+            stored_name, renamings, converters, model.base_model_prefix, plain
+        )
+        if key in plain and plain[key].is_floating_point():
+            # transformers would take the numbers without their scales.
+            raise refusal(path, f"{stored_name}, {one.dtype} numbers outside a linear layer")
 
 
 @register_quantization_config(METHOD)
