@@ -145,7 +145,7 @@ FILES: list[tuple[str, Callable[[Path], Any], str]] = [
         "model.safetensors": b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n"}),
      "bad/model.safetensors is a Git LFS pointer: run git lfs pull in its directory"),
     ("bad", lambda d: checkpoint(d / "bad", {**CONFIG, "quantization_config": {
-        "quant_method": "awq", "bits": 4}}), ""),
+        "quant_method": "bitsandbytes", "load_in_4bit": True}}), ""),
     ("https://huggingface.co/Qwen/Qwen3-VL-2B/tree/main", lambda _: None,
      "https://huggingface.co/Qwen/Qwen3-VL-2B/tree/main is a web page: write Qwen/Qwen3-VL-2B"),
     ("fh://org/model", lambda _: None, "fh://org/model: did you mean hf://org/model?"),
