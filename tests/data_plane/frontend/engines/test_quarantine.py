@@ -1,6 +1,7 @@
 """One request that kills engines in a load of streams: what it costs, and that it comes once."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -146,3 +147,23 @@ def test_the_quarantine_ends_and_is_bounded(monkeypatch):
             EngineRun(PreparedRequest("d", [number], [], [], SamplingParams(max_tokens=4)))
         )
     assert len(quarantine) == 2
+
+
+async def test_the_wait_after_a_second_loss_is_no_busy_loop(monkeypatch):
+    """Evidence was awaited from one engine, and the limit had long passed for the other."""
+    async with running(1) as (scripted, client):
+        run, asked = EngineRun(poisoned("a")), []
+        [endpoint] = scripted.engines
+        now = time.monotonic()
+        run.suspects = {("gone", 1): now - client.quarantine.evidence_seconds, (endpoint, 9): now}
+        run.awaiting = {(endpoint, 9)}
+
+        def settle(fate_of):
+            asked.append(fate_of)
+            return False
+
+        monkeypatch.setattr(run, "settle", settle)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await client._let_it_show(run)
+        assert len(asked) < 20

@@ -206,3 +206,15 @@ def test_random_outputs_are_valid_calls(name, tokenizer, library):
         for called, arguments in calls:
             jsonschema.validate(json.loads(arguments), schemas[called])
     assert finished >= 4
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_choice_that_may_be_null(name, tokenizer, library):
+    """It ended the process that compiles."""
+    schema = {"properties": {"a": {"type": ["string", "null"], "enum": ["x", "y", None]}}}
+    turn = turn_of(FORMATS[name], {"look": {"type": "object", **schema}}, tokenizer)
+    matcher = LLMatcher(library, grammar_of(turn, "required"), log_level=0)
+    text = render_calls(FORMATS[name], [("look", {"a": "y"})], turn.schemas)
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    assert all(matcher.consume_token(token) for token in tokens)
+    assert matcher.is_accepting()

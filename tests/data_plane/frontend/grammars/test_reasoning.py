@@ -13,6 +13,7 @@ from foveal_runtime.frontend.grammars.formats import FORMATS, THINKING, render_c
 from foveal_runtime.frontend.grammars.reader import Reader, TurnFormat
 from foveal_runtime.frontend.grammars.worker import compile_job
 from foveal_runtime.frontend.testing.fake_tokenizer import EOS, byte_tokenizer
+from foveal_runtime.frontend.text.detokenizer import Detokenizer
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
 
 THINK = ("<think>", "</think>")
@@ -134,3 +135,30 @@ def test_reasoning_that_is_cut_off_is_reasoning():
         reader = Reader(turn, "r")
         assert reader.push("a thought" + end[:-1]) + reader.finish() == ""
         assert reader.take()[0] == "a thought" + end[:-1]
+
+
+def test_choices_share_what_is_read_for(tokenizer):
+    """Each of n choices encoded the opening of every tool again."""
+    turn = turn_of(tokenizer, FORMATS["hermes"])
+    assert Reader(turn, "a")._first is Reader(turn, "b")._first
+
+
+def test_the_end_of_the_output_is_no_token_of_reasoning(tokenizer):
+    detokenizer = Detokenizer(tokenizer, turn=turn_of(tokenizer))
+    detokenizer.push(list(b"hmm"))
+    detokenizer.finish()
+    assert detokenizer.take()[2] == 3
+
+
+def test_text_held_for_a_stop_string_leaves_before_the_call(tokenizer):
+    turn = turn_of(tokenizer, FORMATS["hermes"])
+    call = CALL.replace("</think>", "here")
+    detokenizer = Detokenizer(tokenizer, turn=turn, stops=["Well, no"])
+    tokens = tokenizer.encode(f"t</think>Well{call}", add_special_tokens=False)
+    text = ""
+    for token in tokens:
+        text += detokenizer.push([token]).text
+        if detokenizer.take()[1]:
+            break
+    assert text == "Well"
+    assert detokenizer.finish().text == ""

@@ -15,6 +15,8 @@ from pydantic import ValidationError
 
 from foveal_runtime.frontend.http.access.admission import Gate
 from foveal_runtime.frontend.http.asgi.connections import Connections, guarded
+from foveal_runtime.frontend.protocol.anthropic import CountTokensRequest
+from foveal_runtime.frontend.protocol.openai_responses import ResponsesRequest
 from foveal_runtime.frontend.protocol.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -336,3 +338,29 @@ def test_parts_of_all_messages_together_are_bounded(request_type: Any) -> None:
     assert len(request_type.model_validate({"messages": few}).messages) == 10
     with pytest.raises(ValidationError, match="11000 parts; at most 10000"):
         request_type.model_validate({"messages": [*few, few[0]]})
+
+
+RESULT = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "x"}] * 9}
+REASONING = {"type": "reasoning", "summary": [{"text": "x"}] * 1000}
+OUTPUT = {"type": "function_call_output", "call_id": "c", "output": [
+    {"type": "input_text", "text": "x"}] * 1000}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("request_type", "field", "many"),
+    [
+        (
+            CountTokensRequest,
+            "messages",
+            {"role": "user", "content": [RESULT["content"][0]] * 1000},
+        ),
+        (CountTokensRequest, "messages", {"role": "user", "content": [RESULT] * 100}),
+        (ResponsesRequest, "input", {"role": "user", "content": [OUTPUT["output"][0]] * 1000}),
+        (ResponsesRequest, "input", OUTPUT),
+        (ResponsesRequest, "input", REASONING),
+    ],
+)
+def test_parts_are_bounded_at_the_other_doors(request_type: Any, field: str, many: Any) -> None:
+    assert request_type.model_validate({field: [many] * 10})
+    with pytest.raises(ValidationError, match="11000 parts; at most 10000"):
+        request_type.model_validate({field: [many] * 11})

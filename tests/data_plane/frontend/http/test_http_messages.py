@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from foveal_runtime.frontend.protocol.anthropic import CountTokensRequest, chat_fields
 from foveal_runtime.frontend.testing.fake_tokenizer import byte_tokenizer
 from foveal_runtime.plan.errors import EngineFailure
 
@@ -136,6 +137,10 @@ async def test_options_that_are_taken(harness: Any, options: dict[str, Any]) -> 
         ({"wrong": 1}, "wrong"),
         ({"n": 2}, "n is not supported"),
         ({"min_p": 7}, "min_p"),
+        (
+            {"chat_template_kwargs": "x", "thinking": {"type": "disabled"}},
+            "chat_template_kwargs",
+        ),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0].type"),
         ({"tools": [{"name": "w"}]}, "tools[0].input_schema"),
         ({"messages": [{"role": "user", "content": [{"type": "odd"}]}]}, "messages[0].content[0]"),
@@ -183,3 +188,15 @@ async def test_the_key_of_its_clients_is_taken(start: Any, tmp_path: Path) -> No
         assert refused.json()["error"]["type"] == "authentication_error"
         taken = await harness.http.post(PATH, json=body(), headers={"x-api-key": "secret"})
         assert taken.status_code == 200
+
+
+def test_turns_of_one_role_are_one_message() -> None:
+    """Each turn copied all that stood before it: seconds for 8192 of them."""
+    turns = [
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": f"{number} "}]}
+        for number in range(8192)
+    ]
+    request = CountTokensRequest.model_validate({"messages": turns})
+    (message,) = chat_fields(request)["messages"]
+    thought = "".join(f"{number} " for number in range(8192))
+    assert message == {"role": "assistant", "content": [], "reasoning_content": thought}

@@ -132,7 +132,7 @@ async def test_schemas_bind_answers(harness: Any) -> None:
         ({"input": [{"type": "item_reference", "id": "x"}]}, "keeps no items"),
         ({"input": [{"role": "user", "content": [{"type": "odd"}]}]}, "input[0].content[0]"),
         ({"input": [{"type": "reasoning", "summary": []}]}, "input has no message"),
-        ({"min_p": 7}, "min_p"),
+        ({"min_p": 7, "include": 5}, "min_p"),
     ],
 )
 async def test_refusals_name_the_field(harness: Any, change: dict[str, Any], named: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -142,3 +143,45 @@ async def test_no_choice_is_as_without_tools(harness: Any) -> None:
     request = harness.generator.requests[-1]
     assert not request.sampling.grammar
     assert "Looks" not in bytes(t for t in request.token_ids if t < 256).decode()
+
+
+def called(arguments: Any) -> dict[str, Any]:
+    return {"tool_calls": [{"id": "c", "function": {"name": "look", "arguments": arguments}}]}
+
+
+@pytest.mark.parametrize(("message", "more"), [
+    ({}, {"tools": [LOOK]}), ({"reasoning_content": "x" * 30_000}, {}),
+    (called(json.dumps({"at": "x" * 30_000})), {}), (called({"at": "left"}), {}),
+])  # fmt: skip
+async def test_long_prompts_are_rendered_beside_the_loop(
+    harness: Any, message: dict[str, Any], more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template, threads = harness.app.service.template, []
+    render = template.render
+
+    def recorded(*args: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread().name.partition("_")[0])
+        return render(*args, **options)
+
+    monkeypatch.setattr(template, "render", recorded)
+    body = harness.body(**more)
+    body["messages"].append({"role": "assistant", "content": "a"} | message)
+    await harness.http.post("/v1/chat/completions", json=body)
+    assert threads == ["text"]
+
+
+@pytest.mark.parametrize("schema", [True, {"type": "string"}, {"type": ["object", "null"]}])
+async def test_parameters_are_an_object(harness: Any, schema: Any) -> None:
+    """They gave calls whose arguments were no JSON."""
+    odd = {"type": "function", "function": {"name": "odd", "parameters": schema}}
+    response = await harness.chat(tools=[LOOK, odd])
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == "tools[1].function.parameters"
+
+
+async def test_half_a_surrogate_pair_in_the_history_is_text(harness: Any) -> None:
+    arguments = '{"at": "\\ud800"}'
+    body = harness.body()
+    body["messages"].append({"role": "assistant", "content": None} | called(arguments))
+    response = await harness.http.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200, response.text

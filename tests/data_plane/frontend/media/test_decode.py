@@ -5,12 +5,13 @@ import io
 import struct
 import zlib
 
+import av
 import numpy as np
 import pytest
 from PIL import Image
 
 from foveal_runtime.frontend.media.decode import decode_image
-from foveal_runtime.frontend.media.timed import decode_audio, decode_video
+from foveal_runtime.frontend.media.timed import _read_frames, decode_audio, decode_video
 from foveal_runtime.plan.config import ModalityLimits
 from foveal_runtime.plan.errors import MediaInvalid, MediaTooLarge
 
@@ -185,8 +186,6 @@ def test_audio_limits_and_errors():
 
 
 def video(num_frames: int, size: tuple[int, int] = (32, 24), fps: int = 8) -> bytes:
-    import av
-
     buffer = io.BytesIO()
     with av.open(buffer, "w", format="mp4") as container:
         stream = container.add_stream("mpeg4", rate=fps)
@@ -224,3 +223,10 @@ def test_video_limits_and_errors():
         decode_video(b"not a video", LIMITS, every_third)
     with pytest.raises(MediaInvalid):
         decode_video(wav(0.2), LIMITS, every_third)
+
+
+def test_the_number_of_decoding_threads_is_bounded():
+    """One for each core of a large machine used up what a worker may map."""
+    with av.open(io.BytesIO(video(4))) as container:
+        _read_frames(container, LIMITS, every_third)
+        assert container.streams.video[0].codec_context.thread_count == 4

@@ -4,6 +4,7 @@ import asyncio
 import io
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -206,3 +207,9 @@ async def test_one_client_has_half_of_the_queue(start_workers, tmp_path, picture
     await until(lambda: pool.queue_length == 3)
     gate.touch()
     await asyncio.gather(busy, other, *flood)
+
+
+async def test_threads_of_a_worker_share_memory_arenas(start_workers):
+    pool, _ = await start_workers()
+    environments = [Path(f"/proc/{pid}/environ") for pid in pool.pids()]
+    assert all(b"MALLOC_ARENA_MAX=2\0" in found.read_bytes() for found in environments)

@@ -406,10 +406,11 @@ class EngineClient:
                     self.quarantine.convict(run)
                     self._tell_refusals()
                 raise
-            limit = self.config.admission.no_engine_wait_seconds
-            if any(self.quarantine.waits_for(run, *lost) for lost in run.suspects.items()):
-                limit = self.quarantine.evidence_seconds
-            overdue = min(run.suspects.values()) + limit
+            limits = self.config.admission.no_engine_wait_seconds, self.quarantine.evidence_seconds
+            overdue = min(
+                lost_at + limits[self.quarantine.waits_for(run, life, lost_at)]
+                for life, lost_at in run.suspects.items()
+            )
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, overdue - time.monotonic())):
                     await changed.wait()

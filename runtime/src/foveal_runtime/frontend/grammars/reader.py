@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from foveal_runtime.frontend.grammars.formats import (
@@ -38,7 +39,7 @@ class CallPiece:
     arguments: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TurnFormat:
     """What a request's outputs are read by.
 
@@ -55,10 +56,20 @@ class TurnFormat:
     is_thinking: bool = False
     marks: Mapping[str, int] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def texts(self) -> dict[int, str]:
         """The character that each marker's token arrives as."""
         return {token: chr(_FIRST_MARK + i) for i, token in enumerate(self.marks.values())}
+
+    @cached_property
+    def openings(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Names of functions by the text that opens their call: the first call, later ones."""
+        assert self.row is not None
+        first, later = (
+            {self.encoded(before + self.row.opening(name)): name for name in self.schemas}
+            for before in (self.row.begin, self.row.separator)
+        )
+        return first, later
 
     def encoded(self, text: str) -> str:
         """Fixed text as it arrives."""
@@ -93,8 +104,7 @@ class Reader:
         row = turn.row
         if row is not None:
             self._marker = turn.encoded(row.marker)
-            self._first = {turn.encoded(row.begin + row.opening(n)): n for n in turn.schemas}
-            self._next = {turn.encoded(row.separator + row.opening(n)): n for n in turn.schemas}
+            self._first, self._next = turn.openings
             self._index_end = turn.encoded(row.middle.partition(INDEX)[2])
             self._after, self._last = turn.encoded(row.after), turn.encoded(row.end)
 
@@ -102,10 +112,10 @@ class Reader:
     def is_reasoning(self) -> bool:
         return self._state == self._read_thought
 
-    def push(self, text: str) -> str:
-        """Content that is certain now."""
+    def push(self, text: str, num_tokens: int = 1) -> str:
+        """Content that is certain now. `num_tokens`: of the output that brought the text."""
         if self.is_reasoning:
-            self._num_reasoning_tokens += 1
+            self._num_reasoning_tokens += num_tokens
         self._buffer += text
         content = []
         while True:

@@ -206,7 +206,7 @@ class _Writer:
         """Text as it is, up to and with `after`, which it cannot hold."""
         options = [one for one in _options(schema) if _type(one) != "null"]
         if len(options) == 1 and (values := _values(options[0])) is not None:
-            texts = [self._literal(one) for one in values if after not in one]
+            texts = [self._literal(v) for v in values if isinstance(v, str) and after not in v]
             return f"({' | '.join(texts)}) {self._literal(after)}"
         bounds = "*"
         if len(options) == 1:

@@ -231,7 +231,7 @@ def main() -> None:
             answer = compile_job(kind, source, strict)
         except SchemaError as error:
             answer = {"code": error.code, "message": error.message, "path": error.path}
-        except (ValueError, RecursionError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             text = str(error) or "it is nested too deeply"
             answer = {"code": "schema_invalid", "message": _first_line(text), "path": ""}
         out.write(json.dumps(answer).encode() + b"\n")

@@ -81,7 +81,7 @@ async def plan_chat(
         )
         return token_ids, conversation
 
-    if _num_chars(request) > THREAD_CHARS:
+    if request.tools or _num_chars(request) > THREAD_CHARS:
         token_ids, conversation = await service.in_thread(tokenise)
     else:
         token_ids, conversation = tokenise()
@@ -114,12 +114,16 @@ async def plan_chat(
 
 
 _MESSAGE_CHARS = 100
-"""What a message or a part costs beside its text, in characters of text."""
+"""What a message, a part or a call costs beside its text, in characters of text."""
 
 
 def _num_chars(request: ChatCompletionRequest) -> int:
-    total = (len(request.messages) + 10 * len(request.tools or ())) * _MESSAGE_CHARS
+    total = len(request.messages) * _MESSAGE_CHARS
     for message in request.messages:
+        total += len(message.reasoning_content or message.reasoning or "")
+        for call in message.tool_calls or ():
+            given = call.function.arguments
+            total += _MESSAGE_CHARS + (len(given) if isinstance(given, str) else THREAD_CHARS)
         if isinstance(message.content, str):
             total += len(message.content)
         elif message.content is not None:

@@ -141,6 +141,7 @@ def decode_video(data: bytes | memoryview, limits: ModalityLimits, choose: Choos
 def _read_frames(container: Any, limits: ModalityLimits, choose: Choose) -> Frames:
     stream = container.streams.video[0]
     stream.thread_type = "AUTO"
+    stream.codec_context.thread_count = 4
     # Checked by the decoder before it makes room for a frame, whatever the container says.
     stream.codec_context.options = {"max_pixels": str(limits.max_pixels)}
     width, height = int(stream.codec_context.width), int(stream.codec_context.height)

@@ -410,6 +410,7 @@ def _worker_environment() -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "passive",
+        "MALLOC_ARENA_MAX": "2",  # one for each thread of FFmpeg would use up what a worker may map
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",

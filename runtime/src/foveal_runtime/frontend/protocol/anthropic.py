@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
-from foveal_runtime.frontend.protocol.bounds import Lenient, Open
+from foveal_runtime.frontend.protocol.bounds import Lenient, Open, check_num_parts
 from foveal_runtime.frontend.protocol.messages import Text
 from foveal_runtime.frontend.protocol.requests import (
     Float,
@@ -113,7 +113,11 @@ class OutputConfig(Lenient):
 
 class CountTokensRequest(Open):
     model: str | None = Field(None, max_length=1024, description="the served model's name")
-    messages: Annotated[list[Turn], Field(min_length=1, max_length=8192, fail_fast=True)]
+    messages: Annotated[
+        list[Turn],
+        Field(min_length=1, max_length=8192, fail_fast=True),
+        BeforeValidator(check_num_parts),
+    ]
     system: Text | Annotated[list[TextBlock], Field(max_length=4096, fail_fast=True)] | None = None
     tools: Annotated[list[ClientTool], Field(max_length=1024, fail_fast=True)] | None = None
     tool_choice: AnthropicToolChoice | None = None
@@ -185,7 +189,8 @@ def chat_fields(request: CountTokensRequest) -> dict[str, Any]:
     fields["stop"] = getattr(request, "stop_sequences", None) or None
     if request.thinking is not None:
         thinks = {"enable_thinking": request.thinking.type != "disabled"}
-        fields["chat_template_kwargs"] = thinks | (fields.get("chat_template_kwargs") or {})
+        given = fields.get("chat_template_kwargs") or {}
+        fields["chat_template_kwargs"] = thinks | given if isinstance(given, dict) else given
     if request.output_config is not None and request.output_config.format is not None:
         named = {"name": "answer", "schema": request.output_config.format.body, "strict": True}
         fields["response_format"] = {"type": "json_schema", "json_schema": named}
@@ -230,19 +235,23 @@ def _messages(request: CountTokensRequest) -> list[dict[str, Any]]:
             if message["role"] == before.get("role") != "tool":
                 for name, values in message.items():
                     if name != "role":
-                        before[name] = before[name] + values if name in before else values
+                        before.setdefault(name, []).extend(values)
             else:
                 out.append(message)
+    for message in out:
+        if "reasoning_content" in message:
+            message["reasoning_content"] = "".join(message["reasoning_content"])
     return out
 
 
 def _turn(turn: Turn, path: str) -> list[dict[str, Any]]:
-    """Results of tools are messages of their own, before the rest."""
+    """Results of tools are messages of their own, before the rest. Reasoning is a list of texts,
+    and every list is the caller's."""
     blocks = [TextBlock(type="text", text=turn.content)] if isinstance(turn.content, str) else (
         turn.content
     )  # fmt: skip
     message: dict[str, Any] = {"role": turn.role, "content": _parts(blocks, path)}
-    reasoning = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
+    reasoning = [b.thinking for b in blocks if isinstance(b, ThinkingBlock) and b.thinking]
     calls = [
         {"id": block.id, "function": {"name": block.name, "arguments": block.input}}
         for block in blocks

@@ -32,11 +32,16 @@ def check_num_parts(value: Any) -> Any:
     """Raises ValueError for messages with too many parts in all; each is 3 us of validation, which
     nothing interrupts."""
     if isinstance(value, list):
-        contents = (m.get("content") for m in value if isinstance(m, dict))
-        num = sum(len(content) for content in contents if isinstance(content, list))
+        parts = _parts_of(value, "content", "output", "summary")
+        num = len(parts) + len(_parts_of(parts, "content"))  # those of a tool's result
         if num > MAX_PARTS:
             raise ValueError(f"the messages have {num} parts; at most {MAX_PARTS} are taken")
     return value
+
+
+def _parts_of(objects: list[Any], *names: str) -> list[Any]:
+    found = (one.get(name) for one in objects if isinstance(one, dict) for name in names)
+    return [part for parts in found if isinstance(parts, list) for part in parts]
 
 
 def check_plain(value: Any, max_depth: int = MAX_DEPTH, max_nodes: int = MAX_NODES) -> Any:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Discriminator, Field, Tag
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
 
-from foveal_runtime.frontend.protocol.bounds import Lenient, Open
+from foveal_runtime.frontend.protocol.bounds import Lenient, Open, check_num_parts
 from foveal_runtime.frontend.protocol.messages import ContentPart, Text
 from foveal_runtime.frontend.protocol.requests import Float, Integer, Schema
 from foveal_runtime.plan.errors import InvalidRequest, Unsupported
@@ -104,7 +104,14 @@ class ReasoningOptions(Lenient):
 
 class ResponsesRequest(Open):
     model: str | None = Field(None, max_length=1024, description="the served model's name")
-    input: Text | Annotated[list[Item], Field(min_length=1, max_length=8192, fail_fast=True)]
+    input: (
+        Text
+        | Annotated[
+            list[Item],
+            Field(min_length=1, max_length=8192, fail_fast=True),
+            BeforeValidator(check_num_parts),
+        ]
+    )
     instructions: Text | None = Field(None, description="a system message before the input")
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
@@ -164,7 +171,8 @@ def response_fields(request: ResponsesRequest) -> dict[str, Any]:
             )
     if request.background:
         raise Unsupported("background is not supported: nothing is stored", param="background")
-    if "message.output_text.logprobs" in (extra.get("include") or ()):
+    include = extra.get("include")
+    if isinstance(include, list) and "message.output_text.logprobs" in include:
         raise Unsupported("include: log probabilities are not supported here", param="include")
     fields = {name: value for name, value in extra.items() if name not in _MEANINGLESS}
     fields |= {name: getattr(request, name) for name in _SAME}

@@ -66,6 +66,10 @@ def calls_of(request: ChatCompletionRequest) -> Calls | None:
                 "names must differ",
                 param=f"tools[{index}].function.name",
             )
+        schema = schema_of(tools[index])
+        if not isinstance(schema, dict) or schema["type"] != "object":
+            where = f"tools[{index}].function.parameters"
+            raise InvalidRequest(f"{where} must be the schema of an object", param=where)
     if choice == "none":
         return None
     parallel = request.parallel_tool_calls is not False

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import msgspec
 
 from foveal_runtime.frontend.grammars.formats import (
     FORMATS,
@@ -314,10 +315,10 @@ class ChatTemplate:
             if isinstance(arguments, str):
                 self._check_text(arguments, f"{path}[{index}].function.arguments")
                 try:
-                    found = json.loads(arguments) if arguments.strip() else {}
+                    found = msgspec.json.decode(arguments) if arguments.strip() else {}
                     arguments = found if isinstance(found, dict) else arguments
-                except (ValueError, RecursionError):
-                    pass
+                except (msgspec.DecodeError, RecursionError):
+                    pass  # no JSON, or half a surrogate pair, which no tokenizer takes
             if self._arguments_as_text and isinstance(arguments, dict):
                 arguments = json.dumps(arguments, ensure_ascii=False)
             named = {"name": function.name, "arguments": arguments}

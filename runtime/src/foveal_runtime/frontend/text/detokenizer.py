@@ -205,6 +205,8 @@ class Detokenizer:
                 texts.append(fresh)
                 continue
             text, stop = self._matcher.push(fresh)
+            if stop is None and self.num_calls:
+                text += self._matcher.flush()  # all text stands before the calls
             texts.append(text)
             if stop is not None:
                 if self._include_stop:
@@ -216,7 +218,7 @@ class Detokenizer:
         """The sequence ended for another reason: everything held back comes out."""
         rest = self._decoder.flush()
         if self._reader is not None:
-            rest = self._reader.push(rest) + self._reader.finish()
+            rest = self._reader.push(rest, 0) + self._reader.finish()
         text, stop = self._matcher.push(rest)
         if stop is not None:
             return Piece(text + (stop if self._include_stop else ""), 0, stop)
