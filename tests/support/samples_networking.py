@@ -83,6 +83,7 @@ ILLEGAL_NETWORKING: list[tuple[str, str, Any, str]] = [
         "service.annotations",
     ),
     ("queue name", "spec.engine.queueName", "Team A", "spec.engine.queueName"),
+    ("queue name as a label", "spec.engine.queueName", "a" * 64, "spec.engine.queueName"),
 ]
 ILLEGAL_SIZES: list[tuple[str, str, Any, str]] = [
     *(

@@ -81,12 +81,18 @@ def test_what_may_change_may_change(old: dict[str, str] | None, new: dict[str, s
 def test_the_cache_of_another_model_may_be_any(
     old: dict[str, str], new: dict[str, str] | None, field: str
 ) -> None:
-    """From hf:// to pvc:// there was no way: `cache` had to go and had to stay."""
+    """From hf:// to pvc:// there was no way: `cache` had to go and had to stay. The resource's own
+    claim, whose class and access mode never change, serves every model that is fetched."""
     before = put(resource(), "spec.model.cache", old)
     after = resource() if new is None else put(resource(), "spec.model.cache", new)
     after = put(after, "spec.model.uri", "hf://org/other")
-    assert api_server_rules.problems(after, before) == []
-    assert transition_problems(parse(after).spec, parse(before).spec) == []
+    is_fixed = field != "cache.claimName"
+    assert bool(api_server_rules.problems(after, before)) == is_fixed
+    assert bool(transition_problems(parse(after).spec, parse(before).spec)) == is_fixed
+    for model in ({"uri": "pvc://c/m"}, {"uri": "s3://b/m", "cache": {"claimName": "new"}}):
+        after = put(resource(), "spec.model", model)
+        assert api_server_rules.problems(after, before) == []
+        assert transition_problems(parse(after).spec, parse(before).spec) == []
 
 
 @pytest.mark.parametrize("part", ["frontend", "caches", "paused", "rollout"])

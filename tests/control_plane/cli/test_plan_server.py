@@ -180,7 +180,9 @@ def test_the_operators_own_flags_are_found(kit: Kit, tmp_path: Path, capsys: Any
         "env": [{"name": "FOVEAL_OPERATOR_CLUSTER_DOMAIN", "value": "here.local"}],
     }
     template = {"spec": {"containers": [container]}}
-    over.answers["/apis/apps/v1/deployments"] = {"items": [{"spec": {"template": template}}]}
+    over.answers["/apis/apps/v1/deployments"] = {
+        "items": [{"metadata": {"namespace": "foveal-system"}, "spec": {"template": template}}]
+    }
     body = resource()
     body["metadata"]["name"] = "other"
     file = tmp_path / "mmi.yaml"
@@ -192,6 +194,7 @@ def test_the_operators_own_flags_are_found(kit: Kit, tmp_path: Path, capsys: Any
     assert cli_server.run(arguments, lambda _: over) == 1
     out = capsys.readouterr().out
     assert "image: example/runtime:9" in out
+    assert "kubernetes.io/metadata.name: foveal-system" in out, "where probes come from"
     assert "other-engine.default.svc.here.local" in out
 
 
@@ -211,6 +214,8 @@ def test_a_taken_name_is_foretold(tmp_path: Path, capsys: Any, kind: str, name: 
     out = capsys.readouterr().out
     assert f"! NameTaken: {kind} default/{name} belongs to kubectl" in out
     assert f"+ {kind} {name}\n" not in out
+    assert ("No Secret can be handed over" in out) == (kind == "Secret")
+    assert ("foveal.dev/adopt" in out) == (kind != "Secret")
     assert "+ Deployment tiny-frontend" in out
     assert plan(kit, tmp_path, resource(), "--profile", str(PROFILE), "-o", "json") == 1
     assert kind in json.loads(capsys.readouterr().out)["taken"][0]

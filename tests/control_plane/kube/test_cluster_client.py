@@ -300,6 +300,8 @@ HOOK = 'admission webhook "a.example" denied the request: '
          "no", reasons.ADMISSION_DENIED),
         ('Error creating: pods "x" is forbidden: failed quota: q: must specify limits.cpu',
          reasons.QUOTA_EXCEEDED),
+        ('pods "x" is forbidden: [maximum cpu usage per Container is 1, but limit is 2, maximum '
+         "memory usage per Container is 1Gi, but limit is 2Gi]", reasons.QUOTA_EXCEEDED),
         ('create Pod a-0 in StatefulSet a failed error: pods "a-0" is forbidden: violates '
          'PodSecurity "baseline:latest": hostPath volumes', reasons.POD_SECURITY),
         ('pods "x" is forbidden: error looking up service account a/b: serviceaccount "b" not '

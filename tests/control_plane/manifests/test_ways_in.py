@@ -82,10 +82,10 @@ def test_only_engine_pods_are_queued() -> None:
     assert frontends["spec"]["template"]["metadata"]["labels"][QUEUE] == "b"
 
 
-def queued_pod(scheduled: str = "") -> Obj:
-    """Held by Kueue, or let go at a time."""
+def queued_pod(scheduled: str = "", status: str = "") -> Obj:
+    """Held by Kueue, or let go; the condition keeps its time when only the gates are lifted."""
     gates = [] if scheduled else [{"name": "kueue.x-k8s.io/admission"}]
-    status = "True" if scheduled else "False"
+    status = status or ("True" if scheduled else "False")
     condition = {"type": "PodScheduled", "status": status, "lastTransitionTime": scheduled}
     if not scheduled:
         condition["reason"] = "SchedulingGated"
@@ -115,8 +115,9 @@ def test_a_gated_pod_waits_and_has_not_failed() -> None:
         (queued_pod(), False),
         (queued_pod("1970-01-01T02:40:00Z"), False),
         (queued_pod("1970-01-01T02:00:00Z"), True),
+        (queued_pod("1970-01-01T00:00:00Z", "False"), False),
     ],
-    ids=["gated", "admitted lately", "admitted long ago"],
+    ids=["gated", "admitted lately", "admitted long ago", "admitted, no node yet"],
 )
 def test_the_deadline_does_not_run_in_a_queue(pod: Obj, fails: bool) -> None:
     now = 10_000.0  # 2:46:40 after the pod was made

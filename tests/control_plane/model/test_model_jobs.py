@@ -55,6 +55,7 @@ SETTINGS: Obj = {
     "imagePullSecrets": [{"name": "registry"}],
     "tolerations": [{"key": "team", "operator": "Exists"}],
     "nodeSelector": {"pool": "cpu"},
+    "affinity": {"nodeAffinity": {}, "podAffinity": {}, "podAntiAffinity": {}},
     "priorityClassName": "low",
     "volumes": [{"name": "ca", "configMap": {"name": "ca"}}],
     "containers": [
@@ -63,6 +64,7 @@ SETTINGS: Obj = {
             "env": [
                 {"name": "HTTPS_PROXY", "value": "http://proxy.example:3128"},
                 {"name": "SSL_CERT_FILE", "value": "/etc/ca/ca.crt"},
+                {"name": "HF_HUB_OFFLINE", "value": "1"},
             ],
             "volumeMounts": [{"name": "ca", "mountPath": "/etc/ca"}],
         },
@@ -83,7 +85,10 @@ def test_jobs_take_the_settings_that_pods_take() -> None:
             assert spec[key] == SETTINGS[key]
         (container,) = spec["containers"]
         mine = SETTINGS["containers"][0]
-        assert all(one in container["env"] for one in mine["env"])
+        assert all(one in container["env"] for one in mine["env"][:2])
+        assert spec["affinity"] == {"nodeAffinity": {}}, "no pod of ours is there yet"
+        offline = [one for one in container["env"] if one["name"] == "HF_HUB_OFFLINE"]
+        assert len(offline) == (container["name"] == "profile"), "a fetch needs the hub"
         assert mine["volumeMounts"][0] in container["volumeMounts"]
         assert SETTINGS["volumes"][0] in spec["volumes"]
         assert {"name": "HOME", "value": "/tmp"} in container["env"], "ours stay"

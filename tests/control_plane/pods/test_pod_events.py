@@ -8,6 +8,7 @@ import pytest
 
 from foveal_operator.api import reasons
 from foveal_operator.kube.errors import Transient
+from foveal_operator.kube.queue import MAX_SECONDS
 from foveal_operator.kube.types import Obj
 from foveal_operator.pods.diagnose import diagnose
 from foveal_operator.pods.events import PATIENCE_SECONDS, PodEvents, is_silent
@@ -15,6 +16,8 @@ from foveal_operator.pods.probes import PodReports
 from foveal_operator.reconcile.reconciler import SHORT_SECONDS
 from foveal_operator.testing.fake_cluster import FakeCluster
 from tests.support.fake_clock import FakeTime
+from tests.support.operator_rig import Kit
+from tests.support.served_resource import served
 
 MISSING = 'MountVolume.SetUp failed for volume "secret-api" : secret "nowhere" not found'
 
@@ -116,3 +119,25 @@ async def test_a_workload_without_pods_is_explained_within_ten_seconds() -> None
     for _ in range(10):
         assert (await events.add_to(PodReports(), [], short)).refused == found.refused
     assert len(cluster.calls) == asked, "not asked again at once"
+
+
+async def test_a_reason_outlasts_the_longest_pause_between_passes() -> None:
+    cluster, clock = FakeCluster(), FakeTime()
+    cluster.add(event("b", "f-0", MISSING, "2026-11-21T19:00:09Z"))
+    events = PodEvents(cluster, clock.clock.monotonic)
+    for pause in (PATIENCE_SECONDS, 1.1 * MAX_SECONDS):
+        await events.add_to(PodReports(), [pod("f-0")])
+        clock.now += pause
+    assert (await events.add_to(PodReports(), [pod("f-0")])).waits == {"f-0": MISSING}
+
+
+async def test_a_resync_forgets_nothing_that_is_still_there() -> None:
+    """The reason why a workload has no pods came and went with every resync."""
+    kit, kept = Kit(), set[str]()
+    kit.operator._forget_pods = kept.update
+    await served(kit, pods=True)
+    await kit.resync()
+    for kind in ("Pod", "StatefulSet", "Job"):
+        uids = {b["metadata"]["uid"] for (k, *_), b in kit.cluster.objects.items() if k == kind}
+        assert uids <= kept, kind
+        assert uids or kind == "Job"

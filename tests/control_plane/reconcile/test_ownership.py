@@ -282,7 +282,10 @@ async def test_a_foreign_secret_of_the_keys_name_is_told() -> None:
     kit.time.now += 61
     await kit.resync()
     assert kit.condition("SpecAccepted") == ("False", "NameTaken")
-    assert "Secret default/tiny-curve belongs to another client" in message(kit, "Ready")
+    told = message(kit, "Ready")
+    assert "Secret default/tiny-curve belongs to another client" in told
+    assert "No Secret can be handed over" in told
+    assert ADOPT not in told
     assert not kit.cluster.names("StatefulSet")
     assert kit.cluster.body("Secret", "tiny-curve") == theirs
     assert {verb for verb, kind, _ in kit.cluster.calls if kind == "Secret"} == {"POST"}

@@ -229,3 +229,6 @@ async def test_a_defect_is_told_at_once(
     (message,) = [c["message"] for c in kit.status()["conditions"] if c["type"] == "Reconciling"]
     assert "KeyError: 'spec.nowhere'" in message
     assert kit.condition("EnginesReady")[0] == ("True" if before == "served" else "")
+    labels = {"namespace": KEY[0], "name": KEY[1]}
+    told = {"type": "Ready", "status": "False"}
+    assert kit.operator.telemetry.value("foveal_inference_condition", **labels, **told) == 1

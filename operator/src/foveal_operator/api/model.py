@@ -10,16 +10,28 @@ from foveal_operator.api.rules import ObjectName, Part, Quantity, Rule, Text, Tr
 from foveal_runtime.plan.quantity import parse
 
 
-def _fixed(field: str, attribute: str, advice: str = "") -> Transition:
-    """A field of the cache that cannot change once set, unless the model does."""
+def _fixed(
+    field: str, attribute: str, advice: str = "", *, of_own_claim: bool = False
+) -> Transition:
+    """A field of the cache that cannot change once set, unless the model does; `of_own_claim`: and
+    no longer lies in the resource's own claim, which is the same for every model."""
+    another = "self.uri != oldSelf.uri"
+    if of_own_claim:
+        another = (
+            f"({another} && (!(self.uri.startsWith('hf://') || self.uri.startsWith('s3://'))"
+            " || (has(self.cache) && has(self.cache.claimName))))"
+        )
 
     def check(new: Any, old: Any) -> bool:
         before = getattr(old.cache, attribute, None)
         is_kept = before is None or getattr(new.cache, attribute, None) == before
-        return is_kept or new.uri != old.uri
+        has_own = new.uri.startswith(("hf://", "s3://")) and not (
+            new.cache and new.cache.claim_name
+        )
+        return is_kept or (new.uri != old.uri and not (of_own_claim and has_own))
 
     return Transition(
-        "self.uri != oldSelf.uri || !has(oldSelf.cache) ||"
+        f"{another} || !has(oldSelf.cache) ||"
         f" !has(oldSelf.cache.{field}) || (has(self.cache)"
         f" && has(self.cache.{field}) && self.cache.{field} == oldSelf.cache.{field})",
         f"cache.{field} cannot change once set{advice}",
@@ -111,8 +123,8 @@ class Model(Part, frozen=True, kw_only=True):
             "cache.size",
         ),
         _fixed("claimName", "claim_name", ": make a new resource"),
-        _fixed("accessMode", "access_mode"),
-        _fixed("storageClassName", "storage_class_name"),
+        _fixed("accessMode", "access_mode", of_own_claim=True),
+        _fixed("storageClassName", "storage_class_name", of_own_claim=True),
     )
     uri: Annotated[
         Annotated[str, Meta(max_length=1024)],

@@ -95,6 +95,8 @@ AutoSize = Annotated[str, _formatted("autoSize")]
 Quantity = Annotated[str, _formatted("quantity")]
 Cpus = Annotated[str, _formatted("cpus")]
 ObjectName = Annotated[str, bounded(253, r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")]
+LabelName = Annotated[str, bounded(63, r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")]
+"""An object's name that is also the value of a label."""
 DataKey = Annotated[str, bounded(253, r"^[-._a-zA-Z0-9]+$")]
 LabelValue = Annotated[str, Meta(max_length=63, pattern=r"^[-._a-zA-Z0-9]*$")]
 Domain = Annotated[str, bounded(253, r"^\.?[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")]

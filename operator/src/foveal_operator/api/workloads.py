@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
-from foveal_operator.api.rules import Cpus, ObjectName, Part, Quantity, Rule, Text, Url
+from foveal_operator.api.rules import Cpus, LabelName, ObjectName, Part, Quantity, Rule, Text, Url
 from foveal_runtime.plan.config import ToolFormat
 
 Replicas = Annotated[int, Meta(ge=0, le=256)]
@@ -278,7 +278,7 @@ class Engine(Part, frozen=True, kw_only=True):
         None
     )
     queue_name: Annotated[
-        ObjectName | None,
+        LabelName | None,
         Meta(description="Kueue's LocalQueue that admits engine pods; they wait without it."),
     ] = None
     accelerator: Annotated[Accelerator, Meta(description="Devices of an engine.")] = Accelerator()

@@ -29,11 +29,12 @@ FETCH_MEMORY_BYTES = 2 * GIB
 PROFILE_REQUEST_BYTES = 4 * GIB
 """Enough for most processors, which shrink what they are given; the limit is for those that do
 not."""
+OFFLINE = "HF_HUB_OFFLINE"
 TEMPLATE = "foveal.dev/template"
 """Annotation of a Job: hash of its spec, which cannot change once it is there."""
 SETTINGS = (
-    "imagePullSecrets", "tolerations", "nodeSelector", "affinity", "priorityClassName",
-    "runtimeClassName", "hostAliases",
+    "imagePullSecrets", "tolerations", "nodeSelector", "priorityClassName", "runtimeClassName",
+    "hostAliases",
 )  # fmt: skip
 """Fields of a pod that Jobs take from the frontends' podTemplate."""
 # Not "http": a PodMonitor would scrape it, and alert when the Job is over.
@@ -77,7 +78,7 @@ def profile_job(context: Context) -> Obj:
     args = ["profile", model_source(context).path]
     args += [word for flag, value in limits.items() for word in (flag, str(value))]
     args += ["--output", "/dev/termination-log"]
-    environment = [{"name": "HF_HUB_OFFLINE", "value": "1"}, {"name": "HOME", "value": "/tmp"}]
+    environment = [{"name": OFFLINE, "value": "1"}, {"name": "HOME", "value": "/tmp"}]
     # The image: its processors say how large items get, its model layer what a step costs.
     result = {
         "uri": spec.model.uri, "revision": spec.model.revision, "image": context.image, **limits,
@@ -91,16 +92,22 @@ def profile_job(context: Context) -> Obj:
 def _settings(context: Context, what: str) -> Obj:
     """What of the frontends' podTemplate a pod needs to run in this cluster: a Job runs where
     frontends run, and reaches the hub as they reach sources of media. No sidecars: with one a Job
-    would never end."""
+    would never end. No affinity to pods, which come only after the Jobs. No HF_HUB_OFFLINE, with
+    which nothing is fetched."""
     overlay = (context.inference.spec.frontend.pod_template or {}).get("spec")
     spec = overlay if isinstance(overlay, dict) else {}
-    given = spec.get("containers")
+    given, affinity = spec.get("containers"), spec.get("affinity")
     own = [
         {"name": what, **{key: one[key] for key in ("env", "volumeMounts") if key in one}}
         for one in (given if isinstance(given, list) else ())
         if isinstance(one, dict) and one.get("name") == "frontend"
     ]
+    for one in own:
+        if isinstance(env := one.get("env"), list):
+            one["env"] = [e for e in env if not (isinstance(e, dict) and e.get("name") == OFFLINE)]
     found = {key: spec[key] for key in (*SETTINGS, "securityContext", "volumes") if key in spec}
+    if isinstance(affinity, dict) and "nodeAffinity" in affinity:
+        found["affinity"] = {"nodeAffinity": affinity["nodeAffinity"]}
     return {"spec": {**found, **({"containers": own} if own else {})}}
 
 

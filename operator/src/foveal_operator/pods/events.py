@@ -21,8 +21,10 @@ PATIENCE_SECONDS = 5.0
 INTERVAL_SECONDS = 20.0
 CREATE_PATIENCE_SECONDS = 2.0
 CREATE_INTERVAL_SECONDS = 3.0
-"""Between two questions about a workload without pods, for its first minute."""
-FORGET_SECONDS = 60.0
+"""Between two questions about a workload without pods, for its first EAGER_SECONDS."""
+EAGER_SECONDS = 60.0
+FORGET_SECONDS = 400.0
+"""Longer than any pause between two passes, so that a reason that holds stays told."""
 MAX_PODS = 8
 MAX_TEXT = 512
 _MOUNT = frozenset({"FailedMount", "FailedAttachVolume", "FailedMapVolume"})
@@ -74,7 +76,7 @@ class PodEvents:
                 yield body, body["metadata"]["name"], known.text
 
     def forget(self, keep_uids: Iterable[str]) -> None:
-        """Drops what is kept of all pods but these; call it after a full listing."""
+        """Drops what is kept of all objects but these; call it after a full listing."""
         kept = set(keep_uids)
         self._known = {uid: known for uid, known in self._known.items() if uid in kept}
 
@@ -86,7 +88,7 @@ class PodEvents:
         if known is None or now - known.seen_at > FORGET_SECONDS:
             known = self._known[_uid(body)] = _Known(since=now, seen_at=now)
         known.seen_at = now
-        if now - known.since > FORGET_SECONDS:
+        if now - known.since > EAGER_SECONDS:
             interval_seconds = INTERVAL_SECONDS
         if now - known.since < patience_seconds or now - known.asked_at < interval_seconds:
             return

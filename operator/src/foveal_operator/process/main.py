@@ -21,7 +21,7 @@ from foveal_operator.kube.cluster import Cluster
 from foveal_operator.kube.dispatch import Watch
 from foveal_operator.kube.errors import ApiError, Conflict, NotFound, NotLeader, Transient
 from foveal_operator.kube.events import EventRecorder
-from foveal_operator.kube.kinds import INFERENCE, POD, Kind
+from foveal_operator.kube.kinds import INFERENCE, JOB, POD, STATEFUL_SET, Kind
 from foveal_operator.kube.lease import Elector
 from foveal_operator.kube.queue import MAX_SECONDS, WorkQueue
 from foveal_operator.kube.store import Caches
@@ -273,7 +273,8 @@ class Operator:
         began = self.clock.monotonic()
         await self.watch.sync(kinds)
         self._synced_at = began
-        self._forget_pods(self.caches.uids(POD))
+        kept = (self.caches.uids(kind) for kind in (POD, STATEFUL_SET, JOB))
+        self._forget_pods(frozenset().union(*kept))
         pause = self.options.resync_seconds * (1.0 + 0.1 * self.clock.random())
         self._next_resync = self.clock.monotonic() + pause
 

@@ -11,6 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import msgspec
+
+from foveal_operator.api import reasons
 from foveal_operator.api.crd import GROUP, KIND
 from foveal_operator.kube.errors import Transient, UserError
 from foveal_operator.kube.kinds import FIELD_MANAGER, INSTANCE, MANAGED_BY
@@ -18,6 +21,7 @@ from foveal_operator.kube.types import Obj
 
 ADOPT = f"{GROUP}/adopt"
 """Annotation by which its owner hands an object over to the resource that it names."""
+NO_SECRET = "No Secret can be handed over: remove it, or rename the resource."
 LEAVING_SECONDS = 1.0
 Standing = Literal["Ours", "Leaving", "Offered", "Foreign"]
 """Ours: write it. Leaving: it is being deleted, or its owner is gone and the garbage collector is
@@ -29,6 +33,9 @@ class NameTaken(UserError):
 
     def __init__(self, live: Obj) -> None:
         metadata = live["metadata"]
+        self.reason = reasons.NAME_TAKEN
+        if live["kind"] == "Secret":
+            self.reason = msgspec.structs.replace(self.reason, action=NO_SECRET)
         super().__init__(
             f"{live['kind']} {metadata.get('namespace', '')}/{metadata['name']} {_holder(live)}, "
             "not to this resource. It is left as it is"

@@ -44,7 +44,7 @@ def _refusal(error: ObjectError | None) -> Refusal | None:
     if error is None:
         return None
     if isinstance(error.cause, NameTaken):
-        return Refusal(reasons.NAME_TAKEN, error.cause.message)
+        return Refusal(error.cause.reason, error.cause.message)
     reason = error.cause.reason if isinstance(error.cause, Denied) else reasons.REFUSED
     return Refusal(reason, f"the API server refuses {error}")
 
@@ -190,6 +190,7 @@ class Teller:
         generation = resource["metadata"].get("generation", 0)
         told = to_conditions(summary([], failure), generation, now, before)
         kept = [c for c in before if c.type not in ("Ready", "Reconciling", "Stalled")]
+        gauges.conditions(self._telemetry, resource, (*kept, *told))
         conditions = [plain(condition) for condition in (*kept, *told)]
         status = resource.get("status", {})
         await self._store(

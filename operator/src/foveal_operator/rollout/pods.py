@@ -23,7 +23,7 @@ class Pod(msgspec.Struct, frozen=True, kw_only=True):
         serves: ready and, for an engine, with a session.
         is_hopeless: not ready for a cause that time alone seldom heals (crash, image, no node).
         age_seconds: since its creation.
-        admitted_seconds: since a queue has let it go, 0 while it waits there; no queue, no end.
+        admitted_seconds: since it has a node, 0 before that; without a queue, no end.
         load: requests in it; 0 = idle or not known.
     """
 
@@ -130,7 +130,9 @@ def _pod(view: RolloutView, raw: Obj, *, serves: bool) -> Pod:
 def _admitted_seconds(now: float, raw: Obj) -> float:
     if is_gated(raw):
         return 0.0
+    if QUEUE_LABEL not in raw["metadata"].get("labels", {}):
+        return math.inf
     for condition in raw.get("status", {}).get("conditions", ()):
-        if QUEUE_LABEL in raw["metadata"].get("labels", {}) and condition["type"] == "PodScheduled":
+        if condition["type"] == "PodScheduled" and condition["status"] == "True":
             return max(0.0, now - seconds(condition.get("lastTransitionTime")))
-    return math.inf
+    return 0.0  # no field tells when the gates went

@@ -9,7 +9,7 @@ from typing import Any
 
 from foveal_operator.api import reasons
 from foveal_operator.api.parse import InferenceSpec
-from foveal_operator.api.status import MultiModalInferenceStatus
+from foveal_operator.api.status import Condition, MultiModalInferenceStatus
 from foveal_operator.telemetry.series import Telemetry
 
 _STATES = ("desired", "replicas", "updated", "ready", "draining")
@@ -41,7 +41,7 @@ def put(
     """`resource` as it was before this status; `inference` is None for a refused spec."""
     metadata = resource["metadata"]
     labels = {"namespace": metadata["namespace"], "name": metadata["name"]}
-    _conditions(telemetry, labels, status)
+    conditions(telemetry, resource, status.conditions)
     generation = metadata.get("generation", 0)
     telemetry.set("foveal_inference_generation", generation, **labels)
     observed = status.observed_generation
@@ -70,10 +70,11 @@ def forget(telemetry: Telemetry, namespace: str, name: str) -> None:
         telemetry.forget(family, namespace=namespace, name=name)
 
 
-def _conditions(
-    telemetry: Telemetry, labels: dict[str, str], status: MultiModalInferenceStatus
-) -> None:
-    states = {condition.type: condition.status for condition in status.conditions}
+def conditions(telemetry: Telemetry, resource: dict[str, Any], told: tuple[Condition, ...]) -> None:
+    """All conditions of a resource; what is not among them holds no more."""
+    metadata = resource["metadata"]
+    labels = {"namespace": metadata["namespace"], "name": metadata["name"]}
+    states = {condition.type: condition.status for condition in told}
     for family, kind in (
         ("foveal_inference_ready", "Ready"),
         ("foveal_inference_available", "Available"),

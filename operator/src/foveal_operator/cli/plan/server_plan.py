@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 
-from foveal_operator.api import reasons
 from foveal_operator.common.clock import Clock
 from foveal_operator.common.errors import ClusterAnswerError
 from foveal_operator.kube.kinds import BY_NAME, CHILD_SELECTOR, INSTANCE, WATCHED, Kind
@@ -104,11 +103,11 @@ def operator_settings(reader: Reader) -> OperatorSettings:
         for container in item["spec"]["template"]["spec"].get("containers") or ():
             command = [*(container.get("command") or ()), *(container.get("args") or ())]
             if any("foveal-operator" in word for word in command):
-                return _settings(container)
+                return _settings(container, item.get("metadata", {}).get("namespace", ""))
     return unknown
 
 
-def _settings(container: Obj) -> OperatorSettings:
+def _settings(container: Obj, namespace: str) -> OperatorSettings:
     """From its flags; those that this release does not know are left out."""
     words = [str(word) for word in container.get("args") or ()]
     flags = options.parser()
@@ -131,6 +130,7 @@ def _settings(container: Obj) -> OperatorSettings:
         runtime_image=found.runtime_image,
         cluster_domain=found.cluster_domain,
         monitoring_namespace=found.monitoring_namespace,
+        operator_namespace=namespace,
         rule_groups=resource_rule_groups(found.runbooks),
         dashboards=resource_dashboards(),
     )
@@ -198,16 +198,18 @@ def taken_names(reader: Reader, work: Decision, caches: Caches) -> dict[tuple[st
         kind = BY_NAME[kind_name]
         if kind_name == "Job":
             continue  # named by what it does; the operator's look is whole
-        live = caches.get(kind, *at) if kind.watched else None
+        retained = owned.policy == "Retain"
+        # What is cached lacks the field managers, which tell whose a retained object is.
+        live = caches.get(kind, *at) if kind.watched and not retained else None
         try:
             live = live or reader.get(kind.path(*at))
         except ForbiddenError:
             continue
         live = live and {**live, "kind": kind_name}
-        retained = owned.policy == "Retain"
-        if live and standing(live, name, work.uid, is_retained=retained) == "Foreign":
-            taken = reasons.NAME_TAKEN
-            found[kind_name, at[1]] = f"{taken.name}: {taken.message(NameTaken(live).message)}"
+        whose = live and standing(live, name, work.uid, is_retained=retained)
+        if live and (whose == "Foreign" or (whose == "Offered" and kind_name == "Secret")):
+            taken = NameTaken(live)
+            found[kind_name, at[1]] = f"{taken.reason.name}: {taken.reason.message(taken.message)}"
     return found
 
 
