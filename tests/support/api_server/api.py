@@ -211,7 +211,8 @@ class Api:
         version = definition["spec"]["versions"][0]["name"]
 
         def is_served() -> bool:
-            return self.request("GET", f"/apis/{group}/{version}/{names['plural']}").ok
+            paths = (f"/apis/{group}/{version}", f"/apis/{group}/{version}/{names['plural']}")
+            return all(self.request("GET", path).ok for path in paths)
 
         wait_until(f"{names['kind']} is served", is_served)
 
