@@ -44,7 +44,7 @@ def with_litellm(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_litellm_messages(task: dict[str, Any]) -> dict[str, Any]:
-    """Its door to Anthropic's API."""
+    """Its path to Anthropic's API."""
     import litellm
 
     text = {"role": "user", "content": "What is red?"}

@@ -21,6 +21,7 @@ from foveal_runtime.plan.config import FrontendConfig, ModelConfig
 
 CHAT = "/v1/chat/completions"
 PIXEL = "data:image/png;base64,iVBORw0KGgo="
+TOKENIZER = byte_tokenizer()
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -44,6 +45,21 @@ class Harness:
         return {"model": "tiny", "messages": [{"role": "user", "content": text}], **more}
 
     until = staticmethod(until)
+
+    @property
+    def prompt(self) -> str:
+        """The text that the last request was rendered to."""
+        return TOKENIZER.decode(self.generator.requests[-1].token_ids)
+
+    async def events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """Of a stream that names its events; asserts that each name is the event's type."""
+        async with self.http.stream("POST", path, json={**body, "stream": True}) as response:
+            assert response.status_code == 200, await response.aread()
+            lines = [line async for line in response.aiter_lines() if line]
+        names = [line.removeprefix("event: ") for line in lines[::2]]
+        events = [json.loads(line.removeprefix("data: ")) for line in lines[1::2]]
+        assert names == [event["type"] for event in events]
+        return events
 
     async def chat(self, text: Any = "hi", **more: Any) -> httpx.Response:
         return await self.http.post(CHAT, json=self.body(text, **more))

@@ -8,14 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from foveal_runtime.frontend.testing.fake_tokenizer import byte_tokenizer
-
-TOKENIZER = byte_tokenizer()
 PIXEL = "data:image/png;base64,iVBORw0KGgo="
-
-
-def prompt_of(harness: Any) -> str:
-    return TOKENIZER.decode(harness.generator.requests[-1].token_ids)
 
 
 ANSWERED_ELSEWHERE = {
@@ -41,7 +34,7 @@ async def test_history_of_another_server_is_taken(harness: Any) -> None:
     ]
     response = await harness.http.post("/v1/chat/completions", json={"messages": messages})
     assert response.status_code == 200, response.text
-    assert prompt_of(harness) == (
+    assert harness.prompt == (
         "<|user|>abcd<image><image><|end|><|assistant|>yes<|end|><|user|>hi<|end|><|assistant|>"
     )
 
@@ -61,14 +54,14 @@ async def test_calls_of_a_history_reach_a_template_without_tools_as_text(harness
     ]
     response = await harness.http.post("/v1/chat/completions", json={"messages": messages})
     assert response.status_code == 200, response.text
-    assert '<|assistant|>{"name": "f", "arguments": {"a": 1}}<|end|><|user|>r' in prompt_of(harness)
+    assert '<|assistant|>{"name": "f", "arguments": {"a": 1}}<|end|><|user|>r' in harness.prompt
 
 
 async def test_a_role_of_the_template_is_taken_and_another_is_named(harness: Any) -> None:
     message = {"role": "narrator", "content": "x"}
     response = await harness.http.post("/v1/chat/completions", json={"messages": [message]})
     assert response.status_code == 200
-    assert prompt_of(harness).startswith("<|narrator|>x")
+    assert harness.prompt.startswith("<|narrator|>x")
 
 
 @pytest.mark.parametrize(
@@ -138,7 +131,7 @@ async def test_masks_of_tokens_reach_the_engine(harness: Any) -> None:
 async def test_prompts_are_truncated_from_the_left(harness: Any) -> None:
     body = {"prompt": "abcdef", "truncate_prompt_tokens": 2}
     await harness.http.post("/v1/completions", json=body)
-    assert prompt_of(harness) == "ef"
+    assert harness.prompt == "ef"
     part = {"type": "image_url", "image_url": {"url": PIXEL}}
     error = (await harness.chat([part], truncate_prompt_tokens=2)).json()["error"]
     assert error["param"] == "truncate_prompt_tokens"

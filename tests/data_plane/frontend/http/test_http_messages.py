@@ -1,20 +1,17 @@
-"""Anthropic's Messages API at the door: prompts, events in order, errors in its shape."""
+"""Anthropic's Messages API: prompts, events in order, errors in its shape."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from foveal_runtime.frontend.protocol.anthropic import CountTokensRequest, chat_fields
-from foveal_runtime.frontend.testing.fake_tokenizer import byte_tokenizer
 from foveal_runtime.plan.errors import EngineFailure
 
 PATH = "/v1/messages"
 PIXEL = {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}
-TOKENIZER = byte_tokenizer()
 
 
 def body(content: Any = "hi", **more: Any) -> dict[str, Any]:
@@ -25,17 +22,8 @@ def body(content: Any = "hi", **more: Any) -> dict[str, Any]:
     } | (more)
 
 
-def prompt_of(harness: Any) -> str:
-    return TOKENIZER.decode(harness.generator.requests[-1].token_ids)
-
-
 async def events_of(harness: Any, **more: Any) -> list[dict[str, Any]]:
-    async with harness.http.stream("POST", PATH, json=body(stream=True, **more)) as response:
-        assert response.status_code == 200, await response.aread()
-        lines = [line async for line in response.aiter_lines() if line]
-    names = [line.removeprefix("event: ") for line in lines[::2]]
-    events = [json.loads(line.removeprefix("data: ")) for line in lines[1::2]]
-    assert names == [event["type"] for event in events]
+    events: list[dict[str, Any]] = await harness.events(PATH, body(**more))
     return events
 
 
@@ -98,7 +86,7 @@ async def test_a_conversation_of_every_block(harness: Any) -> None:
     system = [{"type": "text", "text": "s", "cache_control": hint}]
     response = await harness.http.post(PATH, json=body(messages=messages, system=system))
     assert response.status_code == 200, response.text
-    assert prompt_of(harness) == (
+    assert harness.prompt == (
         '<|system|>s<|end|><|user|>a<image><|end|><|assistant|>b{"name": "look", "arguments": '
         '{"at": 1}}<|end|><|user|>red<image><|end|><|user|>c<|end|><|assistant|>'
     )
@@ -108,7 +96,7 @@ async def test_a_last_assistant_turn_is_continued(harness: Any) -> None:
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "The"}]
     response = await harness.http.post(PATH, json=body(messages=turns))
     assert response.status_code == 200, response.text
-    assert prompt_of(harness).endswith("<|assistant|>The")
+    assert harness.prompt.endswith("<|assistant|>The")
 
 
 async def test_tokens_are_counted_with_images(harness: Any) -> None:

@@ -1,35 +1,23 @@
-"""OpenAI's Responses API at the door: prompts from items, events in order, what is refused."""
+"""OpenAI's Responses API: prompts from items, events in order, what is refused."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
-from foveal_runtime.frontend.testing.fake_tokenizer import byte_tokenizer
 from foveal_runtime.plan.errors import EngineFailure
 
 PATH = "/v1/responses"
 PIXEL = "data:image/png;base64,iVBORw0KGgo="
-TOKENIZER = byte_tokenizer()
 
 
 def body(given: Any = "hi", **more: Any) -> dict[str, Any]:
     return {"model": "tiny", "input": given, **more}
 
 
-def prompt_of(harness: Any) -> str:
-    return TOKENIZER.decode(harness.generator.requests[-1].token_ids)
-
-
 async def events_of(harness: Any, **more: Any) -> list[dict[str, Any]]:
-    async with harness.http.stream("POST", PATH, json=body(stream=True, **more)) as response:
-        assert response.status_code == 200, await response.aread()
-        lines = [line async for line in response.aiter_lines() if line]
-    names = [line.removeprefix("event: ") for line in lines[::2]]
-    events = [json.loads(line.removeprefix("data: ")) for line in lines[1::2]]
-    assert names == [event["type"] for event in events]
+    events: list[dict[str, Any]] = await harness.events(PATH, body(**more))
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     return events
 
@@ -37,7 +25,7 @@ async def events_of(harness: Any, **more: Any) -> list[dict[str, Any]]:
 async def test_whole_answer(harness: Any) -> None:
     sent = body(instructions="s", metadata={"a": "b"}, store=True)
     answer = (await harness.http.post(PATH, json=sent, headers={"x-request-id": "r1"})).json()
-    assert prompt_of(harness) == "<|system|>s<|end|><|user|>hi<|end|><|assistant|>"
+    assert harness.prompt == "<|system|>s<|end|><|user|>hi<|end|><|assistant|>"
     assert (answer["id"], answer["status"], answer["store"]) == ("resp_r1", "completed", False)
     [item] = answer["output"]
     assert item["content"][0]["text"] == "Hello, world!"
@@ -85,7 +73,7 @@ async def test_a_conversation_of_every_item(harness: Any) -> None:
     ]  # fmt: skip
     response = await harness.http.post(PATH, json=body(items))
     assert response.status_code == 200, response.text
-    assert prompt_of(harness) == (
+    assert harness.prompt == (
         '<|system|>s<|end|><|user|>a<image><|end|><|assistant|>b{"name": "look", "arguments": '
         '{"at": 1}}<|end|><|user|>red<image><|end|><|assistant|>'
     )
@@ -102,7 +90,7 @@ async def test_oldest_messages_go_until_the_rest_fits(harness: Any) -> None:
     assert refused.json()["error"]["code"] == "context_length_exceeded"
     taken = await harness.http.post(PATH, json=body(items, truncation="auto", max_output_tokens=64))
     assert taken.status_code == 200, taken.text
-    prompt = prompt_of(harness)
+    prompt = harness.prompt
     assert prompt.startswith("<|system|>stay<|end|><|user|>question")
     assert prompt.endswith("<|user|>last<|end|><|assistant|>")
     num_tokens = len(harness.generator.requests[-1].token_ids)

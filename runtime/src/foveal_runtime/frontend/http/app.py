@@ -135,8 +135,8 @@ def build_app(
         api.include_router(build_debug_router(mirrors))
     describe(api, needs_key=keys is not None, with_page=config.page)
     _add_error_handlers(api)
-    door = RequireKey(Intake(api, gate), keys, admin_keys, inject_keys)
-    context = RequestContext(LoadReport(door, generator), gate, metrics, tracing or Tracing())
+    guarded = RequireKey(Intake(api, gate), keys, admin_keys, inject_keys)
+    context = RequestContext(LoadReport(guarded, generator), gate, metrics, tracing or Tracing())
     asgi = allow_origins(context, config.allowed_origins)
     return HttpApp(asgi=asgi, api=api, service=service, gate=gate, health=health)
 

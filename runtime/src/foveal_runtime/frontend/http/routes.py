@@ -15,10 +15,10 @@ from fastapi.routing import APIRoute
 from starlette.responses import PlainTextResponse, Response
 
 from foveal_runtime.frontend.http import chat, completions
+from foveal_runtime.frontend.http.apis.anthropic import build_messages_router
+from foveal_runtime.frontend.http.apis.openai_responses import build_responses_router
 from foveal_runtime.frontend.http.asgi.disconnect import start_stream, until_disconnect
 from foveal_runtime.frontend.http.asgi.errors import json_response
-from foveal_runtime.frontend.http.doors.anthropic import build_messages_router
-from foveal_runtime.frontend.http.doors.openai_responses import build_responses_router
 from foveal_runtime.frontend.http.monitoring.health import Health
 from foveal_runtime.frontend.http.monitoring.metrics import MetricsPage
 from foveal_runtime.frontend.http.service import Service, named_relaxed, runtime_version, scope_of

@@ -149,7 +149,7 @@ class Job:
 
 @dataclass(slots=True)
 class RequestScope:
-    """What the door knows of an HTTP request.
+    """What is known of an HTTP request on arrival.
 
     Attributes:
         request_id: the client's, or ours; for people and logs.

@@ -1,6 +1,6 @@
 """Anthropic's Messages API: its requests, and their translation to a chat request.
 
-Parsed by FastAPI, read by http/doors. Options that Anthropic's API does not have go to the chat
+Parsed by FastAPI, read by http/apis. Options that Anthropic's API does not have go to the chat
 request as they are, so every rule of chat completions holds for them. Blocks are as lenient as
 chat's parts: unknown keys (`cache_control`, `citations`) are dropped, unknown types refused.
 """

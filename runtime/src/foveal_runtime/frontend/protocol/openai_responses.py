@@ -1,6 +1,6 @@
 """OpenAI's Responses API: its requests, and their translation to a chat request.
 
-Parsed by FastAPI, read by http/doors. This server keeps no conversations: what refers to one is
+Parsed by FastAPI, read by http/apis. This server keeps no conversations: what refers to one is
 refused. Other options that the API does not have go to the chat request as they are.
 """
 

@@ -1,4 +1,4 @@
-"""The common part of all doors: a chat run from translated fields, and its answer by a writer."""
+"""Common part of the other APIs: a chat run from translated fields, its answer by a writer."""
 
 from __future__ import annotations
 

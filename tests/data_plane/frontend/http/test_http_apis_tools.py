@@ -1,4 +1,4 @@
-"""Tool calls and reasoning through the other doors: events in order, and what is sent on."""
+"""Tool calls and reasoning through Messages and Responses: events in order, and what is sent on."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from foveal_runtime.frontend.engines.sequence import Delta
 from foveal_runtime.frontend.http.answers import Tally
-from foveal_runtime.frontend.http.doors.anthropic import MessageWriter
-from foveal_runtime.frontend.http.doors.openai_responses import ResponseWriter
+from foveal_runtime.frontend.http.apis.anthropic import MessageWriter
+from foveal_runtime.frontend.http.apis.openai_responses import ResponseWriter
 from foveal_runtime.frontend.protocol.openai_responses import ResponsesRequest
 
 PARAMETERS = {

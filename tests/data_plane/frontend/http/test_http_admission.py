@@ -1,4 +1,4 @@
-"""The door: admission, body limits, API keys, draining. Everything is given back."""
+"""Admission, body limits, API keys, draining. Everything is given back."""
 
 from __future__ import annotations
 
