@@ -11,15 +11,14 @@ import contextlib
 import logging
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 
 from foveal_runtime.frontend.http.asgi.server import bind_addresses
 from foveal_runtime.main.backoff import Backoff
+from foveal_runtime.main.stop_signals import StopSignals
 from foveal_runtime.plan.config import FrontendConfig
 from foveal_runtime.plan.local import PARENT_VARIABLE
 
@@ -87,32 +86,37 @@ def _tend(slots: list[_Slot], now: float) -> bool:
     return all(verdicts)
 
 
+def _serve(slots: list[_Slot], stop: StopSignals, drain_seconds: float) -> bool:
+    """False when a process can never start. No process is left in any case."""
+    can_start = True
+    try:
+        while can_start and not stop.count:
+            can_start = _tend(slots, time.monotonic())
+            stop.wait(_POLL_SECONDS)
+    finally:
+        for slot in slots:
+            slot.terminate()
+        deadline = time.monotonic() + drain_seconds
+        for slot in slots:
+            slot.wait(deadline)
+    return can_start
+
+
 def run(path: str, config: FrontendConfig) -> int:
-    """Serves until SIGTERM or SIGINT, which every process gets as SIGTERM. Returns 0, or 2 when a
+    """Serves until a stop signal, which every process gets as SIGTERM. Returns 0, or 2 when a
     process cannot start at all (it has said why). Raises StartupError when the port is taken."""
     reserved = bind_addresses(
         config.host, config.port, loopback=config.loopback, share=True, listen=False
     )
     folder = tempfile.mkdtemp(prefix="foveal-http-")
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
     base = [sys.executable, "-m", "foveal_runtime.main.cli", "frontend", "--config", path]
     slots = [
         _Slot(i, [*base, "--process", str(i), "--sockets", folder]) for i in range(config.processes)
     ]
-    can_start = True
     try:
-        while can_start and not stop.is_set():
-            now = time.monotonic()
-            can_start = _tend(slots, now)
-            stop.wait(_POLL_SECONDS)
+        with StopSignals().listening() as stop:  # to the end: a second signal changes nothing
+            can_start = _serve(slots, stop, config.drain_timeout_seconds + _SPARE_SECONDS)
     finally:
-        for slot in slots:
-            slot.terminate()
-        deadline = time.monotonic() + config.drain_timeout_seconds + _SPARE_SECONDS
-        for slot in slots:
-            slot.wait(deadline)
         for kept in reserved:
             kept.close()
         shutil.rmtree(folder, ignore_errors=True)

@@ -161,11 +161,16 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 self.process.send_signal(number)
 
-    def kill_group(self) -> None:
-        """SIGKILL for the process and the workers it started."""
+    def send_kill(self) -> None:
+        """SIGKILL for the process and the workers it started. Safe from a signal handler."""
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
+
+    def kill_group(self) -> None:
+        """The same, until the process has ended."""
+        self.send_kill()
+        if self.process is not None:
             self.process.wait()
 
 
@@ -251,6 +256,11 @@ class LocalDeployment:
                     f"not ready after {timeout_seconds:.0f} s: {names}\n{waiting[0].last_lines()}"
                 )
             time.sleep(0.1)
+
+    def send_kill(self) -> None:
+        """SIGKILL for every process. Safe from a signal handler."""
+        for child in self.children:
+            child.send_kill()
 
     def kill(self) -> None:
         """Ends every process at once."""

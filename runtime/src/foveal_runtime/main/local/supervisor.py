@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import re
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from types import FrameType
 
 from foveal_runtime.main.backoff import Backoff
 from foveal_runtime.main.launcher import Child, LocalDeployment
 from foveal_runtime.main.local.readings import Readings, Totals, totals
 from foveal_runtime.main.local.view import ProcessFigures, Snapshot, State, load_of
+from foveal_runtime.main.stop_signals import StopSignals
 from foveal_runtime.plan.config import EngineConfig
 from foveal_runtime.plan.errors import StartupError
 
@@ -26,7 +24,6 @@ TICK_SECONDS = 1.0
 MAX_DEATHS = 4
 """A process that dies so often in a row, without a steady life in between, is given up."""
 STARTUP_ERROR = 2
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LOG_HEAD = re.compile(r"^\d\d:\d\d:\d\d [A-Z]+ +\S+ ")
 
 
@@ -46,35 +43,6 @@ class Interrupted(StartupError):
     """The user would not wait."""
 
     exit_code = 130
-
-
-class Stop:
-    """Counts the signals that ask for an end: the first drains, the second kills at once."""
-
-    def __init__(self, kill: Callable[[], None]) -> None:
-        self.count = 0
-        self._kill = kill
-        self._asked = threading.Event()
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
-        self._asked.set()
-        if self.count > 1:
-            self._kill()
-
-    def wait(self, seconds: float) -> None:
-        """Returns early at the next signal."""
-        self._asked.wait(seconds)
-        self._asked.clear()
-
-    @contextmanager
-    def listening(self) -> Iterator[Stop]:
-        before = {number: signal.signal(number, self) for number in STOP_SIGNALS}
-        try:
-            yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 class _Watched:
@@ -198,7 +166,7 @@ class Supervisor:
     def run(self) -> None:
         """Until a signal. Raises StartupError (a port is taken), ProcessDied, TimeRanOut or
         Interrupted; no process is left in any case."""
-        with Stop(self._deployment.kill).listening() as stop:
+        with StopSignals(self._deployment.send_kill).listening() as stop:
             try:
                 self._deployment.check_ports()
                 for one in self._all:
@@ -211,7 +179,7 @@ class Supervisor:
             finally:
                 self._deployment.kill()
 
-    def _serve(self, stop: Stop) -> None:
+    def _serve(self, stop: StopSignals) -> None:
         while not stop.count:
             self._look()
             for one in self._all:
@@ -223,7 +191,7 @@ class Supervisor:
                 raise starting[0].too_late(self._start_timeout_seconds)
             stop.wait(TICK_SECONDS)
 
-    def _drain(self, stop: Stop) -> None:
+    def _drain(self, stop: StopSignals) -> None:
         """Frontends first, so that their streams can finish."""
         deadline = time.monotonic() + self._drain_timeout_seconds
         for group in (self._frontends, self._engines):
