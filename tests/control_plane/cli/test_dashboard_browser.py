@@ -11,12 +11,13 @@ import pytest
 
 from foveal_operator.cli.dashboard import layout
 from foveal_operator.cli.dashboard.promql.evaluate import ask
+from foveal_operator.observability.panel import Panel, Unit
 from tests.support import browser
 from tests.support.dashboard_page import world_page, world_store
 
 CHROMIUM = browser.find()
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.extended,
     pytest.mark.timeout(300),
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium (Debian's package: chromium)"),
 ]
@@ -24,17 +25,19 @@ pytestmark = [
 _CHARTS = """
 JSON.stringify([...document.querySelectorAll('[data-panel]:not(.heat)')].map(card => ({
   title: card.dataset.panel,
-  width: card.querySelector('.plot').getBoundingClientRect().width,
   right: card.getBoundingClientRect().right,
-  plot: [...card.querySelectorAll('path.line')].map(path => {
-    const box = path.getBoundingClientRect(), style = getComputedStyle(path);
-    return {width: box.width, height: box.height, colour: style.stroke,
-            last: path.getAttribute('d').split(/[ M]/).pop().split(',').map(Number)};
-  }),
-  areas: card.querySelectorAll('path.area').length,
-  words: [...card.querySelectorAll('.plot text')].map(text => text.textContent),
-  legend: [...card.querySelectorAll('li[data-series]')].map(item => ({
-    name: item.dataset.series, last: Number(item.dataset.last), text: item.innerText})),
+  parts: [...card.querySelectorAll('.part')].map(part => ({
+    width: part.querySelector('.plot').getBoundingClientRect().width,
+    plot: [...part.querySelectorAll('path.line')].map(path => {
+      const box = path.getBoundingClientRect(), style = getComputedStyle(path);
+      return {width: box.width, height: box.height, colour: style.stroke,
+              last: path.getAttribute('d').split(/[ M]/).pop().split(',').map(Number)};
+    }),
+    areas: part.querySelectorAll('path.area').length,
+    words: [...part.querySelectorAll('.plot text')].map(text => text.textContent),
+    legend: [...part.querySelectorAll('li[data-series]')].map(item => ({
+      name: item.dataset.series, last: Number(item.dataset.last), text: item.innerText})),
+  })),
 })))
 """
 _CELLS = """
@@ -82,40 +85,49 @@ async def test_the_page_in_a_browser(tmp_path: Path, width: int, dark: bool) -> 
         for panel in section.panels
         if panel.shape != "pairs"
     }
-    assert {chart["title"] for chart in charts} == panels.keys()
-    end, store = world_store().times[-1], world_store()
+    assert sorted(chart["title"] for chart in charts) == sorted(panels)
     for chart in charts:
         panel = panels[chart["title"]]
-        assert 250 < chart["width"] < width
         assert chart["right"] <= width
-        assert len(chart["words"]) >= 3, chart["title"]
-        assert chart["plot"], chart["title"]
-        assert len({line["colour"] for line in chart["plot"]}) == len(chart["plot"])
-        assert all(line["width"] > 100 for line in chart["plot"]), chart["title"]
-        assert chart["areas"] == (len(chart["plot"]) if panel.stacked else 0)
-        real = sorted(
-            line.newest(end)
-            for query in panel.queries
-            for line in ask(store, layout.Chosen().fill(query.expr), [end])
-        )
-        shown = sorted(item["last"] for item in chart["legend"])
-        assert all(any(value == pytest.approx(one) for one in real) for value in shown)
-        assert len(shown) == min(8, len(real)), chart["title"]
-        if not panel.stacked:
-            _heights_are_the_values(chart)
+        units = list(dict.fromkeys(query.unit for query in panel.queries))
+        for unit, part in zip(units, chart["parts"], strict=True):
+            _part_is_the_panels(part, panel, unit, width)
     darkness = sum(int(part) for part in background[4:-1].split(","))
     assert (darkness < 150) == dark
 
 
-def _heights_are_the_values(chart: dict[str, Any]) -> None:
+def _part_is_the_panels(part: dict[str, Any], panel: Panel, unit: Unit | None, width: int) -> None:
+    """One plot for each unit, with the lines of the queries of that unit."""
+    assert 250 < part["width"] < width
+    assert len(part["words"]) >= 3, panel.title
+    assert part["plot"], panel.title
+    assert len({line["colour"] for line in part["plot"]}) == len(part["plot"])
+    assert all(line["width"] > 100 for line in part["plot"]), panel.title
+    assert part["areas"] == (len(part["plot"]) if panel.stacked else 0)
+    store = world_store()
+    end = store.times[-1]
+    real = sorted(
+        line.newest(end)
+        for query in panel.queries
+        if query.unit == unit
+        for line in ask(store, layout.Chosen().fill(query.expr), [end])
+    )
+    shown = sorted(item["last"] for item in part["legend"])
+    assert all(any(value == pytest.approx(one) for one in real) for value in shown)
+    assert len(shown) == min(8, len(real)), panel.title
+    if not panel.stacked:
+        _heights_are_the_values(part, panel.title)
+
+
+def _heights_are_the_values(part: dict[str, Any], title: str) -> None:
     """The higher the newest value, the higher its end of the line, in proportion."""
     ends = [
         (item["last"], line["last"][1])
-        for item, line in zip(chart["legend"], chart["plot"], strict=True)
+        for item, line in zip(part["legend"], part["plot"], strict=True)
         if line["last"][0] >= 999
     ]
     low, high = min(ends), max(ends)
     for value, y in ends:
         if high[0] > low[0]:
             share = (value - low[0]) / (high[0] - low[0])
-            assert y == pytest.approx(low[1] + share * (high[1] - low[1]), abs=0.3), chart["title"]
+            assert y == pytest.approx(low[1] + share * (high[1] - low[1]), abs=0.3), title

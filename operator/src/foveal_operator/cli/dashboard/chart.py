@@ -23,6 +23,7 @@ MAX_LINES = 8
 """As many colours as can be told apart; the rest is counted."""
 _WIDTH, _HEIGHT = 1000, 150
 _TOP, _BELOW = 14, 22
+_NOTHING = '<div class="none">nothing in this time</div>'
 
 
 class Named(msgspec.Struct, frozen=True):
@@ -57,21 +58,30 @@ def legend(template: str, labels: dict[str, str]) -> str:
     return " ".join(words)
 
 
-def chart(panel: Panel, lines: Sequence[Named], times: Sequence[float]) -> str:
-    """A card: title, what it says, the plot, the legend."""
-    drawn, left_out = _chosen(lines)
-    head = (
+def chart(
+    panel: Panel, parts: Sequence[tuple[Unit, Sequence[Named]]], times: Sequence[float]
+) -> str:
+    """A card: title, what it says, and for each unit a plot with its legend."""
+    inner = "".join(_part(panel, unit, lines, times) for unit, lines in parts)
+    return (
         f'<section class="card chart" data-panel="{escape(panel.title)}">'
         f"<h3>{escape(panel.title)}</h3><p>{escape(panel.about)}</p>"
+        f"{inner or _NOTHING}</section>"
     )
+
+
+def _part(panel: Panel, unit: Unit, lines: Sequence[Named], times: Sequence[float]) -> str:
+    """Lines of one unit; nothing where none has a value."""
+    drawn, left_out = _chosen(lines)
     if not any(math.isfinite(value) for line in drawn for _, value in line.points):
-        return f'{head}<div class="none">nothing in this time</div></section>'
+        return ""
     stacked = _stacked(drawn, times) if panel.stacked else [line.points for line in drawn]
     values = [value for points in stacked for _, value in points]
     across = time_axis(times)
-    up = value_axis(values, panel.unit, panel.top)
-    plot = _plot(panel, drawn, stacked, across, up)
-    return head + plot + _legend(drawn, panel.unit, left_out) + "</section>"
+    # A bound is of the panel's own unit.
+    up = value_axis(values, unit, panel.top if unit == panel.unit else None)
+    plot = _plot(panel, unit, drawn, stacked, across, up)
+    return f'<div class="part">{plot}{_legend(drawn, unit, left_out)}</div>'
 
 
 def _chosen(lines: Sequence[Named]) -> tuple[list[Named], int]:
@@ -102,12 +112,13 @@ def _stacked(
 
 def _plot(
     panel: Panel,
+    unit: Unit,
     lines: Sequence[Named],
     stacked: Sequence[tuple[tuple[float, float], ...]],
     across: Axis,
     up: Axis,
 ) -> str:
-    said = "; ".join(f"{line.name} {text_of(line.last, panel.unit)}" for line in lines)
+    said = "; ".join(f"{line.name} {text_of(line.last, unit)}" for line in lines)
     parts = [
         f'<svg class="plot" height="{_TOP + _HEIGHT + _BELOW}" role="img" '
         f'aria-label="{escape(panel.title)}: {escape(said)}">'
@@ -128,7 +139,7 @@ def _plot(
         below = points
     # What lies on top of a stack is drawn first: a part of no height hides nothing.
     parts += reversed(drawn) if panel.stacked else drawn
-    parts += [*_bands(panel.unit, lines, across), "</svg>"]
+    parts += [*_bands(unit, lines, across), "</svg>"]
     parts += _texts(across, up)
     return "".join(parts) + "</svg>"
 

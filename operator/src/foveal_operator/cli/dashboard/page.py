@@ -135,13 +135,11 @@ def _section(section: Section, times: Sequence[float], ask: Ask) -> str:
 def _panel(panel: Panel, times: Sequence[float], ask: Ask) -> str:
     if panel.shape == "pairs":
         return heat(panel, ask(panel.queries[0].expr), times)
-    charts = []
+    parts = []
     for own in dict.fromkeys(query.unit for query in panel.queries):  # an axis each
         part = msgspec.structs.replace(
-            panel,
-            queries=tuple(query for query in panel.queries if query.unit == own),
-            unit=own or panel.unit,
+            panel, queries=tuple(query for query in panel.queries if query.unit == own)
         )
         answers = [ask(query.expr) for query in part.queries]
-        charts.append(chart(part, named_lines(part, answers, times), times))
-    return "".join(charts)
+        parts.append((own or panel.unit, named_lines(part, answers, times)))
+    return chart(panel, parts, times)

@@ -44,6 +44,7 @@ font-variant-numeric:tabular-nums;letter-spacing:-.02em;white-space:nowrap}
 .chart h3,.table h3{margin:0;font-size:14px;font-weight:600}
 .chart p,.table p{margin:1px 0 8px;font-size:12.5px;color:var(--soft)}
 svg{display:block}
+.part+.part{margin-top:14px}
 .plot,.spark{width:100%;overflow:visible}
 .plot text{font-size:11px;fill:var(--soft);font-variant-numeric:tabular-nums}
 .plot text.y{paint-order:stroke;stroke:var(--card);stroke-width:3px;stroke-linejoin:round}
