@@ -101,6 +101,8 @@ MAKERS: dict[str, Maker] = {
     "foveal": _foveal,
     "foveal-4x2": lambda n, o: _foveal(n, o, "--engines", "2", num_frontends=4),
     "foveal-whole-steps": lambda n, o: _foveal(n, o, "--max-num-mixed-tokens", "2048"),
+    "foveal-itl-100": lambda n, o: _foveal(n, o, "--target-itl-ms", "100"),
+    "foveal-itl-200": lambda n, o: _foveal(n, o, "--target-itl-ms", "200"),
     "foveal-spin": lambda n, o: _foveal(n, o)._replace(env={"GOMP_SPINCOUNT": "1000"}),
     "foveal-shm": lambda n, o: _foveal(n, o, "--ipc-type", "shm"),
     "foveal-no-ipc": lambda n, o: _foveal(n, o, "--ipc-cache", "0"),

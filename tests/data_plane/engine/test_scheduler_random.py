@@ -40,6 +40,7 @@ LIMITS = st.fixed_dictionaries({
     "block_size": st.sampled_from([1, 4, 16]),
     "max_num_batched_tokens": st.sampled_from([16, 17, 40, 300]),
     "max_num_mixed_tokens": st.sampled_from([0, 3, 11]),
+    "target_itl_seconds": st.sampled_from([0.0, 0.001, 0.02, 0.05]),
     "max_num_seqs": st.sampled_from([1, 3, 8]),
     "policy": st.sampled_from(["fcfs", "priority"]),
     "encoder_compute_embeds": st.sampled_from([16, 30]),
@@ -65,7 +66,8 @@ class Engine(RuleBasedStateMachine):
             vocab_size=60, max_position=500, eos_token_ids=(), is_multimodal=True,
             bidirectional=bidirectional, embed_bytes=32,
         )  # fmt: skip
-        self.drive = Drive(traits=traits, run_ahead=run_ahead, **limits)
+        costs = 0.01, 0.001, 0.002
+        self.drive = Drive(traits=traits, run_ahead=run_ahead, costs=costs, **limits)
         self.count = 0
 
     @rule(
@@ -139,7 +141,8 @@ def test_a_crowd_of_requests_under_pressure(seed, run_ahead):
     rng = random.Random(seed)
     drive = Drive(
         num_blocks=40, block_size=4, max_num_batched_tokens=rng.choice([16, 24, 64]),
-        max_num_mixed_tokens=rng.choice([0, 5]),
+        max_num_mixed_tokens=rng.choice([0, 5]), costs=(0.01, 0.001, 0.002),
+        target_itl_seconds=rng.choice([0.0, 0.02]),
         max_num_seqs=6, encoder_compute_embeds=16, encoder_cache_embeds=rng.choice([16, 40]),
         encoder_host_bytes=rng.choice([0, 900]), policy=rng.choice(["fcfs", "priority"]),
         encoder_eviction=rng.choice(["lru", "cost"]),

@@ -305,6 +305,13 @@ class Engine(Part, frozen=True, kw_only=True):
             "own on GPUs."
         ),
     ] = None
+    target_itl_milliseconds: Annotated[
+        Annotated[int, Meta(ge=1, le=60_000)] | None,
+        Meta(
+            description="Time between two tokens of a stream to keep to while prompts are computed "
+            "beside it; overrides maxNumMixedTokens. Default: no target."
+        ),
+    ] = None
     max_num_encoder_input_tokens: Annotated[
         Annotated[int, Meta(ge=1, le=16_777_216)] | None,
         Meta(description="Embeddings encoded in one step; default: maxNumBatchedTokens."),

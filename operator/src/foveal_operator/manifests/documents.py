@@ -38,6 +38,7 @@ ADDED: dict[tuple[str, str], object] = {
     ("caches", "kv_dtype"): "auto",
     ("caches", "kv_touched"): True,
     ("scheduler", "max_num_mixed_tokens"): 0,
+    ("scheduler", "target_itl_ms"): 0,
     ("", "allowed_origins"): [],
     ("", "ignore_unknown_options"): False,
     ("admission", "max_answer_scores"): 1 << 21,
@@ -85,6 +86,7 @@ def engine_document(context: Context) -> EngineConfig:
         scheduler=SchedulerConfig(
             max_num_batched_tokens=engine.max_num_batched_tokens,
             max_num_mixed_tokens=engine.max_num_mixed_tokens or 0,
+            target_itl_ms=engine.target_itl_milliseconds or 0,
             max_num_seqs=engine.max_num_seqs,
             max_num_encoder_input_tokens=plan.encoder_compute_embeds,
             disable_chunked_mm_input=engine.disable_chunked_multi_modal_input,

@@ -45,6 +45,7 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int = 0
     max_num_batched_tokens: int = 2048
     max_num_mixed_tokens: int = 0
+    target_itl_ms: int = 0
     max_num_seqs: int = 128
     block_size: int = 16
     kv_dtype: KVDtype = "auto"
@@ -118,6 +119,7 @@ def _engine(options: LocalOptions, model: ModelConfig, index: int) -> EngineConf
         scheduler=SchedulerConfig(
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_num_mixed_tokens=options.max_num_mixed_tokens,
+            target_itl_ms=options.target_itl_ms,
             max_num_seqs=options.max_num_seqs,
             max_num_encoder_input_tokens=options.max_num_encoder_input_tokens,
         ),

@@ -89,10 +89,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     `max_num_mixed_tokens`: at most so many tokens, and so many embeddings or one item, in a step in
     which a running stream gets a token, so that a new prompt does not stall it; 0 = derived.
+    `target_itl_ms`: such a step holds what keeps it within so many milliseconds, by what steps took
+    so far; 0 = no target.
     """
 
     max_num_batched_tokens: int = 2048
     max_num_mixed_tokens: int = 0
+    target_itl_ms: int = 0
     max_num_seqs: int = 128
     max_num_encoder_input_tokens: int = 0
     disable_chunked_mm_input: bool = False

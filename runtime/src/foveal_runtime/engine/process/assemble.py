@@ -87,6 +87,7 @@ def scheduler_limits(config: EngineConfig, loaded: LoadedEngine) -> SchedulerLim
         block_size=caches.block_size,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_mixed_tokens=settings.max_num_mixed_tokens or mixed,
+        target_itl_seconds=settings.target_itl_ms / 1000,
         max_num_seqs=settings.max_num_seqs,
         max_model_len=min(loaded.max_model_len, (loaded.num_blocks - 1) * caches.block_size),
         max_waiting=settings.max_waiting,

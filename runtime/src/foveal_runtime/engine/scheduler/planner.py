@@ -10,6 +10,7 @@ from __future__ import annotations
 from foveal_runtime.engine.caches.prefix_cache import cut_to_groups, max_hit_blocks
 from foveal_runtime.engine.scheduler.book import Roster
 from foveal_runtime.engine.scheduler.encoder_window import Window, plan_window
+from foveal_runtime.engine.scheduler.pace import Pace
 from foveal_runtime.engine.types.request import Request, Status
 from foveal_runtime.engine.types.step import EncoderInput, NewRequest, ScheduledRequest, StepPlan
 from foveal_runtime.plan.errors import EngineFailure
@@ -23,14 +24,16 @@ _MAX_ASIDE = 32
 class _Pass:
     """One schedule() in the making."""
 
-    __slots__ = ("aside", "blocked", "compute_left", "computing", "encode", "is_mixed", "new",
-                 "num_preempted", "scheduled", "step", "tokens_left")  # fmt: skip
+    __slots__ = ("aside", "blocked", "compute_left", "computing", "encode", "has_prompt",
+                 "is_mixed", "new", "num_preempted", "scheduled", "step",
+                 "tokens_left")  # fmt: skip
 
     def __init__(self, step: int, tokens: int, compute: int, is_mixed: bool) -> None:
         self.step = step
         self.is_mixed = is_mixed
         self.tokens_left = tokens
         self.compute_left = compute
+        self.has_prompt = False  # it computes or encodes something of a prompt
         self.scheduled: dict[str, ScheduledRequest] = {}
         self.new: dict[str, NewRequest] = {}
         self.encode: dict[MMHash, EncoderInput] = {}
@@ -46,6 +49,7 @@ class Planner:
     Attributes:
         step: number of the last pass.
         encoding: keys to encode in it, and for which request.
+        pace: None without a target for the gap between tokens.
     """
 
     def __init__(self, roster: Roster) -> None:
@@ -57,9 +61,10 @@ class Planner:
         bidirectional = roster.traits.bidirectional
         self._indivisible = roster.limits.disable_chunked_mm_input or bidirectional == "item"
         self._whole_prompt = bidirectional == "prompt"
-        self._may_divide = bool(roster.limits.max_num_mixed_tokens) and not (
-            self._indivisible or self._whole_prompt
-        )
+        limits = roster.limits
+        target, start = limits.target_itl_seconds, limits.max_num_mixed_tokens
+        self.pace = Pace(target, start or limits.max_num_batched_tokens) if target else None
+        self._may_divide = bool(start or target) and not (self._indivisible or self._whole_prompt)
         self._first: Request | None = None  # got nothing in the last pass: goes first in this one
         self._idle_passes = 0
         # The head could not get blocks while so many were free; more must come free first.
@@ -74,9 +79,9 @@ class Planner:
         is_mixed = self._may_divide and any(
             r.num_tokens - r.num_computed == 1 for r in self.roster.running
         )
-        if is_mixed:  # every stream gets its token, whatever the limit
-            tokens = min(tokens, max(limits.max_num_mixed_tokens, 2 * len(self.roster.running)))
         now = _Pass(self.step, tokens, limits.encoder_compute_embeds, is_mixed)
+        if is_mixed:  # every stream gets its token, whatever the limit
+            now.tokens_left = min(tokens, self._mixed_tokens())
         first, self._first = self._first, None
         if first is not None and first.status is Status.RUNNING:
             self._continue(first, now)
@@ -90,6 +95,15 @@ class Planner:
         self._first = now.blocked
         self._watch_progress(now)
         return self._finish_pass(now)
+
+    def _mixed_tokens(self) -> int:
+        """Tokens of a step beside streams, theirs included; some of a prompt in any case."""
+        if self.pace is None:
+            return max(self.limits.max_num_mixed_tokens, 2 * len(self.roster.running))
+        return self._num_streams() + max(self.pace.tokens, self.limits.block_size)
+
+    def _num_streams(self) -> int:
+        return sum(r.num_tokens - r.num_computed == 1 for r in self.roster.running)
 
     def may_admit(self, num_running: int) -> bool:
         """Whether a pass might admit the head of the queue beside so many running requests."""
@@ -158,10 +172,18 @@ class Planner:
             return Window(0)
         if request.next_mm == len(request.mm_inputs):
             return Window(num_tokens)
+        compute_left = self._compute_left(request, now)
         window = plan_window(
-            request, start, num_tokens, self.roster.encoder, self._compute_left(request, now),
+            request, start, num_tokens, self.roster.encoder, compute_left,
             indivisible=self._indivisible,
         )  # fmt: skip
+        beside = self._tokens_beside(request, window, now)
+        if window.num_tokens > beside:  # what is encoded takes time that tokens cannot have
+            num_tokens = beside
+            window = plan_window(
+                request, start, num_tokens, self.roster.encoder, compute_left,
+                indivisible=self._indivisible,
+            )  # fmt: skip
         if window.bad_item is not None:
             known = self.roster.encoder.known_embeds(request.mm_inputs[window.bad_item].mm_hash)
             text = (
@@ -181,11 +203,26 @@ class Planner:
         item of any size, so that every item has its turn."""
         if not now.is_mixed:
             return now.compute_left
+        if self.pace is not None:
+            item = request.next_mm
+            spare = max(now.tokens_left - self._num_streams(), 0)
+            fitting = self.pace.embeds_instead(spare, request.mm_inputs[item].modality)
+            least = 0 if now.has_prompt else request.mm_embeds[item]
+            return min(now.compute_left, max(fitting, least))
         if now.encode:
             spent = self.limits.encoder_compute_embeds - now.compute_left
             return min(now.compute_left, max(self.limits.max_num_mixed_tokens - spent, 0))
         least = max(self.limits.max_num_mixed_tokens, request.mm_embeds[request.next_mm])
         return min(now.compute_left, least)
+
+    def _tokens_beside(self, request: Request, window: Window, now: _Pass) -> int:
+        """Tokens the pass may still schedule when it also encodes what the window needs."""
+        if self.pace is None or not (window.compute_embeds and now.is_mixed):
+            return now.tokens_left
+        modality = request.mm_inputs[window.take[-1]].modality
+        left = now.tokens_left - self.pace.tokens_instead(window.compute_embeds, modality)
+        least = self._num_streams() + 1  # every stream, and this prompt, goes on
+        return min(now.tokens_left, max(left, least))
 
     def _blocks_to_add(self, request: Request, num_tokens: int) -> int:
         have = len(request.block_ids)
@@ -335,6 +372,8 @@ class Planner:
             else:
                 request.num_encoder_hits += not request.num_preemptions
         now.compute_left -= window.compute_embeds
+        now.tokens_left = self._tokens_beside(request, window, now)
+        now.has_prompt = now.has_prompt or window.num_tokens > 1
         if not request.known_to_runner:
             request.known_to_runner = True
             now.new[request.request_id] = NewRequest(

@@ -237,6 +237,8 @@ class Scheduler:
 
     def _count_step(self, plan: StepPlan, result: StepResult) -> None:
         stats = self.roster.stats
+        if self._planner.pace is not None:
+            self._planner.pace.observe(plan, result)
         stats.num_steps += 1
         if plan.scheduled:
             num_tokens = plan.num_tokens

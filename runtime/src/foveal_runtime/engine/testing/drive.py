@@ -43,6 +43,7 @@ class Drive:
         limits: anything of SchedulerLimits; the defaults are small. num_blocks counts those that
             requests can have.
         check: check all books after each step.
+        costs: see FakeRunner.
         run_ahead: submit steps ahead of results wherever the scheduler plans them.
     """
 
@@ -52,6 +53,7 @@ class Drive:
         traits: ModelTraits = FAKE_TRAITS,
         check: bool = True,
         run_ahead: bool = False,
+        costs: tuple[float, float, float] = (0.0, 0.0, 0.0),
         **limits: object,
     ) -> None:
         settings: dict[str, object] = {
@@ -68,6 +70,7 @@ class Drive:
             block_size=self.limits.block_size,
             traits=traits,
             encoder_cache_embeds=self.limits.encoder_cache_embeds,
+            costs=costs,
         )
         self.check = check
         self.run_ahead = run_ahead

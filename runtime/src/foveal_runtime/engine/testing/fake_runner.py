@@ -121,6 +121,8 @@ class FakeRunner:
 
     Args:
         on_execute: called with each plan before it is obeyed (a test's window into the step).
+        costs: seconds of a step, of each prompt token in it and of each embedding encoded; they
+            are reported, not spent.
         failures: reason by request id: those requests fail when they are next scheduled.
         bad_values: content numbers whose encoding fails.
     """
@@ -133,8 +135,10 @@ class FakeRunner:
         traits: ModelTraits = FAKE_TRAITS,
         encoder_cache_embeds: int | None = None,
         on_execute: Callable[[StepPlan], None] | None = None,
+        costs: tuple[float, float, float] = (0.0, 0.0, 0.0),
     ) -> None:
         self._traits = traits
+        self.costs = costs
         self._block_size = block_size
         self._kv = np.zeros(num_blocks * block_size, dtype=np.uint64)
         self._requests: dict[str, _State] = {}
@@ -177,6 +181,9 @@ class FakeRunner:
             self._check_writes(entry, used)
         for entry in plan.scheduled:
             self._run(entry, result)
+        step, token, embed = self.costs
+        result.forward_seconds = step + token * plan.num_prompt_tokens
+        result.encode_seconds = embed * sum(entry.num_embeds for entry in plan.encode)
         return result
 
     def submit(self, plan: StepPlan) -> DoneStep:

@@ -19,6 +19,8 @@ class SchedulerLimits:
         max_num_batched_tokens, max_num_seqs: what one step may hold.
         max_num_mixed_tokens: tokens, and embeddings to encode, of a step that also gives a stream
             its next token; 0 = as any other step.
+        target_itl_seconds: a step beside streams holds what keeps it within so long, by what steps
+            took so far, instead of `max_num_mixed_tokens`; 0 = no target.
         max_model_len: prompt + output tokens of one request.
         max_waiting: requests that may wait; more are refused as overloaded.
         encoder_compute_embeds, encoder_cache_embeds: from `plan.encoder_budget`.
@@ -35,6 +37,7 @@ class SchedulerLimits:
     max_num_seqs: int
     max_model_len: int
     max_num_mixed_tokens: int = 0
+    target_itl_seconds: float = 0.0
     max_waiting: int = 1024
     policy: Literal["fcfs", "priority"] = "fcfs"
     disable_chunked_mm_input: bool = False

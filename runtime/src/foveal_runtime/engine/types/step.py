@@ -128,6 +128,12 @@ class StepPlan(msgspec.Struct, array_like=True):
         return sum(r.num_scheduled_tokens for r in self.scheduled)
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of windows, as opposed to the one token a stream goes on by."""
+        counts = (entry.num_scheduled_tokens for entry in self.scheduled)
+        return sum(count for count in counts if count > 1)
+
+    @property
     def moves_something(self) -> bool:
         return bool(
             self.finished

@@ -149,6 +149,9 @@ _OPTIONS: dict[str, tuple[tuple[str, str, Any, Any, str, str], ...]] = {
          "tokens in one step"),
         ("--max-num-mixed-tokens TOKENS", "max_num_mixed_tokens", count, 0, "automatic",
          "tokens in a step that also decodes running requests; fewer keep streams smoother"),
+        ("--target-itl-ms MS", "target_itl_ms", count, 0, "none",
+         "time between two tokens of a stream to keep to while prompts are computed beside it; "
+         "new prompts wait longer for their first token"),
         ("--ignore-unknown-options", "ignore_unknown_options", True, False, "they are refused",
          "leave out request options that this server does not know"),
         ("--tool-format FORMAT", "tool_format", [*get_args(ToolFormat)], "",
