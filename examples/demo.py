@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
-from foveal_runtime.main.documents import LocalOptions, local_documents
 from foveal_runtime.main.launcher import LocalDeployment
+from foveal_runtime.main.local.serve import LocalOptions, local_documents
 from foveal_runtime.plan.local import free_port
 
 HERE = Path(__file__).resolve().parent / "tiny-vlm"

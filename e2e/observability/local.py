@@ -25,8 +25,8 @@ import yaml
 
 from e2e.observability.load import Load
 from e2e.observability.server import find_prometheus, prometheus
-from foveal_runtime.main.documents import LocalOptions, local_documents
 from foveal_runtime.main.launcher import LocalDeployment
+from foveal_runtime.main.local.serve import LocalOptions, local_documents
 from foveal_runtime.plan.local import free_port
 from tests.support.api_server.api import Api
 from tests.support.api_server.foreign import FOREIGN, definition

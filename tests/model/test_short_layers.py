@@ -7,10 +7,10 @@ import logging
 import pytest
 import torch
 
+from foveal_runtime.model.checkpoint import loader
 from foveal_runtime.model.checkpoint.head import Head
 from foveal_runtime.model.checkpoint.loader import class_for, load_model, read_config
 from foveal_runtime.model.checkpoint.probe import probe_layers
-from foveal_runtime.model.cpu import unused_layers
 from foveal_runtime.model.layers import last_layer
 from foveal_runtime.model.layers.last_layer import LastLayer
 
@@ -76,11 +76,11 @@ def test_a_trial_that_fails_leaves_the_model_to_its_modules(bench, monkeypatch, 
 
 @pytest.mark.parametrize(("name", "dropped"), [("llava", 1), ("llava_next", 1), ("vipllava", 0)])
 def test_layers_of_a_tower_that_are_not_read_are_empty(name, dropped, tiny, caplog):
-    caplog.set_level(logging.INFO, logger=unused_layers.__name__)
+    caplog.set_level(logging.INFO, logger=loader.__name__)
     loaded = load_model(str(tiny(name)))
     assert f"{dropped} of 2 layers" in caplog.text or not dropped
     tower = loaded.core.vision_tower
-    found = [m for m in tower.modules() if vars(m).get("forward") is unused_layers.hand_on]
+    found = [m for m in tower.modules() if vars(m).get("forward") is loader.hand_on]
     assert len(found) == dropped
     assert not [p for m in found for p in m.parameters()]
     config = read_config(str(tiny(name)))
@@ -97,13 +97,13 @@ def test_layers_of_a_tower_that_are_not_read_are_empty(name, dropped, tiny, capl
 
 def test_a_tower_whose_features_change_is_left_alone(tiny, monkeypatch):
     """Here the last layer is read after all: by a tower that sums what it returns."""
-    features = unused_layers._features
+    features = loader._features
 
     def summed(tower, pixels, read):
         found = features(tower, pixels, read)
         return [one + tower(pixels).last_hidden_state for one in found]
 
-    monkeypatch.setattr(unused_layers, "_features", summed)
+    monkeypatch.setattr(loader, "_features", summed)
     loaded = load_model(str(tiny("llava")))
     tower = loaded.core.vision_tower
-    assert not [m for m in tower.modules() if vars(m).get("forward") is unused_layers.hand_on]
+    assert not [m for m in tower.modules() if vars(m).get("forward") is loader.hand_on]

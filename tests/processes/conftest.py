@@ -21,8 +21,8 @@ import httpx
 import msgspec
 import pytest
 
-from foveal_runtime.main.documents import LocalOptions, local_documents
 from foveal_runtime.main.launcher import LocalDeployment
+from foveal_runtime.main.local.serve import LocalOptions, local_documents
 from foveal_runtime.plan.local import free_port
 
 ROOT = Path(__file__).resolve().parents[2]

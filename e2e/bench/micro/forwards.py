@@ -23,8 +23,8 @@ import torch
 
 from e2e.bench.checkpoints import SHAPES, checkpoint
 from e2e.bench.micro.step import BLOCK_TOKENS, CONTEXT_TOKENS, Bench
+from foveal_runtime.model.checkpoint.loader import hand_on
 from foveal_runtime.model.cpu.fusing import FusedNorm
-from foveal_runtime.model.cpu.unused_layers import hand_on
 from foveal_runtime.model.runner.runner import TorchRunner
 from foveal_runtime.telemetry.allocator import keep_free_blocks
 

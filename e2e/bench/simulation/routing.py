@@ -24,9 +24,9 @@ import msgspec
 from blake3 import blake3
 
 from foveal_runtime.frontend.engines.routing import Candidate, Router, affinity_keys, estimate_load
-from foveal_runtime.mirror.limits import ReceiverLimits
 from foveal_runtime.mirror.messages import InlineValue, Req
 from foveal_runtime.mirror.receiver import Receiver
+from foveal_runtime.mirror.records import ReceiverLimits
 from foveal_runtime.mirror.sender import Sender, Sending, SendItem, SendValue
 from foveal_runtime.mirror.store import Value
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from foveal_operator.cli.dashboard import layout
-from foveal_operator.cli.dashboard.promql.evaluate import ask
-from foveal_operator.cli.dashboard.promql.functions import (
+from foveal_operator.cli.dashboard.promql.evaluate import (
+    ask,
     deriv,
     divide,
     histogram_quantile,

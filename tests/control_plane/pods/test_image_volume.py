@@ -8,7 +8,7 @@ import pytest
 
 from foveal_operator.kube.kinds import POD
 from foveal_operator.kube.types import Obj
-from foveal_operator.pods.image_volume import image_revision
+from foveal_operator.manifests.model_source import image_revision
 from tests.support.operator_rig import Kit, resource
 from tests.support.served_resource import add_pod, served
 

@@ -8,7 +8,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from foveal_operator.status import gauges
-from foveal_operator.status.cold_start import METRIC, ColdStarts, phases
+from foveal_operator.status.gauges import METRIC, ColdStarts, phases
 from foveal_operator.status.report import plain
 from foveal_operator.telemetry.series import Telemetry
 from tests.support.observed_status import BASE, ended, pod, revisions, serving, status_of

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from foveal_runtime.main import cli
-from foveal_runtime.main.documents import LocalOptions
 from foveal_runtime.main.local import options
 from foveal_runtime.main.local.options import Parser, add_options, configured, printed
+from foveal_runtime.main.local.serve import LocalOptions
 
 
 def parse(*argv: str, environment: dict[str, str] | None = None) -> argparse.Namespace:

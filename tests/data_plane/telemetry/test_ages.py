@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from foveal_runtime.engine.testing.drive import Drive, FakeClock, image
+from foveal_runtime.frontend.common.stats import watch_loop
 from foveal_runtime.frontend.engines.routing import Candidate, Router
 from foveal_runtime.frontend.engines.sequence import Delta
-from foveal_runtime.frontend.http.monitoring.loop_lag import watch
 from foveal_runtime.frontend.http.monitoring.request_stats import RequestStats
 from foveal_runtime.frontend.items.processor_cache import ENTRY_BYTES, ProcessorCache
 from foveal_runtime.mirror.store import Store, Value
@@ -167,5 +167,5 @@ async def test_a_late_loop_is_seen():
     now = iter([0.0, 1.5, 1.5, 1.6])
     lags = Histogram(STAGE_BUCKETS)
     with pytest.raises((StopIteration, RuntimeError)):
-        await asyncio.wait_for(watch(lags, interval_seconds=0, clock=lambda: next(now)), 10)
+        await asyncio.wait_for(watch_loop(lags, interval_seconds=0, clock=lambda: next(now)), 10)
     assert lags.total == pytest.approx(1.6)

@@ -1,4 +1,4 @@
-"""Location of the model's files: the volume that pods mount, and the path in it.
+"""Location of the model's files: the volume that pods mount, the path in it, and which image it is.
 
 Used by the pod builders (volume and path), the claim and the fetch Job.
 """
@@ -6,6 +6,7 @@ Used by the pod builders (volume and path), the claim and the fetch Job.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 import msgspec
 
@@ -60,3 +61,36 @@ def _folder(scheme: str, rest: str, revision: str | None) -> str:
     parts = [scheme, rest.strip("/"), revision or ("main" if scheme == "hf" else "")]
     text = "--".join(part for part in parts if part)
     return re.sub(r"[^A-Za-z0-9._-]+", "--", text)
+
+
+MAX_CHARACTERS = 253
+
+
+def image_revision(uri: str, pods: Iterable[Obj]) -> tuple[str, str]:
+    """(digest, what is to be said of it). ("", "") for a model that is no image."""
+    if not uri.startswith("oci://"):
+        return "", ""
+    image, _, pinned = uri.removeprefix("oci://").partition("@")
+    if pinned:
+        return pinned[:MAX_CHARACTERS], ""
+    reported = _reported(pods)
+    if len(reported) == 1:
+        return reported[0], ""
+    if reported:
+        text = f"pods have different images under {image}: {', '.join(reported)}"
+        return "", f"{text}. Pin one: oci://{image}@{reported[-1]}"
+    return "", (
+        f"no node reports which digest {image} is (kubelets do with the feature gate "
+        f"ImageVolumeWithDigest); pinned as oci://{image}@sha256:... it is known"
+    )
+
+
+def _reported(pods: Iterable[Obj]) -> list[str]:
+    found = {
+        mount.get("volumeStatus", {}).get("image", {}).get("imageRef", "")
+        for pod in pods
+        for container in pod.get("status", {}).get("containerStatuses") or ()
+        for mount in container.get("volumeMounts") or ()
+        if mount.get("name") == VOLUME
+    }
+    return sorted(ref.rpartition("@")[2][:MAX_CHARACTERS] for ref in found if ref)

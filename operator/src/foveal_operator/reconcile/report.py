@@ -18,12 +18,11 @@ from foveal_operator.kube.kinds import BY_NAME, DEPLOYMENT, ENDPOINT_SLICE, INFE
 from foveal_operator.kube.store import Caches
 from foveal_operator.kube.types import NamespacedName, Obj
 from foveal_operator.manifests import Desired
-from foveal_operator.pods.image_volume import image_revision
+from foveal_operator.manifests.model_source import image_revision
 from foveal_operator.reconcile.apply import ObjectError
 from foveal_operator.reconcile.decide import Decision
 from foveal_operator.reconcile.ownership import NameTaken
 from foveal_operator.status import gauges
-from foveal_operator.status.cold_start import ColdStarts
 from foveal_operator.status.conditions import (
     Refusal,
     noteworthy,
@@ -33,6 +32,7 @@ from foveal_operator.status.conditions import (
     scaling_state,
     steady,
 )
+from foveal_operator.status.gauges import ColdStarts
 from foveal_operator.status.report import Observed, plain, report
 from foveal_operator.telemetry.series import Telemetry
 from foveal_runtime.plan.budget.types import BudgetPlan

@@ -22,12 +22,19 @@ from foveal_runtime.engine.process.core import EngineCore
 from foveal_runtime.engine.process.evidence import StepRecord
 from foveal_runtime.engine.process.metrics import EngineMetrics
 from foveal_runtime.engine.process.server import EngineServer
-from foveal_runtime.main.warmup import warm_up
+from foveal_runtime.engine.types.step import (
+    TRASH_BLOCK,
+    ModelRunner,
+    NewRequest,
+    ScheduledRequest,
+    StepPlan,
+)
 from foveal_runtime.model.cpu import threads
 from foveal_runtime.plan.budget.encoder import LargestItem
 from foveal_runtime.plan.config import EngineConfig, load
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.profile import ItemProfile
+from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.telemetry.allocator import keep_free_blocks, release_free_memory
 from foveal_runtime.telemetry.logs import configure_logging
 from foveal_runtime.telemetry.memory import ContainerMemory
@@ -40,6 +47,7 @@ from foveal_runtime.wire.zmq_transport import ZmqRouter
 if TYPE_CHECKING:
     from foveal_runtime.model.parallel.tensor_parallel import TensorParallelRunner
     from foveal_runtime.model.runner.runner import TorchRunner
+
 
 log = logging.getLogger(__name__)
 
@@ -257,3 +265,22 @@ def _largest_items(config: EngineConfig, max_tokens: int) -> dict[str, ItemProfi
 
     found = largest_items(config.model.path, config.modalities, max_tokens)
     return {name: one.profile for name, one in found.items()}
+
+
+def warm_up(runner: ModelRunner, block_size: int) -> None:
+    """Runs two steps of one text request. Raises StartupError when the model cannot do them.
+
+    A prefill and a decode step on the first KV block, then everything about them is forgotten: the
+    first user's request is not the slow one."""
+    name = "warm-up"
+    num_tokens = max(1, block_size - 1)
+    request = NewRequest(name, [0] * num_tokens, num_tokens, (), (), SamplingParams(max_tokens=2))
+    blocks = [TRASH_BLOCK + 1] * 2  # one block is enough; a second entry serves block size 1
+    prefill = ScheduledRequest(name, 0, num_tokens, blocks, True)
+    result = runner.execute(StepPlan(0, [request], [prefill]))
+    if name not in result.failed:
+        decode = ScheduledRequest(name, num_tokens, 1, blocks, True)
+        result = runner.execute(StepPlan(0, [], [decode]))
+    runner.execute(StepPlan(0, finished=[name]))
+    if name in result.failed:
+        raise StartupError(f"the model failed its first step: {result.failed[name]}")

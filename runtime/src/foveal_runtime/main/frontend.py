@@ -19,13 +19,12 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import uvloop
 
-from foveal_runtime.frontend.common.stats import FrontendStats
+from foveal_runtime.frontend.common.stats import FrontendStats, watch_loop
 from foveal_runtime.frontend.engines.client import EngineClient
 from foveal_runtime.frontend.http.access.admin import HeldRequest
 from foveal_runtime.frontend.http.app import build_app
 from foveal_runtime.frontend.http.asgi.server import bind_addresses, bind_unix
 from foveal_runtime.frontend.http.asgi.server import serve as serve_http
-from foveal_runtime.frontend.http.monitoring import loop_lag
 from foveal_runtime.frontend.http.monitoring.metrics_source import media_source
 from foveal_runtime.frontend.http.monitoring.siblings import Siblings, sibling_app, socket_path
 from foveal_runtime.frontend.items.input_processor import MediaInput
@@ -201,7 +200,7 @@ async def serve(config: FrontendConfig, member: Member | None = None) -> None:
         siblings=siblings.metrics_peers,
         mirrors=client.mirrors,
     )
-    lags = asyncio.create_task(loop_lag.watch(stats.loop_lags), name="loop-lag")
+    lags = asyncio.create_task(watch_loop(stats.loop_lags), name="loop-lag")
     await client.start()
     log.info("listening", extra={"host": config.host, "port": config.port})
     try:

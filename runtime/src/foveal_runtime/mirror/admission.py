@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 
 from foveal_runtime.mirror.messages import ItemRef
-from foveal_runtime.mirror.request import Pending, RequestKey, SessionRequest, State
-from foveal_runtime.mirror.session import Session
-from foveal_runtime.mirror.stats import ReceiverStats
+from foveal_runtime.mirror.records import ReceiverStats
+from foveal_runtime.mirror.session import Pending, RequestKey, Session, SessionRequest, State
 from foveal_runtime.mirror.store import Store, Value
 from foveal_runtime.plan.media import MMHash
 

@@ -18,7 +18,6 @@ import msgspec
 
 from foveal_runtime.mirror.admission import RequestAdmission, RequestKey, SessionRequest, State
 from foveal_runtime.mirror.bindings import Bindings
-from foveal_runtime.mirror.limits import ReadyRequest, ReceiverLimits
 from foveal_runtime.mirror.messages import (
     NIL,
     PROTOCOL_VERSION,
@@ -43,9 +42,9 @@ from foveal_runtime.mirror.messages import (
     Up,
     Welcome,
 )  # fmt: skip
+from foveal_runtime.mirror.records import ReadyRequest, ReceiverLimits, ReceiverStats
 from foveal_runtime.mirror.refusals import RefusalBook
 from foveal_runtime.mirror.session import Session, announce
-from foveal_runtime.mirror.stats import ReceiverStats
 from foveal_runtime.mirror.store import Store, Value
 from foveal_runtime.plan.media import MMHash
 

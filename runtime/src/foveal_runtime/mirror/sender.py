@@ -45,9 +45,8 @@ from foveal_runtime.mirror.messages import (
     ValueRef,
     Welcome,
 )  # fmt: skip
+from foveal_runtime.mirror.records import DownEvent, SenderStats, Sending, SendItem, SendValue
 from foveal_runtime.mirror.refusals import RefusalBook
-from foveal_runtime.mirror.sending import DownEvent, Sending, SendItem, SendValue
-from foveal_runtime.mirror.stats import SenderStats
 from foveal_runtime.mirror.store import Buffer
 from foveal_runtime.plan.errors import MediaTooLarge, Overloaded
 from foveal_runtime.plan.media import ItemMeta, MMHash

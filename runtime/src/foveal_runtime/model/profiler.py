@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import time
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -24,16 +25,15 @@ from foveal_runtime.engine.types.step import (
     ScheduledRequest,
     StepPlan,
 )
-from foveal_runtime.model.checkpoint.dequantize import SCRATCH_BYTES
+from foveal_runtime.model.checkpoint.dequantize import SCRATCH_BYTES, QuantizedLinear
 from foveal_runtime.model.checkpoint.head import Head
 from foveal_runtime.model.checkpoint.meta import meta_model
 from foveal_runtime.model.checkpoint.placement import quantization_of
 from foveal_runtime.model.checkpoint.probe import probe_layers, probe_states
-from foveal_runtime.model.checkpoint.shards import parameter_bytes, replicated_bytes
 from foveal_runtime.model.checkpoint.weights import stored_bytes
 from foveal_runtime.model.memory import PeakMeter
 from foveal_runtime.model.runner.runner import TorchRunner
-from foveal_runtime.model.runner.sequence import SequenceState
+from foveal_runtime.model.runner.running import SequenceState
 from foveal_runtime.model.runner.traits import read_traits
 from foveal_runtime.model.sampling.sampler import Sampler
 from foveal_runtime.plan.media import MODALITIES
@@ -242,3 +242,31 @@ def _run_encoder(runner: TorchRunner, value: bytes) -> None:
     key = b"profile".ljust(32, b"\0")
     runner.execute(StepPlan(0, encode=[EncoderInput(key, meta.modality, meta.num_embeds, value)]))
     runner.execute(StepPlan(1, free_encoder=[key]))
+
+
+_SHARDED = ("colwise", "rowwise", "packed", "embedding")
+"""Prefixes of the styles that cut a module's parameters; the others only move activations."""
+
+
+def parameter_bytes(model: Any) -> int:
+    """Bytes of all parameters, tied ones once, and of quantised weights as they are stored."""
+    quantized = (one for one in model.modules() if isinstance(one, QuantizedLinear))
+    held = [*model.parameters(), *(buffer for one in quantized for buffer in one.buffers())]
+    return sum(one.numel() * one.element_size() for one in held)
+
+
+def replicated_bytes(model: Any) -> int:
+    """Bytes of the parameters that every rank holds in full; all of them without a plan."""
+    plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
+    return sum(
+        one.numel() * one.element_size()
+        for name, one in model.named_parameters()
+        if not _is_sharded(name, plan)
+    )
+
+
+def _is_sharded(name: str, plan: dict[str, str]) -> bool:
+    generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+    owner, _, last = generic.rpartition(".")
+    style = plan.get(generic) or plan.get(owner) or ""
+    return style.startswith(_SHARDED) and not (style.startswith("rowwise") and last == "bias")

@@ -14,7 +14,7 @@ import pytest
 from pydantic import ValidationError
 
 from foveal_runtime.frontend.http.access.admission import Gate
-from foveal_runtime.frontend.http.asgi.connections import Connections, guarded
+from foveal_runtime.frontend.http.asgi.server import Connections, guarded
 from foveal_runtime.frontend.protocol.anthropic import CountTokensRequest
 from foveal_runtime.frontend.protocol.openai_responses import ResponsesRequest
 from foveal_runtime.frontend.protocol.requests import (

@@ -2,7 +2,7 @@
 
 Used by page.py. The plot is stretched to its card's width while text and strokes keep their size,
 so that one drawing serves a phone and a wall. No script and no style attribute: the page's policy
-allows neither. Colours are classes, page_style.py gives them for light and dark.
+allows neither. Colours are classes, page.py gives them for light and dark.
 """
 
 from __future__ import annotations

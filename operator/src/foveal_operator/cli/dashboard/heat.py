@@ -2,7 +2,7 @@
 cell, and its colour. Pure.
 
 Used by page.py. A table, so that it can be read without colours, scrolls on a phone, and needs no
-style attribute: the steps of colour are classes of page_style.py.
+style attribute: the steps of colour are classes of page.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from foveal_operator.cli.dashboard.scales import text_of, value_axis
 from foveal_operator.observability.panel import Panel
 
 NUM_STEPS = 10
-"""Colours above nothing; page_style.py has as many."""
+"""Colours above nothing; page.py has as many."""
 MAX_SIDE = 40
 """Rows and columns at most; the rest is counted."""
 

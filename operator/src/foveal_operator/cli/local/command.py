@@ -19,8 +19,7 @@ from foveal_operator.api.workloads import Accelerator, Parallelism
 from foveal_operator.cli.help import Help
 from foveal_operator.cli.inputs import bullets, read_profile, read_resource, size
 from foveal_operator.cli.local.documents import LocalDocuments, LocalPlace, adapted_documents
-from foveal_operator.cli.local.model import find_model, find_profile
-from foveal_operator.cli.local.runtime import runtime_command
+from foveal_operator.cli.local.runtime import find_model, find_profile, runtime_command
 from foveal_operator.common.errors import EXIT_OK, MisfitError, UsageError
 from foveal_operator.manifests import ClusterFacts, Desired, desired
 from foveal_operator.manifests.budget_inputs import NodeFacts, budget_inputs

@@ -1,4 +1,5 @@
-"""`foveal-runtime` as a program: found for `foveal up`, handed on to by `foveal serve`.
+"""`foveal-runtime` as a program: found for `foveal up`, handed on to by `foveal serve`, and run to
+fetch and profile a model as the Jobs do.
 
 The operator never imports the runtime beyond plan/.
 """
@@ -7,12 +8,19 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
+import subprocess
 import sys
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
-from foveal_operator.common.errors import UsageError
+from foveal_operator.api.parse import InferenceSpec
+from foveal_operator.common.errors import CommandError, UsageError
+from foveal_operator.manifests import ClusterFacts, desired
+from foveal_runtime.plan.errors import StartupError
+from foveal_runtime.plan.profile import ModelProfile, decode
 
 HANDED_ON = {
     "serve": "serve a model on this machine, sized to it",
@@ -51,3 +59,46 @@ def hand_on(arguments: list[str]) -> None:
     """Becomes `foveal-runtime` with the same arguments. Raises UsageError when it is missing."""
     command = [*runtime_command(), *arguments]
     os.execvpe(command[0], command, {**os.environ, "FOVEAL_PROGRAM": "foveal"})
+
+
+_MODELS = "~/.cache/foveal/models"
+
+
+def find_model(inference: InferenceSpec, given: str | None, command: list[str]) -> Path:
+    """The directory given, or the one that the resource's model is downloaded into. Raises
+    UsageError, or CommandError when it cannot be had."""
+    if given:
+        if not Path(given, "config.json").is_file():
+            raise UsageError(f"--model {given} holds no config.json: give a model's directory")
+        return Path(given).resolve()
+    model = inference.spec.model
+    if not model.uri.startswith(("hf://", "s3://")):
+        raise UsageError(f"{model.uri} is the cluster's: say where the model is with --model")
+    name = re.sub(r"[^A-Za-z0-9._-]+", "--", f"{model.uri}--{model.revision or 'main'}")
+    folder = Path(_MODELS).expanduser() / name
+    revision = ["--revision", model.revision] if model.revision else []
+    print(f"fetching {model.uri} into {folder}", flush=True)
+    if subprocess.run([*command, "fetch", model.uri, "--to", str(folder), *revision]).returncode:
+        raise CommandError(
+            f"{model.uri} was not fetched (the line above says why; HF_TOKEN and HF_ENDPOINT are "
+            "read): give --model DIRECTORY if you have it"
+        )
+    return folder
+
+
+def find_profile(inference: InferenceSpec, model: Path, command: list[str]) -> ModelProfile:
+    """What the operator's profile Job would find, by the same command. Raises CommandError."""
+    job = desired(inference, None, ClusterFacts()).of_kind("Job")[-1]
+    args: list[str] = job["spec"]["template"]["spec"]["containers"][0]["args"]
+    args = [args[0], str(model), *args[2 : args.index("--output")]]
+    print("profiling the model (--profile FILE saves this)", flush=True)
+    with tempfile.TemporaryDirectory(prefix="foveal-profile-") as folder:
+        file = Path(folder) / "profile.json"
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run([*command, *args, "--output", str(file)], env=environment)
+        if done.returncode:
+            raise CommandError(f"the model in {model} cannot be profiled")
+        try:
+            return decode(file.read_bytes())
+        except StartupError as error:
+            raise CommandError(f"the profile of {model}: {error.message}") from error

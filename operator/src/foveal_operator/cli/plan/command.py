@@ -13,9 +13,8 @@ from foveal_operator.api.parse import SpecError
 from foveal_operator.cli.cluster_flags import add_cluster_flags
 from foveal_operator.cli.help import Help
 from foveal_operator.cli.inputs import invalid, read_profile, read_resource, size
-from foveal_operator.cli.output.table import plan_table
 from foveal_operator.cli.output.terminal import style_of
-from foveal_operator.cli.plan.render import desired_yaml, plan_json
+from foveal_operator.cli.plan.render import desired_yaml, plan_json, plan_table
 from foveal_operator.common.errors import UsageError
 from foveal_operator.manifests import ClusterFacts, desired
 from foveal_operator.manifests.budget_inputs import NodeFacts, budget_inputs

@@ -1,18 +1,23 @@
-"""Text of objects and plans: YAML that the API server takes back, JSON for programs.
+"""Text of objects and plans: YAML that the API server takes back, JSON for programs, a table for
+people.
 
 Called by the CLI and by tests; the same objects give the same text on every machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import msgspec
 import yaml
 
+from foveal_operator.api.parse import InferenceSpec
+from foveal_operator.cli.output.terminal import Style, columns, tailed, wrapped
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests import Desired
-from foveal_runtime.plan.budget.types import BudgetPlan
+from foveal_runtime.plan.budget.types import BudgetPlan, Line, PlaceBudget
+from foveal_runtime.plan.profile import ModelProfile
+from foveal_runtime.plan.quantity import format_gib
 
 
 class _Dumper(yaml.SafeDumper):
@@ -64,3 +69,94 @@ def plan_json(plan: BudgetPlan, desired: Desired) -> str:
         "objects": [{"policy": owned.policy, "object": owned.body} for owned in desired.objects],
     }
     return msgspec.json.format(msgspec.json.encode(body), indent=2).decode() + "\n"
+
+
+_TITLE = {"frontend": "Frontend pod", "engine": "Engine pod", "device": "Device of an engine"}
+
+
+def plan_table(
+    inference: InferenceSpec,
+    profile: ModelProfile,
+    plan: BudgetPlan,
+    desired: Desired,
+    style: Style,
+) -> str:
+    """Budgets by place, then notes and problems, then the objects."""
+    lines = [style.bold(f"{inference.name} in {inference.namespace}")]
+    lines += wrapped(_model(inference, profile), style, "")
+    for place in plan.places:
+        lines += ["", *_place(place, inference, style)]
+    if plan.kv_tokens:
+        lines += ["", *wrapped(_capacity(plan), style, "")]
+    notes = [
+        *plan.notes,
+        *(
+            f"{kind} is asked for and the cluster does not serve it"
+            for kind in desired.missing_apis
+        ),
+    ]
+    for note in notes:
+        lines += wrapped(f"note: {note}", style, "")
+    lines += ["", *_verdict(plan, style), "", *_objects(desired, style)]
+    return "\n".join(lines) + "\n"
+
+
+def _model(inference: InferenceSpec, profile: ModelProfile) -> str:
+    kib = profile.kv_token_bytes(inference.spec.caches.kv.dtype) / 1024
+    return (
+        f"{inference.spec.model.uri}: {format_gib(profile.weight_bytes)} of weights, "
+        f"{kib:.1f} KiB of KV a token ({profile.source})"
+    )
+
+
+def _place(place: PlaceBudget, inference: InferenceSpec, style: Style) -> Iterator[str]:
+    replicas = {
+        "frontend": inference.num_frontends,
+        "engine": inference.num_engines,
+        "device": inference.spec.engine.num_devices,
+    }[place.place]
+    times = "" if replicas == 1 else f"  x {replicas}"
+    limit = f"limit {format_gib(place.limit_bytes)}, {place.source}{times}"
+    yield style.bold(f"{_TITLE[place.place]}  {limit}")
+    for line in place.lines:
+        if line.bytes or line.is_cache:
+            yield from _row(line, place, style)
+    bar = _bar(place.headroom_bytes, place.limit_bytes, style)
+    yield f"  {'headroom':<13} {format_gib(place.headroom_bytes):>13}  {bar}"
+
+
+def _row(line: Line, place: PlaceBudget, style: Style) -> list[str]:
+    each = f" ({line.count} x {format_gib(line.each_bytes)})" if line.count > 1 else ""
+    count = f" [{line.num_items} {line.unit}]" if line.unit and line.num_items else ""
+    bar = _bar(line.bytes, place.limit_bytes, style)
+    head = f"  {line.name:<13} {format_gib(line.bytes):>13}  {bar}{line.source:<8}  "
+    return tailed(head, f"{line.formula}{each}{count}", style)
+
+
+def _bar(part: int, whole: int, style: Style) -> str:
+    bar = style.bar(part, whole)
+    return f"{bar}  " if bar else ""
+
+
+def _capacity(plan: BudgetPlan) -> str:
+    requests = plan.kv_tokens / plan.max_model_len
+    return (
+        f"An engine holds {plan.kv_tokens:,} tokens: {requests:.1f} requests of "
+        f"{plan.max_model_len:,}, and {plan.encoder_embeds:,} encoder outputs."
+    )
+
+
+def _verdict(plan: BudgetPlan, style: Style) -> Iterator[str]:
+    if plan.fits:
+        yield style.paint("Fits.", "bold", "green")
+        return
+    yield style.paint("Does not fit: no pods would be made.", "bold", "red")
+    for problem in plan.problems:
+        yield from wrapped(f"{problem.reason}: {problem.message}", style, "  ")
+
+
+def _objects(desired: Desired, style: Style) -> Iterator[str]:
+    how = {"Apply": "", "CreateOnly": "created once", "Retain": "kept when the resource goes"}
+    yield style.bold("Objects" if desired.complete else "Objects before any pod")
+    rows = [(owned.key[0], owned.key[2], how[owned.policy]) for owned in desired.objects]
+    yield from (style.clip(f"  {line}") for line in columns(rows))

@@ -22,8 +22,9 @@ from foveal_operator.cli.cluster_flags import (
 from foveal_operator.cli.help import Help
 from foveal_operator.cli.output.terminal import style_of
 from foveal_operator.cli.output.times import duration
-from foveal_operator.cli.status.budget_view import budget_rows, budget_text
 from foveal_operator.cli.status.view import (
+    budget_rows,
+    budget_text,
     condition,
     is_current,
     resource_table,

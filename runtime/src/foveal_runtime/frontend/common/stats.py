@@ -1,12 +1,14 @@
 """Plain counters of the media path and the engine client; telemetry/ turns them into metrics.
 
 Written by input_processor, injection and engines.client; read at scrape time. No metric library.
+`watch_loop` measures the event loop itself: the delay added to everything that waits in it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -80,3 +82,19 @@ class FrontendStats:
 
     def count_media_error(self, code: str) -> None:
         self.media_errors[code] = self.media_errors.get(code, 0) + 1
+
+
+INTERVAL_SECONDS = 0.25
+
+
+async def watch_loop(
+    lags: Histogram,
+    *,
+    interval_seconds: float = INTERVAL_SECONDS,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Observes, until cancelled, by how much each sleep was too long."""
+    while True:
+        began = clock()
+        await asyncio.sleep(interval_seconds)
+        lags.observe(max(0.0, clock() - began - interval_seconds))

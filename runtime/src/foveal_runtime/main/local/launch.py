@@ -1,24 +1,40 @@
 """`foveal-runtime launch --config FILE`: a local deployment that runs until Ctrl-C.
 
 `foveal up` and `foveal-runtime serve` write the document; this runs it, shows it, and leaves the
-logs behind when something failed.
+logs behind when something failed. One loop, one thread: look at every process, show what was seen,
+restart what died, act on a signal. Engines and frontends start together; frontends drain before
+engines end.
 """
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
+import signal
 import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
 
-from foveal_runtime.main.launcher import RUNTIME, LocalDeployment
-from foveal_runtime.main.local.supervisor import Interrupted, Supervisor
-from foveal_runtime.main.local.view import View
+from foveal_runtime.main.backoff import Backoff
+from foveal_runtime.main.launcher import RUNTIME, Child, LocalDeployment
+from foveal_runtime.main.local.readings import Readings, Totals, totals
+from foveal_runtime.main.local.view import ProcessFigures, Snapshot, State, View, load_of
+from foveal_runtime.main.stop_signals import StopSignals
+from foveal_runtime.plan.config import EngineConfig
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.local import LocalDeploymentConfig
+
+TICK_SECONDS = 1.0
+MAX_DEATHS = 4
+"""A process that dies so often in a row, without a steady life in between, is given up."""
+STARTUP_ERROR = 2
+_LOG_HEAD = re.compile(r"^\d\d:\d\d:\d\d [A-Z]+ +\S+ ")
 
 
 def run(path: str, command: str = "") -> int:
@@ -67,3 +83,219 @@ def launch(config: LocalDeploymentConfig, command: tuple[str, ...] = RUNTIME) ->
     finally:
         for folder in (*config.scratch, *(() if keep else (config.folder,))):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+class ProcessDied(StartupError):
+    """A process cannot be kept running. Its last lines are part of the message."""
+
+    exit_code = 1
+
+
+class TimeRanOut(StartupError):
+    """What was waited for did not happen in time."""
+
+    exit_code = 5
+
+
+class Interrupted(StartupError):
+    """The user would not wait."""
+
+    exit_code = 130
+
+
+class _Watched:
+    """One process and its restarts."""
+
+    def __init__(self, child: Child) -> None:
+        self.child = child
+        self.was_ready = False
+        self.is_draining = False
+        self.is_waiting = False
+        self._backoff = Backoff()
+        self._began = self._due = 0.0
+
+    def start(self, now: float) -> None:
+        self.is_waiting, self._began = False, now
+        self.child.start()
+
+    def tend(self, now: float) -> str:
+        """Starts the process when that is due. Returns what happened, or "". Raises ProcessDied
+        when another start would not help."""
+        if self.is_waiting:
+            if now >= self._due:
+                self.start(now)
+            return ""
+        code = self.child.exit_code
+        if code is None:
+            return ""
+        pause = self._backoff.after(now - self._began)
+        if self._backoff.deaths >= MAX_DEATHS:
+            raise ProcessDied(f"{self._how(code)}, {MAX_DEATHS} times in a row\n{self._log()}")
+        if code == STARTUP_ERROR and not self.was_ready:
+            raise ProcessDied(f"{self._how(code)} before it was ready\n{self._log()}")
+        self.is_waiting, self._due = True, now + pause
+        return f"{self._how(code)}; it is started again in {pause:g} s"
+
+    def _how(self, code: int) -> str:
+        if code >= 0:
+            return f"{self.child.name} ended with exit code {code}"
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = f"signal {-code}"
+        hint = " (out of memory? see the machine's kernel log)" if -code == signal.SIGKILL else ""
+        return f"{self.child.name} was ended by {name}{hint}"
+
+    def _log(self) -> str:
+        lines = self.child.last_lines(12).splitlines() or ["(its log is empty)"]
+        return "\n".join([f"the end of {self.child.log_path}:", *(f"  {line}" for line in lines)])
+
+    def too_late(self, seconds: float) -> TimeRanOut:
+        return TimeRanOut(f"{self.child.name} is not ready after {seconds:g} s\n{self._log()}")
+
+    def look(self) -> tuple[ProcessFigures, Readings]:
+        child = self.child
+        code = child.exit_code
+        is_ready = code is None and child.is_ready()
+        self.was_ready = self.was_ready or is_ready
+        readings = Readings(child.metrics() if code is None else "")
+        state = self._state(code, is_ready)
+        load = load_of(child.role, readings)
+        if state == "starting":
+            # What it last said is more telling than a row of zeros.
+            load = _LOG_HEAD.sub("", child.last_lines(1)) or "importing Python packages"
+        figures = ProcessFigures(
+            name=child.name,
+            state=state,
+            resident_bytes=child.resident_bytes(),
+            load=load,
+            exit_code=code,
+        )
+        return figures, readings
+
+    def _state(self, code: int | None, is_ready: bool) -> State:
+        if self.is_waiting:
+            return "waiting"
+        if code is not None:
+            return "ended"
+        if self.is_draining:
+            return "draining"
+        if is_ready:
+            return "ready"
+        return "not ready" if self.was_ready else "starting"
+
+
+class Supervisor:
+    """The processes of one deployment.
+
+    Args:
+        name: title of what is shown. show: gets a Snapshot about once a second. say: gets a line
+            for each restart.
+        start_timeout_seconds: until every process was ready once. drain_timeout_seconds: from the
+            first signal to the end of the last process.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        deployment: LocalDeployment,
+        *,
+        show: Callable[[Snapshot], None],
+        say: Callable[[str], None],
+        start_timeout_seconds: float,
+        drain_timeout_seconds: float,
+    ) -> None:
+        self._name = name
+        self._deployment = deployment
+        self._show, self._say = show, say
+        self._start_timeout_seconds = start_timeout_seconds
+        self._drain_timeout_seconds = drain_timeout_seconds
+        self._engines = [_Watched(child) for child in deployment.engines]
+        self._frontends = [_Watched(child) for child in deployment.frontends]
+        self._all = [*self._engines, *self._frontends]
+        self._began = self._looked = time.monotonic()
+        self._totals = Totals()
+        self._kv_bytes = sum(
+            child.config.caches.kv_bytes
+            for child in deployment.engines
+            if isinstance(child.config, EngineConfig)
+        )
+
+    def run(self) -> None:
+        """Until a signal. Raises StartupError (a port is taken), ProcessDied, TimeRanOut or
+        Interrupted; no process is left in any case."""
+        with StopSignals(self._deployment.send_kill).listening() as stop:
+            try:
+                self._deployment.check_ports()
+                for one in self._all:
+                    one.start(time.monotonic())
+                self._serve(stop)
+                self._drain(stop)
+            except StartupError as error:
+                # A signal that kills comes at any moment: what failed because of it is no failure.
+                raise _at_once() if stop.count > 1 else error from None
+            finally:
+                self._deployment.kill()
+
+    def _serve(self, stop: StopSignals) -> None:
+        while not stop.count:
+            self._look()
+            for one in self._all:
+                if line := one.tend(time.monotonic()):
+                    self._say(line)
+            late = time.monotonic() - self._began > self._start_timeout_seconds
+            starting = [one for one in self._all if not one.was_ready]
+            if late and starting:
+                raise starting[0].too_late(self._start_timeout_seconds)
+            stop.wait(TICK_SECONDS)
+
+    def _drain(self, stop: StopSignals) -> None:
+        """Frontends first, so that their streams can finish."""
+        deadline = time.monotonic() + self._drain_timeout_seconds
+        for group in (self._frontends, self._engines):
+            for one in group:
+                one.is_draining, one.is_waiting = True, False
+                if one.child.is_alive:
+                    one.child.signal(signal.SIGTERM)
+            while left := [one.child.name for one in group if one.child.is_alive]:
+                self._look()
+                if stop.count > 1:
+                    break
+                if time.monotonic() > deadline:
+                    names = ", ".join(left)
+                    raise TimeRanOut(f"still running after the drain time, killed: {names}")
+                stop.wait(TICK_SECONDS / 4)
+        if stop.count > 1:
+            raise _at_once()
+        self._look()
+
+    def _look(self) -> None:
+        """Asks every process at the same time, then shows the answers."""
+        with ThreadPoolExecutor(max_workers=min(8, len(self._all))) as pool:
+            seen = list(pool.map(_Watched.look, self._all))
+        now = time.monotonic()
+        readings = [found for _, found in seen]
+        before, fresh = self._totals, totals(readings, self._kv_bytes)
+        rate = 0.0
+        # A process that has ended says nothing any more; its sums are not forgotten.
+        if all(readings):
+            elapsed = now - self._looked
+            rate = (fresh.tokens - before.tokens) / elapsed if elapsed > 0 else 0.0
+            self._totals, self._looked = fresh, now
+        first = self._frontends[0].child
+        self._show(
+            Snapshot(
+                name=self._name,
+                url=f"{first.url}/v1",
+                model=first.config.model.served_name,
+                seconds=now - self._began,
+                processes=tuple(figures for figures, _ in seen),
+                totals=self._totals,
+                tokens_per_second=max(0.0, rate),
+                is_draining=any(one.is_draining for one in self._all),
+            )
+        )
+
+
+def _at_once() -> Interrupted:
+    return Interrupted("ended at once, without waiting for streams")

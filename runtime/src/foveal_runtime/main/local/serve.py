@@ -1,7 +1,8 @@
 """`foveal serve MODEL`: a model's name to a deployment of this machine, in one command.
 
 Checks what can be checked without loading anything, finds the model, plans its memory as the
-operator does, and runs the documents as `launch` does.
+operator does, writes the documents that the operator writes from a resource, and runs them as
+`launch` does.
 """
 
 from __future__ import annotations
@@ -9,10 +10,13 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
-from foveal_runtime.main.documents import LocalOptions, local_documents
+import msgspec
+
 from foveal_runtime.main.launcher import check_port
 from foveal_runtime.main.local.launch import launch
 from foveal_runtime.main.local.model import Found, find_model
@@ -20,8 +24,21 @@ from foveal_runtime.main.local.options import printed
 from foveal_runtime.main.local.sizing import choose_device, describe, find_profile, size_up
 from foveal_runtime.plan import machine
 from foveal_runtime.plan.budget.types import BudgetPlan
+from foveal_runtime.plan.config import (
+    GIB,
+    MIB,
+    EngineCaches,
+    EngineConfig,
+    FrontendConfig,
+    InjectionConfig,
+    KVDtype,
+    MediaSources,
+    ModelConfig,
+    SchedulerConfig,
+    ToolFormat,
+)
 from foveal_runtime.plan.errors import StartupError
-from foveal_runtime.plan.local import LocalDeploymentConfig, free_port
+from foveal_runtime.plan.local import LocalDeploymentConfig, connect, free_port
 from foveal_runtime.plan.machine_plan import plan_lines
 
 _PACKAGES = ("torch", "transformers", "fastapi", "uvicorn", "zmq", "PIL", "safetensors")
@@ -111,4 +128,156 @@ def _config(options: LocalOptions, arguments: argparse.Namespace) -> LocalDeploy
         start_timeout_seconds=arguments.start_timeout_seconds,
         drain_timeout_seconds=arguments.drain_timeout_seconds + 15.0,
         view="line",
+    )
+
+
+class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What `foveal-runtime serve` takes; sizes in bytes.
+
+    `shm_bytes` is all frontends' together; 0 = as much as one engine's value cache holds.
+    """
+
+    model: str
+    name: str = ""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    num_frontends: int = 1
+    num_engines: int = 1
+    processes: int = 1
+    dtype: str = "auto"
+    max_model_len: int = 0
+    max_num_batched_tokens: int = 2048
+    max_num_mixed_tokens: int = 0
+    target_itl_ms: int = 0
+    max_num_seqs: int = 128
+    block_size: int = 16
+    kv_dtype: KVDtype = "auto"
+    kv_bytes: int = 1 * GIB
+    ipc_bytes: int = 4 * GIB
+    ipc_type: str = "inline"
+    processor_bytes: int = 4 * GIB
+    shm_bytes: int = 0
+    ipc_staging_bytes: int = 256 * MIB
+    max_num_encoder_input_tokens: int = 0
+    encoder_embeds: int = 0
+    encoder_host_bytes: int = 0
+    encoder_eviction: str = "lru"
+    warm_directory: str = ""
+    prefix_caching: bool = True
+    device: str = "cpu"
+    attention: str = "auto"
+    run_ahead: str = "auto"
+    cuda_graphs: bool = True
+    num_threads: int = 0
+    media_workers: int = 0
+    tensor_parallel: int = 1
+    allowed_domains: tuple[str, ...] = ()
+    file_root: str = ""
+    allowed_origins: tuple[str, ...] = ()
+    ignore_unknown_options: bool = False
+    tool_format: ToolFormat | Literal[""] = ""
+    page: bool = True
+    api_key_file: str = ""
+    admin_key_file: str = ""
+    injection_key_file: str = ""
+    injection_trusted: bool = False
+    log_format: str = "auto"
+    drain_timeout_seconds: float = 120.0
+    idle_check_seconds: float = 0.0
+
+
+def _warm_directory(parent: str, engine: int) -> str:
+    """Each engine has a directory of its own."""
+    return str(Path(parent).resolve() / f"engine-{engine}") if parent else ""
+
+
+def local_documents(
+    options: LocalOptions, pick_port: Callable[[], int]
+) -> tuple[list[EngineConfig], list[FrontendConfig]]:
+    """Documents for `num_engines` engines and `num_frontends` frontends on loopback.
+
+    The first frontend listens on `options.port`, the next ones on the ports after it (0: any free
+    ports); its /metrics shows every other process too.
+    """
+    model = ModelConfig(
+        path=str(Path(options.model).resolve()),
+        name=options.name,
+        dtype=options.dtype,  # type: ignore[arg-type]
+        max_model_len=options.max_model_len,
+    )
+    engines = [_engine(options, model, i) for i in range(options.num_engines)]
+    frontends = [_frontend(options, model, i) for i in range(options.num_frontends)]
+    placed = connect(engines, frontends, options.host, options.port, pick_port)
+    return list(placed[0]), list(placed[1])
+
+
+def _shared_memory(options: LocalOptions) -> str:
+    return "/dev/shm" if options.ipc_type == "shm" else ""
+
+
+def _engine(options: LocalOptions, model: ModelConfig, index: int) -> EngineConfig:
+    return EngineConfig(
+        engine_id=f"engine-{index}",
+        model=model,
+        scheduler=SchedulerConfig(
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_num_mixed_tokens=options.max_num_mixed_tokens,
+            target_itl_ms=options.target_itl_ms,
+            max_num_seqs=options.max_num_seqs,
+            max_num_encoder_input_tokens=options.max_num_encoder_input_tokens,
+        ),
+        caches=EngineCaches(
+            ipc_bytes=options.ipc_bytes,
+            ipc_staging_bytes=options.ipc_staging_bytes,
+            encoder_embeds=options.encoder_embeds,
+            encoder_host_bytes=options.encoder_host_bytes,
+            encoder_eviction=options.encoder_eviction,  # type: ignore[arg-type]
+            warm_directory=_warm_directory(options.warm_directory, index),
+            kv_bytes=options.kv_bytes,
+            block_size=options.block_size,
+            kv_dtype=options.kv_dtype,
+            kv_touched=False,  # nothing limits it here, and other programs want memory, too
+            prefix_caching=options.prefix_caching,
+        ),
+        shm_directory=_shared_memory(options),
+        device=options.device,
+        attention=options.attention,
+        run_ahead=options.run_ahead,  # type: ignore[arg-type]
+        cuda_graphs=options.cuda_graphs,
+        num_threads=options.num_threads,
+        tensor_parallel=options.tensor_parallel,
+        log_format=options.log_format,  # type: ignore[arg-type]
+        drain_timeout_seconds=options.drain_timeout_seconds,
+        idle_check_seconds=options.idle_check_seconds,
+    )
+
+
+def _frontend(options: LocalOptions, model: ModelConfig, index: int) -> FrontendConfig:
+    shm = _shared_memory(options)
+    shm_bytes = (options.shm_bytes or options.ipc_bytes) if shm else 0
+    return FrontendConfig(
+        frontend_id=f"frontend-{index}",
+        model=model,
+        processes=options.processes,
+        processor_bytes=options.processor_bytes,
+        ipc_type=options.ipc_type,  # type: ignore[arg-type]
+        shm_directory=shm,
+        shm_bytes=shm_bytes // options.num_frontends,
+        media_workers=options.media_workers,
+        media_sources=MediaSources(
+            allowed_domains=options.allowed_domains, file_root=options.file_root
+        ),
+        allowed_origins=options.allowed_origins,
+        ignore_unknown_options=options.ignore_unknown_options,
+        tool_format=options.tool_format,
+        page=options.page,
+        api_key_file=options.api_key_file,
+        admin_key_file=options.admin_key_file,
+        injection=InjectionConfig(
+            enabled=bool(options.injection_key_file),
+            api_key_file=options.injection_key_file,
+            trusted=options.injection_trusted,
+        ),
+        drain_timeout_seconds=options.drain_timeout_seconds,
+        log_format=options.log_format,  # type: ignore[arg-type]
     )

@@ -6,6 +6,7 @@ downloads anything. Refuses families whose decoders need state that a paged KV c
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,10 @@ from foveal_runtime.model.checkpoint.quantized import check_quantization
 from foveal_runtime.model.context import ATTENTION_NAME
 from foveal_runtime.model.cpu.fusing import fuse
 from foveal_runtime.model.cpu.packing import own_rest, pack_linears
-from foveal_runtime.model.cpu.unused_layers import drop_unused_layers
 from foveal_runtime.plan.errors import StartupError
 
+_log = logging.getLogger(__name__)
+_CALL_ERRORS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 STATE_TYPES = {"linear_attention", "conv"}
@@ -240,3 +242,59 @@ def check_report(path: str, report: dict[str, Any]) -> None:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:400]
+
+
+def drop_unused_layers(model: Any, config: Any) -> int:
+    """Empties the tower's layers after the last that is read; returns how many.
+
+    0 where the family reads the last one, or where a trial gives other features than before.
+    """
+    wanted = getattr(config, "vision_feature_layer", None)
+    vision = getattr(config, "vision_config", None)
+    tower = getattr(model.base_model, "vision_tower", None)
+    layers = None if tower is None else _layers(tower, getattr(vision, "num_hidden_layers", None))
+    if layers is None or wanted is None:
+        return 0
+    count = len(layers)
+    # Feature 0 is what goes into the first layer, feature n what comes out of the n-th.
+    read = [i % (count + 1) for i in ([wanted] if isinstance(wanted, int) else wanted)]
+    unused = list(layers)[max(read) :]
+    if not unused:
+        return 0
+    with torch.inference_mode(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        side = getattr(vision, "image_size", None)
+        channels = getattr(vision, "num_channels", 3)
+        if not isinstance(side, int):
+            return 0
+        pixels = torch.randn(1, channels, side, side).to(model.dtype)
+        before = _features(tower, pixels, read)
+        for layer in unused:
+            layer.forward = hand_on
+        after = None if before is None else _features(tower, pixels, read)
+    if before is None or after is None or not all(map(torch.equal, before, after)):
+        for layer in unused:
+            del layer.forward
+        return 0
+    for layer in unused:
+        layer._modules.clear()
+    _log.info("%d of %d layers of the vision tower are not read and left out", len(unused), count)
+    return len(unused)
+
+
+def hand_on(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return hidden_states
+
+
+def _layers(tower: nn.Module, count: int | None) -> nn.ModuleList | None:
+    """The tower's one list of `count` layers."""
+    lists = [m for m in tower.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    return lists[0] if len(lists) == 1 else None
+
+
+def _features(tower: Any, pixels: torch.Tensor, read: list[int]) -> list[torch.Tensor] | None:
+    try:
+        states = tower(pixels, output_hidden_states=True, return_dict=True).hidden_states
+        return [states[i] for i in read]
+    except _CALL_ERRORS:
+        return None

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from foveal_runtime.engine.types.step import MMInput, ScheduledRequest
-from foveal_runtime.model.runner.sequence import PENDING, SequenceState
+from foveal_runtime.model.runner.running import PENDING, SequenceState
 
 
 @dataclass(frozen=True, slots=True)

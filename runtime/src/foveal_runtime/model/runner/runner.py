@@ -39,8 +39,7 @@ from foveal_runtime.model.runner.batch import HostBatch, TokenWindow, make_batch
 from foveal_runtime.model.runner.encoder import EncoderRunner, EncoderStore
 from foveal_runtime.model.runner.graphs import Capturer, DecodeGraphs, capture_sizes
 from foveal_runtime.model.runner.positions import prompt_positions
-from foveal_runtime.model.runner.running import SubmittedStep
-from foveal_runtime.model.runner.sequence import PENDING, SequenceState
+from foveal_runtime.model.runner.running import PENDING, SequenceState, SubmittedStep
 from foveal_runtime.model.runner.traits import read_traits
 from foveal_runtime.model.sampling.grammar import Grammars
 from foveal_runtime.model.sampling.logprobs import PromptScores
