@@ -27,10 +27,18 @@ if [ -z "${FOVEAL_PYTHON:-}" ]; then
     > "$(echo "$venv"/lib/python*/site-packages)/below.pth"
   source=()
   if [ -n "${FOVEAL_WHEELS:-}" ]; then source=(--no-index --find-links "$FOVEAL_WHEELS"); fi
-  timeout 120 "$venv/bin/python" -m pip install -q "${source[@]}" msgspec pyzmq blake3 numpy pillow \
-    'transformers>=5.17' safetensors accelerate fastapi uvicorn uvloop httptools jinja2 \
-    prometheus-client aiohttp psutil rich matplotlib pytest pytest-timeout pytest-asyncio \
-    hypothesis || exit 1
+  # What the runtime declares, except torch, which is $PYTHON's own, and what tests and bench add.
+  mapfile -t packages < <("$venv/bin/python" - <<'END'
+import tomllib
+with open("runtime/pyproject.toml", "rb") as file:
+    project = tomllib.load(file)["project"]
+extras = project["optional-dependencies"]
+names = {*project["dependencies"], *extras["frontend"], *extras["engine"]}
+print("\n".join(sorted(name for name in names if not name.startswith("torch"))))
+END
+  )
+  timeout 180 "$venv/bin/python" -m pip install -q "${source[@]}" "${packages[@]}" \
+    psutil matplotlib pytest pytest-timeout pytest-asyncio pytest-xdist hypothesis || exit 1
   FOVEAL_PYTHON=$venv/bin/python
 fi
 export PYTHONPATH=$PWD:$PWD/runtime/src:$PWD/operator/src PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
@@ -53,9 +61,9 @@ part() { # part NAME SECONDS COMMAND...: its output in $OUT/NAME.txt, never long
 }
 tests="$FOVEAL_PYTHON -m pytest -q -p no:cacheprovider -W ignore"
 # What is only right or wrong runs side by side; what is timed has the GPU to itself.
-part attention-tests 170 $tests -m "not slow" tests/model/test_attention_triton.py &
-part architectures-fp32 170 $tests -k test_equals_transformers tests/model/test_architectures.py &
-part architectures-bf16 170 env FOVEAL_DTYPE=bfloat16 $tests \
+part attention-tests 170 $tests -n 3 -m "not slow" tests/model/test_attention_triton.py &
+part architectures-fp32 170 $tests -n 5 -k test_equals_transformers tests/model/test_architectures.py &
+part architectures-bf16 170 env FOVEAL_DTYPE=bfloat16 $tests -n 4 \
   -k "test_equals_transformers and (llama or gemma or qwen3 or llava or oss)" \
   tests/model/test_architectures.py &
 wait
