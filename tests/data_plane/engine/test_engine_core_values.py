@@ -1,7 +1,10 @@
 """Early release of media values: unpinned once encoded, fetched again after preemption."""
 
+import pytest
+
 from foveal_runtime.engine.testing.fake_frontend import FakeItem
-from tests.support.engine_core_rig import A, B, C, early_release
+from foveal_runtime.plan.config import EngineCaches
+from tests.support.engine_core_rig import A, B, C, Engine, early_release
 
 
 def test_values_are_unpinned_once_their_items_are_encoded():
@@ -91,4 +94,32 @@ def test_released_values_that_nobody_has_any_more_end_their_request():
     assert error[0] == "mm_source_lost"
     [other] = frontend.bodies.keys() - {rid}
     engine.check(frontend, other)
+    engine.assert_clean()
+
+
+@pytest.mark.parametrize("unpin_at", ["finish", "encoded"])
+def test_requests_larger_than_every_cache_take_turns(unpin_at):
+    """Six requests of four items: together more than the value cache (each goes past it), more
+    than the encoder cache, and two at a time more than the KV cache; one value is common."""
+    shared = FakeItem("shared", 12, num_bytes=400)
+    size = len(shared.value)
+    engine = Engine(
+        caches=EngineCaches(
+            ipc_bytes=3 * size, ipc_staging_bytes=10 * size, block_size=4, unpin_at=unpin_at,
+            encoder_embeds=24,
+        ),
+        num_blocks=23, max_len=80,
+    )  # fmt: skip
+    frontends = [engine.connect(f"f{number}") for number in range(2)]
+    for number in range(6):
+        items = [FakeItem(f"{number}.{item}", 12, num_bytes=400) for item in range(3)]
+        frontend = frontends[number % 2]
+        engine.up(frontend, frontend.request((f"r{number}", 0), [1, *items, shared], max_tokens=20))
+    engine.run()
+    assert engine.core.receiver.stats.num_bypass_requests >= 6
+    assert engine.core.stats.num_no_progress == 0
+    for frontend in frontends:
+        for rid in frontend.bodies:
+            assert frontend.finish[rid] == "length", frontend.errors
+            engine.check(frontend, rid)
     engine.assert_clean()

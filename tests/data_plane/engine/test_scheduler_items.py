@@ -1,9 +1,10 @@
 """Scheduling of media items: encoder budget, groups that are not cut, failed encodings."""
 
+import msgspec
 import pytest
 
 from foveal_runtime.engine.testing.drive import Drive, image
-from foveal_runtime.engine.testing.fake_runner import content
+from foveal_runtime.engine.testing.fake_runner import FAKE_TRAITS, content
 from foveal_runtime.engine.types.step import ModelTraits
 from foveal_runtime.plan.errors import (
     InvalidRequest,
@@ -154,3 +155,76 @@ def test_a_sharer_of_a_failed_requests_encoding_starts_over_unharmed():
     assert drive.finish == {"a": "error", "b": "length"}
     assert drive.runner.num_encoded == 2
     drive.assert_done()
+
+
+def test_a_cached_prefix_leaves_the_next_item_its_turn_beside_a_stream():
+    """A request whose prefix hit ended behind a small item was given room for that one alone: while
+    any stream ran, its large item never had a turn."""
+    drive = Drive(
+        max_num_mixed_tokens=4, max_model_len=1000, num_blocks=400, encoder_compute_embeds=24
+    )
+    small, large = image("S", 2, 2), image("L", 8, 20)
+    prefix = [1, 2, P, P, 3, 4, 5, 6]
+    drive.add("first", [*prefix, 50], [small], max_tokens=1)
+    drive.run()
+    drive.add("stream", range(20, 24), max_tokens=600)
+    drive.step()
+    drive.add("second", [*prefix, *[P] * 20, 7], [small, large], max_tokens=1)
+    for _ in range(20):
+        drive.step()
+    assert drive.finish.get("second") == "length"
+    assert "stream" not in drive.finish
+    drive.scheduler.abort("stream")
+
+
+@pytest.mark.parametrize(("batch", "length"), [(11, 10), (9, 8)])
+def test_newcomers_do_not_take_the_room_a_running_request_waits_for(batch, length):
+    """Small items of ever new requests overlapped in the cache, one half computed at any time, so
+    that the item of a running request never had room."""
+    drive = Drive(
+        max_num_batched_tokens=batch, max_model_len=400, num_blocks=200, max_num_seqs=4,
+        encoder_cache_embeds=20, encoder_compute_embeds=16,
+    )  # fmt: skip
+    names = iter(range(1000))
+
+    def arrive():
+        name = f"s{next(names)}"
+        drive.add(name, [1, *[P] * length, 2], [image(name, 1, length)], max_tokens=1)
+
+    arrive()
+    drive.add("large", [21, *[P] * 16, 2], [image("D", 1, 16)], max_tokens=1)
+    for _ in range(60):
+        while len(drive.scheduler.waiting) < 4:
+            arrive()
+        drive.step()
+        if "large" in drive.finish:
+            break
+    assert drive.finish.get("large") == "length"
+    drive.run()
+    drive.assert_done()
+
+
+def test_requests_whose_items_cannot_be_resident_together_all_run():
+    """Each brings five items of which two fit the encoder cache; four of them at once."""
+    drive = Drive(encoder_cache_embeds=20, encoder_compute_embeds=16, num_blocks=90)
+    for number in range(4):
+        names = [f"{number}.{item}" for item in range(5)]
+        tokens = [1]
+        items = []
+        for name in names:
+            items.append(image(name, len(tokens), 9))
+            tokens += [P] * 9
+        drive.add(f"r{number}", [*tokens, 2], items, max_tokens=6)
+    drive.run(400)
+    assert set(drive.finish.values()) == {"length"}
+    assert drive.scheduler.stats.num_no_progress == 0
+    drive.assert_done()
+
+
+def test_a_prompt_in_one_step_with_too_many_items_is_refused_with_the_fix():
+    traits = msgspec.structs.replace(FAKE_TRAITS, bidirectional="prompt")
+    drive = Drive(traits=traits, encoder_compute_embeds=16)
+    items = [image("A", 1, 9), image("B", 10, 9)]
+    with pytest.raises(MediaTooLarge, match=r"18 encoder outputs .* 16: send fewer or smaller"):
+        drive.add("r", [1, *[P] * 18, 2], items)
+    assert drive.scheduler.num_requests == 0

@@ -7,7 +7,7 @@ import pytest
 
 from foveal_runtime.plan.budget.planner import headroom_of, plan
 from foveal_runtime.plan.budget.types import BudgetInputs, BudgetPlan
-from foveal_runtime.plan.config import GIB, MIB
+from foveal_runtime.plan.config import GIB, MIB, ModalitiesConfig, ModalityLimits
 from foveal_runtime.plan.profile import ModelProfile, ProcessMemory
 from tests.support.budget_samples import TEXT, TOY, VLM, cpu, gpu, with_frontend
 
@@ -81,12 +81,12 @@ def test_defaults_are_clipped_to_the_node() -> None:
 
 
 def test_the_device_gives_kv_the_remainder() -> None:
-    """Example 6: 24 GiB less 10 %, 15 weights, 1.19 activations, 0.11 encoder: 4.55 to KV."""
+    """Example 6: 24 GiB less 10 %, 15 weights, 1.19 activations, 0.22 encoder: 4.44 to KV."""
     device = plan(gpu(24 * GIB), VLM).device
     assert device is not None
-    assert device.line("encoder").num_items == 16_384
-    assert device.line("encoder").bytes == 16_384 * 3584 * 2
-    assert 4.5 * GIB < device.line("kv").bytes < 4.6 * GIB
+    assert device.line("encoder").num_items == 32_764
+    assert device.line("encoder").bytes == 32_764 * 3584 * 2
+    assert 4.4 * GIB < device.line("kv").bytes < 4.5 * GIB
     assert device.line("kv").num_items == device.line("kv").bytes // (16 * 57_344)
 
 
@@ -96,7 +96,33 @@ def test_deepstack_levels_multiply_the_encoder_cache() -> None:
     assert profile.bytes_per_embed == 40_960
     device = plan(gpu(), profile).device
     assert device is not None
-    assert device.line("encoder").bytes == 16_384 * 40_960
+    assert device.line("encoder").bytes == 32_764 * 40_960
+
+
+def test_the_encoder_cache_is_for_one_requests_media_where_memory_allows() -> None:
+    """16 images would be 262,144 outputs: 32,767 tokens of context bound them to 32,764. A tight
+    device gives an eighth of what KV would get, at least the largest item; a pin is a pin."""
+    roomy, tight = plan(gpu(24 * GIB), VLM), plan(gpu(21 * GIB), VLM)
+    one = plan(msgspec.structs.replace(gpu(), modalities=_images(1)), VLM)
+    assert roomy.encoder_embeds == 32_764
+    assert roomy.device is not None
+    assert roomy.device.line("encoder").formula.startswith("one request's media = 32764 embeds")
+    assert tight.fits
+    assert 16_384 < tight.encoder_embeds < 32_764
+    assert tight.device is not None
+    line, kv = tight.device.line("encoder"), tight.device.line("kv")
+    assert line.formula.startswith("as memory allows of one request's 32764 = ")
+    floor = 32_768 * 57_344
+    assert 7 * (line.bytes - 16_384 * 7168) <= kv.bytes - floor + 2 * MIB
+    assert one.encoder_embeds == 16_384
+    assert one.device is not None
+    assert one.device.line("encoder").formula.startswith("one request's media = 16384 embeds")
+    assert plan(gpu(24 * GIB, encoder_embeds=20_000), VLM).encoder_embeds == 20_000
+
+
+def _images(most: int) -> ModalitiesConfig:
+    off = ModalityLimits(max_per_prompt=0)
+    return ModalitiesConfig(image=ModalityLimits(max_per_prompt=most), video=off, audio=off)
 
 
 def test_two_devices_halve_weights_and_share_kv() -> None:

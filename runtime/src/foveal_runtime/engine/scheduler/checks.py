@@ -55,7 +55,8 @@ def check_request(
         if indivisible and length > limits.max_num_batched_tokens:
             raise MediaTooLarge(
                 f"this {what} takes {length} tokens that are computed in one step; "
-                f"max_num_batched_tokens is {limits.max_num_batched_tokens}",
+                f"max_num_batched_tokens is {limits.max_num_batched_tokens}: send a smaller "
+                f"{what} or raise it",
                 param="messages",
             )
     if num_waiting >= limits.max_waiting:
@@ -67,7 +68,8 @@ def _check_whole_prompt(request: Request, limits: SchedulerLimits) -> None:
     if prompt > limits.max_num_batched_tokens:
         raise InvalidRequest(
             f"this model computes a prompt in one step: {prompt} tokens are more than "
-            f"max_num_batched_tokens ({limits.max_num_batched_tokens})",
+            f"max_num_batched_tokens ({limits.max_num_batched_tokens}): shorten the prompt or "
+            "raise it",
             param="messages",
         )
     pairs = zip(request.mm_inputs, request.mm_embeds, strict=True)
@@ -76,6 +78,7 @@ def _check_whole_prompt(request: Request, limits: SchedulerLimits) -> None:
     if embeds > most:
         raise MediaTooLarge(
             f"this model computes a prompt in one step: its media need {embeds} encoder "
-            f"outputs together and a step has {most}",
+            f"outputs together and a step has {most}: send fewer or smaller items, or raise "
+            "engine.maxNumEncoderInputTokens and caches.encoder.tokens",
             param="messages",
         )

@@ -34,6 +34,16 @@ class Window(NamedTuple):
     bad_item: int | None = None
 
 
+def next_item(request: Request, start: int) -> int:
+    """Input id of the item that a window from `start` meets first, else of the last one. A cached
+    prefix may end behind `next_mm`."""
+    inputs = request.mm_inputs
+    for index in range(request.next_mm, len(inputs)):
+        if inputs[index].placeholder.end > start:
+            return index
+    return len(inputs) - 1
+
+
 class _Tally:
     """What the window would use so far."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from foveal_runtime.engine.caches.prefix_cache import cut_to_groups, max_hit_blocks
 from foveal_runtime.engine.scheduler.book import Roster
-from foveal_runtime.engine.scheduler.encoder_window import Window, plan_window
+from foveal_runtime.engine.scheduler.encoder_window import Window, next_item, plan_window
 from foveal_runtime.engine.scheduler.pace import Pace
 from foveal_runtime.engine.types.request import Request, Status
 from foveal_runtime.engine.types.step import EncoderInput, NewRequest, ScheduledRequest, StepPlan
@@ -25,7 +25,7 @@ class _Pass:
     """One schedule() in the making."""
 
     __slots__ = ("aside", "blocked", "compute_left", "computing", "encode", "has_prompt",
-                 "is_mixed", "new", "num_preempted", "scheduled", "step",
+                 "is_mixed", "new", "num_preempted", "scheduled", "starved", "step",
                  "tokens_left")  # fmt: skip
 
     def __init__(self, step: int, tokens: int, compute: int, is_mixed: bool) -> None:
@@ -38,6 +38,7 @@ class _Pass:
         self.new: dict[str, NewRequest] = {}
         self.encode: dict[MMHash, EncoderInput] = {}
         self.blocked: Request | None = None
+        self.starved = False  # a running request went first and still had no room for its item
         self.aside: list[Request] = []  # waiting, and passed over: what they lack is coming
         self.computing: list[Request] | None = None  # running, with blocks of a prompt to come
         self.num_preempted = 0
@@ -85,6 +86,7 @@ class Planner:
         first, self._first = self._first, None
         if first is not None and first.status is Status.RUNNING:
             self._continue(first, now)
+            now.starved = now.blocked is first
         elif first is not None and len(self.roster.waiting) and self.roster.waiting.head() is first:
             self._admit_waiting(now, limit=1)
         self._continue_running(now)
@@ -172,7 +174,7 @@ class Planner:
             return Window(0)
         if request.next_mm == len(request.mm_inputs):
             return Window(num_tokens)
-        compute_left = self._compute_left(request, now)
+        compute_left = self._compute_left(request, start, now)
         window = plan_window(
             request, start, num_tokens, self.roster.encoder, compute_left,
             indivisible=self._indivisible,
@@ -198,22 +200,21 @@ class Planner:
             request.encoder_since = self.roster.clock()
         return window
 
-    def _compute_left(self, request: Request, now: _Pass) -> int:
-        """Embeddings that this pass may still encode. Beside streams: as many as tokens, or one
-        item of any size, so that every item has its turn."""
+    def _compute_left(self, request: Request, start: int, now: _Pass) -> int:
+        """Embeddings that this pass may still encode for a window from `start`. Beside streams: as
+        many as tokens, or one item of any size, so that every item has its turn."""
         if not now.is_mixed:
             return now.compute_left
+        item = next_item(request, start)
+        embeds = request.mm_embeds[item]
         if self.pace is not None:
-            item = request.next_mm
             spare = max(now.tokens_left - self._num_streams(), 0)
             fitting = self.pace.embeds_instead(spare, request.mm_inputs[item].modality)
-            least = 0 if now.has_prompt else request.mm_embeds[item]
-            return min(now.compute_left, max(fitting, least))
+            return min(now.compute_left, max(fitting, 0 if now.has_prompt else embeds))
         if now.encode:
             spent = self.limits.encoder_compute_embeds - now.compute_left
             return min(now.compute_left, max(self.limits.max_num_mixed_tokens - spent, 0))
-        least = max(self.limits.max_num_mixed_tokens, request.mm_embeds[request.next_mm])
-        return min(now.compute_left, least)
+        return min(now.compute_left, max(self.limits.max_num_mixed_tokens, embeds))
 
     def _tokens_beside(self, request: Request, window: Window, now: _Pass) -> int:
         """Tokens the pass may still schedule when it also encodes what the window needs."""
@@ -269,6 +270,8 @@ class Planner:
             now.aside.append(request)
             return True
         start = len(hit) * size
+        if now.starved and request.mm_inputs:
+            return False  # newcomers' items would take all room that comes free while they come
         window = self._window(request, start, now)
         if window is None:
             return True

@@ -226,8 +226,14 @@ def _encoder_formula(size: int, needs: Needs, profile: ModelProfile) -> str:
     if size == 0:
         return "nothing to hold"
     embeds = size // needs.bytes_per_embed
+    if embeds == needs.request_embeds:
+        rule = "one request's media"
+    elif embeds > needs.request_embeds:
+        rule = "max(largest item, batch)"
+    else:
+        rule = f"as memory allows of one request's {needs.request_embeds}"
     return (
-        f"max(largest item, batch) = {embeds} embeds x {profile.embed_width} wide x "
+        f"{rule} = {embeds} embeds x {profile.embed_width} wide x "
         f"{profile.embed_bytes} B x {profile.embed_levels} levels"
     )
 

@@ -37,6 +37,7 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
     kv_block_bytes: int
     bytes_per_embed: int
     encoder_compute_embeds: int
+    request_embeds: int
     activation_bytes: int
     decode_peak_bytes: int
     picture_bytes: int
@@ -63,7 +64,8 @@ def derive_needs(inputs: BudgetInputs, profile: ModelProfile) -> Needs:
         *_ranks_problems(inputs, profile),
         *_context_problems(inputs, profile, items, max_len),
     ]
-    compute_embeds, encoder_pool = _encoder(inputs, profile, items, problems)
+    request_embeds = _request_embeds(inputs.modalities, items, max_len)
+    compute_embeds, encoder_pool = _encoder(inputs, profile, items, request_embeds, problems)
     largest_bytes = max((item.processed_bytes for item in items.values()), default=0)
     picture_bytes = _picture(inputs.modalities, profile, items)
     staging = _ipc_staging(inputs, items, max_len)
@@ -84,6 +86,7 @@ def derive_needs(inputs: BudgetInputs, profile: ModelProfile) -> Needs:
         kv_block_bytes=block_bytes,
         bytes_per_embed=profile.bytes_per_embed,
         encoder_compute_embeds=compute_embeds,
+        request_embeds=request_embeds,
         activation_bytes=_activations(inputs, profile, items, compute_embeds, ranks),
         decode_peak_bytes=_decode_peak(inputs.modalities, items, picture_bytes),
         picture_bytes=picture_bytes,
@@ -273,10 +276,27 @@ def _decode_peak(
     return _round_up(max(peaks), MIB)
 
 
+def _request_embeds(
+    modalities: ModalitiesConfig, items: dict[str, ItemProfile], max_len: int
+) -> int:
+    """Encoder outputs of the largest media that one request may bring: limits per prompt and the
+    context bound them, and what takes most outputs a token comes first."""
+    left, found = max_len - 1, 0
+    for name, item in sorted(
+        items.items(), key=lambda entry: -entry[1].num_embeds / max(1, entry[1].num_tokens)
+    ):
+        each = max(1, item.num_tokens)
+        tokens = min(getattr(modalities, name).max_per_prompt * each, left)
+        found += -(-tokens * item.num_embeds // each)
+        left -= tokens
+    return found
+
+
 def _encoder(
     inputs: BudgetInputs,
     profile: ModelProfile,
     items: dict[str, ItemProfile],
+    request_embeds: int,
     problems: list[Problem],
 ) -> tuple[int, Pool]:
     """Compute budget in embeds and the cache's pool in bytes; refuses what an engine would."""
@@ -327,6 +347,7 @@ def _encoder(
         pinned=None if pinned_embeds is None or not items else pinned_embeds * each,
         floor=largest * each,
         default=budget.cache_embeds * each,
+        wish=request_embeds * each,
         granule=each,
     )
     return budget.compute_embeds, pool

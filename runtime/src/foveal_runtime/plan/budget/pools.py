@@ -9,6 +9,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+WISH_SHARE = 8
+"""A pool takes one in so many of the bytes left to share towards its wish."""
+
 
 class Pool(msgspec.Struct, frozen=True, kw_only=True):
     """One cache of `count` equal parts that competes for a limit. Sizes are of one part.
@@ -17,6 +20,7 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True):
         pinned: the user's size, or None for Auto.
         floor: the least that makes sense; Auto never goes below it.
         default: what Auto takes when no limit is given.
+        wish: what Auto takes beyond that, of an eighth of the memory that is left to share.
         share: weight in the division of what is left; 0 = Auto stops at `default`.
         granule: sizes are multiples of this.
     """
@@ -25,6 +29,7 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True):
     pinned: int | None
     floor: int
     default: int
+    wish: int = 0
     share: int = 0
     count: int = 1
     granule: int = 1
@@ -45,7 +50,19 @@ def least(pools: Sequence[Pool]) -> dict[str, int]:
 
 def preferred(pools: Sequence[Pool]) -> dict[str, int]:
     """What the pools take when nothing limits them."""
-    return {p.name: max(p.floor, p.default) if p.pinned is None else p.pinned for p in pools}
+    sizes = {p.name: max(p.floor, p.default) if p.pinned is None else p.pinned for p in pools}
+    elastic = sum(sizes[p.name] * p.count for p in pools if p.pinned is None and p.share)
+    for pool in pools:
+        sizes[pool.name] += _more(pool, sizes[pool.name], elastic)
+    return sizes
+
+
+def _more(pool: Pool, size: int, left: int) -> int:
+    """What a pool of that size takes towards its wish when `left` bytes are to be shared."""
+    if pool.pinned is not None or pool.wish <= size:
+        return 0
+    more = min(pool.wish - size, left // WISH_SHARE // pool.count)
+    return more - more % pool.granule
 
 
 def total(pools: Sequence[Pool], sizes: dict[str, int]) -> int:
@@ -91,6 +108,10 @@ def _grow(pools: Sequence[Pool], sizes: dict[str, int], left: int, stop_at_defau
             more -= more % pool.granule
             sizes[pool.name] += more
             left -= more * pool.count
+    for pool in auto:
+        more = _more(pool, sizes[pool.name], left)
+        sizes[pool.name] += more
+        left -= more * pool.count
     elastic = [p for p in auto if p.share]
     room = {
         p.name: max(0, p.default - p.floor) * p.count if stop_at_default else left for p in elastic
