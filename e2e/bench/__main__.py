@@ -17,43 +17,25 @@ import datetime
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bars
-from rich.table import Table as RichTable
-
-from e2e.bench import processes
+from e2e.bench import processes, sockets
 from e2e.bench.checkpoints import SHAPES, checkpoint
 from e2e.bench.machine import machine_facts, versions
-from e2e.bench.pictures import PictureKind
-from e2e.bench.report.plot import draw
-from e2e.bench.report.report import Report, ServerFacts, Table, dumps, problems, tables
-from e2e.bench.runs import Load, Progress, run_all, split_kind
 from e2e.bench.servers import MAKERS, Options, Server, is_installed
-from e2e.bench.trace import KINDS
+from foveal_runtime.bench.client import Target
+from foveal_runtime.bench.images import ImageKind
+from foveal_runtime.bench.plot import draw
+from foveal_runtime.bench.progress import BarProgress, show, verdict
+from foveal_runtime.bench.report import Report, ServerFacts, dumps, tables
+from foveal_runtime.bench.runs import BenchLoad, Costs, run_all, split_kind
+from foveal_runtime.bench.traces import KINDS
 
 IDLE_SECONDS = 3.0
 QUICK = {"model": "llava-tiny", "traces": "hits-0,hits-95,mixed", "requests": 12, "rounds": 2}
 USUAL = {"model": "llava-small", "traces": "hits-0,hits-30,hits-70,hits-95", "requests": 24,
          "rounds": 3}  # fmt: skip
-
-
-class BarProgress(Progress):
-    """A bar at the bottom of the terminal; lines where there is none."""
-
-    def __init__(self, bars: Bars) -> None:
-        self._bars = bars
-        self._task = bars.add_task("", total=1)
-
-    def stage(self, title: str, total: int) -> None:
-        if not self._bars.console.is_terminal:
-            print(title, file=sys.stderr, flush=True)
-        self._bars.reset(self._task, description=title, total=max(total, 1), completed=0)
-
-    def advance(self) -> None:
-        self._bars.advance(self._task)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -72,7 +54,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--rate", type=float, default=0.0, help="Poisson arrivals a second instead")
     add("--max-tokens", type=int, default=16)
     add("--words", type=int, default=50, help="of a question")
-    add("--picture", type=PictureKind.parse, default=PictureKind(), help="e.g. 1024x1024.jpeg")
+    add("--image", type=ImageKind.parse, default=ImageKind(), help="e.g. 1024x1024.jpeg")
     add("--threads", type=int, default=0, help="compute threads; 0: each server's own default")
     add("--seed", type=int, default=1)
     add("--out", type=Path, default=Path("out/bench"))
@@ -98,15 +80,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
     signal.signal(signal.SIGTERM, _end)  # as Ctrl-C does: the servers are ended, too
-    console = Console(width=None if sys.stdout.isatty() else 170)
     names = arguments.servers.split(",")
     for name in names:
         if not is_installed(name):
             raise SystemExit(f"{name} is not installed; run `make bench-peers`")
     model = checkpoint(arguments.model) if arguments.model in SHAPES else Path(arguments.model)
-    load = Load(
+    load = BenchLoad(
         tuple(arguments.traces.split(",")), arguments.requests, arguments.concurrency,
-        arguments.rate, arguments.max_tokens, arguments.words, arguments.picture,
+        arguments.rate, arguments.max_tokens, arguments.words, arguments.image,
     )  # fmt: skip
     options = Options(model.resolve(), arguments.dtype, arguments.device, arguments.threads)
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -115,24 +96,50 @@ def main(argv: list[str] | None = None) -> int:
     shown = {k: str(v) if isinstance(v, Path) else v for k, v in vars(arguments).items()}
     report = Report(
         date=date[:10], command=sys.argv, machine=machine_facts(), versions=versions(),
-        options={**shown, "model": str(model)}, servers=[], results=[],
+        options={**shown, "model": str(model), "equal_replies": arguments.dtype == "float32"},
+        servers=[], results=[],
     )  # fmt: skip
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with contextlib.ExitStack() as stack:
         folder = path.with_suffix(".logs")
         folder.mkdir()
-        bars = stack.enter_context(Bars(*columns, TimeElapsedColumn(), transient=True))
-        progress = BarProgress(bars)
-        servers = []
+        progress = stack.enter_context(BarProgress())
+        servers: dict[str, Server] = {}
         for name in names:
             progress.stage(f"starting {name}", 1)
-            server = stack.enter_context(Server(MAKERS[name](name, options), folder))
-            servers.append(server)
-        report.servers = [_facts(server) for server in servers]
-        for result in run_all(servers, load, arguments.rounds, arguments.seed, progress):
+            servers[name] = stack.enter_context(Server(MAKERS[name](name, options), folder))
+        report.servers = [_facts(server) for server in servers.values()]
+        targets = [server.spec.target for server in servers.values()]
+
+        def meter(target: Target) -> Callable[[], Costs]:
+            return _costs(servers[target.name])
+
+        for result in run_all(targets, load, arguments.rounds, arguments.seed, progress, meter):
             report.results.append(result)
             path.write_bytes(dumps(report))  # what is measured is kept, whatever comes
-    return show(report, path, console)
+    wrong = show(report)
+    text = "\n".join(table.markdown() for table in tables(report))
+    path.with_suffix(".md").write_text(f"{text}\n{verdict(wrong)}")
+    draw(report, path.with_suffix(".svg"))
+    print(f"{path}, .md and .svg")
+    return 1 if wrong else 0
+
+
+def _costs(server: Server) -> Callable[[], Costs]:
+    """What the server's processes spend from now until what this returns is called."""
+    has_ports = server.spec.engine_ports
+    wire = sockets.engine_sockets(server.pid) if has_ports else None
+    cpu = processes.cpu_seconds(server.pid)
+
+    def costs() -> Costs:
+        spent = processes.cpu_between(cpu, processes.cpu_seconds(server.pid))
+        after = sockets.engine_sockets(server.pid) if has_ports else None
+        return {
+            "cpu_seconds": spent,
+            "pss_bytes": processes.pss_bytes(server.pid),
+            "wire_bytes": sockets.bytes_between(wire, after),
+        }
+
+    return costs
 
 
 def _end(number: int, _frame: object) -> None:
@@ -145,35 +152,13 @@ def _facts(server: Server) -> ServerFacts:
     spent = processes.cpu_between(before, processes.cpu_seconds(server.pid))
     return ServerFacts(
         name=server.name,
+        urls=list(server.spec.target.urls),
+        model=server.spec.target.model,
         command=server.spec.command,
         start_seconds=server.start_seconds,
         idle_cpu_cores=sum(spent.values()) / IDLE_SECONDS,
         rest_pss_bytes=processes.pss_bytes(server.pid),
     )
-
-
-def show(report: Report, path: Path, console: Console) -> int:
-    """Tables to the terminal and beside the JSON file, the plot, and the verdict."""
-    found = tables(report)
-    for table in found:
-        console.print(_rich(table))
-    wrong = problems(report)
-    verdict = "".join(f"- {line}\n" for line in wrong) or "No errors; equal replies everywhere.\n"
-    text = "\n".join(table.markdown() for table in found)
-    path.with_suffix(".md").write_text(f"{text}\n{verdict}")
-    draw(report, path.with_suffix(".svg"))
-    console.print(verdict.strip(), style="red" if wrong else "green", markup=False)
-    console.print(f"{path}, .md and .svg", markup=False)
-    return 1 if wrong else 0
-
-
-def _rich(table: Table) -> RichTable:
-    rich = RichTable(title=table.title, title_justify="left")
-    for index, column in enumerate(table.columns):
-        rich.add_column(column, justify="left" if index < 2 else "right")
-    for row in table.rows:
-        rich.add_row(*row)
-    return rich
 
 
 if __name__ == "__main__":

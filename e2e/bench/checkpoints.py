@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from e2e.bench.report.wording import COMMON, lexicon
+from foveal_runtime.bench.words import COMMON, lexicon
 
 if TYPE_CHECKING:
     import torch

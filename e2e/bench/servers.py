@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from e2e.bench.checkpoints import IMAGE_EMBEDS, cache_folder
-from e2e.bench.client import Target
 from e2e.bench.processes import tree
+from foveal_runtime.bench.client import Target
 from foveal_runtime.plan.local import free_port
 
 KV_GIB = 2
@@ -61,7 +61,7 @@ def _foveal(name: str, options: Options, *flags: str, num_frontends: int = 1) ->
     if options.threads:
         command += ["--threads", str(options.threads)]
     urls = tuple(f"http://127.0.0.1:{port + i}" for i in range(num_frontends))
-    return Spec(name, command, {}, Target(urls, "m"), "/readyz", engine_ports=True)
+    return Spec(name, command, {}, Target(urls, "m", name), "/readyz", engine_ports=True)
 
 
 def _vllm(name: str, options: Options, *flags: str) -> Spec:
@@ -75,7 +75,7 @@ def _vllm(name: str, options: Options, *flags: str) -> Spec:
     if options.device == "cpu":
         env["VLLM_CPU_KVCACHE_SPACE"] = str(KV_GIB)
         env["VLLM_CPU_OMP_THREADS_BIND"] = "auto"
-    return Spec(name, command, env, Target((f"http://127.0.0.1:{port}",), "m"), "/health")
+    return Spec(name, command, env, Target((f"http://127.0.0.1:{port}",), "m", name), "/health")
 
 
 def _transformers(name: str, options: Options) -> Spec:
@@ -90,7 +90,7 @@ def _transformers(name: str, options: Options) -> Spec:
     env = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(home)}
     if options.threads:
         env["OMP_NUM_THREADS"] = str(options.threads)
-    target = Target((f"http://127.0.0.1:{port}",), str(options.model))
+    target = Target((f"http://127.0.0.1:{port}",), str(options.model), name)
     return Spec(name, command, env, target, "/health")
 
 
@@ -176,14 +176,6 @@ class Server:
 
     def last_lines(self, count: int = 15) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-count:])
-
-    def metrics(self) -> str:
-        """The text of /metrics; "" where there is none."""
-        try:
-            with urllib.request.urlopen(self.spec.target.urls[0] + "/metrics", timeout=10) as got:
-                return str(got.read().decode())
-        except (urllib.error.URLError, OSError):
-            return ""
 
     def stop(self) -> None:
         """SIGTERM to the process, then SIGKILL to whatever of its descendants is left."""

@@ -15,7 +15,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-from e2e.bench.pictures import PictureKind, draw
+from foveal_runtime.bench.images import ImageKind, draw
 
 _RANDOM = 20261121
 
@@ -54,7 +54,7 @@ class Load:
         if turn % 7:
             # Every third picture is one of four, the others are new.
             which = rng.randrange(4) if rng.random() < 0.4 else 10 + rng.randrange(1 << 20)
-            data = base64.b64encode(draw(which, PictureKind(64, 64))).decode()
+            data = base64.b64encode(draw(which, ImageKind(64, 64))).decode()
             image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
             content.insert(0, image)
         if turn % 29 == 11:

@@ -7,8 +7,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from e2e.bench.client import Replay, Target
-from e2e.bench.trace import Trace, Turn
+from foveal_runtime.bench.client import Replay, Target
+from foveal_runtime.bench.traces import Question, Trace
 
 
 class Script:
@@ -62,13 +62,13 @@ async def script():
     await server.close()
 
 
-def replay(script: Script, *conversations: tuple[Turn, ...]) -> Replay:
+def replay(script: Script, *conversations: tuple[Question, ...]) -> Replay:
     trace = Trace("test", conversations, 3)
     return Replay(Target((script.url,), "m"), trace, {1: "data:image/png;base64,AAAA"})
 
 
 async def test_a_reply_is_timed_and_counted(script):
-    (reply,), seconds = await replay(script, (Turn((1,), "what?"),)).run()
+    (reply,), seconds = await replay(script, (Question((1,), "what?"),)).run()
     assert reply.error == ""
     assert reply.text == "a b c"
     assert len(reply.chunks) == 3, "an empty first piece is no token"
@@ -82,7 +82,7 @@ async def test_a_reply_is_timed_and_counted(script):
 
 
 async def test_turns_carry_their_history(script):
-    replies, _ = await replay(script, (Turn((1,), "one"), Turn((), "two"))).run()
+    replies, _ = await replay(script, (Question((1,), "one"), Question((), "two"))).run()
     assert [reply.turn for reply in replies] == [0, 1]
     roles = [message["role"] for message in script.bodies[1]["messages"]]
     assert roles == ["user", "assistant", "user"]
@@ -90,7 +90,7 @@ async def test_turns_carry_their_history(script):
 
 
 async def test_no_more_conversations_at_a_time_than_allowed(script):
-    conversations = [(Turn((), f"question {i}"),) for i in range(12)]
+    conversations = [(Question((), f"question {i}"),) for i in range(12)]
     replies, _ = await replay(script, *conversations).run(concurrency=2)
     assert [reply.conversation for reply in replies] == list(range(12))
     assert script.most_open <= 2
@@ -101,7 +101,7 @@ async def test_no_more_conversations_at_a_time_than_allowed(script):
 )
 async def test_what_went_wrong_is_an_error(script, text, wanted):
     """A conversation ends with it; others go on."""
-    bad, good = (Turn((), text), Turn((), "never asked")), (Turn((), "fine"),)
+    bad, good = (Question((), text), Question((), "never asked")), (Question((), "fine"),)
     replies, _ = await replay(script, bad, good).run()
     assert len(replies) == 2
     assert wanted in replies[0].error
@@ -109,13 +109,13 @@ async def test_what_went_wrong_is_an_error(script, text, wanted):
 
 
 async def test_no_server_is_an_error():
-    trace = Trace("test", ((Turn((), "hello"),),), 3)
+    trace = Trace("test", ((Question((), "hello"),),), 3)
     (reply,), _ = await Replay(Target(("http://127.0.0.1:9",), "m"), trace, {}).run()
     assert reply.error
 
 
 async def test_conversations_start_at_their_times(script):
-    conversations = [(Turn((), str(i)),) for i in range(3)]
+    conversations = [(Question((), str(i)),) for i in range(3)]
     replies, seconds = await replay(script, *conversations).run(starts=[0.0, 0.1, 0.2])
     assert seconds >= 0.2
     assert replies[0].sent < replies[1].sent < replies[2].sent

@@ -1,7 +1,8 @@
 """Reading what servers and the kernel count."""
 
-from e2e.bench.counters import Sockets, bytes_between, hit_rates, read_hits, read_sockets
 from e2e.bench.processes import cpu_between, read_pss, role_of
+from e2e.bench.sockets import Sockets, bytes_between, read_sockets
+from foveal_runtime.bench.hits import hit_rates, read_hits
 
 METRICS = """
 # TYPE vllm:mm_cache_queries_total counter

@@ -2,10 +2,10 @@
 
 import pytest
 
-from e2e.bench.client import Reply
-from e2e.bench.report.plot import draw
-from e2e.bench.report.report import Report, ServerFacts, dumps, loads, problems, ratios, tables
-from e2e.bench.report.result import Result, summarize
+from foveal_runtime.bench.client import Reply
+from foveal_runtime.bench.plot import draw
+from foveal_runtime.bench.report import Report, ServerFacts, dumps, loads, problems, ratios, tables
+from foveal_runtime.bench.result import RunResult, summarize
 
 
 def reply(index: int, sent: float, *chunks: float, turn: int = 0, text: str = "a b") -> Reply:
@@ -13,9 +13,9 @@ def reply(index: int, sent: float, *chunks: float, turn: int = 0, text: str = "a
     return Reply(index, turn, sent, list(chunks), done, text, 100, 40, len(chunks))
 
 
-def result(server: str, number: int, speed: float, text: str = "a b") -> Result:
+def result(server: str, number: int, speed: float, text: str = "a b") -> RunResult:
     replies = [reply(i, 0.0, 1 / speed, 1.5 / speed, text=text) for i in range(4)]
-    return Result(
+    return RunResult(
         server=server,
         trace="hits-0",
         seed=1 + number,
@@ -28,15 +28,20 @@ def result(server: str, number: int, speed: float, text: str = "a b") -> Result:
     )
 
 
-def report(*results: Result, dtype: str = "float32") -> Report:
+def report(*results: RunResult, equal_replies: bool = True) -> Report:
     facts = [
         ServerFacts(
-            name=name, command=[], start_seconds=1, idle_cpu_cores=0, rest_pss_bytes={"engine": 1}
+            name=name,
+            command=["serve"],
+            start_seconds=1,
+            idle_cpu_cores=0,
+            rest_pss_bytes={"engine": 1},
         )
         for name in dict.fromkeys(r.server for r in results)
     ]
     return Report(
-        date="2026-01-01", command=[], machine={}, versions={}, options={"dtype": dtype},
+        date="2026-01-01", command=[], machine={}, versions={},
+        options={"equal_replies": equal_replies},
         servers=facts, results=list(results),
     )  # fmt: skip
 
@@ -68,7 +73,7 @@ def test_different_replies_are_a_problem_in_float32_only():
     runs = result("ours", 0, 1), result("theirs", 0, 1, text="a c")
     (line,) = problems(report(*runs))
     assert "4 of 4 replies of theirs differ from those of ours" in line
-    assert problems(report(*runs, dtype="bfloat16")) == []
+    assert problems(report(*runs, equal_replies=False)) == []
     assert problems(report(runs[0], result("theirs", 0, 9))) == []
 
 

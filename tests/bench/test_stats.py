@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from e2e.bench.report.stats import Spread, paired_ratio, percentile
-from e2e.bench.runs import Load, schedule, split_kind
+from foveal_runtime.bench.runs import BenchLoad, schedule, split_kind
+from foveal_runtime.bench.stats import Spread, paired_ratio, percentile
 
 
 def test_percentiles_lie_between_neighbours():
@@ -45,7 +45,7 @@ def test_runs_alternate():
 
 
 def test_a_trace_with_its_own_concurrency_is_a_stranger_to_the_others():
-    load = Load(("text", "text@32"), num_requests=10)
+    load = BenchLoad(("text", "text@32"), num_requests=10)
     plain, wide = load.trace("text", 1), load.trace("text@32", 1)
     assert (plain.name, wide.name) == ("text", "text@32")
     assert (plain.num_requests, wide.num_requests) == (10, 64)

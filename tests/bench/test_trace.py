@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from e2e.bench.pictures import PictureKind, draw
-from e2e.bench.trace import KINDS, make_trace, poisson_starts
+from foveal_runtime.bench.images import ImageKind, draw
+from foveal_runtime.bench.traces import KINDS, make_trace, poisson_starts
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -17,14 +17,14 @@ def test_the_same_seed_gives_the_same_trace(kind):
 def test_other_seeds_share_neither_pictures_nor_texts(kind):
     """Rounds differ by seed: what a server remembers of one must not help it in the next."""
     one, other = make_trace(kind, 3, 40), make_trace(kind, 4, 40)
-    assert not set(one.pictures) & set(other.pictures)
+    assert not set(one.images) & set(other.images)
     texts = [{turn.text for turns in t.conversations for turn in turns} for t in (one, other)]
     assert not texts[0] & texts[1]
 
 
 def test_kinds_share_no_pictures():
     for one, other in itertools.combinations(KINDS, 2):
-        assert not set(make_trace(one, 1, 40).pictures) & set(make_trace(other, 1, 40).pictures)
+        assert not set(make_trace(one, 1, 40).images) & set(make_trace(other, 1, 40).images)
 
 
 @pytest.mark.parametrize("percent", [0, 30, 70, 95])
@@ -38,7 +38,7 @@ def test_hit_traces_have_their_hit_rate(percent, num):
 def test_the_grouped_trace_has_350_pictures_for_500_prompts():
     trace = make_trace("grouped", 1)
     assert trace.num_requests == 500
-    assert len(trace.pictures) == 350
+    assert len(trace.images) == 350
     turns = [turns[0] for turns in trace.conversations]
     repeats = sum(a == b for a, b in itertools.pairwise(turns))
     assert repeats == 150, "a repeat stands right after what it repeats"
@@ -46,14 +46,14 @@ def test_the_grouped_trace_has_350_pictures_for_500_prompts():
 
 
 def test_conversations_show_their_picture_once():
-    trace = make_trace("turns", 1, 24)
+    trace = make_trace("multi-turn", 1, 24)
     assert [len(turns) for turns in trace.conversations] == [3] * 8
-    assert all([len(t.pictures) for t in turns] == [1, 0, 0] for turns in trace.conversations)
+    assert all([len(t.images) for t in turns] == [1, 0, 0] for turns in trace.conversations)
 
 
 def test_several_pictures_in_a_prompt_are_distinct():
     trace = make_trace("several", 1, 24)
-    shown = [turns[0].pictures for turns in trace.conversations]
+    shown = [turns[0].images for turns in trace.conversations]
     assert all(len(set(pictures)) == 3 for pictures in shown)
     assert trace.hit_rate > 0.5
 
@@ -73,10 +73,10 @@ def test_poisson_arrivals_have_their_rate():
 
 @pytest.mark.parametrize("text", ["32x24", "32x24.png", "40x40.jpeg"])
 def test_pictures_are_the_same_in_every_run(text):
-    kind = PictureKind.parse(text)
+    kind = ImageKind.parse(text)
     assert draw(7, kind) == draw(7, kind) != draw(8, kind)
 
 
 def test_a_picture_kind_is_checked():
     with pytest.raises(ValueError, match="format"):
-        PictureKind.parse("3x4.gif")
+        ImageKind.parse("3x4.gif")

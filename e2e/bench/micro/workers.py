@@ -15,8 +15,8 @@ import os
 import time
 
 from e2e.bench.checkpoints import checkpoint
-from e2e.bench.pictures import PictureKind, draw
-from e2e.bench.report.stats import paired_ratio
+from foveal_runtime.bench.images import ImageKind, draw
+from foveal_runtime.bench.stats import paired_ratio
 from foveal_runtime.frontend.media.workers import MediaWorkers, WorkerSettings
 from foveal_runtime.plan.config import ModalitiesConfig
 from foveal_runtime.wire.namespace import model_namespace
@@ -51,7 +51,7 @@ async def per_second(workers: MediaWorkers, files: list[bytes], at_a_time: int) 
 
 
 async def measure(num_rounds: int, num_pictures: int) -> None:
-    kind = PictureKind.parse("1024x1024.jpeg")
+    kind = ImageKind.parse("1024x1024.jpeg")
     files = [draw(number, kind) for number in range(num_pictures)]
     pools = [await pool(1), await pool(2)]
     found: list[list[float]] = [[], []]

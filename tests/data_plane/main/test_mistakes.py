@@ -1,4 +1,4 @@
-"""Mistakes of a person who types `foveal serve`, each with the one line that answers it.
+"""Mistakes of a person who types `foveal serve` or `bench`, each with the line that answers it.
 
 Nothing is loaded for any of these: a model is files that the tests write. The hub's mistakes are in
 test_serve_hub.py, those with signals in test_serve_signals.py.
@@ -20,6 +20,7 @@ import pytest
 from foveal_runtime.main import cli
 from foveal_runtime.plan.machine import Machine
 from tests.support.checkpoint_files import CONFIG, GIB, checkpoint, safetensors, write_profile
+from tests.support.openai_server import OpenAIServer
 
 
 def refused(said: str) -> tuple[int, str]:
@@ -27,7 +28,7 @@ def refused(said: str) -> tuple[int, str]:
 
 
 class Desk:
-    """Where a person sits: a folder, an environment, and what `foveal serve` answered."""
+    """Where a person sits: a folder, an environment, and what the command answered."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch, capsys: Any) -> None:
         self.folder, self.patch, self._capsys = folder, patch, capsys
@@ -35,8 +36,11 @@ class Desk:
 
     def serve(self, *arguments: str) -> tuple[int, str]:
         """(exit code, standard error)."""
+        return self.run("serve", *arguments)
+
+    def run(self, *arguments: str) -> tuple[int, str]:
         try:
-            code = cli.main(["serve", *arguments])
+            code = cli.main(list(arguments))
         except SystemExit as ended:
             code = int(ended.code or 0)
         captured = self._capsys.readouterr()
@@ -236,3 +240,66 @@ def test_a_device_too_small_names_options_that_help(desk: Desk) -> None:
         "model", "--port", "0", "--profile", profile, "--plan", option[1], option[2].rstrip(".")
     )
     assert again == (0, ""), (option, again)
+
+
+BENCH_HELP = "; see foveal-runtime bench --help"
+BENCH: list[tuple[list[str], str]] = [
+    (["localhost:8000"],
+     "foveal-runtime: localhost:8000 is not the URL of a server: write http://HOST:PORT"),
+    (["http://127.0.0.1:9"],
+     "foveal-runtime: no server answers at http://127.0.0.1:9: Connection refused"),
+    (["--traces", "hit-95"],
+     "foveal-runtime bench: argument --traces: there is no trace 'hit-95' (did you mean hits-95?)"
+     + BENCH_HELP),
+    (["--traces", "text@0"],
+     "foveal-runtime bench: argument --traces: 'text@0': write text@32 for 32 at a time"
+     + BENCH_HELP),
+    (["--rate", "0"],
+     "foveal-runtime bench: argument --rate: '0' is not a number of conversations a second above 0"
+     + BENCH_HELP),
+    (["--image", "big"],
+     "foveal-runtime bench: argument --image: 'big': write 336x336 or 1024x1024.jpeg" + BENCH_HELP),
+    (["--replay", "no.jsonl"], "foveal-runtime: --replay no.jsonl: No such file or directory"),
+    (["--replay", "empty"],
+     'foveal-runtime: --replay empty: no requests: write {"messages": [...]} on each line'),
+    (["--replay", "broken"],
+     "foveal-runtime: --replay broken, line 2: Object missing required field `messages`"),
+    (["--replay", "times"],
+     "foveal-runtime: --replay times: line 2 has no `at` and others have: give it to all or none"),
+    (["--api-key-file", "no-key"],
+     "foveal-runtime: --api-key-file no-key: No such file or directory"),
+    (["--api-key-file", "empty"],
+     "foveal-runtime: --api-key-file empty: the file is empty: write the key on its first line"),
+    (["--show", "broken"],
+     "foveal-runtime: --show broken is no file of --json: Object missing required field `date`"),
+    (["--plot", "bench.jpg"],
+     "foveal-runtime: --plot bench.jpg: end its name with .png or .svg"),
+    (["--json", "no/bench.json"],
+     "foveal-runtime: --json no/bench.json: there is no directory no"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "said"), BENCH, ids=lambda v: " ".join(v)[:40])
+def test_benches(desk: Desk, arguments: list[str], said: str) -> None:
+    message = '{"messages": [{"role": "user", "content": "a"}]'
+    (desk.folder / "empty").write_text("\n")
+    (desk.folder / "broken").write_text(message + '}\n{"at": 1}\n')
+    (desk.folder / "times").write_text(message + ', "at": 1}\n' + message + "}\n")
+    assert desk.run("bench", *arguments) == (2, f"{said}\n")
+
+
+def test_a_bench_of_something_that_is_no_such_server(desk: Desk) -> None:
+    with OpenAIServer(key="right", models=("m", "n")) as server:
+        url = server.url
+        assert desk.run("bench", url) == refused(f"{url} wants an API key: give --api-key-file")
+        (desk.folder / "key").write_text("wrong")
+        assert desk.run("bench", url, "--api-key-file", "key") == refused(
+            f"{url} does not accept the key of --api-key-file"
+        )
+        (desk.folder / "key").write_text("right")
+        assert desk.run("bench", url, "--api-key-file", "key", "--model", "o") == refused(
+            f"{url} has no model o: it lists m, n"
+        )
+        assert desk.run("bench", f"{url}/docs", "--api-key-file", "key") == refused(
+            f"{url}/docs/v1/models answers 404: give the URL of an OpenAI-compatible server"
+        )

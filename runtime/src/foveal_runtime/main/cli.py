@@ -13,6 +13,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 
 from foveal_runtime.main.launcher import end_with_parent
+from foveal_runtime.main.local import bench
 from foveal_runtime.main.local.options import (
     DTYPES,
     EPILOG,
@@ -42,6 +43,15 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_options(serve)
+    bench.add_options(
+        commands.add_parser(
+            "bench",
+            help="how fast a server answers, and what its caches save",
+            description="Sends seeded requests to OpenAI-compatible servers and measures.",
+            epilog=bench.EPILOG,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+    )
     for role in ("frontend", "engine"):
         part = commands.add_parser(role, help=f"one {role} process from its document")
         part.add_argument("--config", required=True, help="JSON document")
@@ -103,6 +113,8 @@ def _run(arguments: argparse.Namespace) -> int:
         from foveal_runtime.main.local import serve
 
         return serve.run(arguments)
+    if arguments.command == "bench":
+        return bench.run(arguments)
     if arguments.command == "launch":
         from foveal_runtime.main.local import launch
 

@@ -24,6 +24,7 @@ from foveal_runtime.plan.profile import ModelProfile, decode
 
 HANDED_ON = {
     "serve": "serve a model on this machine, sized to it",
+    "bench": "how fast a server answers, and what its caches save",
     "fetch": "download a model into a directory",
     "profile": "what a model costs, as JSON",
 }

@@ -1,4 +1,4 @@
-"""The file, the tables and the verdict of a whole bench run. Reads results, measures nothing."""
+"""The file, the tables and the verdict of a whole bench run, made of results alone."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from e2e.bench.report.result import Result
-from e2e.bench.report.stats import Spread, paired_ratio
+from foveal_runtime.bench.result import RunResult
+from foveal_runtime.bench.stats import Spread, paired_ratio
 
 MIB = 1024**2
 
 
 class ServerFacts(msgspec.Struct, kw_only=True):
-    """A server apart from any trace. `idle_cpu_cores`: CPU seconds a second with nothing to do."""
+    """A server apart from any trace. The rest is of servers that the bench started; `command`: by
+    what. `idle_cpu_cores`: CPU seconds a second with nothing to do."""
 
     name: str
-    command: list[str]
-    start_seconds: float
-    idle_cpu_cores: float
-    rest_pss_bytes: dict[str, int]
+    urls: list[str] = []
+    model: str = ""
+    command: list[str] = []
+    start_seconds: float = 0.0
+    idle_cpu_cores: float = 0.0
+    rest_pss_bytes: dict[str, int] = {}
 
 
 class Report(msgspec.Struct, kw_only=True):
@@ -32,9 +35,9 @@ class Report(msgspec.Struct, kw_only=True):
     versions: dict[str, str]
     options: dict[str, object]
     servers: list[ServerFacts]
-    results: list[Result]
+    results: list[RunResult]
 
-    def of(self, trace: str, server: str) -> list[Result]:
+    def of(self, trace: str, server: str) -> list[RunResult]:
         """Its results in the order of rounds."""
         found = [r for r in self.results if r.trace == trace and r.server == server]
         return sorted(found, key=lambda result: result.round)
@@ -69,7 +72,8 @@ class Table(msgspec.Struct):
 
 
 def tables(report: Report) -> list[Table]:
-    found = [_server_table(report), _speed_table(report), _cost_table(report)]
+    found = [_server_table(report)] if any(s.command for s in report.servers) else []
+    found += [_speed_table(report), _cost_table(report)]
     if len(report.names) > 1:
         found.append(_ratio_table(report))
     return found
@@ -89,14 +93,14 @@ def _server_table(report: Report) -> Table:
     return Table("Servers", ["server", "start s", "PSS MiB", "of which", "idle cores"], rows)
 
 
-Metric = Callable[[Result], float]
+Metric = Callable[[RunResult], float]
 
 
-def _middle(results: Sequence[Result], value: Metric) -> float:
+def _middle(results: Sequence[RunResult], value: Metric) -> float:
     return statistics.median(value(result) for result in results)
 
 
-def _rows(report: Report, row: Callable[[list[Result]], list[str]]) -> list[list[str]]:
+def _rows(report: Report, row: Callable[[list[RunResult]], list[str]]) -> list[list[str]]:
     cells = [report.of(trace, name) for trace in report.traces for name in report.names]
     return [[r[0].trace, r[0].server, *row(r)] for r in cells if r]
 
@@ -107,7 +111,7 @@ def _speed_table(report: Report) -> Table:
     return Table("Speed: medians over rounds, times in ms", columns, _rows(report, _speed_row))
 
 
-def _speed_row(results: list[Result]) -> list[str]:
+def _speed_row(results: list[RunResult]) -> list[str]:
     def percentile_of(name: str, percent: str) -> str:
         return f"{_middle(results, lambda r: getattr(r, name).get(percent, float('nan'))):.0f}"
 
@@ -121,22 +125,33 @@ def _speed_row(results: list[Result]) -> list[str]:
 
 
 def _cost_table(report: Report) -> Table:
-    columns = ["trace", "server", "CPU s/req", "of which", "kB wire/req", "PSS MiB", "hit rates"]
-    return Table("Cost: medians over rounds", columns, _rows(report, _cost_row))
+    """Columns about processes only where their costs were seen."""
+    is_seen = any(result.cpu_seconds for result in report.results)
+    seen = ["CPU s/req", "of which", "kB wire/req", "PSS MiB"] if is_seen else []
+    columns = ["trace", "server", *seen, "prompt tokens", "cached", "hit rates"]
+    title = "Cost: medians over rounds" if is_seen else "Caches: medians over rounds"
+    row = (lambda r: [*_process_row(r), *_cache_row(r)]) if is_seen else _cache_row
+    return Table(title, columns, _rows(report, row))
 
 
-def _cost_row(results: list[Result]) -> list[str]:
+def _process_row(results: list[RunResult]) -> list[str]:
     roles = sorted({role for result in results for role in result.cpu_seconds})
     per_role = {role: _middle(results, _cpu_of(role)) for role in roles}
     wire = [r.wire_bytes / r.num_requests / 1000 for r in results if r.wire_bytes is not None]
-    hits = [f"{cache} {_middle(results, _hits_of(cache)):.0%}" for cache in results[0].hit_rates]
     return [
         f"{_middle(results, lambda r: r.total_cpu_seconds / r.num_requests):.3f}",
         ", ".join(f"{role} {cpu:.3f}" for role, cpu in per_role.items() if cpu >= 0.0005),
         f"{statistics.median(wire):.2f}" if wire else "",
         f"{_middle(results, lambda r: sum(r.pss_bytes.values()) / MIB):.0f}",
-        ", ".join(hits),
     ]
+
+
+def _cache_row(results: list[RunResult]) -> list[str]:
+    """Tokens as `usage` of the replies says."""
+    tokens = sum(r.num_prompt_tokens for r in results)
+    cached = sum(r.num_cached_tokens for r in results)
+    hits = [f"{cache} {_middle(results, _hits_of(cache)):.0%}" for cache in results[0].hit_rates]
+    return [str(tokens), f"{cached / tokens:.0%}" if tokens else "", ", ".join(hits)]
 
 
 def _cpu_of(role: str) -> Metric:
@@ -177,19 +192,23 @@ def _ratio_table(report: Report) -> Table:
         for (trace, other), by_name in ratios(report).items()
     ]
     title = f"{report.names[0]} over the other, paired by round: median (lowest to highest)"
-    return Table(title, ["trace", "other", *RATIOS], rows)
+    # What no pair has, such as CPU seconds of servers elsewhere, needs no column.
+    columns = [i for i in range(len(RATIOS) + 2) if i < 2 or any(row[i] for row in rows)]
+    names = ["trace", "other", *RATIOS]
+    return Table(title, [names[i] for i in columns], [[row[i] for i in columns] for row in rows])
 
 
 def problems(report: Report) -> list[str]:
-    """What is wrong, not what is slow: errors, and greedy fp32 replies that servers disagree on."""
+    """What is wrong, not what is slow: errors, and replies that servers disagree on, where they
+    should not: greedy and in float32 (else ties flip with the order of sums)."""
     found = [
         f"{r.server}, {r.trace}, seed {r.seed}: {r.num_errors} errors, e.g. {r.errors[0]}"
         for r in report.results
         if r.num_errors
     ]
-    if report.options.get("dtype") != "float32":
-        return found  # ties flip with the order of sums
-    by_run: dict[tuple[str, int], list[Result]] = {}
+    if not report.options.get("equal_replies"):
+        return found
+    by_run: dict[tuple[str, int], list[RunResult]] = {}
     for result in report.results:
         if not result.num_errors:
             by_run.setdefault((result.trace, result.seed), []).append(result)

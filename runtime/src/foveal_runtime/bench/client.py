@@ -1,7 +1,7 @@
-"""Replays a trace against a server that speaks the OpenAI API, streaming, and times every token.
+"""A client that replays a trace against an OpenAI-compatible server and times every token.
 
 Knows no server in particular. Conversations start when a place is free (`concurrency`) or at given
-times (`starts`); the turns of one follow each other. Pictures are drawn and encoded before the
+times (`starts`); the questions of one follow each other. Images are drawn and encoded before the
 clock starts. Never retries: a request that fails is an error of the run.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from e2e.bench.trace import Trace, Turn
+from foveal_runtime.bench.saved import messages_of
+from foveal_runtime.bench.traces import Trace
 
 REQUEST_SECONDS = 600.0
 
@@ -47,14 +49,36 @@ class Reply:
 
 
 class Target(msgspec.Struct, frozen=True):
-    """`urls`: base URLs of equal frontends, used in turn; `model`: what requests name."""
+    """`urls`: base URLs of equal frontends, used in turn; `model`: what requests name; `name`: in
+    tables; `api_key` "": none is sent."""
 
     urls: tuple[str, ...]
     model: str
+    name: str = ""
+    api_key: str = ""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: object) -> None:
+        """None: an error, as for the requests below."""
+
+
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
+
+
+def get(target: Target, path: str, timeout_seconds: float) -> bytes:
+    """A page of the first URL. Raises OSError, urllib's HTTPError among them."""
+    request = urllib.request.Request(target.urls[0] + path, headers=target.headers)
+    with _opener.open(request, timeout=timeout_seconds) as answer:
+        return bytes(answer.read())
 
 
 class Replay:
-    """One run of one trace. `urls_of`: data URL by picture number."""
+    """One run of one trace. `urls_of`: data URL by image; `timeout_seconds`: of a request."""
 
     def __init__(
         self,
@@ -62,11 +86,13 @@ class Replay:
         trace: Trace,
         urls_of: Mapping[int, str],
         on_reply: Callable[[Reply], None] = lambda reply: None,
+        timeout_seconds: float = REQUEST_SECONDS,
     ) -> None:
         self._target = target
         self._trace = trace
         self._urls_of = urls_of
         self._on_reply = on_reply
+        self._timeout_seconds = timeout_seconds
         self._replies: list[Reply] = []
 
     async def run(
@@ -79,7 +105,7 @@ class Replay:
             starts: seconds after the start at which each conversation begins; (): at once.
         """
         places = asyncio.Semaphore(concurrency or len(self._trace.conversations))
-        timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
+        timeout = aiohttp.ClientTimeout(total=self._timeout_seconds)
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
             begin = time.perf_counter()
@@ -97,29 +123,29 @@ class Replay:
 
     async def _converse(self, session: aiohttp.ClientSession, index: int) -> None:
         messages: list[dict[str, Any]] = []
-        for number, turn in enumerate(self._trace.conversations[index]):
-            messages.append(self._message(turn))
-            reply = await self._ask(session, index, number, messages)
+        for number, question in enumerate(self._trace.conversations[index]):
+            messages += messages_of(question, self._urls_of)
+            limit = question.max_tokens or self._trace.max_tokens
+            reply = await self._ask(session, index, number, messages, limit)
             self._replies.append(reply)
             self._on_reply(reply)
             if reply.error:
                 return
             messages.append({"role": "assistant", "content": reply.text})
 
-    def _message(self, turn: Turn) -> dict[str, Any]:
-        parts: list[dict[str, Any]] = [
-            {"type": "image_url", "image_url": {"url": self._urls_of[p]}} for p in turn.pictures
-        ]
-        return {"role": "user", "content": [*parts, {"type": "text", "text": turn.text}]}
-
     async def _ask(
-        self, session: aiohttp.ClientSession, index: int, turn: int, messages: list[dict[str, Any]]
+        self,
+        session: aiohttp.ClientSession,
+        index: int,
+        turn: int,
+        messages: list[dict[str, Any]],
+        max_tokens: int,
     ) -> Reply:
         body = msgspec.json.encode(
             {
                 "model": self._target.model,
                 "messages": messages,
-                "max_tokens": self._trace.max_tokens,
+                "max_tokens": max_tokens,
                 "temperature": 0,
                 "stream": True,
                 "stream_options": {"include_usage": True},
@@ -128,8 +154,10 @@ class Replay:
         url = self._target.urls[index % len(self._target.urls)] + "/v1/chat/completions"
         reply = Reply(index, turn, time.perf_counter())
         try:
-            headers = {"content-type": "application/json"}
-            async with session.post(url, data=body, headers=headers) as answer:
+            headers = {"content-type": "application/json", **self._target.headers}
+            # A redirect would carry the key and the images to a server that was not named.
+            asked = session.post(url, data=body, headers=headers, allow_redirects=False)
+            async with asked as answer:
                 if answer.status != 200:
                     reply.error = f"{answer.status}: {(await answer.text())[:300]}"
                 else:
@@ -154,7 +182,11 @@ async def _read(answer: aiohttp.ClientResponse, reply: Reply) -> None:
         if data == b"[DONE]":
             is_whole = True
             continue
-        event = msgspec.json.decode(data)
+        try:
+            event = msgspec.json.decode(data, type=dict[str, Any])
+        except msgspec.MsgspecError as error:
+            reply.error = f"an event is not JSON: {error}"
+            return
         if "error" in event:
             reply.error = str(event["error"])[:300]
             return

@@ -1,4 +1,4 @@
-"""What one run of one trace on one server gave, as it stands in the JSON file."""
+"""The result of one run of one trace on one server, as it stands in the JSON file."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from collections.abc import Sequence
 
 import msgspec
 
-from e2e.bench.client import Reply
-from e2e.bench.report.stats import percentile
+from foveal_runtime.bench.client import Reply
+from foveal_runtime.bench.stats import percentile
 
 PERCENTS = (50, 90, 99)
 
 
-class Result(msgspec.Struct, kw_only=True):
+class RunResult(msgspec.Struct, kw_only=True):
     """Times in milliseconds where the name says _ms. Percentile maps: "p50", "p90", "p99".
 
     Attributes:
         ttft_ms: from sending a request to its first piece of text.
         itl_ms: between two pieces of text of a reply (a server may put several tokens in one).
         ttft_by_turn_ms: p50 by turn, for conversations.
-        cpu_seconds: by role of process. pss_bytes: likewise, after the run.
+        cpu_seconds: by role of process; {} where the server's processes are not seen.
+        pss_bytes: likewise, after the run.
         wire_bytes: frontends and engines, both directions; None where it cannot be counted.
         hit_rates: by cache, as the server counts.
         texts_digest: of all replies in trace order; servers that compute the same have the same.
@@ -42,12 +43,12 @@ class Result(msgspec.Struct, kw_only=True):
     ttft_ms: dict[str, float]
     itl_ms: dict[str, float]
     ttft_by_turn_ms: list[float]
-    cpu_seconds: dict[str, float]
-    pss_bytes: dict[str, int]
-    wire_bytes: int | None
-    hit_rates: dict[str, float]
     texts_digest: str
     texts: list[str]
+    cpu_seconds: dict[str, float] = {}
+    pss_bytes: dict[str, int] = {}
+    wire_bytes: int | None = None
+    hit_rates: dict[str, float] = {}
 
     @property
     def total_cpu_seconds(self) -> float:

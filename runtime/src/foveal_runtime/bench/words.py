@@ -1,7 +1,7 @@
 """Words that cost about one token each: the text of the bench's prompts and of its tokenizers.
 
-Seeded, ASCII, no meaning. Called by the trace generator and by `checkpoints`; both must see the
-same words, so that a prompt of 60 words has about 60 tokens in every server.
+Seeded, ASCII, no meaning. The trace generator and e2e/bench/checkpoints.py must see the same words,
+so that a prompt of 60 words has about 60 tokens in every server.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What many measurements say: percentiles of one run, ratios of paired runs with their spread.
+"""Percentiles of one run, and ratios of paired runs with their spread.
 
 Pure arithmetic. A ratio is always taken within a pair (the same trace and seed, one run right after
 the other), and its spread is that of the pairs: machines drift, pairs drift together.

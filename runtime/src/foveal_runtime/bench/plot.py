@@ -1,26 +1,36 @@
-"""A report as a picture: requests a second and time to first token, by trace and server.
+"""A plot of a report: requests a second and time to first token, by trace and server.
 
-    python -m e2e.bench.report.plot out/bench/RUN.json        # writes RUN.svg beside it
-
-matplotlib is loaded only here, and only when a picture is made.
+matplotlib is loaded only here, and only when a plot is made; the extra `bench` installs it.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from e2e.bench.report.report import Report, loads
-from e2e.bench.report.result import Result
+from foveal_runtime.bench.report import Report
+from foveal_runtime.bench.result import RunResult
+from foveal_runtime.plan.errors import StartupError
 
-PANELS: list[tuple[str, Callable[[Result], float]]] = [
+PANELS: list[tuple[str, Callable[[RunResult], float]]] = [
     ("requests a second (more is better)", lambda r: r.requests_per_second),
     ("first token, p50 in ms (less is better)", lambda r: r.ttft_ms.get("p50", 0.0)),
     ("CPU seconds a request (less is better)", lambda r: r.total_cpu_seconds / r.num_requests),
 ]
+
+
+FORMATS = (".png", ".svg")
+
+
+def check(path: Path) -> None:
+    """Raises StartupError when no plot could be written there: before anything is measured."""
+    if path.suffix not in FORMATS:
+        raise StartupError(f"--plot {path}: end its name with .png or .svg")
+    if find_spec("matplotlib") is None:
+        raise StartupError("--plot needs matplotlib: pip install 'foveal-runtime[bench]'")
 
 
 def draw(report: Report, path: Path) -> None:
@@ -31,21 +41,24 @@ def draw(report: Report, path: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "foveal"  # the same report gives the same file
     from matplotlib import pyplot
 
+    panels = PANELS if any(result.cpu_seconds for result in report.results) else PANELS[:-1]
     figure, axes = pyplot.subplots(
-        len(PANELS), 1, figsize=(max(6, 1.6 * len(report.traces) + 2), 3 * len(PANELS))
+        len(panels), 1, figsize=(max(6, 1.6 * len(report.traces) + 2), 3 * len(panels))
     )
-    for axis, (title, value) in zip(axes, PANELS, strict=True):
+    for axis, (title, value) in zip(axes, panels, strict=True):
         _bars(axis, report, value)
         axis.set_title(title, fontsize=10, loc="left")
     axes[0].legend(fontsize=8, ncols=3)
-    model = Path(str(report.options.get("model", ""))).name
-    figure.suptitle(f"{model}, {report.options.get('dtype', '')}, {report.date}", fontsize=10)
+    model = Path(str(report.options.get("model") or report.servers[0].model)).name
+    parts = (model, str(report.options.get("dtype", "")), report.date)
+    title = ", ".join(part for part in parts if part)
+    figure.suptitle(title, fontsize=10)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot.close(figure)
 
 
-def _bars(axis: Any, report: Report, value: Callable[[Result], float]) -> None:
+def _bars(axis: Any, report: Report, value: Callable[[RunResult], float]) -> None:
     traces, names = report.traces, report.names
     width = 0.8 / len(names)
     for index, name in enumerate(names):
@@ -60,17 +73,3 @@ def _bars(axis: Any, report: Report, value: Callable[[Result], float]) -> None:
         axis.bar(places, middles, width, yerr=[below, above], capsize=2, label=name)
     axis.set_xticks(range(len(traces)), traces)
     axis.grid(axis="y", alpha=0.3)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("report", type=Path)
-    parser.add_argument("--to", type=Path, help="default: an SVG beside the report")
-    arguments = parser.parse_args()
-    path = arguments.to or arguments.report.with_suffix(".svg")
-    draw(loads(arguments.report.read_bytes()), path)
-    print(path)
-
-
-if __name__ == "__main__":
-    main()
