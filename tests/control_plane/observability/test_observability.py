@@ -237,6 +237,22 @@ def test_boards_mark_rollouts_and_link_runbooks(board: Board) -> None:
             assert name in {alert.name for alert in ALERTS}, name
 
 
+def test_latencies_of_requests_ask_for_exemplars() -> None:
+    """And nothing else does: Prometheus searches its exemplars for each such query."""
+    asked = set()
+    for board in BOARDS:
+        for panel, drawn in drawn_panels(board):
+            for query, target in zip(panel.queries, drawn["targets"], strict=True):
+                traced = {name for name in used_metrics(query.expr) if KNOWN[name].is_traced}
+                reads_buckets = "_bucket" in query.expr
+                assert bool(target.get("exemplar")) == bool(traced and reads_buckets), panel.title
+                asked |= traced if target.get("exemplar") else set()
+    assert asked >= {
+        "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds",
+        "foveal_first_token_seconds",
+    }  # fmt: skip
+
+
 def test_one_ready_of_eight_is_not_green() -> None:
     """The tile was green from one ready frontend on, however many were asked for."""
     for title in ("Frontends ready", "Engines ready"):

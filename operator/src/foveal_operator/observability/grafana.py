@@ -25,7 +25,7 @@ from foveal_operator.observability.alerts import RUNBOOKS
 from foveal_operator.observability.boards import BOARDS
 from foveal_operator.observability.boards.overview import OVERVIEW
 from foveal_operator.observability.panel import Board, Panel, Query
-from foveal_operator.observability.promql import DASHBOARD, OPERATOR_DASHBOARD
+from foveal_operator.observability.promql import DASHBOARD, OPERATOR_DASHBOARD, has_exemplars
 
 _SOURCE = dm.DataSourceRef("prometheus", "${datasource}")
 _VARIABLES = {
@@ -215,4 +215,4 @@ def _query(query: Query, ref: str) -> prometheus.Dataquery:
     made = prometheus.Dataquery().expr(query.expr).ref_id(ref).datasource(_SOURCE)
     if query.legend:
         made = made.legend_format(query.legend)
-    return made.range()
+    return made.range().exemplar(True) if has_exemplars(query.expr) else made.range()

@@ -128,6 +128,11 @@ def _matcher(label: str, value: str) -> str:
     return f'{label}="{value}"'
 
 
+def has_exemplars(expr: str) -> bool:
+    """Whether it reads the buckets of a histogram that keeps traces of requests."""
+    return any(f"{name}_bucket" in expr for name, metric in KNOWN.items() if metric.is_traced)
+
+
 REQUESTS = "!~/(readyz|livez|health|metrics|version)"
 """`handler` of what clients ask for. Probes are many, and a 503 of /readyz is an answer."""
 DASHBOARD = Scope('=~"$namespace"', '=~"$resource"', '=~"$pod"', window="$__rate_interval")

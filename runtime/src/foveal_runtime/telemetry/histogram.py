@@ -18,6 +18,9 @@ class Histogram:
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
+    def observe(self, value: float) -> int:
+        """Returns the index of the bucket that counted it."""
+        bucket = bisect_left(self.bounds, value)
+        self.counts[bucket] += 1
         self.total += value
+        return bucket

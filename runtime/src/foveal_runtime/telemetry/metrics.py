@@ -7,20 +7,22 @@ a bug and fails at once.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from prometheus_client import Metric as Family
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 
 from foveal_runtime.plan.metrics.registry import METRICS, TOKEN_BUCKETS, Metric, Role
+from foveal_runtime.telemetry.exposition import TEXT, PageFormat
 from foveal_runtime.telemetry.histogram import Histogram
 
 LabelValues = tuple[str, ...]
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class _Series:
@@ -32,6 +34,8 @@ class _Series:
         self.fixed = fixed
         self.values: dict[LabelValues, float] = {}
         self.histograms: dict[LabelValues, Histogram] = {}
+        self.exemplars: dict[LabelValues, dict[int, Exemplar]] = {}
+        """The newest of each bucket, by its index."""
         self._names = frozenset(metric.labels)
         self.required = self._names - set(fixed)
 
@@ -54,7 +58,13 @@ class _Series:
         if metric.kind == "histogram":
             out = HistogramMetricFamily(metric.name, metric.help, labels=labels)
             for key, found in self.histograms.items():
-                out.add_metric(list(key), _cumulative(self.buckets, found.counts), found.total)
+                traced = self.exemplars.get(key, {})
+                counted = _cumulative(self.buckets, found.counts)
+                buckets = [
+                    (*pair, traced[index]) if index in traced else pair
+                    for index, pair in enumerate(counted)
+                ]
+                out.add_metric(list(key), buckets, found.total)
             return out
         make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
         flat = make(metric.name, metric.help, labels=labels)
@@ -155,9 +165,16 @@ class Metrics(Collector):
         assert series.metric.kind != "histogram", f"{name} is a histogram"
         series.values[series.key(labels)] = float(value)
 
-    def observe(self, name: str, value: float, **labels: str) -> None:
+    def observe(self, name: str, value: float, *, trace_id: str = "", **labels: str) -> None:
+        """`trace_id`: of the traced request it belongs to; the newest of each bucket is shown in
+        OpenMetrics, for families that are declared as traced."""
         series = self._of(name, "histogram")
-        series.histogram(series.key(labels)).observe(value)
+        key = series.key(labels)
+        bucket = series.histogram(key).observe(value)
+        if trace_id:
+            assert series.metric.is_traced, f"{name} is not declared as traced"
+            kept = series.exemplars.setdefault(key, {})
+            kept[bucket] = Exemplar({"trace_id": trace_id}, value, round(time.time(), 3))
 
     def set_histogram(self, name: str, kept: Histogram, **labels: str) -> None:
         """A histogram that its owner keeps, with the declared buckets."""
@@ -182,8 +199,8 @@ class Metrics(Collector):
             if series.values or series.histograms:
                 yield series.family()
 
-    def exposition(self) -> bytes:
-        return generate_latest(self._registry)
+    def exposition(self, form: PageFormat = TEXT) -> bytes:
+        return form.render(self._registry)
 
     def _of(self, name: str, kind: str) -> _Series:
         series = self._series[name]

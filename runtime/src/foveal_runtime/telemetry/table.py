@@ -21,6 +21,10 @@ frontend shows the engines' series too when it is told about them (`metrics_peer
 Families named `vllm:` keep the names, types, labels and buckets that existing dashboards use. Each
 family has one exporter, so sums over processes count nothing twice; frontends leave the label
 `engine` empty.
+
+Histograms marked *exemplars* show the trace of a request in each bucket, where requests are traced
+and the scraper accepts OpenMetrics
+([traces](../how-to/observability.md#from-a-latency-to-its-trace)).
 """
 
 
@@ -52,7 +56,8 @@ def _row(metric: Metric) -> str:
     name = metric.name + ("_total" if metric.kind == "counter" else "")
     labels = ", ".join(f"`{label}`" for label in metric.labels)
     unit = f" Unit: {metric.unit}." if metric.unit else ""
-    return f"| `{name}` | {metric.kind} | {labels} | {metric.help}{unit} |\n"
+    traced = " Has *exemplars*." if metric.is_traced else ""
+    return f"| `{name}` | {metric.kind} | {labels} | {metric.help}{unit}{traced} |\n"
 
 
 if __name__ == "__main__":

@@ -36,6 +36,10 @@ class Span(Protocol):
         """For messages to other processes; "" when nobody listens."""
         ...
 
+    def trace_id(self) -> str:
+        """32 hex digits; "" when there is no trace or it is not sampled."""
+        ...
+
 
 class _NoSpan:
     def set(self, name: str, value: Attribute) -> None:
@@ -51,6 +55,9 @@ class _NoSpan:
         pass
 
     def traceparent(self) -> str:
+        return ""
+
+    def trace_id(self) -> str:
         return ""
 
 
@@ -137,6 +144,10 @@ class _OtelSpan:
         context = set_span_in_context(self._inner)
         TraceContextTextMapPropagator().inject(carrier, context=context)
         return carrier.get("traceparent", "")
+
+    def trace_id(self) -> str:
+        context = self._inner.get_span_context()
+        return f"{context.trace_id:032x}" if context.trace_flags.sampled else ""
 
 
 def configure_tracing(service_name: str, process: str) -> Tracing:

@@ -14,9 +14,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.parser import text_string_to_metric_families
 
-from foveal_runtime.frontend.http.monitoring.metrics import merge, parse
 from foveal_runtime.plan.errors import EngineFailure
 from foveal_runtime.plan.metrics.registry import METRICS
+from foveal_runtime.telemetry.exposition import merge, parse
 from foveal_runtime.telemetry.logs import JsonFormatter, TextFormatter, request_id_of_task
 from foveal_runtime.telemetry.metrics import Metrics
 from foveal_runtime.telemetry.table import markdown

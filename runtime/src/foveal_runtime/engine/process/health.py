@@ -17,9 +17,9 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from foveal_runtime.plan.errors import StartupError
+from foveal_runtime.telemetry.exposition import TEXT
 
 _LOG = logging.getLogger(__name__)
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SOCKET_TIMEOUT_SECONDS = 5.0
 
 
@@ -67,7 +67,7 @@ class HealthServer:
                         _LOG.exception("metrics could not be rendered")
                         self._answer(500, b"see the engine's log\n", "text/plain")
                         return
-                    self._answer(200, text, METRICS_TYPE)
+                    self._answer(200, text, TEXT.content_type)
                 elif path == "/debug/integrity" and is_near(self.client_address[0]):
                     found = inspect()
                     if found is None:

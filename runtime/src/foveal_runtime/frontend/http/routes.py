@@ -40,7 +40,6 @@ from foveal_runtime.frontend.protocol.rules import check_model
 from foveal_runtime.plan.config import ModalityLimits
 from foveal_runtime.plan.errors import InvalidRequest
 from foveal_runtime.plan.media import MODALITIES, Modality
-from foveal_runtime.telemetry.metrics import CONTENT_TYPE
 
 _THREAD_BODY_BYTES = 1 << 20
 _PARSED = b"{}"
@@ -239,9 +238,10 @@ def _add_health(router: APIRouter, health: Health, service: Service) -> None:
 
 def _add_metrics(router: APIRouter, page: MetricsPage) -> None:
     @router.get("/metrics", response_class=PlainTextResponse, tags=["server"])
-    async def metrics(own: bool = False) -> Response:
-        """Prometheus text: this process and its peers; `own` leaves the peers out."""
-        return Response(await page.text(own=own), headers={"content-type": CONTENT_TYPE})
+    async def metrics(request: Request, own: bool = False) -> Response:
+        """This process and its peers, as Prometheus text, or as OpenMetrics for those who accept
+        it; `own` leaves the peers out."""
+        return await page.response(request, own=own)
 
 
 def _verdict(ok: bool, detail: str) -> Response:

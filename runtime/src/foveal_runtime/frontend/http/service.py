@@ -320,17 +320,18 @@ async def open_run(
 ) -> AsyncIterator[AsyncGenerator[tuple[int, Delta], None]]:
     """Prepares all jobs and yields their interleaved deltas; choice `job * n + i` is the index."""
     num_choices = jobs[0].num_choices
+    parent = span_of_task.get()
     stats = RequestStats(
         service.metrics,
         started=started,
         num_sequences=len(jobs) * num_choices,
         num_choices=num_choices,
         max_tokens=[job.options.sampling.max_tokens for job in jobs],
+        trace_id=parent.trace_id(),
     )
     requests: list[PreparedRequest] = []
     streams: list[AsyncGenerator[Delta, None]] = []
     failed = False
-    parent = span_of_task.get()
     try:
         with child_span("prepare", num_items=sum(len(job.parts) for job in jobs)):
             for job in jobs:

@@ -42,6 +42,7 @@ def _one(
     unit: str = "",
     buckets: tuple[float, ...] = (),
     known: tuple[tuple[str, tuple[str, ...]], ...] = (),
+    is_traced: bool = False,
 ) -> Metric:
     return Metric(
         name=f"foveal_{name}",
@@ -52,6 +53,7 @@ def _one(
         unit=unit,
         buckets=buckets,
         known=known,
+        is_traced=is_traced,
     )
 
 
@@ -176,7 +178,7 @@ _DOOR = (
          "held, remembered, load.", "engine", "why"),
     _one(_FRONTEND, "histogram", "first_token_seconds", "Time to the first token by media: text "
          "(none), hit (the engine held every item), miss.", "media", unit="seconds",
-         buckets=TTFT_BUCKETS, known=(("media", ("text", "hit", "miss")),)),
+         buckets=TTFT_BUCKETS, known=(("media", ("text", "hit", "miss")),), is_traced=True),
     _one(_FRONTEND, "histogram", "event_loop_lag_seconds", "By how much the process's event loop "
          "was late.", unit="seconds", buckets=STAGE_BUCKETS),
     _one(_BOTH, "gauge", "startup_seconds", "Parts of the process's start: imports, then workers "
@@ -192,7 +194,7 @@ _DOOR = (
     _one(_FRONTEND, "gauge", "metrics_peers_unreachable", "Peers whose /metrics are missing from "
          "this answer."),
     _one(_FRONTEND, "histogram", "request_media_seconds", "From arrival until the request could be "
-         "routed.", unit="seconds", buckets=STAGE_BUCKETS),
+         "routed.", unit="seconds", buckets=STAGE_BUCKETS, is_traced=True),
 )  # fmt: skip
 
 _ENGINE_WORK = (

@@ -21,6 +21,7 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True):
 
     `known` are label values that will come sooner or later: (label, values). Where they are known
     for all labels, the series begin at zero, so that the first increase is seen as one.
+    `is_traced`: a histogram whose buckets show the newest traced request as an exemplar.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True):
     unit: str = ""
     buckets: tuple[float, ...] = ()
     known: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    is_traced: bool = False
 
     def first_series(self, fixed: Iterable[str] = ()) -> list[dict[str, str]]:
         """Labels, besides `fixed` ones, of the counters and histograms that begin at zero."""

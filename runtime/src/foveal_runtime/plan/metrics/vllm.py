@@ -33,6 +33,7 @@ def _one(
     unit: str = "",
     buckets: tuple[float, ...] = (),
     labels: tuple[str, ...] = _M,
+    is_traced: bool = False,
 ) -> Metric:
     return Metric(
         name=f"vllm:{name}",
@@ -42,6 +43,7 @@ def _one(
         labels=(*labels, *more),
         unit=unit,
         buckets=buckets,
+        is_traced=is_traced,
     )
 
 
@@ -50,7 +52,10 @@ def _tokens(role: Role, name: str, help_text: str) -> Metric:
 
 
 def _seconds(name: str, help_text: str, buckets: tuple[float, ...] = REQUEST_BUCKETS) -> Metric:
-    return _one("frontend", "histogram", name, help_text, unit="seconds", buckets=buckets)
+    """A time of a request, as its client sees it."""
+    return _one(
+        "frontend", "histogram", name, help_text, unit="seconds", buckets=buckets, is_traced=True
+    )
 
 
 _ENGINE_STATE = (
@@ -135,6 +140,7 @@ _HTTP = (
         labels=("handler", "method"),
         unit="seconds",
         buckets=TTFT_BUCKETS,
+        is_traced=True,
     ),
 )
 

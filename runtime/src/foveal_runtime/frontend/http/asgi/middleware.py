@@ -106,7 +106,7 @@ class RequestContext:
             span.set("http.response.status_code", status)
             span.end(scope.get("foveal.error", ""))
             span_of_task.reset(span_token)
-            self._finish(scope, status, time.monotonic() - started)
+            self._finish(scope, status, time.monotonic() - started, span.trace_id())
             request_id_of_task.reset(token)
 
     def _span(self, scope: Scope, request_id: str) -> Span:
@@ -119,7 +119,7 @@ class RequestContext:
         span.set("foveal.request_id", request_id)
         return span
 
-    def _finish(self, scope: Scope, status: int, seconds: float) -> None:
+    def _finish(self, scope: Scope, status: int, seconds: float, trace_id: str) -> None:
         error = scope.get("foveal.error")
         if error == CLIENT_DISCONNECT:
             self._metrics.inc("foveal_client_disconnects")
@@ -130,8 +130,9 @@ class RequestContext:
         grouped = f"{status // 100}xx"
         self._metrics.inc("http_requests", handler=handler, method=method, status=grouped)
         self._metrics.observe(
-            "http_request_duration_seconds", seconds, handler=handler, method=method
-        )
+            "http_request_duration_seconds", seconds, trace_id=trace_id,
+            handler=handler, method=method,
+        )  # fmt: skip
         quiet = error == CLIENT_DISCONNECT or (scope["path"] in _QUIET and status < 500)
         level = logging.DEBUG if quiet else logging.INFO
         if logger.isEnabledFor(level):

@@ -41,7 +41,8 @@ def _media(first: FirstOutput) -> str:
 
 
 class RequestStats:
-    """One HTTP request. `started` is its arrival on `clock`."""
+    """One HTTP request. `started` is its arrival on `clock`; `trace_id` is "" where it is not
+    traced."""
 
     def __init__(
         self,
@@ -51,11 +52,13 @@ class RequestStats:
         num_sequences: int,
         num_choices: int,
         max_tokens: Sequence[int],
+        trace_id: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._metrics = metrics
         self._clock = clock
         self._started = started
+        self._trace_id = trace_id
         self._routable = False
         self._sequences = [_Sequence() for _ in range(num_sequences)]
         metrics.observe("vllm:request_params_n", num_choices)
@@ -65,7 +68,7 @@ class RequestStats:
     def prepared(self) -> None:
         """Media are known and the request can be routed."""
         self._routable = True
-        self._metrics.observe("foveal_request_media_seconds", self._clock() - self._started)
+        self._observe("foveal_request_media_seconds", self._clock() - self._started)
 
     def add(self, index: int, delta: Delta) -> None:
         now = self._clock()
@@ -80,10 +83,10 @@ class RequestStats:
             if not sequence.num_tokens:
                 sequence.first_at = now
                 waited = now - self._started
-                self._metrics.observe("vllm:time_to_first_token_seconds", waited)
-                self._metrics.observe("foveal_first_token_seconds", waited, media=sequence.media)
+                self._observe("vllm:time_to_first_token_seconds", waited)
+                self._observe("foveal_first_token_seconds", waited, media=sequence.media)
             else:
-                self._metrics.observe("vllm:inter_token_latency_seconds", now - sequence.last_at)
+                self._observe("vllm:inter_token_latency_seconds", now - sequence.last_at)
             sequence.num_tokens += delta.num_tokens
             sequence.last_at = now
         if delta.finish_reason:
@@ -101,19 +104,20 @@ class RequestStats:
             reason = sequence.finish_reason or unfinished
             self._metrics.inc("vllm:request_success", finished_reason=reason)
             if sequence.finish_reason and sequence.num_tokens:
-                self._observe(sequence)
+                self._finished(sequence)
         longest = max(sequence.num_tokens for sequence in self._sequences)
         if longest:
             self._metrics.observe("vllm:request_max_num_generation_tokens", longest)
 
-    def _observe(self, sequence: _Sequence) -> None:
-        observe = self._metrics.observe
+    def _observe(self, name: str, seconds: float, **labels: str) -> None:
+        self._metrics.observe(name, seconds, trace_id=self._trace_id, **labels)
+
+    def _finished(self, sequence: _Sequence) -> None:
+        count, observe = self._metrics.observe, self._observe
         decode = sequence.last_at - sequence.first_at
-        observe("vllm:request_prompt_tokens", sequence.num_prompt)
-        observe("vllm:request_generation_tokens", sequence.num_tokens)
-        observe(
-            "vllm:request_prefill_kv_computed_tokens", sequence.num_prompt - sequence.num_cached
-        )
+        count("vllm:request_prompt_tokens", sequence.num_prompt)
+        count("vllm:request_generation_tokens", sequence.num_tokens)
+        count("vllm:request_prefill_kv_computed_tokens", sequence.num_prompt - sequence.num_cached)
         observe("vllm:e2e_request_latency_seconds", sequence.last_at - self._started)
         observe("vllm:request_queue_time_seconds", sequence.queue_seconds)
         observe("vllm:request_prefill_time_seconds", sequence.prefill_seconds)
