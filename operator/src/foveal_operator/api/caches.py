@@ -7,7 +7,11 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Meta
 
 from foveal_operator.api.rules import AutoSize, ObjectName, Part, Quantity, Rule
-from foveal_runtime.plan.config import DEFAULT_VIDEO_FRAMES, DEFAULT_VIDEO_PIXELS
+from foveal_runtime.plan.config import (
+    DEFAULT_DOCUMENT_PAGES,
+    DEFAULT_VIDEO_FRAMES,
+    DEFAULT_VIDEO_PIXELS,
+)
 
 MaxPerPrompt = Annotated[int, Meta(ge=0, le=128)]
 MaxPixels = Annotated[int, Meta(ge=1024, le=1_000_000_000)]
@@ -27,6 +31,13 @@ class Image(Part, frozen=True, kw_only=True):
         MaxPixels | None,
         Meta(description="Larger images are shrunk to so many. Default: off."),
     ] = None
+    max_pages: Annotated[
+        Annotated[int, Meta(ge=1, le=1024)],
+        Meta(
+            description="Pages of a PDF at most, each of which is an image and counts towards "
+            "maxPerPrompt. Default: 16."
+        ),
+    ] = DEFAULT_DOCUMENT_PAGES
     max_size: Annotated[Quantity, Meta(description=_SIZE + " Default: 64Mi.")] = "64Mi"
 
 

@@ -86,6 +86,7 @@ def modalities_config(modalities: Modalities) -> ModalitiesConfig:
             max_bytes=parse_bytes(image.max_size),
             max_pixels=image.max_pixels,
             resize_pixels=image.resize_to_pixels or 0,
+            max_pages=image.max_pages,
         ),
         video=ModalityLimits(
             max_per_prompt=video.max_per_prompt,

@@ -26,6 +26,7 @@ ToolFormat = Literal[
 GIB = 1024**3
 MIB = 1024**2
 DEFAULT_VIDEO_FRAMES = 32
+DEFAULT_DOCUMENT_PAGES = 16
 DEFAULT_VIDEO_PIXELS = 768 * 28 * 28
 """Of a frame. A 7B model of the Qwen2.5-VL kind then takes 12,288 tokens for its longest video,
 whose encoding needs 1.8 GiB: a device of 24 GiB carries that beside the weights. Its processor
@@ -61,6 +62,7 @@ class ModalityLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         max_pixels: an image, or a frame of a video, with more is refused.
         resize_pixels: one with more is shrunk to so many, in its own proportions; 0 = off.
         max_frames: so many of a video's frames are kept, evenly spread.
+        max_pages: a document with more pages, each of which becomes an image, is refused.
     """
 
     max_per_prompt: int = 16
@@ -69,6 +71,7 @@ class ModalityLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     resize_pixels: int = 0
     max_seconds: float = 600.0
     max_frames: int = DEFAULT_VIDEO_FRAMES
+    max_pages: int = DEFAULT_DOCUMENT_PAGES
 
     @property
     def processed_pixels(self) -> int:

@@ -28,6 +28,7 @@ from foveal_runtime.frontend.http.service import (
     check_num_sequences,
     make_job,
     open_run,
+    pages_of,
 )
 from foveal_runtime.frontend.protocol.constraints import wanted_of
 from foveal_runtime.frontend.protocol.requests import ChatCompletionRequest
@@ -57,7 +58,8 @@ class ChatRun:
 async def plan_chat(
     service: Service, request: ChatCompletionRequest, scope: RequestScope
 ) -> ChatRun:
-    """Everything that can be refused before media are touched."""
+    """Everything that can be refused before images, videos and audio are touched. Documents are
+    read: the prompt depends on their pages."""
     check_model(request.model, service.model_name)
     wanted = wanted_of(request)
     check_fields(request, ignore_unknown=service.config.ignore_unknown_options)
@@ -67,6 +69,7 @@ async def plan_chat(
     compiled = await service.grammars.compile(wanted)
 
     limit = service.longest_text(truncates=request.truncate_prompt_tokens is not None)
+    pages = await pages_of(service, request.messages, scope, request.cache_salt or "")
 
     def tokenise() -> tuple[list[int], Conversation]:
         conversation = service.template.render(
@@ -75,6 +78,7 @@ async def plan_chat(
             continue_final_message=bool(request.continue_final_message),
             variables=variables,
             tools=calls.shown_plain() if calls is not None else (),
+            pages=pages,
         )
         token_ids = service.template.encode(
             conversation, add_special_tokens=bool(request.add_special_tokens), limit=limit

@@ -168,6 +168,7 @@ def _media_limits(service: Service, info: PromptPlaceholders) -> dict[Modality, 
                 max_bytes=limits.max_bytes,
                 max_pixels=None if modality == "audio" else limits.max_pixels,
                 max_seconds=None if modality == "image" else limits.max_seconds,
+                max_pages=limits.max_pages if modality == "image" else None,
             )
     return found
 

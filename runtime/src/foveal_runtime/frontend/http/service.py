@@ -20,6 +20,7 @@ from typing import TypeVar
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive
 
 from foveal_runtime.frontend.engines.sequence import (
     Delta,
@@ -33,6 +34,7 @@ from foveal_runtime.frontend.grammars.compiler import Compiler
 from foveal_runtime.frontend.grammars.reader import TurnFormat
 from foveal_runtime.frontend.http.access.admission import Gate, Ticket
 from foveal_runtime.frontend.http.answers import Answer
+from foveal_runtime.frontend.http.asgi.disconnect import until_disconnect
 from foveal_runtime.frontend.http.monitoring.request_stats import RequestStats
 from foveal_runtime.frontend.items.prepared import PreparedItem, PreparedRequest
 from foveal_runtime.frontend.items.seams import (
@@ -41,7 +43,9 @@ from foveal_runtime.frontend.items.seams import (
     MediaPart,
     PrepareOptions,
 )
+from foveal_runtime.frontend.items.source import Page
 from foveal_runtime.frontend.protocol.bounds import check_prompt_logprobs, tokens_with_scores
+from foveal_runtime.frontend.protocol.messages import Message
 from foveal_runtime.frontend.protocol.requests import (
     MAX_CHOICES,
     ChatCompletionRequest,
@@ -55,6 +59,7 @@ from foveal_runtime.frontend.protocol.rules import (
 )
 from foveal_runtime.frontend.text.chat_template import ChatTemplate
 from foveal_runtime.frontend.text.detokenizer import Detokenizer
+from foveal_runtime.frontend.text.parts import documents_of
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
 from foveal_runtime.plan.config import FrontendConfig
 from foveal_runtime.plan.errors import ContextLengthExceeded, InvalidRequest, NoEngine
@@ -153,6 +158,7 @@ class RequestScope:
 
     Attributes:
         request_id: the client's, or ours; for people and logs.
+        receive: tells when the client is gone; the body must have been read.
         unique_id: never the same twice, whatever clients send: engines refuse duplicates.
     """
 
@@ -160,6 +166,7 @@ class RequestScope:
     ticket: Ticket
     tenant: bytes = b""
     started: float = field(default_factory=time.monotonic)
+    receive: Receive | None = None
     unique_id: str = ""
 
     def __post_init__(self) -> None:
@@ -175,7 +182,29 @@ def scope_of(service: Service, request: Request) -> RequestScope:
         ticket=request.scope["foveal.ticket"],
         tenant=tenant,
         started=request.scope["foveal.started"],
+        receive=request.receive,
     )
+
+
+async def pages_of(
+    service: Service, messages: Sequence[Message], scope: RequestScope, cache_salt: str = ""
+) -> dict[str, Sequence[Page]]:
+    """The pages of the messages' documents, for `ChatTemplate.render`. Raises FovealError, or
+    ClientGone."""
+    documents = documents_of(messages)
+    if not documents:
+        return {}
+    options = PrepareOptions(
+        request_id=scope.unique_id,
+        sampling=SamplingParams(max_tokens=1),
+        cache_salt=cache_salt,
+        tenant=scope.tenant,
+        charge_media_bytes=scope.ticket.charge_media_bytes,
+        client=scope.tenant.decode("latin-1") or scope.ticket.client,
+    )
+    work = service.processor.pages(list(documents.values()), options)
+    pages = await (until_disconnect(scope.receive, work) if scope.receive else work)
+    return dict(zip(documents, pages, strict=True))
 
 
 def named_relaxed(response: Response, relaxed: Sequence[str]) -> Response:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.routing import APIRoute
 
 from foveal_runtime.frontend.http.asgi.disconnect import until_disconnect
-from foveal_runtime.frontend.http.service import RequestScope, Service, scope_of
+from foveal_runtime.frontend.http.service import RequestScope, Service, pages_of, scope_of
 from foveal_runtime.frontend.items.prepared import PreparedRequest
 from foveal_runtime.frontend.items.seams import MediaPart, PrepareOptions
+from foveal_runtime.frontend.items.source import Page
 from foveal_runtime.frontend.protocol.requests import DetokenizeRequest, TokenizeRequest
 from foveal_runtime.frontend.protocol.responses import (
     DetokenizeResponse,
@@ -85,7 +87,8 @@ async def prompt_tokens(
     """Raises FovealError. `charge`: the tokens count as this request's."""
     check_model(body.model, service.model_name)
     scope = scope_of(service, request)
-    token_ids, parts = await service.in_thread(lambda: _tokenize(service, body))
+    pages = await pages_of(service, body.messages or (), scope)
+    token_ids, parts = await service.in_thread(lambda: _tokenize(service, body, pages))
     if charge:
         scope.ticket.charge_tokens(len(token_ids))
     if parts and body.expand_media is not False:
@@ -94,7 +97,9 @@ async def prompt_tokens(
     return token_ids
 
 
-def _tokenize(service: Service, body: TokenizeRequest) -> tuple[list[int], list[MediaPart]]:
+def _tokenize(
+    service: Service, body: TokenizeRequest, pages: Mapping[str, Sequence[Page]]
+) -> tuple[list[int], list[MediaPart]]:
     limit = service.longest_text(truncates=True)
     if body.prompt is not None:
         special = body.add_special_tokens is not False
@@ -106,6 +111,7 @@ def _tokenize(service: Service, body: TokenizeRequest) -> tuple[list[int], list[
         continue_final_message=bool(body.continue_final_message),
         variables=body.chat_template_kwargs,
         tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()],
+        pages=pages,
     )
     token_ids = service.template.encode(
         conversation, add_special_tokens=bool(body.add_special_tokens), limit=limit

@@ -48,6 +48,8 @@ class Named(NamedTuple):
 class DataUrlMedia:
     """Retained as the text it came as; decoded only when the value must be made."""
 
+    page = -1
+
     def __init__(self, url: str, max_bytes: int) -> None:
         self._url = url
         self._max_bytes = max_bytes
@@ -89,7 +91,9 @@ class Identifier:
             if part.is_uuid_only:
                 ordinal = sum(p.modality == part.modality for p in parts[:index])
                 return self._recall(part, alias, ordinal, options)
-            digest, raw = await self._read(part, options)
+            if part.page is not None:
+                return Named(part.page.digest, part.page, None)
+            digest, raw = await self.read(part, options)
             if alias is not None:
                 self._aliases.check(alias, digest, part.uuid or "", part.path)
             return Named(digest, raw, alias)
@@ -110,7 +114,8 @@ class Identifier:
             return Named(b"", None, None, key)
         raise unknown_media(part.modality, f"{part.modality} {ordinal}", part.uuid)
 
-    async def _read(self, part: MediaPart, options: PrepareOptions) -> tuple[bytes, RawMedia]:
+    async def read(self, part: MediaPart, options: PrepareOptions) -> tuple[bytes, RawMedia]:
+        """The digest of the part's file, and the file. Raises FovealError."""
         limit = limits_of(self._modalities, part.modality).max_bytes
         if part.data is not None:
             if len(part.data) > limit:

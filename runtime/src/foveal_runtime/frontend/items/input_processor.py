@@ -19,6 +19,7 @@ import msgspec
 from foveal_runtime.frontend.common.single_flight import SingleFlight
 from foveal_runtime.frontend.common.stats import FrontendStats
 from foveal_runtime.frontend.items.aliases import Aliases
+from foveal_runtime.frontend.items.documents import Documents
 from foveal_runtime.frontend.items.identify import Identifier, Named, naming, unknown_media
 from foveal_runtime.frontend.items.injection import Injector
 from foveal_runtime.frontend.items.placement import (
@@ -29,7 +30,7 @@ from foveal_runtime.frontend.items.placement import (
 from foveal_runtime.frontend.items.prepared import ItemCost, PreparedItem, PreparedRequest
 from foveal_runtime.frontend.items.processor_cache import ProcessorCache
 from foveal_runtime.frontend.items.seams import Knowledge, MediaPart, PrepareOptions
-from foveal_runtime.frontend.items.source import Buffer, ItemSource, RawMedia
+from foveal_runtime.frontend.items.source import Buffer, ItemSource, Page, RawMedia
 from foveal_runtime.frontend.media import hashing
 from foveal_runtime.frontend.media.fetch import Fetcher
 from foveal_runtime.frontend.media.protocol import ProcessorInfo
@@ -100,6 +101,7 @@ class MediaInput:
             config.modalities, self.fetcher, self.aliases, self.url_texts, self.stats,
             self._recall_injected,
         )  # fmt: skip
+        self._documents = Documents(config.modalities, info, self._identifier, workers, self.stats)
         for placeholder in info.placeholders:
             if not placeholder.method:
                 name = MODALITIES[placeholder.modality]
@@ -133,6 +135,12 @@ class MediaInput:
     async def close(self) -> None:
         await self.workers.close()
         await self.fetcher.close()
+
+    async def pages(
+        self, documents: Sequence[MediaPart], options: PrepareOptions
+    ) -> list[Sequence[Page]]:
+        """See `seams.InputProcessor`."""
+        return await self._documents.pages(documents, options)
 
     async def prepare(
         self, token_ids: list[int], parts: Sequence[MediaPart], options: PrepareOptions
@@ -260,7 +268,7 @@ class MediaInput:
             cost.was_processed = True
             data = await raw.read()
             begin = time.perf_counter()
-            done = await self.workers.process(modality, options, data, client)
+            done = await self.workers.process(modality, options, data, client, raw.page)
             self._check_value(done.value)
             worked = done.decode_seconds + done.process_seconds
             self.stats.stages.observe("queue", max(0.0, time.perf_counter() - begin - worked))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from foveal_runtime.frontend.items.prepared import PreparedRequest
+from foveal_runtime.frontend.items.source import Page
 from foveal_runtime.frontend.media import hashing
 from foveal_runtime.mirror.sender import SendItem, SendValue
 from foveal_runtime.plan.media import ItemMeta, MMHash, Modality
@@ -30,6 +31,7 @@ class MediaPart:
         data: raw encoded bytes, for callers that have them; None otherwise.
         uuid: the user's name for the content; with neither url nor data the part is uuid-only.
         path: where it stands in the request, e.g. "messages[1].content[2]": for error messages.
+        page: the image is this page of a document; None for all other parts.
     """
 
     modality: Modality
@@ -37,10 +39,11 @@ class MediaPart:
     data: bytes | None = None
     uuid: str | None = None
     path: str = ""
+    page: Page | None = None
 
     @property
     def is_uuid_only(self) -> bool:
-        return self.url is None and self.data is None
+        return self.url is None and self.data is None and self.page is None
 
 
 def _charge_nothing(num_bytes: int) -> None:
@@ -106,6 +109,13 @@ class InputProcessor(Protocol):
         """Fetches, hashes and looks up; the k-th placeholder token of a modality belongs to the
         k-th part of that modality. Raises FovealError naming the part's path (too many items,
         unknown uuid, forbidden host, too large...)."""
+        ...
+
+    async def pages(
+        self, documents: Sequence[MediaPart], options: PrepareOptions
+    ) -> list[Sequence[Page]]:
+        """The pages of each document, which are images of the prompt. Raises FovealError naming
+        the document's path (not a PDF, encrypted, too many pages...)."""
         ...
 
     def is_warm(self) -> bool:

@@ -8,6 +8,7 @@ Never holds a processed value longer than until it was handed out once: what las
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from foveal_runtime.frontend.common.stats import FrontendStats
@@ -21,6 +22,11 @@ Buffer = bytes | memoryview
 class RawMedia(Protocol):
     """The encoded media of one part, however it arrived."""
 
+    @property
+    def page(self) -> int:
+        """Of the document that `read` gives, from 0; -1 when it is the item's own file."""
+        ...
+
     async def read(self) -> Buffer:
         """The original file bytes."""
         ...
@@ -29,11 +35,25 @@ class RawMedia(Protocol):
 class GivenBytes:
     """Media that is in memory: from the caller, or fetched."""
 
+    page = -1
+
     def __init__(self, data: Buffer) -> None:
         self._data = data
 
     async def read(self) -> Buffer:
         return self._data
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """One page of a document, known by what it shows: `digest` has 32 bytes."""
+
+    digest: bytes
+    document: RawMedia
+    page: int
+
+    async def read(self) -> Buffer:
+        return await self.document.read()
 
 
 class ItemSource:

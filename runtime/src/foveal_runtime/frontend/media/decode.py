@@ -1,4 +1,4 @@
-"""Encoded images → RGB, within limits that are checked on the header, before any pixel exists.
+"""Encoded images and pages of documents → RGB, within limits checked before any pixel exists.
 
 Runs in media workers only (a broken codec must not take the HTTP process along). Every input gives
 the right image or a MediaInvalid / MediaTooLarge that names the value and the limit; never a
@@ -6,7 +6,8 @@ bare library error.
 
 Decisions: the first frame of an animated GIF, WebP or PNG is the image; transparency is
 composited on white; EXIF orientation is applied; 16-bit grey is scaled to 8 bits; CMYK, palette,
-YCbCr and bilevel images are converted to RGB.
+YCbCr and bilevel images are converted to RGB. A page of a PDF is drawn on white at 150 dots an
+inch, fewer where its paper is very large, with its annotations and filled-in form fields.
 """
 
 from __future__ import annotations
@@ -14,12 +15,20 @@ from __future__ import annotations
 import io
 import math
 import warnings
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any
 
 import numpy as np
+from blake3 import blake3
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from foveal_runtime.plan.config import ModalityLimits
-from foveal_runtime.plan.errors import MediaInvalid, MediaTooLarge
+from foveal_runtime.plan.errors import InvalidRequest, MediaInvalid, MediaTooLarge
+
+PAGE_SCALE = 150 / 72
+"""Pixels a point: 150 dots an inch."""
+MAX_PAGE_PIXELS = 8_000_000
 
 Image.init()
 FORMATS = tuple(
@@ -117,6 +126,73 @@ def _wide_to_rgb(image: Image.Image) -> Image.Image:
     # Pillow widens 16-bit grey to mode I and 8-bit TIFFs too: only then are values below 256.
     scaled = values if image.mode == "I" and high < 256 else values // 257
     return Image.fromarray(scaled.astype(np.uint8), "L").convert("RGB")
+
+
+def page_digests(data: bytes | memoryview, limits: ModalityLimits) -> list[bytes]:
+    """32 bytes for each page of a PDF, over its size and pixels: the same page of another document
+    has the same. Raises MediaInvalid, MediaTooLarge, or InvalidRequest for too many pages."""
+    with _document(data, limits) as document:
+        most = min(limits.max_pages, limits.max_per_prompt)
+        if len(document) > most:
+            raise InvalidRequest(
+                f"the document has {len(document)} pages, the limit is {most}; send fewer pages"
+            )
+        found = []
+        for number in range(len(document)):
+            image = _draw(document, number, limits)
+            digest = blake3(f"foveal.page {image.width}x{image.height} ".encode())
+            found.append(digest.update(image.tobytes()).digest())
+        return found
+
+
+def decode_page(data: bytes | memoryview, number: int, limits: ModalityLimits) -> Image.Image:
+    """One page of a PDF as RGB; `number` counts from 0. Raises as `page_digests` does."""
+    with _document(data, limits) as document:
+        return shrunk(_draw(document, number, limits), limits.resize_pixels)
+
+
+@contextmanager
+def _document(data: bytes | memoryview, limits: ModalityLimits) -> Iterator[Any]:
+    import pypdfium2
+
+    check_bytes(data, limits, "document")
+    if b"%PDF-" not in bytes(data[:1024]):
+        raise MediaInvalid(f"document cannot be read: it is no PDF ({describe(data)})")
+    try:
+        with closing(pypdfium2.PdfDocument(bytes(data))) as document:
+            if len(document) < 1:
+                raise MediaInvalid("document has no pages")
+            if document.get_formtype() != pypdfium2.raw.FORMTYPE_NONE:
+                document.init_forms()
+            yield document
+    except pypdfium2.PdfiumError as error:
+        if "password" in str(error).lower():
+            raise MediaInvalid(
+                "document is encrypted with a password; send it without one"
+            ) from error
+        raise MediaInvalid(f"document cannot be read: {_one_line(error)}") from error
+    except MemoryError as error:
+        raise MediaTooLarge("document needs more memory than a media worker has") from error
+
+
+def _draw(document: Any, number: int, limits: ModalityLimits) -> Image.Image:
+    import pypdfium2
+
+    try:
+        with closing(document[number]) as page:
+            width, height = page.get_size()
+            if not (0 < width < math.inf and 0 < height < math.inf):
+                raise MediaInvalid(f"page {number + 1} of the document has no size")
+            most = min(MAX_PAGE_PIXELS, limits.processed_pixels)
+            # A side that is a whole number of pixels but for rounding gets no pixel more.
+            scale = min(PAGE_SCALE, math.sqrt(most / (width * height))) * (1 - 1e-5)
+            check_pixels(math.ceil(width * scale), math.ceil(height * scale), limits)
+            with closing(page.render(scale=scale)) as bitmap:
+                return to_rgb(bitmap.to_pil())
+    except (pypdfium2.PdfiumError, IndexError) as error:
+        raise MediaInvalid(
+            f"page {number + 1} of the document cannot be drawn: {_one_line(error)}"
+        ) from error
 
 
 def describe(data: bytes | memoryview) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from foveal_runtime.frontend.media import protocol, worker_main
-from foveal_runtime.frontend.media.decode import decode_image
+from foveal_runtime.frontend.media.decode import decode_image, decode_page, page_digests
 from foveal_runtime.frontend.media.hashing import short_digest
 from foveal_runtime.frontend.media.workers import Processed
 from foveal_runtime.plan.config import ModalitiesConfig
@@ -50,7 +50,17 @@ class FakeProcessor:
             "FakeProcessor", "fake", short_digest(namespace, b"fake"), (placeholder,)
         )
 
-    def decode(self, modality: int, data: memoryview, options: Mapping[str, Any]) -> Any:
+    def page_digests(self, data: memoryview) -> list[bytes]:
+        if bytes(data[:1]) == b"!":
+            _obey(bytes(data[1:]).decode())
+        return page_digests(data, self._limits.image)
+
+    def decode(
+        self, modality: int, data: memoryview, options: Mapping[str, Any], page: int = -1
+    ) -> Any:
+        if page >= 0:
+            image = decode_page(data, page, self._limits.image)
+            return np.asarray(image.resize((_PIXELS, _PIXELS)))
         if bytes(data[:1]) == b"!":
             _obey(bytes(data[1:]).decode())
             return np.zeros((_PIXELS, _PIXELS, 3), np.uint8)
@@ -84,12 +94,21 @@ class InlineWorkers:
         self._processor = FakeProcessor(load)
         self.info = self._processor.examine(load.namespace)
 
+    async def page_digests(self, data: bytes | memoryview, client: str = "") -> Processed:
+        digests = await asyncio.to_thread(self._processor.page_digests, memoryview(data))
+        return Processed(b"".join(digests), 0.0, 0.0)
+
     async def process(
-        self, modality: int, options: bytes, data: bytes | memoryview, client: str = ""
+        self,
+        modality: int,
+        options: bytes,
+        data: bytes | memoryview,
+        client: str = "",
+        page: int = -1,
     ) -> Processed:
         def work() -> bytes:
             chosen = json.loads(options)
-            media = self._processor.decode(modality, memoryview(data), chosen)
+            media = self._processor.decode(modality, memoryview(data), chosen, page)
             return self._processor.process(modality, media, chosen)
 
         return Processed(await asyncio.to_thread(work), 0.0, 0.0)

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from foveal_runtime.frontend.media import decode, palettes, rules
 from foveal_runtime.frontend.media import options as item_options
-from foveal_runtime.frontend.media import palettes, rules
 from foveal_runtime.frontend.media.decode import decode_image
 from foveal_runtime.frontend.media.hashing import short_digest
 from foveal_runtime.frontend.media.newlines import surround
@@ -96,16 +96,29 @@ class ItemProcessor:
             seconds=time.perf_counter() - begin,
         )
 
-    def decode(self, modality: int, data: bytes | memoryview, options: Mapping[str, Any]) -> Any:
-        """The media as the processor takes it: RGB picture, samples or frames. Raises
-        InvalidRequest for options that may not be set, before anything is decoded."""
+    def decode(
+        self,
+        modality: int,
+        data: bytes | memoryview,
+        options: Mapping[str, Any],
+        page: int = -1,
+    ) -> Any:
+        """The media as the processor takes it: RGB picture, samples or frames; `page` is of the
+        document that `data` is, unless -1. Raises InvalidRequest for options that may not be set,
+        before anything is decoded."""
         limits = self._limits(modality)
         item_options.check(self.processor, modality, options, limits, _CALL_OPTIONS)
+        if page >= 0:
+            return decode.decode_page(data, page, limits)
         if modality == 0:
             return decode_image(data, limits)
         if modality == 2:
             return decode_audio(data, limits, self._sampling_rate() or 16000)
         return decode_video(data, limits, lambda *video: self._choose_frames(options, *video))
+
+    def page_digests(self, data: bytes | memoryview) -> list[bytes]:
+        """See `decode.page_digests`."""
+        return decode.page_digests(data, self.limits.image)
 
     def process(self, modality: int, media: Any, options: Mapping[str, Any]) -> bytes:
         """The serialised item. Raises MediaInvalid, MediaTooLarge or InvalidRequest."""

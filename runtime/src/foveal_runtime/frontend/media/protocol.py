@@ -94,11 +94,19 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
 
 
 class Process(msgspec.Struct, frozen=True, tag="process"):
-    """Decode the body and run the processor on this one item. `options` is JSON."""
+    """Decode the body and run the processor on this one item. `options` is JSON; `page` counts from
+    0, and -1 says that the body is no document but the item's own file."""
 
     job: int
     modality: int
     options: bytes = b"{}"
+    page: int = -1
+
+
+class Pages(msgspec.Struct, frozen=True, tag="pages"):
+    """Draw every page of the document in the body. The answer's body has 32 bytes for each."""
+
+    job: int
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -106,7 +114,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """The body is the serialised item."""
+    """The body is the serialised item, or the digests of a document's pages."""
 
     job: int
     decode_seconds: float
@@ -122,7 +130,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     param: str = ""
 
 
-ToWorker = Load | Process
+ToWorker = Load | Process | Pages
 FromWorker = Ready | Done | Failed
 
 _ENCODER = msgspec.msgpack.Encoder()

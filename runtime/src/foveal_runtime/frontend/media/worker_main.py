@@ -92,7 +92,11 @@ class Processor(Protocol):
 
     def examine(self, namespace: bytes) -> protocol.ProcessorInfo: ...
 
-    def decode(self, modality: int, data: memoryview, options: Mapping[str, Any]) -> Any: ...
+    def decode(
+        self, modality: int, data: memoryview, options: Mapping[str, Any], page: int = -1
+    ) -> Any: ...
+
+    def page_digests(self, data: memoryview) -> list[bytes]: ...
 
     def process(self, modality: int, media: Any, options: Mapping[str, Any]) -> bytes: ...
 
@@ -124,18 +128,24 @@ def serve(link: Link, make: Callable[[protocol.Load], Processor] = load_processo
     link.send(protocol.Ready(info))
     while (received := link.receive()) is not None:
         message, body = received
-        if isinstance(message, protocol.Process):
+        if not isinstance(message, protocol.Load):
             _answer(link, processor, message, body)
     return 0
 
 
-def _answer(link: Link, processor: Processor, message: protocol.Process, body: memoryview) -> None:
-    begin = time.perf_counter()
+def _answer(
+    link: Link, processor: Processor, message: protocol.Process | protocol.Pages, body: memoryview
+) -> None:
+    begin = middle = time.perf_counter()
     try:
-        options = _options(message.options)
-        media = processor.decode(message.modality, body, options)
-        middle = time.perf_counter()
-        value = processor.process(message.modality, media, options)
+        if isinstance(message, protocol.Pages):
+            value = b"".join(processor.page_digests(body))
+            middle = time.perf_counter()
+        else:
+            options = _options(message.options)
+            media = processor.decode(message.modality, body, options, message.page)
+            middle = time.perf_counter()
+            value = processor.process(message.modality, media, options)
     except FovealError as error:
         link.send(protocol.Failed(message.job, error.code, error.message, error.param or ""))
     except MemoryError:

@@ -35,13 +35,19 @@ log = logging.getLogger(__name__)
 _STREAM_BYTES = 8 << 20
 _MAX_WORKERS = 8
 _MIN_ITEM_BYTES, _MAX_ITEM_BYTES = 512 << 20, 4 << 30
+_DOCUMENT = -1
+"""The modality of a job that asks for the digests of a document's pages."""
 _MIN_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS = 0.5, 30.0
+
+
+Data = bytes | memoryview
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Attributes: `num_workers` 0 = from the CPU quota; `max_queue` jobs may wait, half of
-    them of one client; a job that takes
-    longer than `job_timeout_seconds` is given up; `max_memory_bytes` is what one job may map."""
+    them of one client; a job that takes longer than `job_timeout_seconds` is given up, and one
+    that draws all pages of a document after `document_timeout_seconds`; `max_memory_bytes` is what
+    one job may map."""
 
     model_path: str
     namespace: bytes
@@ -49,13 +55,14 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     num_workers: int = 0
     max_queue: int = 512
     job_timeout_seconds: float = 120.0
+    document_timeout_seconds: float = 60.0
     start_timeout_seconds: float = 300.0
     max_memory_bytes: int = _MAX_ITEM_BYTES
     module: str = "foveal_runtime.frontend.media.worker_main"
 
 
 class Processed(NamedTuple):
-    """A serialised item and what it took."""
+    """A serialised item, or the digests of pages (32 bytes each), and what it took."""
 
     value: bytes
     decode_seconds: float
@@ -75,24 +82,36 @@ class Workers(Protocol):
     def queue_length(self) -> int: ...
 
     async def process(
-        self, modality: int, options: bytes, data: bytes | memoryview, client: str = ""
+        self, modality: int, options: bytes, data: Data, client: str = "", page: int = -1
     ) -> Processed: ...
+
+    async def page_digests(self, data: Data, client: str = "") -> Processed: ...
 
     async def close(self) -> None: ...
 
 
 class _Job:
-    __slots__ = ("attempts", "client", "data", "future", "modality", "options")
+    __slots__ = ("attempts", "client", "data", "future", "modality", "options", "page")
 
     def __init__(
-        self, modality: int, options: bytes, data: bytes | memoryview, client: str
+        self, modality: int, options: bytes, data: Data, client: str, page: int = -1
     ) -> None:
         self.client = client
         self.modality = modality
         self.options = options
         self.data = data
+        self.page = page
         self.attempts = 0
         self.future: asyncio.Future[Processed] = asyncio.get_running_loop().create_future()
+
+    @property
+    def kind(self) -> str:
+        return "document" if self.modality < 0 or self.page >= 0 else MODALITIES[self.modality]
+
+    def message(self, number: int) -> protocol.ToWorker:
+        if self.modality == _DOCUMENT:
+            return protocol.Pages(number)
+        return protocol.Process(number, self.modality, self.options, self.page)
 
 
 class _Turns:
@@ -154,8 +173,7 @@ class _Worker:
 
     async def ask(self, job: _Job) -> Processed:
         number, self._next_job = self._next_job, self._next_job + 1
-        message = protocol.Process(number, job.modality, job.options)
-        self._writer.write(protocol.encode(message, len(job.data)))
+        self._writer.write(protocol.encode(job.message(number), len(job.data)))
         self._writer.write(job.data)
         await self._writer.drain()
         answer, body = await self._receive()
@@ -182,12 +200,8 @@ class _Worker:
 
 
 _LINK_LOST = (
-    asyncio.IncompleteReadError,
-    ConnectionError,
-    OSError,
-    ValueError,
-    msgspec.MsgspecError,
-)
+    asyncio.IncompleteReadError, ConnectionError, OSError, ValueError, msgspec.MsgspecError,
+)  # fmt: skip
 
 
 class MediaWorkers:
@@ -232,19 +246,25 @@ class MediaWorkers:
         return [worker.process.pid for worker in self._live.values()]
 
     async def process(
-        self, modality: int, options: bytes, data: bytes | memoryview, client: str = ""
+        self, modality: int, options: bytes, data: Data, client: str = "", page: int = -1
     ) -> Processed:
-        """Decodes and processes one item; clients take turns.
+        """Decodes and processes one item, or one page of a document; clients take turns.
 
         Raises MediaInvalid, MediaTooLarge, InvalidRequest, or Overloaded when too many wait
         already. A cancelled caller's job is dropped if still queued.
         """
-        waiting, mine = len(self._jobs), self._jobs.num_of(client)
+        return await self._run(_Job(modality, options, data, client, page))
+
+    async def page_digests(self, data: Data, client: str = "") -> Processed:
+        """Draws every page of a document; 32 bytes for each. Raises as `process` does."""
+        return await self._run(_Job(_DOCUMENT, b"", data, client))
+
+    async def _run(self, job: _Job) -> Processed:
+        waiting, mine = len(self._jobs), self._jobs.num_of(job.client)
         if waiting >= self.settings.max_queue or mine >= max(1, self.settings.max_queue // 2):
             raise Overloaded(
                 f"{waiting} media items wait for a worker already, {mine} of this client"
             )
-        job = _Job(modality, options, data, client)
         self._jobs.append(job)
         await self._notify()
         return await job.future
@@ -324,16 +344,15 @@ class MediaWorkers:
                 return num_done
             job.attempts += 1
             self.num_busy += 1
+            settings, is_item = self.settings, job.modality >= 0
+            seconds = settings.job_timeout_seconds if is_item else settings.document_timeout_seconds
             try:
-                result = await asyncio.wait_for(worker.ask(job), self.settings.job_timeout_seconds)
+                result = await asyncio.wait_for(worker.ask(job), seconds)
             except asyncio.CancelledError:
                 _fail(job, Overloaded("this server is shutting down"))
                 raise
             except TimeoutError:
-                _fail(job, MediaInvalid(
-                    f"{MODALITIES[job.modality]} took longer than "
-                    f"{self.settings.job_timeout_seconds:g} s to process"
-                ))  # fmt: skip
+                _fail(job, MediaInvalid(f"{job.kind} took longer than {seconds:g} s to process"))
                 log.warning("media worker %d hung and was killed", worker.process.pid)
                 return num_done
             except _LINK_LOST as error:
@@ -352,14 +371,9 @@ class MediaWorkers:
 
     async def _retry(self, job: _Job) -> None:
         if job.attempts >= 2:
-            _fail(job, MediaInvalid(
-                f"{MODALITIES[job.modality]} cannot be processed: it ended two media workers"
-            ))  # fmt: skip
+            _fail(job, MediaInvalid(f"{job.kind} cannot be processed: it ended two media workers"))
             return
         self.retries += 1
-        await self._requeue(job)
-
-    async def _requeue(self, job: _Job) -> None:
         self._jobs.append(job, is_first=True)
         await self._notify()
 

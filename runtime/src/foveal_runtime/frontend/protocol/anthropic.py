@@ -41,6 +41,30 @@ class ImageBlock(Lenient):
     source: ImageSource
 
 
+class DocumentSource(Lenient):
+    type: Literal["base64", "url", "text", "content", "file"]
+    media_type: Annotated[str, Field(max_length=128)] | None = None
+    data: Text | None = Field(None, description="of `base64`: a PDF; of `text`: the text")
+    url: str | None = Field(None, description="of `url`: http(s)")
+    content: (
+        Text
+        | Annotated[
+            list[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]],
+            Field(max_length=4096, fail_fast=True),
+        ]
+        | None
+    ) = Field(None, description="of `content`")
+
+
+class DocumentBlock(Lenient):
+    """A PDF, whose pages become images; a text; or blocks."""
+
+    type: Literal["document"]
+    source: DocumentSource
+    title: Annotated[str, Field(max_length=4096)] | None = None
+    context: Text | None = Field(None, description="shown with the title, before the document")
+
+
 class ThinkingBlock(Lenient):
     type: Literal["thinking"]
     thinking: Text
@@ -65,7 +89,7 @@ class ResultBlock(Lenient):
     content: (
         Text
         | Annotated[
-            list[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]],
+            list[Annotated[TextBlock | ImageBlock | DocumentBlock, Field(discriminator="type")]],
             Field(max_length=4096, fail_fast=True),
         ]
         | None
@@ -73,7 +97,13 @@ class ResultBlock(Lenient):
 
 
 Content = Annotated[
-    TextBlock | ImageBlock | ThinkingBlock | RedactedBlock | CallBlock | ResultBlock,
+    TextBlock
+    | ImageBlock
+    | DocumentBlock
+    | ThinkingBlock
+    | RedactedBlock
+    | CallBlock
+    | ResultBlock,
     Field(discriminator="type"),
 ]
 
@@ -281,14 +311,41 @@ def _parts(content: str | Sequence[Lenient], path: str) -> list[dict[str, Any]]:
         elif isinstance(block, ImageBlock):
             url = _url(block.source, f"{path}[{index}].source")
             parts.append({"type": "image_url", "image_url": {"url": url}})
+        elif isinstance(block, DocumentBlock):
+            parts += _document(block, f"{path}[{index}].source")
     return parts
+
+
+def _document(block: DocumentBlock, path: str) -> list[dict[str, Any]]:
+    source = block.source
+    about = [text for text in (block.title, block.context) if text]
+    parts: list[dict[str, Any]] = [{"type": "text", "text": text} for text in about]
+    if source.type == "file":
+        raise Unsupported(
+            f"{path} names a file that a server keeps, and this one keeps none: send the document "
+            "as base64",
+            param=path,
+        )
+    if source.type == "content":
+        return parts + _parts(source.content or "", f"{path}.content")
+    if source.type == "url":
+        return [*parts, {"type": "input_file", "file_url": _given(source.url, f"{path}.url")}]
+    data = _given(source.data, f"{path}.data")
+    if source.type == "text":
+        return [*parts, {"type": "text", "text": data}]
+    url = f"data:{source.media_type or 'application/pdf'};base64,{data}"
+    return [*parts, {"type": "input_file", "file_data": url}]
+
+
+def _given(value: str | None, path: str) -> str:
+    if not value:
+        raise InvalidRequest(f"{path} is missing", param=path)
+    return value
 
 
 def _url(source: ImageSource, path: str) -> str:
     if source.type == "url":
-        if source.url is None:
-            raise InvalidRequest(f"{path}.url is missing", param=f"{path}.url")
-        return source.url
+        return _given(source.url, f"{path}.url")
     if source.data is None or source.media_type is None:
         raise InvalidRequest(f"{path} needs data and media_type", param=path)
     return f"data:{source.media_type};base64,{source.data}"

@@ -86,8 +86,37 @@ class InputAudioPart(Lenient):
     uuid: Uuid = None
 
 
+class FileContent(Lenient):
+    file_data: str | None = Field(
+        None, description="a PDF: a data: URL, its bare base64, or an http(s): URL"
+    )
+    file_url: str | None = Field(None, description="http(s): or data: URL of a PDF")
+    file_id: str | None = Field(None, description="not served: this server keeps no files")
+
+
+class FilePart(Lenient):
+    """A document; each of its pages becomes an image."""
+
+    type: Literal["file"]
+    file: FileContent
+
+
+class InputFilePart(FileContent):
+    """The same as the Responses API writes it."""
+
+    type: Literal["input_file"]
+
+
+DocumentPart = FilePart | InputFilePart
 ContentPart = Annotated[
-    TextPart | RefusalPart | ImagePart | VideoPart | AudioUrlPart | InputAudioPart,
+    TextPart
+    | RefusalPart
+    | ImagePart
+    | VideoPart
+    | AudioUrlPart
+    | InputAudioPart
+    | FilePart
+    | InputFilePart,
     Field(discriminator="type"),
 ]
 

@@ -180,6 +180,7 @@ class MediaLimits(BaseModel):
     max_bytes: int
     max_pixels: int | None = Field(None, description="of an image or a frame")
     max_seconds: float | None = Field(None, description="of a video or an audio clip")
+    max_pages: int | None = Field(None, description="of a document, whose pages are images")
 
 
 class ModelCard(BaseModel):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from foveal_runtime.frontend.items.prepared import PreparedItem, PreparedRequest
 from foveal_runtime.frontend.items.seams import EnginesLoad, MediaPart, PrepareOptions
+from foveal_runtime.frontend.items.source import GivenBytes, Page
 from foveal_runtime.plan.errors import FovealError, InvalidRequest, MediaUnknown
 from foveal_runtime.plan.media import MODALITIES, Modality
 from foveal_runtime.wire.messages import EngineOutput, FirstOutput, TokenLogprobs
@@ -158,6 +159,7 @@ class FakeInputProcessor:
     media_bytes: int = 0
     known_uuids: set[str] = field(default_factory=set)
     sources: list[FakeSource] = field(default_factory=list)
+    documents: list[MediaPart] = field(default_factory=list)
     seen: list[tuple[tuple[MediaPart, ...], PrepareOptions]] = field(default_factory=list)
 
     def placeholder_token_id(self, modality: Modality) -> int | None:
@@ -170,6 +172,13 @@ class FakeInputProcessor:
 
     def is_warm(self) -> bool:
         return self.warm
+
+    async def pages(
+        self, documents: Sequence[MediaPart], options: PrepareOptions
+    ) -> list[Sequence[Page]]:
+        """Two of each document."""
+        self.documents += documents
+        return [[Page(bytes(32), GivenBytes(b"%PDF"), i) for i in range(2)] for _ in documents]
 
     async def prepare(
         self, token_ids: list[int], parts: Sequence[MediaPart], options: PrepareOptions

@@ -24,17 +24,16 @@ from foveal_runtime.frontend.grammars.formats import (
     render_calls,
 )
 from foveal_runtime.frontend.items.seams import MediaPart, PromptPlaceholders
+from foveal_runtime.frontend.items.source import Page
 from foveal_runtime.frontend.protocol.messages import (
-    AudioUrlPart,
     ContentPart,
-    ImagePart,
-    InputAudioPart,
+    DocumentPart,
     Message,
     RefusalPart,
     TextPart,
     ToolCall,
-    VideoPart,
 )
+from foveal_runtime.frontend.text.parts import media_part
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
 from foveal_runtime.plan.errors import InvalidRequest, StartupError, Unsupported
 from foveal_runtime.plan.media import MODALITIES, Modality
@@ -209,9 +208,11 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        pages: Mapping[str, Sequence[Page]] | None = None,
     ) -> Conversation:
-        """Raises InvalidRequest when the template refuses the messages (roles out of order), when
-        a text spells a placeholder, or when a part cannot be what it says it is."""
+        """`pages` are those of each of `documents_of`. Raises InvalidRequest when the
+        template refuses the messages (roles out of order), when a text spells a placeholder, or
+        when a part cannot be what it says it is."""
         if self._template is None:
             raise Unsupported(
                 "this model has no chat template; use /v1/completions", param="messages"
@@ -219,7 +220,7 @@ class ChatTemplate:
         self._check_variables(variables or {}, messages, continue_final_message)
         parts: list[MediaPart] = []
         plain = [
-            self._plain(message, f"messages[{index}]", parts)
+            self._plain(message, f"messages[{index}]", parts, pages or {})
             for index, message in enumerate(messages)
         ]
         told: dict[str, Any] = {}
@@ -276,7 +277,13 @@ class ChatTemplate:
                 param="continue_final_message",
             )
 
-    def _plain(self, message: Message, path: str, parts: list[MediaPart]) -> dict[str, Any]:
+    def _plain(
+        self,
+        message: Message,
+        path: str,
+        parts: list[MediaPart],
+        pages: Mapping[str, Sequence[Page]],
+    ) -> dict[str, Any]:
         plain: dict[str, Any] = {"role": self._role(message.role, path)}
         for name in ("name", "tool_call_id"):
             value = getattr(message, name)
@@ -302,7 +309,7 @@ class ChatTemplate:
             if self.content_format == "parts":
                 content_out = [{"type": "text", "text": content}]
         else:
-            content_out = self._plain_parts(content, f"{path}.content", parts)
+            content_out = self._plain_parts(content, f"{path}.content", parts, pages)
         plain["content"] = content_out
         return plain
 
@@ -337,7 +344,11 @@ class ChatTemplate:
         return [*content, TextPart(type="text", text=text)]
 
     def _plain_parts(
-        self, content: Sequence[ContentPart], path: str, parts: list[MediaPart]
+        self,
+        content: Sequence[ContentPart],
+        path: str,
+        parts: list[MediaPart],
+        pages: Mapping[str, Sequence[Page]],
     ) -> str | list[dict[str, str]]:
         structured: list[dict[str, str]] = []
         joined: list[str] = []
@@ -349,12 +360,16 @@ class ChatTemplate:
                 structured.append({"type": "text", "text": text})
                 joined.append(text)
                 continue
-            media = media_part(part, where)
-            if media.modality not in self._placeholders:
-                raise Unsupported(f"this model takes no {media.modality} input", param=where)
-            parts.append(media)
-            structured.append({"type": media.modality})
-            joined.append(self._processor.placeholder_text(media.modality) or "")
+            if isinstance(part, DocumentPart):
+                media = [MediaPart(modality="image", path=where, page=p) for p in pages[where]]
+            else:
+                media = [media_part(part, where)]
+            for one in media:
+                if one.modality not in self._placeholders:
+                    raise Unsupported(f"this model takes no {one.modality} input", param=where)
+                parts.append(one)
+                structured.append({"type": one.modality})
+                joined.append(self._processor.placeholder_text(one.modality) or "")
         return structured if self.content_format == "parts" else "\n".join(joined)
 
     def _check_text(self, text: str, path: str) -> None:
@@ -389,27 +404,3 @@ class ChatTemplate:
                     param="messages",
                 )
         return token_ids
-
-
-def media_part(part: ImagePart | VideoPart | AudioUrlPart | InputAudioPart, path: str) -> MediaPart:
-    """Raises InvalidRequest when the part has neither content nor uuid."""
-    modality: Modality
-    url: str | None = None
-    if isinstance(part, ImagePart):
-        modality, field_name = "image", "image_url"
-        url = part.image_url.url if part.image_url is not None else None
-    elif isinstance(part, VideoPart):
-        modality, field_name = "video", "video_url"
-        url = part.video_url.url if part.video_url is not None else None
-    elif isinstance(part, AudioUrlPart):
-        modality, field_name = "audio", "audio_url"
-        url = part.audio_url.url if part.audio_url is not None else None
-    else:
-        modality, field_name = "audio", "input_audio"
-        audio = part.input_audio
-        url = f"data:audio/{audio.format};base64,{audio.data}" if audio is not None else None
-    if url is None and part.uuid is None:
-        raise InvalidRequest(
-            f"{path} has neither {field_name} nor uuid", param=f"{path}.{field_name}"
-        )
-    return MediaPart(modality=modality, url=url, uuid=part.uuid, path=path)

@@ -1,0 +1,87 @@
+"""Content parts of messages as media: what each claims to be and where its content is.
+
+Read by the chat template, which writes a placeholder for each, and by the request service, which
+has documents read before that. Nothing is fetched or decoded here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from foveal_runtime.frontend.items.seams import MediaPart
+from foveal_runtime.frontend.protocol.messages import (
+    AudioUrlPart,
+    DocumentPart,
+    FilePart,
+    ImagePart,
+    InputAudioPart,
+    InputFilePart,
+    Message,
+    VideoPart,
+)
+from foveal_runtime.plan.errors import InvalidRequest, Unsupported
+from foveal_runtime.plan.media import Modality
+
+_DOCUMENT_TYPES = ("application/pdf", "application/x-pdf", "application/octet-stream", "")
+
+
+def documents_of(messages: Sequence[Message]) -> dict[str, MediaPart]:
+    """The documents of the messages by the path of their part. Raises InvalidRequest."""
+    return {
+        (path := f"messages[{number}].content[{index}]"): _document(part, path)
+        for number, message in enumerate(messages)
+        if message.content is not None and not isinstance(message.content, str)
+        for index, part in enumerate(message.content)
+        if isinstance(part, DocumentPart)
+    }
+
+
+def _document(part: FilePart | InputFilePart, path: str) -> MediaPart:
+    """Raises InvalidRequest when the part has no document that this server can read."""
+    where = f"{path}.file" if isinstance(part, FilePart) else path
+    given = part.file if isinstance(part, FilePart) else part
+    if given.file_id is not None:
+        raise Unsupported(
+            f"{where}.file_id names a file that a server keeps, and this one keeps none: send the "
+            "document as file_data",
+            param=f"{where}.file_id",
+        )
+    url, name = (given.file_url, "file_url") if given.file_url else (given.file_data, "file_data")
+    if not url:
+        raise InvalidRequest(f"{where}.file_data is missing", param=f"{where}.file_data")
+    head = url[:128].lower()
+    if not head.startswith(("data:", "http:", "https:", "file:")):
+        url = f"data:application/pdf;base64,{url}"
+    elif head.startswith("data:"):
+        kind = head[5:].partition(",")[0].partition(";")[0].strip()
+        if kind not in _DOCUMENT_TYPES:
+            raise Unsupported(
+                f"{where}.{name} is {kind}; only application/pdf is served: send text as a text "
+                "part and images as image parts",
+                param=f"{where}.{name}",
+            )
+    return MediaPart(modality="image", url=url, path=f"{where}.{name}")
+
+
+def media_part(part: ImagePart | VideoPart | AudioUrlPart | InputAudioPart, path: str) -> MediaPart:
+    """Raises InvalidRequest when the part has neither content nor uuid."""
+    modality: Modality
+    url: str | None = None
+    if isinstance(part, ImagePart):
+        modality, field_name = "image", "image_url"
+        url = part.image_url.url if part.image_url is not None else None
+    elif isinstance(part, VideoPart):
+        modality, field_name = "video", "video_url"
+        url = part.video_url.url if part.video_url is not None else None
+    elif isinstance(part, AudioUrlPart):
+        modality, field_name = "audio", "audio_url"
+        url = part.audio_url.url if part.audio_url is not None else None
+    else:
+        modality, field_name = "audio", "input_audio"
+        audio = part.input_audio
+        url = f"data:audio/{audio.format};base64,{audio.data}" if audio is not None else None
+    if url is None and part.uuid is None:
+        raise InvalidRequest(
+            f"{path} has neither {field_name} nor uuid", param=f"{path}.{field_name}"
+        )
+    return MediaPart(modality=modality, url=url, uuid=part.uuid, path=path)
