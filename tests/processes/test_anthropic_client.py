@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 
 import anthropic
 import pytest
@@ -86,6 +87,62 @@ def test_tokens_are_counted_as_they_are_used(client, samples):
     counted = client.messages.count_tokens(model="tiny-vlm", **turns_of(sample))
     usage = client.messages.create(**options(sample, 1)).usage
     assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+
+
+LOOK = {
+    "name": "look", "description": "Looks for shapes in the image.",
+    "input_schema": {
+        "type": "object", "required": ["shape", "count"], "additionalProperties": False,
+        "properties": {
+            "shape": {"enum": ["circle", "square"]}, "count": {"enum": [1, 2, 3]},
+        },
+    },
+}  # fmt: skip
+
+
+def check_call(blocks):
+    [call] = [block for block in blocks if block.type == "tool_use"]
+    assert call.name == "look"
+    assert set(call.input) == {"shape", "count"}
+    assert call.input["shape"] in ("circle", "square")
+    assert call.input["count"] in (1, 2, 3)
+    return call
+
+
+def test_a_tool_s_round_trip(client, samples):
+    """Asked by name or at all, streamed or not; then the answer after the result, an image."""
+    sample = next(sample for sample in samples if sample.pictures)
+    arguments = options(sample, 600) | {"tools": [LOOK]}
+    named = {"type": "tool", "name": "look", "disable_parallel_tool_use": True}
+    asked = client.messages.create(**arguments, tool_choice=named)
+    call = check_call(asked.content)
+    assert asked.stop_reason == "tool_use"
+
+    required = {"type": "any", "disable_parallel_tool_use": True}
+    with client.messages.stream(**arguments, tool_choice=required) as stream:
+        kinds = {event.type for event in stream}
+        final = stream.get_final_message()
+    assert {"input_json", "content_block_stop"} <= kinds
+    assert check_call(final.content).input == call.input
+    assert final.stop_reason == "tool_use"
+
+    image = next(b for b in arguments["messages"][-1]["content"] if b["type"] == "image")
+    said = [{"type": "text", "text": "Seen:"}, image]
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": said, "is_error": False}
+    arguments["messages"] += [
+        {"role": "assistant", "content": asked.content}, {"role": "user", "content": [result]}
+    ]  # fmt: skip
+    answer = client.messages.create(**arguments, tool_choice={"type": "none"})
+    assert answer.content[0].type == "text"
+    assert answer.content[0].text
+    assert answer.usage.cache_read_input_tokens > 0
+
+
+def test_a_schema_binds_an_answer(client, samples):
+    bound = {"format": {"type": "json_schema", "schema": LOOK["input_schema"]}}
+    answer = client.messages.create(**options(samples[0], 600), output_config=bound)
+    assert answer.stop_reason == "end_turn"
+    assert set(json.loads(answer.content[0].text)) == {"shape", "count"}
 
 
 def test_errors_are_the_packages_own(client, samples):

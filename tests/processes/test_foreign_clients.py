@@ -25,12 +25,21 @@ SCHEMA = {
     },
 }  # fmt: skip
 EXPECTED = {
-    "litellm": {"whole", "stream", "bound"},
-    "litellm-messages": {"same"},
-    "langchain-openai": {"whole", "stream", "bound", "responses"},
-    "instructor": {"bound"},
-    "pydantic-ai": {"same", "bound"},
-}
+    "litellm": {"whole", "stream", "bound", "tools"},
+    "litellm-messages": {"same", "tools"},
+    "langchain-openai": {
+        "whole", "stream", "bound", "bound-by-call", "responses", "tools", "responses-tools",
+    },
+    "instructor": {"bound", "bound-by-call", "bound-in-parallel", "object"},
+    "pydantic-ai": {
+        "same", "bound", "bound-by-call", "responses-bound", "tools", "responses-tools",
+    },
+    "llama-index": {"whole", "stream", "bound-by-call", "tools"},
+    "lm-eval": {"said", "scores"},
+}  # fmt: skip
+OFFLINE = {
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1",
+}  # fmt: skip
 
 pytestmark = [
     pytest.mark.processes,
@@ -40,7 +49,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("client", EXPECTED)
-def test_a_client_works_as_it_is(shared, samples, longest_reply, client):
+def test_a_client_works_as_it_is(shared, samples, longest_reply, client, tmp_path):
     sample = next(sample for sample in samples if sample.pictures)
     task = {
         "client": client, "url": shared[1].url, "max_tokens": longest_reply,
@@ -48,14 +57,25 @@ def test_a_client_works_as_it_is(shared, samples, longest_reply, client):
     }  # fmt: skip
     done = subprocess.run(
         [PYTHON, SCRIPT], input=json.dumps(task), capture_output=True, text=True, timeout=200,
-        env={**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}, check=False,
+        env={**os.environ, **OFFLINE, "HF_HOME": str(tmp_path)}, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert set(found) == EXPECTED[client]
     for kind in {"whole", "stream", "responses"} & set(found):
         assert found[kind] == sample.reference, kind
-    if "bound" in found:
-        jsonschema.validate(found["bound"], SCHEMA)
+    for kind in (kind for kind in found if "bound" in kind):
+        jsonschema.validate(found[kind], SCHEMA)
+    for kind in {"tools", "responses-tools"} & set(found):
+        assert found[kind]["name"] == "look", kind
+        jsonschema.validate(found[kind]["arguments"], SCHEMA)
+        assert found[kind].get("reason", "tool_calls") == "tool_calls"
+        assert found[kind]["after"], kind
     if "same" in found:
         assert found["same"][0] == found["same"][1] != ""
+    if client == "lm-eval":
+        assert len(found["said"]) == 3
+        assert all(found["said"])
+        scores = found["scores"]
+        assert len(scores) == len(set(scores)) == 9
+        assert all(score < 0 for score in scores)

@@ -66,6 +66,39 @@ def test_schemas_bind_answers(client, samples):
     jsonschema.validate(json.loads(answer.output_text), SCHEMA)
 
 
+LOOK = {
+    "type": "function", "name": "look", "description": "Looks for shapes in the image.",
+    "strict": True, "parameters": SCHEMA,
+}  # fmt: skip
+
+
+def check_call(items):
+    [call] = [item for item in items if item.type == "function_call"]
+    assert call.name == "look"
+    jsonschema.validate(json.loads(call.arguments), SCHEMA)
+    return call
+
+
+def test_a_tool_s_round_trip(client, samples):
+    """Asked by name or at all, streamed or not; then the answer after the result, an image."""
+    sample = next(sample for sample in samples if sample.pictures)
+    arguments = options(sample, 600) | {"tools": [LOOK], "parallel_tool_calls": False}
+    named = {"type": "function", "name": "look"}
+    asked = client.responses.create(**arguments, tool_choice=named)
+    call = check_call(asked.output)
+    with client.responses.stream(**arguments, tool_choice="required") as stream:
+        pieces = [e.delta for e in stream if e.type == "response.function_call_arguments.delta"]
+        final = stream.get_final_response()
+    assert "".join(pieces) == check_call(final.output).arguments == call.arguments
+
+    image = next(p for p in arguments["input"][-1]["content"] if p["type"] == "input_image")
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": [image]}
+    arguments["input"] += [*(item.model_dump() for item in asked.output), result]
+    answer = client.responses.create(**arguments, tool_choice="none")
+    assert answer.output_text
+    assert answer.usage.input_tokens_details.cached_tokens > 0
+
+
 def test_its_own_output_is_taken_back(client, samples, longest_reply):
     """A client continues by sending the items that it got."""
     arguments = options(samples[0], longest_reply)

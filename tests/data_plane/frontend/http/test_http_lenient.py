@@ -149,6 +149,7 @@ async def test_load_ping_and_tokenizer(harness: Any) -> None:
     assert (await harness.http.get("/load")).json()["server_load"] == 0
     info = (await harness.http.get("/tokenizer_info")).json()
     assert info["special_tokens"]["eos_token"] == "<|end|>"
+    assert info["eos_token"] == "<|end|>"
     assert info["chat_template"]
     for form in ("TEXT", "JSON"):
         response = await harness.http.post(

@@ -69,13 +69,15 @@ def build_token_router(
     async def tokenizer_info() -> TokenizerInfo:
         """The tokenizer's class, size, special tokens and chat template."""
         tokenizer = service.tokenizer
-        names = tokenizer.special_tokens_map()
+        found = tokenizer.special_tokens_map()
+        names = {name: str(text) for name, text in found.items() if text is not None}
         return TokenizerInfo(
             tokenizer_class=type(tokenizer.hf).__name__,
             vocab_size=tokenizer.vocab_size,
             max_model_len=service.max_model_len(),
             chat_template=service.template.source,
-            special_tokens={name: str(text) for name, text in names.items() if text is not None},
+            special_tokens=names,
+            **{name: names.get(name) for name in ("bos_token", "eos_token", "pad_token")},
         )
 
     return router

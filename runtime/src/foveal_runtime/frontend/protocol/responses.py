@@ -211,6 +211,9 @@ class TokenizerInfo(BaseModel):
     max_model_len: int
     chat_template: str | None
     special_tokens: dict[str, str]
+    bos_token: str | None = None
+    eos_token: str | None = None
+    pad_token: str | None = None
 
 
 class LoadResponse(BaseModel):
