@@ -16,6 +16,7 @@ from foveal_operator.manifests.budget_inputs import modalities_config
 from foveal_operator.manifests.context import ENGINE_HTTP_PORT, ENGINE_PORT, Context
 from foveal_operator.manifests.model_source import model_source
 from foveal_runtime.plan.config import (
+    DEFAULT_DOCUMENT_PAGES,
     Admission,
     CurveKeys,
     EngineAddress,
@@ -24,6 +25,7 @@ from foveal_runtime.plan.config import (
     FrontendConfig,
     InjectionConfig,
     MediaSources,
+    ModalitiesConfig,
     ModelConfig,
     SchedulerConfig,
 )
@@ -48,9 +50,12 @@ ADDED: dict[tuple[str, str], object] = {
     ("admission", "upload_window_seconds"): 10.0,
     ("admission", "min_upload_bytes_per_second"): 8192,
     ("admission", "write_timeout_seconds"): 60.0,
+    ("modalities.image", "max_pages"): DEFAULT_DOCUMENT_PAGES,
+    ("modalities.video", "max_pages"): DEFAULT_DOCUMENT_PAGES,
+    ("modalities.audio", "max_pages"): DEFAULT_DOCUMENT_PAGES,
 }
 """(part, field) of documents that came after the first ones, with the value that older runtimes
-obey without knowing it; the part of the document's own fields is ""."""
+obey without knowing it; the part of the document's own fields is "", and a part's part is "a.b"."""
 _SWITCHES: dict[str, Literal["auto", "on", "off"]] = {
     "Auto": "auto", "Enabled": "on", "Disabled": "off",
 }  # fmt: skip
@@ -105,7 +110,7 @@ def engine_document(context: Context) -> EngineConfig:
             encoder_eviction="cost" if spec.caches.encoder.eviction == "Cost" else "lru",
             **_warm(spec.caches.encoder.warm_set),
         ),
-        modalities=modalities_config(spec.modalities),
+        modalities=_without_documents(modalities_config(spec.modalities)),
         bind=f"tcp://$(POD_HOST):{ENGINE_PORT}",
         http_host="$(POD_IP)",
         http_port=ENGINE_HTTP_PORT,
@@ -196,11 +201,19 @@ def document_json(config: EngineConfig | FrontendConfig) -> str:
     """
     fields = msgspec.json.decode(msgspec.json.encode(config, order="deterministic"))
     for (part, name), default in ADDED.items():
-        holder = fields.get(part, {}) if part else fields
+        holder = fields
+        for step in part.split(".") if part else ():
+            holder = holder.get(step, {})
         if name in holder and holder[name] == default:
             del holder[name]
     data = msgspec.json.encode(fields)  # in the order of the fields
     return msgspec.json.format(data, indent=2).decode() + "\n"
+
+
+def _without_documents(modalities: ModalitiesConfig) -> ModalitiesConfig:
+    """What engines need to know: documents concern frontends alone, so engines need no restart."""
+    image = msgspec.structs.replace(modalities.image, max_pages=DEFAULT_DOCUMENT_PAGES)
+    return msgspec.structs.replace(modalities, image=image)
 
 
 def _warm(warm_set: WarmSet | None) -> dict[str, Any]:
