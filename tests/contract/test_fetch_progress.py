@@ -16,8 +16,10 @@ import msgspec
 import pytest
 
 from foveal_operator.pods.metrics import Seen, read_figures, report
+from foveal_runtime.main.profile import compact, profile_model
 from foveal_runtime.main.progress import Progress, told
 from foveal_runtime.main.revision import resolved_revision
+from foveal_runtime.plan.config import ModalitiesConfig, ModalityLimits
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.fetch_progress import percent
 from tests.support.model_hub import COMMIT, Hub
@@ -102,19 +104,13 @@ def test_a_download_tells_how_far_it_is_and_which_commit_it_was(
     assert {f"GET /org/tiny/resolve/{COMMIT}/{name}" for name in large.files} <= set(large.asked)
 
 
-@pytest.mark.timeout(600)
 def test_the_profile_carries_the_commit(hub: Hub, tmp_path: Path) -> None:
     fetching = start(hub, tmp_path)
     _, said = fetching.communicate(timeout=120)
     assert fetching.returncode == 0, said
-    out = tmp_path / "profile.json"
-    command = ["profile", str(tmp_path / "model"), "--max-pixels", "100000", "--output", str(out)]
-    done = subprocess.run(
-        [sys.executable, "-m", "foveal_runtime.main.cli", *command],
-        capture_output=True, text=True, timeout=450,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert msgspec.json.decode(out.read_bytes())["revision"] == COMMIT
+    limits = ModalitiesConfig(image=ModalityLimits(max_pixels=100_000))
+    found = compact(profile_model(str(tmp_path / "model"), limits))
+    assert msgspec.json.decode(found)["revision"] == COMMIT
 
 
 def test_a_revision_that_the_hub_does_not_know(hub: Hub, tmp_path: Path) -> None:

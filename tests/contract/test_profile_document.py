@@ -27,6 +27,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.extended
 def test_the_committed_profile_is_what_the_command_writes(tmp_path: Path) -> None:
     """After a change that is meant: write it again with
     `foveal-runtime profile examples/tiny-vlm/model --max-pixels 4194304`, with "tiny-vlm" as the

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from foveal_runtime.main.revision import resolved_revision
+from foveal_runtime.model.checkpoint.weights import check_directory
 from foveal_runtime.model.cpu import threads
 from foveal_runtime.plan.config import ModalitiesConfig, ModalityLimits
 from foveal_runtime.plan.errors import StartupError
@@ -87,6 +88,7 @@ def limits_of(arguments: argparse.Namespace) -> ModalitiesConfig:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    check_directory(arguments.model)  # at once: what comes next imports for seconds
     threads.configure()
     limits = limits_of(arguments)
     processes = ProcessMemory()

@@ -11,11 +11,12 @@ files, `qweight` as AutoAWQ (GEMM) and AutoGPTQ write it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional
+
+from foveal_runtime.model.checkpoint.quantized import StoredAs
 
 BLOCK_NUMBERS = 1 << 21
 """Weights that are dequantised at a time."""
@@ -24,25 +25,6 @@ SCRATCH_BYTES = 5 * 4 * BLOCK_NUMBERS
 _STEP = 32  # outputs of a block come in multiples, so that no packed number is cut
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Which of the eight codes in a number belongs to output 0, 1, ...: AutoAWQ interleaves them."""
-
-
-class StoredAs(NamedTuple):
-    """How one layer's weight (outputs N, inputs K) is stored.
-
-    Attributes:
-        kind: one of DEQUANTIZE.
-        bits: of one code in packed kinds.
-        scale: name of the buffer with the scales.
-        rows, columns: outputs and inputs that share a scale.
-        zero_offset: what is added to stored zero points (GPTQ stores them minus 1).
-    """
-
-    kind: str
-    bits: int = 8
-    scale: str = "weight_scale"
-    rows: int = 1
-    columns: int = 1
-    zero_offset: int = 0
 
 
 class QuantizedLinear(nn.Module):  # type: ignore[misc]

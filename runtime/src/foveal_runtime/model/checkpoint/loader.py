@@ -24,6 +24,7 @@ from transformers.models.auto import modeling_auto
 from foveal_runtime.model.adapters import ADAPTERS, PLAIN_TEXT, TEXT_ADAPTERS, Adapter
 from foveal_runtime.model.checkpoint.placement import METHOD
 from foveal_runtime.model.checkpoint.quantized import check_quantization
+from foveal_runtime.model.checkpoint.weights import check_directory
 from foveal_runtime.model.context import ATTENTION_NAME
 from foveal_runtime.model.cpu.fusing import fuse
 from foveal_runtime.model.cpu.packing import own_rest, pack_linears
@@ -129,10 +130,7 @@ def prepare(model: Any, adapter: Adapter) -> LoadedModel:
 def read_config(path: str) -> Any:
     """The checkpoint's configuration. Raises StartupError, also for quantised weights that cannot
     be run; for others it names our quantiser (`placement`)."""
-    if not (Path(path) / "config.json").is_file():
-        raise StartupError(
-            f"model {path}: no config.json there; give a directory with a Hugging Face checkpoint"
-        )
+    check_directory(path)
     try:
         found = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:

@@ -13,14 +13,15 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
-from torch import nn
 
-from foveal_runtime.model.checkpoint.dequantize import StoredAs
 from foveal_runtime.model.checkpoint.weights import StoredTensor, stored_dtypes, stored_tensors
 from foveal_runtime.plan.errors import StartupError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _SIDE_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq"}
 """Files beside config.json that say the same for producers that do not write into it."""
@@ -36,6 +37,25 @@ _ALLOWED: Mapping[str, Mapping[str, set[Any]]] = {
 }  # fmt: skip
 """Method → key of its scheme → the values that are known; a key that is not there is fine."""
 _FLOATS = {"F32", "F16", "BF16"}
+
+
+class StoredAs(NamedTuple):
+    """How one layer's weight (outputs N, inputs K) is stored.
+
+    Attributes:
+        kind: one of DEQUANTIZE.
+        bits: of one code in packed kinds.
+        scale: name of the buffer with the scales.
+        rows, columns: outputs and inputs that share a scale.
+        zero_offset: what is added to stored zero points (GPTQ stores them minus 1).
+    """
+
+    kind: str
+    bits: int = 8
+    scale: str = "weight_scale"
+    rows: int = 1
+    columns: int = 1
+    zero_offset: int = 0
 
 
 class UnsupportedQuantization(StartupError):

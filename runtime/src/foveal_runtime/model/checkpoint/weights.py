@@ -30,6 +30,14 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
+def check_directory(path: str) -> None:
+    """Raises StartupError for a directory that is none, or holds no checkpoint."""
+    if not (Path(path) / "config.json").is_file():
+        raise StartupError(
+            f"model {path}: no config.json there; give a directory with a Hugging Face checkpoint"
+        )
+
+
 def weight_files(path: str) -> list[Path]:
     """The files transformers would load; other safetensors beside them (consolidated copies,
     adapters) do not count. Raises StartupError when there are none."""
