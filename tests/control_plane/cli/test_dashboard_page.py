@@ -23,7 +23,7 @@ from foveal_operator.cli.dashboard import layout
 from foveal_operator.cli.dashboard.chart import MAX_LINES, legend
 from foveal_operator.cli.dashboard.command import run
 from foveal_operator.cli.dashboard.direct import Direct
-from foveal_operator.cli.dashboard.heat import heat, step
+from foveal_operator.cli.dashboard.heat import MAX_COLUMNS, bucket_map, heat, step
 from foveal_operator.cli.dashboard.page import POLICY, About, page
 from foveal_operator.cli.dashboard.promql.evaluate import ask
 from foveal_operator.cli.dashboard.promql.samples import Line
@@ -143,8 +143,6 @@ def test_every_panel_and_table_of_the_layout_is_on_the_page_with_data() -> None:
     parts = Parts(text)
     panels = sorted(panel.title for section in layout.SECTIONS for panel in section.panels)
     assert sorted(a["data-panel"] for _, a in parts.found if "data-panel" in a) == panels
-    tables = {table.title for section in layout.SECTIONS for table in section.tables}
-    assert parts.values("data-table").keys() == tables
     assert parts.values("data-tile").keys() == {tile.title for tile in layout.HEADLINES}
     assert text.count("nothing in this time") == 0
     rows = set(parts.values("data-row"))
@@ -229,6 +227,27 @@ def test_a_heat_map_is_bounded_and_a_pair_without_values_has_no_colour() -> None
     assert f"and {10 * 3} more pairs" in text
     assert '<td data-pair="p000 → e000" title="p000 → e000: nothing">' in text
     assert "nothing in this time" in heat(source, [], [1.0])
+
+
+def test_buckets_are_a_heat_map_of_what_fell_between_two_bounds() -> None:
+    """Ten observations up to 0.1 s and 30 up to 0.5 s are 20 between the two."""
+    source = layout.panel(layout.OVERVIEW, "First tokens by time")
+    ups = {"0.05": (0.0, 0.0), "0.1": (10.0, 0.0), "0.5": (30.0, 5.0), "1.0": (30.0, 4.999),
+           "+Inf": (30.0, 5.0)}  # fmt: skip
+    lines = [Line({"le": le}, tuple(enumerate(counts))) for le, counts in ups.items()]
+    text = bucket_map(source, lines, [0.0, 1.0])
+    cells = [a for tag, a in Parts(text).found if tag == "rect"]
+    assert sorted(float(str(a["data-count"])) for a in cells) == [5, 10, 20]
+    assert re.findall(r"<title>([^<]+)</title>", text) == [
+        "00:00:00 UTC, 50 ms to 100 ms: 10",
+        "00:00:00 UTC, 100 ms to 500 ms: 20",
+        "00:00:01 UTC, 100 ms to 500 ms: 5",
+    ]
+    by_count = {float(str(a["data-count"])): str(a["class"]) for a in cells}
+    assert by_count == {10: "h5", 20: "h10", 5: "h3"}
+    assert "nothing in this time" in bucket_map(source, [], [0.0, 1.0])
+    many = [Line({"le": "+Inf"}, tuple((float(t), 1.0) for t in range(600)))]
+    assert bucket_map(source, many, [float(t) for t in range(600)]).count("<rect") <= MAX_COLUMNS
 
 
 def test_a_page_from_metrics(site: Any, tmp_path: Path, capsys: Any) -> None:

@@ -27,7 +27,7 @@ from tests.support.samples import LEGAL
 
 NOT_SHOWN = {
     # Of interest when something is examined, not at a glance.
-    "vllm:cache_config_info", "vllm:engine_sleep_state", "vllm:num_requests_waiting",
+    "vllm:cache_config_info", "vllm:engine_sleep_state",
     "vllm:prompt_tokens", "vllm:prompt_tokens_cached", "vllm:prompt_tokens_cached_by_source",
     "vllm:request_num_preemptions", "vllm:request_prompt_tokens", "vllm:request_generation_tokens",
     "vllm:request_max_num_generation_tokens", "vllm:request_params_max_tokens",
@@ -208,15 +208,52 @@ def unit_of(expr: str) -> str:
 def test_an_axis_has_one_unit(board: Board) -> None:
     """Milliseconds, requests and deaths a second shared one scale, and none could be read."""
     for panel in board.panels:
+        if panel.shape == "table":  # each column has its own
+            continue
         for own in {query.unit for query in panel.queries}:
             found = {unit_of(query.expr) for query in panel.queries if query.unit == own}
             assert len(found) == 1, (panel.title, own, found)
     for panel, raw in drawn_panels(board):
+        if panel.shape == "table":
+            continue
         overrides = raw.get("fieldConfig", {}).get("overrides", [])
         assert len(overrides) == sum(query.unit is not None for query in panel.queries)
         for one in overrides:
             ids = {value["id"] for value in one["properties"]}
             assert ids == {"unit", "custom.axisPlacement"}, panel.title
+
+
+def test_a_table_has_a_row_for_its_labels_and_a_named_column_for_each_query() -> None:
+    tables = [(panel, raw) for board in BOARDS for panel, raw in drawn_panels(board)
+              if panel.shape == "table"]  # fmt: skip
+    assert {panel.title for panel, _ in tables} == {"Each cache", "Would more memory help?", "Pods"}
+    for panel, raw in tables:
+        assert raw["type"] == "table"
+        assert [one["id"] for one in raw["transformations"]] == ["merge", "organize"]
+        columns = {}
+        for one in raw["fieldConfig"]["overrides"]:
+            properties = {value["id"]: value["value"] for value in one["properties"]}
+            columns[one["matcher"]["options"]] = (properties["displayName"], properties["unit"])
+        for query, target in zip(panel.queries, raw["targets"], strict=True):
+            assert (target["format"], target["instant"]) == ("table", True)
+            assert "range" not in target or not target["range"]
+            wanted = (query.legend, query.unit or panel.unit)
+            assert columns[f"Value #{target['refId']}"] == wanted
+            # Rows of other labels would not become one.
+            assert f"by ({','.join(panel.down)})" in query.expr, query.legend
+        assert len(columns) == len(panel.queries)
+
+
+def test_latencies_are_drawn_as_heat_maps_of_their_buckets() -> None:
+    maps = [(panel, raw) for panel, raw in drawn_panels(BOARDS[0]) if panel.shape == "buckets"]
+    assert [panel.title for panel, _ in maps] == ["First tokens by time", "Token gaps by time"]
+    for panel, raw in maps:
+        assert raw["type"] == "heatmap"
+        assert raw["options"]["calculate"] is False
+        assert raw["options"]["yAxis"]["unit"] == "s"
+        [target] = raw["targets"]
+        assert (target["format"], target["exemplar"]) == ("heatmap", True)
+        assert "sum by (le) (increase(" in panel.queries[0].expr
 
 
 def drawn_panels(board: Board) -> list[tuple[Panel, dict[str, Any]]]:

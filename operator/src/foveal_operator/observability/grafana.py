@@ -7,24 +7,29 @@ development dependency. What it writes is committed in dashboards/ and shipped a
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import msgspec
 from grafana_foundation_sdk.builders import (
     common,
     dashboard,
+    heatmap,
     prometheus,
     stat,
     statushistory,
+    table,
     timeseries,
 )
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import common as cm
 from grafana_foundation_sdk.models import dashboard as dm
+from grafana_foundation_sdk.models import heatmap as hm
+from grafana_foundation_sdk.models import prometheus as pm
 
 from foveal_operator.observability.alerts import RUNBOOKS
 from foveal_operator.observability.boards import BOARDS
 from foveal_operator.observability.boards.overview import OVERVIEW
-from foveal_operator.observability.panel import Board, Panel, Query
+from foveal_operator.observability.panel import Board, Panel, Query, Shape, Unit
 from foveal_operator.observability.promql import DASHBOARD, OPERATOR_DASHBOARD, has_exemplars
 
 _SOURCE = dm.DataSourceRef("prometheus", "${datasource}")
@@ -121,10 +126,16 @@ def _variable(name: str, chosen: str | None) -> dashboard.QueryVariable:
     )
 
 
-def _panel(panel: Panel) -> timeseries.Panel | stat.Panel | statushistory.Panel:
-    drawn = _stat() if panel.shape == "stat" else _timeseries(panel)
+Drawn = timeseries.Panel | stat.Panel | statushistory.Panel | heatmap.Panel | table.Panel
+
+
+def _panel(panel: Panel) -> Drawn:
+    make: dict[Shape, Callable[[Panel], Drawn]] = {
+        "timeseries": _timeseries, "stat": _stat, "pairs": _pairs, "buckets": _buckets,
+        "table": _table,
+    }  # fmt: skip
     made = (
-        (_pairs(panel) if panel.shape == "pairs" else drawn)
+        make[panel.shape](panel)
         .links([_runbook(name) for name in panel.runbooks])
         .title(panel.title)
         .description(panel.about)
@@ -140,7 +151,14 @@ def _panel(panel: Panel) -> timeseries.Panel | stat.Panel | statushistory.Panel:
             made = made.thresholds_style(common.GraphThresholdsStyleConfig().mode(mode))
     for number, query in enumerate(panel.queries):
         ref = chr(ord("A") + number)
-        made = made.with_target(_query(query, ref))
+        target = _query(query, ref)
+        if panel.shape == "buckets":
+            target = target.format(pm.PromQueryFormat.HEATMAP)
+        if panel.shape == "table":
+            made = made.with_target(target.instant().format(pm.PromQueryFormat.TABLE))
+            made = made.override_by_name(f"Value #{ref}", _column(query, panel.unit))
+            continue
+        made = made.with_target(target)
         if query.unit is not None:
             own = (("unit", query.unit), ("custom.axisPlacement", "right"))
             made = made.override_by_query(
@@ -199,7 +217,31 @@ def _pairs(panel: Panel) -> statushistory.Panel:
     return made if panel.top is None else made.max(panel.top).min(0)
 
 
-def _stat() -> stat.Panel:
+def _buckets(panel: Panel) -> heatmap.Panel:
+    """Prometheus counts the buckets; Grafana takes the differences."""
+    unit = heatmap.YAxisConfig().unit(panel.unit)
+    colours = heatmap.HeatmapColorOptions().mode(hm.HeatmapColorMode.SCHEME).scheme("Blues")
+    return heatmap.Panel().calculate(False).y_axis(unit).color(colours.steps(32).exponent(0.5))
+
+
+def _table(panel: Panel) -> table.Panel:
+    """Rows of all queries with the same labels become one."""
+    return table.Panel().with_transformation(
+        dm.DataTransformerConfig("merge", options={})
+    ).with_transformation(
+        dm.DataTransformerConfig("organize", options={"excludeByName": {"Time": True}})
+    )  # fmt: skip
+
+
+def _column(query: Query, otherwise: Unit) -> list[dm.DynamicConfigValue]:
+    unit = query.unit or otherwise
+    found: list[tuple[str, object]] = [("displayName", query.legend), ("unit", unit)]
+    if unit == "percentunit":
+        found += [("min", 0), ("max", 1), ("custom.cellOptions", {"type": "gauge"})]
+    return [dm.DynamicConfigValue(key, value) for key, value in found]
+
+
+def _stat(panel: Panel) -> stat.Panel:
     return stat.Panel().reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 Unit = Literal["short", "bytes", "Bps", "s", "percentunit", "reqps", "ops", "celsius"]
-Shape = Literal["timeseries", "stat", "pairs"]
+Shape = Literal["timeseries", "stat", "pairs", "buckets", "table"]
 
 
 class Query(msgspec.Struct, frozen=True):
@@ -21,7 +21,9 @@ class Query(msgspec.Struct, frozen=True):
 class Panel(msgspec.Struct, frozen=True, kw_only=True):
     """One panel. `width` is of 24; Yellow begins at `warn`, red at `bad`; below
     them where bad < warn. A panel of pairs has one value for each combination of the labels `down`
-    and `across`, and is drawn as a heat map. `runbooks` are alerts whose pages the panel links."""
+    and `across`, and is drawn as a heat map. One of buckets shows those of a histogram over time.
+    A table has a row for each combination of the labels `down` and a column for each query, with
+    the newest value. `runbooks` are alerts whose pages the panel links."""
 
     title: str
     about: str
@@ -86,4 +88,28 @@ def pairs(
     return Panel(
         title=title, about=about, queries=(Query(*query),), unit=unit, shape="pairs",
         **more,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def buckets(title: str, about: str, expr: str, unit: Unit = "s", **more: object) -> Panel:
+    """A heat map of a histogram over time: `expr` counts its buckets by `le`."""
+    return Panel(
+        title=title, about=about, queries=(Query(expr, "{{le}}"),), unit=unit, shape="buckets",
+        **more,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def table(
+    title: str,
+    about: str,
+    down: tuple[str, ...],
+    *columns: tuple[str, str] | tuple[str, str, Unit],
+    width: int = 24,
+    **more: object,
+) -> Panel:
+    """Newest values; each column is (expression by the labels `down`, heading[, unit]). Shares are
+    drawn with a bar."""
+    return Panel(
+        title=title, about=about, queries=tuple(Query(*column) for column in columns),
+        shape="table", down=down, width=width, **more,  # type: ignore[arg-type]
     )  # fmt: skip

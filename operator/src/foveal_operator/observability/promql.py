@@ -105,6 +105,11 @@ class Scope(msgspec.Struct, frozen=True):
         top = self.rate(name, by, "sum", **labels)
         return f"{top} / {self.rate(name, by, 'count', **labels)}"
 
+    def buckets(self, name: str, /, **labels: str) -> str:
+        """How many observations of the window were at most each bound, by `le`."""
+        inner = f"increase({self.series(name, 'bucket', **labels)}[{self.window}])"
+        return f"sum by (le) ({inner})"
+
     def quantile(self, q: float, name: str, by: str = "", /, **labels: str) -> str:
         _check_labels(name, by)
         over = ",".join(filter(None, ("le", by)))

@@ -1,8 +1,9 @@
-"""A panel of pairs as a heat map: who sends down, who receives across, the newest value in each
-cell, and its colour. Pure.
+"""Heat maps: pairs, and buckets of a histogram over time. Pure.
 
-Used by page.py. A table, so that it can be read without colours, scrolls on a phone, and needs no
-style attribute: the steps of colour are classes of page.py.
+Used by page.py. Pairs are a table of newest values, who sends down and who receives across, so that
+it can be read without colours and scrolls on a phone. Buckets are drawn: time across, a row for
+each bound, darker where more observations fell between two bounds. No style attribute is needed:
+the steps of colour are classes of the page's sheet.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import math
 from collections.abc import Sequence
 from html import escape
 
+import msgspec
+
 from foveal_operator.cli.dashboard.promql.samples import Line
-from foveal_operator.cli.dashboard.scales import text_of, value_axis
+from foveal_operator.cli.dashboard.scales import clock_text, text_of, time_axis, value_axis
 from foveal_operator.observability.panel import Panel
 
 NUM_STEPS = 10
@@ -97,3 +100,91 @@ def _scale(panel: Panel, top: float) -> str:
         f'<div class="ramp" aria-hidden="true"><span>{text_of(0.0, panel.unit)}</span>{swatches}'
         f"<span>{text_of(top, panel.unit)}</span></div>"
     )
+
+
+MAX_COLUMNS = 90
+"""Times across at most; of more, each second or third is drawn."""
+_ROW, _LEFT, _BELOW = 15, 13, 22
+"""Height of a row, share of the width for the bounds (percent), room for the times."""
+_NOTHING = '<div class="none">nothing in this time</div>'
+
+Counts = dict[tuple[int, float], float]
+"""(row of the bound, time) to the observations between the bound before and this one."""
+
+
+def bucket_map(panel: Panel, lines: Sequence[Line], times: Sequence[float]) -> str:
+    """A card with the histogram over time, from counts up to each bound (`le`)."""
+    shown = set(times[:: -math.ceil(len(times) / MAX_COLUMNS)]) if times else set()
+    rows, counts = _between(lines, shown)
+    inner = _drawn(panel, rows, counts, sorted(shown)) if counts else _NOTHING
+    return (
+        f'<section class="card chart buckets" data-panel="{escape(panel.title)}">'
+        f"<h3>{escape(panel.title)}</h3><p>{escape(panel.about)}</p>{inner}</section>"
+    )
+
+
+def _between(lines: Sequence[Line], times: set[float]) -> tuple[list[tuple[float, float]], Counts]:
+    """Rows as (lower, upper bound), from the first to the last with an observation."""
+    of = {float(line.labels["le"]): dict(line.points) for line in lines if "le" in line.labels}
+    uppers = sorted(of)
+    counts: Counts = {}
+    for moment in times:
+        below = 0.0
+        for row, upper in enumerate(uppers):
+            value = of[upper].get(moment, math.nan)
+            # Increases of single buckets are estimates, and may be slightly out of step.
+            if value - below > 1e-9:
+                counts[row, moment] = value - below
+                below = value
+    used = [row for row, _ in counts]
+    first, last = min(used, default=0), max(used, default=-1)
+    rows = list(zip([0.0, *uppers], uppers, strict=False))[first : last + 1]
+    return rows, {(row - first, moment): value for (row, moment), value in counts.items()}
+
+
+def _drawn(
+    panel: Panel, rows: list[tuple[float, float]], counts: Counts, times: Sequence[float]
+) -> str:
+    height, width, top = _ROW * len(rows), 1000 / len(times), max(counts.values())
+    places = {moment: number * width for number, moment in enumerate(times)}
+    cells = []
+    for (row, moment), value in sorted(counts.items()):
+        lower, upper = (text_of(bound, panel.unit) for bound in rows[row])
+        told = f"{clock_text(moment)[11:]}, {lower} to {upper}: {text_of(value)}"
+        cells.append(
+            f'<rect class="h{step(value, top)}" x="{places[moment]:.1f}" '
+            f'y="{_ROW * (len(rows) - 1 - row)}" width="{width:.1f}" height="{_ROW}" '
+            f'data-count="{value!r}"><title>{escape(told)}</title></rect>'
+        )
+    inside = (
+        f'<svg x="{_LEFT}%" y="0" width="{100 - _LEFT}%" height="{height}" '
+        f'viewBox="0 0 1000 {height}" preserveAspectRatio="none">{"".join(cells)}</svg>'
+    )
+    return (
+        f'<svg class="plot" height="{height + _BELOW}" role="img" '
+        f'aria-label="{escape(panel.title)}">{inside}{_labels(panel, rows, times, height)}</svg>'
+        + _scale(msgspec.structs.replace(panel, unit="short"), top)
+    )
+
+
+def _labels(
+    panel: Panel, rows: list[tuple[float, float]], times: Sequence[float], height: int
+) -> str:
+    every = math.ceil(len(rows) / 9)
+    found = []
+    for row, (_, upper) in enumerate(rows):
+        if row % every == 0:
+            text = "more" if math.isinf(upper) else text_of(upper, panel.unit)
+            found.append(
+                f'<text x="{_LEFT - 1}%" y="{_ROW * (len(rows) - row) - 4}" '
+                f'text-anchor="end">{text}</text>'
+            )
+    across = time_axis(times)
+    for moment, text in across.ticks:
+        share = across.share(moment)
+        if 0.05 <= share <= 0.95:
+            found.append(
+                f'<text x="{_LEFT + (100 - _LEFT) * share:.1f}%" y="{height + 16}" '
+                f'text-anchor="middle">{text}</text>'
+            )
+    return "".join(found)

@@ -1,4 +1,4 @@
-"""Contents of the page: panels chosen from the dashboards, and tables of their queries. Pure.
+"""Contents of the page: panels chosen from the dashboards. Pure.
 
 Panels are named by board and title, so that the page and Grafana never differ in a query; a test
 holds every name. Used by job.py and page.py.
@@ -7,13 +7,11 @@ holds every name. Used by job.py and page.py.
 from __future__ import annotations
 
 import re
-from typing import Literal
 
 import msgspec
 
 from foveal_operator.observability.boards.caches import CACHES
 from foveal_operator.observability.boards.encoder import ENCODER
-from foveal_operator.observability.boards.memory import MEMORY
 from foveal_operator.observability.boards.mirror import MIRROR
 from foveal_operator.observability.boards.overview import OVERVIEW
 from foveal_operator.observability.panel import Board, Panel, Unit
@@ -39,29 +37,9 @@ class Tile(msgspec.Struct, frozen=True):
     more: tuple[Figure, ...] = ()
 
 
-class Column(msgspec.Struct, frozen=True, kw_only=True):
-    """`bar` draws the value as a share of 1."""
-
-    label: str
-    expr: str
-    unit: Unit = "short"
-    bar: bool = False
-
-
-class Table(msgspec.Struct, frozen=True, kw_only=True):
-    """One row for each value of `keys`; a cell is the query's newest value there."""
-
-    title: str
-    about: str
-    keys: tuple[str, ...]
-    columns: tuple[Column, ...]
-
-
 class Section(msgspec.Struct, frozen=True, kw_only=True):
     title: str
-    panels: tuple[Panel, ...] = ()
-    tables: tuple[Table, ...] = ()
-    kind: Literal["charts", "tables"] = "charts"
+    panels: tuple[Panel, ...]
 
 
 def panel(board: Board, title: str) -> Panel:
@@ -78,12 +56,6 @@ def _figure(board: Board, title: str, label: str = "", number: int = 0) -> Figur
 
 def _tile(title: str, board: Board, source: str, *more: Figure) -> Tile:
     return Tile(title, panel(board, source).about, _figure(board, source), more)
-
-
-def _column(label: str, board: Board, title: str, number: int = 0, bar: bool = False) -> Column:
-    source = panel(board, title)
-    unit, expr = source.unit, source.queries[number].expr
-    return Column(label=label, expr=expr, unit=unit, bar=bar)
 
 
 _TTFT = panel(OVERVIEW, "Time to first token")
@@ -116,61 +88,11 @@ HEADLINES = (
           _figure(OVERVIEW, "Engines ready", "engines ready")),
 )  # fmt: skip
 
-_BY = "cache,tier"
-CACHE_TABLE = Table(
-    title="Each cache",
-    about="All processes together. KV memory is counted in blocks, the others in bytes.",
-    keys=("cache", "tier"),
-    columns=(
-        Column(label="hit ratio", unit="percentunit", bar=True,
-               expr=D.ratio("foveal_cache_hits", "foveal_cache_queries", _BY)),
-        Column(label="lookups/s", expr=D.rate("foveal_cache_queries", _BY)),
-        _column("held", CACHES, "Held"),
-        _column("budget", CACHES, "Budget"),
-        Column(label="used", unit="percentunit", bar=True,
-               expr=D.total("foveal_cache_bytes", _BY) + " / "
-               + D.total("foveal_cache_capacity_bytes", _BY)),
-        _column("entries", CACHES, "Entries"),
-        Column(label="evictions/s", expr=D.rate("foveal_cache_evictions", _BY)),
-    ),
-)  # fmt: skip
-GHOST_TABLE = Table(
-    title="Would more memory help?",
-    about="Estimated hit ratio over the recent past, were the cache this many times its size.",
-    keys=("cache",),
-    columns=tuple(
-        Column(label=f"× {factor}", unit="percentunit",
-               expr=D.total("foveal_cache_estimated_hit_ratio", "cache", how="avg",
-                            factor=factor))
-        for factor in ("0.5", "1", "2", "4")
-    ),
-)  # fmt: skip
-POD_TABLE = Table(
-    title="Pods",
-    about="Newest values. Used and limit are the container's, where it has a limit.",
-    keys=("pod",),
-    columns=(
-        Column(label="in flight", expr=D.total("foveal_requests_inflight", "pod")),
-        Column(label="running", expr=D.total("vllm:num_requests_running", "pod")),
-        Column(label="waiting", expr=D.total("vllm:num_requests_waiting", "pod")),
-        _column("KV in use", OVERVIEW, "KV memory and preemptions", bar=True),
-        Column(label="caches held", unit="bytes", expr=D.total("foveal_cache_bytes", "pod")),
-        Column(label="resident", unit="bytes",
-               expr=D.total("process_resident_memory_bytes", "pod")),
-        Column(label="used", unit="bytes",
-               expr=D.total("foveal_memory_used_bytes", "pod", how="max") + " > 0"),
-        _column("limit", MEMORY, "Measured and limit", 1),
-        Column(label="CPU cores", expr=D.rate("process_cpu_seconds", "pod")),
-        Column(label="up for", unit="s",
-               expr="time() - " + D.total("process_start_time_seconds", "pod", how="max")),
-    ),
-)  # fmt: skip
-
 SECTIONS = (
     Section(title="Requests", panels=tuple(
         panel(OVERVIEW, title) for title in
-        ("Finished", "Time to first token", "Between tokens", "Time by stage",
-         "Errors and refusals", "In flight"))),
+        ("Finished", "Time to first token", "Between tokens", "First tokens by time",
+         "Token gaps by time", "Time by stage", "Errors and refusals", "In flight"))),
     Section(title="What the caches save", panels=(
         panel(OVERVIEW, "Time to first token by media"),
         panel(OVERVIEW, "Hit ratio by cache"),
@@ -178,7 +100,8 @@ SECTIONS = (
         panel(OVERVIEW, "Work saved"),
         panel(CACHES, "Used share of the budget"),
         panel(CACHES, "Evictions"))),
-    Section(title="Caches", kind="tables", tables=(CACHE_TABLE, GHOST_TABLE)),
+    Section(title="Caches", panels=(
+        panel(CACHES, "Each cache"), panel(CACHES, "Would more memory help?"))),
     Section(title="Mirror health", panels=(
         panel(MIRROR, "Sent as hash only, by pair"),
         panel(MIRROR, "Values requested"),
@@ -192,7 +115,7 @@ SECTIONS = (
     Section(title="Queue and KV memory", panels=(
         panel(OVERVIEW, "Requests"), panel(OVERVIEW, "Tokens"),
         panel(CACHES, "KV blocks"))),
-    Section(title="Pods", kind="tables", tables=(POD_TABLE,)),
+    Section(title="Pods", panels=(panel(OVERVIEW, "Pods"),)),
 )  # fmt: skip
 
 
@@ -219,5 +142,4 @@ def expressions() -> list[str]:
     found = [one.expr for tile in HEADLINES for one in (tile.main, *tile.more)]
     for section in SECTIONS:
         found += [query.expr for one in section.panels for query in one.queries]
-        found += [column.expr for table in section.tables for column in table.columns]
     return list(dict.fromkeys(found))

@@ -15,7 +15,7 @@ from html import escape
 import msgspec
 
 from foveal_operator.cli.dashboard.chart import chart, named_lines, sparkline
-from foveal_operator.cli.dashboard.heat import NUM_STEPS, heat
+from foveal_operator.cli.dashboard.heat import NUM_STEPS, bucket_map, heat
 from foveal_operator.cli.dashboard.layout import HEADLINES, SECTIONS, Figure, Section, Tile
 from foveal_operator.cli.dashboard.promql.samples import Line
 from foveal_operator.cli.dashboard.scales import clock_text, text_of
@@ -78,7 +78,7 @@ overflow-wrap:anywhere}
 .legend .key{flex:none}
 .none{height:186px;display:grid;place-items:center;color:var(--soft);
 font-size:13px;border-bottom:1px solid var(--base)}
-.tables{display:grid;gap:12px}
+.charts .table{grid-column:1/-1}
 .scroll{overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-size:13px;font-variant-numeric:tabular-nums}
 th{font-weight:550;color:var(--soft);text-align:right;padding:4px 10px;white-space:nowrap}
@@ -125,6 +125,7 @@ def _steps() -> str:
     """From the card's own colour to one on which the page's ink is still read well."""
     return "".join(
         f".h{n}{{background:rgba(var(--heat),{0.04 + 0.56 * n / NUM_STEPS:.2f})}}"
+        f"rect.h{n}{{fill:rgba(var(--heat),{0.04 + 0.86 * n / NUM_STEPS:.2f})}}"
         for n in range(NUM_STEPS + 1)
     )
 
@@ -240,16 +241,17 @@ def _level(figure: Figure, value: float) -> str:
 
 
 def _section(section: Section, times: Sequence[float], ask: Ask) -> str:
-    if section.kind == "tables":
-        inner = "".join(table(one, times, ask) for one in section.tables)
-    else:
-        inner = "".join(_panel(panel, times, ask) for panel in section.panels)
-    return f'<h2>{escape(section.title)}</h2><div class="{section.kind}">{inner}</div>'
+    inner = "".join(_panel(panel, times, ask) for panel in section.panels)
+    return f'<h2>{escape(section.title)}</h2><div class="charts">{inner}</div>'
 
 
 def _panel(panel: Panel, times: Sequence[float], ask: Ask) -> str:
     if panel.shape == "pairs":
         return heat(panel, ask(panel.queries[0].expr), times)
+    if panel.shape == "buckets":
+        return bucket_map(panel, ask(panel.queries[0].expr), times)
+    if panel.shape == "table":
+        return table(panel, times, ask)
     parts = []
     for own in dict.fromkeys(query.unit for query in panel.queries):  # an axis each
         part = msgspec.structs.replace(

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from html import escape
 
-from foveal_operator.cli.dashboard.layout import Column, Table
 from foveal_operator.cli.dashboard.promql.samples import Line
 from foveal_operator.cli.dashboard.scales import text_of
+from foveal_operator.observability.panel import Panel, Query, Unit
 
 MAX_ROWS = 200
 _BAR = 56
@@ -16,18 +16,18 @@ _BAR = 56
 Row = tuple[str, ...]
 
 
-def table(one: Table, times: Sequence[float], ask: Callable[[str], Sequence[Line]]) -> str:
+def table(one: Panel, times: Sequence[float], ask: Callable[[str], Sequence[Line]]) -> str:
     """A card with the table; rows in order of their names."""
     end = times[-1] if times else math.inf
-    columns = [_values(column, one.keys, end, ask) for column in one.columns]
+    columns = [_values(column, one.down, end, ask) for column in one.queries]
     rows = sorted({row for values in columns for row in values if any(row)})
     shown = [i for i, values in enumerate(columns) if values]
-    heads = [f'<th class="key" scope="col">{escape(key)}</th>' for key in one.keys]
-    heads += [f'<th scope="col">{escape(one.columns[i].label)}</th>' for i in shown]
+    heads = [f'<th class="key" scope="col">{escape(key)}</th>' for key in one.down]
+    heads += [f'<th scope="col">{escape(one.queries[i].legend)}</th>' for i in shown]
     body = "".join(
         f'<tr data-row="{escape(" ".join(filter(None, row)))}">'
         + "".join(f'<td class="key">{escape(part)}</td>' for part in row)
-        + "".join(_cell(one.columns[i], columns[i].get(row, math.nan)) for i in shown)
+        + "".join(_cell(one.queries[i], one.unit, columns[i].get(row, math.nan)) for i in shown)
         + "</tr>"
         for row in rows[:MAX_ROWS]
     )
@@ -39,13 +39,13 @@ def table(one: Table, times: Sequence[float], ask: Callable[[str], Sequence[Line
         else '<div class="none">nothing in this time</div>'
     )
     return (
-        f'<section class="card table" data-table="{escape(one.title)}"><h3>{escape(one.title)}'
+        f'<section class="card table" data-panel="{escape(one.title)}"><h3>{escape(one.title)}'
         f"</h3><p>{escape(one.about)}</p>{inner}</section>"
     )
 
 
 def _values(
-    column: Column, keys: tuple[str, ...], end: float, ask: Callable[[str], Sequence[Line]]
+    column: Query, keys: tuple[str, ...], end: float, ask: Callable[[str], Sequence[Line]]
 ) -> dict[Row, float]:
     return {
         tuple(line.labels.get(key, "") for key in keys): line.newest(end)
@@ -53,11 +53,12 @@ def _values(
     }
 
 
-def _cell(column: Column, value: float) -> str:
-    drawn = _bar(value) if column.bar and math.isfinite(value) else ""
+def _cell(column: Query, otherwise: Unit, value: float) -> str:
+    unit = column.unit or otherwise
+    drawn = _bar(value) if unit == "percentunit" and math.isfinite(value) else ""
     return (
-        f'<td data-column="{escape(column.label)}" data-value="{value!r}">'
-        f"{text_of(value, column.unit)}{drawn}</td>"
+        f'<td data-column="{escape(column.legend)}" data-value="{value!r}">'
+        f"{text_of(value, unit)}{drawn}</td>"
     )
 
 

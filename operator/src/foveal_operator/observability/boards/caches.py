@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from foveal_operator.observability.panel import Board, Panel, Row, graph
+from foveal_operator.observability.panel import Board, Panel, Row, graph, table
 from foveal_operator.observability.promql import DASHBOARD as D
 
 _SHARE = (
@@ -21,6 +21,20 @@ def _ghosts(cache: str, name: str) -> Panel:
         unit="percentunit", top=1, width=6,
     )  # fmt: skip
 
+
+_EACH = Row("Each cache", (
+    table("Each cache", "All processes together. KV memory is counted in blocks, the others in "
+          "bytes.", ("cache", "tier"),
+          (D.ratio("foveal_cache_hits", "foveal_cache_queries", "cache,tier"), "hit ratio",
+           "percentunit"),
+          (D.rate("foveal_cache_queries", "cache,tier"), "lookups/s"),
+          (D.total("foveal_cache_bytes", "cache,tier"), "held", "bytes"),
+          (D.total("foveal_cache_capacity_bytes", "cache,tier"), "budget", "bytes"),
+          (D.total("foveal_cache_bytes", "cache,tier") + " / "
+           + D.total("foveal_cache_capacity_bytes", "cache,tier"), "used", "percentunit"),
+          (D.total("foveal_cache_entries", "cache,tier"), "entries"),
+          (D.rate("foveal_cache_evictions", "cache,tier"), "evictions/s")),
+))  # fmt: skip
 
 _SIZE = Row("Budget and use", (
     graph("Held", "Bytes in each cache, all pods together.",
@@ -80,11 +94,15 @@ _SIZES = Row("Would more memory help?", (
     _ghosts("ipc", "value pool"),
     _ghosts("encoder", "encoder cache"),
     _ghosts("kv", "prefix cache"),
+    table("Would more memory help?", "Estimated hit ratio over the recent past, were the cache "
+          "this many times its size.", ("cache",),
+          *((D.total("foveal_cache_estimated_hit_ratio", "cache", how="avg", factor=factor),
+             f"× {factor}", "percentunit") for factor in ("0.5", "1", "2", "4"))),
 ))  # fmt: skip
 
 CACHES = Board(
     uid="foveal-caches",
     title="Foveal / Caches",
     about="Every cache against its budget, what it finds, and what another size would find.",
-    rows=(_SIZE, _HITS, _TURNOVER, _SIZES),
+    rows=(_EACH, _SIZE, _HITS, _TURNOVER, _SIZES),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from foveal_operator.observability.panel import Board, Row, graph, stat
+from foveal_operator.observability.panel import Board, Row, buckets, graph, stat, table
 from foveal_operator.observability.promql import DASHBOARD as D
 from foveal_operator.observability.promql import REQUESTS
 
@@ -53,6 +53,10 @@ _REQUESTS = Row("Requests", (
           (D.quantile(0.95, "foveal_first_token_seconds", "media"), "{{media}} p95"), unit="s"),
     graph("Between tokens", "Between two outputs of a sequence.",
           (D.quantile(0.5, _ITL), "p50"), (D.quantile(0.95, _ITL), "p95"), unit="s"),
+    buckets("First tokens by time", "Requests by the time to their first token; a row ends at "
+            "the time beside it.", D.buckets(_TTFT)),
+    buckets("Token gaps by time", "Outputs by the time since the one before; a row ends at the "
+            "time beside it.", D.buckets(_ITL)),
     graph("Time by stage", "Mean seconds of a request in each part.",
           (D.mean("foveal_request_media_seconds"), "media"),
           (D.mean("vllm:request_queue_time_seconds"), "queue"),
@@ -110,9 +114,24 @@ _ENGINES = Row("Engines", (
            "{{pod}} {{gpu}} free"), unit="bytes"),
 ))  # fmt: skip
 
+_PODS = Row("Pods", (
+    table("Pods", "Newest values. Used and limit are the container's, where it has a limit.",
+          ("pod",),
+          (D.total("foveal_requests_inflight", "pod"), "in flight"),
+          (D.total("vllm:num_requests_running", "pod"), "running"),
+          (D.total("vllm:num_requests_waiting", "pod"), "waiting"),
+          (D.total("vllm:kv_cache_usage_perc", "pod", how="max"), "KV in use", "percentunit"),
+          (D.total("foveal_cache_bytes", "pod"), "caches held", "bytes"),
+          (D.total("process_resident_memory_bytes", "pod"), "resident", "bytes"),
+          (D.total("foveal_memory_used_bytes", "pod", how="max") + " > 0", "used", "bytes"),
+          (D.total("foveal_memory_limit_bytes", "pod", how="max") + " > 0", "limit", "bytes"),
+          (D.rate("process_cpu_seconds", "pod"), "CPU cores"),
+          ("time() - " + D.total("process_start_time_seconds", "pod", how="max"), "up for", "s")),
+))  # fmt: skip
+
 OVERVIEW = Board(
     uid="foveal-overview",
     title="Foveal / Overview",
     about="Is it serving, how fast, and what do the caches save.",
-    rows=(_NOW, _REQUESTS, _SAVED, _ENGINES),
+    rows=(_NOW, _REQUESTS, _SAVED, _ENGINES, _PODS),
 )
