@@ -22,6 +22,21 @@ def test_every_reason_has_its_heading() -> None:
         assert reason.action in text
 
 
+def test_troubleshooting_names_each_reason_that_asks_for_something() -> None:
+    """Once, with its link and the action that the operator's message gives."""
+    text = (DOCS / "how-to" / "troubleshooting.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("| [")]
+    named = {row.split("]")[0][3:]: row for row in rows}
+    assert len(named) == len(rows)
+    # A pod in a queue asks for nothing, and looks like one that cannot be scheduled.
+    wanted = {reason.name for reason in reasons.ALL if reason.action} | {reasons.QUEUED.name}
+    assert named.keys() == wanted
+    for reason in reasons.ALL:
+        if reason.name in named:
+            assert f"(../reference/reasons.md#{reason.name.lower()})" in named[reason.name]
+            assert reason.action in named[reason.name]
+
+
 def test_every_misfit_is_in_the_budgets_page() -> None:
     text = (DOCS / "reference" / "budgets.md").read_text(encoding="utf-8")
     source = Path(__file__).parents[2] / "runtime/src/foveal_runtime/plan/budget"
