@@ -218,3 +218,30 @@ def test_a_choice_that_may_be_null(name, tokenizer, library):
     tokens = tokenizer.encode(text, add_special_tokens=False)
     assert all(matcher.consume_token(token) for token in tokens)
     assert matcher.is_accepting()
+
+
+@pytest.mark.parametrize("name", [name for name, row in FORMATS.items() if not row.marker])
+@pytest.mark.parametrize("blanks", ["", "\n", " \t\r\n\n"])
+def test_blanks_hide_no_call_from_the_grammar(name, blanks, tokenizer, library):
+    """Regression: the parser leaves leading blanks out and took what came behind for a call, where
+    the grammar took blanks for the beginning of text, in which anything goes."""
+    row = FORMATS[name]
+    schemas = {"look": {"type": "object", "properties": {"n": {"type": "integer"}},
+                        "required": ["n"], "additionalProperties": False}}  # fmt: skip
+    turn = turn_of(row, schemas, tokenizer)
+
+    def matcher():
+        found = LLMatcher(library, grammar_of(turn, "auto"))
+        assert not found.get_error()
+        return found
+
+    call = blanks + render_calls(row, [("look", {"n": 3})], schemas)
+    ids = tokenizer.encode(call, add_special_tokens=False)
+    assert matcher().validate_tokens(ids) == len(ids)
+    wrong = tokenizer.encode(call.replace("3", "wrong"), add_special_tokens=False)
+    assert matcher().validate_tokens(wrong) < len(wrong)
+    text = tokenizer.encode(f"{blanks}[not a call", add_special_tokens=False)
+    assert matcher().validate_tokens(text) == len(text)
+    content, _, calls = read(turn, [call])
+    assert not content.strip()
+    assert len(calls) == 1

@@ -227,6 +227,8 @@ def _render_arguments(row: Format, arguments: Mapping[str, Any], raw: Mapping[st
     return row.param_separator.join(parts)
 
 
+BLANKS = " \t\r\n"
+"""What may stand before a call that is the whole answer, and is no part of it."""
 PYTHON_NAMES: Mapping[Any, str] = {True: "True", False: "False", None: "None"}
 
 

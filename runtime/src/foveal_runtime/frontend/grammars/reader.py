@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from foveal_runtime.frontend.grammars.formats import (
+    BLANKS,
     GEMMA_QUOTE,
     INDEX,
     Format,
@@ -162,7 +163,7 @@ class Reader:
 
     def _read_start(self) -> str:
         """Reasoning that the model begins itself, or a call that is the whole answer."""
-        text = self._buffer.lstrip()
+        text = self._buffer.lstrip(BLANKS)
         if self._start and text.startswith(self._start.rstrip()):
             self._buffer = text[len(self._start.rstrip()) :]
             self._state = self._read_thought
@@ -207,7 +208,7 @@ class Reader:
 
     # ---- calls ----------------------------------------------------------------------------------
     def _read_opening(self) -> str:
-        text = self._buffer if self._marker or self.num_calls else self._buffer.lstrip()
+        text = self._buffer if self._marker or self.num_calls else self._buffer.lstrip(BLANKS)
         known = self._next if self.num_calls else self._first
         for opening, name in known.items():
             if text.startswith(opening):

@@ -24,6 +24,7 @@ from foveal_runtime.frontend.grammars.formats import (
 from foveal_runtime.frontend.grammars.schema import SchemaError
 
 _ANY = r"(.|\n)*"
+_BLANKS = r" \t\r\n"  # formats.BLANKS as a pattern
 _KEY = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _LOCAL_REF = re.compile(r'"\$ref": "#(?!/\$defs/|/definitions/)')
 _NOT_IN_TEXT = ("pattern", "format")
@@ -108,7 +109,8 @@ class _Writer:
         """A terminal of text that begins with none of the patterns."""
         if self._think is not None and not self._think["is_open"]:
             never = (*never, _escaped(self._think["start"]))
-        return " & ".join([f"/{_ANY}/", *(f"~/({one}){_ANY}/" for one in never)])
+        # The parser leaves blanks out before it looks: text may not hide a beginning behind them.
+        return " & ".join([f"/{_ANY}/", *(f"~/[{_BLANKS}]*({one}){_ANY}/" for one in never)])
 
     def _free(self, row: Format | None = None) -> str:
         ids = [self._marks[m] for m in self._outside(row) if m in self._marks]
@@ -128,21 +130,24 @@ class _Writer:
             reach = self._rule(self._terminal(pattern), "[lazy]")
             return f"{self._terminal(self._text())} | {reach} ({calls})"
         starts = "|".join(_escaped(row.begin + row.opening(t["name"])) for t in self._turn["tools"])
-        return f"{self._terminal(self._text(starts))} | {self._calls(row, opening)}"
+        calls = self._calls(row, opening, blanks=f"[{_BLANKS}]*")
+        return f"{self._terminal(self._text(starts))} | {calls}"
 
     # ---- calls ----------------------------------------------------------------------------------
-    def _calls(self, row: Format, opening: str) -> str:
-        """All calls; `opening`: what stands before the first one's name."""
+    def _calls(self, row: Format, opening: str, blanks: str = "") -> str:
+        """All calls; `opening`: what stands before the first one's name, `blanks` (a pattern, for
+        rows without marks) before that."""
         rests = [self._rule(self._behind(row, tool)) for tool in self._turn["tools"]]
 
-        def one(opening: str) -> str:
+        def one(opening: str, blanks: str = "") -> str:
             # One terminal up to the name: text that may not begin like that ends where it does.
             names = [row.opening(tool["name"]) for tool in self._turn["tools"]]
-            heads = [self._literal(opening + name.removeprefix(row.before)) for name in names]
+            texts = [opening + name.removeprefix(row.before) for name in names]
+            heads = [f"/{blanks}{_escaped(t)}/" if blanks else self._literal(t) for t in texts]
             return self._rule(" | ".join(map(" ".join, zip(heads, rests, strict=True))))
 
         more = f" {one(row.separator + row.before)}*" if self._turn["parallel"] else ""
-        return f"{one(opening)}{more} {self._literal(row.end)}".strip()
+        return f"{one(opening, blanks)}{more} {self._literal(row.end)}".strip()
 
     def _behind(self, row: Format, tool: Mapping[str, Any]) -> str:
         """A call from its index or its arguments on."""
