@@ -7,13 +7,15 @@ import random
 from dataclasses import dataclass, field
 
 import jsonschema
+import numpy as np
 import pytest
 import torch
 from llguidance import LLMatcher
 
 from foveal_runtime.frontend.grammars.worker import compile_job
 from foveal_runtime.frontend.testing.fake_tokenizer import EOS, byte_tokenizer
-from foveal_runtime.model.sampling.grammar import Grammars
+from foveal_runtime.model.device import Device, open_device
+from foveal_runtime.model.sampling.grammar import Grammars, forbidden
 from foveal_runtime.model.sampling.sampler import Sampler
 from foveal_runtime.plan.sampling import SamplingParams
 
@@ -168,7 +170,7 @@ def test_the_cache_of_grammars_is_bounded(model_path, monkeypatch):
     for number in range(300):
         bound = Sequence(options(""))
         grammars.words(bound, LLMatcher.grammar_from_lark(f'start: "{number}"'), [], 0)
-    assert grammars.num_cached <= 256
+    assert grammars.stats.num_cached <= 256
 
 
 def random_schema(rng: random.Random, depth: int = 0) -> dict:
@@ -228,3 +230,33 @@ def test_100_generated_schemas_are_obeyed(sampler):
 @pytest.mark.slow
 def test_1000_generated_schemas_are_obeyed(sampler):
     check_sound(sampler, 1000)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 31, 32, 850, 1000])
+def test_masks_are_unpacked_alike_on_every_device(vocab_size):
+    """The CPU has a way of its own, which is faster there."""
+    drawn = np.random.default_rng(vocab_size)
+    words = drawn.integers(-(2**31), 2**31, (5, -(-vocab_size // 32)), dtype=np.int64)
+    words = words.astype(np.int32)
+    cpu = open_device(torch.device("cpu"))
+    shifted = Device(torch.device("meta"))
+    shifted.upload = cpu.upload  # arrays of this machine, as another device would have them
+    expected = [
+        [not words[row, token // 32] >> token % 32 & 1 for token in range(vocab_size)]
+        for row in range(len(words))
+    ]
+    for device in (cpu, shifted):
+        assert forbidden(words, vocab_size, device).tolist() == expected
+
+
+def test_what_grammars_cost_is_counted(model_path):
+    grammars = Grammars(model_path, VOCAB, [EOS])
+    grammar = grammar_of("json", {"enum": ["a", "b"]})
+    one, other = Sequence(options(grammar)), Sequence(options(grammar))
+    for sequence in (one, one, other):
+        grammars.words(sequence, grammar, [], 0)
+    stats = grammars.stats
+    assert (stats.num_lookups, stats.num_hits, stats.num_cached) == (2, 1, 1)
+    assert stats.cached_bytes == len(grammar)
+    assert stats.compile_seconds > 0
+    assert stats.mask_seconds > 0

@@ -40,6 +40,9 @@ NOT_SHOWN = {
     "foveal_metrics_peers_unreachable", "foveal_prompt_tokens_inflight",
     "foveal_shm_swept_writers", "foveal_media_fetched_bytes",
     "foveal_constrained_requests", "foveal_grammar_compile_seconds", "foveal_grammars_refused",
+    "foveal_engine_grammar_lookups", "foveal_engine_grammar_hits", "foveal_engine_grammars_cached",
+    "foveal_engine_grammar_compile_seconds", "foveal_engine_grammar_mask_seconds",
+    "foveal_engine_grammars_cached_bytes",
     # For endpoint pickers; the boards show what engines themselves say.
     "foveal_engines_requests_waiting", "foveal_engines_kv_cache_usage",
 }  # fmt: skip

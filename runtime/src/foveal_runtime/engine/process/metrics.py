@@ -24,6 +24,7 @@ class EngineMetrics:
         """A telemetry source: `metrics.add_source(engine_metrics.collect)`."""
         self._requests(metrics)
         self._steps(metrics)
+        self._grammars(metrics)
         self._encoder(metrics)
         self._prefix(metrics)
         self._values(metrics)
@@ -69,6 +70,15 @@ class EngineMetrics:
             ("update", seen.update_seconds),
         ):
             m.set_histogram("foveal_engine_step_seconds", values, part=part)
+
+    def _grammars(self, m: Metrics) -> None:
+        stats = self._core.runner.grammars
+        m.set("foveal_engine_grammar_lookups", stats.num_lookups)
+        m.set("foveal_engine_grammar_hits", stats.num_hits)
+        m.set("foveal_engine_grammar_compile_seconds", stats.compile_seconds)
+        m.set("foveal_engine_grammar_mask_seconds", stats.mask_seconds)
+        m.set("foveal_engine_grammars_cached", stats.num_cached)
+        m.set("foveal_engine_grammars_cached_bytes", stats.cached_bytes)
 
     def _encoder(self, m: Metrics) -> None:
         stats, cache = self._core.stats, self._core.scheduler.encoder

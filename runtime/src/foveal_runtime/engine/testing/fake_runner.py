@@ -18,6 +18,7 @@ from blake3 import blake3
 from foveal_runtime.engine.types.step import (
     TRASH_BLOCK,
     DoneStep,
+    GrammarStats,
     MMInput,
     ModelTraits,
     NewRequest,
@@ -138,6 +139,7 @@ class FakeRunner:
         costs: tuple[float, float, float] = (0.0, 0.0, 0.0),
     ) -> None:
         self._traits = traits
+        self.grammars = GrammarStats()
         self.costs = costs
         self._block_size = block_size
         self._kv = np.zeros(num_blocks * block_size, dtype=np.uint64)

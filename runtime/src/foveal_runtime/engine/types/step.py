@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
@@ -205,11 +206,34 @@ class RunnerLost(RuntimeError):
     """A process of the runner ended, who knows why; the engine cannot go on."""
 
 
+@dataclass(slots=True)
+class GrammarStats:
+    """What grammars have cost an engine.
+
+    Attributes:
+        num_lookups, num_hits: sequences that needed a grammar, and that found it compiled.
+        num_cached, cached_bytes: compiled grammars held, and the text that they were made of.
+        compile_seconds, mask_seconds: in all; masks are made while the step waits.
+    """
+
+    num_lookups: int = 0
+    num_hits: int = 0
+    num_cached: int = 0
+    cached_bytes: int = 0
+    compile_seconds: float = 0.0
+    mask_seconds: float = 0.0
+
+
 class ModelRunner(Protocol):
     """The seam between engine/ and model/; `engine.fake.FakeRunner` is the one tests use."""
 
     @property
     def traits(self) -> ModelTraits: ...
+
+    @property
+    def grammars(self) -> GrammarStats:
+        """Read by other threads; one that never changes where no grammars are served."""
+        ...
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Obey the plan. Errors of one request go to `failed`; an exception ends the engine."""

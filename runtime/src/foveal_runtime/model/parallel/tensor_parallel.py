@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from foveal_runtime.engine.types.step import (
     DoneStep,
+    GrammarStats,
     ModelTraits,
     RunnerLost,
     StepPlan,
@@ -242,6 +243,10 @@ class TensorParallelRunner:
     @property
     def traits(self) -> ModelTraits:
         return self._runner.traits
+
+    @property
+    def grammars(self) -> GrammarStats:
+        return self._runner.grammars
 
     @property
     def layers(self) -> tuple[LayerGeometry, ...]:

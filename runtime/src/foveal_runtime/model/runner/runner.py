@@ -19,7 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from foveal_runtime.engine.types.step import ModelTraits, NewRequest, StepPlan, StepResult
+from foveal_runtime.engine.types.step import (
+    GrammarStats,
+    ModelTraits,
+    NewRequest,
+    StepPlan,
+    StepResult,
+)
 from foveal_runtime.model.attention import (
     BackendRequest,
     ForwardContext,
@@ -91,6 +97,7 @@ class TorchRunner:
         self.encoder = EncoderRunner(loaded, self.store, self.room)
         self._traits = read_traits(loaded, self.states.slot_bytes)
         grammars = Grammars.open(loaded.path, self._traits)
+        self.grammars = grammars.stats if grammars is not None else GrammarStats()
         self._sampler = sampler or Sampler(self._traits.eos_token_ids, grammars)
         self._sequences: dict[str, SequenceState] = {}
         self._failed: dict[str, str] = {}

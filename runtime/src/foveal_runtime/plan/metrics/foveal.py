@@ -203,6 +203,15 @@ _ENGINE_WORK = (
          "nothing."),
     _one(_ENGINE, "histogram", "engine_step_seconds", "A step's parts: schedule, execute, update.",
          "part", unit="seconds", buckets=STAGE_BUCKETS),
+    _one(_ENGINE, "counter", "engine_grammar_lookups", "Sequences whose output a grammar binds."),
+    _one(_ENGINE, "counter", "engine_grammar_hits", "Those that found their grammar compiled."),
+    _one(_ENGINE, "counter", "engine_grammar_compile_seconds", "Time spent compiling grammars.",
+         unit="seconds"),
+    _one(_ENGINE, "counter", "engine_grammar_mask_seconds", "Time spent finding out which tokens "
+         "grammars allow.", unit="seconds"),
+    _one(_ENGINE, "gauge", "engine_grammars_cached", "Compiled grammars held."),
+    _one(_ENGINE, "gauge", "engine_grammars_cached_bytes", "Text of the compiled grammars held.",
+         unit="bytes"),
     _one(_ENGINE, "counter", "engine_finished", "Sequences that ended here, by reason.", "reason"),
     _one(_ENGINE, "counter", "engine_errors", "Sequences that failed here, by code.", "code"),
     _one(_ENGINE, "histogram", "engine_residence_seconds", "From a request's arrival at this "
