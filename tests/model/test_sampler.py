@@ -247,6 +247,27 @@ def test_logprobs_are_those_of_the_raw_distribution(dtype: torch.dtype) -> None:
     assert (third.logprob, third.rank) == (0.0, 0)
 
 
+def test_logprobs_of_named_tokens_stand_beside_the_most_likely_of_others() -> None:
+    logits = random_logits(4, 50, seed=9)
+    raw = logits.log_softmax(-1)
+    params = [
+        options(logprobs=2),
+        options(logprobs=3, logprob_token_ids=(7, 49, 0), temperature=0.0),
+        options(),
+        options(logprobs=1, logprob_token_ids=(11,)),
+    ]
+    plain, three, none, one = SAMPLER.sample(
+        logits, [Sequence(p, request_id=str(i)) for i, p in enumerate(params)]
+    )
+    assert list(plain.top_ids) == raw[0].topk(2).indices.tolist()
+    assert three.top_ids == (7, 49, 0)
+    assert list(three.top_logprobs) == pytest.approx(raw[1][[7, 49, 0]].tolist())
+    assert three.logprob == pytest.approx(float(raw[1, three.token_id]))
+    assert none.top_ids == ()
+    assert one.top_ids == (11,)
+    assert list(one.top_logprobs) == pytest.approx([float(raw[3, 11])])
+
+
 def test_prompt_logprobs_cover_every_row_and_unknown_ids() -> None:
     logits = random_logits(600, 20, seed=4)
     ids = torch.randint(0, 20, (600,), generator=torch.Generator().manual_seed(4)).tolist()

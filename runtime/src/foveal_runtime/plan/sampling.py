@@ -40,6 +40,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
         allowed_token_ids: no other token is ever chosen, EOS included; empty: all are allowed.
         grammar: what the output must follow, in the form of the grammar library
             (`GRAMMAR_LIBRARY`); "": anything. It is stronger than min_tokens.
+        logprob_token_ids: the alternatives themselves, `logprobs` of them; empty: the most likely.
         bad_words: token sequences whose last token is masked where the others were just output.
     """
 
@@ -61,3 +62,4 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     grammar: str = ""
+    logprob_token_ids: tuple[int, ...] = ()

@@ -146,6 +146,24 @@ async def test_logprobs_and_token_ids(harness: Any) -> None:
     assert sum(map(len, found)) == 3
 
 
+async def test_logprobs_of_named_tokens(harness: Any) -> None:
+    answer = await harness.chat(logprobs=True, logprob_token_ids=[65, 66, 67])
+    assert answer.status_code == 200, answer.text
+    sampling = harness.generator.requests[-1].sampling
+    assert (sampling.logprobs, sampling.logprob_token_ids) == (3, (65, 66, 67))
+    assert (await harness.chat(logprob_token_ids=[])).status_code == 200
+    for wrong, says in (
+        ({}, "needs logprobs"),
+        ({"logprobs": True, "top_logprobs": 1}, "exclude each other"),
+        ({"logprobs": True, "logprob_token_ids": [65, 65]}, "twice"),
+        ({"logprobs": True, "logprob_token_ids": [1 << 20]}, "not a token id below"),
+    ):
+        refused = await harness.chat(**{"logprob_token_ids": [65], **wrong})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "logprob_token_ids"
+        assert says in refused.json()["error"]["message"]
+
+
 async def test_continue_final_message(harness: Any) -> None:
     messages = [
         {"role": "developer", "content": "be short"},

@@ -175,6 +175,9 @@ class _Sampling(Open):
     bad_words: Annotated[list[StopString], Field(max_length=256, fail_fast=True)] | None = Field(
         None, description="words that are not completed"
     )
+    logprob_token_ids: (
+        Annotated[list[TokenId], Field(max_length=MAX_LOGPROBS, fail_fast=True)] | None
+    ) = Field(None, description="with logprobs: of these tokens, not of the most likely")
     return_tokens_as_token_ids: bool | None = Field(
         None, description='tokens of logprobs as "token_id:N"'
     )

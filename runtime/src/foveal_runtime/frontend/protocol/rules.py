@@ -55,7 +55,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "documents": ([],),
     "extra_body": ({},),
-    "logprob_token_ids": ([],),
     "media_io_kwargs": ({},),
 }
 """Fields that are not served, with the values that mean "not used"."""
@@ -84,6 +83,16 @@ def check_fields(
         raise Unsupported("suffix is not supported", param="suffix")
     elif request.max_tokens == 0 and (not request.echo or request.stream):
         raise InvalidRequest("max_tokens: 0 needs echo, without stream", param="max_tokens")
+    if request.logprob_token_ids:
+        named = request.logprob_token_ids
+        if request.logprobs is None or request.logprobs is False:
+            raise InvalidRequest("logprob_token_ids needs logprobs", param="logprob_token_ids")
+        if getattr(request, "top_logprobs", None):
+            raise InvalidRequest(
+                "logprob_token_ids and top_logprobs exclude each other", param="logprob_token_ids"
+            )
+        if len(set(named)) < len(named):
+            raise InvalidRequest("logprob_token_ids names a token twice", param="logprob_token_ids")
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise Unsupported("best_of is supported only when it equals n", param="best_of")
     if request.stream_options is not None and not request.stream:
@@ -235,6 +244,7 @@ def sampling_params(
         prompt_logprobs=_num_prompt_logprobs(request),
         allowed_token_ids=_token_ids("allowed_token_ids", request.allowed_token_ids, vocab_size),
         bad_words=bad_words(request.bad_words or (), encode),
+        logprob_token_ids=_token_ids("logprob_token_ids", request.logprob_token_ids, vocab_size),
     )
 
 
@@ -253,6 +263,8 @@ def bad_words(
 
 
 def _num_logprobs(request: ChatCompletionRequest | CompletionRequest) -> int:
+    if request.logprob_token_ids:
+        return len(request.logprob_token_ids)
     if isinstance(request, CompletionRequest):
         return _pick_int(request.logprobs, -1)
     return _pick_int(request.top_logprobs, 0) if request.logprobs else -1

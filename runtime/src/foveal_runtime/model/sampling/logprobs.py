@@ -36,13 +36,24 @@ class Scores:
         self.tensors: list[torch.Tensor] = []
         """Four for each call of `add`: logprobs, ranks, top ids, top logprobs."""
 
-    def add(self, logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> None:
-        """Rows (n, V), their tokens i64 (n), all inside the vocabulary."""
+    def add(
+        self,
+        logits: torch.Tensor,
+        ids: torch.Tensor,
+        num_top: int,
+        named: torch.Tensor | None = None,
+    ) -> None:
+        """Rows (n, V), their tokens i64 (n), all inside the vocabulary; `named` i64 (n, m) are the
+        tokens to score instead of the `num_top` most likely."""
         values = logits.float().log_softmax(dim=-1)
         chosen = values.gather(1, ids[:, None])
         ranks = (values > chosen).sum(dim=-1) + 1
-        top = values.topk(min(num_top, values.shape[1]), dim=-1)
-        self.tensors += [chosen[:, 0], ranks, top.indices, top.values]
+        if named is not None:
+            top_ids, top_values = named, values.gather(1, named)
+        else:
+            top = values.topk(min(num_top, values.shape[1]), dim=-1)
+            top_ids, top_values = top.indices, top.values
+        self.tensors += [chosen[:, 0], ranks, top_ids, top_values]
 
     def read(self, arrays: Sequence[np.ndarray]) -> Iterator[Scored]:
         """From the arrays that became of `tensors`."""

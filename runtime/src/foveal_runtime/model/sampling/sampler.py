@@ -246,13 +246,19 @@ class Sampler:
     def _score(
         self, logits: torch.Tensor, sequences: Sequence[SampledSequence], draw: Draw, device: Device
     ) -> None:
-        rows = [i for i, s in enumerate(sequences) if s.sampling.logprobs >= 0]
-        if not rows:
-            return
-        wanted = [sequences[i].sampling.logprobs for i in rows]
-        draw.scored = list(zip(rows, wanted, strict=True))
-        there = device.upload(np.array(rows, np.int64))[0]
-        for low in range(0, len(rows), ROWS_AT_ONCE):
-            part = slice(low, low + ROWS_AT_ONCE)
-            index = there[part]
-            draw.scores.add(logits[index], draw.ids[index], max(wanted[part]))
+        scored = [i for i, s in enumerate(sequences) if s.sampling.logprobs >= 0]
+        named = {i: t for i in scored if (t := sequences[i].sampling.logprob_token_ids)}
+        for rows in ([i for i in scored if i not in named], list(named)):
+            if not rows:
+                continue
+            wanted = [sequences[i].sampling.logprobs for i in rows]
+            draw.scored += zip(rows, wanted, strict=True)
+            most = max(wanted)
+            tokens = [named.get(i, ()) for i in rows]  # short rows are filled up with any token
+            filled = np.array([(*t, *[0] * (most - len(t))) for t in tokens], np.int64)
+            there, tokens_there = device.upload(np.array(rows, np.int64), filled)
+            for low in range(0, len(rows), ROWS_AT_ONCE):
+                part = slice(low, low + ROWS_AT_ONCE)
+                index = there[part]
+                chosen = tokens_there[part] if rows[0] in named else None
+                draw.scores.add(logits[index], draw.ids[index], max(wanted[part]), chosen)
