@@ -20,12 +20,13 @@ from mirror_world import Link, Task, Violation, World, mm_hash
 
 from foveal_runtime.mirror.receiver import Receiver, ReceiverLimits
 from foveal_runtime.mirror.sender import Sender
+from foveal_runtime.mirror.store import Entry
 from foveal_runtime.plan.errors import MediaTooLarge
 
 MAX_STEPS = 20_000
 FAULTS = (
     "break", "crash_engine", "crash_frontend", "reset", "resize", "put", "requeue",
-    "unmakeable", "conflict", "abort", "abort", "refusal", "refusal",
+    "unmakeable", "conflict", "abort", "abort", "refusal", "refusal", "damage", "differ",
 )  # fmt: skip
 
 
@@ -96,6 +97,8 @@ class Run:
             self.counts["bypasses"] += stats.num_bypass_requests
             self.counts["borrowed"] += receiver.store.num_borrowed
             self.counts["rescued"] += receiver.store.num_rescued
+            self.counts["refetched"] += stats.num_damaged_values
+            self.counts["replaced"] += stats.num_value_conflicts
         return self.counts
 
     # ---- which moves there are -----------------------------------------------------------------
@@ -238,6 +241,24 @@ class Run:
     def _fault_refusal(self, link: Link) -> None:
         """A request is convicted at a frontend (1 to 4), or the book is cleared there (0)."""
         self.world.note_refusal(link[0], self.rng.randrange(5), self.rng.choice((1.0, 2.0, 3.0)))
+
+    def _stored(self, link: Link) -> Entry | None:
+        """One value of an engine, wherever it is."""
+        store = self.world.receivers[link[1]].store
+        found = [*store.idle.values(), *store.limbo.values(), *store.pinned.values()]
+        return self.rng.choice(found) if found else None
+
+    def _fault_damage(self, link: Link) -> None:
+        """The bytes of a stored value change; its digest does not."""
+        entry = self._stored(link)
+        if entry is not None and entry.value is not None:
+            entry.value = self.world.damage(entry.value)
+
+    def _fault_differ(self, link: Link) -> None:
+        """A stored value has another digest than the copies that frontends have."""
+        entry = self._stored(link)
+        if entry is not None and entry.value is not None and not entry.pins:
+            entry.value = entry.value._replace(digest=b"differs!")
 
     def _fault_conflict(self, link: Link) -> None:
         """A frontend binds a uuid to another item."""

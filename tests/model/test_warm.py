@@ -77,7 +77,7 @@ def test_a_restarted_runner_answers_from_the_warm_set(name: str, bench, tmp_path
     answer(scheduler, other.runner, again)
     assert scheduler.stats.encoded_items.get(kind, 0) < 2, "the first two hits need no encoder"
     assert scheduler.encoder.num_hits >= 3
-    assert scheduler.encoder.num_host_hits >= 1
+    assert scheduler.encoder.hits[0, "host"] >= 1
     for job, prompt in zip(again, reversed(prompts), strict=True):
         other.check(job, prompt)
 

@@ -44,10 +44,10 @@ def put(cache, *users):
 def test_an_output_is_shared_by_content_and_counted_once():
     cache = EncoderCacheManager(10)
     one, two = user("1", ("A", 6)), user("2", ("A", 6))
-    assert not cache.has_cache(one, 0)
-    assert cache.can_allocate(one, 0)
+    assert cache.lookup(one.mm_inputs[0].mm_hash) != "device"
+    assert cache.fits(one.mm_embeds[0])
     assert cache.allocate(one, 0) == ("absent", [])
-    assert cache.has_cache(two, 0)
+    assert cache.lookup(two.mm_inputs[0].mm_hash) == "device"
     assert cache.allocate(two, 0) == ("device", [])
     assert cache.num_used_embeds == 6
     assert cache.get_cached_input_ids(two) == {0}
@@ -65,7 +65,7 @@ def test_freeing_is_lazy_and_ids_are_reported_when_room_was_needed():
     assert cache.get_freed_ids() == []
     assert len(cache) == 2
     big = user("3", ("C", 5))
-    assert cache.can_allocate(big, 0)
+    assert cache.fits(big.mm_embeds[0])
     assert cache.allocate(big, 0) == ("absent", [key("A")])
     assert cache.get_freed_ids() == [key("A")]
     assert cache.get_freed_ids() == []
@@ -77,8 +77,8 @@ def test_questions_change_nothing():
     put(cache, user("1", ("A", 10)))
     big = user("2", ("B", 10))
     for _ in range(3):
-        assert cache.can_allocate(big, 0)
-        assert not cache.has_cache(big, 0)
+        assert cache.fits(big.mm_embeds[0])
+        assert cache.lookup(big.mm_inputs[0].mm_hash) != "device"
         assert cache.lookup(key("A")) == "device"
     assert cache.take_moves() == ([], [], [], [], [])
     assert len(cache) == 1
@@ -99,8 +99,8 @@ def test_what_is_held_is_never_evicted():
     cache = EncoderCacheManager(10)
     a = user("1", ("A", 6))
     cache.allocate(a, 0)
-    assert not cache.can_allocate(user("2", ("B", 5)), 0)
-    assert cache.can_allocate(user("2", ("B", 4)), 0)
+    assert not cache.fits(5)
+    assert cache.fits(4)
 
 
 def test_a_reference_ends_with_the_last_occurrence():
@@ -155,9 +155,9 @@ def test_by_cost_the_cheap_go_first_but_the_dear_do_not_stay_for_ever():
         cache.note_cost(other.mm_inputs[0].mm_hash, 0.8)
         cache.free(other)
         cache.check_integrity([])
-        if not cache.has_cache(dear, 0):
+        if cache.lookup(dear.mm_inputs[0].mm_hash) != "device":
             break
-    assert not cache.has_cache(dear, 0)
+    assert cache.lookup(dear.mm_inputs[0].mm_hash) != "device"
     assert turn > 3
 
 
@@ -171,7 +171,7 @@ def test_the_host_tier_catches_what_is_evicted_and_gives_it_back():
     assert cache.allocate(a, 0) == ("host", [key("B")])
     moves = cache.take_moves()
     assert (moves.load, moves.encode, moves.store) == ([key("A")], [], [key("B")])
-    assert cache.num_host_hits == 1
+    assert cache.hits[0, "host"] == 1
     cache.check_integrity([a])
 
 
@@ -207,7 +207,7 @@ def test_reset_frees_what_nobody_holds_in_both_tiers():
     assert cache.reset() == 1
     moves = cache.take_moves()
     assert (moves.free, moves.drop_host) == ([key("B")], [key("A")])
-    assert cache.has_cache(c, 0)
+    assert cache.lookup(c.mm_inputs[0].mm_hash) == "device"
     cache.check_integrity([c])
 
 
@@ -240,3 +240,20 @@ def test_the_policy_of_the_document_decides_who_stays(eviction, kept):
         drive.run()
     assert {name for name in "9125" if key(name) in drive.runner.device} == set(kept)
     drive.assert_done()
+
+
+def test_a_discarded_output_is_found_by_nobody_and_goes_with_its_last_user():
+    cache = EncoderCacheManager(20, host=HostTier(100, 1))
+    held, idle = user("1", ("A", 5)), user("2", ("B", 5))
+    for one in (held, idle):
+        cache.allocate(one, 0)
+    cache.free(idle)
+    cache.take_moves()
+    for one in (held, idle):
+        cache.discard(one.mm_inputs[0].mm_hash)
+    assert cache.lookup(idle.mm_inputs[0].mm_hash) == "absent"
+    assert cache.take_moves().free == [idle.mm_inputs[0].mm_hash]
+    cache.free(held)
+    assert cache.lookup(held.mm_inputs[0].mm_hash) == "absent"
+    assert cache.num_free_embeds == 20
+    cache.check_integrity([])

@@ -6,6 +6,8 @@ from foveal_runtime.engine.testing.fake_frontend import FakeItem
 from foveal_runtime.plan.config import EngineCaches
 from tests.support.engine_core_rig import A, B, C, Engine, early_release
 
+A_TOKENS = 6
+
 
 def test_values_are_unpinned_once_their_items_are_encoded():
     engine = early_release()
@@ -122,4 +124,53 @@ def test_requests_larger_than_every_cache_take_turns(unpin_at):
         for rid in frontend.bodies:
             assert frontend.finish[rid] == "length", frontend.errors
             engine.check(frontend, rid)
+    engine.assert_clean()
+
+
+def test_a_value_that_changed_in_memory_poisons_no_later_request():
+    """The first value was used for as long as frontends believed in it, whatever had become of its
+    bytes, and so was all that was made from it."""
+    engine = Engine()
+    frontend = engine.connect()
+    engine.up(frontend, frontend.request(("r", 0), [1, A, 2, 3, 4], max_tokens=2))
+    engine.run()
+    core = engine.core
+    entry = core.receiver.store.lookup(A.mm_hash)
+    bad = bytearray(entry.value.data)
+    bad[-1] ^= 1
+    entry.value = entry.value._replace(data=memoryview(bytes(bad)))
+    core.scheduler.reset_encoder_cache()
+    for number in range(2):  # the first one finds out, the second has the new value
+        rid = (f"s{number}", 0)
+        engine.up(frontend, frontend.request(rid, [1, A, 2, 3, 4], max_tokens=2))
+        engine.run()
+        assert frontend.finish[rid] == "length"
+        engine.check(frontend, rid)
+    assert frontend.num_needs == 1
+    assert core.receiver.stats.num_damaged_values == 1
+    assert bytes(core.receiver.store.lookup(A.mm_hash).value.data) == A.value
+    engine.assert_clean()
+
+
+def test_what_was_made_from_a_replaced_value_is_not_used_again():
+    """Encoder outputs and blocks go with the value they were made from; a stream that has begun
+    keeps its own, and nobody else finds them."""
+    engine = Engine()
+    frontend = engine.connect()
+    wrong = FakeItem("A", A_TOKENS)
+    wrong.value = FakeItem("not A", A_TOKENS).value
+    engine.up(frontend, frontend.request(("r", 0), [1, wrong, 2, 3, 4], max_tokens=40))
+    engine.step()
+    engine.core.receiver.release_value("f1", ("r", 0), A.mm_hash)
+    frontend.sender.reset()  # it forgets what the engine has, and sends the value again
+    for number in range(2):
+        rid = (f"s{number}", 0)
+        engine.up(frontend, frontend.request(rid, [1, A, 2, 3, 4], max_tokens=2))
+        engine.step()
+    engine.run()
+    assert set(frontend.finish.values()) == {"length"}
+    for rid in frontend.bodies:
+        engine.check(frontend, rid)
+    stats = engine.core.receiver.stats
+    assert (stats.num_value_conflicts, stats.num_damaged_values) == (1, 0)
     engine.assert_clean()

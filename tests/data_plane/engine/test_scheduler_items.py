@@ -137,7 +137,7 @@ def test_the_host_tier_saves_encodings():
             drive.add(f"{name}{turn}", [1, *[P] * 12, 2], [image(name, 1, 12)])
             drive.run()
     assert drive.runner.num_encoded == 3
-    assert drive.scheduler.encoder.num_host_hits == 6
+    assert drive.scheduler.encoder.hits[0, "host"] == 6
     drive.assert_done()
 
 

@@ -70,7 +70,7 @@ def test_the_host_tier_takes_what_the_device_cannot(tmp_path):
     for name in "HC":
         ask(drive, f"again {name}", name)
     assert drive.runner.num_encoded == 0
-    assert drive.scheduler.encoder.num_host_hits == 1
+    assert drive.scheduler.encoder.hits[0, "host"] == 1
     drive.assert_done()
 
 

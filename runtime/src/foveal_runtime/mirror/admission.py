@@ -9,6 +9,7 @@ orders anything by what a mirror believes.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Iterable
 
 from foveal_runtime.mirror.messages import ItemRef
 from foveal_runtime.mirror.records import ReceiverStats
@@ -21,6 +22,11 @@ __all__ = ["Pending", "RequestAdmission", "RequestKey", "SessionRequest", "State
 MM_TOO_LARGE = "mm_too_large"
 MM_SOURCE_LOST = "mm_source_lost"
 MAX_DEPARTED = 8192
+
+
+def _differ(known: Value | None, copy: Value) -> bool:
+    """Two values of one hash that are not the same bytes."""
+    return known is not None and bool(known.digest and copy.digest) and known.digest != copy.digest
 
 
 class RequestAdmission:
@@ -46,6 +52,7 @@ class RequestAdmission:
         self.ready: dict[RequestKey, None] = {}
         self.lost: dict[RequestKey, None] = {}
         self.departed: OrderedDict[MMHash, None] = OrderedDict()
+        self.replaced: dict[MMHash, None] = {}  # what was made from them is to be forgotten
 
     # ---- questions -----------------------------------------------------------------------------
     def is_cacheable(self, size_bytes: int) -> bool:
@@ -63,8 +70,12 @@ class RequestAdmission:
         return total > self.store.capacity_bytes
 
     def _is_admissible(self, request: SessionRequest, bypass: bool) -> bool:
-        """Room for the whole request now, counting all that eviction could free."""
+        """Room for the whole request now, counting all that eviction could free. Who needs a
+        damaged value waits until nobody pins it, and gets another."""
         store = self.store
+        pinned = (store.pinned.get(mm_hash) for mm_hash in request.items)
+        if any(entry is not None and entry.damaged for entry in pinned):
+            return False
         if bypass:
             idle = sum(self._size(i) for h, i in request.items.items() if self._is_idle(h))
             borrowed = store.would_borrow(self._absent_bytes(request))
@@ -174,6 +185,14 @@ class RequestAdmission:
         request.queued_n = 0
         self.queue.append(request)
 
+    def refetch(self, request: SessionRequest, damaged: Iterable[MMHash]) -> None:
+        """Stored values of a taken request turned out to be damaged: nobody gets them any more,
+        and the request queues again, for others."""
+        for mm_hash in damaged:
+            self.store.discard(mm_hash, damaged=True)
+            self.stats.num_damaged_values += 1
+        self.requeue(request)
+
     def reject_hopeless(self) -> None:
         """After a shrink: queued requests that can never fit."""
         for request in self.queue:
@@ -189,6 +208,7 @@ class RequestAdmission:
                 self._leave_queue(request)
                 self._keep_values(request)
                 continue
+            self._replace_differing(request)
             bypass = self.is_bypass(request)
             if bypass and self.is_too_large(request):
                 self._reject(request, MM_TOO_LARGE)
@@ -199,6 +219,18 @@ class RequestAdmission:
             self._admit(request, bypass)
             self._check_ready(request)
         self.store.doom(self.grace_bytes)
+
+    def _replace_differing(self, request: SessionRequest) -> None:
+        """A copy that differs from the value stored under its hash takes its place: it was checked
+        on arrival, the other one long ago. A pinned one goes at its last unpin. Later copies of
+        requests that do not run, and injected ones, never replace anything."""
+        for mm_hash, copy in request.copies.items():
+            entry = self.store.lookup(mm_hash)
+            if entry is None or entry.doomed or not _differ(entry.value, copy):
+                continue
+            self.stats.num_value_conflicts += 1
+            self.replaced[mm_hash] = None
+            self.store.discard(mm_hash)
 
     def _leave_queue(self, request: SessionRequest) -> None:
         """From here on the ack may cover it and its window credit returns."""
@@ -294,12 +326,11 @@ class RequestAdmission:
         self.store.cancel(mm_hash)
 
     def _drop_copy(self, mm_hash: MMHash, copy: Value, size_bytes: int) -> None:
-        """The first value stored for a hash wins; a later one only counts."""
+        """The value is here already; a later one only counts."""
         self.stats.num_dup_values += 1
         self.stats.dup_bytes += size_bytes
         entry = self.store.lookup(mm_hash)
-        known = entry.value if entry is not None else None
-        if known is not None and known.digest and copy.digest and known.digest != copy.digest:
+        if entry is not None and not entry.doomed and _differ(entry.value, copy):
             self.stats.num_value_conflicts += 1
 
     # ---- ends ----------------------------------------------------------------------------------

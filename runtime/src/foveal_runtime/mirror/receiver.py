@@ -12,7 +12,7 @@ finish(). One thread at a time; nothing here blocks, sleeps, reads a clock or a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -327,6 +327,19 @@ class Receiver:
         if request is not None and request.state is State.RUNNING:
             self.admission.requeue(request)
             self._settle()
+
+    def refetch(self, fid: str, rid: RequestId, damaged: Iterable[MMHash]) -> None:
+        """A request was handed values that no longer have their digest: it comes back by
+        take_ready with others, which are asked for."""
+        request = self.admission.requests.get((fid, rid))
+        if request is not None and request.state is State.RUNNING:
+            self.admission.refetch(request, damaged)
+            self._settle()
+
+    def take_replaced(self) -> list[MMHash]:
+        """Hashes whose value was replaced by one that differs."""
+        replaced, self.admission.replaced = self.admission.replaced, {}
+        return list(replaced)
 
     def reset(self) -> None:
         """Frees every unpinned value; late hints are answered by NEED."""

@@ -28,6 +28,7 @@ class ReceiverStats:
     num_dup_values: int = 0
     dup_bytes: int = 0
     num_value_conflicts: int = 0
+    num_damaged_values: int = 0
     num_bypass_requests: int = 0
     num_sessions_opened: int = 0
     num_binding_conflicts: int = 0

@@ -45,15 +45,17 @@ class Entry:
     """One value, or the space for it.
 
     `silent` entries are never announced and go at their last unpin; `doomed` ones (admin reset)
-    were announced and go at their last unpin, too. `bypass` entries count in the second pool.
+    were announced and go at their last unpin, too, and `damaged` ones are doomed and must not be
+    pinned again. `bypass` entries count in the second pool.
     """
 
-    __slots__ = ("bypass", "doomed", "pins", "silent", "size_bytes", "value")
+    __slots__ = ("bypass", "damaged", "doomed", "pins", "silent", "size_bytes", "value")
 
     def __init__(self, size_bytes: int, silent: bool, bypass: bool) -> None:
         self.size_bytes = size_bytes
         self.silent = silent
         self.bypass = bypass
+        self.damaged = False
         self.doomed = False
         self.pins = 0
         self.value: Value | None = None
@@ -212,6 +214,23 @@ class Store:
             return
         self._rest(mm_hash, entry)
         self._shed()
+
+    def discard(self, mm_hash: MMHash, *, damaged: bool = False) -> None:
+        """Takes a value out, at once or at its last unpin; nothing for an unknown hash."""
+        entry = self.pinned.get(mm_hash)
+        if entry is not None:
+            entry.doomed = True
+            entry.damaged = entry.damaged or damaged
+            return
+        for place in (self.idle, self.limbo):
+            found = place.pop(mm_hash, None)
+            if found is not None:
+                if place is self.idle:
+                    self.idle_bytes -= found.size_bytes
+                else:
+                    self.limbo_bytes -= found.size_bytes
+                self.changed[mm_hash] = None
+                self._left(mm_hash)
 
     def make_room(self, size_bytes: int, keep: Container[MMHash] = ()) -> None:
         """Evicts limbo (oldest first), then idle (least recently used), outside `keep`, until

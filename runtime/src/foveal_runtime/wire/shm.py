@@ -8,6 +8,7 @@ value). Nobody counts readers: the kernel frees pages with the last link and map
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import re
@@ -21,6 +22,7 @@ from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.media import MMHash
 from foveal_runtime.wire.codec import BadValue, digest
 
+_LOG = logging.getLogger(__name__)
 FOLDER = "mm"
 MAGIC = b"FSV1"
 HEADER = struct.Struct("<4s4xQ32s8s8x")
@@ -72,10 +74,12 @@ class SharedReader:
         self.root = directory / FOLDER
         self.num_opened = 0
         self.num_absent = 0
+        self.num_damaged = 0
 
     def open(self, ref: SharedValue, mm_hash: MMHash) -> Buffer | None:
-        """A read-only view of the value; None when the file is gone. Raises BadValue when the
-        name is no name of ours or the file is not what the reference says."""
+        """A read-only view of the value; None when the file is gone, or is not what the reference
+        says: then the value is asked for, and comes inline. (Ending the session would not help: the
+        frontend would send the same name again.) Raises BadValue for a name that is not ours."""
         match = _NAME.fullmatch(ref.name)
         if match is None or match[3] != mm_hash.hex():
             raise BadValue("the name of a shared value is malformed")
@@ -86,14 +90,22 @@ class SharedReader:
         try:
             facts = os.fstat(descriptor)
             if not stat.S_ISREG(facts.st_mode) or facts.st_size != HEADER_BYTES + ref.length:
-                raise BadValue("a shared value has another size")
+                self._note_damaged(ref, "has another size")
+                return None
             mapping = mmap.mmap(descriptor, facts.st_size, prot=mmap.PROT_READ)
         finally:
             os.close(descriptor)
         view = memoryview(mapping)
-        self._check(view, ref, mm_hash)
+        wrong = self._wrong(view, ref, mm_hash)
+        if wrong:
+            self._note_damaged(ref, wrong)
+            return None
         self.num_opened += 1
         return view[HEADER_BYTES:]
+
+    def _note_damaged(self, ref: SharedValue, why: str) -> None:
+        self.num_damaged += 1
+        _LOG.error("shared value %s %s: it is asked for again", ref.name, why)
 
     def _open_file(self, folder: str, name: str) -> int | None:
         """Step by step without following links: a name never leads out of the root."""
@@ -113,10 +125,11 @@ class SharedReader:
         finally:
             os.close(root)
 
-    def _check(self, view: memoryview, ref: SharedValue, mm_hash: MMHash) -> None:
-        """The header says what is inside, the digest that it is whole."""
+    def _wrong(self, view: memoryview, ref: SharedValue, mm_hash: MMHash) -> str:
+        """The header says what is inside, the digest that it is whole; "" when it is."""
         magic, length, inside, value_digest = HEADER.unpack_from(view)
         if magic != MAGIC or length != ref.length or inside != mm_hash:
-            raise BadValue("a shared value's header names another value")
+            return "has the header of another value"
         if value_digest != ref.digest or digest(view[HEADER_BYTES:]) != ref.digest:
-            raise BadValue("a shared value is damaged")
+            return "is damaged"
+        return ""

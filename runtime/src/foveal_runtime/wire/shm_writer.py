@@ -27,11 +27,12 @@ LOCK = "lock"
 class SharedFile:
     """One value's file. `holders`: engines that were sent its name and have not released it."""
 
-    __slots__ = ("holders", "name", "size_bytes")
+    __slots__ = ("digest", "holders", "name", "size_bytes")
 
-    def __init__(self, name: str, size_bytes: int) -> None:
+    def __init__(self, name: str, size_bytes: int, digest: bytes) -> None:
         self.name = name
         self.size_bytes = size_bytes
+        self.digest = digest
         self.holders: set[str] = set()
 
 
@@ -83,8 +84,15 @@ class SharedWriter:
     # ---- changes -------------------------------------------------------------------------------
     def put(self, mm_hash: MMHash, data: Buffer, value_digest: bytes) -> str | None:
         """Writes a value once. Returns its name, for `SendValue.shared_name`; None: no room or no
-        luck, send it inline."""
+        luck, send it inline. So goes a value that differs from the one in the file while an engine
+        holds that; else it gets a file of its own."""
         known = self.files.get(mm_hash)
+        if known is not None and known.digest != value_digest:
+            if known.holders:
+                self.num_no_room += 1
+                return None
+            self._unlink(mm_hash)
+            known = None
         if known is not None:
             self.files.move_to_end(mm_hash)
             self.num_reused += 1
@@ -100,7 +108,7 @@ class SharedWriter:
         except OSError:
             self.num_failed += 1
             return None
-        self.files[mm_hash] = SharedFile(f"{self._boot}/{leaf}", size_bytes)
+        self.files[mm_hash] = SharedFile(f"{self._boot}/{leaf}", size_bytes, value_digest)
         self.used_bytes += size_bytes
         self.num_written += 1
         return f"{self._boot}/{leaf}"
@@ -145,11 +153,14 @@ class SharedWriter:
         if missing > 0:
             return False
         for mm_hash in chosen:
-            file = self.files.pop(mm_hash)
-            self.used_bytes -= file.size_bytes
-            with suppress(OSError):
-                os.unlink(self.root / file.name)
+            self._unlink(mm_hash)
         return True
+
+    def _unlink(self, mm_hash: MMHash) -> None:
+        file = self.files.pop(mm_hash)
+        self.used_bytes -= file.size_bytes
+        with suppress(OSError):
+            os.unlink(self.root / file.name)
 
     def _write(self, leaf: str, header: bytes, data: Buffer) -> None:
         """Under another name until whole. Space is taken first: a full tmpfs is an error here,

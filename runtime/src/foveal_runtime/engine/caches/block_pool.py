@@ -128,12 +128,22 @@ class BlockPool:
             self._forget(block)
         return len(stale)
 
+    def withdraw(self, blocks: Iterable[int]) -> None:
+        """Blocks in use that nobody else may find any more; their requests keep them."""
+        for block in blocks:
+            if self._hash[block] is not None:
+                assert self._refs[block] > 0
+                self._unlist(block)
+
     def _forget(self, block: int) -> None:
+        self._unlist(block)
+        self.num_cached_blocks -= 1
+
+    def _unlist(self, block: int) -> None:
         block_hash = self._hash[block]
         assert block_hash is not None
         self._hash[block] = None
         del self._by_hash[block_hash]
-        self.num_cached_blocks -= 1
         if self._on_removed is not None:
             self._on_removed(block_hash)
 

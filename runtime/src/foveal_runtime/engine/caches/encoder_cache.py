@@ -53,12 +53,13 @@ class Kept(NamedTuple):
 
 
 class _Entry:
-    __slots__ = ("cost_seconds", "num_embeds", "priority", "stamp", "users")
+    __slots__ = ("cost_seconds", "doomed", "num_embeds", "priority", "stamp", "users")
 
     def __init__(self, num_embeds: int) -> None:
         self.num_embeds = num_embeds
         self.users: dict[str, int] = {}  # request id -> occurrences of the item it holds
         self.cost_seconds = 0.0  # per embedding
+        self.doomed = False
         self.priority = 0.0
         self.stamp = 0
 
@@ -145,17 +146,9 @@ class EncoderCacheManager:
         return sum(self.hits.values())
 
     @property
-    def num_host_hits(self) -> int:
-        return sum(count for (_, tier), count in self.hits.items() if tier == "host")
-
-    @property
     def has_moves(self) -> bool:
         """The runner has something to be told."""
         return bool(self._store or self._freed or self._lost or self._drop_host or self._fresh)
-
-    def has_cache(self, request: EncoderUser, input_id: int) -> bool:
-        """The item's output is in the device cache, whoever had it encoded."""
-        return request.mm_inputs[input_id].mm_hash in self._entries
 
     def is_idle(self, mm_hash: MMHash) -> bool:
         return mm_hash in self._idle
@@ -163,9 +156,6 @@ class EncoderCacheManager:
     def fits(self, new_embeds: int, keep_embeds: int = 0) -> bool:
         """Whether new outputs of that size fit when idle ones of `keep_embeds` must stay."""
         return new_embeds <= self.num_free_embeds + self.num_idle_embeds - keep_embeds
-
-    def can_allocate(self, request: EncoderUser, input_id: int) -> bool:
-        return self.has_cache(request, input_id) or self.fits(request.mm_embeds[input_id])
 
     def get_cached_input_ids(self, request: EncoderUser) -> set[int]:
         """Input ids for which the request holds a reference."""
@@ -286,6 +276,18 @@ class EncoderCacheManager:
             if not entry.users:
                 self.num_idle_embeds += entry.num_embeds
                 self._make_idle(mm_hash)
+                if entry.doomed:
+                    self._evict_unstored(mm_hash)
+
+    def discard(self, mm_hash: MMHash) -> None:
+        """Between passes: nobody finds the output again; a held one goes with its last user."""
+        entry = self._entries.get(mm_hash)
+        if entry is not None:
+            entry.doomed = True
+            if not entry.users:
+                self._evict_unstored(mm_hash)
+        if mm_hash in self.host and self._fresh.get(mm_hash) != "host":
+            self._drop_from_host(mm_hash)
 
     def free(self, request: EncoderUser) -> None:
         """Drops all references of a request (finished, aborted, preempted)."""

@@ -291,6 +291,7 @@ class EngineCore:
 
     def _after_receiver(self) -> None:
         """Whatever the receiver made ready, gave up or was told to do."""
+        self._values.forget_replaced()
         self._drop_aborted()
         self._start_ready()
         self._prune_arrivals()
@@ -342,6 +343,8 @@ class EngineCore:
                 "again each time (caches.ipc_bytes is %d)", self.receiver.store.capacity_bytes,
             )  # fmt: skip
         key = (ready.fid, ready.rid)
+        if self._values.refetch(ready):
+            return
         arrived = self._arrived.pop(key, now := self._clock())
         if ready.items:
             self.stats.observed.values_seconds.observe(now - arrived)

@@ -2,14 +2,22 @@
 
 Used by `core`. Once an item is encoded or computed its value is unpinned and its memory may go; a
 request that is preempted afterwards leaves the scheduler, queues for its values again holding
-none, and comes back with them. Off, it does nothing. Never touches the model.
+none, and comes back with them. A stored value that has changed since it was checked on arrival is
+asked for again in the same way, and nothing made from a wrong one is used again. Never touches the
+model.
 """
 
 from __future__ import annotations
 
+import logging
+
 from foveal_runtime.engine.scheduler.scheduler import Scheduler
 from foveal_runtime.engine.types.step import StepPlan
 from foveal_runtime.mirror.receiver import ReadyRequest, Receiver
+from foveal_runtime.plan.media import MMHash
+from foveal_runtime.wire import codec
+
+_LOG = logging.getLogger(__name__)
 
 
 class ValueRelease:
@@ -43,3 +51,32 @@ class ValueRelease:
         """The values of a request that is away have come back."""
         views = {mm_hash: memoryview(value.data) for mm_hash, value in ready.items.items()}
         self._scheduler.resume(request_id, views)
+
+    def refetch(self, ready: ReadyRequest) -> bool:
+        """Whether a stored value is damaged: then the request waits for others."""
+        damaged = self._damaged(ready)
+        if not damaged:
+            return False
+        _LOG.error("%d stored values no longer have their digest: asked for again", len(damaged))
+        self._scheduler.forget_media(damaged)
+        self._receiver.refetch(ready.fid, ready.rid, damaged)
+        return True
+
+    def forget_replaced(self) -> None:
+        """A frontend sent values that differ from stored ones, which they replaced."""
+        replaced = self._receiver.take_replaced()
+        if replaced:
+            _LOG.warning("%d stored values were replaced by others that differ", len(replaced))
+            self._scheduler.forget_media(replaced)
+
+    def _damaged(self, ready: ReadyRequest) -> list[MMHash]:
+        """Of the values that the encoder would read. What came with the request was just checked,
+        and so was all of it when nothing was here before."""
+        if not ready.num_hits:
+            return []
+        lookup = self._scheduler.encoder.lookup
+        return [
+            mm_hash for mm_hash, value in ready.items.items()
+            if value.digest and lookup(mm_hash) == "absent"
+            and codec.digest(value.data) != value.digest
+        ]  # fmt: skip

@@ -9,7 +9,7 @@ touches tensors, sockets or threads; the clock is handed in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from foveal_runtime.engine.caches.block_pool import BlockPool
 from foveal_runtime.engine.caches.encoder_cache import EncoderCacheManager
@@ -266,6 +266,18 @@ class Scheduler:
     def reset_encoder_cache(self) -> int:
         """Frees all encoder outputs nobody holds; returns how many. Done by the next plan."""
         return self.roster.encoder.reset()
+
+    def forget_media(self, mm_hashes: Iterable[MMHash]) -> None:
+        """The values under these keys were wrong: nothing made from them is used again. An output
+        that a request holds goes when nobody does; blocks in use are no longer found by others."""
+        wrong = set(mm_hashes)
+        for mm_hash in wrong:
+            self.roster.encoder.discard(mm_hash)
+        for request in self.roster.running:
+            if wrong.intersection(entry.mm_hash for entry in request.mm_inputs):
+                self.roster.pool.withdraw(request.block_ids)
+                request.num_published = self.roster.limits.max_model_len  # no more of its blocks
+        self.reset_prefix_cache()
 
     def check_integrity(self) -> None:
         """Asserts that all books agree with each other, between two steps."""
