@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import queue
+import signal
 
 import msgspec
 import pytest
 import torch.distributed as dist
 
+from foveal_runtime.engine.process.assemble import LoadedEngine, assemble_core
+from foveal_runtime.engine.process.evidence import StepRecord
+from foveal_runtime.engine.testing.fake_frontend import FakeFrontend
 from foveal_runtime.engine.types.step import EncoderInput, Sampled, StepPlan, StepResult
+from foveal_runtime.mirror.messages import Bye, Death
 from foveal_runtime.model.attention import LayerGeometry
 from foveal_runtime.model.parallel.ranks import Command, Step, checksum
 from foveal_runtime.model.parallel.tensor_parallel import (
@@ -17,7 +22,11 @@ from foveal_runtime.model.parallel.tensor_parallel import (
     TensorParallelRunner,
     check_divisible,
 )
+from foveal_runtime.plan.config import EngineCaches, EngineConfig, ModelConfig
 from foveal_runtime.plan.errors import StartupError
+from foveal_runtime.plan.sampling import SamplingParams
+from foveal_runtime.wire import codec
+from foveal_runtime.wire.messages import RequestBody
 
 pytestmark = pytest.mark.model
 
@@ -82,6 +91,68 @@ def test_two_ranks_equal_one_process(name: str, bench, tiny, tmp_path) -> None:
     assert lost.empty()
     assert not dist.is_initialized()
     assert "RANK" not in os.environ
+
+
+@pytest.mark.extended
+def test_a_request_that_crashes_a_rank_is_named_alone(tiny, tmp_path) -> None:
+    """A rank crashes in the step that first computes a newcomer, beside a stream: the stream goes
+    on elsewhere, and only the newcomer is blamed. A real engine core over two real ranks."""
+    lost: queue.Queue[str] = queue.Queue()
+    runner = TensorParallelRunner.load(
+        str(tiny("llama")), 2, attention="torch", block_size=8, num_blocks=64,
+        on_lost=lost.put, grace_seconds=60.0,
+    )  # fmt: skip
+    try:
+        submit, poison = runner.submit, 19
+
+        def crash_on_poison(plan):
+            if any(new.token_ids[0] == poison for new in plan.new):
+                runner.worker_processes[0].send_signal(signal.SIGSEGV)
+                runner.worker_processes[0].wait(60)
+            return submit(plan)
+
+        runner.submit = crash_on_poison
+        config = EngineConfig(
+            model=ModelConfig(path="/models/fake"), run_ahead="off",
+            caches=EngineCaches(ipc_bytes=4096, ipc_staging_bytes=8192, block_size=8),
+        )  # fmt: skip
+        loaded = LoadedEngine(runner=runner, num_blocks=64, max_model_len=200, largest={})
+        sent: list[tuple[str, object]] = []
+        core = assemble_core(
+            config, loaded, send=lambda fid, message: sent.append((fid, message)), boot=7,
+            record=StepRecord(7, tmp_path / "step"),
+        )  # fmt: skip
+        frontend = FakeFrontend("f")
+
+        def say(sending) -> None:
+            core.on_message("f", sending.message)
+            while sent:
+                frontend.take(sent.pop(0)[1])
+
+        def ask(name: str, token: int) -> None:
+            sampling = SamplingParams(max_tokens=100, ignore_eos=True)
+            ids = codec.pack_tokens([token, 5, 6], wide=False)[0]
+            body = RequestBody(
+                token_ids=ids, wide=False, placements=(), sampling=sampling,
+                key=name.encode().ljust(16, b"."),
+            )  # fmt: skip
+            say(frontend.request((name, 0), [token, 5, 6], sampling=sampling, body=body))
+
+        say(frontend.hello())
+        ask("stream", 4)
+        for _ in range(6):
+            core.step()
+        ask("poison", poison)
+        with pytest.raises(RankLost, match="exit code -11") as caught:
+            core.step()
+        sent.clear()
+        core.on_failure(caught.value)
+        [(_, bye)] = sent
+        assert isinstance(bye, Bye)
+        assert bye.death == Death(7, bye.death.at, (b"poison".ljust(16, b"."),), is_own=True)
+        assert not RankLost("killed", -9).is_own
+    finally:
+        runner.close()
 
 
 def test_heads_that_do_not_divide_are_refused_with_the_numbers(tiny) -> None:

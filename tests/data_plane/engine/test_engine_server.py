@@ -16,6 +16,7 @@ import pytest
 from foveal_runtime.engine.process.assemble import LoadedEngine, assemble_core
 from foveal_runtime.engine.process.health import is_near
 from foveal_runtime.engine.process.integrity import digest_of
+from foveal_runtime.engine.process.link_thread import SILENT_SECONDS
 from foveal_runtime.engine.process.server import EngineServer, Phase
 from foveal_runtime.engine.testing.fake_frontend import FakeFrontend, FakeItem
 from foveal_runtime.engine.testing.fake_runner import FakeRunner, reference_tokens
@@ -359,6 +360,40 @@ async def test_a_busy_event_loop_keeps_its_session():
         assert not client.fake.over
         assert client.fake.num_heartbeats > 2
         client.link.close()
+
+
+async def test_what_a_frontend_that_hangs_owes_is_asked_of_another():
+    """Its transport lives, its loop does not: what it was asked for blocked every other frontend
+    for as long as the process lived. Without debts, it keeps its session for an hour (above)."""
+    now = [100.0]
+    with engine(clock=lambda: now[0]) as harness:
+        hangs, other = Client(harness, "f1"), Client(harness, "f2")
+        for client in (hangs, other):
+            await client.open()
+        hangs.send(hangs.fake.request(("r", 0), [1, A, 2], with_values=False))
+        async with asyncio.timeout(20):
+            while not harness.core.receiver.admission.pending:  # noqa: ASYNC110 - another thread's
+                await asyncio.sleep(0.01)
+        other.send(other.fake.request(("s", 0), [1, A, 3], max_tokens=4))
+
+        async def let_time_pass():
+            while True:
+                heard = other.fake.num_heartbeats
+                now[0] += 2.0  # longer than between two beats, shorter than a standstill
+                while other.fake.num_heartbeats == heard:
+                    harness.server._links._transport.wake()
+                    await asyncio.sleep(0.01)
+
+        passing = asyncio.create_task(let_time_pass())
+        await other.until(lambda: ("s", 0) in other.fake.finish)
+        passing.cancel()
+        other.check(("s", 0))
+        assert now[0] > 100.0 + SILENT_SECONDS
+        await hangs.until(lambda: hangs.fake.over)
+        assert hangs.fake.over == "silent"
+        assert hangs.fake.lost == [("r", 0)]
+        for client in (hangs, other):
+            client.link.close()
 
 
 async def test_a_frontend_that_stands_still_is_given_up():

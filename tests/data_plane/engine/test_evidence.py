@@ -1,12 +1,16 @@
 """What an engine died of: written down before each step, read by whoever comes next."""
 
 import asyncio
+import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
+import msgspec
 import pytest
 
 from foveal_runtime.engine.process.assemble import LoadedEngine, assemble_core
@@ -15,6 +19,7 @@ from foveal_runtime.engine.process.server import EngineServer
 from foveal_runtime.engine.testing.fake_frontend import FakeFrontend
 from foveal_runtime.engine.testing.fake_runner import FakeRunner
 from foveal_runtime.engine.types.step import RunnerLost
+from foveal_runtime.main.engine import _record_path
 from foveal_runtime.mirror.messages import Bye, Death
 from foveal_runtime.plan.budget.encoder import LargestItem
 from foveal_runtime.plan.config import EngineCaches, EngineConfig, ModelConfig, SchedulerConfig
@@ -184,6 +189,80 @@ def test_a_record_that_cannot_be_kept_costs_nothing(tmp_path):
     assert record.death(is_own=True).suspects == (b"a" * 16,)
     record.close()
     assert (tmp_path / "target").read_bytes() == b"theirs"
+
+
+def test_an_engine_of_the_same_name_that_runs_keeps_its_record(tmp_path):
+    """Two engines that shared a folder and a port wrote into one file."""
+    path = tmp_path / "step"
+    first = StepRecord(1, path)
+    first.begin((b"a" * 16,))
+    second = StepRecord(2, path)
+    assert second.last is None
+    second.begin((b"b" * 16,))
+    second.close()
+    assert path.exists()
+    first.end()
+    first.close()
+    assert not path.exists()
+
+
+def test_each_engine_has_a_record_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    config = EngineConfig(model=ModelConfig(path="/m"), bind="tcp://0.0.0.0:9", engine_id="e0")
+    others = [
+        msgspec.structs.replace(config, engine_id="e1"),
+        msgspec.structs.replace(config, bind="tcp://0.0.0.0:8"),
+        msgspec.structs.replace(config, model=ModelConfig(path="/n")),
+    ]
+    assert _record_path(config) == _record_path(config)
+    assert len({_record_path(one) for one in (config, *others)}) == 4
+    mine = _record_path(config)
+    monkeypatch.setattr(socket, "gethostname", lambda: "another-container")
+    assert _record_path(config) != mine
+
+
+def test_the_record_has_its_blocks_before_it_is_written_to(tmp_path):
+    """On a full disk, the first write through the map to a hole of the file was a SIGBUS."""
+    record = StepRecord(1, tmp_path / "step")
+    facts = (tmp_path / "step").stat()
+    assert facts.st_blocks * 512 >= facts.st_size > 16_000
+    record.close()
+
+
+def test_a_crash_is_dated_by_its_traceback(tmp_path):
+    """A request that had run for an hour when it crashed was convicted for an hour ago, that is,
+    not for long."""
+    path = tmp_path / "step"
+    command = [sys.executable, "-c", _DOOMED, str(path), "crash"]
+    subprocess.run(command, check=False, stderr=subprocess.DEVNULL)
+    later = time.time() + 3600
+    os.utime(path, (later, later))
+    record = StepRecord(2, path)
+    assert abs(record.last.at - later) < 1
+    record.close()
+
+
+def test_a_record_that_fails_to_open_leaves_no_file_open(tmp_path):
+    path = tmp_path / "step"
+    os.mkfifo(path)
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(3):
+        record = StepRecord(number, path)
+        record.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_disk_that_is_full_at_the_end_changes_nothing_of_what_is_told(tmp_path):
+    record = StepRecord(1, tmp_path / "step")
+    record.begin((b"a" * 16,))
+    descriptor, record._file = record._file, os.open("/dev/full", os.O_WRONLY)
+    try:
+        assert record.death(is_own=True).suspects == (b"a" * 16,)
+    finally:
+        os.close(record._file)
+        record._file = descriptor
+    record.end()
+    record.close()
 
 
 async def test_the_next_process_tells_while_it_loads():

@@ -7,9 +7,11 @@ warms the model while /livez already answers, serves until SIGTERM (drain) or SI
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 import os
 import signal
+import socket
 import tempfile
 import time
 from pathlib import Path
@@ -125,15 +127,17 @@ def serve(config: EngineConfig) -> int:
 
 
 def _record_path(config: EngineConfig) -> Path | None:
-    """Of this address and user, where it outlives the process: in a pod, its own volume. None
-    where no folder for temporary files can be written to."""
-    address = config.bind.rpartition(":")[2]
+    """Of this engine and user, where it outlives the process: in a pod, its own volume. Engines of
+    several containers may share the folder, and the port too. None where no folder for temporary
+    files can be written to."""
+    own = (socket.gethostname(), config.engine_id, config.bind, config.model.path)
+    name = hashlib.blake2b("\0".join(own).encode(), digest_size=8).hexdigest()
     try:
         folder = Path(tempfile.gettempdir())
     except OSError as error:
         log.warning("what kills this engine will not be known: %s", error)
         return None
-    return folder / f"foveal-{os.getuid()}-engine-{address}.step"
+    return folder / f"foveal-{os.getuid()}-engine-{name}.step"
 
 
 def _measured(core: EngineCore, memory: ContainerMemory, device: str, metrics: Metrics) -> None:

@@ -170,7 +170,7 @@ class EngineCore:
 
     def on_failure(self, error: Exception) -> None:
         """Frontends hear what the engine was doing when it failed."""
-        death = self.record.death(is_own=not isinstance(error, RunnerLost))
+        death = self.record.death(is_own=not isinstance(error, RunnerLost) or error.is_own)
         for fid in list(self.receiver.sessions):
             self.end_session(fid, "engine_failed", death)
 

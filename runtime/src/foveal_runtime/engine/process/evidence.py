@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
 import logging
 import mmap
 import os
@@ -85,6 +86,10 @@ class StepRecord:
         found = os.fstat(self._file)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
             raise OSError("it belongs to another user")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OSError("another engine of this name is running") from None
         text = os.pread(self._file, _MAX_TEXT, _BYTES)
         self._read(os.pread(self._file, _BYTES, 0), text, found.st_mtime)
         os.ftruncate(self._file, 0)

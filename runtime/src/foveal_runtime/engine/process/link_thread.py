@@ -30,6 +30,9 @@ from foveal_runtime.wire.transport import EngineTransport, Frames, LinkDown
 
 _LOG = logging.getLogger(__name__)
 HEARTBEAT_SECONDS = 1.0
+SILENT_SECONDS = 60.0
+"""A frontend that says nothing for so long may hang: it keeps its session, but not what others
+wait for. Its transport answers for a dead event loop, too."""
 GOODBYE_SECONDS = 0.2
 
 
@@ -39,6 +42,10 @@ class CoreInbox(Protocol):
     def on_message(self, fid: str, message: Up, values: Mapping[MMHash, Value] | None) -> None: ...
 
     def on_session_lost(self, fid: str, sid: SessionId, reason: str) -> None: ...
+
+    def on_silent(self, fid: str, sid: SessionId) -> None:
+        """Nothing was heard for SILENT_SECONDS, though the link stands; told again and again."""
+        ...
 
     def on_failure(self, error: Exception) -> None:
         """The thread has ended: nobody can be heard any more."""
@@ -70,6 +77,7 @@ class LinkThread:
         self._open_shared = open_shared
         self._outbox: deque[tuple[str, DownMessage]] = deque()
         self._links: dict[str, SessionId] = {}
+        self._heard: dict[str, float] = {}
         self._links_told = False  # that their session is over, just before the end
         self._transport: EngineTransport | None = None
         self._started = threading.Event()
@@ -145,8 +153,18 @@ class LinkThread:
                 return
             now = self._clock()
             if now - beat_at >= HEARTBEAT_SECONDS:
+                # A machine that stood still has not read what was said meanwhile.
+                self._listen(now, stood_still=now - beat_at > 5 * HEARTBEAT_SECONDS)
                 beat_at = now
                 self._beat(transport)
+
+    def _listen(self, now: float, *, stood_still: bool) -> None:
+        self._heard = {
+            fid: now if stood_still else self._heard.get(fid, now) for fid in self._links
+        }
+        for fid, at in self._heard.items():
+            if now - at > SILENT_SECONDS:
+                self._inbox.on_silent(fid, self._links[fid])
 
     def _let_out(self, transport: EngineTransport) -> None:
         """Closing drops what the socket still has; the last goodbyes get a moment to leave."""
@@ -155,6 +173,7 @@ class LinkThread:
                 transport.poll(GOODBYE_SECONDS / 4)
 
     def _on_frames(self, fid: str, frames: Frames) -> None:
+        self._heard[fid] = self._clock()
         try:
             message = codec.decode_up(frames)
             values = codec.open_values(message, frames, self._open_shared)

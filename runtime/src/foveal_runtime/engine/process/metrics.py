@@ -183,8 +183,8 @@ class EngineMetrics:
         m.set("foveal_mirror_needs", mirror.num_needs_pull, why="pull")
         m.set("foveal_mirror_limbo_rescued", store.num_rescued)
         m.set("foveal_mirror_duplicate_bytes", mirror.dup_bytes)
-        m.set("foveal_mirror_value_conflicts", mirror.num_value_conflicts)
-        m.set("foveal_mirror_damaged_values", mirror.num_damaged_values)
+        differing = mirror.num_value_conflicts + mirror.num_damaged_values
+        m.set("foveal_mirror_value_conflicts", differing)
         m.set("foveal_cache_refused", mirror.num_bypass_requests, cache="ipc")
         for code, count in list(mirror.rejects.items()):
             m.set("foveal_mirror_rejects", count, code=code)

@@ -59,6 +59,16 @@ class _Inbox:
     def on_session_lost(self, fid: str, sid: SessionId, reason: str) -> None:
         self._calls.put(lambda core: core.on_session_lost(fid, sid, reason))
 
+    def on_silent(self, fid: str, sid: SessionId) -> None:
+        def end(core: EngineCore) -> None:
+            """What it was asked for and does not send holds room, and others may wait for it."""
+            session = core.receiver.sessions.get(fid)
+            owed = (p.asked == fid for p in core.receiver.admission.pending.values())
+            if session is not None and session.sid == sid and any(owed):
+                core.end_session(fid, "silent")
+
+        self._calls.put(end)
+
     def on_failure(self, error: Exception) -> None:
         def fail(core: EngineCore) -> None:
             raise RuntimeError("the link thread failed") from error

@@ -203,7 +203,10 @@ class DoneStep:
 
 
 class RunnerLost(RuntimeError):
-    """A process of the runner ended, who knows why; the engine cannot go on."""
+    """A process of the runner ended; the engine cannot go on. `is_own`: it crashed, and was not
+    killed from outside."""
+
+    is_own = False
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ import logging
 import os
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -60,8 +61,15 @@ _log = logging.getLogger(__name__)
 GRACE_SECONDS = 10.0
 
 
+CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+
+
 class RankLost(RunnerLost):
-    """A rank ended; the engine cannot go on."""
+    """A rank ended; the engine cannot go on. `code`: its exit code, or minus the signal."""
+
+    def __init__(self, reason: str, code: int) -> None:
+        super().__init__(reason)
+        self.is_own = -code in CRASHES
 
 
 def check_splits(config: Any, ranks: int) -> None:
@@ -102,6 +110,7 @@ class _Workers:
         self._closing = threading.Event()
         self.died = threading.Event()
         self.lost = ""
+        self.code = 0
 
     def start(self, config: RankConfig, config_path: Path) -> None:
         threads = num_threads(cpu_limit(), config.num_ranks)
@@ -139,7 +148,9 @@ class _Workers:
         code = process.wait()
         if self._closing.is_set():
             return
-        self.lost = f"tensor parallel: rank {rank} ended with exit code {code}"
+        if not self.died.is_set():  # the others end because the first one did
+            self.lost = f"tensor parallel: rank {rank} ended with exit code {code}"
+            self.code = code
         self.died.set()
         _log.critical("%s; the engine ends", self.lost)
         # The step loop may be inside a collective that never returns.
@@ -286,14 +297,14 @@ class TensorParallelRunner:
 
     def execute(self, plan: StepPlan) -> StepResult:
         if self._workers.died.is_set():
-            raise RankLost(self._workers.lost)
+            raise RankLost(self._workers.lost, self._workers.code)
         try:
             self._channel.send(Step(plan, self._previous))
             result = self._runner.execute(plan)
         except RuntimeError as error:
             # A broken connection shows before the watcher has seen the process end.
             if self._workers.died.wait(2.0):
-                raise RankLost(self._workers.lost) from error
+                raise RankLost(self._workers.lost, self._workers.code) from error
             raise
         self._previous = checksum(result)
         return result

@@ -108,8 +108,6 @@ _MIRROR_ENGINE = (
     _one(_ENGINE, "counter", "mirror_limbo_rescued", "Announced evictions cancelled by a new use."),
     _one(_ENGINE, "counter", "mirror_duplicate_bytes", "Values received twice.", unit="bytes"),
     _one(_ENGINE, "counter", "mirror_value_conflicts", "Values that differ under one hash."),
-    _one(_ENGINE, "counter", "mirror_damaged_values",
-         "Stored values that no longer had their digest and were asked for again."),
     _one(_ENGINE, "counter", "mirror_rejects", "Requests refused by the receiver.", "code",
          known=(("code", ("mm_too_large", "mm_source_lost", "media_conflict", "overloaded")),)),
     _one(_ENGINE, "gauge", "mirror_waitq_length", "Requests that wait for values."),
