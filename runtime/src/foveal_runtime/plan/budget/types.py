@@ -18,16 +18,34 @@ Place = Literal["frontend", "engine", "device"]
 
 FRONTEND_PROCESS_BYTES = 128 * MIB
 """One HTTP process, where the profile has not measured it: 71 MiB with a small tokenizer."""
-FRONTEND_SERVING_BYTES = 8 * MIB
-"""What it takes besides once requests come: sockets, threads, free memory between blocks in use."""
+FRONTEND_BOOKS = {
+    "uuids": (65_536, 270),
+    "digests of data URLs": (16_384, 350),
+    "engines that took a prompt or an item": (16_384, 270),
+    "items that were evicted": (8_192, 270),
+    "keys of other cache sizes": (4 * 4_096, 180),
+    "quarantine": (1_024, 700),
+}
+"""What a frontend process remembers besides its caches: entries at most, and bytes of each with
+the tables that hold them. tests/data_plane/plan/test_books.py fills them."""
+ENGINE_BOOKS = {
+    "uuids": (65_536, 270),
+    "values that departed": (8_192, 270),
+    "values, outputs and blocks that were evicted": (3 * 8_192, 270),
+    "keys of other cache sizes": (3 * 4 * 4_096, 180),
+    "quarantine": (1_024, 700),
+}
+FRONTEND_SERVING_BYTES = 48 * MIB
+"""What it takes besides once requests come: its books at their bounds, sockets, threads, free
+memory between blocks in use."""
 MEDIA_WORKER_BYTES = 512 * MIB
 """One media worker, where the profile has not measured it: 450 MiB with torch and a processor."""
 ENGINE_BASE_GPU_BYTES = 3 * GIB
 ENGINE_BASE_CPU_BYTES = 640 * MIB
 """An engine process on a CPU, where the profile has not measured it: 456 MiB with torch and its
 kernels' caches, which take some 70 MiB more when they are full."""
-ENGINE_SERVING_BYTES = 16 * MIB
-"""What it takes besides once requests come: sockets, threads, books of caches."""
+ENGINE_SERVING_BYTES = 48 * MIB
+"""What it takes besides once requests come: its books at their bounds, sockets, threads."""
 DEVICE_BASE_BYTES = 768 * MIB
 """CUDA context, libraries' workspaces and communication buffers of one rank."""
 DEVICE_TOLERANCE_PERCENT = 5

@@ -1,0 +1,140 @@
+"""Books at their bounds take no more than the plan has for them."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from foveal_runtime.frontend.engines.routing import Router
+from foveal_runtime.frontend.items.aliases import Aliases
+from foveal_runtime.frontend.media.hashing import UrlTextMap
+from foveal_runtime.mirror.admission import MAX_DEPARTED, RequestAdmission
+from foveal_runtime.mirror.bindings import Bindings
+from foveal_runtime.mirror.messages import Refusals
+from foveal_runtime.mirror.receiver import Receiver, ReceiverLimits
+from foveal_runtime.mirror.refusals import MAX_REFUSALS, RefusalBook
+from foveal_runtime.plan.budget.types import (
+    ENGINE_BOOKS,
+    ENGINE_SERVING_BYTES,
+    FRONTEND_BOOKS,
+    FRONTEND_SERVING_BYTES,
+)
+from foveal_runtime.plan.config import FrontendConfig, ModelConfig
+from foveal_runtime.telemetry.ages import EvictionAges
+from foveal_runtime.telemetry.ghosts import GhostLists
+
+LIMITS = ReceiverLimits(capacity_bytes=1 << 20)
+
+
+def keys(count: int) -> Iterator[bytes]:
+    """Distinct 32-byte keys, spread as hashes are."""
+    return ((i * 0x9E3779B97F4A7C15 % (1 << 64)).to_bytes(8, "big") * 4 for i in range(1, count))
+
+
+def uuids(count: int) -> Bindings:
+    book = Bindings(LIMITS.max_bindings)
+    for key in keys(count):
+        book.bind(key, key[::-1])
+        book.drain_changed()
+    assert len(book.table) == ENGINE_BOOKS["uuids"][0]
+    return book
+
+
+def own_uuids(count: int) -> Aliases:
+    config = FrontendConfig(model=ModelConfig(path="/m"))
+    book = Aliases(config.max_bindings, 64)
+    for key in keys(count):
+        book.commit(key, key[::-1])
+    assert len(book) == FRONTEND_BOOKS["uuids"][0]
+    return book
+
+
+def departed(count: int) -> RequestAdmission:
+    book = Receiver(LIMITS).admission
+    for key in keys(count):
+        book.note_departed(key)
+    assert len(book.departed) == MAX_DEPARTED == ENGINE_BOOKS["values that departed"][0]
+    return book
+
+
+def evicted(count: int) -> EvictionAges:
+    book = EvictionAges(lambda: 0.0)
+    for key in keys(count):
+        book.evict(key)
+    return book
+
+
+def ghosts(count: int) -> GhostLists:
+    book = GhostLists(1 << 40)
+    for key in keys(count):
+        book.query(key, 1)
+    return book
+
+
+def quarantine(count: int) -> RefusalBook:
+    book = RefusalBook()
+    shape = "4096 prompt tokens, 16 images, max_tokens 1024"
+    entries = tuple((key[:16], 1.0 + i, f"{shape} {i}") for i, key in enumerate(keys(count)))
+    for start in range(0, count, 64):
+        book.join(Refusals(0.0, entries[start : start + 64]))
+    assert len(book.entries) == MAX_REFUSALS == ENGINE_BOOKS["quarantine"][0]
+    return book
+
+
+def data_urls(count: int) -> UrlTextMap:
+    book = UrlTextMap()
+    for number, key in enumerate(keys(count)):
+        book.commit(key, key[::-1], 1 << 20 | number)
+    assert len(book) == FRONTEND_BOOKS["digests of data URLs"][0]
+    return book
+
+
+def routes(count: int) -> Router:
+    book = Router()
+    for key in keys(count):
+        book.commit("engine-0", [key])
+    assert len(book) == FRONTEND_BOOKS["engines that took a prompt or an item"][0]
+    return book
+
+
+BOOKS = [
+    (ENGINE_BOOKS, "uuids", uuids, 1),
+    (ENGINE_BOOKS, "values that departed", departed, 1),
+    (ENGINE_BOOKS, "values, outputs and blocks that were evicted", evicted, 3),
+    (ENGINE_BOOKS, "keys of other cache sizes", ghosts, 3),
+    (ENGINE_BOOKS, "quarantine", quarantine, 1),
+    (FRONTEND_BOOKS, "uuids", own_uuids, 1),
+    (FRONTEND_BOOKS, "digests of data URLs", data_urls, 1),
+    (FRONTEND_BOOKS, "engines that took a prompt or an item", routes, 1),
+    (FRONTEND_BOOKS, "items that were evicted", evicted, 1),
+    (FRONTEND_BOOKS, "keys of other cache sizes", ghosts, 1),
+    (FRONTEND_BOOKS, "quarantine", quarantine, 1),
+]
+
+
+@pytest.mark.parametrize(("books", "name", "fill", "count"), BOOKS)
+def test_a_full_book_takes_what_is_planned(
+    books: dict[str, tuple[int, int]], name: str, fill: Callable[[int], object], count: int
+) -> None:
+    """Filled beyond its bound, and so at it."""
+    entries, each = books[name]
+    tracemalloc.start()
+    try:
+        held = fill(min(entries // count, 66_000) + 2_000)
+        size, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    planned = entries * each // count
+    assert held is not None
+    assert planned / 4 < size <= planned, (size, planned)
+
+
+def test_every_book_is_filled_and_their_sum_is_in_the_plan() -> None:
+    for books, serving in (
+        (ENGINE_BOOKS, ENGINE_SERVING_BYTES), (FRONTEND_BOOKS, FRONTEND_SERVING_BYTES)
+    ):  # fmt: skip
+        assert {name for of, name, *_ in BOOKS if of is books} == books.keys()
+        total = sum(entries * each for entries, each in books.values())
+        assert 0.5 * serving < total <= 0.8 * serving, "the rest is for sockets and threads"
