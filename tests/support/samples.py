@@ -387,6 +387,8 @@ ILLEGAL: list[tuple[str, str, Any, str]] = [
     ("salt header", "spec.security.tenantSaltHeader", "X Tenant", "tenantSaltHeader"),
     ("origin", "spec.security.allowedOrigins", ["app.example.org"], "allowedOrigins"),
     ("unknown options", "spec.frontend.unknownOptions", "Drop", "spec.frontend.unknownOptions"),
+    ("task", "spec.model.task", "Rank", "spec.model.task"),
+    ("pooling of no embedding", "spec.model.pooling", "Mean", "spec.model.pooling"),
     ("tool format", "spec.frontend.toolFormat", "xml", "spec.frontend.toolFormat"),
     ("network policy", "spec.security.networkPolicy", "Auto", "spec.security.networkPolicy"),
     ("monitor toggle", "spec.observability.podMonitor", True, "spec.observability.podMonitor"),

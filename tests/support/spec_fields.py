@@ -32,6 +32,7 @@ BASES: dict[str, dict[str, Any]] = {
 }
 for ref in ("apiKeySecretRef", "adminKeySecretRef"):
     BASES[f"spec.security.{ref}."] = {f"spec.security.{ref}": KEY}
+BASES["spec.model.pooling"] = {"spec.model.task": "Embed"}
 BASES["spec.model.secretRef."] = {"spec.model.secretRef": {"name": "token"}}
 for role in ("frontend", "engine"):
     BASES[f"spec.{role}.autoscaling.prometheusAuth."] = {
@@ -70,6 +71,8 @@ VALUES: dict[str, Any] = {
     "spec.security.allowedOrigins": ["https://app.example.org"],
     "spec.frontend.unknownOptions": "Ignore",
     "spec.frontend.toolFormat": "hermes",
+    "spec.model.task": "Embed",
+    "spec.model.pooling": "Mean",
     "spec.frontend.page": False,
     "spec.networking.httpRoute.hostnames": ["example.org"],
     "spec.networking.httpRoute.matches": [{"path": "/a"}],

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from foveal_runtime.engine.testing.drive import Drive, image
 from foveal_runtime.engine.types.step import ModelTraits
 from foveal_runtime.plan.errors import FovealError
+from foveal_runtime.plan.sampling import SamplingParams
 
 P = 9
 SIZES = {"A": (3, 0), "B": (6, 0), "C": (11, 5), "D": (16, 0), "E": (7, 6)}
@@ -30,6 +31,12 @@ def prompt_of(parts):
             items.append(image(part, len(tokens), length, embeds))
             tokens.extend([P] * length)
     return tokens, items
+
+
+def sampling_of(max_tokens, pooling):
+    """Most requests want tokens, some an embedding."""
+    wanted = 1 if pooling else max_tokens
+    return SamplingParams(max_tokens=wanted, ignore_eos=True, pooling=pooling)
 
 
 PARTS = st.lists(
@@ -71,16 +78,17 @@ class Engine(RuleBasedStateMachine):
         self.count = 0
 
     @rule(
-        parts=PARTS, max_tokens=st.integers(1, 40), priority=st.integers(0, 2), salt=st.booleans()
-    )
+        parts=PARTS, max_tokens=st.integers(1, 40), priority=st.integers(0, 2), salt=st.booleans(),
+        pooling=st.sampled_from(["", "", "mean", "last", "cls"]),
+    )  # fmt: skip
     @precondition(lambda self: self.drive is not None)
-    def add(self, parts, max_tokens, priority, salt):
+    def add(self, parts, max_tokens, priority, salt, pooling):
         tokens, items = prompt_of(parts)
         self.count += 1
         try:
             self.drive.add(
-                f"r{self.count}", tokens, items, max_tokens=max_tokens, priority=priority,
-                cache_salt=b"s" * salt,
+                f"r{self.count}", tokens, items, sampling=sampling_of(max_tokens, pooling),
+                priority=priority, cache_salt=b"s" * salt,
             )  # fmt: skip
         except FovealError:
             self.drive.scheduler.check_integrity()
@@ -154,15 +162,15 @@ def test_a_crowd_of_requests_under_pressure(seed, run_ahead):
         tokens, items = prompt_of(parts)
         try:
             drive.add(
-                f"r{number}", tokens, items, max_tokens=rng.randint(1, 60),
-                priority=rng.randint(0, 2),
+                f"r{number}", tokens, items, priority=rng.randint(0, 2),
+                sampling=sampling_of(rng.randint(1, 60), rng.choice(["", "", "mean", "last"])),
             )  # fmt: skip
         except FovealError:
             continue
         for _ in range(rng.randint(0, 4)):
             drive.step()
-        if rng.random() < 0.15:
-            live = [r for r in drive.requests if drive.scheduler.get(r)]
+        live = [r for r in drive.requests if drive.scheduler.get(r)]
+        if live and rng.random() < 0.15:
             drive.scheduler.abort(rng.choice(live))
     drive.run()
     drive.assert_done()

@@ -129,6 +129,14 @@ class Bench:
             assert self.mean_deviation <= 0.1 * self.spread, (job.request_id, self.mean_deviation)
         assert self.spread > 0.2
 
+    @torch.inference_mode()
+    def hidden(self, prompt: Prompt) -> torch.Tensor:
+        """transformers' hidden states (T, E) of the prompt, after the last norm."""
+        core = getattr(self.reference, self.runner.loaded.core_name)
+        kwargs = self.case.forward_kwargs(prompt)
+        output = core(input_ids=torch.tensor([prompt.ids]), use_cache=False, **kwargs)
+        return output.last_hidden_state[0]
+
     @property
     def is_exact(self) -> bool:
         """Whether tokens, too, must be those of transformers."""

@@ -37,6 +37,7 @@ class Job:
     blocks: list[int] = field(default_factory=list)
     num_cached: int = 0
     announced: bool = False
+    embedding: bytes = b""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -47,7 +48,7 @@ class Job:
 
     @property
     def done(self) -> bool:
-        return len(self.outputs) >= self.sampling.max_tokens
+        return len(self.outputs) >= self.sampling.max_tokens or bool(self.embedding)
 
 
 class StepDriver:
@@ -117,7 +118,7 @@ class StepDriver:
 
     def announce(self, job: Job, plan: StepPlan) -> None:
         job.announced = True
-        if self.reuse:
+        if self.reuse and job.sampling.reads_prefix:
             self.match(job)
         plan.new.append(
             NewRequest(
@@ -182,6 +183,8 @@ class StepDriver:
         for job in jobs:
             for number in range(job.computed // self.size):
                 self.shared.setdefault(self.key(job, number), job.blocks[number])
+        for pooled in result.pooled:
+            by_id[pooled.request_id].embedding = pooled.values
         for sampled in result.sampled:
             by_id[sampled.request_id].tokens.append(sampled.token_id)
         self.just_finished = [j.request_id for j in jobs if j.done]

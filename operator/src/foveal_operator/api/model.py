@@ -109,6 +109,12 @@ class Model(Part, frozen=True, kw_only=True):
             lambda s: s.cache is None or s.uri.startswith(("hf://", "s3://")),
             "cache",
         ),
+        Rule(
+            "!has(self.pooling) || (has(self.task) && self.task != 'Generate')",
+            "pooling is only for task Embed or Both",
+            lambda s: s.pooling is None or s.task != "Generate",
+            "pooling",
+        ),
     )
     TRANSITIONS: ClassVar[tuple[Transition, ...]] = (
         Transition(
@@ -140,6 +146,20 @@ class Model(Part, frozen=True, kw_only=True):
     name: Annotated[
         Text | None,
         Meta(description="What clients put into `model`; default: the resource's name."),
+    ] = None
+    task: Annotated[
+        Literal["Generate", "Embed", "Both"],
+        Meta(
+            description="What is served: generated text, embeddings, or both. A change restarts "
+            "frontends only. Default: Generate."
+        ),
+    ] = "Generate"
+    pooling: Annotated[
+        Literal["Mean", "Last", "Cls"] | None,
+        Meta(
+            description="Hidden states that an embedding is made of; default: as the checkpoint "
+            "says, else its last token."
+        ),
     ] = None
     secret_ref: Annotated[
         SecretName | None,

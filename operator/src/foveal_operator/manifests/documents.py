@@ -27,7 +27,9 @@ from foveal_runtime.plan.config import (
     MediaSources,
     ModalitiesConfig,
     ModelConfig,
+    Pooling,
     SchedulerConfig,
+    Task,
 )
 from foveal_runtime.plan.quantity import parse_bytes, parse_millicores
 
@@ -44,6 +46,8 @@ ADDED: dict[tuple[str, str], object] = {
     ("", "allowed_origins"): [],
     ("", "ignore_unknown_options"): False,
     ("admission", "max_answer_scores"): 1 << 21,
+    ("", "task"): "generate",
+    ("", "pooling"): "",
     ("", "tool_format"): "",
     ("", "page"): True,
     ("admission", "client_share"): 0.5,
@@ -58,6 +62,11 @@ ADDED: dict[tuple[str, str], object] = {
 obey without knowing it; the part of the document's own fields is "", and a part's part is "a.b"."""
 _SWITCHES: dict[str, Literal["auto", "on", "off"]] = {
     "Auto": "auto", "Enabled": "on", "Disabled": "off",
+}  # fmt: skip
+
+_TASKS: dict[str, Task] = {"Generate": "generate", "Embed": "embed", "Both": "both"}
+_POOLINGS: dict[str | None, Pooling | Literal[""]] = {
+    None: "", "Mean": "mean", "Last": "last", "Cls": "cls",
 }  # fmt: skip
 
 
@@ -185,6 +194,8 @@ def frontend_document(context: Context) -> FrontendConfig:
         tenant_salt_header=security.tenant_salt_header or "",
         allowed_origins=security.allowed_origins,
         ignore_unknown_options=frontend.unknown_options == "Ignore",
+        task=_TASKS[spec.model.task],
+        pooling=_POOLINGS[spec.model.pooling],
         tool_format=frontend.tool_format or "",
         page=frontend.page,
         drain_timeout_seconds=float(spec.rollout.drain_timeout_seconds),

@@ -23,6 +23,8 @@ ToolFormat = Literal[
     "hermes", "qwen3_coder", "llama3_json", "mistral", "mistral_v3", "pythonic", "gemma",
     "deepseek", "deepseek_v3", "glm", "kimi", "smolvlm", "granite", "json",
 ]  # fmt: skip
+Task = Literal["generate", "embed", "both"]
+Pooling = Literal["mean", "last", "cls"]
 GIB = 1024**3
 MIB = 1024**2
 DEFAULT_VIDEO_FRAMES = 32
@@ -270,6 +272,8 @@ class FrontendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             https://app.example.org; "*" is any. Empty: none.
         ignore_unknown_options: request options that this server does not know are left out, not
             refused.
+        task: what is served: generated text, embeddings or both. Engines can do either.
+        pooling: what an embedding is made of; "": as the checkpoint says, else its last token.
         tool_format: how the model writes tool calls; "": as its chat template does.
         page: the chat page answers at `/`.
         metrics_peers: other processes whose /metrics this one's /metrics also shows (local mode).
@@ -303,6 +307,8 @@ class FrontendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     tenant_salt_header: str = ""
     allowed_origins: tuple[str, ...] = ()
     ignore_unknown_options: bool = False
+    task: Task = "generate"
+    pooling: Pooling | Literal[""] = ""
     tool_format: ToolFormat | Literal[""] = ""
     page: bool = True
     drain_timeout_seconds: float = 120.0

@@ -7,8 +7,11 @@ and model/ (logits). Never changed after construction.
 from __future__ import annotations
 
 from importlib import metadata
+from typing import Literal
 
 import msgspec
+
+from foveal_runtime.plan.config import Pooling
 
 GRAMMAR_LIBRARY = "llguidance"
 
@@ -42,6 +45,9 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
             (`GRAMMAR_LIBRARY`); "": anything. It is stronger than min_tokens.
         logprob_token_ids: the alternatives themselves, `logprobs` of them; empty: the most likely.
         bad_words: token sequences whose last token is masked where the others were just output.
+        pooling: the sequence is not continued but embedded: by the mean of its tokens' hidden
+            states after the last norm, by the last token's ("last"), or by the first one's
+            ("cls"). "": tokens are generated.
     """
 
     max_tokens: int
@@ -63,3 +69,15 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     bad_words: tuple[tuple[int, ...], ...] = ()
     grammar: str = ""
     logprob_token_ids: tuple[int, ...] = ()
+    pooling: Pooling | Literal[""] = ""
+
+    @property
+    def least_outputs(self) -> int:
+        """Output tokens that the context must have room for."""
+        return 0 if self.pooling else 1
+
+    @property
+    def reads_prefix(self) -> bool:
+        """Whether tokens that were computed for another request need no computing again: not where
+        something is wanted of each of them, because a cache holds keys and values alone."""
+        return self.prompt_logprobs < 0 and self.pooling in ("", "last")

@@ -86,6 +86,7 @@ class EngineOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=T
         finish: "", "stop", "length", "abort" or "error".
         stop_token: the stop token id that ended it, kept out of the text (None: EOS or limit).
         error: (code of plan.errors, message) when finish is "error".
+        embedding: see `engine.types.step.Pooled`; b"" unless `sampling.pooling` asks.
     """
 
     rid: tuple[str, int]
@@ -95,6 +96,7 @@ class EngineOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=T
     first: FirstOutput | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     error: tuple[str, str] | None = None
+    embedding: bytes = b""
 
 
 class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
@@ -122,6 +124,7 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
     """The `info` part of WELCOME: what a frontend must know of the engine it talks to.
 
     `grammars`: see ModelTraits; a request with a grammar goes to engines of the same version only.
+    `pools`: it knows `SamplingParams.pooling`.
     """
 
     engine_id: str
@@ -132,3 +135,4 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
     largest_item_embeds: int
     draining: bool = False
     grammars: str = ""
+    pools: bool = False

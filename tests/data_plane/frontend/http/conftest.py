@@ -127,7 +127,7 @@ def start(model_path: Path) -> Any:
             }
         )
         app = build_app(
-            FrontendConfig(model=ModelConfig(path=str(model_path)), **config),
+            FrontendConfig(**{"model": ModelConfig(path=str(model_path)), **config}),
             processor=processor,
             info=processor,
             generator=generator,

@@ -23,6 +23,7 @@ PATHS = (
     "/v1/responses",
     "/v1/messages",
     "/v1/messages/count_tokens",
+    "/v1/embeddings",
     "/tokenize",
     "/detokenize",
     "/v1/models/{model}",
@@ -33,7 +34,7 @@ PATHS = (
 def schema(model_path: Path) -> Any:
     processor = FakeInputProcessor({"image": (IMAGE, "<image>")})
     app = build_app(
-        FrontendConfig(model=ModelConfig(path=str(model_path))),
+        FrontendConfig(model=ModelConfig(path=str(model_path)), task="both"),
         processor=processor,
         info=processor,
         generator=FakeGenerator(lambda _: list(b"Hello"), EOS),

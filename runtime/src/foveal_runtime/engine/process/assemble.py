@@ -124,6 +124,7 @@ def assemble_core(
         max_num_seqs=limits.max_num_seqs,
         largest_item_embeds=min(max(embeds, default=0), limits.encoder_cache_embeds),
         grammars=loaded.runner.traits.grammars,
+        pools=True,
     )
     receiver = ObservedReceiver(
         ReceiverLimits(

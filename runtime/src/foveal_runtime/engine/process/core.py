@@ -388,7 +388,7 @@ class EngineCore:
         ]
         for _, header in items:
             check_replacement(header, self._vocab_size)
-        longest = self.scheduler.limits.max_model_len - 1
+        longest = self.scheduler.limits.max_model_len - body.sampling.least_outputs
         for mm_hash, whole in ready.items.items():
             self.value_ghosts.query(mm_hash, len(whole.data))
         token_ids, inputs, which = splice(prompt, body.placements, items, max_tokens=longest)

@@ -84,7 +84,7 @@ class Roster:
         request.sequence = self._sequence
         sampling = request.sampling
         room = self.limits.max_model_len - request.num_prompt_tokens
-        request.output_limit_tokens = min(sampling.max_tokens, room)
+        request.output_limit_tokens = 1 if sampling.pooling else min(sampling.max_tokens, room)
         if self.is_caching:
             self.hasher.extend(request, request.num_tokens)
         self.requests[request.request_id] = request

@@ -28,7 +28,7 @@ def check_request(
         raise InvalidRequest("max_tokens must be at least 1", param="max_tokens")
     if prompt < 1:
         raise InvalidRequest("the prompt is empty", param="messages")
-    if prompt >= limits.max_model_len:
+    if prompt + request.sampling.least_outputs > limits.max_model_len:
         raise ContextLengthExceeded(
             f"the prompt has {prompt} tokens after its media items are expanded; this model "
             f"takes at most {limits.max_model_len} tokens, prompt and output together: "

@@ -46,6 +46,16 @@ class Outbox:
         if finish:
             self._observe_end(request, finish, now)
 
+    def embedding(self, request: Request, values: bytes, now: float) -> None:
+        """The end of a request that wanted no tokens."""
+        request.first_seconds = now
+        first = _first_output(request)
+        self._stats.num_prompt_tokens += first.num_prompt_tokens
+        self._stats.num_cached_prompt_tokens += first.num_cached_tokens
+        output = EngineOutput(request.rid, finish="stop", first=first, embedding=values)
+        self._outputs.append((request, output))
+        self._observe_end(request, "stop", now)
+
     def finish(self, request: Request, finish: str, now: float) -> None:
         """The end without a new token."""
         first = _first_output(request) if request.first_seconds == 0.0 else None

@@ -168,6 +168,13 @@ class Scheduler:
             num_taken += 1
             if self._append(request, sampled, now):
                 ended = True
+        for pooled in result.pooled:
+            request = requests.get(pooled.request_id)
+            if request is None or request.step != plan.step:
+                continue
+            self.roster.outbox.embedding(request, pooled.values, now)
+            self.roster.drop(request)
+            ended = True
         if ended:
             self.roster.running = [
                 entry for entry in self.roster.running if entry.status is Status.RUNNING

@@ -9,7 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from foveal_runtime.engine.scheduler.scheduler import Scheduler
-from foveal_runtime.engine.testing.fake_runner import FAKE_TRAITS, FakeRunner, reference_tokens
+from foveal_runtime.engine.testing.fake_runner import (
+    FAKE_TRAITS,
+    FakeRunner,
+    reference_embedding,
+    reference_tokens,
+)
 from foveal_runtime.engine.types.limits import SchedulerLimits
 from foveal_runtime.engine.types.request import Request
 from foveal_runtime.engine.types.step import MMInput, ModelTraits, RunningStep, StepPlan
@@ -80,6 +85,7 @@ class Drive:
         self.requests: dict[str, Request] = {}
         self.prompts: dict[str, list[int]] = {}
         self.outputs: dict[str, list[int]] = {}
+        self.embeddings: dict[str, bytes] = {}
         self.finish: dict[str, str] = {}
         self.first: dict[str, FirstOutput] = {}
         self.errors: dict[str, tuple[str, str]] = {}
@@ -159,10 +165,19 @@ class Drive:
             self.runner.traits,
         )
 
+    def expected_embedding(self, request_id: str) -> bytes:
+        request = self.requests[request_id]
+        return reference_embedding(
+            self.prompts[request_id], request.mm_inputs, request.values, request.sampling.pooling
+        )
+
     def assert_done(self) -> None:
-        """Every request made the tokens it must, and nothing leaked."""
+        """Every request made the tokens or the embedding it must, and nothing leaked."""
         for request_id, tokens in self.outputs.items():
             assert tokens == self.expected(request_id), request_id
+        for request_id, found in self.embeddings.items():
+            assert not self.outputs[request_id]
+            assert found == self.expected_embedding(request_id), request_id
         scheduler, runner = self.scheduler, self.runner
         assert not scheduler.num_requests
         assert scheduler.pool.num_used_blocks == 0
@@ -184,6 +199,8 @@ class Drive:
             self.outputs[request.request_id].extend(output.token_ids)
             if output.first is not None:
                 self.first[request.request_id] = output.first
+            if output.embedding:
+                self.embeddings[request.request_id] = output.embedding
             if output.finish:
                 self.finish[request.request_id] = output.finish
             if output.error is not None:

@@ -22,6 +22,7 @@ from foveal_runtime.engine.types.step import (
     MMInput,
     ModelTraits,
     NewRequest,
+    Pooled,
     PromptLogprobs,
     Sampled,
     ScheduledRequest,
@@ -75,6 +76,24 @@ def next_token(slots: np.ndarray, sampling: SamplingParams, vocab_size: int) -> 
     return int.from_bytes(digest, "little") % vocab_size
 
 
+def embedding_of(slots: np.ndarray) -> bytes:
+    """f32 values that depend on all of the slots."""
+    digest = blake3(slots.tobytes()).digest(length=8)
+    return np.frombuffer(digest, np.uint8).astype("<f4").tobytes()
+
+
+def reference_embedding(
+    token_ids: Sequence[int],
+    inputs: Sequence[MMInput],
+    values: Sequence[bytes | memoryview],
+    pooling: str,
+) -> bytes:
+    """The embedding of a prompt, without any cache or scheduler."""
+    contents = {entry.mm_hash: content(value) for entry, value in zip(inputs, values, strict=True)}
+    slots = slots_of(token_ids, inputs, contents, 0)
+    return embedding_of(slots[:1] if pooling == "cls" else slots)
+
+
 def reference_tokens(
     token_ids: Sequence[int],
     inputs: Sequence[MMInput],
@@ -103,6 +122,7 @@ class _State:
         self.num_prompt_tokens = new.num_prompt_tokens
         self.inputs = new.mm_inputs
         self.sampling = new.sampling
+        self.pooled: list[np.ndarray] = []  # numbers of the positions computed here
 
 
 class _FakeStep(DoneStep):
@@ -295,10 +315,23 @@ class FakeRunner:
                 ((),) * count,
             )  # fmt: skip
             result.prompt_logprobs.append(part)
-        if entry.sample:
+        if state.sampling.pooling:
+            state.pooled.append(values)
+            if entry.sample:
+                result.pooled.append(Pooled(entry.request_id, self._pool(state, held)))
+        elif entry.sample:
             token = next_token(held, state.sampling, self._traits.vocab_size)
             state.token_ids.append(token)
             result.sampled.append(Sampled(entry.request_id, token, -1.0, 1))
+
+    def _pool(self, state: _State, held: np.ndarray) -> bytes:
+        """The last token's depends on all that its slots hold, as a hidden state does; the others
+        on the positions that were computed for this request."""
+        if state.sampling.pooling == "last":
+            return embedding_of(held)
+        computed = np.concatenate(state.pooled)
+        assert len(computed) == len(held), "positions that nobody computed cannot be pooled"
+        return embedding_of(computed if state.sampling.pooling == "mean" else computed[:1])
 
     def _needs(self, state: _State, start: int, stop: int) -> set[MMHash]:
         return {

@@ -119,7 +119,7 @@ class Request:
         self.values = values
         self.priority = priority
         self.cache_salt = cache_salt
-        self.read_prefix_cache = read_prefix_cache and sampling.prompt_logprobs < 0
+        self.read_prefix_cache = read_prefix_cache and sampling.reads_prefix
         self.echo_prompt = echo_prompt
         self.num_mm_hits = num_mm_hits
         self.status = Status.WAITING

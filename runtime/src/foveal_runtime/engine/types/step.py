@@ -168,6 +168,13 @@ class PromptLogprobs(msgspec.Struct, array_like=True):
     top_logprobs: tuple[tuple[float, ...], ...]
 
 
+class Pooled(msgspec.Struct, array_like=True):
+    """The embedding of a whole prompt: f32 (E), little-endian, not normalised."""
+
+    request_id: str
+    values: bytes
+
+
 class StepResult(msgspec.Struct, array_like=True):
     """What the runner hands back. `failed` maps a request id to a one-line reason (only that
     request fails, e.g. an encoder returned another number of rows than promised).
@@ -182,6 +189,7 @@ class StepResult(msgspec.Struct, array_like=True):
     encode_seconds: float = 0.0
     forward_seconds: float = 0.0
     failed_encodes: dict[MMHash, str] = {}
+    pooled: list[Pooled] = []
 
 
 class RunningStep(Protocol):

@@ -31,7 +31,7 @@ from foveal_runtime.mirror.messages import (
 from foveal_runtime.mirror.sender import DownEvent, Sender, Sending, SendItem, SendValue
 from foveal_runtime.plan.errors import FovealError
 from foveal_runtime.plan.media import MMHash
-from foveal_runtime.plan.sampling import grammar_version
+from foveal_runtime.plan.sampling import SamplingParams, grammar_version
 from foveal_runtime.wire import codec
 from foveal_runtime.wire.messages import EngineInfo, EngineLoad, RequestBody
 from foveal_runtime.wire.transport import FrontendTransport, LinkDown
@@ -105,9 +105,15 @@ class EngineLink:
             and not self.is_leaving
         )
 
-    def binds(self, grammar: str) -> bool:
-        """Whether it can bind an output to such a grammar: an older one would leave it out."""
-        return not grammar or (self.info is not None and self.info.grammars == grammar_version())
+    def serves(self, sampling: SamplingParams) -> bool:
+        """Whether it binds outputs to such a grammar, and embeds where that is asked: an older one
+        would leave either out."""
+        grammars, pools = (
+            ("", False) if self.info is None else (self.info.grammars, self.info.pools)
+        )
+        if sampling.grammar and grammars != grammar_version():
+            return False
+        return pools or not sampling.pooling
 
     @property
     def inflight(self) -> int:

@@ -39,6 +39,7 @@ class Delta:
         reasoning, calls: what stands apart from `text`, before and behind it. Arguments of calls
             come in pieces; "tool_calls" is the finish reason of an output that has any.
         num_reasoning_tokens: of `num_tokens`.
+        embedding: f32 bytes, of a prompt that is embedded.
     """
 
     text: str = ""
@@ -51,6 +52,7 @@ class Delta:
     reasoning: str = ""
     calls: tuple[CallPiece, ...] = ()
     num_reasoning_tokens: int = 0
+    embedding: bytes = b""
 
 
 class _Shared:
@@ -153,6 +155,7 @@ def _to_delta(output: EngineOutput, detokenizer: Detokenizer, include_stop: bool
         reasoning=reasoning,
         calls=calls,
         num_reasoning_tokens=num_reasoning_tokens,
+        embedding=output.embedding,
     )
     if stop is not None:
         delta.finish_reason, delta.stop_reason = "stop", stop

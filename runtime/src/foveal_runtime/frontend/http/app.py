@@ -47,6 +47,7 @@ from foveal_runtime.frontend.http.routes import build_router
 from foveal_runtime.frontend.http.service import Service, runtime_version
 from foveal_runtime.frontend.items.injection import Injector
 from foveal_runtime.frontend.items.seams import Generator, InputProcessor, PromptPlaceholders
+from foveal_runtime.frontend.protocol.embeddings import checkpoint_pooling
 from foveal_runtime.frontend.protocol.rules import SamplingDefaults
 from foveal_runtime.frontend.text.chat_template import ChatTemplate, load_template
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
@@ -92,6 +93,9 @@ def build_app(
     tokenizer = tokenizer if tokenizer is not None else TextTokenizer.load(config.model.path)
     source = load_template(config.model.path, tokenizer)
     template = ChatTemplate(tokenizer, source, info, config.tool_format)
+    pooling = config.pooling or "last"
+    if config.task != "generate" and not config.pooling:
+        pooling = checkpoint_pooling(config.model.path) or pooling
     gate = Gate(config.admission)
     health = Health(generator, processor, gate)
     if metrics is None:
@@ -114,6 +118,7 @@ def build_app(
         metrics=metrics,
         grammars=Compiler(metrics),
         created=int(time.time()),
+        pooling=pooling,
     )
     page = MetricsPage(metrics, config.metrics_peers, siblings)
     keys = KeyFile(config.api_key_file) if config.api_key_file else None
@@ -133,7 +138,7 @@ def build_app(
         api.include_router(build_injection_router(injector, config))
     if mirrors is not None:
         api.include_router(build_debug_router(mirrors))
-    describe(api, needs_key=keys is not None, with_page=config.page)
+    describe(api, needs_key=keys is not None, with_page=config.page and config.task != "embed")
     _add_error_handlers(api)
     guarded = RequireKey(Intake(api, gate), keys, admin_keys, inject_keys)
     context = RequestContext(LoadReport(guarded, generator), gate, metrics, tracing or Tracing())

@@ -60,6 +60,7 @@ async def plan_chat(
 ) -> ChatRun:
     """Everything that can be refused before images, videos and audio are touched. Documents are
     read: the prompt depends on their pages."""
+    service.check_task("generate")
     check_model(request.model, service.model_name)
     wanted = wanted_of(request)
     check_fields(request, ignore_unknown=service.config.ignore_unknown_options)

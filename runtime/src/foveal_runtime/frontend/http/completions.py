@@ -28,7 +28,7 @@ from foveal_runtime.frontend.http.service import (
 )
 from foveal_runtime.frontend.items.seams import PromptPlaceholders
 from foveal_runtime.frontend.protocol.constraints import wanted_of
-from foveal_runtime.frontend.protocol.requests import CompletionRequest
+from foveal_runtime.frontend.protocol.requests import CompletionRequest, Prompt
 from foveal_runtime.frontend.protocol.rules import check_fields, check_model
 from foveal_runtime.plan.errors import ContextLengthExceeded, InvalidRequest
 from foveal_runtime.plan.media import MODALITIES
@@ -57,16 +57,25 @@ class CompletionRun:
 async def plan_completion(
     service: Service, info: PromptPlaceholders, request: CompletionRequest, scope: RequestScope
 ) -> CompletionRun:
+    service.check_task("generate")
     check_model(request.model, service.model_name)
     wanted = wanted_of(request)
     check_fields(request, ignore_unknown=service.config.ignore_unknown_options)
-    prompts = _prompts(request)
+    prompts = prompts_of(request.prompt)
     check_num_sequences(len(prompts), request.n or 1)
     compiled = await service.grammars.compile(wanted)
     jobs = []
     for index, prompt in enumerate(prompts):
-        token_ids = await _token_ids(service, request, prompt)
-        _refuse_placeholders(info, token_ids)
+        encode = functools.partial(
+            prompt_ids,
+            service,
+            prompt,
+            add_special_tokens=request.add_special_tokens is not False,
+            truncates=request.truncate_prompt_tokens is not None,
+        )
+        is_long = isinstance(prompt, str) and len(prompt) > THREAD_CHARS
+        token_ids = await service.in_thread(encode) if is_long else encode()
+        refuse_placeholders(info, token_ids)
         jobs.append(
             make_job(
                 service,
@@ -89,8 +98,8 @@ async def plan_completion(
     return CompletionRun(service, request, jobs, head, scope.started, compiled.relaxed)
 
 
-def _prompts(request: CompletionRequest) -> list[str | list[int]]:
-    prompt = request.prompt
+def prompts_of(prompt: Prompt) -> list[str | list[int]]:
+    """Each prompt by itself."""
     if isinstance(prompt, str):
         return [prompt]
     several: list[str | list[int]] = []
@@ -103,37 +112,41 @@ def _prompts(request: CompletionRequest) -> list[str | list[int]]:
     return [single] if single else several
 
 
-async def _token_ids(
-    service: Service, request: CompletionRequest, prompt: str | list[int]
+def prompt_ids(
+    service: Service,
+    prompt: str | list[int],
+    *,
+    add_special_tokens: bool,
+    truncates: bool,
+    param: str = "prompt",
 ) -> list[int]:
-    tokenizer = service.tokenizer
-    limit = service.longest_text(truncates=request.truncate_prompt_tokens is not None)
-    if isinstance(prompt, list):
-        if len(prompt) > limit:
-            raise ContextLengthExceeded(
-                f"the prompt has {len(prompt)} tokens; at most {limit} are taken",
-                param="prompt",
+    """Of one prompt. Raises InvalidRequest for what is too long or no token. `truncates`: it will
+    be cut to the model's context."""
+    tokenizer, limit = service.tokenizer, service.longest_text(truncates=truncates)
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt, add_special_tokens=add_special_tokens, limit=limit)
+    if len(prompt) > limit:
+        raise ContextLengthExceeded(
+            f"the {param} has {len(prompt)} tokens; at most {limit} are taken", param=param
+        )
+    for token_id in prompt:
+        if token_id >= tokenizer.vocab_size:
+            raise InvalidRequest(
+                f"{param}: {token_id} is not a token id below {tokenizer.vocab_size}", param=param
             )
-        for token_id in prompt:
-            if token_id >= tokenizer.vocab_size:
-                raise InvalidRequest(
-                    f"prompt: {token_id} is not a token id below {tokenizer.vocab_size}",
-                    param="prompt",
-                )
-        return prompt
-    special = request.add_special_tokens is not False
-    encode = functools.partial(tokenizer.encode, prompt, add_special_tokens=special, limit=limit)
-    return await service.in_thread(encode) if len(prompt) > THREAD_CHARS else encode()
+    return prompt
 
 
-def _refuse_placeholders(info: PromptPlaceholders, token_ids: list[int]) -> None:
+def refuse_placeholders(
+    info: PromptPlaceholders, token_ids: list[int], param: str = "prompt"
+) -> None:
     for modality in MODALITIES:
         token_id = info.placeholder_token_id(modality)
         if token_id is not None and token_id in token_ids:
             raise InvalidRequest(
-                f"the prompt contains the placeholder of {modality} input (token {token_id}); "
-                "media are taken by /v1/chat/completions only",
-                param="prompt",
+                f"the {param} contains the placeholder of {modality} input (token {token_id}); "
+                "media are taken as parts of messages only",
+                param=param,
             )
 
 
@@ -156,7 +169,7 @@ async def whole_answer(run: CompletionRun) -> dict[str, Any]:
 
 def _echo_text(run: CompletionRun, index: int) -> str:
     """The prompt as the user wrote it, or its tokens' text."""
-    prompt = _prompts(run.request)[index // run.num_choices]
+    prompt = prompts_of(run.request.prompt)[index // run.num_choices]
     return prompt if isinstance(prompt, str) else run.service.tokenizer.decode(prompt)
 
 

@@ -61,8 +61,8 @@ from foveal_runtime.frontend.text.chat_template import ChatTemplate
 from foveal_runtime.frontend.text.detokenizer import Detokenizer
 from foveal_runtime.frontend.text.parts import documents_of
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
-from foveal_runtime.plan.config import FrontendConfig
-from foveal_runtime.plan.errors import ContextLengthExceeded, InvalidRequest, NoEngine
+from foveal_runtime.plan.config import FrontendConfig, Pooling, Task
+from foveal_runtime.plan.errors import ContextLengthExceeded, InvalidRequest, NoEngine, Unsupported
 from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.telemetry.metrics import Metrics
 from foveal_runtime.telemetry.tracing import Span, child_span, span_of_task
@@ -100,6 +100,7 @@ class Service:
     metrics: Metrics
     grammars: Compiler
     created: int
+    pooling: Pooling = "last"
     text_threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(TEXT_THREADS, "text")
     )
@@ -116,6 +117,18 @@ class Service:
     @property
     def model_name(self) -> str:
         return self.config.model.served_name
+
+    def check_task(self, task: Task) -> None:
+        """Raises Unsupported where this server was started for another one."""
+        own = self.config.task
+        if own not in (task, "both"):
+            does, not_does = (
+                ("answers with text", "embeddings") if own == "generate"
+                else ("embeds: use /v1/embeddings", "text that the model generates")
+            )  # fmt: skip
+            raise Unsupported(
+                f"this server {does}; for {not_does}, start one with --task {task}, or both"
+            )
 
     def max_model_len(self) -> int:
         """Prompt + output tokens. Raises NoEngine while neither configuration nor engine says."""

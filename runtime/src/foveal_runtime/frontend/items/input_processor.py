@@ -302,14 +302,15 @@ class MediaInput:
             return
         media = sum(meta.num_tokens - 1 for _, i in request.placements if (meta := metas[i]))
         length = len(request.token_ids) + media
-        if length >= limit:
+        sampling = request.sampling
+        if length + sampling.least_outputs > limit:
             raise ContextLengthExceeded(
                 f"the prompt has {length} tokens with its media expanded ({media} more than its "
                 f"text), the model's context is {limit}"
             )
-        check_prompt_logprobs(length, request.sampling.prompt_logprobs)
-        if length + request.sampling.max_tokens > limit:
-            request.sampling = msgspec.structs.replace(request.sampling, max_tokens=limit - length)
+        check_prompt_logprobs(length, sampling.prompt_logprobs)
+        if sampling.least_outputs and length + sampling.max_tokens > limit:
+            request.sampling = msgspec.structs.replace(sampling, max_tokens=limit - length)
 
 
 def _describe(item: PreparedItem, value: Buffer) -> None:

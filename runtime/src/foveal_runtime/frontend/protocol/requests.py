@@ -256,14 +256,12 @@ class ChatCompletionRequest(_Sampling):
     include_reasoning: bool | None = Field(None, description="false: it is not part of the answer")
 
 
+TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=16_000_000, fail_fast=True)]
 Prompt = (
     Text
-    | Annotated[list[TokenId], Field(min_length=1, max_length=16_000_000, fail_fast=True)]
+    | TokenIds
     | Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
-    | Annotated[
-        list[Annotated[list[TokenId], Field(min_length=1, max_length=16_000_000, fail_fast=True)]],
-        Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True),
-    ]
+    | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
 )
 
 

@@ -69,7 +69,7 @@ def check_fields(
 
     `ignore_unknown`: fields that this server does not know at all are left out instead.
     """
-    _check_extra(request.model_extra or {}, ignore_unknown)
+    check_extra(request.model_extra or {}, ignore_unknown)
     if isinstance(request, ChatCompletionRequest):
         if request.top_logprobs and not request.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
@@ -99,13 +99,18 @@ def check_fields(
         raise InvalidRequest("stream_options needs stream: true", param="stream_options")
     if request.prompt_logprobs is not None and request.stream:
         raise Unsupported("prompt_logprobs cannot be streamed", param="prompt_logprobs")
-    if request.cache_salt is not None:
-        for char in _BAD_SALT_CHARS:
-            if char in request.cache_salt:
-                raise InvalidRequest(f"cache_salt may not contain {char!r}", param="cache_salt")
+    check_salt(request.cache_salt)
 
 
-def _check_extra(extra: Mapping[str, Any], ignore_unknown: bool) -> None:
+def check_salt(salt: str | None) -> None:
+    for char in _BAD_SALT_CHARS:
+        if char in (salt or ""):
+            raise InvalidRequest(f"cache_salt may not contain {char!r}", param="cache_salt")
+
+
+def check_extra(extra: Mapping[str, Any], ignore_unknown: bool) -> None:
+    """Raises Unsupported naming the first field, of those that a request does not declare, that is
+    neither without meaning nor neutral."""
     for name, value in extra.items():
         if value is None or name in MEANINGLESS:
             continue

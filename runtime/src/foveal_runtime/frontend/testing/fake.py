@@ -22,6 +22,12 @@ Script = Callable[[PreparedRequest], Sequence[int]]
 """The output tokens of a request, the terminal one not included."""
 
 
+def fake_embedding(token_ids: Sequence[int], pooling: str) -> bytes:
+    """Four f32 values that depend on the tokens and the pooling."""
+    kind = {"mean": sum(token_ids) / len(token_ids), "last": token_ids[-1], "cls": token_ids[0]}
+    return array("f", [kind[pooling], len(token_ids), 1.0, -2.0]).tobytes()
+
+
 @dataclass(slots=True)
 class FakeGenerator:
     """Emits `script(request)` one token at a time, then EOS unless max_tokens ends it first.
@@ -69,6 +75,13 @@ class FakeGenerator:
 
     def _outputs(self, request: PreparedRequest) -> Iterator[tuple[int, EngineOutput]]:
         sampling = request.sampling
+        if sampling.pooling:
+            output = EngineOutput(
+                (request.request_id, 0), finish="stop", first=self._first(request),
+                embedding=fake_embedding(request.token_ids, sampling.pooling),
+            )  # fmt: skip
+            yield 0, output
+            return
         tokens = list(self.script(request))
         stops = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from array import array
 from dataclasses import dataclass, field
 
 import msgspec
@@ -76,7 +77,7 @@ class ScriptedEngine:
         self.transport = transport
         self.limits = limits or ReceiverLimits(capacity_bytes=64 << 20)
         self.namespace = namespace
-        self.info = EngineInfo(engine_id, "tiny", "", max_model_len, 8, 4096)
+        self.info = EngineInfo(engine_id, "tiny", "", max_model_len, 8, 4096, pools=True)
         self.allowance: int | None = None
         self.finish_with: tuple[str, str] | None = None
         self.served: list[Served] = []
@@ -193,6 +194,11 @@ class ScriptedEngine:
                 len(served.prompt), 0, len(served.items), served.num_hits, 0, 0.0, 0.0
             )
         served.outputs += 1
+        if served.body.sampling.pooling:
+            values = array("f", [token_at(served.prompt, 0), 1.0]).tobytes()
+            output = EngineOutput(served.rid, finish="stop", first=first, embedding=values)
+            self._finish(served, output)
+            return
         done = index + 1 >= served.body.sampling.max_tokens
         output = EngineOutput(
             served.rid, (token_at(served.prompt, index),), "length" if done else "", first=first

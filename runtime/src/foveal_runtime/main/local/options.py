@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
-from foveal_runtime.plan.config import ToolFormat
+from foveal_runtime.plan.config import Pooling, Task, ToolFormat
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.quantity import format_bytes
 
@@ -118,6 +118,10 @@ _OPTIONS: dict[str, tuple[tuple[str, str, Any, Any, str, str], ...]] = {
          "branch, tag or commit of a model of the hub"),
         ("--dtype", "dtype", DTYPES, "auto", "auto, as in the checkpoint",
          "numbers of weights and activations"),
+        ("--task", "task", [*get_args(Task)], "generate", "",
+         "what is served: text that the model generates, embeddings, or both"),
+        ("--pooling", "pooling", [*get_args(Pooling)], "", "the checkpoint's, else last",
+         "hidden states that an embedding is made of"),
         ("--max-model-len TOKENS", "max_model_len", count, 0, "the model's own limit",
          "prompt and output together"),
     ),

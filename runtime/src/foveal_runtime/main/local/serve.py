@@ -34,7 +34,9 @@ from foveal_runtime.plan.config import (
     KVDtype,
     MediaSources,
     ModelConfig,
+    Pooling,
     SchedulerConfig,
+    Task,
     ToolFormat,
 )
 from foveal_runtime.plan.errors import StartupError
@@ -175,6 +177,8 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
     file_root: str = ""
     allowed_origins: tuple[str, ...] = ()
     ignore_unknown_options: bool = False
+    task: Task = "generate"
+    pooling: Pooling | Literal[""] = ""
     tool_format: ToolFormat | Literal[""] = ""
     page: bool = True
     api_key_file: str = ""
@@ -269,6 +273,8 @@ def _frontend(options: LocalOptions, model: ModelConfig, index: int) -> Frontend
         ),
         allowed_origins=options.allowed_origins,
         ignore_unknown_options=options.ignore_unknown_options,
+        task=options.task,
+        pooling=options.pooling,
         tool_format=options.tool_format,
         page=options.page,
         api_key_file=options.api_key_file,

@@ -44,6 +44,7 @@ from foveal_runtime.model.layers.state import States
 from foveal_runtime.model.runner.batch import HostBatch, TokenWindow, make_batch, make_windows
 from foveal_runtime.model.runner.encoder import EncoderRunner, EncoderStore
 from foveal_runtime.model.runner.graphs import Capturer, DecodeGraphs, capture_sizes
+from foveal_runtime.model.runner.pooling import StepPool, pool_spans
 from foveal_runtime.model.runner.positions import prompt_positions
 from foveal_runtime.model.runner.running import PENDING, SequenceState, SubmittedStep
 from foveal_runtime.model.runner.traits import read_traits
@@ -273,19 +274,24 @@ class TorchRunner:
             mrope=bool(adapter.rope),
             position_offset=adapter.position_offset,
         )
-        chosen = [w for w in windows if w.scheduled.sample]
+        spans = pool_spans(windows)
+        chosen = [w for w in windows if w.scheduled.sample and not w.sequence.sampling.pooling]
         if self._graphs is not None and self._is_decode(windows) and self._graphs.can_run(batch):
             logits = self._graphs.run(batch, self._drawn)
         else:
             last = [w.base + w.scheduled.num_scheduled_tokens - 1 for w in chosen]
             scored = [w for w in windows if w.sequence.sampling.prompt_logprobs >= 0]
-            hidden, rows = self._forward(windows, batch, np.array(last, np.int64), bool(scored))
+            is_whole = bool(scored) or any(span.num_rows > 1 for span in spans)
+            wanted = last if is_whole else last + [span.first for span in spans if span.num_rows]
+            hidden, rows = self._forward(windows, batch, np.array(wanted, np.int64), is_whole)
             for window in scored:
                 self._score_prompt(window, hidden, step)
+            if spans:
+                step.pool = StepPool(spans, hidden, None if is_whole else len(last))
             if not chosen:
                 self._drawn = None
                 return
-            logits = self.head.logits(hidden[rows] if scored else hidden)
+            logits = self.head.logits(hidden[rows] if is_whole else hidden[: len(last)])
         sequences = [w.sequence for w in chosen]
         step.draw = self._sampler.launch(logits, sequences, self.room)
         self._drawn = step.draw.ids

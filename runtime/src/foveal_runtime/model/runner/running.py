@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,6 +18,9 @@ from foveal_runtime.model.device import Device, Fetch, Stopwatch
 from foveal_runtime.model.sampling.logprobs import PromptScores
 from foveal_runtime.model.sampling.sampler import Draw
 from foveal_runtime.plan.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from foveal_runtime.model.runner.pooling import StepPool
 
 PENDING = -1
 """Stands in token_ids for a token that the device is drawing."""
@@ -32,6 +36,7 @@ class SequenceState:
         positions: i64 (3, num_prompt_tokens) rope positions of a model with mrope, else None.
         position_delta: rope position of an output token minus its index.
         scratch: what the sampler keeps of this sequence between steps (counts, masks).
+        pool: f64 (E) sum of the hidden states that an embedding is made of, as far as computed.
     """
 
     request_id: str
@@ -43,6 +48,7 @@ class SequenceState:
     position_delta: int = 0
     pending_row: int = 0
     scratch: dict[str, object] = field(default_factory=dict)
+    pool: np.ndarray | float = 0.0
     _blocks: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     _num_blocks: int = 0
 
@@ -79,6 +85,7 @@ class SubmittedStep:
     Attributes:
         partial: the result as far as the host knows it.
         draw, drawn: tokens being drawn; whose they are and their index in token_ids, in order.
+        pool: hidden states for embeddings.
     """
 
     def __init__(self, partial: StepResult) -> None:
@@ -86,6 +93,7 @@ class SubmittedStep:
         self.draw: Draw | None = None
         self.drawn: list[tuple[SequenceState, int]] = []
         self.scores: list[PromptScores] = []
+        self.pool: StepPool | None = None
         self.encoding: Stopwatch | None = None
         self.computing: Stopwatch | None = None
         self._fetch: Fetch | None = None
@@ -93,6 +101,8 @@ class SubmittedStep:
     def start_fetch(self, device: Device) -> None:
         """One copy for everything that must come back."""
         tensors = [t for scores in self.scores for t in scores.tensors]
+        if self.pool is not None:
+            tensors.append(self.pool.sums)
         if self.draw is not None:
             tensors += self.draw.tensors
         if tensors or self.encoding is not None or self.computing is not None:
@@ -112,6 +122,9 @@ class SubmittedStep:
             count = len(scores.tensors)
             result.prompt_logprobs.append(scores.read(arrays[at : at + count]))
             at += count
+        if self.pool is not None:
+            self.pool.finish(arrays[at], result)
+            at += 1
         if self.draw is not None:
             result.sampled = self.draw.finish(arrays[at:], result.failed)
             self._replace_pending(result)

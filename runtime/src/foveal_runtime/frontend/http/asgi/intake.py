@@ -19,7 +19,8 @@ from foveal_runtime.plan.config import Admission
 from foveal_runtime.plan.errors import MediaTooLarge, UploadTooSlow
 
 ADMITTED = ANTHROPIC_PATHS | {
-    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize",
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/tokenize",
+    "/detokenize",
 }  # fmt: skip
 """POST requests to these hold a ticket."""
 

@@ -21,8 +21,8 @@ FINISH_REASONS = ("stop", "length", "abort", "error")
 
 class _Sequence:
     __slots__ = (
-        "finish_reason", "first_at", "last_at", "media", "num_cached", "num_prompt", "num_tokens",
-        "prefill_seconds", "queue_seconds",
+        "finish_reason", "first_at", "is_embedding", "last_at", "media", "num_cached", "num_prompt",
+        "num_tokens", "prefill_seconds", "queue_seconds",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -30,6 +30,7 @@ class _Sequence:
         self.queue_seconds = self.prefill_seconds = 0.0
         self.num_tokens = self.num_prompt = self.num_cached = 0
         self.finish_reason = ""
+        self.is_embedding = False
         self.media = "text"
 
 
@@ -89,6 +90,9 @@ class RequestStats:
                 self._observe("vllm:inter_token_latency_seconds", now - sequence.last_at)
             sequence.num_tokens += delta.num_tokens
             sequence.last_at = now
+        if delta.embedding:
+            sequence.is_embedding = True
+            sequence.first_at = sequence.last_at = now
         if delta.finish_reason:
             # For engines and their dashboards, calls of tools are answers as any.
             reason = delta.finish_reason
@@ -103,7 +107,7 @@ class RequestStats:
         for sequence in self._sequences:
             reason = sequence.finish_reason or unfinished
             self._metrics.inc("vllm:request_success", finished_reason=reason)
-            if sequence.finish_reason and sequence.num_tokens:
+            if sequence.finish_reason and (sequence.num_tokens or sequence.is_embedding):
                 self._finished(sequence)
         longest = max(sequence.num_tokens for sequence in self._sequences)
         if longest:
@@ -116,12 +120,13 @@ class RequestStats:
         count, observe = self._metrics.observe, self._observe
         decode = sequence.last_at - sequence.first_at
         count("vllm:request_prompt_tokens", sequence.num_prompt)
-        count("vllm:request_generation_tokens", sequence.num_tokens)
         count("vllm:request_prefill_kv_computed_tokens", sequence.num_prompt - sequence.num_cached)
         observe("vllm:e2e_request_latency_seconds", sequence.last_at - self._started)
         observe("vllm:request_queue_time_seconds", sequence.queue_seconds)
         observe("vllm:request_prefill_time_seconds", sequence.prefill_seconds)
-        observe("vllm:request_decode_time_seconds", decode)
+        if not sequence.is_embedding:
+            count("vllm:request_generation_tokens", sequence.num_tokens)
+            observe("vllm:request_decode_time_seconds", decode)
         observe("vllm:request_inference_time_seconds", sequence.prefill_seconds + decode)
         if sequence.num_tokens > 1:
             observe(

@@ -1,0 +1,57 @@
+"""Requests that are embedded, at the engine client: an engine dies, or is too old for them."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from foveal_runtime.plan.errors import NoEngine
+from foveal_runtime.wire import codec
+from tests.support.scripted_engines import make_request, running, until
+
+
+def embed_request(name: str):
+    request = make_request(name, 1)
+    request.sampling = msgspec.structs.replace(request.sampling, max_tokens=1, pooling="mean")
+    return request
+
+
+async def embedding_of(client, request) -> bytes:
+    [output] = [output async for output in client.generate(request)]
+    assert output.finish == "stop"
+    assert not output.token_ids
+    return output.embedding
+
+
+async def test_a_request_that_loses_its_engine_is_embedded_by_another():
+    async with running(2) as (scripted, client):
+        for engine in scripted.engines.values():
+            engine.allowance = 0
+        task = asyncio.create_task(embedding_of(client, embed_request("a")))
+        await until(lambda: any(engine.served for engine in scripted.engines.values()))
+        victim = next(engine for engine in scripted.engines.values() if engine.served)
+        other = next(engine for engine in scripted.engines.values() if engine is not victim)
+        other.allowance = None
+        await victim.stop()
+        found = await task
+        assert other.served[0].body.sampling.pooling == "mean"
+        assert found == await embedding_of(client, embed_request("b"))
+        assert sum(client.stats.resubmissions.values()) == 1
+
+
+async def test_an_engine_that_knows_no_embeddings_gets_none():
+    """It would answer with a token: fields that it does not know are dropped on arrival."""
+    async with running(2, wait_seconds=0.2) as (scripted, client):
+        old, new = scripted.engines.values()
+        for engine in (old, new):
+            engine.info = msgspec.structs.replace(engine.info, pools=engine is new)
+            engine.receiver.info = codec.encode_info(engine.info)
+            engine.restart()
+        await until(lambda: sum(link.info is not None and link.info.pools
+                                for link in client.links()) == 1)  # fmt: skip
+        for number in range(4):
+            assert await embedding_of(client, embed_request(f"a{number}"))
+        assert not old.served
+        await new.stop()
+        with pytest.raises(NoEngine):
+            await embedding_of(client, embed_request("b"))

@@ -1,0 +1,224 @@
+"""POST /v1/embeddings over HTTP, in front of a generator that pools token ids."""
+
+from __future__ import annotations
+
+import array
+import base64
+import json
+
+import numpy as np
+import pytest
+
+from foveal_runtime.frontend.protocol.embeddings import MAX_INPUTS, checkpoint_pooling
+from foveal_runtime.frontend.testing.fake import fake_embedding
+from foveal_runtime.frontend.testing.fake_tokenizer import IMAGE, byte_tokenizer
+from foveal_runtime.plan.config import ModelConfig
+from foveal_runtime.plan.errors import StartupError
+
+PATH = "/v1/embeddings"
+PIXEL = "data:image/png;base64,iVBORw0KGgo="
+TOKENIZER = byte_tokenizer()
+
+
+def unit(token_ids: list[int], pooling: str = "last", size: int = 4) -> np.ndarray:
+    values = np.frombuffer(fake_embedding(token_ids, pooling), "<f4")[:size].astype(np.float64)
+    return values / np.linalg.norm(values)
+
+
+@pytest.fixture
+async def embedder(start):
+    async with start(task="embed") as harness:
+        yield harness
+
+
+async def post(harness, **body):
+    return await harness.http.post(PATH, json={"model": "tiny", **body})
+
+
+async def vectors(harness, **body) -> list[np.ndarray]:
+    answer = await post(harness, **body)
+    assert answer.status_code == 200, answer.text
+    data = answer.json()["data"]
+    assert [one["index"] for one in data] == list(range(len(data)))
+    return [np.array(one["embedding"]) for one in data]
+
+
+async def test_text_tokens_and_lists_of_either(embedder) -> None:
+    ids = TOKENIZER.encode("hello", add_special_tokens=True)
+    for given in ("hello", ids, ["hello"], [ids]):
+        found = await vectors(embedder, input=given)
+        assert len(found) == 1
+        assert np.allclose(found[0], unit(ids), atol=1e-7)
+    found = await vectors(embedder, input=["a", "bc", "a"])
+    assert np.array_equal(found[0], found[2])
+    assert not np.allclose(found[0], found[1])
+    assert all(request.sampling.pooling == "last" for request in embedder.generator.requests)
+
+
+async def test_many_inputs_keep_their_order(embedder) -> None:
+    """More than are on their way at a time."""
+    texts = [chr(97 + n % 26) * (1 + n % 7) for n in range(300)]
+    found = await vectors(embedder, input=texts)
+    for text, one in zip(texts, found, strict=True):
+        assert np.allclose(one, unit(TOKENIZER.encode(text, add_special_tokens=True)), atol=1e-7)
+
+
+async def test_usage_counts_the_prompts(embedder) -> None:
+    answer = (await post(embedder, input=["abc", "de"])).json()
+    num = sum(len(request.token_ids) for request in embedder.generator.requests)
+    usage = answer["usage"]
+    assert (usage["prompt_tokens"], usage["total_tokens"], usage["completion_tokens"]) == (
+        num,
+        num,
+        0,
+    )
+    assert answer["object"] == "list"
+    assert answer["model"] == "tiny"
+
+
+async def test_base64_is_the_same_numbers(embedder) -> None:
+    [plain] = await vectors(embedder, input="hello")
+    text = (await post(embedder, input="hello", encoding_format="base64")).json()
+    packed = array.array("f", base64.b64decode(text["data"][0]["embedding"]))
+    assert np.array_equal(np.array(packed, np.float32), plain.astype(np.float32))
+
+
+async def test_dimensions_cut_and_normalise_again(embedder) -> None:
+    ids = TOKENIZER.encode("hello", add_special_tokens=True)
+    [two] = await vectors(embedder, input="hello", dimensions=2)
+    assert np.allclose(two, unit(ids, size=2), atol=1e-7)
+    refused = await post(embedder, input="hello", dimensions=5)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "dimensions"
+    assert "have 4" in refused.json()["error"]["message"]
+
+
+async def test_not_normalised_when_asked(embedder) -> None:
+    ids = TOKENIZER.encode("hello", add_special_tokens=True)
+    [raw] = await vectors(embedder, input="hello", normalize=False)
+    assert np.array_equal(raw, np.frombuffer(fake_embedding(ids, "last"), "<f4").astype(float))
+
+
+async def test_messages_bring_images(embedder) -> None:
+    parts = [{"type": "image_url", "image_url": {"url": PIXEL}}, {"type": "text", "text": "what"}]
+    found = await vectors(embedder, messages=[{"role": "user", "content": parts}])
+    [request] = embedder.generator.requests
+    assert len(found) == 1
+    assert request.token_ids.count(IMAGE) == 1
+    assert len(request.items) == 1
+    assert not embedder.prompt.rstrip().endswith("assistant:")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "input"),
+        ({"input": "x", "messages": [{"role": "user", "content": "x"}]}, "input"),
+        ({"input": ""}, "input"),
+        ({"input": []}, "input"),
+        ({"input": ["x", ""]}, "input[1]"),
+        ({"input": [10**9]}, "input"),
+        ({"input": [[1], [10**9]]}, "input[1]"),
+        ({"input": [IMAGE]}, "input"),
+        ({"input": ["x"] * (MAX_INPUTS + 1)}, "input"),
+        ({"input": "x", "encoding_format": "int8"}, "encoding_format"),
+        ({"input": "x", "dimensions": 0}, "dimensions"),
+        ({"input": "x", "temperature": 1}, "temperature"),
+        ({"input": "x", "cache_salt": "a@b"}, "cache_salt"),
+        ({"input": "x" * 5000}, "input"),
+    ],
+)
+async def test_what_is_wrong_is_named(embedder, body, param) -> None:
+    answer = await post(embedder, **body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param, error
+    assert not embedder.generator.requests
+
+
+async def test_long_inputs_are_cut_when_asked(embedder) -> None:
+    """An embedding needs no room for an output: the whole context is prompt."""
+    ids = [65 + n % 26 for n in range(5000)]
+    for size, kept in ((-1, 4096), (10, 10)):
+        [one] = await vectors(embedder, input=ids, truncate_prompt_tokens=size)
+        assert np.allclose(one, unit(ids[:kept]), atol=1e-7)
+
+
+async def test_each_task_refuses_the_other(start) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+    others = {
+        "/v1/chat/completions": body,
+        "/v1/completions": {"prompt": "x"},
+        "/v1/messages": body,
+        "/v1/responses": {"input": "x"},
+    }
+    async with start(task="embed") as harness:
+        for path, wrong in others.items():
+            answer = await harness.http.post(path, json=wrong)
+            assert answer.status_code == 400, path
+            assert "--task generate" in answer.json()["error"]["message"]
+        assert (await harness.http.get("/")).status_code == 404
+    async with start() as harness:
+        answer = await post(harness, input="x")
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "unsupported_feature"
+        assert "--task embed" in answer.json()["error"]["message"]
+    async with start(task="both", pooling="mean") as harness:
+        assert (await post(harness, input="x")).status_code == 200
+        assert harness.generator.requests[0].sampling.pooling == "mean"
+        assert (await harness.chat()).status_code == 200
+        assert harness.generator.requests[1].sampling.pooling == ""
+
+
+async def test_metrics_count_prompts_and_no_output(embedder) -> None:
+    await vectors(embedder, input=["a", "b"])
+    text = (await embedder.http.get("/metrics")).text
+
+    def count(name: str, label: str = "") -> float:
+        lines = [line for line in text.splitlines() if line.startswith(name) and label in line]
+        return sum(float(line.split()[-1]) for line in lines)
+
+    assert count("vllm:request_success_total", 'finished_reason="stop"') == 2
+    assert count("vllm:e2e_request_latency_seconds_count") == 2
+    assert count("vllm:request_prompt_tokens_count") == 2
+    assert count("vllm:request_generation_tokens_count") == 0
+    assert count("vllm:request_decode_time_seconds_count") == 0
+
+
+def test_the_checkpoint_says_how(tmp_path) -> None:
+    pooling = tmp_path / "1_Pooling"
+    pooling.mkdir()
+    assert checkpoint_pooling(tmp_path) is None
+    modules = [
+        {"path": folder, "type": f"sentence_transformers.models.{kind}"}
+        for folder, kind in (("", "Transformer"), ("1_Pooling", "Pooling"), ("2_N", "Normalize"))
+    ]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    said = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls",
+            "pooling_mode_lasttoken": "last"}  # fmt: skip
+    for name, found in said.items():
+        document = dict.fromkeys(said, False) | {name: True, "word_embedding_dimension": 8}
+        (pooling / "config.json").write_text(json.dumps(document))
+        assert checkpoint_pooling(tmp_path) == found
+    (pooling / "config.json").write_text(json.dumps({"pooling_mode_max_tokens": True}))
+    with pytest.raises(StartupError, match="max_tokens is not served; --pooling"):
+        checkpoint_pooling(tmp_path)
+    modules.append({"path": "3_Dense", "type": "sentence_transformers.models.Dense"})
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (pooling / "config.json").write_text(json.dumps({"pooling_mode": "cls"}))
+    with pytest.raises(StartupError, match="a layer Dense behind the model"):
+        checkpoint_pooling(tmp_path)
+
+
+async def test_a_server_of_such_a_checkpoint_pools_so(start, tmp_path) -> None:
+    pooling = tmp_path / "1_Pooling"
+    pooling.mkdir()
+    TOKENIZER.save_pretrained(tmp_path)
+    (tmp_path / "modules.json").write_text('[{"path": "1_Pooling", "type": "x.Pooling"}]')
+    (pooling / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    for task, given, found in (("embed", "", "mean"), ("embed", "cls", "cls")):
+        async with start(
+            task=task, pooling=given, model=ModelConfig(path=str(tmp_path), name="tiny")
+        ) as harness:
+            assert (await post(harness, input="x")).status_code == 200
+            assert harness.generator.requests[0].sampling.pooling == found
