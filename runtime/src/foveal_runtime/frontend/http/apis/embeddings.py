@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -24,9 +24,11 @@ from foveal_runtime.frontend.http.service import (
     RequestScope,
     Service,
     open_run,
+    pages_of,
     scope_of,
 )
 from foveal_runtime.frontend.items.seams import MediaPart, PrepareOptions, PromptPlaceholders
+from foveal_runtime.frontend.items.source import Page
 from foveal_runtime.frontend.protocol.embeddings import EmbeddingList, EmbeddingRequest
 from foveal_runtime.frontend.protocol.rules import check_extra, check_model, check_salt
 from foveal_runtime.plan.errors import ContextLengthExceeded, EngineFailure, InvalidRequest
@@ -70,7 +72,8 @@ async def _plan(
     if (request.input is None) == (request.messages is None):
         raise InvalidRequest("send either input or messages", param="input")
     if request.messages is not None:
-        token_ids, parts = await service.in_thread(lambda: _conversation(service, request))
+        pages = await pages_of(service, request.messages, scope, request.cache_salt or "")
+        token_ids, parts = await service.in_thread(lambda: _conversation(service, request, pages))
         return [_job(service, request, scope, "messages", token_ids, parts)]
     assert request.input is not None
     prompts = prompts_of(request.input)
@@ -98,13 +101,14 @@ async def _plan(
 
 
 def _conversation(
-    service: Service, request: EmbeddingRequest
+    service: Service, request: EmbeddingRequest, pages: Mapping[str, Sequence[Page]]
 ) -> tuple[list[int], Sequence[MediaPart]]:
     conversation = service.template.render(
         request.messages or [],
         add_generation_prompt=bool(request.add_generation_prompt),
         continue_final_message=bool(request.continue_final_message),
         variables=request.chat_template_kwargs,
+        pages=pages,
     )
     limit = service.longest_text(truncates=request.truncate_prompt_tokens is not None)
     special = bool(request.add_special_tokens)
