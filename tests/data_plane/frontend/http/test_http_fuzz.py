@@ -24,6 +24,7 @@ PATHS = (
     "/v1/messages",
     "/v1/messages/count_tokens",
     "/v1/embeddings",
+    "/v1/audio/transcriptions",
     "/tokenize",
     "/detokenize",
     "/v1/models/{model}",

@@ -18,6 +18,8 @@ _STREAMS = {
     "/v1/completions": "Completion",
     "/v1/messages": "",
     "/v1/responses": "",
+    "/v1/audio/transcriptions": "",
+    "/v1/audio/translations": "",
 }
 """The type of each event; "": many types."""
 _OPEN_TAGS = frozenset({"server"})

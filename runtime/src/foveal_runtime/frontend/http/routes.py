@@ -18,6 +18,7 @@ from foveal_runtime.frontend.http import chat, completions
 from foveal_runtime.frontend.http.apis.anthropic import build_messages_router
 from foveal_runtime.frontend.http.apis.embeddings import build_embeddings_router
 from foveal_runtime.frontend.http.apis.openai_responses import build_responses_router
+from foveal_runtime.frontend.http.apis.transcription import build_transcription_router
 from foveal_runtime.frontend.http.asgi.disconnect import start_stream, until_disconnect
 from foveal_runtime.frontend.http.asgi.errors import json_response
 from foveal_runtime.frontend.http.monitoring.health import Health
@@ -129,6 +130,7 @@ def build_router(
     router.include_router(build_messages_router(service, BodyRoute, list(ERRORS)))
     router.include_router(build_responses_router(service, BodyRoute, ERRORS))
     router.include_router(build_embeddings_router(service, info, BodyRoute, ERRORS))
+    router.include_router(build_transcription_router(service, ERRORS))
     _add_health(router, health, service)
     _add_metrics(router, page)
     return router

@@ -20,7 +20,7 @@ from foveal_runtime.plan.errors import MediaTooLarge, UploadTooSlow
 
 ADMITTED = ANTHROPIC_PATHS | {
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/tokenize",
-    "/detokenize",
+    "/detokenize", "/v1/audio/transcriptions", "/v1/audio/translations",
 }  # fmt: skip
 """POST requests to these hold a ticket."""
 

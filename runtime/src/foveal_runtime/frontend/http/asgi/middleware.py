@@ -34,6 +34,7 @@ _SANE_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _QUIET = frozenset({"/livez", "/readyz", "/health", "/ping", "/metrics", "/load"})
 _GENERATES = frozenset({
     "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/v1/embeddings",
+    "/v1/audio/transcriptions", "/v1/audio/translations",
 })  # fmt: skip
 _OPEN = _QUIET | {"/version", "/docs", "/openapi.json", "/"}
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
