@@ -1,5 +1,6 @@
 """Every odd picture gives the right pixels or a clear 4xx, never a library's own error."""
 
+import base64
 import contextlib
 import io
 import struct
@@ -11,6 +12,7 @@ import pytest
 from PIL import Image
 
 from foveal_runtime.frontend.media.decode import decode_image
+from foveal_runtime.frontend.media.hashing import decode_data_url
 from foveal_runtime.frontend.media.timed import _read_frames, decode_audio, decode_video
 from foveal_runtime.plan.config import ModalityLimits
 from foveal_runtime.plan.errors import MediaInvalid, MediaTooLarge
@@ -230,3 +232,42 @@ def test_the_number_of_decoding_threads_is_bounded():
     with av.open(io.BytesIO(video(4))) as container:
         _read_frames(container, LIMITS, every_third)
         assert container.streams.video[0].codec_context.thread_count == 4
+
+
+def frames_url(*images: Image.Image) -> str:
+    texts = []
+    for image in images:
+        buffer = io.BytesIO()
+        image.save(buffer, "JPEG", quality=95)
+        texts.append(base64.b64encode(buffer.getvalue()).decode())
+    return "data:video/jpeg;base64," + ",".join(texts)
+
+
+def test_a_video_may_come_as_its_frames():
+    """Every frame is kept, whatever would be chosen of a file: the sender has chosen already."""
+    greys = [Image.new("RGB", (32, 24), (10 * n, 10 * n, 10 * n)) for n in range(4)]
+    data = decode_data_url(frames_url(*greys), max_bytes=100_000)
+    frames = decode_video(data, LIMITS, lambda *_: [0])
+    assert frames.pixels.shape == (4, 24, 32, 3)
+    assert [round(float(one.mean())) for one in frames.pixels] == [0, 10, 20, 30]
+    assert (frames.indices, frames.total) == ([0, 1, 2, 3], 4)
+    for cut in (len(data) - 1, 20):
+        with pytest.raises(MediaInvalid):
+            decode_video(data[:cut], LIMITS, lambda *_: [0])
+
+
+def test_frames_that_make_no_video():
+    one, other = Image.new("RGB", (32, 24)), Image.new("RGB", (24, 32))
+    mixed = decode_data_url(frames_url(one, other), max_bytes=100_000)
+    with pytest.raises(MediaInvalid, match="differ in size: 24x32 and 32x24"):
+        decode_video(mixed, LIMITS, lambda *_: [0])
+    many = decode_data_url(frames_url(*[one] * (LIMITS.max_frames + 1)), max_bytes=1_000_000)
+    with pytest.raises(MediaTooLarge, match="frames, the limit is"):
+        decode_video(many, LIMITS, lambda *_: [0])
+    with pytest.raises(MediaInvalid, match=r"not valid base64|empty"):
+        decode_data_url(frames_url(one) + ",", max_bytes=100_000)
+    with pytest.raises(MediaTooLarge, match="2000 frames"):
+        decode_data_url("data:video/jpeg;base64," + "," * 1999, max_bytes=100_000)
+    broken = decode_data_url("data:video/jpeg;base64,aGVsbG8=", max_bytes=100)
+    with pytest.raises(MediaInvalid, match="image cannot be read"):
+        decode_video(broken, LIMITS, lambda *_: [0])

@@ -26,6 +26,9 @@ from foveal_runtime.plan.media import MODALITIES, MMHash
 
 _NONE, _SEQUENCE, _MAP, _LEAF = b"\x00", b"\x01", b"\x02", b"\x03"
 _MAX_DEPTH = 8
+MAX_FRAMES = 1024
+"""Of a video that comes as images; fewer are kept (`ModalityLimits.max_frames`)."""
+_FRAMES_MAGIC = b"foveal frames 1\n"
 _PARALLEL_BYTES = 1 << 20
 
 Scalar = None | bool | int | float | str | bytes
@@ -138,7 +141,16 @@ def decode_data_url(url: str, *, max_bytes: int) -> bytes:
         raise MediaTooLarge(
             f"media has about {len(parsed.payload) // 4 * 3} bytes, the limit is {max_bytes}"
         )
-    text = parsed.payload
+    if parsed.media_type == "video/jpeg":
+        data = pack_frames(parsed.payload)
+    else:
+        data = _from_base64(parsed.payload)
+    if len(data) > max_bytes:
+        raise MediaTooLarge(f"media has {len(data)} bytes, the limit is {max_bytes}")
+    return data
+
+
+def _from_base64(text: str) -> bytes:
     if "-" in text or "_" in text:
         text = text.replace("-", "+").replace("_", "/")
     try:
@@ -147,9 +159,34 @@ def decode_data_url(url: str, *, max_bytes: int) -> bytes:
         raise MediaInvalid(f"data URL is not valid base64: {error}") from error
     if not data:
         raise MediaInvalid("data URL is empty")
-    if len(data) > max_bytes:
-        raise MediaTooLarge(f"media has {len(data)} bytes, the limit is {max_bytes}")
     return data
+
+
+def pack_frames(payload: str) -> bytes:
+    """The file that stands for `data:video/jpeg;base64,f1,f2,...`: each frame after its length."""
+    num_frames = payload.count(",") + 1
+    if num_frames > MAX_FRAMES:
+        raise MediaTooLarge(f"the video has {num_frames} frames, the limit is {MAX_FRAMES}")
+    out = bytearray(_FRAMES_MAGIC)
+    for text in payload.split(","):
+        frame = _from_base64(text.strip())
+        out += struct.pack("<I", len(frame)) + frame
+    return bytes(out)
+
+
+def unpack_frames(data: bytes | memoryview) -> list[memoryview]:
+    """The frames of such a file; none of any other. Raises MediaInvalid for one that is cut off."""
+    view, at = memoryview(data), len(_FRAMES_MAGIC)
+    if view[:at] != _FRAMES_MAGIC:
+        return []
+    frames = []
+    while at < len(view):
+        size = struct.unpack("<I", view[at : at + 4])[0] if at + 4 <= len(view) else 0
+        at += 4 + size
+        if not size or at > len(view):
+            raise MediaInvalid("the video's frames are cut off")
+        frames.append(view[at - size : at])
+    return frames
 
 
 class UrlTextMap:

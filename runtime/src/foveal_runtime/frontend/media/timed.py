@@ -12,7 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from foveal_runtime.frontend.media.decode import check_bytes, check_pixels, describe, fitted
+from foveal_runtime.frontend.media.decode import (
+    check_bytes,
+    check_pixels,
+    decode_image,
+    describe,
+    fitted,
+)
+from foveal_runtime.frontend.media.hashing import unpack_frames
 from foveal_runtime.plan.config import ModalityLimits
 from foveal_runtime.plan.errors import MediaInvalid, MediaTooLarge
 
@@ -22,6 +29,8 @@ SAMPLES_PER_SECOND = 8 * 48_000
 """Of all channels together, on average over the longest audio allowed."""
 MAX_FRAMES_PER_SECOND = 240
 """Of a video, by which the frames that are looked at are bounded, whatever its header says."""
+GIVEN_FRAMES_PER_SECOND = 2.0
+"""Of a video that comes as images, which says nothing of times."""
 MAX_VIDEO_PICTURES = 16
 """Chosen frames together have at most so many times the pixels of the largest image."""
 
@@ -125,6 +134,8 @@ def decode_video(data: bytes | memoryview, limits: ModalityLimits, choose: Choos
     import av
 
     check_bytes(data, limits, "video")
+    if frames := unpack_frames(data):
+        return _given_frames(frames, limits)
     try:
         with av.open(io.BytesIO(data), mode="r", metadata_errors="ignore") as container:
             if not container.streams.video:
@@ -136,6 +147,19 @@ def decode_video(data: bytes | memoryview, limits: ModalityLimits, choose: Choos
         raise MediaTooLarge("video needs more memory than a media worker has") from error
     except Exception as error:  # PyAV raises a family of its own plus ValueError, IndexError, ...
         raise MediaInvalid(f"video cannot be read ({describe(data)})") from error
+
+
+def _given_frames(frames: list[memoryview], limits: ModalityLimits) -> Frames:
+    """A video that came as images: its sender chose the frames, so each of them is kept."""
+    if len(frames) > limits.max_frames:
+        raise MediaTooLarge(f"video has {len(frames)} frames, the limit is {limits.max_frames}")
+    images = [decode_image(frame, limits) for frame in frames]
+    sizes = {image.size for image in images}
+    if len(sizes) > 1:
+        shown = " and ".join(f"{width}x{height}" for width, height in sorted(sizes)[:2])
+        raise MediaInvalid(f"the video's frames differ in size: {shown}")
+    pixels = np.stack([np.asarray(image) for image in images])
+    return Frames(pixels, list(range(len(images))), len(images), GIVEN_FRAMES_PER_SECOND)
 
 
 def _read_frames(container: Any, limits: ModalityLimits, choose: Choose) -> Frames:
