@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from foveal_runtime.plan.sampling import SamplingParams
+from foveal_runtime.plan.sampling import SamplingParams, grammar_version
 
 
 class RequestBody(msgspec.Struct, frozen=True, array_like=True):
@@ -136,3 +136,8 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
     draining: bool = False
     grammars: str = ""
     pools: bool = False
+
+    def serves(self, sampling: SamplingParams) -> bool:
+        """Whether the engine does what is asked: an older one would leave it out."""
+        is_bound = not sampling.grammar or self.grammars == grammar_version()
+        return is_bound and (self.pools or not sampling.pooling)

@@ -334,7 +334,7 @@ class EngineClient:
         ready = {
             link.endpoint: link
             for link in self._links.values()
-            if link.is_ready and link.serves(run.request.sampling)
+            if link.is_ready and link.info and link.info.serves(run.request.sampling)
         }
         candidates = [self._candidate(link, run) for link in ready.values()]
         fresh = [c for c in candidates if c.name not in run.avoid]

@@ -31,7 +31,6 @@ from foveal_runtime.mirror.messages import (
 from foveal_runtime.mirror.sender import DownEvent, Sender, Sending, SendItem, SendValue
 from foveal_runtime.plan.errors import FovealError
 from foveal_runtime.plan.media import MMHash
-from foveal_runtime.plan.sampling import SamplingParams, grammar_version
 from foveal_runtime.wire import codec
 from foveal_runtime.wire.messages import EngineInfo, EngineLoad, RequestBody
 from foveal_runtime.wire.transport import FrontendTransport, LinkDown
@@ -104,16 +103,6 @@ class EngineLink:
             and not (self.load is not None and self.load.draining)
             and not self.is_leaving
         )
-
-    def serves(self, sampling: SamplingParams) -> bool:
-        """Whether it binds outputs to such a grammar, and embeds where that is asked: an older one
-        would leave either out."""
-        grammars, pools = (
-            ("", False) if self.info is None else (self.info.grammars, self.info.pools)
-        )
-        if sampling.grammar and grammars != grammar_version():
-            return False
-        return pools or not sampling.pooling
 
     @property
     def inflight(self) -> int:
