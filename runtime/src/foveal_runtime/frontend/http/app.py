@@ -51,7 +51,7 @@ from foveal_runtime.frontend.protocol.embeddings import checkpoint_pooling
 from foveal_runtime.frontend.protocol.rules import SamplingDefaults
 from foveal_runtime.frontend.text.chat_template import ChatTemplate, load_template
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
-from foveal_runtime.plan.config import FrontendConfig
+from foveal_runtime.plan.config import FrontendConfig, Pooling
 from foveal_runtime.plan.errors import FovealError
 from foveal_runtime.telemetry.metrics import Metrics
 from foveal_runtime.telemetry.tracing import Tracing
@@ -93,9 +93,6 @@ def build_app(
     tokenizer = tokenizer if tokenizer is not None else TextTokenizer.load(config.model.path)
     source = load_template(config.model.path, tokenizer)
     template = ChatTemplate(tokenizer, source, info, config.tool_format)
-    pooling = config.pooling or "last"
-    if config.task != "generate" and not config.pooling:
-        pooling = checkpoint_pooling(config.model.path) or pooling
     gate = Gate(config.admission)
     health = Health(generator, processor, gate)
     if metrics is None:
@@ -118,7 +115,7 @@ def build_app(
         metrics=metrics,
         grammars=Compiler(metrics),
         created=int(time.time()),
-        pooling=pooling,
+        pooling=_pooling(config),
     )
     page = MetricsPage(metrics, config.metrics_peers, siblings)
     keys = KeyFile(config.api_key_file) if config.api_key_file else None
@@ -144,6 +141,13 @@ def build_app(
     context = RequestContext(LoadReport(guarded, generator), gate, metrics, tracing or Tracing())
     asgi = allow_origins(context, config.allowed_origins)
     return HttpApp(asgi=asgi, api=api, service=service, gate=gate, health=health)
+
+
+def _pooling(config: FrontendConfig) -> Pooling:
+    """Raises StartupError for a checkpoint that asks for what is not served."""
+    if config.pooling or config.task == "generate":
+        return config.pooling or "last"
+    return checkpoint_pooling(config.model.path) or "last"
 
 
 def _add_error_handlers(api: FastAPI) -> None:
