@@ -120,6 +120,27 @@ def _llava_processor() -> Any:
     )  # fmt: skip
 
 
+def _llava_onevision_7b() -> Any:
+    # The vision tower is the default one, as the conversion makes it. It adds two words to Qwen2's
+    # vocabulary and rounds up to a multiple of 64.
+    text = {
+        "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18_944,
+        "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+        "vocab_size": 152_128, "max_position_embeddings": 32_768, "rms_norm_eps": 1e-6,
+        "use_sliding_window": False, "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    }  # fmt: skip
+    return hf.LlavaOnevisionConfig(text_config=text)
+
+
+def _llava_onevision_processor() -> Any:
+    return hf.LlavaOnevisionProcessor(
+        image_processor=hf.LlavaOnevisionImageProcessor(),
+        video_processor=hf.LlavaOnevisionVideoProcessor(),
+        tokenizer=tokenizer(), num_image_tokens=729, vision_feature_select_strategy="full",
+    )  # fmt: skip
+
+
 def _pixtral_processor(longest: int, patch: int, merge: int) -> Callable[[], Any]:
     def made() -> Any:
         image = hf.PixtralImageProcessor(size={"longest_edge": longest}, patch_size=patch)
@@ -178,6 +199,14 @@ MODELS: dict[str, Model] = {
         "the defaults of transformers' LlavaConfig (CLIP ViT-L/14 at 336 pixels, LLaMA 7B)",
         hf.LlavaConfig,
         _llava_processor,
+    ),
+    "llava-onevision-7b": Model(
+        "hf://llava-hf/llava-onevision-qwen2-7b-ov-hf",
+        "transformers, src/transformers/models/llava_onevision/"
+        "convert_llava_onevision_weights_to_hf.py; config.json of Qwen2-7B-Instruct as printed in "
+        "Retruth/deontic, nlp_models/qwen2/README.md",
+        _llava_onevision_7b,
+        _llava_onevision_processor,
     ),
     "mistral-small-3.1-24b": Model(
         "hf://mistralai/Mistral-Small-3.1-24B-Instruct-2503",
