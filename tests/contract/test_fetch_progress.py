@@ -22,6 +22,7 @@ from foveal_runtime.main.revision import resolved_revision
 from foveal_runtime.plan.config import ModalitiesConfig, ModalityLimits
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.fetch_progress import percent
+from foveal_runtime.plan.local import free_port
 from tests.support.model_hub import COMMIT, Hub
 
 MODEL = Path(__file__).parents[2] / "examples/tiny-vlm/model"
@@ -35,8 +36,7 @@ def hub() -> Iterator[Hub]:
 
 @pytest.fixture
 def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
+    return free_port()
 
 
 @pytest.fixture

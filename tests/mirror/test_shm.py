@@ -195,7 +195,7 @@ def test_the_folders_of_dead_writers_are_swept(tmp_path):
         assert process.stdout.readline() == b"ready\n"
         assert sweep(tmp_path / "mm") == 0  # alive: left alone
         process.send_signal(signal.SIGKILL)
-        process.wait(30)
+        process.wait(60)
     writer = SharedWriter(tmp_path, 4, 10**6)
     assert writer.num_swept == 1
     assert [p.name for p in (tmp_path / "mm").iterdir()] == [f"{4:016x}"]

@@ -47,7 +47,7 @@ def keys(folder: Path) -> dict[str, str]:
 
 def post(asker: Any, path: str, key: str = "admin-key", **body: Any) -> httpx.Response:
     headers = {"authorization": f"Bearer {key}"}
-    return httpx.post(asker.url + path, json=body or None, headers=headers, timeout=30)
+    return httpx.post(asker.url + path, json=body or None, headers=headers, timeout=120)
 
 
 @pytest.fixture(scope="module", params=[pytest.param("inline", marks=pytest.mark.extended), "shm"])

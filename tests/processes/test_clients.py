@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 
 
 def messages_of(sample):
@@ -133,7 +133,7 @@ async def test_64_mixed_requests_with_random_aborts_leave_nothing_behind(shared,
 
     async with httpx.AsyncClient(base_url=asker.url, timeout=60) as client:
         await asyncio.gather(*(one(i) for i in range(64)))
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 120
         while True:
             answer = await client.get(deployment.engines[0].url + "/debug/integrity")
             state = answer.json()

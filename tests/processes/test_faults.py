@@ -286,10 +286,10 @@ def check_idle(deployment: LocalDeployment) -> None:
     deadline = time.monotonic() + 120
     while True:
         engines = [
-            httpx.get(c.url + "/debug/integrity", timeout=30).json() for c in deployment.engines
+            httpx.get(c.url + "/debug/integrity", timeout=120).json() for c in deployment.engines
         ]
         fronts = [
-            httpx.get(c.url + "/debug/mirrors", timeout=30).json() for c in deployment.frontends
+            httpx.get(c.url + "/debug/mirrors", timeout=120).json() for c in deployment.frontends
         ]
         held = {e["engine"]: e["mm_digest"] for e in engines}
         same = all(

@@ -43,7 +43,7 @@ OFFLINE = {
 
 pytestmark = [
     pytest.mark.processes,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(not PYTHON.exists(), reason="`make clients` installs the clients"),
 ]
 

@@ -58,7 +58,7 @@ class Probe:
         self._threads = [threading.Thread(target=self._run, args=(url,)) for url in urls]
 
     def _run(self, url: str) -> None:
-        with httpx.Client(base_url=url, timeout=30) as http:
+        with httpx.Client(base_url=url, timeout=120) as http:
             while not self._stop.wait(0.02):
                 began, phase = time.monotonic(), self.phase
                 try:

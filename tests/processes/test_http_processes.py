@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.extended, pytest.mark.timeout(1
 
 def pages(url: str) -> str:
     """/metrics over a connection of its own, so that the kernel chooses a process anew."""
-    return httpx.get(f"{url}/metrics", timeout=10).raise_for_status().text
+    return httpx.get(f"{url}/metrics", timeout=120).raise_for_status().text
 
 
 def processes_in(text: str) -> dict[str, float]:

@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
 pytestmark = [
     pytest.mark.processes,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(900),
     pytest.mark.extended,
     pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed"),
 ]

@@ -235,6 +235,6 @@ def busiest(engines):
     """The engine that runs most: the stream's own."""
 
     def running(engine) -> int:
-        return httpx.get(engine.url + "/debug/integrity", timeout=30).json()["num_running"]
+        return httpx.get(engine.url + "/debug/integrity", timeout=120).json()["num_running"]
 
     return max(engines, key=running)

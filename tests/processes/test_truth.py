@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 
 
 # Each is a deployment of its own: make test has the case that has failed before, make test-all all.

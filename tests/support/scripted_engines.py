@@ -118,7 +118,7 @@ async def running(num_engines: int, wait_seconds: float = 5.0, **limits: int):
 
 
 async def until(condition) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not condition():  # noqa: ASYNC110 - the condition has no event
             await asyncio.sleep(0.002)
 

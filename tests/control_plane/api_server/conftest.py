@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.api_server)
             if item.get_closest_marker("timeout") is None:
                 # The first test pays for the start of the servers; they have a limit of their own.
-                item.add_marker(pytest.mark.timeout(120, func_only=True))
+                item.add_marker(pytest.mark.timeout(600, func_only=True))
 
 
 @pytest.fixture(scope="session")

@@ -102,13 +102,13 @@ def test_a_delayed_call_arrives(client: Api, proxy: FaultProxy, namespace: str) 
 def test_a_process_is_killed_at_its_nth_write(
     client: Api, api: Api, proxy: FaultProxy, namespace: str, after_commit: bool
 ) -> None:
-    victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
     second = faults.write_number(2)
     proxy.faults.append(faults.kill(second, lambda: victim.pid, after_commit=after_commit))
     client.apply(config(namespace), MANAGER).must()
     assert victim.poll() is None
     client.apply(config(namespace, name="d"), MANAGER)
-    assert victim.wait(10) == -9
+    assert victim.wait(60) == -9
     assert (api.get("ConfigMap", namespace, "d") is not None) is after_commit
 
 

@@ -55,7 +55,7 @@ def test_each_script_parses_in_its_shell(shell: str, capsys: Any) -> None:
     assert "kubectl-foveal" in text
     if not shutil.which(shell):
         pytest.skip(f"{shell} is not installed")
-    subprocess.run([shell, "-n"], input=text, text=True, check=True, timeout=20)
+    subprocess.run([shell, "-n"], input=text, text=True, check=True, timeout=60)
 
 
 def offered(*words: str) -> tuple[list[str], str]:

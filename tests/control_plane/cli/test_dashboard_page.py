@@ -396,14 +396,14 @@ def test_watch_serves_the_page_on_the_loopback_address(site: Any, capsys: Any) -
         if seen["pauses"] < 3:
             return
         url = re.findall(r"http://127\.0\.0\.1:\d+/", capsys.readouterr().out)[0]
-        with urllib.request.urlopen(url, timeout=10) as answer:
+        with urllib.request.urlopen(url, timeout=60) as answer:
             seen["page"], seen["head"] = answer.read().decode(), dict(answer.headers)
         for name, request in (
             ("other name", urllib.request.Request(url, headers={"Host": "evil.example"})),
             ("other path", urllib.request.Request(url + "etc/passwd")),
         ):
             with pytest.raises(urllib.error.HTTPError) as refused:
-                urllib.request.urlopen(request, timeout=10)
+                urllib.request.urlopen(request, timeout=60)
             seen[name] = refused.value.code
             refused.value.close()
         raise KeyboardInterrupt

@@ -50,7 +50,7 @@ def test_each_alert_has_one_page() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_commands_name_what_exists(page: Path) -> None:
     lines = commands(page)
-    checked = subprocess.run(["bash", "-n"], input="\n".join(lines), text=True, timeout=10)
+    checked = subprocess.run(["bash", "-n"], input="\n".join(lines), text=True, timeout=60)
     assert checked.returncode == 0
     given = set(re.findall(r"\b([A-Z_]{4,})=", lines[0]))
     for line in lines:

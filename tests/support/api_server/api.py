@@ -79,7 +79,7 @@ class Api:
             base_url=base,
             headers={"Authorization": f"Bearer {token}"},
             verify=verify if base.startswith("https") else False,
-            timeout=20.0,
+            timeout=60.0,
             trust_env=False,
         )
         self._plurals: dict[tuple[str, str], tuple[str, bool]] = {}
@@ -222,7 +222,7 @@ class Api:
         namespace: str,
         name: str,
         condition: Callable[[Obj | None], Any],
-        timeout_seconds: float = 60.0,
+        timeout_seconds: float = 180.0,
     ) -> Obj | None:
         """The object once the condition holds (None stands for absence)."""
         seen: list[Obj | None] = []

@@ -86,11 +86,11 @@ class ForkServer:
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
-            self._process.wait(10)
+            self._process.wait(60)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait(10)
-        self._reader.join(10)
+            self._process.wait(60)
+        self._reader.join(60)
         assert self._process.stdout is not None
         self._process.stdout.close()
 

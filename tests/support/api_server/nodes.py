@@ -124,7 +124,7 @@ class Nodes:
         return self._api.list("Pod", self._namespace, selector)
 
     def wait_for(
-        self, component: str, num: int, timeout_seconds: float = 60.0, *, ready: bool = True
+        self, component: str, num: int, timeout_seconds: float = 180.0, *, ready: bool = True
     ) -> list[Obj]:
         """Exactly `num` pods of a component, all ready or all not."""
 

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import foveal_operator
 import foveal_runtime
+from foveal_runtime.plan.local import free_port
 from tests.support.api_server.fork_server import ForkServer
-from tests.support.api_server.programs import Program, free_port, start, wait_until
+from tests.support.api_server.programs import Program, start, wait_until
 
 RESYNC_SECONDS = 5
 
@@ -73,7 +74,7 @@ class OperatorProcess:
         """SIGKILL."""
         assert self._program is not None
         self._program.process.kill()
-        self._program.process.wait(10)
+        self._program.process.wait(60)
 
     def stop(self) -> int:
         """SIGTERM. Returns the exit code (negative: it had to be killed)."""
@@ -99,7 +100,7 @@ class OperatorProcess:
         except OSError:
             return 0, ""
 
-    def wait_ready(self, timeout_seconds: float = 60.0) -> None:
+    def wait_ready(self, timeout_seconds: float = 180.0) -> None:
         def ready_or_dead() -> bool:
             assert self.is_alive, f"the operator ended:\n{self.log_tail()}"
             return self.ask("/readyz")[0] == 200

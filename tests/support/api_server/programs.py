@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import ssl
 import subprocess
 import time
@@ -21,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from foveal_runtime.plan.local import free_port
 from tests.support.api_server.fork_server import Forked
 
 ROOT = Path(os.environ.get("FOVEAL_E2E", "/var/tmp/foveal-e2e"))
@@ -45,13 +45,7 @@ def missing_programs(*names: str) -> list[str]:
     return [name for name in names if not program(name).exists()]
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
-def wait_until(what: str, condition: object, timeout_seconds: float = 60.0) -> object:
+def wait_until(what: str, condition: object, timeout_seconds: float = 180.0) -> object:
     """The first truthy value of condition(); says what did not happen when none comes in time."""
     assert callable(condition)
     end = time.monotonic() + timeout_seconds
@@ -91,7 +85,7 @@ class Program:
                 self.process.wait(patience_seconds)
         if self.is_alive:
             self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
 
 
 def start(

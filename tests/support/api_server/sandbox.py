@@ -38,7 +38,7 @@ CHILD_KINDS = (
     *("HorizontalPodAutoscaler", "PodMonitor", "PrometheusRule", "ScaledObject"),
     *("HTTPRoute", "InferencePool", "ResourceClaimTemplate"),
 )
-SETTLE_SECONDS = 60.0
+SETTLE_SECONDS = 180.0
 
 
 def claim_in(namespace: str) -> Obj:

@@ -137,7 +137,7 @@ def start(model_path: Path) -> Any:
         )
         async with (
             serve(app.asgi, http) as url,
-            httpx.AsyncClient(base_url=url, timeout=20) as client,
+            httpx.AsyncClient(base_url=url, timeout=120) as client,
         ):
             yield Harness(app, generator, processor, url, client, said)
         app.close()

@@ -199,7 +199,7 @@ async def test_shutdown_finishes_open_streams(start: Any, tmp_path: Path) -> Non
             serve(app, [listening], stop, own_sockets=[bind_unix(own)], started=started)
         )
         await started.wait()
-        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+        async with httpx.AsyncClient(base_url=url, timeout=120) as http:
             body = harness.body("hi", stream=True)
             async with http.stream("POST", CHAT, json=body) as response:
                 lines = response.aiter_lines()
@@ -240,7 +240,7 @@ async def test_shutdown_ends_after_the_drain_timeout(start: Any) -> None:
             serve(app, [listening], stop, drain_timeout_seconds=0.05, started=started)
         )
         await started.wait()
-        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+        async with httpx.AsyncClient(base_url=url, timeout=120) as http:
             body = harness.body("hi", stream=True)
             async with http.stream("POST", CHAT, json=body) as response:
                 lines = response.aiter_lines()

@@ -130,7 +130,7 @@ async def test_a_caller_that_leaves_does_not_take_the_work_along(start_input, tm
     part = image(data=f"!slow:{tmp_path / 'go'}".encode())
     first = asyncio.create_task(inputs.prepare([IMAGE], [part], options()))
     second = asyncio.create_task(inputs.prepare([IMAGE], [part], options()))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while inputs.processing.joins == 0:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
     first.cancel()

@@ -22,7 +22,7 @@ from foveal_runtime.wire.item import view_item
 
 
 async def until(condition) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while not condition():  # noqa: ASYNC110 - processes have no event
             await asyncio.sleep(0.005)
 
