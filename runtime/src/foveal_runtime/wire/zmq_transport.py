@@ -161,6 +161,7 @@ class ZmqDealer:
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close(0)
+        self._received.clear()
         self._broken("closed")
         self._is_connected.set()
 
@@ -199,14 +200,14 @@ class ZmqDealer:
                 self._is_connected.set()
             elif event == zmq.Event.DISCONNECTED:
                 if self._is_connected.is_set():
+                    self._drain()  # the goodbye may have come since the last look
                     self._broken("disconnected")
             else:
                 self._broken("handshake_failed")
 
     def _broken(self, reason: str) -> None:
-        """What was received before belongs to a session that is over."""
+        """`recv` hands over first what came before: an engine's goodbye is its last message."""
         self._is_connected.clear()
-        self._received.clear()
         self._break = reason
         self._news.set()
 

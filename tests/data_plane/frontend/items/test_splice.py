@@ -184,6 +184,7 @@ def test_voxtral(loaded):
     assert all(set(item.header.replacement) == {24} for item in items)
 
 
+@pytest.mark.extended
 async def test_a_worker_process_makes_the_same_item(tiny, loaded, tmp_path):
     """The real worker: its own process, the real processor, bytes equal to those made here."""
     from foveal_runtime.frontend.media.workers import MediaWorkers, WorkerSettings

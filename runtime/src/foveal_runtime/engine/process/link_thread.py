@@ -78,7 +78,7 @@ class LinkThread:
         self._outbox: deque[tuple[str, DownMessage]] = deque()
         self._links: dict[str, SessionId] = {}
         self._heard: dict[str, float] = {}
-        self._links_told = False  # that their session is over, just before the end
+        self._told_at: float | None = None
         self._transport: EngineTransport | None = None
         self._started = threading.Event()
         self._failure: BaseException | None = None
@@ -168,7 +168,7 @@ class LinkThread:
 
     def _let_out(self, transport: EngineTransport) -> None:
         """Closing drops what the socket still has; the last goodbyes get a moment to leave."""
-        if self._links_told:
+        if self._told_at is not None and self._clock() - self._told_at < GOODBYE_SECONDS:
             for _ in range(4):
                 transport.poll(GOODBYE_SECONDS / 4)
 
@@ -196,7 +196,7 @@ class LinkThread:
                 self._links[fid] = message.sid
             elif isinstance(message, Bye) and message.sid == self._links.get(fid):
                 del self._links[fid]
-                self._links_told = self._stopping
+                self._told_at = self._clock()  # perhaps just before `stop`
             self._send_one(transport, fid, message)
 
     def _send_one(self, transport: EngineTransport, fid: str, message: DownMessage) -> None:
