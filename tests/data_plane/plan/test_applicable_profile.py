@@ -65,7 +65,7 @@ def test_smaller_images_take_their_own_figures() -> None:
     small = ModalityLimits(resize_pixels=802_816)
     result = draft(limited(gpu(), image=small, video=OFF), QWEN)
     assert result.ipc_staging_bytes < draft(limited(gpu(), video=OFF), QWEN).ipc_staging_bytes
-    assert result.encoder_embeds == 2048  # the batch: one image has 1,168
+    assert result.encoder_embeds == 16 * 1168  # one request's images
     assert not result.notes
     # Between two limits that the profile has, the larger one's figures are a bound.
     between = draft(limited(gpu(), image=ModalityLimits(max_pixels=900_000), video=OFF), QWEN)
