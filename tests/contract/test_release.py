@@ -29,7 +29,9 @@ def project(name: str) -> dict[str, Any]:
 
 def test_version_is_the_same_everywhere() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", VERSION)
-    assert [project(name)["version"] for name in ("operator", "runtime")] == [VERSION] * 2
+    assert [project(name)["version"] for name in ("operator", "runtime", "packaging")] == [
+        VERSION
+    ] * 3
     assert f"foveal-runtime=={VERSION}" in project("operator")["dependencies"]
     chart = yaml.safe_load((ROOT / "charts/foveal/Chart.yaml").read_text(encoding="utf-8"))
     assert (chart["version"], chart["appVersion"]) == (VERSION, VERSION)
@@ -37,6 +39,23 @@ def test_version_is_the_same_everywhere() -> None:
     assert labels == [VERSION] * 2
     assert ClusterFacts().runtime_image == f"foveal/runtime:{VERSION}"
     assert f"foveal/runtime:{VERSION}" in Path(observe.__file__).read_text(encoding="utf-8")
+
+
+def test_pip_install_foveal_brings_both_distributions() -> None:
+    about, runtime = project("packaging"), project("runtime")
+    assert about["dependencies"] == [
+        f"foveal-runtime[frontend,engine]=={VERSION}", f"foveal-operator=={VERSION}"
+    ]  # fmt: skip
+    assert about["optional-dependencies"] == {
+        extra: [f"foveal-runtime[{extra}]=={VERSION}"] for extra in ("bench", "s3", "telemetry")
+    }
+    assert set(runtime["optional-dependencies"]) == {
+        "frontend",
+        "engine",
+        *about["optional-dependencies"],
+    }
+    assert "matplotlib" in runtime["optional-dependencies"]["bench"]
+    assert (ROOT / "packaging/LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
 
 
 @pytest.mark.parametrize("name", WITH_IMAGES)

@@ -1,0 +1,185 @@
+"""Three actions of a person on a fresh machine, in an environment with an empty HOME.
+
+    python -m e2e.fresh_environment ENVIRONMENT [--rounds 3]
+
+ENVIRONMENT is a virtual environment in which `foveal` was installed (e2e/release.sh makes one). A
+hub on the loopback has the bundled model as org/tiny-vlm. `foveal serve org/tiny-vlm` downloads and
+serves it, the page at / is opened in Chromium, and an image is asked about; then `foveal bench`
+measures the same server, and Ctrl-C ends it. Exits with 1 at the first thing that is not as it must
+be. Afterwards the time from a command to its first answer is taken beside `transformers serve`, in
+turn, both from the model's directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+from foveal_runtime.plan.local import free_port
+from tests.support.model_hub import Hub
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL = ROOT / "examples" / "tiny-vlm" / "model"
+IMAGE = ROOT / "examples" / "tiny-vlm" / "images" / "digit-7.png"
+NAME = "org/tiny-vlm"
+START_SECONDS = 600.0
+
+
+class Machine:
+    """`programs`: the environment's bin; `home`: empty at first."""
+
+    def __init__(self, programs: Path, home: Path, hub: Hub) -> None:
+        self.programs, self.home = programs, home
+        self.environment = {
+            "PATH": f"{programs}{os.pathsep}/usr/bin{os.pathsep}/bin",
+            "HOME": str(home), "TMPDIR": str(home), "HF_ENDPOINT": hub.url,
+            "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
+        }  # fmt: skip
+
+    @contextlib.contextmanager
+    def running(self, *command: str) -> Iterator[subprocess.Popen[bytes]]:
+        """Ends with the block by Ctrl-C; its output is shown when something went wrong."""
+        log = self.home / "log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [str(self.programs / command[0]), *command[1:]], cwd=self.home,
+                env=self.environment, stdout=output, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+        try:
+            yield process
+            process.send_signal(signal.SIGINT)
+            process.wait(120)
+        except BaseException:
+            print(log.read_text(errors="replace")[-4000:])
+            raise
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # what is left of what was started here
+            process.wait()
+
+
+def answer(process: subprocess.Popen[bytes], url: str, model: str) -> float:
+    """Seconds until the server gave its first answer."""
+    begin = time.perf_counter()
+    body = {"model": model, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
+    while time.perf_counter() - begin < START_SECONDS:
+        assert process.poll() is None, "the server ended at start"
+        request = urllib.request.Request(
+            f"{url}/v1/chat/completions", json.dumps(body).encode(),
+            {"content-type": "application/json"},
+        )  # fmt: skip
+        with (
+            contextlib.suppress(urllib.error.URLError, OSError),
+            urllib.request.urlopen(request, timeout=60) as got,
+        ):
+            if json.load(got)["choices"]:
+                return time.perf_counter() - begin
+        time.sleep(0.1)
+    raise SystemExit(f"no answer at {url} after {START_SECONDS:.0f} s")
+
+
+def ask_on_the_page(url: str) -> str:
+    """What the page answers about an image. "" where no browser is installed."""
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), "")
+    if not program:
+        return ""
+    from playwright.sync_api import expect, sync_playwright
+
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        page = browser.new_page()
+        page.set_default_timeout(120_000)
+        page.goto(url)
+        page.set_input_files("#files", IMAGE)
+        page.fill("#text", "which digit is this?")
+        page.press("#text", "Enter")
+        whole = page.locator("article.assistant").first
+        expect(whole.locator("dl")).to_be_visible(timeout=120_000)
+        text = whole.locator("p").first.inner_text()
+        browser.close()
+    return text
+
+
+def three_actions(machine: Machine) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    before = sorted(path.name for path in machine.home.iterdir())
+    assert before == [], f"HOME is not empty: {before}"
+    with machine.running("foveal", "serve", NAME, "--port", str(port)) as process:
+        seconds = answer(process, url, NAME)
+        print(
+            f"foveal serve {NAME}: first answer after {seconds:.1f} s, download and plan included"
+        )
+        said = ask_on_the_page(url)
+        print(
+            f"the page answered: {said!r}" if said else "no Chromium here: the page was not asked"
+        )
+        assert said in ("", "7"), "the page's answer is wrong"
+        bench = [
+            machine.programs / "foveal",
+            "bench",
+            url,
+            "--traces",
+            "hits-30",
+            "--requests",
+            "4",
+        ]
+        done = subprocess.run(
+            bench, env=machine.environment, cwd=machine.home, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert "Every request was answered." in done.stdout
+    assert process.returncode == 0, f"Ctrl-C gave exit code {process.returncode}"
+
+
+def compared(machine: Machine, rounds: int) -> None:
+    """Medians of command to first answer, in turn."""
+    model = str(MODEL)
+    seconds: dict[str, list[float]] = {"foveal serve": [], "transformers serve": []}
+    for _ in range(rounds):
+        for name, times in seconds.items():
+            port = free_port()
+            more = () if name.startswith("foveal") else ("--device", "cpu", "--host", "127.0.0.1")
+            served = MODEL.name if name.startswith("foveal") else model
+            # transformers from here: its extra for serving is no part of the environment.
+            program = "foveal" if name.startswith("foveal") else f"{sys.prefix}/bin/transformers"
+            command = (program, "serve", model, "--port", str(port), *more)
+            with machine.running(*command) as process:
+                times.append(answer(process, f"http://127.0.0.1:{port}", served))
+    for name, times in seconds.items():
+        shown = ", ".join(f"{one:.1f}" for one in sorted(times))
+        print(f"{name} DIRECTORY: first answer after {statistics.median(times):.1f} s ({shown})")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("environment", type=Path)
+    parser.add_argument("--rounds", type=int, default=0, help="beside transformers serve; 0: none")
+    arguments = parser.parse_args()
+    programs = arguments.environment.resolve() / "bin"
+    with (
+        tempfile.TemporaryDirectory(prefix="foveal-fresh-") as home,
+        Hub(NAME, MODEL).running() as hub,
+    ):
+        machine = Machine(programs, Path(home), hub)
+        three_actions(machine)
+        if arguments.rounds:
+            compared(machine, arguments.rounds)
+
+
+if __name__ == "__main__":
+    main()
