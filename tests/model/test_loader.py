@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -69,6 +70,18 @@ def test_unknown_multimodal_models_are_refused(kind: str) -> None:
     message = refusal(getattr(transformers, kind)())
     assert "multimodal and not supported" in message
     assert "llava" in message
+
+
+def test_a_kind_that_is_almost_known_is_named(tmp_path: Path) -> None:
+    """A typing error in config.json, or a name of another project, costs a search otherwise."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2_5vl"}')
+    with pytest.raises(StartupError) as refused:
+        read_config(str(tmp_path))
+    assert "does not know model_type 'qwen2_5vl' (did you mean qwen2_5_vl" in str(refused.value)
+    (tmp_path / "config.json").write_text('{"model_type": "zzyzx"}')
+    with pytest.raises(StartupError, match="model_type 'zzyzx'; code from checkpoints"):
+        read_config(str(tmp_path))
+    assert "nearest supported relatives: gemma3" in refusal(transformers.Gemma3nConfig())
 
 
 @pytest.mark.parametrize("kind", ["T5Config", "WhisperConfig", "CLIPConfig"])

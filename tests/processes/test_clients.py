@@ -144,3 +144,21 @@ async def test_64_mixed_requests_with_random_aborts_leave_nothing_behind(shared,
     assert state["kv_blocks_in_use"] == 0
     assert state["encoder_references"] == 0
     assert state["mm_pinned_bytes"] == 0
+
+
+def test_each_stage_of_an_image_has_samples_of_its_own(shared, samples):
+    """The time of decoding and processing hid in the time to first token. `fetch` has its samples
+    in items/test_input_processor.py."""
+    deployment, asker = shared
+    asker.check(next(sample for sample in samples if sample.pictures))
+    stages = ("hash", "queue", "decode", "process", "send")
+    counts = {s: asker.metric("foveal_media_stage_seconds_count", stage=s) for s in stages}
+    assert min(counts.values()) > 0, counts
+    found = httpx.get(f"{deployment.engines[0].url}/metrics", timeout=60).text
+    lines = [line for line in found.splitlines() if 'stage="encode"' in line]
+    assert any(
+        line.startswith("foveal_media_stage_seconds_count{")
+        and 'modality="image"' in line
+        and float(line.split()[-1]) > 0
+        for line in lines
+    ), lines

@@ -45,6 +45,9 @@ def test_bash_completes_commands_options_choices_and_files(capsys: Any, tmp_path
     assert complete(text, "foveal", "do") == ["doctor"]
     assert complete(text, "foveal", "wait", "--keep") == ["--keep-waiting"]
     assert complete(text, "foveal", "wait", "--timeout", "") == []
+    assert complete(text, "foveal", "serve", "--kv-c") == ["--kv-cache"]
+    assert complete(text, "foveal", "serve", "m", "--ipc-type", "s") == ["shm"]
+    assert complete(text, "foveal", "bench", "--sav") == ["--save-trace"]
     (tmp_path / "mmi.yaml").write_text("")
     assert complete(text, "foveal", "plan", "-f", f"{tmp_path}/m") == [f"{tmp_path}/mmi.yaml"]
 
@@ -74,6 +77,7 @@ def test_kubectl_completes_commands_options_choices_and_files(tmp_path: Path) ->
     assert offered("status", "-o", "") == (["table", "json", "yaml"], ":4")
     assert offered("wait", "qwen", "--keep") == (["--keep-waiting"], ":4")
     assert offered("completion", "f") == (["fish"], ":4")
+    assert offered("serve", "model", "--kv-c") == (["--kv-cache"], ":4")
     (tmp_path / "folder").mkdir()
     (tmp_path / "mmi.yaml").write_text("")
     assert offered("plan", "-f", f"{tmp_path}/m") == ([f"{tmp_path}/mmi.yaml"], ":4")

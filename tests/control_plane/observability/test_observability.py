@@ -26,6 +26,9 @@ from tests.support.observability_files import FILES, expressions
 from tests.support.samples import LEGAL
 
 NOT_SHOWN = {
+    # The same events as vllm:'s families, for dashboards that know OpenTelemetry's names.
+    "gen_ai_server_request_duration_seconds", "gen_ai_server_time_to_first_token_seconds",
+    "gen_ai_server_time_per_output_token_seconds", "gen_ai_client_token_usage",
     # Of interest when something is examined, not at a glance.
     "vllm:cache_config_info", "vllm:engine_sleep_state",
     "vllm:prompt_tokens", "vllm:prompt_tokens_cached", "vllm:prompt_tokens_cached_by_source",

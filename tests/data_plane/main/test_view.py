@@ -64,6 +64,7 @@ def snapshot(**more: object) -> Snapshot:
         name="tiny",
         url="http://127.0.0.1:8000/v1",
         model="tiny-vlm",
+        has_page=True,
         seconds=125.0,
         processes=(engine, frontend),
         totals=totals(readings, 120 * MIB),
@@ -141,8 +142,8 @@ def test_programs_get_a_line_for_each_change() -> None:
         "tiny-frontend-0 is starting\n"
         "tiny-engine-0 is ready\n"
         "tiny-frontend-0 is ready\n"
-        "serving tiny-vlm on http://127.0.0.1:8000/v1 (API documentation at /docs, metrics at "
-        "/metrics); Ctrl-C stops\n"
+        "serving tiny-vlm on http://127.0.0.1:8000/v1 (chat page: http://127.0.0.1:8000/, API "
+        "documentation at /docs, metrics at /metrics); Ctrl-C stops\n"
         "12 answered, 4 in flight, 900 tokens (30.0/s); hits: processor 12/16, ipc 13/16, "
         "encoder 2/8, kv 600/1200\n"
         "tiny-engine-0 ended with exit code 0\n"

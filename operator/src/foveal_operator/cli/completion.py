@@ -9,6 +9,8 @@ import argparse
 import io
 import os
 import shlex
+import subprocess
+import tempfile
 from collections.abc import Iterator, Sequence
 from typing import TextIO
 
@@ -17,7 +19,8 @@ from argcomplete.finders import CompletionFinder
 from argcomplete.shell_integration import shellcode
 
 from foveal_operator.cli.help import Help
-from foveal_operator.common.errors import EXIT_OK
+from foveal_operator.cli.local.runtime import HANDED_ON, hand_on, runtime_command
+from foveal_operator.common.errors import EXIT_OK, UsageError
 
 _EPILOG = """\
   bash:  source <(foveal completion bash)        # in ~/.bashrc
@@ -50,6 +53,10 @@ def answer(root: argparse.ArgumentParser, output: TextIO | None = None) -> None:
     """Ends the process with the candidates when a shell's script asks; does nothing otherwise."""
     if _ASKED not in os.environ:
         return
+    words = os.environ.get("COMP_LINE", "").split()
+    if words[1:2] and words[1] in HANDED_ON:
+        _hand_on(words[1:], output)
+        return
     for action in _actions(root):
         if action.metavar in _FILES:
             action.completer = FilesCompleter()  # type: ignore[attr-defined]
@@ -60,6 +67,21 @@ def answer(root: argparse.ArgumentParser, output: TextIO | None = None) -> None:
         output_stream=output,
         default_completer=SuppressCompleter(),
     )
+
+
+def _hand_on(words: list[str], output: TextIO | None) -> None:
+    """Lets the runtime answer for its commands: its options are its own."""
+    try:
+        if output is None:
+            hand_on(words)
+        with tempfile.NamedTemporaryFile("r", encoding="utf-8") as file:
+            environment = {**os.environ, "_ARGCOMPLETE_STDOUT_FILENAME": file.name}
+            subprocess.run(runtime_command(), env=environment, capture_output=True, timeout=30)
+            assert output is not None
+            output.write(file.read())
+    except (UsageError, OSError, subprocess.SubprocessError):
+        if output is None:
+            os._exit(EXIT_OK)  # no candidates: a shell shows no errors here
 
 
 def candidates(root: argparse.ArgumentParser, words: Sequence[str]) -> list[tuple[str, str]]:

@@ -139,7 +139,26 @@ def _run(arguments: argparse.Namespace) -> int:
     return profile.run(arguments)
 
 
+def complete() -> None:
+    """Ends the process with what may follow, when a shell's completion script asks."""
+    try:
+        from argcomplete.completers import DirectoriesCompleter, FilesCompleter, SuppressCompleter
+        from argcomplete.finders import CompletionFinder
+    except ImportError:  # comes with `foveal`, whose completion script this answers
+        sys.exit(1)
+    root = parser()
+    assert isinstance(root, Parser)
+    for action in root.all_actions():
+        if action.metavar == "FILE":
+            action.completer = FilesCompleter()  # type: ignore[attr-defined]
+        elif action.metavar in ("DIRECTORY", "MODEL") or action.dest == "model":
+            action.completer = DirectoriesCompleter()  # type: ignore[attr-defined]
+    CompletionFinder()(root, default_completer=SuppressCompleter())
+
+
 def main(argv: list[str] | None = None) -> int:
+    if "_ARGCOMPLETE" in os.environ:
+        complete()
     given = sys.argv[1:] if argv is None else argv
     try:
         model = ""

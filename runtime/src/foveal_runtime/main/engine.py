@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from foveal_runtime.engine.events.log import EventLog
-from foveal_runtime.engine.events.stream import EventStream
+from foveal_runtime.engine.events.stream import TOPIC, EventStream
+from foveal_runtime.engine.events.vllm import VllmEventLog
 from foveal_runtime.engine.process.assemble import LoadedEngine, assemble_core
 from foveal_runtime.engine.process.core import EngineCore
 from foveal_runtime.engine.process.evidence import StepRecord
@@ -31,11 +32,13 @@ from foveal_runtime.engine.types.step import (
     ScheduledRequest,
     StepPlan,
 )
+from foveal_runtime.model.checkpoint.weights import weight_files
 from foveal_runtime.model.cpu import threads
 from foveal_runtime.plan.budget.encoder import LargestItem
 from foveal_runtime.plan.config import EngineConfig, load
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.profile import ItemProfile
+from foveal_runtime.plan.quantity import short_bytes
 from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.telemetry.allocator import keep_free_blocks, release_free_memory
 from foveal_runtime.telemetry.logs import configure_logging
@@ -83,8 +86,7 @@ def serve(config: EngineConfig) -> int:
     phases = StartPhases()
     metrics.add_source(memory.collect)
     metrics.add_source(phases.collect)
-    stream = EventStream(config.events_bind, keys=config.curve) if config.events_bind else None
-    events = EventLog(config.engine_id, stream.publish) if stream else None
+    stream, events = event_stream(config)
     boot = time.time_ns()
     record = StepRecord(boot, _record_path(config))
     if record.last is not None:
@@ -124,6 +126,22 @@ def serve(config: EngineConfig) -> int:
         if code == 0 or not record.is_busy:
             record.close()
     return code
+
+
+def event_stream(config: EngineConfig) -> tuple[EventStream, EventLog] | tuple[None, None]:
+    """The stream of cache events and what fills it; not started."""
+    if not config.events_bind:
+        return None, None
+    is_vllm = config.events_format == "vllm"
+    stream = EventStream(
+        config.events_bind,
+        keys=config.curve,
+        topic=config.events_topic.encode() or (b"" if is_vllm else TOPIC),
+        first=0 if is_vllm else 1,
+        plain=config.events_plain,
+    )
+    make = VllmEventLog if is_vllm else EventLog
+    return stream, make(config.engine_id, stream.publish)
 
 
 def _record_path(config: EngineConfig) -> Path | None:
@@ -175,7 +193,7 @@ def load_engine(config: EngineConfig, phases: StartPhases | None = None) -> Load
 
     phases = phases or StartPhases()
     phases.done("imports")
-    log.info("loading the model", extra={"path": config.model.path})
+    log.info(_what_loads(config.model.path), extra={"path": config.model.path})
     namespace = model_namespace(config.model.path, config.model.revision)
     runner: TorchRunner | TensorParallelRunner
     if config.tensor_parallel > 1:
@@ -210,6 +228,7 @@ def load_engine(config: EngineConfig, phases: StartPhases | None = None) -> Load
     keep_free_blocks()
     _allocate(runner, config)
     phases.done("load")
+    log.info(f"weights and KV memory are there after {phases.seconds['load']:.1f} s; warming up")
     warm_up(runner, config.caches.block_size)
     phases.done("warm")
     limits = {name: getattr(config.modalities, name).max_per_prompt for name in items}
@@ -235,6 +254,13 @@ def load_engine(config: EngineConfig, phases: StartPhases | None = None) -> Load
         namespace=namespace,
         revision=config.model.revision,
     )
+
+
+def _what_loads(path: str) -> str:
+    """For people who wait."""
+    files = weight_files(path)
+    size = short_bytes(sum(file.stat().st_size for file in files if file.is_file()))
+    return f"loading {len(files)} weight file(s), {size}; KV memory and warm-up come next"
 
 
 def _allocate(runner: TorchRunner | TensorParallelRunner, config: EngineConfig) -> None:

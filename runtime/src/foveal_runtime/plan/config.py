@@ -163,6 +163,10 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         bind: ZMQ endpoint for frontends, e.g. tcp://127.0.0.1:5570.
         http_host, http_port: /livez, /readyz, /metrics.
         events_bind: PUB endpoint of the cache event stream; "" = off.
+        events_format: "foveal", or "vllm": the schema that routers for vLLM read.
+        events_topic: topic of the stream; "" = the format's own ("vllm": none).
+        events_plain: the stream may listen without CURVE on an address that is not loopback, as
+            readers of vLLM's schema need; whoever reaches it reads token ids of prompts.
         device: "cpu" or "cuda". attention: backend name; "auto" chooses.
         run_ahead: decode steps are submitted before the step before them has ended; "auto": on a
             GPU. cuda_graphs: decode steps are recorded and played; of no effect on CPUs.
@@ -181,6 +185,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     http_host: str = "127.0.0.1"
     http_port: int = 5580
     events_bind: str = ""
+    events_format: Literal["foveal", "vllm"] = "foveal"
+    events_topic: str = ""
+    events_plain: bool = False
     curve: CurveKeys = CurveKeys()
     node: str = ""
     shm_directory: str = ""

@@ -18,6 +18,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
+from foveal_runtime.plan.metrics.gen_ai import PROVIDER
 from foveal_runtime.plan.metrics.registry import METRICS, TOKEN_BUCKETS, Metric, Role
 from foveal_runtime.telemetry.exposition import TEXT, PageFormat
 from foveal_runtime.telemetry.histogram import Histogram
@@ -124,7 +125,13 @@ class Metrics(Collector):
         engine: str = "",
         max_model_len: int = 0,
     ) -> None:
-        fixed = {"model_name": model_name, "process": process}
+        fixed = {
+            "model_name": model_name,
+            "process": process,
+            "gen_ai_provider_name": PROVIDER,
+            "gen_ai_request_model": model_name,
+            "gen_ai_response_model": model_name,
+        }
         if role == "engine":
             fixed["engine"] = engine
         self._series: dict[str, _Series] = {}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
 logger = logging.getLogger(__name__)
-Attribute = str | int | float | bool
+Attribute = str | int | float | bool | list[str]
 
 
 class Span(Protocol):

@@ -57,6 +57,17 @@ async def test_requests_are_counted_once(harness: Any) -> None:
     assert total(text, "vllm:inter_token_latency_seconds_count") == 3 * (tokens - 1) + 1
     assert total(text, "vllm:request_queue_time_seconds_sum") == pytest.approx(0.003)
     assert total(text, "vllm:request_params_n_bucket", le="1.0") == 2
+    chat = {"gen_ai_operation_name": "chat", "gen_ai_request_model": "tiny",
+            "gen_ai_response_model": "tiny", "gen_ai_provider_name": "foveal"}  # fmt: skip
+    duration = "gen_ai_server_request_duration_seconds_count"
+    assert total(text, duration, error_type="", **chat) == 2, "requests, not their choices"
+    assert total(text, duration, error_type="EngineFailure", **chat) == 1
+    assert total(text, "gen_ai_server_time_to_first_token_seconds_count", **chat) == 2
+    assert total(text, "gen_ai_server_time_per_output_token_seconds_count", **chat) == 3
+    usage = "gen_ai_client_token_usage_sum"
+    assert total(text, usage, gen_ai_token_type="output", **chat) == 3 * tokens + 2
+    prompts = total(text, "vllm:request_prompt_tokens_sum")  # of three sequences that ended
+    assert total(text, usage, gen_ai_token_type="input", **chat) == prompts
     assert total(text, "foveal_request_errors_total", code="engine_error") == 1
     assert total(text, "foveal_request_errors_total", code="invalid_request_error") == 1
     assert total(text, "http_requests_total", handler="unmatched", status="4xx") == 1
@@ -214,7 +225,24 @@ async def test_spans_continue_the_callers_trace(start: Any) -> None:
     generate = next(span for span in spans if span.name == "generate")
     assert [event.name for event in generate.events] == ["first_token"]
     assert generate.attributes is not None
-    assert generate.attributes["num_output_tokens"] == len("Hello, world!") + 1
+    num_output = len("Hello, world!") + 1
+    assert generate.attributes["num_output_tokens"] == num_output
+    for span in spans:
+        if span.name.startswith("POST"):
+            asked = dict(span.attributes or {})
+            assert asked.pop("gen_ai.usage.input_tokens") > 0
+            assert {k: v for k, v in asked.items() if "gen_ai" in k or k == "error.type"} == {
+                "gen_ai.operation.name": "chat",
+                "gen_ai.provider.name": "foveal",
+                "gen_ai.request.model": "tiny",
+                "gen_ai.response.model": "tiny",
+                "gen_ai.request.max_tokens": asked["gen_ai.request.max_tokens"],
+                "gen_ai.request.temperature": 1.0,
+                "gen_ai.request.top_p": 1.0,
+                "gen_ai.usage.cache_read.input_tokens": 0,
+                "gen_ai.usage.output_tokens": num_output,
+                "gen_ai.response.finish_reasons": ("stop",),
+            }
     provider.shutdown()
 
 

@@ -114,6 +114,33 @@ async def test_equal_content_is_one_item_however_it_came(start_input, picture, d
     assert inputs.stats.processed_items[0] == 2
 
 
+async def test_another_image_behind_the_same_url_is_another_item(start_input, picture):
+    """Elsewhere a cache of embeddings is keyed by the URL's text: one session got the image that
+    another had seen there."""
+    served = [picture(0), picture(1), picture(0)]
+
+    async def answer(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        body = served.pop(0)
+        head = f"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        sources = MediaSources(allowed_domains=("localhost",), allow_private_addresses=True)
+        inputs = await start_input(media_sources=sources)
+        url = f"http://localhost:{server.sockets[0].getsockname()[1]}/same.png"
+        keys = []
+        for _ in range(3):
+            request = await inputs.prepare([IMAGE, 1], [image(url=url)], options())
+            keys.append(request.items[0].mm_hash)
+    assert served == [], "each request fetched"
+    assert keys[0] == keys[2] != keys[1]
+    assert inputs.stats.processed_items[0] == 2
+    assert sum(dict(inputs.stats.stages.items())["fetch"].counts) == 3
+
+
 async def test_many_requests_for_one_picture_are_one_flight(start_input, picture):
     inputs = await start_input()
     part = image(data=picture())

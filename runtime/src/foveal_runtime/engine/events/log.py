@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -94,14 +95,14 @@ class EventLog:
     """Collects events and hands them on as batches (an `observer.CacheObserver`).
 
     Args:
-        publish: takes a batch; must not block.
+        publish: takes an EventBatch; must not block.
         wall_clock: seconds since the epoch.
     """
 
     def __init__(
         self,
         engine_id: str,
-        publish: Callable[[EventBatch], None],
+        publish: Callable[[Any], None],
         *,
         wall_clock: Callable[[], float] = time.time,
         boot: int = 0,

@@ -19,7 +19,6 @@ import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from foveal_runtime.engine.events.log import EventBatch
 from foveal_runtime.plan.config import CurveKeys
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.wire import curve
@@ -56,17 +55,31 @@ def replay_endpoint(bind: str) -> str:
 class EventStream:
     """See the module. `start` binds; `close` ends the thread.
 
+    Args:
+        bind: the PUB endpoint.
+        topic: the first frame of every message. first: the number of the first batch.
+        plain: an address that is not loopback may do without CURVE.
+
     Attributes:
         endpoint, replay: the bound addresses, once started.
         num_dropped: batches that were not sent because the thread could not keep up.
     """
 
-    def __init__(self, bind: str, *, keys: CurveKeys | None = None) -> None:
+    def __init__(
+        self,
+        bind: str,
+        *,
+        keys: CurveKeys | None = None,
+        topic: bytes = TOPIC,
+        first: int = 1,
+        plain: bool = False,
+    ) -> None:
         self.endpoint = self.replay = ""
         self.num_dropped = 0
         self._bind = bind
         self._keys = keys or CurveKeys()
-        self._pending: deque[tuple[int, EventBatch]] = deque()
+        self._pending: deque[tuple[int, msgspec.Struct]] = deque()
+        self._topic, self._first, self._plain = topic, first, plain
         self._seq = 0
         self._kept: deque[tuple[bytes, bytes]] = deque()
         self._kept_bytes = 0
@@ -91,13 +104,13 @@ class EventStream:
             self._thread.join()
             raise self._failure
 
-    def publish(self, batch: EventBatch) -> None:
+    def publish(self, batch: msgspec.Struct) -> None:
         """Numbers a batch and queues it. One caller thread; never blocks."""
         self._seq += 1
         if len(self._pending) >= MAX_PENDING:
             self.num_dropped += 1  # readers see the gap
             return
-        self._pending.append((self._seq, batch))
+        self._pending.append((self._seq - 1 + self._first, batch))
         with contextlib.suppress(OSError):
             os.eventfd_write(self._wake_fd, 1)
 
@@ -122,7 +135,8 @@ class EventStream:
             for socket in (pub, router):
                 socket.setsockopt(zmq.LINGER, 200)
                 socket.setsockopt(zmq.SNDHWM, MAX_REPLAY_MESSAGES)
-            check_plain(self._bind, self._keys)
+            if not self._plain:
+                check_plain(self._bind, self._keys)
             if curve.is_enabled(self._keys):
                 authenticator = self._use_curve(context, [pub, router])
             self.endpoint = self._bind_one(pub, self._bind)
@@ -176,7 +190,7 @@ class EventStream:
                 seq, batch = self._pending.popleft()
                 number, payload = seq.to_bytes(8, "big"), self._encoder.encode(batch)
                 self._keep(number, payload)
-                pub.send_multipart([TOPIC, number, payload])
+                pub.send_multipart([self._topic, number, payload])
             if router in ready:
                 self._answer(router)
             if stopping:

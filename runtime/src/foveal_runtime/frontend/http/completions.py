@@ -154,7 +154,7 @@ async def whole_answer(run: CompletionRun) -> dict[str, Any]:
     answers = [Answer() for _ in range(run.num_choices * len(run.jobs))]
     tally = Tally(run.num_choices)
     scores_only = run.request.max_tokens == 0
-    async with open_run(run.service, run.jobs, run.started) as deltas:
+    async with open_run(run.service, run.jobs, run.started, "text_completion") as deltas:
         async for index, delta in deltas:
             shown = Delta(first=delta.first, finish_reason="length") if scores_only else delta
             answers[index].add(shown)
@@ -211,7 +211,7 @@ async def stream_answer(run: CompletionRun) -> AsyncGenerator[bytes, None]:
     continuous = options is not None and bool(options.continuous_usage_stats)
     tally = Tally(run.num_choices)
     offsets: dict[int, int] = {}
-    async with open_run(run.service, run.jobs, run.started) as deltas:
+    async with open_run(run.service, run.jobs, run.started, "text_completion") as deltas:
         async for index, delta in deltas:
             tally.add(index, delta)
             choice = _chunk_choice(run, index, delta, offsets)

@@ -358,7 +358,7 @@ def check_num_sequences(num_prompts: int, num_choices: int) -> None:
 
 @asynccontextmanager
 async def open_run(
-    service: Service, jobs: Sequence[Job], started: float
+    service: Service, jobs: Sequence[Job], started: float, operation: str = "chat"
 ) -> AsyncIterator[AsyncGenerator[tuple[int, Delta], None]]:
     """Prepares all jobs and yields their interleaved deltas; choice `job * n + i` is the index."""
     num_choices = jobs[0].num_choices
@@ -370,10 +370,12 @@ async def open_run(
         num_choices=num_choices,
         max_tokens=[job.options.sampling.max_tokens for job in jobs],
         trace_id=parent.trace_id(),
+        operation=operation,
     )
     requests: list[PreparedRequest] = []
     streams: list[AsyncGenerator[Delta, None]] = []
-    failed = False
+    error = ""
+    stats.describe_request(parent, service.model_name, jobs[0].options.sampling)
     try:
         with child_span("prepare", num_items=sum(len(job.parts) for job in jobs)):
             for job in jobs:
@@ -387,12 +389,13 @@ async def open_run(
         watched = _watched(merge(streams), stats, parent.child("generate"), holds)
         async with aclosing(watched) as merged:
             yield merged
-    except Exception:
-        failed = True
+    except Exception as raised:
+        error = type(raised).__name__
         raise
     finally:
         release_media(requests)
-        stats.end(failed=failed)
+        stats.end(error=error)
+        stats.describe_answer(parent, error)
 
 
 async def _watched(

@@ -26,7 +26,7 @@ from foveal_runtime.main.launcher import RUNTIME, Child, LocalDeployment
 from foveal_runtime.main.local.readings import Readings, Totals, totals
 from foveal_runtime.main.local.view import ProcessFigures, Snapshot, State, View, load_of
 from foveal_runtime.main.stop_signals import StopSignals
-from foveal_runtime.plan.config import EngineConfig
+from foveal_runtime.plan.config import EngineConfig, FrontendConfig
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.local import LocalDeploymentConfig
 
@@ -288,6 +288,7 @@ class Supervisor:
                 name=self._name,
                 url=f"{first.url}/v1",
                 model=first.config.model.served_name,
+                has_page=isinstance(first.config, FrontendConfig) and first.config.page,
                 seconds=now - self._began,
                 processes=tuple(figures for figures, _ in seen),
                 totals=self._totals,

@@ -46,12 +46,12 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if match := re.search(r"unrecognized arguments: (--[\w-]+)", message):
-            known = [name for action in self._all() for name in action.option_strings]
+            known = [name for action in self.all_actions() for name in action.option_strings]
             if near := difflib.get_close_matches(match[1], known, n=1, cutoff=0.6):
                 message = f"unknown option {match[1]} (did you mean {near[0]}?)"
         self.exit(2, f"{self.prog}: {' '.join(message.split())}; see {self.prog} --help\n")
 
-    def _all(self) -> Iterator[argparse.Action]:
+    def all_actions(self) -> Iterator[argparse.Action]:
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
                 for parser in action.choices.values():

@@ -56,6 +56,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     model: str
     seconds: float
+    has_page: bool = False
     processes: tuple[ProcessFigures, ...]
     totals: Totals
     tokens_per_second: float = 0.0
@@ -130,14 +131,18 @@ class View:
                 self.say(text)
         if now.is_up and not (before and before.is_up):
             self.say(
-                f"serving {now.model} on {now.url} (API documentation at /docs, metrics at "
-                "/metrics); Ctrl-C stops"
+                f"serving {now.model} on {now.url} ({_pages(now)}API documentation at /docs, "
+                "metrics at /metrics); Ctrl-C stops"
             )
         if self._live is None and now.seconds - self._summed[0] >= SUMMARY_SECONDS:
             text = summary(now)
             if text != self._summed[1]:
                 self.say(text)
             self._summed = (now.seconds, text)
+
+
+def _pages(now: Snapshot) -> str:
+    return f"chat page: {now.url.removesuffix('/v1')}/, " if now.has_page else ""
 
 
 def tables(now: Snapshot) -> RenderableType:

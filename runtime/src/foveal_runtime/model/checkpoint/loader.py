@@ -6,6 +6,8 @@ downloads anything. Refuses families whose decoders need state that a paged KV c
 
 from __future__ import annotations
 
+import difflib
+import json
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +22,7 @@ from transformers import (
     AutoConfig,
 )
 from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from foveal_runtime.model.adapters import ADAPTERS, PLAIN_TEXT, TEXT_ADAPTERS, Adapter
 from foveal_runtime.model.checkpoint.placement import METHOD
@@ -127,6 +130,28 @@ def prepare(model: Any, adapter: Adapter) -> LoadedModel:
     )
 
 
+def near_kinds(kind: str) -> str:
+    """A hint at families whose name is almost `kind`; "" when there is none."""
+    known = {*ADAPTERS, *TEXT_ADAPTERS, *CONFIG_MAPPING_NAMES}
+    found = difflib.get_close_matches(str(kind), sorted(known), n=3, cutoff=0.75)
+    return f" (did you mean {' or '.join(found)}?)" if found else ""
+
+
+def near_adapters(kind: str) -> str:
+    """The same, of multimodal families that are supported."""
+    found = difflib.get_close_matches(kind, sorted(ADAPTERS), n=3, cutoff=0.6)
+    return f" (its nearest supported relatives: {', '.join(found)})" if found else ""
+
+
+def _kind_of(path: str) -> str:
+    """model_type of config.json; "" where it says none."""
+    try:
+        found = json.loads((Path(path) / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return ""
+    return str(found.get("model_type", "")) if isinstance(found, dict) else ""
+
+
 def read_config(path: str) -> Any:
     """The checkpoint's configuration. Raises StartupError, also for quantised weights that cannot
     be run; for others it names our quantiser (`placement`)."""
@@ -134,6 +159,11 @@ def read_config(path: str) -> Any:
     try:
         found = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
+        if (kind := _kind_of(path)) and kind not in CONFIG_MAPPING_NAMES:
+            raise StartupError(
+                f"model {path}: the installed transformers does not know model_type "
+                f"{kind!r}{near_kinds(kind)}; code from checkpoints is never run"
+            ) from error
         raise StartupError(
             f"model {path}: config.json is not one that the installed transformers knows "
             f"(code from checkpoints is never run): {_one_line(error)}"
@@ -152,7 +182,7 @@ def adapter_for(config: Any) -> Adapter:
     multimodal = type(config) in modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING
     if multimodal or config.get_text_config() is not config:
         raise StartupError(
-            f"model_type {kind!r} is multimodal and not supported; "
+            f"model_type {kind!r} is multimodal and not supported{near_adapters(kind)}; "
             f"supported are {', '.join(sorted(ADAPTERS))} and plain text models"
         )
     return TEXT_ADAPTERS.get(kind, PLAIN_TEXT)

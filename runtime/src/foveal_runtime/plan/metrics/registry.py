@@ -7,6 +7,7 @@ generated from the same list. No client library here.
 from __future__ import annotations
 
 from foveal_runtime.plan.metrics.foveal import FOVEAL_METRICS
+from foveal_runtime.plan.metrics.gen_ai import GEN_AI_METRICS
 from foveal_runtime.plan.metrics.metric import (
     BYTE_BUCKETS,
     ITERATION_BUCKETS,
@@ -36,7 +37,7 @@ __all__ = [
     "by_name",
 ]
 
-METRICS: tuple[Metric, ...] = (*VLLM_METRICS, *FOVEAL_METRICS)
+METRICS: tuple[Metric, ...] = (*VLLM_METRICS, *FOVEAL_METRICS, *GEN_AI_METRICS)
 
 _BY_NAME = {metric.name: metric for metric in METRICS}
 assert len(_BY_NAME) == len(METRICS), "a metric is declared twice"

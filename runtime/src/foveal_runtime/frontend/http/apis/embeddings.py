@@ -172,7 +172,8 @@ async def _answer(
     tally = Tally()
     found: list[bytes] = [b""] * len(jobs)
     for begin in range(0, len(jobs), _BATCH):
-        async with open_run(service, jobs[begin : begin + _BATCH], scope.started) as deltas:
+        batch = jobs[begin : begin + _BATCH]
+        async with open_run(service, batch, scope.started, "embeddings") as deltas:
             async for index, delta in deltas:
                 if not any(found):
                     num_values = _check_size(request, len(delta.embedding) // 4)

@@ -13,7 +13,10 @@ from foveal_runtime.frontend.engines.sequence import Delta
 from foveal_runtime.frontend.http.access.admission import Gate
 from foveal_runtime.frontend.http.monitoring.health import Health
 from foveal_runtime.frontend.items.seams import Generator
+from foveal_runtime.plan.metrics.gen_ai import PROVIDER
+from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.telemetry.metrics import Metrics
+from foveal_runtime.telemetry.tracing import Span
 from foveal_runtime.wire.messages import FirstOutput
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -22,14 +25,14 @@ FINISH_REASONS = ("stop", "length", "abort", "error")
 class _Sequence:
     __slots__ = (
         "finish_reason", "first_at", "is_embedding", "last_at", "media", "num_cached", "num_prompt",
-        "num_tokens", "prefill_seconds", "queue_seconds",
+        "num_tokens", "prefill_seconds", "queue_seconds", "said_reason",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.first_at = self.last_at = 0.0
         self.queue_seconds = self.prefill_seconds = 0.0
         self.num_tokens = self.num_prompt = self.num_cached = 0
-        self.finish_reason = ""
+        self.finish_reason = self.said_reason = ""
         self.is_embedding = False
         self.media = "text"
 
@@ -42,8 +45,8 @@ def _media(first: FirstOutput) -> str:
 
 
 class RequestStats:
-    """One HTTP request. `started` is its arrival on `clock`; `trace_id` is "" where it is not
-    traced."""
+    """One HTTP request. `started` is its arrival on `clock`; `operation` as OpenTelemetry names it:
+    chat or text_completion; `trace_id` is "" where it is not traced."""
 
     def __init__(
         self,
@@ -54,12 +57,15 @@ class RequestStats:
         num_choices: int,
         max_tokens: Sequence[int],
         trace_id: str = "",
+        operation: str = "chat",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._metrics = metrics
         self._clock = clock
         self._started = started
         self._trace_id = trace_id
+        self._operation = operation
+        self._num_choices = num_choices
         self._routable = False
         self._sequences = [_Sequence() for _ in range(num_sequences)]
         metrics.observe("vllm:request_params_n", num_choices)
@@ -96,14 +102,16 @@ class RequestStats:
         if delta.finish_reason:
             # For engines and their dashboards, calls of tools are answers as any.
             reason = delta.finish_reason
+            sequence.said_reason = reason
             sequence.finish_reason = "stop" if reason == "tool_calls" else reason
 
-    def end(self, *, failed: bool) -> None:
+    def end(self, *, error: str) -> None:
         """Every sequence counts once; those that did not finish were aborted or failed. A request
-        that was refused before it could be routed had none."""
+        that was refused before it could be routed had none. `error`: the kind of what ended it."""
+        self._end_gen_ai(error)
         if not self._routable:
             return
-        unfinished = "error" if failed else "abort"
+        unfinished = "error" if error else "abort"
         for sequence in self._sequences:
             reason = sequence.finish_reason or unfinished
             self._metrics.inc("vllm:request_success", finished_reason=reason)
@@ -115,6 +123,65 @@ class RequestStats:
 
     def _observe(self, name: str, seconds: float, **labels: str) -> None:
         self._metrics.observe(name, seconds, trace_id=self._trace_id, **labels)
+
+    @property
+    def num_input_tokens(self) -> int:
+        """Of all prompts; the choices of one share it."""
+        return sum(sequence.num_prompt for sequence in self._sequences[:: self._num_choices])
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(sequence.num_tokens for sequence in self._sequences)
+
+    def describe_request(self, span: Span, model: str, sampling: SamplingParams) -> None:
+        """What is asked, by OpenTelemetry's names for generative AI."""
+        span.set("gen_ai.operation.name", self._operation)
+        span.set("gen_ai.provider.name", PROVIDER)
+        span.set("gen_ai.request.model", model)
+        span.set("gen_ai.response.model", model)
+        span.set("gen_ai.request.max_tokens", sampling.max_tokens)
+        span.set("gen_ai.request.temperature", sampling.temperature)
+        span.set("gen_ai.request.top_p", sampling.top_p)
+        if self._num_choices != 1:
+            span.set("gen_ai.request.choice.count", self._num_choices)
+
+    def describe_answer(self, span: Span, error: str) -> None:
+        """What is known at the end, by OpenTelemetry's names."""
+        cached = sum(sequence.num_cached for sequence in self._sequences[:: self._num_choices])
+        span.set("gen_ai.usage.input_tokens", self.num_input_tokens)
+        span.set("gen_ai.usage.cache_read.input_tokens", cached)
+        span.set("gen_ai.usage.output_tokens", self.num_output_tokens)
+        reasons = [sequence.said_reason or "error" for sequence in self._sequences]
+        span.set("gen_ai.response.finish_reasons", reasons)
+        if kind := self._error_type(error):
+            span.set("error.type", kind)
+
+    def _error_type(self, error: str) -> str:
+        is_whole = all(sequence.finish_reason for sequence in self._sequences)
+        return error or ("" if is_whole else "aborted")
+
+    def _end_gen_ai(self, error: str) -> None:
+        kind = self._error_type(error)
+        observe, operation = self._metrics.observe, {"gen_ai_operation_name": self._operation}
+        last = max(sequence.last_at for sequence in self._sequences)
+        seconds = (self._clock() if kind or not last else last) - self._started
+        observe("gen_ai_server_request_duration_seconds", seconds, error_type=kind, **operation)
+        for token_type, count in (
+            ("input", self.num_input_tokens),
+            ("output", self.num_output_tokens),
+        ):
+            if count:
+                observe("gen_ai_client_token_usage", count, gen_ai_token_type=token_type,
+                        **operation)  # fmt: skip
+        told = [sequence for sequence in self._sequences if sequence.num_tokens]
+        if kind or not told:
+            return
+        first = min(sequence.first_at for sequence in told)
+        observe("gen_ai_server_time_to_first_token_seconds", first - self._started, **operation)
+        for sequence in told:
+            if sequence.num_tokens > 1:
+                each = (sequence.last_at - sequence.first_at) / (sequence.num_tokens - 1)
+                observe("gen_ai_server_time_per_output_token_seconds", each, **operation)
 
     def _finished(self, sequence: _Sequence) -> None:
         count, observe = self._metrics.observe, self._observe
