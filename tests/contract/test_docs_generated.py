@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from foveal_operator.api import reasons
-from tests.support import api_page, regenerate, values_table
+from tests.support import api_page, regenerate, restart_table, values_table
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -48,6 +48,22 @@ def test_every_misfit_is_in_the_budgets_page() -> None:
 
 def test_the_page_of_the_resource_is_what_is_generated() -> None:
     assert regenerate.API_PAGE.read_text(encoding="utf-8") == api_page.text(), "run: make generate"
+
+
+def test_the_page_of_restarts_is_what_the_manifests_say() -> None:
+    """A new field, or a pod template that has come to depend on one, fails here."""
+    assert restart_table.PAGE.read_text(encoding="utf-8") == restart_table.page(), (
+        "run: make generate"
+    )
+
+
+def test_what_concerns_no_engine_restarts_none() -> None:
+    """Regression: the deadline stood in the engines' startup probe, the name that clients use in
+    their document, and the revision of the frontends' Secrets on their pods."""
+    for field in ("rollout.progressDeadlineSeconds", "model.name", "security.secretRevision"):
+        assert restart_table.effect(f"spec.{field}").restarts.get("engines") != "", field
+    assert restart_table.effect("spec.rollout.progressDeadlineSeconds").restarts == {}
+    assert "engines" not in restart_table.effect("spec.model.name").restarts
 
 
 def test_the_page_of_the_charts_values_is_what_is_generated() -> None:

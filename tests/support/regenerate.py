@@ -111,6 +111,9 @@ def argo_config() -> str:
 
 def main() -> None:
     API_PAGE.write_text(api_page.text(), encoding="utf-8")
+    from tests.support import restart_table  # which uses this module
+
+    restart_table.PAGE.write_text(restart_table.page(), encoding="utf-8")
     OPERATOR_METRICS_PAGE.write_text(operator_metrics_page(), encoding="utf-8")
     for name, text in dashboard_files().items():
         (DASHBOARDS / name).write_text(text, encoding="utf-8")

@@ -120,10 +120,19 @@ def sample(path: str, schema: dict[str, Any]) -> Any:
     return "3Gi" if "isQuantity" in rules else "other"
 
 
-def base_for(path: str) -> Obj:
-    obj = resource()
+def base_for(path: str, of: Obj | None = None) -> Obj:
+    """A resource, the minimal one unless another is given, with what the field needs beside it."""
+    obj = of or resource()
     for prefix, parts in BASES.items():
         if path.startswith(prefix):
             for where, value in parts.items():
                 obj = put(obj, where, value)
     return obj
+
+
+def changed(base: Obj, path: str) -> Obj:
+    """`base` with the sample of a field, and what that cannot be without."""
+    after = put(base, path, sample(path, LEAVES[path]))
+    if path == "spec.caches.ipc.type":
+        after = put(after, "spec.caches.ipc.claimName", "tmpfs")
+    return after

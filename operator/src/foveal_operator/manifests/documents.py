@@ -99,7 +99,8 @@ def engine_document(context: Context) -> EngineConfig:
     shared = spec.caches.ipc.type == "SharedMemory"
     return EngineConfig(
         engine_id="$(POD_NAME)",
-        model=_model(context),
+        # Of its series only: what clients put into `model` concerns frontends alone.
+        model=_model(context, context.name),
         scheduler=SchedulerConfig(
             max_num_batched_tokens=engine.max_num_batched_tokens,
             max_num_mixed_tokens=engine.max_num_mixed_tokens or 0,
@@ -155,7 +156,7 @@ def frontend_document(context: Context) -> FrontendConfig:
     )
     return FrontendConfig(
         frontend_id="$(POD_NAME)",
-        model=_model(context),
+        model=_model(context, context.inference.served_name),
         modalities=modalities_config(spec.modalities),
         host="$(POD_IP)",
         loopback=True,
@@ -236,11 +237,11 @@ def _warm(warm_set: WarmSet | None) -> dict[str, Any]:
     return {"warm_directory": WARM_DIRECTORY, "warm_bytes": parse_bytes(warm_set.size)}
 
 
-def _model(context: Context) -> ModelConfig:
+def _model(context: Context, name: str) -> ModelConfig:
     engine = context.inference.spec.engine
     return ModelConfig(
         path=model_source(context).path,
-        name=context.inference.served_name,
+        name=name,
         revision=context.facts.model_revision,
         dtype=engine.dtype,
         max_model_len=context.budgets.max_model_len,

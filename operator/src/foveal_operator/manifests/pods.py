@@ -24,6 +24,10 @@ LAME_DUCK_SECONDS = 5
 without it a rollout costs a few refused connections. Part of the margin."""
 PROGRESS_PORT_NAME = "progress"
 REVISION_LABEL = "foveal.dev/revision"
+START_SECONDS = 1800
+"""Until /livez must answer, which it does before anything is loaded. How long loading may take is
+rollout.progressDeadlineSeconds, which the operator keeps: no probe has it, so no change of it
+restarts a pod."""
 HUNG_GRACE_SECONDS = 10
 """What answers no probe for a minute drains nothing: with the pod's own grace period a hung engine
 was back after 196 s."""
@@ -32,6 +36,10 @@ SESSION_GROUP_LABEL = "foveal.dev/session-group"
 SECRET_REVISION = "foveal.dev/secret-revision"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 TMP_SIZE = "2Gi"
+_SECRET_FIELDS = frozenset(
+    {"secret", "secretRef", "secretKeyRef", "secretName", "nodePublishSecretRef"}
+)
+"""Of volumes, projected sources, environments and drivers' credentials."""
 
 
 def container_security() -> Obj:
@@ -152,8 +160,7 @@ def probe(path: str, port: str, period: int, failures: int) -> Obj:
 def role_container(
     context: Context, role: Role, port: int, volumes: Volumes, needs: Obj, extra_ports: list[Obj]
 ) -> Obj:
-    """The one container of a frontend or engine pod; it may start for progressDeadlineSeconds."""
-    deadline = context.inference.spec.rollout.progress_deadline_seconds
+    """The one container of a frontend or engine pod."""
     pause: Obj = {"preStop": {"sleep": {"seconds": LAME_DUCK_SECONDS}}}
     return {
         "name": role,
@@ -164,7 +171,7 @@ def role_container(
         "ports": [{"name": "http", "containerPort": port, "protocol": "TCP"}, *extra_ports],
         "resources": needs,
         "securityContext": container_security(),
-        "startupProbe": probe("/livez", "http", 5, max(1, deadline // 5)),
+        "startupProbe": probe("/livez", "http", 5, START_SECONDS // 5),
         "readinessProbe": probe("/readyz", "http", 2, 2),
         "livenessProbe": {
             **probe("/livez", "http", 10, 6),
@@ -197,7 +204,7 @@ def pod_template(
     }
     if role == "engine" and spec.engine.queue_name:
         metadata["labels"][QUEUE_LABEL] = spec.engine.queue_name
-    if spec.security.secret_revision:
+    if spec.security.secret_revision and (role == "frontend" or _names_secret(overlay)):
         metadata["annotations"] = {SECRET_REVISION: spec.security.secret_revision}
     template: Obj = {
         "metadata": metadata,
@@ -224,3 +231,12 @@ def pod_template(
     revision = content_hash(template)
     labels = {**template["metadata"]["labels"], REVISION_LABEL: revision}
     return {**template, "metadata": {**template["metadata"], "labels": labels}}
+
+
+def _names_secret(overlay: Any) -> bool:
+    """Whether a podTemplate reads a Secret of the user's: nothing else in an engine's pod does."""
+    if isinstance(overlay, list):
+        return any(_names_secret(item) for item in overlay)
+    if not isinstance(overlay, dict):
+        return False
+    return bool(overlay.keys() & _SECRET_FIELDS) or any(map(_names_secret, overlay.values()))
