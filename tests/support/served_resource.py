@@ -7,6 +7,7 @@ import copy
 from foveal_operator.kube.kinds import (
     BY_NAME,
     JOB,
+    POD,
 )
 from foveal_operator.kube.types import Obj
 from foveal_operator.testing.fake_cluster import FakeCluster
@@ -38,6 +39,8 @@ def finish_profile(cluster: FakeCluster, text: str = "") -> None:
     labels = {**job["spec"]["template"]["metadata"]["labels"], "job-name": name}
     ref = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": job["metadata"]["uid"]}
     ref["controller"] = True  # type: ignore[assignment]
+    if f"{name}-x" in cluster.names("Pod"):
+        cluster.remove(POD, "default", f"{name}-x")  # of a Job that has gone
     ended = {"exitCode": 0, "message": text or PROFILE, "finishedAt": "2026-01-01T00:01:00Z"}
     cluster.add(
         {

@@ -40,6 +40,8 @@ class StoredObjects:
         self.names = {}
         for kind, name in model_keys(inference, FACTS):
             what = "fetch" if "-fetch-" in name else "profile"
+            if kind == "ConfigMap" and what == "fetch":
+                what = kind = "record"
             self.names[kind if kind != "Job" else what] = name
 
     def decide(self) -> ModelDecision:
@@ -55,9 +57,27 @@ class StoredObjects:
         assert found == decide_model(view)
         return found
 
-    def claim(self, phase: str = "Bound") -> StoredObjects:
+    def claim(self, phase: str = "Bound", uid: str = "", ago: float = 9e3) -> StoredObjects:
         name = self.names["PersistentVolumeClaim"]
-        self.live["PersistentVolumeClaim", name] = {"status": {"phase": phase}}
+        metadata = {"uid": uid, "creationTimestamp": time(ago)}
+        self.live["PersistentVolumeClaim", name] = {
+            "metadata": metadata,
+            "status": {"phase": phase},
+        }
+        return self
+
+    def keep(self, found: ModelDecision) -> StoredObjects:
+        """What a pass applies is there in the next one; Jobs are made by `job`."""
+        for owned in found.objects:
+            kind, _, name = owned.key
+            if kind == "ConfigMap":
+                self.live[kind, name] = owned.body
+        return self
+
+    def without_jobs(self) -> StoredObjects:
+        """The cluster has deleted what had ended, with its pods."""
+        self.live = {key: body for key, body in self.live.items() if key[0] != "Job"}
+        self.pods = []
         return self
 
     def job(self, what: str, condition: str = "", ago: float = 0.0) -> StoredObjects:

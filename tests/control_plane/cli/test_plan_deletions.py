@@ -80,7 +80,7 @@ def edits() -> dict[str, list[Obj]]:
         "documents": [base, *(seqs(n) for n in (10, 20, 30))],
         # So are three profiles, and with each a Job comes and goes.
         "profiles": [base, *(pixels(n * 1_000_000) for n in (1, 2, 3))],
-        # Another model has another fetch Job; back to the first, its profile is still there.
+        # Another model has another record of its fetch; the first one's profile is still there.
         "models": [base, model("a"), base],
         "switches": [
             base,
@@ -105,15 +105,15 @@ def test_what_comes_and_goes_is_what_was_said(name: str, tmp_path: Path, capsys:
         asyncio.run(instant_cluster.become(spec))
         after = there(instant_cluster)
         assert gone == before - after, f"edit {number}"
-        # A profile Job has gone again by now, and nobody plans a ConfigMap that a Job fills.
-        came = {key for key in after - before - MEMORIES if not is_profile(key)}
-        assert {key for key in made if not is_profile(key)} == came, f"edit {number}"
+        # Jobs have gone again by now, and nobody plans a ConfigMap that says what a Job did.
+        came = {key for key in after - before - MEMORIES if not is_of_a_job(key)}
+        assert {key for key in made if not is_of_a_job(key)} == came, f"edit {number}"
         listed |= {kind for kind, _ in gone}
     assert planned(instant_cluster, tmp_path, later[-1], capsys) == (set(), set())
-    wanted = {"documents": {"ConfigMap"}, "profiles": {"ConfigMap"}, "models": {"Job"},
+    wanted = {"documents": {"ConfigMap"}, "profiles": {"ConfigMap"}, "models": {"ConfigMap"},
               "switches": {"NetworkPolicy", "PodMonitor"}}  # fmt: skip
     assert wanted[name] <= listed
 
 
-def is_profile(key: tuple[str, str]) -> bool:
-    return "-profile-" in key[1]
+def is_of_a_job(key: tuple[str, str]) -> bool:
+    return "-profile-" in key[1] or "-fetch-" in key[1]

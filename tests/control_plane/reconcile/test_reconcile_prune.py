@@ -7,6 +7,7 @@ from foveal_operator.kube.kinds import (
     INFERENCE,
 )
 from foveal_operator.kube.types import Obj
+from foveal_operator.model.jobs import TTL_SECONDS
 from tests.support.operator_rig import (
     KEY,
     Kit,
@@ -98,7 +99,8 @@ async def test_a_fetched_models_claim_outlives_the_resource(kit: Kit) -> None:
 
 async def test_the_profile_job_goes_when_its_result_is_kept(kit: Kit) -> None:
     await served(kit)
-    assert kit.cluster.names("Job") == []
+    (job,) = kit.cluster.names("Job")
+    assert kit.cluster.body("Job", job)["spec"]["ttlSecondsAfterFinished"] == TTL_SECONDS
     (name,) = [n for n in kit.cluster.names("ConfigMap") if "-profile-" in n]
     assert kit.cluster.body("ConfigMap", name)["immutable"] is True
 

@@ -64,7 +64,8 @@ def profile_of(stored: Obj) -> Obj:
     }
     inference = parse(stored)
     text = msgspec.json.encode(profile_for(inference)).decode()
-    (name,) = [n for kind, n in model_keys(inference, ClusterFacts()) if kind == "ConfigMap"]
+    keys = model_keys(inference, ClusterFacts())
+    (name,) = [n for kind, n in keys if kind == "ConfigMap" and "-profile-" in n]
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",

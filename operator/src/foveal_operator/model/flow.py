@@ -3,7 +3,9 @@
 Called by the reconciler before the budgets; it applies `objects`, deletes `delete`, and keeps what
 is in `objects` from being pruned. The profile lives in an immutable ConfigMap with the name of the
 Job that made it, which is a hash of image, model, revision and limits: another revision has another
-name, and going back finds the old profile. Deleting the ConfigMap profiles the model again.
+name, and going back finds the old profile. That a model was fetched is recorded in a ConfigMap in
+the same way, with the uid of the claim that it lies on. Deleting a ConfigMap does its work again;
+deleting a Job that has ended well does not, so the cluster may delete those after a while.
 
 A Job that another release of the operator has made differently is that release's answer to the same
 question: its result counts, and while it runs it is left alone.
@@ -25,12 +27,20 @@ from foveal_operator.manifests.context import Context
 from foveal_operator.manifests.job import profile_limit_bytes
 from foveal_operator.manifests.model_source import ModelSource, model_source
 from foveal_operator.model.job_state import JobState, read_job
-from foveal_operator.model.jobs import as_it_lies, is_superseded
+from foveal_operator.model.jobs import (
+    as_it_lies,
+    expiring,
+    is_of_earlier_claim,
+    is_superseded,
+    was_recorded,
+)
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.profile import ModelProfile, decode
 from foveal_runtime.plan.quantity import format_bytes
 
 PROFILE_KEY = "profile.json"
+CLAIM_KEY = "claim"
+"""In the record of a fetch: the uid of the claim."""
 RETRY_SECONDS = {"FetchDenied": 600.0, "FetchFailed": 1800.0, "ProfileFailed": 1800.0}
 """A failed Job has tried for some ten minutes itself. Reasons that only an edit heals are not
 here: an edit gives the Job another name."""
@@ -105,7 +115,8 @@ def model_keys(inference: InferenceSpec, facts: ClusterFacts) -> tuple[tuple[str
     wanted = _wanted(inference, facts)
     found = [("Job", wanted.profile.body["metadata"]["name"]), ("ConfigMap", wanted.config_map)]
     if wanted.fetch is not None:
-        found.append(("Job", wanted.fetch.body["metadata"]["name"]))
+        name = wanted.fetch.body["metadata"]["name"]
+        found += [("Job", name), ("ConfigMap", name)]
     if wanted.source.claim:
         found.append(("PersistentVolumeClaim", wanted.source.claim))
     return tuple(found)
@@ -124,11 +135,18 @@ def _decided(view: ModelView, wanted: _Wanted) -> ModelDecision:
     objects = wanted.base
     if wanted.fetch is not None:
         job, live = _job(view, wanted.fetch), _live(view, wanted.fetch)
-        if is_superseded(live, wanted.fetch, job):
-            return _replaced(wanted.fetch, job, reasons.DOWNLOADING, objects)
-        objects = (*objects, as_it_lies(live, wanted.fetch))
-        if not job.is_complete:
-            return _fetching(view, wanted, job, objects)
+        claim = _claim(view, wanted)
+        record = _fetch_record(wanted, claim)
+        if record is not None and _is_recorded(view, record):
+            objects = (*objects, record, *_over(live, wanted.fetch, job))
+        else:
+            is_void = was_recorded(live) or is_of_earlier_claim(job, claim)
+            if (job.is_complete and is_void) or is_superseded(live, wanted.fetch, job):
+                return _replaced(wanted.fetch, job, reasons.DOWNLOADING, objects)
+            objects = (*objects, as_it_lies(live, wanted.fetch))
+            if not job.is_complete:
+                return _fetching(view, wanted, job, objects)
+            objects = (*objects, record) if record is not None else objects
     elif wanted.source.claim and _claim(view, wanted) is None:
         text = f"claim {wanted.source.claim} does not exist"
         return ModelDecision(
@@ -138,6 +156,8 @@ def _decided(view: ModelView, wanted: _Wanted) -> ModelDecision:
     if profile is not None:
         assert wanted.config_map
         body = dict(view.live["ConfigMap", wanted.config_map])
+        job, live = _job(view, wanted.profile), _live(view, wanted.profile)
+        objects = (*objects, *_over(live, wanted.profile, job))
         return _resolved(profile, objects, _config_map(wanted, body["data"][PROFILE_KEY]))
     return _profiling(view, wanted, objects)
 
@@ -200,6 +220,26 @@ def _replaced(
     )
 
 
+def _over(live: Obj | None, wanted: Owned, job: JobState) -> tuple[Owned, ...]:
+    """A Job whose result is recorded, while it is still there."""
+    return (expiring(live, wanted),) if live is not None and job.is_complete else ()
+
+
+def _fetch_record(wanted: _Wanted, claim: Obj | None) -> Owned | None:
+    """That the model was fetched into this very claim; None while there is no claim."""
+    uid = (claim or {}).get("metadata", {}).get("uid")
+    if wanted.fetch is None or not uid:
+        return None
+    suffix = wanted.fetch.body["metadata"]["name"].removeprefix(f"{wanted.context.name}-")
+    data = {CLAIM_KEY: uid}
+    return Owned(body=wanted.context.object("v1", "ConfigMap", suffix, "model", data=data))
+
+
+def _is_recorded(view: ModelView, record: Owned) -> bool:
+    live = view.live.get(("ConfigMap", record.body["metadata"]["name"])) or {}
+    return bool(live.get("data") == record.body["data"])
+
+
 def _claim(view: ModelView, wanted: _Wanted) -> Obj | None:
     return view.live.get(("PersistentVolumeClaim", wanted.source.claim))
 
@@ -234,7 +274,7 @@ def _fetching(
 
 def _profiling(view: ModelView, wanted: _Wanted, objects: tuple[Owned, ...]) -> ModelDecision:
     job, live = _job(view, wanted.profile), _live(view, wanted.profile)
-    if is_superseded(live, wanted.profile, job):
+    if (job.is_complete and was_recorded(live)) or is_superseded(live, wanted.profile, job):
         return _replaced(wanted.profile, job, reasons.PROFILING, objects, model_ready=True)
     objects = (*objects, as_it_lies(live, wanted.profile))
     if job.trouble is reasons.OOM_KILLED:

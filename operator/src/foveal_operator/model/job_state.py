@@ -125,7 +125,7 @@ def read_job(job: Obj | None, name: str, pods: Iterable[Obj], refused: str = "")
         uid=str(job["metadata"].get("uid", "")),
         is_complete=is_complete,
         is_failed="Failed" in conditions,
-        ended_at=_seconds(over.get("lastTransitionTime")),
+        ended_at=seconds(over.get("lastTransitionTime")),
         message=str(good[-1].get("message") or "") if good else "",
         trouble=trouble,
         text=text,
@@ -149,7 +149,8 @@ def _terminations(pods: Iterable[Obj]) -> Iterable[Obj]:
                     yield ended
 
 
-def _seconds(time: str | None) -> float:
+def seconds(time: str | None) -> float:
+    """An RFC 3339 time as seconds since the epoch; 0 for none."""
     if not time:
         return 0.0
     return datetime.fromisoformat(time.replace("Z", "+00:00")).timestamp()

@@ -12,7 +12,10 @@ import msgspec
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.context import Owned
 from foveal_operator.manifests.job import SETTINGS, TEMPLATE
-from foveal_operator.model.job_state import JobState
+from foveal_operator.model.job_state import JobState, seconds
+
+TTL_SECONDS = 3600
+"""For who wants to read the log."""
 
 
 def as_it_lies(live: Obj | None, wanted: Owned) -> Owned:
@@ -20,6 +23,28 @@ def as_it_lies(live: Obj | None, wanted: Owned) -> Owned:
     if _is_made_otherwise(live, wanted):
         return msgspec.structs.replace(wanted, policy="Keep")
     return wanted
+
+
+def expiring(live: Obj, wanted: Owned) -> Owned:
+    """A finished Job whose result is recorded, however it is made, with a time to live: the cluster
+    deletes it with its pods. Not before: a Job that went with its result unread would run again."""
+    uid, found = live["metadata"]["uid"], live["metadata"].get("annotations") or {}
+    metadata: Obj = {**wanted.body["metadata"], "uid": uid}
+    metadata["annotations"] = {TEMPLATE: found[TEMPLATE]} if TEMPLATE in found else {}
+    spec = {**live.get("spec", {}), "ttlSecondsAfterFinished": TTL_SECONDS}
+    body = {**wanted.body, "metadata": metadata, "spec": spec}
+    return msgspec.structs.replace(wanted, body=body)
+
+
+def is_of_earlier_claim(job: JobState, claim: Obj | None) -> bool:
+    """Whether it ended before the claim was made that its files should lie on."""
+    made = seconds((claim or {}).get("metadata", {}).get("creationTimestamp"))
+    return 0.0 < job.ended_at < made
+
+
+def was_recorded(live: Obj | None) -> bool:
+    """Whether its result has been recorded; where no record is now, it has been deleted."""
+    return "ttlSecondsAfterFinished" in (live or {}).get("spec", {})
 
 
 def is_superseded(live: Obj | None, wanted: Owned, job: JobState) -> bool:

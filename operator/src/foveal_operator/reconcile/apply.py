@@ -68,8 +68,8 @@ class Applier:
         """Server-side apply, unless that could change nothing. True when something changed.
 
         A resourceVersion in the body is a condition, not a wish: it is sent along when an apply is
-        needed at all. Raises ObjectError; its cause is NameTaken for an object that is not the
-        resource's own.
+        needed at all. With a uid the object is never created: Conflict when it is gone. Raises
+        ObjectError; its cause is NameTaken for an object that is not the resource's own.
 
         Args:
             digest: the body's content hash, where it is known.
@@ -117,6 +117,8 @@ class Applier:
         """The first write only creates; a later one names the very object. Raises ApiError."""
         metadata = body["metadata"]
         at = (metadata["namespace"], metadata["name"])
+        if "uid" in metadata and (live is None or live["metadata"]["uid"] != metadata["uid"]):
+            raise Conflict(f"{at[1]} is gone", 409)
         if live is None or standing(live, *_named(owner), is_retained=is_retained) != "Ours":
             if (stored := await self._cluster.apply_new(body)) is not None:
                 return stored

@@ -43,14 +43,16 @@ def unwanted_now(work: Decision, caches: Caches) -> list[tuple[Kind, Obj]]:
 def unwanted_in_the_end(work: Decision, caches: Caches) -> list[tuple[Kind, Obj]]:
     """The same for when every pod has the wanted templates, and the model its profile."""
     workloads = [*work.desired.of_kind("StatefulSet"), *work.desired.of_kind("Deployment")]
-    kept = _keys(work, work.desired.objects)
+    # Jobs that have ended go by themselves.
+    kept = _keys(work, (*work.desired.objects, *work.model.objects))
     kept |= {("ConfigMap", name) for name in config_maps_in_use(workloads, ())}
     live = {body["metadata"]["name"]: body for body in caches.owned(CONFIG_MAP, work.key)}
-    profiles = [
-        name for kind, name in model_keys(work.inference, work.facts) if kind == "ConfigMap"
-    ]
+    records = [name for kind, name in model_keys(work.inference, work.facts) if kind == "ConfigMap"]
     made = [*work.desired.of_kind("ConfigMap")]
-    made += [{"metadata": {"name": name}, "data": {PROFILE_KEY: ""}} for name in profiles]
+    made += [
+        {"metadata": {"name": name}, "data": {PROFILE_KEY if "-profile-" in name else "": ""}}
+        for name in records
+    ]
     for body in made:
         name = body["metadata"]["name"]
         new = {**body, "metadata": {"name": name, "creationTimestamp": _LAST}}
