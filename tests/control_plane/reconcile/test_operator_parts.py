@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from foveal_operator.api.status import Condition
-from foveal_operator.api.workloads import Accelerator
+from foveal_operator.api.workloads import Accelerator, Engine
 from foveal_operator.common.errors import UsageError
 from foveal_operator.common.logs import JsonLines
 from foveal_operator.kube.errors import Forbidden, Transient
@@ -146,9 +146,9 @@ async def test_facts_come_from_the_nodes_that_could_run_an_engine(time: FakeTime
     assert await survey.refresh()
     assert not await survey.refresh(), "no change of APIs"
     assert survey.apis == {"PodMonitor"}
-    gpu = survey.node_facts(Accelerator())
+    gpu = survey.node_facts(Engine())
     assert gpu == NodeFacts(node_bytes=256 << 30, device_bytes=46068 << 20)
-    assert survey.node_facts(Accelerator(type="CPU")).node_bytes == 512 << 30
+    assert survey.node_facts(Engine(accelerator=Accelerator(type="CPU"))).node_bytes == 512 << 30
 
 
 async def test_without_the_right_to_see_nodes_nothing_is_known(time: FakeTime) -> None:
@@ -156,9 +156,9 @@ async def test_without_the_right_to_see_nodes_nothing_is_known(time: FakeTime) -
     cluster.fail(Forbidden("may not list nodes", 403), kind="Node")
     survey = Survey(cluster, time.clock)
     await survey.refresh()
-    assert survey.node_facts(Accelerator()) == NodeFacts()
+    assert survey.node_facts(Engine()) == NodeFacts()
     cluster.fail(Forbidden("may not list nodes", 403), kind="Node")
-    assert await survey.free_devices(Accelerator()) is None
+    assert await survey.free_devices(Engine(), 9) is None
 
 
 def test_free_devices_are_those_nobody_has_asked_for() -> None:
@@ -174,11 +174,13 @@ async def test_free_devices_are_counted_at_most_every_ten_seconds(time: FakeTime
     cluster = FakeCluster()
     cluster.add(node("a", gpus=4))
     survey = Survey(cluster, time.clock)
-    assert [await survey.free_devices(Accelerator()) for _ in range(5)] == [4] * 5
-    assert len([c for c in cluster.calls if c[0] == "LIST"]) == 2
+    await survey.refresh()
+    calls = len(cluster.calls)
+    assert [await survey.free_devices(Engine(), 9) for _ in range(5)] == [4] * 5
+    assert len(cluster.calls) - calls == 3, "waiting pods, the node, its pods"
     time.now += 11
-    await survey.free_devices(Accelerator())
-    assert len([c for c in cluster.calls if c[0] == "LIST"]) == 4
+    await survey.free_devices(Engine(), 9)
+    assert len(cluster.calls) - calls == 6
 
 
 @pytest.mark.parametrize("data", [None, {}, {"basis.json": "{"}, {"basis.json": '{"x": 1}'}])

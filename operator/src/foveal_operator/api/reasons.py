@@ -97,6 +97,10 @@ ROLLING = Reason("Rolling")
 UNSCHEDULABLE = Reason(
     "Unschedulable", "Free or add nodes with the devices and memory asked for, or ask for less."
 )
+NO_NODE_YET = Reason(
+    "NoNodeYet",
+    "Wait for the cluster autoscaler, add such a node, or correct podTemplate and accelerator.",
+)
 QUEUED = Reason("Queued")
 IMAGE_PULL = Reason("ImagePull", "Check spec.image and the nodes' access to its registry.")
 IMAGE_DENIED = Reason(

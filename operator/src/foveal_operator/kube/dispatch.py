@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from foveal_operator.common.clock import Clock
 from foveal_operator.kube.cluster import Cluster
-from foveal_operator.kube.errors import ApiError, NotFound
+from foveal_operator.kube.errors import ApiError, Forbidden, NotFound
 from foveal_operator.kube.kinds import (
     CHILD_SELECTOR,
     ENDPOINT_SLICE,
@@ -28,6 +28,8 @@ from foveal_operator.telemetry.series import Telemetry
 log = logging.getLogger(__name__)
 
 RELIST_SECONDS = 10.0
+DISPENSABLE = (ENDPOINT_SLICE,)
+"""What the operator does without where its Role, made by hand, does not allow it."""
 
 
 def selector_of(kind: Kind) -> str:
@@ -59,11 +61,42 @@ class Watch:
         self._enqueue = enqueue
         self._stale: dict[str, Kind] = {}
         self._listed: dict[str, float] = {}
+        self._refused: frozenset[str] = frozenset()
         self.is_synced = False
 
     def kinds(self, apis: frozenset[str]) -> tuple[Kind, ...]:
-        """What can be watched in a cluster that serves these optional APIs."""
-        return tuple(kind for kind in WATCHED if not kind.optional or kind.name in apis)
+        """What can be watched in a cluster that serves these optional APIs, with our rights."""
+        return tuple(
+            kind
+            for kind in WATCHED
+            if (not kind.optional or kind.name in apis) and kind.name not in self._refused
+        )
+
+    async def find_rights(self) -> None:
+        """Asks whether we may list what we can do without: before it is first listed, and for as
+        long as we may not. Raises ApiError for any other answer."""
+        for kind in DISPENSABLE:
+            if kind.name in self._listed and kind.name not in self._refused:
+                continue
+            try:
+                for namespace in self._namespaces:
+                    async for _ in self._cluster.pages(kind, namespace, selector_of(kind)):
+                        break
+            except Forbidden as error:
+                self._refuse(kind, error)
+            else:
+                self._refused -= {kind.name}
+
+    def _refuse(self, kind: Kind, error: Forbidden) -> None:
+        """Goes on without a kind: what is known of it grows old."""
+        if kind.name not in self._refused:
+            log.warning(
+                "going on without %s: %s; grant get, list and watch on %s of %s to the operator",
+                kind.plural, error.message, kind.plural, kind.group,
+            )  # fmt: skip
+        self._refused |= {kind.name}
+        for body in self._caches.keep_only(kind, (), self._caches.uids(kind)):
+            self._owner_changed(kind, body)
 
     def on_event(self, kind: Kind, change: str | None, body: Obj) -> None:
         """One watch event; None as change marks an object of a list that a watch began with."""
@@ -137,6 +170,11 @@ class Watch:
         except NotFound:
             if kind is INFERENCE or not kind.optional:
                 raise
+        except Forbidden as error:
+            if kind not in DISPENSABLE:
+                raise
+            self._refuse(kind, error)
+            return 0
         ghosts = self._caches.keep_only(kind, listed, before)
         for body in ghosts:
             self._owner_changed(kind, body)

@@ -45,7 +45,7 @@ class WatchKeeper:
         self._make = make
         self._clock = clock
         self._engine: Watches | None = None
-        self._kinds: tuple[Kind, ...] = ()
+        self.kinds: tuple[Kind, ...] = ()
         self._started = 0.0
         self._pause_seconds = FIRST_PAUSE_SECONDS
         self.num_restarts = 0
@@ -53,7 +53,7 @@ class WatchKeeper:
     def start(self, kinds: tuple[Kind, ...]) -> None:
         """Watches these kinds from now on, and no others."""
         self.stop()
-        self._kinds = kinds
+        self.kinds = kinds
         self._started = self._clock.monotonic()
         self._engine = self._make(kinds)
         self._engine.start()
@@ -90,5 +90,5 @@ class WatchKeeper:
         log.error("%s: restarting the watches", trouble)
         self._pause_seconds = min(MAX_PAUSE_SECONDS, 2.0 * self._pause_seconds)
         self.num_restarts += 1
-        self.start(self._kinds)
+        self.start(self.kinds)
         return True

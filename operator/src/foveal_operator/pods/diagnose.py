@@ -7,7 +7,7 @@ beyond the termination message.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 
@@ -49,6 +49,7 @@ _ORDER = (
     reasons.IMAGE_PULL,
     reasons.CONFIG_ERROR,
     reasons.UNSCHEDULABLE,
+    reasons.NO_NODE_YET,
     reasons.CRASHED,
     reasons.QUEUED,
 )
@@ -69,14 +70,19 @@ def is_gated(pod: Obj) -> bool:
     return bool(pod.get("spec", {}).get("schedulingGates"))
 
 
-def diagnose(pods: Iterable[Obj], waits: Mapping[str, str] | None = None) -> Diagnosis | None:
+def diagnose(
+    pods: Iterable[Obj],
+    waits: Mapping[str, str] | None = None,
+    awaiting: Collection[str] = (),
+) -> Diagnosis | None:
     """The worst trouble of pods that are not ready; None when they are merely starting.
 
     Args:
         waits: pod -> why its volumes are not there: no field of the pod says that.
+        awaiting: pods that no node is meant for yet.
     """
     starting = [pod for pod in pods if not is_ready(pod)]
-    found = [d for pod in starting for d in _of_pod(pod)]
+    found = [_of_node(d, awaiting) for pod in starting for d in _of_pod(pod)]
     for pod in starting:
         name = pod["metadata"]["name"]
         if waits and name in waits:
@@ -85,6 +91,13 @@ def diagnose(pods: Iterable[Obj], waits: Mapping[str, str] | None = None) -> Dia
     if not found:
         return None
     return min(found, key=lambda d: (_ORDER.index(d.reason), d.pod))
+
+
+def _of_node(found: Diagnosis, awaiting: Collection[str]) -> Diagnosis:
+    if found.reason is not reasons.UNSCHEDULABLE or found.pod not in awaiting:
+        return found
+    text = f"{found.message} No such node is there yet, and the rollout's deadline waits for one"
+    return msgspec.structs.replace(found, reason=reasons.NO_NODE_YET, message=text)
 
 
 def last_failure(pods: Iterable[Obj], peaks: Mapping[str, int] | None = None) -> Failure | None:

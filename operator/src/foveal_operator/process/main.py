@@ -263,11 +263,12 @@ class Operator:
     async def _resync(self) -> None:
         """Facts, watches for what the cluster now serves, live lists, and a look at everything."""
         is_first = not self.watch.is_synced
-        changed = await self.survey.refresh()
+        await self.survey.refresh()
+        await self.watch.find_rights()
         kinds = self.watch.kinds(self.survey.apis)
         if is_first and not await self.cluster.serves(INFERENCE):
             raise NotFound(f"no {INFERENCE.plural}", 404)
-        if changed or is_first:
+        if is_first or kinds != self.watches.kinds:
             self.watches.start(kinds)
         self.reconciler.doubt()
         began = self.clock.monotonic()

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from foveal_operator.api.workloads import Accelerator
+from foveal_operator.api.workloads import Engine
 from foveal_operator.common.clock import Clock
 from foveal_operator.kube.cluster import ClusterReader
 from foveal_operator.kube.errors import ApiError, Forbidden, NotFound
@@ -19,11 +19,14 @@ from foveal_operator.kube.kinds import NODE, OPTIONAL, POD, RESOURCE_SLICE, Kind
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.budget_inputs import NodeFacts
 from foveal_operator.manifests.context import DEFAULT_RESOURCE_NAME
+from foveal_operator.reconcile.placement import awaiting_nodes, could_take
 from foveal_runtime.plan.quantity import parse
 
 log = logging.getLogger(__name__)
 
 FREE_SECONDS = 10.0
+MAX_ASKED = 32
+"""Nodes whose pods one question lists. Of more, the devices found so far are a lower bound."""
 # Memory of one device in MiB, as feature discovery labels nodes.
 _MEMORY_LABELS = {"nvidia.com/gpu": "nvidia.com/gpu.memory", "amd.com/gpu": "amd.com/gpu.vram"}
 
@@ -42,7 +45,7 @@ class Survey:
     async def refresh(self) -> bool:
         """Asks again. True when the set of optional APIs has changed. Raises ApiError."""
         served = [kind.name for kind in OPTIONAL if await self._cluster.serves(kind)]
-        self._nodes = await self._list(NODE) or []
+        self._nodes = [_brief(node) for node in await self._list(NODE) or []]
         self._slices = await self._list(RESOURCE_SLICE) or []
         found = frozenset(served)
         changed, self.apis = found != self.apis, found
@@ -55,44 +58,121 @@ class Survey:
             log.info("%s are not known: %s", kind.plural, error.message)
             return None
 
-    def node_facts(self, accelerator: Accelerator) -> NodeFacts:
-        """Of the nodes that could run an engine of this kind."""
+    def node_facts(self, engine: Engine) -> NodeFacts:
+        """Of the nodes that could run such an engine."""
+        accelerator, nodes = engine.accelerator, self._candidates(engine)
         if accelerator.type == "CPU":
-            return NodeFacts(node_bytes=largest_node_bytes(self._nodes, ""))
+            return NodeFacts(node_bytes=largest_node_bytes(nodes, ""))
         if accelerator.device_class_name:
+            slices = slices_of(self._slices, accelerator.device_class_name, nodes)
             return NodeFacts(
-                node_bytes=largest_node_bytes(self._nodes, ""),
-                device_bytes=smallest_slice_device_bytes(self._slices),
+                node_bytes=largest_node_bytes(nodes, ""),
+                device_bytes=smallest_slice_device_bytes(slices),
             )
         name = accelerator.resource_name or DEFAULT_RESOURCE_NAME
         return NodeFacts(
-            node_bytes=largest_node_bytes(self._nodes, name),
-            device_bytes=smallest_device_bytes(self._nodes, name),
+            node_bytes=largest_node_bytes(nodes, name),
+            device_bytes=smallest_device_bytes(nodes, name),
         )
 
-    async def free_devices(self, accelerator: Accelerator) -> int | None:
-        """Devices that no pod has asked for; None when that cannot be known. For rollouts only:
-        it lists all pods of the cluster, at most every ten seconds."""
-        if accelerator.type == "CPU":
-            return None
-        if accelerator.device_class_name:
+    def _candidates(self, engine: Engine) -> list[Obj]:
+        spec = engine_pod_spec(engine)
+        return [node for node in self._nodes if could_take(spec, node)]
+
+    def awaiting(self, engine: Engine, engines: Iterable[Obj], others: Iterable[Obj]) -> set[str]:
+        """Names of pods that wait for a node that is not there yet: of a pool without nodes."""
+        accelerator, needs = engine.accelerator, dict[str, int]()
+        if accelerator.type != "CPU" and not accelerator.device_class_name:
+            needs[accelerator.resource_name or DEFAULT_RESOURCE_NAME] = engine.num_devices
+        found = awaiting_nodes(engines, self._nodes, needs)
+        return {*found, *awaiting_nodes(others, self._nodes, {})}
+
+    async def free_devices(self, engine: Engine, num_wanted: int) -> int | None:
+        """Devices that no pod has asked for, on nodes that could run such an engine; None when that
+        cannot be known. For rollouts only, at most every ten seconds. Lists the pods that wait,
+        and those of one node after the other until `num_wanted` devices are found free."""
+        accelerator = engine.accelerator
+        if accelerator.type == "CPU" or accelerator.device_class_name:
             return None
         name = accelerator.resource_name or DEFAULT_RESOURCE_NAME
+        key = f"{name} {num_wanted} {engine_pod_spec(engine)}"
         now = self._clock.monotonic()
-        known = self._free.get(name)
+        known = self._free.get(key)
         if known is not None and now - known[0] < FREE_SECONDS:
             return known[1]
         try:
-            nodes = await self._cluster.list_all(NODE, None)
-            pods = await self._cluster.list_all(POD, None)
-            free: int | None = count_free_devices(nodes, pods, name)
+            free: int | None = await self._count_free(engine, name, num_wanted)
         except (Forbidden, NotFound):
             free = None
         except ApiError as error:
             log.warning("free devices: %s", error)
             free = None
-        self._free[name] = (now, free)
+        self._free = {k: v for k, v in self._free.items() if now - v[0] < FREE_SECONDS}
+        self._free[key] = (now, free)
         return free
+
+    async def _count_free(self, engine: Engine, name: str, num_wanted: int) -> int | None:
+        if not self._nodes:
+            return None
+        candidates = [n for n in self._candidates(engine) if _allocatable(n, name) > 0]
+        waiting = 0
+        unbound = "spec.nodeName=,status.phase=Pending"
+        async for page in self._cluster.pages(POD, None, fields=unbound):
+            waiting += sum(_asked(pod, name) for pod in page if _node_of(pod) == "")
+        free = -waiting
+        for known in candidates[:MAX_ASKED]:
+            if free >= num_wanted:
+                break
+            at = known["metadata"]["name"]
+            # As it is now: the last list may be minutes old.
+            nodes = await self._cluster.list_all(NODE, None, fields=f"metadata.name={at}")
+            pods = await self._cluster.list_all(POD, None, fields=f"spec.nodeName={at}")
+            here = [pod for pod in pods if _node_of(pod) == at]
+            named = [node for node in nodes if node["metadata"]["name"] == at]
+            free += count_free_devices(named, here, name)
+        return max(0, free)
+
+
+def engine_pod_spec(engine: Engine) -> Obj:
+    """What of an engine's pod chooses its node."""
+    overlay = (engine.pod_template or {}).get("spec")
+    spec: Obj = overlay if isinstance(overlay, dict) else {}
+    accelerator, given = engine.accelerator, spec.get("tolerations")
+    tolerations = list(given) if isinstance(given, list) else []
+    if accelerator.type != "CPU" and not accelerator.device_class_name:
+        name = accelerator.resource_name or DEFAULT_RESOURCE_NAME
+        tolerations.append({"key": name, "operator": "Exists", "effect": "NoSchedule"})
+    found: Obj = {"tolerations": tolerations}
+    for key in ("nodeSelector", "affinity"):
+        if key in spec:
+            found[key] = spec[key]
+    return found
+
+
+def slices_of(slices: Iterable[Obj], device_class: str, nodes: Iterable[Obj]) -> list[Obj]:
+    """Of these nodes, and of the driver that the class is named after; of every driver when none
+    has that name."""
+    names = {node["metadata"]["name"] for node in nodes}
+    here = [
+        piece for piece in slices if piece.get("spec", {}).get("nodeName") in (None, "", *names)
+    ]
+    own = [piece for piece in here if piece["spec"].get("driver") == device_class]
+    return own or here
+
+
+def _node_of(pod: Obj) -> str:
+    return str(pod.get("spec", {}).get("nodeName") or "")
+
+
+def _brief(node: Obj) -> Obj:
+    """Without a node's images and addresses, which are most of it."""
+    metadata, spec, status = node["metadata"], node.get("spec", {}), node.get("status", {})
+    kept = {key: spec[key] for key in ("taints", "unschedulable") if key in spec}
+    return {
+        "metadata": {"name": metadata["name"], "labels": metadata.get("labels") or {}},
+        "spec": kept,
+        "status": {"allocatable": status.get("allocatable") or {}},
+    }
 
 
 def _amount(value: object) -> int:

@@ -114,7 +114,8 @@ class Decider:
         wanted = desired.of_kind("StatefulSet")
         free = None
         if wanted and _is_rolling(wanted[0], work.engine_pods):
-            free = await self._survey.free_devices(spec.engine.accelerator)
+            wanted_devices = spec.rollout.max_surge * spec.engine.num_devices
+            free = await self._survey.free_devices(spec.engine, wanted_devices)
         return decide(
             RolloutView(
                 inference=work.inference,
@@ -126,6 +127,7 @@ class Decider:
                 engine_pods=work.engine_pods,
                 frontend_pods=work.frontend_pods,
                 free_devices=free,
+                awaiting=work.awaiting,
                 sessions=work.reports.sessions,
                 load=work.reports.load,
                 announced=work.resource.get("status", {}).get("rolloutStrategy", ""),

@@ -58,6 +58,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
         facts: of the cluster; a decision adds whether the model is ready.
         recorded: the basis that the resource's pods were planned with; None before its first pods.
         nodes: what the nodes of today have.
+        awaiting: pods that wait for a node that is not there yet.
         model_objects: live objects that the model's preparation uses, by (kind, name).
         short: StatefulSet and Jobs that lack pods, and do not say why. A Deployment does.
     """
@@ -75,6 +76,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     model_pods: tuple[Obj, ...]
     reports: PodReports = PodReports()
     short: tuple[Obj, ...] = ()
+    awaiting: frozenset[str] = frozenset()
 
     @property
     def uid(self) -> str:
@@ -121,7 +123,10 @@ class Observer:
             inference=inference,
             facts=facts,
             recorded=recorded,
-            nodes=self._survey.node_facts(inference.spec.engine.accelerator),
+            nodes=self._survey.node_facts(inference.spec.engine),
+            awaiting=frozenset(
+                self._survey.awaiting(inference.spec.engine, pods["engine"], pods["frontend"])
+            ),
             model_objects=await self._model_objects(key, inference, facts),
             engine_pods=pods["engine"],
             frontend_pods=pods["frontend"],

@@ -118,6 +118,7 @@ class Teller:
             rollout_message=work.rollout.message,
             peaks=reports.peaks,
             waits=reports.waits,
+            awaiting=work.awaiting,
             refused={**reports.refused, **_creation_failure(deployment)},
             resolved_revision=digest or work.model.resolved_revision,
             model_takes=tuple(work.model.profile.items) if work.model.profile else None,

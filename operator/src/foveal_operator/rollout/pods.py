@@ -14,6 +14,9 @@ from foveal_operator.manifests.pods import QUEUE_LABEL, REVISION_LABEL, SESSION_
 from foveal_operator.pods.diagnose import diagnose, is_gated, is_ready
 from foveal_operator.rollout.view import RolloutView
 
+LATE_SECONDS = 60.0
+"""A pod that got its node so late has waited for one: its time to load begins then."""
+
 
 class Pod(msgspec.Struct, frozen=True, kw_only=True):
     """One live pod.
@@ -23,7 +26,8 @@ class Pod(msgspec.Struct, frozen=True, kw_only=True):
         serves: ready and, for an engine, with a session.
         is_hopeless: not ready for a cause that time alone seldom heals (crash, image, no node).
         age_seconds: since its creation.
-        admitted_seconds: since it has a node, 0 before that; without a queue, no end.
+        admitted_seconds: since it has a node, 0 before that; no end where neither a queue nor a
+            missing node held it back.
         load: requests in it; 0 = idle or not known.
     """
 
@@ -122,17 +126,19 @@ def _pod(view: RolloutView, raw: Obj, *, serves: bool) -> Pod:
         is_hopeless=trouble is not None and trouble.reason is not reasons.QUEUED,
         is_unschedulable=trouble is not None and trouble.reason is reasons.UNSCHEDULABLE,
         age_seconds=max(0.0, view.now - seconds(metadata.get("creationTimestamp"))),
-        admitted_seconds=_admitted_seconds(view.now, raw),
+        admitted_seconds=_admitted_seconds(view, raw),
         load=view.load.get(name, 0),
     )
 
 
-def _admitted_seconds(now: float, raw: Obj) -> float:
-    if is_gated(raw):
+def _admitted_seconds(view: RolloutView, raw: Obj) -> float:
+    metadata = raw["metadata"]
+    if is_gated(raw) or metadata["name"] in view.awaiting:
         return 0.0
-    if QUEUE_LABEL not in raw["metadata"].get("labels", {}):
-        return math.inf
+    is_queued = QUEUE_LABEL in metadata.get("labels", {})
     for condition in raw.get("status", {}).get("conditions", ()):
-        if condition["type"] == "PodScheduled" and condition["status"] == "True":
-            return max(0.0, now - seconds(condition.get("lastTransitionTime")))
-    return 0.0  # no field tells when the gates went
+        if condition["type"] == "PodScheduled" and condition.get("status") == "True":
+            scheduled = seconds(condition.get("lastTransitionTime"))
+            is_late = scheduled - seconds(metadata.get("creationTimestamp")) > LATE_SECONDS
+            return max(0.0, view.now - scheduled) if is_queued or is_late else math.inf
+    return 0.0 if is_queued else math.inf  # no field tells when the gates went

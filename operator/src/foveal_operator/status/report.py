@@ -51,6 +51,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
         is_paused: the operator was told to leave everything as it is.
         peaks: pod -> the peak of memory it last reported, in bytes.
         waits: pod -> why its volumes are not there.
+        awaiting: pods that no node is meant for yet.
         resolved_revision: commit or digest of the model; "" = not known.
         model_takes: modalities that the model takes besides text; None = not known yet.
         download_percent: of the model; None = nothing is fetched, or its size is not known.
@@ -83,6 +84,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     is_paused: bool = False
     peaks: dict[str, int] = {}
     waits: dict[str, str] = {}
+    awaiting: frozenset[str] = frozenset()
     refused: dict[str, str] = {}
     resolved_revision: str = ""
     model_takes: tuple[str, ...] | None = None
@@ -254,7 +256,7 @@ def _role_ready(
             text = f"{ready} of {role.desired} serve, and the Service reaches {reached} of them"
             return verdict(condition, False, reasons.STARTING, text)
         return verdict(condition, True, reasons.SERVING, f"{ready} of {role.desired} serve")
-    trouble = diagnose(current, observed.waits)
+    trouble = diagnose(current, observed.waits, observed.awaiting)
     if trouble:
         return verdict(condition, False, trouble.reason, trouble.message)
     if refused := observed.refused.get(role.workload):

@@ -64,7 +64,7 @@ class FakeCluster:
             if name == kind.name
             and (not namespace or space == namespace)
             and wanted.items() <= body["metadata"].get("labels", {}).items()
-            and all(_field(body, path) == value for path, value in asked)
+            and all((_field(body, path) or "") == value for path, value in asked)
         ]
 
     async def pages(

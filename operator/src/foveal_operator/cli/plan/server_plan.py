@@ -45,7 +45,7 @@ class ReadOnlyCluster:
     ) -> list[Obj]:
         """A kind that may not be listed, or is not served, has no objects that are known."""
         try:
-            return list_objects(self._reader, kind, namespace, selector)
+            return list_objects(self._reader, kind, namespace, selector, fields)
         except ForbiddenError:
             return []
 
@@ -60,10 +60,12 @@ class ReadOnlyCluster:
 
 
 def list_objects(
-    reader: Reader, kind: Kind, namespace: str | None, selector: str = ""
+    reader: Reader, kind: Kind, namespace: str | None, selector: str = "", fields: str = ""
 ) -> list[Obj]:
     """All pages. Raises ClusterAnswerError."""
     query = {"limit": PAGE, **({"labelSelector": selector} if selector else {})}
+    if fields:
+        query["fieldSelector"] = fields
     found: list[Obj] = []
     while True:
         page = reader.get(kind.path(namespace), **query) or {}

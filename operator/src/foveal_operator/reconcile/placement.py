@@ -1,0 +1,127 @@
+"""Nodes that could take a pod, by its selectors, affinity and tolerations. Pure.
+
+Used for facts about nodes (cluster_facts.py): a resource is planned for the nodes that it can run
+on, and waits for nodes where none of them is there yet. What is free on a node is the scheduler's
+matter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from foveal_operator.kube.types import Obj
+
+_TOTAL = re.compile(r"0/(\d+) nodes are available: (.*?)(?:preemption:|$)", re.DOTALL)
+_EXCLUDED = re.compile(
+    r"(\d+) node\(s\) (?:didn't match Pod's node affinity/selector|didn't match node selector"
+    r"|had untolerated taint)"
+)
+
+
+def could_take(pod_spec: Obj, node: Obj) -> bool:
+    """Whether labels and taints of a node admit the pod."""
+    metadata = node["metadata"]
+    labels = metadata.get("labels") or {}
+    if any(labels.get(key) != value for key, value in _map(pod_spec, "nodeSelector").items()):
+        return False
+    affinity = _map(_map(pod_spec, "affinity"), "nodeAffinity")
+    terms = _map(affinity, "requiredDuringSchedulingIgnoredDuringExecution").get(
+        "nodeSelectorTerms"
+    )
+    names = {"metadata.name": metadata["name"]}
+    if terms is not None and not any(
+        all(_holds(one, labels) for one in term.get("matchExpressions") or ())
+        and all(_holds(one, names) for one in term.get("matchFields") or ())
+        for term in terms
+    ):
+        return False
+    taints = node.get("spec", {}).get("taints") or ()
+    return all(
+        taint.get("effect") == "PreferNoSchedule"
+        or any(_tolerates(one, taint) for one in pod_spec.get("tolerations") or ())
+        for taint in taints
+    )
+
+
+def has_no_node(message: str) -> bool:
+    """Whether the scheduler says that no node is meant for the pod: not that those are full."""
+    if "no nodes available to schedule pods" in message:
+        return True
+    found = _TOTAL.search(message)
+    if found is None:
+        return False
+    return sum(int(n) for n in _EXCLUDED.findall(found[2])) >= int(found[1])
+
+
+def unschedulable_text(pod: Obj) -> str | None:
+    """Why the scheduler finds no node for the pod; None when it does not say that."""
+    for condition in pod.get("status", {}).get("conditions") or ():
+        if condition.get("type") == "PodScheduled" and condition.get("reason") == "Unschedulable":
+            return str(condition.get("message") or "")
+    return None
+
+
+def awaiting_nodes(
+    pods: Iterable[Obj], nodes: Iterable[Obj], resources: Mapping[str, int]
+) -> frozenset[str]:
+    """Names of the pods that no present node is meant for.
+
+    Args:
+        nodes: empty when they are not known; then only the scheduler's words count.
+        resources: amounts of extended resources that such a pod needs.
+    """
+    known, found = list(nodes), set[str]()
+    for pod in pods:
+        text = unschedulable_text(pod)
+        if text is None:
+            continue
+        none_fits = known and not any(
+            could_take(pod.get("spec", {}), node)
+            and all(allocatable(node, name) >= least for name, least in resources.items())
+            for node in known
+        )
+        if none_fits or has_no_node(text):
+            found.add(str(pod["metadata"]["name"]))
+    return frozenset(found)
+
+
+def allocatable(node: Obj, name: str) -> int:
+    """Of an extended resource, which is counted in whole devices."""
+    value = str(node.get("status", {}).get("allocatable", {}).get(name, 0))
+    return int(value) if value.isdecimal() else 0
+
+
+def _map(body: Obj, key: str) -> Obj:
+    found = body.get(key)
+    return found if isinstance(found, dict) else {}
+
+
+def _holds(requirement: Obj, labels: Mapping[str, str]) -> bool:
+    value, values = labels.get(requirement.get("key", "")), list(requirement.get("values") or ())
+    match requirement.get("operator"):
+        case "In":
+            return value in values
+        case "NotIn":
+            return value not in values
+        case "Exists":
+            return value is not None
+        case "DoesNotExist":
+            return value is None
+        case "Gt" | "Lt" as operator:
+            try:
+                found, limit = int(str(value)), int(str(values[0]))
+            except (ValueError, IndexError):
+                return False
+            return found > limit if operator == "Gt" else found < limit
+    return False
+
+
+def _tolerates(toleration: Obj, taint: Obj) -> bool:
+    if toleration.get("effect") not in (None, "", taint.get("effect")):
+        return False
+    key = toleration.get("key")
+    if toleration.get("operator") == "Exists":
+        return not key or key == taint.get("key")
+    same_value = (toleration.get("value") or "") == (taint.get("value") or "")
+    return bool(key == taint.get("key") and same_value)

@@ -1,0 +1,235 @@
+"""Nodes that a resource can run on: what they say, what is free there, and what to do without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from foveal_operator.api.workloads import Accelerator, Engine
+from foveal_operator.kube.types import Obj
+from foveal_operator.manifests.budget_inputs import NodeFacts
+from foveal_operator.reconcile.cluster_facts import Survey
+from foveal_operator.reconcile.placement import awaiting_nodes, could_take, has_no_node
+from foveal_operator.rollout import RolloutView, decide
+from foveal_operator.testing.fake_cluster import FakeCluster
+from tests.support.fake_clock import FakeTime
+from tests.support.operator_rig import Kit
+from tests.support.served_resource import add_pod, served
+from tests.support.sim_cluster import DEADLINE_SECONDS, START, Wish, desired_of
+
+GPU = "nvidia.com/gpu"
+NO_SELECTOR = (
+    "0/3 nodes are available: 2 node(s) didn't match Pod's node affinity/selector, 1 node(s) had "
+    "untolerated taint(s). preemption: 0/3 nodes are available: 3 Preemption is not helpful."
+)
+FULL = "0/3 nodes are available: 1 Insufficient nvidia.com/gpu, 2 node(s) had untolerated taint(s)."
+
+
+def node(name: str, gpus: int = 0, memory: str = "64Gi", mib: int = 0, **labels: str) -> Obj:
+    if mib:
+        labels["nvidia.com/gpu.memory"] = str(mib)
+    allocatable = {"memory": memory, **({GPU: str(gpus)} if gpus else {})}
+    return {
+        "apiVersion": "v1",
+        "kind": "Node",
+        "metadata": {"name": name, "labels": labels},
+        "spec": {},
+        "status": {"allocatable": allocatable},
+    }
+
+
+def pod(name: str, gpus: int, on: str = "", namespace: str = "default") -> Obj:
+    limits = {"resources": {"limits": {GPU: str(gpus)}}}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": {"containers": [limits], **({"nodeName": on} if on else {})},
+        "status": {"phase": "Running" if on else "Pending"},
+    }
+
+
+def affine(**expression: Any) -> Obj:
+    terms = {"nodeSelectorTerms": [{"matchExpressions": [expression]}]}
+    return {"affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}}
+
+
+@pytest.mark.parametrize(
+    ("spec", "fits"),
+    [
+        ({}, True),
+        ({"nodeSelector": {"pool": "gpu"}}, True),
+        ({"nodeSelector": {"pool": "cpu"}}, False),
+        (affine(key="pool", operator="In", values=["gpu", "x"]), True),
+        (affine(key="pool", operator="NotIn", values=["gpu"]), False),
+        (affine(key="pool", operator="Exists"), True),
+        (affine(key="pool", operator="DoesNotExist"), False),
+        (affine(key="cards", operator="Gt", values=["7"]), True),
+        (affine(key="cards", operator="Lt", values=["8"]), False),
+    ],
+)
+def test_a_pod_goes_where_its_selectors_say(spec: Obj, fits: bool) -> None:
+    assert could_take(spec, node("a", pool="gpu", cards="8")) is fits
+
+
+def test_a_taint_keeps_out_who_does_not_tolerate_it() -> None:
+    tainted = node("a")
+    tainted["spec"]["taints"] = [{"key": GPU, "value": "x", "effect": "NoSchedule"}]
+    assert not could_take({}, tainted)
+    assert could_take({"tolerations": [{"key": GPU, "operator": "Exists"}]}, tainted)
+    assert not could_take({"tolerations": [{"key": GPU, "value": "y"}]}, tainted)
+    assert could_take({"tolerations": [{"operator": "Exists"}]}, tainted)
+
+
+async def test_facts_are_those_of_the_nodes_that_the_pods_may_use() -> None:
+    """A resource for the large nodes was planned for the smallest device of the cluster."""
+    cluster = FakeCluster()
+    cluster.add(node("small", 4, "64Gi", 24_576, pool="l4"))
+    cluster.add(node("large", 8, "512Gi", 81_920, pool="h100"))
+    survey = Survey(cluster, FakeTime().clock)
+    await survey.refresh()
+    large = Engine(pod_template={"spec": {"nodeSelector": {"pool": "h100"}}})
+    assert survey.node_facts(Engine()).device_bytes == 24 << 30
+    assert survey.node_facts(large) == NodeFacts(node_bytes=512 << 30, device_bytes=80 << 30)
+
+
+async def test_devices_of_a_class_are_those_of_its_driver() -> None:
+    cluster = FakeCluster()
+    for driver, memory in (("gpu.nvidia.com", "80Gi"), ("tpu.example.com", "16Gi")):
+        device = {"name": "d", "capacity": {"memory": {"value": memory}}}
+        spec = {"driver": driver, "nodeName": "a", "devices": [device]}
+        metadata = {"name": driver}
+        body = {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice", "metadata": metadata}
+        cluster.add({**body, "spec": spec})
+    cluster.add(node("a"))
+    survey = Survey(cluster, FakeTime().clock)
+    await survey.refresh()
+    engine = Engine(accelerator=Accelerator(device_class_name="gpu.nvidia.com"))
+    assert survey.node_facts(engine).device_bytes == 80 << 30
+
+
+class Counting(FakeCluster):
+    """Counts the pods that lists return."""
+
+    num_pods = 0
+
+    async def list_all(
+        self, kind: Any, namespace: str | None, selector: str = "", fields: str = ""
+    ) -> list[Obj]:
+        found = await super().list_all(kind, namespace, selector, fields)
+        self.num_pods += len(found) if kind.name == "Pod" else 0
+        return found
+
+
+async def test_free_devices_are_found_without_a_list_of_all_pods() -> None:
+    """It listed every pod of the cluster, every ten seconds of a rollout."""
+    cluster = Counting()
+    for index in range(40):
+        cluster.add(node(f"n{index:02}", 4, pool="gpu" if index < 20 else "other"))
+        for number in range(10):
+            cluster.add(pod(f"p{index}-{number}", 0, f"n{index:02}"))
+    cluster.add(pod("busy", 3, "n00"))
+    cluster.add(pod("waits", 2))
+    survey = Survey(cluster, FakeTime().clock)
+    await survey.refresh()
+    engine = Engine(pod_template={"spec": {"nodeSelector": {"pool": "gpu"}}})
+    found = await survey.free_devices(engine, 2)
+    assert found == 3, "4 - 3 on the first node, 4 on the second, 2 are asked for by a pod"
+    assert cluster.num_pods == 22, "of two nodes, and the one that waits"
+
+
+# --- a pool without nodes ------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("text", "none"),
+    [
+        (NO_SELECTOR, True),
+        ("no nodes available to schedule pods", True),
+        (FULL, False),
+        ("0/2 nodes are available: 2 Insufficient memory.", False),
+        ("", False),
+    ],
+)
+def test_the_scheduler_says_whether_any_node_is_meant_for_a_pod(text: str, none: bool) -> None:
+    assert has_no_node(text) is none
+
+
+def unschedulable(body: Obj, text: str) -> Obj:
+    condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
+    status = {"phase": "Pending", "conditions": [{**condition, "message": text}]}
+    return {**body, "status": status}
+
+
+def test_a_device_that_no_node_has_is_waited_for_and_a_full_one_is_not() -> None:
+    waiting = unschedulable(pod("a", 1), "0/1 nodes are available: 1 Insufficient nvidia.com/gpu.")
+    assert awaiting_nodes([waiting], [node("cpu")], {GPU: 1}) == {"a"}
+    assert awaiting_nodes([waiting], [node("gpu", 4)], {GPU: 1}) == frozenset()
+    assert awaiting_nodes([waiting], [], {GPU: 1}) == frozenset(), "nodes are not known"
+    assert awaiting_nodes([pod("a", 1)], [node("cpu")], {GPU: 1}) == frozenset()
+
+
+def rollout_view(now: float, conditions: list[Obj], awaiting: frozenset[str]) -> RolloutView:
+    inference, found = desired_of(Wish(engines=1, frontends=1))
+    (engines,), (frontends,) = found.of_kind("StatefulSet"), found.of_kind("Deployment")
+    labels = engines["spec"]["template"]["metadata"]["labels"]
+    metadata = {"name": "qwen-engine-0", "uid": "1", "labels": labels}
+    metadata["creationTimestamp"] = "2023-11-14T22:13:20Z"  # START
+    engine = {"metadata": metadata, "status": {"phase": "Pending", "conditions": conditions}}
+    return RolloutView(
+        inference=inference,
+        stateful_set=engines,
+        deployment=frontends,
+        live_stateful_set=engines,
+        live_deployment=frontends,
+        engine_pods=(engine,),
+        awaiting=awaiting,
+        now=now,
+    )
+
+
+def after(view: RolloutView, now: float, conditions: list[Obj], awaiting: frozenset[str]) -> Any:
+    """The next decision, on the record of the one before."""
+    record = decide(view).record
+    later = rollout_view(now, conditions, awaiting)
+    return decide(msgspec.structs.replace(later, record=record))
+
+
+def test_the_deadline_waits_for_a_node_and_begins_with_it() -> None:
+    """A rollout into a pool that was scaled to zero failed while its nodes were being made."""
+    none = [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "x"}]
+    begun = rollout_view(START, none, frozenset())
+    late = START + 3 * DEADLINE_SECONDS
+    assert after(begun, late, none, frozenset()).deadline_exceeded, "nodes are there, and full"
+    waits = after(begun, late, none, frozenset({"qwen-engine-0"}))
+    assert not waits.deadline_exceeded
+    came = [
+        {"type": "PodScheduled", "status": "True", "lastTransitionTime": "2023-11-14T22:43:20Z"}
+    ]
+    assert not after(begun, late + 30, came, frozenset()).deadline_exceeded, "it loads now"
+    assert after(begun, late + 2 * DEADLINE_SECONDS, came, frozenset()).deadline_exceeded
+
+
+async def test_a_pool_without_nodes_is_told_and_goes_on_by_itself() -> None:
+    kit = Kit()
+    kit.cluster.add(node("control-plane"))
+    await served(kit)
+    add_pod(kit.cluster, "frontend")
+    engine = add_pod(kit.cluster, "engine", ready=False)
+    name = engine["metadata"]["name"]
+    status = unschedulable(engine, NO_SELECTOR)["status"]
+    edit = kit.cluster.edit
+    kinds = {kind.name: kind for kind in kit.watched}
+    edit(kinds["Pod"], "default", name, lambda body: body.update(status=status), "scheduler")
+    await kit.settle()
+    assert kit.condition("EnginesReady") == ("False", "NoNodeYet")
+    assert kit.condition("Reconciling") == ("True", "NoNodeYet")
+    (said,) = [c["message"] for c in kit.status()["conditions"] if c["type"] == "EnginesReady"]
+    assert "Wait for the cluster autoscaler, add such a node" in said
+    kit.time.now += 7200
+    await kit.resync()
+    assert kit.condition("Stalled") == ("", ""), "two hours later it still waits"
+    ready = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}
+    edit(kinds["Pod"], "default", name, lambda body: body.update(status=ready), "kubelet")
+    await kit.settle()
+    assert kit.condition("Ready") == ("True", "Ready")
