@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from foveal_operator.kube.cluster import KubeCluster, load_configuration
+from foveal_operator.kube.kinds import POD
+from foveal_operator.telemetry.series import Telemetry
 from tests.support.api_server import nodes as fates
 from tests.support.api_server.api import Api
 from tests.support.api_server.nodes import Nodes
@@ -120,3 +123,27 @@ def test_owned_objects_go_with_their_owner(api: Api, nodes: Nodes, namespace: st
     api.apply({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata}).must()
     api.delete("StatefulSet", namespace, "w").must()
     api.wait("ConfigMap", namespace, "c", lambda obj: obj is None)
+
+
+async def test_pods_are_listed_by_their_node_or_as_waiting_for_one(
+    controlled_cluster: Cluster, api: Api, namespace: str
+) -> None:
+    """What a rollout lists instead of all pods of the cluster: the API server knows the fields."""
+    for name, node in (("bound", {"nodeName": "some-node"}), ("waits", {})):
+        spec = {**POD_SECURITY, "containers": [CONTAINER], **node}
+        metadata = {"name": name, "namespace": namespace}
+        body = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+        api.create(body).must()
+    config = await load_configuration(str(controlled_cluster.kubeconfig("fields")))
+    client = KubeCluster(config, Telemetry())
+    try:
+        found = {
+            fields: [
+                pod["metadata"]["name"]
+                for pod in await client.list_all(POD, namespace, fields=fields)
+            ]
+            for fields in ("spec.nodeName=,status.phase=Pending", "spec.nodeName=some-node")
+        }
+    finally:
+        await client.close()
+    assert list(found.values()) == [["waits"], ["bound"]]

@@ -30,6 +30,21 @@ def test_the_charts_roles_are_enough(sandbox: Sandbox) -> None:
     assert "forbidden" not in operator.log_tail(400).lower()
 
 
+@pytest.mark.timeout(300, func_only=True)
+def test_a_role_without_endpoint_slices_is_told_and_does(sandbox: Sandbox) -> None:
+    """With rbac.create=false and an older role the operator waited for its first list."""
+    config = sandbox.cluster.kubeconfig(
+        f"{sandbox.namespace}-role", token(sandbox, "endpointslices"), url=sandbox.proxy.url("own")
+    )
+    operator = OperatorProcess("own", config, sandbox.namespace)
+    sandbox.operators.append(operator)
+    operator.start()
+    run(sandbox, STEPS[0])
+    sandbox.wait_condition("Ready", timeout_seconds=90.0)
+    operator.wait_ready()
+    assert "going on without endpointslices" in operator.log_tail(400)
+
+
 def test_secrets_cannot_be_read_with_them(sandbox: Sandbox) -> None:
     """The grader is the API server's own answer."""
     account = f"system:serviceaccount:{sandbox.namespace}:{ACCOUNT}"
