@@ -134,6 +134,8 @@ def test_the_deadline_does_not_run_in_a_queue(pod: Obj, fails: bool) -> None:
 class RolloutViewStub:
     """What reading one pod asks of a view."""
 
+    awaiting: frozenset[str] = frozenset()
+
     def __init__(self, now: float) -> None:
         self.now = now
         self.load: dict[str, int] = {}
