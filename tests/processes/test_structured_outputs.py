@@ -190,6 +190,7 @@ def test_completions_are_bound_too(client):
     assert all(len(c.text) == 3 and c.text.isdigit() for c in answer.choices)
 
 
+@pytest.mark.extended
 def test_a_bound_stream_outlives_its_engines(pair, client, samples, start_seconds):
     """The state of a grammar follows from the tokens that were sent: wherever an engine dies, the
     answer is that of a run in which none did. JSON and calls of tools in turn."""
