@@ -7,6 +7,7 @@ import queue
 import signal
 
 import msgspec
+import numpy as np
 import pytest
 import torch.distributed as dist
 
@@ -37,6 +38,7 @@ def jobs_of(one) -> list:
         one.job("a", one.prompt(11, kinds, num_text=9)),
         one.job("b", one.prompt(12, [*kinds[:1], *kinds[:1]]), start_step=1),
         one.job("c", one.prompt(14, [], num_text=30), start_step=2),
+        one.job("d", one.prompt(15, kinds, num_text=30), start_step=1, pooling="mean"),
     ]
     # Drawn tokens need logits that agree closely on all ranks, not only their maximum.
     jobs[2].sampling = msgspec.structs.replace(jobs[2].sampling, temperature=1.0, seed=5)
@@ -67,6 +69,8 @@ def test_two_ranks_equal_one_process(name: str, bench, tiny, tmp_path) -> None:
         driver.run(got, preempt={4: "a"})
         assert driver.failed == {}
         assert [job.outputs for job in got] == [job.outputs for job in want]
+        vectors = [np.frombuffer(jobs[-1].embedding, "<f4") for jobs in (got, want)]
+        assert np.abs(vectors[0] - vectors[1]).max() < 1e-5 < np.abs(vectors[1]).max()
         if name == "llava":
             sizes = {i.mm_hash: i.placeholder.num_embeds for i in got[1].mm_inputs}
             path = str(tmp_path / "part")
