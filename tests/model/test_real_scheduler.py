@@ -73,6 +73,8 @@ def test_equals_transformers_under_pressure(
         encoder_compute_embeds=largest,
         encoder_cache_embeds=largest,
         encoder_host_bytes=host_bytes,
+        num_snapshots=6,
+        snapshot_tokens=16,
     )
     scheduler = Scheduler(limits, one.runner.traits, clock=lambda: float(next(clock)))
     jobs = {key: one.job(key, prompt, ignore_eos=True) for key, prompt in prompts.items()}
@@ -104,6 +106,8 @@ def test_equals_transformers_under_pressure(
             assert one.runner.store.embeds_on_device() <= limits.encoder_cache_embeds
     assert scheduler.stats.num_preemptions > 0
     assert (num_ahead > 0) == run_ahead
+    if one.runner.states.shapes:
+        assert scheduler.stats.num_prefix_hit_tokens > 0
     for key, job in jobs.items():
         one.check(job, prompts[key])
     if kinds:

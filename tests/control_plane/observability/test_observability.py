@@ -40,6 +40,7 @@ NOT_SHOWN = {
     "foveal_mirror_pulls", "foveal_mirror_needs_received", "foveal_engine_finished",
     "foveal_engine_errors", "foveal_engine_residence_seconds",
     "foveal_engine_steps_without_progress", "foveal_events_published",
+    "foveal_prefix_tokens_without_state",
     "foveal_metrics_peers_unreachable", "foveal_prompt_tokens_inflight",
     "foveal_shm_swept_writers", "foveal_media_fetched_bytes",
     "foveal_constrained_requests", "foveal_grammar_compile_seconds", "foveal_grammars_refused",

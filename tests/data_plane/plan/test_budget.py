@@ -60,15 +60,35 @@ def test_on_a_cpu_ipc_and_kv_share_the_host_limit_equally() -> None:
 
 
 def test_recurrent_state_of_all_running_requests_is_set_aside() -> None:
-    """A hybrid model's KV gets what is left after maxNumSeqs states."""
+    """KV and snapshots of a hybrid model share what is left, two to one."""
     hybrid = msgspec.structs.replace(VLM, state_bytes=50 * MIB)
     plain, result = plan(gpu(), VLM), plan(gpu(), hybrid)
     assert result.device is not None
     assert plain.device is not None
-    assert result.device.line("state").bytes == 128 * 50 * MIB
-    lost = plain.device.line("kv").bytes - result.device.line("kv").bytes
-    assert abs(lost - 128 * 50 * MIB) <= 2 * MIB
-    assert all(line.name != "state" for line in plain.device.lines)
+    device, snapshots = result.device, result.device.line("snapshots")
+    assert device.line("state").bytes == 128 * 50 * MIB
+    shared = device.line("kv").bytes + snapshots.bytes
+    assert abs(plain.device.line("kv").bytes - shared - 128 * 50 * MIB) <= 52 * MIB
+    assert 0.3 * shared < snapshots.bytes <= shared / 3  # KV has one longest request first
+    assert (snapshots.num_items, snapshots.unit) == (snapshots.bytes // (50 * MIB), "states")
+    assert result.snapshot_bytes == snapshots.bytes
+    assert all(line.name not in ("state", "snapshots") for line in plain.device.lines)
+    assert plain.snapshot_bytes == 0
+
+
+def test_without_prefix_caching_nothing_is_set_aside_for_snapshots() -> None:
+    hybrid = msgspec.structs.replace(VLM, state_bytes=50 * MIB)
+    inputs = gpu(prefix_caching=False)
+    result = plan(inputs, hybrid)
+    assert result.snapshot_bytes == 0
+    assert result.kv_bytes > plan(gpu(), hybrid).kv_bytes
+
+
+def test_snapshots_have_a_default_where_nothing_limits_them() -> None:
+    hybrid = msgspec.structs.replace(TOY, state_bytes=MIB)
+    result = plan(cpu(), hybrid)
+    assert result.fits
+    assert result.snapshot_bytes == 2 * 128 * MIB
 
 
 def test_defaults_are_clipped_to_the_node() -> None:

@@ -29,6 +29,7 @@ DTYPE = os.environ.get("FOVEAL_DTYPE", "float32")
 GPU_TOLERANCE = 5e-4
 NUM_OUTPUTS = 6
 NUM_BLOCKS = 128
+NUM_SNAPSHOTS = 24
 
 
 class RecordingSampler(Sampler):
@@ -76,13 +77,13 @@ class Bench:
         self.runner = TorchRunner(
             load_model(self.path, DTYPE, DEVICE),
             device=DEVICE,
-            num_blocks=NUM_BLOCKS,
             block_size=8,
             kv_dtype=kv_dtype,
             attention=attention,
             sampler=self.sampler,
             room=room,
         )
+        self.runner.allocate_kv(NUM_BLOCKS, num_snapshots=NUM_SNAPSHOTS)
         self.driver = StepDriver(self.runner, NUM_BLOCKS, self.case.budget, **options)
         plain = str(plain or path)  # what transformers can load of the same weights
         self.reference = class_for(read_config(plain)).from_pretrained(plain).eval()

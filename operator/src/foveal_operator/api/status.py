@@ -130,8 +130,8 @@ class MultiModalInferenceStatus(Part, frozen=True, kw_only=True):
     budgets: Annotated[
         Annotated[dict[Annotated[str, Meta(max_length=32)], Budget], Meta(max_length=16)],
         Meta(
-            description="processor (a frontend process), ipc, encoder, encoderHost, kv, weights, "
-            "shm (an engine), frontendPodMemory, enginePodMemory, deviceMemory (limits)."
+            description="processor (a frontend process), ipc, encoder, encoderHost, kv, snapshots, "
+            "weights, shm (an engine), frontendPodMemory, enginePodMemory, deviceMemory (limits)."
         ),
     ] = msgspec.field(default_factory=dict)
     current_revision: Annotated[Short, Meta(description="Engine revision that serves.")] = ""

@@ -69,6 +69,7 @@ def budget_inputs(inference: InferenceSpec, facts: NodeFacts) -> BudgetInputs:
             encoder_host_bytes=size_of(caches.encoder.host_size),
             kv_bytes=size_of(caches.kv.size),
             kv_dtype=caches.kv.dtype,
+            prefix_caching=engine.prefix_caching,
         ),
         modalities=modalities_config(spec.modalities),
         headroom_percent=caches.headroom_percent,

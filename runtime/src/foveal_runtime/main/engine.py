@@ -175,6 +175,9 @@ def _measured(core: EngineCore, memory: ContainerMemory, device: str, metrics: M
     if isinstance(runner, TorchRunner | TensorParallelRunner):  # of one device, as planned
         parts["weights"] = runner.weight_bytes
         parts["kv"] = runner.num_blocks * runner.kv_block_bytes
+        state_bytes = runner.traits.state_bytes
+        parts["state"] = core.scheduler.limits.max_num_seqs * state_bytes
+        parts["snapshots"] = core.scheduler.limits.num_snapshots * state_bytes
     for part, size in parts.items():
         if size:
             metrics.set("foveal_budget_bytes", size, part=part, source="measured")
@@ -184,6 +187,13 @@ def num_kv_blocks(config: EngineConfig, rank_block_bytes: int) -> int:
     """Blocks that the document's KV memory holds: it is that of all ranks, `rank_block_bytes` are
     one rank's part of a block."""
     return config.caches.kv_bytes // (rank_block_bytes * config.tensor_parallel)
+
+
+def num_snapshots(config: EngineConfig, state_bytes: int) -> int:
+    """Snapshots of recurrent state that the document's memory holds; 0: the model has none."""
+    if not state_bytes or not config.caches.prefix_caching:
+        return 0
+    return config.caches.snapshot_bytes // state_bytes
 
 
 def load_engine(config: EngineConfig, phases: StartPhases | None = None) -> LoadedEngine:
@@ -253,6 +263,8 @@ def load_engine(config: EngineConfig, phases: StartPhases | None = None) -> Load
         ),
         namespace=namespace,
         revision=config.model.revision,
+        kv_block_bytes=runner.kv_block_bytes,
+        num_snapshots=num_snapshots(config, runner.traits.state_bytes),
     )
 
 
@@ -267,12 +279,18 @@ def _allocate(runner: TorchRunner | TensorParallelRunner, config: EngineConfig) 
     """KV memory, recurrent state, and what decode steps are recorded as on a GPU."""
     from foveal_runtime.model.runner.runner import TorchRunner
 
+    num_blocks = num_kv_blocks(config, runner.kv_block_bytes)
+    is_touched = config.caches.kv_touched
+    if not isinstance(runner, TorchRunner):
+        runner.allocate_kv(num_blocks, is_touched=is_touched)
+        return
     runner.allocate_kv(
-        num_kv_blocks(config, runner.kv_block_bytes),
+        num_blocks,
         num_sequences=config.scheduler.max_num_seqs,
-        is_touched=config.caches.kv_touched,
+        num_snapshots=num_snapshots(config, runner.traits.state_bytes),
+        is_touched=is_touched,
     )
-    if isinstance(runner, TorchRunner) and config.cuda_graphs and config.device.startswith("cuda"):
+    if config.cuda_graphs and config.device.startswith("cuda"):
         _record_decoding(runner, config)
 
 

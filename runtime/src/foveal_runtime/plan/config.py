@@ -118,6 +118,8 @@ class EngineCaches(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             max_num_batched_tokens, whichever is more).
         encoder_host_bytes: host tier behind it; 0 = off.
         kv_bytes: KV pool, of all ranks together; block_size in tokens.
+        snapshot_bytes: snapshots of recurrent state, for models with such layers; 0: their prefixes
+            are not reused.
         kv_touched: all KV memory is taken at the start, so that a limit that is too low shows then;
             else, on a CPU, as it fills.
         kv_dtype: what keys and values are kept as; "auto": as the model computes. "fp8" is e4m3,
@@ -137,6 +139,7 @@ class EngineCaches(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     encoder_embeds: int = 0
     encoder_host_bytes: int = 0
     kv_bytes: int = 1 * GIB
+    snapshot_bytes: int = 0
     block_size: int = 16
     kv_dtype: KVDtype = "auto"
     kv_touched: bool = True

@@ -157,7 +157,7 @@ def _revisions(status: Obj) -> list[str]:
 
 
 def _caches(budgets: Obj, style: Style) -> list[str]:
-    names = [name for name in ("processor", "ipc", "encoder", "encoderHost", "kv")
+    names = [name for name in ("processor", "ipc", "encoder", "encoderHost", "kv", "snapshots")
              if name in budgets and budgets[name].get("bytes")]  # fmt: skip
     rows = [[style.bold(head) for head in ("CACHE", "SIZE", "FROM")]]
     rows += [[name, budgets[name]["display"], budgets[name].get("source", "")] for name in names]

@@ -65,6 +65,10 @@ class BlockPool:
             found.append(block)
         return found
 
+    def get(self, block_hash: BlockHash) -> int | None:
+        """The block with this content."""
+        return self._by_hash.get(block_hash)
+
     def num_unused(self, blocks: Iterable[int]) -> int:
         """How many of `blocks` are free now (and would leave the free list when shared)."""
         refs = self._refs

@@ -64,6 +64,17 @@ class BlocksRemoved(msgspec.Struct, frozen=True, tag="kv_removed"):
     block_hashes: list[bytes]
 
 
+class StateStored(msgspec.Struct, frozen=True, tag="state_stored"):
+    """Of models with recurrent state: a prefix that ends with this block can be continued. Without
+    it, a prefix whose blocks are all stored is computed again from the last state before."""
+
+    block_hash: bytes
+
+
+class StatesRemoved(msgspec.Struct, frozen=True, tag="state_removed"):
+    block_hashes: list[bytes]
+
+
 class BlocksCleared(msgspec.Struct, frozen=True, tag="kv_cleared"):
     """All blocks nobody uses were forgotten (each is also named in kv_removed)."""
 
@@ -75,6 +86,8 @@ Event = (
     | EncoderRemoved
     | BlockStored
     | BlocksRemoved
+    | StateStored
+    | StatesRemoved
     | BlocksCleared
 )
 
@@ -113,6 +126,7 @@ class EventLog:
         self._wall_clock = wall_clock
         self._events: list[Event] = []
         self._removed_blocks: list[bytes] = []
+        self._removed_states: list[bytes] = []
 
     # ---- KV blocks (CacheObserver) --------------------------------------------------------------
 
@@ -137,6 +151,18 @@ class EventLog:
         if self._removed_blocks:
             self._events.append(BlocksRemoved(self._removed_blocks))
             self._removed_blocks = []
+        if self._removed_states:
+            self._events.append(StatesRemoved(self._removed_states))
+            self._removed_states = []
+
+    # ---- recurrent states -----------------------------------------------------------------------
+
+    def state_stored(self, block_hash: BlockHash) -> None:
+        self._note_removed_blocks()
+        self._events.append(StateStored(block_hash))
+
+    def state_removed(self, block_hash: BlockHash) -> None:
+        self._removed_states.append(block_hash)
 
     # ---- encoder outputs ------------------------------------------------------------------------
 

@@ -43,6 +43,7 @@ class LoadedEngine:
         largest_request_bytes: serialised items of the largest request under the limits; 0 = not
             known.
         namespace: names weights and processor; frontends must present the same.
+        kv_block_bytes: of one KV block. num_snapshots: of recurrent state that the runner can keep.
     """
 
     runner: ModelRunner
@@ -52,6 +53,8 @@ class LoadedEngine:
     largest_request_bytes: int = 0
     namespace: bytes = b""
     revision: str = ""
+    kv_block_bytes: int = 0
+    num_snapshots: int = 0
 
 
 def encoder_budget(config: EngineConfig, loaded: LoadedEngine) -> EncoderBudget:
@@ -100,7 +103,16 @@ def scheduler_limits(config: EngineConfig, loaded: LoadedEngine) -> SchedulerLim
         prefix_caching=caches.prefix_caching,
         namespace=loaded.namespace,
         kv_dtype=caches.kv_dtype,
+        num_snapshots=loaded.num_snapshots,
+        snapshot_tokens=_snapshot_tokens(config, loaded),
     )
+
+
+def _snapshot_tokens(config: EngineConfig, loaded: LoadedEngine) -> int:
+    """Tokens whose KV takes a quarter of the memory of a state: closer together, snapshots would
+    cost more than the tokens that they save."""
+    state_bytes = loaded.runner.traits.state_bytes
+    return state_bytes * config.caches.block_size // max(4 * loaded.kv_block_bytes, 1)
 
 
 def assemble_core(

@@ -27,6 +27,7 @@ class EngineMetrics:
         self._grammars(metrics)
         self._encoder(metrics)
         self._prefix(metrics)
+        self._states(metrics)
         self._values(metrics)
         self._ages(metrics)
         self._ghosts(metrics)
@@ -153,12 +154,24 @@ class EngineMetrics:
         m.set("foveal_cache_queries", queries, cache="kv", modality=modality, tier="device")
         m.set("foveal_cache_hits", hits, cache="kv", modality=modality, tier="device")
 
+    def _states(self, m: Metrics) -> None:
+        m.set("foveal_prefix_tokens_without_state", self._core.stats.num_stateless_tokens)
+        snapshots = self._core.scheduler.roster.snapshots
+        if snapshots is None:
+            return
+        pool, each = snapshots.pool, self._core.runner.traits.state_bytes
+        held = pool.num_used_blocks + pool.num_cached_blocks
+        self._sizes(m, "state", "device", held * each, pool.num_blocks * each, held)
+        m.set("foveal_cache_evictions", pool.num_evictions, cache="state", tier="device",
+              reason="room")  # fmt: skip
+
     def _ages(self, m: Metrics) -> None:
-        core = self._core
+        core, snapshots = self._core, self._core.scheduler.roster.snapshots
         for cache, tier, ages in (
             ("ipc", "host", core.value_ages),
             ("encoder", "device", core.scheduler.encoder.ages),
             ("kv", "device", core.scheduler.pool.ages),
+            *([("state", "device", snapshots.pool.ages)] if snapshots else []),
         ):
             m.set_histogram("foveal_cache_eviction_age_seconds", ages.seen, cache=cache, tier=tier)
 

@@ -45,8 +45,12 @@ class Ahead:
         ):
             return None
         self._planner.step += 1
+        take = roster.snapshots.take if roster.snapshots is not None else lambda *_: 0
         scheduled = [
-            ScheduledRequest(r.request_id, r.num_tokens, 1, r.block_ids, True) for r in going_on
+            ScheduledRequest(
+                r.request_id, r.num_tokens, 1, r.block_ids, True, take(r, r.num_tokens + 1)
+            )
+            for r in going_on
         ]
         gone, roster.gone = roster.gone, []
         return StepPlan(self._planner.step, scheduled=scheduled, finished=gone)

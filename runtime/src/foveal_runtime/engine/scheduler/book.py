@@ -6,6 +6,7 @@ loses everything, so that nothing it holds can be forgotten. Decides nothing abo
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 
 from foveal_runtime.engine.caches.block_pool import BlockPool
@@ -16,6 +17,7 @@ from foveal_runtime.engine.caches.prefix_cache import BlockHasher
 from foveal_runtime.engine.scheduler.checks import check_request
 from foveal_runtime.engine.scheduler.outputs import Outbox
 from foveal_runtime.engine.scheduler.queue import make_queue
+from foveal_runtime.engine.scheduler.snapshots import Snapshots
 from foveal_runtime.engine.types.limits import SchedulerLimits
 from foveal_runtime.engine.types.request import Request, Status
 from foveal_runtime.engine.types.stats import EngineStats
@@ -63,8 +65,16 @@ class Roster:
             ages=EvictionAges(clock),
         )
         self.is_caching = (
-            limits.prefix_caching and traits.bidirectional != "prompt" and not traits.state_bytes
+            limits.prefix_caching
+            and traits.bidirectional != "prompt"
+            and (not traits.state_bytes or limits.num_snapshots > 0)
         )
+        self.is_indivisible = limits.disable_chunked_mm_input or traits.bidirectional == "item"
+        self.snapshots: Snapshots | None = None
+        if self.is_caching and traits.state_bytes:
+            self.snapshots = Snapshots(
+                limits, is_indivisible=self.is_indivisible, clock=clock, observer=observer
+            )
         self.away: dict[str, Request] = {}  # preempted, their values must come back first
         self.recalled: list[Request] = []  # those of them that nobody was asked for yet
         self.in_runner: set[str] = set()
@@ -87,6 +97,8 @@ class Roster:
         request.output_limit_tokens = 1 if sampling.pooling else min(sampling.max_tokens, room)
         if self.is_caching:
             self.hasher.extend(request, request.num_tokens)
+        if self.snapshots is not None:
+            self.snapshots.meet(request, itertools.chain(self.running, self.waiting))
         self.requests[request.request_id] = request
         if request.num_output_tokens >= request.output_limit_tokens:
             # An earlier attempt had already made all its tokens.
@@ -94,6 +106,24 @@ class Roster:
             self.outbox.finish(request, "length", self.clock())
             return
         self.waiting.push(request)
+
+    def count_admission(self, request: Request, num_cached: int, num_known: int) -> None:
+        """What it takes from the prefix cache, of the KV that was there."""
+        if request.num_preemptions:
+            return
+        request.num_cached_tokens = num_cached
+        request.admit_seconds = self.clock()
+        if self.is_caching and request.read_prefix_cache:
+            self.stats.num_prefix_query_tokens += request.num_prompt_tokens
+            self.stats.num_prefix_hit_tokens += min(num_cached, request.num_prompt_tokens)
+            self.stats.num_stateless_tokens += num_known - num_cached
+            for entry in request.mm_inputs:
+                place = entry.placeholder
+                found = min(max(num_cached - place.offset, 0), place.length)
+                self.stats.count_prefix_media(entry.modality, place.length, found)
+            # Last blocks first, as they are evicted: a block is of no use without those before it.
+            for block_hash in reversed(request.block_hashes):
+                self.block_ghosts.query(block_hash, 1)
 
     def abort(self, request_id: str) -> Request | None:
         """Ends a request without an output; None when it is unknown or already over."""
@@ -116,6 +146,8 @@ class Roster:
         self.pool.release(request.block_ids)
         request.block_ids = []
         self.encoder.free(request)
+        if self.snapshots is not None:
+            self.snapshots.close(request)
         request.status = Status.FINISHED
         del self.requests[request.request_id]
         self._forget(request.request_id)
@@ -131,6 +163,8 @@ class Roster:
             self.running.remove(request)
         elif request.status is Status.WAITING:
             self.waiting.remove(request)
+        if self.snapshots is not None:
+            self.snapshots.close(request, is_valid=False)
         self.drop(request)
         self.outbox.error(request, error)
 
@@ -139,6 +173,8 @@ class Roster:
         self.running.remove(victim)
         self.pool.release(victim.block_ids)
         self.encoder.free(victim)
+        if self.snapshots is not None:
+            self.snapshots.close(victim)
         victim.block_ids = []
         victim.num_computed = 0
         victim.step = -1
@@ -197,6 +233,10 @@ class Roster:
             assert request.status is Status.WAITING
             assert not request.num_released
             assert not request.block_ids
+            assert not request.pending
+            assert not request.rolling
             assert not self.encoder.get_cached_input_ids(request)
         self.pool.check_integrity([request.block_ids for request in self.running])
         self.encoder.check_integrity(self.running)
+        if self.snapshots is not None:
+            self.snapshots.check_integrity(self.running)

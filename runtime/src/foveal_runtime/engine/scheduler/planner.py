@@ -59,9 +59,9 @@ class Planner:
         self.traits = roster.traits
         self.step = 0
         self.encoding: dict[MMHash, str] = {}
-        bidirectional = roster.traits.bidirectional
-        self._indivisible = roster.limits.disable_chunked_mm_input or bidirectional == "item"
-        self._whole_prompt = bidirectional == "prompt"
+        self._snapshots = roster.snapshots
+        self._indivisible = roster.is_indivisible
+        self._whole_prompt = roster.traits.bidirectional == "prompt"
         limits = roster.limits
         target, start = limits.target_itl_seconds, limits.max_num_mixed_tokens
         self.pace = Pace(target, start or limits.max_num_batched_tokens) if target else None
@@ -131,6 +131,7 @@ class Planner:
                 request.num_tokens - computed == 1
                 and computed < len(request.block_ids) * size
                 and request.next_mm == len(request.mm_inputs)
+                and (self._snapshots is None or (computed + 1) % size)
             ):
                 request.step = step
                 now.tokens_left -= 1
@@ -172,6 +173,8 @@ class Planner:
         num_tokens = min(request.num_tokens - start, now.tokens_left)
         if self._whole_prompt and start + num_tokens < request.num_prompt_tokens:
             return Window(0)
+        if self._snapshots is not None:
+            num_tokens = self._snapshots.clip(request, start, num_tokens)
         if request.next_mm == len(request.mm_inputs):
             return Window(num_tokens)
         compute_left = self._compute_left(request, start, now)
@@ -263,6 +266,10 @@ class Planner:
         if stuck == request.request_id and self.roster.running and pool.num_free_blocks <= num_free:
             return False
         hit = self._lookup_prefix(request)
+        num_known, snapshot = len(hit), 0
+        if self._snapshots is not None:
+            count, snapshot = self._snapshots.find(request, num_known)
+            del hit[count:]
         if self._is_coming(request, len(hit), now):
             if len(now.aside) == _MAX_ASIDE:
                 return False
@@ -272,6 +279,8 @@ class Planner:
         start = len(hit) * size
         if now.starved and request.mm_inputs:
             return False  # newcomers' items would take all room that comes free while they come
+        if self._snapshots is not None:
+            self._snapshots.plan_cuts(request, start, num_known * size)
         window = self._window(request, start, now)
         if window is None:
             return True
@@ -290,15 +299,17 @@ class Planner:
         self._stuck_head = ("", 0)
         self.roster.waiting.remove(request)
         pool.share(hit)
+        if snapshot and self._snapshots is not None:
+            self._snapshots.use(snapshot)
         request.block_ids = hit
         request.num_published = len(hit)
         request.status = Status.RUNNING
         self.roster.running.append(request)
         if now.computing is not None:
             now.computing.append(request)
-        self._count_admission(request, start)
+        self.roster.count_admission(request, start, num_known * size)
         need = self._blocks_to_add(request, start + window.num_tokens)
-        self._commit(request, start, window, need, now)
+        self._commit(request, start, window, need, now, snapshot)
         return True
 
     def _lookup_prefix(self, request: Request) -> list[int]:
@@ -326,37 +337,31 @@ class Planner:
         mine = request.block_hashes
         for entry in now.computing:
             theirs = entry.block_hashes
-            if entry.num_published > num_hit or len(theirs) <= num_hit:
+            if self._snapshots is None and entry.num_published > num_hit:
+                continue
+            if len(theirs) <= num_hit:
                 continue
             if theirs[num_hit] != mine[num_hit]:
                 continue
             end, last = num_hit + 1, min(most, len(theirs))
             while end < last and theirs[end] == mine[end]:
                 end += 1
-            if 2 * end >= request.num_tokens / size + num_hit:
-                return True
+            if 2 * end < request.num_tokens / size + num_hit:
+                continue
+            if self._snapshots is not None:
+                given = now.scheduled.get(entry.request_id)
+                reach = entry.num_computed + (given.num_scheduled_tokens if given else 0)
+                if not self._snapshots.promise(entry, reach, end * size):
+                    continue
+            return True
         return False
 
-    def _count_admission(self, request: Request, num_cached: int) -> None:
-        if request.num_preemptions:
-            return
-        request.num_cached_tokens = num_cached
-        request.admit_seconds = self.roster.clock()
-        if self.roster.is_caching and request.read_prefix_cache:
-            self.roster.stats.num_prefix_query_tokens += request.num_prompt_tokens
-            self.roster.stats.num_prefix_hit_tokens += min(num_cached, request.num_prompt_tokens)
-            for entry in request.mm_inputs:
-                place = entry.placeholder
-                found = min(max(num_cached - place.offset, 0), place.length)
-                self.roster.stats.count_prefix_media(entry.modality, place.length, found)
-            # Last blocks first, as they are evicted: a block is of no use without those before it.
-            for block_hash in reversed(request.block_hashes):
-                self.roster.block_ghosts.query(block_hash, 1)
-
     def _commit(
-        self, request: Request, start: int, window: Window, num_new_blocks: int, now: _Pass
-    ) -> None:
-        """Takes blocks and encoder outputs and writes the request into the plan."""
+        self, request: Request, start: int, window: Window, num_new_blocks: int, now: _Pass,
+        snapshot: int = 0,
+    ) -> None:  # fmt: skip
+        """Takes blocks and encoder outputs and writes the request into the plan. `snapshot`: where
+        a new one's recurrent state comes from."""
         if num_new_blocks:
             request.block_ids.extend(self.roster.pool.allocate(num_new_blocks))
         request.num_computed = start
@@ -381,14 +386,16 @@ class Planner:
             request.known_to_runner = True
             now.new[request.request_id] = NewRequest(
                 request.request_id, request.token_ids.copy(), request.num_prompt_tokens,
-                request.mm_inputs, request.values, request.sampling,
+                request.mm_inputs, request.values, request.sampling, snapshot,
             )  # fmt: skip
         request.step = now.step
         now.tokens_left -= window.num_tokens
-        last = start + window.num_tokens == request.num_tokens
+        end = start + window.num_tokens
         now.scheduled[request.request_id] = ScheduledRequest(
-            request.request_id, start, window.num_tokens, request.block_ids, last
-        )
+            request.request_id, start, window.num_tokens, request.block_ids,
+            end == request.num_tokens,
+            0 if self._snapshots is None else self._snapshots.take(request, end),
+        )  # fmt: skip
 
     def _note_encoder_wait(self, request: Request) -> None:
         """Its next items fit: how long they had not; 0 for those that never waited."""

@@ -155,6 +155,8 @@ class Scheduler:
             request.num_computed = computed
             if caching and computed // size > request.num_published:
                 self._publish(request, computed // size)
+            if entry.snapshot and self.roster.snapshots is not None:
+                self.roster.snapshots.keep(request, entry.snapshot)
             if request.next_mm < len(request.mm_inputs):
                 self._release_consumed(request)
         for logprobs in result.prompt_logprobs:
@@ -265,6 +267,8 @@ class Scheduler:
     def reset_prefix_cache(self) -> int:
         """Forgets all blocks nobody uses; returns how many."""
         count = self.roster.pool.reset()
+        if self.roster.snapshots is not None:
+            self.roster.snapshots.pool.reset()
         self.roster.block_ghosts.reset()
         if self.roster.observer is not None:
             self.roster.observer.blocks_cleared()

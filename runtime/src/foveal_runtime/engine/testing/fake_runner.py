@@ -71,6 +71,10 @@ def slots_of(
     return out + np.arange(start + 1, stop + 1, dtype=np.uint64) * _PLACE
 
 
+def _folded(slots: np.ndarray) -> int:
+    return int(np.add.reduce(slots * slots + slots * _PLACE))
+
+
 def next_token(slots: np.ndarray, sampling: SamplingParams, vocab_size: int) -> int:
     digest = blake3(sampling.seed.to_bytes(8, "little") + slots.tobytes()).digest(length=8)
     return int.from_bytes(digest, "little") % vocab_size
@@ -123,6 +127,7 @@ class _State:
         self.inputs = new.mm_inputs
         self.sampling = new.sampling
         self.pooled: list[np.ndarray] = []  # numbers of the positions computed here
+        self.end, self.state = 0, 0  # tokens that the recurrent state has seen
 
 
 class _FakeStep(DoneStep):
@@ -164,6 +169,7 @@ class FakeRunner:
         self._block_size = block_size
         self._kv = np.zeros(num_blocks * block_size, dtype=np.uint64)
         self._requests: dict[str, _State] = {}
+        self.snapshots: dict[int, tuple[int, int]] = {}
         self._encoder_cache_embeds = encoder_cache_embeds
         self._on_execute = on_execute
         self.device: dict[MMHash, int] = {}
@@ -194,7 +200,9 @@ class FakeRunner:
             self._broken.pop(request_id, None)
         for new in plan.new:
             self._broken.pop(new.request_id, None)
-            self._requests[new.request_id] = _State(new)
+            state = self._requests[new.request_id] = _State(new)
+            if new.snapshot:
+                state.end, state.state = self.snapshots[new.snapshot]
         self._move_outputs(plan)
         result = StepResult(plan.step)
         self._encode(plan, result)
@@ -307,6 +315,10 @@ class FakeRunner:
         self.num_computed_tokens += stop - start
         held = self._kv[slots]
         assert not (held == _EMPTY).any(), "a slot is read that was never written"
+        if self._traits.state_bytes:
+            self._advance(state, start, values, held)
+            if entry.snapshot:
+                self.snapshots[entry.snapshot] = state.end, state.state
         if state.sampling.prompt_logprobs >= 0 and start < state.num_prompt_tokens:
             last = min(stop, state.num_prompt_tokens - 1)
             count = max(last - start, 0)
@@ -332,6 +344,13 @@ class FakeRunner:
         computed = np.concatenate(state.pooled)
         assert len(computed) == len(held), "positions that nobody computed cannot be pooled"
         return embedding_of(computed if state.sampling.pooling == "mean" else computed[:1])
+
+    def _advance(self, state: _State, start: int, values: np.ndarray, held: np.ndarray) -> None:
+        """The recurrent state is a sum over everything before: a wrong or an old snapshot shows."""
+        assert state.end == start, "the state is at another position than the tokens"
+        state.state = (state.state + _folded(values)) % (1 << 64)
+        state.end += len(values)
+        assert state.state == _folded(held), "the state has seen other tokens than the KV"
 
     def _needs(self, state: _State, start: int, stop: int) -> set[MMHash]:
         return {

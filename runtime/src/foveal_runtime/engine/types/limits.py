@@ -29,6 +29,9 @@ class SchedulerLimits:
         disable_chunked_mm_input: an item's tokens are computed in one step.
         namespace: weights and processor identity, part of every block hash.
         kv_dtype: what the pool keeps, for metrics alone.
+        num_snapshots: snapshots of recurrent state that the runner can keep, for models with such;
+            0: no prefix is reused then.
+        snapshot_tokens: least distance of snapshots that nothing else asks for.
     """
 
     num_blocks: int
@@ -48,6 +51,8 @@ class SchedulerLimits:
     prefix_caching: bool = True
     namespace: bytes = b""
     kv_dtype: str = "auto"
+    num_snapshots: int = 0
+    snapshot_tokens: int = 0
 
     def __post_init__(self) -> None:
         assert self.num_blocks > 1

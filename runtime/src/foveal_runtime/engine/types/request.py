@@ -36,6 +36,9 @@ class Request:
         key, on_trial: see `wire.messages.RequestBody`.
         block_ids: KV blocks, in order. num_published: how many of them the prefix cache knows.
         block_hashes: hashes of the full blocks of token_ids, made once and kept.
+        cuts: positions to come, in order, at which a chunk must end so that recurrent state can be
+            kept there. state_end: where the last snapshot was taken, or it started from one.
+        pending, rolling: slots that running steps fill; the last one of outputs, 0: none.
     """
 
     __slots__ = (
@@ -44,6 +47,7 @@ class Request:
         "block_hashes",
         "block_ids",
         "cache_salt",
+        "cuts",
         "echo_prompt",
         "encoder_since",
         "first_seconds",
@@ -67,14 +71,17 @@ class Request:
         "num_tokens",
         "on_trial",
         "output_limit_tokens",
+        "pending",
         "priority",
         "prompt_logprobs",
         "read_prefix_cache",
         "request_id",
         "rid",
+        "rolling",
         "sampling",
         "sequence",
         "session",
+        "state_end",
         "status",
         "step",
         "stop_ids",
@@ -131,6 +138,10 @@ class Request:
         self.block_hashes: list[bytes] = []
         self.hash_mm = 0
         self.num_published = 0
+        self.cuts: list[int] = []
+        self.state_end = 0
+        self.pending: list[int] = []
+        self.rolling = 0
         self.num_released = 0
         self.num_cached_tokens = 0
         self.num_encoded = self.num_encoder_hits = 0

@@ -44,6 +44,8 @@ class EngineStats:
 
     Attributes:
         num_prompt_tokens, num_cached_prompt_tokens: of requests that got their first token.
+        num_stateless_tokens: prompt tokens whose KV was cached, but no recurrent state that they
+            could be continued from.
         prefix_media_*: the part of num_prefix_* that stands for media, by modality.
         encoded_items, encoded_embeds, encode_seconds: by modality.
         num_prefill_tokens, prefill_seconds: of steps that were mostly prefill: what a computed
@@ -53,6 +55,7 @@ class EngineStats:
     num_steps: int = 0
     num_prefix_query_tokens: int = 0
     num_prefix_hit_tokens: int = 0
+    num_stateless_tokens: int = 0
     prefix_media_query_tokens: dict[int, int] = field(default_factory=dict)
     prefix_media_hit_tokens: dict[int, int] = field(default_factory=dict)
     num_prompt_tokens: int = 0

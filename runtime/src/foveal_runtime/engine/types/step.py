@@ -38,7 +38,7 @@ class ModelTraits(msgspec.Struct, frozen=True):
             computes them): outputs of another kind are not taken over from disk.
         value_bytes: bytes of one value that the model computes with.
         state_bytes: bytes of recurrent state of one running request. Such a state exists only at
-            the end of what was computed, so that no prefix of blocks can be continued.
+            the end of what was computed: a prefix can be continued where a snapshot was taken.
         grammars: the grammar library and its version that outputs can be bound with; "": none.
     """
 
@@ -70,7 +70,8 @@ class NewRequest(msgspec.Struct, array_like=True):
     `token_ids` is the expanded prompt followed by output tokens that exist already;
     `num_prompt_tokens` says where outputs begin. `values` maps an item index to its serialised
     value (`wire.item`): what mrope positions need (grids) is read from there; pixels only when an
-    EncoderInput names the item.
+    EncoderInput names the item. `snapshot` is the slot of the recurrent state that it starts from,
+    copied before anything of this step is computed; 0: from an empty one.
     """
 
     request_id: str
@@ -79,6 +80,7 @@ class NewRequest(msgspec.Struct, array_like=True):
     mm_inputs: tuple[MMInput, ...]
     values: tuple[Buffer, ...]
     sampling: SamplingParams
+    snapshot: int = 0
 
 
 class ScheduledRequest(msgspec.Struct, array_like=True):
@@ -87,6 +89,7 @@ class ScheduledRequest(msgspec.Struct, array_like=True):
     No entry of `block_ids` is TRASH_BLOCK.
     `block_ids` is the whole block table up to the end of this window; the runner must not change
     it. `sample` is True when the window reaches the last known token, so a new one is wanted.
+    `snapshot` is the slot that the recurrent state is copied to after the step; 0: none.
     """
 
     request_id: str
@@ -94,6 +97,7 @@ class ScheduledRequest(msgspec.Struct, array_like=True):
     num_scheduled_tokens: int
     block_ids: list[int]
     sample: bool
+    snapshot: int = 0
 
 
 class EncoderInput(msgspec.Struct, array_like=True):

@@ -109,6 +109,7 @@ def _planned(arguments: argparse.Namespace, found: Found, plan: BudgetPlan) -> L
             "max_model_len": plan.max_model_len,
             "max_num_encoder_input_tokens": plan.encoder_compute_embeds,
             "kv_bytes": plan.kv_bytes,
+            "snapshot_bytes": plan.snapshot_bytes,
             "ipc_bytes": plan.ipc_bytes,
             "ipc_staging_bytes": plan.ipc_staging_bytes,
             "processor_bytes": plan.processor_bytes,
@@ -155,6 +156,7 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 16
     kv_dtype: KVDtype = "auto"
     kv_bytes: int = 1 * GIB
+    snapshot_bytes: int = 256 * MIB
     ipc_bytes: int = 4 * GIB
     ipc_type: str = "inline"
     processor_bytes: int = 4 * GIB
@@ -238,6 +240,7 @@ def _engine(options: LocalOptions, model: ModelConfig, index: int) -> EngineConf
             encoder_eviction=options.encoder_eviction,  # type: ignore[arg-type]
             warm_directory=_warm_directory(options.warm_directory, index),
             kv_bytes=options.kv_bytes,
+            snapshot_bytes=options.snapshot_bytes,
             block_size=options.block_size,
             kv_dtype=options.kv_dtype,
             kv_touched=False,  # nothing limits it here, and other programs want memory, too

@@ -211,6 +211,7 @@ def budget_inputs(arguments: argparse.Namespace, device: str, here: Machine) -> 
             encoder_host_bytes=a.encoder_host_bytes,
             kv_bytes=a.kv_bytes,
             kv_dtype=a.kv_dtype,
+            prefix_caching=a.prefix_caching,
         ),
         headroom_percent=round(100 * (1 - a.memory)),
     )

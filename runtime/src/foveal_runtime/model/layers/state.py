@@ -4,20 +4,22 @@ Layers with linear attention or short convolutions keep a state per sequence ins
 values. transformers' modules read and write it through a cache object and take no packed batches:
 several sequences in one flat row would leak into each other without an error. So each such
 module's forward is replaced by one that cuts the flat batch into its sequences and hands the module
-their slots. The runner opens a slot when a request arrives and closes it when the request is gone;
-a preempted request starts again from an empty state.
+their slots. The runner opens a slot when a request arrives and closes it when the request is gone.
+Further slots hold snapshots, which the scheduler names: copied where a chunk ended, and back when
+another request, or a preempted one, goes on from there.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from foveal_runtime.engine.types.step import ScheduledRequest
 from foveal_runtime.model.attention import ForwardContext
 from foveal_runtime.model.checkpoint.loader import LoadedModel
 from foveal_runtime.model.checkpoint.probe import StateShape
@@ -30,32 +32,64 @@ class StatePool:
     """State tensors by layer, (slots, *shape), and which request owns which slot.
 
     Attributes:
-        tensors: layer → {"conv" or "recurrent": tensor}.
+        tensors: layer → {"conv" or "recurrent": tensor}; requests' slots, then snapshots.
         ends: slot → number of tokens that its state has seen.
     """
 
-    def __init__(self, shapes: Sequence[StateShape], num_slots: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        shapes: Sequence[StateShape],
+        num_slots: int,
+        device: torch.device,
+        num_snapshots: int = 0,
+    ) -> None:
+        whole = num_slots + num_snapshots
         self.tensors = {
             shape.layer: {
-                name: torch.zeros(num_slots, *size, dtype=dtype, device=device)
+                name: torch.zeros(whole, *size, dtype=dtype, device=device)
                 for name, (size, dtype) in shape.parts.items()
             }
             for shape in shapes
         }
-        self.ends = [0] * num_slots
+        self.ends = [0] * whole
+        self.num_slots = num_slots
         self._free = list(range(num_slots - 1, -1, -1))
         self._slots: dict[str, int] = {}
 
-    def open(self, request_id: str) -> None:
-        """An empty state for the request, in the slot that it has already or in a free one."""
+    @property
+    def size_bytes(self) -> int:
+        return sum(t.nbytes for parts in self.tensors.values() for t in parts.values())
+
+    def touch(self) -> None:
+        """Takes all memory now: zeros are not there before they are written."""
+        for parts in self.tensors.values():
+            for tensor in parts.values():
+                tensor.fill_(0)
+
+    def open(self, request_id: str, snapshot: int = 0) -> None:
+        """The state of `snapshot`, 1 ... num_snapshots, or an empty one for the request, in the
+        slot that it has already or in a free one."""
         if request_id not in self._slots:
             assert self._free, "more requests in the runner than were planned"
             self._slots[request_id] = self._free.pop()
         slot = self._slots[request_id]
+        if snapshot:
+            self._copy(self.num_slots + snapshot - 1, slot)
+            return
         self.ends[slot] = 0
         for parts in self.tensors.values():
             for tensor in parts.values():
                 tensor[slot].zero_()
+
+    def save(self, request_id: str, snapshot: int) -> None:
+        """Keeps the request's state as it is now."""
+        self._copy(self._slots[request_id], self.num_slots + snapshot - 1)
+
+    def _copy(self, source: int, target: int) -> None:
+        self.ends[target] = self.ends[source]
+        for parts in self.tensors.values():
+            for tensor in parts.values():
+                tensor[target].copy_(tensor[source])
 
     def close(self, request_id: str) -> None:
         slot = self._slots.pop(request_id, None)
@@ -72,7 +106,7 @@ class StatePool:
 
     def check_integrity(self, request_ids: Sequence[str]) -> None:
         assert self._slots.keys() == set(request_ids)
-        assert sorted([*self._slots.values(), *self._free]) == list(range(len(self.ends)))
+        assert sorted([*self._slots.values(), *self._free]) == list(range(self.num_slots))
 
 
 class _Slots:
@@ -188,9 +222,38 @@ class States:
         """Bytes of one sequence's state, all layers."""
         return sum(shape.size_bytes for shape in self.shapes)
 
-    def allocate(self, num_slots: int, device: torch.device) -> None:
+    def allocate(
+        self,
+        num_slots: int,
+        device: torch.device,
+        *,
+        num_snapshots: int = 0,
+        is_touched: bool = True,
+    ) -> None:
         if self.shapes:
-            self.pool = StatePool(self.shapes, num_slots, device)
+            self.pool = StatePool(self.shapes, num_slots, device, num_snapshots)
+            if is_touched:
+                self.pool.touch()
+
+    def advance(self, planned: Iterable[ScheduledRequest]) -> list[int] | None:
+        """The slots of requests whose next tokens are computed; None without states."""
+        pool = self.pool
+        if pool is None:
+            return None
+        return [
+            pool.advance(
+                entry.request_id,
+                entry.num_computed_tokens,
+                entry.num_computed_tokens + entry.num_scheduled_tokens,
+            )
+            for entry in planned
+        ]
+
+    def save(self, computed: Iterable[ScheduledRequest]) -> None:
+        """Takes the snapshots that a step asks for, once it is computed."""
+        for entry in computed:
+            if entry.snapshot and self.pool is not None:
+                self.pool.save(entry.request_id, entry.snapshot)
 
     @contextmanager
     def in_use(self, context: ForwardContext) -> Iterator[None]:

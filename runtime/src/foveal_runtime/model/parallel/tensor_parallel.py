@@ -287,13 +287,11 @@ class TensorParallelRunner:
         """Ranks 1 ..., for supervision: their memory and CPU time are this engine's."""
         return tuple(self._workers.processes)
 
-    def allocate_kv(
-        self, num_blocks: int, *, num_sequences: int = 16, is_touched: bool = True
-    ) -> None:
+    def allocate_kv(self, num_blocks: int, *, is_touched: bool = True) -> None:
         """As TorchRunner's, on every rank; the others' pools are touched in any case."""
         if num_blocks >= 2:  # else only rank 0 refuses, and nobody waits for the others
             self._channel.send(Allocate(num_blocks))
-        self._runner.allocate_kv(num_blocks, num_sequences=num_sequences, is_touched=is_touched)
+        self._runner.allocate_kv(num_blocks, is_touched=is_touched)
 
     def execute(self, plan: StepPlan) -> StepResult:
         if self._workers.died.is_set():

@@ -140,11 +140,16 @@ class TorchRunner:
         return 0 if self._pool is None else self._pool.num_blocks
 
     def allocate_kv(
-        self, num_blocks: int, *, num_sequences: int = 16, is_touched: bool = True
+        self,
+        num_blocks: int,
+        *,
+        num_sequences: int = 16,
+        num_snapshots: int = 0,
+        is_touched: bool = True,
     ) -> None:
         """Makes the KV pool; one of its blocks is trash and belongs to no request. On a CPU, one
         that is not touched takes memory as it fills. `num_sequences` may have a recurrent state
-        at once, where the model has such."""
+        at once, where the model has such, and so many snapshots of one are kept."""
         assert self._pool is None
         if num_blocks < 2:
             raise StartupError(
@@ -160,7 +165,9 @@ class TorchRunner:
             self._attention_dtype,
             is_touched=is_touched,
         )
-        self.states.allocate(num_sequences, self.device)
+        self.states.allocate(
+            num_sequences, self.device, num_snapshots=num_snapshots, is_touched=is_touched
+        )
         self.forward.find_ways(self._pool, self.backend, self.device)
 
     def record_decoding(self, capturer: Capturer, *, max_num_seqs: int, max_model_len: int) -> bool:
@@ -233,6 +240,7 @@ class TorchRunner:
         if windows:
             step.computing = self.room.stopwatch()
             self._compute(windows, step)
+            self.states.save(w.scheduled for w in windows)
             step.computing.stop()
         step.start_fetch(self.room)
         return step
@@ -339,7 +347,7 @@ class TorchRunner:
             q_lens=batch.q_lens,
             kv_lens=batch.kv_lens,
             groups=None if batch.groups is None else groups,
-            state_slots=self._advance_states(windows),
+            state_slots=self.states.advance([w.scheduled for w in windows]),
         )
         embeds = self._embed(ids, windows)
         extra: dict[str, Any] = {}
@@ -352,12 +360,6 @@ class TorchRunner:
         wanted = WantedRows(rows, (batch.pos_of_token[last] + 1).tolist())
         hidden = self.forward(embeds, positions, context, extra, None if is_whole else wanted)
         return hidden, rows
-
-    def _advance_states(self, windows: Sequence[TokenWindow]) -> list[int] | None:
-        pool = self.states.pool
-        if pool is None:
-            return None
-        return [pool.advance(w.sequence.request_id, w.lo, w.hi) for w in windows]
 
     def _compute_logits(
         self, ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
@@ -385,7 +387,7 @@ class TorchRunner:
             position_delta=delta,
         )
         if self.states.pool is not None:
-            self.states.pool.open(request.request_id)
+            self.states.pool.open(request.request_id, request.snapshot)
 
     def _runnable(self, plan: StepPlan, failed: dict[str, str]) -> list[TokenWindow]:
         """The plan's windows without requests that cannot go on; those are noted in `failed`."""

@@ -194,12 +194,14 @@ def cache_line(
     elif pool.name == "encoder":
         formula = _encoder_formula(size, needs, profile)
     elif size == 0:
-        formula = "nothing to hold"
+        formula = "no room: no prefix is reused" if pool.name == "snapshots" else "nothing to hold"
     else:
         formula = why if pool.count == 1 else f"{why}, for each of {pool.count} processes"
         if size == pool.floor:
             formula = f"{_FLOOR[pool.name]}, the least that works"
     items, unit = _count(pool.name, place, size, needs)
+    if pool.name == "snapshots":
+        items, unit = size // pool.granule, "states"
     return Line(
         name=pool.name,
         place=place,

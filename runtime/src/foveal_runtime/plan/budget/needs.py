@@ -79,7 +79,7 @@ def derive_needs(inputs: BudgetInputs, profile: ModelProfile) -> Needs:
         _encoder_host_pool(engine.encoder_host_bytes, bool(items)),
         _ipc_pool(engine.ipc_bytes, largest_bytes),
     )
-    compute_pools = (encoder_pool, kv_pool)
+    compute_pools = (encoder_pool, kv_pool, *_snapshot_pools(inputs, profile))
     return Needs(
         items=items,
         max_model_len=max_len,
@@ -205,6 +205,25 @@ def _kv_pool(inputs: BudgetInputs, floor: int, block_bytes: int, ranks: int) -> 
         default=-(-default // ranks),
         share=2,
         granule=max(1, block_bytes // ranks),
+    )
+
+
+def _snapshot_pools(inputs: BudgetInputs, profile: ModelProfile) -> tuple[Pool, ...]:
+    """Snapshots of recurrent state: without any, no prefix is reused. A conversation of some
+    thousand tokens needs two or three, which take about half the memory of its KV."""
+    engine, each = inputs.engine, profile.state_bytes
+    if not each or not engine.prefix_caching:
+        return ()
+    default = min(DEFAULT_KV_CPU_BYTES // 2, 2 * engine.max_num_seqs * each)
+    return (
+        Pool(
+            name="snapshots",
+            pinned=None,
+            floor=0,
+            default=default - default % each,
+            share=1,
+            granule=each,
+        ),
     )
 
 

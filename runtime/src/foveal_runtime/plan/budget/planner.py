@@ -6,7 +6,8 @@ docs/reference/budgets.md with worked examples.
 
 Auto, in one paragraph: with a limit, the terms the software needs come first and the Auto caches
 share what is left (frontend: all of it to the processor caches; engine host memory: IPC pool 2,
-KV on a CPU 2, encoder host tier 1; a device: encoder cache by its rule, all the rest to KV).
+KV on a CPU 2, encoder host tier 1; a device: encoder cache by its rule, all the rest to KV). Of a
+model with recurrent state, snapshots of it take half as much as KV.
 Without a limit the caches take their defaults and the limit follows, never above what a node has.
 """
 
@@ -105,6 +106,7 @@ def draft(inputs: BudgetInputs, profile: ModelProfile) -> BudgetPlan:
         encoder_host_bytes=sizes["encoderHost"],
         kv_bytes=kv_bytes,
         kv_tokens=kv_bytes // needs.kv_block_bytes * inputs.engine.block_size,
+        snapshot_bytes=sizes.get("snapshots", 0),
         max_model_len=needs.max_model_len,
     )
 

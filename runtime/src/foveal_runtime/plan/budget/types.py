@@ -100,6 +100,7 @@ class EngineInputs(msgspec.Struct, frozen=True, kw_only=True):
         max_model_len: 0 = the model's own limit.
         max_num_encoder_input_tokens, encoder_embeds: count embeddings; 0 = derived.
         kv_bytes: KV pool of the engine over all its devices. kv_dtype: see EngineCaches.
+        prefix_caching: prefixes are reused, for which models with recurrent state need snapshots.
     """
 
     num_engines: int = 1
@@ -121,6 +122,7 @@ class EngineInputs(msgspec.Struct, frozen=True, kw_only=True):
     encoder_host_bytes: int | None = 0
     kv_bytes: int | None = None
     kv_dtype: str = "auto"
+    prefix_caching: bool = True
 
 
 class BudgetInputs(msgspec.Struct, frozen=True, kw_only=True):
@@ -261,6 +263,7 @@ class BudgetPlan(msgspec.Struct, frozen=True, kw_only=True):
     encoder_host_bytes: int
     kv_bytes: int
     kv_tokens: int
+    snapshot_bytes: int
     max_model_len: int
 
     @property

@@ -1,8 +1,8 @@
 """Foveal's own families: every cache by one schema, the mirror, the media path, engine and budget.
 
 Label `process` names the exporting process (frontend-0/1, engine-0), so that values of several
-processes stand side by side and never mix. `cache` is processor, ipc, encoder or kv; `tier` is
-device, host, disk or "".
+processes stand side by side and never mix. `cache` is processor, ipc, encoder, kv or state
+(snapshots of recurrent state); `tier` is device, host, disk or "".
 """
 
 from __future__ import annotations
@@ -229,6 +229,9 @@ _ENGINE_WORK = (
     _one(_ENGINE, "gauge", "encoder_cache_capacity_embeds", "Its size.", unit="embeds"),
     _one(_ENGINE, "gauge", "kv_blocks", "KV blocks by state: active, cached, free.", "state",
          unit="blocks"),
+    _one(_ENGINE, "counter", "prefix_tokens_without_state", "Tokens of prompts whose KV was cached "
+         "but which were computed again, as no snapshot of recurrent state was there.",
+         unit="tokens"),
     _one(_ENGINE, "counter", "events_published", "Cache events on the event stream."),
     _one(_BOTH, "gauge", "memory_peak_bytes", "The most memory the container ever had, as its "
          "control group counts it.", unit="bytes"),
