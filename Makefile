@@ -119,6 +119,7 @@ soak: $(VENV)/.dev ## 100 faults, a million fuzz steps, the large checker instan
 	@$(PY) e2e/soak/mirror_fuzz.py --steps 1000000
 	@OMP_WAIT_POLICY=passive FOVEAL_FAULTS=100 FOVEAL_OUTAGE_SECONDS=300 $(VENV)/bin/pytest -q -s -m "(faults or slow) and not cluster and not hostile" tests
 	@FOVEAL_HOSTILE=10000 timeout 7200 $(VENV)/bin/pytest -q -s -m hostile tests/processes
+	@FOVEAL_REAL_WEIGHTS=100 $(VENV)/bin/pytest -q tests/model/test_real_weights.py
 	@OMP_WAIT_POLICY=passive FOVEAL_JSON_KILLS=100 $(VENV)/bin/pytest -q -k bound_stream tests/processes/test_structured_outputs.py
 	@FOVEAL_OUTAGE_SECONDS=300 FOVEAL_ABSENCE_SECONDS=600 $(VENV)/bin/pytest -q -s -k "outage_is_survived or without_an_operator" -m "api_server and not slow" tests/control_plane/api_server
 	@$(PY) -m e2e.soak.leak --minutes 60
