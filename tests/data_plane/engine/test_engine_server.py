@@ -363,13 +363,13 @@ async def test_a_busy_event_loop_keeps_its_session():
 
 
 async def test_what_a_frontend_that_hangs_owes_is_asked_of_another():
-    """Its transport lives, its loop does not: what it was asked for blocked every other frontend
-    for as long as the process lived. Without debts, it keeps its session for an hour (above)."""
+    """Its transport lives, its loop does not: what it owed blocked every other frontend for as
+    long as its process lived. Without debts, it keeps its session for an hour (above)."""
     now = [100.0]
     with engine(clock=lambda: now[0]) as harness:
         hangs, other = Client(harness, "f1"), Client(harness, "f2")
-        for client in (hangs, other):
-            await client.open()
+        await hangs.open()
+        await other.open()
         hangs.send(hangs.fake.request(("r", 0), [1, A, 2], with_values=False))
         async with asyncio.timeout(20):
             while not harness.core.receiver.admission.pending:  # noqa: ASYNC110 - another thread's
@@ -380,6 +380,7 @@ async def test_what_a_frontend_that_hangs_owes_is_asked_of_another():
             while True:
                 heard = other.fake.num_heartbeats
                 now[0] += 2.0  # longer than between two beats, shorter than a standstill
+                other.send(other.fake.sender.heartbeat())
                 while other.fake.num_heartbeats == heard:
                     harness.server._links._transport.wake()
                     await asyncio.sleep(0.01)
@@ -390,10 +391,9 @@ async def test_what_a_frontend_that_hangs_owes_is_asked_of_another():
         other.check(("s", 0))
         assert now[0] > 100.0 + SILENT_SECONDS
         await hangs.until(lambda: hangs.fake.over)
-        assert hangs.fake.over == "silent"
-        assert hangs.fake.lost == [("r", 0)]
-        for client in (hangs, other):
-            client.link.close()
+        assert (hangs.fake.over, hangs.fake.lost) == ("silent", [("r", 0)])
+        hangs.link.close()
+        other.link.close()
 
 
 async def test_a_frontend_that_stands_still_is_given_up():
