@@ -69,10 +69,10 @@ class Leaking(States):
 class Remembering(StatePool):
     """A preempted request goes on with the state that it had."""
 
-    def open(self, request_id: str) -> None:
+    def open(self, request_id: str, snapshot: int = 0) -> None:
         known = request_id in self._slots
         if not known:
-            super().open(request_id)
+            super().open(request_id, snapshot)
         self.ends[self._slots[request_id]] = 0
 
 
