@@ -155,6 +155,13 @@ async def test_the_basis_of_one_accelerator_is_none_of_another() -> None:
         await there_and_back(LEGAL["cpu"]["spec"], {**LEGAL["minimal"]["spec"], "engine": engine})
 
 
+async def test_the_basis_of_some_nodes_is_none_of_others() -> None:
+    """Facts follow what chooses nodes: those of another pool were kept from before the edit."""
+    after = {**LEGAL["gpu"]["spec"]}
+    assert "nodeSelector" in after["engine"]["podTemplate"]["spec"]
+    await there_and_back(LEGAL["minimal"]["spec"], after)
+
+
 @pytest.mark.parametrize("name", ["gpu", "cpu"])
 @pytest.mark.parametrize("what", BAD)
 async def test_a_bad_spec_is_told_and_taken_back(name: str, what: str) -> None:

@@ -13,12 +13,13 @@ from typing import Any
 
 import msgspec
 
-from foveal_operator.api.workloads import Accelerator
+from foveal_operator.api.workloads import Accelerator, Engine
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.budget_inputs import NodeFacts
-from foveal_operator.manifests.context import DEFAULT_RESOURCE_NAME, Context
+from foveal_operator.manifests.context import DEFAULT_RESOURCE_NAME, Context, content_hash
 
 _KEY = "basis.json"
+CHOOSES_NODES = ("nodeSelector", "affinity", "tolerations")
 
 
 class Basis(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,18 +27,23 @@ class Basis(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         accelerator: what the node facts are about; "" in a basis written before it was kept.
+        placement: hash of what chooses the nodes that they are about, "" where nothing does; unset
+            in a basis written before it was kept.
     """
 
     runtime_image: str
     accelerator: str = ""
     node_bytes: int = 0
     device_bytes: int = 0
+    placement: str | msgspec.UnsetType = msgspec.UNSET
     # Which set of CURVE keys the pods share; another one replaces them all. "" is the first.
     key_generation: str | msgspec.UnsetType = msgspec.UNSET
 
-    def is_about(self, accelerator: Accelerator) -> bool:
-        """Facts about one kind of device say nothing of another."""
-        return self.accelerator in ("", accelerator_name(accelerator))
+    def is_about(self, engine: Engine) -> bool:
+        """Facts about one kind of device, or about some nodes, say nothing of others."""
+        return self.accelerator in ("", accelerator_name(engine.accelerator)) and (
+            self.placement in (msgspec.UNSET, placement_of(engine))
+        )
 
     @property
     def nodes(self) -> NodeFacts:
@@ -49,6 +55,14 @@ def accelerator_name(accelerator: Accelerator) -> str:
     if accelerator.type == "CPU":
         return "CPU"
     return accelerator.device_class_name or accelerator.resource_name or DEFAULT_RESOURCE_NAME
+
+
+def placement_of(engine: Engine) -> str:
+    """What of the podTemplate chooses nodes, as a hash; "" where nothing does."""
+    overlay = (engine.pod_template or {}).get("spec")
+    spec = overlay if isinstance(overlay, dict) else {}
+    found = {key: spec[key] for key in CHOOSES_NODES if key in spec}
+    return content_hash(found) if found else ""
 
 
 def basis_name(name: str) -> str:

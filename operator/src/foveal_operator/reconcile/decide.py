@@ -19,7 +19,7 @@ from foveal_operator.manifests.budget_inputs import NodeFacts, budget_inputs
 from foveal_operator.manifests.context import Context
 from foveal_operator.manifests.pods import REVISION_LABEL
 from foveal_operator.model.flow import ModelDecision, ModelView, decide_model
-from foveal_operator.reconcile.baseline import Basis, accelerator_name
+from foveal_operator.reconcile.baseline import Basis, accelerator_name, placement_of
 from foveal_operator.reconcile.cluster_facts import Survey
 from foveal_operator.reconcile.observe import Observation
 from foveal_operator.reconcile.plan_cache import Planned
@@ -74,7 +74,9 @@ class Decider:
         )
         facts = msgspec.structs.replace(seen.facts, model_ready=model.model_ready)
         recorded = seen.recorded
-        nodes = recorded.nodes if recorded and recorded.is_about(accelerator) else seen.nodes
+        nodes = (
+            recorded.nodes if recorded and recorded.is_about(inference.spec.engine) else seen.nodes
+        )
         derived = self._planned.derived(
             inference,
             facts,
@@ -88,6 +90,7 @@ class Decider:
             basis=Basis(
                 runtime_image=facts.runtime_image,
                 accelerator=accelerator_name(accelerator),
+                placement=placement_of(inference.spec.engine),
                 node_bytes=derived.nodes.node_bytes,
                 device_bytes=derived.nodes.device_bytes,
                 key_generation=facts.key_generation or msgspec.UNSET,
