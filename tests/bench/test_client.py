@@ -12,7 +12,7 @@ from foveal_runtime.bench.traces import Question, Trace
 
 
 class Script:
-    """Streams three words; remembers requests. A text of "refuse", "cut" or "fail" does so."""
+    """Streams three words; remembers requests. Some texts make it answer oddly."""
 
     def __init__(self) -> None:
         self.bodies: list[dict] = []
@@ -23,6 +23,8 @@ class Script:
         body = await request.json()
         self.bodies.append(body)
         text = body["messages"][-1]["content"][-1]["text"]
+        if text == "latin":
+            return web.Response(status=502, body="Zeitüberschreitung".encode("latin-1"))
         if text == "refuse":
             return web.json_response({"error": {"message": "full"}}, status=429)
         self.num_open += 1
@@ -30,8 +32,12 @@ class Script:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
         await send(response, {"choices": [{"delta": {"role": "assistant", "content": ""}}]})
-        for word in ("a ", "b ", "c"):
+        if text == "think":
+            await send(response, {"choices": [{"delta": {"reasoning_content": "hm"}}]})
+        for word in () if text == "think" else ("a ", "b ", "c"):
             await send(response, {"choices": [{"delta": {"content": word}}]})
+        if text == "parts":
+            await send(response, {"choices": [{"delta": {"content": [{"text": "a"}]}}]})
         self.num_open -= 1
         if text == "cut":
             return response
@@ -97,7 +103,14 @@ async def test_no_more_conversations_at_a_time_than_allowed(script):
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"), [("refuse", "429"), ("cut", "cut"), ("fail", "memory")]
+    ("text", "wanted"),
+    [
+        ("refuse", "429"),
+        ("cut", "cut"),
+        ("fail", "memory"),
+        ("latin", "502: Zeit"),
+        ("parts", "TypeError"),
+    ],
 )
 async def test_what_went_wrong_is_an_error(script, text, wanted):
     """A conversation ends with it; others go on."""
@@ -106,6 +119,17 @@ async def test_what_went_wrong_is_an_error(script, text, wanted):
     assert len(replies) == 2
     assert wanted in replies[0].error
     assert replies[1].error == ""
+
+
+async def test_reasoning_is_output_but_no_text(script):
+    (reply,), _ = await replay(script, (Question((), "think"),)).run()
+    assert (reply.error, reply.text, len(reply.chunks)) == ("", "", 1)
+
+
+async def test_waiting_for_the_first_arrival_is_no_time_of_the_server(script):
+    (reply,), seconds = await replay(script, (Question((), "late"),)).run(starts=[1.5])
+    assert reply.error == ""
+    assert seconds < 1.0
 
 
 async def test_no_server_is_an_error():

@@ -1,8 +1,10 @@
 """`foveal bench` as a command: what it sends to whom, what it writes, when it fails."""
 
 import json
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import msgspec
@@ -65,6 +67,45 @@ def test_a_server_can_be_compared_with_itself(tmp_path):
         assert bench(server.url, *arguments) == 0
     report = msgspec.json.decode(file.read_bytes(), type=Report)
     assert len(set(report.names)) == 2
+    sent = [json.dumps(body["messages"]) for body in server.bodies[8:]]
+    assert len(sent) == len(set(sent)) == 8, "nothing is asked twice of one server"
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("http://127.0.0.1:abc", "is not the URL of a server"),
+        ("http://[::1", "is not the URL of a server"),
+        ("http://me:secret@127.0.0.1:1", "without a name and password"),
+    ],
+)
+def test_a_url_that_is_none_is_one_line(capsys, url, said):
+    assert bench(url) == 2
+    line = capsys.readouterr().err
+    assert said in line
+    assert line.count("\n") == 1
+    assert "secret" not in line
+
+
+def test_a_port_that_speaks_no_http_is_one_line(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer():
+            with listener.accept()[0] as connection:
+                connection.sendall(b"\xff\x00 something else\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert bench(f"http://127.0.0.1:{listener.getsockname()[1]}") == 2
+        thread.join()
+    assert "does not speak HTTP" in capsys.readouterr().err
+
+
+def test_a_folder_is_no_file_to_write(tmp_path, capsys):
+    with OpenAIServer() as server:
+        assert bench(server.url, "--json", tmp_path) == 2
+        assert server.bodies == []
+    assert "directory" in capsys.readouterr().err
 
 
 def test_different_replies_fail_where_they_should_be_equal(capsys):

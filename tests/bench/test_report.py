@@ -89,6 +89,24 @@ def test_a_report_survives_its_file():
     assert loads(dumps(found)) == found
 
 
+def test_a_turn_that_nobody_got_an_answer_to_survives_the_file():
+    failed = Reply(0, 1, 0.0, error="400: too long")
+    found = result("a", 0, 1.0)
+    for name, value in summarize([reply(0, 0.0, 0.1, 0.2), failed], 1.0).items():
+        setattr(found, name, value)
+    found.trace = "multi-turn"
+    assert len(loads(dumps(report(found))).results) == 1
+
+
+def test_a_server_that_failed_is_not_infinitely_fast():
+    bad = result("bad", 0, 1.0)
+    for name, value in summarize([Reply(0, 0, 0.0, error="500")], 1.0).items():
+        setattr(bad, name, value)
+    found = ratios(report(bad, result("good", 0, 1.0)))["hits-0", "good"]
+    assert found["TTFT p50"] is None
+    assert found["req/s"].median == 0.0
+
+
 def test_tables_name_every_server():
     found = tables(report(result("ours", 0, 1), result("theirs", 0, 2)))
     text = "\n".join(table.markdown() for table in found)

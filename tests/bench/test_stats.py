@@ -51,6 +51,8 @@ def test_a_trace_with_its_own_concurrency_is_a_stranger_to_the_others():
     assert (plain.num_requests, wide.num_requests) == (10, 64)
     texts = [{turn.text for turns in t.conversations for turn in turns} for t in (plain, wide)]
     assert not texts[0] & texts[1]
+    usual = BenchLoad(("text@64",), num_requests=0).trace("text@64", 1)
+    assert usual.num_requests == 128
 
 
 @pytest.mark.parametrize("kind", ["text@0", "text@-1", "text@many"])

@@ -62,7 +62,8 @@ def test_a_stream_outlives_its_engine_and_the_engine_comes_back(model_folder, tm
     try:
         url = read_until(r"serving tiny on (\S+)/v1")[1]
         body = {"model": "tiny", "messages": [{"role": "user", "content": "How many shapes?"}],
-                "temperature": 0, "max_tokens": 400, "min_tokens": 400, "stream": True}  # fmt: skip
+                "temperature": 0, "max_tokens": 3000, "min_tokens": 3000,
+                "stream": True}  # fmt: skip
         num_tokens, done, victim = 0, False, ""
         with (
             httpx.Client(base_url=url, timeout=200) as client,

@@ -275,6 +275,7 @@ def test_every_panel_query_is_valid(tmp_path: Path) -> None:
 
 # --- every panel shows something ----------------------------------------------------------------
 _LABEL_VALUES = {
+    "factor": ("0.5", "1", "2", "4"),
     "cache": ("processor", "ipc", "encoder", "kv"),
     "tier": ("device", "host"),
     "part": ("pod", "pageCache"),

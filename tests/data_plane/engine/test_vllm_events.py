@@ -142,3 +142,14 @@ def test_the_schema_is_chosen_by_the_configuration():
     stream, log = event_stream(config())
     assert not isinstance(log, VllmEventLog)
     assert event_stream(EngineConfig(model=ModelConfig(path="/m"))) == (None, None)
+
+
+def test_states_have_no_event_and_are_not_kept() -> None:
+    published: list[object] = []
+    log = VllmEventLog("e", published.append)
+    log.flush()
+    log.state_stored(b"x" * 32)
+    log.state_removed(b"x" * 32)
+    log.flush()
+    assert len(published) == 1, "caches that were cleared at the start"
+    assert (log._events, log._removed_states) == ([], [])

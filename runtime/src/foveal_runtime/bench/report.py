@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 
@@ -164,9 +165,9 @@ def _hits_of(cache: str) -> Metric:
 
 RATIOS: dict[str, Metric] = {
     "req/s": lambda r: r.requests_per_second,
-    "TTFT p50": lambda r: r.ttft_ms.get("p50", 0.0),
-    "ITL p50": lambda r: r.itl_ms.get("p50", 0.0),
-    "ITL p99": lambda r: r.itl_ms.get("p99", 0.0),
+    "TTFT p50": lambda r: r.ttft_ms.get("p50", math.nan),
+    "ITL p50": lambda r: r.itl_ms.get("p50", math.nan),
+    "ITL p99": lambda r: r.itl_ms.get("p99", math.nan),
     "CPU s": lambda r: r.total_cpu_seconds,
 }
 

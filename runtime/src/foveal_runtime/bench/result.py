@@ -42,7 +42,7 @@ class RunResult(msgspec.Struct, kw_only=True):
     num_output_tokens: int
     ttft_ms: dict[str, float]
     itl_ms: dict[str, float]
-    ttft_by_turn_ms: list[float]
+    ttft_by_turn_ms: list[float | None]
     texts_digest: str
     texts: list[str]
     cpu_seconds: dict[str, float] = {}

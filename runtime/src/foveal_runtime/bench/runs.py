@@ -8,6 +8,7 @@ meets all alike. A new round is a new seed, or caches would make it another trac
 from __future__ import annotations
 
 import asyncio
+import http.client
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,9 +18,10 @@ from foveal_runtime.bench import hits
 from foveal_runtime.bench.client import REQUEST_SECONDS, Replay, Reply, Target, get
 from foveal_runtime.bench.images import ImageKind, data_url
 from foveal_runtime.bench.result import RunResult, summarize
-from foveal_runtime.bench.traces import Trace, make_trace, poisson_starts
+from foveal_runtime.bench.traces import USUAL_REQUESTS, Trace, make_trace, poisson_starts
 
 WARM_SEED = 999_999
+AGAIN_SEED = 1_000_000_000
 
 
 class BenchLoad(NamedTuple):
@@ -43,8 +45,8 @@ class BenchLoad(NamedTuple):
         """Of the same seed, each concurrency has other images and texts."""
         plain, own = split_kind(kind)
         num = self.num_requests if num_requests < 0 else num_requests
-        if num:
-            num = max(num, 2 * own)
+        if num or own:
+            num = max(num or USUAL_REQUESTS.get(plain, 24), 2 * own)
         seed += 10_000 * own
         made = make_trace(plain, seed, num, num_words=self.num_words, max_tokens=self.max_tokens)
         return made._replace(name=kind)
@@ -117,10 +119,14 @@ def run_all(
     urls: dict[int, str] = {}
     drawn_for: tuple[str, int] | None = None
     for step in schedule((saved.name,) if saved else kinds, num_rounds, len(targets), seed):
-        trace = saved or load.trace(step.kind, step.seed)
-        if drawn_for != (step.kind, step.seed):
-            urls, drawn_for = draw_all(trace, load, progress), (step.kind, step.seed)
-        result = run_one(targets[step.server], trace, load, step.seed, urls, progress, meter)
+        target = targets[step.server]
+        # A server beside itself would answer the second time from what it remembers of the first.
+        before = [other.urls for other in targets[: step.server]].count(target.urls)
+        seed_here = step.seed + AGAIN_SEED * before
+        trace = saved or load.trace(step.kind, seed_here)
+        if drawn_for != (step.kind, seed_here):
+            urls, drawn_for = draw_all(trace, load, progress), (step.kind, seed_here)
+        result = run_one(target, trace, load, seed_here, urls, progress, meter)
         result.round = step.round
         yield result
 
@@ -169,7 +175,7 @@ def metrics(target: Target) -> str:
     """The text of the server's /metrics; "" where there is none."""
     try:
         return get(target, "/metrics", 10).decode(errors="replace")
-    except (OSError, ValueError):
+    except (OSError, ValueError, http.client.HTTPException):
         return ""
 
 

@@ -44,6 +44,7 @@ class Spread(NamedTuple):
 
 
 def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread | None:
-    """Spread of ours / theirs, pair by pair. Pairs with nothing to divide by are left out."""
-    pairs = [a / b for a, b in zip(ours, theirs, strict=True) if b > 0]
+    """Spread of ours / theirs, pair by pair. Pairs without two values, or with nothing to
+    divide by, are left out."""
+    pairs = [a / b for a, b in zip(ours, theirs, strict=True) if b > 0 and a == a]
     return Spread.of(pairs)

@@ -110,6 +110,12 @@ class VllmEventLog(EventLog):
             self._vllm_events.append(VllmBlockRemoved([short(one) for one in self._removed_blocks]))
             self._removed_blocks = []
 
+    def state_stored(self, block_hash: BlockHash) -> None:
+        """No event of theirs."""
+
+    def state_removed(self, block_hash: BlockHash) -> None:
+        """No event of theirs."""
+
     def note_plan(self, plan: StepPlan, result: StepResult) -> None:
         """No event of theirs."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import difflib
+import http.client
 import platform
 import sys
 import urllib.error
@@ -134,9 +135,11 @@ def _traces(text: str) -> str:
     return text
 
 
-def _image(text: str) -> ImageKind:
-    from foveal_runtime.bench.images import ImageKind
-
+def _image(text: str) -> ImageKind | str:
+    try:
+        from foveal_runtime.bench.images import ImageKind
+    except ImportError:
+        return text  # `run` says which packages are missing
     try:
         return ImageKind.parse(text)
     except ValueError as error:
@@ -155,10 +158,8 @@ def run(arguments: argparse.Namespace) -> int:
         plot.check(Path(arguments.plot))
     for option in ("json", "plot", "save_trace"):
         path = getattr(arguments, option)
-        if path and not Path(path).parent.is_dir():
-            raise StartupError(
-                f"--{option.replace('_', '-')} {path}: there is no directory {Path(path).parent}"
-            )
+        if path and (reason := _why_not_written(Path(path))):
+            raise StartupError(f"--{option.replace('_', '-')} {path}: {reason}")
     if arguments.show:
         return _show(arguments, _saved_report(arguments.show))
     load = _load(arguments)
@@ -173,6 +174,16 @@ def run(arguments: argparse.Namespace) -> int:
         _show(arguments, report)
         return 130
     return _show(arguments, report)
+
+
+def _why_not_written(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f"there is no directory {path.parent}"
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def _load(arguments: argparse.Namespace) -> BenchLoad:
@@ -223,13 +234,23 @@ def _key(file: str, option: str) -> str:
     return lines[0]
 
 
+def _check_url(url: str, option: str) -> None:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        is_url = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        is_url = False
+    if "@" in url:  # not repeated: it holds a password
+        raise StartupError(f"write URLs without a name and password, and the key into {option}")
+    if not is_url:
+        raise StartupError(f"{url} is not the URL of a server: write http://HOST:PORT")
+
+
 def _target(url: str, key: str, option: str, model: str) -> Target:
     """A server that answers, and the model to ask."""
     from foveal_runtime.bench.client import Target, get
 
-    parts = urllib.parse.urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise StartupError(f"{url} is not the URL of a server: write http://HOST:PORT")
+    _check_url(url, option)
     base = url.rstrip("/").removesuffix("/v1")
     target = Target((base,), model, base.partition("://")[2], key)
     try:
@@ -242,6 +263,10 @@ def _target(url: str, key: str, option: str, model: str) -> Target:
             raise StartupError(f"{base} {hint} {option}") from error
         raise StartupError(
             f"{base}/v1/models answers {error.code}: give the URL of an OpenAI-compatible server"
+        ) from error
+    except http.client.HTTPException as error:
+        raise StartupError(
+            f"{base} does not speak HTTP: give the URL of an OpenAI-compatible server"
         ) from error
     except (OSError, urllib.error.URLError) as error:
         reason = getattr(error, "reason", error)
