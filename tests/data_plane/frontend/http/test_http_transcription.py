@@ -125,6 +125,16 @@ def test_a_form_is_read_to_the_byte() -> None:
         read_form(head, many + b"--b--")
 
 
+def test_headers_of_a_form_have_few_parameters() -> None:
+    """Reading thousands would hold the event loop for seconds."""
+    body = b'--b\r\nContent-Disposition: form-data; name="' + b";" * 7000 + b'"\r\n\r\nx\r\n--b--'
+    with pytest.raises(InvalidRequest, match="a field of the form has too many parameters"):
+        read_form("multipart/form-data; boundary=b", body)
+    content_type = 'multipart/form-data; boundary=b; x="' + ";" * 9000
+    with pytest.raises(InvalidRequest, match="Content-Type has too many parameters"):
+        read_form(content_type, b"--b--")
+
+
 async def test_each_family_is_asked_as_it_was_trained(family) -> None:
     async with family("qwen3_asr") as harness:
         harness.say[0] = "language German<asr_text>Guten Tag"

@@ -21,6 +21,8 @@ from foveal_runtime.plan.errors import InvalidRequest, Unsupported
 
 MAX_FIELDS = 64
 _MAX_HEAD_BYTES = 8192
+_MAX_PARAMETERS = 32
+"""Of a header: email.message reads them in time quadratic in their number."""
 _FORMATS = ("json", "text")
 _LANGUAGES = {
     "ar": "Arabic", "cs": "Czech", "da": "Danish", "de": "German", "el": "Greek", "en": "English",
@@ -142,6 +144,8 @@ class FormFile(NamedTuple):
 
 def read_form(content_type: str, body: bytes) -> tuple[dict[str, str], FormFile | None]:
     """(fields, the field `file`) of a multipart body. Raises InvalidRequest."""
+    if content_type.count(";") > _MAX_PARAMETERS:
+        raise InvalidRequest("the form's Content-Type has too many parameters", param="file")
     head = Message()
     head["content-type"] = content_type
     boundary = head.get_boundary()
@@ -173,6 +177,8 @@ def read_form(content_type: str, body: bytes) -> tuple[dict[str, str], FormFile 
 
 
 def _head(raw: bytes) -> Message:
+    if raw.count(b";") > _MAX_PARAMETERS:
+        raise InvalidRequest("a field of the form has too many parameters")
     found = Message()
     for line in raw.decode("utf-8", "replace").split("\r\n"):
         name, colon, value = line.partition(":")
