@@ -268,6 +268,20 @@ def test_logprobs_of_named_tokens_stand_beside_the_most_likely_of_others() -> No
     assert list(one.top_logprobs) == pytest.approx([float(raw[3, 11])])
 
 
+@pytest.mark.parametrize("bad", [8, -1, 1 << 40])
+def test_a_named_token_outside_the_vocabulary_fails_its_request_alone(bad: int) -> None:
+    sequences = [
+        Sequence(options(logprobs=2, logprob_token_ids=(3, bad)), request_id="bad"),
+        Sequence(options(logprobs=1, logprob_token_ids=(7,)), request_id="good"),
+        Sequence(options(logprobs=1), request_id="plain"),
+    ]
+    failed: dict[str, str] = {}
+    out = SAMPLER.sample(random_logits(3, 8, seed=2), sequences, failed)
+    assert [(s.request_id, len(s.top_ids)) for s in out] == [("good", 1), ("plain", 1)]
+    assert out[0].top_ids == (7,)
+    assert failed == {"bad": f"logprob_token_ids names token {bad}; the vocabulary has 8"}
+
+
 def test_prompt_logprobs_cover_every_row_and_unknown_ids() -> None:
     logits = random_logits(600, 20, seed=4)
     ids = torch.randint(0, 20, (600,), generator=torch.Generator().manual_seed(4)).tolist()

@@ -128,8 +128,9 @@ class Sampler:
         """One token for each sequence, in order. Waits for them.
 
         `logits` is (n, V), any float type, any device, unchanged afterwards. A row that cannot be
-        sampled (NaN, nothing left after masks, a bias outside the vocabulary) is left out and its
-        request gets a one-line reason in `failed`; without `failed` it raises EngineFailure.
+        sampled (NaN, nothing left after masks, an option that names a token outside the vocabulary)
+        is left out and its request gets a one-line reason in `failed`; without `failed` it raises
+        EngineFailure.
         """
         if not sequences:
             return []
@@ -246,16 +247,28 @@ class Sampler:
     def _score(
         self, logits: torch.Tensor, sequences: Sequence[SampledSequence], draw: Draw, device: Device
     ) -> None:
-        scored = [i for i, s in enumerate(sequences) if s.sampling.logprobs >= 0]
-        named = {i: t for i in scored if (t := sequences[i].sampling.logprob_token_ids)}
+        vocab = logits.shape[1]
+        scored, named = [], {}
+        for i, sequence in enumerate(sequences):
+            if sequence.sampling.logprobs < 0:
+                continue
+            tokens = sequence.sampling.logprob_token_ids
+            bad = next((token for token in tokens if not 0 <= token < vocab), None)
+            if bad is not None:
+                text = f"logprob_token_ids names token {bad}; the vocabulary has {vocab}"
+                draw.failures.setdefault(sequence.request_id, text)
+                continue
+            scored.append(i)
+            if tokens:
+                named[i] = tokens
         for rows in ([i for i in scored if i not in named], list(named)):
             if not rows:
                 continue
             wanted = [sequences[i].sampling.logprobs for i in rows]
             draw.scored += zip(rows, wanted, strict=True)
-            most = max(wanted)
-            tokens = [named.get(i, ()) for i in rows]  # short rows are filled up with any token
-            filled = np.array([(*t, *[0] * (most - len(t))) for t in tokens], np.int64)
+            lists = [named.get(i, ()) for i in rows]  # short ones are filled up with any token
+            most = max(map(len, lists))
+            filled = np.array([(*t, *[0] * (most - len(t))) for t in lists], np.int64)
             there, tokens_there = device.upload(np.array(rows, np.int64), filled)
             for low in range(0, len(rows), ROWS_AT_ONCE):
                 part = slice(low, low + ROWS_AT_ONCE)
