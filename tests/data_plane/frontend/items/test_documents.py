@@ -99,6 +99,19 @@ async def test_who_asks_at_once_waits_for_one_drawing(counted: Any) -> None:
     assert len({pages[0][0].digest for pages in found}) == workers.num_documents == 1
 
 
+async def test_all_pages_read_one_copy_of_the_document(counted: Any) -> None:
+    """A base64 text that each page decoded would be held once for each page."""
+    made, _ = counted
+    data = pdf_of([page(0), page(1), page(2)])
+    [pages] = await made.pages([part(data)], options())
+    given_up = asyncio.create_task(pages[0].read())
+    await asyncio.sleep(0)
+    given_up.cancel()
+    first, *others = await asyncio.gather(*[one.read() for one in pages])
+    assert bytes(first) == data
+    assert all(one is first for one in others)
+
+
 async def test_salts_separate_documents(counted: Any) -> None:
     made, workers = counted
     document = part(pdf_of([page(0)]))

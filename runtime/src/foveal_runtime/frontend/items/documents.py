@@ -15,7 +15,7 @@ from foveal_runtime.frontend.common.stats import FrontendStats
 from foveal_runtime.frontend.items.identify import Identifier, naming
 from foveal_runtime.frontend.items.placement import check_counts
 from foveal_runtime.frontend.items.seams import MediaPart, PrepareOptions
-from foveal_runtime.frontend.items.source import Page, RawMedia
+from foveal_runtime.frontend.items.source import Page, RawMedia, ReadOnce
 from foveal_runtime.frontend.media.protocol import ProcessorInfo
 from foveal_runtime.frontend.media.workers import Workers
 from foveal_runtime.plan.config import ModalitiesConfig
@@ -58,7 +58,8 @@ class Documents:
         found: list[Sequence[Page]] = []
         for document in documents:
             try:
-                digest, raw = await self._identifier.read(document, options)
+                digest, file = await self._identifier.read(document, options)
+                raw = ReadOnce(file)
                 digests = await self._digests((options.salt, digest), raw, options.client)
             except FovealError as error:
                 self._stats.count_media_error(error.code)

@@ -7,6 +7,7 @@ Never holds a processed value longer than until it was handed out once: what las
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -42,6 +43,21 @@ class GivenBytes:
 
     async def read(self) -> Buffer:
         return self._data
+
+
+class ReadOnce:
+    """Media that many read, such as the pages of a document: all get the same bytes."""
+
+    page = -1
+
+    def __init__(self, raw: RawMedia) -> None:
+        self._raw = raw
+        self._reading: asyncio.Future[Buffer] | None = None
+
+    async def read(self) -> Buffer:
+        if self._reading is None:
+            self._reading = asyncio.ensure_future(self._raw.read())
+        return await asyncio.shield(self._reading)  # a reader that is cancelled leaves the others
 
 
 @dataclass(frozen=True, slots=True)
