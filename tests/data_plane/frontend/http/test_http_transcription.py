@@ -135,6 +135,25 @@ def test_headers_of_a_form_have_few_parameters() -> None:
         read_form(content_type, b"--b--")
 
 
+@pytest.mark.parametrize(
+    ("more", "parameter"),
+    [
+        ("", "filename*=undefined''a"),
+        ("", "filename*=idna''" + "a" * 64 + "."),
+        ("", "filename*" + "9" * 5000 + "=a"),
+        ("", "filename*=a\0b''a"),
+        ("; boundary*=undefined''b", "filename=a"),
+        ("; boundary*" + "9" * 5000 + "=b", "filename=a"),
+        ("; boundary*=a\0b''b", "filename=a"),
+    ],
+)
+def test_damaged_parameters_are_the_client_s_fault(more: str, parameter: str) -> None:
+    head = f'--b\r\nContent-Disposition: form-data; name="file"; {parameter}\r\n\r\n'
+    content_type = "multipart/form-data" + (more or "; boundary=b")
+    with pytest.raises(InvalidRequest, match="headers cannot be read"):
+        read_form(content_type, head.encode() + b"x\r\n--b--")
+
+
 async def test_each_family_is_asked_as_it_was_trained(family) -> None:
     async with family("qwen3_asr") as harness:
         harness.say[0] = "language German<asr_text>Guten Tag"

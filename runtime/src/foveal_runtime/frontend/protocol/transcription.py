@@ -144,6 +144,14 @@ class FormFile(NamedTuple):
 
 def read_form(content_type: str, body: bytes) -> tuple[dict[str, str], FormFile | None]:
     """(fields, the field `file`) of a multipart body. Raises InvalidRequest."""
+    try:
+        return _read_form(content_type, body)
+    except ValueError as error:  # email.message: bytes, numbers and codecs of RFC 2231
+        raise InvalidRequest("the form's headers cannot be read", param="file") from error
+
+
+def _read_form(content_type: str, body: bytes) -> tuple[dict[str, str], FormFile | None]:
+    """Raises ValueError where a header's parameters are damaged."""
     if content_type.count(";") > _MAX_PARAMETERS:
         raise InvalidRequest("the form's Content-Type has too many parameters", param="file")
     head = Message()
