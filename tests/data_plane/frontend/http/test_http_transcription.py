@@ -125,6 +125,15 @@ def test_a_form_is_read_to_the_byte() -> None:
         read_form(head, many + b"--b--")
 
 
+async def test_an_ignored_field_of_a_form_is_none_of_chat(start) -> None:
+    async with start(ignore_unknown_options=True) as harness:
+        more = {"messages": "x", "max_tokens": "x", "continue_final_message": "x"}
+        heard = await harness.http.post(PATH, data=more, files=FILE)
+        assert heard.status_code == 200, heard.text
+        assert heard.json()["text"] == "Hello, world!"
+        assert "Transcribe the speech" in harness.prompt
+
+
 def test_headers_of_a_form_have_few_parameters() -> None:
     """Reading thousands would hold the event loop for seconds."""
     body = b'--b\r\nContent-Disposition: form-data; name="' + b";" * 7000 + b'"\r\n\r\nx\r\n--b--'

@@ -265,8 +265,10 @@ def chat_fields(
     if text:
         content.insert(0 if family.is_first else 1, {"type": "text", "text": text})
     messages.append({"role": "user", "content": content})
+    # What the form does not declare is ignored: it may be a field of chat, such as messages.
+    unknown = request.model_extra or {}
     fields = request.model_dump(
-        exclude_none=True, exclude={"language", "prompt", "response_format", "model"}
+        exclude_none=True, exclude={"language", "prompt", "response_format", "model", *unknown}
     )
     fields.setdefault("temperature", 0)
     if prefill:
