@@ -124,7 +124,7 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
     """The `info` part of WELCOME: what a frontend must know of the engine it talks to.
 
     `grammars`: see ModelTraits; a request with a grammar goes to engines of the same version only.
-    `pools`: it knows `SamplingParams.pooling`.
+    `pools`: it knows `SamplingParams.pooling` and `logprob_token_ids`, which came with it.
     """
 
     engine_id: str
@@ -140,4 +140,4 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
     def serves(self, sampling: SamplingParams) -> bool:
         """Whether the engine does what is asked: an older one would leave it out."""
         is_bound = not sampling.grammar or self.grammars == grammar_version()
-        return is_bound and (self.pools or not sampling.pooling)
+        return is_bound and (self.pools or not (sampling.pooling or sampling.logprob_token_ids))

@@ -6,7 +6,9 @@ import msgspec
 import pytest
 
 from foveal_runtime.plan.errors import NoEngine
+from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.wire import codec
+from foveal_runtime.wire.messages import EngineInfo
 from tests.support.scripted_engines import make_request, running, until
 
 
@@ -53,5 +55,26 @@ async def test_an_engine_that_knows_no_embeddings_gets_none():
             assert await embedding_of(client, embed_request(f"a{number}"))
         assert not old.served
         await new.stop()
-        with pytest.raises(NoEngine):
+        with pytest.raises(NoEngine, match="another version and do not know"):
             await embedding_of(client, embed_request("b"))
+        scored = make_request("c", 1)
+        scored.sampling = msgspec.structs.replace(
+            scored.sampling, logprobs=1, logprob_token_ids=(7,)
+        )
+        with pytest.raises(NoEngine, match="another version and do not know"):
+            await anext(client.generate(scored))
+        assert not old.served
+        await old.stop()
+        await until(lambda: not client.num_ready_engines())
+        with pytest.raises(NoEngine, match="no engine was ready within"):
+            await embedding_of(client, embed_request("d"))
+
+
+def test_engines_that_pool_score_the_tokens_that_a_request_names():
+    """Both came with one version; an older engine would score the most likely tokens instead."""
+    info = EngineInfo("e0", "m", "r", 10, 2, 3)
+    plain = SamplingParams(max_tokens=1, logprobs=1)
+    named = SamplingParams(max_tokens=1, logprobs=1, logprob_token_ids=(7,))
+    assert info.serves(plain)
+    assert not info.serves(named)
+    assert msgspec.structs.replace(info, pools=True).serves(named)
