@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import array
+import asyncio
 import base64
 import json
 
 import numpy as np
 import pytest
 
+from foveal_runtime.frontend.engines.sequence import merge
 from foveal_runtime.frontend.protocol.embeddings import MAX_INPUTS, checkpoint_pooling
 from foveal_runtime.frontend.testing.fake import fake_embedding
 from foveal_runtime.frontend.testing.fake_tokenizer import IMAGE, byte_tokenizer
@@ -61,6 +63,39 @@ async def test_many_inputs_keep_their_order(embedder) -> None:
     found = await vectors(embedder, input=texts)
     for text, one in zip(texts, found, strict=True):
         assert np.allclose(one, unit(TOKENIZER.encode(text, add_special_tokens=True)), atol=1e-7)
+
+
+async def test_many_inputs_are_one_request_in_the_metrics(embedder) -> None:
+    """However many go to the engines at a time."""
+    assert len(await vectors(embedder, input=["a"] * 257)) == 257
+    text = (await embedder.http.get("/metrics")).text
+
+    def total(name: str) -> float:
+        lines = [line for line in text.splitlines() if line.startswith(name + "{")]
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+    assert total("gen_ai_server_request_duration_seconds_count") == 1
+    assert total("foveal_request_media_seconds_count") == 1
+    assert total("vllm:request_success_total") == 257
+    num_tokens = sum(len(request.token_ids) for request in embedder.generator.requests)
+    assert total("gen_ai_client_token_usage_sum") == num_tokens
+
+
+async def test_streams_begin_where_others_end() -> None:
+    num_open, seen = 0, []
+
+    async def stream(number: int):
+        nonlocal num_open
+        num_open += 1
+        seen.append(num_open)
+        for _ in range(number % 3 + 1):
+            await asyncio.sleep(0)
+            yield number
+        num_open -= 1
+
+    got = [(i, delta) async for i, delta in merge([stream(n) for n in range(20)], most=4)]
+    assert sorted(got) == [(n, n) for n in range(20) for _ in range(n % 3 + 1)]
+    assert max(seen) == 4
 
 
 async def test_usage_counts_the_prompts(embedder) -> None:

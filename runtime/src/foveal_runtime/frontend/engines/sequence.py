@@ -167,28 +167,32 @@ def _to_delta(output: EngineOutput, detokenizer: Detokenizer, include_stop: bool
 
 
 async def merge(
-    streams: Sequence[AsyncGenerator[Delta, None]],
+    streams: Sequence[AsyncGenerator[Delta, None]], most: int | None = None
 ) -> AsyncGenerator[tuple[int, Delta], None]:
-    """(index, delta) of all streams as they come. The first error ends all of them."""
+    """(index, delta) of all streams as they come, of `most` at a time: the next begins where one
+    ends. The first error ends all of them."""
     if len(streams) == 1:
         async with aclosing(streams[0]) as only:
             async for delta in only:
                 yield 0, delta
         return
     queue: asyncio.Queue[tuple[int, Delta | BaseException | None]] = asyncio.Queue(
-        _QUEUE_PER_SEQUENCE * len(streams)
+        _QUEUE_PER_SEQUENCE * len(streams[:most])
     )
+    waiting = iter(enumerate(streams))
 
-    async def pump(index: int, stream: AsyncGenerator[Delta, None]) -> None:
+    async def pump() -> None:
+        index = 0
         try:
-            async with aclosing(stream):
-                async for delta in stream:
-                    await queue.put((index, delta))
+            for index, stream in waiting:
+                async with aclosing(stream):
+                    async for delta in stream:
+                        await queue.put((index, delta))
             await queue.put((index, None))
         except Exception as error:
             await queue.put((index, error))
 
-    tasks = [asyncio.create_task(pump(i, stream)) for i, stream in enumerate(streams)]
+    tasks = [asyncio.create_task(pump()) for _ in streams[:most]]
     num_open = len(tasks)
     try:
         while num_open:

@@ -76,6 +76,8 @@ THREAD_SCORES = 2000
 """Answers with more are put together in a thread."""
 THREAD_CHARS = 20_000
 """Longer texts are rendered and tokenised in a thread: they would stall other streams."""
+_PREPARED_AT_ONCE = 64
+"""Prompts of one request, before others have their turn on the event loop."""
 
 
 def runtime_version() -> str:
@@ -358,9 +360,14 @@ def check_num_sequences(num_prompts: int, num_choices: int) -> None:
 
 @asynccontextmanager
 async def open_run(
-    service: Service, jobs: Sequence[Job], started: float, operation: str = "chat"
+    service: Service,
+    jobs: Sequence[Job],
+    started: float,
+    operation: str = "chat",
+    most: int | None = None,
 ) -> AsyncIterator[AsyncGenerator[tuple[int, Delta], None]]:
-    """Prepares all jobs and yields their interleaved deltas; choice `job * n + i` is the index."""
+    """Prepares all jobs and yields their interleaved deltas, of `most` sequences at a time; choice
+    `job * n + i` is the index."""
     num_choices = jobs[0].num_choices
     parent = span_of_task.get()
     stats = RequestStats(
@@ -378,7 +385,9 @@ async def open_run(
     stats.describe_request(parent, service.model_name, jobs[0].options.sampling)
     try:
         with child_span("prepare", num_items=sum(len(job.parts) for job in jobs)):
-            for job in jobs:
+            for number, job in enumerate(jobs, 1):
+                if number % _PREPARED_AT_ONCE == 0:
+                    await asyncio.sleep(0)  # texts are prepared without waiting for anything
                 prepared = await service.processor.prepare(job.token_ids, job.parts, job.options)
                 job.items = prepared.items
                 for request in fan_out(prepared, num_choices):
@@ -386,7 +395,7 @@ async def open_run(
                     streams.append(_stream(service, job, request))
         stats.prepared()
         holds = [job.hold_scores for job in jobs for _ in range(num_choices)]
-        watched = _watched(merge(streams), stats, parent.child("generate"), holds)
+        watched = _watched(merge(streams, most), stats, parent.child("generate"), holds)
         async with aclosing(watched) as merged:
             yield merged
     except Exception as raised:

@@ -34,8 +34,8 @@ from foveal_runtime.frontend.protocol.rules import check_extra, check_model, che
 from foveal_runtime.plan.errors import ContextLengthExceeded, EngineFailure, InvalidRequest
 from foveal_runtime.plan.sampling import SamplingParams
 
-_BATCH = 128
-"""Inputs of one request that are on their way at a time."""
+_AT_A_TIME = 128
+"""Inputs of one request that are on their way."""
 _THREAD_VALUES = 50_000
 _SCORE_VALUES = 8
 """Values of embeddings that take about as much memory as one log probability."""
@@ -171,15 +171,15 @@ async def _answer(
 ) -> dict[str, Any]:
     tally = Tally()
     found: list[bytes] = [b""] * len(jobs)
-    for begin in range(0, len(jobs), _BATCH):
-        batch = jobs[begin : begin + _BATCH]
-        async with open_run(service, batch, scope.started, "embeddings") as deltas:
-            async for index, delta in deltas:
-                if not any(found):
-                    num_values = _check_size(request, len(delta.embedding) // 4)
-                    scope.ticket.charge_scores(num_values * len(jobs) // _SCORE_VALUES)
-                tally.add(begin + index, delta)
-                found[begin + index] = delta.embedding
+    is_charged = False
+    async with open_run(service, jobs, scope.started, "embeddings", _AT_A_TIME) as deltas:
+        async for index, delta in deltas:
+            if delta.embedding and not is_charged:
+                num_values = _check_size(request, len(delta.embedding) // 4)
+                scope.ticket.charge_scores(num_values * len(jobs) // _SCORE_VALUES)
+                is_charged = True
+            tally.add(index, delta)
+            found[index] = delta.embedding
     if not all(found):
         raise EngineFailure("an engine ended the request without an embedding")
 
