@@ -147,6 +147,32 @@ def test_a_failed_request_leaves_no_state_of_its_outputs() -> None:
     assert snapshots.pool.num_cached_blocks == 1  # of the prompt
 
 
+def test_a_request_goes_on_when_its_medium_turns_out_to_be_wrong() -> None:
+    """Its blocks are withdrawn and get no hashes any more: its states must have no names either."""
+    drive = hybrid()
+    cat, _ = image("cat", 2, 6)
+    drive.add("w", [1, 2, *[9] * 6, 3, 4, 5], [(cat, b"value of cat")], max_tokens=20)
+    for _ in range(3):
+        drive.step()
+    drive.scheduler.forget_media([cat.mm_hash])
+    drive.run()
+    drive.assert_done()
+    assert drive.scheduler.roster.snapshots.pool.num_cached_blocks == 0
+
+
+def test_no_state_made_from_a_wrong_value_is_found_by_others() -> None:
+    drive = hybrid()
+    cat, value = image("cat", 2, 6)
+    prompt = [1, 2, *[9] * 6, *range(20, 60)]
+    drive.add("w", prompt, [(cat, b"WRONG of cat")])
+    drive.step()
+    drive.scheduler.forget_media([cat.mm_hash])
+    drive.run()
+    hits = [ask(drive, name, prompt, [(cat, value)]) for name in "bcd"]
+    assert hits == [0, 44, 44]
+    drive.assert_done()
+
+
 def test_a_wrong_snapshot_is_seen() -> None:
     """Negative control: a hit on the state of another image."""
     drive = hybrid()
@@ -225,8 +251,9 @@ def _same_images(drive: Drive, rng: random.Random) -> None:
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("run_ahead", [False, True])
 def test_random_loads(seed: int, run_ahead: bool) -> None:
-    """Shared and private prefixes, images, aborts, failures, few blocks and few slots: all books
-    agree after each step, no state is a wrong one, and tokens are those without any cache."""
+    """Shared and private prefixes, images (some turn out to be wrong), aborts, failures, few blocks
+    and few slots: all books agree after each step, no state is a wrong one, and tokens are those
+    without any cache."""
     rng = random.Random(seed)
     drive = hybrid(
         num_blocks=rng.choice([40, 80]), num_snapshots=rng.choice([1, 3, 20]),
@@ -250,6 +277,8 @@ def test_random_loads(seed: int, run_ahead: bool) -> None:
             lost.add(name)
         if rng.random() < 0.1 and name not in lost:
             drive.runner.failures[name] = "a reason"
+        if rng.random() < 0.1:
+            drive.scheduler.forget_media([image(f"i{rng.randrange(3)}", 0, 8)[0].mm_hash])
         if drive.outputs[name] and rng.random() < 0.5 and not items:
             histories[rng.randrange(3)] = [*prompt, *drive.outputs[name]][:60]
     drive.run()

@@ -179,6 +179,7 @@ class Roster:
         victim.num_computed = 0
         victim.step = -1
         victim.num_published = 0
+        victim.is_withdrawn = False
         victim.next_mm = 0
         victim.known_to_runner = False
         self._forget(victim.request_id)

@@ -287,6 +287,7 @@ class Scheduler:
         for request in self.roster.running:
             if wrong.intersection(entry.mm_hash for entry in request.mm_inputs):
                 self.roster.pool.withdraw(request.block_ids)
+                request.is_withdrawn = True
                 request.num_published = self.roster.limits.max_model_len  # no more of its blocks
         self.reset_prefix_cache()
 

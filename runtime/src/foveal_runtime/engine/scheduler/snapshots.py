@@ -147,7 +147,8 @@ class Snapshots:
         if end % self._size:
             return 0
         is_output = end >= request.num_prompt_tokens
-        if not (is_cut or is_output or end - request.state_end >= self._distance):
+        due = is_cut or is_output or end - request.state_end >= self._distance
+        if request.is_withdrawn or not due:
             return 0
         pool = self.pool
         if not pool.num_free_blocks:
@@ -184,6 +185,9 @@ class Snapshots:
         request.cuts = []
 
     def _publish(self, request: Request, slot: int) -> None:
+        if request.is_withdrawn:  # its last blocks have no hashes either
+            self.pool.release([slot])
+            return
         block_hash = request.block_hashes[request.state_end // self._size - 1]
         if self.pool.publish(slot, block_hash) and self._observer is not None:
             self._observer.state_stored(block_hash)

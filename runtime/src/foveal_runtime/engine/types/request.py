@@ -39,6 +39,7 @@ class Request:
         cuts: positions to come, in order, at which a chunk must end so that recurrent state can be
             kept there. state_end: where the last snapshot was taken, or it started from one.
         pending, rolling: slots that running steps fill; the last one of outputs, 0: none.
+        is_withdrawn: made from a wrong value since it was admitted: nobody gets its snapshots.
     """
 
     __slots__ = (
@@ -53,6 +54,7 @@ class Request:
         "first_seconds",
         "frontend_seconds",
         "hash_mm",
+        "is_withdrawn",
         "key",
         "known_to_runner",
         "mm_embeds",
@@ -142,6 +144,7 @@ class Request:
         self.state_end = 0
         self.pending: list[int] = []
         self.rolling = 0
+        self.is_withdrawn = False
         self.num_released = 0
         self.num_cached_tokens = 0
         self.num_encoded = self.num_encoder_hits = 0
