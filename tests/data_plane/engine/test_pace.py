@@ -107,6 +107,21 @@ def test_every_stream_gets_its_token_whatever_the_target() -> None:
     drive.assert_done()
 
 
+def test_slow_decodes_of_the_past_do_not_throttle_prompts_for_ever() -> None:
+    """While prompts queue no step is of decodes alone: steps beside streams tell, too."""
+    pace = Pace(0.05, 256)
+    stream = ScheduledRequest("a", 4, 1, [1], True)
+    for _ in range(20):
+        pace.observe(StepPlan(1, scheduled=[stream]), StepResult(1, forward_seconds=0.060))
+    mixed = StepPlan(2, scheduled=[stream, ScheduledRequest("b", 0, 16, [2], False)])
+    seen = []
+    for _ in range(200):
+        pace.observe(mixed, StepResult(2, forward_seconds=0.008))
+        seen.append(pace.tokens)
+    assert seen[-1] > 100
+    assert max(seen) <= 1000, "no more on the way than the costs allow"
+
+
 def test_costs_follow_what_steps_take_now() -> None:
     pace = Pace(0.1, start_tokens=50)
     assert pace.tokens == 50

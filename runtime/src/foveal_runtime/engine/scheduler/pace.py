@@ -12,8 +12,8 @@ import math
 from foveal_runtime.engine.types.step import StepPlan, StepResult
 
 _WEIGHT = 0.2
-_LEAST_SECONDS = 1e-6
-"""A step that seems to have taken no longer than one of decodes alone."""
+_LEAST_SHARE = 0.1
+"""Of a mixed step's time, what its prompt tokens are taken to cost at least."""
 
 
 class _Average:
@@ -59,6 +59,16 @@ class Pace:
         else:
             self._mixed.add(result.forward_seconds)
             self._num_prompt.add(num_prompt)
+            self._bound_decode(plan, (1 - _LEAST_SHARE) * result.forward_seconds)
+
+    def _bound_decode(self, plan: StepPlan, most: float) -> None:
+        """Streams alone take less than with a prompt beside them. While prompts queue no step is
+        without one, so an average from slower times would stay, and prompts would crawl."""
+        decode = self._decode.value
+        if decode is None or most >= decode:
+            return
+        if any(entry.num_scheduled_tokens == 1 for entry in plan.scheduled):
+            self._decode.add(most)
 
     @property
     def _token_seconds(self) -> float:
@@ -66,7 +76,7 @@ class Pace:
         if self._mixed.value is None or self._num_prompt.value is None:
             return 0.0
         more = self._mixed.value - (self._decode.value or 0.0)
-        return max(more, _LEAST_SECONDS) / self._num_prompt.value
+        return max(more, _LEAST_SHARE * self._mixed.value) / self._num_prompt.value
 
     @property
     def tokens(self) -> int:
