@@ -3,10 +3,17 @@
 import pytest
 
 from foveal_runtime.engine.testing.fake_frontend import FakeItem
-from foveal_runtime.plan.config import EngineCaches
+from foveal_runtime.plan.config import EngineCaches, SchedulerConfig
 from tests.support.engine_core_rig import A, B, C, Engine, early_release
 
 A_TOKENS = 6
+
+
+def wrong_a() -> FakeItem:
+    """Other bytes under A's hash."""
+    item = FakeItem("A", A_TOKENS)
+    item.value = FakeItem("not A", A_TOKENS).value
+    return item
 
 
 def test_values_are_unpinned_once_their_items_are_encoded():
@@ -157,9 +164,7 @@ def test_what_was_made_from_a_replaced_value_is_not_used_again():
     keeps its own, and nobody else finds them."""
     engine = Engine()
     frontend = engine.connect()
-    wrong = FakeItem("A", A_TOKENS)
-    wrong.value = FakeItem("not A", A_TOKENS).value
-    engine.up(frontend, frontend.request(("r", 0), [1, wrong, 2, 3, 4], max_tokens=40))
+    engine.up(frontend, frontend.request(("r", 0), [1, wrong_a(), 2, 3, 4], max_tokens=40))
     engine.step()
     engine.core.receiver.release_value("f1", ("r", 0), A.mm_hash)
     frontend.sender.reset()  # it forgets what the engine has, and sends the value again
@@ -173,4 +178,25 @@ def test_what_was_made_from_a_replaced_value_is_not_used_again():
         engine.check(frontend, rid)
     stats = engine.core.receiver.stats
     assert (stats.num_value_conflicts, stats.num_damaged_values) == (1, 0)
+    engine.assert_clean()
+
+
+def test_an_output_of_a_replaced_value_is_not_joined_while_somebody_holds_it():
+    """The first request is in the middle of the wrong item and has given the value up: it starts
+    over with the right one, and the second one does not share its output."""
+    caches = EngineCaches(ipc_bytes=4000, ipc_staging_bytes=8000, block_size=4, unpin_at="encoded")
+    limits = SchedulerConfig(
+        max_num_batched_tokens=32, max_num_seqs=8, max_num_encoder_input_tokens=32
+    )
+    engine = Engine(caches=caches, scheduler=limits)
+    frontend = engine.connect()
+    prompt = [*range(1, 7), *range(8, 30), wrong_a(), 2, 3, 4]  # 28 tokens before it
+    engine.up(frontend, frontend.request(("r", 0), prompt, max_tokens=12))
+    engine.step()
+    assert engine.core.scheduler.encoder.users(A.mm_hash)
+    frontend.sender.reset()
+    engine.up(frontend, frontend.request(("s", 0), [1, 2, A, 2, 3, 4], max_tokens=2))
+    engine.run()
+    assert set(frontend.finish.values()) == {"length"}
+    engine.check(frontend, ("s", 0))
     engine.assert_clean()

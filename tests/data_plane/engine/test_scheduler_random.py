@@ -1,4 +1,4 @@
-"""Random requests, aborts, resets and failures against the uncached reference.
+"""Random requests, aborts, resets, wrong media and failures against the uncached reference.
 
 Each example checks all books after each step, and at the end that every request made exactly the
 tokens it makes alone, and that no block and no encoder reference is left.
@@ -119,6 +119,11 @@ class Engine(RuleBasedStateMachine):
         self.drive.scheduler.reset_encoder_cache()
         self.drive.scheduler.reset_prefix_cache()
 
+    @rule(names=st.sets(st.sampled_from(sorted(SIZES)), min_size=1, max_size=2))
+    @precondition(lambda self: self.drive is not None)
+    def forget(self, names):
+        self.drive.scheduler.forget_media(image(name, 0, 1)[0].mm_hash for name in names)
+
     @invariant()
     def books_agree(self):
         if self.drive is not None:
@@ -172,6 +177,8 @@ def test_a_crowd_of_requests_under_pressure(seed, run_ahead):
         live = [r for r in drive.requests if drive.scheduler.get(r)]
         if live and rng.random() < 0.15:
             drive.scheduler.abort(rng.choice(live))
+        if rng.random() < 0.05:
+            drive.scheduler.forget_media([image(rng.choice([*SIZES]), 0, 1)[0].mm_hash])
     drive.run()
     drive.assert_done()
     stats = drive.scheduler.stats

@@ -279,10 +279,14 @@ class Scheduler:
         return self.roster.encoder.reset()
 
     def forget_media(self, mm_hashes: Iterable[MMHash]) -> None:
-        """The values under these keys were wrong: nothing made from them is used again. An output
-        that a request holds goes when nobody does; blocks in use are no longer found by others."""
+        """Between steps: the values under these keys were wrong, so nothing made from them is used
+        again. Who still needs an output of one starts over; blocks in use are no longer found."""
         wrong = set(mm_hashes)
         for mm_hash in wrong:
+            for user in self.roster.encoder.users(
+                mm_hash
+            ):  # a copy: others could join what it holds
+                self.roster.preempt(self.roster.requests[user])
             self.roster.encoder.discard(mm_hash)
         for request in self.roster.running:
             if wrong.intersection(entry.mm_hash for entry in request.mm_inputs):
