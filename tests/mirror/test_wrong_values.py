@@ -56,9 +56,13 @@ def test_a_pinned_value_that_differs_goes_when_it_is_unpinned():
     [second] = receiver.take_ready()
     assert second.items == first.items, "the value in use"
     assert receiver.stats.num_value_conflicts == 1
+    assert receiver.take_replaced() == [mm_hash(1)]
     receiver.finish(first.fid, first.rid)
     assert receiver.store.is_announced(mm_hash(1))
+    assert receiver.take_replaced() == []
     receiver.finish(second.fid, second.rid)
+    assert receiver.take_replaced() == [mm_hash(1)], "what was made from it meanwhile"
+    assert receiver.take_replaced() == []
     assert receiver.directory() == ()
     assert receiver.flush("f0").minus == (mm_hash(1),)
     receiver.check_integrity()
@@ -84,7 +88,9 @@ def test_a_damaged_value_is_asked_for_again_once_nobody_uses_it():
     keys = list(w.running[0])
     w.finish(0, keys[0])
     assert receiver.take_ready() == []
+    assert receiver.take_replaced() == []
     w.finish(0, keys[1])
+    assert receiver.take_replaced() == [mm_hash(1)]
     assert receiver.flush("f0").need == (mm_hash(1),)
     receiver.check_integrity()
     [after] = receiver.take_ready()

@@ -200,3 +200,64 @@ def test_an_output_of_a_replaced_value_is_not_joined_while_somebody_holds_it():
     assert set(frontend.finish.values()) == {"length"}
     engine.check(frontend, ("s", 0))
     engine.assert_clean()
+
+
+def test_what_is_made_from_a_replaced_value_later_is_forgotten_with_its_last_user():
+    """While the first request runs, the second one gets the value in use and encodes it again."""
+    engine = Engine()
+    frontend = engine.connect()
+    engine.up(frontend, frontend.request(("r", 0), [1, wrong_a(), 2, 3, 4], max_tokens=12))
+    engine.step()
+    frontend.sender.reset()
+    engine.up(frontend, frontend.request(("s", 0), [1, A, 2, 3, 4], max_tokens=2))
+    engine.run()
+    engine.up(frontend, frontend.request(("t", 0), [1, A, 2, 40], max_tokens=2))
+    engine.run()
+    assert set(frontend.finish.values()) == {"length"}
+    engine.check(frontend, ("t", 0))
+    engine.assert_clean()
+
+
+@pytest.mark.parametrize("unpin_at", ["finish", "encoded"])
+def test_who_waits_with_a_damaged_value_poisons_nobody_else(unpin_at):
+    """One request waits in the scheduler while the value changes in memory; the next one finds out,
+    and gets a new value and nothing that the first one made."""
+    caches = EngineCaches(ipc_bytes=4000, ipc_staging_bytes=8000, block_size=4, unpin_at=unpin_at)
+    engine = Engine(caches=caches)
+    frontend = engine.connect()
+    engine.up(frontend, frontend.request(("r", 0), [1, A, 2, 3, 4], max_tokens=2))
+    engine.run()
+    core = engine.core
+    entry = core.receiver.store.lookup(A.mm_hash)
+    memory = bytearray(entry.value.data)
+    entry.value = entry.value._replace(data=memoryview(memory))
+    core.scheduler.reset_encoder_cache()
+    core.scheduler.reset_prefix_cache()
+    engine.up(frontend, frontend.request(("s", 0), [1, A, 2, 3, 4], max_tokens=9))
+    assert len(core.scheduler.waiting) == 1
+    memory[-1] ^= 1
+    for number in range(2):
+        rid = (f"t{number}", 0)
+        engine.up(frontend, frontend.request(rid, [1, A, 2, 3, 4], max_tokens=2))
+    engine.run()
+    assert set(frontend.finish.values()) == {"length"}
+    for number in range(2):
+        engine.check(frontend, (f"t{number}", 0))
+    assert core.receiver.stats.num_damaged_values == 1
+    engine.assert_clean()
+
+
+def test_a_value_that_differs_after_a_reset_is_known_to_be_wrong():
+    """A reset lets pinned values go at their last unpin, so what was made from them stays."""
+    engine = Engine()
+    frontend = engine.connect()
+    engine.up(frontend, frontend.request(("r", 0), [1, wrong_a(), 2, 3, 4], max_tokens=12))
+    engine.step()
+    engine.core.receiver.reset()
+    frontend.sender.reset()
+    for rid in (("s", 0), ("t", 0)):
+        engine.up(frontend, frontend.request(rid, [1, A, 2, 3, 4], max_tokens=2))
+        engine.run()
+    engine.check(frontend, ("t", 0))
+    assert engine.core.receiver.stats.num_value_conflicts == 1
+    engine.assert_clean()

@@ -226,7 +226,7 @@ class RequestAdmission:
         requests that do not run, and injected ones, never replace anything."""
         for mm_hash, copy in request.copies.items():
             entry = self.store.lookup(mm_hash)
-            if entry is None or entry.doomed or not _differ(entry.value, copy):
+            if entry is None or entry.wrong or not _differ(entry.value, copy):
                 continue
             self.stats.num_value_conflicts += 1
             self.replaced[mm_hash] = None
@@ -330,7 +330,7 @@ class RequestAdmission:
         self.stats.num_dup_values += 1
         self.stats.dup_bytes += size_bytes
         entry = self.store.lookup(mm_hash)
-        if entry is not None and not entry.doomed and _differ(entry.value, copy):
+        if entry is not None and not entry.wrong and _differ(entry.value, copy):
             self.stats.num_value_conflicts += 1
 
     # ---- ends ----------------------------------------------------------------------------------

@@ -337,9 +337,11 @@ class Receiver:
             self._settle()
 
     def take_replaced(self) -> list[MMHash]:
-        """Hashes whose value was replaced by one that differs."""
-        replaced, self.admission.replaced = self.admission.replaced, {}
-        return list(replaced)
+        """Hashes whose value was replaced by one that differs, and those whose wrong value nobody
+        uses any more: until then, whoever does makes wrong things of it."""
+        wrong = self.admission.replaced | self.store.wrong
+        self.admission.replaced, self.store.wrong = {}, {}
+        return list(wrong)
 
     def reset(self) -> None:
         """Frees every unpinned value; late hints are answered by NEED."""

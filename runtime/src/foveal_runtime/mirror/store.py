@@ -46,10 +46,11 @@ class Entry:
 
     `silent` entries are never announced and go at their last unpin; `doomed` ones (admin reset)
     were announced and go at their last unpin, too, and `damaged` ones are doomed and must not be
-    pinned again. `bypass` entries count in the second pool.
+    pinned again. `wrong` ones are doomed because of what they hold. `bypass` entries count in the
+    second pool.
     """
 
-    __slots__ = ("bypass", "damaged", "doomed", "pins", "silent", "size_bytes", "value")
+    __slots__ = ("bypass", "damaged", "doomed", "pins", "silent", "size_bytes", "value", "wrong")
 
     def __init__(self, size_bytes: int, silent: bool, bypass: bool) -> None:
         self.size_bytes = size_bytes
@@ -57,13 +58,15 @@ class Entry:
         self.bypass = bypass
         self.damaged = False
         self.doomed = False
+        self.wrong = False
         self.pins = 0
         self.value: Value | None = None
 
 
 class Store:
     """See the module. `changed` collects hashes whose announced state changed; `drain_changed`
-    hands them over. `watch` hears of what rests and what goes."""
+    hands them over. `wrong` collects those whose wrong value has lost its last pin. `watch` hears
+    of what rests and what goes."""
 
     def __init__(self, capacity_bytes: int, bypass_capacity_bytes: int = 0) -> None:
         self.capacity_bytes = capacity_bytes
@@ -75,6 +78,7 @@ class Store:
         self.idle_bytes = self.limbo_bytes = 0
         self.pinned_bytes = self.reserved_bytes = self.bypass_bytes = 0
         self.changed: dict[MMHash, None] = {}
+        self.wrong: dict[MMHash, None] = {}
         self.num_borrowed = 0
         self.watch: Watch | None = None
         self.num_rescued = self.num_evicted_limbo = self.num_evicted_forced = 0
@@ -202,6 +206,8 @@ class Store:
         if entry.pins:
             return
         del self.pinned[mm_hash]
+        if entry.wrong:
+            self.wrong[mm_hash] = None
         if entry.bypass:
             self.bypass_bytes -= entry.size_bytes
             return
@@ -216,10 +222,10 @@ class Store:
         self._shed()
 
     def discard(self, mm_hash: MMHash, *, damaged: bool = False) -> None:
-        """Takes a value out, at once or at its last unpin; nothing for an unknown hash."""
+        """Takes a wrong value out, at once or at its last unpin; nothing for an unknown hash."""
         entry = self.pinned.get(mm_hash)
         if entry is not None:
-            entry.doomed = True
+            entry.doomed = entry.wrong = True
             entry.damaged = entry.damaged or damaged
             return
         for place in (self.idle, self.limbo):

@@ -291,7 +291,6 @@ class EngineCore:
 
     def _after_receiver(self) -> None:
         """Whatever the receiver made ready, gave up or was told to do."""
-        self._values.forget_replaced()
         self._drop_aborted()
         self._start_ready()
         self._prune_arrivals()
@@ -315,7 +314,7 @@ class EngineCore:
 
     def _start_ready(self) -> None:
         """Each request that ends may make room for others, so until nobody is ready."""
-        while ready := self.receiver.take_ready():
+        while ready := self._values.take_ready():
             for entry in ready:
                 self._start(entry)
         while self._held and not self._is_trying():

@@ -62,12 +62,14 @@ class ValueRelease:
         self._receiver.refetch(ready.fid, ready.rid, damaged)
         return True
 
-    def forget_replaced(self) -> None:
-        """A frontend sent values that differ from stored ones, which they replaced."""
+    def take_ready(self) -> list[ReadyRequest]:
+        """Requests to start now. What was made from replaced values, and from those that their last
+        user has given up, is forgotten before anybody starts who has the right ones."""
         replaced = self._receiver.take_replaced()
         if replaced:
-            _LOG.warning("%d stored values were replaced by others that differ", len(replaced))
+            _LOG.warning("%d stored values were wrong or replaced", len(replaced))
             self._scheduler.forget_media(replaced)
+        return self._receiver.take_ready()
 
     def _damaged(self, ready: ReadyRequest) -> list[MMHash]:
         """Of the values that the encoder would read. What came with the request was just checked,
