@@ -13,7 +13,7 @@ from tests.support.engine_core_rig import Engine, early_release
 @pytest.mark.parametrize("run_ahead", ["off", "on"])
 @pytest.mark.parametrize("seed", range(6))
 def test_a_crowd_of_frontends_with_small_caches(seed, run_ahead):
-    """Three frontends, more media than any cache holds, aborts and lost sessions."""
+    """Three frontends, more media than any cache holds, wrong media, aborts and lost sessions."""
     print("seed", seed)
     rng = random.Random(seed)
     caches = EngineCaches(
@@ -43,6 +43,8 @@ def test_a_crowd_of_frontends_with_small_caches(seed, run_ahead):
             sending = frontend.sender.abort(rid)
             if sending is not None:
                 engine.up(frontend, sending)
+        if rng.random() < 0.1:
+            engine.core.scheduler.forget_media([rng.choice(items).mm_hash])
         if rng.random() < 0.05:
             frontend = engine.frontends[rng.choice(names)]
             sid = frontend.sender.sid
@@ -82,6 +84,8 @@ def test_a_crowd_with_early_release(seed, run_ahead):
             engine.step()
         if rng.random() < 0.1:
             engine.core.receiver.reset()
+        if rng.random() < 0.1:
+            engine.core.scheduler.forget_media([rng.choice(items).mm_hash])
     engine.run(5000)
     assert engine.core.stats.num_preemptions > 0
     for frontend, rid in rids:
