@@ -55,18 +55,18 @@ async def test_an_engine_that_knows_no_embeddings_gets_none():
             assert await embedding_of(client, embed_request(f"a{number}"))
         assert not old.served
         await new.stop()
-        with pytest.raises(NoEngine, match="another version and do not know"):
+        with pytest.raises(NoEngine, match="another version, which do not know"):
             await embedding_of(client, embed_request("b"))
         scored = make_request("c", 1)
         scored.sampling = msgspec.structs.replace(
             scored.sampling, logprobs=1, logprob_token_ids=(7,)
         )
-        with pytest.raises(NoEngine, match="another version and do not know"):
+        with pytest.raises(NoEngine, match="another version, which do not know"):
             await anext(client.generate(scored))
         assert not old.served
         await old.stop()
         await until(lambda: not client.num_ready_engines())
-        with pytest.raises(NoEngine, match="no engine was ready within"):
+        with pytest.raises(NoEngine, match=r"no engine was ready within 0\.2 s$"):
             await embedding_of(client, embed_request("d"))
 
 

@@ -325,15 +325,10 @@ class EngineClient:
         except TimeoutError:
             if lost is not None:
                 raise lost from None
-            waited = f"{self.config.admission.no_engine_wait_seconds:g} s"
+            text = f"no engine was ready within {self.config.admission.no_engine_wait_seconds:g} s"
             ready = [link.info for link in self._links.values() if link.is_ready and link.info]
             if ready and not any(info.serves(run.request.sampling) for info in ready):
-                text = (
-                    "the engines that are ready are of another version and do not know what the "
-                    f"request asks for; none that does was ready within {waited}"
-                )
-            else:
-                text = f"no engine was ready within {waited}"
+                text += " but those of another version, which do not know what the request asks for"
             raise NoEngine(text, retry_after_seconds=5) from None
 
     def _choose(self, run: EngineRun) -> tuple[EngineLink, str] | None:
