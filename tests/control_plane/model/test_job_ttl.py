@@ -9,7 +9,7 @@ from foveal_operator.kube.errors import Conflict
 from foveal_operator.kube.kinds import CLAIM, CONFIG_MAP, JOB
 from foveal_operator.kube.types import Obj
 from foveal_operator.model.flow import CLAIM_KEY, PROFILE_KEY, ModelDecision
-from foveal_operator.model.jobs import TTL_SECONDS
+from foveal_operator.model.jobs import RECORDED, TTL_SECONDS
 from foveal_operator.reconcile.apply import ObjectError, Owner
 from tests.support.operator_rig import Kit, resource
 from tests.support.served_resource import add_pod, finish_profile, versions
@@ -46,6 +46,45 @@ def test_a_job_gets_a_time_to_live_only_once_its_result_is_recorded() -> None:
     for owned in found.objects:
         if owned.key[0] == "Job":
             assert owned.body["metadata"]["uid"], "this very Job or none: never a new one"
+
+
+def test_a_time_to_live_of_an_admission_policy_says_nothing_of_a_record() -> None:
+    """Such a Job counted as recorded, was deleted with its result unread, and ran for ever."""
+    stored = StoredObjects(FETCHED).claim(uid="claim-1").job("fetch", "Complete")
+    job = stored.live["Job", stored.names["fetch"]]
+    job["spec"] = {"ttlSecondsAfterFinished": 900}
+    found = stored.decide()
+    assert found.delete == ()
+    found = stored.keep(found).decide()
+    assert found.delete == ()
+    (recorded,) = [owned for owned in found.objects if owned.key[0] == "Job"][:1]
+    assert recorded.body["spec"]["ttlSecondsAfterFinished"] == 900, "the policy's"
+    assert recorded.body["metadata"]["annotations"] == {RECORDED: "true"}
+    # Whose record is deleted after that runs once more.
+    job["metadata"]["annotations"] = {RECORDED: "true"}
+    del stored.live["ConfigMap", stored.names["record"]]
+    assert stored.decide().delete == (("Job", stored.names["fetch"], "uid-fetch"),)
+
+
+def test_a_job_that_expires_is_not_written_again() -> None:
+    stored = fetched()
+    for owned in stored.decide().objects:
+        if owned.key[0] == "Job":
+            assert owned.policy == "Apply"
+            stored.live["Job", owned.key[2]].update(
+                spec=owned.body["spec"], metadata=owned.body["metadata"]
+            )
+    found = stored.decide()
+    assert {o.policy for o in found.objects if o.key[0] == "Job"} == {"Keep"}
+
+
+def test_a_record_with_more_data_is_a_record() -> None:
+    stored = fetched().without_jobs()
+    record = stored.live["ConfigMap", stored.names["record"]]
+    stored.live["ConfigMap", stored.names["record"]] = {
+        **record, "data": {**record["data"], "note": "of somebody's"},
+    }  # fmt: skip
+    assert stored.decide().reason is reasons.RESOLVED
 
 
 def test_without_its_jobs_a_model_is_not_fetched_or_profiled_again() -> None:

@@ -237,7 +237,7 @@ def _fetch_record(wanted: _Wanted, claim: Obj | None) -> Owned | None:
 
 def _is_recorded(view: ModelView, record: Owned) -> bool:
     live = view.live.get(("ConfigMap", record.body["metadata"]["name"])) or {}
-    return bool(live.get("data") == record.body["data"])
+    return bool((live.get("data") or {}).get(CLAIM_KEY) == record.body["data"][CLAIM_KEY])
 
 
 def _claim(view: ModelView, wanted: _Wanted) -> Obj | None:

@@ -16,6 +16,9 @@ from foveal_operator.model.job_state import JobState, seconds
 
 TTL_SECONDS = 3600
 """For who wants to read the log."""
+RECORDED = "foveal.dev/recorded"
+"""Annotation of a Job whose result is recorded. Its time to live does not tell that: admission
+policies give one to every Job."""
 
 
 def as_it_lies(live: Obj | None, wanted: Owned) -> Owned:
@@ -27,13 +30,17 @@ def as_it_lies(live: Obj | None, wanted: Owned) -> Owned:
 
 def expiring(live: Obj, wanted: Owned) -> Owned:
     """A finished Job whose result is recorded, however it is made, with a time to live: the cluster
-    deletes it with its pods. Not before: a Job that went with its result unread would run again."""
+    deletes it with its pods. Not before: a Job that went with its result unread would run again.
+    One that has both is left alone: nothing of it is to change any more."""
     uid, found = live["metadata"]["uid"], live["metadata"].get("annotations") or {}
     metadata: Obj = {**wanted.body["metadata"], "uid": uid}
-    metadata["annotations"] = {TEMPLATE: found[TEMPLATE]} if TEMPLATE in found else {}
-    spec = {**live.get("spec", {}), "ttlSecondsAfterFinished": TTL_SECONDS}
+    metadata["annotations"] = {RECORDED: "true"}
+    if TEMPLATE in found:
+        metadata["annotations"][TEMPLATE] = found[TEMPLATE]
+    spec = {"ttlSecondsAfterFinished": TTL_SECONDS, **live.get("spec", {})}
     body = {**wanted.body, "metadata": metadata, "spec": spec}
-    return msgspec.structs.replace(wanted, body=body)
+    is_done = was_recorded(live) and "ttlSecondsAfterFinished" in live.get("spec", {})
+    return msgspec.structs.replace(wanted, body=body, policy="Keep" if is_done else wanted.policy)
 
 
 def is_of_earlier_claim(job: JobState, claim: Obj | None) -> bool:
@@ -44,7 +51,7 @@ def is_of_earlier_claim(job: JobState, claim: Obj | None) -> bool:
 
 def was_recorded(live: Obj | None) -> bool:
     """Whether its result has been recorded; where no record is now, it has been deleted."""
-    return "ttlSecondsAfterFinished" in (live or {}).get("spec", {})
+    return RECORDED in ((live or {}).get("metadata", {}).get("annotations") or {})
 
 
 def is_superseded(live: Obj | None, wanted: Owned, job: JobState) -> bool:
