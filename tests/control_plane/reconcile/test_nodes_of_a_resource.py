@@ -24,6 +24,9 @@ NO_SELECTOR = (
     "0/3 nodes are available: 2 node(s) didn't match Pod's node affinity/selector, 1 node(s) had "
     "untolerated taint(s). preemption: 0/3 nodes are available: 3 Preemption is not helpful."
 )
+STARTS = (
+    "0/1 nodes are available: 1 node(s) had untolerated taint {node.kubernetes.io/not-ready: }."
+)
 FULL = "0/3 nodes are available: 1 Insufficient nvidia.com/gpu, 2 node(s) had untolerated taint(s)."
 
 
@@ -81,6 +84,49 @@ def test_a_taint_keeps_out_who_does_not_tolerate_it() -> None:
     assert could_take({"tolerations": [{"key": GPU, "operator": "Exists"}]}, tainted)
     assert not could_take({"tolerations": [{"key": GPU, "value": "y"}]}, tainted)
     assert could_take({"tolerations": [{"operator": "Exists"}]}, tainted)
+
+
+@pytest.mark.parametrize("key", ["not-ready", "unschedulable", "disk-pressure"])
+async def test_a_node_that_starts_or_is_cordoned_counts_for_what_it_has(key: str) -> None:
+    """Facts recorded without it stayed wrong; nothing is free on it meanwhile."""
+    cluster, busy = FakeCluster(), node("a", 4, "512Gi", 81_920)
+    busy["spec"] = {
+        "unschedulable": True,
+        "taints": [{"key": f"node.kubernetes.io/{key}", "effect": "NoSchedule"}],
+    }
+    cluster.add(busy)
+    survey = Survey(cluster, FakeTime().clock)
+    await survey.refresh()
+    assert survey.node_facts(Engine()) == NodeFacts(node_bytes=512 << 30, device_bytes=80 << 30)
+    assert await survey.free_devices(Engine(), 1) == 0
+    waiting = unschedulable(pod("e", 1), STARTS)
+    assert survey.awaiting(Engine(), [waiting], []) == set(), "one that is meant for it is there"
+
+
+MALFORMED = [
+    {"tolerations": ["x"]}, {"tolerations": 5}, {"nodeSelector": ["x"]}, {"affinity": "x"},
+    *({"affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": one}}}
+      for one in (5, {"nodeSelectorTerms": ["x"]}, {"nodeSelectorTerms": {"a": 1}},
+                  {"nodeSelectorTerms": 5}, {"nodeSelectorTerms": [{"matchExpressions": ["a"]}]},
+                  {"nodeSelectorTerms": [{"matchFields": 5}]})),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *MALFORMED,
+        affine(key="pool", operator="In", values=5),
+        affine(key="pool", operator="Gt", values={"a": 1}),
+        affine(key=["a"], operator="In", values=["x"]),
+    ],
+)
+def test_a_malformed_pod_is_left_to_the_api_servers_words(spec: Obj) -> None:
+    """It raised before anything was applied."""
+    tainted = node("a", pool="gpu")
+    tainted["spec"]["taints"] = [{"key": GPU, "value": "x", "effect": "NoSchedule"}]
+    assert could_take(spec, node("a", pool="gpu")) in (True, False)
+    assert could_take(spec, tainted) is False
 
 
 async def test_facts_are_those_of_the_nodes_that_the_pods_may_use() -> None:
@@ -147,6 +193,7 @@ async def test_free_devices_are_found_without_a_list_of_all_pods() -> None:
         (NO_SELECTOR, True),
         ("no nodes available to schedule pods", True),
         (FULL, False),
+        (STARTS, False),
         ("0/2 nodes are available: 2 Insufficient memory.", False),
         ("", False),
     ],

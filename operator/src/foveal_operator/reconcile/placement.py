@@ -15,32 +15,34 @@ from foveal_operator.kube.types import Obj
 _TOTAL = re.compile(r"0/(\d+) nodes are available: (.*?)(?:preemption:|$)", re.DOTALL)
 _EXCLUDED = re.compile(
     r"(\d+) node\(s\) (?:didn't match Pod's node affinity/selector|didn't match node selector"
-    r"|had untolerated taint)"
+    r"|had untolerated taint(?! \{node\.(?:cloudprovider\.)?kubernetes\.io/))"
 )
+_STATES = ("node.kubernetes.io/", "node.cloudprovider.kubernetes.io/")
+"""Prefixes of taints for a node that starts, is cordoned or is not well: they pass, and say nothing
+of whom the node is meant for."""
 
 
 def could_take(pod_spec: Obj, node: Obj) -> bool:
-    """Whether labels and taints of a node admit the pod."""
+    """Whether labels and lasting taints of a node admit the pod. A malformed pod is no error."""
     metadata = node["metadata"]
     labels = metadata.get("labels") or {}
     if any(labels.get(key) != value for key, value in _map(pod_spec, "nodeSelector").items()):
         return False
     affinity = _map(_map(pod_spec, "affinity"), "nodeAffinity")
-    terms = _map(affinity, "requiredDuringSchedulingIgnoredDuringExecution").get(
-        "nodeSelectorTerms"
-    )
+    required = _map(affinity, "requiredDuringSchedulingIgnoredDuringExecution")
     names = {"metadata.name": metadata["name"]}
-    if terms is not None and not any(
-        all(_holds(one, labels) for one in term.get("matchExpressions") or ())
-        and all(_holds(one, names) for one in term.get("matchFields") or ())
-        for term in terms
+    if isinstance(required.get("nodeSelectorTerms"), list) and not any(
+        all(_holds(one, labels) for one in _maps(term, "matchExpressions"))
+        and all(_holds(one, names) for one in _maps(term, "matchFields"))
+        for term in _maps(required, "nodeSelectorTerms")
     ):
         return False
-    taints = node.get("spec", {}).get("taints") or ()
+    tolerations = _maps(pod_spec, "tolerations")
     return all(
         taint.get("effect") == "PreferNoSchedule"
-        or any(_tolerates(one, taint) for one in pod_spec.get("tolerations") or ())
-        for taint in taints
+        or str(taint.get("key") or "").startswith(_STATES)
+        or any(_tolerates(one, taint) for one in tolerations)
+        for taint in _maps(node.get("spec", {}), "taints")
     )
 
 
@@ -97,8 +99,15 @@ def _map(body: Obj, key: str) -> Obj:
     return found if isinstance(found, dict) else {}
 
 
+def _maps(body: Obj, key: str) -> list[Obj]:
+    """A list of maps. What a user has written otherwise the API server refuses, in its words."""
+    found = body.get(key)
+    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+
+
 def _holds(requirement: Obj, labels: Mapping[str, str]) -> bool:
-    value, values = labels.get(requirement.get("key", "")), list(requirement.get("values") or ())
+    given, value = requirement.get("values"), labels.get(str(requirement.get("key", "")))
+    values = given if isinstance(given, list) else []
     match requirement.get("operator"):
         case "In":
             return value in values
