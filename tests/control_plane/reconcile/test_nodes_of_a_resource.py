@@ -10,9 +10,11 @@ import pytest
 from foveal_operator.api.workloads import Accelerator, Engine
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.budget_inputs import NodeFacts
+from foveal_operator.manifests.pods import REVISION_LABEL
 from foveal_operator.reconcile.cluster_facts import Survey
 from foveal_operator.reconcile.placement import awaiting_nodes, could_take, has_no_node
 from foveal_operator.rollout import RolloutView, decide
+from foveal_operator.rollout.record import Good, Record, record_body
 from foveal_operator.testing.fake_cluster import FakeCluster
 from tests.support.fake_clock import FakeTime
 from tests.support.operator_rig import Kit
@@ -255,6 +257,32 @@ def test_the_deadline_waits_for_a_node_and_begins_with_it() -> None:
     ]
     assert not after(begun, late + 30, came, frozenset()).deadline_exceeded, "it loads now"
     assert after(begun, late + 2 * DEADLINE_SECONDS, came, frozenset()).deadline_exceeded
+
+
+@pytest.mark.parametrize("auto_rollback", [True, False])
+def test_with_a_good_revision_the_deadline_waits_for_no_node(auto_rollback: bool) -> None:
+    """A mistyped nodeSelector left the resource between two revisions for ever."""
+    none = [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "x"}]
+    waiting = frozenset({"qwen-engine-0"})
+    begun = rollout_view(START, none, waiting)
+    assert begun.stateful_set is not None
+    assert begun.deployment is not None
+    old = [
+        {**body["spec"]["template"], "metadata": {"labels": {REVISION_LABEL: f"old-{index}"}}}
+        for index, body in enumerate((begun.stateful_set, begun.deployment))
+    ]
+    good = Record(good=Good(revision="old-0/old-1", engine=old[0], frontend=old[1]))
+    view = msgspec.structs.replace(begun, record=record_body(good, "qwen", begun.stateful_set))
+    spec = view.inference.spec
+    rollout = msgspec.structs.replace(spec.rollout, auto_rollback=auto_rollback)
+    spec = msgspec.structs.replace(spec, rollout=rollout)
+    view = msgspec.structs.replace(
+        view, inference=msgspec.structs.replace(view.inference, spec=spec)
+    )
+    record = decide(view).record
+    late = START + 3 * DEADLINE_SECONDS
+    found = decide(msgspec.structs.replace(view, record=record, now=late))
+    assert (found.deadline_exceeded, found.rolled_back) == (auto_rollback, auto_rollback)
 
 
 async def test_a_pool_without_nodes_is_told_and_goes_on_by_itself() -> None:

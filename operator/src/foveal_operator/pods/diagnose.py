@@ -96,7 +96,7 @@ def diagnose(
 def _of_node(found: Diagnosis, awaiting: Collection[str]) -> Diagnosis:
     if found.reason is not reasons.UNSCHEDULABLE or found.pod not in awaiting:
         return found
-    text = f"{found.message} No such node is there yet, and the rollout's deadline waits for one"
+    text = f"{found.message} No such node is there yet"
     return msgspec.structs.replace(found, reason=reasons.NO_NODE_YET, message=text)
 
 

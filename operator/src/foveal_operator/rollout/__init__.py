@@ -66,6 +66,10 @@ def decide(view: RolloutView) -> RolloutDecision:
     engine_revision = template_revision(wanted_engines)
     revision = f"{engine_revision}/{template_revision(wanted_frontends)}"
     state = begin(record.state, revision, view.inference.generation, view.now)
+    if _can_roll_back(view, state, record.good):
+        # Its deadline waits for no node: a mistyped selector would leave the resource between two
+        # revisions for ever, and there is one to go back to.
+        view = msgspec.structs.replace(view, awaiting=frozenset())
     target = _target(view, wanted_engines, wanted_frontends, state, record.good)
     pods = read_pods(view, target.num_frontends)
     is_complete = _is_complete(view, target, pods)
@@ -80,6 +84,11 @@ def decide(view: RolloutView) -> RolloutDecision:
     return _decision(view, target, pods, Record(state=state, good=good), record, is_complete)
 
 
+def _can_roll_back(view: RolloutView, state: State, good: Good | None) -> bool:
+    allowed = view.inference.spec.rollout.auto_rollback
+    return allowed and good is not None and good.revision != state.revision
+
+
 def _target(
     view: RolloutView, engines: Obj, frontends: Obj, state: State, good: Good | None
 ) -> _Target:
@@ -89,12 +98,7 @@ def _target(
     deployment, num_frontends = _with_replicas(
         frontends, view.live_deployment, view.inference.spec.frontend.autoscaling is not None
     )
-    rolled_back = (
-        state.failed
-        and view.inference.spec.rollout.auto_rollback
-        and good is not None
-        and good.revision != state.revision
-    )
+    rolled_back = state.failed and _can_roll_back(view, state, good)
     if rolled_back:
         assert good is not None
         stateful_set["spec"]["template"] = good.engine

@@ -24,7 +24,8 @@ class RolloutView(msgspec.Struct, frozen=True, kw_only=True):
         record: the live ConfigMap `record_name(name)`, the rollout's only memory.
         engine_pods, frontend_pods: every pod of the role that is not finished, draining ones too.
         free_devices: devices of the engines' kind that no pod has asked for; None = not known.
-        awaiting: pods for which there is no node yet; the deadline does not run meanwhile.
+        awaiting: pods for which there is no node yet; the deadline does not run meanwhile, unless
+            there is a good revision to go back to.
         sessions: engine pod -> frontends that have a session with it, of pods that answered.
         load: engine pod -> requests in it, of pods that answered; the idle go first.
         announced: `status.rolloutStrategy` as stored: an outage is announced before it begins.
