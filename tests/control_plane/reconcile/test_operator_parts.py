@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
 from foveal_operator.api.status import Condition
@@ -18,7 +19,9 @@ from foveal_operator.common.logs import JsonLines
 from foveal_operator.kube.errors import Forbidden, Transient
 from foveal_operator.kube.events import EventRecorder
 from foveal_operator.kube.types import Obj
-from foveal_operator.manifests.budget_inputs import NodeFacts
+from foveal_operator.manifests.budget_inputs import NodeFacts, budget_inputs
+from foveal_operator.manifests.context import Context
+from foveal_operator.manifests.documents import document_json, engine_document
 from foveal_operator.pods.probes import PodReports
 from foveal_operator.pods.reports import Reports
 from foveal_operator.process.options import read
@@ -35,8 +38,12 @@ from foveal_operator.status.conditions import (
 from foveal_operator.telemetry.declared import OPERATOR_METRICS
 from foveal_operator.telemetry.series import Telemetry
 from foveal_operator.testing.fake_cluster import FakeCluster
+from foveal_runtime.plan.budget.planner import plan as make_plan
+from tests.support.budget_samples import VLM
 from tests.support.fake_clock import FakeTime
 from tests.support.operator_rig import OPTIONAL_KINDS, resource
+from tests.support.regenerate import FACTS
+from tests.support.stored_objects import FETCHED
 
 
 # --- Events ------------------------------------------------------------------------------------
@@ -191,6 +198,26 @@ def test_a_spoilt_basis_is_none(data: Obj | None) -> None:
 def test_a_basis_reads_back() -> None:
     text = '{"runtime_image": "i", "node_bytes": 5}'
     assert read_basis({"data": {"basis.json": text}}) == Basis(runtime_image="i", node_bytes=5)
+
+
+def test_an_image_of_before_snapshots_is_sent_no_budget_for_them() -> None:
+    """Engines of the image that a resource had before an upgrade refused the unknown field."""
+    text = '{"runtime_image": "old", "device_bytes": 85899345920}'
+    basis = read_basis({"data": {"basis.json": text}})
+    assert basis is not None
+    hybrid = msgspec.structs.replace(VLM, state_bytes=50 << 20)
+    sent = {}
+    for image in ("old", "new"):
+        kept = msgspec.structs.replace(basis, without_snapshots=basis.refusing_snapshots("old"))
+        assert kept.nodes(image) == msgspec.structs.replace(
+            NodeFacts(device_bytes=80 << 30), takes_snapshots=image == "new"
+        )
+        budget = make_plan(budget_inputs(FETCHED, kept.nodes(image)), hybrid)
+        context = Context(inference=FETCHED, plan=budget, facts=FACTS)
+        sent[image] = "snapshot_bytes" in document_json(engine_document(context))
+    assert sent == {"old": False, "new": True}
+    assert not basis.nodes("old").takes_snapshots
+    assert Basis(runtime_image="new", without_snapshots="").nodes("new").takes_snapshots
 
 
 # --- observations --------------------------------------------------------------------------------

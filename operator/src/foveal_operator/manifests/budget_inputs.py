@@ -17,15 +17,17 @@ from foveal_runtime.plan.quantity import parse_bytes
 
 
 class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What nodes offer. 0 = not known.
+    """What nodes, and the image that runs there, offer. 0 = not known.
 
     Attributes:
         node_bytes: allocatable memory of the largest node a pod could run on.
         device_bytes: memory of one device, as node labels or device attributes tell.
+        takes_snapshots: the runtime image knows caches.snapshot_bytes; an older one refuses it.
     """
 
     node_bytes: int = 0
     device_bytes: int = 0
+    takes_snapshots: bool = True
 
 
 def budget_inputs(inference: InferenceSpec, facts: NodeFacts) -> BudgetInputs:
@@ -69,7 +71,7 @@ def budget_inputs(inference: InferenceSpec, facts: NodeFacts) -> BudgetInputs:
             encoder_host_bytes=size_of(caches.encoder.host_size),
             kv_bytes=size_of(caches.kv.size),
             kv_dtype=caches.kv.dtype,
-            prefix_caching=engine.prefix_caching,
+            prefix_caching=engine.prefix_caching and facts.takes_snapshots,
         ),
         modalities=modalities_config(spec.modalities),
         headroom_percent=caches.headroom_percent,

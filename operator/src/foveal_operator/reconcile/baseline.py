@@ -29,12 +29,15 @@ class Basis(msgspec.Struct, frozen=True, kw_only=True):
         accelerator: what the node facts are about; "" in a basis written before it was kept.
         placement: hash of what chooses the nodes that they are about, "" where nothing does; unset
             in a basis written before it was kept.
+        without_snapshots: image that refuses a budget for snapshots of recurrent state, "" for
+            none; unset in a basis written before it was kept, whose image refuses it.
     """
 
     runtime_image: str
     accelerator: str = ""
     node_bytes: int = 0
     device_bytes: int = 0
+    without_snapshots: str | msgspec.UnsetType = msgspec.UNSET
     placement: str | msgspec.UnsetType = msgspec.UNSET
     # Which set of CURVE keys the pods share; another one replaces them all. "" is the first.
     key_generation: str | msgspec.UnsetType = msgspec.UNSET
@@ -45,9 +48,17 @@ class Basis(msgspec.Struct, frozen=True, kw_only=True):
             self.placement in (msgspec.UNSET, placement_of(engine))
         )
 
-    @property
-    def nodes(self) -> NodeFacts:
-        return NodeFacts(node_bytes=self.node_bytes, device_bytes=self.device_bytes)
+    def refusing_snapshots(self, image: str) -> str:
+        """What to record of a resource whose pods have this image."""
+        found = self.without_snapshots
+        return image if isinstance(found, msgspec.UnsetType) else found
+
+    def nodes(self, image: str) -> NodeFacts:
+        return NodeFacts(
+            node_bytes=self.node_bytes,
+            device_bytes=self.device_bytes,
+            takes_snapshots=self.refusing_snapshots(image) != image,
+        )
 
 
 def accelerator_name(accelerator: Accelerator) -> str:

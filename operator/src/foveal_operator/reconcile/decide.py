@@ -73,16 +73,20 @@ class Decider:
             )
         )
         facts = msgspec.structs.replace(seen.facts, model_ready=model.model_ready)
-        recorded = seen.recorded
-        nodes = (
-            recorded.nodes if recorded and recorded.is_about(inference.spec.engine) else seen.nodes
-        )
+        recorded, present = seen.recorded, seen.nodes
+        nodes, refusing = present, ""
+        if recorded is not None:
+            image = inference.spec.image or facts.runtime_image
+            refusing, nodes = recorded.refusing_snapshots(image), recorded.nodes(image)
+            takes = nodes.takes_snapshots
+            present = msgspec.structs.replace(present, takes_snapshots=takes)
+            nodes = nodes if recorded.is_about(inference.spec.engine) else present
         derived = self._planned.derived(
             inference,
             facts,
             model.profile,
-            (nodes, seen.nodes),
-            lambda: _derive(inference, facts, model.profile, nodes, seen.nodes),
+            (nodes, present),
+            lambda: _derive(inference, facts, model.profile, nodes, present),
         )
         return Decision(
             **{**msgspec.structs.asdict(seen), "facts": facts},
@@ -93,6 +97,7 @@ class Decider:
                 placement=placement_of(inference.spec.engine),
                 node_bytes=derived.nodes.node_bytes,
                 device_bytes=derived.nodes.device_bytes,
+                without_snapshots=refusing,
                 key_generation=facts.key_generation or msgspec.UNSET,
             ),
             plan=derived.plan,

@@ -182,10 +182,11 @@ async def look_as_operator(
     work = await decider.decide(await observer.observe(key, body))
     known = work.model.profile or profile
     if known is not None and (work.plan is None or not work.facts.model_ready):
-        basis = work.basis.nodes
+        basis = work.basis.nodes(work.context.image)
         facts = NodeFacts(
             node_bytes=basis.node_bytes or (nodes.node_bytes if nodes else 0),
             device_bytes=basis.device_bytes or (nodes.device_bytes if nodes else 0),
+            takes_snapshots=basis.takes_snapshots,
         )
         work = await decider.with_model(work, known, facts)
     return work, caches
