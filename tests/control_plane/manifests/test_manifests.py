@@ -257,6 +257,22 @@ def test_an_overlay_adds_and_keeps() -> None:
 
 
 @pytest.mark.parametrize(
+    ("source", "reads"),
+    [
+        ({"secret": {"secretName": "ca"}}, True),
+        ({"csi": {"driver": "x", "volumeAttributes": {"secretProviderClass": "ca"}}}, True),
+        ({"configMap": {"name": "ca"}}, False),
+    ],
+)
+def test_a_new_secret_restarts_engines_that_read_one(source: Obj, reads: bool) -> None:
+    overlay = {"spec": {"volumes": [{"name": "extra", **source}]}}
+    body = put(resource(), "spec.engine.podTemplate", overlay)
+    (engines,) = wanted(put(body, "spec.security.secretRevision", "2")).of_kind("StatefulSet")
+    annotations = engines["spec"]["template"]["metadata"].get("annotations", {})
+    assert ("foveal.dev/secret-revision" in annotations) is reads
+
+
+@pytest.mark.parametrize(
     ("overlay", "field"),
     [
         ({"spec": {"containers": [{"name": "engine", "args": []}]}}, "containers[engine].args"),

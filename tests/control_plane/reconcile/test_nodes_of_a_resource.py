@@ -188,6 +188,17 @@ async def test_free_devices_are_found_without_a_list_of_all_pods() -> None:
     assert cluster.num_pods == 22, "of two nodes, and the one that waits"
 
 
+async def test_the_last_of_many_full_nodes_is_not_overlooked() -> None:
+    cluster = FakeCluster()
+    for index in range(34):
+        cluster.add(node(f"n{index:02}", 8))
+        if index < 33:
+            cluster.add(pod(f"busy{index}", 8, f"n{index:02}"))
+    survey = Survey(cluster, FakeTime().clock)
+    await survey.refresh()
+    assert await survey.free_devices(Engine(), 1) == 8
+
+
 # --- a pool without nodes ------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("text", "none"),

@@ -37,7 +37,14 @@ SECRET_REVISION = "foveal.dev/secret-revision"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 TMP_SIZE = "2Gi"
 _SECRET_FIELDS = frozenset(
-    {"secret", "secretRef", "secretKeyRef", "secretName", "nodePublishSecretRef"}
+    {
+        "nodePublishSecretRef",
+        "secret",
+        "secretKeyRef",
+        "secretName",
+        "secretProviderClass",
+        "secretRef",
+    }
 )
 """Of volumes, projected sources, environments and drivers' credentials."""
 

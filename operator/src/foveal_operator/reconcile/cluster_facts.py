@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 FREE_SECONDS = 10.0
 MAX_ASKED = 32
-"""Nodes whose pods one question lists. Of more, the devices found so far are a lower bound."""
+"""Nodes that are asked one by one. When so many are full, one list of all says more."""
 # Memory of one device in MiB, as feature discovery labels nodes.
 _MEMORY_LABELS = {"nvidia.com/gpu": "nvidia.com/gpu.memory", "amd.com/gpu": "amd.com/gpu.vram"}
 
@@ -130,6 +130,13 @@ class Survey:
             here = [pod for pod in pods if _node_of(pod) == at]
             named = [node for node in nodes if node["metadata"]["name"] == at]
             free += count_free_devices(named, here, name)
+        if free < num_wanted and len(candidates) > MAX_ASKED:
+            names = {known["metadata"]["name"] for known in candidates}
+            listed = await self._cluster.list_all(NODE, None)
+            nodes = [node for node in listed if node["metadata"]["name"] in names]
+            pods = await self._cluster.list_all(POD, None)
+            bound = [pod for pod in pods if _node_of(pod) in names]
+            free = count_free_devices(nodes, bound, name) - waiting
         return max(0, free)
 
 
