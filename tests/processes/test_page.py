@@ -134,7 +134,9 @@ ENDLESS = """() => {
 const send = window.fetch;
 window.fetch = (url, options) => {
   if (options && options.body)
-    options.body = JSON.stringify({...JSON.parse(options.body), ignore_eos: true, max_tokens: 7000});
+    options.body = JSON.stringify({
+      ...JSON.parse(options.body), ignore_eos: true, max_tokens: 7000,
+    });
   return send(url, options);
 };
 }"""

@@ -102,7 +102,9 @@ async def test_a_node_that_starts_or_is_cordoned_counts_for_what_it_has(key: str
     assert survey.node_facts(Engine()) == NodeFacts(node_bytes=512 << 30, device_bytes=80 << 30)
     assert await survey.free_devices(Engine(), 1) == 0
     waiting = unschedulable(pod("e", 1), STARTS)
-    assert survey.awaiting(Engine(), [waiting], []) == set(), "one that is meant for it is there"
+    assert await survey.awaiting(Engine(), [waiting], []) == set(), (
+        "one that is meant for it is there"
+    )
 
 
 MALFORMED = [
@@ -197,6 +199,19 @@ async def test_the_last_of_many_full_nodes_is_not_overlooked() -> None:
     survey = Survey(cluster, FakeTime().clock)
     await survey.refresh()
     assert await survey.free_devices(Engine(), 1) == 8
+
+
+async def test_a_node_that_came_since_the_last_list_is_there() -> None:
+    """Nodes are listed every half hour: a full pool was called one without nodes until then."""
+    cluster, time = FakeCluster(), FakeTime()
+    cluster.add(node("cpu"))
+    survey = Survey(cluster, time.clock)
+    await survey.refresh()
+    waiting = unschedulable(pod("e", 1), "0/2 nodes are available: 1 Insufficient nvidia.com/gpu.")
+    assert await survey.awaiting(Engine(), [waiting], []) == {"e"}
+    cluster.add(node("new", 4))
+    await time.pass_(16)
+    assert await survey.awaiting(Engine(), [waiting], []) == set()
 
 
 # --- a pool without nodes ------------------------------------------------------------------------

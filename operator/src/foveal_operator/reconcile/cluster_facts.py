@@ -25,6 +25,8 @@ from foveal_runtime.plan.quantity import parse
 log = logging.getLogger(__name__)
 
 FREE_SECONDS = 10.0
+NODES_SECONDS = 15.0
+"""Nodes are known for so long before "no such node is there" is said of a pod that waits."""
 MAX_ASKED = 32
 """Nodes that are asked one by one. When so many are full, one list of all says more."""
 # Memory of one device in MiB, as feature discovery labels nodes.
@@ -32,12 +34,13 @@ _MEMORY_LABELS = {"nvidia.com/gpu": "nvidia.com/gpu.memory", "amd.com/gpu": "amd
 
 
 class Survey:
-    """The last known facts. Everything but `refresh` and `free_devices` is effect-free."""
+    """The last known facts. What is not a coroutine is effect-free."""
 
     def __init__(self, cluster: ClusterReader, clock: Clock) -> None:
         self._cluster = cluster
         self._clock = clock
         self._nodes: Sequence[Obj] = ()
+        self._nodes_at = 0.0
         self._slices: Sequence[Obj] = ()
         self._free: dict[str, tuple[float, int | None]] = {}
         self.apis: frozenset[str] = frozenset()
@@ -45,11 +48,15 @@ class Survey:
     async def refresh(self) -> bool:
         """Asks again. True when the set of optional APIs has changed. Raises ApiError."""
         served = [kind.name for kind in OPTIONAL if await self._cluster.serves(kind)]
-        self._nodes = [_brief(node) for node in await self._list(NODE) or []]
+        await self._list_nodes()
         self._slices = await self._list(RESOURCE_SLICE) or []
         found = frozenset(served)
         changed, self.apis = found != self.apis, found
         return changed
+
+    async def _list_nodes(self) -> None:
+        self._nodes_at = self._clock.monotonic()
+        self._nodes = [_brief(node) for node in await self._list(NODE) or []]
 
     async def _list(self, kind: Kind) -> list[dict[str, Any]] | None:
         try:
@@ -79,13 +86,25 @@ class Survey:
         spec = engine_pod_spec(engine)
         return [node for node in self._nodes if could_take(spec, node)]
 
-    def awaiting(self, engine: Engine, engines: Iterable[Obj], others: Iterable[Obj]) -> set[str]:
-        """Names of pods that wait for a node that is not there yet: of a pool without nodes."""
+    async def awaiting(
+        self, engine: Engine, engines: Sequence[Obj], others: Sequence[Obj]
+    ) -> frozenset[str]:
+        """Names of pods that wait for a node that is not there yet: of a pool without nodes. Looks
+        for new nodes and devices first. Raises ApiError."""
         accelerator, needs = engine.accelerator, dict[str, int]()
         if accelerator.type != "CPU" and not accelerator.device_class_name:
             needs[accelerator.resource_name or DEFAULT_RESOURCE_NAME] = engine.num_devices
+        found = self._awaiting(engines, others, needs)
+        if found and self._clock.monotonic() - self._nodes_at >= NODES_SECONDS:
+            await self._list_nodes()
+            found = self._awaiting(engines, others, needs)
+        return found
+
+    def _awaiting(
+        self, engines: Sequence[Obj], others: Sequence[Obj], needs: dict[str, int]
+    ) -> frozenset[str]:
         found = awaiting_nodes(engines, self._nodes, needs)
-        return {*found, *awaiting_nodes(others, self._nodes, {})}
+        return found | awaiting_nodes(others, self._nodes, {})
 
     async def free_devices(self, engine: Engine, num_wanted: int) -> int | None:
         """Devices that no pod has asked for, on nodes that could run such an engine; None when that

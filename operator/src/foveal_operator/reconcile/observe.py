@@ -124,8 +124,8 @@ class Observer:
             facts=facts,
             recorded=recorded,
             nodes=self._survey.node_facts(inference.spec.engine),
-            awaiting=frozenset(
-                self._survey.awaiting(inference.spec.engine, pods["engine"], pods["frontend"])
+            awaiting=await self._survey.awaiting(
+                inference.spec.engine, pods["engine"], pods["frontend"]
             ),
             model_objects=await self._model_objects(key, inference, facts),
             engine_pods=pods["engine"],
