@@ -95,9 +95,9 @@ def test_values_begin_to_travel_by_shared_memory(tiny: str, shared_claim: str) -
     commands.until(
         "frontends are new", lambda: not frontends & commands.uids(commands.pods("frontend")), 300
     )
-    assert wrong_answers(tiny) == []
 
     def num_files() -> float:
+        assert wrong_answers(tiny) == []  # again: a frontend that ends may still take the first
         pods = commands.pods("frontend").values()
         totals = [commands.metrics(f"http://{pod['status']['podIP']}:8000") for pod in pods]
         return sum(found.get("foveal_shm_files_written_total", 0) for found in totals)

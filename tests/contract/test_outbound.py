@@ -25,6 +25,8 @@ WAYS_OUT = {
     "foveal_operator/process/main.py": "probes and `/metrics` of its own frontends and engines",
     "foveal_operator/process/server.py": "",  # only serves
     "foveal_runtime/bench/client.py": "the server of `foveal bench`",
+    "foveal_runtime/bench/runs.py": "the server of `foveal bench`",
+    "foveal_runtime/main/local/bench.py": "the server of `foveal bench`",
     "foveal_runtime/frontend/http/monitoring/metrics.py": "their engines",
     "foveal_runtime/frontend/http/monitoring/siblings.py": "",  # processes of the same pod
     "foveal_runtime/frontend/media/fetch.py": "`security.mediaSources.allowedDomains`",
