@@ -134,33 +134,28 @@ async def test_an_ignored_field_of_a_form_is_none_of_chat(start) -> None:
         assert "Transcribe the speech" in harness.prompt
 
 
-def test_headers_of_a_form_have_few_parameters() -> None:
-    """Reading thousands would hold the event loop for seconds."""
+def test_headers_of_a_form_are_short() -> None:
+    """Reading thousands of parameters would hold the event loop for seconds."""
     body = b'--b\r\nContent-Disposition: form-data; name="' + b";" * 7000 + b'"\r\n\r\nx\r\n--b--'
-    with pytest.raises(InvalidRequest, match="a field of the form has too many parameters"):
+    with pytest.raises(InvalidRequest, match="header size exceeded"):
         read_form("multipart/form-data; boundary=b", body)
     content_type = 'multipart/form-data; boundary=b; x="' + ";" * 9000
     with pytest.raises(InvalidRequest, match="Content-Type has too many parameters"):
         read_form(content_type, b"--b--")
 
 
-@pytest.mark.parametrize(
-    ("more", "parameter"),
-    [
-        ("", "filename*=undefined''a"),
-        ("", "filename*=idna''" + "a" * 64 + "."),
-        ("", "filename*" + "9" * 5000 + "=a"),
-        ("", "filename*=a\0b''a"),
-        ("; boundary*=undefined''b", "filename=a"),
-        ("; boundary*" + "9" * 5000 + "=b", "filename=a"),
-        ("; boundary*=a\0b''b", "filename=a"),
-    ],
-)
-def test_damaged_parameters_are_the_client_s_fault(more: str, parameter: str) -> None:
-    head = f'--b\r\nContent-Disposition: form-data; name="file"; {parameter}\r\n\r\n'
-    content_type = "multipart/form-data" + (more or "; boundary=b")
-    with pytest.raises(InvalidRequest, match="headers cannot be read"):
-        read_form(content_type, head.encode() + b"x\r\n--b--")
+DAMAGED = ("*=undefined''b", "*=idna''" + "b" * 64 + ".", "*" + "9" * 4000 + "=b", "*=b\0''b")
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_damaged_parameters_are_the_client_s_fault(damage: str) -> None:
+    """RFC 7578 forbids encoded parameters in forms: they count as not given."""
+    head = '--b\r\nContent-Disposition: form-data; name="file"; filename' + damage + "\r\n\r\n"
+    body = head.encode() + b"x\r\n--b--\r\n"
+    fields, file = read_form("multipart/form-data; boundary=b", body)
+    assert (fields, file.name, file.data) == ({}, "", b"x")
+    with pytest.raises(InvalidRequest, match="send multipart/form-data"):
+        read_form("multipart/form-data; boundary" + damage, body)
 
 
 async def test_each_family_is_asked_as_it_was_trained(family) -> None:

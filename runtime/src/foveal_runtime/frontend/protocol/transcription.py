@@ -9,20 +9,24 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from email.message import Message
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, Field
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
 
 from foveal_runtime.frontend.protocol.bounds import Open
 from foveal_runtime.frontend.protocol.requests import Float, Integer
 from foveal_runtime.plan.errors import InvalidRequest, Unsupported
 
+if TYPE_CHECKING:
+    from python_multipart.multipart import MultipartCallbacks
+
 MAX_FIELDS = 64
-_MAX_HEAD_BYTES = 8192
+_MAX_HEADER_BYTES = 4096
 _MAX_PARAMETERS = 32
-"""Of a header: email.message reads them in time quadratic in their number."""
+"""Of the Content-Type: they are split in time quadratic in their number."""
 _FORMATS = ("json", "text")
 _LANGUAGES = {
     "ar": "Arabic", "cs": "Czech", "da": "Danish", "de": "German", "el": "Greek", "en": "English",
@@ -135,64 +139,82 @@ FORM: dict[str, Any] = {
 
 
 class FormFile(NamedTuple):
-    """An uploaded file; `data` is a view of the body."""
+    """An uploaded file."""
 
     name: str
     content_type: str
-    data: memoryview
+    data: bytes
 
 
 def read_form(content_type: str, body: bytes) -> tuple[dict[str, str], FormFile | None]:
     """(fields, the field `file`) of a multipart body. Raises InvalidRequest."""
-    try:
-        return _read_form(content_type, body)
-    except ValueError as error:  # email.message: bytes, numbers and codecs of RFC 2231
-        raise InvalidRequest("the form's headers cannot be read", param="file") from error
-
-
-def _read_form(content_type: str, body: bytes) -> tuple[dict[str, str], FormFile | None]:
-    """Raises ValueError where a header's parameters are damaged."""
     if content_type.count(";") > _MAX_PARAMETERS:
         raise InvalidRequest("the form's Content-Type has too many parameters", param="file")
-    head = Message()
-    head["content-type"] = content_type
-    boundary = head.get_boundary()
-    if head.get_content_type() != "multipart/form-data" or not boundary:
+    kind, parameters = parse_options_header(content_type)
+    boundary = parameters.get(b"boundary")
+    if kind != b"multipart/form-data" or not boundary:
         raise InvalidRequest("send multipart/form-data with a field `file`", param="file")
-    mark = b"--" + boundary.encode("ascii", "replace")
-    fields: dict[str, str] = {}
-    file: FormFile | None = None
-    begin = 0 if body.startswith(mark) else body.find(b"\r\n" + mark) + 2
-    if begin == 1:
-        raise InvalidRequest("the form's boundary does not occur in its body", param="file")
-    for _ in range(MAX_FIELDS + 1):
-        begin += len(mark)
-        if body.startswith(b"--", begin):
-            return fields, file
-        end = body.find(b"\r\n" + mark, begin)
-        blank = body.find(b"\r\n\r\n", begin, begin + _MAX_HEAD_BYTES)
-        if end < 0 or blank < 0 or blank > end:
-            raise InvalidRequest("the form's body is cut off or no multipart/form-data")
-        part = _head(body[begin:blank])
-        data = memoryview(body)[blank + 4 : end] if blank + 4 <= end else memoryview(b"")
-        name = str(part.get_param("name", "", header="content-disposition"))
+    form = _Form()
+    try:
+        parser = MultipartParser(boundary, form.callbacks(), max_header_size=_MAX_HEADER_BYTES)
+        parser.write(body)
+        parser.finalize()
+    except FormParserError as error:
+        raise InvalidRequest(f"the form cannot be read: {error}", param="file") from error
+    if not form.is_complete:
+        raise InvalidRequest("the form's body is cut off or no multipart/form-data", param="file")
+    return form.fields, form.file
+
+
+class _Form:
+    """What the parser says of a body, part by part."""
+
+    def __init__(self) -> None:
+        self.fields: dict[str, str] = {}
+        self.file: FormFile | None = None
+        self.is_complete = False
+        self._parts = 0
+        self._header = [b"", b""]
+        self._headers: dict[bytes, bytes] = {}
+        self._data: list[bytes] = []
+
+    def callbacks(self) -> MultipartCallbacks:
+        return {
+            "on_part_begin": self._begin,
+            "on_header_field": lambda data, start, end: self._extend(0, data[start:end]),
+            "on_header_value": lambda data, start, end: self._extend(1, data[start:end]),
+            "on_header_end": self._end_header,
+            "on_part_data": lambda data, start, end: self._data.append(data[start:end]),
+            "on_part_end": self._end,
+            "on_end": self._complete,
+        }
+
+    def _begin(self) -> None:
+        self._parts += 1
+        if self._parts > MAX_FIELDS:
+            raise InvalidRequest(f"the form has more than {MAX_FIELDS} fields")
+        self._headers, self._data = {}, []
+
+    def _extend(self, which: int, piece: bytes) -> None:
+        self._header[which] += piece
+
+    def _end_header(self) -> None:
+        name, value = self._header
+        self._headers[name.lower()] = value
+        self._header = [b"", b""]
+
+    def _end(self) -> None:
+        _, told = parse_options_header(self._headers.get(b"content-disposition"))
+        name, data = told.get(b"name", b"").decode("utf-8", "replace"), b"".join(self._data)
         if name == "file":
-            file = FormFile(part.get_filename() or "", part.get_content_type(), data)
+            kind, _ = parse_options_header(self._headers.get(b"content-type"))
+            filename = told.get(b"filename", b"").decode("utf-8", "replace")
+            self.file = FormFile(filename, kind.decode("latin-1"), data)
         else:
-            fields[name] = bytes(data).decode("utf-8", "replace")
-        begin = end + 2
-    raise InvalidRequest(f"the form has more than {MAX_FIELDS} fields")
+            self.fields[name] = data.decode("utf-8", "replace")
 
-
-def _head(raw: bytes) -> Message:
-    if raw.count(b";") > _MAX_PARAMETERS:
-        raise InvalidRequest("a field of the form has too many parameters")
-    found = Message()
-    for line in raw.decode("utf-8", "replace").split("\r\n"):
-        name, colon, value = line.partition(":")
-        if colon:
-            found[name.strip()] = value.strip()
-    return found
+    def _complete(self) -> None:
+        self.is_complete = True
 
 
 def checked(fields: dict[str, str], *, translates: bool) -> dict[str, Any]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from starlette.responses import PlainTextResponse, Response
@@ -17,7 +19,6 @@ from foveal_runtime.frontend.http.service import Service, scope_of
 from foveal_runtime.frontend.protocol.rules import check_extra
 from foveal_runtime.frontend.protocol.transcription import (
     FORM,
-    FormFile,
     Transcript,
     TranscriptionRequest,
     chat_fields,
@@ -29,6 +30,7 @@ from foveal_runtime.frontend.protocol.transcription import (
 from foveal_runtime.plan.errors import InvalidRequest
 
 _THREAD_BYTES = 1 << 20
+T = TypeVar("T")
 
 
 def build_transcription_router(
@@ -39,12 +41,14 @@ def build_transcription_router(
 
     async def write(request: Request, *, translates: bool) -> Response:
         kind = request.headers.get("content-type", "")
-        fields, file = read_form(kind, await request.body())
+        body = await request.body()
+        fields, file = await _worked(len(body), partial(read_form, kind, body))
         if file is None or not file.data:
             raise InvalidRequest("the form has no field `file`, or it is empty", param="file")
         given = parsed(TranscriptionRequest, checked(fields, translates=translates))
         check_extra(given.model_extra or {}, service.config.ignore_unknown_options)
-        audio = {"data": await _encoded(file), "format": format_of(file)}
+        data = await _worked(len(file.data), partial(base64.b64encode, file.data))
+        audio = {"data": data.decode(), "format": format_of(file)}
         chat = chat_fields(given, family, audio, translates=translates)
         run = await plan(service, chat, scope_of(service, request))
         writer = TranscriptWriter("" if chat.get("continue_final_message") else family.marker)
@@ -73,11 +77,9 @@ def build_transcription_router(
     return router
 
 
-async def _encoded(file: FormFile) -> str:
-    def encode() -> str:
-        return base64.b64encode(file.data).decode()
-
-    return await asyncio.to_thread(encode) if len(file.data) > _THREAD_BYTES else encode()
+async def _worked(size: int, work: Callable[[], T]) -> T:
+    """What `work` returns; in a thread where it has many bytes to go through."""
+    return await asyncio.to_thread(work) if size > _THREAD_BYTES else work()
 
 
 class TranscriptWriter:
