@@ -41,7 +41,7 @@ lock: $(VENV)/.uv ## compile requirements/*.in to hash-pinned *.txt
 
 # --- the main job ------------------------------------------------------------------------------
 .PHONY: demo serve
-demo: $(VENV)/.run ## serve the bundled model, ask it about pictures twice, show what the caches saved
+demo: $(VENV)/.run ## serve the bundled model, ask it about images twice, show what the caches saved
 	@$(PY) examples/demo.py
 serve: $(VENV)/.run ## keep serving the bundled model on http://127.0.0.1:8000 (MODEL=dir for another)
 	@$(VENV)/bin/foveal-runtime serve $(MODEL) --name tiny-vlm --idle-check-seconds 30

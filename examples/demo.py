@@ -1,7 +1,7 @@
-"""`make demo`: one frontend and one engine on the bundled model, asked about pictures, twice.
+"""`make demo`: one frontend and one engine on the bundled model, asked about images, twice.
 
 Starts the same processes that pods run, asks over the OpenAI API about image files that the model
-never saw in training, prints question, picture, answer, time to first token and what each cache
+never saw in training, prints question, image, answer, time to first token and what each cache
 saved, and stops. The small model itself errs now and then, and the demo says so; exit code 1 means
 that a second answer differed from the first, which no cache may ever cause.
 """
@@ -29,7 +29,7 @@ HERE = Path(__file__).resolve().parent / "tiny-vlm"
 MIB = 1024**2
 
 
-def picture(path: Path, columns: int = 26) -> list[str]:
+def drawn(path: Path, columns: int = 26) -> list[str]:
     """A small rendering in half blocks, two pixels a character, for terminals with colours."""
     image = Image.open(path).convert("RGB")
     rows = max(2, round(columns * image.height / image.width)) // 2 * 2
@@ -89,7 +89,7 @@ def metrics(url: str) -> dict[str, float]:
 
 
 def saved(before: dict[str, float], after: dict[str, float]) -> str:
-    """What the caches did between two looks at /metrics, in one line."""
+    """What the caches did between two readings of /metrics, in one line."""
 
     def grown(name: str) -> float:
         return after.get(name, 0.0) - before.get(name, 0.0)
@@ -119,13 +119,13 @@ class Asked(NamedTuple):
 
 
 def ask_one(url: str, entry: dict[str, Any], *, draw: bool) -> Asked:
-    """Asks, prints question, picture, answer and savings."""
+    """Asks, prints question, image, answer and savings."""
     paths = [HERE / "images" / name for name in entry["images"]]
     before = metrics(url)
     answer, first = ask(url, "tiny-vlm", paths, entry["question"])
     right = is_right(answer, entry["verdict"])
     if draw:
-        rows = zip_longest(*(picture(path) for path in paths), fillvalue="")
+        rows = zip_longest(*(drawn(path) for path in paths), fillvalue="")
         print("\n".join("  " + "  ".join(row) for row in rows))
     print("  " + ", ".join(str(path.relative_to(HERE.parents[1])) for path in paths))
     print(f"  Q {entry['question']}")
@@ -148,7 +148,7 @@ def main() -> int:
         url = deployment.frontends[0].url
         print(f"ready after {time.perf_counter() - started:.1f} s\n")
         rounds: list[list[Asked]] = []
-        for title in ("First round: new pictures", "Second round: the same again"):
+        for title in ("First round: new images", "Second round: the same again"):
             print(f"{title}\n" + "─" * len(title))
             draw = sys.stdout.isatty() and not rounds
             rounds.append([ask_one(url, entry, draw=draw) for entry in questions])

@@ -9,7 +9,7 @@ import sys
 import pytest
 from PIL import Image
 
-from foveal_runtime.main.footprint import largest_picture
+from foveal_runtime.main.footprint import largest_image
 from foveal_runtime.telemetry.allocator import peak_bytes, taken_bytes
 
 MIB = 1 << 20
@@ -86,8 +86,8 @@ def test_a_peak_is_no_less_than_what_is_taken() -> None:
 
 
 @pytest.mark.parametrize(("max_pixels", "max_bytes"), [(10_000, 1 << 24), (4_000_000, 1 << 20)])
-def test_the_largest_picture_is_within_its_limits(max_pixels: int, max_bytes: int) -> None:
-    data = largest_picture(max_pixels, max_bytes)
+def test_the_largest_image_is_within_its_limits(max_pixels: int, max_bytes: int) -> None:
+    data = largest_image(max_pixels, max_bytes)
     assert len(data) < max_bytes
     with Image.open(io.BytesIO(data)) as image:
         assert image.width * image.height <= max_pixels

@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from foveal_runtime.frontend.media.palettes import learn, probe_pictures
+from foveal_runtime.frontend.media.palettes import learn, probe_images
 from foveal_runtime.wire.item import BadItem, FieldInfo, pack_item, view_item
 from foveal_runtime.wire.palette import LEVELS, Codebook, Palette
 
@@ -107,6 +107,6 @@ def test_learning_takes_only_what_bytes_made():
 
 
 @pytest.mark.parametrize("blocks", [4, 8])
-def test_probe_pictures_hold_every_value_in_every_channel(blocks):
-    seen = np.concatenate([np.asarray(p).reshape(-1, 3) for p in probe_pictures(blocks)])
+def test_probe_images_hold_every_value_in_every_channel(blocks):
+    seen = np.concatenate([np.asarray(p).reshape(-1, 3) for p in probe_images(blocks)])
     assert all(len(np.unique(seen[:, channel])) == LEVELS for channel in range(3))

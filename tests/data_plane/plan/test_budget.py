@@ -207,7 +207,7 @@ def test_what_the_profile_measured_takes_the_place_of_constants() -> None:
     assert plan(inputs, TOY).engine.line("base").source == "Derived"
 
 
-def test_an_engine_on_a_cpu_starts_with_the_largest_picture() -> None:
+def test_an_engine_on_a_cpu_starts_with_the_largest_image() -> None:
     """What that takes counts only as far as it exceeds what is idle at the start."""
     taken = ProcessMemory(worker_bytes_per_pixel=50)
     engine = plan(cpu(), msgspec.structs.replace(TOY, processes=taken)).engine

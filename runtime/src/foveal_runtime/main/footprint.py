@@ -93,7 +93,7 @@ async def _stand_in(config: FrontendConfig) -> ProcessMemory:
         (pid,) = workers.pids()
         worker_bytes = taken_bytes(pid)
         pixels = max(1, config.modalities.image.max_pixels)
-        peak = await _largest_picture(workers, pid, config.modalities)
+        peak = await _largest_image(workers, pid, config.modalities)
         await processor.fetcher.close()
     finally:
         await workers.close()
@@ -104,13 +104,13 @@ async def _stand_in(config: FrontendConfig) -> ProcessMemory:
     )
 
 
-async def _largest_picture(workers: MediaWorkers, pid: int, limits: ModalitiesConfig) -> int:
-    """The worker's peak with the largest picture that it may be given; 0 = not measured."""
+async def _largest_image(workers: MediaWorkers, pid: int, limits: ModalitiesConfig) -> int:
+    """The worker's peak with the largest image that it may be given; 0 = not measured."""
     image = limits.image
     if image.max_per_prompt == 0:
         return 0
-    data = await asyncio.to_thread(largest_picture, image.max_pixels, image.max_bytes)
-    for _ in range(2):  # the first one imports what pictures need
+    data = await asyncio.to_thread(largest_image, image.max_pixels, image.max_bytes)
+    for _ in range(2):  # the first one imports what images need
         if not reset_peak(pid):
             return 0
         try:
@@ -121,7 +121,7 @@ async def _largest_picture(workers: MediaWorkers, pid: int, limits: ModalitiesCo
     return peak_bytes(pid) if pid in workers.pids() else 0
 
 
-def largest_picture(max_pixels: int, max_bytes: int) -> bytes:
+def largest_image(max_pixels: int, max_bytes: int) -> bytes:
     """A PNG of so many pixels; not compressed, when `max_bytes` allow."""
     import io
     import math

@@ -94,7 +94,7 @@ class ProcessMemory(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         http_bytes: an HTTP process with its tokenizer. worker_bytes: a media worker with the
             processor. worker_bytes_per_pixel: what it takes beyond that at most for the largest
-            picture that the limits admit, its file included, for each of its pixels.
+            image that the limits admit, its file included, for each of its pixels.
         engine_bytes: an engine on a CPU without weights and caches, its compiled kernels included.
     """
 

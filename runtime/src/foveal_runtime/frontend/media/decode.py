@@ -43,7 +43,7 @@ Image.MAX_IMAGE_PIXELS = None
 
 
 def decode_image(data: bytes | memoryview, limits: ModalityLimits) -> Image.Image:
-    """The picture as RGB. Raises MediaInvalid or MediaTooLarge."""
+    """The image as RGB. Raises MediaInvalid or MediaTooLarge."""
     check_bytes(data, limits, "image")
     try:
         with warnings.catch_warnings():

@@ -33,7 +33,7 @@ _FACTORS = (14, 16, 28, 32)
 _RATIOS = (1, 4 / 3, 3 / 2, 16 / 9, 2, 3, 4, 6)
 _MAX_RATIO = 200  # what the widest-minded processors take
 _MAX_TRIES = 6
-_PICTURE = (120, 60, 200)  # nothing a processor takes for padding
+_PROBE_COLOR = (120, 60, 200)  # nothing a processor takes for padding
 
 
 class Largest(NamedTuple):
@@ -52,7 +52,7 @@ def largest_items(model_path: str, limits: ModalitiesConfig, max_tokens: int) ->
     """
     processor = ItemProcessor(model_path, limits)
     processor.examine(b"")
-    # Options of a request can take a picture out of its short form: budgets count the long one.
+    # Options of a request can take an image out of its short form: budgets count the long one.
     processor.codebooks = None
     finders: dict[int, Callable[..., Largest | None]] = {0: _image, 1: _video, 2: _audio}
     patch = _patch_pixels(model_path)
@@ -166,7 +166,7 @@ def _image(processor: ItemProcessor, limits: ModalityLimits, max_tokens: int) ->
 def _best_first(
     sizes: list[tuple[int, int]], counts: list[int], max_tokens: int
 ) -> Iterable[tuple[int, int]]:
-    """(height, width) by descending tokens, the smallest picture first; at most three tries."""
+    """(height, width) by descending tokens, the smallest image first; at most three tries."""
     order = sorted(zip(counts, sizes, strict=True), key=lambda p: (-p[0], p[1][0] * p[1][1]))
     tried = 0
     last = 0
@@ -189,7 +189,7 @@ def _image_sizes(processor: Any, max_pixels: int) -> Iterator[tuple[int, int]]:
 
 
 def _own_limits(part: Any, max_pixels: int) -> set[int]:
-    """Pixel counts at which the processor itself starts to shrink pictures."""
+    """Pixel counts at which the processor itself starts to shrink images."""
     size = getattr(part, "size", None) or {}
     found = {getattr(part, "max_pixels", None)}
     for name in ("longest_edge", "max_pixels", "shortest_edge", "height", "width"):
@@ -231,7 +231,7 @@ def _predicted(processor: Any, name: str, sizes: list[Any]) -> list[int] | None:
 
 def _make_image(processor: ItemProcessor, size: tuple[int, int]) -> bytes | None:
     try:
-        return processor.process(0, Image.new("RGB", (size[1], size[0]), _PICTURE), {})
+        return processor.process(0, Image.new("RGB", (size[1], size[0]), _PROBE_COLOR), {})
     except FovealError:
         return None  # e.g. too narrow for this processor: then no request can send it either
 

@@ -26,27 +26,27 @@ _SAMPLE = 1 << 16
 _LAYOUTS: dict[Layout, int] = {"one": 1, "axis": _CHANNELS, "row": _CHANNELS, "last": _CHANNELS}
 
 
-def probe_pictures(blocks: int) -> list[Image.Image]:
-    """RGB pictures of `blocks` x `blocks` even squares; together each channel has every value.
+def probe_images(blocks: int) -> list[Image.Image]:
+    """RGB images of `blocks` x `blocks` even squares; together each channel has every value.
 
     Squares survive whatever a processor does to the size: the middle of each stays even.
     """
-    pictures = []
+    images = []
     for first in range(0, LEVELS, blocks * blocks):
         levels = np.arange(first, first + blocks * blocks).reshape(blocks, blocks)
         shifted = [(levels + shift) % LEVELS for shift in (0, 85, 170)]
         squares = np.stack(shifted, axis=-1).astype(np.uint8)
         size = _SIDE // blocks
-        pictures.append(Image.fromarray(squares.repeat(size, 0).repeat(size, 1), "RGB"))
-    return pictures
+        images.append(Image.fromarray(squares.repeat(size, 0).repeat(size, 1), "RGB"))
+    return images
 
 
 def learn(process: Callable[[Image.Image], Fields]) -> dict[str, Codebook]:
     """Field → codebook, for those float32 fields that have exactly 256 values a channel.
 
-    `process` gives the processor's fields of one picture; what it raises goes through.
+    `process` gives the processor's fields of one image; what it raises goes through.
     """
-    for blocks in (8, 4):  # larger squares, and more pictures, where small ones blur into others
+    for blocks in (8, 4):  # larger squares, and more images, where small ones blur into others
         levels = _levels(process, blocks)
         books: dict[str, Codebook] = {}
         for layout in _LAYOUTS:
@@ -66,10 +66,10 @@ def _levels(
 ) -> dict[tuple[str, Layout], list[set[int]]]:
     """The bit patterns of each channel, for every field and layout that a table could hold."""
     seen: dict[tuple[str, Layout], list[set[int]]] | None = None
-    for picture in probe_pictures(blocks):
+    for image in probe_images(blocks):
         fields = {
             name: array
-            for name, (dtype, array) in process(picture).items()
+            for name, (dtype, array) in process(image).items()
             if dtype == "float32" and array.size >= LEVELS
         }
         if seen is None:

@@ -103,7 +103,7 @@ class ItemProcessor:
         options: Mapping[str, Any],
         page: int = -1,
     ) -> Any:
-        """The media as the processor takes it: RGB picture, samples or frames; `page` is of the
+        """The media as the processor takes it: RGB image, samples or frames; `page` is of the
         document that `data` is, unless -1. Raises InvalidRequest for options that may not be set,
         before anything is decoded."""
         limits = self._limits(modality)
@@ -218,7 +218,7 @@ class ItemProcessor:
         if wants_offsets:
             wrapped["return_text_replacement_offsets"] = True
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # theirs, once per picture
+            warnings.simplefilter("ignore", DeprecationWarning)  # theirs, once per image
             output = self.processor(text=[text], return_tensors="pt", **wrapped, **options)
         return dict(output)
 
@@ -270,7 +270,7 @@ class ItemProcessor:
         }
 
     def _learn_codebooks(self) -> dict[str, Codebook]:
-        """Which fields of pictures and frames can be stored short; none when that fails."""
+        """Which fields of images and frames can be stored short; none when that fails."""
         image = self.placeholders.get(0)
         if image is None or not image.method:
             return {}
@@ -311,7 +311,7 @@ class ItemProcessor:
         )
 
     def _through_files(self, image: Image.Image) -> Image.Image:
-        """The sample once as PNG and once as JPEG: the user's first picture finds warm codecs."""
+        """The sample once as PNG and once as JPEG: the user's first image finds warm codecs."""
         for kind in ("PNG", "JPEG"):
             buffer = io.BytesIO()
             image.save(buffer, kind)

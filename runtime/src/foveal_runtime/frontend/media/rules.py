@@ -36,7 +36,7 @@ class FamilyRule(msgspec.Struct, frozen=True):
         modalities: what the engine can serve of this family.
         methods: ways to find replacement ids, tried in order; () = the default order.
         several: False when a prompt with two items is not made of two items alone (LLaVA-OneVision
-            drops the tiles of each picture as soon as there are two).
+            drops the tiles of each image as soon as there are two).
         newlines: the replacement begins and ends with this many newlines, which belong to the
             prompt (see `newlines`).
         wraps: modality → (before, after) that chat templates write around the placeholder.

@@ -31,7 +31,7 @@ MAX_FRAMES_PER_SECOND = 240
 """Of a video, by which the frames that are looked at are bounded, whatever its header says."""
 GIVEN_FRAMES_PER_SECOND = 2.0
 """Of a video that comes as images, which says nothing of times."""
-MAX_VIDEO_PICTURES = 16
+MAX_VIDEO_IMAGES = 16
 """Chosen frames together have at most so many times the pixels of the largest image."""
 
 
@@ -184,7 +184,7 @@ def _read_frames(container: Any, limits: ModalityLimits, choose: Choose) -> Fram
             "ask for fewer with num_frames or fps"
         )
     small = fitted(width, height, limits.resize_pixels)
-    most = limits.max_pixels * MAX_VIDEO_PICTURES
+    most = limits.max_pixels * MAX_VIDEO_IMAGES
     if len(set(wanted)) * small[0] * small[1] > most:
         raise MediaTooLarge(
             f"video would give {len(set(wanted))} frames of {small[0]}x{small[1]}, the limit is "

@@ -105,7 +105,7 @@ def engine_lines(inputs: BudgetInputs, needs: Needs, profile: ModelProfile) -> t
     staging = min(profile.weight_bytes // (4 if cpu else 1), LOAD_STAGING_MAX_BYTES)
     # As it starts, an engine runs its processor on the largest item; steps and values come later.
     idle = needs.ipc_staging_bytes + sum(line.bytes for line in model if line.name != "weights")
-    probe = needs.picture_bytes - idle
+    probe = needs.image_work_bytes - idle
     if cpu:
         base = (taken or ENGINE_BASE_CPU_BYTES) + ENGINE_SERVING_BYTES
         what = f"engine process with torch, {_measured(taken)}, + what serving takes"

@@ -40,7 +40,7 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
     request_embeds: int
     activation_bytes: int
     decode_peak_bytes: int
-    picture_bytes: int
+    image_work_bytes: int
     largest_item_bytes: int
     mirror_engines: int
     num_ranks: int
@@ -67,7 +67,7 @@ def derive_needs(inputs: BudgetInputs, profile: ModelProfile) -> Needs:
     request_embeds = _request_embeds(inputs.modalities, items, max_len)
     compute_embeds, encoder_pool = _encoder(inputs, profile, items, request_embeds, problems)
     largest_bytes = max((item.processed_bytes for item in items.values()), default=0)
-    picture_bytes = _picture(inputs.modalities, profile, items)
+    image_work_bytes = _image_work(inputs.modalities, profile, items)
     staging = _ipc_staging(inputs, items, max_len)
     # KV of all ranks together; a block is the unit in which it is given out.
     block_bytes = engine.block_size * profile.kv_token_bytes(engine.kv_dtype)
@@ -88,8 +88,8 @@ def derive_needs(inputs: BudgetInputs, profile: ModelProfile) -> Needs:
         encoder_compute_embeds=compute_embeds,
         request_embeds=request_embeds,
         activation_bytes=_activations(inputs, profile, items, compute_embeds, ranks),
-        decode_peak_bytes=_decode_peak(inputs.modalities, items, picture_bytes),
-        picture_bytes=picture_bytes,
+        decode_peak_bytes=_decode_peak(inputs.modalities, items, image_work_bytes),
+        image_work_bytes=image_work_bytes,
         mirror_engines=max(MIRROR_MIN_ENGINES, 1 << (engine.num_engines - 1).bit_length()),
         num_ranks=ranks,
         largest_item_bytes=largest_bytes,
@@ -227,10 +227,10 @@ def _snapshot_pools(inputs: BudgetInputs, profile: ModelProfile) -> tuple[Pool, 
     )
 
 
-def _picture(
+def _image_work(
     modalities: ModalitiesConfig, profile: ModelProfile, items: dict[str, ItemProfile]
 ) -> int:
-    """What the largest picture takes at work, as measured; 0 = not measured."""
+    """What the largest image takes at work, as measured; 0 = not measured."""
     if "image" not in items:
         return 0
     per_pixel = profile.processes.worker_bytes_per_pixel
@@ -281,7 +281,7 @@ def _ipc_staging(inputs: BudgetInputs, items: dict[str, ItemProfile], max_len: i
 def _decode_peak(
     modalities: ModalitiesConfig, items: dict[str, ItemProfile], measured_bytes: int
 ) -> int:
-    """What one media worker takes at most for an item: as measured with the largest picture, or the
+    """What one media worker takes at most for an item: as measured with the largest image, or the
     decoded item and two copies of the processed one, whichever is more."""
     peaks = [measured_bytes]
     for name, item in items.items():
