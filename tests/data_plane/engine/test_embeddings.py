@@ -54,7 +54,7 @@ def test_a_preempted_one_starts_its_sum_again():
     drive = Drive(max_num_batched_tokens=16)
     request = drive.add("embed", range(100, 144), sampling=pooled("mean"))
     drive.step()
-    drive.scheduler.roster.preempt(request)
+    drive.scheduler.preempt(request)
     drive.run()
     assert chunks(drive, "embed") == [(0, 16), (0, 16), (16, 16), (32, 12)]
     assert "embed" in drive.embeddings

@@ -75,9 +75,9 @@ def test_who_waits_for_released_values_can_be_aborted():
     engine.step()
     engine.core.receiver.reset()  # nobody pins a value: all are gone
     frontend.answers = False
-    while not engine.core.scheduler.roster.away:
+    while not engine.core.scheduler.away:
         engine.step()
-    [away] = engine.core.scheduler.roster.away.values()
+    [away] = engine.core.scheduler.away.values()
     engine.up(frontend, frontend.sender.abort(away.rid))
     engine.run()
     [other] = {("r", 0), ("s", 0)} - {away.rid}

@@ -114,7 +114,7 @@ def test_without_slots_no_prefix_is_reused() -> None:
     prompt = list(range(100, 150))
     ask(drive, "first", prompt)
     assert ask(drive, "again", prompt) == 0
-    assert drive.scheduler.roster.snapshots is None
+    assert drive.scheduler.snapshots is None
 
 
 def test_few_slots_are_reused_for_what_came_last() -> None:
@@ -123,7 +123,7 @@ def test_few_slots_are_reused_for_what_came_last() -> None:
         ask(drive, f"{number}", [number + 10] * 50, max_tokens=1)
     assert ask(drive, "last", [15] * 50, max_tokens=1) == 48
     assert ask(drive, "old", [10] * 50, max_tokens=1) == 0
-    assert drive.scheduler.roster.snapshots.pool.num_evictions > 0
+    assert drive.scheduler.snapshots.pool.num_evictions > 0
 
 
 def test_a_reset_forgets_states() -> None:
@@ -131,7 +131,7 @@ def test_a_reset_forgets_states() -> None:
     prompt = list(range(100, 150))
     ask(drive, "first", prompt)
     drive.scheduler.reset_prefix_cache()
-    assert drive.scheduler.roster.snapshots.pool.num_cached_blocks == 0
+    assert drive.scheduler.snapshots.pool.num_cached_blocks == 0
     assert ask(drive, "again", prompt) == 0
 
 
@@ -142,7 +142,7 @@ def test_a_failed_request_leaves_no_state_of_its_outputs() -> None:
         drive.step()
     drive.runner.failures["bad"] = "logits are not finite"
     drive.run()
-    snapshots = drive.scheduler.roster.snapshots
+    snapshots = drive.scheduler.snapshots
     assert drive.errors["bad"]
     assert snapshots.pool.num_cached_blocks == 1  # of the prompt
 
@@ -157,7 +157,7 @@ def test_a_request_goes_on_when_its_medium_turns_out_to_be_wrong() -> None:
     drive.scheduler.forget_media([cat.mm_hash])
     drive.run()
     drive.assert_done()
-    assert drive.scheduler.roster.snapshots.pool.num_cached_blocks == 0
+    assert drive.scheduler.snapshots.pool.num_cached_blocks == 0
 
 
 def test_no_state_made_from_a_wrong_value_is_found_by_others() -> None:
@@ -178,7 +178,7 @@ def test_a_wrong_snapshot_is_seen() -> None:
     drive = hybrid()
     prompt = [1] * 5 + [9] * 14 + [5] * 10
     ask(drive, "cat", prompt, [image("cat", 5, 14)])
-    snapshots, get = drive.scheduler.roster.snapshots, drive.runner.snapshots
+    snapshots, get = drive.scheduler.snapshots, drive.runner.snapshots
     wrong = {slot: (end, state + state) for slot, (end, state) in get.items()}
     drive.runner.snapshots = wrong
     assert snapshots.pool.num_cached_blocks

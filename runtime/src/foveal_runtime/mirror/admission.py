@@ -8,7 +8,7 @@ orders anything by what a mirror believes.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 
 from foveal_runtime.mirror.messages import ItemRef
@@ -343,7 +343,7 @@ class RequestAdmission:
         """Fails a request explicitly; one in the queue stays there, dead, for its values."""
         rid, session = request.rid, self.sessions.get(request.fid)
         assert rid is not None
-        self.stats.count_reject(code)
+        self.stats.rejects[code] += 1
         if session is request.session:
             session.rejected.append((rid, code))
         if request.taken:
@@ -371,12 +371,11 @@ class RequestAdmission:
     def check_integrity(self) -> None:
         self.store.check_integrity()
         assert set(self.pending) == set(self.store.reserved)
-        pins: dict[MMHash, int] = {}
+        pins: Counter[MMHash] = Counter()
         for key, request in self.requests.items():
             assert key == request.key
             assert request.state is not State.DEAD
-            for mm_hash in request.held:
-                pins[mm_hash] = pins.get(mm_hash, 0) + 1
+            pins.update(request.held.keys())
             for mm_hash in request.missing:
                 assert key in self.pending[mm_hash].waiters
         assert pins == {h: e.pins for h, e in self.store.pinned.items()}, "a pin leaked"

@@ -221,7 +221,7 @@ class Receiver:
             return "window"
         code = self._refusal(request, message.binds)
         if code:
-            self.stats.count_reject(code)
+            self.stats.rejects[code] += 1
             request.state = State.DEAD
             if rid is not None:
                 session.rejected.append((rid, code))
@@ -393,7 +393,7 @@ class Receiver:
 
     def _close(self, session: Session, reason: str) -> None:
         del self.sessions[session.fid]
-        self.stats.count_session_end(reason)
+        self.stats.session_ends[reason] += 1
         self.admission.drop_session(session)
         self._settle()
 

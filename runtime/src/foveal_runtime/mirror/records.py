@@ -5,6 +5,7 @@ Nothing here decides; telemetry/ turns the counters into metrics.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -33,14 +34,8 @@ class ReceiverStats:
     num_sessions_opened: int = 0
     num_binding_conflicts: int = 0
     value_bytes_received: int = 0
-    rejects: dict[str, int] = field(default_factory=dict)
-    session_ends: dict[str, int] = field(default_factory=dict)
-
-    def count_reject(self, code: str) -> None:
-        self.rejects[code] = self.rejects.get(code, 0) + 1
-
-    def count_session_end(self, reason: str) -> None:
-        self.session_ends[reason] = self.session_ends.get(reason, 0) + 1
+    rejects: Counter[str] = field(default_factory=Counter)
+    session_ends: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(slots=True)
@@ -62,10 +57,7 @@ class SenderStats:
     bytes_sent: dict[str, int] = field(
         default_factory=lambda: {"req": 0, "fill": 0, "put": 0, "shm": 0}
     )
-    session_resets: dict[str, int] = field(default_factory=dict)
-
-    def count_reset(self, reason: str) -> None:
-        self.session_resets[reason] = self.session_resets.get(reason, 0) + 1
+    session_resets: Counter[str] = field(default_factory=Counter)
 
 
 class SendItem(NamedTuple):

@@ -172,7 +172,7 @@ class Sender:
         lost = list(self.unfinished)
         self.unfinished.clear()
         if self.is_up or self.is_opening:
-            self.stats.count_reset(reason)
+            self.stats.session_resets[reason] += 1
         self._clear()
         return lost
 

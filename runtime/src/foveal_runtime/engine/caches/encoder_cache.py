@@ -9,7 +9,7 @@ device cache lies an optional host tier. Never touches tensors: the runner obeys
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
@@ -91,9 +91,9 @@ class EncoderCacheManager:
         self.num_evictions = 0
         self.num_resets = 0
         self.num_host_evictions = 0
-        self.queries: dict[int, int] = {}  # occurrences looked up, by modality
-        self.hits: dict[tuple[int, str], int] = {}  # by modality and tier ("device", "host")
-        self.hit_embeds: dict[int, int] = {}  # by modality: not encoded again
+        self.queries: Counter[int] = Counter()  # occurrences looked up, by modality
+        self.hits: Counter[tuple[int, str]] = Counter()  # by modality and tier ("device", "host")
+        self.hit_embeds: Counter[int] = Counter()  # by modality: not encoded again
         # A hit in either tier saves the encoder, so the two count as one cache here.
         embed_bytes = self.host.embed_bytes
         host_embeds = self.host.capacity_bytes // embed_bytes if embed_bytes else 0
@@ -254,11 +254,10 @@ class EncoderCacheManager:
         return where, evicted
 
     def _count(self, modality: int, num_embeds: int, where: Where) -> None:
-        self.queries[modality] = self.queries.get(modality, 0) + 1
+        self.queries[modality] += 1
         if where != "absent":
-            key = (modality, "host" if where == "host" else "device")
-            self.hits[key] = self.hits.get(key, 0) + 1
-            self.hit_embeds[modality] = self.hit_embeds.get(modality, 0) + num_embeds
+            self.hits[modality, "host" if where == "host" else "device"] += 1
+            self.hit_embeds[modality] += num_embeds
 
     def free_encoder_input(self, request: EncoderUser, input_id: int) -> None:
         """The request is done with that occurrence; its reference ends with its last one."""
@@ -435,14 +434,13 @@ class EncoderCacheManager:
             assert all(count > 0 for count in entry.users.values())
         if self._by_cost:
             assert {item[2] for item in self._heap if self._is_current(item)} == set(self._idle)
-        held: dict[MMHash, dict[str, int]] = {}
+        held: defaultdict[MMHash, Counter[str]] = defaultdict(Counter)
         users = {user.request_id: user for user in live} if live is not None else None
         if users is not None:
             assert self._held.keys() <= users.keys(), "a request that is gone holds outputs"
             for request_id, inputs in self._held.items():
                 for input_id in inputs:
                     key = users[request_id].mm_inputs[input_id].mm_hash
-                    counts = held.setdefault(key, {})
-                    counts[request_id] = counts.get(request_id, 0) + 1
+                    held[key][request_id] += 1
             assert held == {key: e.users for key, e in self._entries.items() if e.users}
         self.host.check_integrity()

@@ -373,8 +373,8 @@ class EngineCore:
         output = EngineOutput(rid, finish="error", error=(error.code, error.message))
         self._outputs.setdefault(fid, []).append(output)
         self.receiver.finish(fid, rid)
-        self.stats.count_finished("error")
-        self.stats.count_error(error.code)
+        self.stats.finished["error"] += 1
+        self.stats.errors[error.code] += 1
 
     def _build(self, ready: ReadyRequest, body: RequestBody, arrived_seconds: float) -> Request:
         prompt = codec.unpack_tokens(body.token_ids, body.wide)
@@ -442,8 +442,8 @@ class EngineCore:
         self.scheduler.check_integrity()
         self.receiver.check_integrity()
         self.runner.check_integrity()
-        roster = self.scheduler.roster
-        for ghosts in (self.value_ghosts, roster.block_ghosts, roster.encoder.ghosts):
+        scheduler = self.scheduler
+        for ghosts in (self.value_ghosts, scheduler.block_ghosts, scheduler.encoder.ghosts):
             ghosts.check_integrity()
         assert len(self._ids) == self.scheduler.num_requests
         assert self._ids.keys() <= self.receiver.admission.requests.keys()

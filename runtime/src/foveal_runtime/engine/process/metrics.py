@@ -156,7 +156,7 @@ class EngineMetrics:
 
     def _states(self, m: Metrics) -> None:
         m.set("foveal_prefix_tokens_without_state", self._core.stats.num_stateless_tokens)
-        snapshots = self._core.scheduler.roster.snapshots
+        snapshots = self._core.scheduler.snapshots
         if snapshots is None:
             return
         pool, each = snapshots.pool, self._core.runner.traits.state_bytes
@@ -166,7 +166,7 @@ class EngineMetrics:
               reason="room")  # fmt: skip
 
     def _ages(self, m: Metrics) -> None:
-        core, snapshots = self._core, self._core.scheduler.roster.snapshots
+        core, snapshots = self._core, self._core.scheduler.snapshots
         for cache, tier, ages in (
             ("ipc", "host", core.value_ages),
             ("encoder", "device", core.scheduler.encoder.ages),
@@ -211,7 +211,7 @@ class EngineMetrics:
         for cache, ghosts in (
             ("ipc", core.value_ghosts),
             ("encoder", core.scheduler.encoder.ghosts),
-            ("kv", core.scheduler.roster.block_ghosts),
+            ("kv", core.scheduler.block_ghosts),
         ):
             for factor, ratio in ghosts.ratios().items():
                 m.set("foveal_cache_estimated_hit_ratio", ratio, cache=cache, factor=f"{factor:g}")

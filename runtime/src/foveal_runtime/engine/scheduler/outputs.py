@@ -66,11 +66,11 @@ class Outbox:
         """The end by an error of this request alone."""
         output = EngineOutput(request.rid, finish="error", error=(error.code, error.message))
         self._outputs.append((request, output))
-        self._stats.count_finished("error")
-        self._stats.count_error(error.code)
+        self._stats.finished["error"] += 1
+        self._stats.errors[error.code] += 1
 
     def _observe_end(self, request: Request, finish: str, now: float) -> None:
-        self._stats.count_finished(finish)
+        self._stats.finished[finish] += 1
         self._stats.observed.residence_seconds.observe(now - request.arrival_seconds)
         self._stats.observed.preemptions.observe(request.num_preemptions)
 

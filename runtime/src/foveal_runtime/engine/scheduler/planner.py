@@ -8,9 +8,9 @@ that a refusal leaves nothing behind. Knows nothing of results.
 from __future__ import annotations
 
 from foveal_runtime.engine.caches.prefix_cache import cut_to_groups, max_hit_blocks
-from foveal_runtime.engine.scheduler.book import Roster
 from foveal_runtime.engine.scheduler.encoder_window import Window, next_item, plan_window
 from foveal_runtime.engine.scheduler.pace import Pace
+from foveal_runtime.engine.scheduler.request_table import RequestTable
 from foveal_runtime.engine.types.request import Request, Status
 from foveal_runtime.engine.types.step import EncoderInput, NewRequest, ScheduledRequest, StepPlan
 from foveal_runtime.plan.errors import EngineFailure
@@ -53,16 +53,16 @@ class Planner:
         pace: None without a target for the gap between tokens.
     """
 
-    def __init__(self, roster: Roster) -> None:
-        self.roster = roster
-        self.limits = roster.limits
-        self.traits = roster.traits
+    def __init__(self, table: RequestTable) -> None:
+        self.table = table
+        self.limits = table.limits
+        self.traits = table.traits
         self.step = 0
         self.encoding: dict[MMHash, str] = {}
-        self._snapshots = roster.snapshots
-        self._indivisible = roster.is_indivisible
-        self._whole_prompt = roster.traits.bidirectional == "prompt"
-        limits = roster.limits
+        self._snapshots = table.snapshots
+        self._indivisible = table.is_indivisible
+        self._whole_prompt = table.traits.bidirectional == "prompt"
+        limits = table.limits
         target, start = limits.target_itl_seconds, limits.max_num_mixed_tokens
         self.pace = Pace(target, start or limits.max_num_batched_tokens) if target else None
         self._may_divide = bool(start or target) and not (self._indivisible or self._whole_prompt)
@@ -78,7 +78,7 @@ class Planner:
         limits = self.limits
         tokens = limits.max_num_batched_tokens
         is_mixed = self._may_divide and any(
-            r.num_tokens - r.num_computed == 1 for r in self.roster.running
+            r.num_tokens - r.num_computed == 1 for r in self.table.running
         )
         now = _Pass(self.step, tokens, limits.encoder_compute_embeds, is_mixed)
         if is_mixed:  # every stream gets its token, whatever the limit
@@ -87,13 +87,13 @@ class Planner:
         if first is not None and first.status is Status.RUNNING:
             self._continue(first, now)
             now.starved = now.blocked is first
-        elif first is not None and len(self.roster.waiting) and self.roster.waiting.head() is first:
+        elif first is not None and len(self.table.waiting) and self.table.waiting.head() is first:
             self._admit_waiting(now, limit=1)
         self._continue_running(now)
         if not now.num_preempted:
             self._admit_waiting(now)
         for request in reversed(now.aside):
-            self.roster.waiting.push_back(request)
+            self.table.waiting.push_back(request)
         self._first = now.blocked
         self._watch_progress(now)
         return self._finish_pass(now)
@@ -101,28 +101,28 @@ class Planner:
     def _mixed_tokens(self) -> int:
         """Tokens of a step beside streams, theirs included; some of a prompt in any case."""
         if self.pace is None:
-            return max(self.limits.max_num_mixed_tokens, 2 * len(self.roster.running))
+            return max(self.limits.max_num_mixed_tokens, 2 * len(self.table.running))
         return self._num_streams() + max(self.pace.tokens, self.limits.block_size)
 
     def _num_streams(self) -> int:
-        return sum(r.num_tokens - r.num_computed == 1 for r in self.roster.running)
+        return sum(r.num_tokens - r.num_computed == 1 for r in self.table.running)
 
     def may_admit(self, num_running: int) -> bool:
         """Whether a pass might admit the head of the queue beside so many running requests."""
-        if not len(self.roster.waiting) or num_running >= self.limits.max_num_seqs:
+        if not len(self.table.waiting) or num_running >= self.limits.max_num_seqs:
             return False
         stuck, num_free = self._stuck_head
-        is_stuck = self.roster.waiting.head().request_id == stuck
-        ending = num_running < len(self.roster.running)
-        return ending or not is_stuck or self.roster.pool.num_free_blocks > num_free
+        is_stuck = self.table.waiting.head().request_id == stuck
+        ending = num_running < len(self.table.running)
+        return ending or not is_stuck or self.table.pool.num_free_blocks > num_free
 
     def _continue_running(self, now: _Pass) -> None:
         """Gives each running request its tokens, in order. The common case, one more token and a
         block that has room, is inlined: it is most of the work of most steps."""
         size, step, scheduled = self.limits.block_size, now.step, now.scheduled
         at = 0
-        while at < len(self.roster.running) and now.tokens_left > 0:
-            request = self.roster.running[at]
+        while at < len(self.table.running) and now.tokens_left > 0:
+            request = self.table.running[at]
             if request.step == step:
                 at += 1
                 continue
@@ -142,10 +142,10 @@ class Planner:
                 continue
             self._continue(request, now)
             # Preemption may have shortened the list before this place or removed the request.
-            if at < len(self.roster.running) and self.roster.running[at] is request:
+            if at < len(self.table.running) and self.table.running[at] is request:
                 at += 1
             elif request.status is Status.RUNNING:
-                at = self.roster.running.index(request) + 1
+                at = self.table.running.index(request) + 1
 
     def _continue(self, request: Request, now: _Pass) -> None:
         """Schedules more of a running request; preempts others, or itself, for blocks."""
@@ -157,11 +157,11 @@ class Planner:
             return
         while True:
             need = self._blocks_to_add(request, request.num_computed + window.num_tokens)
-            if need <= self.roster.pool.num_free_blocks:
+            if need <= self.table.pool.num_free_blocks:
                 break
             victim = self._victim()
-            if victim is request and len(self.roster.running) == 1:
-                self.roster.fail(request, self._kv_too_small(request))
+            if victim is request and len(self.table.running) == 1:
+                self.table.fail(request, self._kv_too_small(request))
                 return
             self._preempt(victim, now)
             if victim is request:
@@ -179,28 +179,28 @@ class Planner:
             return Window(num_tokens)
         compute_left = self._compute_left(request, start, now)
         window = plan_window(
-            request, start, num_tokens, self.roster.encoder, compute_left,
+            request, start, num_tokens, self.table.encoder, compute_left,
             indivisible=self._indivisible,
         )  # fmt: skip
         beside = self._tokens_beside(request, window, now)
         if window.num_tokens > beside:  # what is encoded takes time that tokens cannot have
             num_tokens = beside
             window = plan_window(
-                request, start, num_tokens, self.roster.encoder, compute_left,
+                request, start, num_tokens, self.table.encoder, compute_left,
                 indivisible=self._indivisible,
             )  # fmt: skip
         if window.bad_item is not None:
-            known = self.roster.encoder.known_embeds(request.mm_inputs[window.bad_item].mm_hash)
+            known = self.table.encoder.known_embeds(request.mm_inputs[window.bad_item].mm_hash)
             text = (
                 f"media item {window.bad_item} stands for {request.mm_embeds[window.bad_item]} "
                 f"encoder outputs here and for {known} under the same key elsewhere"
             )
-            self.roster.fail(request, EngineFailure(text))
+            self.table.fail(request, EngineFailure(text))
             return None
         if self._whole_prompt and start + window.num_tokens < request.num_prompt_tokens:
             window = Window(0)
         if window.num_tokens < num_tokens and not request.encoder_since:
-            request.encoder_since = self.roster.clock()
+            request.encoder_since = self.table.clock()
         return window
 
     def _compute_left(self, request: Request, start: int, now: _Pass) -> int:
@@ -235,12 +235,12 @@ class Planner:
     def _victim(self) -> Request:
         """Who gives way: the last to come, or the last of the least important."""
         if self.limits.policy == "priority":
-            return max(self.roster.running, key=lambda entry: (entry.priority, entry.sequence))
-        return max(self.roster.running, key=lambda entry: entry.sequence)
+            return max(self.table.running, key=lambda entry: (entry.priority, entry.sequence))
+        return max(self.table.running, key=lambda entry: entry.sequence)
 
     def _preempt(self, victim: Request, now: _Pass) -> None:
         """Takes everything from a running request, what this pass gave it included."""
-        self.roster.preempt(victim)
+        self.table.preempt(victim)
         undone = now.scheduled.pop(victim.request_id, None)
         if undone is not None:
             now.tokens_left += undone.num_scheduled_tokens
@@ -249,21 +249,21 @@ class Planner:
 
     def _admit_waiting(self, now: _Pass, limit: int | None = None) -> None:
         while (
-            len(self.roster.waiting)
+            len(self.table.waiting)
             and now.tokens_left > 0
-            and len(self.roster.running) < self.limits.max_num_seqs
+            and len(self.table.running) < self.limits.max_num_seqs
             and (limit is None or limit > 0)
         ):
-            if not self._admit(self.roster.waiting.head(), now):
+            if not self._admit(self.table.waiting.head(), now):
                 break
             limit = None if limit is None else limit - 1
 
     def _admit(self, request: Request, now: _Pass) -> bool:
         """Starts (or starts again) the head of the queue; False when it has to wait. Nobody
         overtakes it then, unless it waits for blocks that are being computed."""
-        pool, size = self.roster.pool, self.limits.block_size
+        pool, size = self.table.pool, self.limits.block_size
         stuck, num_free = self._stuck_head
-        if stuck == request.request_id and self.roster.running and pool.num_free_blocks <= num_free:
+        if stuck == request.request_id and self.table.running and pool.num_free_blocks <= num_free:
             return False
         hit = self._lookup_prefix(request)
         num_known, snapshot = len(hit), 0
@@ -273,7 +273,7 @@ class Planner:
         if self._is_coming(request, len(hit), now):
             if len(now.aside) == _MAX_ASIDE:
                 return False
-            self.roster.waiting.remove(request)
+            self.table.waiting.remove(request)
             now.aside.append(request)
             return True
         start = len(hit) * size
@@ -291,33 +291,33 @@ class Planner:
         # admitted piecemeal would soon preempt others or itself.
         whole = -(-request.num_tokens // size) - len(hit) + pool.num_unused(hit)
         if whole > pool.num_free_blocks:
-            if self.roster.running:
+            if self.table.running:
                 self._stuck_head = (request.request_id, pool.num_free_blocks)
                 return False
-            self.roster.fail(request, self._kv_too_small(request))
+            self.table.fail(request, self._kv_too_small(request))
             return True
         self._stuck_head = ("", 0)
-        self.roster.waiting.remove(request)
+        self.table.waiting.remove(request)
         pool.share(hit)
         if snapshot and self._snapshots is not None:
             self._snapshots.use(snapshot)
         request.block_ids = hit
         request.num_published = len(hit)
         request.status = Status.RUNNING
-        self.roster.running.append(request)
+        self.table.running.append(request)
         if now.computing is not None:
             now.computing.append(request)
-        self.roster.count_admission(request, start, num_known * size)
+        self.table.count_admission(request, start, num_known * size)
         need = self._blocks_to_add(request, start + window.num_tokens)
         self._commit(request, start, window, need, now, snapshot)
         return True
 
     def _lookup_prefix(self, request: Request) -> list[int]:
-        if not self.roster.is_caching:
+        if not self.table.is_caching:
             return []
         size = self.limits.block_size
         most = max_hit_blocks(request, size, self.traits.bidirectional)
-        hit = self.roster.pool.lookup(request.block_hashes, most)
+        hit = self.table.pool.lookup(request.block_hashes, most)
         if self.traits.bidirectional == "item" and hit:
             del hit[cut_to_groups(request.mm_inputs, len(hit), size) :]
         return hit
@@ -327,11 +327,11 @@ class Planner:
         them than this one would have left to do: computing both at once would be twice the work."""
         size = self.limits.block_size
         most = max_hit_blocks(request, size, self.traits.bidirectional)
-        if not self.roster.is_caching or num_hit >= most:
+        if not self.table.is_caching or num_hit >= most:
             return False
         if now.computing is None:
             now.computing = [
-                entry for entry in self.roster.running
+                entry for entry in self.table.running
                 if entry.num_published * size + size <= entry.num_prompt_tokens
             ]  # fmt: skip
         mine = request.block_hashes
@@ -363,12 +363,12 @@ class Planner:
         """Takes blocks and encoder outputs and writes the request into the plan. `snapshot`: where
         a new one's recurrent state comes from."""
         if num_new_blocks:
-            request.block_ids.extend(self.roster.pool.allocate(num_new_blocks))
+            request.block_ids.extend(self.table.pool.allocate(num_new_blocks))
         request.num_computed = start
         if window.take:
             self._note_encoder_wait(request)
         for index in window.take:
-            where, _ = self.roster.encoder.allocate(request, index, window.keep_host)
+            where, _ = self.table.encoder.allocate(request, index, window.keep_host)
             entry = request.mm_inputs[index]
             if where == "absent":
                 embeds = request.mm_embeds[index]
@@ -400,36 +400,36 @@ class Planner:
     def _note_encoder_wait(self, request: Request) -> None:
         """Its next items fit: how long they had not; 0 for those that never waited."""
         since, request.encoder_since = request.encoder_since, 0.0
-        waited = max(self.roster.clock() - since, 0.0) if since else 0.0
-        self.roster.stats.observed.encoder_wait_seconds.observe(waited)
+        waited = max(self.table.clock() - since, 0.0) if since else 0.0
+        self.table.stats.observed.encoder_wait_seconds.observe(waited)
 
     def _watch_progress(self, now: _Pass) -> None:
         """A pass that computes nothing although somebody waits must not repeat itself: the state
         it saw will be the same next time. The request that blocks is failed by name."""
-        if now.scheduled or not self.roster.requests:
+        if now.scheduled or not self.table.requests:
             self._idle_passes = 0
             return
         self._idle_passes += 1
-        self.roster.stats.num_empty_passes += 1
+        self.table.stats.num_empty_passes += 1
         if self._idle_passes < _MAX_IDLE_PASSES:
             return
         self._idle_passes = 0
-        self.roster.stats.num_no_progress += 1
+        self.table.stats.num_no_progress += 1
         culprit = now.blocked or (
-            self.roster.running[0] if self.roster.running else self.roster.waiting.head()
+            self.table.running[0] if self.table.running else self.table.waiting.head()
         )
-        encoder = self.roster.encoder
+        encoder = self.table.encoder
         text = (
             f"no step can compute a token of this request: {culprit.num_computed} of "
-            f"{culprit.num_tokens} tokens computed, {self.roster.pool.num_free_blocks} KV blocks "
+            f"{culprit.num_tokens} tokens computed, {self.table.pool.num_free_blocks} KV blocks "
             f"and {encoder.num_free_embeds + encoder.num_idle_embeds} encoder outputs free"
         )
-        self.roster.fail(culprit, EngineFailure(text))
+        self.table.fail(culprit, EngineFailure(text))
 
     def _finish_pass(self, now: _Pass) -> StepPlan:
-        self.roster.in_runner.update(now.new)
-        moves = self.roster.encoder.take_moves()
-        gone, self.roster.gone = self.roster.gone, []
+        self.table.in_runner.update(now.new)
+        moves = self.table.encoder.take_moves()
+        gone, self.table.gone = self.table.gone, []
         encode = [now.encode[mm_hash] for mm_hash in moves.encode]
         return StepPlan(
             now.step, list(now.new.values()), list(now.scheduled.values()), encode,
@@ -439,6 +439,6 @@ class Planner:
     def _kv_too_small(self, request: Request) -> EngineFailure:
         return EngineFailure(
             f"the request has reached {request.num_tokens} tokens and needs more KV blocks than "
-            f"this engine has ({self.roster.pool.num_blocks} of {self.limits.block_size} tokens): "
+            f"this engine has ({self.table.pool.num_blocks} of {self.limits.block_size} tokens): "
             "give the engine more KV memory or lower max_model_len"
         )

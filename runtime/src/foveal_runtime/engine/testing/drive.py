@@ -182,7 +182,7 @@ class Drive:
         assert not scheduler.num_requests
         assert scheduler.pool.num_used_blocks == 0
         assert scheduler.encoder.num_used_embeds == 0
-        snapshots = scheduler.roster.snapshots
+        snapshots = scheduler.snapshots
         assert snapshots is None or snapshots.pool.num_used_blocks == 0
         assert not runner.request_ids
         moves = scheduler.encoder.take_moves()

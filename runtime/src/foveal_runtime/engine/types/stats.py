@@ -6,6 +6,7 @@ Counters only grow; observations are counted at once, so that nothing piles up w
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -56,37 +57,26 @@ class EngineStats:
     num_prefix_query_tokens: int = 0
     num_prefix_hit_tokens: int = 0
     num_stateless_tokens: int = 0
-    prefix_media_query_tokens: dict[int, int] = field(default_factory=dict)
-    prefix_media_hit_tokens: dict[int, int] = field(default_factory=dict)
+    prefix_media_query_tokens: Counter[int] = field(default_factory=Counter)
+    prefix_media_hit_tokens: Counter[int] = field(default_factory=Counter)
     num_prompt_tokens: int = 0
     num_cached_prompt_tokens: int = 0
     num_generation_tokens: int = 0
     num_preemptions: int = 0
     num_no_progress: int = 0
     num_empty_passes: int = 0
-    encoded_items: dict[int, int] = field(default_factory=dict)
-    encoded_embeds: dict[int, int] = field(default_factory=dict)
-    encode_seconds: dict[int, float] = field(default_factory=dict)
+    encoded_items: Counter[int] = field(default_factory=Counter)
+    encoded_embeds: Counter[int] = field(default_factory=Counter)
+    encode_seconds: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
     num_prefill_tokens: int = 0
     prefill_seconds: float = 0.0
-    finished: dict[str, int] = field(default_factory=dict)
-    errors: dict[str, int] = field(default_factory=dict)
+    finished: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
     observed: Observations = field(default_factory=Observations)
 
     def count_encoded(self, modality: int, num_embeds: int, seconds: float) -> None:
-        self.encoded_items[modality] = self.encoded_items.get(modality, 0) + 1
-        self.encoded_embeds[modality] = self.encoded_embeds.get(modality, 0) + num_embeds
-        self.encode_seconds[modality] = self.encode_seconds.get(modality, 0.0) + seconds
+        self.encoded_items[modality] += 1
+        self.encoded_embeds[modality] += num_embeds
+        self.encode_seconds[modality] += seconds
         found = self.observed.encode_item_seconds
         found.setdefault(modality, _of("foveal_media_stage_seconds")()).observe(seconds)
-
-    def count_prefix_media(self, modality: int, num_tokens: int, num_found: int) -> None:
-        queries, hits = self.prefix_media_query_tokens, self.prefix_media_hit_tokens
-        queries[modality] = queries.get(modality, 0) + num_tokens
-        hits[modality] = hits.get(modality, 0) + num_found
-
-    def count_finished(self, reason: str) -> None:
-        self.finished[reason] = self.finished.get(reason, 0) + 1
-
-    def count_error(self, code: str) -> None:
-        self.errors[code] = self.errors.get(code, 0) + 1

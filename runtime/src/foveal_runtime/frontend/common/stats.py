@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -57,31 +58,19 @@ class FrontendStats:
     mm_queries: list[int] = field(default_factory=lambda: [0, 0, 0])
     mm_hits: list[int] = field(default_factory=lambda: [0, 0, 0])
     processed_items: list[int] = field(default_factory=lambda: [0, 0, 0])
-    value_source: dict[str, int] = field(default_factory=dict)
+    value_source: Counter[str] = field(default_factory=Counter)
     url_text_hits: int = 0
     injected: int = 0
     injection_failures: int = 0
-    resubmissions: dict[str, int] = field(default_factory=dict)
+    resubmissions: Counter[str] = field(default_factory=Counter)
     splice_refused: dict[str, str] = field(default_factory=dict)
-    media_errors: dict[str, int] = field(default_factory=dict)
+    media_errors: Counter[str] = field(default_factory=Counter)
     stages: StageTimes = field(default_factory=StageTimes)
-    picks: dict[tuple[str, str], int] = field(default_factory=dict)
+    picks: Counter[tuple[str, str]] = field(default_factory=Counter)
     value_bytes: list[Histogram] = field(
         default_factory=lambda: [Histogram(BYTE_BUCKETS) for _ in MODALITIES]
     )
     loop_lags: Histogram = field(default_factory=lambda: Histogram(STAGE_BUCKETS))
-
-    def count_source(self, source: str) -> None:
-        self.value_source[source] = self.value_source.get(source, 0) + 1
-
-    def count_resubmission(self, reason: str) -> None:
-        self.resubmissions[reason] = self.resubmissions.get(reason, 0) + 1
-
-    def count_pick(self, engine: str, why: str) -> None:
-        self.picks[engine, why] = self.picks.get((engine, why), 0) + 1
-
-    def count_media_error(self, code: str) -> None:
-        self.media_errors[code] = self.media_errors.get(code, 0) + 1
 
 
 INTERVAL_SECONDS = 0.25

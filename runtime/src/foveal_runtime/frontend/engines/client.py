@@ -303,7 +303,7 @@ class EngineClient:
                 continue
             self.quarantine.sent(run, (link.endpoint, link.boot))
             self.router.commit(link.endpoint, run.affinity)
-            self.stats.count_pick(link.name, why)
+            self.stats.picks[link.name, why] += 1
             return link, stream
 
     async def _wait_for_engine(
@@ -363,7 +363,7 @@ class EngineClient:
         while True:
             event = await stream.next()
             if isinstance(event, Lost):
-                self.stats.count_resubmission(event.reason)
+                self.stats.resubmissions[event.reason] += 1
                 if event.reason not in _PLANNED_ENDS:
                     self.quarantine.lost(run, (link.endpoint, boot), event.reason)
                 return
@@ -378,7 +378,7 @@ class EngineClient:
                 raise from_wire(*(event.error or ("engine_error", "the engine gave no reason")))
             if event.finish == "abort":
                 # Not by us: the engine gave it up (drain, restart of its runner).
-                self.stats.count_resubmission("engine_abort")
+                self.stats.resubmissions["engine_abort"] += 1
                 if event.token_ids:
                     yield run.take(msgspec.structs.replace(event, finish=""))
                 return
@@ -430,7 +430,7 @@ class EngineClient:
             raise from_wire(code, f"the engine refused the request: {code}")
         elif code in ("overloaded", "draining"):
             run.avoid.add(link.endpoint)
-        self.stats.count_resubmission(code)
+        self.stats.resubmissions[code] += 1
         run.rejections += 1
         if code == "overloaded" and run.rejections >= max(1, self.num_ready_engines()):
             raise Overloaded("every engine's queue is full")

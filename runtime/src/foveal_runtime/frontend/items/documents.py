@@ -62,7 +62,7 @@ class Documents:
                 raw = ReadOnce(file)
                 digests = await self._digests((options.salt, digest), raw, options.client)
             except FovealError as error:
-                self._stats.count_media_error(error.code)
+                self._stats.media_errors[error.code] += 1
                 raise naming(document.path, error) from error
             found.append([Page(one, raw, number) for number, one in enumerate(digests)])
             num_pages = sum(map(len, found))

@@ -175,7 +175,7 @@ class MediaInput:
             for item in items:
                 item.source.release()
             if isinstance(error, FovealError):
-                self.stats.count_media_error(error.code)
+                self.stats.media_errors[error.code] += 1
             raise
         for alias, digest in request.binds:
             self.aliases.commit(alias, digest)

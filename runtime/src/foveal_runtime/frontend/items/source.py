@@ -113,18 +113,18 @@ class ItemSource:
         cached = self._cache.peek(self.mm_hash)
         if cached is not None:
             self._drop_retained()
-            self._stats.count_source("processor_cache")
+            self._stats.value_source["processor_cache"] += 1
             return cached
         if self._retained is not None:
             value = self._retained
             self._drop_retained()
-            self._stats.count_source("retained")
+            self._stats.value_source["retained"] += 1
             return value
         if self._raw is None:
-            self._stats.count_source("lost")
+            self._stats.value_source["lost"] += 1
             raise MediaUnknown("the media behind a uuid is no longer held anywhere; send it again")
         value = await self._make(self._raw)
-        self._stats.count_source("recomputed")
+        self._stats.value_source["recomputed"] += 1
         return value
 
     def release(self) -> None:

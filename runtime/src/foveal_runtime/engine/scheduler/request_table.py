@@ -1,7 +1,7 @@
 """The request table: requests in the engine, their queues, KV blocks and encoder outputs.
 
-Owned by `scheduler`, used by it and by `planner`. The only place where a request enters, leaves or
-loses everything, so that nothing it holds can be forgotten. Decides nothing about steps.
+The base of `scheduler`; `planner` and `ahead` are handed it. The only place where a request enters,
+leaves or loses everything, so that nothing it holds can be forgotten. Decides nothing about steps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from foveal_runtime.engine.caches.encoder_cache import EncoderCacheManager
 from foveal_runtime.engine.caches.host_tier import HostTier
 from foveal_runtime.engine.caches.observer import CacheObserver
 from foveal_runtime.engine.caches.prefix_cache import BlockHasher
-from foveal_runtime.engine.scheduler.checks import check_request
 from foveal_runtime.engine.scheduler.outputs import Outbox
 from foveal_runtime.engine.scheduler.queue import make_queue
 from foveal_runtime.engine.scheduler.snapshots import Snapshots
@@ -22,14 +21,21 @@ from foveal_runtime.engine.types.limits import SchedulerLimits
 from foveal_runtime.engine.types.request import Request, Status
 from foveal_runtime.engine.types.stats import EngineStats
 from foveal_runtime.engine.types.step import ModelTraits
-from foveal_runtime.plan.errors import FovealError
-from foveal_runtime.plan.media import MMHash
+from foveal_runtime.plan.errors import (
+    ContextLengthExceeded,
+    EngineFailure,
+    FovealError,
+    InvalidRequest,
+    MediaTooLarge,
+    Overloaded,
+)
+from foveal_runtime.plan.media import MODALITIES, MMHash
 from foveal_runtime.telemetry.ages import EvictionAges
 from foveal_runtime.telemetry.ghosts import GhostLists
 
 
-class Roster:
-    """See the module.
+class RequestTable:
+    """Requests and what they hold, whether running, waiting or away.
 
     Args:
         clock: monotonic seconds.
@@ -89,7 +95,7 @@ class Roster:
                 can never run here, or not now; nothing was changed.
         """
         assert request.request_id not in self.requests
-        check_request(request, self.limits, self.traits, len(self.waiting))
+        _check_request(request, self.limits, self.traits, len(self.waiting))
         self._sequence += 1
         request.sequence = self._sequence
         sampling = request.sampling
@@ -120,7 +126,8 @@ class Roster:
             for entry in request.mm_inputs:
                 place = entry.placeholder
                 found = min(max(num_cached - place.offset, 0), place.length)
-                self.stats.count_prefix_media(entry.modality, place.length, found)
+                self.stats.prefix_media_query_tokens[entry.modality] += place.length
+                self.stats.prefix_media_hit_tokens[entry.modality] += found
             # Last blocks first, as they are evicted: a block is of no use without those before it.
             for block_hash in reversed(request.block_hashes):
                 self.block_ghosts.query(block_hash, 1)
@@ -138,7 +145,7 @@ class Roster:
         else:
             self.waiting.remove(request)
         self.drop(request)
-        self.stats.count_finished("abort")
+        self.stats.finished["abort"] += 1
         return request
 
     def drop(self, request: Request) -> None:
@@ -202,7 +209,8 @@ class Roster:
         self.waiting.push_back(request)
 
     def take_recalled(self) -> list[Request]:
-        """Requests that went away since the last call and are still wanted."""
+        """Requests that were preempted after their values were released, since the last call: each
+        is away until `resume` brings the values back, or `abort` ends it."""
         recalled, self.recalled = self.recalled, []
         return [request for request in recalled if request.request_id in self.away]
 
@@ -241,3 +249,69 @@ class Roster:
         self.encoder.check_integrity(self.running)
         if self.snapshots is not None:
             self.snapshots.check_integrity(self.running)
+
+
+def _check_request(
+    request: Request, limits: SchedulerLimits, traits: ModelTraits, num_waiting: int
+) -> None:
+    """Raises the error of a request that can never run here, or not now; changes nothing."""
+    prompt = request.num_prompt_tokens
+    indivisible = limits.disable_chunked_mm_input or traits.bidirectional == "item"
+    if request.sampling.max_tokens < 1:
+        raise InvalidRequest("max_tokens must be at least 1", param="max_tokens")
+    if prompt < 1:
+        raise InvalidRequest("the prompt is empty", param="messages")
+    if prompt + request.sampling.least_outputs > limits.max_model_len:
+        raise ContextLengthExceeded(
+            f"the prompt has {prompt} tokens after its media items are expanded; this model "
+            f"takes at most {limits.max_model_len} tokens, prompt and output together: "
+            "shorten the prompt or send fewer or smaller media items",
+            param="messages",
+        )
+    if request.num_tokens > limits.kv_tokens:
+        raise EngineFailure(
+            f"the request has {request.num_tokens} tokens and this engine's KV cache holds "
+            f"{limits.kv_tokens}: give the engine more KV memory or lower max_model_len"
+        )
+    if traits.bidirectional == "prompt":
+        _check_whole_prompt(request, limits)
+    for entry, embeds in zip(request.mm_inputs, request.mm_embeds, strict=True):
+        what = MODALITIES[entry.modality]
+        if embeds > min(limits.encoder_cache_embeds, limits.encoder_compute_embeds):
+            raise MediaTooLarge(
+                f"this {what} needs {embeds} encoder outputs; the encoder cache holds "
+                f"{limits.encoder_cache_embeds} and a step computes "
+                f"{limits.encoder_compute_embeds}: send a smaller {what} or raise both",
+                param="messages",
+            )
+        length = entry.placeholder.length
+        if indivisible and length > limits.max_num_batched_tokens:
+            raise MediaTooLarge(
+                f"this {what} takes {length} tokens that are computed in one step; "
+                f"max_num_batched_tokens is {limits.max_num_batched_tokens}: send a smaller "
+                f"{what} or raise it",
+                param="messages",
+            )
+    if num_waiting >= limits.max_waiting:
+        raise Overloaded(f"{num_waiting} requests are waiting in this engine already")
+
+
+def _check_whole_prompt(request: Request, limits: SchedulerLimits) -> None:
+    prompt = request.num_prompt_tokens
+    if prompt > limits.max_num_batched_tokens:
+        raise InvalidRequest(
+            f"this model computes a prompt in one step: {prompt} tokens are more than "
+            f"max_num_batched_tokens ({limits.max_num_batched_tokens}): shorten the prompt or "
+            "raise it",
+            param="messages",
+        )
+    pairs = zip(request.mm_inputs, request.mm_embeds, strict=True)
+    embeds = sum({entry.mm_hash: count for entry, count in pairs}.values())
+    most = min(limits.encoder_cache_embeds, limits.encoder_compute_embeds)
+    if embeds > most:
+        raise MediaTooLarge(
+            f"this model computes a prompt in one step: its media need {embeds} encoder "
+            f"outputs together and a step has {most}: send fewer or smaller items, or raise "
+            "engine.maxNumEncoderInputTokens and caches.encoder.tokens",
+            param="messages",
+        )
