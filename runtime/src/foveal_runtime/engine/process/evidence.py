@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
 
 from foveal_runtime.engine.types.request import Request
 from foveal_runtime.mirror.messages import Bye, Death, Hello
@@ -194,12 +193,7 @@ class Obituary:
         if self._death is not None:
             self._thread.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._is_over.set()
         if self._thread.ident is not None:
             self._thread.join()

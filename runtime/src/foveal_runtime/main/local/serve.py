@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -43,6 +43,7 @@ from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.local import LocalDeploymentConfig, connect, free_port
 from foveal_runtime.plan.machine_plan import plan_lines
 
+Part = TypeVar("Part", bound=msgspec.Struct)
 _PACKAGES = ("torch", "transformers", "fastapi", "uvicorn", "zmq", "PIL", "safetensors")
 _FILES = ("api_key_file", "admin_key_file", "injection_key_file", "profile")
 
@@ -205,12 +206,8 @@ def local_documents(
     The first frontend listens on `options.port`, the next ones on the ports after it (0: any free
     ports); its /metrics shows every other process too.
     """
-    model = ModelConfig(
-        path=str(Path(options.model).resolve()),
-        name=options.name,
-        dtype=options.dtype,  # type: ignore[arg-type]
-        max_model_len=options.max_model_len,
-    )
+    path = str(Path(options.model).resolve())
+    model = _part(ModelConfig, options, path=path)
     engines = [_engine(options, model, i) for i in range(options.num_engines)]
     frontends = [_frontend(options, model, i) for i in range(options.num_frontends)]
     placed = connect(engines, frontends, options.host, options.port, pick_port)
@@ -221,72 +218,45 @@ def _shared_memory(options: LocalOptions) -> str:
     return "/dev/shm" if options.ipc_type == "shm" else ""
 
 
+def _part(kind: type[Part], options: LocalOptions, **own: Any) -> Part:
+    """A document or a part of one: the options of the same names, and what is its `own`."""
+    shared = set(kind.__struct_fields__) & set(options.__struct_fields__)
+    return kind(**{name: getattr(options, name) for name in shared} | own)
+
+
 def _engine(options: LocalOptions, model: ModelConfig, index: int) -> EngineConfig:
-    return EngineConfig(
+    caches = _part(
+        EngineCaches,
+        options,
+        warm_directory=_warm_directory(options.warm_directory, index),
+        kv_touched=False,  # nothing limits it here, and other programs want memory, too
+    )
+    return _part(
+        EngineConfig,
+        options,
         engine_id=f"engine-{index}",
         model=model,
-        scheduler=SchedulerConfig(
-            max_num_batched_tokens=options.max_num_batched_tokens,
-            max_num_mixed_tokens=options.max_num_mixed_tokens,
-            target_itl_ms=options.target_itl_ms,
-            max_num_seqs=options.max_num_seqs,
-            max_num_encoder_input_tokens=options.max_num_encoder_input_tokens,
-        ),
-        caches=EngineCaches(
-            ipc_bytes=options.ipc_bytes,
-            ipc_staging_bytes=options.ipc_staging_bytes,
-            encoder_embeds=options.encoder_embeds,
-            encoder_host_bytes=options.encoder_host_bytes,
-            encoder_eviction=options.encoder_eviction,  # type: ignore[arg-type]
-            warm_directory=_warm_directory(options.warm_directory, index),
-            kv_bytes=options.kv_bytes,
-            snapshot_bytes=options.snapshot_bytes,
-            block_size=options.block_size,
-            kv_dtype=options.kv_dtype,
-            kv_touched=False,  # nothing limits it here, and other programs want memory, too
-            prefix_caching=options.prefix_caching,
-        ),
+        scheduler=_part(SchedulerConfig, options),
+        caches=caches,
         shm_directory=_shared_memory(options),
-        device=options.device,
-        attention=options.attention,
-        run_ahead=options.run_ahead,  # type: ignore[arg-type]
-        cuda_graphs=options.cuda_graphs,
-        num_threads=options.num_threads,
-        tensor_parallel=options.tensor_parallel,
-        log_format=options.log_format,  # type: ignore[arg-type]
-        drain_timeout_seconds=options.drain_timeout_seconds,
-        idle_check_seconds=options.idle_check_seconds,
     )
 
 
 def _frontend(options: LocalOptions, model: ModelConfig, index: int) -> FrontendConfig:
     shm = _shared_memory(options)
     shm_bytes = (options.shm_bytes or options.ipc_bytes) if shm else 0
-    return FrontendConfig(
+    injection = InjectionConfig(
+        enabled=bool(options.injection_key_file),
+        api_key_file=options.injection_key_file,
+        trusted=options.injection_trusted,
+    )
+    return _part(
+        FrontendConfig,
+        options,
         frontend_id=f"frontend-{index}",
         model=model,
-        processes=options.processes,
-        processor_bytes=options.processor_bytes,
-        ipc_type=options.ipc_type,  # type: ignore[arg-type]
         shm_directory=shm,
         shm_bytes=shm_bytes // options.num_frontends,
-        media_workers=options.media_workers,
-        media_sources=MediaSources(
-            allowed_domains=options.allowed_domains, file_root=options.file_root
-        ),
-        allowed_origins=options.allowed_origins,
-        ignore_unknown_options=options.ignore_unknown_options,
-        task=options.task,
-        pooling=options.pooling,
-        tool_format=options.tool_format,
-        page=options.page,
-        api_key_file=options.api_key_file,
-        admin_key_file=options.admin_key_file,
-        injection=InjectionConfig(
-            enabled=bool(options.injection_key_file),
-            api_key_file=options.injection_key_file,
-            trusted=options.injection_trusted,
-        ),
-        drain_timeout_seconds=options.drain_timeout_seconds,
-        log_format=options.log_format,  # type: ignore[arg-type]
+        media_sources=_part(MediaSources, options),
+        injection=injection,
     )

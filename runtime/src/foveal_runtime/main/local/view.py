@@ -6,7 +6,6 @@ A terminal gets what is drawn again each second; programs get one line for each 
 from __future__ import annotations
 
 import datetime
-from types import TracebackType
 from typing import Literal
 
 import msgspec
@@ -106,12 +105,7 @@ class View:
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
 
