@@ -32,6 +32,14 @@ def versions(cluster: FakeCluster) -> dict[str, str]:
     return {"/".join(k): b["metadata"]["resourceVersion"] for k, b in cluster.objects.items()}
 
 
+def finish_fetch(cluster: FakeCluster) -> str:
+    """What the Job controller does when the model is there. Returns the Job's name."""
+    (name,) = [n for n in cluster.names("Job") if "-fetch-" in n]
+    done = {"conditions": [{"type": "Complete", "status": "True"}]}
+    cluster.edit(JOB, "default", name, lambda body: body.update(status=done))
+    return name
+
+
 def finish_profile(cluster: FakeCluster, text: str = "") -> None:
     """What Job controller and kubelet do: the profile Job's pod ends with the document."""
     (name,) = [n for n in cluster.names("Job") if "-profile-" in n]
@@ -107,6 +115,9 @@ async def served(kit: Kit, body: Obj | None = None, *, pods: bool = False) -> Ki
     await kit.start()
     kit.cluster.add(body or resource())
     await kit.settle()
+    if any("-fetch-" in name for name in kit.cluster.names("Job")):
+        finish_fetch(kit.cluster)
+        await kit.settle()
     finish_profile(kit.cluster)
     await kit.settle()
     if pods:

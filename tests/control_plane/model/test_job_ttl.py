@@ -12,7 +12,7 @@ from foveal_operator.model.flow import CLAIM_KEY, PROFILE_KEY, ModelDecision
 from foveal_operator.model.jobs import RECORDED, TTL_SECONDS
 from foveal_operator.reconcile.apply import ObjectError, Owner
 from tests.support.operator_rig import Kit, resource
-from tests.support.served_resource import add_pod, finish_profile, versions
+from tests.support.served_resource import finish_fetch, finish_profile, served, versions
 from tests.support.stored_objects import FETCHED, PROFILE, StoredObjects
 
 HUB = {"uri": "hf://org/tiny", "cache": {"size": "1Gi"}}
@@ -125,24 +125,8 @@ def test_a_record_that_is_deleted_has_the_work_done_again() -> None:
     assert stored.decide().reason is reasons.PROFILING
 
 
-def end(kit: Kit, name: str) -> None:
-    done = {"conditions": [{"type": "Complete", "status": "True"}]}
-    kit.cluster.edit(JOB, "default", name, lambda body: body.update(status=done))
-
-
 async def served_from_the_hub() -> Kit:
-    kit = Kit()
-    await kit.start()
-    kit.cluster.add(resource(model=HUB))
-    await kit.settle()
-    (fetch,) = kit.cluster.names("Job")
-    end(kit, fetch)
-    await kit.settle()
-    finish_profile(kit.cluster)
-    await kit.settle()
-    for role in ("engine", "frontend"):
-        add_pod(kit.cluster, role)
-    await kit.settle()
+    kit = await served(Kit(), resource(model=HUB), pods=True)
     assert kit.condition("Ready") == ("True", "Ready")
     return kit
 
@@ -184,8 +168,7 @@ async def test_another_model_is_fetched_and_the_way_back_too() -> None:
 
     serve("hf://org/other")
     await kit.settle()
-    (fetch,) = kit.cluster.names("Job")
-    end(kit, fetch)
+    fetch = finish_fetch(kit.cluster)
     await kit.settle()
     finish_profile(kit.cluster)
     await kit.settle()
@@ -212,7 +195,7 @@ async def test_a_claim_made_anew_in_the_cluster_is_filled_again() -> None:
     assert "-fetch-" in fetch
     assert kit.condition("ModelReady") == ("False", "Downloading")
     assert kit.cluster.names("Pod"), "what runs goes on"
-    end(kit, fetch)
+    finish_fetch(kit.cluster)
     await kit.settle()
     assert kit.condition("ModelReady") == ("True", "Resolved")
 

@@ -19,7 +19,7 @@ from foveal_operator.model.flow import PROFILE_KEY, ModelDecision
 from tests.support.operator_rig import Kit, resource
 from tests.support.regenerate import FACTS
 from tests.support.samples import resource as sample
-from tests.support.served_resource import add_pod, finish_profile, versions
+from tests.support.served_resource import served, versions
 from tests.support.stored_objects import CLAIMED, FETCHED, PROFILE, StoredObjects, kinds
 
 FAILED_POD = {"exitCode": 1, "message": "boom", "finishedAt": "2026-01-01T00:00:00Z"}
@@ -154,19 +154,9 @@ def test_a_job_that_failed_as_another_release_made_it_gets_another_chance(what: 
 
 
 async def test_an_upgrade_that_makes_jobs_otherwise_changes_nothing() -> None:
-    kit = Kit()
-    await kit.start()
-    kit.cluster.add(resource(model={"uri": "hf://org/tiny", "cache": {"size": "1Gi"}}))
-    await kit.settle()
-    (fetch,) = kit.cluster.names("Job")
-    done = {"conditions": [{"type": "Complete", "status": "True"}]}
-    kit.cluster.edit(JOB, "default", fetch, lambda body: body.update(status=done))
-    await kit.settle()
-    finish_profile(kit.cluster)
-    await kit.settle()
-    for role in ("engine", "frontend"):
-        add_pod(kit.cluster, role)
-    await kit.settle()
+    hub = resource(model={"uri": "hf://org/tiny", "cache": {"size": "1Gi"}})
+    kit = await served(Kit(), hub, pods=True)
+    (fetch,) = [name for name in kit.cluster.names("Job") if "-fetch-" in name]
     assert kit.condition("Ready") == ("True", "Ready")
 
     def as_of_old(body: Obj) -> None:

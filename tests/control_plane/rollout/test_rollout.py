@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from foveal_operator.rollout import RolloutDecision, decide
+from foveal_operator.rollout.engines import OUTAGE
 from foveal_operator.rollout.pods import template_revision
-from foveal_operator.rollout.strategy import OUTAGE
 from foveal_operator.status.report import Observed, report
 from tests.support.sim_cluster import (
     DEADLINE_SECONDS,

@@ -13,8 +13,7 @@ import msgspec
 
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.replicas import live_replicas
-from foveal_operator.rollout.clock import advance, begin, seconds_left
-from foveal_operator.rollout.engines import engine_step
+from foveal_operator.rollout.engines import OUTAGE, choose, engine_step
 from foveal_operator.rollout.frontends import frontend_body, is_held
 from foveal_operator.rollout.pods import (
     Pods,
@@ -22,8 +21,16 @@ from foveal_operator.rollout.pods import (
     read_pods,
     template_revision,
 )
-from foveal_operator.rollout.record import Good, Record, State, read_record, record_body
-from foveal_operator.rollout.strategy import OUTAGE, choose
+from foveal_operator.rollout.record import (
+    Good,
+    Record,
+    State,
+    advance,
+    begin,
+    read_record,
+    record_body,
+    seconds_left,
+)
 from foveal_operator.rollout.view import Body, RolloutDecision, RolloutView, record_name
 
 __all__ = ["RolloutDecision", "RolloutView", "decide", "record_name"]
