@@ -38,6 +38,7 @@ class Job:
     num_cached: int = 0
     announced: bool = False
     embedding: bytes = b""
+    lora: bytes = b""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -67,6 +68,7 @@ class StepDriver:
         self.budget = budget
         self.reuse = reuse
         self.image_keys = image_keys
+        self.lora_keys = True
         self.rule = runner.traits.bidirectional if bidirectional is None else bidirectional
         self.free = list(range(num_blocks - 1, 0, -1))
         self.shared: dict[object, int] = {}
@@ -128,6 +130,7 @@ class StepDriver:
                 job.mm_inputs,
                 job.values,
                 job.sampling,
+                lora=job.lora,
             )
         )
 
@@ -150,7 +153,8 @@ class StepDriver:
             for one in job.mm_inputs
             if one.placeholder.offset < end
         ]
-        return tuple(job.tokens[:end]), tuple(extra) if self.image_keys else begin
+        lora = job.lora if self.lora_keys else b""
+        return lora, tuple(job.tokens[:end]), tuple(extra) if self.image_keys else begin
 
     def groups(self, job: Job) -> list[tuple[int, int]]:
         if self.rule == "prompt":

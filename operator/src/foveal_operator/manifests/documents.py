@@ -58,6 +58,8 @@ ADDED: dict[tuple[str, str], object] = {
     ("admission", "min_upload_bytes_per_second"): 8192,
     ("admission", "write_timeout_seconds"): 60.0,
     ("caches", "snapshot_bytes"): 0,
+    ("caches", "lora_bytes"): 0,
+    ("", "loras"): [],
     ("modalities.image", "max_pages"): DEFAULT_DOCUMENT_PAGES,
     ("modalities.video", "max_pages"): DEFAULT_DOCUMENT_PAGES,
     ("modalities.audio", "max_pages"): DEFAULT_DOCUMENT_PAGES,

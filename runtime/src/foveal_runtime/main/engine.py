@@ -37,6 +37,7 @@ from foveal_runtime.model.cpu import threads
 from foveal_runtime.plan.budget.encoder import LargestItem
 from foveal_runtime.plan.config import EngineConfig, load
 from foveal_runtime.plan.errors import StartupError
+from foveal_runtime.plan.lora import check_lora_names
 from foveal_runtime.plan.profile import ItemProfile
 from foveal_runtime.plan.quantity import short_bytes
 from foveal_runtime.plan.sampling import SamplingParams
@@ -176,6 +177,7 @@ def _measured(core: EngineCore, memory: ContainerMemory, device: str, metrics: M
         parts["weights"] = runner.weight_bytes
         parts["kv"] = runner.num_blocks * runner.kv_block_bytes
         state_bytes = runner.traits.state_bytes
+        parts["loras"] = runner.loras.num_bytes
         parts["state"] = core.scheduler.limits.max_num_seqs * state_bytes
         parts["snapshots"] = core.scheduler.limits.num_snapshots * state_bytes
     for part, size in parts.items():
@@ -198,33 +200,11 @@ def num_snapshots(config: EngineConfig, state_bytes: int) -> int:
 
 def load_engine(config: EngineConfig, phases: StartPhases | None = None) -> LoadedEngine:
     """Loads and warms the model and gives it the KV pool of the document. Raises StartupError."""
-    from foveal_runtime.model.parallel.tensor_parallel import TensorParallelRunner
-    from foveal_runtime.model.runner.runner import TorchRunner
-
     phases = phases or StartPhases()
     phases.done("imports")
     log.info(_what_loads(config.model.path), extra={"path": config.model.path})
     namespace = model_namespace(config.model.path, config.model.revision)
-    runner: TorchRunner | TensorParallelRunner
-    if config.tensor_parallel > 1:
-        runner = TensorParallelRunner.load(
-            config.model.path,
-            config.tensor_parallel,
-            dtype=config.model.dtype,
-            device=config.device,
-            block_size=config.caches.block_size,
-            kv_dtype=config.caches.kv_dtype,
-            attention=config.attention,
-        )
-    else:
-        runner = TorchRunner.load(
-            config.model.path,
-            dtype=config.model.dtype,
-            device=config.device,
-            block_size=config.caches.block_size,
-            kv_dtype=config.caches.kv_dtype,
-            attention=config.attention,
-        )
+    runner = _load_runner(config)
     limit = runner.traits.max_position
     if config.model.max_model_len > limit:
         raise StartupError(
@@ -266,6 +246,44 @@ def load_engine(config: EngineConfig, phases: StartPhases | None = None) -> Load
         kv_block_bytes=runner.kv_block_bytes,
         num_snapshots=num_snapshots(config, runner.traits.state_bytes),
     )
+
+
+def _load_runner(config: EngineConfig) -> TorchRunner | TensorParallelRunner:
+    """The model on its devices, with its adapters. Raises StartupError."""
+    from foveal_runtime.model.parallel.tensor_parallel import TensorParallelRunner
+    from foveal_runtime.model.runner.runner import TorchRunner
+
+    runner: TorchRunner | TensorParallelRunner
+    check_lora_names([one.name for one in config.loras], config.model.served_name)
+    if config.tensor_parallel > 1:
+        if config.loras or config.caches.lora_bytes:
+            raise StartupError(
+                f"tensor_parallel {config.tensor_parallel}: LoRA adapters run on one device; set "
+                "it to 1, or leave out the adapters",
+                param="tensor_parallel",
+            )
+        runner = TensorParallelRunner.load(
+            config.model.path,
+            config.tensor_parallel,
+            dtype=config.model.dtype,
+            device=config.device,
+            block_size=config.caches.block_size,
+            kv_dtype=config.caches.kv_dtype,
+            attention=config.attention,
+        )
+    else:
+        runner = TorchRunner.load(
+            config.model.path,
+            dtype=config.model.dtype,
+            device=config.device,
+            block_size=config.caches.block_size,
+            kv_dtype=config.caches.kv_dtype,
+            lora_bytes=config.caches.lora_bytes,
+            attention=config.attention,
+        )
+    for source in config.loras:
+        runner.loras.load(source)
+    return runner
 
 
 def _what_loads(path: str) -> str:

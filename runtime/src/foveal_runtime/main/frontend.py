@@ -21,7 +21,8 @@ import uvloop
 
 from foveal_runtime.frontend.common.stats import FrontendStats, watch_loop
 from foveal_runtime.frontend.engines.client import EngineClient
-from foveal_runtime.frontend.http.access.admin import HeldRequest
+from foveal_runtime.frontend.engines.loras import order_lora
+from foveal_runtime.frontend.http.access.admin import HeldRequest, LoraAction
 from foveal_runtime.frontend.http.app import build_app
 from foveal_runtime.frontend.http.asgi.server import bind_addresses, bind_unix
 from foveal_runtime.frontend.http.asgi.server import serve as serve_http
@@ -73,6 +74,9 @@ class _Admin:
 
     async def resize_ipc_cache(self, size_bytes: int) -> int:
         return self._client.control("resize_ipc", size_bytes)
+
+    async def order_lora(self, action: LoraAction, name: str, path: str) -> int:
+        return await order_lora(self._client.links(), action, (name, path))
 
 
 class Member(NamedTuple):

@@ -118,15 +118,17 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag=7):
 
 
 class Control(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """Administration of one engine's caches.
+    """Administration of one engine.
 
-    `action` is reset_mm, reset_encoder, reset_prefix or resize_ipc (`value` = bytes).
+    `action` is reset_mm, reset_encoder, reset_prefix, resize_ipc (`value` = bytes), load_lora or
+    unload_lora (`value` = a number by which its outcome is known, `lora` = name and directory).
     """
 
     sid: SessionId
     n: int
     action: str
     value: int = 0
+    lora: tuple[str, ...] = ()
 
 
 class Refusals(msgspec.Struct, frozen=True, array_like=True):

@@ -258,9 +258,9 @@ class Sender:
             return None
         return Sending(Abort(self.sid, self._take_number(), rid), [])
 
-    def control(self, action: str, value: int = 0) -> Sending:
+    def control(self, action: str, value: int = 0, lora: tuple[str, ...] = ()) -> Sending:
         self._require_session()
-        return Sending(Control(self.sid, self._take_number(), action, value), [])
+        return Sending(Control(self.sid, self._take_number(), action, value, lora), [])
 
     def refuse(self) -> Sending | None:
         """Tells the engine of refusals that it does not know. None: it knows them all."""

@@ -17,6 +17,7 @@ from typing import Literal
 import msgspec
 
 from foveal_runtime.plan.errors import StartupError
+from foveal_runtime.plan.lora import LoraSource
 
 KVDtype = Literal["auto", "bfloat16", "fp8"]
 ToolFormat = Literal[
@@ -118,6 +119,7 @@ class EngineCaches(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             max_num_batched_tokens, whichever is more).
         encoder_host_bytes: host tier behind it; 0 = off.
         kv_bytes: KV pool, of all ranks together; block_size in tokens.
+        lora_bytes: LoRA adapters on the device, all together; 0: none can be loaded.
         snapshot_bytes: snapshots of recurrent state, for models with such layers; 0: their prefixes
             are not reused.
         kv_touched: all KV memory is taken at the start, so that a limit that is too low shows then;
@@ -140,6 +142,7 @@ class EngineCaches(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     encoder_host_bytes: int = 0
     kv_bytes: int = 1 * GIB
     snapshot_bytes: int = 0
+    lora_bytes: int = 0
     block_size: int = 16
     kv_dtype: KVDtype = "auto"
     kv_touched: bool = True
@@ -175,6 +178,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             GPU. cuda_graphs: decode steps are recorded and played; of no effect on CPUs.
         num_threads: compute threads; 0 = from the CPU quota.
         tensor_parallel: ranks of this engine on this machine.
+        loras: adapters that are loaded at the start; a request names one as its model.
         idle_check_seconds: for tests and debugging: an idle engine checks all its books at most
             this often, and ends when they do not agree; 0 = never.
     """
@@ -200,6 +204,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     cuda_graphs: bool = True
     num_threads: int = 0
     tensor_parallel: int = 1
+    loras: tuple[LoraSource, ...] = ()
     drain_timeout_seconds: float = 120.0
     log_format: Literal["auto", "text", "json"] = "auto"
     idle_check_seconds: float = 0.0

@@ -95,6 +95,7 @@ def decode_up(frames: Sequence[Buffer]) -> Up:
     elif isinstance(message, Control):
         _require(len(message.action) <= 64, "action length")
         _require(0 <= message.value <= MAX_U64, "value")
+        _require(len(message.lora) <= 2 and all(len(t) <= 4096 for t in message.lora), "adapter")
     elif isinstance(message, Refuse):
         _check_refusals(message.refusals)
     if isinstance(message, Req | Abort):
@@ -131,6 +132,7 @@ def decode_body(raw: msgspec.Raw, num_items: int) -> RequestBody:
     _require(len(body.token_ids) % width == 0, "token ids are cut")
     _require(len(body.emitted) % width == 0, "emitted ids are cut")
     _require(len(body.key) in (0, KEY_BYTES), "length of the key")
+    _require(body.lora is None or len(body.lora.digest) <= HASH_BYTES, "adapter")
     num_tokens, last = len(body.token_ids) // width, -1
     for position, item in body.placements:
         _require(last < position < num_tokens, "placement outside the prompt or out of order")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from foveal_runtime.plan.lora import LoraRef
 from foveal_runtime.plan.sampling import SamplingParams, grammar_version
 
 
@@ -30,6 +31,7 @@ class RequestBody(msgspec.Struct, frozen=True, array_like=True):
         key: what the request is, whoever sends it; by it a suspect is named. b"" = nobody knows.
         on_trial: an engine may have died of it: it is the only suspect of a step, and only one
             such request is new at a time.
+        lora: the adapter that it is computed with; part of the names of its KV blocks.
     """
 
     token_ids: bytes
@@ -44,6 +46,7 @@ class RequestBody(msgspec.Struct, frozen=True, array_like=True):
     arrival_seconds: float = 0.0
     key: bytes = b""
     on_trial: bool = False
+    lora: LoraRef | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -99,10 +102,18 @@ class EngineOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=T
     embedding: bytes = b""
 
 
+class LoraReport(msgspec.Struct, frozen=True, array_like=True):
+    """The LoRA adapters of an engine, and how the last orders to load or unload one ended: (the
+    order's number, a reason in one line or "")."""
+
+    refs: tuple[LoraRef, ...]
+    outcomes: tuple[tuple[int, str], ...] = ()
+
+
 class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
     """Piggybacked with outputs so that routers know; `stamp` grows by one each time.
 
-    `draining`: finishes what it has and wants nothing new.
+    `draining`: finishes what it has and wants nothing new. `loras`: None where they are as told.
     """
 
     stamp: int
@@ -111,6 +122,7 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
     num_waiting_tokens: int
     kv_usage: float
     draining: bool = False
+    loras: LoraReport | None = None
 
 
 class Outputs(msgspec.Struct, frozen=True, array_like=True):
@@ -125,6 +137,7 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
 
     `grammars`: see ModelTraits; a request with a grammar goes to engines of the same version only.
     `pools`: it knows `SamplingParams.pooling` and `logprob_token_ids`, which came with it.
+    `loras`: when the session began; changes come with `EngineLoad`.
     """
 
     engine_id: str
@@ -136,6 +149,7 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
     draining: bool = False
     grammars: str = ""
     pools: bool = False
+    loras: tuple[LoraRef, ...] = ()
 
     def serves(self, sampling: SamplingParams) -> bool:
         """Whether the engine does what is asked: an older one would leave it out."""

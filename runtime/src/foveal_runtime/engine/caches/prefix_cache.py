@@ -59,11 +59,15 @@ class BlockHasher:
         self.block_size = block_size
         self._root = blake3(_DOMAIN + block_size.to_bytes(4, "little") + namespace).digest()
 
-    def root(self, cache_salt: bytes) -> BlockHash:
-        """Parent of a first block; a tenant's salt enters here and so reaches every block."""
-        if not cache_salt:
-            return self._root
-        return blake3(b"salt" + self._root + cache_salt).digest()
+    def root(self, request: Request) -> BlockHash:
+        """Parent of a first block; a tenant's salt and the content of a LoRA adapter enter here
+        and so reach every block."""
+        root, lora = self._root, request.lora
+        if lora is not None:
+            root = blake3(b"lora" + root + lora.digest).digest()
+        if request.cache_salt:
+            root = blake3(b"salt" + root + request.cache_salt).digest()
+        return root
 
     def extend(self, request: Request, num_tokens: int) -> None:
         """Hashes the full blocks within the first `num_tokens` tokens that have no hash yet."""
@@ -74,7 +78,7 @@ class BlockHasher:
         if start >= stop:
             return
         packed = memoryview(array("I", request.token_ids[start:stop])).cast("B")
-        parent = hashes[-1] if hashes else self.root(request.cache_salt)
+        parent = hashes[-1] if hashes else self.root(request)
         inputs, item = request.mm_inputs, request.hash_mm
         step = 4 * size
         for at in range(0, len(packed), step):

@@ -50,14 +50,15 @@ class EncoderRemoved(msgspec.Struct, frozen=True, tag="encoder_removed"):
 
 class BlockStored(msgspec.Struct, frozen=True, tag="kv_stored", omit_defaults=True):
     """A KV block can be shared. `parent` is the hash before it (of the first block: the root,
-    which depends on block size, model and salt); `extra` lists (mm_hash, item offset - block
-    start)."""
+    which depends on block size, model, salt and LoRA adapter); `extra` lists (mm_hash, item offset
+    - block start); `lora` is the adapter's (name, digest)."""
 
     block_hash: bytes
     parent: bytes
     token_ids: list[int]
     block_size: int
     extra: tuple[tuple[bytes, int], ...] = ()
+    lora: tuple[str, bytes] | None = None
 
 
 class BlocksRemoved(msgspec.Struct, frozen=True, tag="kv_removed"):
@@ -135,10 +136,11 @@ class EventLog:
         size = hasher.block_size
         start = index * size
         hashes = request.block_hashes
-        parent = hashes[index - 1] if index else hasher.root(request.cache_salt)
+        parent = hashes[index - 1] if index else hasher.root(request)
         keys, _ = extra_keys(request.mm_inputs, start, start + size)
         tokens = request.token_ids[start : start + size]
-        self._events.append(BlockStored(hashes[index], parent, tokens, size, keys))
+        lora = None if request.lora is None else (request.lora.name, request.lora.digest)
+        self._events.append(BlockStored(hashes[index], parent, tokens, size, keys, lora))
 
     def block_removed(self, block_hash: BlockHash) -> None:
         self._removed_blocks.append(block_hash)

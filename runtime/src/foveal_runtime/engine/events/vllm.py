@@ -29,7 +29,8 @@ Keys = list[tuple[str, int] | str]
 
 class VllmBlockStored(msgspec.Struct, array_like=True, tag="BlockStored"):
     """Blocks that follow each other. `extra_keys` has an entry a block: (content key in hex, item
-    offset - block start) for each media item, then a tenant's salt in the first block; or None."""
+    offset - block start) for each media item, then, in the first block, the digest of a LoRA
+    adapter's files and a tenant's salt; or None."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -85,6 +86,9 @@ class VllmEventLog(EventLog):
         parent = short(hashes[index - 1]) if index else None
         items, _ = extra_keys(request.mm_inputs, start, start + size)
         keys: Keys = [(mm_hash.hex(), offset) for mm_hash, offset in items]
+        name = None if request.lora is None else request.lora.name
+        if not index and request.lora is not None:
+            keys.append(request.lora.digest.hex())
         if not index and request.cache_salt:
             keys.append(request.cache_salt.hex())
         tokens = request.token_ids[start : start + size]
@@ -97,7 +101,12 @@ class VllmEventLog(EventLog):
             return
         self._vllm_events.append(
             VllmBlockStored(
-                [short(hashes[index])], parent, list(tokens), size, extra_keys=[keys or None]
+                [short(hashes[index])],
+                parent,
+                list(tokens),
+                size,
+                lora_name=name,
+                extra_keys=[keys or None],
             )
         )
 

@@ -137,6 +137,7 @@ def assemble_core(
         largest_item_embeds=min(max(embeds, default=0), limits.encoder_cache_embeds),
         grammars=loaded.runner.traits.grammars,
         pools=True,
+        loras=loaded.runner.loras.refs,
     )
     receiver = ObservedReceiver(
         ReceiverLimits(

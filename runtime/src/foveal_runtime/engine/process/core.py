@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 
 from foveal_runtime.engine.caches.warm import WarmSet
 from foveal_runtime.engine.events.log import EventLog
+from foveal_runtime.engine.process.controls import Controls
 from foveal_runtime.engine.process.evidence import StepRecord, is_new, suspects_of
 from foveal_runtime.engine.process.splice import check_ids, check_replacement, splice
 from foveal_runtime.engine.process.value_release import ValueRelease
@@ -89,6 +90,7 @@ class EngineCore:
         self._held: deque[Request] = deque()  # to be tried next, one after the other
         self._values = ValueRelease(scheduler, receiver, is_on=unpin_encoded)
         self.value_ghosts = GhostLists(receiver.store.capacity_bytes)
+        self._controls = Controls(scheduler, receiver, runner.loras, self.value_ghosts)
         self.value_ages = EvictionAges(clock)
         receiver.store.watch = self.value_ages
         self.num_warm_outputs = 0
@@ -272,10 +274,13 @@ class EngineCore:
             self._events.flush()
 
     def _send_down(self, fid: str, entries: list[EngineOutput]) -> None:
-        key = self._load_key()
+        key, told = self._load_key(), self._load_told.get(fid)
         self._load_stamp += 1
         self._load_told[fid] = key
-        load = EngineLoad(self._load_stamp, key[0], key[1], key[2], key[3] / 1000, self.is_draining)
+        load = EngineLoad(
+            self._load_stamp, key[0], key[1], key[2], key[3] / 1000, self.is_draining,
+            self._controls.loras if told is None or told[4] != key[4] else None,
+        )  # fmt: skip
         raw = codec.encode_outputs(Outputs(tuple(entries), load))
         message = self.receiver.down(fid, raw)
         if message is not None:
@@ -285,7 +290,8 @@ class EngineCore:
         scheduler = self.scheduler
         waiting = len(scheduler.waiting) + len(self.receiver.admission.queue)
         usage = scheduler.pool.num_used_blocks * 1000 // scheduler.pool.num_blocks
-        return len(scheduler.running), waiting, scheduler.waiting.num_tokens, usage
+        return (len(scheduler.running), waiting, scheduler.waiting.num_tokens, usage,
+                self._controls.lora_version)  # fmt: skip
 
     # ---- requests -------------------------------------------------------------------------------
 
@@ -295,7 +301,7 @@ class EngineCore:
         self._start_ready()
         self._prune_arrivals()
         for control in self.receiver.take_controls():
-            self._control(control.action)
+            self._controls.obey(control)
         if self._note_at is None:
             self._note_at = self._clock() + NOTE_DELAY_SECONDS
 
@@ -379,6 +385,7 @@ class EngineCore:
     def _build(self, ready: ReadyRequest, body: RequestBody, arrived_seconds: float) -> Request:
         prompt = codec.unpack_tokens(body.token_ids, body.wide)
         emitted = codec.unpack_tokens(body.emitted, body.wide)
+        self._controls.check_lora(body.lora)
         check_ids(prompt, emitted, {index for index, _ in body.placements}, self._vocab_size)
         values = [memoryview(value.data) for value in ready.items.values()]
         items = [
@@ -403,6 +410,7 @@ class EngineCore:
             session=ready.fid,
             priority=body.priority,
             cache_salt=body.cache_salt,
+            lora=body.lora,
             read_prefix_cache=body.read_prefix_cache,
             echo_prompt=body.echo_prompt,
             num_mm_hits=ready.num_hits,
@@ -411,22 +419,6 @@ class EngineCore:
             key=body.key,
             on_trial=body.on_trial,
         )
-
-    def _control(self, action: str) -> None:
-        if action == "reset_encoder":
-            count = self.scheduler.reset_encoder_cache()
-        elif action == "reset_prefix":
-            count = self.scheduler.reset_prefix_cache()
-        elif action in ("reset_mm", "resize_ipc", "ping"):
-            # The receiver's business; a ping asks for nothing but the acknowledgement.
-            if action == "reset_mm":
-                self.value_ghosts.reset()
-            self.value_ghosts.resize(self.receiver.store.capacity_bytes)
-            return
-        else:
-            _LOG.warning("unknown control action %r", action)
-            return
-        _LOG.info("%s: %d entries", action, count)
 
     def _collect(self) -> None:
         """Takes the scheduler's outputs; a finished request's values are unpinned."""

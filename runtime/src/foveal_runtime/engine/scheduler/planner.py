@@ -387,6 +387,7 @@ class Planner:
             now.new[request.request_id] = NewRequest(
                 request.request_id, request.token_ids.copy(), request.num_prompt_tokens,
                 request.mm_inputs, request.values, request.sampling, snapshot,
+                request.lora.digest if request.lora is not None else b"",
             )  # fmt: skip
         request.step = now.step
         now.tokens_left -= window.num_tokens

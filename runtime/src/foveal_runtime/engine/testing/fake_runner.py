@@ -29,6 +29,8 @@ from foveal_runtime.engine.types.step import (
     StepPlan,
     StepResult,
 )
+from foveal_runtime.plan.errors import StartupError
+from foveal_runtime.plan.lora import LoraRef, LoraSource
 from foveal_runtime.plan.media import MMHash
 from foveal_runtime.plan.sampling import SamplingParams
 
@@ -118,6 +120,24 @@ def reference_tokens(
     return out
 
 
+class FakeLoras:
+    """Adapters without tensors: an adapter's content is its path. One at `bad` cannot be loaded."""
+
+    num_bytes = 0
+
+    def __init__(self) -> None:
+        self.refs: tuple[LoraRef, ...] = ()
+
+    def load(self, source: LoraSource) -> None:
+        if source.path == "bad":
+            raise StartupError(f"LoRA adapter {source.name!r}: it is bad")
+        self.refs += (LoraRef(source.name, blake3(source.path.encode()).digest(length=16)),)
+
+    def unload(self, name: str) -> bool:
+        before, self.refs = self.refs, tuple(ref for ref in self.refs if ref.name != name)
+        return before != self.refs
+
+
 class _State:
     """The runner's own copy of a request."""
 
@@ -126,6 +146,7 @@ class _State:
         self.num_prompt_tokens = new.num_prompt_tokens
         self.inputs = new.mm_inputs
         self.sampling = new.sampling
+        self.lora = np.uint64(content(new.lora) if new.lora else 0)
         self.pooled: list[np.ndarray] = []  # numbers of the positions computed here
         self.end, self.state = 0, 0  # tokens that the recurrent state has seen
 
@@ -165,6 +186,7 @@ class FakeRunner:
     ) -> None:
         self._traits = traits
         self.grammars = GrammarStats()
+        self.loras = FakeLoras()
         self.costs = costs
         self._block_size = block_size
         self._kv = np.zeros(num_blocks * block_size, dtype=np.uint64)
@@ -311,6 +333,7 @@ class FakeRunner:
         where = np.arange(stop)
         slots = table[where // self._block_size] * self._block_size + where % self._block_size
         values = slots_of(state.token_ids[start:stop], state.inputs, self.device, start)
+        values += state.lora  # a block that another adapter computed shows
         self._kv[slots[start:]] = values
         self.num_computed_tokens += stop - start
         held = self._kv[slots]

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from enum import Enum
 
 from foveal_runtime.engine.types.step import MMInput, PromptLogprobs
+from foveal_runtime.plan.lora import LoraRef
 from foveal_runtime.plan.media import MMHash
 from foveal_runtime.plan.sampling import SamplingParams
 
@@ -33,7 +34,7 @@ class Request:
         values: serialised item of each entry of mm_inputs, views on the value pool; empty where
             the value was released (`num_released` counts those).
         next_mm: index of the first entry of mm_inputs that ends after num_computed.
-        key, on_trial: see `wire.messages.RequestBody`.
+        key, on_trial, lora: see `wire.messages.RequestBody`.
         block_ids: KV blocks, in order. num_published: how many of them the prefix cache knows.
         block_hashes: hashes of the full blocks of token_ids, made once and kept.
         cuts: positions to come, in order, at which a chunk must end so that recurrent state can be
@@ -57,6 +58,7 @@ class Request:
         "is_withdrawn",
         "key",
         "known_to_runner",
+        "lora",
         "mm_embeds",
         "mm_inputs",
         "next_mm",
@@ -104,6 +106,7 @@ class Request:
         session: str = "",
         priority: int = 0,
         cache_salt: bytes = b"",
+        lora: LoraRef | None = None,
         read_prefix_cache: bool = True,
         echo_prompt: bool = False,
         num_mm_hits: int = 0,
@@ -128,6 +131,7 @@ class Request:
         self.values = values
         self.priority = priority
         self.cache_salt = cache_salt
+        self.lora = lora
         self.read_prefix_cache = read_prefix_cache and sampling.reads_prefix
         self.echo_prompt = echo_prompt
         self.num_mm_hits = num_mm_hits

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
+from foveal_runtime.plan.lora import LoraRef, LoraSource
 from foveal_runtime.plan.media import MMHash, PlaceholderRange
 from foveal_runtime.plan.sampling import SamplingParams
 
@@ -71,7 +72,8 @@ class NewRequest(msgspec.Struct, array_like=True):
     `num_prompt_tokens` says where outputs begin. `values` maps an item index to its serialised
     value (`wire.item`): what mrope positions need (grids) is read from there; pixels only when an
     EncoderInput names the item. `snapshot` is the slot of the recurrent state that it starts from,
-    copied before anything of this step is computed; 0: from an empty one.
+    copied before anything of this step is computed; 0: from an empty one. `lora` is the digest of
+    the adapter that it is computed with; b"": none.
     """
 
     request_id: str
@@ -81,6 +83,7 @@ class NewRequest(msgspec.Struct, array_like=True):
     values: tuple[Buffer, ...]
     sampling: SamplingParams
     snapshot: int = 0
+    lora: bytes = b""
 
 
 class ScheduledRequest(msgspec.Struct, array_like=True):
@@ -239,11 +242,32 @@ class GrammarStats:
     mask_seconds: float = 0.0
 
 
+class LoraTable(Protocol):
+    """The LoRA adapters that a runner holds."""
+
+    @property
+    def refs(self) -> tuple[LoraRef, ...]: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def load(self, source: LoraSource) -> None:
+        """Between two steps. Raises StartupError, in one line, for one that cannot be served."""
+        ...
+
+    def unload(self, name: str) -> bool:
+        """Sequences that run with it keep it. False: there is none of this name."""
+        ...
+
+
 class ModelRunner(Protocol):
     """The seam between engine/ and model/; `engine.fake.FakeRunner` is the one tests use."""
 
     @property
     def traits(self) -> ModelTraits: ...
+
+    @property
+    def loras(self) -> LoraTable: ...
 
     @property
     def grammars(self) -> GrammarStats:

@@ -14,7 +14,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from urllib.parse import urlsplit
 
 import msgspec
@@ -22,6 +22,7 @@ import msgspec
 from foveal_runtime.frontend.common.stats import FrontendStats
 from foveal_runtime.frontend.engines.debug import MirrorView
 from foveal_runtime.frontend.engines.link import EngineLink
+from foveal_runtime.frontend.engines.loras import served_loras, serves, why_none
 from foveal_runtime.frontend.engines.quarantine import Quarantine
 from foveal_runtime.frontend.engines.routing import Candidate, Router, estimate_load
 from foveal_runtime.frontend.engines.run import MAX_ATTEMPTS, MAX_REJECTIONS, EngineRun, Fate, Life
@@ -40,6 +41,7 @@ from foveal_runtime.plan.errors import (
     Overloaded,
     from_wire,
 )
+from foveal_runtime.plan.lora import LoraRef
 from foveal_runtime.plan.media import ItemMeta, MMHash
 from foveal_runtime.wire.messages import EngineOutput
 from foveal_runtime.wire.transport import FrontendTransport, LinkDown
@@ -226,6 +228,10 @@ class EngineClient:
             kv_usage=max((one.kv_usage for one in known), default=0.0),
         )
 
+    def loras(self) -> dict[str, LoraRef]:
+        """See `seams.Generator`."""
+        return served_loras(self._links.values())
+
     async def health(self) -> bool:
         """Some engine's core answered a message just now, or is in a step and makes progress."""
         asked = await asyncio.gather(*(link.ping() for link in self._links.values()))
@@ -326,20 +332,14 @@ class EngineClient:
             if lost is not None:
                 raise lost from None
             text = f"no engine was ready within {self.config.admission.no_engine_wait_seconds:g} s"
-            ready = [link.info for link in self._links.values() if link.is_ready and link.info]
-            if ready and not any(info.serves(run.request.sampling) for info in ready):
-                text += " but those of another version, which do not know what the request asks for"
+            text += why_none(self._links.values(), run.request)
             raise NoEngine(text, retry_after_seconds=5) from None
 
     def _choose(self, run: EngineRun) -> tuple[EngineLink, str] | None:
-        ready = {
-            link.endpoint: link
-            for link in self._links.values()
-            if link.is_ready and link.info and link.info.serves(run.request.sampling)
-        }
+        ready = {link.endpoint: link for link in self._links.values() if serves(link, run.request)}
         candidates = [self._candidate(link, run) for link in ready.values()]
         fresh = [c for c in candidates if c.name not in run.avoid]
-        pick = self.router.decide(fresh or candidates, run.affinity, _home(run, ready.values()))
+        pick = self.router.decide(fresh or candidates, run.affinity, run.home(ready.values()))
         return None if pick is None else (ready[pick.name], pick.why)
 
     def _candidate(self, link: EngineLink, run: EngineRun) -> Candidate:
@@ -436,13 +436,6 @@ class EngineClient:
             raise Overloaded("every engine's queue is full")
         if run.rejections > MAX_REJECTIONS:
             raise EngineFailure(f"the engines refused the request {run.rejections} times: {code}")
-
-
-def _home(run: EngineRun, links: Iterable[EngineLink]) -> bytes:
-    """Hash of the largest item that none of the engines holds; empty when they hold all."""
-    senders = [link.sender for link in links]
-    new = [i for i in run.request.items if not any(s.believes(i.mm_hash) for s in senders)]
-    return max(new, key=lambda i: (i.size_bytes, i.mm_hash)).mm_hash if new else b""
 
 
 def _addresses(host: str, port: int) -> list[str]:

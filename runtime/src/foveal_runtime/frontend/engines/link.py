@@ -32,7 +32,7 @@ from foveal_runtime.mirror.sender import DownEvent, Sender, Sending, SendItem, S
 from foveal_runtime.plan.errors import FovealError
 from foveal_runtime.plan.media import MMHash
 from foveal_runtime.wire import codec
-from foveal_runtime.wire.messages import EngineInfo, EngineLoad, RequestBody
+from foveal_runtime.wire.messages import EngineInfo, EngineLoad, LoraReport, RequestBody
 from foveal_runtime.wire.transport import FrontendTransport, LinkDown
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class EngineLink:
     Attributes:
         info: the engine's facts, None while no session is open.
         boot: changes with every start of the engine; kept while no session is open.
-        inflight: requests of ours at this engine; `load` its last report.
+        inflight: requests of ours at this engine; `load` its last report. loras: its adapters.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class EngineLink:
         self.boot = 0
         self._name = endpoint
         self.load: EngineLoad | None = None
+        self.loras = LoraReport(())
         self.own_at_report = 0
         self.reported_at = 0.0
         self.heard_at = 0.0
@@ -333,9 +334,9 @@ class EngineLink:
             if self._shared is not None and isinstance(reference.value, SharedValue):
                 self._shared.sent(self, reference.mm_hash)
 
-    def control(self, action: str, value: int = 0) -> bool:
+    def control(self, action: str, value: int = 0, lora: tuple[str, ...] = ()) -> bool:
         """Sends an administration message; False without a session."""
-        return self.sender.is_up and self._try_send(self.sender.control(action, value))
+        return self.sender.is_up and self._try_send(self.sender.control(action, value, lora))
 
     def tell_refusals(self) -> None:
         """Tells the engine of refusals that it is not known to know."""
@@ -354,6 +355,7 @@ class EngineLink:
             event = self.sender.on_down(codec.decode_down(frames))
             if event.welcome is not None:
                 self.info = codec.decode_info(event.welcome.info)
+                self.loras = LoraReport(self.info.loras)
                 self.boot = event.welcome.boot
                 self._name = self.info.engine_id or self.endpoint
                 self._moved_at = self._opened_at = time.monotonic()
@@ -403,6 +405,7 @@ class EngineLink:
         outputs = codec.decode_outputs(raw)
         if outputs.load is not None:
             self.load = outputs.load
+            self.loras = outputs.load.loras or self.loras
             self.own_at_report = len(self._streams)
             self.reported_at = time.monotonic()
         for output in outputs.outputs:

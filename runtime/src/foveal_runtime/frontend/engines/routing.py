@@ -130,16 +130,17 @@ class Router:
 
 
 def affinity_keys(
-    token_ids: Sequence[int], hashes: Sequence[bytes], salt: bytes = b""
+    token_ids: Sequence[int], hashes: Sequence[bytes], salt: bytes = b"", lora: bytes = b""
 ) -> list[bytes]:
     """Memory keys of a request: its items (their encoder outputs) first, then growing prompt
-    beginnings (their KV blocks), so that the longest known beginning decides."""
+    beginnings (their KV blocks, which depend on the adapter), so that the longest known beginning
+    decides."""
     keys = [blake3(b"item" + salt + h).digest(length=16) for h in hashes[:4]]
     for length in PREFIX_TOKENS:
         if len(token_ids) >= length:
             packed = b"".join(t.to_bytes(4, "little") for t in token_ids[:length])
             # Placeholders look alike: the items of the prompt belong to its identity.
-            keys.append(blake3(b"text" + salt + b"".join(hashes) + packed).digest(length=16))
+            keys.append(blake3(b"text" + salt + lora + b"".join(hashes) + packed).digest(length=16))
     return keys
 
 

@@ -9,12 +9,13 @@ import functools
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 import msgspec
 
 from foveal_runtime.frontend.common.stats import FrontendStats
+from foveal_runtime.frontend.engines.link import EngineLink
 from foveal_runtime.frontend.engines.routing import affinity_keys
 from foveal_runtime.frontend.items.prepared import PreparedRequest
 from foveal_runtime.plan.errors import EngineFailure
@@ -58,17 +59,20 @@ class EngineRun:
         self.began = time.monotonic()
         self.avoid: set[str] = set()
         self.affinity = affinity_keys(
-            request.token_ids, [item.mm_hash for item in request.items], request.cache_salt
-        )
+            request.token_ids, [item.mm_hash for item in request.items], request.cache_salt,
+            b"" if request.lora is None else request.lora.digest,
+        )  # fmt: skip
 
     @functools.cached_property
     def key(self) -> bytes:
-        """What the request is: its tokens, its media and its options, but not its seed."""
+        """What the request is: its tokens, media, adapter and options, but not its seed."""
         request = self.request
         found = hashlib.blake2b(digest_size=16)
         found.update(codec.pack_tokens(request.token_ids, wide=True)[0])
         for item in request.items:
             found.update(item.mm_hash)
+        if request.lora is not None:
+            found.update(request.lora.digest)
         found.update(msgspec.msgpack.encode(msgspec.structs.replace(request.sampling, seed=0)))
         return found.digest()
 
@@ -82,6 +86,13 @@ class EngineRun:
             f"{len(request.token_ids)} prompt tokens{items}, "
             f"max_tokens {request.sampling.max_tokens}"
         )
+
+    def home(self, links: Iterable[EngineLink]) -> bytes:
+        """Hash of the largest item that none of the engines holds; empty when they hold all."""
+        senders = [link.sender for link in links]
+        items = self.request.items
+        new = [i for i in items if not any(s.believes(i.mm_hash) for s in senders)]
+        return max(new, key=lambda i: (i.size_bytes, i.mm_hash)).mm_hash if new else b""
 
     def body(self) -> RequestBody:
         request = self.request
@@ -99,6 +110,7 @@ class EngineRun:
             arrival_seconds=time.monotonic() - self.began,
             key=self.key,
             on_trial=self.is_suspect,
+            lora=request.lora,
         )
 
     def take(self, output: EngineOutput) -> EngineOutput:

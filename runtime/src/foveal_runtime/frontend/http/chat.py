@@ -32,7 +32,7 @@ from foveal_runtime.frontend.http.service import (
 )
 from foveal_runtime.frontend.protocol.constraints import wanted_of
 from foveal_runtime.frontend.protocol.requests import ChatCompletionRequest
-from foveal_runtime.frontend.protocol.rules import check_fields, check_model
+from foveal_runtime.frontend.protocol.rules import check_fields
 from foveal_runtime.frontend.protocol.tools import calls_of
 from foveal_runtime.frontend.text.chat_template import Conversation
 from foveal_runtime.frontend.text.turns import plan_turn, template_variables
@@ -61,7 +61,7 @@ async def plan_chat(
     """Everything that can be refused before images, videos and audio are touched. Documents are
     read: the prompt depends on their pages."""
     service.check_task("generate")
-    check_model(request.model, service.model_name)
+    service.find_lora(request.model)
     wanted = wanted_of(request)
     check_fields(request, ignore_unknown=service.config.ignore_unknown_options)
     check_num_sequences(1, request.n or 1)
@@ -111,7 +111,7 @@ async def plan_chat(
         "id": f"chatcmpl-{scope.request_id}",
         "object": "chat.completion.chunk" if request.stream else "chat.completion",
         "created": int(time.time()),
-        "model": service.model_name,
+        "model": request.model or service.model_name,
     }
     if wanted is not None:
         relaxed += compiled.relaxed

@@ -29,7 +29,7 @@ from foveal_runtime.frontend.http.service import (
 from foveal_runtime.frontend.items.seams import PromptPlaceholders
 from foveal_runtime.frontend.protocol.constraints import wanted_of
 from foveal_runtime.frontend.protocol.requests import CompletionRequest, Prompt
-from foveal_runtime.frontend.protocol.rules import check_fields, check_model
+from foveal_runtime.frontend.protocol.rules import check_fields
 from foveal_runtime.plan.errors import ContextLengthExceeded, InvalidRequest
 from foveal_runtime.plan.media import MODALITIES
 from foveal_runtime.wire.messages import TokenLogprobs
@@ -58,7 +58,7 @@ async def plan_completion(
     service: Service, info: PromptPlaceholders, request: CompletionRequest, scope: RequestScope
 ) -> CompletionRun:
     service.check_task("generate")
-    check_model(request.model, service.model_name)
+    service.find_lora(request.model)
     wanted = wanted_of(request)
     check_fields(request, ignore_unknown=service.config.ignore_unknown_options)
     prompts = prompts_of(request.prompt)
@@ -93,7 +93,7 @@ async def plan_completion(
         "id": f"cmpl-{scope.request_id}",
         "object": "text_completion",
         "created": int(time.time()),
-        "model": service.model_name,
+        "model": request.model or service.model_name,
     }
     return CompletionRun(service, request, jobs, head, scope.started, compiled.relaxed)
 

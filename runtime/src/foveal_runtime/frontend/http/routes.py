@@ -20,10 +20,10 @@ from foveal_runtime.frontend.http.apis.embeddings import build_embeddings_router
 from foveal_runtime.frontend.http.apis.openai_responses import build_responses_router
 from foveal_runtime.frontend.http.apis.transcription import build_transcription_router
 from foveal_runtime.frontend.http.asgi.disconnect import start_stream, until_disconnect
-from foveal_runtime.frontend.http.asgi.errors import json_response
+from foveal_runtime.frontend.http.asgi.errors import json_response, named_relaxed
 from foveal_runtime.frontend.http.monitoring.health import Health
 from foveal_runtime.frontend.http.monitoring.metrics import MetricsPage
-from foveal_runtime.frontend.http.service import Service, named_relaxed, runtime_version, scope_of
+from foveal_runtime.frontend.http.service import Service, runtime_version, scope_of
 from foveal_runtime.frontend.http.tokens import build_token_router
 from foveal_runtime.frontend.items.seams import PromptPlaceholders
 from foveal_runtime.frontend.protocol.requests import ChatCompletionRequest, CompletionRequest
@@ -38,7 +38,6 @@ from foveal_runtime.frontend.protocol.responses import (
     ModelList,
     VersionResponse,
 )
-from foveal_runtime.frontend.protocol.rules import check_model
 from foveal_runtime.plan.config import ModalityLimits
 from foveal_runtime.plan.errors import InvalidRequest
 from foveal_runtime.plan.media import MODALITIES, Modality
@@ -178,27 +177,29 @@ def _media_limits(service: Service, info: PromptPlaceholders) -> dict[Modality, 
 
 
 def _add_models(router: APIRouter, service: Service, info: PromptPlaceholders) -> None:
-    def card() -> ModelCard:
+    def card(name: str = "") -> ModelCard:
+        """Of the served model, or of an adapter to it."""
         return ModelCard(
-            id=service.model_name,
+            id=name or service.model_name,
             created=service.created,
             root=service.model_name,
+            parent=service.model_name if name else None,
             max_model_len=service.generator.max_model_len() or service.config.model.max_model_len,
             modalities=_media_limits(service, info),
         )
 
     @router.get("/v1/models", response_model=ModelList, tags=["OpenAI"])
     async def models() -> ModelList:
-        """The one served model."""
-        return ModelList(data=[card()])
+        """The served model, then its LoRA adapters."""
+        return ModelList(data=[card(), *map(card, sorted(service.generator.loras()))])
 
     @router.get(
         "/v1/models/{model:path}", response_model=ModelCard, responses={404: ERRORS[404]},
         tags=["OpenAI"],
     )  # fmt: skip
     async def model_card(model: str) -> ModelCard:
-        check_model(model, service.model_name)
-        return card()
+        lora = service.find_lora(model)
+        return card("" if lora is None else lora.name)
 
     @router.get("/version", response_model=VersionResponse, tags=["server"])
     async def version() -> VersionResponse:

@@ -19,7 +19,6 @@ from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import Receive
 
 from foveal_runtime.frontend.engines.sequence import (
@@ -53,6 +52,7 @@ from foveal_runtime.frontend.protocol.requests import (
 )
 from foveal_runtime.frontend.protocol.rules import (
     SamplingDefaults,
+    lora_of,
     max_tokens_of,
     sampling_params,
     stop_strings,
@@ -63,6 +63,7 @@ from foveal_runtime.frontend.text.parts import documents_of
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
 from foveal_runtime.plan.config import FrontendConfig, Pooling, Task
 from foveal_runtime.plan.errors import ContextLengthExceeded, InvalidRequest, NoEngine, Unsupported
+from foveal_runtime.plan.lora import LoraRef
 from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.telemetry.metrics import Metrics
 from foveal_runtime.telemetry.tracing import Span, child_span, span_of_task
@@ -119,6 +120,10 @@ class Service:
     @property
     def model_name(self) -> str:
         return self.config.model.served_name
+
+    def find_lora(self, model: str | None) -> LoraRef | None:
+        """See `rules.lora_of`. Raises NotFound for a model that is not served."""
+        return lora_of(model, self.model_name, self.generator.loras())
 
     def check_task(self, task: Task) -> None:
         """Raises Unsupported where this server was started for another one."""
@@ -222,14 +227,6 @@ async def pages_of(
     return dict(zip(documents, pages, strict=True))
 
 
-def named_relaxed(response: Response, relaxed: Sequence[str]) -> Response:
-    """Names what of a schema that is not strict is not enforced."""
-    if relaxed:
-        text = "; ".join(relaxed).encode("ascii", "replace").decode()
-        response.headers["x-foveal-schema-relaxed"] = text[:1000]
-    return response
-
-
 def make_job(
     service: Service,
     request: ChatCompletionRequest | CompletionRequest,
@@ -281,6 +278,7 @@ def make_job(
         echo_prompt=echo_prompt,
         charge_media_bytes=scope.ticket.charge_media_bytes,
         client=scope.tenant.decode("latin-1") or scope.ticket.client,
+        lora=service.find_lora(request.model),
     )
     return Job(
         token_ids=token_ids,

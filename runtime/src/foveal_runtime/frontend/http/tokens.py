@@ -19,7 +19,6 @@ from foveal_runtime.frontend.protocol.responses import (
     TokenizeResponse,
     TokenizerInfo,
 )
-from foveal_runtime.frontend.protocol.rules import check_model
 from foveal_runtime.plan.errors import ContextLengthExceeded, InvalidRequest
 from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.wire.item import read_header
@@ -49,7 +48,7 @@ def build_token_router(
     @router.post("/detokenize", response_model=DetokenizeResponse, responses=errors)
     async def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizeResponse:
         """The text of token ids, special tokens included. At most four contexts' worth."""
-        check_model(body.model, service.model_name)
+        service.find_lora(body.model)
         limit = service.longest_text(truncates=True)
         if len(body.tokens) > limit:
             raise ContextLengthExceeded(
@@ -87,7 +86,7 @@ async def prompt_tokens(
     service: Service, body: TokenizeRequest, request: Request, *, charge: bool = True
 ) -> list[int]:
     """Raises FovealError. `charge`: the tokens count as this request's."""
-    check_model(body.model, service.model_name)
+    service.find_lora(body.model)
     scope = scope_of(service, request)
     pages = await pages_of(service, body.messages or (), scope)
     token_ids, parts = await service.in_thread(lambda: _tokenize(service, body, pages))

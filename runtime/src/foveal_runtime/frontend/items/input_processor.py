@@ -169,6 +169,7 @@ class MediaInput:
                 cache_salt=options.salt,
                 read_prefix_cache=options.read_prefix_cache,
                 echo_prompt=options.echo_prompt,
+                lora=options.lora,
             )
             self._fit(request)
         except BaseException as error:

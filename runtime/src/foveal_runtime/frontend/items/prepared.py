@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from foveal_runtime.plan.lora import LoraRef
 from foveal_runtime.plan.media import ItemMeta, MMHash
 from foveal_runtime.plan.sampling import SamplingParams
 
@@ -91,4 +92,5 @@ class PreparedRequest:
     cache_salt: bytes = b""
     read_prefix_cache: bool = True
     echo_prompt: bool = False
+    lora: LoraRef | None = None
     tally: CountedOnce = field(default_factory=CountedOnce)

@@ -15,6 +15,7 @@ from foveal_runtime.frontend.items.prepared import PreparedRequest
 from foveal_runtime.frontend.items.source import Page
 from foveal_runtime.frontend.media import hashing
 from foveal_runtime.mirror.sender import SendItem, SendValue
+from foveal_runtime.plan.lora import LoraRef
 from foveal_runtime.plan.media import ItemMeta, MMHash, Modality
 from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.wire.messages import EngineOutput
@@ -64,6 +65,7 @@ class PrepareOptions:
             body, before it is read (Content-Length) or as it grows; raises RateLimited when the
             process holds too much. What was charged is given back when the request ends.
         client: whose request it is, for turns: the tenant, else the client's address.
+        lora: the adapter that the request names as its model. No key of an item depends on it.
     """
 
     request_id: str
@@ -76,6 +78,7 @@ class PrepareOptions:
     echo_prompt: bool = False
     charge_media_bytes: Callable[[int], None] = _charge_nothing
     client: str = ""
+    lora: LoraRef | None = None
 
     @property
     def salt(self) -> bytes:
@@ -168,6 +171,10 @@ class Generator(Protocol):
         ...
 
     def load(self) -> EnginesLoad: ...
+
+    def loras(self) -> Mapping[str, LoraRef]:
+        """By name, the adapters that some engine serves now."""
+        ...
 
     def max_model_len(self) -> int:
         """Prompt + output tokens that every engine accepts; 0 while no engine is known."""

@@ -189,6 +189,7 @@ class ModelCard(BaseModel):
     created: int
     owned_by: str = "foveal"
     root: str
+    parent: str | None = Field(None, description="of a LoRA adapter: the model that it belongs to")
     max_model_len: int
     modalities: dict[Modality, MediaLimits] = Field(description="media that the model takes")
 

@@ -22,6 +22,7 @@ from foveal_runtime.plan.errors import (
     StartupError,
     Unsupported,
 )
+from foveal_runtime.plan.lora import LoraRef
 from foveal_runtime.plan.sampling import SamplingParams
 
 MIN_TEMPERATURE = 1e-5
@@ -124,11 +125,16 @@ def check_extra(extra: Mapping[str, Any], ignore_unknown: bool) -> None:
         raise Unsupported(f"{name} is not supported{known}", param=name)
 
 
-def check_model(model: str | None, served: str) -> None:
-    if model is not None and model != served:
+def lora_of(model: str | None, served: str, loras: Mapping[str, LoraRef]) -> LoraRef | None:
+    """The adapter that a request names as its model; None: the model itself. Raises NotFound."""
+    if model is None or model == served:
+        return None
+    if model not in loras:
+        there = ", ".join(repr(name) for name in (served, *sorted(loras)[:8]))
         raise NotFound(
-            f"the model {model!r} does not exist; this server has {served!r}", param="model"
+            f"the model {model!r} does not exist; this server has {there}", param="model"
         )
+    return loras[model]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from foveal_runtime.frontend.items.prepared import PreparedItem, PreparedRequest
 from foveal_runtime.frontend.items.seams import EnginesLoad, MediaPart, PrepareOptions
 from foveal_runtime.frontend.items.source import GivenBytes, Page
 from foveal_runtime.plan.errors import FovealError, InvalidRequest, MediaUnknown
+from foveal_runtime.plan.lora import LoraRef
 from foveal_runtime.plan.media import MODALITIES, Modality
 from foveal_runtime.wire.messages import EngineOutput, FirstOutput, TokenLogprobs
 
@@ -48,6 +49,7 @@ class FakeGenerator:
     tokens_per_output: int = 1
     healthy: bool = True
     num_engines: int = 1
+    adapters: dict[str, LoraRef] = field(default_factory=dict)
     requests: list[PreparedRequest] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
     finished: list[str] = field(default_factory=list)
@@ -146,6 +148,9 @@ class FakeGenerator:
     def load(self) -> EnginesLoad:
         return EnginesLoad(num_running=len(self.running), kv_usage=0.25)
 
+    def loras(self) -> dict[str, LoraRef]:
+        return self.adapters
+
     def max_model_len(self) -> int:
         return self.context_tokens
 
@@ -222,4 +227,5 @@ class FakeInputProcessor:
             cache_salt=options.cache_salt.encode(),
             read_prefix_cache=options.read_prefix_cache,
             echo_prompt=options.echo_prompt,
+            lora=options.lora,
         )

@@ -8,6 +8,7 @@ operator does, writes the documents that the operator writes from a resource, an
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import tempfile
 from collections.abc import Callable
@@ -41,6 +42,7 @@ from foveal_runtime.plan.config import (
 )
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.local import LocalDeploymentConfig, connect, free_port
+from foveal_runtime.plan.lora import LORA_WEIGHTS, LoraSource, check_lora_names, lora_sources
 from foveal_runtime.plan.machine_plan import plan_lines
 
 Part = TypeVar("Part", bound=msgspec.Struct)
@@ -62,6 +64,10 @@ def run(arguments: argparse.Namespace) -> int:
             check_port(arguments.host, arguments.port + number)
     found = find_model(arguments.model, arguments.revision)
     profile = find_profile(arguments, found.path, arguments.device)
+    sources = lora_sources(arguments.loras)
+    check_lora_names([one.name for one in sources], arguments.name or found.name)
+    if arguments.lora_bytes is None:
+        arguments.lora_bytes = sum(adapter_bytes(one, profile.dtype) for one in sources)
     plan = size_up(arguments, profile, arguments.device, here)
     print(f"{found.name} on {arguments.device}: {describe(here, arguments.device)}")
     for line in plan_lines(plan, arguments.num_frontends, arguments.num_engines):
@@ -70,6 +76,17 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plan:
         return 0
     return launch(_config(_planned(arguments, found, plan), arguments))
+
+
+def adapter_bytes(source: LoraSource, dtype: str) -> int:
+    """What an adapter takes once loaded. Raises StartupError."""
+    from foveal_runtime.model.checkpoint.weights import file_header
+
+    file = Path(source.path) / LORA_WEIGHTS
+    if not file.is_file():
+        return 0  # the engine says what is wrong with it
+    numbers = sum(math.prod(one.shape) for one in file_header(file).values())
+    return numbers * {"float32": 4}.get(dtype, 2)
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
@@ -176,6 +193,8 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int = 0
     media_workers: int = 0
     tensor_parallel: int = 1
+    loras: tuple[str, ...] = ()
+    lora_bytes: int = 0
     allowed_domains: tuple[str, ...] = ()
     file_root: str = ""
     allowed_origins: tuple[str, ...] = ()
@@ -238,6 +257,7 @@ def _engine(options: LocalOptions, model: ModelConfig, index: int) -> EngineConf
         model=model,
         scheduler=_part(SchedulerConfig, options),
         caches=caches,
+        loras=lora_sources(options.loras),
         shm_directory=_shared_memory(options),
     )
 

@@ -212,6 +212,7 @@ def budget_inputs(arguments: argparse.Namespace, device: str, here: Machine) -> 
             kv_bytes=a.kv_bytes,
             kv_dtype=a.kv_dtype,
             prefix_caching=a.prefix_caching,
+            lora_bytes=a.lora_bytes,
         ),
         headroom_percent=round(100 * (1 - a.memory)),
     )

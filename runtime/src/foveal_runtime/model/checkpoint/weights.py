@@ -61,7 +61,7 @@ def stored_tensors(path: str) -> dict[str, StoredTensor]:
 
     Raises StartupError for a file that is missing or no safetensors file.
     """
-    return {name: one for file in weight_files(path) for name, one in _header(file).items()}
+    return {name: one for file in weight_files(path) for name, one in file_header(file).items()}
 
 
 def stored_bytes(path: str, loaded_itemsize: int) -> int:
@@ -89,14 +89,15 @@ def check_complete(files: Iterable[Path]) -> None:
         if begin.startswith(b"version https://git-lfs"):
             raise StartupError(f"{file} is a Git LFS pointer: run git lfs pull in its directory")
         length = 8 + int.from_bytes(begin[:8], "little")
-        end = max((tensor.data_offsets[1] for tensor in _header(file).values()), default=0)
+        end = max((tensor.data_offsets[1] for tensor in file_header(file).values()), default=0)
         if (size := file.stat().st_size) < length + end:
             raise StartupError(
                 f"{file} has {size} of {length + end} bytes: finish its download, or copy it again"
             )
 
 
-def _header(file: Path) -> dict[str, StoredTensor]:
+def file_header(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of one file. Raises StartupError."""
     try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")

@@ -17,6 +17,7 @@ from foveal_runtime.model.checkpoint.loader import LoadedModel
 from foveal_runtime.model.context import PagedCall, forward_context
 from foveal_runtime.model.layers.decode_layers import DecodeLayers, make_decode_layers
 from foveal_runtime.model.layers.last_layer import WantedRows, only_rows, shorten_last_layer
+from foveal_runtime.model.layers.lora import LoraRows, lora_rows
 from foveal_runtime.model.layers.state import States
 
 
@@ -53,20 +54,24 @@ class Forward:
         context: ForwardContext,
         extra: Mapping[str, Any],
         wanted: WantedRows | None = None,
+        loras: Sequence[LoraRows] = (),
     ) -> torch.Tensor:
         """embeds (T, E) to hidden states after the last norm: (n, E) of those wanted, or (T, E).
 
-        Writes keys and values of all rows. `extra`: more arguments of the decoder's modules.
+        Writes keys and values of all rows. `extra`: more arguments of the decoder's modules;
+        `loras`: rows that an adapter is for.
         """
-        if self.decode_layers is not None and self.decode_layers.takes(positions, context):
-            hidden = self.decode_layers.run(embeds, positions, context)
+        small = self.decode_layers if not loras else None
+        if small is not None and small.takes(positions, context):
+            hidden = small.run(embeds, positions, context)
             return hidden if wanted is None else hidden[wanted.index]
-        is_short = self.has_short_last_layer and context.groups is None
+        is_short = self.has_short_last_layer and context.groups is None and not loras
         few = wanted if is_short else None
         with (
             forward_context(PagedCall(self.layers, context, self._loaded.adapter)),
             self._states.in_use(context),
             only_rows(few, context),
+            lora_rows(loras, len(embeds)),
         ):
             output = self._loaded.decoder(
                 inputs_embeds=embeds[None], position_ids=positions, use_cache=False, **extra

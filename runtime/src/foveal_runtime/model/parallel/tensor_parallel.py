@@ -38,6 +38,7 @@ from foveal_runtime.model.checkpoint.loader import adapter_for, read_config
 from foveal_runtime.model.checkpoint.meta import meta_layers
 from foveal_runtime.model.checkpoint.placement import quantization_of
 from foveal_runtime.model.cpu.threads import cpu_limit, num_threads, thread_environment
+from foveal_runtime.model.layers.lora import Loras
 from foveal_runtime.model.parallel.rank_worker import READY
 from foveal_runtime.model.parallel.ranks import (
     ENVIRONMENT,
@@ -254,6 +255,11 @@ class TensorParallelRunner:
     @property
     def traits(self) -> ModelTraits:
         return self._runner.traits
+
+    @property
+    def loras(self) -> Loras:
+        """Empty, and with no room: adapters are not split among ranks."""
+        return self._runner.loras
 
     @property
     def grammars(self) -> GrammarStats:

@@ -13,6 +13,8 @@ from typing import Literal
 import numpy as np
 
 from foveal_runtime.engine.types.step import MMInput, ScheduledRequest
+from foveal_runtime.model.device import Device
+from foveal_runtime.model.layers.lora import Lora, LoraRows
 from foveal_runtime.model.runner.running import PENDING, SequenceState
 
 
@@ -185,3 +187,15 @@ def make_groups(
                 groups[row : row + count] = number
                 number += 1
     return groups if number else None
+
+
+def rows_of_loras(windows: Sequence[TokenWindow], room: Device) -> list[LoraRows]:
+    """Rows of the flat batch by adapter, on the device; those without one are in none."""
+    rows: dict[Lora, list[int]] = {}
+    for window in windows:
+        lora = window.sequence.lora
+        if lora is not None:
+            end = window.base + window.scheduled.num_scheduled_tokens
+            rows.setdefault(lora, []).extend(range(window.base, end))
+    indices = room.upload(*(np.array(one, np.int64) for one in rows.values())) if rows else ()
+    return [LoraRows(lora, index) for lora, index in zip(rows, indices, strict=True)]

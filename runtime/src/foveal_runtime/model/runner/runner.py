@@ -40,24 +40,29 @@ from foveal_runtime.model.cpu.packing import weight_bytes
 from foveal_runtime.model.device import Device, open_device
 from foveal_runtime.model.layers.forward import Forward
 from foveal_runtime.model.layers.last_layer import WantedRows
+from foveal_runtime.model.layers.lora import Loras
 from foveal_runtime.model.layers.state import States
-from foveal_runtime.model.runner.batch import HostBatch, TokenWindow, make_batch, make_windows
+from foveal_runtime.model.runner.batch import (
+    HostBatch,
+    TokenWindow,
+    make_batch,
+    make_windows,
+    rows_of_loras,
+)
 from foveal_runtime.model.runner.encoder import EncoderRunner, EncoderStore
 from foveal_runtime.model.runner.graphs import Capturer, DecodeGraphs, capture_sizes
 from foveal_runtime.model.runner.pooling import StepPool, pool_spans
 from foveal_runtime.model.runner.positions import prompt_positions
+from foveal_runtime.model.runner.prompt_scores import score_prompt
 from foveal_runtime.model.runner.running import PENDING, SequenceState, SubmittedStep
 from foveal_runtime.model.runner.traits import read_traits
 from foveal_runtime.model.sampling.grammar import Grammars
-from foveal_runtime.model.sampling.logprobs import PromptScores
 from foveal_runtime.model.sampling.sampler import Sampler
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.media import MMHash
 from foveal_runtime.wire.item import BadItem
 
 _log = logging.getLogger(__name__)
-_LOGPROB_ROWS = 256
-"""Rows of logits alive at once for prompt logprobs: 256 rows of 150,000 floats are 154 MB."""
 
 
 class TorchRunner:
@@ -75,6 +80,7 @@ class TorchRunner:
         block_size: int = 16,
         num_blocks: int = 0,
         kv_bytes: int = 0,
+        lora_bytes: int = 0,
         kv_dtype: str = "auto",
         attention: str = "auto",
         sampler: Sampler | None = None,
@@ -105,6 +111,7 @@ class TorchRunner:
         self._pool: KVPool | None = None
         self._graphs: DecodeGraphs | None = None
         self.forward = Forward(loaded, self.layers, self.states)
+        self.loras = Loras(loaded, lora_bytes)
         self._drawn: torch.Tensor | None = None  # ids of the last step's draw, on the device
         if num_blocks or kv_bytes:
             self.allocate_kv(num_blocks or kv_bytes // self.kv_block_bytes)
@@ -284,7 +291,8 @@ class TorchRunner:
         )
         spans = pool_spans(windows)
         chosen = [w for w in windows if w.scheduled.sample and not w.sequence.sampling.pooling]
-        if self._graphs is not None and self._is_decode(windows) and self._graphs.can_run(batch):
+        loras = any(window.sequence.lora is not None for window in windows)
+        if self._graphs and not loras and self._is_decode(windows) and self._graphs.can_run(batch):
             logits = self._graphs.run(batch, self._drawn)
         else:
             last = [w.base + w.scheduled.num_scheduled_tokens - 1 for w in chosen]
@@ -293,7 +301,7 @@ class TorchRunner:
             wanted = last if is_whole else last + [span.first for span in spans if span.num_rows]
             hidden, rows = self._forward(windows, batch, np.array(wanted, np.int64), is_whole)
             for window in scored:
-                self._score_prompt(window, hidden, step)
+                step.scores += score_prompt(window, hidden, self.head, self.room)
             if spans:
                 step.pool = StepPool(spans, hidden, None if is_whole else len(last))
             if not chosen:
@@ -358,7 +366,10 @@ class TorchRunner:
                 "deepstack_visual_embeds": list(stacked.unbind(0)),
             }
         wanted = WantedRows(rows, (batch.pos_of_token[last] + 1).tolist())
-        hidden = self.forward(embeds, positions, context, extra, None if is_whole else wanted)
+        hidden = self.forward(
+            embeds, positions, context, extra, None if is_whole else wanted,
+            rows_of_loras(windows, self.room),
+        )  # fmt: skip
         return hidden, rows
 
     def _compute_logits(
@@ -370,7 +381,10 @@ class TorchRunner:
     def _admit(self, request: NewRequest) -> None:
         self._failed.pop(request.request_id, None)
         offsets = [one.placeholder.offset for one in request.mm_inputs]
+        lora = self.loras.find(request.lora)
         try:
+            if request.lora and lora is None:
+                raise BadItem("its LoRA adapter was unloaded")
             if offsets != sorted(offsets):
                 raise BadItem("items are not in prompt order")
             positions, delta = prompt_positions(self.loaded.core, self.loaded.adapter, request)
@@ -385,6 +399,7 @@ class TorchRunner:
             sampling=request.sampling,
             positions=None if positions is None else positions.numpy(),
             position_delta=delta,
+            lora=lora,
         )
         if self.states.pool is not None:
             self.states.pool.open(request.request_id, request.snapshot)
@@ -431,17 +446,3 @@ class TorchRunner:
                 levels.append(output[1:, first : first + count])
                 mask[row : row + count] = True
         return levels, mask
-
-    def _score_prompt(self, window: TokenWindow, hidden: torch.Tensor, step: SubmittedStep) -> None:
-        """Scores of the prompt tokens that follow the window's positions."""
-        sequence = window.sequence
-        end = min(window.hi, sequence.num_prompt_tokens - 1)
-        if end <= window.lo:
-            return
-        next_ids = sequence.token_ids[window.lo + 1 : end + 1]
-        scores = PromptScores(sequence.request_id, window.lo, next_ids)
-        for lo in range(window.lo, end, _LOGPROB_ROWS):
-            hi = min(lo + _LOGPROB_ROWS, end)
-            rows = hidden[window.base + lo - window.lo : window.base + hi - window.lo]
-            scores.add(self.head.logits(rows), sequence.sampling.prompt_logprobs, self.room)
-        step.scores.append(scores)

@@ -20,6 +20,7 @@ from foveal_runtime.model.sampling.sampler import Draw
 from foveal_runtime.plan.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from foveal_runtime.model.layers.lora import Lora
     from foveal_runtime.model.runner.pooling import StepPool
 
 PENDING = -1
@@ -37,6 +38,7 @@ class SequenceState:
         position_delta: rope position of an output token minus its index.
         scratch: what the sampler keeps of this sequence between steps (counts, masks).
         pool: f64 (E) sum of the hidden states that an embedding is made of, as far as computed.
+        lora: the adapter it is computed with; it stays with this sequence when it is unloaded.
     """
 
     request_id: str
@@ -49,6 +51,7 @@ class SequenceState:
     pending_row: int = 0
     scratch: dict[str, object] = field(default_factory=dict)
     pool: np.ndarray | float = 0.0
+    lora: Lora | None = None
     _blocks: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     _num_blocks: int = 0
 

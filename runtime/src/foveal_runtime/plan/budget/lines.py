@@ -170,6 +170,7 @@ def _model_lines(
             "activations", place, needs.activation_bytes, f"peak of one step, {of}", source=source
         ),
         *_state_lines(place, inputs, profile),
+        *_lora_lines(place, inputs),
     )
 
 
@@ -179,6 +180,12 @@ def _state_lines(place: Place, inputs: BudgetInputs, profile: ModelProfile) -> t
     count = inputs.engine.max_num_seqs
     formula = f"recurrent state of {count} running requests (maxNumSeqs)"
     return (_line("state", place, count * profile.state_bytes, formula),)
+
+
+def _lora_lines(place: Place, inputs: BudgetInputs) -> tuple[Line, ...]:
+    if not inputs.engine.lora_bytes:
+        return ()
+    return (_line("loras", place, inputs.engine.lora_bytes, "LoRA adapters", source="Pinned"),)
 
 
 def cache_line(

@@ -101,6 +101,7 @@ class EngineInputs(msgspec.Struct, frozen=True, kw_only=True):
         max_num_encoder_input_tokens, encoder_embeds: count embeddings; 0 = derived.
         kv_bytes: KV pool of the engine over all its devices. kv_dtype: see EngineCaches.
         prefix_caching: prefixes are reused, for which models with recurrent state need snapshots.
+        lora_bytes: LoRA adapters on the device, all together; 0 = none.
     """
 
     num_engines: int = 1
@@ -123,6 +124,7 @@ class EngineInputs(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes: int | None = None
     kv_dtype: str = "auto"
     prefix_caching: bool = True
+    lora_bytes: int = 0
 
 
 class BudgetInputs(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Administration over HTTP: emptying and resizing caches. Exists only with an admin key file.
+"""Administration over HTTP: caches and LoRA adapters. Exists only with an admin key file.
 
 The paths are those of other servers; the admin key is not the API key. Emptying a cache is never
 needed for correctness: it is for measurements and for people who want content gone.
@@ -20,9 +20,12 @@ ADMIN_PATHS = frozenset(
         "/resize_ipc_cache",
         "/reset_quarantine",
         "/quarantine",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
     }
 )
 MAX_BYTES = 1 << 50
+LoraAction = Literal["load_lora", "unload_lora"]
 
 
 class HeldRequest(BaseModel):
@@ -53,6 +56,12 @@ class CacheAdmin(Protocol):
         """New capacity of every connected engine's value cache. Returns the number told."""
         ...
 
+    async def order_lora(self, action: LoraAction, name: str, path: str) -> int:
+        """Loads or unloads an adapter in every connected engine. Returns how many did.
+
+        Raises InvalidRequest with the engines' reasons, NoEngine where none answers."""
+        ...
+
 
 class ResizeRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -67,6 +76,26 @@ class ResizeResponse(BaseModel):
 
 class ResetResponse(BaseModel):
     cache: Cache
+    num_engines: int
+
+
+class LoadLoraRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    lora_name: str = Field(min_length=1, max_length=256, description="what requests give as model")
+    lora_path: str = Field(
+        min_length=1, max_length=4096, description="the adapter's directory, where engines run"
+    )
+
+
+class UnloadLoraRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    lora_name: str = Field(min_length=1, max_length=256)
+
+
+class LoraResponse(BaseModel):
+    lora_name: str
     num_engines: int
 
 
@@ -106,5 +135,18 @@ def build_admin_router(admin: CacheAdmin) -> APIRouter:
         foveal_cache_capacity_bytes."""
         told = await admin.resize_ipc_cache(body.bytes)
         return ResizeResponse(bytes=body.bytes, num_engines=told)
+
+    @router.post("/v1/load_lora_adapter")
+    async def load_lora_adapter(body: LoadLoraRequest) -> LoraResponse:
+        """Loads a LoRA adapter into every connected engine, until that engine's next start; 400
+        with the reason where an engine cannot serve it."""
+        done = await admin.order_lora("load_lora", body.lora_name, body.lora_path)
+        return LoraResponse(lora_name=body.lora_name, num_engines=done)
+
+    @router.post("/v1/unload_lora_adapter")
+    async def unload_lora_adapter(body: UnloadLoraRequest) -> LoraResponse:
+        """Takes a LoRA adapter from every connected engine. Requests that run with it end first."""
+        done = await admin.order_lora("unload_lora", body.lora_name, "")
+        return LoraResponse(lora_name=body.lora_name, num_engines=done)
 
     return router

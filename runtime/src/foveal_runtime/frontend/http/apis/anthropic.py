@@ -46,7 +46,8 @@ def build_messages_router(
         if body.thinking is not None and body.thinking.type == "enabled" and _has_budget(service):
             fields["thinking_token_budget"] = body.thinking.budget_tokens
         run = await plan(service, fields, scope)
-        return await answer(request, run, MessageWriter(scope.request_id, service.model_name))
+        writer = MessageWriter(scope.request_id, body.model or service.model_name)
+        return await answer(request, run, writer)
 
     @router.post("/v1/messages/count_tokens", response_model=CountedTokens, responses=errors)
     async def count_tokens(body: CountTokensRequest, request: Request) -> CountedTokens:

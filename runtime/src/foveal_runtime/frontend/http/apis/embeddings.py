@@ -30,7 +30,7 @@ from foveal_runtime.frontend.http.service import (
 from foveal_runtime.frontend.items.seams import MediaPart, PrepareOptions, PromptPlaceholders
 from foveal_runtime.frontend.items.source import Page
 from foveal_runtime.frontend.protocol.embeddings import EmbeddingList, EmbeddingRequest
-from foveal_runtime.frontend.protocol.rules import check_extra, check_model, check_salt
+from foveal_runtime.frontend.protocol.rules import check_extra, check_salt
 from foveal_runtime.plan.errors import ContextLengthExceeded, EngineFailure, InvalidRequest
 from foveal_runtime.plan.sampling import SamplingParams
 
@@ -66,7 +66,7 @@ async def _plan(
 ) -> list[Job]:
     """Everything that can be refused before media are touched."""
     service.check_task("embed")
-    check_model(request.model, service.model_name)
+    service.find_lora(request.model)
     check_extra(request.model_extra or {}, service.config.ignore_unknown_options)
     check_salt(request.cache_salt)
     if (request.input is None) == (request.messages is None):
@@ -152,6 +152,7 @@ def _job(
         priority=request.priority or 0,
         charge_media_bytes=scope.ticket.charge_media_bytes,
         client=scope.tenant.decode("latin-1") or scope.ticket.client,
+        lora=service.find_lora(request.model),
     )
     return Job(
         token_ids=token_ids,
@@ -191,7 +192,7 @@ async def _answer(
         "id": f"embd-{scope.request_id}",
         "object": "list",
         "created": int(time.time()),
-        "model": service.model_name,
+        "model": request.model or service.model_name,
         "data": await service.in_thread(encode) if is_long else encode(),
         "usage": tally.usage(),
     }

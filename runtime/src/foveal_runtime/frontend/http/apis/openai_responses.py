@@ -42,7 +42,7 @@ def build_responses_router(
         if body.truncation == "auto":
             fields["messages"] = await _newest(service, fields, request, body.max_output_tokens)
         run = await plan(service, fields, scope)
-        writer = ResponseWriter(scope.request_id, service.model_name, body)
+        writer = ResponseWriter(scope.request_id, body.model or service.model_name, body)
         return await answer(request, run, writer)
 
     return router

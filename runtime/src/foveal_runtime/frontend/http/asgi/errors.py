@@ -126,3 +126,11 @@ def field_path(loc: Sequence[int | str]) -> str:
             path += f".{part}" if path else str(part)
         previous = part
     return path
+
+
+def named_relaxed(response: Response, relaxed: Sequence[str]) -> Response:
+    """Names what of a schema that is not strict is not enforced."""
+    if relaxed:
+        text = "; ".join(relaxed).encode("ascii", "replace").decode()
+        response.headers["x-foveal-schema-relaxed"] = text[:1000]
+    return response

@@ -1,0 +1,294 @@
+"""LoRA adapters: read from PEFT's files, and added to the decoder's linear layers row by row.
+
+Made by the runner. An adapter gives some linear layers a term: out += rows @ A.T @ B.T * scale. A
+step may hold rows of several adapters and of none: each layer computes all rows as before, then
+adds each adapter's term to its own rows. The weights themselves stay as they are. What an adapter
+would change besides is refused as it is loaded, in one line and before its tensors are read.
+
+While rows of an adapter are computed, so are all others of the step by modules: the C kernel of
+small steps, recorded steps and the short last layer know nothing of adapters.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import safetensors.torch
+import torch
+from blake3 import blake3
+from safetensors import SafetensorError
+from torch import nn
+
+from foveal_runtime.model.checkpoint.dequantize import QuantizedLinear
+from foveal_runtime.model.checkpoint.loader import LoadedModel
+from foveal_runtime.model.checkpoint.weights import StoredTensor, check_complete, file_header
+from foveal_runtime.model.cpu.fusing import ACTIVATIONS
+from foveal_runtime.model.cpu.packing import IDENTITY, Activation, PackedLinear
+from foveal_runtime.plan.errors import StartupError
+from foveal_runtime.plan.lora import LORA_WEIGHTS, MAX_RANK, LoraRef, LoraSource
+from foveal_runtime.plan.quantity import short_bytes
+
+_CONFIG, _PICKLE = "adapter_config.json", "adapter_model.bin"
+_ROOTS = ("model.language_model.", "language_model.model.", "language_model.", "model.")
+"""What stands before a decoder layer's name in adapters, by the class they were trained with."""
+_FLOATS = {"F32", "F16", "BF16"}
+_CHANGES_MORE = {
+    "use_dora": "DoRA",
+    "modules_to_save": "whole modules (modules_to_save)",
+    "lora_bias": "biases (lora_bias)",
+    "rank_pattern": "ranks that differ by layer (rank_pattern)",
+    "alpha_pattern": "scales that differ by layer (alpha_pattern)",
+    "fan_in_fan_out": "transposed weights (fan_in_fan_out)",
+    "layer_replication": "repeated layers (layer_replication)",
+    "target_parameters": "parameters outside linear layers (target_parameters)",
+    "trainable_token_indices": "token embeddings (trainable_token_indices)",
+    "use_qalora": "QALoRA",
+    "alora_invocation_tokens": "activated LoRA",
+}
+_OWN_BASES = ("pissa", "olora", "loftq", "corda")
+"""Ways of beginning that change the base weights, which the adapter then belongs to."""
+
+_call = threading.local()
+
+
+class _Pair(NamedTuple):
+    """down (r, in) and up (out, r), which has the scale in it."""
+
+    down: torch.Tensor
+    up: torch.Tensor
+
+
+class Lora:
+    """A loaded adapter: `pairs` by the name of the layer below the decoder."""
+
+    def __init__(self, ref: LoraRef, pairs: dict[str, _Pair]) -> None:
+        self.ref = ref
+        self.pairs = pairs
+        self.num_bytes = sum(one.nbytes for pair in pairs.values() for one in pair)
+
+
+class LoraRows(NamedTuple):
+    """Rows of a step, i64 (n) on the device, that an adapter is for."""
+
+    lora: Lora
+    index: torch.Tensor
+
+
+@contextmanager
+def lora_rows(rows: Sequence[LoraRows], num_rows: int) -> Iterator[None]:
+    """Linear layers of the decoder called within add the adapters' terms to these rows of all."""
+    _call.rows, _call.num_rows = rows, num_rows
+    try:
+        yield
+    finally:
+        _call.rows = ()
+
+
+class _LoraLinear:
+    """Stands where a linear layer's forward stood."""
+
+    def __init__(self, module: Any, name: str) -> None:
+        self._forward = module.forward
+        self._name = name
+
+    def __call__(
+        self,
+        rows: torch.Tensor,
+        activation: Activation = IDENTITY,
+        times: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        found = getattr(_call, "rows", ())
+        mine = [(one.lora.pairs[self._name], one.index) for one in found
+                if self._name in one.lora.pairs]  # fmt: skip
+        out: torch.Tensor
+        if not mine:
+            is_plain = activation == IDENTITY and times is None
+            out = self._forward(rows) if is_plain else self._forward(rows, activation, times)
+            return out
+        out = self._forward(rows)
+        flat, terms = rows.reshape(-1, rows.shape[-1]), out.reshape(-1, out.shape[-1])
+        assert len(flat) == _call.num_rows, "the layer is computed for other rows"
+        for pair, index in mine:
+            term = flat[index].to(pair.down.dtype) @ pair.down.t() @ pair.up.t()
+            terms.index_add_(0, index, term.to(terms.dtype))
+        out = ACTIVATIONS[activation](terms.reshape(out.shape))
+        return out if times is None else out * times
+
+
+class Loras:
+    """The adapters of one runner.
+
+    Args:
+        capacity_bytes: what all of them may take, those that were unloaded and still run included.
+    """
+
+    def __init__(self, loaded: LoadedModel, capacity_bytes: int) -> None:
+        self._loaded = loaded
+        self._capacity_bytes = capacity_bytes
+        self._by_name: dict[str, Lora] = {}
+        self._alive: weakref.WeakSet[Lora] = weakref.WeakSet()
+        self._wrapped: set[str] = set()
+        self._linears: dict[str, Any] = {
+            name: module
+            for name, module in loaded.decoder.named_modules()
+            if name.startswith("layers.")
+            and isinstance(module, nn.Linear | PackedLinear | QuantizedLinear)
+            and ".experts." not in name
+        }
+
+    @property
+    def refs(self) -> tuple[LoraRef, ...]:
+        return tuple(one.ref for one in self._by_name.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """On the device, now."""
+        return sum(one.num_bytes for one in self._alive)
+
+    def find(self, digest: bytes) -> Lora | None:
+        return next((one for one in self._by_name.values() if one.ref.digest == digest), None)
+
+    def load(self, source: LoraSource) -> None:
+        """Raises StartupError, in one line."""
+        if source.name in self._by_name:
+            raise _refusal(source, "an adapter of this name is loaded; unload it first")
+        if self._loaded.adapter.has_state:
+            raise _refusal(source, "models with recurrent state are served without adapters")
+        config = _read_config(source)
+        layers = self._layers_of(source, config)
+        dtype = self._loaded.dtype
+        needed = (
+            sum(sum(dim * config["r"] for dim in _dims(self._linears[name])) for name in layers)
+            * dtype.itemsize
+        )
+        if self.num_bytes + needed > self._capacity_bytes:
+            raise _refusal(
+                source,
+                f"it takes {short_bytes(needed)}, and {short_bytes(self.num_bytes)} of the "
+                f"{short_bytes(self._capacity_bytes)} for adapters (caches.lora_bytes) are in use",
+            )
+        self._add(source, config, layers)
+
+    def unload(self, name: str) -> bool:
+        """Nobody gets it any more; who runs with it keeps it. False: there is none."""
+        return self._by_name.pop(name, None) is not None
+
+    def _layers_of(self, source: LoraSource, config: dict[str, Any]) -> dict[str, tuple[str, str]]:
+        """Layer below the decoder → the names of its A and B. Raises StartupError."""
+        file = Path(source.path) / LORA_WEIGHTS
+        check_complete([file])
+        found: dict[str, dict[str, str]] = {}
+        for key, tensor in file_header(file).items():
+            path, _, kind = key.removeprefix("base_model.model.").rpartition(".lora_")
+            if kind not in ("A.weight", "B.weight"):
+                raise _refusal(source, f"{key}: only lora_A and lora_B of linear layers are served")
+            name = self._layer_named(path)
+            if name is None:
+                raise _refusal(
+                    source, f"it targets {path}, which is no linear layer of the decoder (towers, "
+                    "projectors, embeddings, heads and experts are served without adapters)"
+                )  # fmt: skip
+            self._check_shape(source, key, tensor, config["r"], self._linears[name], kind[0])
+            found.setdefault(name, {})[kind[0]] = key
+        for name, pair in found.items():
+            if len(pair) != 2:
+                raise _refusal(source, f"{name} has no lora_{'B' if 'A' in pair else 'A'}.weight")
+        if not found:
+            raise _refusal(source, f"{LORA_WEIGHTS} is empty")
+        return {name: (pair["A"], pair["B"]) for name, pair in found.items()}
+
+    def _layer_named(self, path: str) -> str | None:
+        for root in _ROOTS:
+            name = path.removeprefix(root)
+            if name != path and name in self._linears:
+                return name
+        return None
+
+    @staticmethod
+    def _check_shape(
+        source: LoraSource, key: str, tensor: StoredTensor, rank: int, linear: Any, kind: str
+    ) -> None:
+        ins, outs = _dims(linear)
+        wanted = (rank, ins) if kind == "A" else (outs, rank)
+        if tensor.shape != wanted or tensor.dtype not in _FLOATS:
+            raise _refusal(
+                source, f"{key} is {tensor.dtype} {list(tensor.shape)}; this model takes "
+                f"floating-point {list(wanted)}"
+            )  # fmt: skip
+
+    def _add(
+        self, source: LoraSource, config: dict[str, Any], layers: dict[str, tuple[str, str]]
+    ) -> None:
+        data = (Path(source.path) / LORA_WEIGHTS).read_bytes()
+        try:
+            tensors = safetensors.torch.load(data)
+        except SafetensorError as error:
+            raise _refusal(source, f"{LORA_WEIGHTS}: {error}") from error
+        scale = config["lora_alpha"] / config["r"] ** (0.5 if config.get("use_rslora") else 1.0)
+        stated = json.dumps([config["r"], scale, self._loaded.dtype.itemsize]).encode()
+        decoder: Any = self._loaded.decoder
+        device, dtype = decoder.device, self._loaded.dtype
+        pairs = {
+            name: _Pair(
+                tensors[down].to(device, dtype), (tensors[up].float() * scale).to(device, dtype)
+            )
+            for name, (down, up) in layers.items()
+        }
+        digest = blake3(blake3(stated).digest() + data).digest(length=16)
+        lora = Lora(LoraRef(source.name, digest), pairs)
+        for name in pairs.keys() - self._wrapped:
+            module = self._linears[name]
+            module.forward = _LoraLinear(module, name)
+            self._wrapped.add(name)
+        self._alive.add(lora)
+        self._by_name[source.name] = lora
+
+
+def _dims(linear: Any) -> tuple[int, int]:
+    return linear.in_features, linear.out_features
+
+
+def _read_config(source: LoraSource) -> dict[str, Any]:
+    """adapter_config.json, which must ask for nothing but LoRA. Raises StartupError."""
+    root = Path(source.path)
+    try:
+        config = json.loads((root / _CONFIG).read_bytes())
+    except OSError as error:
+        raise _refusal(source, f"{source.path}/{_CONFIG}: {error.strerror}") from error
+    except ValueError as error:
+        raise _refusal(source, f"{_CONFIG} is not valid JSON") from error
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        raise _refusal(source, f"{_CONFIG} does not say peft_type LORA")
+    for key, what in _CHANGES_MORE.items():
+        if config.get(key):
+            raise _refusal(source, f"{what} are not supported")
+    if config.get("bias", "none") != "none":
+        raise _refusal(source, f"bias {config['bias']!r} is not supported: train with none")
+    if str(config.get("init_lora_weights")).lower().startswith(_OWN_BASES):
+        raise _refusal(
+            source, f"init_lora_weights {config['init_lora_weights']!r} changes the base weights; "
+            "convert it to plain LoRA as it is saved"
+        )  # fmt: skip
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(rank, int) or not 0 < rank <= MAX_RANK:
+        raise _refusal(source, f"rank {rank} is not between 1 and {MAX_RANK}")
+    if not isinstance(alpha, int | float):
+        raise _refusal(source, f"lora_alpha {alpha!r} is no number")
+    if not (root / LORA_WEIGHTS).is_file():
+        if (root / _PICKLE).is_file():
+            raise _refusal(
+                source, f"its weights are only there as a pickle ({_PICKLE}), which can run code "
+                "when read; convert them to safetensors"
+            )  # fmt: skip
+        raise _refusal(source, f"{source.path} has no {LORA_WEIGHTS}")
+    return config
+
+
+def _refusal(source: LoraSource, reason: str) -> StartupError:
+    return StartupError(f"LoRA adapter {source.name!r}: {reason}")
