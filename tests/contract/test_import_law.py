@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from e2e.structure.figures import class_pairs, obj_definitions
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -13,6 +15,7 @@ PLANTER = ROOT / "tests" / "support" / "plant_imports.py"
 SOURCES = ("operator/src", "runtime/src")
 
 
+@pytest.mark.extended
 def test_an_upward_import_breaks_a_contract_in_every_folder(tmp_path):
     """24 files stood in no layer, and an import of `main` planted in one passed all contracts."""
     shutil.copy(ROOT / "pyproject.toml", tmp_path)

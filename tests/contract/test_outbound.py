@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +40,7 @@ WAYS_OUT = {
 NO_HOST = re.compile(r"^(127\.0\.0\.1|localhost|HOST|HOST:PORT|fake|no-color\.org|git-lfs.*)$")
 
 
+@cache
 def modules() -> dict[str, ast.Module]:
     return {
         str(file.relative_to(source)): ast.parse(file.read_text(encoding="utf-8"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -46,7 +48,14 @@ def job_words(spec: InferenceSpec) -> list[str]:
     return words[2 : words.index("--output")]
 
 
-def profile_of_the_job(name: str, flags: list[str], folder: Path) -> ModelProfile:
+@pytest.fixture(scope="module")
+def profile_of_the_job(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ModelProfile]:
+    """profile_of_the_job(name, *flags): several examples have the same."""
+    folder = tmp_path_factory.mktemp("models")
+    return cache(lambda name, *flags: make_profile(name, list(flags), folder))
+
+
+def make_profile(name: str, flags: list[str], folder: Path) -> ModelProfile:
     if name in sizing.MODELS:
         return sizing.make_profile(name, folder, flags)
     words = ["profile", str(EXAMPLES / "tiny-vlm/model"), *flags]
@@ -72,12 +81,14 @@ def test_the_job_is_given_the_limits_of_the_resource(example: str) -> None:
 
 
 @pytest.mark.parametrize("example", PAIRS)
-def test_offline_and_operator_plan_the_same(example: str, tmp_path: Path) -> None:
+def test_offline_and_operator_plan_the_same(
+    example: str, profile_of_the_job: Callable[..., ModelProfile]
+) -> None:
     """mmi-gpu said "Fits, 2,287,408 tokens" offline and was refused by the operator with three
     problems: its committed profile was made with other limits, and nobody could see that."""
     spec = inference(example)
     committed = decode((EXAMPLES / "profiles" / f"{PAIRS[example]}.json").read_bytes())
-    made = profile_of_the_job(PAIRS[example], job_words(spec), tmp_path)
+    made = profile_of_the_job(PAIRS[example], *job_words(spec))
     # What processes take is measured, and differs from machine to machine.
     made = msgspec.structs.replace(made, processes=committed.processes)
     offline, found = (plan(budget_inputs(spec, NODES), one) for one in (committed, made))

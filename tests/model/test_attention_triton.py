@@ -250,6 +250,7 @@ def test_what_it_cannot_compute_is_refused() -> None:
         create_backend("triton", BackendRequest(double, 16, torch.float64, DEVICE))
 
 
+@pytest.mark.extended
 def test_a_cpu_without_the_interpreter_is_refused() -> None:
     code = (
         "import torch\n"

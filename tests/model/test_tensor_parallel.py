@@ -46,7 +46,8 @@ def jobs_of(one) -> list:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", pytest.param("llava", marks=pytest.mark.extended), "qwen2_vl"]
+    "name",
+    ["llama", *(pytest.param(name, marks=pytest.mark.extended) for name in ("llava", "qwen2_vl"))],
 )
 def test_two_ranks_equal_one_process(name: str, bench, tiny, tmp_path) -> None:
     """And then encoder outputs come from a file, and (once) a rank is killed: starting ranks is

@@ -94,6 +94,7 @@ def test_this_machine_has_at_least_one_thread() -> None:
     assert 1 <= num_threads(cpu_limit()) <= (os.cpu_count() or 1)
 
 
+@pytest.mark.extended
 def test_configure_reaches_torch_in_a_fresh_process() -> None:
     code = (
         "from foveal_runtime.model.cpu.threads import configure; import os, sys\n"

@@ -157,6 +157,7 @@ def mixed(samples: list[Sample]) -> list[Sample]:
 
 
 Start = Callable[..., tuple[LocalDeployment, list[Asker]]]
+Change = Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]]
 
 
 @pytest.fixture
@@ -181,10 +182,7 @@ def start() -> Iterator[Start]:
         deployment.stop(10)
 
 
-def make_deployment(
-    change: Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]] | None = None,
-    **options: Any,
-) -> LocalDeployment:
+def make_deployment(change: Change | None = None, **options: Any) -> LocalDeployment:
     """A small deployment; `options` are LocalOptions, `change` edits the documents."""
     defaults: dict[str, Any] = {
         "model": str(WEIGHTS),
@@ -215,10 +213,13 @@ def deploy_through_relays() -> Callable[..., Any]:
     from tests.support.processes.relay import Relay, through_relays
 
     @contextlib.contextmanager
-    def run(**options: Any) -> Iterator[tuple[LocalDeployment, list[Asker], list[Relay]]]:
+    def run(
+        change: Change = lambda *documents: documents, **options: Any
+    ) -> Iterator[tuple[LocalDeployment, list[Asker], list[Relay]]]:
         relays: list[Relay] = []
+        relayed = through_relays(relays)
         with contextlib.ExitStack() as stack:
-            deployment = make_deployment(change=through_relays(relays), **options)
+            deployment = make_deployment(lambda *both: relayed(*change(*both)), **options)
             for relay in relays:
                 stack.enter_context(contextlib.closing(relay))
             stack.enter_context(deployment)
@@ -257,14 +258,32 @@ def asker_for() -> Iterator[Callable[[str], Asker]]:
 
 
 @pytest.fixture(scope="session")
-def shared() -> Iterator[tuple[LocalDeployment, Asker]]:
-    """One frontend and one engine for all tests that change nothing for others."""
+def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Options with which frontends take the keys "admin-key" and "inject-key"."""
+    folder = tmp_path_factory.mktemp("keys")
+    for name in ("admin", "inject"):
+        (folder / name).write_text(f"{name}-key\n")
+    return {
+        "admin_key_file": str(folder / "admin"),
+        "injection_key_file": str(folder / "inject"),
+    }
+
+
+@pytest.fixture(scope="session")
+def shared_links(deploy_through_relays: Any, keys: dict[str, str]) -> Iterator[Any]:
+    """(deployment, askers, relays) of two frontends and an engine, for all tests that leave it as
+    they found it: starting one takes longer than most tests."""
 
     def tenants(engines: list[Any], frontends: list[Any]) -> tuple[list[Any], list[Any]]:
         named = [msgspec.structs.replace(f, tenant_salt_header="X-Tenant") for f in frontends]
         return engines, named
 
-    with make_deployment(change=tenants) as deployment:
-        deployment.wait_ready(START_SECONDS)
-        with contextlib.closing(Asker(deployment.frontends[0].url)) as asker:
-            yield deployment, asker
+    with deploy_through_relays(change=tenants, num_frontends=2, **keys) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def shared(shared_links: Any) -> tuple[LocalDeployment, Asker]:
+    """The deployment of `shared_links` and its first frontend, whose /metrics shows all."""
+    deployment, askers, _ = shared_links
+    return deployment, askers[0]

@@ -36,28 +36,20 @@ def pictured(samples: list[Any], count: int) -> list[Any]:
     return [s for s in samples if len(s.pictures) == 1][:count]
 
 
-def keys(folder: Path) -> dict[str, str]:
-    for name in ("admin", "inject"):
-        (folder / name).write_text(f"{name}-key\n")
-    return {
-        "admin_key_file": str(folder / "admin"),
-        "injection_key_file": str(folder / "inject"),
-    }
-
-
 def post(asker: Any, path: str, key: str = "admin-key", **body: Any) -> httpx.Response:
     headers = {"authorization": f"Bearer {key}"}
     return httpx.post(asker.url + path, json=body or None, headers=headers, timeout=120)
 
 
-@pytest.fixture(scope="module", params=[pytest.param("inline", marks=pytest.mark.extended), "shm"])
+@pytest.fixture(scope="module", params=["inline", pytest.param("shm", marks=pytest.mark.extended)])
 def served(
-    request: Any, tmp_path_factory: Any, deployment_of: Any, asker_for: Any, start_seconds: float
+    request: Any, deployment_of: Any, asker_for: Any, start_seconds: float, keys: dict[str, str]
 ) -> Any:
     """Two frontends and an engine for all tests of one way that values travel."""
-    folder = tmp_path_factory.mktemp("keys")
-    deployment = deployment_of(ipc_type=request.param, num_frontends=2, **keys(folder))
-    with deployment:
+    if request.param == "inline":
+        yield request.getfixturevalue("shared_links")[1]
+        return
+    with deployment_of(ipc_type=request.param, num_frontends=2, **keys) as deployment:
         deployment.wait_ready(start_seconds)
         yield [asker_for(child.url) for child in deployment.frontends]
 
@@ -226,9 +218,9 @@ def test_bad_items_fail_their_own_request_alone(served: Any, samples: Any, pack:
 
 
 @pytest.mark.extended
-def test_every_cache_off(start: Any, samples: Any, pack: Packer, tmp_path: Path) -> None:
+def test_every_cache_off(start: Any, samples: Any, pack: Packer, keys: dict[str, str]) -> None:
     """Sizes 0: nothing is kept, nothing fails; a value cache can be switched on at run time."""
-    _, (asker,) = start(processor_bytes=0, ipc_bytes=0, prefix_caching=False, **keys(tmp_path))
+    _, (asker,) = start(processor_bytes=0, ipc_bytes=0, prefix_caching=False, **keys)
     some = pictured(samples, 3)
     for sample in some:
         asker.check_beginning(sample)
@@ -248,7 +240,8 @@ def test_every_cache_off(start: Any, samples: Any, pack: Packer, tmp_path: Path)
     assert asker.metric("foveal_mirror_hits_total") > 0
 
 
-def test_without_key_files_there_is_nothing_to_find(shared: Any, samples: Any) -> None:
-    _, asker = shared
+@pytest.mark.extended
+def test_without_key_files_there_is_nothing_to_find(start: Any) -> None:
+    _, (asker,) = start()
     for path in (*RESETS, "/resize_ipc_cache", INJECT):
         assert post(asker, path, bytes=1).status_code == 404

@@ -61,19 +61,13 @@ TOOLS = [openai.pydantic_function_tool(Look), openai.pydantic_function_tool(Name
 CLASSES = {"Look": Look, "Name": Name}
 
 
-@pytest.fixture(scope="module")
-def pair(deployment_of, start_seconds):
-    deployment = deployment_of(num_engines=2)
-    deployment.start()
-    deployment.wait_ready(start_seconds)
-    yield deployment
-    deployment.stop(10)
+def client_of(url):
+    return openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=300)
 
 
-@pytest.fixture(scope="module")
-def client(pair):
-    url = pair.frontends[0].url + "/v1"
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=300) as client:
+@pytest.fixture
+def client(shared):
+    with client_of(shared[1].url) as client:
         yield client
 
 
@@ -190,10 +184,18 @@ def test_completions_are_bound_too(client):
     assert all(len(c.text) == 3 and c.text.isdigit() for c in answer.choices)
 
 
+@pytest.fixture
+def pair(start):
+    deployment, (asker,) = start(num_engines=2)
+    with client_of(asker.url) as client:
+        yield deployment, client
+
+
 @pytest.mark.extended
-def test_a_bound_stream_outlives_its_engines(pair, client, samples, start_seconds):
+def test_a_bound_stream_outlives_its_engines(pair, samples, start_seconds):
     """The state of a grammar follows from the tokens that were sent: wherever an engine dies, the
     answer is that of a run in which none did. JSON and calls of tools in turn."""
+    deployment, client = pair
     seed = int(os.environ.get("FOVEAL_SEED", "1"))
     rng = random.Random(seed)
     for number in range(NUM_KILLS):
@@ -204,7 +206,7 @@ def test_a_bound_stream_outlives_its_engines(pair, client, samples, start_second
         whole = client.chat.completions.create(**arguments)
         texts, calls = ["", ""], [{}, {}]
         kill_at = rng.randint(1, 40)
-        victims = list(pair.engines)
+        victims = list(deployment.engines)
         for count, chunk in enumerate(client.chat.completions.create(**arguments, stream=True)):
             for choice in chunk.choices:
                 texts[choice.index] += choice.delta.content or ""
@@ -223,7 +225,7 @@ def test_a_bound_stream_outlives_its_engines(pair, client, samples, start_second
         for engine in victims:
             if not engine.is_alive:
                 engine.start()
-        pair.wait_ready(start_seconds)
+        deployment.wait_ready(start_seconds)
 
 
 def add_calls(calls, pieces) -> None:

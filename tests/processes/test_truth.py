@@ -10,8 +10,8 @@ import pytest
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 
 
-# Each is a deployment of its own: make test has the case that has failed before, make test-all all.
-MORE_OPTIONS = [
+OPTIONS = [
+    {"processor_bytes": 0, "ipc_bytes": 0},
     {"processor_bytes": 0},
     {"ipc_bytes": 0},
     {"prefix_caching": False},
@@ -37,16 +37,13 @@ def test_mixed_order_with_warm_caches(shared, mixed):
     assert asker.metric("vllm:prefix_cache_hits_total") > 0
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"processor_bytes": 0, "ipc_bytes": 0},
-        *(pytest.param(options, marks=pytest.mark.extended) for options in MORE_OPTIONS),
-    ],
-    ids=lambda options: ",".join(f"{k}={v}" for k, v in options.items()),
+    "options", OPTIONS, ids=lambda options: ",".join(f"{k}={v}" for k, v in options.items())
 )
 def test_answers_do_not_depend_on_cache_sizes(start, mixed, options):
-    """Among them the known failing case: prefix caching with processor and IPC caches off."""
+    """Each is a deployment of its own. The first is the case that has failed before: prefix caching
+    with processor and IPC caches off."""
     _, (asker,) = start(**options)
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         list(pool.map(asker.check, mixed))

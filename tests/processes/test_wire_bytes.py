@@ -104,14 +104,14 @@ class Site:
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param((1, 1), id="1x1"),
-        pytest.param((4, 2), id="4x2", marks=pytest.mark.extended),
-    ],
+    params=["2x1", pytest.param("4x2", marks=pytest.mark.extended)],
 )
 def site(request, deploy_through_relays):
-    num_frontends, num_engines = request.param
-    with deploy_through_relays(num_frontends=num_frontends, num_engines=num_engines) as found:
+    """Frontends x engines."""
+    if request.param == "2x1":
+        yield Site(*request.getfixturevalue("shared_links"))
+        return
+    with deploy_through_relays(num_frontends=4, num_engines=2) as found:
         yield Site(*found)
 
 
