@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from foveal_operator.model.job_state import read_job
+from tests.support.refused_fetch import reason_of
 
 
 class _Hub(BaseHTTPRequestHandler):
@@ -50,20 +47,9 @@ def hub() -> Iterator[str]:
     [(401, "FetchDenied"), (403, "FetchDenied"), (404, "NotFound"), (400, "FetchFailed")],
 )
 def test_a_hubs_refusal_has_a_reason(hub: str, tmp_path: Path, code: int, reason: str) -> None:
-    command = ["fetch", f"hf://a/{code}", "--to", str(tmp_path / "model")]
-    done = subprocess.run(
-        [sys.executable, "-m", "foveal_runtime.main.cli", *command],
-        env={**os.environ, "HF_ENDPOINT": hub, "HF_HUB_DISABLE_TELEMETRY": "1", "HF_TOKEN": "x",
-             "HF_HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )  # fmt: skip
-    assert done.returncode == 2
-    status = {"exitCode": 2, "message": done.stderr[-2048:]}
-    pod = {
-        "metadata": {"name": "f", "labels": {"job-name": "fetch"}},
-        "status": {"containerStatuses": [{"name": "fetch", "state": {"terminated": status}}]},
-    }
-    state = read_job({"metadata": {"name": "fetch"}, "status": {}}, "fetch", [pod])
-    assert state.fetch_reason().name == reason, done.stderr
+    environment = {
+        "HF_ENDPOINT": hub, "HF_HUB_DISABLE_TELEMETRY": "1", "HF_TOKEN": "x",
+        "HF_HOME": str(tmp_path),
+    }  # fmt: skip
+    found, text = reason_of(f"hf://a/{code}", tmp_path / "model", environment)
+    assert found == reason, text

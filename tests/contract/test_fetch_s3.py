@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from foveal_operator.model.job_state import read_job
 from foveal_runtime.main.fetch import fetch
 from foveal_runtime.main.revision import resolved_revision
 from foveal_runtime.plan.errors import StartupError
 from tests.support import s3
+from tests.support.refused_fetch import reason_of
 
 URI = f"s3://{s3.BUCKET}/tiny"
 
@@ -106,19 +103,5 @@ def test_a_refusal_has_a_reason(
     store: s3.Store, tmp_path: Path, uri: str, changes: dict[str, str], reason: str
 ) -> None:
     """What the runtime says, read by the operator."""
-    done = subprocess.run(
-        [sys.executable, "-m", "foveal_runtime.main.cli", "fetch", uri, "--to",
-         str(tmp_path / "model")],
-        env={**os.environ, **changes, "HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )  # fmt: skip
-    assert done.returncode == 2
-    status = {"exitCode": 2, "message": done.stderr[-2048:]}
-    pod = {
-        "metadata": {"name": "f", "labels": {"job-name": "fetch"}},
-        "status": {"containerStatuses": [{"name": "fetch", "state": {"terminated": status}}]},
-    }
-    state = read_job({"metadata": {"name": "fetch"}, "status": {}}, "fetch", [pod])
-    assert state.fetch_reason().name == reason, done.stderr
+    found, text = reason_of(uri, tmp_path / "model", {**changes, "HOME": str(tmp_path)})
+    assert found == reason, text

@@ -52,8 +52,8 @@ def test_what_one_frontend_sent_another_need_not_send():
     w.send(w.add_task(0, (1,)), 0)
     w.settle()
     assert carried(w.send(w.add_task(1, (1,)), 0)) == []
-    assert w.senders[2, 0].known_size(mm_hash(1)) == 10
-    assert w.senders[2, 0].known_meta(mm_hash(1)).num_tokens == 1
+    size_bytes, meta = w.senders[2, 0].confirmed[mm_hash(1)]
+    assert (size_bytes, meta.num_tokens) == (10, 1)
     w.settle()
 
 

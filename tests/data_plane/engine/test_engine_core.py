@@ -48,7 +48,7 @@ def test_a_second_frontend_uses_what_the_first_one_sent():
     engine.up(one, one.request(("r", 0), [1, A, 3]))
     engine.run()
     assert two.sender.believes(A.mm_hash)
-    assert two.sender.known_meta(A.mm_hash).num_tokens == 6
+    assert two.sender.confirmed[A.mm_hash][1].num_tokens == 6
     sending = two.request(("r", 0), [5, A, 3])
     assert sending.frames == []
     engine.up(two, sending)

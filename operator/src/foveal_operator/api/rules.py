@@ -105,7 +105,6 @@ HostName = Annotated[str, bounded(253, rf"^(\*\.)?{_DNS_LABEL}(\.{_DNS_LABEL})*$
 """As the Gateway API has them: a wildcard stands for the first labels."""
 Text = Annotated[str, bounded(256)]
 Url = Annotated[str, bounded(1024, r"^https?://[^\s]+$")]
-Toggle = Annotated[str, Meta(pattern="^(Auto|Enabled|Disabled)$")]
 
 
 class Part(

@@ -46,10 +46,6 @@ class QueueCore(Generic[K]):
     def num_working(self) -> int:
         return len(self._working)
 
-    @property
-    def num_delayed(self) -> int:
-        return len(self._due)
-
     def add(self, key: K, now: float) -> bool:
         """Due now. False when it was waiting already."""
         self._due.pop(key, None)

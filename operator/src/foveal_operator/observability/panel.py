@@ -91,10 +91,10 @@ def pairs(
     )  # fmt: skip
 
 
-def buckets(title: str, about: str, expr: str, unit: Unit = "s", **more: object) -> Panel:
-    """A heat map of a histogram over time: `expr` counts its buckets by `le`."""
+def buckets(title: str, about: str, expr: str, **more: object) -> Panel:
+    """A heat map of a histogram of seconds over time: `expr` counts its buckets by `le`."""
     return Panel(
-        title=title, about=about, queries=(Query(expr, "{{le}}"),), unit=unit, shape="buckets",
+        title=title, about=about, queries=(Query(expr, "{{le}}"),), unit="s", shape="buckets",
         **more,  # type: ignore[arg-type]
     )  # fmt: skip
 
@@ -104,12 +104,11 @@ def table(
     about: str,
     down: tuple[str, ...],
     *columns: tuple[str, str] | tuple[str, str, Unit],
-    width: int = 24,
     **more: object,
 ) -> Panel:
     """Newest values; each column is (expression by the labels `down`, heading[, unit]). Shares are
     drawn with a bar."""
     return Panel(
         title=title, about=about, queries=tuple(Query(*column) for column in columns),
-        shape="table", down=down, width=width, **more,  # type: ignore[arg-type]
+        shape="table", down=down, width=24, **more,  # type: ignore[arg-type]
     )  # fmt: skip

@@ -21,6 +21,9 @@ from foveal_operator.pods.metrics import Figures, History, PodReports, Seen, rea
 Fetch = Callable[[str, float], Awaitable[str]]
 """(url, timeout in seconds) -> body. Raises OSError, TimeoutError or ValueError."""
 MAX_BODY_BYTES = 4 << 20
+INTERVAL_SECONDS = 15.0
+"""No pod is asked again sooner, whether it answered or not."""
+TIMEOUT_SECONDS = 2.0
 FORGET_INTERVALS = 4
 
 __all__ = ["Fetch", "PodProber", "PodReports", "aiohttp_fetch"]
@@ -61,7 +64,6 @@ class PodProber:
         fetch: the seam; `aiohttp_fetch(session)` in the operator, a fake in tests.
         clock: monotonic seconds.
         max_in_flight: requests at a time, over all resources.
-        interval_seconds: no pod is asked again sooner, whether it answered or not.
     """
 
     def __init__(
@@ -70,14 +72,10 @@ class PodProber:
         *,
         clock: Callable[[], float],
         max_in_flight: int = 16,
-        interval_seconds: float = 15.0,
-        timeout_seconds: float = 2.0,
     ) -> None:
         self._fetch = fetch
         self._clock = clock
         self._slots = asyncio.Semaphore(max_in_flight)
-        self._interval_seconds = interval_seconds
-        self._timeout_seconds = timeout_seconds
         self._known: dict[str, _Known] = {}
 
     async def observe_pods(
@@ -86,7 +84,7 @@ class PodProber:
         frontend_pods: Sequence[Obj],
         job_pods: Sequence[Obj] = (),
     ) -> PodReports:
-        """The latest answers of these pods, at most `interval_seconds` old. Never raises."""
+        """The latest answers of these pods, at most INTERVAL_SECONDS old. Never raises."""
         pods = [*engine_pods, *frontend_pods, *job_pods]
         await asyncio.gather(*(self._ask(pod) for pod in pods))
         return report(self._seen(engine_pods), self._seen(frontend_pods), self._seen(job_pods))
@@ -98,7 +96,7 @@ class PodProber:
 
     def _seen(self, pods: Sequence[Obj]) -> list[Seen]:
         found = []
-        oldest = self._clock() - FORGET_INTERVALS * self._interval_seconds
+        oldest = self._clock() - FORGET_INTERVALS * INTERVAL_SECONDS
         for pod in pods:
             metadata = pod["metadata"]
             known = self._known.get(metadata.get("uid", ""))
@@ -120,14 +118,12 @@ class PodProber:
         if not uid or url is None:
             return
         known = self._known.setdefault(uid, _Known())
-        if self._clock() - known.asked_at < self._interval_seconds:
+        if self._clock() - known.asked_at < INTERVAL_SECONDS:
             return
         known.asked_at = self._clock()
         try:
             async with self._slots:
-                text = await asyncio.wait_for(
-                    self._fetch(url, self._timeout_seconds), self._timeout_seconds
-                )
+                text = await asyncio.wait_for(self._fetch(url, TIMEOUT_SECONDS), TIMEOUT_SECONDS)
             figures = read_figures(text)
         except (OSError, TimeoutError, ValueError):
             return

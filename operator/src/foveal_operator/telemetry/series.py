@@ -7,7 +7,7 @@ is a bug and fails at once.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 from prometheus_client import (
     CollectorRegistry,
@@ -104,22 +104,21 @@ def _escaped(text: str) -> str:
 class Telemetry:
     """Counts, sets and observes by name. Series are kept at hand by their label values."""
 
-    def __init__(self, metrics: Iterable[Metric] = OPERATOR_METRICS) -> None:
+    def __init__(self) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
         self._of_process = CollectorRegistry(auto_describe=False)
-        metrics = tuple(metrics)
         self._of_resources: dict[str, _OfResources] = {}
         self._metrics: dict[str, Series] = {}
-        for metric in metrics:
+        for metric in OPERATOR_METRICS:
             if metric.labels[:2] == _PER_RESOURCE and metric.kind != "histogram":
                 found = self._of_resources[metric.name] = _OfResources(metric)
                 self.registry.register(found)
             else:
                 self._metrics[metric.name] = _make(metric, self.registry)
                 self._of_process.register(self._metrics[metric.name])
-        self._labels = {metric.name: tuple(metric.labels) for metric in metrics}
-        self._series: dict[str, dict[Values, Series]] = {metric.name: {} for metric in metrics}
-        for metric in metrics:
+        self._labels = {metric.name: tuple(metric.labels) for metric in OPERATOR_METRICS}
+        self._series: dict[str, dict[Values, Series]] = {name: {} for name in self._labels}
+        for metric in OPERATOR_METRICS:
             for labels in metric.first_series():
                 self._find(metric.name, labels)
 

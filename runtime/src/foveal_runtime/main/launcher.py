@@ -17,7 +17,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -236,13 +235,11 @@ class LocalDeployment:
         for child in self.children:
             child.start()
 
-    def wait_ready(
-        self, timeout_seconds: float = 180.0, stop: threading.Event | None = None
-    ) -> None:
-        """Returns when every process is ready, or early when `stop` is set."""
+    def wait_ready(self, timeout_seconds: float = 180.0) -> None:
+        """Returns when every process is ready."""
         deadline = time.monotonic() + timeout_seconds
         waiting = self.children
-        while waiting and not (stop and stop.is_set()):
+        while waiting:
             for child in list(waiting):
                 if not child.is_alive:
                     raise StartupError(f"{child.name} ended at start:\n{child.last_lines()}")

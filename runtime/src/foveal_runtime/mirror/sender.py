@@ -103,16 +103,6 @@ class Sender:
         """The engine announced it, or it is on the way there."""
         return mm_hash in self.confirmed or mm_hash in self.optimistic
 
-    def known_size(self, mm_hash: MMHash) -> int | None:
-        """Size in bytes as announced, None when not announced."""
-        known = self.confirmed.get(mm_hash)
-        return None if known is None else known[0]
-
-    def known_meta(self, mm_hash: MMHash) -> ItemMeta | None:
-        """Metadata as announced: enough to build a request without decoding the media."""
-        known = self.confirmed.get(mm_hash)
-        return None if known is None else known[1]
-
     def lookup_binding(self, alias: Alias) -> MMHash | None:
         return self.bindings.get(alias)
 

@@ -174,7 +174,7 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
         each = self.encoder_bytes_per_patch.get(modality, 0)
         return each and item.num_patches * each + item.num_embeds * self.encoder_bytes_per_embed
 
-    def possible_ranks(self, most: int = 64) -> tuple[int, ...]:
+    def possible_ranks(self) -> tuple[int, ...]:
         """Numbers of devices that can share the model's heads; empty = not known. Recurrent states
         and quantised weights are not shared."""
         if self.state_bytes or self.quantization:
@@ -182,7 +182,7 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
         if not self.num_heads or not self.num_kv_heads:
             return ()
         heads = math.gcd(self.num_heads, self.num_kv_heads)
-        return tuple(n for n in range(1, min(most, heads) + 1) if heads % n == 0)
+        return tuple(n for n in range(1, min(64, heads) + 1) if heads % n == 0)
 
     def kv_token_bytes(self, kv_dtype: str) -> int:
         """Keys and values of one token when they are kept as `kv_dtype`, see EngineCaches."""

@@ -93,7 +93,6 @@ def configure_logging(
     log_format: Literal["auto", "text", "json"] = "auto",
     *,
     process: str = "",
-    level: int = logging.INFO,
     stream: TextIO | None = None,
 ) -> None:
     """Replaces the root logger's handlers. "auto" is text on a terminal and JSON elsewhere."""
@@ -103,7 +102,7 @@ def configure_logging(
     handler.setFormatter(TextFormatter() if as_text else JsonFormatter(process))
     root = logging.getLogger()
     root.handlers[:] = [handler, *(old for old in root.handlers if isinstance(old, LastWords))]
-    root.setLevel(level)
+    root.setLevel(logging.INFO)
     for name in _CHATTY:
         logging.getLogger(name).setLevel(logging.WARNING)
     for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):

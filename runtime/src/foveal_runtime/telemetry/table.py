@@ -28,7 +28,7 @@ and the scraper accepts OpenMetrics
 """
 
 
-def markdown(metrics: Iterable[Metric] = METRICS) -> str:
+def markdown() -> str:
     parts = [_HEAD]
     by_role = {
         "frontend": "Frontends",
@@ -37,7 +37,7 @@ def markdown(metrics: Iterable[Metric] = METRICS) -> str:
         "operator": "Operator",
     }
     groups: dict[str, list[Metric]] = {key: [] for key in by_role}
-    for metric in metrics:
+    for metric in METRICS:
         groups[metric.roles[0] if len(metric.roles) == 1 else "both"].append(metric)
     for key, title in by_role.items():
         if not groups[key]:

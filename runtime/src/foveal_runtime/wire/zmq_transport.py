@@ -85,8 +85,6 @@ class ZmqDealer:
         frontend_id: str,
         *,
         keys: CurveKeys | None = None,
-        context: zmq.Context[zmq.Socket[bytes]] | None = None,
-        max_frame_bytes: int = MAX_FRAME_BYTES,
         max_queued: int = HWM_MESSAGES,
     ) -> None:
         keys = keys or CurveKeys()
@@ -100,8 +98,9 @@ class ZmqDealer:
         self._break = ""
         self._is_scheduled = False
         self._is_closed = False
-        self._socket = (context or zmq.Context.instance()).socket(zmq.DEALER)
-        _set_common(self._socket, endpoint, max_frame_bytes, max_queued)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._socket = context.socket(zmq.DEALER)
+        _set_common(self._socket, endpoint, MAX_FRAME_BYTES, max_queued)
         self._socket.setsockopt(zmq.ROUTING_ID, frontend_id.encode())
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)

@@ -225,7 +225,7 @@ async def test_shutdown_finishes_open_streams(start: Any, tmp_path: Path) -> Non
         with pytest.raises(httpx.ConnectError):
             async with httpx.AsyncClient() as late:
                 await late.get(f"{url}/livez")
-        app.gate.leaving = app.gate.draining = False
+        app.gate.draining = False
 
 
 async def test_shutdown_ends_after_the_drain_timeout(start: Any) -> None:
@@ -251,7 +251,7 @@ async def test_shutdown_ends_after_the_drain_timeout(start: Any) -> None:
                         pass
         await server
         assert generator.aborted
-        app.gate.leaving = app.gate.draining = False
+        app.gate.draining = False
 
 
 def test_an_address_in_use_is_a_startup_error() -> None:
@@ -289,7 +289,7 @@ async def test_processes_behind_one_port_show_and_empty_each_other(
         assert emptied == ["other"]
         stop.set()
         await server
-        other.app.gate.leaving = other.app.gate.draining = False
+        other.app.gate.draining = False
 
 
 def test_a_kept_port_takes_no_connections() -> None:

@@ -105,12 +105,12 @@ def _round_step(rough: float, unit: Unit) -> float:
     return 10.0 * power
 
 
-def time_axis(times: Sequence[float], most: int = 4) -> Axis:
-    """Clock times at round seconds, minutes or hours (UTC), `most` of them at most."""
+def time_axis(times: Sequence[float]) -> Axis:
+    """Clock times at round seconds, minutes or hours (UTC), four of them at most."""
     low, high = (times[0], times[-1]) if times else (0.0, 1.0)
     if high <= low:
         return Axis(low - 1, low + 1, ((low, _clock(low, 1)),))
-    step = next((s for s in _CLOCK_STEPS if (high - low) / s <= most), _CLOCK_STEPS[-1])
+    step = next((s for s in _CLOCK_STEPS if (high - low) / s <= 4), _CLOCK_STEPS[-1])
     first = math.ceil(low / step)
     ticks = [(i * step, _clock(i * step, step)) for i in range(first, math.floor(high / step) + 1)]
     return Axis(low, high, tuple(ticks))

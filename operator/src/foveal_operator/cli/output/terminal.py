@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TextIO
 
 import msgspec
@@ -62,12 +62,12 @@ class Style(msgspec.Struct, frozen=True, kw_only=True):
         return "".join(kept) + "…" + tail
 
 
-def style_of(stream: TextIO, environment: Mapping[str, str] = os.environ) -> Style:
+def style_of(stream: TextIO) -> Style:
     """What the stream can show. https://no-color.org is heeded, and TERM=dumb."""
-    if not stream.isatty() or environment.get("TERM") == "dumb":
+    if not stream.isatty() or os.environ.get("TERM") == "dumb":
         return Style()
     width = shutil.get_terminal_size().columns
-    return Style(is_terminal=True, width=width, color=not environment.get("NO_COLOR"))
+    return Style(is_terminal=True, width=width, color=not os.environ.get("NO_COLOR"))
 
 
 def visible_width(text: str) -> int:
@@ -110,7 +110,7 @@ def age(seconds: float) -> str:
     return f"{days}d"
 
 
-def tailed(line: str, text: str, style: Style, indent: str = "      ") -> list[str]:
+def tailed(line: str, text: str, style: Style) -> list[str]:
     """`line` with `text` behind it; beside it in several lines, or below it, where a terminal has
     no room for both. `line` ends where the text may begin."""
     room = style.width - visible_width(line)
@@ -119,7 +119,7 @@ def tailed(line: str, text: str, style: Style, indent: str = "      ") -> list[s
     if room >= MIN_BESIDE:
         first, *rest = textwrap.wrap(text, room)
         return [f"{line}{first}", *(" " * visible_width(line) + part for part in rest)]
-    below = wrapped(text, style, indent)
+    below = wrapped(text, style, " " * 6)
     return [style.clip(line.rstrip()), *(style.paint(part, "dim") for part in below)]
 
 

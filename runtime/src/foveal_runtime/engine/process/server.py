@@ -171,15 +171,15 @@ class EngineServer:
         """Why no request should be sent here, or ""."""
         return "" if self.phase is Phase.READY else self.phase.value
 
-    def inspect(self, timeout_seconds: float = INSPECT_SECONDS) -> IntegrityReport | None:
+    def inspect(self) -> IntegrityReport | None:
         """The books as they are between two steps, checked in the core thread. None when that
-        thread does not serve, or a step takes longer than `timeout_seconds`."""
+        thread does not serve, or a step takes longer than INSPECT_SECONDS."""
         if self.phase not in (Phase.READY, Phase.DRAINING):
             return None
         found: queue.SimpleQueue[IntegrityReport] = queue.SimpleQueue()
         self._inbox.put(lambda core: found.put(report(core, self._engine_id)))
         try:
-            return found.get(timeout=timeout_seconds)
+            return found.get(timeout=INSPECT_SECONDS)
         except queue.Empty:
             return None
 

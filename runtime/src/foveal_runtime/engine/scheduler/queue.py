@@ -9,28 +9,13 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Protocol
 
 from foveal_runtime.engine.types.request import Request
 
 
-class WaitingQueue(Protocol):
-    """`num_tokens` counts the tokens of all that wait."""
+class WaitingQueue:
+    """First come, first served. `num_tokens` counts the tokens of all that wait."""
 
-    num_tokens: int
-
-    def __len__(self) -> int: ...
-    def __iter__(self) -> Iterator[Request]: ...
-    def push(self, request: Request) -> None: ...
-    def push_back(self, request: Request) -> None:
-        """Returns a preempted request to its place before all that arrived later."""
-        ...
-
-    def head(self) -> Request: ...
-    def remove(self, request: Request) -> None: ...
-
-
-class FcfsQueue:
     def __init__(self) -> None:
         self.num_tokens = 0
         self._requests: OrderedDict[str, Request] = OrderedDict()
@@ -46,6 +31,7 @@ class FcfsQueue:
         self.num_tokens += request.num_tokens
 
     def push_back(self, request: Request) -> None:
+        """Returns a preempted request to its place before all that arrived later."""
         # Victims are taken from the youngest to the oldest, so the front is the right place.
         self.push(request)
         self._requests.move_to_end(request.request_id, last=False)
@@ -58,25 +44,20 @@ class FcfsQueue:
         self.num_tokens -= request.num_tokens
 
 
-class PriorityQueue:
+class PriorityQueue(WaitingQueue):
+    """Smaller priority first, then first come."""
+
     def __init__(self) -> None:
-        self.num_tokens = 0
-        self._requests: dict[str, Request] = {}
+        super().__init__()
         self._heap: list[tuple[int, int, str]] = []
 
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests.values())
-
     def push(self, request: Request) -> None:
-        self._requests[request.request_id] = request
-        self.num_tokens += request.num_tokens
+        super().push(request)
         key = (request.priority, request.sequence, request.request_id)
         heapq.heappush(self._heap, key)
 
-    push_back = push
+    def push_back(self, request: Request) -> None:
+        self.push(request)  # its sequence has not changed
 
     def head(self) -> Request:
         while True:
@@ -86,14 +67,9 @@ class PriorityQueue:
             heapq.heappop(self._heap)
 
     def remove(self, request: Request) -> None:
-        del self._requests[request.request_id]
-        self.num_tokens -= request.num_tokens
+        super().remove(request)
         if len(self._heap) > 4 * len(self._requests) + 64:
             self._heap = [item for item in self._heap if item[2] in self._requests]
             heapq.heapify(self._heap)
         elif self._heap[0][2] == request.request_id:
             heapq.heappop(self._heap)
-
-
-def make_queue(policy: str) -> WaitingQueue:
-    return PriorityQueue() if policy == "priority" else FcfsQueue()

@@ -15,7 +15,7 @@ from foveal_runtime.engine.caches.host_tier import HostTier
 from foveal_runtime.engine.caches.observer import CacheObserver
 from foveal_runtime.engine.caches.prefix_cache import BlockHasher
 from foveal_runtime.engine.scheduler.outputs import Outbox
-from foveal_runtime.engine.scheduler.queue import make_queue
+from foveal_runtime.engine.scheduler.queue import PriorityQueue, WaitingQueue
 from foveal_runtime.engine.scheduler.snapshots import Snapshots
 from foveal_runtime.engine.types.limits import SchedulerLimits
 from foveal_runtime.engine.types.request import Request, Status
@@ -59,7 +59,7 @@ class RequestTable:
         self.outbox = Outbox(self.stats)
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
-        self.waiting = make_queue(limits.policy)
+        self.waiting = PriorityQueue() if limits.policy == "priority" else WaitingQueue()
         removed = observer.block_removed if observer is not None else None
         self.pool = BlockPool(limits.num_blocks - 1, on_removed=removed, ages=EvictionAges(clock))
         self.block_ghosts = GhostLists(self.pool.num_blocks, window=1 << 18)

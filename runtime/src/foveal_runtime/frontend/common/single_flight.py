@@ -36,9 +36,6 @@ class SingleFlight(Generic[K, V]):
     def __len__(self) -> int:
         return len(self._flights)
 
-    def is_flying(self, key: K) -> bool:
-        return key in self._flights
-
     async def run(self, key: K, work: Callable[[], Awaitable[V]]) -> V:
         """The result of `work()`, or of the flight already under way for `key`; errors too."""
         flight = self._flights.get(key)

@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 1.0
 DEAD_AFTER_SECONDS = 3.0
+PING_SECONDS = 1.0
 MIN_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.05, 5.0
 STALL_SECONDS = 60.0
 
@@ -62,7 +63,6 @@ class EngineLink:
         on_death: Callable[[EngineLink, int, Death | None], None] = lambda link, boot, death: None,
         on_refusals: Callable[[], None] = lambda: None,
         shared: SharedValues | None = None,
-        backoff_seconds: float = MIN_BACKOFF_SECONDS,
     ) -> None:
         self.endpoint = endpoint
         self.sender = sender
@@ -90,7 +90,6 @@ class EngineLink:
         self._on_death = on_death
         self._on_refusals = on_refusals
         self._shared = shared
-        self._first_backoff_seconds = backoff_seconds
         self._task: asyncio.Task[None] | None = None
 
     # ---- questions ------------------------------------------------------------------------------
@@ -122,7 +121,7 @@ class EngineLink:
         busy = self._pulse is not None and self._pulse.busy
         return not (busy and now - self._moved_at > STALL_SECONDS)
 
-    async def ping(self, timeout_seconds: float = 1.0) -> bool:
+    async def ping(self) -> bool:
         """A round trip through the engine's core thread. A core that is inside a long step cannot
         answer in time; it counts as well while its step counter moves."""
         if not self.is_healthy():
@@ -136,7 +135,7 @@ class EngineLink:
         echo = asyncio.get_running_loop().create_future()
         self._echoes[sending.message.n] = echo
         try:
-            async with asyncio.timeout(timeout_seconds):
+            async with asyncio.timeout(PING_SECONDS):
                 return bool(await echo)
         except TimeoutError:
             return self.is_healthy() and self._pulse is not None and self._pulse.busy
@@ -165,14 +164,14 @@ class EngineLink:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
-        backoff_seconds = self._first_backoff_seconds
+        backoff_seconds = MIN_BACKOFF_SECONDS
         transport = self._transport = self._open(self.endpoint)
         try:
             while True:
                 self._opened_at = 0.0
                 await self._session(transport)
                 if self._opened_at and time.monotonic() - self._opened_at > 1.0:
-                    backoff_seconds = self._first_backoff_seconds
+                    backoff_seconds = MIN_BACKOFF_SECONDS
                 await asyncio.sleep(backoff_seconds * random.uniform(0.5, 1.0))
                 backoff_seconds = min(backoff_seconds * 2, MAX_BACKOFF_SECONDS)
         finally:

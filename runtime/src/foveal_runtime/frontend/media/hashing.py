@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
 import struct
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -29,7 +28,6 @@ _MAX_DEPTH = 8
 MAX_FRAMES = 1024
 """Of a video that comes as images; fewer are kept (`ModalityLimits.max_frames`)."""
 _FRAMES_MAGIC = b"foveal frames 1\n"
-_PARALLEL_BYTES = 1 << 20
 
 Scalar = None | bool | int | float | str | bytes
 Value = Scalar | Sequence["Value"] | Mapping[str, "Value"]
@@ -104,15 +102,6 @@ def mm_hash(
 def injected_hash(name: str, *, namespace: str, identity: bytes, salt: bytes = b"") -> MMHash:
     """The key of an item that an injector named: never equal to one taken from content."""
     return blake3(frame(["foveal.injected", namespace, name, identity, salt or None])).digest()
-
-
-def alias_key(
-    uuid: str, *, tenant: bytes, modality: int, identity: bytes, options: Mapping[str, object]
-) -> bytes:
-    """32 bytes that stand for a user's uuid, per tenant, modality, processor and options."""
-    return blake3(
-        frame(["foveal.alias", tenant or None, uuid, MODALITIES[modality], identity, options])
-    ).digest()
 
 
 class DataUrl(msgspec.Struct, frozen=True):
@@ -224,8 +213,3 @@ class UrlTextMap:
 def short_digest(*parts: bytes) -> bytes:
     """16 bytes of BLAKE3 over framed parts: namespaces and processor identities."""
     return blake3(frame(list(parts))).digest(length=16)
-
-
-def text_digest(text: str) -> str:
-    """A short hex digest for logs: what a client sent must not appear there."""
-    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:12]

@@ -176,10 +176,10 @@ def strip_newlines(text: str, count: int) -> str:
     return text[count:-count]
 
 
-def newline_ids(tokenizer: Any, limit: int = 64) -> tuple[int, ...]:
+def newline_ids(tokenizer: Any) -> tuple[int, ...]:
     """The token of n newlines for n = 1, 2, ... as long as there is one."""
     found: list[int] = []
-    for count in range(1, limit):
+    for count in range(1, 64):
         ids = tokenizer("\n" * count, add_special_tokens=False)["input_ids"]
         if len(ids) != 1 or ids[0] in found:
             break

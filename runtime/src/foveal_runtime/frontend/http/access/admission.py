@@ -29,7 +29,6 @@ class Gate:
 
     def __init__(self, limits: Admission) -> None:
         self.limits = limits
-        self.leaving = False
         self.draining = False
         self.num_requests = 0
         self.num_uploads = 0

@@ -126,14 +126,12 @@ async def serve(
     own_sockets: Sequence[socket.socket] = (),
     own_app: ASGIApp | None = None,
     drain_timeout_seconds: float = 120.0,
-    lame_duck_seconds: float = 0.0,
     started: asyncio.Event | None = None,
 ) -> None:
     """Serves until `stop`, then drains.
 
-    Shutdown: /readyz says no; for `lame_duck_seconds` new requests are still served, while load
-    balancers notice; then they get 503 with Retry-After, and open ones finish, at most for
-    `drain_timeout_seconds`; then everything closes. `own_sockets` serve `own_app`
+    Shutdown: /readyz says no; new requests get 503 with Retry-After, and open ones finish, at most
+    for `drain_timeout_seconds`; then everything closes. `own_sockets` serve `own_app`
     (default: this process's own /metrics) to its peers until the end. `started` is set
     once connections are accepted.
     """
@@ -150,19 +148,16 @@ async def serve(
             started.set()
         await asyncio.wait([stopping, *tasks], return_when=asyncio.FIRST_COMPLETED)
         if stop.is_set():
-            await _drain(app, drain_timeout_seconds, lame_duck_seconds)
+            await _drain(app, drain_timeout_seconds)
     finally:
         stopping.cancel()
         public.should_exit = private.should_exit = True
         await asyncio.gather(*tasks)
 
 
-async def _drain(app: HttpApp, timeout_seconds: float, lame_duck_seconds: float) -> None:
+async def _drain(app: HttpApp, timeout_seconds: float) -> None:
     gate = app.gate
     logger.info("draining", extra={"fields": {"num_requests": gate.num_requests}})
-    gate.leaving = True
-    if lame_duck_seconds:
-        await asyncio.sleep(lame_duck_seconds)
     gate.draining = True
     try:
         async with asyncio.timeout(timeout_seconds):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 
 from foveal_runtime.frontend.http.access.admission import Gate
 from foveal_runtime.frontend.items.seams import Generator, InputProcessor
@@ -26,20 +25,15 @@ class Health:
         generator: Generator,
         processor: InputProcessor,
         gate: Gate,
-        *,
-        timeout_seconds: float = _ROUND_TRIP_SECONDS,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._generator = generator
         self._processor = processor
         self._gate = gate
-        self._timeout_seconds = timeout_seconds
-        self._clock = clock
         self._flight: asyncio.Task[tuple[bool, str]] | None = None
         self._known: tuple[float, tuple[bool, str]] | None = None
 
     async def engine_answers(self) -> tuple[bool, str]:
-        if self._known is not None and self._clock() - self._known[0] < _REUSE_SECONDS:
+        if self._known is not None and time.monotonic() - self._known[0] < _REUSE_SECONDS:
             return self._known[1]
         if self._flight is None:
             self._flight = asyncio.create_task(self._round_trip())
@@ -49,14 +43,14 @@ class Health:
     def _landed(self, task: asyncio.Task[tuple[bool, str]]) -> None:
         self._flight = None
         if not task.cancelled():
-            self._known = (self._clock(), task.result())
+            self._known = (time.monotonic(), task.result())
 
     async def _round_trip(self) -> tuple[bool, str]:
         try:
-            async with asyncio.timeout(self._timeout_seconds):
+            async with asyncio.timeout(_ROUND_TRIP_SECONDS):
                 ok = await self._generator.health()
         except TimeoutError:
-            return False, f"no engine answered within {self._timeout_seconds:g} s"
+            return False, f"no engine answered within {_ROUND_TRIP_SECONDS:g} s"
         except Exception as error:
             return False, f"{type(error).__name__} while asking an engine"
         return ok, "" if ok else "no engine makes progress"
@@ -65,7 +59,7 @@ class Health:
         return self._generator.num_ready_engines()
 
     def ready(self) -> tuple[bool, str]:
-        if self._gate.leaving or self._gate.draining:
+        if self._gate.draining:
             return False, "shutting down"
         if self._gate.is_choked:
             return False, "request bodies that are still arriving take every place"
