@@ -41,6 +41,7 @@ for role in ("frontend", "engine"):
 BASES["spec.security.mediaSources.localFiles."] = {
     "spec.security.mediaSources.localFiles": {"claimName": "files"}
 }
+BASES["spec.engine.lora."] = {"spec.engine.lora": {"memory": "64Mi"}}
 BASES["spec.caches.encoder.warmSet."] = {"spec.caches.encoder.warmSet": {"claimName": "w"}}
 
 # Values that the generic ones below do not suit.
@@ -53,6 +54,8 @@ VALUES: dict[str, Any] = {
     "spec.engine.accelerator.type": "CPU",
     "spec.engine.accelerator.resourceName": "amd.com/gpu",
     "spec.engine.accelerator.memory": "40Gi",
+    "spec.engine.lora.memory": "128Mi",
+    "spec.engine.lora.adapters": [{"name": "red", "path": "loras/red"}],
     "spec.engine.maxModelLen": 20_000,
     "spec.engine.maxNumEncoderInputTokens": 40_000,
     "spec.engine.maxNumBatchedTokens": 17_000,

@@ -123,3 +123,19 @@ def test_a_new_field_that_is_used_is_told() -> None:
     assert (
         msgspec.json.decode(document_json(engine_document(context)))["caches"]["kv_dtype"] == "fp8"
     )
+
+
+def test_adapters_reach_the_plan_and_the_engines() -> None:
+    lora = {
+        "memory": "64Mi",
+        "adapters": [{"name": "red", "path": "loras/red"}, {"name": "blue", "path": "/more/blue"}],
+    }
+    inference, result = planned(resource(engine={"lora": lora}))
+    context = Context(inference=inference, plan=result, facts=ClusterFacts())
+    told = engine_document(context)
+    assert told.caches.lora_bytes == 64 << 20
+    below, absolute = told.loras
+    assert below.path == f"{told.model.path}/loras/red"
+    assert absolute.path == "/more/blue"
+    place = context.budgets.device or context.budgets.engine
+    assert place.line("loras").bytes == 64 << 20

@@ -9,7 +9,17 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
-from foveal_operator.api.rules import Cpus, LabelName, ObjectName, Part, Quantity, Rule, Text, Url
+from foveal_operator.api.rules import (
+    Cpus,
+    LabelName,
+    ObjectName,
+    Part,
+    Quantity,
+    Rule,
+    Text,
+    Url,
+    bounded,
+)
 from foveal_runtime.plan.config import ToolFormat
 
 Replicas = Annotated[int, Meta(ge=0, le=256)]
@@ -248,6 +258,34 @@ class Parallelism(Part, frozen=True, kw_only=True):
     ] = None
 
 
+class LoraAdapter(Part, frozen=True, kw_only=True):
+    """A LoRA adapter in PEFT's format."""
+
+    name: Annotated[Text, Meta(description="What clients put into `model` for it.")]
+    path: Annotated[
+        Annotated[str, bounded(1024)],
+        Meta(
+            description="Its directory: below the model's, or absolute on a volume of podTemplate."
+        ),
+    ]
+
+
+class Lora(Part, frozen=True, kw_only=True):
+    """LoRA adapters to the model. Engines of one device serve them."""
+
+    memory: Annotated[
+        Quantity,
+        Meta(description="Of the device, for all adapters, those loaded later included."),
+    ]
+    adapters: Annotated[
+        Annotated[
+            tuple[LoraAdapter, ...],
+            Meta(max_length=64, extra_json_schema={"x-foveal-list-map": "name"}),
+        ],
+        Meta(description="Adapters that are loaded at the start."),
+    ] = ()
+
+
 class Engine(Part, frozen=True, kw_only=True):
     """Pods that run the model; one replica is one engine core."""
 
@@ -271,6 +309,14 @@ class Engine(Part, frozen=True, kw_only=True):
             "type CPU has no devices that could share a model: remove parallelism.tensor",
             lambda s: s.parallelism.tensor in (None, 1) or s.accelerator.type != "CPU",
             "parallelism.tensor",
+        ),
+        Rule(
+            "!has(self.lora) || ((!has(self.parallelism) || !has(self.parallelism.tensor)"
+            " || self.parallelism.tensor == 1) && (!has(self.accelerator)"
+            " || !has(self.accelerator.count) || self.accelerator.count == 1))",
+            "LoRA adapters run on one device: remove lora, or set one device",
+            lambda s: s.lora is None or s.num_devices == 1,
+            "lora",
         ),
     )
     replicas: Annotated[Replicas | None, Meta(description="Engines. Default: 1.")] = None
@@ -349,6 +395,9 @@ class Engine(Part, frozen=True, kw_only=True):
     attention: Annotated[Text, Meta(description="Attention backend. auto (default) chooses.")] = (
         "auto"
     )
+    lora: Annotated[
+        Lora | None, Meta(description="LoRA adapters that requests name as their model.")
+    ] = None
     host_memory: HostMemory = None
     cpu: Annotated[
         Cpus | None,

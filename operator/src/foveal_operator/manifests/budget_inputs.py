@@ -72,6 +72,7 @@ def budget_inputs(inference: InferenceSpec, facts: NodeFacts) -> BudgetInputs:
             kv_bytes=size_of(caches.kv.size),
             kv_dtype=caches.kv.dtype,
             prefix_caching=engine.prefix_caching and facts.takes_snapshots,
+            lora_bytes=parse_bytes(engine.lora.memory) if engine.lora else 0,
         ),
         modalities=modalities_config(spec.modalities),
         headroom_percent=caches.headroom_percent,

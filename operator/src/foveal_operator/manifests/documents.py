@@ -6,6 +6,7 @@ frontend.*, so that no change of the API tier can restart an engine; a test hold
 
 from __future__ import annotations
 
+from pathlib import PurePosixPath
 from typing import Any, Literal
 
 import msgspec
@@ -31,6 +32,7 @@ from foveal_runtime.plan.config import (
     SchedulerConfig,
     Task,
 )
+from foveal_runtime.plan.lora import LoraSource
 from foveal_runtime.plan.quantity import parse_bytes, parse_millicores
 
 CURVE_DIRECTORY = "/etc/foveal/curve"
@@ -121,6 +123,7 @@ def engine_document(context: Context) -> EngineConfig:
             encoder_host_bytes=plan.encoder_host_bytes,
             kv_bytes=plan.kv_bytes,
             snapshot_bytes=plan.snapshot_bytes,
+            lora_bytes=parse_bytes(engine.lora.memory) if engine.lora else 0,
             block_size=engine.block_size,
             kv_dtype=spec.caches.kv.dtype,
             prefix_caching=engine.prefix_caching,
@@ -144,6 +147,7 @@ def engine_document(context: Context) -> EngineConfig:
         cuda_graphs=engine.cuda_graphs,
         num_threads=-(-engine_cpu_millicores(context) // 1000) if is_cpu else 0,
         tensor_parallel=engine.num_devices,
+        loras=_loras(context),
         drain_timeout_seconds=float(spec.rollout.drain_timeout_seconds),
         log_format="json",
     )
@@ -239,6 +243,14 @@ def _warm(warm_set: WarmSet | None) -> dict[str, Any]:
     if warm_set is None:
         return {}
     return {"warm_directory": WARM_DIRECTORY, "warm_bytes": parse_bytes(warm_set.size)}
+
+
+def _loras(context: Context) -> tuple[LoraSource, ...]:
+    """A path that is not absolute is below the model's."""
+    lora, model = context.inference.spec.engine.lora, PurePosixPath(model_source(context).path)
+    return tuple(
+        LoraSource(one.name, str(model / one.path)) for one in (lora.adapters if lora else ())
+    )
 
 
 def _model(context: Context, name: str) -> ModelConfig:
