@@ -191,14 +191,24 @@ async def test_free_devices_are_found_without_a_list_of_all_pods() -> None:
 
 
 async def test_the_last_of_many_full_nodes_is_not_overlooked() -> None:
-    cluster = FakeCluster()
-    for index in range(34):
-        cluster.add(node(f"n{index:02}", 8))
-        if index < 33:
+    """Nor is it found by a list of all pods: every 10 s, as long as the others were full."""
+    cluster, time = Counting(), FakeTime()
+    for index in range(65):
+        cluster.add(node(f"n{index:02}", 8, pool="gpu" if index < 34 else "other"))
+        if index != 33:
             cluster.add(pod(f"busy{index}", 8, f"n{index:02}"))
-    survey = Survey(cluster, FakeTime().clock)
+    survey = Survey(cluster, time.clock)
     await survey.refresh()
-    assert await survey.free_devices(Engine(), 1) == 8
+    engine = Engine(pod_template={"spec": {"nodeSelector": {"pool": "gpu"}}})
+    assert await survey.free_devices(engine, 1) == 8
+    assert cluster.num_pods == 33, "those of the pool's nodes alone"
+    cluster.add(pod("last", 8, "n33"))
+    await time.pass_(21)
+    assert await survey.free_devices(engine, 1) == 0
+    assert cluster.num_pods == 33 + 34
+    await time.pass_(15)
+    assert await survey.free_devices(engine, 1) == 0
+    assert cluster.num_pods == 33 + 34, "34 nodes are asked every 20 s at most"
 
 
 async def test_a_node_that_came_since_the_last_list_is_there() -> None:

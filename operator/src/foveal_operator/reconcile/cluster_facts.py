@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from math import ceil
 from typing import Any
 
 from foveal_operator.api.workloads import Engine
@@ -28,7 +29,8 @@ FREE_SECONDS = 10.0
 NODES_SECONDS = 15.0
 """Nodes are known for so long before "no such node is there" is said of a pod that waits."""
 MAX_ASKED = 32
-"""Nodes that are asked one by one. When so many are full, one list of all says more."""
+"""Nodes that are asked one by one as they are now. The nodes behind them are listed once, and the
+answer is kept for as many times FREE_SECONDS as there are MAX_ASKED of them."""
 # Memory of one device in MiB, as feature discovery labels nodes.
 _MEMORY_LABELS = {"nvidia.com/gpu": "nvidia.com/gpu.memory", "amd.com/gpu": "amd.com/gpu.vram"}
 
@@ -43,6 +45,7 @@ class Survey:
         self._nodes_at = 0.0
         self._slices: Sequence[Obj] = ()
         self._free: dict[str, tuple[float, int | None]] = {}
+        """Until when, and how many."""
         self.apis: frozenset[str] = frozenset()
 
     async def refresh(self) -> bool:
@@ -109,7 +112,8 @@ class Survey:
     async def free_devices(self, engine: Engine, num_wanted: int) -> int | None:
         """Devices that no pod has asked for, on nodes that could run such an engine; None when that
         cannot be known. For rollouts only, at most every ten seconds. Lists the pods that wait,
-        and those of one node after the other until `num_wanted` devices are found free."""
+        and those of one node after the other until `num_wanted` devices are found free: never those
+        of the whole cluster, and about three nodes a second at most."""
         accelerator = engine.accelerator
         if accelerator.type == "CPU" or accelerator.device_class_name:
             return None
@@ -117,46 +121,45 @@ class Survey:
         key = f"{name} {num_wanted} {engine_pod_spec(engine)}"
         now = self._clock.monotonic()
         known = self._free.get(key)
-        if known is not None and now - known[0] < FREE_SECONDS:
+        if known is not None and now < known[0]:
             return known[1]
+        free: int | None = None
+        num_asked = 0
         try:
-            free: int | None = await self._count_free(engine, name, num_wanted)
+            free, num_asked = await self._count_free(engine, name, num_wanted)
         except (Forbidden, NotFound):
-            free = None
+            pass
         except ApiError as error:
             log.warning("free devices: %s", error)
-            free = None
-        self._free = {k: v for k, v in self._free.items() if now - v[0] < FREE_SECONDS}
-        self._free[key] = (now, free)
+        self._free = {k: v for k, v in self._free.items() if now < v[0]}
+        self._free[key] = (now + FREE_SECONDS * max(1, ceil(num_asked / MAX_ASKED)), free)
         return free
 
-    async def _count_free(self, engine: Engine, name: str, num_wanted: int) -> int | None:
+    async def _count_free(
+        self, engine: Engine, name: str, num_wanted: int
+    ) -> tuple[int | None, int]:
+        """(free devices, nodes that were asked)."""
         if not self._nodes:
-            return None
+            return None, 0
         candidates = [n for n in self._candidates(engine) if _allocatable(n, name) > 0]
         waiting = 0
         unbound = "spec.nodeName=,status.phase=Pending"
         async for page in self._cluster.pages(POD, None, fields=unbound):
             waiting += sum(_asked(pod, name) for pod in page if _node_of(pod) == "")
         free = -waiting
-        for known in candidates[:MAX_ASKED]:
+        nodes: list[Obj] = []
+        for num_asked, known in enumerate(candidates):
             if free >= num_wanted:
-                break
+                return free, num_asked
             at = known["metadata"]["name"]
-            # As it is now: the last list may be minutes old.
-            nodes = await self._cluster.list_all(NODE, None, fields=f"metadata.name={at}")
+            if num_asked <= MAX_ASKED:  # as it is now: the last list may be minutes old
+                fields = f"metadata.name={at}" if num_asked < MAX_ASKED else ""
+                nodes = await self._cluster.list_all(NODE, None, fields=fields)
             pods = await self._cluster.list_all(POD, None, fields=f"spec.nodeName={at}")
             here = [pod for pod in pods if _node_of(pod) == at]
             named = [node for node in nodes if node["metadata"]["name"] == at]
             free += count_free_devices(named, here, name)
-        if free < num_wanted and len(candidates) > MAX_ASKED:
-            names = {known["metadata"]["name"] for known in candidates}
-            listed = await self._cluster.list_all(NODE, None)
-            nodes = [node for node in listed if node["metadata"]["name"] in names]
-            pods = await self._cluster.list_all(POD, None)
-            bound = [pod for pod in pods if _node_of(pod) in names]
-            free = count_free_devices(nodes, bound, name) - waiting
-        return max(0, free)
+        return max(0, free), len(candidates)
 
 
 def engine_pod_spec(engine: Engine) -> Obj:
