@@ -112,5 +112,5 @@ def prometheus(operator: str, tiny: str, tmp_path_factory: pytest.TempPathFactor
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """README's commands come first: they install the chart."""
-    items.sort(key=lambda item: item.path.name != "test_readme.py")
+    """The pages' commands come first: they install the chart."""
+    items.sort(key=lambda item: item.path.name != "test_pages.py")

@@ -1,8 +1,9 @@
 """What the documentation's checks read of a Markdown page: links, headings, code blocks. Pure.
 
 A block whose info string is `sh run` is run by the tests, `sh run slow` only with the slow ones
-(`make docs` runs both). A `text output` block right after it is what it must print: a line of `...`
-stands for any lines, `...` inside a line for any text.
+(`make docs` runs both), `sh cluster` on the node of `make cluster`. A `text output` block right
+after it is what it must print: a line of `...` stands for any lines, `...` inside a line for any
+text.
 """
 
 from __future__ import annotations
@@ -92,11 +93,12 @@ def anchors(text: str) -> set[str]:
     return names | set(re.findall(r'<a (?:id|name)="([^"]+)"', prose))
 
 
-def runnables(path: Path) -> Iterator[Runnable]:
+def runnables(path: Path, where: str = "run") -> Iterator[Runnable]:
+    """The blocks `sh WHERE` of a page, in order."""
     _, blocks = split(path.read_text(encoding="utf-8"))
     for block, after in itertools.zip_longest(blocks, blocks[1:]):
         words = block.info.split()
-        if words[:2] == ["sh", "run"]:
+        if words[:2] == ["sh", where]:
             assert set(words[2:]) <= {"slow"}, f"{path}:{block.line}: {block.info}"
             is_output = after is not None and after.info == "text output"
             yield Runnable(
