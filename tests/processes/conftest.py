@@ -72,14 +72,18 @@ class Asker:
         assert text, sample.family
         assert sample.reference.startswith(text), (sample.family, text, sample.reference)
 
-    def metric(self, name: str, **labels: str) -> float:
-        """Sum of a family's series that carry the given labels."""
+    def page(self) -> str:
+        """Its /metrics, for several figures of one moment."""
+        return self.http.get("/metrics").raise_for_status().text
+
+    def metric(self, name: str, page: str = "", **labels: str) -> float:
+        """Sum of the series of a name that carry the given labels, on `page` or a new one."""
         from prometheus_client.parser import text_string_to_metric_families
 
-        text = self.http.get("/metrics").raise_for_status().text
+        lines = [one for one in (page or self.page()).splitlines() if one.startswith(name)]
         return sum(
             sample.value
-            for family in text_string_to_metric_families(text)
+            for family in text_string_to_metric_families("\n".join(lines))
             for sample in family.samples
             if sample.name == name and labels.items() <= sample.labels.items()
         )

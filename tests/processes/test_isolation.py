@@ -21,7 +21,8 @@ CACHES = {
 
 
 def hits(asker) -> dict[str, float]:
-    return {name: asker.metric(metric, **labels) for name, (metric, labels) in CACHES.items()}
+    page = asker.page()
+    return {name: asker.metric(metric, page, **labels) for name, (metric, labels) in CACHES.items()}
 
 
 def num_encoded(asker) -> float:
