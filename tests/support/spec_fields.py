@@ -32,6 +32,9 @@ BASES: dict[str, dict[str, Any]] = {
 }
 for ref in ("apiKeySecretRef", "adminKeySecretRef"):
     BASES[f"spec.security.{ref}."] = {f"spec.security.{ref}": KEY}
+BASES["spec.networking.cacheEvents."] = {
+    "spec.networking.cacheEvents": {"readerLabels": {"app": "router"}}
+}
 BASES["spec.model.pooling"] = {"spec.model.task": "Embed"}
 BASES["spec.model.secretRef."] = {"spec.model.secretRef": {"name": "token"}}
 for role in ("frontend", "engine"):
@@ -80,6 +83,7 @@ VALUES: dict[str, Any] = {
     "spec.networking.httpRoute.hostnames": ["example.org"],
     "spec.networking.httpRoute.matches": [{"path": "/a"}],
     "spec.networking.httpRoute.splits": [{"name": "canary", "weight": 1}],
+    "spec.networking.cacheEvents.readerLabels": {"a": "b"},
     "spec.networking.service.type": "NodePort",
     "spec.networking.service.annotations": {"a": "b"},
     "spec.observability.labels": {"a": "b"},

@@ -57,8 +57,6 @@ FIXED = {
         "image.max_frames", "image.max_seconds", "video.max_pages")),
     # Documents are read by frontends alone.
     "engine.modalities.image.max_pages",
-    # A pod's own port would have to be opened for it first.
-    "engine.events_bind", "engine.events_format", "engine.events_topic", "engine.events_plain",
 }  # fmt: skip
 
 

@@ -94,6 +94,24 @@ def test_who_reaches_an_engine() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("events", "reader"),
+    [({"readerLabels": {"app": "theirs"}}, "stranger here"),
+     ({"readerLabels": {"app": "theirs"}, "readerNamespace": "default"}, "stranger elsewhere")],
+)  # fmt: skip
+def test_who_reads_cache_events(events: Obj, reader: str) -> None:
+    """Stream and replay, for the named pods of one namespace; frontends do not read them."""
+    found = policies(resource("a", networking__cacheEvents=events), resource("b"))
+    ends = {name: end for name, end in ENDS.items() if name != "engine"}
+    readers = {
+        (name, port)
+        for name, end in ends.items()
+        for port in (5557, 5558)
+        if admits(found, end, ENDS["engine"], port, "TCP")
+    }
+    assert readers == {(reader, 5557), (reader, 5558)}
+
+
 def test_whom_an_engine_reaches() -> None:
     """DNS by its port alone: clusters place their servers differently. b's pods accept nothing on
     that port, nor do a's."""

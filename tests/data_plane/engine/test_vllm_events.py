@@ -7,7 +7,7 @@ import zmq
 from foveal_runtime.engine.events.stream import END_OF_REPLAY, EventStream
 from foveal_runtime.engine.events.vllm import VllmEventBatch, VllmEventLog
 from foveal_runtime.main.engine import event_stream
-from foveal_runtime.plan.config import EngineConfig, ModelConfig
+from foveal_runtime.plan.config import CurveKeys, EngineConfig, ModelConfig
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.wire.codec import pack_tokens
@@ -142,6 +142,27 @@ def test_the_schema_is_chosen_by_the_configuration():
     stream, log = event_stream(config())
     assert not isinstance(log, VllmEventLog)
     assert event_stream(EngineConfig(model=ModelConfig(path="/m"))) == (None, None)
+
+
+def test_a_plain_stream_ignores_the_keys_of_its_engine(tmp_path):
+    """A pod's engine always has keys. Its stream used to demand them of routers that know none."""
+    names = ("server_public_file", "server_secret_file", "client_public_file")
+    curve = CurveKeys(**{name: str(tmp_path / "not-read") for name in names})
+    plain = EngineConfig(model=ModelConfig(path="/m"), events_bind="tcp://127.0.0.1:0", curve=curve,
+                         events_format="vllm", events_plain=True)  # fmt: skip
+    stream, _ = event_stream(plain)
+    stream.start()
+    stream.publish(VllmEventBatch(1.0, []))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.RCVTIMEO, 10_000)
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.connect(stream.replay)
+        dealer.send_multipart([b"", bytes(8)])
+        assert msgspec.msgpack.decode(dealer.recv_multipart()[2]) == [1.0, [], 0]
+    stream.close()
+    stream, _ = event_stream(msgspec.structs.replace(plain, events_plain=False))
+    with pytest.raises(StartupError):
+        stream.start()
 
 
 def test_states_have_no_event_and_are_not_kept() -> None:

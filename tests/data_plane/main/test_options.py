@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from foveal_runtime.main import cli
+from foveal_runtime.main.launcher import Child
 from foveal_runtime.main.local import options
 from foveal_runtime.main.local.options import Parser, add_options, configured, printed
-from foveal_runtime.main.local.serve import LocalOptions
+from foveal_runtime.main.local.serve import LocalOptions, local_documents
 
 
 def parse(*argv: str, environment: dict[str, str] | None = None) -> argparse.Namespace:
@@ -59,6 +60,18 @@ def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(tmp_path:
                   environment={"FOVEAL_SERVE_PORT": "2", "FOVEAL_SERVE_ENGINES": "4"})  # fmt: skip
     assert (found.port, found.num_engines, found.kv_bytes) == (3, 4, 8 << 30)
     assert (found.model, found.max_num_seqs) == ("org/tiny", 128)
+
+
+def test_cache_events_have_two_ports_for_each_engine() -> None:
+    ports = iter(range(20_000, 20_100))
+    options = LocalOptions(model="m", num_engines=2, events_port=5557, events_topic="kv@a@m")
+    engines, _ = local_documents(options, lambda: next(ports))
+    assert [one.events_bind for one in engines] == ["tcp://127.0.0.1:5557", "tcp://127.0.0.1:5559"]
+    assert {(one.events_format, one.events_topic) for one in engines} == {("vllm", "kv@a@m")}
+    taken = [Child(one, Path("/unused"), {}).listens_on() for one in engines]
+    assert [port for one in taken for _, port in one if port < 20_000] == [5557, 5558, 5559, 5560]
+    engines, _ = local_documents(LocalOptions(model="m"), lambda: next(ports))
+    assert engines[0].events_bind == ""
 
 
 def test_what_is_printed_can_be_read_again(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from foveal_operator.api.rules import (
     ObjectName,
     Part,
     Rule,
+    Text,
     bounded,
 )
 
@@ -181,6 +182,35 @@ class ClientService(Part, frozen=True, kw_only=True):
     ] = msgspec.field(default_factory=dict)
 
 
+class CacheEvents(Part, frozen=True, kw_only=True):
+    """A stream of what engines' caches hold, for routers that score engines by it."""
+
+    format: Annotated[
+        Literal["VLLM", "Foveal"],
+        Meta(
+            description="Schema: vLLM's KV events (default), which readers get without encryption, "
+            "or Foveal's own, encrypted, with media and encoder outputs too."
+        ),
+    ] = "VLLM"
+    topic: Annotated[
+        Text | None,
+        Meta(
+            description="Topic of the stream; $(POD_IP) and $(POD_NAME) are the engine's. Default: "
+            "the schema's own (VLLM: none)."
+        ),
+    ] = None
+    reader_labels: Annotated[
+        Annotated[
+            dict[Annotated[str, Meta(max_length=63)], LabelValue],
+            Meta(min_length=1, max_length=16),
+        ],
+        Meta(description="Labels of the pods that may read: events name token ids of prompts."),
+    ]
+    reader_namespace: Annotated[
+        ObjectName | None, Meta(description="Their namespace. Default: the resource's.")
+    ] = None
+
+
 class Networking(Part, frozen=True, kw_only=True):
     """How clients reach the model."""
 
@@ -197,6 +227,13 @@ class Networking(Part, frozen=True, kw_only=True):
     inference_pool: Annotated[InferencePool | None, Meta(description="Make an InferencePool.")] = (
         None
     )
+    cache_events: Annotated[
+        CacheEvents | None,
+        Meta(
+            description="Engines publish what their caches hold on port 5557, and replay it on "
+            "5558. Default: off."
+        ),
+    ] = None
 
 
 class LocalFiles(Part, frozen=True, kw_only=True):

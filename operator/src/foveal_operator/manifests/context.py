@@ -24,6 +24,8 @@ release, and is left as it is."""
 
 ENGINE_PORT = 5570
 ENGINE_HTTP_PORT = 5580
+ENGINE_EVENTS_PORT = 5557
+"""vLLM's default; the replay socket is one up."""
 PROGRESS_PORT = 8000
 """Of a fetch Job's pod."""
 DEFAULT_RESOURCE_NAME = "nvidia.com/gpu"

@@ -12,9 +12,14 @@ from typing import Any, Literal
 import msgspec
 
 from foveal_operator.api.caches import WarmSet
-from foveal_operator.api.service import SecretKey
+from foveal_operator.api.service import CacheEvents, SecretKey
 from foveal_operator.manifests.budget_inputs import modalities_config
-from foveal_operator.manifests.context import ENGINE_HTTP_PORT, ENGINE_PORT, Context
+from foveal_operator.manifests.context import (
+    ENGINE_EVENTS_PORT,
+    ENGINE_HTTP_PORT,
+    ENGINE_PORT,
+    Context,
+)
 from foveal_operator.manifests.model_source import model_source
 from foveal_runtime.plan.config import (
     DEFAULT_DOCUMENT_PAGES,
@@ -55,6 +60,7 @@ ADDED: dict[tuple[str, str], object] = {
     ("", "pooling"): "",
     ("", "tool_format"): "",
     ("", "page"): True,
+    ("", "items"): {},
     ("admission", "client_share"): 0.5,
     ("admission", "upload_window_seconds"): 10.0,
     ("admission", "min_upload_bytes_per_second"): 8192,
@@ -134,6 +140,7 @@ def engine_document(context: Context) -> EngineConfig:
         bind=f"tcp://$(POD_HOST):{ENGINE_PORT}",
         http_host="$(POD_IP)",
         http_port=ENGINE_HTTP_PORT,
+        **_events(spec.networking.cache_events),
         curve=CurveKeys(
             server_public_file=f"{CURVE_DIRECTORY}/server-public",
             server_secret_file=f"{CURVE_DIRECTORY}/server-secret",
@@ -251,6 +258,18 @@ def _loras(context: Context) -> tuple[LoraSource, ...]:
     return tuple(
         LoraSource(one.name, str(model / one.path)) for one in (lora.adapters if lora else ())
     )
+
+
+def _events(wanted: CacheEvents | None) -> dict[str, Any]:
+    if wanted is None:
+        return {}
+    is_vllm = wanted.format == "VLLM"
+    return {
+        "events_bind": f"tcp://$(POD_HOST):{ENGINE_EVENTS_PORT}",
+        "events_format": "vllm" if is_vllm else "foveal",
+        "events_topic": wanted.topic or "",
+        "events_plain": is_vllm,
+    }
 
 
 def _model(context: Context, name: str) -> ModelConfig:

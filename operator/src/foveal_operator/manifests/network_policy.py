@@ -9,6 +9,7 @@ from __future__ import annotations
 from foveal_operator.kube.kinds import OPERATOR_LABELS
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.context import (
+    ENGINE_EVENTS_PORT,
     ENGINE_HTTP_PORT,
     ENGINE_PORT,
     PROGRESS_PORT,
@@ -58,6 +59,12 @@ def engine_network_policy(context: Context) -> Obj:
     # An empty `from` would admit everyone.
     if watchers := [*_operator(context), *_in(context.facts.monitoring_namespace)]:
         ingress.append({"from": watchers, "ports": _ports(ENGINE_HTTP_PORT)})
+    if events := context.inference.spec.networking.cache_events:
+        readers: Obj = {"podSelector": {"matchLabels": dict(events.reader_labels)}}
+        if events.reader_namespace:
+            readers |= _in(events.reader_namespace)[0]
+        ports = _ports(ENGINE_EVENTS_PORT, ENGINE_EVENTS_PORT + 1)
+        ingress.append({"from": [readers], "ports": ports})
     spec = {
         "podSelector": {"matchLabels": context.selector("engine")},
         "policyTypes": ["Ingress", "Egress"],

@@ -10,6 +10,7 @@ from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.config_map import engine_config_map
 from foveal_operator.manifests.context import (
     DEFAULT_RESOURCE_NAME,
+    ENGINE_EVENTS_PORT,
     ENGINE_HTTP_PORT,
     ENGINE_PORT,
     Context,
@@ -36,8 +37,11 @@ def engine_stateful_set(context: Context) -> Obj:
         volumes.add_claim("warm", spec.caches.encoder.warm_set.claim_name, WARM_DIRECTORY)
     devices, extra = _devices(context)
     needs = resources(engine_cpu_millicores(context), plan.engine.limit_bytes, devices)
-    wire = {"name": "wire", "containerPort": ENGINE_PORT, "protocol": "TCP"}
-    container = role_container(context, "engine", ENGINE_HTTP_PORT, volumes, needs, [wire])
+    ports = {"wire": ENGINE_PORT}
+    if spec.networking.cache_events:
+        ports |= {"events": ENGINE_EVENTS_PORT, "replay": ENGINE_EVENTS_PORT + 1}
+    more = [{"name": n, "containerPort": p, "protocol": "TCP"} for n, p in ports.items()]
+    container = role_container(context, "engine", ENGINE_HTTP_PORT, volumes, needs, more)
     body: Obj = {
         "serviceName": context.child("engine"),
         "podManagementPolicy": "Parallel",

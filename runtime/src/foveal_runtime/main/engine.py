@@ -14,8 +14,9 @@ import signal
 import socket
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from foveal_runtime.engine.events.log import EventLog
 from foveal_runtime.engine.events.stream import TOPIC, EventStream
@@ -32,16 +33,16 @@ from foveal_runtime.engine.types.step import (
     ScheduledRequest,
     StepPlan,
 )
-from foveal_runtime.model.checkpoint.weights import weight_files
+from foveal_runtime.model.checkpoint.progress import told_loading
 from foveal_runtime.model.cpu import threads
 from foveal_runtime.plan.budget.encoder import LargestItem
-from foveal_runtime.plan.config import EngineConfig, load
+from foveal_runtime.plan.config import EngineConfig, ItemSize, load
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.lora import check_lora_names
 from foveal_runtime.plan.profile import ItemProfile
-from foveal_runtime.plan.quantity import short_bytes
 from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.telemetry.allocator import keep_free_blocks, release_free_memory
+from foveal_runtime.telemetry.deferred import defer
 from foveal_runtime.telemetry.logs import configure_logging
 from foveal_runtime.telemetry.memory import ContainerMemory
 from foveal_runtime.telemetry.metrics import Metrics
@@ -136,7 +137,7 @@ def event_stream(config: EngineConfig) -> tuple[EventStream, EventLog] | tuple[N
     is_vllm = config.events_format == "vllm"
     stream = EventStream(
         config.events_bind,
-        keys=config.curve,
+        keys=None if config.events_plain else config.curve,
         topic=config.events_topic.encode() or (b"" if is_vllm else TOPIC),
         first=0 if is_vllm else 1,
         plain=config.events_plain,
@@ -200,11 +201,14 @@ def num_snapshots(config: EngineConfig, state_bytes: int) -> int:
 
 def load_engine(config: EngineConfig, phases: StartPhases | None = None) -> LoadedEngine:
     """Loads and warms the model and gives it the KV pool of the document. Raises StartupError."""
+    defer()
+    import foveal_runtime.model.runner.runner  # noqa: F401  counted as imports
+
     phases = phases or StartPhases()
     phases.done("imports")
-    log.info(_what_loads(config.model.path), extra={"path": config.model.path})
+    with told_loading(config.model.path):
+        runner = _load_runner(config)
     namespace = model_namespace(config.model.path, config.model.revision)
-    runner = _load_runner(config)
     limit = runner.traits.max_position
     if config.model.max_model_len > limit:
         raise StartupError(
@@ -228,7 +232,7 @@ def load_engine(config: EngineConfig, phases: StartPhases | None = None) -> Load
             "load_seconds": round(phases.seconds["load"], 2),
             "warm_seconds": round(phases.seconds["warm"], 2),
             "kv_blocks": runner.num_blocks - 1,
-            "largest_items": {name: item.example for name, item in items.items()},
+            "largest_items": {name: item.num_tokens for name, item in items.items()},
         },
     )
     return LoadedEngine(
@@ -286,13 +290,6 @@ def _load_runner(config: EngineConfig) -> TorchRunner | TensorParallelRunner:
     return runner
 
 
-def _what_loads(path: str) -> str:
-    """For people who wait."""
-    files = weight_files(path)
-    size = short_bytes(sum(file.stat().st_size for file in files if file.is_file()))
-    return f"loading {len(files)} weight file(s), {size}; KV memory and warm-up come next"
-
-
 def _allocate(runner: TorchRunner | TensorParallelRunner, config: EngineConfig) -> None:
     """KV memory, recurrent state, and what decode steps are recorded as on a GPU."""
     from foveal_runtime.model.runner.runner import TorchRunner
@@ -325,11 +322,14 @@ def _record_decoding(runner: TorchRunner, config: EngineConfig) -> None:
         log.info("decode steps recorded", extra={"record_seconds": seconds})
 
 
-def _largest_items(config: EngineConfig, max_tokens: int) -> dict[str, ItemProfile]:
-    """What the encoder budgets rest on: asked of the real processor under the real limits."""
+def _largest_items(config: EngineConfig, max_tokens: int) -> Mapping[str, ItemSize | ItemProfile]:
+    """What the encoder budgets rest on: of the document, or asked of the real processor under the
+    real limits, which takes seconds."""
+    if config.items:
+        return config.items
     from foveal_runtime.frontend.media.largest import largest_items
 
-    found = largest_items(config.model.path, config.modalities, max_tokens)
+    found = largest_items(config.model.path, config.modalities, max_tokens, with_smaller=False)
     return {name: one.profile for name, one in found.items()}
 
 

@@ -87,8 +87,11 @@ class Child:
 
     def listens_on(self) -> list[tuple[str, int]]:
         if isinstance(self.config, EngineConfig):
-            host, _, port = self.config.bind.removeprefix("tcp://").rpartition(":")
-            return [(host, int(port)), (self.config.http_host, self.config.http_port)]
+            found = [(self.config.http_host, self.config.http_port)]
+            for bind, count in ((self.config.bind, 1), (self.config.events_bind, 2)):
+                host, _, port = bind.removeprefix("tcp://").rpartition(":")
+                found += [(host, int(port) + i) for i in range(count if bind else 0)]
+            return found
         return [(self.config.host, self.config.port)]
 
     @property

@@ -20,6 +20,7 @@ from foveal_runtime.model.cpu import threads
 from foveal_runtime.plan.config import ModalitiesConfig, ModalityLimits
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.profile import ModelProfile, ProcessMemory, ProfileLimits
+from foveal_runtime.telemetry.deferred import defer
 
 MAX_TERMINATION_MESSAGE_BYTES = 4096
 """Kubernetes' own limit; what is longer is cut off."""
@@ -41,6 +42,7 @@ def profile_model(
     With `assume_dtype` the weights may be absent: their bytes then follow from config.json. Raises
     StartupError for a model that an engine would refuse, too.
     """
+    defer()
     from foveal_runtime.frontend.media.largest import largest_items
     from foveal_runtime.model import profiler
 

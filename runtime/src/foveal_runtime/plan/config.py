@@ -162,6 +162,14 @@ class CurveKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     client_secret_file: str = ""
 
 
+class ItemSize(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The largest item of a modality, as `ItemProfile` has it."""
+
+    num_tokens: int
+    num_embeds: int
+    processed_bytes: int
+
+
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One engine process (one data-parallel rank).
 
@@ -179,6 +187,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         num_threads: compute threads; 0 = from the CPU quota.
         tensor_parallel: ranks of this engine on this machine.
         loras: adapters that are loaded at the start; a request names one as its model.
+        items: modality -> its largest item under `modalities` and `max_model_len`, where a profile
+            knows it; empty: the engine asks the processor at each start.
         idle_check_seconds: for tests and debugging: an idle engine checks all its books at most
             this often, and ends when they do not agree; 0 = never.
     """
@@ -207,6 +217,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     loras: tuple[LoraSource, ...] = ()
     drain_timeout_seconds: float = 120.0
     log_format: Literal["auto", "text", "json"] = "auto"
+    items: dict[str, ItemSize] = {}
     idle_check_seconds: float = 0.0
 
     @property

@@ -73,6 +73,14 @@ def url_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
+def _events_bind(wanted: str, index: int) -> str:
+    """Two ports an engine, its replay socket's too, from the document's on; "" stays off."""
+    if not wanted:
+        return ""
+    first = int(wanted.rpartition(":")[2])
+    return f"tcp://{LOOPBACK}:{first + 2 * index}"
+
+
 def connect(
     engines: Sequence[EngineConfig],
     frontends: Sequence[FrontendConfig],
@@ -82,7 +90,8 @@ def connect(
 ) -> tuple[tuple[EngineConfig, ...], tuple[FrontendConfig, ...]]:
     """The documents with addresses of this machine: engines on loopback, the first frontend on
     `port`, the next ones on the ports after it (0: any free ports). Every frontend knows every
-    engine, and its /metrics shows every other process too."""
+    engine, and its /metrics shows every other process too. Streams of cache events keep their port,
+    each engine's two above the last one's."""
     placed = tuple(
         msgspec.structs.replace(
             engine,
@@ -90,8 +99,9 @@ def connect(
             http_host=LOOPBACK,
             http_port=pick_port(),
             node="local",
+            events_bind=_events_bind(engine.events_bind, index),
         )
-        for engine in engines
+        for index, engine in enumerate(engines)
     )
     addresses = tuple(
         EngineAddress(endpoint=engine.bind, http=f"http://{engine.http_host}:{engine.http_port}")

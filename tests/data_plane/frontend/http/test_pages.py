@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from html.parser import HTMLParser
 from typing import Any
 
 import pytest
@@ -28,6 +29,53 @@ async def test_only_the_pages_own_script_and_style_may_run(harness: Any, path: s
     # A page that the policy would break: handlers and styles in attributes, other hosts.
     assert not re.findall(r"\son\w+=|\sstyle=|(?:src|href)=[\"']?(?:https?:)?//", response.text)
     assert "innerHTML" not in response.text
+
+
+class Controls(HTMLParser):
+    """What a screen reader calls each control of a page: (tag and id, name)."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[list[str]] = []
+        self._labels: dict[str, str] = {}
+        self._label = self._text = ""
+        self._open: list[int] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        if tag == "label":
+            self._label, self._text = given.get("for") or "", ""
+        if tag in ("button", "input", "textarea", "summary", "dialog", "nav", "main", "form"):
+            by = self._labels.get(given.get("aria-labelledby") or "", "")
+            name = given.get("aria-label") or by or self._labels.get(given.get("id") or "", "")
+            self.found.append([f"{tag}#{given.get('id')}", name or self._text])
+            if tag in ("button", "summary"):
+                self._open.append(len(self.found) - 1)
+
+    def handle_data(self, data: str) -> None:
+        self._text += data.strip()
+        for index in self._open:
+            self.found[index][1] += data.strip()
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("button", "summary"):
+            self._open.pop()
+        if tag == "label":
+            self._labels[self._label], self._text = self._text, ""
+
+
+async def test_a_screen_reader_finds_a_name_for_every_control(harness: Any) -> None:
+    page = (await harness.http.get("/")).text
+    controls = Controls(page).found
+    assert len(controls) > 12
+    inner = {"form#key-form", "dialog#key-dialog"}  # named by what stands in them
+    assert [one for one, name in controls if not name and one not in inner] == []
+    assert 'lang="en"' in page
+    for live in ('id="log" role="log" aria-live="polite"', 'id="note" role="status"'):
+        assert live in page, "what changes is said"
+    assert "color-scheme: light dark" in page
+    assert 'name="viewport" content="width=device-width' in page
 
 
 async def test_the_chat_page_can_be_switched_off(start: Any) -> None:

@@ -45,10 +45,13 @@ class Largest(NamedTuple):
     options: Mapping[str, int] = MappingProxyType({})
 
 
-def largest_items(model_path: str, limits: ModalitiesConfig, max_tokens: int) -> dict[str, Largest]:
+def largest_items(
+    model_path: str, limits: ModalitiesConfig, max_tokens: int, *, with_smaller: bool = True
+) -> dict[str, Largest]:
     """Modality → its largest item, for every modality the processor takes and limits leave on.
 
-    `max_tokens`: the model's context. Raises StartupError when the processor cannot be loaded.
+    `max_tokens`: the model's context. `with_smaller`: and those under smaller limits. Raises
+    StartupError when the processor cannot be loaded.
     """
     processor = ItemProcessor(model_path, limits)
     processor.examine(b"")
@@ -69,7 +72,9 @@ def largest_items(model_path: str, limits: ModalitiesConfig, max_tokens: int) ->
 
             largest = find(getattr(limits, name))
             if largest is not None:
-                steps = _smaller(name, getattr(limits, name), largest.profile, find)
+                steps: tuple[SmallerItem, ...] = ()
+                if with_smaller:
+                    steps = _smaller(name, getattr(limits, name), largest.profile, find)
                 found[name] = largest._replace(
                     profile=msgspec.structs.replace(largest.profile, smaller=steps),
                     options=_options(processor.processor, name),

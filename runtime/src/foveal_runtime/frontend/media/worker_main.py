@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from foveal_runtime.frontend.media import protocol
 from foveal_runtime.plan.errors import EngineFailure, FovealError
+from foveal_runtime.telemetry.deferred import defer
 
 BUFFER_BYTES = 4 << 20
 
@@ -103,6 +104,7 @@ class Processor(Protocol):
 
 def load_processor(load: protocol.Load) -> Processor:
     """The model's own. Imports torch and transformers. Raises StartupError."""
+    defer()
     from foveal_runtime.frontend.media.processors import ItemProcessor
 
     return ItemProcessor(load.model_path, load.limits)

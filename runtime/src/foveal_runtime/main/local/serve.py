@@ -32,8 +32,10 @@ from foveal_runtime.plan.config import (
     EngineConfig,
     FrontendConfig,
     InjectionConfig,
+    ItemSize,
     KVDtype,
     MediaSources,
+    ModalitiesConfig,
     ModelConfig,
     Pooling,
     SchedulerConfig,
@@ -41,9 +43,10 @@ from foveal_runtime.plan.config import (
     ToolFormat,
 )
 from foveal_runtime.plan.errors import StartupError
-from foveal_runtime.plan.local import LocalDeploymentConfig, connect, free_port
+from foveal_runtime.plan.local import LOOPBACK, LocalDeploymentConfig, connect, free_port
 from foveal_runtime.plan.lora import LORA_WEIGHTS, LoraSource, check_lora_names, lora_sources
 from foveal_runtime.plan.machine_plan import plan_lines
+from foveal_runtime.plan.profile import ModelProfile, ProfileLimits
 
 Part = TypeVar("Part", bound=msgspec.Struct)
 _PACKAGES = ("torch", "transformers", "fastapi", "uvicorn", "zmq", "PIL", "safetensors")
@@ -75,7 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
     sys.stdout.flush()
     if arguments.plan:
         return 0
-    return launch(_config(_planned(arguments, found, plan), arguments))
+    items = known_items(profile, plan.max_model_len)
+    return launch(_config(_planned(arguments, found, plan), arguments, items))
 
 
 def adapter_bytes(source: LoraSource, dtype: str) -> int:
@@ -137,8 +141,28 @@ def _planned(arguments: argparse.Namespace, found: Found, plan: BudgetPlan) -> L
     )
 
 
-def _config(options: LocalOptions, arguments: argparse.Namespace) -> LocalDeploymentConfig:
+def known_items(profile: ModelProfile, max_model_len: int) -> dict[str, ItemSize]:
+    """The profile's largest items, as an engine without limits of its own on media would find them;
+    none where it would find others: under other limits, or in a shorter context."""
+    if profile.limits != ProfileLimits.of(ModalitiesConfig()):
+        return {}
+    if any(item.num_tokens > max_model_len for item in profile.items.values()):
+        return {}
+    return {
+        name: ItemSize(
+            num_tokens=item.num_tokens,
+            num_embeds=item.num_embeds,
+            processed_bytes=item.processed_bytes,
+        )
+        for name, item in profile.items.items()
+    }
+
+
+def _config(
+    options: LocalOptions, arguments: argparse.Namespace, items: dict[str, ItemSize]
+) -> LocalDeploymentConfig:
     engines, frontends = local_documents(options, free_port)
+    engines = [msgspec.structs.replace(engine, items=items) for engine in engines]
     return LocalDeploymentConfig(
         name=frontends[0].model.served_name,
         engines=tuple(engines),
@@ -210,6 +234,9 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
     log_format: str = "auto"
     drain_timeout_seconds: float = 120.0
     idle_check_seconds: float = 0.0
+    events_port: int = 0
+    events_format: Literal["vllm", "foveal"] = "vllm"
+    events_topic: str = ""
 
 
 def _warm_directory(parent: str, engine: int) -> str:
@@ -259,6 +286,8 @@ def _engine(options: LocalOptions, model: ModelConfig, index: int) -> EngineConf
         caches=caches,
         loras=lora_sources(options.loras),
         shm_directory=_shared_memory(options),
+        # Each engine gets ports of its own where it is given the other addresses.
+        events_bind=f"tcp://{LOOPBACK}:{options.events_port}" if options.events_port else "",
     )
 
 
