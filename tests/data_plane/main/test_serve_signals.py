@@ -82,7 +82,7 @@ def test_while_the_models_costs_are_read(start: Callable[..., Start], tmp_path: 
 
 
 def test_while_weights_are_loaded(start: Callable[..., Start], tmp_path: Path) -> None:
-    one = start("--profile", str(ROOT / "examples/profiles/tiny-vlm.json"))
+    one = start()
     one.until("engine-0 is starting")
     code, out, err = one.interrupt()
     assert (code, err) == (0, ""), out
