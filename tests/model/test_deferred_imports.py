@@ -27,13 +27,14 @@ print({HEAVY} if m in sys.modules])
 ASKED = """
 from foveal_runtime.telemetry.deferred import StandIn, defer
 defer()
-import torch, transformers.masking_utils, torchvision.ops.roi_align as roi
+import torch, transformers.masking_utils
+from torchvision.ops.roi_align import is_compile_supported
 import transformers.loss.loss_for_object_detection as loss
 assert isinstance(torch._dynamo, StandIn)
 assert torch.compiler.disable(len) is len
 rows, columns = loss.linear_sum_assignment([[4, 1], [2, 8]])
 assert list(columns) == [1, 0]
-assert roi.is_compile_supported("cpu") in (True, False)
+assert is_compile_supported("cpu") in (True, False)
 mode = transformers.masking_utils.TransformGetItemToIndex()
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 assert type(mode) is TransformGetItemToIndex
