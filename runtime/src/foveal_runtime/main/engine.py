@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from foveal_runtime.engine.events.log import EventLog
 from foveal_runtime.engine.events.stream import TOPIC, EventStream
