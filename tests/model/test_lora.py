@@ -12,6 +12,7 @@ import transformers
 from safetensors.torch import save_file
 
 from foveal_runtime.engine.types.step import NewRequest, StepPlan
+from foveal_runtime.main.local.serve import adapter_bytes
 from foveal_runtime.model.checkpoint.loader import load_model
 from foveal_runtime.model.layers.lora import Loras
 from foveal_runtime.plan.errors import StartupError
@@ -159,6 +160,8 @@ def test_the_digest_is_of_the_content(tiny, tmp_path) -> None:
     a, b, c = (ref.digest for ref in loras.refs)
     assert a == b
     assert a != c
+    planned = sum(adapter_bytes(LoraSource(n, str(tmp_path / n)), "float32") for n in "abc")
+    assert loras.num_bytes == planned, "what foveal serve plans is what they take"
 
 
 @pytest.mark.parametrize(
