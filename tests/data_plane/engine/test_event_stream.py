@@ -83,16 +83,19 @@ def test_batches_arrive_numbered_and_can_be_replayed(stream, sockets):
 
 def test_the_replay_buffer_is_bounded(stream):
     for number in range(3):
-        stream._keep(number.to_bytes(8, "big"), bytes(event_stream.MAX_REPLAY_BYTES // 2))
+        stream._keep(number.to_bytes(8, "big"), bytes(event_stream.MAX_REPLAY_BYTES // 2 - 200))
     assert [int.from_bytes(entry[0], "big") for entry in stream._kept] == [1, 2]
 
 
 def test_what_cannot_be_queued_leaves_a_gap():
     stream = EventStream("tcp://127.0.0.1:0")  # its thread never runs
-    for number in range(event_stream.MAX_PENDING + 5):
-        stream.publish(EventBatch("e0", 7, float(number), [BlocksCleared()]))
+    one = EventBatch("e0", 7, 1.0, [BlocksCleared()])
+    each = len(msgspec.msgpack.encode(one)) + event_stream.MESSAGE_BYTES
+    fit = event_stream.MAX_PENDING_BYTES // each
+    for _ in range(fit + 5):
+        stream.publish(one)
     assert stream.num_dropped == 5
-    assert stream._pending[-1][0] == event_stream.MAX_PENDING
+    assert int.from_bytes(stream._pending[-1][0], "big") == fit
     stream.close()
 
 

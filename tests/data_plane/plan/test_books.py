@@ -5,8 +5,11 @@ from __future__ import annotations
 import tracemalloc
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 
+from foveal_runtime.engine.events.log import EventBatch, StateStored
+from foveal_runtime.engine.events.stream import EventStream
 from foveal_runtime.frontend.engines.routing import Router
 from foveal_runtime.frontend.items.aliases import Aliases
 from foveal_runtime.frontend.media.hashing import UrlTextMap
@@ -15,11 +18,13 @@ from foveal_runtime.mirror.bindings import Bindings
 from foveal_runtime.mirror.messages import Refusals
 from foveal_runtime.mirror.receiver import Receiver, ReceiverLimits
 from foveal_runtime.mirror.refusals import MAX_REFUSALS, RefusalBook
+from foveal_runtime.mirror.sender import Sender
 from foveal_runtime.plan.budget.types import (
     ENGINE_BOOKS,
     ENGINE_SERVING_BYTES,
     FRONTEND_BOOKS,
     FRONTEND_SERVING_BYTES,
+    MIRROR_UUIDS_BYTES,
 )
 from foveal_runtime.plan.config import FrontendConfig, ModelConfig
 from foveal_runtime.telemetry.ages import EvictionAges
@@ -99,11 +104,44 @@ def routes(count: int) -> Router:
     return book
 
 
+def events(count: int) -> EventStream:
+    """Kept for readers that ask again, and on its way to the thread that sends."""
+    stream = EventStream("tcp://127.0.0.1:0")  # its thread never runs
+    batch = EventBatch("engine-0", 1, 2.0, [StateStored(key) for key in keys(24)])
+    payload = msgspec.msgpack.encode(batch)
+    for number in range(count):
+        stream.publish(batch)
+        stream._keep(number.to_bytes(8, "big"), bytes(bytearray(payload)))
+    assert stream.num_dropped
+    assert len(stream._kept) < count
+    return stream
+
+
+def engines_uuids(count: int) -> Sender:
+    """Those of one engine, as a frontend is told of them."""
+    sender = Sender("f", frontend_boot=1)
+    sender.bindings.update((key, key[::-1]) for key in keys(LIMITS.max_bindings + 1))
+    assert count > len(sender.bindings) == ENGINE_BOOKS["uuids"][0]
+    return sender
+
+
+def test_the_uuids_of_engines_are_in_the_mirrors_line() -> None:
+    tracemalloc.start()
+    try:
+        held = engines_uuids(1 << 20)
+        size, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held.bindings
+    assert MIRROR_UUIDS_BYTES / 2 < size <= MIRROR_UUIDS_BYTES, size
+
+
 BOOKS = [
     (ENGINE_BOOKS, "uuids", uuids, 1),
     (ENGINE_BOOKS, "values that departed", departed, 1),
     (ENGINE_BOOKS, "values, outputs and blocks that were evicted", evicted, 3),
     (ENGINE_BOOKS, "keys of other cache sizes", ghosts, 3),
+    (ENGINE_BOOKS, "cache events for readers", events, 1),
     (ENGINE_BOOKS, "quarantine", quarantine, 1),
     (FRONTEND_BOOKS, "uuids", own_uuids, 1),
     (FRONTEND_BOOKS, "digests of data URLs", data_urls, 1),

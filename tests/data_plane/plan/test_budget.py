@@ -189,7 +189,7 @@ def test_what_the_profile_measured_takes_the_place_of_constants() -> None:
     inputs = with_frontend(cpu(), processes=3, media_workers=2)
     result = plan(inputs, msgspec.structs.replace(TOY, processes=taken))
     base = result.frontend.line("base")
-    assert (base.each_bytes, base.count, base.source) == (128 * MIB, 4, "Measured")
+    assert (base.each_bytes, base.count, base.source) == (116 * MIB, 4, "Measured")
     worker = result.frontend.line("mediaWorkers")
     assert (worker.source, worker.count) == ("Measured", 3)  # each process has one of its own
     assert worker.each_bytes == 460 * MIB + -(-64_000_000 * 16 // MIB) * MIB
@@ -272,7 +272,7 @@ def test_the_message_names_term_figures_and_two_edits() -> None:
     assert len(problem.edits) == 2
     assert problem.message.startswith(
         "The memory limit of a frontend pod is 10.00 GiB, of which 9.00 GiB is usable (10 % "
-        "headroom). At least 12.93 GiB is needed: 3.93 GiB too little. Largest items: "
+        "headroom). At least 12.92 GiB is needed: 3.92 GiB too little. Largest items: "
         "processor 8.00 GiB, "
     )
 

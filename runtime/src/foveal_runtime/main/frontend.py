@@ -39,7 +39,7 @@ from foveal_runtime.frontend.media.workers import (
 from foveal_runtime.main import frontend_group
 from foveal_runtime.plan.config import FrontendConfig, load
 from foveal_runtime.plan.machine import look
-from foveal_runtime.telemetry.allocator import give_back_large_blocks
+from foveal_runtime.telemetry.allocator import give_back_large_blocks, keep_collections_short
 from foveal_runtime.telemetry.logs import configure_logging
 from foveal_runtime.telemetry.memory import ContainerMemory
 from foveal_runtime.telemetry.metrics import Metrics
@@ -206,6 +206,7 @@ async def serve(config: FrontendConfig, member: Member | None = None) -> None:
     )
     lags = asyncio.create_task(watch_loop(stats.loop_lags), name="loop-lag")
     await client.start()
+    keep_collections_short()
     log.info("listening", extra={"host": config.host, "port": config.port})
     try:
         await serve_http(

@@ -138,7 +138,7 @@ class ReceiverLimits:
     max_cacheable_bytes: int | None = None
     max_window_bytes: int = 64 * MIB
     max_capacity_bytes: int | None = None
-    max_bindings: int = 65536
+    max_bindings: int = 16384
     max_sessions: int = 256
     max_queued: int = 4096
 

@@ -324,7 +324,7 @@ class FrontendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     shm_min_value_bytes: int = 16 * 1024
     media_workers: int = 0
     max_uuid_length: int = 256
-    max_bindings: int = 65536
+    max_bindings: int = 16384
     media_sources: MediaSources = MediaSources()
     admission: Admission = Admission()
     injection: InjectionConfig = InjectionConfig()

@@ -7,8 +7,13 @@ from typing import Any
 
 import pytest
 
-from foveal_runtime.frontend.engines.stream import MAX_UNREAD, Stream
-from foveal_runtime.frontend.http.access.admission import SEQUENCE_TOKENS, Gate
+from foveal_runtime.frontend.engines.stream import MAX_UNREAD, MAX_UNREAD_PLAIN, Stream
+from foveal_runtime.frontend.http.access.admission import (
+    SCORE_BYTES,
+    SEQUENCE_TOKENS,
+    TOKEN_BYTES,
+    Gate,
+)
 from foveal_runtime.frontend.items.prepared import PreparedRequest
 from foveal_runtime.plan.config import Admission
 from foveal_runtime.plan.errors import RateLimited
@@ -95,7 +100,7 @@ async def test_what_a_long_answer_gathers_is_charged_as_it_comes(start: Any) -> 
         harness.say[0] = "x" * 3000
         assert (await harness.chat(**asked)).status_code == 200
         ticket = harness.app.gate.enter()
-        ticket.charge_scores(3000)
+        ticket.charge_answer(0, 3000)
         harness.say[0] = "x" * 500
         assert (await harness.chat(**asked)).status_code == 200
         harness.say[0] = "x" * 3000
@@ -104,18 +109,57 @@ async def test_what_a_long_answer_gathers_is_charged_as_it_comes(start: Any) -> 
 
 
 def unread(logprobs: int) -> list[Any]:
-    request = PreparedRequest("r", [1], [], [], SamplingParams(max_tokens=4096, logprobs=logprobs))
+    request = PreparedRequest("r", [1], [], [], SamplingParams(max_tokens=9000, logprobs=logprobs))
     stream = Stream(("r", 0), request)
-    for token in range(MAX_UNREAD + 500):
+    for token in range(MAX_UNREAD_PLAIN + 500):
         stream.push(EngineOutput(("r", 0), (token,)))
     return list(stream._events)
 
 
-def test_outputs_with_scores_that_nobody_reads_are_bounded() -> None:
+@pytest.mark.parametrize(("logprobs", "most"), [(5, MAX_UNREAD), (-1, MAX_UNREAD_PLAIN)])
+def test_outputs_that_nobody_reads_are_bounded(logprobs: int, most: int) -> None:
     """A client that read nothing had all that its request could give kept for it."""
-    kept = unread(5)
-    assert len(kept) == MAX_UNREAD + 1
+    kept = unread(logprobs)
+    assert len(kept) == most + 1
     assert kept[-1].finish == "error"
     assert kept[-1].error[0] == RateLimited.code
     assert "slow" in kept[-1].error[1]
-    assert len(unread(-1)) == MAX_UNREAD + 500
+
+
+async def test_tokens_that_may_be_held_are_charged_at_admission(start: Any) -> None:
+    """Answers without log probabilities were held and not counted."""
+    async with start(admission=Admission(max_media_bytes=300_000)) as harness:
+        harness.generator.hold = asyncio.Event()
+        asked = {"n": 4, "max_tokens": 500}
+        first = asyncio.create_task(harness.chat(**asked))
+        await harness.until(lambda: len(harness.generator.running) == 4)
+        assert harness.app.gate.media_bytes >= 4 * 500 * TOKEN_BYTES
+        assert_refused(await harness.chat(**asked), 429, "answers", "limit of 300000")
+        harness.generator.hold.set()
+        assert (await first).status_code == 200
+        assert harness.app.gate.media_bytes == 0
+
+
+async def test_a_long_whole_answer_is_charged_as_it_comes(start: Any) -> None:
+    async with start(admission=Admission(max_media_bytes=500_000)) as harness:
+        harness.say[0] = "x" * 3500
+        ticket = harness.app.gate.enter()
+        ticket.charge_media_bytes(150_000)
+        assert_refused(await harness.chat(), 429, "answers", "limit of 500000")
+        ticket.close()
+        assert (await harness.chat()).status_code == 200
+        ticket = harness.app.gate.enter()
+        ticket.charge_media_bytes(150_000)
+        assert (await harness.chat(stream=True)).status_code == 200, "it goes out as it comes"
+        ticket.close()
+
+
+def test_an_answer_holds_no_more_scores_than_there_is_room_for() -> None:
+    """200 MB of log probabilities were let into a process that was planned for 36."""
+    gate = Gate(Admission(max_media_bytes=1 << 20))
+    ticket = gate.enter()
+    assert ticket.max_scores == (1 << 20) // SCORE_BYTES
+    with pytest.raises(RateLimited, match="log probabilities"):
+        ticket.charge_answer(0, ticket.max_scores + 1)
+    ticket.charge_answer(0, ticket.max_scores)
+    assert gate.media_bytes <= 1 << 20

@@ -42,20 +42,20 @@ async def test_tokens_and_media_bytes_in_flight(start: Any) -> None:
     """Counted before anything is decoded; fetched media count too."""
     async with start(admission=Admission(max_tokens=100, max_media_bytes=4000)) as harness:
         harness.generator.hold = asyncio.Event()
-        first = asyncio.create_task(harness.chat("a" * 80))
+        first = asyncio.create_task(harness.chat("a" * 80, max_tokens=9))
         await harness.until(lambda: harness.generator.running)
-        assert (await harness.chat("b" * 80)).status_code == 429
+        assert (await harness.chat("b" * 80, max_tokens=9)).status_code == 429
         big = await harness.http.post(CHAT, content=b" " * 3900 + b"{}")
         assert big.status_code == 429
         harness.processor.media_bytes = 5000
         image = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
-        assert (await harness.chat([image])).status_code == 429
+        assert (await harness.chat([image], max_tokens=9)).status_code == 429
         assert harness.app.gate.rejections == {
             "requests": 0, "uploads": 0, "tokens": 1, "scores": 0, "media_bytes": 2, "draining": 0,
         }  # fmt: skip
         harness.generator.hold.set()
         assert (await first).status_code == 200
-        assert (await harness.chat([image])).status_code == 200
+        assert (await harness.chat([image], max_tokens=9)).status_code == 200
 
 
 def test_a_request_larger_than_the_limit_is_served_alone() -> None:

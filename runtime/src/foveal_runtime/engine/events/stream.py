@@ -26,9 +26,11 @@ from foveal_runtime.wire.zmq_transport import check_plain
 
 _LOG = logging.getLogger(__name__)
 TOPIC = b"foveal.cache.1"
-MAX_PENDING = 4096
-MAX_REPLAY_MESSAGES = 16384
-MAX_REPLAY_BYTES = 64 * 1024**2
+MAX_PENDING_BYTES = 2 * 1024**2
+MAX_REPLAY_BYTES = 8 * 1024**2
+MESSAGE_BYTES = 160
+"""What a message takes beside its payload."""
+MAX_UNREAD_MESSAGES = 4096
 MAX_REQUESTS_A_TURN = 16
 END_OF_REPLAY = b"\xff" * 8
 
@@ -78,7 +80,9 @@ class EventStream:
         self.num_dropped = 0
         self._bind = bind
         self._keys = keys or CurveKeys()
-        self._pending: deque[tuple[int, msgspec.Struct]] = deque()
+        self._pending: deque[tuple[bytes, bytes]] = deque()
+        # Two sums, since each has one thread that writes it; what waits is the difference.
+        self._queued_bytes = self._taken_bytes = 0
         self._topic, self._first, self._plain = topic, first, plain
         self._seq = 0
         self._kept: deque[tuple[bytes, bytes]] = deque()
@@ -107,10 +111,13 @@ class EventStream:
     def publish(self, batch: msgspec.Struct) -> None:
         """Numbers a batch and queues it. One caller thread; never blocks."""
         self._seq += 1
-        if len(self._pending) >= MAX_PENDING:
+        payload = self._encoder.encode(batch)
+        size = len(payload) + MESSAGE_BYTES
+        if self._queued_bytes - self._taken_bytes + size > MAX_PENDING_BYTES:
             self.num_dropped += 1  # readers see the gap
             return
-        self._pending.append((self._seq - 1 + self._first, batch))
+        self._queued_bytes += size
+        self._pending.append(((self._seq - 1 + self._first).to_bytes(8, "big"), payload))
         with contextlib.suppress(OSError):
             os.eventfd_write(self._wake_fd, 1)
 
@@ -134,7 +141,8 @@ class EventStream:
         try:
             for socket in (pub, router):
                 socket.setsockopt(zmq.LINGER, 200)
-                socket.setsockopt(zmq.SNDHWM, MAX_REPLAY_MESSAGES)
+            pub.setsockopt(zmq.SNDHWM, MAX_UNREAD_MESSAGES)
+            router.setsockopt(zmq.SNDHWM, MAX_REPLAY_BYTES // MESSAGE_BYTES)
             if not self._plain:
                 check_plain(self._bind, self._keys)
             if curve.is_enabled(self._keys):
@@ -187,8 +195,8 @@ class EventStream:
                 os.eventfd_read(self._wake_fd)
             stopping = self._stopping
             while self._pending:
-                seq, batch = self._pending.popleft()
-                number, payload = seq.to_bytes(8, "big"), self._encoder.encode(batch)
+                number, payload = self._pending.popleft()
+                self._taken_bytes += len(payload) + MESSAGE_BYTES
                 self._keep(number, payload)
                 pub.send_multipart([self._topic, number, payload])
             if router in ready:
@@ -198,9 +206,9 @@ class EventStream:
 
     def _keep(self, number: bytes, payload: bytes) -> None:
         self._kept.append((number, payload))
-        self._kept_bytes += len(payload)
-        while len(self._kept) > MAX_REPLAY_MESSAGES or self._kept_bytes > MAX_REPLAY_BYTES:
-            self._kept_bytes -= len(self._kept.popleft()[1])
+        self._kept_bytes += len(payload) + MESSAGE_BYTES
+        while self._kept_bytes > MAX_REPLAY_BYTES:
+            self._kept_bytes -= len(self._kept.popleft()[1]) + MESSAGE_BYTES
 
     def _answer(self, router: zmq.Socket[bytes]) -> None:
         """[first wanted number] -> every kept message from there on, then the end mark."""

@@ -16,6 +16,8 @@ from foveal_runtime.wire.messages import EngineOutput
 
 MAX_UNREAD = 1024
 """Outputs with log probabilities that may wait for a client that does not read them."""
+MAX_UNREAD_PLAIN = 8192
+"""The same without log probabilities, which are small: a client may pause for a minute."""
 
 
 class Lost(NamedTuple):
@@ -47,12 +49,13 @@ class Stream:
         self._news = asyncio.Event()
 
     def push(self, event: Event) -> None:
-        # At most max_tokens outputs and one end: bounded by the request itself. Those with log
-        # probabilities are much larger.
-        if len(self._events) >= MAX_UNREAD and self.request.sampling.logprobs >= 0:
-            if len(self._events) > MAX_UNREAD:
+        is_plain = self.request.sampling.logprobs < 0
+        most = MAX_UNREAD_PLAIN if is_plain else MAX_UNREAD
+        if len(self._events) >= most:
+            if len(self._events) > most:
                 return
-            why = f"{MAX_UNREAD} outputs with log probabilities were not read: the client is slow"
+            what = "outputs" if is_plain else "outputs with log probabilities"
+            why = f"{most} {what} were not read: the client is slow"
             event = EngineOutput(self.rid, finish="error", error=(RateLimited.code, why))
         self._events.append(event)
         self._news.set()

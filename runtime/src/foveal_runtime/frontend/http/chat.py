@@ -36,6 +36,7 @@ from foveal_runtime.frontend.protocol.rules import check_fields
 from foveal_runtime.frontend.protocol.tools import calls_of
 from foveal_runtime.frontend.text.chat_template import Conversation
 from foveal_runtime.frontend.text.turns import plan_turn, template_variables
+from foveal_runtime.plan.errors import ContextLengthExceeded
 from foveal_runtime.wire.messages import FirstOutput, TokenLogprobs
 
 
@@ -86,7 +87,13 @@ async def plan_chat(
         )
         return token_ids, conversation
 
-    if request.tools or _num_chars(request) > THREAD_CHARS:
+    num_chars = _num_chars(request)
+    if num_chars > MAX_CHARS:
+        raise ContextLengthExceeded(
+            f"the messages have {num_chars} characters; at most {MAX_CHARS} are taken",
+            param="messages",
+        )
+    if request.tools or num_chars > THREAD_CHARS:
         token_ids, conversation = await service.in_thread(tokenise)
     else:
         token_ids, conversation = tokenise()
@@ -118,6 +125,8 @@ async def plan_chat(
     return ChatRun(service, request, job, head, scope.started, relaxed)
 
 
+MAX_CHARS = 16_000_000
+"""As many as one text may have: what renders them copies them in one piece."""
 _MESSAGE_CHARS = 100
 """What a message, a part or a call costs beside its text, in characters of text."""
 

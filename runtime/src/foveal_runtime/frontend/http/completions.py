@@ -129,11 +129,11 @@ def prompt_ids(
         raise ContextLengthExceeded(
             f"the {param} has {len(prompt)} tokens; at most {limit} are taken", param=param
         )
-    for token_id in prompt:
-        if token_id >= tokenizer.vocab_size:
-            raise InvalidRequest(
-                f"{param}: {token_id} is not a token id below {tokenizer.vocab_size}", param=param
-            )
+    largest = max(prompt, default=0)
+    if largest >= tokenizer.vocab_size:
+        raise InvalidRequest(
+            f"{param}: {largest} is not a token id below {tokenizer.vocab_size}", param=param
+        )
     return prompt
 
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import TypeVar
 
-import msgspec
 from starlette.requests import Request
 from starlette.types import Receive
 
@@ -28,10 +27,10 @@ from foveal_runtime.frontend.engines.sequence import (
     release_media,
     run_sequence,
 )
-from foveal_runtime.frontend.engines.stream import MAX_UNREAD
 from foveal_runtime.frontend.grammars.compiler import Compiler
 from foveal_runtime.frontend.grammars.reader import TurnFormat
 from foveal_runtime.frontend.http.access.admission import Gate, Ticket
+from foveal_runtime.frontend.http.answer_budget import Hold, charge_answer
 from foveal_runtime.frontend.http.answers import Answer
 from foveal_runtime.frontend.http.asgi.disconnect import until_disconnect
 from foveal_runtime.frontend.http.monitoring.request_stats import RequestStats
@@ -43,7 +42,6 @@ from foveal_runtime.frontend.items.seams import (
     PrepareOptions,
 )
 from foveal_runtime.frontend.items.source import Page
-from foveal_runtime.frontend.protocol.bounds import check_prompt_logprobs, tokens_with_scores
 from foveal_runtime.frontend.protocol.messages import Message
 from foveal_runtime.frontend.protocol.requests import (
     MAX_CHOICES,
@@ -163,9 +161,7 @@ class Job:
     skip_special_tokens: bool
     continues_prompt: bool
     """The text continues the prompt's (completions, continue_final_message)."""
-    hold_scores: Callable[[int], None]
-    """Called with so many log probabilities of an answer that is held until its end. Raises
-    RateLimited."""
+    hold: Hold
     turn: TurnFormat | None = None
     """How reasoning and tool calls are read."""
     items: Sequence[PreparedItem] = ()
@@ -264,9 +260,7 @@ def make_job(
         drawn_seed=secrets.randbits(63),
         grammar=grammar,
     )
-    sampling, hold_scores = _charge_scores(
-        service, request, scope.ticket, sampling, len(token_ids), num_prompts
-    )
+    sampling, hold = charge_answer(request, scope.ticket, sampling, len(token_ids), num_prompts)
     options = PrepareOptions(
         request_id=scope.unique_id + suffix,
         sampling=sampling,
@@ -289,43 +283,9 @@ def make_job(
         include_stop=bool(request.include_stop_str_in_output),
         skip_special_tokens=request.skip_special_tokens is not False,
         continues_prompt=continues_prompt,
-        hold_scores=hold_scores,
+        hold=hold,
         turn=turn,
     )
-
-
-def _charge_scores(
-    service: Service,
-    request: ChatCompletionRequest | CompletionRequest,
-    ticket: Ticket,
-    sampling: SamplingParams,
-    num_tokens: int,
-    num_prompts: int,
-) -> tuple[SamplingParams, Callable[[int], None]]:
-    """Charges what the log probabilities of one prompt's answers may take while nobody reads them;
-    what a whole answer gathers beyond that is charged as it comes (see `Job.hold_scores`)."""
-    num_choices = request.n or 1
-    num_scores = check_prompt_logprobs(num_tokens * num_choices, sampling.prompt_logprobs)
-    if not request.stream:
-        given = request.max_tokens or getattr(request, "max_completion_tokens", None)
-        max_tokens = tokens_with_scores(
-            sampling.max_tokens, sampling.logprobs, num_choices * num_prompts,
-            service.config.admission.max_answer_scores, is_given=given is not None,
-        )  # fmt: skip
-        least = min(sampling.min_tokens, max_tokens)
-        sampling = msgspec.structs.replace(sampling, max_tokens=max_tokens, min_tokens=least)
-    num_scores += num_choices * min(sampling.max_tokens, MAX_UNREAD) * (sampling.logprobs + 1)
-    ticket.charge_scores(num_scores)
-    left = num_scores
-
-    def hold(num_held: int) -> None:
-        nonlocal left
-        left -= num_held
-        if left < 0:
-            ticket.charge_scores(num_scores - left)
-            left = num_scores
-
-    return sampling, hold if not request.stream else lambda _: None
 
 
 def _truncated(
@@ -392,7 +352,7 @@ async def open_run(
                     requests.append(request)
                     streams.append(_stream(service, job, request))
         stats.prepared()
-        holds = [job.hold_scores for job in jobs for _ in range(num_choices)]
+        holds = [job.hold for job in jobs for _ in range(num_choices)]
         watched = _watched(merge(streams, most), stats, parent.child("generate"), holds)
         async with aclosing(watched) as merged:
             yield merged
@@ -409,7 +369,7 @@ async def _watched(
     deltas: AsyncGenerator[tuple[int, Delta], None],
     stats: RequestStats,
     span: Span,
-    holds: Sequence[Callable[[int], None]],
+    holds: Sequence[Hold],
 ) -> AsyncGenerator[tuple[int, Delta], None]:
     """Counts and charges what passes. Owns the span of the generation."""
     num_tokens = 0
@@ -421,8 +381,8 @@ async def _watched(
                     span.event("first_token")
                 num_tokens += delta.num_tokens
                 stats.add(index, delta)
-                if delta.logprobs:
-                    holds[index](sum(1 + len(found.top_ids) for found in delta.logprobs))
+                num_scores = sum(1 + len(found.top_ids) for found in delta.logprobs)
+                holds[index](delta.num_tokens, num_scores)
                 yield index, delta
         error = ""
     except Exception as raised:

@@ -55,12 +55,12 @@ def build_token_router(
                 f"tokens has {len(body.tokens)} entries; at most {limit} are taken", param="tokens"
             )
         scope_of(service, request).ticket.charge_tokens(len(body.tokens))
-        for token_id in body.tokens:
-            if token_id >= service.tokenizer.vocab_size:
-                raise InvalidRequest(
-                    f"tokens: {token_id} is not a token id below {service.tokenizer.vocab_size}",
-                    param="tokens",
-                )
+        largest = max(body.tokens, default=0)
+        if largest >= service.tokenizer.vocab_size:
+            raise InvalidRequest(
+                f"tokens: {largest} is not a token id below {service.tokenizer.vocab_size}",
+                param="tokens",
+            )
         text = await service.in_thread(lambda: service.tokenizer.decode(body.tokens))
         return DetokenizeResponse(prompt=text)
 

@@ -31,6 +31,7 @@ from foveal_runtime.plan.media import MMHash
 
 T = TypeVar("T")
 
+_MAX_URL_HEAD = 4096
 _THREAD_BYTES = 1 << 20
 """Hashing and base64 of larger media leave the event loop."""
 
@@ -124,6 +125,7 @@ class Identifier:
         url = part.url or ""
         if url[:5].lower() == "data:":
             url = url if url.startswith("data:") else "data:" + url[5:]
+            hashing.check_text_size(url, limit + _MAX_URL_HEAD)
             return await self._read_data_url(url, limit, options.salt), DataUrlMedia(url, limit)
         with self._stats.stages.measure("fetch"):
             data = await self._fetcher.fetch(

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field
 
-from foveal_runtime.frontend.protocol.bounds import Lenient, Open, check_num_parts
+from foveal_runtime.frontend.protocol.bounds import Lenient, Open, check_num_parts, check_tools
 from foveal_runtime.frontend.protocol.messages import Text
 from foveal_runtime.frontend.protocol.requests import (
     Float,
@@ -149,7 +149,12 @@ class CountTokensRequest(Open):
         BeforeValidator(check_num_parts),
     ]
     system: Text | Annotated[list[TextBlock], Field(max_length=4096, fail_fast=True)] | None = None
-    tools: Annotated[list[ClientTool], Field(max_length=1024, fail_fast=True)] | None = None
+    tools: (
+        Annotated[
+            list[ClientTool], Field(max_length=1024, fail_fast=True), BeforeValidator(check_tools)
+        ]
+        | None
+    ) = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
 
-from foveal_runtime.frontend.protocol.bounds import Lenient, Open, check_num_parts
+from foveal_runtime.frontend.protocol.bounds import Lenient, Open, check_num_parts, check_tools
 from foveal_runtime.frontend.protocol.messages import ContentPart, Text
 from foveal_runtime.frontend.protocol.requests import Float, Integer, Schema
 from foveal_runtime.plan.errors import InvalidRequest, Unsupported
@@ -115,7 +115,12 @@ class ResponsesRequest(Open):
     instructions: Text | None = Field(None, description="a system message before the input")
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=1024, fail_fast=True)] | None = None
+    tools: (
+        Annotated[
+            list[FunctionTool], Field(max_length=1024, fail_fast=True), BeforeValidator(check_tools)
+        ]
+        | None
+    ) = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions | None = (
         None
     )

@@ -11,15 +11,17 @@ import re
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, WrapValidator
 
 from foveal_runtime.frontend.protocol.bounds import (
     Bounded,
     Lenient,
     Open,
+    check_ids,
     check_num_fields,
     check_num_parts,
     check_plain,
+    check_tools,
 )
 from foveal_runtime.frontend.protocol.messages import Message, Text
 
@@ -209,6 +211,11 @@ class Tool(Lenient):
     function: ToolFunction
 
 
+Tools = Annotated[
+    list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True), BeforeValidator(check_tools)
+]
+
+
 class _Named(Lenient):
     name: ToolName
 
@@ -240,9 +247,7 @@ class ChatCompletionRequest(_Sampling):
     chat_template_kwargs: FreeForm | None = Field(
         None, description="extra variables for the model's chat template"
     )
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
-        None, description="functions that the model may call"
-    )
+    tools: Tools | None = Field(None, description="functions that the model may call")
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = Field(
         None, description="whether it must; default auto"
     )
@@ -256,7 +261,11 @@ class ChatCompletionRequest(_Sampling):
     include_reasoning: bool | None = Field(None, description="false: it is not part of the answer")
 
 
-TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=16_000_000, fail_fast=True)]
+TokenIds = Annotated[
+    list[TokenId],
+    Field(min_length=1, max_length=16_000_000, fail_fast=True),
+    WrapValidator(check_ids),
+]
 Prompt = (
     Text
     | TokenIds
@@ -285,7 +294,7 @@ class TokenizeRequest(_Strict):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: FreeForm | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Tools | None = None
     return_token_strs: bool | None = None
     expand_media: bool | None = Field(None, description="false: a medium counts as one token")
     mm_processor_kwargs: FreeForm | None = None
@@ -293,4 +302,6 @@ class TokenizeRequest(_Strict):
 
 class DetokenizeRequest(_Strict):
     model: str | None = Field(None, max_length=1024)
-    tokens: Annotated[list[TokenId], Field(max_length=16_000_000, fail_fast=True)]
+    tokens: Annotated[
+        list[TokenId], Field(max_length=16_000_000, fail_fast=True), WrapValidator(check_ids)
+    ]

@@ -18,6 +18,7 @@ from foveal_runtime.plan.budget.types import (
     MEDIA_WORKER_BYTES,
     MIRROR_BYTES_PER_KEY,
     MIRROR_ITEM_BYTES,
+    MIRROR_UUIDS_BYTES,
     BudgetInputs,
     Line,
     Place,
@@ -47,7 +48,7 @@ def frontend_lines(
     """What a frontend pod needs besides its processor caches."""
     f, taken = inputs.frontend, profile.processes
     keys = ipc_bytes // MIRROR_ITEM_BYTES
-    mirror = needs.mirror_engines * keys * MIRROR_BYTES_PER_KEY
+    mirror = needs.mirror_engines * (keys * MIRROR_BYTES_PER_KEY + MIRROR_UUIDS_BYTES)
     workers = max(f.media_workers, f.processes)  # each process has one of its own
     admitted = max(f.max_media_bytes, f.max_body_bytes)
     lines = (
@@ -87,7 +88,8 @@ def frontend_lines(
             "mirrors",
             "frontend",
             mirror,
-            f"{needs.mirror_engines} engines planned x {keys} keys x {MIRROR_BYTES_PER_KEY} B",
+            f"{needs.mirror_engines} engines planned x ({keys} keys x {MIRROR_BYTES_PER_KEY} B + "
+            f"{format_gib(MIRROR_UUIDS_BYTES)} of uuids)",
             f.processes,
         ),
         _line("shm", "frontend", needs.frontend_shm_bytes, _SHM),

@@ -19,7 +19,7 @@ Place = Literal["frontend", "engine", "device"]
 FRONTEND_PROCESS_BYTES = 128 * MIB
 """One HTTP process, where the profile has not measured it: 71 MiB with a small tokenizer."""
 FRONTEND_BOOKS = {
-    "uuids": (65_536, 270),
+    "uuids": (16_384, 270),
     "digests of data URLs": (16_384, 350),
     "engines that took a prompt or an item": (16_384, 270),
     "items that were evicted": (8_192, 270),
@@ -29,13 +29,14 @@ FRONTEND_BOOKS = {
 """What a frontend process remembers besides its caches: entries at most, and bytes of each with
 the tables that hold them. tests/data_plane/plan/test_books.py fills them."""
 ENGINE_BOOKS = {
-    "uuids": (65_536, 270),
+    "uuids": (16_384, 270),
     "values that departed": (8_192, 270),
     "values, outputs and blocks that were evicted": (3 * 8_192, 270),
     "keys of other cache sizes": (3 * 4 * 4_096, 180),
+    "cache events for readers": (11_264, 1_024),
     "quarantine": (1_024, 700),
 }
-FRONTEND_SERVING_BYTES = 48 * MIB
+FRONTEND_SERVING_BYTES = 36 * MIB
 """What it takes besides once requests come: its books at their bounds, sockets, threads, free
 memory between blocks in use."""
 MEDIA_WORKER_BYTES = 512 * MIB
@@ -53,6 +54,8 @@ DEVICE_TOLERANCE_PERCENT = 5
 LOAD_STAGING_MAX_BYTES = 2 * GIB
 MIRROR_BYTES_PER_KEY = 400
 """Measured in CPython: 0.3 KB a key, 0.4 KB with its metadata."""
+MIRROR_UUIDS_BYTES = 16_384 * 220
+"""The uuids that an engine holds, as a frontend knows them; counted for each engine."""
 MIRROR_ITEM_BYTES = 64 * 1024
 """Mirrors are planned for items of this size: smaller ones mean more keys than planned."""
 MIRROR_MIN_ENGINES = 4

@@ -16,12 +16,16 @@ from foveal_runtime.plan.errors import Overloaded, RateLimited
 Reason = Literal["requests", "uploads", "tokens", "scores", "media_bytes", "draining"]
 SEQUENCE_TOKENS = 256
 """What one more choice of a prompt costs besides its tokens, in tokens."""
+TOKEN_BYTES = 130
+SCORE_BYTES = 100
+"""What a token and a log probability of an answer take while they are held."""
 
 
 class Gate:
     """The counters of one process. Invariant: each is the sum over open tickets.
 
     Attributes:
+        media_bytes: of bodies, fetched media and answers. max_scores: log probabilities held.
         leaving: /readyz says no, requests are still served. draining: they are refused.
         num_requests: whose body is complete; num_uploads: whose body is still arriving.
         rejections: by reason, since the start.
@@ -29,6 +33,7 @@ class Gate:
 
     def __init__(self, limits: Admission) -> None:
         self.limits = limits
+        self.max_scores = min(limits.max_answer_scores, limits.max_media_bytes // SCORE_BYTES)
         self.draining = False
         self.num_requests = 0
         self.num_uploads = 0
@@ -109,7 +114,7 @@ class Gate:
         down, it never makes a valid request impossible."""
         if used > 0 and wanted > limit:
             self.rejections[reason] += 1
-            what = "prompt tokens" if reason == "tokens" else "bytes of request bodies and media"
+            what = "prompt tokens" if reason == "tokens" else "bytes of bodies, media and answers"
             raise RateLimited(
                 f"{used} {what}{whose} are in flight; {wanted - used} more would exceed this "
                 f"process's limit of {limit}"
@@ -162,15 +167,22 @@ class Ticket:
             self.num_tokens += num_tokens
             gate.num_tokens += num_tokens
 
-    def charge_scores(self, num_scores: int) -> None:
-        """Log probabilities that may be held until the request ends. Raises RateLimited."""
+    @property
+    def max_scores(self) -> int:
+        """Log probabilities that one answer may hold."""
+        return self._gate.max_scores
+
+    def charge_answer(self, num_tokens: int, num_scores: int) -> None:
+        """Tokens and log probabilities that may be held until the request ends. Their bytes count
+        with those of bodies and media, for which there is room in the plan. Raises RateLimited."""
         gate = self._gate
-        if num_scores and gate.num_scores + num_scores > gate.limits.max_answer_scores:
+        if num_scores and gate.num_scores + num_scores > gate.max_scores:
             gate.rejections["scores"] += 1
             raise RateLimited(
                 f"log probabilities: {gate.num_scores} are in flight; {num_scores} more would "
-                f"exceed this process's limit of {gate.limits.max_answer_scores}"
+                f"exceed this process's limit of {gate.max_scores}"
             )
+        self.charge_media_bytes(num_tokens * TOKEN_BYTES + num_scores * SCORE_BYTES)
         if self._open:
             self.num_scores += num_scores
             gate.num_scores += num_scores

@@ -13,6 +13,7 @@ from fastapi import APIRouter, Request
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
+from foveal_runtime.frontend.http.answer_budget import hold_nothing
 from foveal_runtime.frontend.http.answers import Tally
 from foveal_runtime.frontend.http.asgi.disconnect import until_disconnect
 from foveal_runtime.frontend.http.asgi.errors import json_response
@@ -163,7 +164,7 @@ def _job(
         include_stop=False,
         skip_special_tokens=True,
         continues_prompt=False,
-        hold_scores=lambda _: None,
+        hold=hold_nothing,
     )
 
 
@@ -177,7 +178,7 @@ async def _answer(
         async for index, delta in deltas:
             if delta.embedding and not is_charged:
                 num_values = _check_size(request, len(delta.embedding) // 4)
-                scope.ticket.charge_scores(num_values * len(jobs) // _SCORE_VALUES)
+                scope.ticket.charge_answer(0, num_values * len(jobs) // _SCORE_VALUES)
                 is_charged = True
             tally.add(index, delta)
             found[index] = delta.embedding
