@@ -33,7 +33,7 @@ from foveal_runtime.model.checkpoint.probe import probe_layers, probe_states
 from foveal_runtime.model.checkpoint.weights import stored_bytes
 from foveal_runtime.model.memory import PeakMeter
 from foveal_runtime.model.runner.runner import TorchRunner
-from foveal_runtime.model.runner.running import SequenceState
+from foveal_runtime.model.runner.sequence import SequenceState
 from foveal_runtime.model.runner.traits import read_traits
 from foveal_runtime.model.sampling.sampler import Sampler
 from foveal_runtime.plan.media import MODALITIES

@@ -15,7 +15,7 @@ import numpy as np
 from foveal_runtime.engine.types.step import MMInput, ScheduledRequest
 from foveal_runtime.model.device import Device
 from foveal_runtime.model.layers.lora import Lora, LoraRows
-from foveal_runtime.model.runner.running import PENDING, SequenceState
+from foveal_runtime.model.runner.sequence import PENDING, SequenceState
 
 
 @dataclass(frozen=True, slots=True)

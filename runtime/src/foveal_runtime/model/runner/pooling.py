@@ -15,7 +15,7 @@ import torch
 
 from foveal_runtime.engine.types.step import Pooled, StepResult
 from foveal_runtime.model.runner.batch import TokenWindow
-from foveal_runtime.model.runner.running import SequenceState
+from foveal_runtime.model.runner.sequence import SequenceState
 
 
 class PoolSpan(NamedTuple):

@@ -54,7 +54,8 @@ from foveal_runtime.model.runner.graphs import Capturer, DecodeGraphs, capture_s
 from foveal_runtime.model.runner.pooling import StepPool, pool_spans
 from foveal_runtime.model.runner.positions import prompt_positions
 from foveal_runtime.model.runner.prompt_scores import score_prompt
-from foveal_runtime.model.runner.running import PENDING, SequenceState, SubmittedStep
+from foveal_runtime.model.runner.sequence import PENDING, SequenceState
+from foveal_runtime.model.runner.submitted_step import SubmittedStep
 from foveal_runtime.model.runner.traits import read_traits
 from foveal_runtime.model.sampling.grammar import Grammars
 from foveal_runtime.model.sampling.sampler import Sampler
