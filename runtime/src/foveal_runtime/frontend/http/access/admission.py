@@ -26,7 +26,7 @@ class Gate:
 
     Attributes:
         media_bytes: of bodies, fetched media and answers. max_scores: log probabilities held.
-        leaving: /readyz says no, requests are still served. draining: they are refused.
+        draining: /readyz says no and requests are refused.
         num_requests: whose body is complete; num_uploads: whose body is still arriving.
         rejections: by reason, since the start.
     """
