@@ -57,6 +57,36 @@ def test_a_batch_equals_items_alone(encoder) -> None:
     store.check_integrity()
 
 
+@pytest.mark.parametrize("name", ["llava", "qwen3_vl"])
+@torch.inference_mode()
+def test_given_outputs_are_what_the_encoder_would_have_made(encoder, tiny, name) -> None:
+    """All levels of them, each beside the others; a wrong shape fails alone."""
+    runner, store = encoder(name)
+    width = runner._width * runner._levels
+    rows = np.random.default_rng(3).standard_normal((1, 6, width), dtype=np.float32)
+
+    def given(mm_hash: bytes, values: np.ndarray, num_embeds: int = 6) -> EncoderInput:
+        fields = {"image_embeds": (str(values.dtype), values)}
+        value = pack_item(0, (3,) * num_embeds, ((0, num_embeds),), fields)
+        return EncoderInput(mm_hash, 0, num_embeds, value)
+
+    runner.encode(
+        [
+            given(b"good", rows),
+            given(b"narrow", rows[:, :, 1:]),
+            given(b"count", rows, 5),
+            given(b"kind", rows.astype(np.int64)),
+        ]
+    )
+    output = store.lookup(b"good")
+    assert output.shape == (runner._levels, 6, runner._width)
+    together = torch.cat(list(output), dim=-1)
+    torch.testing.assert_close(together, torch.from_numpy(rows[0]).to(output.dtype), rtol=0, atol=0)
+    for bad in (b"narrow", b"count", b"kind"):
+        assert "are needed" in store.lookup_failure(bad)
+    store.check_integrity()
+
+
 @torch.inference_mode()
 def test_a_bad_item_fails_alone(encoder) -> None:
     """Wrong count, wrong shape, missing field, not an item, a modality the model has not."""

@@ -15,8 +15,10 @@ from llguidance import LLMatcher
 from foveal_runtime.frontend.grammars.worker import compile_job
 from foveal_runtime.frontend.testing.fake_tokenizer import EOS, byte_tokenizer
 from foveal_runtime.model.device import Device, open_device
+from foveal_runtime.model.sampling import grammar as grammar_module
 from foveal_runtime.model.sampling.grammar import Grammars, forbidden
 from foveal_runtime.model.sampling.sampler import Sampler
+from foveal_runtime.plan.budget.types import GRAMMAR_CACHE_BYTES, compiled_grammar_bytes
 from foveal_runtime.plan.sampling import SamplingParams
 
 VOCAB = 263
@@ -171,6 +173,13 @@ def test_the_cache_of_grammars_is_bounded(model_path, monkeypatch):
         bound = Sequence(options(""))
         grammars.words(bound, LLMatcher.grammar_from_lark(f'start: "{number}"'), [], 0)
     assert grammars.stats.num_cached <= 256
+    assert 0 < grammars.stats.cached_bytes <= GRAMMAR_CACHE_BYTES
+    monkeypatch.setattr(grammar_module, "GRAMMAR_CACHE_BYTES", 3 * 4096)
+    for number in range(3):
+        last = LLMatcher.grammar_from_lark(f'start: "x{number}"')
+        grammars.words(Sequence(options("")), last, [], 0)
+    assert grammars.stats.num_cached == 2  # each takes 4 KiB and its text
+    assert grammars.stats.cached_bytes <= 3 * 4096
 
 
 def random_schema(rng: random.Random, depth: int = 0) -> dict:
@@ -257,6 +266,6 @@ def test_what_grammars_cost_is_counted(model_path):
         grammars.words(sequence, grammar, [], 0)
     stats = grammars.stats
     assert (stats.num_lookups, stats.num_hits, stats.num_cached) == (2, 1, 1)
-    assert stats.cached_bytes == len(grammar)
+    assert stats.cached_bytes == compiled_grammar_bytes(grammar)
     assert stats.compile_seconds > 0
     assert stats.mask_seconds > 0

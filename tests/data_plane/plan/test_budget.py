@@ -40,6 +40,18 @@ def test_a_given_limit_is_shared_by_the_caches() -> None:
     )
 
 
+def test_grammars_have_their_bytes_on_every_rank() -> None:
+    """A profile of before, which does not record the vocabulary, plans as it did."""
+    assert not [line for line in plan(gpu(), VLM).engine.lines if line.name == "grammars"]
+    wide = msgspec.structs.replace(VLM, vocab_size=150_000)
+    for inputs in (gpu(), gpu(num_devices=2)):
+        line = plan(inputs, wide).engine.line("grammars")
+        seqs = inputs.engine.max_num_seqs
+        assert line.each_bytes == 64 * MIB + seqs * MIB // 2 + 150_000 * 1200
+        assert line.count == inputs.engine.num_devices
+        assert f"{seqs} requests" in line.formula
+
+
 def test_given_sizes_derive_the_limit() -> None:
     """Example 3: pinned 1 GiB and 2 GiB; the limits follow and nothing else moves."""
     base = plan(gpu(), VLM)

@@ -171,6 +171,10 @@ class Frontend(Part, frozen=True, kw_only=True):
         Literal["Refuse", "Ignore"],
         Meta(description="Request options that the server does not know. Default: Refuse."),
     ] = "Refuse"
+    media_embeds: Annotated[
+        bool,
+        Meta(description="Images may come as encoder outputs (image_embeds). Default: false."),
+    ] = False
     tool_format: Annotated[
         ToolFormat | None,
         Meta(description="How the model writes tool calls; default: as its chat template does."),

@@ -41,6 +41,7 @@ from foveal_runtime.plan.profile import ItemProfile, ModelProfile, ValueSource
 from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.wire.item import meta_of, read_header
 
+CONFIGURED = ("max_model_len", "kv_bytes_per_token", "embed_width", "embed_levels", "vocab_size")
 LOGIT_ROWS = 256
 """Rows of logits alive at once: a step's samples, or a piece of prompt logprobs."""
 _LOGIT_COPIES = 3  # the head's own, a float32 one, and the sampler's pieces
@@ -84,13 +85,14 @@ def predict(
         "replicated_weight_bytes": "formula",
         **{f"items.{name}": "processor" for name in items},
     }
-    for name in ("max_model_len", "kv_bytes_per_token", "embed_width", "embed_levels"):
+    for name in CONFIGURED:
         sources[name] = "config"
     return ModelProfile(
         model=Path(path).name,
         dtype=str(loaded.dtype).removeprefix("torch."),
         is_multimodal=traits.is_multimodal,
         max_model_len=traits.max_position,
+        vocab_size=traits.vocab_size,
         weight_bytes=total,
         replicated_weight_bytes=min(total, replicated_bytes(loaded.model)),
         num_heads=math.gcd(*(layer.num_heads for layer in layers)),

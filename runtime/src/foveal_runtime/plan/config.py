@@ -298,6 +298,7 @@ class FrontendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             https://app.example.org; "*" is any. Empty: none.
         ignore_unknown_options: request options that this server does not know are left out, not
             refused.
+        media_embeds: images may come as encoder outputs (`image_embeds` parts).
         task: what is served: generated text, embeddings or both. Engines can do either.
         pooling: what an embedding is made of; "": as the checkpoint says, else its last token.
         tool_format: how the model writes tool calls; "": as its chat template does.
@@ -333,6 +334,7 @@ class FrontendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     tenant_salt_header: str = ""
     allowed_origins: tuple[str, ...] = ()
     ignore_unknown_options: bool = False
+    media_embeds: bool = False
     task: Task = "generate"
     pooling: Pooling | Literal[""] = ""
     tool_format: ToolFormat | Literal[""] = ""

@@ -133,6 +133,7 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
             configuration, the headers of the weight files, a formula over configuration values,
             the processor at work, or a measurement.
         processes: what the processes that serve it take, as measured where the profile was made.
+        vocab_size: width of the model's logits; 0 = not recorded.
         limits: the limits on media it was made with; None = not recorded.
         processor: sizes that the processor itself keeps to, by modality and option.
         versions: packages that it was made with, by name.
@@ -165,6 +166,7 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_heads: int = 0
     window: int = 0
     window_kv_bytes_per_token: int = 0
+    vocab_size: int = 0
     limits: ProfileLimits | None = None
     processor: dict[str, int] = {}
     versions: dict[str, str] = {}

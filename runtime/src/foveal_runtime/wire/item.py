@@ -28,6 +28,8 @@ from foveal_runtime.wire.palette import (
 
 MAGIC = b"FMI1"
 ALIGN = 64
+EMBEDS = "image_embeds"
+"""The field of an item that comes as its encoder's outputs: (1, outputs, width of all levels)."""
 ITEM_SIZES = {
     "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
     "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,

@@ -127,6 +127,34 @@ def check(loaded, name: str, modality: int, files: list[bytes], text: str) -> No
             assert np.array_equal(alone, full[field].numpy()), field
 
 
+NOT_AS_EMBEDS = {"mistral3", "idefics3", "smolvlm"}
+"""Families whose images take several stretches of a prompt, by their size."""
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_embeddings_take_the_place_of_their_image(loaded, name):
+    """Encoder outputs without their image expand to the same ids and grid as the image itself."""
+    from safetensors.numpy import save
+
+    from foveal_runtime.frontend.items.embeds import embeds_item
+
+    processor, info = loaded(name)
+    assert info.embeds is not None
+    if name in NOT_AS_EMBEDS:
+        assert "separate stretches" in info.embeds.reason
+        return
+    assert info.embeds.reason == ""
+    for size in ((256, 192), (90, 60)):
+        image = view_item(processor.process(0, processor.decode(0, png(0, *size), {}), {}))
+        tensors = {"image_embeds": np.zeros((image.meta.num_embeds, info.embeds.width), "f4")}
+        if info.embeds.merge:
+            tensors["image_grid_thw"] = image.fields["image_grid_thw"].numpy()
+        if len(image.header.embed_runs) == 1:
+            given = view_item(embeds_item(save(tensors), info))
+            assert given.header.replacement == image.header.replacement
+            assert given.header.embed_runs == image.header.embed_runs
+
+
 @pytest.mark.parametrize("name", IMAGES)
 def test_items_have_the_fields_that_the_encoder_takes(loaded, name):
     """Regression: Video-LLaVA's processor names its pixels otherwise than its feature method, so

@@ -20,7 +20,14 @@ from foveal_runtime.frontend.common.single_flight import SingleFlight
 from foveal_runtime.frontend.common.stats import FrontendStats
 from foveal_runtime.frontend.items.aliases import Aliases
 from foveal_runtime.frontend.items.documents import Documents
-from foveal_runtime.frontend.items.identify import Identifier, Named, naming, unknown_media
+from foveal_runtime.frontend.items.embeds import embeds_item
+from foveal_runtime.frontend.items.identify import (
+    Identifier,
+    Named,
+    naming,
+    off_loop,
+    unknown_media,
+)
 from foveal_runtime.frontend.items.injection import Injector
 from foveal_runtime.frontend.items.placement import (
     check_counts,
@@ -38,7 +45,12 @@ from foveal_runtime.frontend.media.workers import MediaWorkers, Workers, WorkerS
 from foveal_runtime.frontend.protocol.bounds import check_prompt_logprobs
 from foveal_runtime.mirror.sender import SendItem, SendValue
 from foveal_runtime.plan.config import FrontendConfig
-from foveal_runtime.plan.errors import ContextLengthExceeded, FovealError, InvalidRequest
+from foveal_runtime.plan.errors import (
+    ContextLengthExceeded,
+    FovealError,
+    InvalidRequest,
+    Unsupported,
+)
 from foveal_runtime.plan.media import MODALITIES, ItemMeta, MMHash
 from foveal_runtime.wire.item import meta_of, read_header
 from foveal_runtime.wire.namespace import model_namespace
@@ -148,6 +160,7 @@ class MediaInput:
         """See `seams.InputProcessor`."""
         items: list[PreparedItem] = []
         try:
+            self._check_embeds(parts)
             check_counts(self.info, self.config.modalities, parts)
             token_ids = complete_prompt(self.info, token_ids, parts)
             slots = match_placeholders(self.info, token_ids, parts)
@@ -206,25 +219,40 @@ class MediaInput:
         which = []
         for part, name in zip(parts, named, strict=True):
             modality = MODALITIES.index(part.modality)
-            key = name.key or hashing.mm_hash(
-                name.digest,
-                modality=modality,
-                identity=self.info.identity,
-                options=options.mm_processor_kwargs,
-                salt=options.salt,
-            )
+            key = name.key or self._key(part, modality, name, options)
             if key not in index_of:
                 index_of[key] = len(items)
-                items.append(self._item(key, modality, name, raw_options, options.client))
+                item = self._item(key, modality, name, raw_options, options.client, part.is_embeds)
+                items.append(item)
             which.append(index_of[key])
         return which
 
+    def _key(self, part: MediaPart, modality: int, name: Named, options: PrepareOptions) -> MMHash:
+        identity = self.info.identity
+        if part.is_embeds:
+            return hashing.embeds_hash(name.digest, identity=identity, salt=options.salt)
+        return hashing.mm_hash(
+            name.digest,
+            modality=modality,
+            identity=identity,
+            options=options.mm_processor_kwargs,
+            salt=options.salt,
+        )
+
     def _item(
-        self, key: MMHash, modality: int, name: Named, options: bytes, client: str
+        self,
+        key: MMHash,
+        modality: int,
+        name: Named,
+        options: bytes,
+        client: str,
+        is_embeds: bool,
     ) -> PreparedItem:
         cost = ItemCost()
 
         def make(raw: RawMedia) -> Coroutine[Any, Any, Buffer]:
+            if is_embeds:
+                return self._take_embeds(key, raw)
             return self._make(key, modality, options, raw, cost, client)
 
         source = ItemSource(key, self.cache, self.stats, name.raw, make)
@@ -280,6 +308,27 @@ class MediaInput:
             return done.value
 
         return await self.processing.run(key, work)
+
+    async def _take_embeds(self, key: MMHash, raw: RawMedia) -> Buffer:
+        """The item of encoder outputs that a client sent; no processor has any part in it."""
+
+        async def work() -> Buffer:
+            data = await raw.read()
+            value = await off_loop(len(data), lambda: embeds_item(data, self.info))
+            self._check_value(value)
+            self.cache.commit(key, value)
+            return value
+
+        return await self.processing.run(key, work)
+
+    def _check_embeds(self, parts: Sequence[MediaPart]) -> None:
+        path = next((part.path for part in parts if part.is_embeds), None)
+        if path is not None and not self.config.media_embeds:
+            raise Unsupported(
+                f"{path}: images as embeddings are switched off here (--enable-mm-embeds, "
+                "frontend.mediaEmbeds): send the image",
+                param=path,
+            )
 
     def _check_value(self, value: Buffer) -> None:
         """A value that no request can use takes no place in a cache."""

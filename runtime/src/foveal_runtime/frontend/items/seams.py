@@ -33,6 +33,7 @@ class MediaPart:
         uuid: the user's name for the content; with neither url nor data the part is uuid-only.
         path: where it stands in the request, e.g. "messages[1].content[2]": for error messages.
         page: the image is this page of a document; None for all other parts.
+        is_embeds: the content is a file of encoder outputs (see `items.embeds`).
     """
 
     modality: Modality
@@ -41,6 +42,7 @@ class MediaPart:
     uuid: str | None = None
     path: str = ""
     page: Page | None = None
+    is_embeds: bool = False
 
     @property
     def is_uuid_only(self) -> bool:

@@ -30,6 +30,7 @@ from foveal_runtime.wire.item import pack_item
 
 IMAGE_TOKEN = 4
 NUM_TOKENS = 6
+EMBED_WIDTH = 8
 _PIXELS = 16
 
 
@@ -47,8 +48,9 @@ class FakeProcessor:
             0, "<image>", IMAGE_TOKEN, IMAGE_TOKEN, "<image>", "rule"
         )
         return protocol.ProcessorInfo(
-            "FakeProcessor", "fake", short_digest(namespace, b"fake"), (placeholder,)
-        )
+            "FakeProcessor", "fake", short_digest(namespace, b"fake"), (placeholder,),
+            embeds=protocol.EmbedsLayout(width=EMBED_WIDTH, head=(5,), tail=(6,)),
+        )  # fmt: skip
 
     def page_digests(self, data: memoryview) -> list[bytes]:
         if bytes(data[:1]) == b"!":

@@ -105,6 +105,12 @@ def injected_hash(name: str, *, namespace: str, identity: bytes, salt: bytes = b
     return blake3(frame(["foveal.injected", namespace, name, identity, salt or None])).digest()
 
 
+def embeds_hash(digest: bytes, *, identity: bytes, salt: bytes = b"") -> MMHash:
+    """The key of an image that came as encoder outputs: nothing ties them to the image that they
+    claim to be, so it never equals that of an image. `digest` is of the file that holds them."""
+    return blake3(frame(["foveal.embeds", digest, identity, salt or None])).digest()
+
+
 class DataUrl(msgspec.Struct, frozen=True):
     """A data: URL taken apart; `payload` is still encoded."""
 

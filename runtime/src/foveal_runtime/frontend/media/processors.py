@@ -24,12 +24,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from foveal_runtime.frontend.media import decode, palettes, rules
+from foveal_runtime.frontend.media import decode, layout, palettes, rules
 from foveal_runtime.frontend.media import options as item_options
 from foveal_runtime.frontend.media.decode import decode_image
 from foveal_runtime.frontend.media.hashing import short_digest
 from foveal_runtime.frontend.media.newlines import surround
-from foveal_runtime.frontend.media.protocol import PlaceholderInfo, ProcessorInfo
+from foveal_runtime.frontend.media.protocol import EmbedsLayout, PlaceholderInfo, ProcessorInfo
 from foveal_runtime.frontend.media.timed import Frames, decode_audio, decode_video
 from foveal_runtime.plan.config import ModalitiesConfig, ModalityLimits
 from foveal_runtime.plan.errors import (
@@ -65,6 +65,7 @@ class ItemProcessor:
 
     def __init__(self, model_path: str, limits: ModalitiesConfig) -> None:
         self.limits = limits
+        self._path = model_path
         self.model_type = _model_type(model_path)
         self.rule = rules.rule_for(self.model_type)
         self.processor = _load_processor(model_path)
@@ -93,8 +94,17 @@ class ItemProcessor:
             newlines=self.rule.newlines,
             newline_ids=rules.newline_ids(self.tokenizer) if self.rule.newlines else (),
             sampling_rate=self._sampling_rate(),
+            embeds=self._embeds_layout(),
             seconds=time.perf_counter() - begin,
         )
+
+    def _embeds_layout(self) -> EmbedsLayout | None:
+        info = self.placeholders.get(0)
+        if info is None or not info.method:
+            return None
+        output = self._call(0, [layout.sample(0, 0)], info.token, {})
+        ids = self._replacement(info, output)
+        return layout.embeds_layout(self._path, ids, embed_runs(ids, info.embed_token_id), output)
 
     def decode(
         self,
@@ -321,7 +331,7 @@ class ItemProcessor:
     def _disagreement(self, info: PlaceholderInfo) -> str:
         """ "" when splicing reproduces the full processor's prompt, else what differs."""
         assert self.tokenizer is not None
-        sample = _sample(info.modality, self._sampling_rate())
+        sample = layout.sample(info.modality, self._sampling_rate())
         if info.modality == 0:
             sample = self._through_files(sample)
         output = self._call(info.modality, [sample], info.token, {})
@@ -416,17 +426,6 @@ def _array(name: str, value: Any) -> tuple[str, np.ndarray[Any, Any]]:
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.view(torch.uint16)
     return kind, tensor.numpy()
-
-
-def _sample(modality: int, sampling_rate: int) -> Any:
-    """A deterministic item, large enough for any processor's smallest size."""
-    ramp = (np.arange(192 * 256 * 3, dtype=np.uint32) * 2654435761 >> 24).astype(np.uint8)
-    if modality == 0:
-        return Image.fromarray(ramp.reshape(192, 256, 3), "RGB")
-    if modality == 1:
-        return Frames(np.stack([ramp.reshape(192, 256, 3)] * 8), list(range(8)), 8, 2.0)
-    seconds = np.arange(sampling_rate or 16000, dtype=np.float32) / (sampling_rate or 16000)
-    return np.sin(2 * np.pi * 440 * seconds).astype(np.float32) * 0.5
 
 
 def _model_type(model_path: str) -> str:

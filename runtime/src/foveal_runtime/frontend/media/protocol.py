@@ -16,6 +16,8 @@ from foveal_runtime.plan.media import MODALITIES, Modality
 
 MAX_HEADER_BYTES = 16 * 1024 * 1024
 PREFIX_BYTES = 12
+GRID = "image_grid_thw"
+"""The field with an image's time, height and width in patches, where a family has one."""
 
 
 class PlaceholderInfo(msgspec.Struct, frozen=True):
@@ -39,6 +41,24 @@ class PlaceholderInfo(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
+class EmbedsLayout(msgspec.Struct, frozen=True):
+    """How an image that comes as encoder outputs stands in this model's prompt.
+
+    Attributes:
+        width: numbers of one encoder output, all its levels together.
+        head, tail: token ids before and after the outputs of an image.
+        merge: so many patches a side make one output, and the image's grid must come along; 0: no
+            grid.
+        reason: why such images cannot be served; "" = they can.
+    """
+
+    width: int = 0
+    head: tuple[int, ...] = ()
+    tail: tuple[int, ...] = ()
+    merge: int = 0
+    reason: str = ""
+
+
 class ProcessorInfo(msgspec.Struct, frozen=True):
     """What the HTTP process must know of the model's processor, without importing it.
 
@@ -50,6 +70,7 @@ class ProcessorInfo(msgspec.Struct, frozen=True):
         newlines, newline_ids: how many newlines stand on both sides of each image placeholder, and
             the token of n newlines at n - 1 (see `newlines.surround`).
         sampling_rate: of audio, 0 when the model takes none.
+        embeds: of images as encoder outputs; None when the model takes no images.
         seconds: what loading and the first item took.
     """
 
@@ -63,6 +84,7 @@ class ProcessorInfo(msgspec.Struct, frozen=True):
     newlines: int = 0
     newline_ids: tuple[int, ...] = ()
     sampling_rate: int = 0
+    embeds: EmbedsLayout | None = None
     seconds: float = 0.0
 
     def placeholder_token_id(self, modality: Modality) -> int | None:

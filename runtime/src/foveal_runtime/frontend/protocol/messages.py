@@ -64,6 +64,16 @@ class ImagePart(Lenient):
     uuid: Uuid = None
 
 
+class ImageEmbedsPart(Lenient):
+    """An image as the outputs of the model's own encoder."""
+
+    type: Literal["image_embeds"]
+    image_embeds: str | None = Field(
+        None, description="base64 of a safetensors file; absent or null: `uuid` names the image"
+    )
+    uuid: Uuid = None
+
+
 class VideoPart(Lenient):
     type: Literal["video_url"]
     video_url: MediaAddress | None = Field(
@@ -108,10 +118,12 @@ class InputFilePart(FileContent):
 
 
 DocumentPart = FilePart | InputFilePart
+MediaContent = ImagePart | ImageEmbedsPart | VideoPart | AudioUrlPart | InputAudioPart
 ContentPart = Annotated[
     TextPart
     | RefusalPart
     | ImagePart
+    | ImageEmbedsPart
     | VideoPart
     | AudioUrlPart
     | InputAudioPart

@@ -13,9 +13,10 @@ from foveal_runtime.frontend.protocol.messages import (
     AudioUrlPart,
     DocumentPart,
     FilePart,
+    ImageEmbedsPart,
     ImagePart,
-    InputAudioPart,
     InputFilePart,
+    MediaContent,
     Message,
     VideoPart,
 )
@@ -63,13 +64,16 @@ def _document(part: FilePart | InputFilePart, path: str) -> MediaPart:
     return MediaPart(modality="image", url=url, path=f"{where}.{name}")
 
 
-def media_part(part: ImagePart | VideoPart | AudioUrlPart | InputAudioPart, path: str) -> MediaPart:
+def media_part(part: MediaContent, path: str) -> MediaPart:
     """Raises InvalidRequest when the part has neither content nor uuid."""
     modality: Modality
     url: str | None = None
     if isinstance(part, ImagePart):
         modality, field_name = "image", "image_url"
         url = part.image_url.url if part.image_url is not None else None
+    elif isinstance(part, ImageEmbedsPart):
+        modality, field_name, file = "image", "image_embeds", part.image_embeds
+        url = f"data:application/octet-stream;base64,{file}" if file is not None else None
     elif isinstance(part, VideoPart):
         modality, field_name = "video", "video_url"
         url = part.video_url.url if part.video_url is not None else None
@@ -84,4 +88,5 @@ def media_part(part: ImagePart | VideoPart | AudioUrlPart | InputAudioPart, path
         raise InvalidRequest(
             f"{path} has neither {field_name} nor uuid", param=f"{path}.{field_name}"
         )
-    return MediaPart(modality=modality, url=url, uuid=part.uuid, path=path)
+    is_embeds = isinstance(part, ImageEmbedsPart)
+    return MediaPart(modality=modality, url=url, uuid=part.uuid, path=path, is_embeds=is_embeds)

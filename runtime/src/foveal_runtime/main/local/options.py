@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
-from foveal_runtime.plan.config import Pooling, Task, ToolFormat
+from foveal_runtime.plan.config import DEFAULT_DOCUMENT_PAGES, Pooling, Task, ToolFormat
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.quantity import format_bytes
 
@@ -162,6 +162,10 @@ _OPTIONS: dict[str, tuple[tuple[str, str, Any, Any, str, str], ...]] = {
          "new prompts wait longer for their first token"),
         ("--ignore-unknown-options", "ignore_unknown_options", True, False, "they are refused",
          "leave out request options that this server does not know"),
+        ("--enable-mm-embeds", "media_embeds", True, False, "they are refused",
+         "take images as encoder outputs (image_embeds parts)"),
+        ("--max-document-pages N", "max_document_pages", positive, DEFAULT_DOCUMENT_PAGES, "",
+         "pages of a PDF; one with more is refused"),
         ("--tool-format FORMAT", "tool_format", [*get_args(ToolFormat)], "",
          "from the chat template",
          "how the model writes tool calls"),

@@ -26,6 +26,7 @@ from foveal_runtime.main.local.sizing import choose_device, describe, find_profi
 from foveal_runtime.plan import machine
 from foveal_runtime.plan.budget.types import BudgetPlan
 from foveal_runtime.plan.config import (
+    DEFAULT_DOCUMENT_PAGES,
     GIB,
     MIB,
     EngineCaches,
@@ -36,6 +37,7 @@ from foveal_runtime.plan.config import (
     KVDtype,
     MediaSources,
     ModalitiesConfig,
+    ModalityLimits,
     ModelConfig,
     Pooling,
     SchedulerConfig,
@@ -223,6 +225,8 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
     file_root: str = ""
     allowed_origins: tuple[str, ...] = ()
     ignore_unknown_options: bool = False
+    media_embeds: bool = False
+    max_document_pages: int = DEFAULT_DOCUMENT_PAGES
     task: Task = "generate"
     pooling: Pooling | Literal[""] = ""
     tool_format: ToolFormat | Literal[""] = ""
@@ -308,4 +312,5 @@ def _frontend(options: LocalOptions, model: ModelConfig, index: int) -> Frontend
         shm_bytes=shm_bytes // options.num_frontends,
         media_sources=_part(MediaSources, options),
         injection=injection,
+        modalities=ModalitiesConfig(image=ModalityLimits(max_pages=options.max_document_pages)),
     )

@@ -20,8 +20,9 @@ from foveal_runtime.engine.types.step import EncoderInput, StepPlan
 from foveal_runtime.model.adapters import CUSTOM_ENCODERS, EncoderSpec
 from foveal_runtime.model.checkpoint.loader import LoadedModel
 from foveal_runtime.model.device import Device
+from foveal_runtime.model.runner.traits import read_traits
 from foveal_runtime.plan.media import MODALITIES, MMHash
-from foveal_runtime.wire.item import BadItem, Item, view_item
+from foveal_runtime.wire.item import EMBEDS, BadItem, Item, view_item
 
 _ITEM_ERRORS = (ValueError, RuntimeError, TypeError, IndexError, KeyError, AssertionError)
 
@@ -145,6 +146,8 @@ class EncoderRunner:
         self._core: Any = loaded.core
         self._adapter = loaded.adapter
         self._dtype = loaded.dtype
+        traits = read_traits(loaded)
+        self._levels, self._width = traits.embed_levels, traits.embed_width
         self._device = device
         self._store = store
 
@@ -160,6 +163,9 @@ class EncoderRunner:
                 continue
             try:
                 item = view_item(one.value)
+                if EMBEDS in item.fields:
+                    self._store.put(one.mm_hash, self._given(item, one.num_embeds))
+                    continue
                 key = batch_key(spec, item, one.modality)
                 if spec.grid:
                     check_grid(item, spec, one.num_embeds, self._core.config)
@@ -205,6 +211,15 @@ class EncoderRunner:
                 levels += list(result.deepstack_features)
         split = [split_rows(level, promised) for level in levels]
         return [torch.stack([level[i] for level in split]) for i in range(len(items))]
+
+    def _given(self, item: Item, num_embeds: int) -> torch.Tensor:
+        """Outputs (levels, n, E) that came with the item. Raises BadItem."""
+        shape = (1, num_embeds, self._levels * self._width)
+        given = item.fields[EMBEDS]
+        if given.shape != shape or given.dtype not in ("float32", "float16", "bfloat16"):
+            raise BadItem(f"{EMBEDS} is {given.dtype} {given.shape}; {shape} are needed")
+        rows = self._load([item], EMBEDS)[0]
+        return rows.view(num_embeds, self._levels, self._width).transpose(0, 1).contiguous()
 
     def _load(self, items: list[Item], name: str) -> torch.Tensor:
         tensor = field_tensor(items, name)

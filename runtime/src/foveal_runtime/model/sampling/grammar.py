@@ -19,9 +19,9 @@ import torch
 
 from foveal_runtime.engine.types.step import GrammarStats, ModelTraits
 from foveal_runtime.model.device import Device
+from foveal_runtime.plan.budget.types import GRAMMAR_CACHE_BYTES, compiled_grammar_bytes
 
 MAX_CACHED_GRAMMARS = 256
-MAX_CACHED_BYTES = 16 << 20
 MAX_LEXER_STATES = 20_000
 """Of one grammar: its library's default would let one take 500 MB."""
 _SHIFTS = np.arange(32, dtype=np.int32)
@@ -114,11 +114,11 @@ class Grammars:
             raise ValueError("the grammar cannot be compiled for this model's vocabulary")
         self._fresh[grammar] = fresh
         stats = self.stats
-        stats.cached_bytes += len(grammar)
+        stats.cached_bytes += compiled_grammar_bytes(grammar)
         while len(self._fresh) > 1 and (
-            len(self._fresh) > MAX_CACHED_GRAMMARS or stats.cached_bytes > MAX_CACHED_BYTES
+            len(self._fresh) > MAX_CACHED_GRAMMARS or stats.cached_bytes > GRAMMAR_CACHE_BYTES
         ):
-            stats.cached_bytes -= len(self._fresh.popitem(last=False)[0])
+            stats.cached_bytes -= compiled_grammar_bytes(self._fresh.popitem(last=False)[0])
         stats.num_cached = len(self._fresh)
         return fresh
 

@@ -14,6 +14,9 @@ from foveal_runtime.plan.budget.types import (
     ENGINE_SERVING_BYTES,
     FRONTEND_PROCESS_BYTES,
     FRONTEND_SERVING_BYTES,
+    GRAMMAR_CACHE_BYTES,
+    GRAMMAR_REQUEST_BYTES,
+    GRAMMAR_TOKEN_BYTES,
     LOAD_STAGING_MAX_BYTES,
     MEDIA_WORKER_BYTES,
     MIRROR_BYTES_PER_KEY,
@@ -130,7 +133,21 @@ def engine_lines(inputs: BudgetInputs, needs: Needs, profile: ModelProfile) -> t
         ),
         _line("shm", "engine", needs.engine_shm_bytes, _SHM),
     )
-    return (*lines, *model)
+    return (*lines, *_grammar_lines(inputs, needs, profile), *model)
+
+
+def _grammar_lines(inputs: BudgetInputs, needs: Needs, profile: ModelProfile) -> tuple[Line, ...]:
+    """Of each rank; a profile that does not record the vocabulary changes no plan."""
+    if not profile.vocab_size:
+        return ()
+    seqs = inputs.engine.max_num_seqs
+    each = GRAMMAR_CACHE_BYTES + seqs * GRAMMAR_REQUEST_BYTES
+    each += profile.vocab_size * GRAMMAR_TOKEN_BYTES
+    formula = (
+        f"structured output: {profile.vocab_size} tokens of the vocabulary, compiled grammars, "
+        f"{seqs} requests (maxNumSeqs)"
+    )
+    return (_line("grammars", "engine", each, formula, needs.num_ranks),)
 
 
 _SHM = "memory-backed /dev/shm, its size limit"

@@ -24,6 +24,7 @@ _BRANCHES = frozenset({"str", "list", "int", "float", "constrained-str"})
 _IN_TAGGED = re.compile(r"\.content\[|^input\[")
 _TAGS = frozenset(
     {"text", "image_url", "video_url", "audio_url", "input_audio", "image", "tool_result"}
+    | {"image_embeds"}
     | {"message", "function_call", "function_call_output", "reasoning"}
 )
 _MAX_MESSAGE_CHARS = 2000
