@@ -83,6 +83,7 @@ VALUES: dict[str, Any] = {
     "spec.networking.httpRoute.hostnames": ["example.org"],
     "spec.networking.httpRoute.matches": [{"path": "/a"}],
     "spec.networking.httpRoute.splits": [{"name": "canary", "weight": 1}],
+    "spec.networking.cacheEvents.format": "Foveal",
     "spec.networking.cacheEvents.readerLabels": {"a": "b"},
     "spec.networking.service.type": "NodePort",
     "spec.networking.service.annotations": {"a": "b"},
