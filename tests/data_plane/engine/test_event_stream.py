@@ -1,12 +1,20 @@
 """The event stream on real sockets: numbers, replay, bounds."""
 
+import time
+
 import msgspec
 import pytest
 import zmq
 
 from foveal_runtime.engine.events import stream as event_stream
 from foveal_runtime.engine.events.log import BlocksCleared, EncoderStored, EventBatch
-from foveal_runtime.engine.events.stream import END_OF_REPLAY, TOPIC, EventStream, replay_endpoint
+from foveal_runtime.engine.events.stream import (
+    END_OF_REPLAY,
+    MAX_REQUEST_BYTES,
+    TOPIC,
+    EventStream,
+    replay_endpoint,
+)
 from foveal_runtime.plan.errors import StartupError
 
 
@@ -54,6 +62,24 @@ def replay(socket, first):
             return numbers
         numbers.append(int.from_bytes(number, "big"))
         assert msgspec.msgpack.decode(payload, type=EventBatch).boot == 7
+
+
+def test_it_listens_on_ipv6_as_pods_may(sockets):
+    stream = EventStream("tcp://[::1]:0", plain=True)
+    stream.start()
+    try:
+        assert stream.endpoint.startswith("tcp://[::1]:")
+    finally:
+        stream.close()
+
+
+def test_a_reader_s_large_frame_is_not_taken(stream, sockets):
+    """It would be buffered whole before anything looks at it."""
+    dealer = sockets(zmq.DEALER, stream.replay)
+    stream.publish(batch(1))
+    dealer.send(bytes(MAX_REQUEST_BYTES + 1))  # ends the connection; ZeroMQ makes it again
+    time.sleep(0.2)
+    assert replay(dealer, 0) == [1]
 
 
 def test_batches_arrive_numbered_and_can_be_replayed(stream, sockets):

@@ -93,6 +93,11 @@ OPTIONS = [
     (["model", "--file-root", "media"], f"{SAY}: --file-root media: there is no such directory"),
     (["model", "--port", "65535", "--frontends", "2"],
      f"{SAY}: --port 65535: the last frontend's would be 65536"),
+    (["model", "--events-port", "65535"],
+     f"{SAY}: --events-port 65535: the last engine's would be 65536"),
+    (["model", "--port", "8000", "--events-port", "7999"],
+     f"{SAY}: --events-port 7999: engines take 7999 to 8000, frontends 8000 to 8000; choose ports "
+     "that do not meet"),
     (["model", "--config", "no.yaml"],
      f"{SAY}: --config no.yaml: No such file or directory"),
     (["model", "--device", "cuda"],

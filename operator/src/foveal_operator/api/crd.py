@@ -143,8 +143,10 @@ def _map(info: inspect.DictType, path: str) -> Schema:
         return {"type": "object"}  # a raw overlay; _apply_extra marks it
     if info.max_length is None:
         raise UnboundedField(f"{path} has no maxProperties")
+    least: Schema = {"minProperties": info.min_length} if info.min_length else {}
     return {
         "type": "object",
+        **least,
         "maxProperties": info.max_length,
         "additionalProperties": _value(info.value_type, f"{path}.*"),
     }

@@ -201,7 +201,7 @@ class CacheEvents(Part, frozen=True, kw_only=True):
     ] = None
     reader_labels: Annotated[
         Annotated[
-            dict[Annotated[str, Meta(max_length=63)], LabelValue],
+            dict[Annotated[str, Meta(max_length=317)], LabelValue],
             Meta(min_length=1, max_length=16),
         ],
         Meta(description="Labels of the pods that may read: events name token ids of prompts."),

@@ -32,6 +32,8 @@ MESSAGE_BYTES = 160
 """What a message takes beside its payload."""
 MAX_UNREAD_MESSAGES = 4096
 MAX_REQUESTS_A_TURN = 16
+MAX_REQUEST_BYTES = 4096
+"""Of a frame that a reader sends: topics to subscribe to, numbers to replay from."""
 END_OF_REPLAY = b"\xff" * 8
 
 
@@ -141,6 +143,8 @@ class EventStream:
         try:
             for socket in (pub, router):
                 socket.setsockopt(zmq.LINGER, 200)
+                socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+                socket.setsockopt(zmq.IPV6, int("[" in self._bind or "//*:" in self._bind))
             pub.setsockopt(zmq.SNDHWM, MAX_UNREAD_MESSAGES)
             router.setsockopt(zmq.SNDHWM, MAX_REPLAY_BYTES // MESSAGE_BYTES)
             if not self._plain:

@@ -115,6 +115,15 @@ def _check_options(arguments: argparse.Namespace) -> None:
     last = arguments.port + arguments.num_frontends - 1
     if arguments.port and last > 65535:
         raise StartupError(f"--port {arguments.port}: the last frontend's would be {last}")
+    events = arguments.events_port
+    last_events = events + 2 * arguments.num_engines - 1  # a stream and its replays each
+    if events and last_events > 65535:
+        raise StartupError(f"--events-port {events}: the last engine's would be {last_events}")
+    if events and arguments.port and events <= last and arguments.port <= last_events:
+        raise StartupError(
+            f"--events-port {events}: engines take {events} to {last_events}, frontends "
+            f"{arguments.port} to {last}; choose ports that do not meet"
+        )
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, object]:
