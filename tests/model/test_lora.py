@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 from foveal_runtime.engine.types.step import NewRequest, StepPlan
 from foveal_runtime.main.local.serve import adapter_bytes
@@ -54,7 +54,7 @@ def lora_bench(tiny, tmp_path):
     return lambda name, **options: LoraBench(name, tiny(name), tmp_path, **options)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2_vl", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "qwen2_vl", "gemma3", "smolvlm"])
 def test_mixed_steps_equal_the_merged_weights(lora_bench, name: str) -> None:
     """Two adapters and none in the same steps; chunked prefill, one preemption, decode steps."""
     one = lora_bench(name)
@@ -176,6 +176,8 @@ def test_the_digest_is_of_the_content(tiny, tmp_path) -> None:
         ({"peft_type": "IA3"}, "peft_type LORA"),
         ({"init_lora_weights": "pissa_niter_4"}, "changes the base weights"),
         ({"lora_alpha": "8"}, "lora_alpha"),
+        ({"lora_alpha": 10**400}, "lora_alpha is no finite number"),
+        ({"lora_alpha": float("nan")}, "lora_alpha is no finite number"),
     ],
 )
 def test_refused_configurations(tiny, tmp_path, config: dict[str, object], text: str) -> None:
@@ -224,7 +226,40 @@ def test_refused_files(tiny, tmp_path) -> None:
     _refused(loaded, at, "has no adapter_model.safetensors")
     (at / "adapter_config.json").write_text("{")
     _refused(loaded, at, "not valid JSON")
+    (at / "adapter_config.json").write_text("[" * 100_000)
+    _refused(loaded, at, "not valid JSON")
     _refused(loaded, tmp_path / "nowhere", "No such file")
+
+
+def test_files_that_go_or_change_while_they_are_read(tiny, tmp_path, monkeypatch) -> None:
+    loaded = load_model(str(tiny("llama")))
+    at = write_adapter(tmp_path / "a", loaded.model, 1)
+    weights = at / "adapter_model.safetensors"
+    check = Loras._check_shape
+    other = save({"other": torch.zeros(1)})
+    for change, text in (
+        (lambda: weights.write_bytes(other), "changed while it was read"),
+        (lambda: weights.unlink(missing_ok=True), "No such file"),
+    ):
+        monkeypatch.setattr(
+            Loras, "_check_shape", staticmethod(lambda *given, c=change: (check(*given), c()))
+        )
+        kept = weights.read_bytes()
+        _refused(loaded, at, text)
+        weights.write_bytes(kept)
+
+
+def test_a_router_is_no_linear_layer(tiny, tmp_path) -> None:
+    """Some inherit from nn.Linear and return more than one tensor."""
+
+    class Router(torch.nn.Linear):
+        def forward(self, rows):
+            return super().forward(rows), rows
+
+    loaded = load_model(str(tiny("llama")))
+    loaded.decoder.layers[0].self_attn.q_proj = Router(48, 48)
+    at = write_adapter(tmp_path / "a", loaded.model, 1)
+    _refused(loaded, at, "which is no linear layer of the decoder")
 
 
 def test_models_with_recurrent_state_refuse_adapters(tiny, tmp_path) -> None:

@@ -88,6 +88,8 @@ def test_orders_are_answered_by_their_numbers():
     assert report.outcomes == ((7, ""),)
     report = rig.order("load_lora", 8, "blue", "bad")
     assert report.outcomes[-1] == (8, "LoRA adapter 'blue': it is bad")
+    report = rig.order("load_lora", 11, "blue", "broken")
+    assert report.outcomes[-1][1].endswith("MemoryError, see the engine's log")
     report = rig.order("unload_lora", 9, "green")
     assert report.outcomes[-1][1].endswith("no adapter of this name is loaded")
     report = rig.order("load_lora", 10, "fake", "/x")

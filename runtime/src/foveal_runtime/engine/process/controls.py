@@ -79,6 +79,9 @@ class Controls:
                 error = f"LoRA adapter {source.name!r}: no adapter of this name is loaded"
         except StartupError as refusal:
             error = refusal.message
+        except Exception as failure:  # a fault of one adapter must not end what the engine serves
+            _LOG.exception("%s %s", control.action, source.name)
+            error = f"LoRA adapter {source.name!r}: {type(failure).__name__}, see the engine's log"
         _LOG.info("%s %s: %s", control.action, source.name, error or "done")
         self._outcomes.append((control.value, error))
         self.lora_version += 1

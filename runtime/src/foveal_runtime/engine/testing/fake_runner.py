@@ -121,7 +121,8 @@ def reference_tokens(
 
 
 class FakeLoras:
-    """Adapters without tensors: an adapter's content is its path. One at `bad` cannot be loaded."""
+    """Adapters without tensors: an adapter's content is its path. One at `bad` cannot be loaded,
+    one at `broken` fails."""
 
     num_bytes = 0
 
@@ -131,6 +132,8 @@ class FakeLoras:
     def load(self, source: LoraSource) -> None:
         if source.path == "bad":
             raise StartupError(f"LoRA adapter {source.name!r}: it is bad")
+        if source.path == "broken":
+            raise MemoryError("it does not fit")
         self.refs += (LoraRef(source.name, blake3(source.path.encode()).digest(length=16)),)
 
     def unload(self, name: str) -> bool:

@@ -84,8 +84,11 @@ def stored_dtypes(path: str) -> set[str]:
 def check_complete(files: Iterable[Path]) -> None:
     """Raises StartupError for a file that ends before its last tensor does."""
     for file in files:
-        with file.open("rb") as stream:
-            begin = stream.read(64)
+        try:
+            with file.open("rb") as stream:
+                begin = stream.read(64)
+        except OSError as error:
+            raise StartupError(f"cannot read {file}: {error.strerror}") from error
         if begin.startswith(b"version https://git-lfs"):
             raise StartupError(f"{file} is a Git LFS pointer: run git lfs pull in its directory")
         length = 8 + int.from_bytes(begin[:8], "little")
@@ -108,5 +111,5 @@ def file_header(file: Path) -> dict[str, StoredTensor]:
         return {name: msgspec.json.decode(one, type=StoredTensor) for name, one in raw.items()}
     except OSError as error:
         raise StartupError(f"cannot read {file}: {error.strerror}") from error
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise StartupError(f"{file}: not a safetensors file ({error})") from error

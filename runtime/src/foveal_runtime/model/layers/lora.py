@@ -12,6 +12,7 @@ small steps, recorded steps and the short last layer know nothing of adapters.
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -36,7 +37,8 @@ from foveal_runtime.plan.quantity import short_bytes
 
 _CONFIG, _PICKLE = "adapter_config.json", "adapter_model.bin"
 _ROOTS = ("model.language_model.", "language_model.model.", "language_model.", "model.")
-"""What stands before a decoder layer's name in adapters, by the class they were trained with."""
+"""What stands before a decoder layer's name in adapters, by the class they were trained with; the
+name in the class that is served comes first."""
 _FLOATS = {"F32", "F16", "BF16"}
 _CHANGES_MORE = {
     "use_dora": "DoRA",
@@ -137,10 +139,10 @@ class Loras:
         self._linears: dict[str, Any] = {
             name: module
             for name, module in loaded.decoder.named_modules()
-            if name.startswith("layers.")
-            and isinstance(module, nn.Linear | PackedLinear | QuantizedLinear)
-            and ".experts." not in name
+            if name.startswith("layers.") and _is_linear(module) and ".experts." not in name
         }
+        names = (name for name, one in loaded.model.named_modules() if one is loaded.decoder)
+        self._roots = (*(f"{name}." for name in names), *_ROOTS)
 
     @property
     def refs(self) -> tuple[LoraRef, ...]:
@@ -204,7 +206,7 @@ class Loras:
         return {name: (pair["A"], pair["B"]) for name, pair in found.items()}
 
     def _layer_named(self, path: str) -> str | None:
-        for root in _ROOTS:
+        for root in self._roots:
             name = path.removeprefix(root)
             if name != path and name in self._linears:
                 return name
@@ -225,11 +227,15 @@ class Loras:
     def _add(
         self, source: LoraSource, config: dict[str, Any], layers: dict[str, tuple[str, str]]
     ) -> None:
-        data = (Path(source.path) / LORA_WEIGHTS).read_bytes()
         try:
+            data = (Path(source.path) / LORA_WEIGHTS).read_bytes()
             tensors = safetensors.torch.load(data)
+        except OSError as error:
+            raise _refusal(source, f"{source.path}/{LORA_WEIGHTS}: {error.strerror}") from error
         except SafetensorError as error:
             raise _refusal(source, f"{LORA_WEIGHTS}: {error}") from error
+        if not all(key in tensors for pair in layers.values() for key in pair):
+            raise _refusal(source, f"{LORA_WEIGHTS} changed while it was read")
         scale = config["lora_alpha"] / config["r"] ** (0.5 if config.get("use_rslora") else 1.0)
         stated = json.dumps([config["r"], scale, self._loaded.dtype.itemsize]).encode()
         decoder: Any = self._loaded.decoder
@@ -250,6 +256,16 @@ class Loras:
         self._by_name[source.name] = lora
 
 
+def _is_linear(module: nn.Module) -> bool:
+    """Whether it gives one tensor, as nn.Linear does; routers that inherit from it give several."""
+    kind = type(module)
+    return (
+        isinstance(module, PackedLinear | QuantizedLinear)
+        or (isinstance(module, nn.Linear) and kind.forward is nn.Linear.forward)
+        or kind.__name__ == "FalconLinear"
+    )
+
+
 def _dims(linear: Any) -> tuple[int, int]:
     return linear.in_features, linear.out_features
 
@@ -261,7 +277,7 @@ def _read_config(source: LoraSource) -> dict[str, Any]:
         config = json.loads((root / _CONFIG).read_bytes())
     except OSError as error:
         raise _refusal(source, f"{source.path}/{_CONFIG}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _refusal(source, f"{_CONFIG} is not valid JSON") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise _refusal(source, f"{_CONFIG} does not say peft_type LORA")
@@ -278,8 +294,8 @@ def _read_config(source: LoraSource) -> dict[str, Any]:
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or not 0 < rank <= MAX_RANK:
         raise _refusal(source, f"rank {rank} is not between 1 and {MAX_RANK}")
-    if not isinstance(alpha, int | float):
-        raise _refusal(source, f"lora_alpha {alpha!r} is no number")
+    if not isinstance(alpha, int | float) or not abs(alpha) <= sys.float_info.max:
+        raise _refusal(source, "lora_alpha is no finite number")
     if not (root / LORA_WEIGHTS).is_file():
         if (root / _PICKLE).is_file():
             raise _refusal(
