@@ -135,6 +135,26 @@ def test_a_running_sequence_keeps_an_unloaded_adapter(lora_bench) -> None:
     assert one.runner._failed == {"late": "its LoRA adapter was unloaded"}
 
 
+def test_a_preempted_request_keeps_an_unloaded_adapter(lora_bench) -> None:
+    """The runner forgets it and sees it again as a new one: the engine's request holds it."""
+    one = lora_bench("llama")
+    prompt = one.prompt(4, num_text=20)
+    job = one.job("red", prompt, lora="red")
+    [red, _] = one.runner.loras.refs
+    held = one.runner.loras.hold(red)
+    assert held is not None
+    one.driver.one_step([job])
+    assert one.runner.loras.unload("red")
+    assert one.runner.loras.hold(red) is None
+    one.runner._sequences.clear()
+    one.driver.run([job], preempt={0: "red"})
+    one.check_lora(job, prompt)
+    num_bytes = one.runner.loras.num_bytes
+    del held
+    one.driver.one_step([])
+    assert one.runner.loras.num_bytes == num_bytes // 2
+
+
 def test_rank_stabilised_scale(lora_bench, tmp_path) -> None:
     one = lora_bench("llama")
     at = write_adapter(tmp_path / "stable", one.reference, 7, use_rslora=True)

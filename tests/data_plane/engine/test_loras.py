@@ -1,5 +1,7 @@
 """LoRA adapters in an engine behind the protocol: orders, reports, and what keys depend on."""
 
+import weakref
+
 import msgspec
 import pytest
 
@@ -80,6 +82,36 @@ def test_the_content_counts_not_the_name():
     assert other != tokens
     rig.ask("c", old)
     assert rig.frontend.errors["c", 0] == ("not_found", "the LoRA adapter 'red' was unloaded")
+
+
+def test_a_request_holds_its_adapter_from_its_arrival_to_its_end(monkeypatch):
+    rig = Rig()
+    [red] = rig.order("load_lora", 1, "red", "/red").refs
+
+    class Held:
+        pass
+
+    alive = weakref.WeakSet()
+    monkeypatch.setattr(rig.engine.runner.loras, "hold", lambda ref: _kept(alive, Held()))
+    seen = []
+    execute = rig.engine.runner.execute
+
+    def watched(plan):
+        if plan.scheduled:
+            seen.append(len(alive))
+        return execute(plan)
+
+    monkeypatch.setattr(rig.engine.runner, "execute", watched)
+    rig.ask("a", red)
+    assert seen
+    assert set(seen) == {1}
+    rig.engine.run()
+    assert not alive
+
+
+def _kept(alive, one):
+    alive.add(one)
+    return one
 
 
 def test_orders_are_answered_by_their_numbers():

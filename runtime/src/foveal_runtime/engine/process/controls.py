@@ -46,10 +46,13 @@ class Controls:
         """What frontends must know of the adapters."""
         return LoraReport(self._loras.refs, tuple(self._outcomes))
 
-    def check_lora(self, ref: LoraRef | None) -> None:
-        """Raises NotFound for an adapter that is not loaded here."""
-        if ref is not None and ref not in self._loras.refs:
+    def hold_lora(self, ref: LoraRef | None) -> object | None:
+        """What keeps the adapter for a request, which may run long after it is unloaded. Raises
+        NotFound for one that is not loaded here."""
+        held = None if ref is None else self._loras.hold(ref)
+        if ref is not None and held is None:
             raise NotFound(f"the LoRA adapter {ref.name!r} was unloaded", param="model")
+        return held
 
     def obey(self, control: Control) -> None:
         action = control.action

@@ -385,7 +385,7 @@ class EngineCore:
     def _build(self, ready: ReadyRequest, body: RequestBody, arrived_seconds: float) -> Request:
         prompt = codec.unpack_tokens(body.token_ids, body.wide)
         emitted = codec.unpack_tokens(body.emitted, body.wide)
-        self._controls.check_lora(body.lora)
+        lora_held = self._controls.hold_lora(body.lora)
         check_ids(prompt, emitted, {index for index, _ in body.placements}, self._vocab_size)
         values = [memoryview(value.data) for value in ready.items.values()]
         items = [
@@ -411,6 +411,7 @@ class EngineCore:
             priority=body.priority,
             cache_salt=body.cache_salt,
             lora=body.lora,
+            lora_held=lora_held,
             read_prefix_cache=body.read_prefix_cache,
             echo_prompt=body.echo_prompt,
             num_mm_hits=ready.num_hits,

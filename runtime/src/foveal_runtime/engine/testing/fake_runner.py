@@ -140,6 +140,9 @@ class FakeLoras:
         before, self.refs = self.refs, tuple(ref for ref in self.refs if ref.name != name)
         return before != self.refs
 
+    def hold(self, ref: LoraRef) -> object | None:
+        return ref if ref in self.refs else None
+
 
 class _State:
     """The runner's own copy of a request."""

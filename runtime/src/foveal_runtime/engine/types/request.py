@@ -34,7 +34,7 @@ class Request:
         values: serialised item of each entry of mm_inputs, views on the value pool; empty where
             the value was released (`num_released` counts those).
         next_mm: index of the first entry of mm_inputs that ends after num_computed.
-        key, on_trial, lora: see `wire.messages.RequestBody`.
+        key, on_trial, lora: see `wire.messages.RequestBody`. lora_held: see `LoraTable.hold`.
         block_ids: KV blocks, in order. num_published: how many of them the prefix cache knows.
         block_hashes: hashes of the full blocks of token_ids, made once and kept.
         cuts: positions to come, in order, at which a chunk must end so that recurrent state can be
@@ -59,6 +59,7 @@ class Request:
         "key",
         "known_to_runner",
         "lora",
+        "lora_held",
         "mm_embeds",
         "mm_inputs",
         "next_mm",
@@ -107,6 +108,7 @@ class Request:
         priority: int = 0,
         cache_salt: bytes = b"",
         lora: LoraRef | None = None,
+        lora_held: object | None = None,
         read_prefix_cache: bool = True,
         echo_prompt: bool = False,
         num_mm_hits: int = 0,
@@ -132,6 +134,7 @@ class Request:
         self.priority = priority
         self.cache_salt = cache_salt
         self.lora = lora
+        self.lora_held = lora_held
         self.read_prefix_cache = read_prefix_cache and sampling.reads_prefix
         self.echo_prompt = echo_prompt
         self.num_mm_hits = num_mm_hits

@@ -256,7 +256,12 @@ class LoraTable(Protocol):
         ...
 
     def unload(self, name: str) -> bool:
-        """Sequences that run with it keep it. False: there is none of this name."""
+        """Requests that hold it keep it. False: there is none of this name."""
+        ...
+
+    def hold(self, ref: LoraRef) -> object | None:
+        """Steps find a loaded adapter by its digest for as long as the result lives, whether or
+        not it is unloaded meanwhile. None: it is not loaded."""
         ...
 
 

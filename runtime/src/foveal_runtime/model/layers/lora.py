@@ -154,7 +154,13 @@ class Loras:
         return sum(one.num_bytes for one in self._alive)
 
     def find(self, digest: bytes) -> Lora | None:
-        return next((one for one in self._by_name.values() if one.ref.digest == digest), None)
+        """Also one that was unloaded while a request holds it."""
+        known = (*self._by_name.values(), *self._alive)
+        return next((one for one in known if one.ref.digest == digest), None)
+
+    def hold(self, ref: LoraRef) -> Lora | None:
+        """See `engine.types.step.LoraTable`."""
+        return next((one for one in self._by_name.values() if one.ref == ref), None)
 
     def load(self, source: LoraSource) -> None:
         """Raises StartupError, in one line."""
