@@ -36,6 +36,13 @@ RICH: dict[str, Any] = {
 }  # fmt: skip
 
 
+def test_adapters_below_the_model_are_below_it_here() -> None:
+    adapters = [{"name": "red", "path": "loras/red"}, {"name": "blue", "path": "/more/blue"}]
+    lora = {"memory": "64Mi", "adapters": adapters}
+    [engine] = adapt(wanted(resource(engine={"lora": lora}))).engines
+    assert [one.path for one in engine.loras] == ["/models/here/loras/red", "/more/blue"]
+
+
 def place(**more: Any) -> LocalPlace:
     return LocalPlace(model_path="/models/here", folder="/tmp/up", num_cpus=3, **more)
 

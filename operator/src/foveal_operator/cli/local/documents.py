@@ -8,6 +8,7 @@ paths, the number of CPUs. Every budget, limit and switch stays as it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import PurePosixPath
 
 import msgspec
 
@@ -22,6 +23,7 @@ from foveal_runtime.plan.config import (
     expand,
 )
 from foveal_runtime.plan.local import LOOPBACK, connect
+from foveal_runtime.plan.lora import LoraSource
 
 _KEY_FILES = {
     "api_key_file": "--api-key-file",
@@ -117,12 +119,23 @@ def _engine(pod: EngineConfig, place: LocalPlace) -> EngineConfig:
     return msgspec.structs.replace(
         pod,
         model=msgspec.structs.replace(pod.model, path=place.model_path),
+        loras=tuple(
+            _lora(one, pod.model.path, PurePosixPath(place.model_path)) for one in pod.loras
+        ),
         caches=msgspec.structs.replace(pod.caches, warm_directory=warm),
         curve=_curve(pod.curve, place),
         shm_directory=pod.shm_directory.replace(SHARED_DIRECTORY, place.shm_directory, 1),
         num_threads=min(pod.num_threads, place.num_cpus),
         log_format="text",
     )
+
+
+def _lora(pod: LoraSource, model: str, here: PurePosixPath) -> LoraSource:
+    """A path below the model's is below where the model is here."""
+    path = PurePosixPath(pod.path)
+    if not path.is_relative_to(model):
+        return pod
+    return LoraSource(pod.name, str(here / path.relative_to(model)))
 
 
 def _frontend(pod: FrontendConfig, place: LocalPlace) -> FrontendConfig:
