@@ -162,3 +162,18 @@ def _schemas(schema: dict[str, Any], path: str) -> Any:
         yield from _schemas(schema["items"], f"{path}[]")
     if isinstance(schema.get("additionalProperties"), dict):
         yield from _schemas(schema["additionalProperties"], f"{path}.*")
+
+
+@pytest.mark.parametrize(("name", "model"), [("qwen", {}), ("served", {"name": "served"})])
+def test_an_adapter_has_another_name_than_the_model(name: str, model: dict[str, str]) -> None:
+    def named(adapter: str) -> dict[str, Any]:
+        lora = {"memory": "64Mi", "adapters": [{"name": adapter, "path": "red"}]}
+        obj = resource(engine={"lora": lora})
+        obj["spec"]["model"].update(model)
+        return obj
+
+    assert parse(named("red"))
+    if model:
+        assert parse(named("qwen"))
+    with pytest.raises(SpecError, match="the name of the served model"):
+        parse(named(name))

@@ -124,8 +124,8 @@ def test_orders_are_answered_by_their_numbers():
     assert report.outcomes[-1][1].endswith("MemoryError, see the engine's log")
     report = rig.order("unload_lora", 9, "green")
     assert report.outcomes[-1][1].endswith("no adapter of this name is loaded")
-    report = rig.order("load_lora", 10, "fake", "/x")
-    assert "the served model has this name already" in report.outcomes[-1][1]
+    report = rig.order("load_lora", 10, " fake", "/x")
+    assert "a name has 1 to 256 printable characters" in report.outcomes[-1][1]
     for number in range(40):
         report = rig.order("unload_lora", 100 + number, "green")
     assert len(report.outcomes) == 16

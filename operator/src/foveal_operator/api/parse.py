@@ -83,6 +83,11 @@ def parse(obj: object) -> InferenceSpec:
     except msgspec.ValidationError as error:
         raise SpecError([*problems, _located(str(error))]) from error
     problems += rule_problems(spec, "spec")
+    served = spec.model.name or metadata.get("name")
+    if spec.engine.lora and any(one.name == served for one in spec.engine.lora.adapters):
+        problems.append(
+            ("spec.engine.lora.adapters", f"{served!r} is the name of the served model")
+        )
     if problems:
         raise SpecError(problems)
     return InferenceSpec(

@@ -258,7 +258,7 @@ def _load_runner(config: EngineConfig) -> TorchRunner | TensorParallelRunner:
     from foveal_runtime.model.runner.runner import TorchRunner
 
     runner: TorchRunner | TensorParallelRunner
-    check_lora_names([one.name for one in config.loras], config.model.served_name)
+    check_lora_names([one.name for one in config.loras])
     if config.tensor_parallel > 1:
         if config.loras or config.caches.lora_bytes:
             raise StartupError(

@@ -16,6 +16,8 @@ MAX_NAME_CHARS = 256
 LORA_WEIGHTS = "adapter_model.safetensors"
 MAX_RANK = 512
 """The largest that other servers take, too; common adapters have 8 to 64."""
+NOT_LOADED = "no adapter of this name is loaded"
+"""How an engine's answer to an order to unload ends where there is nothing to do."""
 
 
 class LoraSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -44,8 +46,9 @@ def lora_sources(texts: Iterable[str]) -> tuple[LoraSource, ...]:
     return tuple(found)
 
 
-def check_lora_names(names: list[str], served_name: str) -> None:
-    """Raises StartupError for a name that no request could give, or that is taken."""
+def check_lora_names(names: list[str], served_name: str = "") -> None:
+    """Raises StartupError for a name that no request could give, or that is taken. Engines leave
+    out `served_name`: only frontends know what clients call the model."""
     for number, name in enumerate(names):
         if not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable() or name != name.strip():
             raise StartupError(f"LoRA adapter {name!r}: a name has 1 to 256 printable characters")

@@ -15,7 +15,7 @@ from foveal_runtime.engine.types.step import LoraTable
 from foveal_runtime.mirror.messages import Control
 from foveal_runtime.mirror.receiver import Receiver
 from foveal_runtime.plan.errors import NotFound, StartupError
-from foveal_runtime.plan.lora import LoraRef, LoraSource, check_lora_names
+from foveal_runtime.plan.lora import NOT_LOADED, LoraRef, LoraSource, check_lora_names
 from foveal_runtime.telemetry.ghosts import GhostLists
 from foveal_runtime.wire import codec
 from foveal_runtime.wire.messages import LoraReport
@@ -76,10 +76,10 @@ class Controls:
         error = ""
         try:
             if control.action == "load_lora":
-                check_lora_names([source.name], info.model)
+                check_lora_names([source.name])
                 self._loras.load(source)
             elif not self._loras.unload(source.name):
-                error = f"LoRA adapter {source.name!r}: no adapter of this name is loaded"
+                error = f"LoRA adapter {source.name!r}: {NOT_LOADED}"
         except StartupError as refusal:
             error = refusal.message
         except Exception as failure:  # a fault of one adapter must not end what the engine serves

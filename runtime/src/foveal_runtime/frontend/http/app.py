@@ -129,7 +129,7 @@ def build_app(
     api.include_router(build_router(service, info, health, page))
     admin_keys = KeyFile(config.admin_key_file) if config.admin_key_file else None
     if admin is not None and admin_keys is not None:
-        api.include_router(build_admin_router(admin))
+        api.include_router(build_admin_router(admin, config.model.served_name))
     inject_keys = injection_keys(config)
     if injector is not None and inject_keys is not None:
         api.include_router(build_injection_router(injector, config))

@@ -11,6 +11,8 @@ from typing import Literal, Protocol
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
+from foveal_runtime.plan.errors import InvalidRequest
+
 Cache = Literal["mm", "encoder", "prefix", "quarantine"]
 ADMIN_PATHS = frozenset(
     {
@@ -99,7 +101,7 @@ class LoraResponse(BaseModel):
     num_engines: int
 
 
-def build_admin_router(admin: CacheAdmin) -> APIRouter:
+def build_admin_router(admin: CacheAdmin, served_name: str) -> APIRouter:
     router = APIRouter(tags=["administration"])
 
     @router.post("/reset_mm_cache")
@@ -140,6 +142,11 @@ def build_admin_router(admin: CacheAdmin) -> APIRouter:
     async def load_lora_adapter(body: LoadLoraRequest) -> LoraResponse:
         """Loads a LoRA adapter into every connected engine, until that engine's next start; 400
         with the reason where an engine cannot serve it."""
+        if body.lora_name == served_name:
+            raise InvalidRequest(
+                f"LoRA adapter {body.lora_name!r}: the served model has this name already",
+                param="lora_name",
+            )
         done = await admin.order_lora("load_lora", body.lora_name, body.lora_path)
         return LoraResponse(lora_name=body.lora_name, num_engines=done)
 
