@@ -184,6 +184,20 @@ def test_the_digest_is_of_the_content(tiny, tmp_path) -> None:
     assert loras.num_bytes == planned, "what foveal serve plans is what they take"
 
 
+def test_loading_the_same_again_changes_nothing(tiny, tmp_path) -> None:
+    loaded = load_model(str(tiny("llama")))
+    at = write_adapter(tmp_path / "a", loaded.model, 1)
+    loras = Loras(loaded, MIB)
+    loras.load(LoraSource("red", str(at)))
+    before, num_bytes = loras.refs, loras.num_bytes
+    loras.load(LoraSource("red", str(at)))
+    assert (loras.refs, loras.num_bytes) == (before, num_bytes)
+    other = write_adapter(tmp_path / "b", loaded.model, 2)
+    with pytest.raises(StartupError, match="another adapter of this name is loaded"):
+        loras.load(LoraSource("red", str(other)))
+    assert loras.refs == before
+
+
 @pytest.mark.parametrize(
     ("config", "text"),
     [

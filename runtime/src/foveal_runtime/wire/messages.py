@@ -137,7 +137,7 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
 
     `grammars`: see ModelTraits; a request with a grammar goes to engines of the same version only.
     `pools`: it knows `SamplingParams.pooling` and `logprob_token_ids`, which came with it.
-    `loras`: when the session began; changes come with `EngineLoad`.
+    `loras`: when the session began; changes come with `EngineLoad`. None: it knows no adapters.
     """
 
     engine_id: str
@@ -149,7 +149,7 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
     draining: bool = False
     grammars: str = ""
     pools: bool = False
-    loras: tuple[LoraRef, ...] = ()
+    loras: tuple[LoraRef, ...] | None = None
 
     def serves(self, sampling: SamplingParams) -> bool:
         """Whether the engine does what is asked: an older one would leave it out."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from foveal_runtime.frontend.engines.loras import serves, why_none
+from foveal_runtime.frontend.engines.loras import order_lora, serves, why_none
 from foveal_runtime.frontend.engines.routing import affinity_keys
 from foveal_runtime.plan.errors import InvalidRequest, NoEngine
-from foveal_runtime.plan.lora import LoraRef
-from foveal_runtime.wire.messages import LoraReport
-from tests.support.scripted_engines import collect, expected, make_request, running
+from foveal_runtime.plan.lora import NOT_LOADED, LoraRef
+from foveal_runtime.wire.messages import EngineInfo, LoraReport
+from tests.support.scripted_engines import collect, expected, make_request, running, until
 
 RED = LoraRef("red", b"r" * 16)
 BLUE = LoraRef("blue", b"b" * 16)
@@ -83,7 +85,74 @@ async def test_adapters_are_loaded_with_the_admin_key(start: Any, tmp_path: Path
         assert bad.status_code == 400
         assert bad.json()["error"]["message"] == "LoRA adapter 'red': it is bad"
         assert (await post(load, lora_name="red")).status_code == 400
+        taken = await post(load, lora_name="tiny", lora_path="/red")
+        assert taken.status_code == 400
+        assert "the served model has this name already" in taken.json()["error"]["message"]
         assert admin.orders[:2] == [("load_lora", "red", "/red"), ("unload_lora", "red", "")]
+
+
+async def test_without_an_engine_nobody_says_that_a_model_does_not_exist(harness: Any) -> None:
+    harness.generator.num_engines = 0
+    refused = await harness.chat("hi", model="red")
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "no_engine"
+
+
+async def test_adapters_are_known_while_engines_restart() -> None:
+    async with running(1, wait_seconds=0.1) as (scripted, client):
+        [link] = client.links()
+        link.loras = LoraReport((RED,))
+        await scripted.engines[link.endpoint].stop()
+        await until(lambda: not client.num_ready_engines())
+        assert client.loras() == {"red": RED}
+        request = make_request("r", 1)
+        request.lora = RED
+        with pytest.raises(NoEngine, match="no engine was ready"):
+            await collect(client, request)
+
+
+class Link:
+    """An engine that answers orders at once; `outcome` None: one of an older version."""
+
+    is_ready = True
+
+    def __init__(self, name: str, outcome: str | None) -> None:
+        self.endpoint = self.name = name
+        self.outcome = outcome
+        known = None if outcome is None else ()
+        self.info = EngineInfo(name, "tiny", "", 9, 8, 9, loras=known)
+        self.loras = LoraReport(())
+        self.sender = SimpleNamespace(is_up=True)
+
+    def control(self, action: str, value: int, lora: tuple[str, ...]) -> bool:
+        assert self.outcome is not None, "it would never answer"
+        self.loras = LoraReport((), ((value, self.outcome),))
+        return True
+
+
+ABSENT = f"LoRA adapter 'red': {NOT_LOADED}"
+
+
+@pytest.mark.parametrize(
+    ("action", "outcomes", "wanted"),
+    [
+        ("load_lora", ["", ""], 2),
+        ("load_lora", ["", "bad"], "bad (1 of 2 engines did it)"),
+        ("load_lora", ["", None], "engines of an older version serve no adapters (1 of 2"),
+        ("unload_lora", ["", ABSENT, None], 1),
+        ("unload_lora", [ABSENT, ABSENT], ABSENT),
+        ("unload_lora", ["", "bad"], "bad (1 of 2 engines did it)"),
+    ],
+)
+async def test_orders_count_engines(
+    action: str, outcomes: list[str | None], wanted: int | str
+) -> None:
+    links: Any = [Link(f"e{number}", outcome) for number, outcome in enumerate(outcomes)]
+    if isinstance(wanted, int):
+        assert await order_lora(links, action, ("red", "/red")) == wanted
+        return
+    with pytest.raises(InvalidRequest, match=re.escape(wanted)):
+        await order_lora(links, action, ("red", "/red"))
 
 
 def test_routing_knows_prompts_by_adapter_and_items_by_content() -> None:

@@ -354,7 +354,7 @@ class EngineLink:
             event = self.sender.on_down(codec.decode_down(frames))
             if event.welcome is not None:
                 self.info = codec.decode_info(event.welcome.info)
-                self.loras = LoraReport(self.info.loras)
+                self.loras = LoraReport(self.info.loras or ())
                 self.boot = event.welcome.boot
                 self._name = self.info.engine_id or self.endpoint
                 self._moved_at = self._opened_at = time.monotonic()

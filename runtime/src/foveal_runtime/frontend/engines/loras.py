@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from foveal_runtime.frontend.engines.link import EngineLink
 from foveal_runtime.frontend.items.prepared import PreparedRequest
 from foveal_runtime.plan.errors import InvalidRequest, NoEngine
-from foveal_runtime.plan.lora import LoraRef
+from foveal_runtime.plan.lora import NOT_LOADED, LoraRef
 
 ORDER_SECONDS = 60.0
 _LOOK_SECONDS = 0.02
@@ -36,25 +36,30 @@ def why_none(links: Iterable[EngineLink], request: PreparedRequest) -> str:
 
 
 def served_loras(links: Iterable[EngineLink]) -> dict[str, LoraRef]:
-    """By name. Where engines have another adapter under the same name, the first's counts."""
+    """By name. Where engines have another adapter under the same name, the first's counts. While
+    none is ready, what they had: requests wait for an engine as those for the model itself."""
+    links = list(links)
     found: dict[str, LoraRef] = {}
-    for link in links:
-        if link.is_ready:
-            for ref in link.loras.refs:
-                found.setdefault(ref.name, ref)
+    for link in [link for link in links if link.is_ready] or links:
+        for ref in link.loras.refs:
+            found.setdefault(ref.name, ref)
     return found
 
 
 async def order_lora(links: Sequence[EngineLink], action: str, lora: tuple[str, str]) -> int:
-    """Has every ready engine load or unload an adapter (name, directory); how many did.
+    """Has every ready engine load or unload an adapter (name, directory); how many did. Engines
+    that never had what is to be unloaded do not count.
 
     Raises InvalidRequest with the engines' reasons, NoEngine where none is ready or answers.
     """
     number = secrets.randbits(53)
-    told = [link for link in links if link.is_ready and link.control(action, number, lora)]
+    ready = [link for link in links if link.is_ready]
+    old = {link.endpoint for link in ready if link.info is None or link.info.loras is None}
+    told = [one for one in ready if one.endpoint in old or one.control(action, number, lora)]
     if not told:
         raise NoEngine("no engine is ready", retry_after_seconds=2)
-    reasons: dict[str, str] = {}
+    why_old = "engines of an older version serve no adapters"
+    reasons = dict.fromkeys(old, why_old if action == "load_lora" else NOT_LOADED)
     try:
         async with asyncio.timeout(ORDER_SECONDS):
             while len(reasons) < len(told):
@@ -70,9 +75,11 @@ async def order_lora(links: Sequence[EngineLink], action: str, lora: tuple[str, 
             f"{len(told) - len(reasons)} engines did not answer within {ORDER_SECONDS:g} s",
             retry_after_seconds=5,
         ) from None
-    failed = sorted({reason for reason in reasons.values() if reason})
+    num_done = sum(not reason for reason in reasons.values())
+    failed = {reason for reason in reasons.values() if reason}
+    if num_done and action == "unload_lora":
+        failed = {reason for reason in failed if not reason.endswith(NOT_LOADED)}
     if failed:
-        num_done = sum(not reason for reason in reasons.values())
         done = f" ({num_done} of {len(told)} engines did it)" if num_done else ""
-        raise InvalidRequest(f"{'; '.join(failed)}{done}")
-    return len(told)
+        raise InvalidRequest(f"{'; '.join(sorted(failed))}{done}")
+    return num_done

@@ -60,7 +60,13 @@ from foveal_runtime.frontend.text.detokenizer import Detokenizer
 from foveal_runtime.frontend.text.parts import documents_of
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
 from foveal_runtime.plan.config import FrontendConfig, Pooling, Task
-from foveal_runtime.plan.errors import ContextLengthExceeded, InvalidRequest, NoEngine, Unsupported
+from foveal_runtime.plan.errors import (
+    ContextLengthExceeded,
+    InvalidRequest,
+    NoEngine,
+    NotFound,
+    Unsupported,
+)
 from foveal_runtime.plan.lora import LoraRef
 from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.telemetry.metrics import Metrics
@@ -120,8 +126,16 @@ class Service:
         return self.config.model.served_name
 
     def find_lora(self, model: str | None) -> LoraRef | None:
-        """See `rules.lora_of`. Raises NotFound for a model that is not served."""
-        return lora_of(model, self.model_name, self.generator.loras())
+        """See `rules.lora_of`. Raises NotFound for a model that is not served, NoEngine where only
+        engines could tell and none is ready."""
+        try:
+            return lora_of(model, self.model_name, self.generator.loras())
+        except NotFound:
+            if self.generator.num_ready_engines():
+                raise
+            raise NoEngine(
+                f"no engine is ready to tell whether {model!r} is served", retry_after_seconds=5
+            ) from None
 
     def check_task(self, task: Task) -> None:
         """Raises Unsupported where this server was started for another one."""

@@ -163,12 +163,15 @@ class Loras:
         return next((one for one in self._by_name.values() if one.ref == ref), None)
 
     def load(self, source: LoraSource) -> None:
-        """Raises StartupError, in one line."""
-        if source.name in self._by_name:
-            raise _refusal(source, "an adapter of this name is loaded; unload it first")
+        """Nothing happens where this very adapter is loaded. Raises StartupError, in one line."""
         if self._loaded.adapter.has_state:
             raise _refusal(source, "models with recurrent state are served without adapters")
         config = _read_config(source)
+        there = self._by_name.get(source.name)
+        if there is not None:
+            if there.ref.digest == self._digest(config, _read_weights(source)):
+                return
+            raise _refusal(source, "another adapter of this name is loaded; unload it first")
         layers = self._layers_of(source, config)
         dtype = self._loaded.dtype
         needed = (
@@ -186,6 +189,10 @@ class Loras:
     def unload(self, name: str) -> bool:
         """Nobody gets it any more; who runs with it keeps it. False: there is none."""
         return self._by_name.pop(name, None) is not None
+
+    def _digest(self, config: dict[str, Any], data: bytes) -> bytes:
+        stated = json.dumps([config["r"], _scale(config), self._loaded.dtype.itemsize]).encode()
+        return blake3(blake3(stated).digest() + data).digest(length=16)
 
     def _layers_of(self, source: LoraSource, config: dict[str, Any]) -> dict[str, tuple[str, str]]:
         """Layer below the decoder → the names of its A and B. Raises StartupError."""
@@ -233,17 +240,14 @@ class Loras:
     def _add(
         self, source: LoraSource, config: dict[str, Any], layers: dict[str, tuple[str, str]]
     ) -> None:
+        data = _read_weights(source)
         try:
-            data = (Path(source.path) / LORA_WEIGHTS).read_bytes()
             tensors = safetensors.torch.load(data)
-        except OSError as error:
-            raise _refusal(source, f"{source.path}/{LORA_WEIGHTS}: {error.strerror}") from error
         except SafetensorError as error:
             raise _refusal(source, f"{LORA_WEIGHTS}: {error}") from error
         if not all(key in tensors for pair in layers.values() for key in pair):
             raise _refusal(source, f"{LORA_WEIGHTS} changed while it was read")
-        scale = config["lora_alpha"] / config["r"] ** (0.5 if config.get("use_rslora") else 1.0)
-        stated = json.dumps([config["r"], scale, self._loaded.dtype.itemsize]).encode()
+        scale = _scale(config)
         decoder: Any = self._loaded.decoder
         device, dtype = decoder.device, self._loaded.dtype
         pairs = {
@@ -252,8 +256,7 @@ class Loras:
             )
             for name, (down, up) in layers.items()
         }
-        digest = blake3(blake3(stated).digest() + data).digest(length=16)
-        lora = Lora(LoraRef(source.name, digest), pairs)
+        lora = Lora(LoraRef(source.name, self._digest(config, data)), pairs)
         for name in pairs.keys() - self._wrapped:
             module = self._linears[name]
             module.forward = _LoraLinear(module, name)
@@ -274,6 +277,19 @@ def _is_linear(module: nn.Module) -> bool:
 
 def _dims(linear: Any) -> tuple[int, int]:
     return linear.in_features, linear.out_features
+
+
+def _scale(config: dict[str, Any]) -> float:
+    scale: float = config["lora_alpha"] / config["r"] ** (0.5 if config.get("use_rslora") else 1.0)
+    return scale
+
+
+def _read_weights(source: LoraSource) -> bytes:
+    """Raises StartupError."""
+    try:
+        return (Path(source.path) / LORA_WEIGHTS).read_bytes()
+    except OSError as error:
+        raise _refusal(source, f"{source.path}/{LORA_WEIGHTS}: {error.strerror}") from error
 
 
 def _read_config(source: LoraSource) -> dict[str, Any]:
