@@ -12,9 +12,11 @@ import transformers
 from safetensors.torch import save, save_file
 
 from foveal_runtime.engine.types.step import NewRequest, StepPlan
+from foveal_runtime.main.engine import _load_runner
 from foveal_runtime.main.local.serve import adapter_bytes
 from foveal_runtime.model.checkpoint.loader import load_model
 from foveal_runtime.model.layers.lora import Loras
+from foveal_runtime.plan.config import EngineConfig, ModelConfig
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.lora import LoraSource
 from tests.support.models.bench import Bench
@@ -71,6 +73,15 @@ def test_mixed_steps_equal_the_merged_weights(lora_bench, name: str) -> None:
     assert jobs[3].num_cached > 0
     if items:
         assert one.driver.num_encodes == 1, "adapters share what towers make of an image"
+
+
+def test_terms_are_computed_of_few_rows_at_once(lora_bench, monkeypatch) -> None:
+    one = lora_bench("llama")
+    monkeypatch.setattr("foveal_runtime.model.layers.lora.TERM_BYTES", 3 * 4 * (48 + 4 + 48))
+    prompt = one.prompt(6, num_text=17)
+    job = one.job("red", prompt, lora="red")
+    one.driver.run([job])
+    one.check_lora(job, prompt)
 
 
 def test_steps_without_adapters_stay_as_fast(lora_bench, checkpoints) -> None:
@@ -294,6 +305,15 @@ def test_a_router_is_no_linear_layer(tiny, tmp_path) -> None:
     loaded.decoder.layers[0].self_attn.q_proj = Router(48, 48)
     at = write_adapter(tmp_path / "a", loaded.model, 1)
     _refused(loaded, at, "which is no linear layer of the decoder")
+
+
+def test_several_devices_refuse_adapters(tmp_path) -> None:
+    config = EngineConfig(
+        model=ModelConfig(path=str(tmp_path)), tensor_parallel=2,
+        loras=(LoraSource("red", str(tmp_path)),),
+    )  # fmt: skip
+    with pytest.raises(StartupError, match="LoRA adapters run on one device"):
+        _load_runner(config)
 
 
 def test_models_with_recurrent_state_refuse_adapters(tiny, tmp_path) -> None:

@@ -304,6 +304,18 @@ ILLEGAL: list[tuple[str, str, Any, str]] = [
         {"parallelism": {"tensor": 2}, "accelerator": {"type": "CPU"}},
         "spec.engine.parallelism.tensor",
     ),
+    (
+        "adapters on two devices",
+        "spec.engine",
+        {"lora": {"memory": "64Mi"}, "accelerator": {"count": 2}},
+        "spec.engine.lora",
+    ),
+    (
+        "adapters to a tensor of two",
+        "spec.engine",
+        {"lora": {"memory": "64Mi"}, "parallelism": {"tensor": 2}},
+        "spec.engine.lora",
+    ),
     ("run ahead as a boolean", "spec.engine.runAhead", True, "spec.engine.runAhead"),
     ("nobody may wait", "spec.engine.maxWaiting", 0, "spec.engine.maxWaiting"),
     ("KV dtype", "spec.caches.kv.dtype", "int4", "spec.caches.kv.dtype"),

@@ -136,4 +136,4 @@ def test_adapters_reach_the_plan_and_the_engines() -> None:
     assert below.path == f"{told.model.path}/loras/red"
     assert absolute.path == "/more/blue"
     place = context.budgets.device or context.budgets.engine
-    assert place.line("loras").bytes == 64 << 20
+    assert place.line("loras").bytes == (64 + 32) << 20

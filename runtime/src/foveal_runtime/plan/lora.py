@@ -16,6 +16,8 @@ MAX_NAME_CHARS = 256
 LORA_WEIGHTS = "adapter_model.safetensors"
 MAX_RANK = 512
 """The largest that other servers take, too; common adapters have 8 to 64."""
+TERM_BYTES = 32 << 20
+"""What a layer computes of adapters' terms at once: of as many rows as fit, and at least of one."""
 NOT_LOADED = "no adapter of this name is loaded"
 """How an engine's answer to an order to unload ends where there is nothing to do."""
 

@@ -32,7 +32,7 @@ from foveal_runtime.model.checkpoint.weights import StoredTensor, check_complete
 from foveal_runtime.model.cpu.fusing import ACTIVATIONS
 from foveal_runtime.model.cpu.packing import IDENTITY, Activation, PackedLinear
 from foveal_runtime.plan.errors import StartupError
-from foveal_runtime.plan.lora import LORA_WEIGHTS, MAX_RANK, LoraRef, LoraSource
+from foveal_runtime.plan.lora import LORA_WEIGHTS, MAX_RANK, TERM_BYTES, LoraRef, LoraSource
 from foveal_runtime.plan.quantity import short_bytes
 
 _CONFIG, _PICKLE = "adapter_config.json", "adapter_model.bin"
@@ -117,8 +117,11 @@ class _LoraLinear:
         flat, terms = rows.reshape(-1, rows.shape[-1]), out.reshape(-1, out.shape[-1])
         assert len(flat) == _call.num_rows, "the layer is computed for other rows"
         for pair, index in mine:
-            term = flat[index].to(pair.down.dtype) @ pair.down.t() @ pair.up.t()
-            terms.index_add_(0, index, term.to(terms.dtype))
+            (rank, ins), outs = pair.down.shape, len(pair.up)
+            most = TERM_BYTES // ((ins + rank + outs) * pair.down.itemsize)
+            for part in index.split(max(1, most)):
+                term = flat[part].to(pair.down.dtype) @ pair.down.t() @ pair.up.t()
+                terms.index_add_(0, part, term.to(terms.dtype))
         out = ACTIVATIONS[activation](terms.reshape(out.shape))
         return out if times is None else out * times
 

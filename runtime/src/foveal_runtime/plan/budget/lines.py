@@ -27,6 +27,7 @@ from foveal_runtime.plan.budget.types import (
     Place,
     Source,
 )
+from foveal_runtime.plan.lora import TERM_BYTES
 from foveal_runtime.plan.profile import ModelProfile
 from foveal_runtime.plan.quantity import format_gib
 
@@ -204,7 +205,9 @@ def _state_lines(place: Place, inputs: BudgetInputs, profile: ModelProfile) -> t
 def _lora_lines(place: Place, inputs: BudgetInputs) -> tuple[Line, ...]:
     if not inputs.engine.lora_bytes:
         return ()
-    return (_line("loras", place, inputs.engine.lora_bytes, "LoRA adapters", source="Pinned"),)
+    formula = f"LoRA adapters as given, and {TERM_BYTES >> 20} MiB to compute them in"
+    num_bytes = inputs.engine.lora_bytes + TERM_BYTES
+    return (_line("loras", place, num_bytes, formula, source="Pinned"),)
 
 
 def cache_line(
