@@ -7,13 +7,29 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from foveal_runtime.main import cli
 from foveal_runtime.main.launcher import Child
-from foveal_runtime.main.local import options
+from foveal_runtime.main.local import options, serve
 from foveal_runtime.main.local.options import Parser, add_options, configured, printed
-from foveal_runtime.main.local.serve import LocalOptions, local_documents
+from foveal_runtime.main.local.serve import LocalOptions, known_items, local_documents
+from foveal_runtime.main.local.sizing import installed_versions
+from foveal_runtime.plan.config import ModalitiesConfig
+from foveal_runtime.plan.local import LocalDeploymentConfig
+from foveal_runtime.plan.machine import Machine
+from foveal_runtime.plan.profile import ItemProfile, ModelProfile, ProfileLimits
+from tests.support.checkpoint_files import PROFILE, checkpoint
+
+
+def profile_of_today(**versions: str) -> ModelProfile:
+    return msgspec.structs.replace(
+        PROFILE,
+        items={"image": ItemProfile(num_tokens=64, num_embeds=64, processed_bytes=1 << 20)},
+        limits=ProfileLimits.of(ModalitiesConfig()),
+        versions={**installed_versions(), **versions},
+    )
 
 
 def parse(*argv: str, environment: dict[str, str] | None = None) -> argparse.Namespace:
@@ -72,6 +88,29 @@ def test_cache_events_have_two_ports_for_each_engine() -> None:
     assert [port for one in taken for _, port in one if port < 20_000] == [5557, 5558, 5559, 5560]
     engines, _ = local_documents(LocalOptions(model="m"), lambda: next(ports))
     assert engines[0].events_bind == ""
+
+
+def test_largest_items_of_other_versions_are_asked_for_again() -> None:
+    assert known_items(profile_of_today(), 4096)["image"].num_tokens == 64
+    assert known_items(profile_of_today(transformers="4.0.0"), 4096) == {}
+    nameless = msgspec.structs.replace(profile_of_today(), versions={})
+    assert known_items(nameless, 4096) == {}
+
+
+def test_a_profile_from_a_file_says_nothing_of_this_models_items(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be another model's, or of another processor configuration."""
+    started: list[LocalDeploymentConfig] = []
+    here = Machine(memory_bytes=64 << 30, available_bytes=64 << 30, cpus=4.0, devices=())
+    monkeypatch.setattr(serve.machine, "look", lambda: here)
+    monkeypatch.setattr(serve, "launch", lambda config: started.append(config) or 0)
+    file = tmp_path / "profile.json"
+    file.write_bytes(msgspec.json.encode(profile_of_today()))
+    model = str(checkpoint(tmp_path / "model"))
+    argv = ["serve", model, "--port", "0", "--device", "cpu", "--kv-cache", "2Gi"]
+    assert cli.main([*argv, "--profile", str(file)]) == 0
+    assert [engine.items for engine in started[0].engines] == [{}]
 
 
 def test_what_is_printed_can_be_read_again(tmp_path: Path) -> None:

@@ -22,7 +22,13 @@ from foveal_runtime.main.launcher import check_port
 from foveal_runtime.main.local.launch import launch
 from foveal_runtime.main.local.model import Found, find_model
 from foveal_runtime.main.local.options import printed
-from foveal_runtime.main.local.sizing import choose_device, describe, find_profile, size_up
+from foveal_runtime.main.local.sizing import (
+    choose_device,
+    describe,
+    find_profile,
+    installed_versions,
+    size_up,
+)
 from foveal_runtime.plan import machine
 from foveal_runtime.plan.budget.types import BudgetPlan
 from foveal_runtime.plan.config import (
@@ -80,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     sys.stdout.flush()
     if arguments.plan:
         return 0
-    items = known_items(profile, plan.max_model_len)
+    items = {} if arguments.profile else known_items(profile, plan.max_model_len)
     return launch(_config(_planned(arguments, found, plan), arguments, items))
 
 
@@ -154,8 +160,11 @@ def _planned(arguments: argparse.Namespace, found: Found, plan: BudgetPlan) -> L
 
 def known_items(profile: ModelProfile, max_model_len: int) -> dict[str, ItemSize]:
     """The profile's largest items, as an engine without limits of its own on media would find them;
-    none where it would find others: under other limits, or in a shorter context."""
+    none where it would find others: under other limits, with packages of other versions, or in a
+    shorter context."""
     if profile.limits != ProfileLimits.of(ModalitiesConfig()):
+        return {}
+    if profile.versions != installed_versions():
         return {}
     if any(item.num_tokens > max_model_len for item in profile.items.values()):
         return {}

@@ -119,6 +119,11 @@ def find_profile(arguments: argparse.Namespace, path: Path, device: str) -> Mode
     return found
 
 
+def installed_versions() -> dict[str, str]:
+    """Of the packages that a profile names."""
+    return {name: version(name) for name in ("foveal-runtime", "transformers", "torch")}
+
+
 def _cache_folder() -> Path:
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(home).expanduser() / "foveal/profiles"
@@ -131,7 +136,7 @@ def _key(arguments: argparse.Namespace, path: Path, device: str) -> str:
         if file.is_file():
             status = file.stat()
             found.update(f"{file} {status.st_size} {status.st_mtime_ns}\n".encode())
-    versions = [version(name) for name in ("foveal-runtime", "transformers", "torch")]
+    versions = list(installed_versions().values())
     found.update(
         repr((versions, arguments.dtype, device, arguments.max_num_batched_tokens)).encode()
     )
