@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from tests.support.markdown import ROOT
 
 HEAVY = '[m for m in ("torch._dynamo.eval_frame", "scipy.optimize._basinhopping")'
@@ -45,6 +47,48 @@ defer()
 assert not isinstance(torch._dynamo, StandIn), "what is there stays"
 print("real")
 """
+BELOW = """
+import sys
+from importlib import import_module
+from foveal_runtime.telemetry.deferred import StandIn, defer
+defer()
+{first}
+{last}
+stood_in = [m for m in ("torch._dynamo", "torch._dynamo.utils") if "torch" in {first!r}]
+assert not any(isinstance(sys.modules[m], StandIn) for m in stood_in)
+print("real")
+"""
+LOADED = """
+module = import_module("{0}")
+assert module is import_module("{0}") is sys.modules["{0}"]
+assert module.__spec__.origin == module.__file__, "as the import system left it"
+"""
+COMPILED = "assert torch.compile(lambda x: x + 1, backend='eager')(torch.ones(1)).item() == 2"
+FLEX = """
+from transformers.integrations.flex_attention import flex_attention_forward
+q = torch.ones(1, 1, 8, 16)
+assert flex_attention_forward(torch.nn.Module(), q, q, q, None)[0].shape == (1, 8, 1, 16)
+"""
+AT_ONCE = """
+import sys, threading, time
+from foveal_runtime.telemetry.deferred import StandIn, real
+failed = []
+threading.excepthook = lambda what: failed.append(what.exc_value)
+def slowly(frame, event, value):  # between any two lines of it another thread may run
+    if frame.f_code is real.__code__:
+        time.sleep(0.001)
+        return slowly
+threading.settrace(slowly)
+for _ in range(10):
+    sys.modules["colorsys"] = StandIn("colorsys")
+    barrier = threading.Barrier(4)
+    def ask():
+        barrier.wait()
+        assert not isinstance(real("colorsys"), StandIn)
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    [t.start() for t in threads], [t.join() for t in threads]
+print(failed)
+"""
 
 
 def run(code: str) -> str:
@@ -60,3 +104,26 @@ def test_neither_an_engine_nor_a_worker_imports_what_only_compiling_needs() -> N
 
 def test_whoever_asks_for_more_gets_the_real_module() -> None:
     assert run(ASKED) == "real"
+
+
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [
+        ("import torch", COMPILED),
+        ("import torch._dynamo.config", LOADED.format("torch._dynamo.config") + COMPILED),
+        ("import torch._inductor.config", FLEX),
+        ("import scipy.optimize._lsq", LOADED.format("scipy.optimize._lsq")),
+    ],
+)
+def test_a_module_below_a_stand_in_is_the_real_one(first: str, last: str) -> None:
+    assert run(BELOW.format(first=first, last=last)) == "real"
+
+
+def test_a_module_that_is_not_there_is_said_to_be_missing() -> None:
+    asked = "try: import scipy.optimize.nothing\nexcept ModuleNotFoundError as e: print(e)"
+    code = f"from foveal_runtime.telemetry.deferred import defer\ndefer()\n{asked}"
+    assert run(code) == "No module named 'scipy.optimize.nothing'"
+
+
+def test_threads_that_ask_at_once_get_the_real_module() -> None:
+    assert run(AT_ONCE) == "[]"
