@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
 import pytest
 
 from foveal_operator.api.workloads import Accelerator, Engine
+from foveal_operator.kube.kinds import INFERENCE
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.budget_inputs import NodeFacts
 from foveal_operator.manifests.pods import REVISION_LABEL
-from foveal_operator.reconcile.cluster_facts import Survey
+from foveal_operator.reconcile.cluster_facts import AT_ONCE, Survey
 from foveal_operator.reconcile.placement import awaiting_nodes, could_take, has_no_node
 from foveal_operator.rollout import RolloutView, decide
 from foveal_operator.rollout.record import Good, Record, record_body
 from foveal_operator.testing.fake_cluster import FakeCluster
 from tests.support.fake_clock import FakeTime
-from tests.support.operator_rig import Kit
+from tests.support.operator_rig import Kit, resource
 from tests.support.served_resource import add_pod, served
 from tests.support.sim_cluster import DEADLINE_SECONDS, START, Wish, desired_of
 
@@ -209,6 +211,63 @@ async def test_the_last_of_many_full_nodes_is_not_overlooked() -> None:
     await time.pass_(15)
     assert await survey.free_devices(engine, 1) == 0
     assert cluster.num_pods == 33 + 34, "34 nodes are asked every 20 s at most"
+
+
+class Slow(Counting):
+    """Answers late, and counts how many lists of pods wait at a time."""
+
+    now = most = 0
+
+    async def list_all(self, kind: Any, *arguments: Any, **options: Any) -> list[Obj]:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        await asyncio.sleep(0.001)
+        self.now -= 1
+        return await super().list_all(kind, *arguments, **options)
+
+
+async def test_a_large_full_cluster_is_not_asked_node_by_node() -> None:
+    """A thousand full nodes were a thousand answers waited for in turn, inside one pass."""
+    cluster = Slow()
+    for index in range(99):
+        cluster.add(node(f"n{index:02}", 8))
+        cluster.add(pod(f"busy{index}", 8 if index < 98 else 7, f"n{index:02}"))
+    survey = Survey(cluster, FakeTime().clock)
+    await survey.refresh()
+    assert await survey.free_devices(Engine(), 1) == 1
+    assert (cluster.num_pods, cluster.most) == (99, AT_ONCE)
+
+
+@pytest.mark.parametrize(("strategy", "num_asked"), [("Auto", 1), ("FreeFirst", 0)])
+async def test_free_devices_are_counted_only_where_the_strategy_rests_on_them(
+    strategy: str, num_asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were every ten seconds of every rollout, however its strategy came about."""
+    asked: list[int] = []
+    monkeypatch.setattr(Survey, "free_devices", _counting(asked))
+    kit = await served(Kit(), resource(rollout={"strategy": strategy}), pods=True)
+    assert asked == [], "nothing has to be replaced"
+
+    def change(body: Obj) -> None:
+        body["spec"]["engine"]["cpu"] = "3"
+
+    kit.cluster.edit(INFERENCE, "default", "tiny", change)
+    await kit.settle()
+    for _ in range(5):
+        kit.time.now += 15
+        await kit.settle()
+    assert kit.status()["rolloutStrategy"].startswith("FreeFirst")
+    assert len(asked) == num_asked
+
+
+def _counting(asked: list[int]) -> Any:
+    counted = Survey.free_devices
+
+    async def free_devices(self: Survey, engine: Engine, num_wanted: int) -> int | None:
+        asked.append(num_wanted)
+        return await counted(self, engine, num_wanted)
+
+    return free_devices
 
 
 async def test_a_node_that_came_since_the_last_list_is_there() -> None:

@@ -6,9 +6,10 @@ import copy
 import random
 from dataclasses import replace
 
+import msgspec
 import pytest
 
-from foveal_operator.rollout import RolloutDecision, decide
+from foveal_operator.rollout import RolloutDecision, decide, needs_devices
 from foveal_operator.rollout.engines import OUTAGE
 from foveal_operator.rollout.pods import template_revision
 from foveal_operator.status.report import Observed, report
@@ -329,6 +330,9 @@ def test_every_road_converges(seed: int) -> None:
 
 def _pass_under_trouble(cluster: SimCluster, trouble: float) -> None:
     view = cluster.view()
+    if not needs_devices(view):
+        none, many = (msgspec.structs.replace(view, free_devices=n) for n in (None, 9))
+        assert decide(none) == decide(many)
     before = {pod.name for pod in cluster.serving_engines()}
     max_writes = cluster.random.randint(0, 3) if cluster.random.random() < 0.2 else 99
     decision = cluster.reconcile(max_writes)

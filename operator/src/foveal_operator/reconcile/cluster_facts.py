@@ -7,6 +7,7 @@ error: the resource can then say it (engine.accelerator.memory).
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterable, Sequence
 from math import ceil
@@ -31,6 +32,9 @@ NODES_SECONDS = 15.0
 MAX_ASKED = 32
 """Nodes that are asked one by one as they are now. The nodes behind them are listed once, and the
 answer is kept for as many times FREE_SECONDS as there are MAX_ASKED of them."""
+AT_ONCE = 8
+"""Pods of so many nodes behind them are listed at a time: half of the calls that may be in flight,
+so that others are answered meanwhile."""
 # Memory of one device in MiB, as feature discovery labels nodes.
 _MEMORY_LABELS = {"nvidia.com/gpu": "nvidia.com/gpu.memory", "amd.com/gpu": "amd.com/gpu.vram"}
 
@@ -112,7 +116,7 @@ class Survey:
     async def free_devices(self, engine: Engine, num_wanted: int) -> int | None:
         """Devices that no pod has asked for, on nodes that could run such an engine; None when that
         cannot be known. For rollouts only, at most every ten seconds. Lists the pods that wait,
-        and those of one node after the other until `num_wanted` devices are found free: never those
+        and those of node after node until `num_wanted` devices are found free: never those
         of the whole cluster, and about three nodes a second at most."""
         accelerator = engine.accelerator
         if accelerator.type == "CPU" or accelerator.device_class_name:
@@ -146,20 +150,21 @@ class Survey:
         unbound = "spec.nodeName=,status.phase=Pending"
         async for page in self._cluster.pages(POD, None, fields=unbound):
             waiting += sum(_asked(pod, name) for pod in page if _node_of(pod) == "")
-        free = -waiting
+        free, num_asked = -waiting, 0
         nodes: list[Obj] = []
-        for num_asked, known in enumerate(candidates):
-            if free >= num_wanted:
-                return free, num_asked
-            at = known["metadata"]["name"]
+        while num_asked < len(candidates) and free < num_wanted:
+            size = 1 if num_asked < MAX_ASKED else AT_ONCE
+            names = [n["metadata"]["name"] for n in candidates[num_asked : num_asked + size]]
             if num_asked <= MAX_ASKED:  # as it is now: the last list may be minutes old
-                fields = f"metadata.name={at}" if num_asked < MAX_ASKED else ""
+                fields = f"metadata.name={names[0]}" if num_asked < MAX_ASKED else ""
                 nodes = await self._cluster.list_all(NODE, None, fields=fields)
-            pods = await self._cluster.list_all(POD, None, fields=f"spec.nodeName={at}")
-            here = [pod for pod in pods if _node_of(pod) == at]
-            named = [node for node in nodes if node["metadata"]["name"] == at]
-            free += count_free_devices(named, here, name)
-        return max(0, free), len(candidates)
+            lists = (self._cluster.list_all(POD, None, fields=f"spec.nodeName={n}") for n in names)
+            for at, pods in zip(names, await asyncio.gather(*lists), strict=True):
+                here = [pod for pod in pods if _node_of(pod) == at]
+                named = [node for node in nodes if node["metadata"]["name"] == at]
+                free += count_free_devices(named, here, name)
+            num_asked += len(names)
+        return max(0, free), num_asked
 
 
 def engine_pod_spec(engine: Engine) -> Obj:

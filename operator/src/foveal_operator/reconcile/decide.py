@@ -1,11 +1,10 @@
 """One pass's decision about a resource: model, budgets, objects and rollout.
 
-Asks the API server for free devices only, and only while a rollout runs. Writes nothing.
+Asks the API server for free devices only, and only where a rollout's strategy rests on them. Writes
+nothing.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import msgspec
 
@@ -13,17 +12,16 @@ from foveal_operator import manifests
 from foveal_operator.api.parse import InferenceSpec
 from foveal_operator.kube.kinds import CONFIG_MAP, DEPLOYMENT, STATEFUL_SET
 from foveal_operator.kube.store import Caches
-from foveal_operator.kube.types import Obj, ObjectKey
+from foveal_operator.kube.types import ObjectKey
 from foveal_operator.manifests import ClusterFacts, Desired
 from foveal_operator.manifests.budget_inputs import NodeFacts, budget_inputs
 from foveal_operator.manifests.context import Context
-from foveal_operator.manifests.pods import REVISION_LABEL
 from foveal_operator.model.flow import ModelDecision, ModelView, decide_model
 from foveal_operator.reconcile.baseline import Basis, accelerator_name, placement_of
 from foveal_operator.reconcile.cluster_facts import Survey
 from foveal_operator.reconcile.observe import Observation
 from foveal_operator.reconcile.plan_cache import Planned
-from foveal_operator.rollout import RolloutDecision, RolloutView, decide, record_name
+from foveal_operator.rollout import RolloutDecision, RolloutView, decide, needs_devices, record_name
 from foveal_runtime.plan.budget.planner import plan as make_plan
 from foveal_runtime.plan.budget.types import BudgetPlan
 from foveal_runtime.plan.profile import ModelProfile
@@ -119,29 +117,26 @@ class Decider:
     async def rollout(self, work: Observation, desired: Desired) -> RolloutDecision:
         """The rollout rules' answer to what is known now."""
         spec, key = work.inference.spec, work.key
-        wanted = desired.of_kind("StatefulSet")
-        free = None
-        if wanted and _is_rolling(wanted[0], work.engine_pods):
-            wanted_devices = spec.rollout.max_surge * spec.engine.num_devices
-            free = await self._survey.free_devices(spec.engine, wanted_devices)
-        return decide(
-            RolloutView(
-                inference=work.inference,
-                stateful_set=next(iter(wanted), None),
-                deployment=next(iter(desired.of_kind("Deployment")), None),
-                live_stateful_set=self._caches.get(STATEFUL_SET, key[0], f"{key[1]}-engine"),
-                live_deployment=self._caches.get(DEPLOYMENT, key[0], f"{key[1]}-frontend"),
-                record=self._caches.get(CONFIG_MAP, key[0], record_name(key[1])),
-                engine_pods=work.engine_pods,
-                frontend_pods=work.frontend_pods,
-                free_devices=free,
-                awaiting=work.awaiting,
-                sessions=work.reports.sessions,
-                load=work.reports.load,
-                announced=work.resource.get("status", {}).get("rolloutStrategy", ""),
-                now=work.now,
-            )
+        view = RolloutView(
+            inference=work.inference,
+            stateful_set=next(iter(desired.of_kind("StatefulSet")), None),
+            deployment=next(iter(desired.of_kind("Deployment")), None),
+            live_stateful_set=self._caches.get(STATEFUL_SET, key[0], f"{key[1]}-engine"),
+            live_deployment=self._caches.get(DEPLOYMENT, key[0], f"{key[1]}-frontend"),
+            record=self._caches.get(CONFIG_MAP, key[0], record_name(key[1])),
+            engine_pods=work.engine_pods,
+            frontend_pods=work.frontend_pods,
+            awaiting=work.awaiting,
+            sessions=work.reports.sessions,
+            load=work.reports.load,
+            announced=work.resource.get("status", {}).get("rolloutStrategy", ""),
+            now=work.now,
         )
+        if needs_devices(view):
+            num_wanted = spec.rollout.max_surge * spec.engine.num_devices
+            free = await self._survey.free_devices(spec.engine, num_wanted)
+            view = msgspec.structs.replace(view, free_devices=free)
+        return decide(view)
 
 
 def _derive(
@@ -161,8 +156,3 @@ def _derive(
             if fresh.fits:
                 plan, nodes = fresh, present
     return plan, nodes, manifests.desired(inference, plan, facts)
-
-
-def _is_rolling(wanted: Obj, pods: Sequence[Obj]) -> bool:
-    revision = wanted["spec"]["template"]["metadata"]["labels"][REVISION_LABEL]
-    return any(pod["metadata"].get("labels", {}).get(REVISION_LABEL) != revision for pod in pods)

@@ -13,7 +13,7 @@ import msgspec
 
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.replicas import live_replicas
-from foveal_operator.rollout.engines import OUTAGE, choose, engine_step
+from foveal_operator.rollout.engines import OUTAGE, choose, chooses_by_devices, engine_step
 from foveal_operator.rollout.frontends import frontend_body, is_held
 from foveal_operator.rollout.pods import (
     Pods,
@@ -33,7 +33,7 @@ from foveal_operator.rollout.record import (
 )
 from foveal_operator.rollout.view import Body, RolloutDecision, RolloutView, record_name
 
-__all__ = ["RolloutDecision", "RolloutView", "decide", "record_name"]
+__all__ = ["RolloutDecision", "RolloutView", "decide", "needs_devices", "record_name"]
 
 CHECK_SECONDS = 5.0
 """Sessions are asked for, not watched: while a rollout runs, look again so often."""
@@ -59,6 +59,17 @@ class _Target(msgspec.Struct, frozen=True, kw_only=True):
         return template_revision(self.deployment)
 
 
+def needs_devices(view: RolloutView) -> bool:
+    """Whether `decide` goes by the number of free devices in this pass: counting them is dear."""
+    if view.stateful_set is None or view.deployment is None or view.inference.spec.paused:
+        return False
+    record = read_record(view.record)
+    state = _begun(view, record)
+    target = _target(view, view.stateful_set, view.deployment, state, record.good)
+    pods = read_pods(view, target.num_frontends)
+    return chooses_by_devices(state, view.inference, pods, target.engine_revision)
+
+
 def decide(view: RolloutView) -> RolloutDecision:
     """The next step of a rollout; the same view gives the same decision."""
     record = read_record(view.record)
@@ -70,9 +81,7 @@ def decide(view: RolloutView) -> RolloutDecision:
             deadline_exceeded=record.state.failed,
             keep_config_maps=_kept(view, record, ()),
         )
-    engine_revision = template_revision(wanted_engines)
-    revision = f"{engine_revision}/{template_revision(wanted_frontends)}"
-    state = begin(record.state, revision, view.inference.generation, view.now)
+    state = _begun(view, record)
     if _can_roll_back(view, state, record.good):
         # Its deadline waits for no node: a mistyped selector would leave the resource between two
         # revisions for ever, and there is one to go back to.
@@ -87,8 +96,13 @@ def decide(view: RolloutView) -> RolloutDecision:
         is_complete = _is_complete(view, target, pods)
     good = record.good
     if is_complete and not target.rolled_back and target.num_engines and target.num_frontends:
-        good = _remembered(good, revision, target)
+        good = _remembered(good, state.revision, target)
     return _decision(view, target, pods, Record(state=state, good=good), record, is_complete)
+
+
+def _begun(view: RolloutView, record: Record) -> State:
+    revision = f"{template_revision(view.stateful_set)}/{template_revision(view.deployment)}"
+    return begin(record.state, revision, view.inference.generation, view.now)
 
 
 def _can_roll_back(view: RolloutView, state: State, good: Good | None) -> bool:

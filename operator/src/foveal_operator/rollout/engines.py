@@ -89,6 +89,17 @@ def asked(inference: InferenceSpec) -> str:
     return f"{rollout.strategy} {rollout.max_surge} {rollout.max_unavailable} {scaled}".strip()
 
 
+def chooses_by_devices(
+    state: State, inference: InferenceSpec, pods: Pods, engine_revision: str
+) -> bool:
+    """Whether `choose` goes by the number of free devices."""
+    spec = inference.spec
+    if spec.rollout.strategy != "Auto" or spec.engine.autoscaling:
+        return False
+    is_chosen = state.strategy and state.asked == asked(inference)
+    return not is_chosen and any(pod.revision != engine_revision for pod in pods.engines)
+
+
 def choose(
     state: State,
     inference: InferenceSpec,
