@@ -18,7 +18,7 @@ from foveal_runtime.plan.sampling import SamplingParams
 
 Hold = Callable[[int, int], None]
 """Called with so many tokens and log probabilities of an answer that is held until its end. Raises
-RateLimited."""
+RateLimited for log probabilities alone."""
 
 
 def hold_nothing(num_tokens: int, num_scores: int) -> None:
@@ -59,10 +59,10 @@ def _holder(ticket: Ticket, first_tokens: int, first_scores: int) -> Hold:
         left_tokens -= num_tokens
         left_scores -= num_scores
         if left_tokens < 0:
-            ticket.charge_answer(first_tokens - left_tokens, 0)
+            ticket.charge_answer(first_tokens - left_tokens, 0, has_begun=True)
             left_tokens = first_tokens
         if left_scores < 0:
-            ticket.charge_answer(0, first_scores - left_scores)
+            ticket.charge_answer(0, first_scores - left_scores, has_begun=True)
             left_scores = first_scores
 
     return hold

@@ -172,9 +172,12 @@ class Ticket:
         """Log probabilities that one answer may hold."""
         return self._gate.max_scores
 
-    def charge_answer(self, num_tokens: int, num_scores: int) -> None:
+    def charge_answer(
+        self, num_tokens: int, num_scores: int, *, has_begun: bool = False
+    ) -> None:
         """Tokens and log probabilities that may be held until the request ends. Their bytes count
-        with those of bodies and media, for which there is room in the plan. Raises RateLimited."""
+        with those of bodies and media, for which there is room in the plan. An answer that has
+        begun is not ended for its bytes: they keep new requests out. Raises RateLimited."""
         gate = self._gate
         if num_scores and gate.num_scores + num_scores > gate.max_scores:
             gate.rejections["scores"] += 1
@@ -182,7 +185,11 @@ class Ticket:
                 f"log probabilities: {gate.num_scores} are in flight; {num_scores} more would "
                 f"exceed this process's limit of {gate.max_scores}"
             )
-        self.charge_media_bytes(num_tokens * TOKEN_BYTES + num_scores * SCORE_BYTES)
+        num_bytes = num_tokens * TOKEN_BYTES + num_scores * SCORE_BYTES
+        if has_begun:
+            self._count_media_bytes(num_bytes)
+        else:
+            self.charge_media_bytes(num_bytes)
         if self._open:
             self.num_scores += num_scores
             gate.num_scores += num_scores
@@ -195,9 +202,12 @@ class Ticket:
         gate._check(
             "media_bytes", gate.media_bytes + num_bytes, others, gate.limits.max_media_bytes
         )
+        self._count_media_bytes(num_bytes)
+
+    def _count_media_bytes(self, num_bytes: int) -> None:
         if self._open:
             self.media_bytes += num_bytes
-            gate.media_bytes += num_bytes
+            self._gate.media_bytes += num_bytes
 
     def close(self) -> None:
         if self._open:
