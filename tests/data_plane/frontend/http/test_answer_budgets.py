@@ -16,7 +16,7 @@ from foveal_runtime.frontend.http.access.admission import (
 )
 from foveal_runtime.frontend.items.prepared import PreparedRequest
 from foveal_runtime.plan.config import Admission
-from foveal_runtime.plan.errors import RateLimited
+from foveal_runtime.plan.errors import InvalidRequest, RateLimited
 from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.wire.messages import EngineOutput
 
@@ -90,7 +90,7 @@ async def test_scores_of_many_clients_are_refused_by_name(start: Any, stream: bo
 async def test_scores_of_prompts_are_charged(start: Any) -> None:
     async with start(admission=Admission(max_answer_scores=3000)) as harness:
         body = {"prompt": "x" * 400, "prompt_logprobs": 20, "max_tokens": 1}
-        assert_refused(await harness.http.post("/v1/completions", json=body), 429, "limit of 3000")
+        assert_refused(await harness.http.post("/v1/completions", json=body), 400, "holds 3000")
 
 
 async def test_what_a_long_answer_gathers_is_charged_as_it_comes(start: Any) -> None:
@@ -169,10 +169,33 @@ def test_what_an_answer_gathers_keeps_new_requests_out() -> None:
 
 def test_an_answer_holds_no_more_scores_than_there_is_room_for() -> None:
     """200 MB of log probabilities were let into a process that was planned for 36."""
-    gate = Gate(Admission(max_media_bytes=1 << 20))
+    gate = Gate(Admission(max_media_bytes=1 << 20, max_body_bytes=1 << 20))
     ticket = gate.enter()
     assert ticket.max_scores == (1 << 20) // SCORE_BYTES
-    with pytest.raises(RateLimited, match="log probabilities"):
+    with pytest.raises(InvalidRequest, match="holds 10485 at most"):
         ticket.charge_answer(0, ticket.max_scores + 1)
     ticket.charge_answer(0, ticket.max_scores)
     assert gate.media_bytes <= 1 << 20
+
+
+async def test_scores_of_one_client_are_let_in_alone(start: Any) -> None:
+    """With little room for media they were refused for ever, on a server that did nothing."""
+    limits = Admission(max_media_bytes=1 << 20)
+    async with start(admission=limits) as harness:
+        asked = {"n": 8, "max_tokens": 100, "stream": True, **SCORES}
+        assert (await harness.chat(**asked)).status_code == 200
+        await harness.until(lambda: harness.app.gate.num_requests == 0)
+        ticket = harness.app.gate.enter()
+        ticket.admit()
+        ticket.charge_answer(0, 1)
+        assert_refused(await harness.chat(**asked), 429, "limit of 1048576")
+        ticket.close()
+        assert (await harness.chat(**asked)).status_code == 200
+
+
+def test_an_answer_that_has_begun_ends_for_no_scores_of_its_own() -> None:
+    gate = Gate(Admission(max_answer_scores=100))
+    ticket = gate.enter()
+    ticket.charge_answer(0, 90)
+    ticket.charge_answer(0, 90, has_begun=True)
+    gate.check_integrity()

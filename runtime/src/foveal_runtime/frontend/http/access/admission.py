@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 from foveal_runtime.plan.config import Admission
-from foveal_runtime.plan.errors import Overloaded, RateLimited
+from foveal_runtime.plan.errors import InvalidRequest, Overloaded, RateLimited
 
 Reason = Literal["requests", "uploads", "tokens", "scores", "media_bytes", "draining"]
 SEQUENCE_TOKENS = 256
@@ -33,7 +33,8 @@ class Gate:
 
     def __init__(self, limits: Admission) -> None:
         self.limits = limits
-        self.max_scores = min(limits.max_answer_scores, limits.max_media_bytes // SCORE_BYTES)
+        room = max(limits.max_media_bytes, limits.max_body_bytes)  # what a plan keeps at least
+        self.max_scores = min(limits.max_answer_scores, room // SCORE_BYTES)
         self.draining = False
         self.num_requests = 0
         self.num_uploads = 0
@@ -177,9 +178,19 @@ class Ticket:
     ) -> None:
         """Tokens and log probabilities that may be held until the request ends. Their bytes count
         with those of bodies and media, for which there is room in the plan. An answer that has
-        begun is not ended for its bytes: they keep new requests out. Raises RateLimited."""
+        begun is not ended for its bytes: they keep new requests out.
+
+        Raises RateLimited where others hold the rest, InvalidRequest where it alone is too large.
+        """
         gate = self._gate
-        if num_scores and gate.num_scores + num_scores > gate.max_scores:
+        if num_scores > gate.max_scores:
+            raise InvalidRequest(
+                f"log probabilities: {num_scores} would be held, this server holds {gate.max_scores} "
+                "at most: ask for fewer tokens, choices or alternatives",
+                param="logprobs",
+            )
+        others = gate.num_scores - self.num_scores
+        if num_scores and others and gate.num_scores + num_scores > gate.max_scores:
             gate.rejections["scores"] += 1
             raise RateLimited(
                 f"log probabilities: {gate.num_scores} are in flight; {num_scores} more would "
