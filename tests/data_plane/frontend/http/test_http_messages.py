@@ -188,3 +188,13 @@ def test_turns_of_one_role_are_one_message() -> None:
     (message,) = chat_fields(request)["messages"]
     thought = "".join(f"{number} " for number in range(8192))
     assert message == {"role": "assistant", "content": [], "reasoning_content": thought}
+
+
+async def test_arguments_count_what_they_are(harness: Any) -> None:
+    """Each call counted as 20,000 characters: after 797 of them a conversation was refused."""
+    call = {"type": "tool_use", "name": "a", "input": {}}
+    calls = [{**call, "id": f"c{n}"} for n in range(900)]
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": calls}]
+    messages.append({"role": "user", "content": "and now?"})
+    answer = await harness.http.post(PATH, json=body(messages=messages))
+    assert "more than 4096 tokens" in answer.text, "the context refuses it, as it is"

@@ -30,6 +30,7 @@ from foveal_runtime.frontend.http.service import (
     open_run,
     pages_of,
 )
+from foveal_runtime.frontend.protocol.bounds import num_chars_in
 from foveal_runtime.frontend.protocol.constraints import wanted_of
 from foveal_runtime.frontend.protocol.requests import ChatCompletionRequest
 from foveal_runtime.frontend.protocol.rules import check_fields
@@ -87,13 +88,13 @@ async def plan_chat(
         )
         return token_ids, conversation
 
-    num_chars = _num_chars(request)
+    num_chars = num_chars_of(request)
     if num_chars > MAX_CHARS:
         raise ContextLengthExceeded(
             f"the messages have {num_chars} characters; at most {MAX_CHARS} are taken",
             param="messages",
         )
-    if request.tools or num_chars > THREAD_CHARS:
+    if request.tools or _has_objects(request) or num_chars > THREAD_CHARS:
         token_ids, conversation = await service.in_thread(tokenise)
     else:
         token_ids, conversation = tokenise()
@@ -130,14 +131,23 @@ MAX_CHARS = 16_000_000
 _MESSAGE_CHARS = 100
 """What a message, a part or a call costs beside its text, in characters of text."""
 
+_VALUE_CHARS = 8
+"""What a value in the arguments of a call costs: a number has no text."""
 
-def _num_chars(request: ChatCompletionRequest) -> int:
+
+def _has_objects(request: ChatCompletionRequest) -> bool:
+    """Arguments of calls that a template writes out as JSON."""
+    calls = (call for message in request.messages for call in message.tool_calls or ())
+    return any(isinstance(call.function.arguments, dict) for call in calls)
+
+
+def num_chars_of(request: ChatCompletionRequest) -> int:
+    """Of all messages, with what each of their parts costs."""
     total = len(request.messages) * _MESSAGE_CHARS
     for message in request.messages:
         total += len(message.reasoning_content or message.reasoning or "")
         for call in message.tool_calls or ():
-            given = call.function.arguments
-            total += _MESSAGE_CHARS + (len(given) if isinstance(given, str) else THREAD_CHARS)
+            total += _MESSAGE_CHARS + num_chars_in(call.function.arguments, _VALUE_CHARS)
         if isinstance(message.content, str):
             total += len(message.content)
         elif message.content is not None:

@@ -74,7 +74,7 @@ def check_tools(value: Any) -> Any:
     for the chat template."""
     check_plain(value, MAX_TOOLS_DEPTH, MAX_TOOLS_NODES)
     if isinstance(value, list):
-        num_chars = sum(_num_chars(tool) for tool in value)
+        num_chars = sum(num_chars_in(tool) for tool in value)
         if num_chars > MAX_TOOLS_CHARS:
             raise ValueError(
                 f"the tools have {num_chars} characters; at most {MAX_TOOLS_CHARS} are taken"
@@ -82,11 +82,12 @@ def check_tools(value: Any) -> Any:
     return value
 
 
-def _num_chars(value: Any) -> int:
-    """Of all texts and names in free-form JSON."""
+def num_chars_in(value: Any, each: int = 0) -> int:
+    """Of all texts and names in free-form JSON, and `each` for every value."""
     total, left = 0, [value]
     while left:
         node = left.pop()
+        total += each
         if isinstance(node, str):
             total += len(node)
         elif isinstance(node, dict):
