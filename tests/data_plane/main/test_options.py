@@ -113,6 +113,16 @@ def test_a_profile_from_a_file_says_nothing_of_this_models_items(
     assert [engine.items for engine in started[0].engines] == [{}]
 
 
+@pytest.mark.parametrize(("pages", "images"), [(40, 40), (4, 16)])
+def test_a_document_may_have_as_many_pages_as_asked(pages: int, images: int) -> None:
+    """Its pages count as images of the prompt: 40 pages were refused for 16 images."""
+    options = LocalOptions(model="m", max_document_pages=pages)
+    engines, frontends = local_documents(options, lambda: 20_000)
+    assert engines[0].modalities == frontends[0].modalities
+    limits = frontends[0].modalities.image
+    assert (limits.max_pages, limits.max_per_prompt) == (pages, images)
+
+
 def test_what_is_printed_can_be_read_again(tmp_path: Path) -> None:
     argv = ["org/tiny", "--kv-cache", "1536Mi", "--no-prefix-caching", "--memory", "0.8",
             "--allowed-domain", "a.example", "--allowed-domain", "b.example"]  # fmt: skip
