@@ -190,13 +190,17 @@ def llava_next_video() -> Any:
     )  # fmt: skip
 
 
+def lfm2_vl() -> Any:
+    return hf.Lfm2VlProcessor(hf.Lfm2VlImageProcessor(), tokenizer())
+
+
 MAKERS: dict[str, Callable[[], Any]] = {
     make.__name__: make
     for make in (
         llava, llava_next, llava_onevision, mistral3, qwen2_vl, qwen2_5_vl, qwen3_vl, glm4v,
         idefics3, smolvlm, internvl, gemma3, paligemma, qwen2_audio, audioflamingo3, voxtral,
         glm46v, exaone4_5, paddleocr_vl, deepseek_vl, janus, video_llava,
-        llava_next_video,
+        llava_next_video, lfm2_vl,
     )
 }  # fmt: skip
 

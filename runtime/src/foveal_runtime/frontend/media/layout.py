@@ -17,29 +17,34 @@ from foveal_runtime.frontend.media.protocol import GRID, EmbedsLayout
 from foveal_runtime.frontend.media.timed import Frames
 
 
+Sample = tuple[Sequence[int], Sequence[tuple[int, int]], Mapping[str, Any]]
+"""Of an image: its replacement ids, the (start, length) runs of them that take encoder outputs, and
+the processor's output."""
+SHAPES = ((192, 256), (768, 1024), (192, 1024))
+"""Height and width of images that families which cut images by their size cut differently."""
+
+
 def sample(modality: int, sampling_rate: int) -> Any:
     """A deterministic item, large enough for any processor's smallest size."""
-    ramp = (np.arange(192 * 256 * 3, dtype=np.uint32) * 2654435761 >> 24).astype(np.uint8)
     if modality == 0:
-        return Image.fromarray(ramp.reshape(192, 256, 3), "RGB")
+        return image(192, 256)
     if modality == 1:
-        return Frames(np.stack([ramp.reshape(192, 256, 3)] * 8), list(range(8)), 8, 2.0)
+        return Frames(np.stack([np.asarray(image(192, 256))] * 8), list(range(8)), 8, 2.0)
     seconds = np.arange(sampling_rate or 16000, dtype=np.float32) / (sampling_rate or 16000)
     return np.sin(2 * np.pi * 440 * seconds).astype(np.float32) * 0.5
 
 
-def embeds_layout(
-    model_path: str,
-    replacement: Sequence[int],
-    runs: Sequence[tuple[int, int]],
-    output: Mapping[str, Any],
-) -> EmbedsLayout:
-    """From a sample image: its replacement ids, the (start, length) runs of them that take encoder
-    outputs, and the processor's output."""
-    if len(runs) != 1:
-        reason = f"its images take {len(runs)} separate stretches of a prompt, by their size"
-        return EmbedsLayout(reason=reason)
-    start, length = runs[0]
+def embeds_layout(model_path: str, samples: Sequence[Sample]) -> EmbedsLayout:
+    """From images of `SHAPES`, the first of which gives the layout: all must have the same."""
+    for ids, runs, _ in samples:
+        if len(runs) != 1:
+            reason = f"its images take {len(runs)} separate stretches of a prompt, by their size"
+            return EmbedsLayout(reason=reason)
+    neighbours = {(tuple(ids[:at]), tuple(ids[at + n :])) for ids, ((at, n),), _ in samples}
+    if len(neighbours) != 1:
+        return EmbedsLayout(reason="the tokens beside an image tell its size")
+    ((head, tail),) = neighbours
+    _, ((_, length),), output = samples[0]
     merge = 0
     if output.get(GRID) is not None:
         num_patches = int(np.prod(np.asarray(output[GRID]).reshape(-1)))
@@ -52,10 +57,16 @@ def embeds_layout(
         return EmbedsLayout(reason=f"the width of its encoder outputs is not known: {error}"[:200])
     return EmbedsLayout(
         width=width,
-        head=tuple(replacement[:start]),
-        tail=tuple(replacement[start + length :]),
+        head=head,
+        tail=tail,
         merge=merge,
     )
+
+
+def image(height: int, width: int) -> Image.Image:
+    """A deterministic one."""
+    ramp = (np.arange(height * width * 3, dtype=np.uint32) * 2654435761 >> 24).astype(np.uint8)
+    return Image.fromarray(ramp.reshape(height, width, 3), "RGB")
 
 
 def _width(model_path: str) -> int:

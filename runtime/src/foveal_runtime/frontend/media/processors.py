@@ -102,9 +102,12 @@ class ItemProcessor:
         info = self.placeholders.get(0)
         if info is None or not info.method:
             return None
-        output = self._call(0, [layout.sample(0, 0)], info.token, {})
-        ids = self._replacement(info, output)
-        return layout.embeds_layout(self._path, ids, embed_runs(ids, info.embed_token_id), output)
+        samples = []
+        for shape in layout.SHAPES:
+            output = self._call(0, [layout.image(*shape)], info.token, {})
+            ids = self._replacement(info, output)
+            samples.append((ids, embed_runs(ids, info.embed_token_id), output))
+        return layout.embeds_layout(self._path, samples)
 
     def decode(
         self,
