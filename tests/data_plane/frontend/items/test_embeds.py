@@ -1,5 +1,6 @@
 """Images as encoder outputs: what a file may hold, keys of their own, and the switch."""
 
+import asyncio
 import base64
 import io
 import json
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
+from foveal_runtime.frontend.items import input_processor
 from foveal_runtime.frontend.items.embeds import embeds_item
 from foveal_runtime.frontend.items.seams import MediaPart, PrepareOptions
 from foveal_runtime.frontend.media.fake_worker import EMBED_WIDTH, FakeProcessor
@@ -54,9 +56,10 @@ def options(**changes: object) -> PrepareOptions:
     )
 
 
-def bf16(numbers: np.ndarray) -> bytes:
+def bf16(numbers: np.ndarray, shape: list[int] | None = None) -> bytes:
     """A file whose tensor is bfloat16, which numpy has not."""
-    head = {EMBEDS: {"dtype": "BF16", "shape": numbers.shape, "data_offsets": [0, numbers.nbytes]}}
+    shape = list(numbers.shape) if shape is None else shape
+    head = {EMBEDS: {"dtype": "BF16", "shape": shape, "data_offsets": [0, numbers.nbytes]}}
     text = json.dumps(head).encode()
     return len(text).to_bytes(8, "little") + text + numbers.tobytes()
 
@@ -107,12 +110,15 @@ CUT_OFF = file()[:-1]
         (file(rows()[None]), INFO, "shape"),
         (file(rows(0)), INFO, "shape"),
         (file(NOT_FINITE), INFO, "finite"),
+        (file(np.concatenate([rows(300), NOT_FINITE])), INFO, "finite"),
         (bf16(np.full((2, EMBED_WIDTH), 0x7F80, "<u2")), INFO, "finite"),
         (file(rows().astype(np.int64)), INFO, "I64"),
         (file(rows().astype(np.float64)), INFO, "F64"),
         (file(pixel_values=rows()), INFO, "pixel_values"),
         (save({"x": rows()}), INFO, "'x'"),
         (save({}), INFO, "missing"),
+        (bf16(np.ones(1, "<u2"), [1] * 70), INFO, "70 dimensions"),
+        (bf16(np.ones(0, "<u2"), [0, 1 << 62, 1 << 62]), INFO, "not a safetensors file"),
         (file(), ON_A_GRID, "which the file lacks"),
         (file(image_grid_thw=np.array([1, 4, 4])), ON_A_GRID, "does not make 3 outputs"),
         (file(image_grid_thw=np.array([1, 1, 12])), ON_A_GRID, "does not make 3 outputs"),
@@ -160,6 +166,24 @@ async def test_a_repeat_is_a_hit_under_a_key_of_its_own(start_input):
     claimed = MediaPart(modality="image", data=data, path="x")
     with pytest.raises(MediaInvalid):
         await inputs.prepare([IMAGE], [claimed], options())
+
+
+async def test_files_are_read_one_at_a_time(start_input, monkeypatch):
+    """Each takes three times its size while it is read, which no plan counts for many."""
+    inputs, running, most = await start_input(media_embeds=True), 0, 0
+
+    async def slow(num_bytes, work):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+        return work()
+
+    monkeypatch.setattr(input_processor, "off_loop", slow)
+    files = [part(file(rows(seed=seed))) for seed in range(4)]
+    await inputs.prepare([IMAGE] * 4, files, options())
+    assert most == 1
 
 
 async def test_a_uuid_names_them(start_input):

@@ -18,6 +18,8 @@ from foveal_runtime.wire.item import EMBEDS, pack_item
 
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _PICKLES = (b"PK\x03\x04", b"\x80")
+_MAX_DIMENSIONS = 3
+_ROWS = 256
 MAX_GRID_SIDE = 1 << 15
 
 
@@ -61,26 +63,33 @@ def _read(data: bytes) -> dict[str, tuple[str, np.ndarray]]:
             "this looks like a file of torch.save, which is a pickle and is never read: send a "
             "safetensors file"
         )
-    try:
-        found = safetensors.deserialize(data)  # type: ignore[no-untyped-call]
-    except (safetensors.SafetensorError, ValueError) as error:
-        raise MediaInvalid(f"not a safetensors file: {error}") from error
     numbers: Mapping[str, str] = {
         "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4",
     }  # fmt: skip
     tensors = {}
-    for name, tensor in found:
-        kind = str(tensor["dtype"])
-        array = np.frombuffer(tensor["data"], numbers.get(kind, "u1"))
-        shape = tensor["shape"] if kind in numbers else (len(array),)
-        tensors[str(name)] = kind, array.reshape(shape)
+    try:
+        found = safetensors.deserialize(data)  # type: ignore[no-untyped-call]
+        for name, tensor in found:
+            kind, shape = str(tensor["dtype"]), tensor["shape"]
+            if len(shape) > _MAX_DIMENSIONS:
+                raise MediaInvalid(
+                    f"{name!r:.80} has {len(shape)} dimensions; at most {_MAX_DIMENSIONS} are read"
+                )
+            array = np.frombuffer(tensor["data"], numbers.get(kind, "u1"))
+            tensors[str(name)] = kind, array.reshape(shape) if kind in numbers else array
+    except (safetensors.SafetensorError, ValueError, OverflowError) as error:
+        raise MediaInvalid(f"not a safetensors file: {error}") from error
     return tensors
 
 
 def _is_finite(kind: str, rows: np.ndarray) -> bool:
-    if kind == "BF16":
-        return not bool(((rows & 0x7F80) == 0x7F80).any())
-    return bool(np.isfinite(rows).all())
+    """A part at a time: the whole would take as much memory again."""
+    for start in range(0, len(rows), _ROWS):
+        part = rows[start : start + _ROWS]
+        bad = (part & 0x7F80) == 0x7F80 if kind == "BF16" else ~np.isfinite(part)
+        if bad.any():
+            return False
+    return True
 
 
 def _grid(tensors: Mapping[str, tuple[str, np.ndarray]], num_rows: int, merge: int) -> list[int]:

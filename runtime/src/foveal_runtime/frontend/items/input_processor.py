@@ -106,6 +106,7 @@ class MediaInput:
             config.max_bindings, config.max_uuid_length, self.knowledge.lookup_alias
         )
         self.processing: SingleFlight[MMHash, Buffer] = SingleFlight()
+        self._reading_embeds = asyncio.Semaphore(1)  # a file is copied twice; no plan counts many
         self.injector = Injector(
             config.injection, info, self.cache, self.stats, self.knowledge,
         )  # fmt: skip
@@ -313,8 +314,9 @@ class MediaInput:
         """The item of encoder outputs that a client sent; no processor has any part in it."""
 
         async def work() -> Buffer:
-            data = await raw.read()
-            value = await off_loop(len(data), lambda: embeds_item(data, self.info))
+            async with self._reading_embeds:
+                data = await raw.read()
+                value = await off_loop(len(data), lambda: embeds_item(data, self.info))
             self._check_value(value)
             self.cache.commit(key, value)
             return value
