@@ -50,6 +50,8 @@ def test_grammars_have_their_bytes_on_every_rank() -> None:
         assert line.each_bytes == 64 * MIB + seqs * MIB // 2 + 150_000 * 1200
         assert line.count == inputs.engine.num_devices
         assert f"{seqs} requests" in line.formula
+    embeds = plan(gpu(generates=False), wide)
+    assert not [line for line in embeds.engine.lines if line.name == "grammars"]
 
 
 def test_given_sizes_derive_the_limit() -> None:

@@ -73,6 +73,7 @@ def budget_inputs(inference: InferenceSpec, facts: NodeFacts) -> BudgetInputs:
             kv_dtype=caches.kv.dtype,
             prefix_caching=engine.prefix_caching and facts.takes_snapshots,
             lora_bytes=parse_bytes(engine.lora.memory) if engine.lora else 0,
+            generates=spec.model.task != "Embed",
         ),
         modalities=modalities_config(spec.modalities),
         headroom_percent=caches.headroom_percent,

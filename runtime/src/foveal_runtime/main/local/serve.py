@@ -27,6 +27,7 @@ from foveal_runtime.main.local.sizing import (
     describe,
     find_profile,
     installed_versions,
+    modalities_for,
     size_up,
 )
 from foveal_runtime.plan import machine
@@ -43,7 +44,6 @@ from foveal_runtime.plan.config import (
     KVDtype,
     MediaSources,
     ModalitiesConfig,
-    ModalityLimits,
     ModelConfig,
     Pooling,
     SchedulerConfig,
@@ -307,18 +307,11 @@ def _engine(options: LocalOptions, model: ModelConfig, index: int) -> EngineConf
         scheduler=_part(SchedulerConfig, options),
         caches=caches,
         loras=lora_sources(options.loras),
-        modalities=_modalities(options),
+        modalities=modalities_for(options.max_document_pages),
         shm_directory=_shared_memory(options),
         # Each engine gets ports of its own where it is given the other addresses.
         events_bind=f"tcp://{LOOPBACK}:{options.events_port}" if options.events_port else "",
     )
-
-
-def _modalities(options: LocalOptions) -> ModalitiesConfig:
-    """A document's pages are images of the prompt."""
-    pages = options.max_document_pages
-    most = max(pages, ModalityLimits().max_per_prompt)
-    return ModalitiesConfig(image=ModalityLimits(max_per_prompt=most, max_pages=pages))
 
 
 def _frontend(options: LocalOptions, model: ModelConfig, index: int) -> FrontendConfig:
@@ -338,5 +331,5 @@ def _frontend(options: LocalOptions, model: ModelConfig, index: int) -> Frontend
         shm_bytes=shm_bytes // options.num_frontends,
         media_sources=_part(MediaSources, options),
         injection=injection,
-        modalities=_modalities(options),
+        modalities=modalities_for(options.max_document_pages),
     )

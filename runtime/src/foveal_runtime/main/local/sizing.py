@@ -19,6 +19,7 @@ from foveal_runtime.plan.budget.types import (
     EngineInputs,
     FrontendInputs,
 )
+from foveal_runtime.plan.config import ModalitiesConfig, ModalityLimits
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.machine import Machine
 from foveal_runtime.plan.machine_plan import machine_plan, shortfall
@@ -190,6 +191,12 @@ def describe(here: Machine, device: str) -> str:
     )
 
 
+def modalities_for(document_pages: int) -> ModalitiesConfig:
+    """The limits on media: a document's pages are images of the prompt."""
+    images = max(document_pages, ModalityLimits().max_per_prompt)
+    return ModalitiesConfig(image=ModalityLimits(max_per_prompt=images, max_pages=document_pages))
+
+
 def budget_inputs(arguments: argparse.Namespace, device: str, here: Machine) -> BudgetInputs:
     """The planner's view of the options."""
     a = arguments
@@ -218,6 +225,8 @@ def budget_inputs(arguments: argparse.Namespace, device: str, here: Machine) -> 
             kv_dtype=a.kv_dtype,
             prefix_caching=a.prefix_caching,
             lora_bytes=a.lora_bytes,
+            generates=a.task != "embed",
         ),
+        modalities=modalities_for(a.max_document_pages),
         headroom_percent=round(100 * (1 - a.memory)),
     )

@@ -139,7 +139,7 @@ def engine_lines(inputs: BudgetInputs, needs: Needs, profile: ModelProfile) -> t
 
 def _grammar_lines(inputs: BudgetInputs, needs: Needs, profile: ModelProfile) -> tuple[Line, ...]:
     """Of each rank; a profile that does not record the vocabulary changes no plan."""
-    if not profile.vocab_size:
+    if not profile.vocab_size or not inputs.engine.generates:
         return ()
     seqs = inputs.engine.max_num_seqs
     each = GRAMMAR_CACHE_BYTES + seqs * GRAMMAR_REQUEST_BYTES

@@ -111,6 +111,7 @@ class EngineInputs(msgspec.Struct, frozen=True, kw_only=True):
         kv_bytes: KV pool of the engine over all its devices. kv_dtype: see EngineCaches.
         prefix_caching: prefixes are reused, for which models with recurrent state need snapshots.
         lora_bytes: LoRA adapters on the device, all together; 0 = none.
+        generates: requests may ask for structured output; False for a model that embeds alone.
     """
 
     num_engines: int = 1
@@ -134,6 +135,7 @@ class EngineInputs(msgspec.Struct, frozen=True, kw_only=True):
     kv_dtype: str = "auto"
     prefix_caching: bool = True
     lora_bytes: int = 0
+    generates: bool = True
 
 
 def compiled_grammar_bytes(text: str) -> int:
