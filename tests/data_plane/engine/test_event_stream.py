@@ -125,6 +125,16 @@ def test_what_cannot_be_queued_leaves_a_gap():
     stream.close()
 
 
+def test_a_batch_beyond_the_bound_is_taken_alone(monkeypatch):
+    """It was dropped for ever, however idle the stream was."""
+    monkeypatch.setattr(event_stream, "MAX_PENDING_BYTES", 100)
+    stream = EventStream("tcp://127.0.0.1:0")  # its thread never runs
+    for number in (1, 2):
+        stream.publish(batch(number))
+    assert (len(stream._pending), stream.num_dropped) == (1, 1)
+    stream.close()
+
+
 def test_addresses():
     assert replay_endpoint("tcp://127.0.0.1:5590") == "tcp://127.0.0.1:5591"
     assert replay_endpoint("tcp://[::1]:5590") == "tcp://[::1]:5591"
