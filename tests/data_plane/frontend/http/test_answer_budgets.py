@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from foveal_runtime.frontend.engines.stream import MAX_UNREAD, MAX_UNREAD_PLAIN, Stream
+from foveal_runtime.frontend.engines.stream import (
+    MAX_UNREAD,
+    MAX_UNREAD_PLAIN,
+    Lost,
+    Rejected,
+    Stream,
+)
 from foveal_runtime.frontend.http.access.admission import (
     SCORE_BYTES,
     SEQUENCE_TOKENS,
@@ -124,6 +130,18 @@ def test_outputs_that_nobody_reads_are_bounded(logprobs: int, most: int) -> None
     assert kept[-1].finish == "error"
     assert kept[-1].error[0] == RateLimited.code
     assert "slow" in kept[-1].error[1]
+
+
+@pytest.mark.parametrize(
+    "end", [EngineOutput(("r", 0), (1,), finish="stop"), Lost("gone"), Rejected("x", None)]
+)
+def test_an_end_is_told_at_the_bound(end: Any) -> None:
+    """An answer that had ended was replaced by the error about a slow client."""
+    stream = Stream(("r", 0), PreparedRequest("r", [1], [], [], SamplingParams(max_tokens=9000)))
+    for token in range(MAX_UNREAD_PLAIN):
+        stream.push(EngineOutput(("r", 0), (token,)))
+    stream.push(end)
+    assert list(stream._events)[-1] is end
 
 
 async def test_tokens_that_may_be_held_are_charged_at_admission(start: Any) -> None:

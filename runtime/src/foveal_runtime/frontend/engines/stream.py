@@ -36,6 +36,10 @@ class Rejected(NamedTuple):
 Event = EngineOutput | Lost | Rejected
 
 
+def _ends(event: Event) -> bool:
+    return not isinstance(event, EngineOutput) or bool(event.finish)
+
+
 class Stream:
     """What comes back for one attempt of one request, in order."""
 
@@ -51,7 +55,7 @@ class Stream:
     def push(self, event: Event) -> None:
         is_plain = self.request.sampling.logprobs < 0
         most = MAX_UNREAD_PLAIN if is_plain else MAX_UNREAD
-        if len(self._events) >= most:
+        if len(self._events) >= most and not _ends(event):
             if len(self._events) > most:
                 return
             what = "outputs" if is_plain else "outputs with log probabilities"
