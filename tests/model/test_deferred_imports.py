@@ -106,6 +106,7 @@ def test_whoever_asks_for_more_gets_the_real_module() -> None:
     assert run(ASKED) == "real"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("first", "last"),
     [
@@ -119,11 +120,13 @@ def test_a_module_below_a_stand_in_is_the_real_one(first: str, last: str) -> Non
     assert run(BELOW.format(first=first, last=last)) == "real"
 
 
+@pytest.mark.extended
 def test_a_module_that_is_not_there_is_said_to_be_missing() -> None:
     asked = "try: import scipy.optimize.nothing\nexcept ModuleNotFoundError as e: print(e)"
     code = f"from foveal_runtime.telemetry.deferred import defer\ndefer()\n{asked}"
     assert run(code) == "No module named 'scipy.optimize.nothing'"
 
 
+@pytest.mark.extended
 def test_threads_that_ask_at_once_get_the_real_module() -> None:
     assert run(AT_ONCE) == "[]"
