@@ -133,8 +133,7 @@ class Request:
         self.values = values
         self.priority = priority
         self.cache_salt = cache_salt
-        self.lora = lora
-        self.lora_held = lora_held
+        self.lora, self.lora_held = lora, lora_held
         self.read_prefix_cache = read_prefix_cache and sampling.reads_prefix
         self.echo_prompt = echo_prompt
         self.num_mm_hits = num_mm_hits
