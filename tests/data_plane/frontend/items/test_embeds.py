@@ -197,6 +197,16 @@ async def test_a_uuid_names_them(start_input):
         await inputs.prepare([IMAGE], [MediaPart(modality="image", uuid="cat")], options())
 
 
+async def test_a_uuid_may_name_an_image_too(start_input, picture):
+    """They shared their names: the image was refused with 409 for other content."""
+    inputs = await start_input(media_embeds=True)
+    given = await inputs.prepare([IMAGE], [part(file(), "cat")], options())
+    shown = MediaPart(modality="image", data=picture(), uuid="cat", path="x")
+    image = await inputs.prepare([IMAGE], [shown], options())
+    again = await inputs.prepare([IMAGE], [part(None, "cat")], options())
+    assert again.items[0].mm_hash == given.items[0].mm_hash != image.items[0].mm_hash
+
+
 async def test_bytes_and_tokens_are_bounded(start_input):
     small = ModalitiesConfig(image=ModalityLimits(max_bytes=100))
     inputs = await start_input(media_embeds=True, modalities=small)

@@ -14,7 +14,6 @@ from blake3 import blake3
 
 from foveal_runtime.frontend.media.hashing import frame
 from foveal_runtime.plan.errors import InvalidRequest, MediaConflict
-from foveal_runtime.plan.media import Modality
 
 
 class Aliases:
@@ -37,8 +36,8 @@ class Aliases:
     def __len__(self) -> int:
         return len(self._local)
 
-    def key(self, uuid: str, salt: bytes, modality: Modality, path: str = "") -> bytes:
-        """The alias of a uuid under a request's salt.
+    def key(self, uuid: str, salt: bytes, kind: str, path: str = "") -> bytes:
+        """The alias of a uuid under a request's salt, for media of a kind: a modality, or "embeds".
 
         Raises InvalidRequest: empty, too long or not printable.
         """
@@ -52,7 +51,7 @@ class Aliases:
             raise InvalidRequest(
                 f"{path or 'media'}: uuid holds control characters", param=path or None
             )
-        return blake3(frame(["foveal.alias", salt or None, modality, uuid])).digest()
+        return blake3(frame(["foveal.alias", salt or None, kind, uuid])).digest()
 
     def lookup(self, alias: bytes) -> bytes | None:
         """The content digest bound to the alias, if any; changes nothing."""

@@ -88,7 +88,8 @@ class Identifier:
         try:
             alias = None
             if part.uuid is not None:
-                alias = self._aliases.key(part.uuid, options.salt, part.modality, part.path)
+                kind = "embeds" if part.is_embeds else part.modality
+                alias = self._aliases.key(part.uuid, options.salt, kind, part.path)
             if part.is_uuid_only:
                 ordinal = sum(p.modality == part.modality for p in parts[:index])
                 return self._recall(part, alias, ordinal, options)
