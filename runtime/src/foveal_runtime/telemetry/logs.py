@@ -105,6 +105,7 @@ def configure_logging(
     root.setLevel(logging.INFO)
     for name in _CHATTY:
         logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("python_multipart").setLevel(logging.ERROR)  # each damaged form is a warning
     for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
         library = logging.getLogger(name)
         library.handlers.clear()

@@ -117,6 +117,8 @@ def test_a_form_is_read_to_the_byte() -> None:
     fields, file = read_form(head, body)
     assert fields == {"model": "tiny", "empty": ""}
     assert (file.name, file.content_type, bytes(file.data)) == ("a.flac", "audio/flac", SOUND)
+    for preamble in (b"\r\n", b"For readers without MIME.\r\n", b"-- b --b?\r\n\r\n"):
+        assert read_form(head, preamble + body) == (fields, file)
     for cut in range(len(body) - 8):
         with pytest.raises(InvalidRequest):
             read_form(head, body[:cut])

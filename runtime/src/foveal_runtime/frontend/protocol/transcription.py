@@ -157,7 +157,9 @@ def read_form(content_type: str, body: bytes) -> tuple[dict[str, str], FormFile 
     form = _Form()
     try:
         parser = MultipartParser(boundary, form.callbacks(), max_header_size=_MAX_HEADER_BYTES)
-        parser.write(body)
+        before = body.find(b"\r\n--" + boundary)
+        has_preamble = before >= 0 and not body.startswith(b"--" + boundary)
+        parser.write(body[before + 2 :] if has_preamble else body)
         parser.finalize()
     except FormParserError as error:
         raise InvalidRequest(f"the form cannot be read: {error}", param="file") from error
