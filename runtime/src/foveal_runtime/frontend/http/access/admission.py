@@ -173,9 +173,7 @@ class Ticket:
         """Log probabilities that one answer may hold."""
         return self._gate.max_scores
 
-    def charge_answer(
-        self, num_tokens: int, num_scores: int, *, has_begun: bool = False
-    ) -> None:
+    def charge_answer(self, num_tokens: int, num_scores: int, *, has_begun: bool = False) -> None:
         """Tokens and log probabilities that may be held until the request ends. Their bytes count
         with those of bodies and media, for which there is room in the plan. An answer that has
         begun is not ended for its bytes: they keep new requests out.
