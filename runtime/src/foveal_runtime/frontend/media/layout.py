@@ -16,7 +16,6 @@ from PIL import Image
 from foveal_runtime.frontend.media.protocol import GRID, EmbedsLayout
 from foveal_runtime.frontend.media.timed import Frames
 
-
 Sample = tuple[Sequence[int], Sequence[tuple[int, int]], Mapping[str, Any]]
 """Of an image: its replacement ids, the (start, length) runs of them that take encoder outputs, and
 the processor's output."""
@@ -36,7 +35,7 @@ def sample(modality: int, sampling_rate: int) -> Any:
 
 def embeds_layout(model_path: str, samples: Sequence[Sample]) -> EmbedsLayout:
     """From images of `SHAPES`, the first of which gives the layout: all must have the same."""
-    for ids, runs, _ in samples:
+    for _, runs, _ in samples:
         if len(runs) != 1:
             reason = f"its images take {len(runs)} separate stretches of a prompt, by their size"
             return EmbedsLayout(reason=reason)

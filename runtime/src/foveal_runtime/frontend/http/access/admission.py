@@ -183,8 +183,8 @@ class Ticket:
         gate = self._gate
         if num_scores > gate.max_scores:
             raise InvalidRequest(
-                f"log probabilities: {num_scores} would be held, this server holds {gate.max_scores} "
-                "at most: ask for fewer tokens, choices or alternatives",
+                f"log probabilities: {num_scores} would be held, this server holds "
+                f"{gate.max_scores} at most: ask for fewer tokens, choices or alternatives",
                 param="logprobs",
             )
         others = gate.num_scores - self.num_scores
