@@ -99,10 +99,9 @@ class ItemProcessor:
         )
 
     def _embeds_layout(self) -> EmbedsLayout | None:
-        info = self.placeholders.get(0)
+        samples, info = [], self.placeholders.get(0)
         if info is None or not info.method:
             return None
-        samples = []
         for shape in layout.SHAPES:
             output = self._call(0, [layout.image(*shape)], info.token, {})
             ids = self._replacement(info, output)
@@ -140,8 +139,7 @@ class ItemProcessor:
             raise MediaInvalid(f"this model takes no {MODALITIES[modality]} input")
         try:
             output = self._call(modality, [media], info.token, dict(options))
-            replacement = self._replacement(info, output)
-            return self._pack(info, replacement, output)
+            return self._pack(info, self._replacement(info, output), output)
         except FovealError:
             raise
         except MemoryError as error:
