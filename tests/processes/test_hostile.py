@@ -181,7 +181,7 @@ async def test_damaged_sound_and_video_end_in_typed_errors() -> None:
     pool = MediaWorkers(
         WorkerSettings(
             model_path="/tiny", namespace=b"n" * 16, limits=ModalitiesConfig(), num_workers=1,
-            module="foveal_runtime.frontend.media.fake_worker", job_timeout_seconds=60,
+            module="foveal_runtime.frontend.testing.fake_worker", job_timeout_seconds=60,
         )
     )  # fmt: skip
     await pool.start()

@@ -12,11 +12,11 @@ import pytest
 from PIL import Image
 
 from foveal_runtime.frontend.items.input_processor import MediaInput
-from foveal_runtime.frontend.media.fake_worker import InlineWorkers
 from foveal_runtime.frontend.media.workers import MediaWorkers, WorkerSettings
+from foveal_runtime.frontend.testing.fake_worker import InlineWorkers
 from foveal_runtime.plan.config import FrontendConfig, ModalitiesConfig, ModelConfig
 
-FAKE = "foveal_runtime.frontend.media.fake_worker"
+FAKE = "foveal_runtime.frontend.testing.fake_worker"
 
 
 @pytest.fixture

@@ -115,9 +115,10 @@ class Survey:
 
     async def free_devices(self, engine: Engine, num_wanted: int) -> int | None:
         """Devices that no pod has asked for, on nodes that could run such an engine; None when that
-        cannot be known. For rollouts only, at most every ten seconds. Lists the pods that wait,
-        and those of node after node until `num_wanted` devices are found free: never those
-        of the whole cluster, and about three nodes a second at most."""
+        cannot be known. For rollouts only, at most every ten seconds for 32 nodes, and the more
+        rarely the more were asked. Lists the pods that wait, then those of one node after the
+        other, past 32 nodes eight at a time, until `num_wanted` devices are found free: never
+        those of the whole cluster."""
         accelerator = engine.accelerator
         if accelerator.type == "CPU" or accelerator.device_class_name:
             return None

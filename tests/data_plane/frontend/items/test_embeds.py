@@ -13,9 +13,9 @@ from safetensors.numpy import save
 from foveal_runtime.frontend.items import input_processor
 from foveal_runtime.frontend.items.embeds import embeds_item
 from foveal_runtime.frontend.items.seams import MediaPart, PrepareOptions
-from foveal_runtime.frontend.media.fake_worker import EMBED_WIDTH, FakeProcessor
 from foveal_runtime.frontend.media.protocol import EmbedsLayout, Load
 from foveal_runtime.frontend.protocol.messages import ImageEmbedsPart
+from foveal_runtime.frontend.testing.fake_worker import EMBED_WIDTH, FakeProcessor
 from foveal_runtime.frontend.text.parts import media_part
 from foveal_runtime.plan.config import ModalitiesConfig, ModalityLimits
 from foveal_runtime.plan.errors import (

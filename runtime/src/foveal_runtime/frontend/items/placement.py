@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from foveal_runtime.frontend.items.seams import MediaPart
-from foveal_runtime.frontend.media.newlines import surround
 from foveal_runtime.frontend.media.protocol import ProcessorInfo
+from foveal_runtime.frontend.media.rules import surround
 from foveal_runtime.plan.config import ModalitiesConfig, ModalityLimits
 from foveal_runtime.plan.errors import InvalidRequest, Unsupported
 from foveal_runtime.plan.media import MODALITIES, Modality

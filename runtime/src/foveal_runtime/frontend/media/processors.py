@@ -28,7 +28,6 @@ from foveal_runtime.frontend.media import decode, layout, palettes, rules
 from foveal_runtime.frontend.media import options as item_options
 from foveal_runtime.frontend.media.decode import decode_image
 from foveal_runtime.frontend.media.hashing import short_digest
-from foveal_runtime.frontend.media.newlines import surround
 from foveal_runtime.frontend.media.protocol import EmbedsLayout, PlaceholderInfo, ProcessorInfo
 from foveal_runtime.frontend.media.timed import Frames, decode_audio, decode_video
 from foveal_runtime.plan.config import ModalitiesConfig, ModalityLimits
@@ -354,7 +353,7 @@ class ItemProcessor:
             if self.rule.newlines:
                 bare = [int(i) for i in self.tokenizer(text)["input_ids"]]
                 table = rules.newline_ids(self.tokenizer)
-                if surround(bare, info.token_id, table, self.rule.newlines) != plain:
+                if rules.surround(bare, info.token_id, table, self.rule.newlines) != plain:
                     return "newlines around the placeholder are merged in an unknown way"
             spliced: list[int] = []
             for token in plain:

@@ -1,13 +1,14 @@
 """Rules of model families on the prompt side: placeholders, embed ids, unusual processors.
 
-Read by `processors` in media workers. A family without an entry takes the default rule, which
-`processors.examine` then proves or refuses, so a new model needs an entry only when it is odd.
+Read by `processors` in media workers, and by placement for newlines. A family without an entry
+takes the default rule, which `processors.examine` then proves or refuses, so a new model needs an
+entry only when it is odd.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -38,7 +39,7 @@ class FamilyRule(msgspec.Struct, frozen=True):
         several: False when a prompt with two items is not made of two items alone (LLaVA-OneVision
             drops the tiles of each image as soon as there are two).
         newlines: the replacement begins and ends with this many newlines, which belong to the
-            prompt (see `newlines`).
+            prompt (see `surround`).
         wraps: modality → (before, after) that chat templates write around the placeholder.
         run: calls a processor that is not called like the others.
     """
@@ -194,3 +195,44 @@ def sampling_defaults(video_processor: Any) -> dict[str, Any]:
         if value is not None:
             return {name: value}
     return {}
+
+
+def surround(
+    token_ids: Sequence[int], placeholder: int, run_ids: Sequence[int], count: int
+) -> list[int]:
+    """Adds `count` newlines on both sides of each placeholder, merged with their neighbours as the
+    tokenizer would merge them.
+
+    Gemma 3 writes every image between blank lines, and its tokenizer has one token per run of
+    newlines: "user\\n" before an image becomes one token of three newlines. An item's replacement
+    must not depend on its neighbours, so those newlines belong to the prompt, not to the item.
+    `run_ids[n - 1]` is the token of n newlines; runs longer than the table take several tokens.
+    """
+    lengths = {token: n for n, token in enumerate(run_ids, start=1)}
+    out: list[int] = []
+    run: list[int] = []
+    extra = 0
+    for token in token_ids:
+        if token in lengths:
+            run.append(token)
+            continue
+        is_item = token == placeholder
+        _write_newlines(out, run, extra + (count if is_item else 0), lengths, run_ids)
+        out.append(token)
+        run, extra = [], count if is_item else 0
+    _write_newlines(out, run, extra, lengths, run_ids)
+    return out
+
+
+def _write_newlines(
+    out: list[int], run: list[int], extra: int, lengths: dict[int, int], run_ids: Sequence[int]
+) -> None:
+    """A run of newlines, as it was unless some are added."""
+    if not extra:
+        out.extend(run)
+        return
+    left = extra + sum(lengths[token] for token in run)
+    while left:
+        length = min(left, len(run_ids))
+        out.append(run_ids[length - 1])
+        left -= length

@@ -158,8 +158,7 @@ class Loras:
 
     def find(self, digest: bytes) -> Lora | None:
         """Also one that was unloaded while a request holds it."""
-        known = (*self._by_name.values(), *self._alive)
-        return next((one for one in known if one.ref.digest == digest), None)
+        return next((one for one in self._alive if one.ref.digest == digest), None)
 
     def hold(self, ref: LoraRef) -> Lora | None:
         """See `engine.types.step.LoraTable`."""
