@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import random
 from dataclasses import dataclass, field
+from datetime import datetime
 
 import jsonschema
 import numpy as np
@@ -12,6 +15,7 @@ import pytest
 import torch
 from llguidance import LLMatcher
 
+from foveal_runtime.frontend.grammars.schema import SchemaError
 from foveal_runtime.frontend.grammars.worker import compile_job
 from foveal_runtime.frontend.testing.fake_tokenizer import EOS, byte_tokenizer
 from foveal_runtime.model.device import Device, open_device
@@ -20,6 +24,7 @@ from foveal_runtime.model.sampling.grammar import Grammars, forbidden
 from foveal_runtime.model.sampling.sampler import Sampler
 from foveal_runtime.plan.budget.types import GRAMMAR_CACHE_BYTES, compiled_grammar_bytes
 from foveal_runtime.plan.sampling import SamplingParams
+from tests.support import packages, schema_suite
 
 VOCAB = 263
 MAX_TOKENS = 600
@@ -182,13 +187,16 @@ def test_the_cache_of_grammars_is_bounded(model_path, monkeypatch):
     assert grammars.stats.cached_bytes <= 3 * 4096
 
 
+NAMES = ["date", "time", "date-time", "uuid", "email", "ipv4", "ipv6", "made-up"]
+
+
 def random_schema(rng: random.Random, depth: int = 0) -> dict:
     simple = [
         lambda: {"type": "integer", "minimum": -5, "maximum": rng.randint(-5, 99)},
         lambda: {"type": "number", "minimum": 0, "exclusiveMaximum": 10},
         lambda: {"type": "string", "minLength": 1, "maxLength": rng.randint(1, 6)},
         lambda: {"type": "string", "pattern": "^[a-c]{1,4}$"},
-        lambda: {"type": "string", "format": rng.choice(["date", "time", "uuid", "made-up"])},
+        lambda: {"type": "string", "format": rng.choice(NAMES)},
         lambda: {"type": "boolean"},
         lambda: {"type": ["null", "boolean"]},
         lambda: {"enum": ["x", 1, None, {"a": [1]}][: rng.randint(1, 4)]},
@@ -213,32 +221,63 @@ def _object(rng: random.Random, depth: int) -> dict:
     }
 
 
-def check_sound(sampler, count: int) -> None:
-    """A finished answer to a generated schema validates, whatever the model wants to say."""
+FORMATS = jsonschema.FormatChecker(["date", "uuid", "email", "ipv4", "ipv6"])
+
+
+@FORMATS.checks("date-time", ValueError)
+def _is_date_time(value: object) -> bool:
+    if isinstance(value, str):
+        assert datetime.fromisoformat(value.upper()).tzinfo is not None
+    return True
+
+
+@FORMATS.checks("time", ValueError)
+def _is_time(value: object) -> bool:
+    return _is_date_time(f"2000-01-01T{value}" if isinstance(value, str) else value)
+
+
+def check_sound(sampler, schemas: list) -> None:
+    """A finished answer validates, whatever the model wants to say, at every temperature."""
     num_finished = 0
-    for seed in range(count):
-        schema = random_schema(random.Random(seed))
-        params = options(
-            grammar_of("json", schema), temperature=float(seed % 3), seed=seed, top_p=0.9
-        )
-        sequence = Sequence(params)
-        if not draw(sampler, sequence, seed):
-            continue
-        num_finished += 1
-        value = json.loads(text_of(sequence.output_token_ids))
-        jsonschema.validate(
-            value, schema, format_checker=jsonschema.FormatChecker(["date", "uuid"])
-        )
-    assert num_finished > 0.9 * count
+    for seed, schema in enumerate(schemas):
+        grammar = grammar_of("json", schema)
+        checker = jsonschema.validators.validator_for(schema)(schema, format_checker=FORMATS)
+        for temperature in (0.0, 1.0, 2.0):
+            params = options(grammar, temperature=temperature, seed=seed, top_p=0.9)
+            sequence = Sequence(params)
+            if draw(sampler, sequence, seed):
+                num_finished += 1
+                checker.validate(json.loads(text_of(sequence.output_token_ids)))
+    assert num_finished > 0.9 * 3 * len(schemas)
 
 
-def test_100_generated_schemas_are_obeyed(sampler):
-    check_sound(sampler, 100)
+COUNTS = [
+    pytest.param(100, marks=pytest.mark.extended),
+    pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
+]
 
 
-@pytest.mark.slow
-def test_1000_generated_schemas_are_obeyed(sampler):
-    check_sound(sampler, 1000)
+@pytest.mark.parametrize("count", COUNTS)
+def test_generated_schemas_are_obeyed(sampler, count):
+    check_sound(sampler, [random_schema(random.Random(seed)) for seed in range(count)])
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_schemas_of_the_official_suite_are_obeyed(sampler, count):
+    """Those that are served; `test_schema_suite` holds how many they are."""
+    try:
+        cases = [case for draft in schema_suite.DRAFTS for case in schema_suite.cases(draft)]
+    except packages.Unavailable as error:
+        if os.environ.get("FOVEAL_REAL_WEIGHTS"):
+            raise
+        pytest.skip(str(error))
+    served = []
+    for case in random.Random(5).sample(cases, min(2 * count, len(cases))):
+        with contextlib.suppress(SchemaError):
+            grammar_of("json", case.schema)
+            served.append(case.schema)
+    assert len(served) >= min(count, 400)
+    check_sound(sampler, served[:count])
 
 
 @pytest.mark.parametrize("vocab_size", [1, 31, 32, 850, 1000])

@@ -21,6 +21,7 @@ from foveal_runtime.frontend.grammars.worker import compile_job
 from foveal_runtime.model import profiler
 from foveal_runtime.model.runner.runner import TorchRunner
 from foveal_runtime.plan.sampling import SamplingParams
+from tests.support import packages
 from tests.support.models import smollm2
 
 pytestmark = [pytest.mark.model, pytest.mark.extended, pytest.mark.timeout(3000)]
@@ -38,7 +39,7 @@ SCHEMA = {
 def path() -> Path:
     try:
         return smollm2.folder()
-    except smollm2.Unavailable as error:
+    except packages.Unavailable as error:
         if ASKED:
             raise
         pytest.skip(str(error))

