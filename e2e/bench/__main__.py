@@ -25,9 +25,8 @@ from e2e.bench.checkpoints import SHAPES, checkpoint
 from e2e.bench.machine import machine_facts, versions
 from e2e.bench.servers import MAKERS, Options, Server, is_installed
 from foveal_runtime.bench.client import Target
+from foveal_runtime.bench.display import BarProgress, draw_plot, show, verdict
 from foveal_runtime.bench.images import ImageKind
-from foveal_runtime.bench.plot import draw
-from foveal_runtime.bench.progress import BarProgress, show, verdict
 from foveal_runtime.bench.report import Report, ServerFacts, dumps, tables
 from foveal_runtime.bench.runs import BenchLoad, Costs, run_all, split_kind
 from foveal_runtime.bench.traces import KINDS
@@ -119,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
     wrong = show(report)
     text = "\n".join(table.markdown() for table in tables(report))
     path.with_suffix(".md").write_text(f"{text}\n{verdict(wrong)}")
-    draw(report, path.with_suffix(".svg"))
+    draw_plot(report, path.with_suffix(".svg"))
     print(f"{path}, .md and .svg")
     return 1 if wrong else 0
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from foveal_runtime.bench.words import COMMON, lexicon
+from foveal_runtime.bench.traces import COMMON, lexicon
 
 if TYPE_CHECKING:
     import torch

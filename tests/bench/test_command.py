@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from foveal_runtime.bench import plot, runs
+from foveal_runtime.bench import display, runs
 from foveal_runtime.bench.report import Report, ratios
 from foveal_runtime.main import cli
 from tests.support.openai_server import OpenAIServer
@@ -167,7 +167,7 @@ def test_what_was_measured_before_ctrl_c_is_shown_and_kept(tmp_path, monkeypatch
 
 
 def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(monkeypatch, capsys):
-    monkeypatch.setattr(plot, "find_spec", lambda name: None)
+    monkeypatch.setattr(display, "find_spec", lambda name: None)
     with OpenAIServer() as server:
         assert bench(server.url, "--plot", "bench.png") == 2
     assert server.bodies == []

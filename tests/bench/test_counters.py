@@ -2,7 +2,7 @@
 
 from e2e.bench.processes import cpu_between, read_pss, role_of
 from e2e.bench.sockets import Sockets, bytes_between, read_sockets
-from foveal_runtime.bench.hits import hit_rates, read_hits
+from foveal_runtime.bench.runs import hit_rates, read_hits
 
 METRICS = """
 # TYPE vllm:mm_cache_queries_total counter

@@ -3,7 +3,7 @@
 import pytest
 
 from foveal_runtime.bench.client import Reply
-from foveal_runtime.bench.plot import draw
+from foveal_runtime.bench.display import draw_plot
 from foveal_runtime.bench.report import Report, ServerFacts, dumps, loads, problems, ratios, tables
 from foveal_runtime.bench.result import RunResult, summarize
 
@@ -119,6 +119,6 @@ def test_tables_name_every_server():
 @pytest.mark.parametrize("suffix", ["svg", "png"])
 def test_a_report_is_drawn(tmp_path, suffix):
     path = tmp_path / f"run.{suffix}"
-    draw(report(result("ours", 0, 1), result("theirs", 0, 2)), path)
+    draw_plot(report(result("ours", 0, 1), result("theirs", 0, 2)), path)
     begin = path.read_bytes()[:300]
     assert b"<svg" in begin or begin.startswith(b"\x89PNG") or b"<?xml" in begin

@@ -86,7 +86,7 @@ def test_kubectl_completes_commands_options_choices_and_files(tmp_path: Path) ->
     assert offered("nonsense", "x") == ([], ":4")
     root = Path(__file__).parents[3]
     scripts = tomllib.loads((root / "operator/pyproject.toml").read_text())["project"]["scripts"]
-    assert scripts["kubectl_complete-foveal"] == "foveal_operator.cli.kubectl_complete:main"
+    assert scripts["kubectl_complete-foveal"] == "foveal_operator.cli.main:complete"
 
 
 def test_the_docs_name_every_command_and_exit_code() -> None:

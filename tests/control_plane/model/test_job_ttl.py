@@ -9,7 +9,7 @@ from foveal_operator.kube.errors import Conflict
 from foveal_operator.kube.kinds import CLAIM, CONFIG_MAP, JOB
 from foveal_operator.kube.types import Obj
 from foveal_operator.model.flow import CLAIM_KEY, PROFILE_KEY, ModelDecision
-from foveal_operator.model.jobs import RECORDED, TTL_SECONDS
+from foveal_operator.model.job_state import RECORDED, TTL_SECONDS
 from foveal_operator.reconcile.apply import ObjectError, Owner
 from tests.support.operator_rig import Kit, resource
 from tests.support.served_resource import finish_fetch, finish_profile, served, versions

@@ -7,7 +7,7 @@ from foveal_operator.kube.kinds import (
     INFERENCE,
 )
 from foveal_operator.kube.types import Obj
-from foveal_operator.model.jobs import TTL_SECONDS
+from foveal_operator.model.job_state import TTL_SECONDS
 from tests.support.operator_rig import (
     KEY,
     Kit,

@@ -19,7 +19,7 @@ from foveal_operator.api.parse import parse
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests import ClusterFacts
 from foveal_operator.model.flow import PROFILE_KEY, model_keys
-from foveal_operator.model.jobs import RECORDED
+from foveal_operator.model.job_state import RECORDED
 from tests.support.api_server.api import Api
 from tests.support.api_server.audit import Audit
 from tests.support.api_server.fault_proxy import FaultProxy

@@ -21,8 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from foveal_runtime.model.attention import FP8_MAX, LayerGeometry
-from foveal_runtime.model.attention.triton import MIN_DOT, kernels
-from foveal_runtime.model.attention.triton.tuning import Tuning
+from foveal_runtime.model.attention.triton import MIN_DOT, Tuning, kernels
 
 KINDS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "fp8": "fp8e4nv"}
 RULES = {"WINDOW": 100, "CHUNK": 64, "SOFTCAP": 30.0, "HAS_SINKS": True}

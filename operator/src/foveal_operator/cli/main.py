@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -76,6 +77,24 @@ def main(argv: list[str] | None = None) -> int:
         # The reader of our output has seen enough (| head).
         sys.stderr.close()
         return EXIT_OK
+
+
+NO_FILES, NO_FILES_NO_SPACE = ":4", ":6"
+"""Cobra's directives; a folder is offered without a space after it."""
+
+
+def complete(argv: Sequence[str] | None = None) -> int:
+    """`kubectl_complete-foveal`, the program that kubectl runs for Tab behind `kubectl foveal`.
+
+    kubectl runs it with the words so far, the unfinished one last, and takes a candidate a line,
+    each with its meaning behind a tab, then a directive: the shell adds no file names of its own.
+    """
+    words = list(sys.argv[1:] if argv is None else argv) or [""]
+    found = completion.candidates(parser(), words)
+    for word, meaning in found:
+        print(f"{word}\t{meaning}" if meaning else word)
+    print(NO_FILES_NO_SPACE if any(word.endswith("/") for word, _ in found) else NO_FILES)
+    return EXIT_OK
 
 
 if __name__ == "__main__":

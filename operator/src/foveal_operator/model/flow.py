@@ -26,12 +26,13 @@ from foveal_operator.manifests import ClusterFacts, Owned, desired
 from foveal_operator.manifests.context import Context
 from foveal_operator.manifests.job import profile_limit_bytes
 from foveal_operator.manifests.model_source import ModelSource, model_source
-from foveal_operator.model.job_state import JobState, read_job
-from foveal_operator.model.jobs import (
+from foveal_operator.model.job_state import (
+    JobState,
     as_it_lies,
     expiring,
     is_of_earlier_claim,
     is_superseded,
+    read_job,
     was_recorded,
 )
 from foveal_runtime.plan.errors import StartupError

@@ -8,13 +8,14 @@ meets all alike. A new round is a new seed, or caches would make it another trac
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
+from prometheus_client.parser import text_string_to_metric_families
 
-from foveal_runtime.bench import hits
 from foveal_runtime.bench.client import REQUEST_SECONDS, Replay, Reply, Target, get
 from foveal_runtime.bench.images import ImageKind, data_url
 from foveal_runtime.bench.result import RunResult, summarize
@@ -154,7 +155,7 @@ def run_one(
 ) -> RunResult:
     """One trace on one server, with what it cost."""
     progress.stage(f"{trace.name}, seed {seed}: {target.name}", trace.num_requests)
-    before = hits.read_hits(metrics(target))
+    before = read_hits(metrics(target))
     costs = meter(target)
     replies, seconds = _replay(target, trace, urls, load, seed, lambda _: progress.advance())
     return msgspec.convert(
@@ -164,7 +165,7 @@ def run_one(
             "seed": seed,
             "round": 0,
             **costs(),
-            "hit_rates": hits.hit_rates(before, hits.read_hits(metrics(target))),
+            "hit_rates": hit_rates(before, read_hits(metrics(target))),
             **summarize(replies, seconds),
         },
         RunResult,
@@ -196,3 +197,44 @@ def _replay(
         starts = trace.starts
     replay = Replay(target, trace, urls, on_reply, load.timeout_seconds)
     return asyncio.run(replay.run(concurrency, starts))
+
+
+HITS: dict[str, tuple[str, str, dict[str, str]]] = {
+    "media": ("vllm:mm_cache_hits_total", "vllm:mm_cache_queries_total", {}),
+    "prefix": ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total", {}),
+    "processor": ("foveal_cache_hits_total", "foveal_cache_queries_total", {"cache": "processor"}),
+    "ipc": ("foveal_cache_hits_total", "foveal_cache_queries_total", {"cache": "ipc"}),
+    "encoder": ("foveal_cache_hits_total", "foveal_cache_queries_total", {"cache": "encoder"}),
+}
+"""By cache: the counter of hits, that of lookups, labels of both. vLLM and Foveal export the same
+names for the same things; a server without /metrics has no rows here."""
+
+Counts = dict[str, tuple[float, float]]
+
+
+def read_hits(exposition: str) -> Counts:
+    """(hits, lookups) by cache, as /metrics counts them; without those it does not mention."""
+    sums: dict[str, list[tuple[Mapping[str, str], float]]] = {}
+    with contextlib.suppress(ValueError):  # a page that is something else
+        for family in text_string_to_metric_families(exposition):
+            for sample in family.samples:
+                sums.setdefault(sample.name, []).append((sample.labels, sample.value))
+
+    def total(name: str, labels: Mapping[str, str]) -> float:
+        return sum(v for have, v in sums[name] if labels.items() <= have.items())
+
+    found: Counts = {}
+    for cache, (hits, lookups, labels) in HITS.items():
+        if hits in sums and lookups in sums:
+            found[cache] = (total(hits, labels), total(lookups, labels))
+    return found
+
+
+def hit_rates(before: Counts, after: Counts) -> dict[str, float]:
+    """Hits per lookup between two readings; caches without lookups are left out."""
+    rates = {}
+    for cache, (hits, lookups) in after.items():
+        old_hits, old_lookups = before.get(cache, (0.0, 0.0))
+        if lookups > old_lookups:
+            rates[cache] = (hits - old_hits) / (lookups - old_lookups)
+    return rates

@@ -7,11 +7,10 @@ question k, with the whole history; different conversations overlap. Images are 
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-
-from foveal_runtime.bench.words import sentence
 
 
 class Question(NamedTuple):
@@ -214,3 +213,30 @@ def poisson_starts(seed: int, num: int, rate: float) -> list[float]:
         now += rng.expovariate(rate)
         starts.append(now)
     return starts
+
+
+_ONSETS = ("b", "br", "d", "f", "gl", "h", "k", "kr", "l", "m", "n", "p", "r", "s", "st", "t", "v")
+_VOWELS = ("a", "e", "i", "o", "u", "ai", "ou")
+_CODAS = ("", "l", "n", "r", "s", "nd", "rk")
+COMMON = 3000
+"""Prompts use the first so many words: each of them is a token of its own."""
+
+
+@functools.cache
+def lexicon(num_words: int = 16_000) -> Sequence[str]:
+    """Distinct words of two or three syllables, the same in every run: each of the bench's own
+    tokenizers has them as tokens, so a prompt of 60 words has about 60 tokens in every server."""
+    rng = random.Random("foveal bench lexicon")
+    words: dict[str, None] = {}
+    while len(words) < num_words:
+        syllables = rng.choice((2, 2, 3))
+        word = "".join(
+            rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS) for _ in range(syllables)
+        )
+        words[word] = None
+    return tuple(words)
+
+
+def sentence(rng: random.Random, num_words: int) -> str:
+    """`num_words` common words; no punctuation, so that the token count stays predictable."""
+    return " ".join(rng.choices(lexicon()[:COMMON], k=num_words))

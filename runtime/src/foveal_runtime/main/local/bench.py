@@ -152,10 +152,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise StartupError(
             f"packages are missing ({', '.join(missing)}): pip install 'foveal-runtime[bench]'"
         )
-    from foveal_runtime.bench import plot
+    from foveal_runtime.bench.display import check_plot
 
     if arguments.plot:
-        plot.check(Path(arguments.plot))
+        check_plot(Path(arguments.plot))
     for option in ("json", "plot", "save_trace"):
         path = getattr(arguments, option)
         if path and (reason := _why_not_written(Path(path))):
@@ -321,7 +321,7 @@ def _save(path: Path, load: BenchLoad, seed: int) -> None:
 def _measure(
     arguments: argparse.Namespace, load: BenchLoad, targets: list[Target], report: Report
 ) -> None:
-    from foveal_runtime.bench.progress import BarProgress
+    from foveal_runtime.bench.display import BarProgress
     from foveal_runtime.bench.report import dumps
     from foveal_runtime.bench.runs import run_all
 
@@ -333,8 +333,7 @@ def _measure(
 
 
 def _show(arguments: argparse.Namespace, report: Report) -> int:
-    from foveal_runtime.bench import plot
-    from foveal_runtime.bench.progress import show
+    from foveal_runtime.bench.display import draw_plot, show
 
     if not report.results:
         return 0
@@ -343,6 +342,6 @@ def _show(arguments: argparse.Namespace, report: Report) -> int:
         if path := getattr(arguments, option):
             print(f"written: {path}")
     if arguments.plot:
-        plot.draw(report, Path(arguments.plot))
+        draw_plot(report, Path(arguments.plot))
         print(f"written: {arguments.plot}")
     return 1 if wrong else 0

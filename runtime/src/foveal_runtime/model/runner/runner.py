@@ -52,10 +52,8 @@ from foveal_runtime.model.runner.batch import (
 from foveal_runtime.model.runner.encoder import EncoderRunner, EncoderStore
 from foveal_runtime.model.runner.graphs import Capturer, DecodeGraphs, capture_sizes
 from foveal_runtime.model.runner.pooling import StepPool, pool_spans
-from foveal_runtime.model.runner.positions import prompt_positions
-from foveal_runtime.model.runner.prompt_scores import score_prompt
-from foveal_runtime.model.runner.sequence import PENDING, SequenceState
-from foveal_runtime.model.runner.submitted_step import SubmittedStep
+from foveal_runtime.model.runner.sequence import PENDING, SequenceState, prompt_positions
+from foveal_runtime.model.runner.submitted_step import SubmittedStep, score_prompt
 from foveal_runtime.model.runner.traits import read_traits
 from foveal_runtime.model.sampling.grammar import Grammars
 from foveal_runtime.model.sampling.sampler import Sampler

@@ -1,4 +1,4 @@
-"""A step that the device works on.
+"""A step that the device works on, and the scores of prompt tokens that it brings.
 
 Made by the runner's `submit`, finished by the engine's loop; waits in `result` only. Apart from the
 sequences, which embeddings and batches are made of: a step holds those.
@@ -6,8 +6,12 @@ sequences, which embeddings and batches are made of: a step holds those.
 
 from __future__ import annotations
 
+import torch
+
 from foveal_runtime.engine.types.step import StepResult
+from foveal_runtime.model.checkpoint.head import Head
 from foveal_runtime.model.device import Device, Fetch, Stopwatch
+from foveal_runtime.model.runner.batch import TokenWindow
 from foveal_runtime.model.runner.pooling import StepPool
 from foveal_runtime.model.runner.sequence import PENDING, SequenceState
 from foveal_runtime.model.sampling.logprobs import PromptScores
@@ -74,3 +78,24 @@ class SubmittedStep:
                 sequence.token_ids[index] = token
             elif index == len(sequence.token_ids) - 1:
                 sequence.token_ids.pop()  # it failed, and no later step counts on the token
+
+
+_LOGPROB_ROWS = 256
+"""Rows of logits alive at once: 256 rows of 150,000 floats are 154 MB."""
+
+
+def score_prompt(
+    window: TokenWindow, hidden: torch.Tensor, head: Head, room: Device
+) -> list[PromptScores]:
+    """Of one window of a step with hidden states (T, E); empty where no prompt token follows."""
+    sequence = window.sequence
+    end = min(window.hi, sequence.num_prompt_tokens - 1)
+    if end <= window.lo:
+        return []
+    next_ids = sequence.token_ids[window.lo + 1 : end + 1]
+    scores = PromptScores(sequence.request_id, window.lo, next_ids)
+    for lo in range(window.lo, end, _LOGPROB_ROWS):
+        hi = min(lo + _LOGPROB_ROWS, end)
+        rows = hidden[window.base + lo - window.lo : window.base + hi - window.lo]
+        scores.add(head.logits(rows), sequence.sampling.prompt_logprobs, room)
+    return [scores]

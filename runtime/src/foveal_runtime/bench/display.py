@@ -1,18 +1,25 @@
-"""A plot of a report: requests a second and time to first token, by trace and server.
+"""A bench as people see it: a bar while it runs, then tables, the verdict and a plot.
 
-matplotlib is loaded only here, and only when a plot is made; the extra `bench` installs it.
+matplotlib is loaded only when a plot is made; the extra `bench` installs it.
 """
 
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from foveal_runtime.bench.report import Report
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table as RichTable
+
+from foveal_runtime.bench.report import Report, Table, problems, tables
 from foveal_runtime.bench.result import RunResult
+from foveal_runtime.bench.runs import RunProgress
 from foveal_runtime.plan.errors import StartupError
 
 PANELS: list[tuple[str, Callable[[RunResult], float]]] = [
@@ -25,7 +32,7 @@ PANELS: list[tuple[str, Callable[[RunResult], float]]] = [
 FORMATS = (".png", ".svg")
 
 
-def check(path: Path) -> None:
+def check_plot(path: Path) -> None:
     """Raises StartupError when no plot could be written there: before anything is measured."""
     if path.suffix not in FORMATS:
         raise StartupError(f"--plot {path}: end its name with .png or .svg")
@@ -33,7 +40,7 @@ def check(path: Path) -> None:
         raise StartupError("--plot needs matplotlib: pip install 'foveal-runtime[bench]'")
 
 
-def draw(report: Report, path: Path) -> None:
+def draw_plot(report: Report, path: Path) -> None:
     """Writes an SVG or a PNG, as the path's suffix says. Bars are medians, whiskers all rounds."""
     import matplotlib
 
@@ -73,3 +80,59 @@ def _bars(axis: Any, report: Report, value: Callable[[RunResult], float]) -> Non
         axis.bar(places, middles, width, yerr=[below, above], capsize=2, label=name)
     axis.set_xticks(range(len(traces)), traces)
     axis.grid(axis="y", alpha=0.3)
+
+
+WIDTH = 170
+"""Of tables that do not go to a terminal."""
+
+
+class BarProgress(RunProgress):
+    """A bar at the bottom of the terminal; lines on standard error where there is none."""
+
+    def __init__(self) -> None:
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+        )
+        console = Console(stderr=True)
+        self._bars = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
+        self._task = self._bars.add_task("", total=1)
+
+    def __enter__(self) -> BarProgress:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def stage(self, title: str, total: int) -> None:
+        if not self._bars.console.is_terminal:
+            print(title, file=sys.stderr, flush=True)
+        self._bars.reset(self._task, description=title, total=max(total, 1), completed=0)
+
+    def advance(self) -> None:
+        self._bars.advance(self._task)
+
+
+def show(report: Report) -> list[str]:
+    """Prints tables and the verdict; returns what is wrong."""
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    for table in tables(report):
+        console.print(_rich(table))
+    wrong = problems(report)
+    console.print(verdict(wrong).strip(), style="red" if wrong else "green", markup=False)
+    return wrong
+
+
+def verdict(wrong: list[str]) -> str:
+    return "".join(f"- {line}\n" for line in wrong) or "Every request was answered.\n"
+
+
+def _rich(table: Table) -> RichTable:
+    rich = RichTable(title=table.title, title_justify="left")
+    for index, column in enumerate(table.columns):
+        rich.add_column(column, justify="left" if index < 2 else "right")
+    for row in table.rows:
+        rich.add_row(*map(escape, row))
+    return rich
