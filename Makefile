@@ -5,6 +5,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 UV := $(VENV)/bin/uv
 MODEL ?= examples/tiny-vlm/model
+# Compiled modules are kept: without them each process that tests start compiles torch anew.
+export PYTHONDONTWRITEBYTECODE :=
 KERNELS := $(wildcard runtime/src/foveal_runtime/model/cpu/kernels/*.[ch])
 
 .PHONY: help

@@ -7,6 +7,7 @@ module. FOVEAL_DEVICE=cuda runs the model tests on a GPU instead.
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -25,6 +26,16 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: not is_first(item.nodeid))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What imports and collecting made lives to the end: collections of garbage pass it over."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
 
 
 @pytest.hookimpl(optionalhook=True)
