@@ -204,7 +204,18 @@ class AnthropicError(BaseModel):
 
 
 _MEANINGLESS = frozenset(
-    {"betas", "container", "context_management", "inference_geo", "mcp_servers", "service_tier"}
+    {
+        "betas",
+        "cache_control",
+        "container",
+        "context_management",
+        "inference_geo",
+        "mcp_servers",
+        "service_tier",
+        "speed",
+        "user_profile_id",
+        "workspace_id",
+    }
 )
 _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
 

@@ -35,8 +35,9 @@ DEFAULT_COMPLETION_TOKENS = 16
 MEANINGLESS = frozenset(
     {
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-        "prompt_cache_retention", "parallel_tool_calls", "prediction", "request_id", "session_id",
-        "verbosity", "stream_interval", "include_reasoning", "return_mm_kwargs",
+        "prompt_cache_options", "prompt_cache_retention", "parallel_tool_calls", "prediction",
+        "request_id", "session_id", "verbosity", "stream_interval", "include_reasoning",
+        "return_mm_kwargs",
     }
 )  # fmt: skip
 """Accepted in any form: they cannot change the tokens of this server's answers."""
