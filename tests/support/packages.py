@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -43,6 +44,20 @@ def cached(name: str, pinned: Path, make: Callable[[Path], None]) -> Path:
 def install(pinned: Path, target: Path) -> None:
     """Packages by their hashes, without what they depend on. Raises Unavailable."""
     pip("install", pinned, "--target", target)
+
+
+def archive(pinned: Path, part: str, work: Path) -> None:
+    """A folder of a package's source archive, found by its pattern, as `work / "out"`. Raises
+    Unavailable."""
+    tools = work / "tools"
+    install(REQUIREMENTS / "archive-tools.txt", tools)
+    more = ("--no-binary", ":all:", "--no-build-isolation", "--dest", work)
+    pip("download", pinned, *more, path=tools)
+    [found] = work.glob("*.tar.gz")
+    with tarfile.open(found) as tar:
+        tar.extractall(work, filter="data")
+    [folder] = work.glob(part)
+    shutil.move(folder, work / "out")
 
 
 def pip(command: str, pinned: Path, *more: str | Path, path: Path | None = None) -> None:

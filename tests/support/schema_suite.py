@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
-import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -17,7 +15,6 @@ import jsonschema
 from tests.support import packages
 
 PINNED = packages.REQUIREMENTS / "schema-suite.txt"
-TOOLS = packages.REQUIREMENTS / "schema-suite-build.txt"
 DRAFTS = {
     "draft2020-12": jsonschema.Draft202012Validator,
     "draft7": jsonschema.Draft7Validator,
@@ -52,14 +49,7 @@ def cases(draft: str) -> list[Case]:
 
 
 def _make(work: Path) -> None:
-    packages.install(TOOLS, work / "tools")
-    more = ("--no-binary", ":all:", "--no-build-isolation", "--dest", work)
-    packages.pip("download", PINNED, *more, path=work / "tools")
-    [archive] = work.glob("jsonschema-*.tar.gz")
-    with tarfile.open(archive) as tar:
-        tar.extractall(work, filter="data")
-    [suite] = work.glob("jsonschema-*/json/tests")
-    shutil.move(suite, work / "out")
+    packages.archive(PINNED, "jsonschema-*/json/tests", work)
 
 
 def spellings(value: Any, limit: int = 24) -> Iterator[str]:

@@ -21,8 +21,8 @@ from foveal_runtime.plan.lora import LoraSource
 
 KVDtype = Literal["auto", "bfloat16", "fp8"]
 ToolFormat = Literal[
-    "hermes", "qwen3_coder", "llama3_json", "mistral", "mistral_v3", "pythonic", "gemma",
-    "deepseek", "deepseek_v3", "glm", "kimi", "smolvlm", "granite", "json",
+    "hermes", "qwen3_coder", "llama3_json", "mistral", "mistral_v11", "mistral_v3", "pythonic",
+    "lfm2", "gemma", "deepseek", "deepseek_v3", "glm", "kimi", "smolvlm", "granite", "json",
 ]  # fmt: skip
 Task = Literal["generate", "embed", "both"]
 Pooling = Literal["mean", "last", "cls"]

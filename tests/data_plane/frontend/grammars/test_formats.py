@@ -28,7 +28,7 @@ MARKS = (
     "<|tool_calls_section_begin|>",
     "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>",
     "<|tool_call_argument_begin|>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
-    "<|tool_call|>",
+    "<|tool_call|>", "<|tool_call_start|>", "<|tool_call_end|>", "[CALL_ID]",
 )  # fmt: skip
 LEAVES = (
     {"type": "string", "maxLength": 12},

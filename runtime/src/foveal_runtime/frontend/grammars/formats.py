@@ -28,6 +28,7 @@ class Format:
             Gemma's notation (keys bare, texts between marks of their own).
         param: one argument; `param_separator` stands between two.
         ids: ids of calls as the family's templates take them.
+        index: pattern of what stands for INDEX.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Format:
     param: str = ""
     param_separator: str = ""
     ids: Literal["call", "short", "indexed"] = "call"
+    index: str = "[0-9]{1,2}"
 
     @property
     def before(self) -> str:
@@ -98,17 +100,28 @@ FORMATS: Mapping[str, Format] = {
             call=f'{{"name": "{NAME}", "parameters": {ARGUMENTS}}}', separator="; ",
         ),
         Format(
-            "mistral", "Mistral and Pixtral since tokenizer v11",
+            "mistral", "Mistral since tokenizer v13",
             call=f"[TOOL_CALLS]{NAME}[ARGS]{ARGUMENTS}", ids="short",
         ),
         Format(
-            "mistral_v3", "Mistral and Pixtral before it",
+            "mistral_v11", "Mistral Small 3.1 and 3.2",
+            call=f"[TOOL_CALLS]{NAME}[CALL_ID]{INDEX}[ARGS]{ARGUMENTS}", ids="short",
+            index="[A-Za-z0-9]{9}",
+        ),
+        Format(
+            "mistral_v3", "Mistral and Pixtral before them",
             begin="[TOOL_CALLS][", separator=", ", end="]", ids="short",
         ),
         Format(
-            "pythonic", "Llama 4, LFM2, OLMo 3",
+            "pythonic", "Llama 4, OLMo 3",
             begin="[", call=f"{NAME}({ARGUMENTS})", separator=", ", end="]", arguments="python",
             param=f"{KEY}={VALUE}", param_separator=", ",
+        ),
+        Format(
+            "lfm2", "LFM2, LFM2-VL, LFM2.5",
+            begin="<|tool_call_start|>[", call=f"{NAME}({ARGUMENTS})", separator=", ",
+            end="]<|tool_call_end|>", arguments="python", param=f"{KEY}={VALUE}",
+            param_separator=", ",
         ),
         Format(
             "gemma", "Gemma 4",
@@ -146,8 +159,11 @@ FORMATS: Mapping[str, Format] = {
     )
 }  # fmt: skip
 
-UNTOLD = (("<tool_call>", "hermes"), ("<end_of_utterance>", "smolvlm"))
-"""(token, format) of models whose chat template has no tools; else "json"."""
+UNTOLD = (
+    ("<|tool_call_start|>", "lfm2"), ("<|tool_call|>", "granite"), ("<tool_call>", "hermes"),
+    ("<end_of_utterance>", "smolvlm"),
+)  # fmt: skip
+"""(token, format) of models whose chat template writes no calls."""
 
 THINKING: tuple[tuple[str, str], ...] = (
     ("<think>", "</think>"),
@@ -205,7 +221,8 @@ def render_calls(
     texts = []
     for index, (name, arguments) in enumerate(calls):
         known = {key: is_raw(schema) for key, schema, _ in properties_of(schemas.get(name))}
-        text = row.before + name + row.middle.replace(INDEX, str(index))
+        number = f"call{index:05}" if row.ids == "short" else str(index)
+        text = row.before + name + row.middle.replace(INDEX, number)
         texts.append(text + _render_arguments(row, arguments, known) + row.after)
     return row.begin + row.separator.join(texts) + row.end if texts else ""
 

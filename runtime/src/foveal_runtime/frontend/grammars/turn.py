@@ -152,7 +152,7 @@ class _Writer:
     def _behind(self, row: Format, tool: Mapping[str, Any]) -> str:
         """A call from its index or its arguments on."""
         _, has_index, right = row.middle.partition(INDEX)
-        index = f"/[0-9]{{1,2}}/ {self._literal(right)} " if has_index else ""
+        index = f"/{row.index}/ {self._literal(right)} " if has_index else ""
         schema = tool["parameters"]
         if row.arguments == "json":
             arguments = self._json(schema, tool)

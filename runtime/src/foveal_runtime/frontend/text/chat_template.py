@@ -7,8 +7,10 @@ words never become an item. Never looks at the media themselves.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ from foveal_runtime.plan.errors import InvalidRequest, StartupError, Unsupported
 from foveal_runtime.plan.media import MODALITIES, Modality
 
 _PROBE = "fovealprobe"
+_LISTED = re.compile("['\"]type['\"]")
 _MAX_PROBED_ROLES = 64
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError,
@@ -103,6 +106,7 @@ class ChatTemplate:
         self._placeholders = self._spellings()
         self.content_format = "string" if template is None else self._detect()
         self._roles: dict[str, bool] = {"system": True, "user": True, "assistant": True}
+        self._parts_of: dict[tuple[str, bool], bool] = {}
         self._arguments_as_text = False
         self._takes_tools = template is not None and self._probe_tools()
         self.tool_format = FORMATS[tool_format] if tool_format else self._probe_calls()
@@ -127,8 +131,36 @@ class ChatTemplate:
             out = self._apply([{"role": "user", "content": [{"type": "text", "text": _PROBE}]}])
         except (jinja2.TemplateError, TypeError, ValueError):
             return "string"
-        listed = "'type'" in out or '"type"' in out
-        return "parts" if _PROBE in out and not listed else "string"
+        return "parts" if _PROBE in out and not _LISTED.search(out) else "string"
+
+    def _takes_parts(self, role: str, has_calls: bool = False) -> bool:
+        """Whether messages of a role come as parts: some templates read the user's parts and write
+        those of others out as Python's lists."""
+        if self.content_format == "string" or role == "user":
+            return self.content_format == "parts"
+        known = self._parts_of.get((role, has_calls))
+        if known is None:
+            known = self._probe_parts(role, has_calls)
+            self._parts_of[role, has_calls] = known
+        return known
+
+    def _probe_parts(self, role: str, has_calls: bool) -> bool:
+        call = {"id": "probe1234", "type": "function", "function": {"name": "x", "arguments": {}}}
+        more: dict[str, Any] = {"tool_calls": [call]} if has_calls else {}
+        if role == "tool":
+            more["tool_call_id"] = call["id"]
+        before = [] if role == "system" else [self._user()]
+        if role == "tool":
+            before.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        after = [self._user()] if role == "system" else []
+        for content in ([{"type": "text", "text": _PROBE}], _PROBE):
+            try:
+                out = self._apply([*before, {"role": role, "content": content, **more}, *after])
+            except _TEMPLATE_ERRORS:
+                continue
+            if _PROBE in out and not _LISTED.search(out):
+                return isinstance(content, list)
+        return True
 
     def _user(self) -> dict[str, Any]:
         parts = [{"type": "text", "text": "x"}]
@@ -143,24 +175,27 @@ class ChatTemplate:
         return _PROBE in out
 
     def _probe_calls(self) -> Format | None:
-        """The format in which the template writes a call; where it knows no tools, the vocabulary
-        tells."""
-        for arguments in ({"a": "1"}, '{"a": "1"}'):
+        """The format in which the template writes a call; where it writes none, the vocabulary
+        tells. Some templates write calls only beside tools."""
+        tool = {"type": "function", "function": {"name": "x", "description": "", "parameters": {}}}
+        is_written = False
+        for arguments, tools in product(({"a": "1"}, '{"a": "1"}'), (None, [tool])):
             named = {"name": _PROBE, "arguments": arguments}
             call = {"id": "probe1234", "type": "function", "function": named}
+            said = {"role": "assistant", "content": "", "tool_calls": [call]}
             try:
-                out = self._apply(
-                    [self._user(), {"role": "assistant", "content": "", "tool_calls": [call]}]
-                )
+                out = self._apply([self._user(), said], **({"tools": tools} if tools else {}))
             except _TEMPLATE_ERRORS:
                 continue
+            is_written |= _PROBE in out
             if (found := recognise(out, _PROBE)) is not None:
                 self._arguments_as_text = isinstance(arguments, str)
                 return found
-        if self._takes_tools:
+        if self._takes_tools and is_written:
             return None
         known = (name for mark, name in UNTOLD if self._tokenizer.marks(mark))
-        return FORMATS[next(known, "json")]
+        name = next(known, "" if self._takes_tools else "json")
+        return FORMATS[name] if name else None
 
     def _role(self, role: str, path: str) -> str:
         """The template's name of a role. A template without `developer` has `system`, one without
@@ -254,7 +289,7 @@ class ChatTemplate:
             f"with nothing but calls in this form:\n{example}"
         )
         if plain[0]["role"] != "system":
-            content: Any = [] if self.content_format == "parts" else ""
+            content: Any = [] if self._takes_parts("system") else ""
             plain.insert(0, {"role": "system", "content": content})
         first = plain[0]
         if isinstance(first["content"], list):
@@ -303,13 +338,15 @@ class ChatTemplate:
                 plain["tool_calls"] = calls
             else:
                 content = self._with_calls(content, calls)
+        as_parts = self._takes_parts(plain["role"], "tool_calls" in plain)
         if isinstance(content, str):
             self._check_text(content, f"{path}.content")
             content_out: Any = content
-            if self.content_format == "parts":
+            if as_parts:
                 content_out = [{"type": "text", "text": content}]
         else:
-            content_out = self._plain_parts(content, f"{path}.content", parts, pages)
+            found, text = self._plain_parts(content, f"{path}.content", parts, pages)
+            content_out = found if as_parts else text
         plain["content"] = content_out
         return plain
 
@@ -349,7 +386,8 @@ class ChatTemplate:
         path: str,
         parts: list[MediaPart],
         pages: Mapping[str, Sequence[Page]],
-    ) -> str | list[dict[str, str]]:
+    ) -> tuple[list[dict[str, str]], str]:
+        """The content as parts, and as one text."""
         structured: list[dict[str, str]] = []
         joined: list[str] = []
         for index, part in enumerate(content):
@@ -370,7 +408,7 @@ class ChatTemplate:
                 parts.append(one)
                 structured.append({"type": one.modality})
                 joined.append(self._processor.placeholder_text(one.modality) or "")
-        return structured if self.content_format == "parts" else "\n".join(joined)
+        return structured, "\n".join(joined)
 
     def _check_text(self, text: str, path: str) -> None:
         for modality, spelling in self._placeholders.items():
