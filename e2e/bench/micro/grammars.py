@@ -146,10 +146,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         vocab_size = train(folder, arguments.vocab)
         grammars = Grammars(folder, vocab_size, [0])
-        grammars.words(SimpleNamespace(scratch={}), _compiled({"type": "null"}), [], 0)
+        grammars.words(SimpleNamespace(scratch={}), compiled({"type": "null"}), [], 0)
         print(f"{vocab_size} tokens; microseconds of a mask: median, 95 %, longest")
         for name, schema in SCHEMAS.items():
-            grammar = _compiled(schema)
+            grammar = compiled(schema)
             begin = time.perf_counter()
             grammars.words(SimpleNamespace(scratch={}), grammar, [], 0)
             first = time.perf_counter() - begin
@@ -164,7 +164,7 @@ def main() -> None:
             )
 
 
-def _compiled(schema: Any) -> str:
+def compiled(schema: Any) -> str:
     done = compile_job("json", schema, True)
     return str(done["grammar"])
 
