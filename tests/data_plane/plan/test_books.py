@@ -60,7 +60,7 @@ def departed(count: int) -> RequestAdmission:
     book = Receiver(LIMITS).admission
     for key in keys(count):
         book.note_departed(key)
-    assert len(book.departed) == MAX_DEPARTED == ENGINE_BOOKS["values that departed"][0]
+    assert len(book.departed) == MAX_DEPARTED == ENGINE_BOOKS["departed"][0]
     return book
 
 
@@ -92,7 +92,7 @@ def data_urls(count: int) -> UrlTextMap:
     book = UrlTextMap()
     for number, key in enumerate(keys(count)):
         book.commit(key, key[::-1], 1 << 20 | number)
-    assert len(book) == FRONTEND_BOOKS["digests of data URLs"][0]
+    assert len(book) == FRONTEND_BOOKS["data_urls"][0]
     return book
 
 
@@ -100,7 +100,7 @@ def routes(count: int) -> Router:
     book = Router()
     for key in keys(count):
         book.commit("engine-0", [key])
-    assert len(book) == FRONTEND_BOOKS["engines that took a prompt or an item"][0]
+    assert len(book) == FRONTEND_BOOKS["routes"][0]
     return book
 
 
@@ -138,16 +138,16 @@ def test_the_uuids_of_engines_are_in_the_mirrors_line() -> None:
 
 BOOKS = [
     (ENGINE_BOOKS, "uuids", uuids, 1),
-    (ENGINE_BOOKS, "values that departed", departed, 1),
-    (ENGINE_BOOKS, "values, outputs and blocks that were evicted", evicted, 3),
-    (ENGINE_BOOKS, "keys of other cache sizes", ghosts, 3),
-    (ENGINE_BOOKS, "cache events for readers", events, 1),
+    (ENGINE_BOOKS, "departed", departed, 1),
+    (ENGINE_BOOKS, "evicted", evicted, 3),
+    (ENGINE_BOOKS, "ghosts", ghosts, 3),
+    (ENGINE_BOOKS, "events", events, 1),
     (ENGINE_BOOKS, "quarantine", quarantine, 1),
     (FRONTEND_BOOKS, "uuids", own_uuids, 1),
-    (FRONTEND_BOOKS, "digests of data URLs", data_urls, 1),
-    (FRONTEND_BOOKS, "engines that took a prompt or an item", routes, 1),
-    (FRONTEND_BOOKS, "items that were evicted", evicted, 1),
-    (FRONTEND_BOOKS, "keys of other cache sizes", ghosts, 1),
+    (FRONTEND_BOOKS, "data_urls", data_urls, 1),
+    (FRONTEND_BOOKS, "routes", routes, 1),
+    (FRONTEND_BOOKS, "evicted", evicted, 1),
+    (FRONTEND_BOOKS, "ghosts", ghosts, 1),
     (FRONTEND_BOOKS, "quarantine", quarantine, 1),
 ]
 

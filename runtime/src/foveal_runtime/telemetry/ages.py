@@ -42,6 +42,10 @@ class EvictionAges:
         """Whether it is one of the last thousands that were evicted; once for each eviction."""
         return self._lately.pop(key, self) is None
 
+    @property
+    def num_lately(self) -> int:
+        return len(self._lately)
+
     def leave(self, key: bytes) -> None:
         """It went for another reason, which says nothing about the cache's size."""
         self._stamps.pop(key, None)

@@ -99,6 +99,11 @@ class GhostLists:
             for factor, ghost in zip(FACTORS, self._lists, strict=True)
         }
 
+    @property
+    def num_keys(self) -> int:
+        """Of all lists."""
+        return sum(len(ghost.sizes) for ghost in self._lists)
+
     def resize(self, capacity: int) -> None:
         self._capacity = capacity
         for factor, ghost in zip(FACTORS, self._lists, strict=True):

@@ -100,6 +100,11 @@ class EventStream:
     def num_published(self) -> int:
         return self._seq
 
+    @property
+    def held_bytes(self) -> int:
+        """Kept for readers, and on their way to the thread that sends."""
+        return self._kept_bytes + self._queued_bytes - self._taken_bytes
+
     # ---- other threads --------------------------------------------------------------------------
 
     def start(self) -> None:

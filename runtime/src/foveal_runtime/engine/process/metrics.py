@@ -31,6 +31,7 @@ class EngineMetrics:
         self._values(metrics)
         self._ages(metrics)
         self._ghosts(metrics)
+        self._books(metrics)
 
     def _requests(self, m: Metrics) -> None:
         core, stats = self._core, self._core.stats
@@ -215,6 +216,23 @@ class EngineMetrics:
         ):
             for factor, ratio in ghosts.ratios().items():
                 m.set("foveal_cache_estimated_hit_ratio", ratio, cache=cache, factor=f"{factor:g}")
+
+    def _books(self, m: Metrics) -> None:
+        """How full what ENGINE_BOOKS bounds is."""
+        core, snapshots = self._core, self._core.scheduler.snapshots
+        scheduler, receiver = core.scheduler, core.receiver
+        lists = (core.value_ghosts, scheduler.encoder.ghosts, scheduler.block_ghosts)
+        ages = [core.value_ages, scheduler.encoder.ages, scheduler.pool.ages]
+        ages += [snapshots.pool.ages] if snapshots else []
+        for book, entries in (
+            ("uuids", len(receiver.bindings.table)),
+            ("departed", len(receiver.admission.departed)),
+            ("evicted", sum(each.num_lately for each in ages)),
+            ("ghosts", sum(each.num_keys for each in lists)),
+            ("events", self._stream.held_bytes / 1024 if self._stream else 0),
+            ("quarantine", len(receiver.refusals.entries)),
+        ):
+            m.set("foveal_book_entries", entries, book=book)
 
     def _sizes(
         self, m: Metrics, cache: str, tier: str, held: int, capacity: int, entries: int

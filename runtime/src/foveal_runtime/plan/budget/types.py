@@ -20,20 +20,21 @@ FRONTEND_PROCESS_BYTES = 128 * MIB
 """One HTTP process, where the profile has not measured it: 71 MiB with a small tokenizer."""
 FRONTEND_BOOKS = {
     "uuids": (16_384, 270),
-    "digests of data URLs": (16_384, 350),
-    "engines that took a prompt or an item": (16_384, 270),
-    "items that were evicted": (8_192, 270),
-    "keys of other cache sizes": (4 * 4_096, 180),
+    "data_urls": (16_384, 350),  # digests of their texts
+    "routes": (16_384, 270),  # engines that took a prompt's beginning or an item
+    "evicted": (8_192, 270),  # items of the processor cache
+    "ghosts": (4 * 4_096, 180),  # keys by which other cache sizes are judged
     "quarantine": (1_024, 700),
 }
 """What a frontend process remembers besides its caches: entries at most, and bytes of each with
-the tables that hold them. tests/data_plane/plan/test_books.py fills them."""
+the tables that hold them. tests/data_plane/plan/test_books.py fills them; the metric
+`foveal_book_entries` says how full they are."""
 ENGINE_BOOKS = {
     "uuids": (16_384, 270),
-    "values that departed": (8_192, 270),
-    "values, outputs and blocks that were evicted": (3 * 8_192, 270),
-    "keys of other cache sizes": (3 * 4 * 4_096, 180),
-    "cache events for readers": (11_264, 1_024),
+    "departed": (8_192, 270),  # values that left the store
+    "evicted": (3 * 8_192, 270),  # values, outputs and blocks
+    "ghosts": (3 * 4 * 4_096, 180),
+    "events": (11_264, 1_024),  # KiB of cache events for readers
     "quarantine": (1_024, 700),
 }
 FRONTEND_SERVING_BYTES = 36 * MIB

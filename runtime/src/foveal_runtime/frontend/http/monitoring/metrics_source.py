@@ -31,6 +31,7 @@ def media_source(
             _shared(metrics, client.shared)
         metrics.set("foveal_requests_quarantined", client.quarantine.num_convicted)
         metrics.set("foveal_quarantine_entries", len(client.quarantine))
+        _books(metrics, processor, client)
         for name in ("mirror_keys", "mirror_window_inflight_bytes", "mirror_window_bytes"):
             metrics.clear(f"foveal_{name}")  # engines come and go
         for link in client.links():
@@ -92,6 +93,19 @@ def _media(metrics: Metrics, stats: FrontendStats, processor: MediaInput) -> Non
         metrics.set("foveal_media_errors", count, code=code)
     for source, count in stats.value_source.items():
         metrics.set("foveal_mirror_value_sources", count, source=source)
+
+
+def _books(metrics: Metrics, processor: MediaInput, client: EngineClient) -> None:
+    """How full what FRONTEND_BOOKS bounds is."""
+    for book, entries in (
+        ("uuids", len(processor.aliases)),
+        ("data_urls", len(processor.url_texts)),
+        ("routes", len(client.router)),
+        ("evicted", processor.cache.ages.num_lately),
+        ("ghosts", processor.cache.ghosts.num_keys),
+        ("quarantine", len(client.quarantine.book.entries)),
+    ):
+        metrics.set("foveal_book_entries", entries, book=book)
 
 
 def _shared(metrics: Metrics, shared: SharedValues) -> None:
