@@ -13,14 +13,19 @@ from collections.abc import Callable
 from foveal_runtime.plan.metrics.metric import AGE_BUCKETS
 from foveal_runtime.telemetry.histogram import Histogram
 
-_REMEMBERED = 8192
-
 
 class EvictionAges:
-    """Attributes: `seen`, the ages. Stamps are at most as many as the cache has entries."""
+    """Stamps are at most as many as the cache has entries.
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    Args:
+        remembered: of how many keys `take_lately` is told that they were evicted.
+
+    Attributes: `seen`, the ages.
+    """
+
+    def __init__(self, clock: Callable[[], float], *, remembered: int = 0) -> None:
         self.clock = clock
+        self._remembered = remembered
         self.seen = Histogram(AGE_BUCKETS)
         self._stamps: dict[bytes, float] = {}
         self._lately: OrderedDict[bytes, None] = OrderedDict()
@@ -35,11 +40,11 @@ class EvictionAges:
         if stamp is not None:
             self.seen.observe(self.clock() - stamp)
         self._lately[key] = None
-        if len(self._lately) > _REMEMBERED:
+        if len(self._lately) > self._remembered:
             self._lately.popitem(last=False)
 
     def take_lately(self, key: bytes) -> bool:
-        """Whether it is one of the last thousands that were evicted; once for each eviction."""
+        """Whether it is one of the last `remembered` that were evicted; once for each eviction."""
         return self._lately.pop(key, self) is None
 
     @property

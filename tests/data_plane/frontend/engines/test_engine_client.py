@@ -8,6 +8,7 @@ import pytest
 from foveal_runtime.engine.process.integrity import digest_of
 from foveal_runtime.frontend.engines.client import EngineClient
 from foveal_runtime.frontend.engines.sequence import fan_out
+from foveal_runtime.frontend.http.monitoring.metrics_source import media_source
 from foveal_runtime.plan.config import EngineAddress, FrontendConfig, ModelConfig
 from foveal_runtime.plan.errors import (
     MediaConflict,
@@ -16,6 +17,7 @@ from foveal_runtime.plan.errors import (
     MediaUnknown,
     NoEngine,
 )
+from foveal_runtime.telemetry.metrics import Metrics
 from tests.support.scripted_engines import (
     NS,
     ScriptedEngines,
@@ -277,3 +279,19 @@ async def test_injected_values_are_offered_and_then_believed():
         await collect(client, request)
         assert request.items[0].source.asked == 0
         assert client.stats.mm_hits[0] == 1
+
+
+async def test_series_of_engines_that_left_are_forgotten(start_input):
+    made = await start_input()
+    async with running(2) as (scripted, client):
+        metrics = Metrics("frontend", model_name="m", process="frontend-0")
+        metrics.add_source(media_source(client.stats, made, client))
+        await collect(client, make_request("a", 1))
+        [gone] = scripted.taken()
+        [stays] = {link.name for link in client.links()} - {gone}
+        assert f'engine="{gone}"' in metrics.exposition().decode()
+        client.set_endpoints([link.endpoint for link in client.links() if link.name == stays])
+        page = metrics.exposition().decode()
+        assert f'engine="{gone}"' not in page
+        assert f'engine="{stays}"' in page
+        assert not client.stats.picks

@@ -59,9 +59,9 @@ async def counted(start_input: Callable[..., Any]) -> Any:
     """(input, its counted workers)"""
     made = await start_input()
     workers = Counted(made.workers)
-    made.workers = made._documents._workers = workers
+    made.workers = made.documents._workers = workers
     yield made, workers
-    made._documents.check_integrity()
+    made.documents.check_integrity()
 
 
 async def items_of(made: Any, pages: Any, **more: Any) -> list[bytes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
@@ -151,3 +152,14 @@ def test_min_tokens_delays_stop_strings() -> None:
 def test_stop_uses_only_the_tokens_it_needed() -> None:
     piece = Detokenizer(byte_level(), stops=["b"], include_stop=True).push(list(b"abcd"))
     assert (piece.text, piece.num_tokens) == ("ab", 2)
+
+
+def test_the_bytes_of_a_bounded_number_of_tokens_are_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("foveal_runtime.frontend.text.tokenizer.MAX_SPELLED", 3)
+    tokenizer = TextTokenizer(byte_tokenizer())
+    expected = [byte_level().token_bytes(token_id) for token_id in range(100)]
+    for _ in range(2):
+        assert [tokenizer.token_bytes(token_id) for token_id in range(100)] == expected
+        assert tokenizer.num_spelled <= 3

@@ -219,15 +219,12 @@ class EngineMetrics:
 
     def _books(self, m: Metrics) -> None:
         """How full what ENGINE_BOOKS bounds is."""
-        core, snapshots = self._core, self._core.scheduler.snapshots
-        scheduler, receiver = core.scheduler, core.receiver
+        core, scheduler, receiver = self._core, self._core.scheduler, self._core.receiver
         lists = (core.value_ghosts, scheduler.encoder.ghosts, scheduler.block_ghosts)
-        ages = [core.value_ages, scheduler.encoder.ages, scheduler.pool.ages]
-        ages += [snapshots.pool.ages] if snapshots else []
         for book, entries in (
             ("uuids", len(receiver.bindings.table)),
             ("departed", len(receiver.admission.departed)),
-            ("evicted", sum(each.num_lately for each in ages)),
+            ("evicted", scheduler.encoder.ages.num_lately),
             ("ghosts", sum(each.num_keys for each in lists)),
             ("events", self._stream.held_bytes / 1024 if self._stream else 0),
             ("quarantine", len(receiver.refusals.entries)),

@@ -34,6 +34,9 @@ from foveal_runtime.plan.media import MODALITIES, MMHash
 from foveal_runtime.telemetry.ages import EvictionAges
 from foveal_runtime.telemetry.ghosts import GhostLists
 
+MAX_EVICTED = 8192
+"""Encoder outputs of which it is remembered that they were evicted."""
+
 
 class RequestTable:
     """Requests and what they hold, whether running, waiting or away.
@@ -69,7 +72,7 @@ class RequestTable:
             limits.encoder_cache_embeds,
             host=HostTier(limits.encoder_host_bytes, traits.embed_bytes),
             eviction=limits.encoder_eviction,
-            ages=EvictionAges(clock),
+            ages=EvictionAges(clock, remembered=MAX_EVICTED),
         )
         self.is_caching = (
             limits.prefix_caching

@@ -79,6 +79,11 @@ class Quarantine:
     def __len__(self) -> int:
         return len(self.held())
 
+    @property
+    def num_deaths(self) -> int:
+        """That are remembered."""
+        return len(self._deaths)
+
     def check(self, run: EngineRun) -> None:
         """Raises RequestQuarantined for the like of a request that killed engines."""
         if not self.book.entries or run.key not in self.book.entries:

@@ -36,8 +36,8 @@ from foveal_runtime.telemetry.metrics import Metrics
 log = logging.getLogger(__name__)
 _WORKER = "foveal_runtime.frontend.grammars.worker"
 MAX_BYTES = 256 * 1024
-MAX_CACHED = 4096
-MAX_CACHED_BYTES = 16 << 20
+MAX_CACHED = 1024
+MAX_CACHED_BYTES = 4 << 20
 MAX_QUEUED = 32
 START_SECONDS = 60.0
 JOB_SECONDS = 20.0
@@ -57,11 +57,16 @@ class Compiler:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._known: OrderedDict[bytes, dict[str, Any]] = OrderedDict()
+        self._known: OrderedDict[bytes, tuple[dict[str, Any], int]] = OrderedDict()
         self._known_bytes = 0
         self._num_queued = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._thread = ThreadPoolExecutor(1, "grammars")
+
+    @property
+    def known_bytes(self) -> int:
+        """Of the answers that are remembered, with what each takes besides its text."""
+        return self._known_bytes + len(self._known) * 1024
 
     async def compile(self, wanted: Wanted | None) -> Compiled:
         """The grammar of a request, "" for none. Raises InvalidRequest naming field and path."""
@@ -82,7 +87,7 @@ class Compiler:
         if len(job) > MAX_BYTES:
             raise _refusal(wanted, "schema_too_large", f"{len(job)} bytes; at most {MAX_BYTES}", "")
         key = hashlib.blake2b(job, digest_size=16).digest()
-        answer = self._known.get(key)
+        answer, _ = self._known.get(key, (None, 0))
         if answer is None:
             if self._num_queued >= MAX_QUEUED:
                 raise RateLimited(f"{self._num_queued} grammars wait to be compiled")
@@ -104,11 +109,11 @@ class Compiler:
     def _keep(self, key: bytes, answer: dict[str, Any]) -> None:
         if key in self._known:
             return
-        self._known[key] = answer
-        self._known_bytes += len(answer.get("grammar", ""))
+        size = len(json.dumps(answer))
+        self._known[key] = answer, size
+        self._known_bytes += size
         while len(self._known) > MAX_CACHED or self._known_bytes > MAX_CACHED_BYTES:
-            gone = self._known.popitem(last=False)[1]
-            self._known_bytes -= len(gone.get("grammar", ""))
+            self._known_bytes -= self._known.popitem(last=False)[1][1]
 
     def _ask(self, job: bytes) -> dict[str, Any]:
         """In the one thread that speaks to the worker."""

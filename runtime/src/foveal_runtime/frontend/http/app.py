@@ -41,6 +41,7 @@ from foveal_runtime.frontend.http.asgi.middleware import (
 from foveal_runtime.frontend.http.injection import build_injection_router, injection_keys
 from foveal_runtime.frontend.http.monitoring.health import Health
 from foveal_runtime.frontend.http.monitoring.metrics import MetricsPage
+from foveal_runtime.frontend.http.monitoring.metrics_source import text_source
 from foveal_runtime.frontend.http.monitoring.request_stats import begin_at_zero, door_source
 from foveal_runtime.frontend.http.openapi import describe
 from foveal_runtime.frontend.http.routes import build_router
@@ -95,15 +96,11 @@ def build_app(
     template = ChatTemplate(tokenizer, source, info, config.tool_format)
     gate = Gate(config.admission)
     health = Health(generator, processor, gate)
-    if metrics is None:
-        metrics = Metrics(
-            "frontend",
-            model_name=config.model.served_name,
-            process=config.frontend_id,
-            max_model_len=generator.max_model_len() or config.model.max_model_len,
-        )
+    metrics = _metrics(config, generator) if metrics is None else metrics
     begin_at_zero(metrics, runtime_version())
     metrics.add_source(door_source(gate, health, generator))
+    grammars = Compiler(metrics)
+    metrics.add_source(text_source(tokenizer, grammars))
     service = Service(
         config=config,
         tokenizer=tokenizer,
@@ -113,7 +110,7 @@ def build_app(
         defaults=SamplingDefaults.load(config.model.path),
         gate=gate,
         metrics=metrics,
-        grammars=Compiler(metrics),
+        grammars=grammars,
         created=int(time.time()),
         pooling=_pooling(config),
     )
@@ -141,6 +138,15 @@ def build_app(
     context = RequestContext(LoadReport(guarded, generator), gate, metrics, tracing or Tracing())
     asgi = allow_origins(context, config.allowed_origins)
     return HttpApp(asgi=asgi, api=api, service=service, gate=gate, health=health)
+
+
+def _metrics(config: FrontendConfig, generator: Generator) -> Metrics:
+    return Metrics(
+        "frontend",
+        model_name=config.model.served_name,
+        process=config.frontend_id,
+        max_model_len=generator.max_model_len() or config.model.max_model_len,
+    )
 
 
 def _pooling(config: FrontendConfig) -> Pooling:

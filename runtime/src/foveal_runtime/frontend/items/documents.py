@@ -22,8 +22,8 @@ from foveal_runtime.plan.config import ModalitiesConfig
 from foveal_runtime.plan.errors import FovealError, InvalidRequest
 
 _DIGEST_BYTES = 32
-MAX_KNOWN_PAGES = 1 << 15
-"""Digests of pages that are remembered, about 4 MiB."""
+MAX_KNOWN_PAGES = 1 << 13
+"""Digests of pages that are remembered."""
 
 Digests = tuple[bytes, ...]
 
@@ -95,6 +95,10 @@ class Documents:
         self._known[key] = digests
         while self._num_pages > MAX_KNOWN_PAGES:
             self._num_pages -= len(self._known.popitem(last=False)[1])
+
+    def __len__(self) -> int:
+        """Pages that are known."""
+        return self._num_pages
 
     def check_integrity(self) -> None:
         assert self._num_pages == sum(map(len, self._known.values())) <= MAX_KNOWN_PAGES

@@ -114,7 +114,7 @@ class MediaInput:
             config.modalities, self.fetcher, self.aliases, self.url_texts, self.stats,
             self._recall_injected,
         )  # fmt: skip
-        self._documents = Documents(config.modalities, info, self._identifier, workers, self.stats)
+        self.documents = Documents(config.modalities, info, self._identifier, workers, self.stats)
         for placeholder in info.placeholders:
             if not placeholder.method:
                 name = MODALITIES[placeholder.modality]
@@ -153,7 +153,7 @@ class MediaInput:
         self, documents: Sequence[MediaPart], options: PrepareOptions
     ) -> list[Sequence[Page]]:
         """See `seams.InputProcessor`."""
-        return await self._documents.pages(documents, options)
+        return await self.documents.pages(documents, options)
 
     async def prepare(
         self, token_ids: list[int], parts: Sequence[MediaPart], options: PrepareOptions

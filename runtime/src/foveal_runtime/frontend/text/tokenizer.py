@@ -20,6 +20,8 @@ _SURE_CHARS = 4
 """Texts of fewer characters per token allowed are tokenised without counting first."""
 _PIECE_CHARS = 1 << 15
 _CUT_TOKENS = 16
+MAX_SPELLED = 1 << 14
+"""Tokens whose bytes are remembered."""
 
 
 @lru_cache(maxsize=1)
@@ -121,10 +123,17 @@ class TextTokenizer:
         """The token alone, as text; an incomplete character shows as U+FFFD."""
         return self.decode([token_id])
 
+    @property
+    def num_spelled(self) -> int:
+        """Tokens whose bytes are remembered."""
+        return len(self._bytes)
+
     def token_bytes(self, token_id: int) -> bytes:
         """The token's bytes: exact for byte-level vocabularies, else those of `token_text`."""
         known = self._bytes.get(token_id)
         if known is None:
+            if len(self._bytes) >= MAX_SPELLED:
+                self._bytes.clear()  # an LRU would cost more than spelling them again
             known = self._bytes[token_id] = self._spell(token_id)
         return known
 

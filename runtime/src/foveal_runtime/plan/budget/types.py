@@ -21,21 +21,24 @@ FRONTEND_PROCESS_BYTES = 128 * MIB
 FRONTEND_BOOKS = {
     "uuids": (16_384, 270),
     "data_urls": (16_384, 350),  # digests of their texts
-    "routes": (16_384, 270),  # engines that took a prompt's beginning or an item
-    "evicted": (8_192, 270),  # items of the processor cache
+    "routes": (16_384, 170),  # engines that took a prompt's beginning or an item
+    "documents": (8_192, 370),  # digests of their pages
+    "tokens": (16_384, 150),  # bytes of each
+    "grammars": (5_120, 1_024),  # KiB of compiled ones
     "ghosts": (4 * 4_096, 180),  # keys by which other cache sizes are judged
-    "quarantine": (1_024, 700),
+    "quarantine": (1_024, 540),
+    "deaths": (256, 8_192),  # of engines, with 128 suspects each
 }
 """What a frontend process remembers besides its caches: entries at most, and bytes of each with
 the tables that hold them. tests/data_plane/plan/test_books.py fills them; the metric
 `foveal_book_entries` says how full they are."""
 ENGINE_BOOKS = {
     "uuids": (16_384, 270),
-    "departed": (8_192, 270),  # values that left the store
-    "evicted": (3 * 8_192, 270),  # values, outputs and blocks
+    "departed": (8_192, 170),  # values that left the store
+    "evicted": (8_192, 170),  # encoder outputs
     "ghosts": (3 * 4 * 4_096, 180),
     "events": (11_264, 1_024),  # KiB of cache events for readers
-    "quarantine": (1_024, 700),
+    "quarantine": (1_024, 540),
 }
 FRONTEND_SERVING_BYTES = 36 * MIB
 """What it takes besides once requests come: its books at their bounds, sockets, threads, free

@@ -1,6 +1,7 @@
 """The media path's and the mirrors' counters as metrics, copied at scrape time.
 
-main/ registers `media_source` with the process's Metrics. Reads plain counters only.
+main/ registers `media_source` with the process's Metrics, app.py `text_source`. Reads plain
+counters only.
 """
 
 from __future__ import annotations
@@ -11,10 +12,17 @@ from foveal_runtime.frontend.common.stats import FrontendStats
 from foveal_runtime.frontend.engines.client import EngineClient
 from foveal_runtime.frontend.engines.link import EngineLink
 from foveal_runtime.frontend.engines.shared_values import SharedValues
+from foveal_runtime.frontend.grammars.compiler import Compiler
 from foveal_runtime.frontend.items.input_processor import MediaInput
+from foveal_runtime.frontend.text.tokenizer import TextTokenizer
 from foveal_runtime.plan.media import MODALITIES
+from foveal_runtime.plan.metrics.registry import METRICS
 from foveal_runtime.telemetry.metrics import Metrics
 
+_BY_ENGINE = [
+    metric.name for metric in METRICS
+    if metric.name.startswith("foveal_") and "engine" in metric.labels
+]  # fmt: skip
 _CACHE = {"cache": "processor", "tier": "host"}
 
 
@@ -32,10 +40,21 @@ def media_source(
         metrics.set("foveal_requests_quarantined", client.quarantine.num_convicted)
         metrics.set("foveal_quarantine_entries", len(client.quarantine))
         _books(metrics, processor, client)
-        for name in ("mirror_keys", "mirror_window_inflight_bytes", "mirror_window_bytes"):
-            metrics.clear(f"foveal_{name}")  # engines come and go
+        for name in _BY_ENGINE:
+            metrics.clear(name)  # engines come and go, and their names with them
         for link in client.links():
             _mirror(metrics, link)
+        _picks(metrics, stats, {link.name for link in client.links()})
+
+    return copy
+
+
+def text_source(tokenizer: TextTokenizer, grammars: Compiler) -> Callable[[Metrics], None]:
+    """For `Metrics.add_source`: how full the books of texts are."""
+
+    def copy(metrics: Metrics) -> None:
+        metrics.set("foveal_book_entries", tokenizer.num_spelled, book="tokens")
+        metrics.set("foveal_book_entries", grammars.known_bytes / 1024, book="grammars")
 
     return copy
 
@@ -53,10 +72,15 @@ def _items(metrics: Metrics, stats: FrontendStats) -> None:
     for modality, sizes in zip(MODALITIES, stats.value_bytes, strict=True):
         metrics.set_histogram("foveal_media_value_bytes", sizes, modality=modality)
     metrics.set_histogram("foveal_event_loop_lag_seconds", stats.loop_lags)
-    for (engine, why), count in stats.picks.items():
-        metrics.set("foveal_routing_picks", count, engine=engine, why=why)
     for reason, count in stats.resubmissions.items():
         metrics.set("foveal_request_resubmissions", count, reason=reason)
+
+
+def _picks(metrics: Metrics, stats: FrontendStats, names: set[str]) -> None:
+    for engine, why in [key for key in stats.picks if key[0] not in names]:
+        del stats.picks[engine, why]
+    for (engine, why), count in stats.picks.items():
+        metrics.set("foveal_routing_picks", count, engine=engine, why=why)
 
 
 def _processor_cache(metrics: Metrics, processor: MediaInput) -> None:
@@ -101,9 +125,10 @@ def _books(metrics: Metrics, processor: MediaInput, client: EngineClient) -> Non
         ("uuids", len(processor.aliases)),
         ("data_urls", len(processor.url_texts)),
         ("routes", len(client.router)),
-        ("evicted", processor.cache.ages.num_lately),
         ("ghosts", processor.cache.ghosts.num_keys),
         ("quarantine", len(client.quarantine.book.entries)),
+        ("deaths", client.quarantine.num_deaths),
+        ("documents", len(processor.documents)),
     ):
         metrics.set("foveal_book_entries", entries, book=book)
 
