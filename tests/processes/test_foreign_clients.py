@@ -24,18 +24,21 @@ SCHEMA = {
         "count": {"type": "integer", "minimum": 0, "maximum": 9},
     },
 }  # fmt: skip
+EVERY = {"whole", "stream", "text", "bound", "tools"}
+"""An image, a stream, text alone, an answer that follows a schema, a call and its result."""
 EXPECTED = {
-    "litellm": {"whole", "stream", "bound", "tools"},
-    "litellm-messages": {"same", "tools"},
-    "langchain-openai": {
-        "whole", "stream", "bound", "bound-by-call", "responses", "tools", "responses-tools",
+    "litellm": EVERY,
+    "litellm-messages": EVERY,
+    "langchain-openai": EVERY | {"bound-by-call", "responses", "responses-tools"},
+    # It asks for objects alone: its four modes, a stream of parts of one, and text alone.
+    "instructor": {
+        "bound", "bound-by-call", "bound-in-parallel", "bound-text", "bound-stream", "object",
     },
-    "instructor": {"bound", "bound-by-call", "bound-in-parallel", "object"},
-    "pydantic-ai": {
-        "same", "bound", "bound-by-call", "responses-bound", "tools", "responses-tools",
+    "pydantic-ai": EVERY | {
+        "bound-by-call", "responses", "responses-stream", "responses-bound", "responses-tools",
     },
-    "llama-index": {"whole", "stream", "bound-by-call", "tools"},
-    "lm-eval": {"said", "scores"},
+    "llama-index": EVERY - {"bound"} | {"bound-by-call"},
+    "lm-eval": {"said", "scores"},  # it knows texts and scores of texts only
 }  # fmt: skip
 OFFLINE = {
     "LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1",
@@ -50,10 +53,13 @@ pytestmark = [
 
 @pytest.mark.parametrize("client", EXPECTED)
 def test_a_client_works_as_it_is(shared, samples, longest_reply, client, tmp_path):
-    sample = next(sample for sample in samples if sample.pictures)
+    single = [one for one in samples if [m["role"] for m in one.messages] == ["user"]]
+    sample = next(one for one in single if one.pictures)
+    text = next(one for one in single if not one.pictures)
     task = {
         "client": client, "url": shared[1].url, "max_tokens": longest_reply,
         "messages": to_request(sample, "tiny-vlm")["messages"],
+        "text": to_request(text, "tiny-vlm")["messages"],
     }  # fmt: skip
     done = subprocess.run(
         [PYTHON, SCRIPT], input=json.dumps(task), capture_output=True, text=True, timeout=200,
@@ -62,8 +68,10 @@ def test_a_client_works_as_it_is(shared, samples, longest_reply, client, tmp_pat
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert set(found) == EXPECTED[client]
-    for kind in {"whole", "stream", "responses"} & set(found):
+    for kind in {"whole", "stream", "responses", "responses-stream"} & set(found):
         assert found[kind] == sample.reference, kind
+    if "text" in found:
+        assert found["text"] == text.reference
     for kind in (kind for kind in found if "bound" in kind):
         jsonschema.validate(found[kind], SCHEMA)
     for kind in {"tools", "responses-tools"} & set(found):
@@ -71,8 +79,6 @@ def test_a_client_works_as_it_is(shared, samples, longest_reply, client, tmp_pat
         jsonschema.validate(found[kind]["arguments"], SCHEMA)
         assert found[kind].get("reason", "tool_calls") == "tool_calls"
         assert found[kind]["after"], kind
-    if "same" in found:
-        assert found["same"][0] == found["same"][1] != ""
     if client == "lm-eval":
         assert len(found["said"]) == 3
         assert all(found["said"])

@@ -28,8 +28,8 @@ from foveal_runtime.plan.sampling import SamplingParams
 
 LIMIT = 1.1
 BLOCK_TOKENS = 16
-PROMPT_TOKENS = 128
-NUM_OUTPUTS = 40
+PROMPT_TOKENS = 32
+NUM_OUTPUTS = 24
 
 
 def checkpoint(folder: str, vocab_size: int, num_layers: int) -> None:

@@ -1,8 +1,9 @@
 """A run of one of other projects' clients against a server; its answers as JSON on stdout.
 
 Started by tests/processes/test_foreign_clients.py in the environment of `make clients`. Reads JSON
-of {client, url, messages, max_tokens}. Clients ask for the whole answer, for a stream, for an
-answer that follows a schema, and for a call of a tool whose result they send back.
+of {client, url, messages, text, max_tokens}; `messages` have an image, `text` has none. Clients ask
+for the whole answer, for a stream, for an answer that follows a schema, and for a call of a tool
+whose result they send back.
 """
 
 from __future__ import annotations
@@ -61,20 +62,27 @@ TOOL = {
 
 
 def with_litellm(task: dict[str, Any]) -> dict[str, Any]:
-    import litellm
-
     common = {
         "model": f"openai/{MODEL}", "api_base": task["url"] + "/v1", "api_key": "none",
         "messages": task["messages"], "temperature": 0, "max_tokens": task["max_tokens"],
     }  # fmt: skip
+    return _litellm_answers(common, task)
+
+
+def _litellm_answers(common: dict[str, Any], task: dict[str, Any]) -> dict[str, Any]:
+    import litellm
+
     whole = litellm.completion(**common)
     chunks = litellm.completion(**common, stream=True)
-    bound = litellm.completion(**{**common, "max_tokens": BOUND_TOKENS}, response_format=Shape)
+    longer = {**common, "max_tokens": BOUND_TOKENS}
+    bound = litellm.completion(**longer, response_format=Shape)
+    text = litellm.completion(**{**common, "messages": task["text"]})
     return {
         "whole": whole.choices[0].message.content,
         "stream": "".join(chunk.choices[0].delta.content or "" for chunk in chunks),
+        "text": text.choices[0].message.content,
         "bound": json.loads(bound.choices[0].message.content),
-        "tools": _litellm_tools({**common, "max_tokens": BOUND_TOKENS}),
+        "tools": _litellm_tools(longer),
     }
 
 
@@ -96,22 +104,11 @@ def _litellm_tools(common: dict[str, Any]) -> dict[str, Any]:
 
 def with_litellm_messages(task: dict[str, Any]) -> dict[str, Any]:
     """Its path to Anthropic's API."""
-    import litellm
-
-    text = {"role": "user", "content": ASK}
     common = {
         "model": f"anthropic/{MODEL}", "api_base": task["url"], "api_key": "none",
-        "messages": [text], "temperature": 0,
+        "messages": task["messages"], "temperature": 0, "max_tokens": task["max_tokens"],
     }  # fmt: skip
-    answer = litellm.completion(**common, max_tokens=task["max_tokens"])
-    plain = litellm.completion(
-        model=f"openai/{MODEL}", api_base=task["url"] + "/v1", api_key="none", messages=[text],
-        temperature=0, max_tokens=task["max_tokens"],
-    )  # fmt: skip
-    return {
-        "same": [answer.choices[0].message.content, plain.choices[0].message.content],
-        "tools": _litellm_tools({**common, "max_tokens": BOUND_TOKENS}),
-    }
+    return _litellm_answers(common, task)
 
 
 def with_langchain(task: dict[str, Any]) -> dict[str, Any]:
@@ -131,6 +128,7 @@ def with_langchain(task: dict[str, Any]) -> dict[str, Any]:
     return {
         "whole": model.invoke(task["messages"]).content,
         "stream": "".join(chunk.content for chunk in model.stream(task["messages"])),
+        "text": model.invoke(task["text"]).content,
         "bound": bound.model_dump(),
         "bound-by-call": called.invoke(task["messages"]).model_dump(),
         "responses": responses.invoke(task["messages"]).text,
@@ -157,14 +155,14 @@ def with_instructor(task: dict[str, Any]) -> dict[str, Any]:
     import instructor
     import openai
 
-    def ask(mode: Any, model: Any, **more: Any) -> Any:
+    def ask(mode: Any, model: Any, create: str = "create", **more: Any) -> Any:
         client = instructor.from_openai(
             openai.OpenAI(base_url=task["url"] + "/v1", api_key="none", max_retries=0), mode=mode
         )
-        return client.chat.completions.create(
-            model=MODEL, response_model=model, messages=task["messages"], temperature=0,
-            max_retries=0, max_tokens=BOUND_TOKENS, **more,
-        )  # fmt: skip
+        options = {"messages": task["messages"], "temperature": 0, **more}
+        return getattr(client.chat.completions, create)(
+            model=MODEL, response_model=model, max_retries=0, max_tokens=BOUND_TOKENS, **options
+        )
 
     modes = instructor.Mode
     # Left to itself the model calls nothing, and the mode says `auto`.
@@ -177,12 +175,14 @@ def with_instructor(task: dict[str, Any]) -> dict[str, Any]:
         "bound": ask(modes.JSON_SCHEMA, Shape).model_dump(),
         "bound-by-call": ask(modes.TOOLS, Shape).model_dump(),
         "bound-in-parallel": next(one.model_dump() for one in several),
+        "bound-text": ask(modes.JSON_SCHEMA, Shape, messages=task["text"]).model_dump(),
+        "bound-stream": list(ask(modes.JSON_SCHEMA, Shape, "create_partial"))[-1].model_dump(),
         "object": ask(modes.JSON, Anything).model_dump(),
     }
 
 
 def with_pydantic_ai(task: dict[str, Any]) -> dict[str, Any]:
-    from pydantic_ai import Agent, NativeOutput, ToolOutput
+    from pydantic_ai import Agent, BinaryContent, NativeOutput, ToolOutput
     from pydantic_ai.capabilities import PrepareOutputTools, PrepareTools
     from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
     from pydantic_ai.providers.openai import OpenAIProvider
@@ -213,18 +213,36 @@ def with_pydantic_ai(task: dict[str, Any]) -> dict[str, Any]:
         end = await agent.run(ASK)
         return {"name": "look", "arguments": called[0], "bound": end.output.model_dump()}
 
+    def prompt(message: dict[str, Any]) -> Any:
+        if isinstance(message["content"], str):
+            return message["content"]
+        return [
+            part["text"] if part["type"] == "text"
+            else BinaryContent(_image_of(part), media_type="image/png")
+            for part in message["content"]
+        ]  # fmt: skip
+
     async def ask() -> dict[str, Any]:
+        short = {**settings, "max_tokens": task["max_tokens"]}
+        [image], [text] = task["messages"], task["text"]
         found: dict[str, Any] = {}
         for name, kind in kinds:
-            agent = Agent(kind(MODEL, provider=provider), model_settings=settings)
-            found[name] = (await agent.run(ASK)).output
+            agent = Agent(kind(MODEL, provider=provider), model_settings=short)
+            found[name] = (await agent.run(prompt(image))).output
+            found["text"] = (await agent.run(prompt(text))).output
+            async with agent.run_stream(prompt(image)) as answer:
+                found[name + "-stream"] = await answer.get_output()
         bound = Agent(
             OpenAIChatModel(MODEL, provider=provider),
             output_type=NativeOutput(Shape), model_settings=settings,
         )  # fmt: skip
         chat, responses = [await round_trip(kind) for _, kind in kinds]
         return {
-            "same": [found["chat"], found["responses"]],
+            "whole": found["chat"],
+            "responses": found["responses"],
+            "stream": found["chat-stream"],
+            "responses-stream": found["responses-stream"],
+            "text": found["text"],
             "bound": (await bound.run(ASK)).output.model_dump(),
             "bound-by-call": chat.pop("bound"),
             "responses-bound": responses.pop("bound"),
@@ -233,6 +251,10 @@ def with_pydantic_ai(task: dict[str, Any]) -> dict[str, Any]:
         }
 
     return asyncio.run(ask())
+
+
+def _image_of(part: dict[str, Any]) -> bytes:
+    return base64.b64decode(part["image_url"]["url"].partition(",")[2])
 
 
 def with_llama_index(task: dict[str, Any]) -> dict[str, Any]:
@@ -249,15 +271,17 @@ def with_llama_index(task: dict[str, Any]) -> dict[str, Any]:
     def block(part: dict[str, Any]) -> Any:
         if part["type"] == "text":
             return TextBlock(text=part["text"])
-        data = part["image_url"]["url"].partition(",")[2]
-        return ImageBlock(image=base64.b64decode(data), image_mimetype="image/png")
+        return ImageBlock(image=_image_of(part), image_mimetype="image/png")
 
-    history = [
-        ChatMessage(role=one["role"], blocks=[block(part) for part in one["content"]])
-        if isinstance(one["content"], list)
-        else ChatMessage(role=one["role"], content=one["content"])
-        for one in task["messages"]
-    ]
+    history, text = (
+        [
+            ChatMessage(role=one["role"], blocks=[block(part) for part in one["content"]])
+            if isinstance(one["content"], list)
+            else ChatMessage(role=one["role"], content=one["content"])
+            for one in task[name]
+        ]
+        for name in ("messages", "text")
+    )
     plain, longer = model(task["max_tokens"]), model(BOUND_TOKENS)
     tool = FunctionTool.from_defaults(look, fn_schema=Shape)
     asked = longer.chat_with_tools([tool], chat_history=history, tool_required=True)
@@ -270,6 +294,7 @@ def with_llama_index(task: dict[str, Any]) -> dict[str, Any]:
     return {
         "whole": plain.chat(history).message.content,
         "stream": "".join(chunk.delta or "" for chunk in plain.stream_chat(history)),
+        "text": plain.chat(text).message.content,
         "bound-by-call": longer.as_structured_llm(Shape).chat(history).raw.model_dump(),
         "tools": {
             "name": call.tool_name, "arguments": call.tool_kwargs, "after": after.message.content
