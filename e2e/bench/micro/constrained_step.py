@@ -45,8 +45,12 @@ def checkpoint(folder: str, vocab_size: int, num_layers: int) -> None:
 
 def grammars() -> list[str]:
     """Of answers that do not end within the outputs of a round, one for each schema."""
-    bodies = [{"type": "array", "items": schema, "minItems": 60} for schema in SCHEMAS.values()]
-    return [compiled(body) for body in bodies]
+    return [
+        compiled(
+            {"type": "array", "items": schema, "minItems": 60, "$defs": schema.get("$defs", {})}
+        )
+        for schema in SCHEMAS.values()
+    ]
 
 
 def requests(kinds: list[str], temperature: float, seed: int) -> list[Request]:
