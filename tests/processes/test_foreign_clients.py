@@ -62,7 +62,7 @@ def test_a_client_works_as_it_is(shared, samples, longest_reply, client, tmp_pat
         "text": to_request(text, "tiny-vlm")["messages"],
     }  # fmt: skip
     done = subprocess.run(
-        [PYTHON, SCRIPT], input=json.dumps(task), capture_output=True, text=True, timeout=200,
+        [PYTHON, SCRIPT], input=json.dumps(task), capture_output=True, text=True, timeout=500,
         env={**os.environ, **OFFLINE, "HF_HOME": str(tmp_path)}, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
