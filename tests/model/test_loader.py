@@ -18,6 +18,7 @@ from foveal_runtime.model.checkpoint.loader import (
     load_model,
     read_config,
 )
+from foveal_runtime.model.checkpoint.meta import meta_layers
 from foveal_runtime.model.runner.runner import TorchRunner
 from foveal_runtime.plan.errors import StartupError
 
@@ -50,6 +51,24 @@ def test_text_models_without_plain_kv_are_refused(kind: str, options, reason: st
     if "layer_types" in options:
         options = {**options, "num_hidden_layers": len(options["layer_types"])}
     assert reason in refusal(getattr(transformers, kind)(**options))
+
+
+def test_scaling_past_the_models_own_length_is_left_out(tmp_path) -> None:
+    """As InternVL3 has it: transformers asks in every step whether a position lies past the length,
+    which a model without values cannot answer, so that no profile could be made."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    config = transformers.Qwen2Config(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=16, vocab_size=32, max_position_embeddings=64, rope_parameters=rope,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    assert len(meta_layers(str(tmp_path))) == 2
+    positions = torch.arange(64)[None]
+    own, plain = (
+        class_for(one)(one).model.rotary_emb(torch.zeros(1), positions)
+        for one in (config, read_config(str(tmp_path)))
+    )
+    assert all(map(torch.equal, own, plain)), "up to that length nothing is scaled"
 
 
 def test_encoders_are_refused_by_the_probe(tmp_path) -> None:

@@ -160,7 +160,11 @@ def internvl_item(seed: int) -> MediaItem:
 
 CASES["internvl"] = Case(
     lambda: hf.InternVLConfig(
-        text_config=QWEN2,
+        # As published: scaling of positions that begins past the model's own length.
+        text_config={
+            **QWEN2,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+        },
         vision_config={**CLIP, "image_size": [16, 16], "patch_size": [4, 4]},
         image_token_id=IMG_TOKEN,
         image_seq_length=4,

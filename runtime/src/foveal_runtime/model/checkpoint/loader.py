@@ -168,10 +168,22 @@ def read_config(path: str) -> Any:
             f"model {path}: config.json is not one that the installed transformers knows "
             f"(code from checkpoints is never run): {_one_line(error)}"
         ) from error
+    _settle_rope(found.get_text_config())
     if scheme := check_quantization(path, found):
         # Instead of transformers' own quantiser of the method, which widens weights or needs more.
         found.quantization_config = {"quant_method": METHOD, "path": path, "scheme": scheme}
     return found
+
+
+def _settle_rope(text: Any) -> None:
+    """Dynamic scaling of rotary positions (as InternVL3 has) begins past max_position_embeddings,
+    where no request comes; until there it is the plain kind, which does not look for the longest
+    position in every step."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    for one in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+        if one.get("rope_type") == "dynamic":
+            one["rope_type"] = "default"
+            one.pop("factor", None)
 
 
 def adapter_for(config: Any) -> Adapter:
