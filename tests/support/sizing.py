@@ -32,16 +32,18 @@ class Model(NamedTuple):
     processor: Callable[[], Any]
 
 
-def _qwen25_vl(*, tied: bool, out: int, **text: int) -> Callable[[], Any]:
+def _qwen25_vl(
+    *, tied: bool, out: int, vision_intermediate: int = 3420, **text: int
+) -> Callable[[], Any]:
     common = {
         "max_position_embeddings": 128000, "rms_norm_eps": 1e-6, "use_sliding_window": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6,
                             "mrope_section": [16, 24, 24]},
     }  # fmt: skip
     vision = {
-        "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16,
-        "out_hidden_size": out, "patch_size": 14, "spatial_merge_size": 2, "window_size": 112,
-        "temporal_patch_size": 2, "fullatt_block_indexes": [7, 15, 23, 31],
+        "depth": 32, "hidden_size": 1280, "intermediate_size": vision_intermediate,
+        "num_heads": 16, "out_hidden_size": out, "patch_size": 14, "spatial_merge_size": 2,
+        "window_size": 112, "temporal_patch_size": 2, "fullatt_block_indexes": [7, 15, 23, 31],
     }  # fmt: skip
     return lambda: hf.Qwen2_5_VLConfig(
         text_config={**common, **text}, vision_config=vision, tie_word_embeddings=tied
@@ -141,6 +143,56 @@ def _llava_onevision_processor() -> Any:
     )  # fmt: skip
 
 
+def _internvl3_8b() -> Any:
+    # The vision tower is the default one but for its biases.
+    text = {
+        "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18_944,
+        "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+        "vocab_size": 151_674, "max_position_embeddings": 32_768, "rms_norm_eps": 1e-6,
+        "use_sliding_window": False, "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6},
+    }  # fmt: skip
+    return hf.InternVLConfig(
+        text_config=text, vision_config={"attention_bias": True}, tie_word_embeddings=False
+    )
+
+
+def _internvl_processor() -> Any:
+    words = tokenizer(
+        start_image_token="<img>", end_image_token="</img>", context_image_token="<IMG_CONTEXT>",
+        video_token="<video>",
+    )  # fmt: skip
+    size = {"height": 448, "width": 448}
+    return hf.InternVLProcessor(
+        hf.GotOcr2ImageProcessor(size=size), words, hf.InternVLVideoProcessor(size=size),
+        image_seq_length=256,
+    )  # fmt: skip
+
+
+def _smolvlm2_500m() -> Any:
+    # Of the vision tower the published file names what is not the default.
+    text = {
+        "model_type": "llama", "hidden_size": 960, "intermediate_size": 2560, "head_dim": 64,
+        "num_hidden_layers": 32, "num_attention_heads": 15, "num_key_value_heads": 5,
+        "vocab_size": 49_280, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
+    }  # fmt: skip
+    vision = {"hidden_size": 768, "image_size": 512, "num_attention_heads": 12, "patch_size": 16}
+    return hf.SmolVLMConfig(
+        text_config=text, vision_config=vision, scale_factor=4, image_token_id=49_190,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+def _smolvlm2_processor() -> Any:
+    size = {"size": {"longest_edge": 2048}, "max_image_size": {"longest_edge": 512}}
+    sampling = {"fps": 1, "max_frames": 64, "video_size": {"longest_edge": 512}}
+    return hf.SmolVLMProcessor(
+        hf.SmolVLMImageProcessor(**size), tokenizer(),
+        hf.SmolVLMVideoProcessor(**size, video_sampling=sampling), image_seq_len=64,
+    )  # fmt: skip
+
+
 def _pixtral_processor(longest: int, patch: int, merge: int) -> Callable[[], Any]:
     def made() -> Any:
         image = hf.PixtralImageProcessor(size={"longest_edge": longest}, patch_size=patch)
@@ -169,12 +221,29 @@ MODELS: dict[str, Model] = {
                    vocab_size=152_064),
         _qwen25_vl_processor,
     ),
+    "qwen2.5-vl-72b": Model(
+        "hf://Qwen/Qwen2.5-VL-72B-Instruct",
+        "config.json of Qwen/Qwen2.5-VL-72B-Instruct-AWQ as published, whose padded "
+        "intermediate_size is replaced by that of transformers' Qwen2_5_VLTextConfig; "
+        f"{_QWEN_MEDIA}",
+        _qwen25_vl(tied=False, out=8192, vision_intermediate=3456, hidden_size=8192,
+                   intermediate_size=29_568, num_hidden_layers=80, num_attention_heads=64,
+                   num_key_value_heads=8, vocab_size=152_064),
+        _qwen25_vl_processor,
+    ),
     "qwen3-vl-8b": Model(
         "hf://Qwen/Qwen3-VL-8B-Instruct",
         "config.json as published there; sizes of images are the defaults of its processor class "
         "scaled to 32 x 32 pixels a token",
         _qwen3_vl_8b,
         _qwen3_vl_processor,
+    ),
+    "internvl3-8b": Model(
+        "hf://OpenGVLab/InternVL3-8B-hf",
+        "Ascend/MindSpeed-MM, examples/internvl3/model_8B.json; transformers, "
+        "src/transformers/models/internvl/convert_internvl_weights_to_hf.py",
+        _internvl3_8b,
+        _internvl_processor,
     ),
     "gemma3-4b": Model(
         "hf://google/gemma-3-4b-it", _GEMMA3,
@@ -214,6 +283,13 @@ MODELS: dict[str, Model] = {
         "parameters",
         lambda: hf.Mistral3Config(tie_word_embeddings=False),
         _pixtral_processor(1540, 14, 2),
+    ),
+    "smolvlm2-500m": Model(
+        "hf://HuggingFaceTB/SmolVLM2-500M-Video-Instruct",
+        "config.json and preprocessor_config.json as published, copied in "
+        "qewr1234/Lightweight-VLA, tests/offline_vlm_cache.py",
+        _smolvlm2_500m,
+        _smolvlm2_processor,
     ),
     "pixtral-12b": Model(
         "hf://mistral-community/pixtral-12b",

@@ -50,9 +50,8 @@ constants in their place, which are on the safe side ([budgets](budgets.md#the-t
 """
 LEFT_OUT = """## What is not here
 
-Models whose configuration was not found in a public source that could be checked are left out:
-Qwen2.5-VL-72B, InternVL3-8B and SmolVLM. Make a profile of one from its own `config.json`
-and processor files, without its weights, and plan with it:
+Make a profile of a model that is not here from its own `config.json` and processor files, without
+its weights, and plan with it:
 
 ```
 foveal-runtime profile DIRECTORY --device cuda --assume-dtype bfloat16 --no-processes > profile.json
