@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds the Kubernetes programs that the control-plane tests start: e2e/cluster/build.sh [NAME ...]
-#   etcd kube-apiserver kubectl kube-controller-manager (without arguments), kube-scheduler kubelet
+#   etcd kube-apiserver kubectl kube-controller-manager kube-scheduler (without arguments), kubelet
 #   kube-proxy containerd coredns helm kwok (by name; `node` stands for all that a node needs). What
 #   is there in the right version is skipped, so a second run takes a second. With --missing before
 #   the names nothing is built: what would be is printed, and it fails if there is any.
@@ -87,7 +87,7 @@ build() {
 
 only_look=
 [ "${1:-}" != --missing ] || { only_look=yes; shift; }
-[ $# -gt 0 ] || set -- etcd kube-apiserver kubectl kube-controller-manager
+[ $# -gt 0 ] || set -- etcd kube-apiserver kubectl kube-controller-manager kube-scheduler
 [ "$1" != node ] || set -- etcd kube-apiserver kubectl kube-controller-manager kube-scheduler \
   kubelet kube-proxy containerd containerd-shim-runc-v2 ctr coredns helm
 missing=()

@@ -128,6 +128,33 @@ def test_a_namesake_made_at_once_waits_for_the_garbage_collector(sandbox: Sandbo
     assert not [e for e in events if e["reason"] == "NameTaken"]
 
 
+@pytest.mark.timeout(300, func_only=True)
+def test_two_resources_whose_service_names_meet_are_both_told(sandbox: Sandbox) -> None:
+    """`qwen-engine` is the Service for engines of `qwen` and the one for clients of another."""
+    sandbox.operator("a", NO_LEASE).start()
+    run(sandbox, STEPS[0])
+    pods = {pod["metadata"]["uid"] for pod in sandbox.nodes.pods()}
+    service = plain(sandbox.api.get("Service", sandbox.namespace, "qwen-engine"))
+    second = sandbox.sample("cpu")
+    second["metadata"]["name"] = "qwen-engine"
+    sandbox.apply(second)
+
+    def of_the_second() -> str:
+        status = plain(sandbox.resource("qwen-engine")).get("status", {})
+        return str([c for c in status.get("conditions", ()) if c["type"] == "SpecAccepted"])
+
+    wait_until("the second is told", lambda: "NameTaken" in of_the_second(), 60)
+    assert f"Service {sandbox.namespace}/qwen-engine" in of_the_second()
+    wait_until(
+        "and the first, which serves",
+        lambda: "MultiModalInference qwen-engine needs a Service" in told(sandbox)["SpecAccepted"],
+        60,
+    )
+    assert told(sandbox)["Ready"].startswith("Ready: ")
+    assert plain(sandbox.api.get("Service", sandbox.namespace, "qwen-engine")) == service
+    assert {pod["metadata"]["uid"] for pod in sandbox.nodes.pods()} == pods
+
+
 @pytest.mark.parametrize("name", ["default", "kubernetes"])
 def test_reserved_names_are_refused(api: Api, sandbox: Sandbox, name: str) -> None:
     """`default` took the token from the namespace's ServiceAccount; `kubernetes` rewrote the API

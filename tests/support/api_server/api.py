@@ -34,7 +34,8 @@ GROUP_VERSIONS = {
     ),
     "HorizontalPodAutoscaler": "autoscaling/v2",
     **dict.fromkeys(
-        ("ResourceClaimTemplate", "ResourceClaim", "DeviceClass"), "resource.k8s.io/v1"
+        ("ResourceClaimTemplate", "ResourceClaim", "ResourceSlice", "DeviceClass"),
+        "resource.k8s.io/v1",
     ),
     **dict.fromkeys(("PodMonitor", "PrometheusRule"), "monitoring.coreos.com/v1"),
     "ScaledObject": "keda.sh/v1alpha1",
@@ -211,8 +212,9 @@ class Api:
         version = definition["spec"]["versions"][0]["name"]
 
         def is_served() -> bool:
-            paths = (f"/apis/{group}/{version}", f"/apis/{group}/{version}/{names['plural']}")
-            return all(self.request("GET", path).ok for path in paths)
+            listed = self.request("GET", f"/apis/{group}/{version}").body.get("resources", ())
+            known = any(resource["name"] == names["plural"] for resource in listed)
+            return known and self.request("GET", f"/apis/{group}/{version}/{names['plural']}").ok
 
         wait_until(f"{names['kind']} is served", is_served)
 

@@ -65,13 +65,22 @@ class Nodes:
     """A set of equal nodes. Use it in a with statement.
 
     `devices` are allocatable on each node; a pod that asks for more than is free stays Pending.
+    Without `binds` it is kubelet alone: a scheduler that the test has started binds the pods.
     """
 
-    def __init__(self, cluster: Cluster, namespace: str, *, num: int = 1, devices: int = 8) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        namespace: str,
+        *,
+        num: int = 1,
+        devices: int = 8,
+        binds: bool = True,
+    ) -> None:
         self._api = Api(cluster)
         self._namespace = namespace
         self._names = [f"{namespace}-node-{i}" for i in range(num)]
-        self._devices = devices
+        self._devices, self._binds = devices, binds
         self._rules: list[Rule] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="nodes")
@@ -83,6 +92,8 @@ class Nodes:
             self._api.apply(self._node(name)).must()
             status = self._node(name)["status"]
             self._api.merge("Node", "", name, {"status": status}, "status").must()
+            # The API server gives it one of a node that is not ready; nobody here takes it away.
+            self._api.merge("Node", "", name, {"spec": {"taints": None}}).must()
         self._thread.start()
         return self
 
@@ -162,7 +173,8 @@ class Nodes:
             return
         fate = self._fate_of(pod)
         if not pod["spec"].get("nodeName"):
-            self._schedule(pod, pods, fate)
+            if self._binds:
+                self._schedule(pod, pods, fate)
             return
         if pod.get("status", {}).get("phase") in ("Succeeded", "Failed"):
             return

@@ -31,7 +31,7 @@ _TOKENS = f"""{ADMIN},admin,1,"system:masters"
 _CONTROLLERS_RUN = (
     "deployment-controller,replicaset-controller,statefulset-controller,job-controller,"
     "garbage-collector-controller,namespace-controller,serviceaccount-controller,"
-    "pod-garbage-collector-controller,resourceclaim-controller"
+    "pod-garbage-collector-controller,resourceclaim-controller,ttl-after-finished-controller"
 )
 START_SECONDS = 240.0
 
@@ -193,6 +193,16 @@ def start_controllers(cluster: Cluster) -> Program:
     running = start("kube-controller-manager", command, cluster.folder)
     cluster.programs.append(running)
     return running
+
+
+def start_scheduler(cluster: Cluster) -> Program:
+    """The real scheduler; the caller ends it, since other tests bind pods themselves."""
+    config = cluster.kubeconfig("scheduler", CONTROLLERS)
+    command = [str(program("kube-scheduler")), f"--kubeconfig={config}", "--leader-elect=false"]
+    command += [f"--authentication-kubeconfig={config}", f"--authorization-kubeconfig={config}"]
+    command += ["--authentication-skip-lookup=true", "--bind-address=127.0.0.1"]
+    command += [f"--secure-port={free_port()}", f"--cert-dir={cluster.folder / 'scheduler-certs'}"]
+    return start("kube-scheduler", command, cluster.folder)
 
 
 @contextlib.contextmanager

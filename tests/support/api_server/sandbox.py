@@ -238,9 +238,12 @@ def _fields(found: Any, expected: Any, path: str) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def running_sandbox(cluster: Cluster, namespace: str, *, devices: int = 8) -> Iterator[Sandbox]:
+def running_sandbox(
+    cluster: Cluster, namespace: str, *, devices: int = 8, binds: bool = True
+) -> Iterator[Sandbox]:
     """Nodes and proxy run; operators are the test's to start. Fails on broken audit rules."""
-    with Api(cluster) as api, Nodes(cluster, namespace, devices=devices) as nodes:
+    nodes = Nodes(cluster, namespace, devices=devices, binds=binds)
+    with Api(cluster) as api, nodes:
         sandbox = Sandbox(cluster, api, namespace, nodes)
         with sandbox.proxy:
             try:
