@@ -50,6 +50,8 @@ programs() {
   "$here/build.sh" node
   TOOLS=$tools "$repo/e2e/tools/build.sh" prometheus scrape-config
   TOOLS=$tools "$repo/e2e/tools/crds.sh" prometheus-operator
+  (export TOOLS=$tools; "$repo/e2e/tools/build.sh" helm3 argo-cd && "$repo/e2e/tools/crds.sh" argo) ||
+    echo "not built: the test of Argo CD is skipped" >&2
 }
 images() { "$here/images.sh"; }
 bring_up() { "$here/up.sh" {lock}>&-; }  # what it starts outlives a killed run.sh; the lock must not

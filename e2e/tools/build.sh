@@ -2,6 +2,7 @@
 # build.sh [TOOL ...]: programs that check the chart and the dashboards, from pinned modules.
 #   helm3 helm-unittest kubeconform kube-score promtool gitops-verdicts argo-health
 #   flux-health (those of `make chart`), prometheus and scrape-config (those of e2e/observability).
+#   argo-cd (of the control plane's and the node's tests) takes five minutes of two cores.
 #   They go into $TOOLS, outside the tree. What is there from the same go.mod and go.sum is skipped.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -29,7 +30,7 @@ for tool in "$@"; do
     promtool | prometheus)
       module=prometheus package=github.com/prometheus/prometheus/cmd/$tool
       tags=remove_all_sd,enable_kubernetes_sd ;;
-    scrape-config | gitops-verdicts | argo-health | flux-health) package=. ;;
+    scrape-config | gitops-verdicts | argo-health | flux-health | argo-cd) package=. ;;
     *) echo "unknown tool: $tool" >&2; exit 2 ;;
   esac
   flags="-s -w"

@@ -26,7 +26,7 @@ fetch() { # NAME: into the folder $made
     argo)
       folder=$(module github.com/argoproj/argo-cd/v3@v3.2.12 \
         h1:XbOyqcoPIjMhiP+y05Zi2U+HfG3b2TNfGJgVuK5Y8g0=)
-      cp "$folder/manifests/crds/application-crd.yaml" "$made" ;;
+      cp "$folder"/manifests/crds/{application,applicationset,appproject}-crd.yaml "$made" ;;
     flux)
       folder=$(module github.com/fluxcd/source-controller@v1.9.6 \
         h1:nG534/bI6nVpyHra7ONAk6xDB3xPsVT+EOLHZHXPrrc=)
