@@ -37,22 +37,19 @@ def test_the_operator_runs_with_the_charts_role_and_nothing_is_forbidden(operato
 
 
 def test_the_commands_of_the_notes_run_as_printed(operator: str) -> None:
-    """All but the wait, which would be for a real model's download; its form is checked."""
-    apply, wait, ask = notes(operator)
-    commands.run("bash", "-euo", "pipefail", "-c", apply)
+    """One after the other, as a newcomer would copy them."""
     try:
-        message = commands.until(
-            "the operator takes it up", lambda: commands.condition("qwen", "SpecAccepted", operator)
-        )
-        assert message["status"] == "True", message
-        first, table = wait.split("; ")
-        assert "--for=condition=Ready" in first
-        shorter = first.replace("condition=Ready --timeout=30m", "condition=SpecAccepted")
-        commands.run("bash", "-c", shorter)
-        assert "qwen" in commands.run("bash", "-c", table)
-        assert "/v1/models" in ask
+        said = [
+            commands.run("bash", "-euo", "pipefail", "-c", command, seconds=660)
+            for command in notes(operator)
+        ]
+        assert len(said) == 4
+        _, waited, asked, explained = said
+        assert re.search(r"^foveal-system +tiny +True ", waited, re.M), waited
+        assert '"id":"tiny-vlm"' in asked.replace(" ", ""), asked
+        assert "uri" in explained
     finally:
-        commands.kubectl("delete", "mmi", "qwen", "-n", operator, "--timeout=60s")
+        commands.kubectl("delete", "mmi", "tiny", "-n", operator, "--timeout=60s")
 
 
 def test_an_upgrade_with_the_same_values_changes_nothing(operator: str) -> None:
