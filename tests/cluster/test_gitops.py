@@ -60,8 +60,14 @@ def argo_cd(monitoring: None, tmp_path: Path) -> Iterator[str]:
         pytest.skip(f"{', '.join(missing())} not built: e2e/tools/build.sh argo-cd helm3")
     for file in definitions():
         commands.kubectl("apply", "--server-side", "-f", str(file))  # too large for the other way
-    commands.kubectl("wait", "crd/appprojects.argoproj.io", "--for=condition=Established")
-    commands.apply(*configuration(), namespace=NAMESPACE)
+    namespace, *rest = configuration()
+    commands.apply(namespace)
+
+    def configured() -> bool:
+        commands.apply(*rest, namespace=NAMESPACE)
+        return True
+
+    commands.until("Argo CD's kinds are served", configured)
     git = make_repository(tmp_path, files())
     own = tmp_path / "argo-cd"
     own.mkdir()
