@@ -85,7 +85,7 @@ def seconds_of_a_step(runner: TorchRunner, limits: SchedulerLimits, work: list[R
         for _, output in scheduler.take_outputs():
             assert output.error is None, output.error
             num_outputs += len(output.token_ids)
-        tokens = [entry.num_tokens for entry in plan.scheduled]
+        tokens = [entry.num_scheduled_tokens for entry in plan.scheduled]
         if tokens == [1] * NUM_ROWS:
             found.append(time.perf_counter() - begin)
     assert num_outputs == NUM_ROWS * NUM_OUTPUTS
