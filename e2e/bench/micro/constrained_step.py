@@ -1,6 +1,6 @@
 """A whole step of 32 streams that follow grammars beside the same step without: the ratio.
 
-    PYTHONPATH=runtime/src python -m e2e.bench.micro.constrained_step [--rounds 9] [--threads 2]
+    PYTHONPATH=runtime/src python -m e2e.bench.micro.constrained_step [--rounds 9] [--cpu-time]
 
 A Llama of SmolLM2-135M's shape with random weights (no mask's cost depends on what weights say) and
 a vocabulary of 49,152, through the engine's scheduler, runner and sampler, from the plan to the
@@ -14,6 +14,7 @@ import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ LIMIT = 1.1
 BLOCK_TOKENS = 16
 PROMPT_TOKENS = 32
 NUM_OUTPUTS = 24
+Clock = Callable[[], float]
 
 
 def checkpoint(folder: str, vocab_size: int, num_layers: int) -> None:
@@ -72,14 +74,16 @@ def requests(kinds: list[str], temperature: float, seed: int) -> list[Request]:
     return made
 
 
-def seconds_of_a_step(runner: TorchRunner, limits: SchedulerLimits, work: list[Request]) -> float:
+def seconds_of_a_step(
+    runner: TorchRunner, limits: SchedulerLimits, work: list[Request], clock: Clock
+) -> float:
     """The median of the steps in which all decode."""
     scheduler = Scheduler(limits, runner.traits, clock=time.perf_counter)
     for request in work:
         scheduler.add(request)
     found, num_outputs = [], 0
     while scheduler.has_work:
-        begin = time.perf_counter()
+        begin = clock()
         plan = scheduler.schedule()
         scheduler.update(plan, runner.submit(plan).result())
         for _, output in scheduler.take_outputs():
@@ -87,7 +91,7 @@ def seconds_of_a_step(runner: TorchRunner, limits: SchedulerLimits, work: list[R
             num_outputs += len(output.token_ids)
         tokens = [entry.num_scheduled_tokens for entry in plan.scheduled]
         if tokens == [1] * NUM_ROWS:
-            found.append(time.perf_counter() - begin)
+            found.append(clock() - begin)
     assert num_outputs == NUM_ROWS * NUM_OUTPUTS
     assert len(found) >= NUM_OUTPUTS - 2
     return statistics.median(found)
@@ -100,6 +104,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=30, help="fewer: a smaller model")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--cpu-time", action="store_true", help="of all threads, not the clock's")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder:
@@ -113,11 +118,12 @@ def main() -> None:
             num_blocks=num_blocks,
         )  # fmt: skip
         for temperature in (0.0, 1.0):
-            compare(runner, temperature, options.rounds)
+            clock = time.process_time if options.cpu_time else time.perf_counter
+            compare(runner, temperature, options.rounds, clock)
         runner.close()
 
 
-def compare(runner: TorchRunner, temperature: float, num_rounds: int) -> None:
+def compare(runner: TorchRunner, temperature: float, num_rounds: int, clock: Clock) -> None:
     """Prints the ratio of a step with grammars to one without."""
     limits = SchedulerLimits(
         num_blocks=runner.num_blocks, block_size=BLOCK_TOKENS, max_num_batched_tokens=2048,
@@ -128,7 +134,7 @@ def compare(runner: TorchRunner, temperature: float, num_rounds: int) -> None:
     for number in range(num_rounds + 1):
         kinds = ([""], bound) if number % 2 else (bound, [""])
         times = {
-            len(kind): seconds_of_a_step(runner, limits, requests(kind, temperature, number))
+            len(kind): seconds_of_a_step(runner, limits, requests(kind, temperature, number), clock)
             for kind in kinds
         }
         pairs.append((times[1], times[len(bound)]))
