@@ -1,13 +1,12 @@
 """Three actions of a person on a fresh machine, in an environment with an empty HOME.
 
-    python -m e2e.fresh_environment ENVIRONMENT [--rounds 3]
+    python -m e2e.fresh_environment ENVIRONMENT
 
 ENVIRONMENT is a virtual environment in which `foveal` was installed (e2e/release.sh makes one). A
 hub on the loopback has the bundled model as org/tiny-vlm. `foveal serve org/tiny-vlm` downloads and
 serves it, the page at / is opened in Chromium, and an image is asked about; then `foveal bench`
 measures the same server, and Ctrl-C ends it. Exits with 1 at the first thing that is not as it must
-be. Afterwards the time from a command to its first answer is taken beside `transformers serve`, in
-turn, both from the model's directory.
+be.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ import json
 import os
 import shutil
 import signal
-import statistics
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.error
@@ -146,39 +143,16 @@ def three_actions(machine: Machine) -> None:
     assert process.returncode == 0, f"Ctrl-C gave exit code {process.returncode}"
 
 
-def compared(machine: Machine, rounds: int) -> None:
-    """Medians of command to first answer, in turn."""
-    model = str(MODEL)
-    seconds: dict[str, list[float]] = {"foveal serve": [], "transformers serve": []}
-    for _ in range(rounds):
-        for name, times in seconds.items():
-            port = free_port()
-            more = () if name.startswith("foveal") else ("--device", "cpu", "--host", "127.0.0.1")
-            served = MODEL.name if name.startswith("foveal") else model
-            # transformers from here: its extra for serving is no part of the environment.
-            program = "foveal" if name.startswith("foveal") else f"{sys.prefix}/bin/transformers"
-            command = (program, "serve", model, "--port", str(port), *more)
-            with machine.running(*command) as process:
-                times.append(answer(process, f"http://127.0.0.1:{port}", served))
-    for name, times in seconds.items():
-        shown = ", ".join(f"{one:.1f}" for one in sorted(times))
-        print(f"{name} DIRECTORY: first answer after {statistics.median(times):.1f} s ({shown})")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("environment", type=Path)
-    parser.add_argument("--rounds", type=int, default=0, help="beside transformers serve; 0: none")
     arguments = parser.parse_args()
     programs = arguments.environment.resolve() / "bin"
     with (
         tempfile.TemporaryDirectory(prefix="foveal-fresh-") as home,
         Hub(NAME, MODEL).running() as hub,
     ):
-        machine = Machine(programs, Path(home), hub)
-        three_actions(machine)
-        if arguments.rounds:
-            compared(machine, arguments.rounds)
+        three_actions(Machine(programs, Path(home), hub))
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ END
 foveal plan -f "$repo/examples/mmi-cpu-laptop.yaml" --profile "$repo/examples/profiles/tiny-vlm.json" |
   grep -x 'Fits\.'
 foveal-runtime --help | grep -c serve >/dev/null
-(cd "$repo" && PYTHONPATH=. .venv/bin/python -m e2e.fresh_environment "$work/empty" --rounds "${FOVEAL_ROUNDS:-0}")
+(cd "$repo" && PYTHONPATH=. .venv/bin/python -m e2e.fresh_environment "$work/empty")
 
 say "release $version"
 (cd "$repo/dist" && sha256sum ./*)

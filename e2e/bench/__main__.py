@@ -3,6 +3,7 @@
     python -m e2e.bench --quick                       # tiny model, what is installed, minutes
     python -m e2e.bench --servers foveal,vllm,transformers --traces hits-0,hits-30,hits-95 \\
         --model llava-small --rounds 3
+    python -m e2e.bench --starts                      # from the command to the first answer
 
 Ratios are of the first server over each other. Exits with 1 when a request failed or, in float32,
 when two servers gave different answers; never because something was slow.
@@ -20,10 +21,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from e2e.bench import processes, sockets
 from e2e.bench.checkpoints import SHAPES, checkpoint
 from e2e.bench.machine import machine_facts, versions
 from e2e.bench.servers import MAKERS, Options, Server, is_installed
+from e2e.bench.starts import Start, StartReport, run_starts, table
 from foveal_runtime.bench.client import Target
 from foveal_runtime.bench.display import BarProgress, draw_plot, show, verdict
 from foveal_runtime.bench.images import ImageKind
@@ -32,15 +36,18 @@ from foveal_runtime.bench.runs import BenchLoad, Costs, run_all, split_kind
 from foveal_runtime.bench.traces import KINDS
 
 IDLE_SECONDS = 3.0
+BUNDLED = Path(__file__).resolve().parents[2] / "examples" / "tiny-vlm" / "model"
 QUICK = {"model": "llava-tiny", "traces": "hits-0,hits-95,mixed", "requests": 12, "rounds": 2}
 USUAL = {"model": "llava-small", "traces": "hits-0,hits-30,hits-70,hits-95", "requests": 24,
          "rounds": 3}  # fmt: skip
+STARTS = {"model": str(BUNDLED), "rounds": 3}
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m e2e.bench", description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--quick", action="store_true", help="smaller defaults: " + str(QUICK))
+    add("--starts", action="store_true", help="measure starts alone; the bundled model by default")
     add("--servers", default="", help=f"of {', '.join(MAKERS)}; default: foveal and peers here")
     add("--traces", help=f"of {', '.join(KINDS)}, or all; text@32: 32 at a time; default "
         f"{USUAL['traces']}")  # fmt: skip
@@ -59,7 +66,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, default=Path("out/bench"))
     add("--label", default="serving", help="begins the names of the files written")
     arguments = parser.parse_args(argv)
-    for name, value in (QUICK if arguments.quick else USUAL).items():
+    defaults = QUICK if arguments.quick else USUAL
+    for name, value in (defaults | (STARTS if arguments.starts else {})).items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
     if arguments.traces == "all":
@@ -91,7 +99,10 @@ def main(argv: list[str] | None = None) -> int:
     options = Options(model.resolve(), arguments.dtype, arguments.device, arguments.threads)
     arguments.out.mkdir(parents=True, exist_ok=True)
     date = datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
-    path = arguments.out / f"{arguments.label}-{date}.json"
+    label = "starts" if arguments.starts else arguments.label
+    path = arguments.out / f"{label}-{date}.json"
+    if arguments.starts:
+        return _starts(names, options, arguments.rounds, path)
     shown = {k: str(v) if isinstance(v, Path) else v for k, v in vars(arguments).items()}
     report = Report(
         date=date[:10], command=sys.argv, machine=machine_facts(), versions=versions(),
@@ -121,6 +132,30 @@ def main(argv: list[str] | None = None) -> int:
     draw_plot(report, path.with_suffix(".svg"))
     print(f"{path}, .md and .svg")
     return 1 if wrong else 0
+
+
+def _starts(names: list[str], options: Options, rounds: int, path: Path) -> int:
+    """Measures starts into `path` and a table beside it; 1 when a server did not start."""
+    report = StartReport(
+        date=datetime.datetime.now().strftime("%Y-%m-%d"), command=sys.argv,
+        machine=machine_facts(), versions=versions(), model=str(options.model), starts=[],
+    )  # fmt: skip
+    folder = path.with_suffix(".logs")
+    folder.mkdir()
+
+    def done(start: Start) -> None:
+        report.starts.append(start)
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+        said = (
+            start.error or f"ready {start.ready_seconds:.1f} s, answer {start.answer_seconds:.1f} s"
+        )
+        print(f"round {start.round}: {start.server}: {said}", flush=True)
+
+    run_starts(names, options, rounds, folder, done=done)
+    text = table(report).markdown()
+    path.with_suffix(".md").write_text(text)
+    print(f"{text}\n{path} and .md")
+    return 1 if report.problems else 0
 
 
 def _costs(server: Server) -> Callable[[], Costs]:

@@ -172,7 +172,8 @@ class Server:
             if time.perf_counter() > deadline:
                 raise SystemExit(f"{self.name} is not ready; see {self.log}\n{self.last_lines()}")
             waiting = [url for url in waiting if not _is_ok(url)]
-            time.sleep(0.2)
+            if waiting:
+                time.sleep(0.1)
 
     def last_lines(self, count: int = 15) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-count:])

@@ -109,6 +109,7 @@ def test_a_family_equals_transformers(kind, bench, named):
 
 MEDIA = ["llava", "llava_next", "llava_onevision", "vipllava", "idefics3", "smolvlm", "internvl",
          "mistral3", "paligemma", "qwen2_vl", "qwen2_5_vl", "qwen2_audio", "voxtral"]  # fmt: skip
+"""docs/reference/models.md says so."""
 
 
 @pytest.mark.parametrize("name", MEDIA)

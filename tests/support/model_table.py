@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.models.auto import modeling_auto
@@ -17,6 +17,9 @@ from foveal_runtime.model.adapters import ADAPTERS, TEXT_ADAPTERS, Adapter
 from foveal_runtime.model.checkpoint.loader import class_for
 from tests.support.models.tiny_checkpoints import CASES
 
+TENSOR_PARALLEL = ("tests.model.test_tensor_parallel", "NAMES")
+FAST_PATH = ("tests.model.test_decode_layers", "MEDIA")
+"""Module and list of the families that a test compares that way."""
 CASE_MODULES = (
     "tiny_images", "tiny_grids", "tiny_groups", "tiny_sounds",
     "tiny_more_images", "tiny_more_grids", "tiny_more_sounds", "tiny_hybrids",
@@ -35,10 +38,17 @@ transformers are probed when they are loaded and refused in one line if they can
 A published model, SmolLM2-135M-Instruct (Apache-2.0), answers 100 prompts with the tokens of
 transformers, compared up to the first near-tie of two tokens (`tests/model/test_real_weights.py`).
 
-| `model_type` | images | video | audio | prefix caching | quantised weights |
-|---|---|---|---|---|---|
+| `model_type` | images | video | audio | prefix caching | tensor parallel | CPU fast path | \
+quantised weights |
+|---|---|---|---|---|---|---|---|
 """
 TAIL = """
+*Tensor parallel*: "compared" families give the answers of one process on two ranks
+(`tests/model/test_tensor_parallel.py`); for "by plan" transformers says how to split layers, which
+no test runs. *CPU fast path*: decode steps in one call of a C kernel, compared with transformers
+(`tests/model/test_decode_layers.py`, where text models like Llama, Mistral, Qwen2 and Qwen3 are
+compared, too); a trial at load time decides, and the engine's log says what it found.
+
 Video and audio also need a processor that takes them: a family whose processor cannot be shown to
 make the same prompt from single items refuses that modality with a message. Tensor parallelism
 takes models whose heads divide evenly, and refuses recurrent state and quantised weights.
@@ -116,35 +126,62 @@ A family whose mechanisms are known needs one entry and one test line:
 """
 
 
-def compared() -> dict[str, tuple[Adapter, bool]]:
-    """model_type → adapter of every family that a test case has, and whether transformers stacks
-    its experts into one parameter as it loads them."""
+class Family(NamedTuple):
+    """`stacks_experts`: transformers stacks its experts into one parameter as it loads them;
+    `has_plan`: it knows how to split its layers among ranks."""
+
+    adapter: Adapter
+    stacks_experts: bool
+    has_plan: bool
+
+
+def compared() -> dict[str, Family]:
+    """model_type → every family that a test case has."""
     for name in CASE_MODULES:
         importlib.import_module(f"tests.support.models.{name}")
     known = {**TEXT_ADAPTERS, **ADAPTERS}
-    found: dict[str, tuple[Adapter, bool]] = {}
+    found: dict[str, Family] = {}
     for case in CASES.values():
         config = case.config()  # once: some change the dictionaries that they are made from
         kind = config.model_type
         if kind in known:
-            stacks = found[kind][1] if kind in found else False
-            found[kind] = known[kind], stacks or _stacks_experts(config)
+            one = _family(known[kind], config)
+            stacks = one.stacks_experts or (kind in found and found[kind].stacks_experts)
+            found[kind] = one._replace(stacks_experts=stacks)
     return dict(sorted(found.items()))
 
 
-def _stacks_experts(config: Any) -> bool:
+def _family(adapter: Adapter, config: Any) -> Family:
     with torch.device("meta"):
         model = class_for(config)._from_config(config)
-    return any("expert" in name and one.dim() == 3 for name, one in model.named_parameters())
+    stacks = any("expert" in name and one.dim() == 3 for name, one in model.named_parameters())
+    return Family(adapter, stacks, bool(getattr(model, "tp_plan", None)))
+
+
+def _kinds_of(module: str, names: str) -> set[str]:
+    """model_types of the cases that a test compares."""
+    return {
+        CASES[name].config().model_type for name in getattr(importlib.import_module(module), names)
+    }
+
+
+def _parallel(kind: str, family: Family, tested: set[str]) -> str:
+    if kind in tested:
+        return "compared"
+    return "by plan" if family.has_plan and not family.adapter.has_state else "no"
 
 
 def page() -> str:
     rows = []
-    for kind, (adapter, stacks_experts) in compared().items():
+    families = compared()
+    ranks, fast = _kinds_of(*TENSOR_PARALLEL), _kinds_of(*FAST_PATH)
+    for kind, family in families.items():
+        adapter = family.adapter
         marks = ["yes" if name in adapter.encoders else "–" for name in ("image", "video", "audio")]
         caching = "no" if adapter.bidirectional == "prompt" else "yes"
-        quantised = "no" if stacks_experts else "yes"
-        rows.append([f"`{kind}`", *marks, caching, quantised])
+        ways = [_parallel(kind, family, ranks), "compared" if kind in fast else "–"]
+        quantised = "no" if family.stacks_experts else "yes"
+        rows.append([f"`{kind}`", *marks, caching, *ways, quantised])
     kinds = set(modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
     refused = len(kinds - ADAPTERS.keys())
     table = "".join(f"| {' | '.join(row)} |\n" for row in rows)

@@ -201,7 +201,8 @@ def num_snapshots(config: EngineConfig, state_bytes: int) -> int:
 
 def load_engine(config: EngineConfig, phases: StartPhases | None = None) -> LoadedEngine:
     """Loads and warms the model and gives it the KV pool of the document. Raises StartupError."""
-    defer()
+    if config.tensor_parallel == 1:  # ranks compute with what is put off
+        defer()
     import foveal_runtime.model.runner.runner  # noqa: F401  counted as imports
 
     phases = phases or StartPhases()

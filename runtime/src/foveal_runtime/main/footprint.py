@@ -75,7 +75,7 @@ async def _stand_in(config: FrontendConfig) -> ProcessMemory:
     from foveal_runtime.frontend.http.app import build_app
     from foveal_runtime.frontend.items.input_processor import MediaInput
     from foveal_runtime.frontend.media.workers import MediaWorkers, WorkerSettings
-    from foveal_runtime.main import frontend  # noqa: F401
+    from foveal_runtime.main import frontend, http_process  # noqa: F401
 
     workers = MediaWorkers(
         WorkerSettings(

@@ -1,34 +1,27 @@
-"""One frontend process: media workers, engine client and HTTP app, put together and taken down.
+"""One frontend process: media workers first, then the HTTP process that they work for.
 
 Started by `foveal-runtime frontend --config`, which hands over to `frontend_group` when the
 document asks for several processes; each of them comes back here with its index. Serves
 until SIGTERM or SIGINT, then turns readiness off, lets streams finish within the drain time and
-exits. Imports no torch.
+exits. Imports no torch, and what HTTP needs only once the media workers import theirs: that takes
+them longest.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import importlib
 import logging
 import signal
 import sys
 from collections.abc import Coroutine
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import msgspec
 import uvloop
 
-from foveal_runtime.frontend.common.stats import FrontendStats, watch_loop
-from foveal_runtime.frontend.engines.client import EngineClient
-from foveal_runtime.frontend.engines.loras import order_lora
-from foveal_runtime.frontend.http.access.admin import HeldRequest, LoraAction
-from foveal_runtime.frontend.http.app import build_app
-from foveal_runtime.frontend.http.asgi.server import bind_addresses, bind_unix
-from foveal_runtime.frontend.http.asgi.server import serve as serve_http
-from foveal_runtime.frontend.http.monitoring.metrics_source import media_source
-from foveal_runtime.frontend.http.monitoring.siblings import Siblings, sibling_app, socket_path
-from foveal_runtime.frontend.items.input_processor import MediaInput
+from foveal_runtime.frontend.http.asgi.listeners import bind_addresses
 from foveal_runtime.frontend.media.protocol import ProcessorInfo
 from foveal_runtime.frontend.media.workers import (
     MediaWorkers,
@@ -37,57 +30,15 @@ from foveal_runtime.frontend.media.workers import (
     item_memory_bytes,
 )
 from foveal_runtime.main import frontend_group
+from foveal_runtime.main.frontend_group import Member
 from foveal_runtime.plan.config import FrontendConfig, load
 from foveal_runtime.plan.machine import look
-from foveal_runtime.telemetry.allocator import give_back_large_blocks, keep_collections_short
+from foveal_runtime.telemetry.allocator import give_back_large_blocks
 from foveal_runtime.telemetry.logs import configure_logging
-from foveal_runtime.telemetry.memory import ContainerMemory
-from foveal_runtime.telemetry.metrics import Metrics
 from foveal_runtime.telemetry.startup import StartPhases
-from foveal_runtime.telemetry.tracing import configure_tracing
 from foveal_runtime.wire.namespace import model_namespace
 
 log = logging.getLogger(__name__)
-
-
-class _Admin:
-    """Caches over HTTP (`frontend.admin.CacheAdmin`)."""
-
-    def __init__(self, processor: MediaInput, client: EngineClient, siblings: Siblings) -> None:
-        self._processor = processor
-        self._client = client
-        self._siblings = siblings
-
-    async def reset_cache(self, cache: Literal["mm", "encoder", "prefix", "quarantine"]) -> int:
-        if cache == "quarantine":
-            return self._client.clear_quarantine()
-        if cache == "mm":
-            self._processor.reset_cache()
-            await self._siblings.reset_processor_caches()
-        return self._client.control(f"reset_{cache}")
-
-    def held_requests(self) -> list[HeldRequest]:
-        return [
-            HeldRequest(key=one.key.hex(), shape=one.shape, seconds_left=one.seconds_left)
-            for one in self._client.quarantine.held()
-        ]
-
-    async def resize_ipc_cache(self, size_bytes: int) -> int:
-        return self._client.control("resize_ipc", size_bytes)
-
-    async def order_lora(self, action: LoraAction, name: str, path: str) -> int:
-        return await order_lora(self._client.links(), action, (name, path))
-
-
-class Member(NamedTuple):
-    """This process's place among those that share the port; `folder` holds their sockets."""
-
-    number: int = 0
-    folder: str = ""
-
-    def siblings(self, processes: int) -> Siblings:
-        others = [i for i in range(processes) if self.folder and i != self.number]
-        return Siblings([socket_path(self.folder, i) for i in others])
 
 
 def run(path: str, index: int | None = None, folder: str = "") -> int:
@@ -119,16 +70,6 @@ def _share(total: int, config: FrontendConfig, index: int) -> int:
     return max(1, total // config.processes + (index < total % config.processes))
 
 
-def _measured(processor: MediaInput, memory: ContainerMemory, metrics: Metrics) -> None:
-    """What the budgets' parts really take, by their names in the resource's status."""
-    memory.collect(metrics)
-    for part, size in (
-        ("processor", processor.cache.capacity_bytes),
-        ("frontendPodMemory", memory.peak_bytes()),
-    ):
-        metrics.set("foveal_budget_bytes", size, part=part, source="measured")
-
-
 async def _unless(
     stop: asyncio.Event, work: Coroutine[Any, Any, ProcessorInfo]
 ) -> ProcessorInfo | None:
@@ -143,26 +84,11 @@ async def _unless(
     return None
 
 
-def _metrics(
-    config: FrontendConfig, stats: FrontendStats, processor: MediaInput, client: EngineClient
-) -> Metrics:
-    metrics = Metrics(
-        "frontend",
-        model_name=config.model.served_name,
-        process=config.frontend_id,
-        max_model_len=config.model.max_model_len,
-    )
-    metrics.add_source(media_source(stats, processor, client))
-    metrics.add_source(functools.partial(_measured, processor, ContainerMemory()))
-    return metrics
-
-
 async def serve(config: FrontendConfig, member: Member | None = None) -> None:
     """Runs the process to its end. Raises StartupError."""
     # With siblings it must not take connections before it can answer: they would wait here.
     bind = functools.partial(bind_addresses, config.host, config.port, loopback=config.loopback)
     listeners = bind() if member is None else []
-    siblings = (member or Member()).siblings(config.processes)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -181,44 +107,27 @@ async def serve(config: FrontendConfig, member: Member | None = None) -> None:
         )
     )
     phases = StartPhases()
-    phases.done("imports")
     log.info("starting media workers", extra={"workers": workers.num_workers})
-    info = await _unless(stop, workers.start())
+    starting = asyncio.create_task(_unless(stop, workers.start()))
+    try:
+        # In a thread: the loop meanwhile tells each worker which model to load.
+        http = await asyncio.to_thread(importlib.import_module, "foveal_runtime.main.http_process")
+        phases.done("imports")
+        info = await starting
+    except BaseException:
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        raise
     if info is None:
         return
     phases.done("workers")
-    stats = FrontendStats()
-    client = EngineClient(config, namespace, stats=stats)
-    processor = MediaInput(config, workers, info, knowledge=client, stats=stats)
-    metrics = _metrics(config, stats, processor, client)
-    metrics.add_source(phases.collect)
-    app = build_app(
+    await http.serve(
         config,
-        processor=processor,
-        info=processor.info,
-        generator=client,
-        metrics=metrics,
-        tracing=configure_tracing("foveal-frontend", config.frontend_id),
-        admin=_Admin(processor, client, siblings) if config.admin_key_file else None,
-        injector=processor.injector,
-        siblings=siblings.metrics_peers,
-        mirrors=client.mirrors,
+        member,
+        workers,
+        info,
+        namespace,
+        phases,
+        lambda: listeners or bind(share=True),
+        stop,
     )
-    lags = asyncio.create_task(watch_loop(stats.loop_lags), name="loop-lag")
-    await client.start()
-    keep_collections_short()
-    log.info("listening", extra={"host": config.host, "port": config.port})
-    try:
-        await serve_http(
-            app,
-            listeners or bind(share=True),
-            stop,
-            own_sockets=[bind_unix(socket_path(member.folder, member.number))] if member else [],
-            own_app=sibling_app(metrics, processor.reset_cache),
-            drain_timeout_seconds=config.drain_timeout_seconds,
-        )
-    finally:
-        lags.cancel()
-        app.close()
-        await client.close()
-        await processor.close()

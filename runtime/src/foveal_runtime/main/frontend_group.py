@@ -15,8 +15,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import NamedTuple
 
-from foveal_runtime.frontend.http.asgi.server import bind_addresses
+from foveal_runtime.frontend.http.asgi.listeners import bind_addresses
 from foveal_runtime.main.backoff import Backoff
 from foveal_runtime.main.stop_signals import StopSignals
 from foveal_runtime.plan.config import FrontendConfig
@@ -27,6 +28,13 @@ log = logging.getLogger(__name__)
 STARTUP_ERROR = 2
 _POLL_SECONDS = 0.2
 _SPARE_SECONDS = 10.0
+
+
+class Member(NamedTuple):
+    """A process's place among those that share the port; `folder` holds their sockets."""
+
+    number: int = 0
+    folder: str = ""
 
 
 class _Slot:

@@ -1,31 +1,75 @@
-"""Imports put off until they are used: a quarter of what a process does before it can serve.
+"""Imports put off until they are used: a good part of what a process does before it can serve.
 
-transformers and torchvision import torch's compiler and scipy's optimisers for decorators and
-functions that serving never calls. Called by engines and media workers before they import
-transformers. Stand-ins take those modules' places; whoever asks one for anything that it does not
-have gets the real module, imported then.
+transformers and torchvision import torch's compiler, its sharded tensors with sympy, accelerate
+with boto3, and models and data sets of torchvision, for annotations, checks of types and functions
+that serving never calls. Called by engines and media workers before they import transformers.
+Stand-ins take those modules' places; whoever asks one for anything that it does not have gets the
+real module, imported then.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+import operator
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
-from types import ModuleType
+from types import ModuleType, new_class
 from typing import Any
 
 _COMPILER = "torch._dynamo"
-_PACKAGES = (_COMPILER, "scipy.optimize")
+_FLEX = "torch.nn.attention.flex_attention"
+_SYMBOLS = "torch.fx.experimental.symbolic_shapes"
+_OF_PLAIN_SIZES: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(
+        ("expect_true", "guard_or_false", "guard_or_true", "guard_size_oblivious",
+         "statically_known_true"), lambda one: one
+    ),
+    "is_nested_int": lambda one: False,
+    "sym_and": lambda *all_: functools.reduce(operator.and_, all_),
+    "sym_eq": lambda one, other: one == other,
+    "sym_or": lambda *all_: functools.reduce(operator.or_, all_),
+}  # fmt: skip
+"""What they compute of sizes that are no symbols. Each array without values asks them."""
 _LATER = {
     f"{_COMPILER}.utils": ("is_compile_supported",),
     f"{_COMPILER}._trace_wrapped_higher_order_op": ("TransformGetItemToIndex",),
+    _FLEX: ("AuxRequest", "BlockMask", "create_block_mask", "flex_attention"),
+    _SYMBOLS: ("guarding_hint_or_throw", "has_guarding_hint", *_OF_PLAIN_SIZES),
+    "torch.distributed._composable.fsdp": ("fully_shard",),
+    "torch.distributed.checkpoint.hf_storage": (
+        "HuggingFaceStorageReader",
+        "HuggingFaceStorageWriter",
+    ),
+    "torch.distributed.fsdp": ("CPUOffloadPolicy", "MixedPrecisionPolicy"),
+    "torch.distributed.tensor": ("DTensor", "Partial", "Replicate", "Shard", "distribute_tensor"),
+    "torch.distributed.tensor._utils": ("compute_local_shape_and_global_offset",),
+    "torch.distributed.tensor.placement_types": ("Shard", "_StridedShard"),
+    "accelerate": ("PartialState", "dispatch_model"),
+    "accelerate.hooks": ("AlignDevicesHook", "add_hook_to_module"),
+    "accelerate.utils": (
+        "extract_model_from_parallel",
+        "get_balanced_memory",
+        "get_max_memory",
+        "infer_auto_device_map",
+        "reduce",
+    ),
+    "accelerate.utils.modeling": ("clean_device_map", "get_max_layer_size"),
+    "torchvision.datasets": (),
+    "torchvision.models": (),
+    "torchvision.ops": (),
+    "torchvision.ops.boxes": ("box_iou",),
+    "sympy": ("Basic",),
     "scipy.optimize": ("linear_sum_assignment",),
 }
-"""Module -> its names that are imported, but not called, by what a server imports."""
+"""Module -> its names that are imported, but not used, by what a server imports."""
+_PLACEMENTS = ("Partial", "Replicate", "Shard", "_StridedShard")
+"""Classes that are called while something is imported, too."""
+_CONSTANTS = {_FLEX: {"_DEFAULT_SPARSE_BLOCK_SIZE": 128}}
 
 _replacing = threading.Lock()
 
@@ -35,15 +79,77 @@ class StandIn(ModuleType):
 
     def __init__(self, name: str, **members: Any) -> None:
         super().__init__(name)
-        self.__spec__ = ModuleSpec(name, None, is_package=name in _PACKAGES)
-        if name in _PACKAGES:
-            self.__path__: list[str] = []
+        self.__spec__ = ModuleSpec(name, None, is_package=True)
+        self.__path__: list[str] = []
         self.__dict__.update(members)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # asked of every module by those who walk over all of them
             raise AttributeError(name)
         return getattr(real(self.__name__), name)
+
+
+class _LateClass(type):
+    """A class of a module that is not imported yet. Nothing is an instance of it until the module
+    is there; called, or asked for anything, it is the real one."""
+
+    def __new__(meta, name: str, bases: tuple[Any, ...], members: dict[str, Any]) -> Any:
+        if not bases:
+            return super().__new__(meta, name, bases, members)
+        below = tuple(one.real() if type(one) is _LateClass else one for one in bases)
+        return new_class(name, below, exec_body=lambda body: body.update(members))
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        was_made_early = type(instance) is _LateInstance
+        return isinstance(instance, cls.real() if was_made_early else cls.known())
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, cls.known())
+
+    def __call__(cls, *arguments: Any, **options: Any) -> Any:
+        if cls.__name__ in _PLACEMENTS and not cls.known():
+            return _LateInstance(lambda: cls.real()(*arguments, **options))
+        return cls.real()(*arguments, **options)
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(cls.real(), name)
+
+    def known(cls) -> Any:
+        """The real class, or () where nobody has imported it."""
+        module = sys.modules.get(cls.__module__)
+        is_there = module is not None and not isinstance(module, StandIn)
+        return getattr(module, cls.__name__) if is_there else ()
+
+    def real(cls) -> Any:
+        return getattr(real(cls.__module__), cls.__name__)
+
+
+class _LateInstance:
+    """What a late class makes: the real object, made when it is asked for anything."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._made(), name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self._made())
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self._made() == other)
+
+    def __hash__(self) -> int:
+        return hash(self._made())
+
+    def _made(self) -> Any:
+        found = self.__dict__.get("_real")
+        if found is None:
+            found = self.__dict__["_real"] = self._make()
+        return found
 
 
 class _Below(MetaPathFinder, Loader):
@@ -89,25 +195,45 @@ def defer() -> None:
         names = ("allow_in_graph", "assume_constant_result", "disable")
         sys.modules[_COMPILER] = StandIn(_COMPILER, **dict.fromkeys(names, marked))
     for module, wanted in _LATER.items():
-        package = module.partition(".")[0]
-        if module not in sys.modules and find_spec(package) is not None:
-            sys.modules[module] = StandIn(module, **{name: _late(module, name) for name in wanted})
+        package, parent, child = module.partition(".")[0], *module.rpartition(".")[::2]
+        if module in sys.modules or find_spec(package) is None:
+            continue
+        members = {name: _late(module, name) for name in wanted}
+        stand_in = StandIn(module, **members, **_CONSTANTS.get(module, {}))
+        sys.modules[module] = stand_in
+        if parent in sys.modules:
+            setattr(sys.modules[parent], child, stand_in)
 
 
 def real(module: str) -> ModuleType:
-    """The module itself; the compiler's parts are there together or not at all."""
-    parts = [module]
-    if module.startswith(_COMPILER):
-        parts = [name for name in (_COMPILER, *_LATER) if name.startswith(_COMPILER)]
+    """The module itself; the parts of a package are there together or not at all."""
+    roots = [one for one in (_COMPILER, *_LATER) if f"{module}.".startswith(f"{one}.")]
+    root = min(roots, key=len, default=module)
+    replaced = []
     with _replacing:  # else a second thread takes out what the first has just put there
-        for name in parts:
-            if isinstance(sys.modules.get(name), StandIn):
+        for name, found in list(sys.modules.items()):
+            if isinstance(found, StandIn) and f"{name}.".startswith(f"{root}."):
                 del sys.modules[name]
-    return importlib.import_module(module)
+                replaced.append(found)
+    module_found = importlib.import_module(module)
+    for one in replaced:  # for those who hold on to it
+        there = vars(sys.modules.get(one.__name__, one))
+        vars(one).update({n: there[n] for n in _LATER.get(one.__name__, ()) if n in there})
+    return module_found
 
 
-def _late(module: str, name: str) -> Callable[..., Any]:
+def _is_plain(size: Any) -> bool:
+    return type(size) in (bool, int) or (type(size) is tuple and all(map(_is_plain, size)))
+
+
+def _late(module: str, name: str) -> Any:
+    if name.lstrip("_")[0].isupper():
+        return _LateClass(name, (), {"__module__": module})
+
     def call(*arguments: Any, **options: Any) -> Any:
+        plain = _OF_PLAIN_SIZES.get(name) if module == _SYMBOLS else None
+        if plain is not None and all(map(_is_plain, arguments)):
+            return plain(*arguments)
         return getattr(real(module), name)(*arguments, **options)
 
     return call

@@ -247,7 +247,7 @@ class Supervisor:
             starting = [one for one in self._all if not one.was_ready]
             if late and starting:
                 raise starting[0].too_late(self._start_timeout_seconds)
-            stop.wait(TICK_SECONDS)
+            stop.wait(TICK_SECONDS / 4 if starting else TICK_SECONDS)
 
     def _drain(self, stop: StopSignals) -> None:
         """Frontends first, so that their streams can finish."""

@@ -11,12 +11,10 @@ import asyncio
 import contextlib
 import functools
 import logging
-import os
 import resource
 import socket
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -24,72 +22,17 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from foveal_runtime.frontend.http.app import HttpApp
+from foveal_runtime.frontend.http.asgi.listeners import BACKLOG
 from foveal_runtime.frontend.http.monitoring.metrics import own_metrics_app
 from foveal_runtime.plan.config import Admission
-from foveal_runtime.plan.errors import StartupError
 
 logger = logging.getLogger(__name__)
 
-_BACKLOG = 2048
 _KEEP_ALIVE_SECONDS = 75
 """Longer than the idle time of common load balancers, so that they close first."""
 _POLL_SECONDS = 0.05
 _CLOSE_SECONDS = 1
 """For connections to close once the drain is over; requests still open are cancelled then."""
-
-
-def bind_tcp(host: str, port: int, *, share: bool = False, listen: bool = True) -> socket.socket:
-    """A listening socket; `share` lets several processes listen on the same port, and without
-    `listen` the port is only kept. Raises StartupError naming the address."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    found = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if share:
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        found.bind((host, port))
-        if listen:
-            found.listen(_BACKLOG)
-    except OSError as error:
-        found.close()
-        raise StartupError(f"cannot listen on {host}:{port}: {error.strerror}") from error
-    found.setblocking(False)
-    return found
-
-
-def bind_addresses(
-    host: str, port: int, *, loopback: bool, share: bool = False, listen: bool = True
-) -> list[socket.socket]:
-    """As bind_tcp, and with `loopback` on the loopback address of the same family too, where that
-    is another one."""
-    hosts = [host]
-    own = "::1" if ":" in host else "127.0.0.1"
-    if loopback and host not in (own, "::", "0.0.0.0", "localhost"):
-        hosts.append(own)
-    found: list[socket.socket] = []
-    try:
-        for address in hosts:
-            found.append(bind_tcp(address, port, share=share, listen=listen))
-    except StartupError:
-        for bound in found:
-            bound.close()
-        raise
-    return found
-
-
-def bind_unix(path: str) -> socket.socket:
-    """A listening Unix socket, readable by this user only; a stale file of that name goes."""
-    Path(path).unlink(missing_ok=True)
-    found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        found.bind(path)
-        os.chmod(path, 0o600)
-        found.listen(64)
-    except OSError as error:
-        found.close()
-        raise StartupError(f"cannot listen on {path}: {error.strerror}") from error
-    found.setblocking(False)
-    return found
 
 
 class _Server(uvicorn.Server):  # type: ignore[misc]
@@ -111,7 +54,7 @@ def _server(app: ASGIApp, limits: Admission) -> _Server:
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            backlog=_BACKLOG,
+            backlog=BACKLOG,
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=_CLOSE_SECONDS,
         )

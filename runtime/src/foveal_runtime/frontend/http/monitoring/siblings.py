@@ -2,7 +2,7 @@
 
 Every process serves a small app on a Unix socket that only its own user can open: its own
 /metrics, and emptying of its processor cache, so that whichever process answers an administrator
-empties all of them. Made by main/frontend; requests of users never pass here.
+empties all of them. Made by main/http_process; requests of users never pass here.
 """
 
 from __future__ import annotations
