@@ -1,4 +1,4 @@
-"""`foveal plan` with a committed profile says what the operator finds with its Job's profile."""
+"""One plan for the same facts: offline and in the operator, on a machine and in pods."""
 
 from __future__ import annotations
 
@@ -11,13 +11,19 @@ import pytest
 import yaml
 
 from foveal_operator.api.parse import InferenceSpec, parse
+from foveal_operator.cli import main as operator_cli
+from foveal_operator.cli.local import command as up
 from foveal_operator.manifests import ClusterFacts, desired
 from foveal_operator.manifests.budget_inputs import NodeFacts, budget_inputs
 from foveal_runtime.main import cli, profile
+from foveal_runtime.plan import machine
 from foveal_runtime.plan.budget.planner import plan
 from foveal_runtime.plan.config import GIB
+from foveal_runtime.plan.machine_plan import plan_lines
 from foveal_runtime.plan.profile import ModelProfile, ProfileLimits, decode
 from tests.support import sizing
+from tests.support.checkpoint_files import PROFILE, checkpoint, write_profile
+from tests.support.samples import resource
 
 pytestmark = [
     pytest.mark.model,
@@ -94,3 +100,39 @@ def test_offline_and_operator_plan_the_same(
     offline, found = (plan(budget_inputs(spec, NODES), one) for one in (committed, made))
     assert offline.fits
     assert offline == found
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_serve_up_and_pods_print_one_plan(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`up` gave each process the whole machine, and started more than it holds."""
+    here = machine.Machine(
+        memory_bytes=96 * GIB, available_bytes=96 * GIB, cpus=3.0,
+        devices=(24 * GIB,) if device == "cuda" else (),
+    )  # fmt: skip
+    monkeypatch.setattr(machine, "look", lambda: here)
+    monkeypatch.setattr("foveal_runtime.main.local.sizing._torch_version", lambda: "2.15.0")
+    monkeypatch.setattr(up, "_launch", lambda *_: 0)
+    kind = {"type": "CPU"} if device == "cpu" else {"type": "GPU", "count": 1}
+    body = resource(engine={"accelerator": kind, "replicas": 1})
+    file, model = tmp_path / "mmi.yaml", str(checkpoint(tmp_path / "model"))
+    file.write_text(yaml.safe_dump(body))
+    costs = ["--profile", write_profile(tmp_path)]
+
+    def lines(run: Callable[[list[str]], int], *words: str) -> list[str]:
+        assert run([*words, *costs]) == 0
+        said = capsys.readouterr().out.splitlines()
+        return [line for line in said if line.startswith("  ")]
+
+    facts = NodeFacts(node_bytes=96 * GIB, device_bytes=24 * GIB)
+    pods = list(plan_lines(plan(budget_inputs(parse(body), facts), PROFILE), 1, 1))
+    assert len(pods) == (3 if device == "cpu" else 4)
+    assert lines(cli.main, "serve", model, "--plan") == pods
+    place = ("--model", model, "--folder", str(tmp_path / "up"))
+    assert lines(operator_cli.main, "up", "-f", str(file), *place) == pods
+    here = msgspec.structs.replace(here, memory_bytes=30 * GIB, available_bytes=28 * GIB)
+    served = lines(cli.main, "serve", model, "--plan")
+    assert lines(operator_cli.main, "up", "-f", str(file), *place) == served
+    if device == "cpu":  # weights and caches share what is there
+        assert served != pods

@@ -7,11 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from foveal_runtime.main.local.options import Parser, add_options
-from foveal_runtime.main.local.sizing import budget_inputs
 from foveal_runtime.plan.budget.planner import plan
 from foveal_runtime.plan.budget.types import BudgetInputs, EngineInputs
-from foveal_runtime.plan.machine import Machine
 from foveal_runtime.plan.machine_plan import machine_plan, plan_lines, shortfall
 from foveal_runtime.plan.profile import ItemProfile, ModelProfile
 
@@ -75,27 +72,3 @@ def test_a_device_is_filled_as_for_pods() -> None:
     text = "\n".join(plan_lines(found, 1, 1))
     assert "device   1 x 24.00 GiB = kv " in text
     assert "an engine holds" in text
-
-
-def serve_plan(*argv: str, here: Machine, device: str) -> Any:
-    parser = Parser()
-    add_options(parser)
-    inputs = budget_inputs(parser.parse_args(["m", *argv]), device, here)
-    return machine_plan(inputs, PROFILE, here.available_bytes, 1, 1)
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_serve_and_pods_have_one_plan_for_the_same_facts(device: str) -> None:
-    from foveal_operator.api.parse import parse
-    from foveal_operator.manifests.budget_inputs import NodeFacts
-    from foveal_operator.manifests.budget_inputs import budget_inputs as of_resource
-    from tests.support.samples import resource
-
-    here = Machine(memory_bytes=128 * GIB, available_bytes=128 * GIB, cpus=3.0,
-                   devices=(24 * GIB,))  # fmt: skip
-    kind = {"type": "CPU"} if device == "cpu" else {"type": "GPU", "count": 1}
-    inference = parse(resource(engine={"accelerator": kind, "replicas": 1}))
-    facts = NodeFacts(node_bytes=128 * GIB, device_bytes=24 * GIB)
-    pods = plan(of_resource(inference, facts), PROFILE)
-    found = serve_plan(here=here, device=device)
-    assert list(plan_lines(found, 1, 1)) == list(plan_lines(pods, 1, 1))

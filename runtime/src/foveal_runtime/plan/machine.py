@@ -42,6 +42,12 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         """The smaller of the two limits that apply."""
         return min(self.memory_bytes or self.cgroup_bytes, self.cgroup_bytes or self.memory_bytes)
 
+    @property
+    def usable_bytes(self) -> int:
+        """Host memory that a deployment may plan with: what other programs have left."""
+        sizes = [size for size in (self.available_bytes, self.limit_bytes) if size]
+        return min(sizes, default=0)
+
 
 def look(root: Path = Path("/"), *, with_devices: bool = True) -> Machine:
     """Facts of this machine. What cannot be read is 0."""

@@ -26,10 +26,9 @@ from foveal_operator.manifests.budget_inputs import NodeFacts, budget_inputs
 from foveal_operator.manifests.documents import document_json
 from foveal_operator.reconcile.curve_keys import make_key_pairs
 from foveal_runtime.plan import machine
-from foveal_runtime.plan.budget.planner import plan
 from foveal_runtime.plan.config import EngineConfig, FrontendConfig
 from foveal_runtime.plan.local import LOOPBACK, LocalDeploymentConfig, free_port
-from foveal_runtime.plan.machine_plan import plan_lines
+from foveal_runtime.plan.machine_plan import machine_plan, plan_lines, shortfall
 from foveal_runtime.plan.profile import ModelProfile
 
 _DESCRIPTION = """\
@@ -228,18 +227,18 @@ def _wanted(
     here: machine.Machine,
     arguments: argparse.Namespace,
 ) -> Desired:
-    """The operator's objects, planned with this machine as the node."""
-    facts = NodeFacts(
-        node_bytes=here.limit_bytes,
-        device_bytes=arguments.device_memory or min(here.devices, default=0),
-    )
-    result = plan(budget_inputs(inference, facts), profile)
+    """The operator's objects, planned with this machine as the node of all processes."""
+    facts = NodeFacts(device_bytes=arguments.device_memory or min(here.devices, default=0))
+    counts = (arguments.frontends or inference.num_frontends,
+              arguments.engines or inference.num_engines)  # fmt: skip
+    result = machine_plan(budget_inputs(inference, facts), profile, here.usable_bytes, *counts)
     if not result.fits:
         problems = "\n".join(f"  {p.reason}: {p.message}" for p in result.problems)
         raise MisfitError(f"{inference.name} does not fit this machine:\n{problems}")
+    if short := shortfall(result, here.usable_bytes, *counts):
+        raise MisfitError(f"{inference.name} does not fit this machine: {short}")
     if not arguments.dry_run:
-        counts = arguments.frontends or inference.num_frontends, arguments.engines
-        for line in plan_lines(result, counts[0], counts[1] or inference.num_engines):
+        for line in plan_lines(result, *counts):
             print(line)
     try:
         return desired(inference, result, ClusterFacts())

@@ -148,7 +148,7 @@ def size_up(
     arguments: argparse.Namespace, profile: ModelProfile, device: str, here: Machine
 ) -> BudgetPlan:
     """The plan for this machine. Raises Misfit, in one line with remedies."""
-    host_bytes = usable_bytes(here)
+    host_bytes = here.usable_bytes
     inputs = budget_inputs(arguments, device, here)
     counts = arguments.num_frontends, arguments.num_engines
     found = machine_plan(inputs, profile, host_bytes, *counts)
@@ -174,12 +174,6 @@ def _value(field: str, after: str) -> str:
     return f"{1 - int(after) / 100:g}" if field == "caches.headroomPercent" else after
 
 
-def usable_bytes(here: Machine) -> int:
-    """Host memory that this deployment may plan with: what other programs have left."""
-    sizes = [size for size in (here.available_bytes, here.limit_bytes) if size]
-    return min(sizes, default=0)
-
-
 def describe(here: Machine, device: str) -> str:
     """The machine in one line."""
     cgroup = f" (cgroup limit {format_gib(here.cgroup_bytes)})" if here.cgroup_bytes else ""
@@ -187,7 +181,7 @@ def describe(here: Machine, device: str) -> str:
     if device == "cuda":
         devices = f", {len(here.devices)} GPU(s) of {format_gib(min(here.devices))}"
     return (
-        f"{here.cpus:g} CPUs, {format_gib(usable_bytes(here))} of memory available{cgroup}{devices}"
+        f"{here.cpus:g} CPUs, {format_gib(here.usable_bytes)} of memory available{cgroup}{devices}"
     )
 
 
