@@ -86,7 +86,8 @@ $(VENV)/clients/.done: $(VENV)/.uv requirements/clients.txt
 	@$(UV) pip install --quiet --python $(VENV)/clients/bin/python --require-hashes -r requirements/clients.txt
 	@touch $@
 clients: $(VENV)/.dev $(VENV)/clients/.done ## other projects' clients, unmodified, against real processes (minutes)
-	@OMP_WAIT_POLICY=passive timeout 1200 $(VENV)/bin/pytest -q tests/processes/test_foreign_clients.py
+	@OMP_WAIT_POLICY=passive timeout 1200 $(VENV)/bin/pytest -q tests/processes/test_foreign_clients.py \
+	  tests/data_plane/engine/test_dynamo_indexer.py
 
 coverage: $(VENV)/.dev ## lines of operator/ that tests without a cluster run; less than 90 % fails (minutes)
 	@OMP_WAIT_POLICY=passive timeout 1800 $(VENV)/bin/coverage run --source=operator/src -m pytest -q \

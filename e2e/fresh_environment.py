@@ -1,8 +1,12 @@
 """Three actions of a person on a fresh machine, in an environment with an empty HOME.
 
     python -m e2e.fresh_environment ENVIRONMENT
+    python -m e2e.fresh_environment --root WORK
 
-ENVIRONMENT is a virtual environment in which `foveal` was installed (e2e/release.sh makes one). A
+ENVIRONMENT is a virtual environment in which `foveal` was installed (e2e/release.sh makes one).
+With --root everything but the hub and the browser runs in a root directory of its own, as on a
+Debian with only Python (e2e/fresh_root.sh says what WORK holds); there the first action is
+`pip install foveal` from WORK/wheels into an environment that Debian's Python makes. A
 hub on the loopback has the bundled model as org/tiny-vlm. `foveal serve org/tiny-vlm` downloads and
 serves it, the page at / is opened in Chromium, and an image is asked about; then `foveal bench`
 measures the same server, and Ctrl-C ends it. Exits with 1 at the first thing that is not as it must
@@ -36,15 +40,32 @@ START_SECONDS = 600.0
 
 
 class Machine:
-    """`programs`: the environment's bin; `home`: empty at first."""
+    """`programs`: the environment's bin; `home`: empty at first. `enter`: begins every command;
+    `inside`: HOME as the command sees it."""
 
-    def __init__(self, programs: Path, home: Path, hub: Hub) -> None:
-        self.programs, self.home = programs, home
+    def __init__(
+        self, programs: Path, home: Path, hub: Hub, enter: tuple[str, ...] = (), inside: str = ""
+    ) -> None:
+        self.programs, self.home, self.enter = programs, home, enter
+        inside = inside or str(home)
         self.environment = {
-            "PATH": f"{programs}{os.pathsep}/usr/bin{os.pathsep}/bin",
-            "HOME": str(home), "TMPDIR": str(home), "HF_ENDPOINT": hub.url,
+            "PATH": f"{programs}{os.pathsep}/usr/bin{os.pathsep}/bin{os.pathsep}/usr/sbin",
+            "HOME": inside, "TMPDIR": inside, "HF_ENDPOINT": hub.url,
             "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
         }  # fmt: skip
+
+    def command(self, *words: str) -> list[str]:
+        """One of the environment's programs."""
+        return [*self.enter, str(self.programs / words[0]), *words[1:]]
+
+    def run(self, *words: str) -> str:
+        """The standard output of a program that must end well."""
+        done = subprocess.run(
+            [*self.enter, *words], env=self.environment, cwd=self.home, capture_output=True,
+            text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{words}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
+        return done.stdout
 
     @contextlib.contextmanager
     def running(self, *command: str) -> Iterator[subprocess.Popen[bytes]]:
@@ -52,9 +73,8 @@ class Machine:
         log = self.home / "log"
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [str(self.programs / command[0]), *command[1:]], cwd=self.home,
-                env=self.environment, stdout=output, stderr=subprocess.STDOUT,
-                start_new_session=True,
+                self.command(*command), cwd=self.home, env=self.environment, stdout=output,
+                stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         try:
             yield process
@@ -114,8 +134,6 @@ def ask_on_the_page(url: str) -> str:
 def three_actions(machine: Machine) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    before = sorted(path.name for path in machine.home.iterdir())
-    assert before == [], f"HOME is not empty: {before}"
     with machine.running("foveal", "serve", NAME, "--port", str(port)) as process:
         seconds = answer(process, url, NAME)
         print(
@@ -126,33 +144,52 @@ def three_actions(machine: Machine) -> None:
             f"the page answered: {said!r}" if said else "no Chromium here: the page was not asked"
         )
         assert said in ("", "7"), "the page's answer is wrong"
-        bench = [
-            machine.programs / "foveal",
-            "bench",
-            url,
-            "--traces",
-            "hits-30",
-            "--requests",
-            "4",
-        ]
-        done = subprocess.run(
-            bench, env=machine.environment, cwd=machine.home, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        assert "Every request was answered." in done.stdout
+        words = ("bench", url, "--traces", "hits-30", "--requests", "4")
+        said = machine.run(*machine.command("foveal", *words)[len(machine.enter) :])
+        assert "Every request was answered." in said
     assert process.returncode == 0, f"Ctrl-C gave exit code {process.returncode}"
+
+
+def install(machine: Machine) -> None:
+    """`foveal` by pip, into an environment that the system's Python makes."""
+    environment = str(machine.programs.parent)
+    machine.run("/usr/bin/python3", "-m", "venv", environment)
+    version = machine.run(
+        "/usr/bin/python3", "-c", "import sys; print('%d.%d' % sys.version_info[:2])"
+    )
+    packages = machine.home / f"environment/lib/python{version.strip()}/site-packages"
+    (packages / "packages.pth").write_text("/packages\n")
+    begin = time.perf_counter()
+    said = machine.run(
+        f"{environment}/bin/pip", "install", "--no-index", "--find-links", "/wheels", "foveal"
+    )
+    print(f"pip install foveal: {time.perf_counter() - begin:.1f} s, {said.splitlines()[-1]}")
+    assert "Successfully installed foveal-" in said
+    seen = machine.run("/usr/bin/find", "/", "-maxdepth", "1", "-printf", "%f ")
+    print(f"the root directory: {' '.join(sorted(seen.split()))}")
+    assert not machine.run("/usr/bin/find", "/home", "/tmp", "/usr/local", "-mindepth", "1")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("environment", type=Path)
+    parser.add_argument("environment", type=Path, nargs="?")
+    parser.add_argument("--root", type=Path, metavar="WORK", help="in a root directory of its own")
     arguments = parser.parse_args()
-    programs = arguments.environment.resolve() / "bin"
-    with (
-        tempfile.TemporaryDirectory(prefix="foveal-fresh-") as home,
-        Hub(NAME, MODEL).running() as hub,
-    ):
-        three_actions(Machine(programs, Path(home), hub))
+    if (arguments.environment is None) == (arguments.root is None):
+        parser.error("give ENVIRONMENT or --root WORK")
+    with Hub(NAME, MODEL).running() as hub:
+        if arguments.root is not None:
+            work = arguments.root.resolve()
+            home = work / "root"
+            home.mkdir()
+            enter = (str(ROOT / "e2e/fresh_root.sh"), str(work))
+            machine = Machine(Path("/root/environment/bin"), home, hub, enter, "/root")
+            install(machine)
+            three_actions(machine)
+            return
+        with tempfile.TemporaryDirectory(prefix="foveal-fresh-") as home_folder:
+            programs = arguments.environment.resolve() / "bin"
+            three_actions(Machine(programs, Path(home_folder), hub))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
 #   2. the chart, packaged by Helm (HELM names the program; default: e2e/cluster/build.sh builds it)
 #   3. `foveal`, which brings both wheels, in an empty environment, away from the repository:
 #      `foveal plan`, then `foveal serve` with an empty HOME downloading the bundled model from a hub
-#      on the loopback, the page in Chromium, an answer, and `foveal bench` (fresh_environment.py)
+#      on the loopback, the page in Chromium, an answer, and `foveal bench` (fresh_environment.py);
+#      as root on Debian once more in a root directory of its own (fresh_root.sh)
 # At the end it prints the image tags that belong to the release.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -61,6 +62,22 @@ foveal plan -f "$repo/examples/mmi-cpu-laptop.yaml" --profile "$repo/examples/pr
   grep -x 'Fits\.'
 foveal-runtime --help | grep -c serve >/dev/null
 (cd "$repo" && PYTHONPATH=. .venv/bin/python -m e2e.fresh_environment "$work/empty")
+
+# The same by pip in a root directory that has this machine's /usr and nothing of the checkout. The
+# packages of run.txt are put there as they are: downloading 3 GB again would show nothing new.
+if [ "$(id -u)" = 0 ] && unshare --mount true 2>/dev/null && [ -x /usr/bin/python3 ] &&
+  [ -e /usr/share/python-wheels ] &&
+  [ "$(/usr/bin/python3 -c 'import sys; print(sys.version_info[:2])')" = \
+    "$("$repo/.venv/bin/python" -c 'import sys; print(sys.version_info[:2])')" ]; then
+  say "a root directory of its own"
+  mkdir -p "$work/fresh/wheels" "$work/fresh/packages"
+  cp "$repo"/dist/*.whl "$work/fresh/wheels"
+  cp -al "$work"/empty/lib/python3*/site-packages/. "$work/fresh/packages"
+  rm -rf "$work"/fresh/packages/foveal*
+  (cd "$repo" && PYTHONPATH=. .venv/bin/python -m e2e.fresh_environment --root "$work/fresh")
+else
+  say "no root directory of its own: needs root, mount namespaces and Debian's python3-venv of this version"
+fi
 
 say "release $version"
 (cd "$repo/dist" && sha256sum ./*)
