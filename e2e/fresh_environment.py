@@ -159,6 +159,8 @@ def install(machine: Machine) -> None:
     )
     packages = machine.home / f"environment/lib/python{version.strip()}/site-packages"
     (packages / "packages.pth").write_text("/packages\n")
+    # Debian's environments begin with one that is too old for torch; /packages has a newer one.
+    machine.run(f"{environment}/bin/pip", "uninstall", "--quiet", "--yes", "setuptools")
     begin = time.perf_counter()
     said = machine.run(
         f"{environment}/bin/pip", "install", "--no-index", "--find-links", "/wheels", "foveal"
