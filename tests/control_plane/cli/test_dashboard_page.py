@@ -22,13 +22,12 @@ from foveal_operator.cli import main as cli
 from foveal_operator.cli.dashboard import layout
 from foveal_operator.cli.dashboard.chart import MAX_LINES, legend
 from foveal_operator.cli.dashboard.command import run
-from foveal_operator.cli.dashboard.direct import Direct
 from foveal_operator.cli.dashboard.heat import MAX_COLUMNS, bucket_map, heat, step
 from foveal_operator.cli.dashboard.page import POLICY, About, page
 from foveal_operator.cli.dashboard.promql.evaluate import ask
 from foveal_operator.cli.dashboard.promql.samples import Line
 from foveal_operator.cli.dashboard.scales import NOTHING, text_of, time_axis, value_axis
-from foveal_operator.cli.dashboard.sources import SourceError
+from foveal_operator.cli.dashboard.sources import Direct, SourceError
 from tests.support import metric_samples
 from tests.support.dashboard_page import world_page, world_store
 

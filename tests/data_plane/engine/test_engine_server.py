@@ -14,8 +14,7 @@ import urllib.request
 import pytest
 
 from foveal_runtime.engine.process.assemble import LoadedEngine, assemble_core
-from foveal_runtime.engine.process.health import is_near
-from foveal_runtime.engine.process.integrity import digest_of
+from foveal_runtime.engine.process.health import digest_of, is_near
 from foveal_runtime.engine.process.link_thread import SILENT_SECONDS
 from foveal_runtime.engine.process.server import EngineServer, Phase
 from foveal_runtime.engine.testing.fake_frontend import FakeFrontend, FakeItem

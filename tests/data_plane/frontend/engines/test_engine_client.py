@@ -5,7 +5,7 @@ import asyncio
 import msgspec
 import pytest
 
-from foveal_runtime.engine.process.integrity import digest_of
+from foveal_runtime.engine.process.health import digest_of
 from foveal_runtime.frontend.engines.client import EngineClient
 from foveal_runtime.frontend.engines.sequence import fan_out
 from foveal_runtime.frontend.http.monitoring.metrics_source import media_source

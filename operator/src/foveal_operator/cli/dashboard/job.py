@@ -18,11 +18,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from foveal_operator.cli.dashboard.direct import Direct
 from foveal_operator.cli.dashboard.layout import Chosen
 from foveal_operator.cli.dashboard.page import POLICY, About, page
 from foveal_operator.cli.dashboard.promql.samples import Line
-from foveal_operator.cli.dashboard.sources import Prometheus, Source, SourceError
+from foveal_operator.cli.dashboard.sources import Direct, Prometheus, Source, SourceError
 from foveal_operator.common.errors import EXIT_OK, UsageError
 
 NUM_STEPS = 90

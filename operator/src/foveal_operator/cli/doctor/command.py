@@ -16,21 +16,19 @@ from foveal_operator.cli.cluster_flags import (
     formatted,
 )
 from foveal_operator.cli.doctor.cluster_checks import (
+    api_findings,
     clock_findings,
     definition_findings,
+    device_findings,
     guarded,
     namespace_findings,
+    node_findings,
     operator_findings,
     rights_findings,
+    storage_findings,
     version_findings,
 )
 from foveal_operator.cli.doctor.local_checks import local_findings, runtime_findings
-from foveal_operator.cli.doctor.node_checks import (
-    api_findings,
-    device_findings,
-    node_findings,
-    storage_findings,
-)
 from foveal_operator.cli.doctor.report import Finding, fail, report_text, warn
 from foveal_operator.cli.help import Help
 from foveal_operator.cli.output.terminal import style_of

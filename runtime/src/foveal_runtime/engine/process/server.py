@@ -18,8 +18,7 @@ import msgspec
 
 from foveal_runtime.engine.process.core import EngineCore
 from foveal_runtime.engine.process.evidence import Obituary
-from foveal_runtime.engine.process.health import HealthServer
-from foveal_runtime.engine.process.integrity import IntegrityReport, report
+from foveal_runtime.engine.process.health import HealthServer, IntegrityReport, integrity_report
 from foveal_runtime.engine.process.link_thread import LinkThread
 from foveal_runtime.mirror.messages import Death, DownMessage, SessionId, Up
 from foveal_runtime.mirror.store import Value
@@ -177,7 +176,7 @@ class EngineServer:
         if self.phase not in (Phase.READY, Phase.DRAINING):
             return None
         found: queue.SimpleQueue[IntegrityReport] = queue.SimpleQueue()
-        self._inbox.put(lambda core: found.put(report(core, self._engine_id)))
+        self._inbox.put(lambda core: found.put(integrity_report(core, self._engine_id)))
         try:
             return found.get(timeout=INSPECT_SECONDS)
         except queue.Empty:
