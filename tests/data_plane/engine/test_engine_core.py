@@ -358,3 +358,23 @@ def test_a_request_that_waited_for_room_starts_when_another_ends():
     engine.run()
     engine.check(frontend, ("s", 0))
     engine.assert_clean()
+
+
+def test_scores_of_several_prompts_go_in_several_messages(monkeypatch):
+    """A frontend reads a message in one piece, for 20 ms where it has 262,144 scores; those of all
+    prompts of a step came in one."""
+    monkeypatch.setattr("foveal_runtime.engine.scheduler.outputs.MESSAGE_SCORES", 8)
+    engine = Engine()
+    frontend = engine.connect()
+    sampling = SamplingParams(max_tokens=1, prompt_logprobs=1, ignore_eos=True)
+    for number in range(4):
+        sending = frontend.request((f"r{number}", 0), [1, 2, 3, 4, number + 5], sampling=sampling)
+        engine.up(frontend, sending)
+    engine.core.step()
+    sent = [m.outputs for _, m in engine.sent if isinstance(m, Down) and m.outputs]
+    found = [len(codec.decode_outputs(raw).outputs) for raw in sent]
+    assert [number for number in found if number] == [2, 2], "4 scores each"
+    engine.deliver()
+    engine.run()
+    assert set(frontend.finish.values()) == {"length"}
+    engine.assert_clean()

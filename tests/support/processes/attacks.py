@@ -234,18 +234,23 @@ ATTACKS: tuple[Callable[[Attacker], None], ...] = (
 
 
 def attack_largest_body(attacker: Attacker) -> None:
-    """All the bytes that a body may have, in one medium and in one text."""
+    """All the bytes that a body may have: in one medium, in texts, and in nothing."""
     most = (128 << 20) - 1000
-    for text in (b"data:image/png;base64," + b"A" * (most // 4 * 4), b"text " * (most // 5)):
+    assert attacker.post(CHAT, b" " * most + b"{}") == 400
+    media = b"data:image/png;base64," + b"A" * (most // 4 * 4)
+    for text in (media, b"text " * (most // 5), b"\\n" * (most // 2), b"\xc3\xa9" * (most // 2)):
         part = b'{"type":"image_url","image_url":{"url":"' + text + b'"}}'
-        if text[:1] == b"t":
+        if text is not media:
             part = b'{"type":"text","text":"' + text + b'"}'
         body = b'{"messages":[{"role":"user","content":[' + part + b"]}]}"
         assert attacker.post(CHAT, body) in (400, 413)
 
 
 def attack_many_ids(attacker: Attacker) -> None:
-    """As many numbers as a body may have, all valid."""
+    """As many numbers as a body may have, all valid, and as much else."""
+    for value, num in ((b"[1]", 190_000), (b'{"a":1}', 140_000), (b'"word"', 140_000)):
+        many = b",".join([value] * num)
+        assert attacker.post("/v1/completions", b'{"prompt":[' + many + b"]}") == 400
     ids = b",".join([b"5"] * 999_000)
     assert attacker.post("/v1/completions", b'{"prompt":[' + ids + b"]}") == 400
     assert attacker.post("/detokenize", b'{"tokens":[' + ids + b"]}") == 400

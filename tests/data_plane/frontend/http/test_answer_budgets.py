@@ -20,6 +20,7 @@ from foveal_runtime.frontend.http.access.admission import (
     TOKEN_BYTES,
     Gate,
 )
+from foveal_runtime.frontend.http.service import Service
 from foveal_runtime.frontend.items.prepared import PreparedRequest
 from foveal_runtime.plan.config import Admission
 from foveal_runtime.plan.errors import InvalidRequest, RateLimited
@@ -217,3 +218,29 @@ def test_an_answer_that_has_begun_ends_for_no_scores_of_its_own() -> None:
     ticket.charge_answer(0, 90)
     ticket.charge_answer(0, 90, has_begun=True)
     gate.check_integrity()
+
+
+async def test_one_large_answer_at_a_time_is_put_together(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each thread that computes takes the interpreter's turns from the event loop: several at a
+    time held it for 50 ms."""
+    running = most = 0
+    in_thread = Service.in_thread
+
+    async def counted(self: Service, work: Any) -> Any:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        try:
+            return await in_thread(self, work)
+        finally:
+            running -= 1
+
+    monkeypatch.setattr(Service, "in_thread", counted)
+    monkeypatch.setattr("foveal_runtime.frontend.http.service.THREAD_SCORES", 10)
+    async with start() as harness:
+        asked = [harness.chat(n=16, max_tokens=64, **SCORES) for _ in range(4)]
+        answers = await asyncio.gather(*asked)
+    assert [answer.status_code for answer in answers] == [200] * 4
+    assert most == 1

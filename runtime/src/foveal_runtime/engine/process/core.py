@@ -18,6 +18,7 @@ from foveal_runtime.engine.process.controls import Controls
 from foveal_runtime.engine.process.evidence import StepRecord, is_new, suspects_of
 from foveal_runtime.engine.process.splice import check_ids, check_replacement, splice
 from foveal_runtime.engine.process.value_release import ValueRelease
+from foveal_runtime.engine.scheduler.outputs import in_messages
 from foveal_runtime.engine.scheduler.scheduler import Scheduler
 from foveal_runtime.engine.types.request import Request
 from foveal_runtime.engine.types.step import ModelRunner, RunnerLost, RunningStep, StepPlan
@@ -258,7 +259,8 @@ class EngineCore:
         if self._outputs:
             outputs, self._outputs = self._outputs, {}
             for fid, entries in outputs.items():
-                self._send_down(fid, entries)
+                for part in in_messages(entries):
+                    self._send_down(fid, part)
             if self._note_at is None:
                 self._note_at = now + NOTE_DELAY_SECONDS
         for fid in list(receiver.sessions):

@@ -7,12 +7,16 @@ EngineOutputs and takes the times of a request's stages.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable, Iterator
 
 from foveal_runtime.engine.types.request import Request
 from foveal_runtime.engine.types.stats import EngineStats
 from foveal_runtime.engine.types.step import Sampled
 from foveal_runtime.plan.errors import FovealError
 from foveal_runtime.wire.messages import EngineOutput, FirstOutput, TokenLogprobs
+
+MESSAGE_SCORES = 1 << 16
+"""Log probabilities of prompts after which a message goes out: 5 ms of a frontend's time."""
 
 
 class Outbox:
@@ -73,6 +77,22 @@ class Outbox:
         self._stats.finished[finish] += 1
         self._stats.observed.residence_seconds.observe(now - request.arrival_seconds)
         self._stats.observed.preemptions.observe(request.num_preemptions)
+
+
+def in_messages(outputs: Iterable[EngineOutput]) -> Iterator[list[EngineOutput]]:
+    """Outputs by the message they go in: one with many scores of prompts is read in one piece, and
+    stops a frontend for as long."""
+    part: list[EngineOutput] = []
+    num_scores = 0
+    for output in outputs:
+        part.append(output)
+        prompt = output.first.prompt_logprobs if output.first is not None else ()
+        num_scores += sum(1 + len(one.top_ids) for one in prompt if one is not None)
+        if num_scores >= MESSAGE_SCORES:
+            yield part
+            part, num_scores = [], 0
+    if part:
+        yield part
 
 
 def _first_output(request: Request) -> FirstOutput:

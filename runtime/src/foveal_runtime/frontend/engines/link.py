@@ -205,6 +205,8 @@ class EngineLink:
                 frames = await transport.recv()
                 self.heard_at = time.monotonic()
                 reason = self._on_frames(frames)
+                if sum(map(len, frames)) > 1 << 20:  # it took milliseconds, and so may the next
+                    await asyncio.sleep(0)
         except LinkDown as error:
             reason = error.reason
         self._over(reason)

@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
-import msgspec
 from fastapi import APIRouter, Request
 from fastapi.routing import APIRoute
 from starlette.responses import PlainTextResponse, Response
@@ -21,6 +20,7 @@ from foveal_runtime.frontend.http.apis.openai_responses import build_responses_r
 from foveal_runtime.frontend.http.apis.transcription import build_transcription_router
 from foveal_runtime.frontend.http.asgi.disconnect import start_stream, until_disconnect
 from foveal_runtime.frontend.http.asgi.errors import json_response, named_relaxed
+from foveal_runtime.frontend.http.asgi.json_in import WHOLE_BYTES, decode_json
 from foveal_runtime.frontend.http.monitoring.health import Health
 from foveal_runtime.frontend.http.monitoring.metrics import MetricsPage
 from foveal_runtime.frontend.http.service import Service, runtime_version, scope_of
@@ -39,15 +39,9 @@ from foveal_runtime.frontend.protocol.responses import (
     VersionResponse,
 )
 from foveal_runtime.plan.config import ModalityLimits
-from foveal_runtime.plan.errors import InvalidRequest
 from foveal_runtime.plan.media import MODALITIES, Modality
 
-_THREAD_BODY_BYTES = 1 << 20
 _PARSED = b"{}"
-_COUNTED_BYTES = 4 << 20
-_MAX_VALUES = 1_000_000
-_MAX_CONTAINERS = 200_000
-"""Lists and objects cost far more than numbers: the collector looks at each."""
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorResponse, "description": "the request is wrong; `param` names the field"},
@@ -61,29 +55,6 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     500: {"model": ErrorResponse, "description": "a failure of this server"},
     503: {"model": ErrorResponse, "description": "no engine, or shutting down; Retry-After"},
 }
-
-
-def _decode_body(body: bytes) -> Any:
-    """Raises InvalidRequest. Parsing holds every other thread up, so what would take long is
-    refused before it begins: each value beside the first needs a comma, each list a bracket."""
-    num_commas = num_brackets = 0
-    for start in range(0, len(body), _COUNTED_BYTES):  # others have their turn between
-        end = start + _COUNTED_BYTES
-        num_commas += body.count(b",", start, end)
-        num_brackets += body.count(b"[", start, end) + body.count(b"{", start, end)
-    for name, num_found, limit in (
-        ("commas", num_commas, _MAX_VALUES), ("brackets", num_brackets, _MAX_CONTAINERS)
-    ):  # fmt: skip
-        if num_found > limit:
-            raise InvalidRequest(
-                f"the body has {num_found} {name}; at most {limit} are taken, in text or not"
-            )
-    try:
-        return msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
-    except RecursionError:
-        raise InvalidRequest("the body is not valid JSON: nested too deeply") from None
 
 
 class _JsonRequest(Request):
@@ -105,10 +76,10 @@ class _JsonRequest(Request):
     async def json(self) -> Any:
         if not hasattr(self, "_parsed"):
             body = await self.body()
-            if len(body) > _THREAD_BODY_BYTES:
-                self._parsed = await asyncio.to_thread(_decode_body, body)
+            if len(body) > WHOLE_BYTES:
+                self._parsed = await asyncio.to_thread(decode_json, body)
             else:
-                self._parsed = _decode_body(body)
+                self._parsed = decode_json(body)
             self._body = b""
         return self._parsed
 

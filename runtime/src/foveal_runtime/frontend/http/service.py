@@ -112,14 +112,19 @@ class Service:
         default_factory=lambda: ThreadPoolExecutor(TEXT_THREADS, "text")
     )
 
+    one_answer: asyncio.Lock = field(default_factory=asyncio.Lock)
+
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Long text work: beside the loop, and beside the threads that media need."""
         return await asyncio.get_running_loop().run_in_executor(self.text_threads, work)
 
     async def put_together(self, answers: Sequence[Answer], work: Callable[[], T]) -> T:
-        """`work` on answers: in a thread when they have so many scores that others would wait."""
-        is_long = sum(answer.num_scores for answer in answers) > THREAD_SCORES
-        return await self.in_thread(work) if is_long else work()
+        """`work` on answers: in a thread when they have so many scores that others would wait. In
+        one at a time: each that computes takes the interpreter's turns from the loop."""
+        if sum(answer.num_scores for answer in answers) <= THREAD_SCORES:
+            return work()
+        async with self.one_answer:
+            return await self.in_thread(work)
 
     @property
     def model_name(self) -> str:
