@@ -18,6 +18,7 @@ from collections import Counter
 
 from mirror_world import Link, Task, Violation, World, mm_hash
 
+from foveal_runtime.mirror.admission import State
 from foveal_runtime.mirror.receiver import Receiver, ReceiverLimits
 from foveal_runtime.mirror.sender import Sender
 from foveal_runtime.mirror.store import Entry
@@ -120,8 +121,8 @@ class Run:
         for task in world.tasks.values():
             if task.state == "new":
                 moves += [("send", task, e) for f, e in world.links if self._can_send(task, f, e)]
-        for engine, receiver in enumerate(world.receivers):
-            if self.lazy and (receiver.admission.ready or receiver.admission.lost):
+        for engine in range(len(world.receivers)):
+            if self.lazy and world.has_news_for_core(engine):
                 moves.append(("take", engine))
             moves += [("finish", engine, key) for key in world.running[engine]]
         if self.faults > 0 and (not moves or self.rng.random() < 0.1):
@@ -255,9 +256,15 @@ class Run:
             entry.value = self.world.damage(entry.value)
 
     def _fault_differ(self, link: Link) -> None:
-        """A stored value has another digest than the copies that frontends have."""
+        """A stored value has another digest than the copies that frontends have. Nobody may be
+        about to get it who brought one."""
         entry = self._stored(link)
-        if entry is not None and entry.value is not None and not entry.pins:
+        if entry is None or entry.value is None:
+            return
+        requests = self.world.receivers[link[1]].admission.requests.values()
+        pinned = self.world.receivers[link[1]].store.pinned
+        holders = [r for r in requests if any(pinned.get(h) is entry for h in r.held)]
+        if all(request.state is State.RUNNING for request in holders):
             entry.value = entry.value._replace(digest=b"differs!")
 
     def _fault_conflict(self, link: Link) -> None:

@@ -8,7 +8,7 @@ Values are bytes that spell their own hash, so a mix-up is seen at once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -104,6 +104,7 @@ class World:
         ]
         self.done: dict[Link, list[tuple[str, int]]] = {k: [] for k in self.links}
         self.unmakeable: set[int] = set()
+        self.carried: dict[tuple[str, tuple[str, int]], frozenset[MMHash]] = {}
 
     def _new_receiver(self) -> Receiver:
         return self.receiver_type(self.limits, namespace=NAMESPACE, boot=self.boot)
@@ -232,6 +233,8 @@ class World:
         sending = self.up[link].popleft()
         message, values = self.open(sending)
         receiver = self.receivers[link[1]]
+        if isinstance(message, Req):
+            self.carried[f"f{link[0]}", message.rid] = frozenset(values)
         answers = receiver.on_message(f"f{link[0]}", message, values)
         if any(isinstance(answer, Bye) and answer.reason == "window" for answer in answers):
             raise Violation("I2: staged bytes over the window")
@@ -255,8 +258,10 @@ class World:
     def take(self, engine: int) -> None:
         """The engine core takes what is complete and stops what is no longer wanted."""
         receiver = self.receivers[engine]
-        while receiver.admission.ready or receiver.admission.lost:
+        while self.has_news_for_core(engine):
+            self._recall(engine)
             for ready in receiver.take_ready():
+                self._check_own(ready, self.carried.pop((ready.fid, ready.rid), frozenset()))
                 damaged = [h for h, value in ready.items.items() if value.data == DAMAGED]
                 if damaged:
                     receiver.refetch(ready.fid, ready.rid, damaged)
@@ -267,13 +272,30 @@ class World:
                 self.running[engine].pop(key, None)
                 receiver.finish(*key)
 
+    def has_news_for_core(self, engine: int) -> bool:
+        admission = self.receivers[engine].admission
+        return bool(admission.ready or admission.lost or admission.replaced)
+
+    def _recall(self, engine: int) -> None:
+        """Running requests give wrong values up and get others."""
+        receiver, running = self.receivers[engine], self.running[engine]
+        while wrong := set(receiver.take_replaced()):
+            for key in [key for key, ready in running.items() if wrong & ready.items.keys()]:
+                del running[key]
+                receiver.requeue(*key)
+
+    def _check_own(self, ready: ReadyRequest, carried: Iterable[MMHash]) -> None:
+        for h in carried:
+            if ready.items[h].digest != b"%08d" % int(h):
+                raise Violation("who brought a value was handed another one")
+
     def finish(self, engine: int, key: tuple[str, tuple[str, int]]) -> None:
         ready = self.running[engine].pop(key)
         self._check_values(ready)
         receiver = self.receivers[engine]
         for h in ready.items:
             entry = receiver.store.pinned.get(h)
-            if entry is None or entry.value not in (ready.items[h], self.damage(ready.items[h])):
+            if entry is None or entry.value.data not in (ready.items[h].data, DAMAGED):
                 raise Violation("I1: a running request lost a value")
         if not receiver.finish(*key):
             raise Violation("a running request is unknown")

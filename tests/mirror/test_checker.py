@@ -278,3 +278,16 @@ def test_the_checker_sees_what_a_missing_rule_does(name):
             max_states=20_000
         )
     print(caught.value)
+
+
+class FirstStays(RequestAdmission):
+    """A copy that differs replaces nothing: who brings it is answered from the stored one."""
+
+    def _replace_differing(self, request):
+        pass
+
+
+def test_the_fuzzer_sees_values_that_are_not_replaced(monkeypatch):
+    monkeypatch.setattr("mirror_fuzz.FAULTS", ("differ",))
+    with pytest.raises(Violation, match="who brought a value was handed another one"):
+        Run(54, receiver_type=engine(FirstStays)).run()

@@ -45,7 +45,8 @@ def test_a_value_that_differs_replaces_the_stored_one():
     receiver.check_integrity()
 
 
-def test_a_pinned_value_that_differs_goes_when_it_is_unpinned():
+def test_who_brings_another_value_than_the_one_in_use_gets_his_own():
+    """It was answered from the one in use. The engine core hears of it and stops the users."""
     w = world()
     w.send(w.add_task(0, (1,)), 0)
     message, newer = differing(w, 1, 1)
@@ -53,18 +54,42 @@ def test_a_pinned_value_that_differs_goes_when_it_is_unpinned():
     receiver = w.receivers[0]
     [first] = receiver.take_ready()
     receiver.on_message("f1", message, newer)
-    [second] = receiver.take_ready()
-    assert second.items == first.items, "the value in use"
+    assert receiver.take_ready() == []
     assert receiver.stats.num_value_conflicts == 1
     assert receiver.take_replaced() == [mm_hash(1)]
-    receiver.finish(first.fid, first.rid)
-    assert receiver.store.is_announced(mm_hash(1))
     assert receiver.take_replaced() == []
-    receiver.finish(second.fid, second.rid)
+    receiver.requeue(first.fid, first.rid)
     assert receiver.take_replaced() == [mm_hash(1)], "what was made from it meanwhile"
-    assert receiver.take_replaced() == []
-    assert receiver.directory() == ()
-    assert receiver.flush("f0").minus == (mm_hash(1),)
+    second, again = receiver.take_ready()
+    assert (second.fid, again.rid) == ("f1", first.rid)
+    for ready in (second, again):
+        assert bytes(ready.items[mm_hash(1)].data) == b"new" * 4
+    assert [entry.mm_hash for entry in receiver.directory()] == [mm_hash(1)]
+    receiver.check_integrity()
+
+
+def test_who_waits_for_other_values_with_a_wrong_one_gets_the_right_one():
+    """It holds the value and does not run yet."""
+    w = world()
+    w.unmakeable.add(2)
+    waiting = w.send(w.add_task(0, (1, 2)), 0)
+    sending = w.up[0, 0].pop()
+    opened, values = w.open(sending)
+    message, newer = differing(w, 1, 1)
+    receiver = w.receivers[0]
+    receiver.on_message("f0", opened, {mm_hash(1): values[mm_hash(1)]})
+    assert receiver.take_ready() == []
+    assert receiver.store.pinned
+    receiver.on_message("f1", message, newer)
+    [second] = receiver.take_ready()
+    assert bytes(second.items[mm_hash(1)].data) == b"new" * 4
+    n = receiver.sessions["f0"].expected
+    inline = InlineValue(1, values[mm_hash(2)].digest)
+    fill = Fill(waiting.message.sid, n, mm_hash(2), 10, inline)
+    receiver.on_message("f0", fill, {mm_hash(2): values[mm_hash(2)]})
+    [first] = receiver.take_ready()
+    assert first.items[mm_hash(1)] is second.items[mm_hash(1)]
+    assert receiver.stats.num_queries == 3
     receiver.check_integrity()
 
 

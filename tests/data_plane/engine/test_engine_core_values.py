@@ -202,19 +202,34 @@ def test_an_output_of_a_replaced_value_is_not_joined_while_somebody_holds_it():
     engine.assert_clean()
 
 
-def test_what_is_made_from_a_replaced_value_later_is_forgotten_with_its_last_user():
-    """While the first request runs, the second one gets the value in use and encodes it again."""
-    engine = Engine()
+@pytest.mark.parametrize("run_ahead", ["off", "on"])
+@pytest.mark.parametrize("num_before", [5, 40])
+def test_who_brings_the_right_value_while_a_wrong_one_is_in_use_gets_his_own(num_before, run_ahead):
+    """It was answered from the one in use. Who has computed it goes on without waiting for anybody;
+    who has not yet (40 tokens stand before it, a step computes 32) starts over with the right one,
+    and so does who waits."""
+    engine = Engine(run_ahead=run_ahead)
     frontend = engine.connect()
-    engine.up(frontend, frontend.request(("r", 0), [1, wrong_a(), 2, 3, 4], max_tokens=12))
+    prompt = [*range(10, 10 + num_before), wrong_a(), 2, 3, 4]
+    engine.up(frontend, frontend.request(("r", 0), prompt, max_tokens=50))
     engine.step()
+    for number in range(9):  # eight run at most
+        rid = (f"w{number}", 0)
+        engine.up(frontend, frontend.request(rid, [*range(10, 40), 50 + number, A], max_tokens=4))
     frontend.sender.reset()
     engine.up(frontend, frontend.request(("s", 0), [1, A, 2, 3, 4], max_tokens=2))
-    engine.run()
-    engine.up(frontend, frontend.request(("t", 0), [1, A, 2, 40], max_tokens=2))
+    for _ in range(40):
+        engine.step()
+    assert frontend.finish["s", 0] == "length", "long before the first one ends"
     engine.run()
     assert set(frontend.finish.values()) == {"length"}
-    engine.check(frontend, ("t", 0))
+    if num_before == 40:
+        ids, _, sampling = frontend.bodies["r", 0]
+        frontend.bodies["r", 0] = ids, [A], sampling
+    for rid in frontend.bodies:
+        engine.check(frontend, rid)
+    stats = engine.core.receiver.stats
+    assert (stats.num_value_conflicts, stats.num_queries) == (1, 11)
     engine.assert_clean()
 
 

@@ -70,11 +70,11 @@ class RequestAdmission:
         return total > self.store.capacity_bytes
 
     def _is_admissible(self, request: SessionRequest, bypass: bool) -> bool:
-        """Room for the whole request now, counting all that eviction could free. Who needs a
-        damaged value waits until nobody pins it, and gets another."""
+        """Room for the whole request now, counting all that eviction could free. Who needs a wrong
+        value waits until nobody pins it, and gets another."""
         store = self.store
         pinned = (store.pinned.get(mm_hash) for mm_hash in request.items)
-        if any(entry is not None and entry.damaged for entry in pinned):
+        if any(entry is not None and entry.wrong for entry in pinned):
             return False
         if bypass:
             idle = sum(self._size(i) for h, i in request.items.items() if self._is_idle(h))
@@ -173,10 +173,7 @@ class RequestAdmission:
     def requeue(self, request: SessionRequest) -> None:
         """A preempted request needs released values again: it gives up all its pins and queues
         hash-only, because whoever holds pins must never wait for room."""
-        assert request.state is State.RUNNING
-        for mm_hash in request.held:
-            self.store.unpin(mm_hash)
-        request.held.clear()
+        self._let_go(request)
         if self.sessions.get(request.fid) is not request.session:
             self.lost[request.key] = None
             del self.requests[request.key]
@@ -189,9 +186,17 @@ class RequestAdmission:
         """Stored values of a taken request turned out to be damaged: nobody gets them any more,
         and the request queues again, for others."""
         for mm_hash in damaged:
-            self.store.discard(mm_hash, damaged=True)
+            self._discard(mm_hash)
             self.stats.num_damaged_values += 1
         self.requeue(request)
+
+    def _discard(self, mm_hash: MMHash) -> None:
+        """Nobody gets this value any more. Who has it and does not run yet queues again; those that
+        run are the engine core's to stop, and whoever needs another waits for that."""
+        self.store.discard(mm_hash)
+        for request in list(self.requests.values()):
+            if mm_hash in request.held and request.state is not State.RUNNING:
+                self.requeue(request)
 
     def reject_hopeless(self) -> None:
         """After a shrink: queued requests that can never fit."""
@@ -222,15 +227,16 @@ class RequestAdmission:
 
     def _replace_differing(self, request: SessionRequest) -> None:
         """A copy that differs from the value stored under its hash takes its place: it was checked
-        on arrival, the other one long ago. A pinned one goes at its last unpin. Later copies of
-        requests that do not run, and injected ones, never replace anything."""
+        on arrival, the other one long ago. A pinned one goes at its last unpin, and the request
+        waits for that. Later copies of requests that do not run, and injected ones, never replace
+        anything."""
         for mm_hash, copy in request.copies.items():
             entry = self.store.lookup(mm_hash)
             if entry is None or entry.wrong or not _differ(entry.value, copy):
                 continue
             self.stats.num_value_conflicts += 1
             self.replaced[mm_hash] = None
-            self.store.discard(mm_hash)
+            self._discard(mm_hash)
 
     def _leave_queue(self, request: SessionRequest) -> None:
         """From here on the ack may cover it and its window credit returns."""
@@ -269,7 +275,8 @@ class RequestAdmission:
             self.stats.num_bypass_requests += 1
             request.bypassed = True
         request.state = State.RESERVED
-        is_first = not request.taken  # who comes back for values it had is in the counts already
+        is_first = not request.counted  # who comes back for values it had is in the counts already
+        request.counted = True
         self.stats.num_queries += len(request.items) if is_first else 0
         for mm_hash, item in request.items.items():
             copy = request.copies.get(mm_hash)
@@ -353,6 +360,9 @@ class RequestAdmission:
     def _drop(self, request: SessionRequest) -> None:
         """Ends pins and waits. A reservation nobody waits for any more stays until its answer."""
         del self.requests[request.key]
+        self._let_go(request)
+
+    def _let_go(self, request: SessionRequest) -> None:
         self.ready.pop(request.key, None)
         for mm_hash in request.missing:
             del self.pending[mm_hash].waiters[request.key]

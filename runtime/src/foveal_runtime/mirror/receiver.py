@@ -284,6 +284,7 @@ class Receiver:
             for mm_hash in request.items:
                 entry = self.store.lookup(mm_hash)
                 assert entry is not None, "I1: a value is missing"
+                assert not entry.wrong, "a value that was found wrong is handed out"
                 assert entry.value is not None
                 items[mm_hash] = entry.value
             taken.append(

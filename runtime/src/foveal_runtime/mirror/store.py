@@ -45,18 +45,16 @@ class Entry:
     """One value, or the space for it.
 
     `silent` entries are never announced and go at their last unpin; `doomed` ones (admin reset)
-    were announced and go at their last unpin, too, and `damaged` ones are doomed and must not be
-    pinned again. `wrong` ones are doomed because of what they hold. `bypass` entries count in the
-    second pool.
+    were announced and go at their last unpin, too; `wrong` ones are doomed because of what they
+    hold, and are not pinned again. `bypass` entries count in the second pool.
     """
 
-    __slots__ = ("bypass", "damaged", "doomed", "pins", "silent", "size_bytes", "value", "wrong")
+    __slots__ = ("bypass", "doomed", "pins", "silent", "size_bytes", "value", "wrong")
 
     def __init__(self, size_bytes: int, silent: bool, bypass: bool) -> None:
         self.size_bytes = size_bytes
         self.silent = silent
         self.bypass = bypass
-        self.damaged = False
         self.doomed = False
         self.wrong = False
         self.pins = 0
@@ -221,12 +219,11 @@ class Store:
         self._rest(mm_hash, entry)
         self._shed()
 
-    def discard(self, mm_hash: MMHash, *, damaged: bool = False) -> None:
+    def discard(self, mm_hash: MMHash) -> None:
         """Takes a wrong value out, at once or at its last unpin; nothing for an unknown hash."""
         entry = self.pinned.get(mm_hash)
         if entry is not None:
             entry.doomed = entry.wrong = True
-            entry.damaged = entry.damaged or damaged
             return
         for place in (self.idle, self.limbo):
             found = place.pop(mm_hash, None)

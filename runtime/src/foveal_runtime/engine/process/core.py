@@ -322,16 +322,22 @@ class EngineCore:
 
     def _start_ready(self) -> None:
         """Each request that ends may make room for others, so until nobody is ready."""
-        while ready := self._values.take_ready():
+        while (ready := self._values.take_ready()) or self.receiver.admission.lost:
             for entry in ready:
                 self._start(entry)
+            self._drop_aborted()
         while self._held and not self._is_trying():
             request = self._held.popleft()
-            if (request.session, request.rid) in self.receiver.admission.requests:
-                try:
-                    self._add(request)
-                except FovealError as error:
-                    self._refuse(request.session, request.rid, error)
+            if (request.session, request.rid) not in self.receiver.admission.requests:
+                continue
+            if self._values.has_wrong(request):
+                self.receiver.requeue(request.session, request.rid)
+                self._start_ready()
+                return
+            try:
+                self._add(request)
+            except FovealError as error:
+                self._refuse(request.session, request.rid, error)
 
     def _is_trying(self) -> bool:
         request = self.scheduler.get(self._trial)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 
 from foveal_runtime.engine.scheduler.scheduler import Scheduler
+from foveal_runtime.engine.types.request import Request
 from foveal_runtime.engine.types.step import StepPlan
 from foveal_runtime.mirror.receiver import ReadyRequest, Receiver
 from foveal_runtime.plan.media import MMHash
@@ -58,18 +59,29 @@ class ValueRelease:
         if not damaged:
             return False
         _LOG.error("%d stored values no longer have their digest: asked for again", len(damaged))
-        self._scheduler.forget_media(damaged)
         self._receiver.refetch(ready.fid, ready.rid, damaged)
+        self._forget(damaged)
         return True
 
     def take_ready(self) -> list[ReadyRequest]:
         """Requests to start now. What was made from replaced values, and from those that their last
         user has given up, is forgotten before anybody starts who has the right ones."""
-        replaced = self._receiver.take_replaced()
-        if replaced:
+        while replaced := self._receiver.take_replaced():
             _LOG.warning("%d stored values were wrong or replaced", len(replaced))
-            self._scheduler.forget_media(replaced)
+            self._forget(replaced)
         return self._receiver.take_ready()
+
+    def has_wrong(self, request: Request) -> bool:
+        """Whether a value of a request that the scheduler does not have was found to be wrong."""
+        found = (self._receiver.store.pinned.get(entry.mm_hash) for entry in request.mm_inputs)
+        return any(entry is not None and entry.wrong for entry in found)
+
+    def _forget(self, wrong: list[MMHash]) -> None:
+        """Whoever needs the right values does not wait for the users of the wrong ones to end."""
+        self._scheduler.forget_media(wrong)
+        for request, mm_hash in self._scheduler.part_with(wrong):
+            self._receiver.release_value(request.session, request.rid, mm_hash)
+        self.recall()
 
     def _damaged(self, ready: ReadyRequest) -> list[MMHash]:
         """Of the values that the encoder would read. What came with the request was just checked,

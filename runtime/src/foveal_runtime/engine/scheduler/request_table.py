@@ -199,11 +199,15 @@ class RequestTable:
         victim.num_preemptions += 1
         self.stats.num_preemptions += 1
         if victim.num_released:
-            del self.requests[victim.request_id]
-            self.away[victim.request_id] = victim
-            self.recalled.append(victim)
+            self.send_away(victim)
         else:
             self.waiting.push_back(victim)
+
+    def send_away(self, request: Request) -> None:
+        """It lacks values, and is in no queue until it has them."""
+        del self.requests[request.request_id]
+        self.away[request.request_id] = request
+        self.recalled.append(request)
 
     def resume(self, request_id: str, values: Mapping[MMHash, memoryview]) -> None:
         """The values of a request that is away are here again: it waits for its turn."""

@@ -295,6 +295,30 @@ class Scheduler(RequestTable):
                 request.num_published = self.limits.max_model_len  # no more of its blocks
         self.reset_prefix_cache()
 
+    def part_with(self, mm_hashes: Iterable[MMHash]) -> list[tuple[Request, MMHash]]:
+        """After `forget_media`: takes the values themselves from whoever has them. Requests that
+        still need one are recalled; returns who gave one up and goes on without."""
+        wrong = set(mm_hashes)
+        requests = list(self.requests.values())
+        return [pair for request in requests for pair in self._part(request, wrong)]
+
+    def _part(self, request: Request, wrong: set[MMHash]) -> list[tuple[Request, MMHash]]:
+        """Takes wrong values from a request."""
+        pairs = zip(request.mm_inputs, request.values, strict=True)
+        taken = [i for i, (entry, value) in enumerate(pairs) if value and entry.mm_hash in wrong]
+        for index in taken:
+            request.release_value(index)
+        if not taken:
+            return []
+        if request.status is Status.RUNNING and taken[-1] < request.next_mm:  # all are computed
+            return [(request, mm_hash) for mm_hash in {request.mm_inputs[i].mm_hash for i in taken}]
+        if request.status is Status.RUNNING:
+            self.preempt(request)
+        else:
+            self.waiting.remove(request)
+            self.send_away(request)
+        return []
+
 
 def _needs_text(sampling: SamplingParams) -> bool:
     """Whether a token depends on which tokens came before, not only on how many."""
