@@ -17,6 +17,7 @@ from foveal_runtime.engine.scheduler.request_table import MAX_EVICTED
 from foveal_runtime.frontend.engines.quarantine import MAX_EXPLAINED, Quarantine
 from foveal_runtime.frontend.engines.routing import Router
 from foveal_runtime.frontend.grammars.compiler import Compiler
+from foveal_runtime.frontend.http.access.admission import Gate
 from foveal_runtime.frontend.items.aliases import Aliases
 from foveal_runtime.frontend.items.documents import MAX_KNOWN_PAGES, Documents
 from foveal_runtime.frontend.media.hashing import UrlTextMap
@@ -34,10 +35,11 @@ from foveal_runtime.plan.budget.types import (
     FRONTEND_SERVING_BYTES,
     MIRROR_UUIDS_BYTES,
 )
-from foveal_runtime.plan.config import FrontendConfig, ModalitiesConfig, ModelConfig
+from foveal_runtime.plan.config import Admission, FrontendConfig, ModalitiesConfig, ModelConfig
 from foveal_runtime.telemetry.ages import EvictionAges
 from foveal_runtime.telemetry.ghosts import GhostLists
 from foveal_runtime.telemetry.metrics import Metrics
+from foveal_runtime.wire import codec
 
 LIMITS = ReceiverLimits(capacity_bytes=1 << 20)
 
@@ -182,6 +184,27 @@ def test_the_uuids_of_engines_are_in_the_mirrors_line() -> None:
         tracemalloc.stop()
     assert held.bindings
     assert MIRROR_UUIDS_BYTES / 2 < size <= MIRROR_UUIDS_BYTES, size
+
+
+def prompt(count: int, num_sequences: int) -> object:
+    """As it comes in a body, and in the messages of its sequences."""
+    ids = msgspec.json.decode(msgspec.json.encode(list(range(70_000, 70_000 + count))))
+    return ids, [codec.pack_tokens(ids) for _ in range(num_sequences)]
+
+
+@pytest.mark.parametrize("num_sequences", [1, 8])
+def test_prompts_in_flight_take_what_is_charged(num_sequences: int) -> None:
+    """2,000,000 tokens of a process counted as tokens alone."""
+    ticket = Gate(Admission()).enter()
+    ticket.charge_tokens(20_000, num_sequences)
+    tracemalloc.start()
+    try:
+        held = prompt(20_000, num_sequences)
+        size, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held is not None
+    assert ticket.media_bytes / 2 < size <= ticket.media_bytes, (size, ticket.media_bytes)
 
 
 BOOKS = [

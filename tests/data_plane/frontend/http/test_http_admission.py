@@ -40,15 +40,15 @@ async def test_requests_beyond_the_limit_get_429(start: Any) -> None:
 
 
 async def test_tokens_and_media_bytes_in_flight(start: Any) -> None:
-    """Counted before anything is decoded; fetched media count too."""
-    async with start(admission=Admission(max_tokens=100, max_media_bytes=4000)) as harness:
+    """Counted before anything is decoded; fetched media count too, and what tokens take."""
+    async with start(admission=Admission(max_tokens=100, max_media_bytes=12_000)) as harness:
         harness.generator.hold = asyncio.Event()
         first = asyncio.create_task(harness.chat("a" * 80, max_tokens=9))
         await harness.until(lambda: harness.generator.running)
         assert (await harness.chat("b" * 80, max_tokens=9)).status_code == 429
-        big = await harness.http.post(CHAT, content=b" " * 3900 + b"{}")
+        big = await harness.http.post(CHAT, content=b" " * 11_900 + b"{}")
         assert big.status_code == 429
-        harness.processor.media_bytes = 5000
+        harness.processor.media_bytes = 13_000
         image = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
         assert (await harness.chat([image], max_tokens=9)).status_code == 429
         assert harness.app.gate.rejections == {

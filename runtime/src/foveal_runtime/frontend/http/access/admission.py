@@ -16,6 +16,10 @@ from foveal_runtime.plan.errors import InvalidRequest, Overloaded, RateLimited
 Reason = Literal["requests", "uploads", "tokens", "scores", "media_bytes", "draining"]
 SEQUENCE_TOKENS = 256
 """What one more choice of a prompt costs besides its tokens, in tokens."""
+PROMPT_TOKEN_BYTES = 48
+"""What a token of a prompt takes here, as a number and in the message to an engine."""
+SEQUENCE_BYTES = 8
+"""What it takes in each message more."""
 TOKEN_BYTES = 130
 SCORE_BYTES = 100
 """What a token and a log probability of an answer take while they are held."""
@@ -159,11 +163,14 @@ class Ticket:
             self.is_uploading = False
 
     def charge_tokens(self, num_tokens: int, num_sequences: int = 1) -> None:
-        """Each of the sequences has a copy of the prompt on its way and in the engine."""
+        """Each of the sequences has a copy of the prompt on its way and in the engine. What that
+        takes here counts with the bytes of bodies, media and answers. Raises RateLimited."""
         gate = self._gate
+        num_bytes = num_tokens * (PROMPT_TOKEN_BYTES + SEQUENCE_BYTES * (num_sequences - 1))
         num_tokens = num_tokens * num_sequences + SEQUENCE_TOKENS * (num_sequences - 1)
         others = gate.num_tokens - self.num_tokens
         gate._check("tokens", gate.num_tokens + num_tokens, others, gate.limits.max_tokens)
+        self.charge_media_bytes(num_bytes)
         if self._open:
             self.num_tokens += num_tokens
             gate.num_tokens += num_tokens
