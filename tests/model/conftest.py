@@ -11,7 +11,7 @@ import pytest
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-MORE = ("tiny_more_images", "tiny_more_grids", "tiny_more_sounds", "tiny_hybrids")
+MORE = ("tiny_more_images", "tiny_more_grids", "tiny_more_sounds", "tiny_hybrids", "tiny_gemmas")
 
 
 @pytest.fixture(scope="session")

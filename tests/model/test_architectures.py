@@ -19,6 +19,7 @@ TEXT_NAMES = [
     "qwen3_moe",
     "llama4_text",
     "deepseek_v3_mla",
+    "gemma4_text",
 ]
 MEDIA_NAMES = [
     "llava",
@@ -68,6 +69,10 @@ MEDIA_NAMES = [
     "glmasr",
     "fun_asr_nano",
     "qwen3_asr",
+    "gemma4",
+    "gemma4_large",
+    "gemma4_moe",
+    "gemma4_unified",
 ]
 
 
@@ -76,7 +81,9 @@ def test_equals_transformers(name: str, bench) -> None:
     check_architecture(bench(name))
 
 
-@pytest.mark.parametrize("name", [*TEXT_NAMES, "qwen3_vl", "gemma3", "paligemma2"])
+@pytest.mark.parametrize(
+    "name", [*TEXT_NAMES, "qwen3_vl", "gemma3", "paligemma2", "gemma4", "gemma4_large"]
+)
 def test_default_attention_equals_transformers(name: str, bench) -> None:
     """The same through the backend that a CPU engine gets when nobody names one."""
     check_architecture(bench(name, attention="auto"))

@@ -105,7 +105,7 @@ def test_a_mixed_batch_is_divided() -> None:
     lengths = [(1, 50), (40, 90), (4, 20), (5, 5), (1, 2000)]
     layer = geometry(64, 2)
     context, query = batch(layer, lengths, 16, torch.float32)
-    found = divide(context, has_prefill=True)
+    found = divide(context, context.groups, has_prefill=True)
     assert found.short.token.tolist() == [0, 41, 42, 43, 44, 50]
     assert found.short.length.tolist() == [50, 17, 18, 19, 20, 2000]
     assert found.long.token.tolist() == [*range(1, 41), *range(45, 50)]
@@ -113,7 +113,7 @@ def test_a_mixed_batch_is_divided() -> None:
     assert found.long.sequence.tolist() == [1] * 40 + [3] * 5
     assert found.chunk_rows.tolist() == [40, 5]
     assert found.other == []
-    found = divide(context, has_prefill=False)
+    found = divide(context, context.groups, has_prefill=False)
     assert found.other == [(1, 1), (3, 45)]
     assert not len(found.long.token)
     got = CpuBackend(LOADED, None).attend(layer, query, context)
@@ -126,7 +126,7 @@ def test_chunks_with_groups_go_to_torch() -> None:
     context, query = batch(layer, [(4, 30), (1, 12), (3, 9), (6, 6), (7, 9)], 8, torch.float32)
     groups = [-1, 0, 0, 0, 5, -1, -1, -1, *[-1] * 6, *[1] * 7]
     context.groups = torch.tensor(groups, dtype=torch.int32)
-    found = divide(context, has_prefill=True)
+    found = divide(context, context.groups, has_prefill=True)
     assert found.other == [(0, 0), (4, 14)]
     assert found.chunk_rows.tolist() == [6]
     got = CpuBackend(LOADED, PREFILL).attend(layer, query, context)

@@ -12,6 +12,7 @@ import torch
 
 from foveal_runtime.model.attention import register
 from foveal_runtime.model.attention.torch_backend import TorchBackend
+from foveal_runtime.model.checkpoint.loader import LoadedModel
 
 pytestmark = pytest.mark.model
 
@@ -52,10 +53,11 @@ def change_layers(one, **changes) -> None:
         ("gemma2_softcap", {"softcap": None}),
         ("llama4_text", {"chunk_size": None}),
         ("gemma3", {"groups_ignore_window": True}),
+        ("gemma4_large", {"ignores_groups": False}),
     ],
 )
 def test_layer_rules_are_seen(name: str, changes, bench) -> None:
-    """No window, no softcap, no chunks, groups that reach past the window."""
+    """No window, no softcap, no chunks, groups that reach past the window, groups everywhere."""
     one = bench(name)
     change_layers(one, **changes)
     assert largest(one, [(0, 1)] if one.case.items else []) > 1e-2
@@ -66,7 +68,36 @@ def test_sinks_are_seen(bench) -> None:
     assert largest(bench("gpt_oss_sinks", attention="sinkless")) > 1e-2
 
 
-@pytest.mark.parametrize("name", ["gemma3", "paligemma"])
+def test_another_layers_keys_and_values_are_seen(bench) -> None:
+    """A layer that shares must read those of its own source, not of another like it."""
+    one = bench("gemma4")
+    forward = one.runner.forward
+    assert [layer.index for layer in forward.layers] == [0, 1, 2, 3, 2, 3]
+    forward.layers = tuple(
+        replace(layer, index=layer.index - 2) if layer.reads_only else layer
+        for layer in forward.layers
+    )
+    assert largest(one) > 1e-2
+
+
+def test_inputs_of_layers_are_seen(bench, monkeypatch) -> None:
+    """Every token's are those of its id."""
+    one = bench("gemma4")
+    theirs = LoadedModel.layer_inputs
+    monkeypatch.setattr(
+        LoadedModel, "layer_inputs", lambda self, ids: theirs(self, torch.zeros_like(ids))
+    )
+    assert largest(one) > 1e-2
+
+
+def test_inputs_of_layers_where_encoder_outputs_go_are_seen(bench) -> None:
+    """They are those of padding, which has another id here than 0."""
+    one = bench("gemma4")
+    one.runner.loaded.adapter = replace(one.runner.loaded.adapter, placeholder_id="zero")
+    assert largest(one, [(0, 1)]) > 1e-2
+
+
+@pytest.mark.parametrize("name", ["gemma3", "paligemma", "gemma4_large", "gemma4_unified"])
 def test_bidirectional_groups_are_seen(name: str, bench) -> None:
     """gemma3 without groups says the same tokens here and there: only logits tell."""
     one = bench(name)

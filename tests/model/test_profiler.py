@@ -24,6 +24,7 @@ pytestmark = pytest.mark.model
 NAMES = [
     "llama", "gemma2_softcap", "qwen3_moe", "llama4_text", "deepseek_v3_mla", "llava", "idefics3",
     "qwen2_vl", "qwen3_vl", "gemma3", "paligemma", "voxtral", "qwen2_audio",
+    "gemma4", "gemma4_unified",
 ]  # fmt: skip
 
 
@@ -49,6 +50,15 @@ def test_prediction_equals_the_loaded_model(name: str, tiny) -> None:
     assert found.source == "predicted"
     assert found.sources["weight_bytes"] == "headers"
     assert found.sources["kv_bytes_per_token"] == "config"
+
+
+def test_layers_that_share_keys_and_values_cost_nothing(tiny) -> None:
+    found = profiler.predict(str(tiny("gemma4")), "float32")
+    small, large = (2 * 2 * dim * 4 for dim in (8, 16))  # keys and values of two heads
+    assert found.kv_bytes_per_layer == (small, large, small, large, 0, 0)
+    runner = TorchRunner.load(str(tiny("gemma4")), block_size=8, num_blocks=10)
+    assert runner.kv_block_bytes == 8 * 2 * (small + large)
+    assert found.window_kv_bytes_per_token == 2 * small
 
 
 def test_a_smaller_dtype_halves_weights_and_kv(tiny) -> None:

@@ -23,6 +23,7 @@ FAST_PATH = ("tests.model.test_decode_layers", "MEDIA")
 CASE_MODULES = (
     "tiny_images", "tiny_grids", "tiny_groups", "tiny_sounds",
     "tiny_more_images", "tiny_more_grids", "tiny_more_sounds", "tiny_hybrids",
+    "tiny_gemmas",
 )  # fmt: skip
 
 HEAD = """# Supported models
@@ -71,20 +72,31 @@ attention (`tests/model/test_hybrid_prefixes.py`, `tests/data_plane/engine/test_
 
 ## What is refused, and why
 
-{refused} of transformers' {total} multimodal generative types are refused when the model is
-loaded, planned or profiled, with one line that names the type. The reasons:
+Of transformers' {total} multimodal generative types (the keys of its
+`MODEL_FOR_MULTIMODAL_LM_MAPPING`) {served} are served: each has an adapter and a test that
+compares it. {refused} are refused when the model is loaded, planned or profiled, with one line that
+names the type. The reasons:
 
 | reason | examples |
 |---|---|
 | encoder-decoder models | `florence2`, `t5gemma2`, `udop`, `pix2struct` |
 | cross-attention layers | `mllama`, `idefics`, `evolla` |
-| keys and values shared between layers, per-layer inputs | `gemma3n`, `gemma4` |
 | state-space layers (mamba) | `nemotron_h_omni` |
 | audio in three-row rope positions | `qwen2_5_omni`, `qwen3_omni_moe` |
 | sparse attention with an index of its own | `glm5_next`, `mistral_large4`, `qwen4_exp` |
 | not autoregressive text | `diffusion_gemma`, `pi0` |
 | a prompt that depends on the text around an image | `idefics2` |
 | not compared yet | the others |
+
+## Keys and values of other layers, inputs of single layers
+
+In Gemma 4 the last layers may have no keys and values: they attend to those of an earlier layer.
+Which do is measured at start, when a layer hands attention the very keys of another one; they take
+no KV memory, in the profile and the plan either. Layers may also take an embedding of the token's
+id itself; where encoder outputs go, it is that of padding, as in transformers. Where
+`use_bidirectional_attention` is `vision`, the tokens of an image or a frame see each other, in
+layers with a sliding window alone (`gemma4`) or in all (`gemma4_unified`), as the forward pass of
+the pinned transformers has it; an item is then computed in one step.
 
 ## Quantised weights
 
@@ -107,7 +119,8 @@ so memory is saved and not time: on CPUs a quantised decoder is several times sl
 Refused in one line, by plan, profile and engine alike, before a byte of a weight is read: every
 other method (bitsandbytes, torchao, GGUF, NVFP4, MXFP4, Quark and so on), transforms of inputs,
 2:4 sparsity, tensors that differ from what the scheme says, embeddings and tied heads, experts of
-families marked "no" (transformers stacks them into one tensor), and more than one device an engine.
+families marked "no" or "without experts" (transformers stacks them into one tensor), and more than
+one device an engine.
 
 ## Add a model
 
@@ -115,7 +128,8 @@ A family whose mechanisms are known needs one entry and one test line:
 
 1. Add an entry to `ADAPTERS` in `runtime/src/foveal_runtime/model/adapters.py`: which method of the
    model turns which fields of an item into embeddings, how its rope positions are made, whether
-   tokens of an item see each other, and whether layers keep a recurrent state.
+   tokens of an item see each other, and whether layers keep a recurrent state or take embeddings of
+   token ids.
 2. Add a tiny configuration to `tests/support/models/` (the cases there are all made the same way)
    and the name to `MEDIA_NAMES` in `tests/model/test_architectures.py`; run
    `pytest tests/model/test_architectures.py -k NAME`.
@@ -128,10 +142,12 @@ A family whose mechanisms are known needs one entry and one test line:
 
 class Family(NamedTuple):
     """`stacks_experts`: transformers stacks its experts into one parameter as it loads them;
-    `has_plan`: it knows how to split its layers among ranks."""
+    `is_dense`: there are models of it without such experts; `has_plan`: it knows how to split its
+    layers among ranks."""
 
     adapter: Adapter
     stacks_experts: bool
+    is_dense: bool
     has_plan: bool
 
 
@@ -146,8 +162,11 @@ def compared() -> dict[str, Family]:
         kind = config.model_type
         if kind in known:
             one = _family(known[kind], config)
-            stacks = one.stacks_experts or (kind in found and found[kind].stacks_experts)
-            found[kind] = one._replace(stacks_experts=stacks)
+            other = found.get(kind, one)
+            found[kind] = one._replace(
+                stacks_experts=one.stacks_experts or other.stacks_experts,
+                is_dense=one.is_dense or other.is_dense,
+            )
     return dict(sorted(found.items()))
 
 
@@ -155,7 +174,7 @@ def _family(adapter: Adapter, config: Any) -> Family:
     with torch.device("meta"):
         model = class_for(config)._from_config(config)
     stacks = any("expert" in name and one.dim() == 3 for name, one in model.named_parameters())
-    return Family(adapter, stacks, bool(getattr(model, "tp_plan", None)))
+    return Family(adapter, stacks, not stacks, bool(getattr(model, "tp_plan", None)))
 
 
 def _kinds_of(module: str, names: str) -> set[str]:
@@ -180,12 +199,15 @@ def page() -> str:
         marks = ["yes" if name in adapter.encoders else "–" for name in ("image", "video", "audio")]
         caching = "no" if adapter.bidirectional == "prompt" else "yes"
         ways = [_parallel(kind, family, ranks), "compared" if kind in fast else "–"]
-        quantised = "no" if family.stacks_experts else "yes"
+        quantised = "yes" if not family.stacks_experts else "no"
+        if family.stacks_experts and family.is_dense:
+            quantised = "without experts"
         rows.append([f"`{kind}`", *marks, caching, *ways, quantised])
     kinds = set(modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
     refused = len(kinds - ADAPTERS.keys())
+    served = len(kinds & ADAPTERS.keys())
     table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
-    return HEAD + table + TAIL.format(refused=refused, total=len(kinds))
+    return HEAD + table + TAIL.format(refused=refused, served=served, total=len(kinds))
 
 
 if __name__ == "__main__":

@@ -14,13 +14,14 @@ from transformers.image_processing_utils import BaseImageProcessor  # noqa: F401
 WORDS = [
     "<unk>", "<s>", "</s>", "<pad>", "\n", "\n\n", "\n\n\n", "\n\n\n\n", "item", "0", "1", "is",
     "here", ".", "What", "it", "?", "what", "two", "<", ">", "seconds", "0.2", "1.2", "0.0", "0.5",
+    "00", "01", "02", "03", ":",
 ]  # fmt: skip
 SPECIALS = [
     "<image>", "<video>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>",
     "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<fake_token_around_image>", "<global-img>",
     "<end_of_utterance>", "<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>",
     "<|begin_of_video|>", "<|end_of_video|>", "<boi>", "<eoi>", "<img>", "</img>", "<IMG_CONTEXT>",
-    "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>", "<sound>",
+    "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>", "<sound>", "<|audio|>", "<boa>", "<eoa>",
     *(f"<row_{i}_col_{j}>" for i in range(1, 4) for j in range(1, 4)),
 ]  # fmt: skip
 
@@ -194,13 +195,39 @@ def lfm2_vl() -> Any:
     return hf.Lfm2VlProcessor(hf.Lfm2VlImageProcessor(), tokenizer())
 
 
+def gemma_tokenizer() -> Any:
+    return tokenizer(
+        image_token="<image>", boi_token="<boi>", eoi_token="<eoi>",
+        audio_token="<|audio|>", boa_token="<boa>", eoa_token="<eoa>",
+    )  # fmt: skip
+
+
+def gemma4_parts(family: str) -> dict[str, Any]:
+    size = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}
+    return {
+        "image_processor": getattr(hf, f"{family}ImageProcessor")(**size),
+        "video_processor": getattr(hf, f"{family}VideoProcessor")(**size, num_frames=4),
+        "tokenizer": gemma_tokenizer(),
+    }
+
+
+def gemma4() -> Any:
+    sound = hf.Gemma4AudioFeatureExtractor(feature_size=8)
+    return hf.Gemma4Processor(feature_extractor=sound, **gemma4_parts("Gemma4"))
+
+
+def gemma4_unified() -> Any:
+    sound = hf.Gemma4UnifiedAudioFeatureExtractor()
+    return hf.Gemma4UnifiedProcessor(feature_extractor=sound, **gemma4_parts("Gemma4Unified"))
+
+
 MAKERS: dict[str, Callable[[], Any]] = {
     make.__name__: make
     for make in (
         llava, llava_next, llava_onevision, mistral3, qwen2_vl, qwen2_5_vl, qwen3_vl, glm4v,
         idefics3, smolvlm, internvl, gemma3, paligemma, qwen2_audio, audioflamingo3, voxtral,
         glm46v, exaone4_5, paddleocr_vl, deepseek_vl, janus, video_llava,
-        llava_next_video, lfm2_vl,
+        llava_next_video, lfm2_vl, gemma4, gemma4_unified,
     )
 }  # fmt: skip
 

@@ -53,6 +53,13 @@ class Adapter:
         deepstack: the encoder has extra output levels that early decoder layers add.
         position_offset: rope position of the first token.
         has_state: some decoder layers keep a recurrent state instead of keys and values.
+        groups_in_windows: layers without a sliding window ignore the groups.
+        groups_if: the text configuration's `use_bidirectional_attention` with which there are
+            groups at all; "": always.
+        has_layer_inputs: decoder layers may take embeddings of the token ids themselves (see
+            LoadedModel.layer_inputs); `placeholder_id`: of which id they are where encoder outputs
+            go: number 0, the padding's, or the placeholder's own.
+        embed_tokens: (core, ids (T)) → (T, E), where that is not one table.
         correct_query: (attention module, query (T, H, Dk), KV positions (T)) → query, where a
             family derives something from a token's place in the call instead of its position.
     """
@@ -64,6 +71,11 @@ class Adapter:
     deepstack: bool = False
     position_offset: int = 0
     has_state: bool = False
+    groups_in_windows: bool = False
+    groups_if: str = ""
+    has_layer_inputs: bool = False
+    placeholder_id: Literal["zero", "pad", "own"] = "zero"
+    embed_tokens: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
     correct_query: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
 
@@ -107,7 +119,19 @@ def _video_llava_image(core: Any, pixel_values_images: torch.Tensor) -> Any:
     return core.get_image_features(pixel_values_images, return_dict=True).pooler_output
 
 
+def _gemma4_audio(
+    core: Any, input_features: torch.Tensor, input_features_mask: torch.Tensor
+) -> Any:
+    """Gemma 4 leaves padding among its outputs and says which they are."""
+    is_sound = input_features_mask.bool()
+    found = core.get_audio_features(input_features, is_sound, return_dict=True)
+    return [
+        rows[mask] for rows, mask in zip(found.pooler_output, found.attention_mask, strict=True)
+    ]
+
+
 CUSTOM_ENCODERS: dict[str, Callable[..., Any]] = {
+    "gemma4_audio": _gemma4_audio,
     "llama4_image": _llama4_image,
     "qwen2_audio": _qwen2_audio,
     "video_llava_image": _video_llava_image,
@@ -139,6 +163,21 @@ _GRID_ROPE: dict[str, tuple[Modality, str]] = {
 }
 _GRIDS: dict[Modality, EncoderSpec] = {"image": _GRID_IMAGE, "video": _GRID_VIDEO}
 _PLAIN_GRIDS = Adapter(_GRIDS)
+
+
+_GEMMA4 = Adapter(
+    {
+        "image": EncoderSpec(_IMAGE, ("pixel_values", "image_position_ids")),
+        "video": EncoderSpec(
+            "get_video_features",
+            ("pixel_values_videos", "video_position_ids", "num_frames_per_video"),
+            ragged=("pixel_values_videos", "video_position_ids"),
+        ),
+        "audio": EncoderSpec("gemma4_audio", ("input_features", "input_features_mask")),
+    },
+    bidirectional="item",
+    groups_if="vision",
+)
 
 
 def _merged_by(merge: str, *extra: str) -> Adapter:
@@ -220,6 +259,8 @@ ADAPTERS: dict[str, Adapter] = {
     "glmga": _GLM_GRIDS,
     "glm_ocr": _GLM_GRIDS,
     "gemma3": _GEMMA3,
+    "gemma4": replace(_GEMMA4, groups_in_windows=True, has_layer_inputs=True, placeholder_id="pad"),
+    "gemma4_unified": _GEMMA4,
     "paligemma": Adapter(
         _PIXELS.encoders, bidirectional="prompt", groups_ignore_window=True, position_offset=1
     ),
@@ -237,6 +278,7 @@ ADAPTERS: dict[str, Adapter] = {
 
 TEXT_ADAPTERS: dict[str, Adapter] = {
     "llama4_text": Adapter({}, correct_query=_llama4_temperature),
+    "gemma4_text": Adapter({}, has_layer_inputs=True),
     **{kind: Adapter({}, has_state=True) for kind in ("lfm2", "qwen3_5_text", "qwen3_next")},
 }
 PLAIN_TEXT = Adapter({})

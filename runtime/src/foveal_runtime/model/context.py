@@ -38,7 +38,8 @@ class LayerCall(Protocol):
 
 
 class PagedCall:
-    """Writes the new keys and values, then attends, by the layer's measured geometry."""
+    """Writes the new keys and values, unless they are another layer's, then attends, by the layer's
+    measured geometry."""
 
     def __init__(
         self, layers: Sequence[LayerGeometry], context: ForwardContext, adapter: Adapter
@@ -60,7 +61,8 @@ class PagedCall:
         if self._correct_query is not None:
             query = self._correct_query(module, query, context.pos_of_token)
         dtype = context.pool.compute_dtype  # some families leave rope in float32
-        context.backend.write_kv(layer, key.to(dtype), value.to(dtype), context)
+        if not layer.reads_only:
+            context.backend.write_kv(layer, key.to(dtype), value.to(dtype), context)
         out = context.backend.attend(layer, query.to(dtype), context, options.get("s_aux"))
         return out.to(value.dtype)
 

@@ -11,7 +11,7 @@ import functools
 import math
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from foveal_runtime.engine.types.step import (
     ScheduledRequest,
     StepPlan,
 )
+from foveal_runtime.model.attention import LayerGeometry
 from foveal_runtime.model.checkpoint.dequantize import SCRATCH_BYTES, QuantizedLinear
 from foveal_runtime.model.checkpoint.head import Head
 from foveal_runtime.model.checkpoint.meta import meta_model
@@ -70,7 +71,7 @@ def predict(
     traits = read_traits(loaded, state_bytes)
     itemsize = loaded.dtype.itemsize
     per_layer = tuple(layer.values_per_token * itemsize for layer in layers)
-    decoder = _activations(loaded.config, itemsize, max(per_layer), device)
+    decoder = _activations(loaded.config, layers, itemsize, device)
     windows = [layer.sliding_window or layer.chunk_size or 0 for layer in layers]
     scheme = quantization_of(loaded.config)
     if scheme or (assume_dtype and not has_weights):
@@ -127,7 +128,9 @@ class _Decoder(NamedTuple):
     shared: int
 
 
-def _activations(config: Any, itemsize: int, layer_kv_bytes: int, device: str) -> _Decoder:
+def _activations(
+    config: Any, layers: Sequence[LayerGeometry], itemsize: int, device: str
+) -> _Decoder:
     """The decoder's peak in a step, as a bound, not a mean.
 
     Residual, normed input and three float32 temporaries of the norm; then either projections,
@@ -136,15 +139,21 @@ def _activations(config: Any, itemsize: int, layer_kv_bytes: int, device: str) -
     """
     text = config.get_text_config()
     width, context = int(text.hidden_size), int(text.max_position_embeddings)
-    heads = int(text.num_attention_heads) * int(getattr(text, "head_dim", 0) or
-                                                width // text.num_attention_heads)  # fmt: skip
-    inner = int(getattr(text, "intermediate_size", 0) or 4 * width)
-    routed = int(getattr(text, "num_experts_per_tok", 0) or 0)
+    heads = max(layer.num_heads * layer.key_dim for layer in layers)
+    sizes = getattr(text, "intermediate_size", 0) or 4 * width
+    inner = max(sizes) if isinstance(sizes, (list, tuple)) else int(sizes)
+    if getattr(text, "use_double_wide_mlp", False):
+        inner *= 2
+    routed = getattr(text, "num_experts_per_tok", 0) or getattr(text, "top_k_experts", 0) or 0
     if routed:
         inner = max(inner, routed * int(getattr(text, "moe_intermediate_size", 0) or inner))
     whole = 12 * width + 2 * width * itemsize
+    # Inputs of single layers: looked up, projected and added for all layers at once.
+    inputs = int(getattr(text, "hidden_size_per_layer_input", 0) or 0) * text.num_hidden_layers
+    whole += 3 * inputs * itemsize
     if device == "cpu":
         whole += 5 * context
+    layer_kv_bytes = max(layer.values_per_token for layer in layers) * itemsize
     fixed = LOGIT_ROWS * int(text.vocab_size) * 4 * _LOGIT_COPIES + context * layer_kv_bytes
     return _Decoder(fixed, whole, max(6 * heads, 4 * inner) * itemsize)
 

@@ -128,12 +128,12 @@ def _with_patches(made: Largest, patch_pixels: int) -> ItemProfile:
     shapes = {field.name: field.shape for field in header.fields}
     patches = 0
     for name, shape in shapes.items():
-        if name.startswith("pixel_values") and len(shape) == 2:
-            patches += shape[0]  # cut into patches by the processor
+        if name.startswith("pixel_values") and len(shape) in (2, 3):
+            patches += math.prod(shape[:-1])  # cut into patches by the processor
         elif name.startswith("pixel_values") and len(shape) >= 4 and patch_pixels:
             patches += math.prod(shape) // shape[-3] // patch_pixels
         elif name == "input_features" and len(shape) >= 2:
-            patches += math.prod(shape) // shape[-2] // AUDIO_STRIDE
+            patches += math.prod(shape) // min(shape[-2:]) // AUDIO_STRIDE
     probe = max(1, meta_of(header).num_embeds)
     grown = -(-patches * made.profile.num_embeds // probe)
     return msgspec.structs.replace(made.profile, num_patches=grown)

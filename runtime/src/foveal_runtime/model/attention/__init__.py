@@ -37,8 +37,10 @@ class LayerGeometry:
     before it. `chunk_size` c: a query at p sees positions >= p // c * c only. `softcap` s: scores
     become s * tanh(score / s). `has_sinks`: one extra logit per query head takes part in the
     softmax and is then dropped. With ForwardContext.groups a token also sees the later tokens of
-    its group; `groups_ignore_window` says that it sees the group's tokens before the window too.
-    `index` counts layers with attention, whose keys and values are in the pool; `layer` is the
+    its group; `groups_ignore_window` says that it sees the group's tokens before the window too,
+    `ignores_groups` that this layer is causal whatever the groups are.
+    `index` counts layers that have keys and values in the pool; one that `reads_only` has none of
+    its own and attends to those of the layer whose `index` it has. `layer` is the
     decoder's own number, and differs where other layers have a recurrent state instead.
     """
 
@@ -53,20 +55,23 @@ class LayerGeometry:
     has_sinks: bool = False
     chunk_size: int | None = None
     groups_ignore_window: bool = False
+    ignores_groups: bool = False
+    reads_only: bool = False
     layer: int = -1
 
     @property
     def values_per_token(self) -> int:
         """Numbers that one token takes in this layer's part of the KV pool."""
-        return self.num_kv_heads * (self.key_dim + self.value_dim)
+        return 0 if self.reads_only else self.num_kv_heads * (self.key_dim + self.value_dim)
 
 
 class KVPool:
     """The KV memory of all layers: keys[i] (num_blocks * block_size, Hkv, Dk), values[i] (..., Dv).
 
-    Row block * block_size + offset holds one token. Block 0 is TRASH_BLOCK. Made once at start-up.
-    Not `is_touched`: on a CPU, memory is taken when a block is first written.
-    Queries come and results go in `compute_dtype`, which differs from `dtype` only for FP8.
+    `i` is the index of a layer; those that only read add nothing. Row block * block_size + offset
+    holds one token. Block 0 is TRASH_BLOCK. Made once at start-up. Not `is_touched`: on a CPU,
+    memory is taken when a block is first written. Queries come and results go in `compute_dtype`,
+    which differs from `dtype` only for FP8.
     """
 
     def __init__(
@@ -80,6 +85,7 @@ class KVPool:
         *,
         is_touched: bool = True,
     ) -> None:
+        layers = [layer for layer in layers if not layer.reads_only]
         assert [layer.index for layer in layers] == list(range(len(layers)))
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -160,6 +166,10 @@ class ForwardContext:
     kv_lens: list[int]
     groups: torch.Tensor | None = None
     state_slots: list[int] | None = None
+
+    def groups_of(self, layer: LayerGeometry) -> torch.Tensor | None:
+        """The groups as this layer honours them."""
+        return None if layer.ignores_groups else self.groups
 
 
 class AttentionBackend(Protocol):

@@ -78,7 +78,7 @@ class _Division:
     other: list[tuple[int, int]]
 
 
-def divide(context: ForwardContext, has_prefill: bool) -> _Division:
+def divide(context: ForwardContext, groups: torch.Tensor | None, has_prefill: bool) -> _Division:
     """Both kernels are causal: a chunk with a group of several tokens goes to torch."""
     short: list[tuple[int, int, int, int]] = []
     long: list[tuple[int, int, int, int]] = []
@@ -86,9 +86,7 @@ def divide(context: ForwardContext, has_prefill: bool) -> _Division:
     start = 0
     for i, (q_len, kv_len) in enumerate(zip(context.q_lens, context.kv_lens, strict=True)):
         grouped = (
-            context.groups is not None
-            and q_len > 1
-            and bool((context.groups[start : start + q_len] >= 0).any())
+            groups is not None and q_len > 1 and bool((groups[start : start + q_len] >= 0).any())
         )
         if grouped or (q_len > MAX_ROWS and not has_prefill):
             other.append((i, start))
@@ -109,7 +107,7 @@ class CpuBackend:
         self._prefill = prefill
         self._torch = TorchBackend()
         self._context: ForwardContext | None = None
-        self._division: _Division | None = None
+        self._divisions: dict[bool, _Division] = {}
 
     @property
     def variant(self) -> str:
@@ -135,18 +133,18 @@ class CpuBackend:
         pool_dtype = context.pool.keys[layer.index].dtype
         if not is_supported(layer, query.dtype) or pool_dtype != query.dtype:
             return self._torch.attend(layer, query, context, sinks)
-        division = self._divided(context)
+        groups = context.groups_of(layer)
+        division = self._divided(context, groups)
         out = query.new_empty(query.shape[0], layer.num_heads, layer.value_dim)
         for i, start in division.other:
             window = slice(start, start + context.q_lens[i])
-            groups = None if context.groups is None else context.groups[window]
             out[window] = attend_sequence(
                 layer,
                 query[window],
                 context,
                 context.block_table[i],
                 context.kv_lens[i],
-                groups,
+                None if groups is None else groups[window],
                 sinks,
             )
         if query.stride(2) != 1:
@@ -163,12 +161,15 @@ class CpuBackend:
             _check(self._prefill.run(job, chunks.ctypes.data, len(chunks)), layer)
         return out
 
-    def _divided(self, context: ForwardContext) -> _Division:
-        """The division is the same for every layer of a step."""
-        if self._division is None or self._context is not context:
-            self._context = context
-            self._division = divide(context, self._prefill is not None)
-        return self._division
+    def _divided(self, context: ForwardContext, groups: torch.Tensor | None) -> _Division:
+        """The division is the same for every layer of a step that honours groups, or ignores
+        them."""
+        if self._context is not context:
+            self._context, self._divisions = context, {}
+        key = groups is not None
+        if key not in self._divisions:
+            self._divisions[key] = divide(context, groups, self._prefill is not None)
+        return self._divisions[key]
 
 
 def _job(

@@ -43,10 +43,10 @@ class TorchBackend:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         out = query.new_empty(query.shape[0], layer.num_heads, layer.value_dim)
-        start = 0
+        start, whole = 0, context.groups_of(layer)
         for i, (q_len, kv_len) in enumerate(zip(context.q_lens, context.kv_lens, strict=True)):
             window = slice(start, start + q_len)
-            groups = None if context.groups is None else context.groups[window]
+            groups = None if whole is None else whole[window]
             out[window] = attend_sequence(
                 layer, query[window], context, context.block_table[i], kv_len, groups, sinks
             )

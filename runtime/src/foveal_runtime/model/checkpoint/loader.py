@@ -69,6 +69,28 @@ class LoadedModel:
         dtype: torch.dtype = self.decoder.dtype
         return dtype
 
+    def embed_tokens(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids (T) to (T, E), before encoder outputs take their places."""
+        if self.adapter.embed_tokens is not None:
+            return self.adapter.embed_tokens(self.core, ids)
+        core: Any = self.core
+        embeds: torch.Tensor = core.get_input_embeddings()(ids)
+        return embeds
+
+    def layer_inputs(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What decoder layers take of the token ids (T) themselves, as the decoder's arguments."""
+        if not _layer_input_width(self.text_config):
+            return {}
+        decoder: Any = self.decoder
+        return {"per_layer_inputs": decoder.get_per_layer_inputs(ids[None])}
+
+    @property
+    def placeholder_id(self) -> int | None:
+        """The id in `layer_inputs` of tokens whose places encoder outputs take; None: their own."""
+        if self.adapter.placeholder_id == "pad":
+            return int(self.text_config.pad_token_id or 0)
+        return None if self.adapter.placeholder_id == "own" else 0
+
 
 def load_model(path: str, dtype: str = "auto", device: str = "cpu", **options: Any) -> LoadedModel:
     """Reads the checkpoint directory `path`. `options` go to from_pretrained (tensor parallel).
@@ -190,7 +212,10 @@ def adapter_for(config: Any) -> Adapter:
     """The family's adapter. Raises StartupError for multimodal families that have none."""
     kind = config.model_type
     if kind in ADAPTERS:
-        return ADAPTERS[kind]
+        found, text = ADAPTERS[kind], config.get_text_config()
+        if found.groups_if and text.use_bidirectional_attention != found.groups_if:
+            return replace(found, bidirectional="none")
+        return found
     multimodal = type(config) in modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING
     if multimodal or config.get_text_config() is not config:
         raise StartupError(
@@ -237,13 +262,11 @@ def check_class(config: Any, model_class: Any) -> None:
     elif layer_types:
         reason = f"layers of type {', '.join(sorted(layer_types))}"
     elif (
-        getattr(text, "use_bidirectional_attention", False)
+        getattr(text, "use_bidirectional_attention", False) not in (None, False, "vision")
         and adapter_for(config).bidirectional == "none"
     ):
         reason = "text attention in both directions"
-    elif getattr(text, "num_kv_shared_layers", 0):
-        reason = "layers that share keys and values with other layers"
-    elif getattr(text, "hidden_size_per_layer_input", 0):
+    elif _layer_input_width(text) and not adapter.has_layer_inputs:
         reason = "per-layer token embeddings"
     elif not (
         getattr(model_class, "_supports_attention_backend", False)
@@ -253,6 +276,10 @@ def check_class(config: Any, model_class: Any) -> None:
         reason = f"attention of {model_class.__name__} that cannot be replaced"
     if reason:
         raise StartupError(f"model_type {config.model_type!r} is not supported: {reason}")
+
+
+def _layer_input_width(text_config: Any) -> int:
+    return int(getattr(text_config, "hidden_size_per_layer_input", 0) or 0)
 
 
 def check_weights(path: str) -> None:

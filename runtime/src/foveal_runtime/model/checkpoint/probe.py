@@ -33,6 +33,8 @@ class _Recorder:
     def __init__(self, adapter: Adapter) -> None:
         self.layers: dict[int, LayerGeometry] = {}
         self._adapter = adapter
+        # Storage of a layer's new keys → the layer, and the keys, lest other ones take their place.
+        self._owners: dict[int, tuple[int, torch.Tensor]] = {}
 
     def __call__(
         self,
@@ -44,20 +46,24 @@ class _Recorder:
     ) -> torch.Tensor:
         index = int(module.layer_idx)
         self._check(module, index, options)
-        scaling = options.get("scaling")
+        scaling, window = options.get("scaling"), options.get("sliding_window")
+        # A layer that is handed the very keys of another one has none of its own.
+        owner, _ = self._owners.setdefault(key.untyped_storage()._cdata, (index, key))
         self.layers[index] = LayerGeometry(
-            index=index,
+            index=owner,
             layer=index,
             num_heads=query.shape[1],
             num_kv_heads=key.shape[1],
             key_dim=key.shape[2],
             value_dim=value.shape[2],
             scaling=float(scaling) if scaling is not None else query.shape[2] ** -0.5,
-            sliding_window=options.get("sliding_window"),
+            sliding_window=window,
             softcap=options.get("softcap"),
             has_sinks=options.get("s_aux") is not None,
             chunk_size=_chunk_size(module, index),
             groups_ignore_window=self._adapter.groups_ignore_window,
+            ignores_groups=self._adapter.groups_in_windows and window is None,
+            reads_only=owner != index,
         )
         return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
 
@@ -105,10 +111,9 @@ def probe_layers(loaded: LoadedModel, head: Head) -> tuple[LayerGeometry, ...]:
             "decoder layers use replaceable attention"
         )
     assert logits.shape[0] == _NUM_TOKENS
-    return tuple(
-        replace(recorder.layers[number], index=index)
-        for index, number in enumerate(sorted(recorder.layers))
-    )
+    layers = [recorder.layers[number] for number in sorted(recorder.layers)]
+    owners = [layer.layer for layer in layers if not layer.reads_only]
+    return tuple(replace(layer, index=owners.index(layer.index)) for layer in layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,17 +157,17 @@ def _run(
     loaded: LoadedModel, head: Head, recorder: _Recorder, cache: DynamicCache | None = None
 ) -> torch.Tensor:
     """Logits of a few tokens, with the recorder in place of attention."""
-    core: Any = loaded.core
     device = next(loaded.decoder.parameters()).device
     positions = torch.arange(_NUM_TOKENS, device=device)[None]
     if loaded.adapter.rope:
         positions = positions.expand(3, 1, -1)
     with torch.inference_mode(), forward_context(recorder):
-        ids = torch.zeros(1, _NUM_TOKENS, dtype=torch.long, device=device)
+        ids = torch.zeros(_NUM_TOKENS, dtype=torch.long, device=device)
         output = loaded.decoder(
-            inputs_embeds=core.get_input_embeddings()(ids),
+            inputs_embeds=loaded.embed_tokens(ids)[None],
             position_ids=positions,
             past_key_values=cache,
             use_cache=cache is not None,
+            **loaded.layer_inputs(ids),
         )
         return head.logits(output.last_hidden_state[0])

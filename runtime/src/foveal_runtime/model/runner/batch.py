@@ -16,6 +16,7 @@ from foveal_runtime.engine.types.step import MMInput, ScheduledRequest
 from foveal_runtime.model.device import Device
 from foveal_runtime.model.layers.lora import Lora, LoraRows
 from foveal_runtime.model.runner.sequence import PENDING, SequenceState
+from foveal_runtime.plan.media import MODALITIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +72,8 @@ class HostBatch:
     """A flat batch of n sequences and T tokens on the host; see ForwardContext for the meanings.
 
     Attributes:
-        ids: i64 (T); 0 where encoder outputs go (their placeholder's id may lie outside the
-            vocabulary) and where the token is not known on the host yet.
+        ids: i64 (T); `placeholder_id` where encoder outputs go (the placeholder's own id may lie
+            outside the vocabulary), 0 where the token is not known on the host yet.
         positions: i64, rope: (3, 1, T) with mrope, else (1, T).
         pending: i64 (2, m): rows of `ids` that are still being drawn, and their rows in that draw.
     """
@@ -102,8 +103,12 @@ def make_batch(
     bidirectional: Literal["none", "item", "prompt"] = "none",
     mrope: bool = False,
     position_offset: int = 0,
+    placeholder_id: int | None = 0,
 ) -> HostBatch:
-    """Block ids are rows of the pool as they are; id 0 is the trash block and in no table."""
+    """Block ids are rows of the pool as they are; id 0 is the trash block and in no table.
+
+    `placeholder_id`: what stands where encoder outputs go; None leaves it as it is.
+    """
     q_lens = [w.scheduled.num_scheduled_tokens for w in windows]
     kv_lens = [w.hi for w in windows]
     counts = np.array(q_lens, np.int64)
@@ -116,7 +121,7 @@ def make_batch(
         known = window.sequence.block_row(window.scheduled.block_ids)
         assert len(known) * block_size >= window.hi
         row[: len(known)] = known
-    ids, pending = _make_ids(windows)
+    ids, pending = _make_ids(windows, placeholder_id)
     return HostBatch(
         ids=ids,
         positions=_make_positions(windows, place, owner, mrope, position_offset),
@@ -133,7 +138,9 @@ def make_batch(
     )
 
 
-def _make_ids(windows: Sequence[TokenWindow]) -> tuple[np.ndarray, np.ndarray]:
+def _make_ids(
+    windows: Sequence[TokenWindow], placeholder_id: int | None
+) -> tuple[np.ndarray, np.ndarray]:
     flat: list[int] = []
     pending: list[tuple[int, int]] = []
     for window in windows:
@@ -143,9 +150,10 @@ def _make_ids(windows: Sequence[TokenWindow]) -> tuple[np.ndarray, np.ndarray]:
             pending.append((len(flat) - 1, sequence.pending_row))
             flat[-1] = 0
     ids = np.array(flat, np.int64)
-    for window in windows:
-        for _, row, _, count in window.embed_spans():
-            ids[row : row + count] = 0
+    if placeholder_id is not None:
+        for window in windows:
+            for _, row, _, count in window.embed_spans():
+                ids[row : row + count] = placeholder_id
     return ids, np.array(pending, np.int64).reshape(-1, 2).T
 
 
@@ -182,6 +190,8 @@ def make_groups(
                 number += 1
         elif rule == "item":
             for one, row, _, count in window.embed_spans():
+                if MODALITIES[one.modality] == "audio":
+                    continue  # heard in order
                 run_end = row + count - window.base + window.lo - one.placeholder.offset
                 assert (run_end - count, count) in one.placeholder.embed_runs, "group was cut"
                 groups[row : row + count] = number

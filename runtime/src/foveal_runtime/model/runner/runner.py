@@ -49,6 +49,7 @@ from foveal_runtime.model.runner.batch import (
     make_windows,
     rows_of_loras,
 )
+from foveal_runtime.model.runner.embedding import TokenEmbedding
 from foveal_runtime.model.runner.encoder import EncoderRunner, EncoderStore
 from foveal_runtime.model.runner.graphs import Capturer, DecodeGraphs, capture_sizes
 from foveal_runtime.model.runner.pooling import StepPool, pool_spans
@@ -101,6 +102,7 @@ class TorchRunner:
         )
         self.store = EncoderStore(self.room)
         self.encoder = EncoderRunner(loaded, self.store, self.room)
+        self.embedding = TokenEmbedding(loaded, self.store)
         self._traits = read_traits(loaded, self.states.slot_bytes)
         grammars = Grammars.open(loaded.path, self._traits)
         self.grammars = grammars.stats if grammars is not None else GrammarStats()
@@ -287,6 +289,7 @@ class TorchRunner:
             bidirectional=adapter.bidirectional,
             mrope=bool(adapter.rope),
             position_offset=adapter.position_offset,
+            placeholder_id=self.loaded.placeholder_id,
         )
         spans = pool_spans(windows)
         chosen = [w for w in windows if w.scheduled.sample and not w.sequence.sampling.pooling]
@@ -331,7 +334,7 @@ class TorchRunner:
         device; writes keys and values of all rows to the pool."""
         assert self._pool is not None
         assert batch.block_table.max() < self._pool.num_blocks
-        levels, mask = self._deepstack_rows(windows, len(batch.ids))
+        mask = self.embedding.deepstack(windows, len(batch.ids))
         rules = np.zeros(0, np.int32) if batch.groups is None else batch.groups
         (ids, positions, slots, starts, lens, table, owner, place, groups, pending, media,
          rows) = self.room.upload(
@@ -356,15 +359,9 @@ class TorchRunner:
             groups=None if batch.groups is None else groups,
             state_slots=self.states.advance([w.scheduled for w in windows]),
         )
-        embeds = self._embed(ids, windows)
-        extra: dict[str, Any] = {}
-        if levels:
-            stacked = torch.cat(levels, dim=1)
-            extra = {
-                "visual_pos_masks": media[None],
-                "deepstack_visual_embeds": list(stacked.unbind(0)),
-            }
+        extra = self.embedding.arguments(ids, windows, media)
         wanted = WantedRows(rows, (batch.pos_of_token[last] + 1).tolist())
+        embeds = self.embedding.embed(ids, windows)
         hidden = self.forward(
             embeds, positions, context, extra, None if is_whole else wanted,
             rows_of_loras(windows, self.room),
@@ -375,7 +372,9 @@ class TorchRunner:
         self, ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
         """What a decode step's recording holds."""
-        return self.head.logits(self.forward(self._embed(ids, ()), positions, context, {}))
+        extra = self.loaded.layer_inputs(ids)
+        embeds = self.loaded.embed_tokens(ids)
+        return self.head.logits(self.forward(embeds, positions, context, extra))
 
     def _admit(self, request: NewRequest) -> None:
         self._failed.pop(request.request_id, None)
@@ -418,30 +417,3 @@ class TorchRunner:
         if not failed:
             return windows
         return make_windows([s for s in alive if s.request_id not in failed], self._sequences)
-
-    def _embed(self, ids: torch.Tensor, windows: Sequence[TokenWindow]) -> torch.Tensor:
-        """Token embeddings (T, E) with encoder outputs in place."""
-        core: Any = self.loaded.core
-        embeds: torch.Tensor = core.get_input_embeddings()(ids)
-        for window in windows:
-            for one, row, first, count in window.embed_spans():
-                output = self.store.lookup(one.mm_hash)
-                assert output is not None
-                embeds[row : row + count] = output[0, first : first + count]
-        return embeds
-
-    def _deepstack_rows(
-        self, windows: Sequence[TokenWindow], num_tokens: int
-    ) -> tuple[list[torch.Tensor], np.ndarray]:
-        """Further levels of the encoder outputs in the batch, and which rows they belong to."""
-        levels: list[torch.Tensor] = []
-        if not self.loaded.adapter.deepstack:
-            return levels, np.zeros(0, np.bool_)
-        mask = np.zeros(num_tokens, np.bool_)
-        for window in windows:
-            for one, row, first, count in window.embed_spans():
-                output = self.store.lookup(one.mm_hash)
-                assert output is not None
-                levels.append(output[1:, first : first + count])
-                mask[row : row + count] = True
-        return levels, mask

@@ -136,7 +136,7 @@ class TritonBackend:
         self._device = device
         self.tuning = tuning
         self._context: ForwardContext | None = None
-        self._division: _Division | None = None
+        self._divisions: dict[bool, _Division] = {}
         self._all_rows = torch.arange(0, dtype=torch.int32, device=device.torch)
         self._outgrown: list[torch.Tensor] = []  # recordings may still read them
 
@@ -169,22 +169,25 @@ class TritonBackend:
     ) -> torch.Tensor:
         query = _dense(query)
         out = query.new_empty(query.shape[0], layer.num_heads, layer.value_dim)
-        division = self._divided(context)
+        division = self._divided(context, context.groups_of(layer) is not None)
         if division.num_rows:
             self._decode(layer, query, context, division, out, sinks)
         if division.long:
             self._prefill(layer, query, context, division, out, sinks)
         return out
 
-    def _divided(self, context: ForwardContext) -> _Division:
-        """The division is the same for every layer of a step."""
-        if self._division is None or self._context is not context:
-            self._context, self._division = context, self._divide(context)
-        return self._division
+    def _divided(self, context: ForwardContext, has_groups: bool) -> _Division:
+        """The division is the same for every layer of a step that honours groups, or ignores
+        them."""
+        if self._context is not context:
+            self._context, self._divisions = context, {}
+        if has_groups not in self._divisions:
+            self._divisions[has_groups] = self._divide(context, has_groups)
+        return self._divisions[has_groups]
 
-    def _divide(self, context: ForwardContext) -> _Division:
+    def _divide(self, context: ForwardContext, has_groups: bool) -> _Division:
         q_lens = context.q_lens
-        if context.groups is None and max(q_lens) == 1:
+        if not has_groups and max(q_lens) == 1:
             if len(q_lens) > len(self._all_rows):
                 self._outgrown.append(self._all_rows)
                 count = triton.next_power_of_2(len(q_lens))
@@ -196,7 +199,7 @@ class TritonBackend:
         for i, q_len in enumerate(q_lens):
             # One token alone sees no later one, whatever its group; groups are not looked up here,
             # because that would wait for the device.
-            if q_len == 1 or (q_len <= MAX_ROWS and context.groups is None):
+            if q_len == 1 or (q_len <= MAX_ROWS and not has_groups):
                 rows.extend(range(start, start + q_len))
             else:
                 long.append((i, q_len))
@@ -265,17 +268,18 @@ class TritonBackend:
     ) -> None:
         tuning = self.tuning
         group = layer.num_heads // layer.num_kv_heads
+        groups = context.groups_of(layer)
         block_m, block_n, warps, stages = tuning.prefill_blocks(layer, query.dtype)
         heads = min(group, block_m)
         tiles = self._tiles(division, block_m // heads)
         kernels.prefill_kernel[tiles.shape[1], layer.num_kv_heads * triton.cdiv(group, heads)](
             query, *_pool(layer, context), out, out if sinks is None else sinks,
             tiles[0], tiles[1], context.q_start, context.seq_lens, context.block_table,
-            context.q_start if context.groups is None else context.groups,
+            context.q_start if groups is None else groups,
             query.stride(0), query.stride(1), context.block_table.stride(0), layer.scaling,
             HEADS=heads, BLOCK_M=block_m, BLOCK_N=block_n,
             HAS_SINKS=sinks is not None,
-            HAS_GROUPS=context.groups is not None,
+            HAS_GROUPS=groups is not None,
             GROUPS_IGNORE_WINDOW=layer.groups_ignore_window,
             num_warps=warps, num_stages=stages,
             **_constants(layer, context),
