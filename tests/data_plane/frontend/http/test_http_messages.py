@@ -12,6 +12,7 @@ from foveal_runtime.plan.errors import EngineFailure
 
 PATH = "/v1/messages"
 PIXEL = {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}
+MCP_SERVERS = [{"type": "url", "name": "s", "url": "https://example.org/sse"}]
 
 
 def body(content: Any = "hi", **more: Any) -> dict[str, Any]:
@@ -113,6 +114,7 @@ async def test_tokens_are_counted_with_images(harness: Any) -> None:
     {"thinking": {"type": "enabled", "budget_tokens": 1024}}, {"metadata": {"user_id": "u"}},
     {"service_tier": "auto", "betas": ["x"]}, {"top_k": 5, "temperature": 0.5, "top_p": 0.9},
     {"min_p": 0.1}, {"tools": [], "tool_choice": {"type": "none"}},
+    {"mcp_servers": None}, {"mcp_servers": []},
 ])  # fmt: skip
 async def test_options_that_are_taken(harness: Any, options: dict[str, Any]) -> None:
     assert (await harness.http.post(PATH, json=body(**options))).status_code == 200
@@ -124,6 +126,7 @@ async def test_options_that_are_taken(harness: Any, options: dict[str, Any]) -> 
         ({"max_tokens": None}, "max_tokens"),
         ({"wrong": 1}, "wrong"),
         ({"n": 2}, "n is not supported"),
+        ({"mcp_servers": MCP_SERVERS}, "mcp_servers is not supported"),
         ({"min_p": 7}, "min_p"),
         (
             {"chat_template_kwargs": "x", "thinking": {"type": "disabled"}},
@@ -149,6 +152,14 @@ async def test_refusals_name_the_field(harness: Any, change: dict[str, Any], nam
     assert error["type"] == "error"
     assert error["error"]["type"] == "invalid_request_error"
     assert named in error["error"]["message"], error
+
+
+async def test_tools_of_servers_are_refused_where_unknown_options_are_left_out(start: Any) -> None:
+    """Nobody asks those servers, so the answer would be another."""
+    async with start(ignore_unknown_options=True) as harness:
+        assert (await harness.http.post(PATH, json=body(wrong=1))).status_code == 200
+        response = await harness.http.post(PATH, json=body(mcp_servers=MCP_SERVERS))
+        assert response.status_code == 400
 
 
 async def test_errors_have_the_shape_of_the_api(harness: Any) -> None:

@@ -210,7 +210,6 @@ _MEANINGLESS = frozenset(
         "container",
         "context_management",
         "inference_geo",
-        "mcp_servers",
         "service_tier",
         "speed",
         "user_profile_id",

@@ -56,6 +56,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "length_penalty": (1.0,),
     "logits_processors": ([],),
     "documents": ([],),
+    "mcp_servers": ([],),
     "extra_body": ({},),
     "media_io_kwargs": ({},),
 }
