@@ -18,6 +18,7 @@ from foveal_runtime.plan.errors import (
     NoEngine,
 )
 from foveal_runtime.telemetry.metrics import Metrics
+from foveal_runtime.wire.messages import EngineOutput
 from tests.support.scripted_engines import (
     NS,
     ScriptedEngines,
@@ -295,3 +296,20 @@ async def test_series_of_engines_that_left_are_forgotten(start_input):
         assert f'engine="{gone}"' not in page
         assert f'engine="{stays}"' in page
         assert not client.stats.picks
+
+
+async def test_others_have_a_turn_between_large_messages():
+    """Scores of prompts: some take 20 ms to read, and the next one was read at once."""
+    async with running(1) as (scripted, client):
+        [engine], [link] = scripted.engines.values(), scripted.transports.values()
+        engine.is_silent = link.faults.hold_down = True
+        await asyncio.sleep(0.01)  # what is on its way
+        before, large = link.counters.messages_received, (100_000,) * 300_000
+        for _ in range(3):
+            engine._outputs(client.frontend_id, EngineOutput(("unknown", 0), large))
+        link.release()
+        turns = [before]
+        while turns[-1] < before + 3:
+            await asyncio.sleep(0)
+            turns.append(link.counters.messages_received)
+        assert set(turns) == {before, before + 1, before + 2, before + 3}

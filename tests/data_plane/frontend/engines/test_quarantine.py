@@ -7,9 +7,11 @@ import pytest
 
 from foveal_runtime.frontend.engines.quarantine import Quarantine
 from foveal_runtime.frontend.engines.run import EngineRun
+from foveal_runtime.frontend.http.monitoring.metrics_source import media_source
 from foveal_runtime.frontend.items.prepared import PreparedRequest
 from foveal_runtime.plan.errors import EngineFailure, RequestQuarantined
 from foveal_runtime.plan.sampling import SamplingParams
+from foveal_runtime.telemetry.metrics import Metrics
 from tests.support.scripted_engines import collect, expected, make_request, running, until
 
 POISON = 666
@@ -63,6 +65,25 @@ async def test_a_poisonous_request_costs_one_life_and_no_stream():
             await collect(client, poisoned("cleared"))
         assert deaths() == 2
         await other.close()
+
+
+async def test_the_quarantine_is_in_the_metrics(start_input):
+    made = await start_input()
+    async with running(1) as (_, client):
+        metrics = Metrics("frontend", model_name="m", process="frontend-0")
+        metrics.add_source(media_source(client.stats, made, client))
+        convicted, held = "foveal_requests_quarantined_total", "foveal_quarantine_entries"
+
+        def shown() -> dict[str, str]:
+            samples = (line.rsplit(" ", 1) for line in metrics.exposition().decode().splitlines())
+            values = {name.split("{")[0]: value for name, value in samples}
+            return {name: values[name] for name in (convicted, held)}
+
+        assert shown() == {convicted: "0.0", held: "0.0"}
+        client.quarantine.convict(EngineRun(poisoned("bad")))
+        assert shown() == {convicted: "1.0", held: "1.0"}
+        client.clear_quarantine()
+        assert shown() == {convicted: "1.0", held: "0.0"}
 
 
 async def test_suspects_of_one_step_are_tried_alone():
