@@ -9,7 +9,7 @@ import pytest
 
 from foveal_operator.api.parse import parse
 from foveal_operator.kube.types import Obj
-from foveal_operator.model.jobs import RECORDED, TTL_SECONDS
+from foveal_operator.model.job_state import RECORDED, TTL_SECONDS
 from tests.support.api_server import nodes as fates
 from tests.support.api_server.programs import wait_until
 from tests.support.api_server.sandbox import Sandbox, claim_in

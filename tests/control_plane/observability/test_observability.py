@@ -37,6 +37,7 @@ NOT_SHOWN = {
     "vllm:request_params_n", "vllm:request_prefill_kv_computed_tokens",
     "vllm:request_time_per_output_token_seconds", "vllm:e2e_request_latency_seconds",
     "vllm:request_inference_time_seconds", "http_request_duration_seconds",
+    "foveal_book_entries",
     "foveal_mirror_pulls", "foveal_mirror_needs_received", "foveal_engine_finished",
     "foveal_engine_errors", "foveal_engine_residence_seconds",
     "foveal_engine_steps_without_progress", "foveal_events_published",
