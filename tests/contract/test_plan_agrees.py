@@ -131,6 +131,16 @@ def test_serve_up_and_pods_print_one_plan(
     assert lines(cli.main, "serve", model, "--plan") == pods
     place = ("--model", model, "--folder", str(tmp_path / "up"))
     assert lines(operator_cli.main, "up", "-f", str(file), *place) == pods
+    scaled = {"minReplicas": 1, "maxReplicas": 8}  # nobody scales here: the fewest start
+    body = resource(
+        engine={
+            "accelerator": kind,
+            "autoscaling": {**scaled, "prometheusAddress": "http://p:9090"},
+        },
+        frontend={"autoscaling": scaled},
+    )
+    file.write_text(yaml.safe_dump(body))
+    assert lines(operator_cli.main, "up", "-f", str(file), *place) == pods
     here = msgspec.structs.replace(here, memory_bytes=30 * GIB, available_bytes=28 * GIB)
     served = lines(cli.main, "serve", model, "--plan")
     assert lines(operator_cli.main, "up", "-f", str(file), *place) == served

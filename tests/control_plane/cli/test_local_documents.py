@@ -150,6 +150,7 @@ def test_keys_of_secrets_are_given_as_files_or_their_lack_is_said() -> None:
 
 
 def test_numbers_of_processes_and_ports_can_be_chosen() -> None:
-    found = adapt(wanted(resource(), ClusterFacts()), num_engines=3, num_frontends=2, port=9000)
+    body = resource(engine={"replicas": 3}, frontend={"replicas": 2})
+    found = adapt(wanted(body, ClusterFacts()), port=9000)
     assert len(found.engines) == 3
     assert [frontend.port for frontend in found.frontends] == [9000, 9001]

@@ -112,8 +112,6 @@ def run(arguments: argparse.Namespace) -> int:
         port=_port(inference, arguments.port),
         shm_directory=shared,
         num_cpus=max(1, int(here.cpus)),
-        num_engines=arguments.engines,
-        num_frontends=arguments.frontends,
         key_files=keys,
         file_root=root,
     )
@@ -161,18 +159,28 @@ def _launch(
 
 
 def _adapted(inference: InferenceSpec, arguments: argparse.Namespace) -> InferenceSpec:
-    """With --cpu: the same resource, its engines on CPUs."""
+    """The same resource as it starts here: nobody scales it, and with --cpu engines are on CPUs."""
+    spec = inference.spec
     for option in ("engines", "frontends"):
         count = getattr(arguments, option)
         if count is not None and not 1 <= count <= 64:
             raise UsageError(f"--{option} {count}: give 1 to 64")
-    if not arguments.cpu or inference.spec.engine.accelerator.type == "CPU":
-        return inference
-    engine = inference.spec.engine
-    on_cpu = msgspec.structs.replace(
-        engine, accelerator=Accelerator(type="CPU"), parallelism=Parallelism()
-    )
-    spec = msgspec.structs.replace(inference.spec, engine=on_cpu)
+    frontend, engine = spec.frontend, spec.engine
+    if arguments.frontends or frontend.autoscaling:
+        fewest = frontend.autoscaling.min_replicas if frontend.autoscaling else 1
+        frontend = msgspec.structs.replace(
+            frontend, autoscaling=None, replicas=arguments.frontends or fewest
+        )
+    if arguments.engines or engine.autoscaling:
+        fewest = engine.autoscaling.min_replicas if engine.autoscaling else 1
+        engine = msgspec.structs.replace(
+            engine, autoscaling=None, replicas=arguments.engines or fewest
+        )
+    if arguments.cpu and engine.accelerator.type != "CPU":
+        engine = msgspec.structs.replace(
+            engine, accelerator=Accelerator(type="CPU"), parallelism=Parallelism()
+        )
+    spec = msgspec.structs.replace(spec, frontend=frontend, engine=engine)
     return msgspec.structs.replace(inference, spec=spec)
 
 
@@ -183,11 +191,7 @@ def _check_devices(
     engine = inference.spec.engine
     if engine.accelerator.type != "GPU" or (arguments.dry_run and arguments.device_memory):
         return
-    scaling = engine.autoscaling
-    asked = 1 if engine.replicas is None else engine.replicas
-    if scaling:
-        asked = scaling.min_replicas
-    num_engines = asked if arguments.engines is None else arguments.engines
+    num_engines = inference.num_engines
     needed = engine.num_devices * num_engines
     if needed > len(here.devices):
         fewer = "lower --engines, or " if engine.num_devices <= len(here.devices) else ""
@@ -229,14 +233,16 @@ def _wanted(
 ) -> Desired:
     """The operator's objects, planned with this machine as the node of all processes."""
     facts = NodeFacts(device_bytes=arguments.device_memory or min(here.devices, default=0))
-    counts = (arguments.frontends or inference.num_frontends,
-              arguments.engines or inference.num_engines)  # fmt: skip
+    counts = inference.num_frontends, inference.num_engines
     result = machine_plan(budget_inputs(inference, facts), profile, here.usable_bytes, *counts)
     if not result.fits:
         problems = "\n".join(f"  {p.reason}: {p.message}" for p in result.problems)
         raise MisfitError(f"{inference.name} does not fit this machine:\n{problems}")
     if short := shortfall(result, here.usable_bytes, *counts):
-        raise MisfitError(f"{inference.name} does not fit this machine: {short}")
+        raise MisfitError(
+            f"{inference.name} does not fit this machine: {short}. Options: end other programs, "
+            "lower --frontends, --engines or hostMemory of either, or a smaller model"
+        )
     if not arguments.dry_run:
         for line in plan_lines(result, *counts):
             print(line)

@@ -41,7 +41,6 @@ class LocalPlace(msgspec.Struct, frozen=True, kw_only=True):
         host, port: of the first frontend; the next ones follow it. 0 = any free ports.
         shm_directory: stands for the volume that frontends and engines of a node share.
         num_cpus: no engine computes with more threads.
-        num_engines, num_frontends: None = as many as the workloads ask for.
         key_files: by option, files that stand for the resource's Secrets.
         file_root: folder that stands for the claim with local files; "" = none.
     """
@@ -52,8 +51,6 @@ class LocalPlace(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 0
     shm_directory: str = "/dev/shm"
     num_cpus: int = 1
-    num_engines: int | None = None
-    num_frontends: int | None = None
     key_files: dict[str, str] = {}
     file_root: str = ""
 
@@ -75,22 +72,16 @@ def adapted_documents(
     name = deployment["metadata"]["name"].removesuffix("-frontend")
     engines = [
         _engine(_pod_engine(wanted, f"{name}-engine-{i}"), place)
-        for i in range(_count(place.num_engines, workload))
+        for i in range(workload["spec"].get("replicas", 1))
     ]
     pods = [
         _pod_frontend(wanted, f"{name}-frontend-{i}")
-        for i in range(_count(place.num_frontends, deployment))
+        for i in range(deployment["spec"].get("replicas", 1))
     ]
     frontends = [_frontend(pod, place) for pod in pods]
     placed = connect(engines, frontends, place.host, place.port, pick_port)
     notes = tuple(dict.fromkeys(note for pod in pods for note in _notes(pod, place)))
     return LocalDocuments(engines=placed[0], frontends=placed[1], notes=notes)
-
-
-def _count(given: int | None, workload: dict[str, object]) -> int:
-    spec = workload["spec"]
-    assert isinstance(spec, dict)
-    return given if given is not None else int(spec.get("replicas", 1))
 
 
 def _pod_text(wanted: Desired, role: str, pod: str) -> str:
