@@ -2,9 +2,9 @@
 
 transformers and torchvision import torch's compiler, its sharded tensors with sympy, accelerate
 with boto3, and models and data sets of torchvision, for annotations, checks of types and functions
-that serving never calls. Called by engines and media workers before they import transformers.
-Stand-ins take those modules' places; whoever asks one for anything that it does not have gets the
-real module, imported then.
+that serving never calls. Called before transformers is imported by engines of one rank, media
+workers and what makes profiles. Stand-ins take those modules' places; whoever asks one for anything
+that it does not have gets the real module, imported then.
 """
 
 from __future__ import annotations
@@ -93,11 +93,13 @@ class _LateClass(type):
     """A class of a module that is not imported yet. Nothing is an instance of it until the module
     is there; called, or asked for anything, it is the real one."""
 
-    def __new__(meta, name: str, bases: tuple[Any, ...], members: dict[str, Any]) -> Any:
+    def __new__(
+        meta, name: str, bases: tuple[Any, ...], members: dict[str, Any], **options: Any
+    ) -> Any:
         if not bases:
             return super().__new__(meta, name, bases, members)
         below = tuple(one.real() if type(one) is _LateClass else one for one in bases)
-        return new_class(name, below, exec_body=lambda body: body.update(members))
+        return new_class(name, below, options, lambda body: body.update(members))
 
     def __instancecheck__(cls, instance: Any) -> bool:
         was_made_early = type(instance) is _LateInstance
@@ -120,7 +122,7 @@ class _LateClass(type):
         """The real class, or () where nobody has imported it."""
         module = sys.modules.get(cls.__module__)
         is_there = module is not None and not isinstance(module, StandIn)
-        return getattr(module, cls.__name__) if is_there else ()
+        return getattr(module, cls.__name__, ()) if is_there else ()  # half imported: not yet
 
     def real(cls) -> Any:
         return getattr(real(cls.__module__), cls.__name__)
@@ -144,6 +146,9 @@ class _LateInstance:
 
     def __hash__(self) -> int:
         return hash(self._made())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._made().__reduce_ex__(protocol)
 
     def _made(self) -> Any:
         found = self.__dict__.get("_real")
@@ -232,7 +237,7 @@ def _late(module: str, name: str) -> Any:
 
     def call(*arguments: Any, **options: Any) -> Any:
         plain = _OF_PLAIN_SIZES.get(name) if module == _SYMBOLS else None
-        if plain is not None and all(map(_is_plain, arguments)):
+        if plain is not None and not options and all(map(_is_plain, arguments)):
             return plain(*arguments)
         return getattr(real(module), name)(*arguments, **options)
 
