@@ -183,6 +183,8 @@ def main() -> None:
         if arguments.root is not None:
             work = arguments.root.resolve()
             home = work / "root"
+            if home.exists():
+                raise SystemExit(f"{home} is there already: remove {work} or give another folder")
             home.mkdir()
             enter = (str(ROOT / "e2e/fresh_root.sh"), str(work))
             machine = Machine(Path("/root/environment/bin"), home, hub, enter, "/root")

@@ -5,7 +5,7 @@
 Decode: bytes of keys and values a second over the rate of copying. Prefill: operations of the
 visible pairs a second over the rate of one large product. Calls are recorded in a graph over
 several layers' pools, so that neither launches nor the last call's cache are measured. --sweep
-varies one number of tuning.py at a time.
+varies one number of the kernels' Tuning at a time.
 """
 
 from __future__ import annotations
@@ -152,6 +152,6 @@ def sweep(
 
 if __name__ == "__main__":
     made = parser(__doc__ or "")
-    made.add_argument("--sweep", action="store_true", help="vary the numbers of tuning.py")
+    made.add_argument("--sweep", action="store_true", help="vary the numbers of Tuning")
     with torch.inference_mode():
         measure(made.parse_args())

@@ -109,18 +109,16 @@ def test_the_examples_are_synced_into_an_empty_cluster(synced: Synced) -> None:
 def test_health_is_what_the_page_says(synced: Synced, state: str) -> None:
     """Each state as the operator writes it, judged by Argo CD with the page's configuration."""
     synced.wait_verdict("models", "Synced", "Progressing")
-    found, _, health = states()[state]
     live = synced.api.get(KIND, "models", "qwen")
     assert live is not None
-    status = {**found["status"], "observedGeneration": live["metadata"]["generation"]}
-    conditions = [
-        {**one, "observedGeneration": live["metadata"]["generation"]}
-        for one in status["conditions"]
-    ]
-    change = {"status": {**status, "conditions": conditions}}
-    synced.api.merge(KIND, "models", "qwen", change, "status").must()
+    observed = {"observedGeneration": live["metadata"]["generation"]}
     try:
-        synced.wait_verdict("models", "Synced", health)
+        for name in dict.fromkeys(("ready", state)):  # each must be seen to change to the next
+            found, _, health = states()[name]
+            conditions = [{**one, **observed} for one in found["status"]["conditions"]]
+            change = {"status": {**found["status"], **observed, "conditions": conditions}}
+            synced.api.merge(KIND, "models", "qwen", change, "status").must()
+            synced.wait_verdict("models", "Synced", health)
     finally:
         synced.api.merge(KIND, "models", "qwen", {"status": None}, "status").must()
 

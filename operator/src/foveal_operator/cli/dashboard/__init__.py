@@ -1,6 +1,6 @@
 """`foveal dashboard`: one self-contained HTML page from Prometheus or from /metrics directly.
 
 layout.py says which panels of observability/boards are shown. sources.py asks a Prometheus;
-direct.py reads /metrics itself, and promql/ answers the very same expressions from what it read.
-page.py, tables.py and chart.py draw; they are pure.
+or /metrics itself, and promql/ answers the very same expressions from what was read. page.py and
+chart.py draw; they are pure.
 """

@@ -1,6 +1,6 @@
 """Answers expressions of observability/boards from a Store, as Prometheus answers them. Pure.
 
-Used by direct.py. A test compares every panel's answers with a real Prometheus'.
+Used by sources.py. A test compares every panel's answers with a real Prometheus'.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Samples of series over time, bounded, as a Prometheus would keep them. Pure.
 
-Filled by direct.py with one scrape at a time, read by evaluate.py.
+Filled by sources.py with one scrape at a time, read by evaluate.py.
 """
 
 from __future__ import annotations
