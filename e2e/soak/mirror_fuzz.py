@@ -23,6 +23,7 @@ from foveal_runtime.mirror.receiver import Receiver, ReceiverLimits
 from foveal_runtime.mirror.sender import Sender
 from foveal_runtime.mirror.store import Entry
 from foveal_runtime.plan.errors import MediaTooLarge
+from foveal_runtime.plan.media import MMHash
 
 MAX_STEPS = 20_000
 FAULTS = (
@@ -64,6 +65,7 @@ class Run:
             codec=rng.random() < 0.3,
         )
         self.faults = rng.choice((0, 2, 4, 8, 16))
+        self.rivals = rng.choice((0, 0, 1, 4))
         self.lazy = rng.random() < 0.5
         self.counts: Counter[str] = Counter()
         for _ in range(rng.randint(1, 24)):
@@ -125,6 +127,8 @@ class Run:
             if self.lazy and world.has_news_for_core(engine):
                 moves.append(("take", engine))
             moves += [("finish", engine, key) for key in world.running[engine]]
+        if self.rivals > 0:
+            moves += self._rivals()
         if self.faults > 0 and (not moves or self.rng.random() < 0.1):
             return [("fault", self.rng.choice(FAULTS))]
         return moves
@@ -173,6 +177,23 @@ class Run:
             self.world.send(task, engine, binds=binds)
         except MediaTooLarge:
             task.state = "failed"
+
+    def _rivals(self) -> list[tuple]:
+        """Whose frontend does not know of a value that an engine has, and so brings its own."""
+        return [
+            ("rival", link, mm_hash)
+            for link, sender in self.world.senders.items()
+            if sender.is_up
+            for mm_hash in self._stored(link[1])
+            if sender.plan_send(self.world.send_items((int(mm_hash),)))
+            and self._may_differ(link[1], mm_hash)
+        ]
+
+    def _rival(self, link: Link, mm_hash: MMHash) -> None:
+        """One more request brings a value while the engine has a wrong one, which it replaces."""
+        self.rivals -= 1
+        self._make_differ(link[1], mm_hash)
+        self._send(self.world.add_task(link[0], (int(mm_hash),)), link[1])
 
     def _eager(self, engine: int) -> None:
         if not self.lazy:
@@ -243,29 +264,36 @@ class Run:
         """A request is convicted at a frontend (1 to 4), or the book is cleared there (0)."""
         self.world.note_refusal(link[0], self.rng.randrange(5), self.rng.choice((1.0, 2.0, 3.0)))
 
-    def _stored(self, link: Link) -> Entry | None:
-        """One value of an engine, wherever it is."""
-        store = self.world.receivers[link[1]].store
-        found = [*store.idle.values(), *store.limbo.values(), *store.pinned.values()]
-        return self.rng.choice(found) if found else None
+    def _stored(self, engine: int) -> dict[MMHash, Entry]:
+        """The values of an engine, wherever they are."""
+        store = self.world.receivers[engine].store
+        found = [*store.idle.items(), *store.limbo.items(), *store.pinned.items()]
+        return {h: entry for h, entry in found if entry.value is not None}
 
     def _fault_damage(self, link: Link) -> None:
         """The bytes of a stored value change; its digest does not."""
-        entry = self._stored(link)
-        if entry is not None and entry.value is not None:
+        stored = list(self._stored(link[1]).values())
+        if stored:
+            entry = self.rng.choice(stored)
             entry.value = self.world.damage(entry.value)
 
     def _fault_differ(self, link: Link) -> None:
-        """A stored value has another digest than the copies that frontends have. Nobody may be
-        about to get it who brought one."""
-        entry = self._stored(link)
-        if entry is None or entry.value is None:
-            return
-        requests = self.world.receivers[link[1]].admission.requests.values()
-        pinned = self.world.receivers[link[1]].store.pinned
-        holders = [r for r in requests if any(pinned.get(h) is entry for h in r.held)]
-        if all(request.state is State.RUNNING for request in holders):
-            entry.value = entry.value._replace(digest=b"differs!")
+        """A stored value has another digest than the copies that frontends have."""
+        stored = [h for h in self._stored(link[1]) if self._may_differ(link[1], h)]
+        if stored:
+            self._make_differ(link[1], self.rng.choice(stored))
+
+    def _may_differ(self, engine: int, mm_hash: MMHash) -> bool:
+        """Nobody may be about to get it who brought one."""
+        requests = self.world.receivers[engine].admission.requests.values()
+        pinned = mm_hash in self.world.receivers[engine].store.pinned
+        holders = [r for r in requests if pinned and mm_hash in r.held]
+        return all(request.state is State.RUNNING for request in holders)
+
+    def _make_differ(self, engine: int, mm_hash: MMHash) -> None:
+        entry = self._stored(engine)[mm_hash]
+        assert entry.value is not None
+        entry.value = entry.value._replace(digest=b"differs!")
 
     def _fault_conflict(self, link: Link) -> None:
         """A frontend binds a uuid to another item."""

@@ -48,6 +48,7 @@ def test_random_schedules_hold_every_guarantee():
     assert counts["steps"] > 5_000
     for kind in ("needs", "stale", "bypasses", "crash_engine", "crash_frontend", "resize"):
         assert counts[kind] > 0, f"the fuzzer never met {kind}"
+    assert counts["replaced"] > counts["steps"] / 2000, "wrong values are hardly ever replaced"
 
 
 def test_snapshots_are_independent_and_equal():
@@ -287,7 +288,6 @@ class FirstStays(RequestAdmission):
         pass
 
 
-def test_the_fuzzer_sees_values_that_are_not_replaced(monkeypatch):
-    monkeypatch.setattr("mirror_fuzz.FAULTS", ("differ",))
+def test_the_fuzzer_sees_values_that_are_not_replaced():
     with pytest.raises(Violation, match="who brought a value was handed another one"):
-        Run(54, receiver_type=engine(FirstStays)).run()
+        Run(0, receiver_type=engine(FirstStays)).run()
