@@ -6,7 +6,8 @@ which blocks and encoder references the request has. Never decides anything.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 from enum import Enum
 
 from foveal_runtime.engine.types.step import MMInput, PromptLogprobs
@@ -27,7 +28,8 @@ class Request:
     Attributes:
         request_id: unique in this engine's life (the runner's key).
         session, rid: who asked: opaque to the scheduler, used by `core` to answer.
-        token_ids: expanded prompt, then outputs of earlier attempts, then outputs made here.
+        token_ids: expanded prompt, then outputs of earlier attempts, then outputs made here; 4
+            bytes each, and not a list's 40, as a million may wait.
         num_tokens: len(token_ids), kept as a number because it is read on each step.
         num_computed: positions whose KV is in this request's blocks.
         num_emitted: outputs of earlier attempts inside token_ids.
@@ -97,7 +99,7 @@ class Request:
     def __init__(
         self,
         request_id: str,
-        token_ids: list[int],
+        token_ids: Sequence[int],
         sampling: SamplingParams,
         *,
         num_prompt_tokens: int | None = None,
@@ -123,7 +125,7 @@ class Request:
         self.session = session
         self.key = key
         self.on_trial = on_trial
-        self.token_ids = token_ids
+        self.token_ids = array("I", token_ids)
         self.num_tokens = len(token_ids)
         self.num_prompt_tokens = num_prompt_tokens or len(token_ids)
         self.num_emitted = self.num_tokens - self.num_prompt_tokens
