@@ -39,7 +39,7 @@ from PIL import Image
 from e2e.bench.processes import role_of, tree
 from e2e.bench.servers import MAKERS, Options, Server, Spec
 from e2e.soak import growth
-from foveal_runtime.plan.budget.types import ENGINE_BOOKS, FRONTEND_BOOKS
+from foveal_runtime.plan.budget.types import ENGINE_BOOKS, FRONTEND_BOOKS, MIRROR_UUIDS_BYTES
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "examples" / "tiny-vlm" / "model"
@@ -50,7 +50,11 @@ CACHES = (
 SAMPLE_SECONDS = 10.0
 WARM_IMAGES = 8
 WARM_THREADS = 3
-BOOKS: dict[str, growth.Books] = {"frontend": FRONTEND_BOOKS, "engine": ENGINE_BOOKS}
+UUIDS = 16_384
+BOOKS: dict[str, growth.Books] = {
+    "frontend": FRONTEND_BOOKS | {"engine_uuids": (UUIDS, MIRROR_UUIDS_BYTES // UUIDS)},
+    "engine": ENGINE_BOOKS,
+}
 _BOOK = re.compile(r"^foveal_book_entries\{(.*)\} (\S+)$", re.MULTILINE)
 
 

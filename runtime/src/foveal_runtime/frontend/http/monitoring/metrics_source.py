@@ -120,13 +120,14 @@ def _media(metrics: Metrics, stats: FrontendStats, processor: MediaInput) -> Non
 
 
 def _books(metrics: Metrics, processor: MediaInput, client: EngineClient) -> None:
-    """How full what FRONTEND_BOOKS bounds is."""
+    """How full what FRONTEND_BOOKS and MIRROR_UUIDS_BYTES bound is."""
     for book, entries in (
         ("uuids", len(processor.aliases)),
         ("data_urls", len(processor.url_texts)),
         ("routes", len(client.router)),
         ("ghosts", processor.cache.ghosts.num_keys),
         ("quarantine", len(client.quarantine.book.entries)),
+        ("engine_uuids", sum(len(link.sender.bindings) for link in client.links())),
         ("deaths", client.quarantine.num_deaths),
         ("documents", len(processor.documents)),
     ):
