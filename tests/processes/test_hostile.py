@@ -124,7 +124,7 @@ def test_nothing_a_client_sends_stops_the_server(start: Any) -> None:
             time.sleep(3)
         settled_pids, after_bytes, after_descriptors = resources(deployment)
         after_bytes -= cached_bytes(urls)
-    attacker.http.close()
+    attacker.close()
     idle = probe.longest["idle"]
     alone = probe.longest["load alone"]
     print(f"\n/livez: idle {idle * 1000:.0f} ms, load alone {alone * 1000:.0f} ms")
@@ -162,7 +162,7 @@ def test_the_event_loop_is_never_held_for_long(start: Any) -> None:
             attacker = Attacker(urls)
             probe.phase = attack.__name__.removeprefix("attack_")
             attack(attacker)
-            attacker.http.close()
+            attacker.close()
             assert attacker.untyped == []
         probe.phase = "after"
         time.sleep(1)

@@ -12,6 +12,7 @@ import json
 import os
 import socket
 import struct
+import threading
 import time
 import zlib
 from collections import Counter
@@ -41,11 +42,26 @@ class Attacker:
 
     def __init__(self, urls: list[str]) -> None:
         self.urls = urls
-        transport = httpx.HTTPTransport(local_address="127.0.0.2")
-        self.http = httpx.Client(transport=transport, timeout=300)
+        self._mine = threading.local()
+        self._clients: list[httpx.Client] = []
         self.statuses: Counter[int] = Counter()
         self.untyped: list[str] = []
         self._turn = 0
+
+    @property
+    def http(self) -> httpx.Client:
+        """This thread's own: in a shared one, a thread may close the connection that another has
+        just taken (httpcore 1.0.9, issue 1110), which looks like a lost answer."""
+        if not hasattr(self._mine, "http"):
+            transport = httpx.HTTPTransport(local_address="127.0.0.2")
+            self._mine.http = httpx.Client(transport=transport, timeout=300)
+            self._clients.append(self._mine.http)
+        found: httpx.Client = self._mine.http
+        return found
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.close()
 
     def post(self, path: str, body: Any) -> int:
         self._turn += 1
