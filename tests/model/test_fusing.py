@@ -106,11 +106,19 @@ def test_what_is_no_rms_norm_stays(dtype):
         def forward(self, rows):
             return super().forward(rows - rows.mean(-1, keepdim=True))
 
+    class Grouped(LlamaRMSNorm):
+        """Takes rows with a dimension more, and cannot be tried with plain ones."""
+
+        def forward(self, rows):
+            batch, _groups, _positions, width = rows.shape
+            return super().forward(rows.reshape(batch, -1, width)).view(rows.shape)
+
     for module in (
         nn.LayerNorm(64),
         nn.LayerNorm(64, bias=False),
         norm(Shifted, 64, dtype),
         norm(Centred, 64, dtype),
+        norm(Grouped, 64, dtype),
     ):
         assert fused_norm(module.to(dtype), row_kernels()) is None, module
 

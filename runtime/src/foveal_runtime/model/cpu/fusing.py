@@ -39,6 +39,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2**-6}
 NORM_FORMS = ((0.0, True), (1.0, False), (0.0, False), (1.0, True))
 """(added to the weight, whether the normed row is rounded to its dtype before the product)."""
 
+_CALL_ERRORS = (TypeError, ValueError, RuntimeError, IndexError)
 _log = logging.getLogger(__name__)
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
@@ -81,7 +82,10 @@ def fused_norm(module: Any, kernels: RowKernels) -> FusedNorm | None:
     original: Forward = module.forward
     # A mean far from 0: a layer norm, which takes it away, must not look alike.
     rows = (3 * torch.randn(PROBE_ROWS, weight.shape[0]) + 5).to(weight.dtype)
-    wanted = original(rows)
+    try:
+        wanted = original(rows)
+    except _CALL_ERRORS:
+        return None  # takes rows of another shape
     forms = [FusedNorm(module, original, kernels, eps, *form) for form in NORM_FORMS]
     best = min(forms, key=lambda form: _distance(form(rows), wanted))
     return best if _is_same(best(rows), wanted) else None
@@ -166,7 +170,7 @@ def _computes_alike(module: Any, forward: Forward, width: int, dtype: torch.dtyp
     rows = torch.randn(1, PROBE_ROWS, width).to(dtype)
     try:
         wanted = module.forward(rows)
-    except (TypeError, ValueError, RuntimeError, IndexError):
+    except _CALL_ERRORS:
         return False  # takes more than rows
     return isinstance(wanted, torch.Tensor) and _is_same(forward(rows), wanted)
 
