@@ -124,8 +124,10 @@ def test_what_is_no_rms_norm_stays(dtype):
 
 
 class Scaled(LlamaMLP):
+    factor = 1.1
+
     def forward(self, rows):
-        return super().forward(rows) * 1.1
+        return super().forward(rows) * self.factor
 
 
 class Swapped(LlamaMLP):
@@ -190,6 +192,16 @@ def test_what_is_no_such_mlp_stays(dtype):
         assert fused_mlp(module, row_kernels(), {}) is None, module
     plain = llama(LlamaMLP, "silu", dtype)
     assert fused_mlp(plain, row_kernels(), {}) is None  # nothing is packed
+
+
+def test_each_setting_of_a_class_is_tried():
+    torch.manual_seed(2)
+    plain, scaled = (llama(Scaled, "silu", torch.float32) for _ in range(2))
+    plain.factor, scaled.factor = 1.0, 1.1
+    known: dict[object, bool] = {}
+    for module, is_fused in [(plain, True), (scaled, False), (plain, True)]:
+        pack_linears(module)
+        assert (fused_mlp(module, row_kernels(), known) is not None) == is_fused
 
 
 def test_activations_are_known_by_what_they_compute():

@@ -137,7 +137,8 @@ def fused_mlp(
 ) -> Forward | None:
     """The same MLP with its activation inside a product, or None where `module` is none.
 
-    `known`: what trying showed, by class, activation and dtype; one of each is tried.
+    `known`: what trying showed, by class and its settings (layers of one class may differ in
+    them), activation and dtype; one of each is tried.
     """
     linears = [child for child in module.children() if isinstance(child, PackedLinear)]
     others = [child for child in module.children() if not isinstance(child, PackedLinear)]
@@ -160,7 +161,8 @@ def fused_mlp(
             return None
         forward = _plain(first, second, activation, kernels)
     dtype = first.weight.dtype
-    key = (type(module), type(others[0]), activation, dtype)
+    settings = {k: v for k, v in vars(module).items() if isinstance(v, (int, float))}
+    key = (type(module), type(others[0]), activation, dtype, *sorted(settings.items()))
     if key not in known:
         known[key] = _computes_alike(module, forward, first.in_features, dtype)
     return forward if known[key] else None
