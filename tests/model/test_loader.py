@@ -44,7 +44,7 @@ def refusal(config) -> str:
         ("JambaConfig", {}, "recurrent or state-space"),
         ("Qwen3Config", {"layer_types": ["conv", "full_attention"]}, "layers of type conv"),
         ("BloomConfig", {}, "cannot be replaced"),
-        ("Gemma3nTextConfig", {}, "share keys and values"),
+        ("LlamaConfig", {"hidden_size_per_layer_input": 4}, "per-layer token embeddings"),
         ("Gemma3TextConfig", {"use_bidirectional_attention": True}, "both directions"),
     ],
 )
