@@ -92,6 +92,14 @@ def test_fixed_and_dynamic_sizes_are_exact(tmp_path: Path) -> None:
     assert dynamic["image"].profile.num_tokens == dynamic["image"].profile.num_embeds
 
 
+def test_positions_of_encoders_are_counted(tmp_path: Path) -> None:
+    """Whether a processor makes rows of patches or frames of sound."""
+    found = largest_items(str(tiny_processors.save("gemma4", tmp_path)), LIMITS, CONTEXT)
+    assert found["image"].profile.num_patches == 70 * 2 * 2
+    sound = found["audio"].profile
+    assert 2 * sound.num_embeds - 4 <= sound.num_patches <= 2 * sound.num_embeds
+
+
 def test_items_longer_than_the_context_do_not_count(tmp_path: Path) -> None:
     path = str(tiny_processors.save("qwen2_vl", tmp_path))
     short = largest_items(path, LIMITS, 40)
