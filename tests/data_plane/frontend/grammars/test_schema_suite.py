@@ -114,17 +114,42 @@ def test_a_refusal_names_the_place(schema, path):
 
 
 @pytest.mark.parametrize(
+    ("schema", "valid", "invalid"),
+    [
+        ({"type": "array", "uniqueItems": False, "maxItems": 2.0}, [1, 1], [1, 1, 1]),
+        ({"properties": {"a": {}}, "unevaluatedProperties": False}, {"a": 1}, {"b": 1}),
+        ({"type": "array", "prefixItems": [{}], "unevaluatedItems": False}, [1], [1, 2]),
+        (
+            {"type": "array", "items": [{"type": "string"}], "unevaluatedItems": False},
+            ["a"], ["a", "b"],
+        ),
+        ({"type": "integer", "then": {"minimum": 1}, "minContains": 2}, 0, "a"),
+        ({"type": "array", "contains": True, "minContains": 0}, [], {}),
+        (
+            {"type": "object", "dependentRequired": {"a": []}, "propertyNames": True},
+            {"a": 1}, [1],
+        ),
+    ],
+)  # fmt: skip
+def test_keywords_that_ask_for_nothing_more_are_taken(library, schema, valid, invalid):
+    made = compile_job("json", schema, True)
+    assert made["relaxed"] == []
+    matcher = LLMatcher(library, made["grammar"], log_level=0)
+    assert takes(matcher, valid)
+    assert not takes(matcher, invalid)
+
+
+@pytest.mark.parametrize(
     "schema",
     [
-        {"type": "array", "uniqueItems": False, "maxItems": 2.0},
-        {"properties": {"a": {}}, "unevaluatedProperties": False},
-        {"type": "array", "prefixItems": [{}], "unevaluatedItems": False},
-        {"type": "integer", "then": {"minimum": 1}, "minContains": 2},
-        {"type": "object", "dependentRequired": {"a": []}, "propertyNames": True},
+        {"type": "array", "contains": True, "minContains": 0, "maxContains": 1},
+        {"type": "object", "dependentRequired": []},
+        {"type": "object", "dependentSchemas": True},
     ],
 )
-def test_keywords_that_ask_for_nothing_more_are_taken(schema):
-    assert compile_job("json", schema, True)["relaxed"] == []
+def test_keywords_that_ask_for_something_are_refused(schema):
+    with pytest.raises(SchemaError):
+        compile_job("json", schema, True)
 
 
 @pytest.mark.parametrize(

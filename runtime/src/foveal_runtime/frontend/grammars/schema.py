@@ -45,17 +45,28 @@ _SAYS_NOTHING: Mapping[str, Callable[[dict[str, Any]], bool]] = {
     "unevaluatedItems": lambda schema: schema["unevaluatedItems"] is True,
     "unevaluatedProperties": lambda schema: schema["unevaluatedProperties"] is True,
     "propertyNames": lambda schema: schema["propertyNames"] is True,
-    "contains": lambda schema: schema["contains"] is True and schema.get("minContains") == 0,
+    "contains": lambda schema: (
+        schema["contains"] is True
+        and schema.get("minContains") == 0
+        and "maxContains" not in schema
+    ),
     "minContains": lambda schema: "contains" not in schema,
     "maxContains": lambda schema: "contains" not in schema,
     "if": lambda schema: not schema.keys() & {"then", "else"},
     "then": lambda schema: "if" not in schema,
     "else": lambda schema: "if" not in schema,
     "not": lambda schema: schema["not"] is False,
-    "dependentRequired": lambda schema: not any(_values(schema["dependentRequired"])),
-    "dependentSchemas": lambda schema: all(s is True for s in _values(schema["dependentSchemas"])),
+    "dependentRequired": lambda schema: (
+        isinstance(schema["dependentRequired"], dict)
+        and not any(schema["dependentRequired"].values())
+    ),
+    "dependentSchemas": lambda schema: (
+        isinstance(schema["dependentSchemas"], dict)
+        and all(one is True for one in schema["dependentSchemas"].values())
+    ),
 }
-"""Keywords that the library does not know, and when they allow everything."""
+"""Keywords that the library does not know, and when they allow everything. In this order: those
+behind one that is gone say nothing either."""
 _UNEVALUATED = {"unevaluatedProperties": "additionalProperties", "unevaluatedItems": "items"}
 _IN_PLACE = frozenset(
     {
@@ -97,12 +108,12 @@ class _Preparation:
         self._check(schema, path)
         out: dict[str, Any] = {}
         for key, value in schema.items():
-            where = f"{path}/{_escape(key)}"
+            where = f"{path}/{escape(key)}"
             if key == "x-guidance":
                 continue  # options of the library, which are not the client's to set
             if key in _MAPS and isinstance(value, dict):
                 out[key] = {
-                    name: self.part(one, f"{where}/{_escape(name)}", depth + 1)
+                    name: self.part(one, f"{where}/{escape(name)}", depth + 1)
                     for name, one in value.items()
                 }
             elif key in _LISTS | {"items"} and isinstance(value, list):
@@ -115,11 +126,15 @@ class _Preparation:
                 out[key] = int(value)
             else:
                 out[key] = value
-        for key in [key for key in out if key in _SAYS_NOTHING and _SAYS_NOTHING[key](out)]:
-            del out[key]
+        for key in [key for key in _SAYS_NOTHING if key in out]:
+            if _SAYS_NOTHING[key](out):
+                del out[key]
         if not schema.keys() & _IN_PLACE:  # then they mean what the other keyword means
             for key in _UNEVALUATED.keys() & out.keys():
-                out.setdefault(_UNEVALUATED[key], out.pop(key))
+                rest = _UNEVALUATED[key]
+                if isinstance(out.get(rest), list):  # draft 7's `items` of places
+                    rest = "additionalItems"
+                out.setdefault(rest, out.pop(key))
         _replace_format(out)
         return out
 
@@ -151,11 +166,6 @@ def _limit(found: int, limit: int, what: str, path: str) -> None:
         raise SchemaError("schema_too_large", f"{found} {what}; at most {limit} are taken", path)
 
 
-def _values(value: Any) -> list[Any]:
-    """Of a keyword's map; something that is none says more than nothing."""
-    return list(value.values()) if isinstance(value, dict) else [value]
-
-
 def _replace_format(schema: dict[str, Any]) -> None:
     """Dates and times are enforced by patterns; formats that are not known are annotations."""
     name = schema.get("format")
@@ -172,7 +182,19 @@ def _replace_format(schema: dict[str, Any]) -> None:
         schema["allOf"] = [*(together if isinstance(together, list) else ()), {"pattern": pattern}]
 
 
-def _escape(name: str) -> str:
+def words_of(schema: Mapping[str, Any]) -> list[str]:
+    """The keywords of a prepared schema, as the client wrote them."""
+    ours = list(_PATTERNS.values())
+    words = ["format" if w == "pattern" and schema[w] in ours else w for w in schema]
+    together = schema.get("allOf")
+    if isinstance(together, list) and together and together[-1] in [{"pattern": o} for o in ours]:
+        at = words.index("allOf")
+        words[at : at + 1] = ["allOf", "format"] if len(together) > 1 else ["format"]
+    return words
+
+
+def escape(name: str) -> str:
+    """A name in a JSON pointer."""
     return name.replace("~", "~0").replace("/", "~1")
 
 
@@ -183,9 +205,9 @@ def children(schema: Any) -> Iterator[tuple[str, Any]]:
     for key, value in schema.items():
         if key in _MAPS and isinstance(value, dict):
             for name, one in value.items():
-                yield f"/{_escape(key)}/{_escape(name)}", one
+                yield f"/{escape(key)}/{escape(name)}", one
         elif key in _LISTS | {"items"} and isinstance(value, list):
             for index, one in enumerate(value):
-                yield f"/{_escape(key)}/{index}", one
+                yield f"/{escape(key)}/{index}", one
         elif key in _SINGLES:
-            yield f"/{_escape(key)}", value
+            yield f"/{escape(key)}", value

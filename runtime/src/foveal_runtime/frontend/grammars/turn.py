@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from foveal_runtime.frontend.grammars.formats import (
@@ -21,13 +21,47 @@ from foveal_runtime.frontend.grammars.formats import (
     render_gemma,
     split_marks,
 )
-from foveal_runtime.frontend.grammars.schema import SchemaError
+from foveal_runtime.frontend.grammars.schema import SchemaError, escape, words_of
 
 _ANY = r"(.|\n)*"
 _BLANKS = r" \t\r\n"  # formats.BLANKS as a pattern
 _KEY = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _LOCAL_REF = re.compile(r'"\$ref": "#(?!/\$defs/|/definitions/)')
-_NOT_IN_TEXT = ("pattern", "format")
+_DEFINED = frozenset({"$defs", "definitions"})
+_VALUES = frozenset({"type", "enum", "const"})
+_OBJECT = frozenset({"type", "properties", "required", "additionalProperties"})
+_ARRAY = frozenset({"type", "items", "minItems", "maxItems"})
+_OF_TYPE: Mapping[str, frozenset[str]] = {
+    "string": frozenset({"minLength", "maxLength", "pattern", "format"}),
+    "number": frozenset(
+        {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+    ),
+    "array": _ARRAY - {"type"} | {
+        "prefixItems", "additionalItems", "unevaluatedItems", "contains", "minContains",
+        "maxContains", "uniqueItems",
+    },
+    "object": _OBJECT - {"type"} | {
+        "patternProperties", "propertyNames", "minProperties", "maxProperties",
+        "unevaluatedProperties", "dependentRequired", "dependentSchemas", "dependencies",
+    },
+}  # fmt: skip
+"""Keywords that say nothing of values of other types."""
+_KEYWORDS = _VALUES.union(*_OF_TYPE.values()) | {
+    "not", "if", "then", "else", "allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "$recursiveRef",
+}  # fmt: skip
+"""Every other word is an annotation."""
+_IS_TYPE: Mapping[str, Callable[[Any], bool]] = {
+    "null": lambda value: value is None,
+    "boolean": lambda value: isinstance(value, bool),
+    "string": lambda value: isinstance(value, str),
+    "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
+    "integer": lambda value: (
+        not isinstance(value, bool)
+        and (isinstance(value, int) or (isinstance(value, float) and value.is_integer()))
+    ),
+    "array": lambda value: isinstance(value, list),
+    "object": lambda value: isinstance(value, dict),
+}
 
 
 def turn_to_lark(turn: Mapping[str, Any], marks: Mapping[str, int]) -> tuple[str, list[str]]:
@@ -158,7 +192,7 @@ class _Writer:
             arguments = self._json(schema, tool)
         else:
             self._check_listed(schema)
-            arguments = self._arguments(row, properties_of(schema), tool)
+            arguments = self._arguments(row, schema, "", tool)
         return f"{index}{arguments} {self._literal(row.after)}"
 
     def _json(self, schema: Any, tool: Mapping[str, Any]) -> str:
@@ -182,17 +216,30 @@ class _Writer:
                 )
 
     def _arguments(
-        self, row: Format, properties: Sequence[tuple[str, Any, bool]], tool: Mapping[str, Any]
+        self, row: Format, schema: Mapping[str, Any], place: str, tool: Mapping[str, Any]
     ) -> str:
+        """Those of an object. They are all that is written, whatever else it may have."""
+        self._relax(schema, _OBJECT, place, tool, of="object")
+        known = schema.get("properties", {})
+        for name in schema.get("required", ()):
+            if name not in known:
+                self._leave_out("required", f"names {name!r}, which is no property", place, tool)
         before, between, after = row.param_parts
         items = []
-        for key, schema, required in properties:
+        for key, one, required in properties_of(schema):
+            where = f"{place}/properties/{escape(key)}"
+            if one is False:
+                if required:
+                    raise SchemaError("schema_invalid", "nothing satisfies the schema false", where)
+                continue
             head = self._literal(before + key + between)
-            if row.arguments == "params" and is_raw(schema):
-                value = self._raw(schema, after, key, tool)
+            if row.arguments == "params" and is_raw(one):
+                value = self._raw(one, after, where, tool)
+            elif row.arguments == "params":
+                value = f"({self._json(one, tool)}) {self._literal(after)}"
             else:
-                kind = {"python": self._python, "gemma": self._gemma}.get(row.arguments, self._json)
-                value = f"({kind(schema, tool)}) {self._literal(after)}"
+                kind = self._python if row.arguments == "python" else self._gemma
+                value = f"({kind(one, where, tool)}) {self._literal(after)}"
             items.append((f"{head} {value}", required))
         return self._sequence(items, self._literal(row.param_separator))
 
@@ -207,16 +254,27 @@ class _Writer:
             first, later = self._rule(one), self._rule(next_one)
         return first
 
-    def _raw(self, schema: Mapping[str, Any], after: str, key: str, tool: Mapping[str, Any]) -> str:
+    def _raw(
+        self, schema: Mapping[str, Any], after: str, place: str, tool: Mapping[str, Any]
+    ) -> str:
         """Text as it is, up to and with `after`, which it cannot hold."""
-        options = [one for one in _options(schema) if _type(one) != "null"]
-        if len(options) == 1 and (values := _values(options[0])) is not None:
-            texts = [self._literal(v) for v in values if isinstance(v, str) and after not in v]
-            return f"({' | '.join(texts)}) {self._literal(after)}"
+        found = self._alternatives(schema, place, tool)
+        options = [one for one in found if _type(one) != "null"]
+        values = [_values(one) for one in options]
+        if all(some is not None for some in values):
+            for one in options:
+                self._relax(one, _VALUES, place, tool, of="string")
+            texts = [v for some in values for v in some or () if isinstance(v, str)]
+            written = [self._literal(v) for v in texts if after not in v]
+            if not written:
+                raise SchemaError("schema_unsupported", "no value of it can be written", place)
+            return f"({' | '.join(written)}) {self._literal(after)}"
         bounds = "*"
+        enforced = frozenset({"type"} if len(options) > 1 else {"type", "minLength", "maxLength"})
+        for one in options:
+            self._relax(one, enforced, place, tool, of="string")
         if len(options) == 1:
             one = options[0]
-            self._relax(one, key, tool)
             bounds = f"{{{one.get('minLength', 0)},{one.get('maxLength', '')}}}"
             bounds = "*" if bounds == "{0,}" else bounds
         parts = split_marks(after, self._marks)
@@ -226,50 +284,105 @@ class _Writer:
         text = self._rule(rf"/(.|\n){bounds}{_escaped(''.join(parts[:marked]))}/")
         return f"{text} {self._literal(''.join(parts[marked:]))}"
 
-    def _relax(self, schema: Mapping[str, Any], key: str, tool: Mapping[str, Any]) -> None:
-        for word in _NOT_IN_TEXT:
-            if word in schema:
-                where = f"/properties/{key}"
-                if tool["strict"]:
-                    raise SchemaError(
-                        "schema_unsupported", f"{word} of a text that this model writes as it is",
-                        where,
-                    )  # fmt: skip
-                self.relaxed.append(f"{tool['name']}{where}/{word}")
+    def _alternatives(self, schema: Any, place: str, tool: Mapping[str, Any]) -> list[Any]:
+        """The alternatives of a schema, one for each type. What stands beside them is lost."""
+        if not isinstance(schema, dict):
+            return [{}]
+        shared = {key: schema[key] for key in _DEFINED if key in schema}
+        for word in ("anyOf", "oneOf"):
+            if not isinstance(schema.get(word), list):
+                continue
+            self._relax(schema, frozenset({word}), place, tool)
+            found = [
+                option
+                for number, one in enumerate(schema[word])
+                if one is not False
+                for option in self._alternatives(
+                    {**shared, **one} if isinstance(one, dict) else one,
+                    f"{place}/{word}/{number}", tool,
+                )
+            ]  # fmt: skip
+            if word == "oneOf" and not _exclude_each_other(found):
+                self._leave_out(word, "of alternatives that a value may satisfy both", place, tool)
+            return found
+        kinds = schema.get("type")
+        found = (
+            [{**schema, "type": kind} for kind in kinds] if isinstance(kinds, list) else [schema]
+        )
+        return [one for one in found if _values(one) != []]
 
-    def _python(self, schema: Any, tool: Mapping[str, Any]) -> str:
-        options = _options(schema)
-        if len(options) > 1:
-            return " | ".join(self._python(one, tool) for one in options)
-        values = _values(options[0])
-        if values is None and _type(options[0]) in ("boolean", "null"):
-            values = [None] if _type(options[0]) == "null" else [True, False]
-        if values is None:
-            return self._json(options[0], tool)
-        plain = [
-            PYTHON_NAMES[v] if v is None or isinstance(v, bool) else json.dumps(v) for v in values
-        ]
-        return " | ".join(map(_quoted, plain))
+    def _relax(
+        self, schema: Mapping[str, Any], enforced: frozenset[str], place: str,
+        tool: Mapping[str, Any], of: str = "",
+    ) -> None:  # fmt: skip
+        """`of`: the type of the values, of which keywords for other types say nothing."""
+        others = [words for kind, words in _OF_TYPE.items() if of and kind != of]
+        enforced = enforced.union(*others)
+        for word in words_of(schema):
+            if word in _KEYWORDS and word not in enforced:
+                self._leave_out(
+                    word, "where this model writes the value in its own way", place, tool
+                )
 
-    def _gemma(self, schema: Any, tool: Mapping[str, Any]) -> str:
-        options = _options(schema)
-        if len(options) > 1:
-            return " | ".join(self._gemma(one, tool) for one in options)
-        one = options[0]
-        shared = {key: one[key] for key in ("$defs", "definitions") if key in one}
+    def _leave_out(self, word: str, why: str, place: str, tool: Mapping[str, Any]) -> None:
+        """A keyword that the grammar does not enforce."""
+        if tool["strict"]:
+            raise SchemaError("schema_unsupported", f"{word} {why}", place)
+        entry = f"{tool['name']}{place}/{word}"
+        if entry not in self.relaxed:
+            self.relaxed.append(entry)
+
+    def _python(self, schema: Any, place: str, tool: Mapping[str, Any]) -> str:
+        options = _flat(schema)
+        if not any(map(_has_python_name, options)):  # written as JSON, and bound whole
+            return self._json(schema, tool)
+        texts = []
+        for one in self._alternatives(schema, place, tool):
+            values, kind = _values(one), _type(one)
+            if values is None and kind in ("boolean", "null"):
+                values = [None] if kind == "null" else [True, False]
+            elif values is None:
+                texts.append(self._json(one, tool))
+                continue
+            self._relax(one, _VALUES, place, tool, of=kind if isinstance(kind, str) else "")
+            texts += [
+                _quoted(
+                    PYTHON_NAMES[v] if v is None or isinstance(v, bool)
+                    else json.dumps(v, ensure_ascii=False)
+                )
+                for v in values
+            ]  # fmt: skip
+        return self._either(texts, place)
+
+    def _either(self, texts: Sequence[str], place: str) -> str:
+        if not texts:
+            raise SchemaError("schema_invalid", "no value satisfies it", place)
+        return " | ".join(texts)
+
+    def _gemma(self, schema: Any, place: str, tool: Mapping[str, Any]) -> str:
+        found = self._alternatives(schema, place, tool)
+        return self._either([self._gemma_one(one, place, tool) for one in found], place)
+
+    def _gemma_one(self, one: Mapping[str, Any], place: str, tool: Mapping[str, Any]) -> str:
+        shared = {key: one[key] for key in _DEFINED if key in one}
+        kind = _type(one)
         if (values := _values(one)) is not None:
+            self._relax(one, _VALUES, place, tool, of=kind if isinstance(kind, str) else "")
             return " | ".join(self._literal(render_gemma(v)) for v in values)
         if "$ref" in one:
+            self._relax(one, frozenset({"$ref"}), place, tool)
             return self._gemma_ref(one["$ref"], shared, tool)
-        if _type(one) == "string":
-            return f"{self._literal(GEMMA_QUOTE)} {self._raw(one, GEMMA_QUOTE, '', tool)}"
-        if _type(one) == "object" and "properties" in one:
-            row = FORMATS["gemma"]
-            return f'"{{" {self._arguments(row, properties_of(one), tool)} "}}"'
-        if _type(one) == "array" and isinstance(one.get("items"), dict):
-            item = self._rule(self._gemma({**shared, **one["items"]}, tool))
-            least, most = one.get("minItems", 0), one.get("maxItems", "")
-            more = f'("," {item}){{{max(0, least - 1)},{most - 1 if most else ""}}}'
+        if kind == "string":
+            return f"{self._literal(GEMMA_QUOTE)} {self._raw(one, GEMMA_QUOTE, place, tool)}"
+        if kind == "object" and "properties" in one:
+            return f'"{{" {self._arguments(FORMATS["gemma"], one, place, tool)} "}}"'
+        if kind == "array" and isinstance(one.get("items"), dict):
+            self._relax(one, _ARRAY, place, tool, of="array")
+            least, most = one.get("minItems", 0), one.get("maxItems")
+            if most == 0:
+                return '"[]"'
+            item = self._rule(self._gemma({**shared, **one["items"]}, f"{place}/items", tool))
+            more = f'("," {item}){{{max(0, least - 1)},{"" if most is None else most - 1}}}'
             return f'"[" ({item} {more}){"" if least else "?"} "]"'
         return self._json(one, tool)
 
@@ -280,25 +393,38 @@ class _Writer:
             target = shared.get(where, {}).get(name, {})
             self._refs[known] = name = self._rule("")
             at = len(self._rules) - 1
-            self._rules[at] = f"{name}: {self._gemma({**shared, **target}, tool)}"
+            place = ref.removeprefix("#")
+            self._rules[at] = f"{name}: {self._gemma({**shared, **target}, place, tool)}"
         return self._refs[known]
 
 
-def _options(schema: Any) -> list[Any]:
-    """The alternatives of a schema, one for each type."""
+def _flat(schema: Any) -> list[Any]:
+    """Every alternative of a schema, without what stands beside them."""
     if not isinstance(schema, dict):
         return [{}]
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     for word in ("anyOf", "oneOf"):
         if isinstance(schema.get(word), list):
-            return [
-                option
-                for one in schema[word]
-                for option in _options({**shared, **one} if isinstance(one, dict) else one)
-            ]
-    if isinstance(schema.get("type"), list):
-        return [{**schema, "type": one} for one in schema["type"]]
-    return [schema]
+            return [option for one in schema[word] for option in _flat(one)]
+    kinds = schema.get("type")
+    return [{**schema, "type": one} for one in kinds] if isinstance(kinds, list) else [schema]
+
+
+def _has_python_name(option: Mapping[str, Any]) -> bool:
+    """Whether it allows True, False or None alone, which JSON spells in another way."""
+    values = _values(option)
+    if values is not None:
+        return any(one is None or isinstance(one, bool) for one in values)
+    return _type(option) in ("boolean", "null")
+
+
+def _exclude_each_other(options: Sequence[Any]) -> bool:
+    """No value satisfies two of them."""
+    values = [_values(one) for one in options]
+    if all(some is not None for some in values):
+        told = [one for some in values for one in {json.dumps(one) for one in some or ()}]
+        return len(set(told)) == len(told)
+    kinds = ["number" if _type(one) == "integer" else _type(one) for one in options]
+    return all(isinstance(kind, str) for kind in kinds) and len(set(kinds)) == len(kinds)
 
 
 def _type(schema: Mapping[str, Any]) -> Any:
@@ -306,10 +432,16 @@ def _type(schema: Mapping[str, Any]) -> Any:
 
 
 def _values(schema: Mapping[str, Any]) -> list[Any] | None:
+    """Those that an enum or a const leaves of the type; None where it has neither."""
+    if not schema.keys() & {"enum", "const"}:
+        return None
+    values = schema.get("enum", [schema.get("const")])
+    if not isinstance(values, list):
+        return None
     if "const" in schema:
-        return [schema["const"]]
-    values = schema.get("enum")
-    return values if isinstance(values, list) and values else None
+        values = [one for one in values if json.dumps(one) == json.dumps(schema["const"])]
+    is_of = _IS_TYPE.get(str(_type(schema)))
+    return [one for one in values if is_of is None or is_of(one)]
 
 
 def _quoted(text: str) -> str:
