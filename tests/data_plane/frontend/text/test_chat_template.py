@@ -77,3 +77,40 @@ def test_the_processors_template_comes_first(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(StartupError, match=r"tokenizer\.json"):
         TextTokenizer.load(tmp_path)
+
+
+ANY_ROLE = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'user' %}"
+    "{% for p in m.content %}{{ p.text }}{% endfor %}{% else %}{{ m.content }}"
+    '{% for c in m.tool_calls or [] %}{{ \'<tool_call>\\n{"name": "\' + c.function.name + '
+    "'\", \"arguments\": ' + c.function.arguments + '}\\n</tool_call>' }}{% endfor %}"
+    "{% endif %}{% endfor %}"
+)
+"""Reads the user's parts, everybody else's text, and arguments as text."""
+
+
+def test_roles_are_bounded() -> None:
+    """Each new one was rendered again, and remembered for ever."""
+    found = template(ANY_ROLE)
+    for number in range(120):
+        found.render([Message(role=f"r{number}", content="a")])
+    assert len(found._parts_of) <= 64
+    many = [Message(role=f"r{number}", content="a") for number in range(17)]
+    assert found.render(many[:16]).text.startswith("<|r0|>a")
+    with pytest.raises(InvalidRequest, match="one role more than the 16") as caught:
+        found.render([*many[:16], many[0], many[16]])
+    assert caught.value.param == "messages[17].role"
+
+
+def test_a_template_that_takes_arguments_as_text_is_asked_with_text() -> None:
+    """It refused both spellings of the question, and got parts that it wrote out as a list."""
+    call = {"id": "c", "function": {"name": "look", "arguments": '{"a": 1}'}}
+    said = Message(role="assistant", content="hi", tool_calls=[call])
+    text = template(ANY_ROLE).render([Message(role="user", content="x"), said]).text
+    assert "<|assistant|>hi<tool_call>" in text
+
+
+def test_json_in_the_templates_own_text_is_no_list_of_parts() -> None:
+    source = "Reply as [{'type': 'text'}]. " + byte_tokenizer().chat_template
+    assert template(source).content_format == "parts"
+    assert template("{% for m in messages %}{{ m.content }}{% endfor %}").content_format == "string"

@@ -7,14 +7,18 @@ refused: it is content that the model would not see.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from foveal_runtime.frontend.protocol.bounds import Lenient, check_plain
+from foveal_runtime.plan.errors import InvalidRequest
 
 Text = Annotated[str, Field(max_length=16_000_000)]
 MAX_TOOL_CALLS = 1024
+MAX_ROLES = 16
+"""Of one conversation: each that is new takes renderings of the template, which hold others up."""
 
 
 Uuid = Annotated[
@@ -163,3 +167,16 @@ class Message(Lenient):
     tool_call_id: str | None = Field(None, max_length=256, description="which call this answers")
     reasoning_content: Text | None = Field(None, description="an earlier answer's reasoning")
     reasoning: Text | None = Field(None, description="the same by another name")
+
+
+def check_num_roles(messages: Sequence[Message]) -> None:
+    """Raises InvalidRequest."""
+    roles: set[str] = set()
+    for index, message in enumerate(messages):
+        roles.add(message.role)
+        if len(roles) > MAX_ROLES:
+            raise InvalidRequest(
+                f"messages[{index}].role is {message.role!r}, one role more than the {MAX_ROLES} "
+                "that a request may have; use 'system', 'user', 'assistant' or 'tool'",
+                param=f"messages[{index}].role",
+            )

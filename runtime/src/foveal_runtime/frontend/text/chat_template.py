@@ -34,6 +34,7 @@ from foveal_runtime.frontend.protocol.messages import (
     RefusalPart,
     TextPart,
     ToolCall,
+    check_num_roles,
 )
 from foveal_runtime.frontend.text.parts import media_part
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
@@ -41,7 +42,8 @@ from foveal_runtime.plan.errors import InvalidRequest, StartupError, Unsupported
 from foveal_runtime.plan.media import MODALITIES, Modality
 
 _PROBE = "fovealprobe"
-_LISTED = re.compile("['\"]type['\"]")
+_LISTED = re.compile(f"['\"]text['\"]\\s*:\\s*['\"]{_PROBE}")
+"""The probe's list of parts, written out as one."""
 _MAX_PROBED_ROLES = 64
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError,
@@ -141,11 +143,13 @@ class ChatTemplate:
         known = self._parts_of.get((role, has_calls))
         if known is None:
             known = self._probe_parts(role, has_calls)
-            self._parts_of[role, has_calls] = known
+            if role in self._roles or role == "tool":  # of which there are not many
+                self._parts_of[role, has_calls] = known
         return known
 
     def _probe_parts(self, role: str, has_calls: bool) -> bool:
-        call = {"id": "probe1234", "type": "function", "function": {"name": "x", "arguments": {}}}
+        named = {"name": "x", "arguments": "{}" if self._arguments_as_text else {}}
+        call = {"id": "probe1234", "type": "function", "function": named}
         more: dict[str, Any] = {"tool_calls": [call]} if has_calls else {}
         if role == "tool":
             more["tool_call_id"] = call["id"]
@@ -253,6 +257,7 @@ class ChatTemplate:
                 "this model has no chat template; use /v1/completions", param="messages"
             )
         self._check_variables(variables or {}, messages, continue_final_message)
+        check_num_roles(messages)
         parts: list[MediaPart] = []
         plain = [
             self._plain(message, f"messages[{index}]", parts, pages or {})
