@@ -120,3 +120,15 @@ def test_what_stands_in_long_texts_is_not_counted(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(json_in, limit, 60)
     text = ',[{\\"' * 200
     assert decode_json(f'{{"a":"{text}"}}'.encode()) == {"a": ',[{"' * 200}
+
+
+def test_what_stands_in_long_texts_is_not_counted_in_small_bodies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A larger body with the same text was taken."""
+    monkeypatch.setattr(json_in, "WHOLE_BYTES", 1 << 20)
+    monkeypatch.setattr(json_in, "MAX_BRACKETS", 60)
+    text = "[" * 200
+    assert decode_json(f'{{"a":"{text}"}}'.encode()) == {"a": text}
+    with pytest.raises(InvalidRequest, match="has 61 brackets"):
+        decode_json(b"[" * 61)

@@ -19,7 +19,8 @@ import msgspec
 from foveal_runtime.plan.errors import InvalidRequest
 
 WHOLE_BYTES = 1 << 20
-"""Bodies up to this size are parsed as they are, within a millisecond or two."""
+"""Bodies up to this size are parsed as they are, within a millisecond or two, unless they have more
+brackets or commas than may be parsed at once: then those in long texts do not count."""
 LONG_BYTES = 4096
 """Texts of so many bytes are long."""
 MAX_REST_BYTES = 16 << 20
@@ -54,7 +55,7 @@ class _Span(NamedTuple):
 def decode_json(body: bytes | bytearray) -> Any:
     """Raises InvalidRequest: for what is no JSON, and for a body of which too much would have to be
     parsed in one piece."""
-    if len(body) <= WHOLE_BYTES:
+    if len(body) <= WHOLE_BYTES and not _exceeded(body):
         return _decode(body, [])
     spans = _long_texts(body)
     rest_bytes = len(body) - sum(span.end - span.begin for span in spans)
@@ -79,6 +80,18 @@ def decode_json(body: bytes | bytearray) -> Any:
 
 def _decode(rest: bytes | bytearray, spans: Sequence[_Span]) -> Any:
     """What is left between `spans`. What would take long to parse is refused before."""
+    if exceeded := _exceeded(rest):
+        raise InvalidRequest(exceeded)
+    try:
+        return msgspec.json.decode(rest)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _invalid(error, partial(_place, spans)) from error
+    except RecursionError:
+        raise InvalidRequest("the body is not valid JSON: nested too deeply") from None
+
+
+def _exceeded(rest: bytes | bytearray) -> str:
+    """What there is too much of; "" when the parser may have it."""
     commas, brackets, quotes = _count(rest, b","), _count(rest, b"[{"), _count(rest, b'"')
     for name, found, most in (
         ("commas", commas, MAX_COMMAS),
@@ -87,15 +100,8 @@ def _decode(rest: bytes | bytearray, spans: Sequence[_Span]) -> Any:
         ("commas and, four for each, brackets", commas + 4 * brackets, MAX_BOTH),
     ):
         if found > most:
-            raise InvalidRequest(
-                f"the body has {found} {name}; at most {most} are taken, in text or not"
-            )
-    try:
-        return msgspec.json.decode(rest)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _invalid(error, partial(_place, spans)) from error
-    except RecursionError:
-        raise InvalidRequest("the body is not valid JSON: nested too deeply") from None
+            return f"the body has {found} {name}; at most {most} are taken, in text or not"
+    return ""
 
 
 def _count(rest: bytes | bytearray, chars: bytes) -> int:
