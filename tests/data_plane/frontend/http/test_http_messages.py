@@ -114,7 +114,8 @@ async def test_tokens_are_counted_with_images(harness: Any) -> None:
     {"thinking": {"type": "enabled", "budget_tokens": 1024}}, {"metadata": {"user_id": "u"}},
     {"service_tier": "auto", "betas": ["x"]}, {"top_k": 5, "temperature": 0.5, "top_p": 0.9},
     {"min_p": 0.1}, {"tools": [], "tool_choice": {"type": "none"}},
-    {"mcp_servers": None}, {"mcp_servers": []},
+    {"mcp_servers": None}, {"mcp_servers": []}, {"container": None}, {"container": {"skills": []}},
+    {"context_management": {}}, {"context_management": {"edits": []}},
 ])  # fmt: skip
 async def test_options_that_are_taken(harness: Any, options: dict[str, Any]) -> None:
     assert (await harness.http.post(PATH, json=body(**options))).status_code == 200
@@ -127,6 +128,13 @@ async def test_options_that_are_taken(harness: Any, options: dict[str, Any]) -> 
         ({"wrong": 1}, "wrong"),
         ({"n": 2}, "n is not supported"),
         ({"mcp_servers": MCP_SERVERS}, "mcp_servers is not supported"),
+        ({"container": {"skills": [{"skill_id": "x"}]}}, "container is not supported"),
+        (
+            {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+            "context_management is not supported",
+        ),
+        ({"tools": [{"type": "mcp_toolset", "mcp_server_name": "s"}]}, "tools[0].type"),
+        ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
         ({"min_p": 7}, "min_p"),
         (
             {"chat_template_kwargs": "x", "thinking": {"type": "disabled"}},

@@ -115,7 +115,7 @@ class Turn(Lenient):
 
 class ClientTool(Lenient):
     type: str | None = Field(None, description="custom; tools that a server runs are not served")
-    name: str = Field(max_length=256)
+    name: str = Field("", max_length=256)
     description: str | None = Field(None, max_length=100_000)
     input_schema: Schema | None = None
     strict: bool | None = None
@@ -207,8 +207,6 @@ _MEANINGLESS = frozenset(
     {
         "betas",
         "cache_control",
-        "container",
-        "context_management",
         "inference_geo",
         "service_tier",
         "speed",
@@ -250,6 +248,8 @@ def _tool_fields(request: CountTokensRequest) -> dict[str, Any]:
                 f"tools[{index}].type is {tool.type!r}; only tools of the client are served",
                 param=f"tools[{index}].type",
             )
+        if not tool.name:
+            raise InvalidRequest(f"tools[{index}].name is missing", param=f"tools[{index}].name")
         if tool.input_schema is None:
             raise InvalidRequest(
                 f"tools[{index}].input_schema is missing", param=f"tools[{index}].input_schema"

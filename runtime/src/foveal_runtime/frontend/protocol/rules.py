@@ -57,6 +57,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "documents": ([],),
     "mcp_servers": ([],),
+    "container": ({}, {"skills": []}),
+    "context_management": ({}, {"edits": []}),
     "extra_body": ({},),
     "media_io_kwargs": ({},),
 }
