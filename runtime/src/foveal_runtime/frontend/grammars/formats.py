@@ -104,7 +104,7 @@ FORMATS: Mapping[str, Format] = {
             call=f"[TOOL_CALLS]{NAME}[ARGS]{ARGUMENTS}", ids="short",
         ),
         Format(
-            "mistral_v11", "Mistral Small 3.1 and 3.2",
+            "mistral_v11", "Mistral Small 3.2",
             call=f"[TOOL_CALLS]{NAME}[CALL_ID]{INDEX}[ARGS]{ARGUMENTS}", ids="short",
             index="[A-Za-z0-9]{9}",
         ),

@@ -29,7 +29,8 @@ class Gate:
     """The counters of one process. Invariant: each is the sum over open tickets.
 
     Attributes:
-        media_bytes: of bodies, fetched media and answers. max_scores: log probabilities held.
+        media_bytes: of bodies, fetched media, prompts and answers.
+        max_scores: log probabilities held.
         draining: /readyz says no and requests are refused.
         num_requests: whose body is complete; num_uploads: whose body is still arriving.
         rejections: by reason, since the start.
@@ -119,7 +120,11 @@ class Gate:
         down, it never makes a valid request impossible."""
         if used > 0 and wanted > limit:
             self.rejections[reason] += 1
-            what = "prompt tokens" if reason == "tokens" else "bytes of bodies, media and answers"
+            what = (
+                "prompt tokens"
+                if reason == "tokens"
+                else "bytes of bodies, media, prompts and answers"
+            )
             raise RateLimited(
                 f"{used} {what}{whose} are in flight; {wanted - used} more would exceed this "
                 f"process's limit of {limit}"
