@@ -1,9 +1,13 @@
 """Early release of media values: unpinned once encoded, fetched again after preemption."""
 
+import sys
+
 import pytest
 
 from foveal_runtime.engine.testing.fake_frontend import FakeItem
 from foveal_runtime.plan.config import EngineCaches, SchedulerConfig
+from foveal_runtime.wire import codec
+from foveal_runtime.wire.messages import RequestBody, SamplingParams
 from tests.support.engine_core_rig import A, B, C, Engine, early_release
 
 A_TOKENS = 6
@@ -157,6 +161,75 @@ def test_a_value_that_changed_in_memory_poisons_no_later_request():
     assert core.receiver.stats.num_damaged_values == 1
     assert bytes(core.receiver.store.lookup(A.mm_hash).value.data) == A.value
     engine.assert_clean()
+
+
+def damage(core, *items):
+    """The stored values of items change in memory; nothing made from the right ones is left."""
+    for item in items:
+        entry = core.receiver.store.lookup(item.mm_hash)
+        bad = bytearray(entry.value.data)
+        bad[-1] ^= 1
+        entry.value = entry.value._replace(data=memoryview(bytes(bad)))
+    core.scheduler.reset_encoder_cache()
+    core.scheduler.reset_prefix_cache()
+
+
+def test_a_changed_value_is_found_by_who_brings_a_copy_too():
+    """The copy has the digest of the stored one and is dropped; that one was not checked."""
+    engine = Engine()
+    frontend = engine.connect()
+    engine.up(frontend, frontend.request(("r", 0), [1, A, 2, 3, 4], max_tokens=2))
+    engine.run()
+    damage(engine.core, A)
+    frontend.sender.reset()
+    engine.up(frontend, frontend.request(("s", 0), [1, A, 2, 3, 4], max_tokens=2))
+    engine.run()
+    engine.check(frontend, ("s", 0))
+    assert engine.core.receiver.stats.num_damaged_values == 1
+    engine.assert_clean()
+
+
+def test_a_value_that_changed_while_its_request_was_away_is_asked_for_again():
+    engine = early_release(num_blocks=17)
+    frontend = engine.connect()
+    engine.up(frontend, frontend.request(("r", 0), [1, A, 3], max_tokens=40))
+    engine.up(frontend, frontend.request(("s", 0), [2, C, 4], max_tokens=40))
+    engine.step()
+    damage(engine.core, A, C)
+    engine.run()
+    assert engine.core.stats.num_preemptions > 0
+    assert engine.core.receiver.stats.num_damaged_values > 0
+    for rid in frontend.bodies:
+        assert frontend.finish[rid] == "length"
+        engine.check(frontend, rid)
+    engine.assert_clean()
+
+
+def test_many_requests_on_trial_may_hold_a_wrong_value():
+    """Each of them was one more call on the stack."""
+    engine = Engine()
+    frontend = engine.connect()
+
+    def ask(name, ids, items=()):
+        sampling = SamplingParams(max_tokens=4, ignore_eos=True)
+        places = tuple((len(ids) + index, index) for index, _ in enumerate(items))
+        packed = codec.pack_tokens([*ids, *[0] * len(items)], wide=False)[0]
+        body = RequestBody(
+            token_ids=packed, wide=False, placements=places, sampling=sampling, on_trial=True
+        )
+        sent = frontend.request((name, 0), [*ids, *items], sampling=sampling, body=body)
+        engine.up(frontend, sent)
+
+    ask("first", [1, 2, 3])
+    for number in range(sys.getrecursionlimit()):
+        ask(f"h{number}", [1], [wrong_a()])
+    frontend.sender.reset()
+    engine.up(frontend, frontend.request(("s", 0), [1, A, 2], max_tokens=2))
+    for _ in range(8):
+        engine.core.step()
+    engine.deliver()
+    assert frontend.finish["first", 0] == "length"
+    engine.core.end_session("f1", "over")
 
 
 def test_what_was_made_from_a_replaced_value_is_not_used_again():

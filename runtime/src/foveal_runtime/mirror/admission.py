@@ -302,6 +302,7 @@ class RequestAdmission:
             return
         self.store.pin(mm_hash)
         request.held[mm_hash] = None
+        request.joined = True
         if counts_as_hit:
             request.num_hits += 1
             self.stats.num_hits += 1

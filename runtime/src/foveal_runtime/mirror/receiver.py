@@ -289,7 +289,13 @@ class Receiver:
                 items[mm_hash] = entry.value
             taken.append(
                 ReadyRequest(
-                    key[0], key[1], request.body, items, request.num_hits, request.bypassed
+                    key[0],
+                    key[1],
+                    request.body,
+                    items,
+                    request.num_hits,
+                    request.joined,
+                    request.bypassed,
                 )
             )
         return taken

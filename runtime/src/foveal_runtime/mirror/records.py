@@ -174,7 +174,8 @@ class ReadyRequest:
     """A request whose values are all here and pinned until finish(fid, rid).
 
     `items` maps each distinct hash to its value, in first-use order; `num_hits` of them were here
-    before the request and came without a copy; `bypassed`: larger than the cache (warn once).
+    before the request and came without a copy; `joined`: some value was here before, with or
+    without a copy; `bypassed`: larger than the cache (warn once).
     """
 
     fid: str
@@ -182,4 +183,5 @@ class ReadyRequest:
     body: msgspec.Raw
     items: dict[MMHash, Value]
     num_hits: int
+    joined: bool
     bypassed: bool

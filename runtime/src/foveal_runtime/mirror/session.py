@@ -133,12 +133,12 @@ class SessionRequest:
     `session` is the one it came by; `copies` are values sent along; `held` hashes it pins;
     `missing` hashes it waits for. `queued_n` is its n while it holds back the ack, else 0.
     `taken`: the engine core has seen it and must be told when it goes without finish().
-    `counted`: it was admitted once.
+    `counted`: it was admitted once. `joined`: a value was in the store before it.
     """
 
     __slots__ = (
-        "body", "bypassed", "copies", "counted", "fid", "held", "items", "missing", "num_hits",
-        "queued_n", "rid", "session", "staged_bytes", "state", "taken",
+        "body", "bypassed", "copies", "counted", "fid", "held", "items", "joined", "missing",
+        "num_hits", "queued_n", "rid", "session", "staged_bytes", "state", "taken",
     )  # fmt: skip
 
     def __init__(
@@ -161,7 +161,7 @@ class SessionRequest:
         self.held: dict[MMHash, None] = {}
         self.missing: dict[MMHash, None] = {}
         self.num_hits = 0
-        self.taken = self.counted = False
+        self.taken = self.counted = self.joined = False
         self.bypassed = False
         self.staged_bytes = sum(self.items[h].size_bytes for h in copies)
 

@@ -322,18 +322,19 @@ class EngineCore:
 
     def _start_ready(self) -> None:
         """Each request that ends may make room for others, so until nobody is ready."""
-        while (ready := self._values.take_ready()) or self.receiver.admission.lost:
-            for entry in ready:
-                self._start(entry)
-            self._drop_aborted()
-        while self._held and not self._is_trying():
+        while True:
+            while (ready := self._values.take_ready()) or self.receiver.admission.lost:
+                for entry in ready:
+                    self._start(entry)
+                self._drop_aborted()
+            if not self._held or self._is_trying():
+                return
             request = self._held.popleft()
             if (request.session, request.rid) not in self.receiver.admission.requests:
                 continue
             if self._values.has_wrong(request):
                 self.receiver.requeue(request.session, request.rid)
-                self._start_ready()
-                return
+                continue
             try:
                 self._add(request)
             except FovealError as error:
@@ -345,8 +346,10 @@ class EngineCore:
 
     def _start(self, ready: ReadyRequest) -> None:
         """Splices a complete request and hands it to the scheduler, or says why not."""
-        request_id = self._ids.get((ready.fid, ready.rid))
-        if request_id is not None:
+        if self._values.refetch(ready):
+            return
+        key = (ready.fid, ready.rid)
+        if (request_id := self._ids.get(key)) is not None:
             self._values.resume(request_id, ready)
             return
         if ready.bypassed and not self._warned_bypass:
@@ -355,9 +358,6 @@ class EngineCore:
                 "a request's media are larger than the value cache and go past it: they are sent "
                 "again each time (caches.ipc_bytes is %d)", self.receiver.store.capacity_bytes,
             )  # fmt: skip
-        key = (ready.fid, ready.rid)
-        if self._values.refetch(ready):
-            return
         arrived = self._arrived.pop(key, now := self._clock())
         if ready.items:
             self.stats.observed.values_seconds.observe(now - arrived)

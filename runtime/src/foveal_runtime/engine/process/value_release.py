@@ -85,8 +85,8 @@ class ValueRelease:
 
     def _damaged(self, ready: ReadyRequest) -> list[MMHash]:
         """Of the values that the encoder would read. What came with the request was just checked,
-        and so was all of it when nothing was here before."""
-        if not ready.num_hits:
+        and so was all of it when nothing was here before; a copy of what was here is not read."""
+        if not ready.joined:
             return []
         lookup = self._scheduler.encoder.lookup
         return [
