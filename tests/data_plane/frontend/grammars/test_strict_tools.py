@@ -47,7 +47,7 @@ def test_five_formats_write_arguments_one_by_one():
 @pytest.mark.parametrize(
     ("more", "word"),
     [
-        ({"minProperties": 1}, "Properties"),
+        ({"minProperties": 5, "required": ["a", "c"]}, "minProperties"),
         ({"required": ["a", "b"]}, "required"),
         ({"oneOf": [{"required": ["a"]}]}, "oneOf"),
         ({"dependentRequired": {"a": ["c"]}}, "dependentRequired"),
