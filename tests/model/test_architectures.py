@@ -19,6 +19,7 @@ TEXT_NAMES = [
     "qwen3_moe",
     "llama4_text",
     "deepseek_v3_mla",
+    "gemma3n_text",
     "gemma4_text",
 ]
 MEDIA_NAMES = [
@@ -69,6 +70,7 @@ MEDIA_NAMES = [
     "glmasr",
     "fun_asr_nano",
     "qwen3_asr",
+    "gemma3n",
     "gemma4",
     "gemma4_large",
     "gemma4_moe",

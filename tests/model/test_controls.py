@@ -80,9 +80,10 @@ def test_another_layers_keys_and_values_are_seen(bench) -> None:
     assert largest(one) > 1e-2
 
 
-def test_inputs_of_layers_are_seen(bench, monkeypatch) -> None:
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
+def test_inputs_of_layers_are_seen(name: str, bench, monkeypatch) -> None:
     """Every token's are those of its id."""
-    one = bench("gemma4")
+    one = bench(name)
     theirs = LoadedModel.layer_inputs
     monkeypatch.setattr(
         LoadedModel, "layer_inputs", lambda self, ids: theirs(self, torch.zeros_like(ids))
@@ -95,6 +96,15 @@ def test_inputs_of_layers_where_encoder_outputs_go_are_seen(bench) -> None:
     one = bench("gemma4")
     one.runner.loaded.adapter = replace(one.runner.loaded.adapter, placeholder_id="zero")
     assert largest(one, [(0, 1)]) > 1e-2
+
+
+def test_tables_of_marks_are_seen(bench) -> None:
+    """Gemma 3n embeds the marks behind an image and a sound by tables of their own."""
+    one = bench("gemma3n")
+    one.runner.loaded.adapter = replace(one.runner.loaded.adapter, embed_tokens=None)
+    assert largest(one, [(0, 1)]) > 1e-2
+    again = bench("gemma3n")
+    assert largest(again, [(0, 1), (2, 1)]) <= again.case.tolerance
 
 
 @pytest.mark.parametrize("name", ["gemma3", "paligemma", "gemma4_large", "gemma4_unified"])

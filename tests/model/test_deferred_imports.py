@@ -13,6 +13,7 @@ HEAVY = """[m for m in (
     "torch._dynamo.eval_frame", "scipy.optimize._basinhopping", "sympy.core", "boto3",
     "accelerate.accelerator", "torch.distributed.tensor._api", "torch.distributed.fsdp.api",
     "torch.distributed.checkpoint", "torchvision.models.resnet", "torch.onnx",
+    "timm",
 )"""
 SERVED = f"""
 import sys, io

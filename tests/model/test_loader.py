@@ -84,7 +84,7 @@ def test_encoders_are_refused_by_the_probe(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    ["MllamaConfig", "Blip2Config", "Florence2Config", "Gemma3nConfig"],
+    ["MllamaConfig", "Blip2Config", "Florence2Config", "Idefics2Config"],
 )
 def test_unknown_multimodal_models_are_refused(kind: str) -> None:
     message = refusal(getattr(transformers, kind)())
@@ -101,7 +101,7 @@ def test_a_kind_that_is_almost_known_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "zzyzx"}')
     with pytest.raises(StartupError, match="model_type 'zzyzx'; code from checkpoints"):
         read_config(str(tmp_path))
-    assert "nearest supported relatives: gemma3" in refusal(transformers.Gemma3nConfig())
+    assert "nearest supported relatives: idefics3" in refusal(transformers.Idefics2Config())
 
 
 @pytest.mark.parametrize("kind", ["T5Config", "WhisperConfig", "CLIPConfig"])
@@ -129,6 +129,23 @@ def test_code_from_checkpoints_is_never_run(tmp_path) -> None:
     (tmp_path / "evil.py").write_text("raise SystemExit('ran')\n")
     with pytest.raises(StartupError, match="never run"):
         read_config(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "tower"),
+    [
+        ("gemma3n", "architecture", {"architecture": "hf-hub:someone/tower"}),
+        ("gemma3n", "model_args", {"model_args": {"checkpoint_path": "/etc/hostname"}}),
+        ("llava", "architecture", {"model_type": "timm_wrapper", "architecture": "local-dir:/tmp"}),
+        ("llava", "backbone", {"model_type": "timm_backbone", "backbone": "hf-hub:a/b"}),
+    ],
+)
+def test_towers_come_from_nowhere_else(kind: str, field: str, tower, tmp_path: Path) -> None:
+    """timm would ask a hub for them, or read another file."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "vision_config": tower}))
+    with pytest.raises(StartupError, match=rf"vision_config\.{field} in config\.json") as refused:
+        read_config(str(tmp_path))
+    assert "\n" not in refused.value.message
 
 
 def test_pickled_weights_are_refused(tmp_path) -> None:

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.model
 NAMES = [
     "llama", "gemma2_softcap", "qwen3_moe", "llama4_text", "deepseek_v3_mla", "llava", "idefics3",
     "qwen2_vl", "qwen3_vl", "gemma3", "paligemma", "voxtral", "qwen2_audio",
-    "gemma4", "gemma4_unified",
+    "gemma3n", "gemma4", "gemma4_unified",
 ]  # fmt: skip
 
 

@@ -90,13 +90,15 @@ names the type. The reasons:
 
 ## Keys and values of other layers, inputs of single layers
 
-In Gemma 4 the last layers may have no keys and values: they attend to those of an earlier layer.
-Which do is measured at start, when a layer hands attention the very keys of another one; they take
-no KV memory, in the profile and the plan either. Layers may also take an embedding of the token's
-id itself; where encoder outputs go, it is that of padding, as in transformers. Where
-`use_bidirectional_attention` is `vision`, the tokens of an image or a frame see each other, in
-layers with a sliding window alone (`gemma4`) or in all (`gemma4_unified`), as the forward pass of
-the pinned transformers has it; an item is then computed in one step.
+In Gemma 3n and 4 the last layers may have no keys and values: they attend to those of an earlier
+layer. Which do is measured at start, when a layer hands attention the very keys of another one;
+they take no KV memory, in the profile and the plan either. Layers may also take an embedding of the
+token's id itself; where encoder outputs go, it is that of padding (Gemma 4) or of the placeholder
+(3n), as in transformers. Gemma 3n also embeds the marks beside images and sounds by tables of their
+own, and its vision tower is one of timm's. Where `use_bidirectional_attention` is `vision`, the
+tokens of an image or a frame see each other, in layers with a sliding window alone (`gemma4`) or in
+all (`gemma4_unified`), as the forward pass of the pinned transformers has it; an item is then
+computed in one step.
 
 ## Quantised weights
 

@@ -202,6 +202,14 @@ def gemma_tokenizer() -> Any:
     )  # fmt: skip
 
 
+def gemma3n() -> Any:
+    image = hf.SiglipImageProcessor(size={"height": 32, "width": 32})
+    sound = hf.Gemma3nAudioFeatureExtractor(feature_size=8)
+    return hf.Gemma3nProcessor(
+        sound, image, gemma_tokenizer(), audio_seq_length=188, image_seq_length=4
+    )
+
+
 def gemma4_parts(family: str) -> dict[str, Any]:
     size = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}
     return {
@@ -227,7 +235,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
         llava, llava_next, llava_onevision, mistral3, qwen2_vl, qwen2_5_vl, qwen3_vl, glm4v,
         idefics3, smolvlm, internvl, gemma3, paligemma, qwen2_audio, audioflamingo3, voxtral,
         glm46v, exaone4_5, paddleocr_vl, deepseek_vl, janus, video_llava,
-        llava_next_video, lfm2_vl, gemma4, gemma4_unified,
+        llava_next_video, lfm2_vl, gemma3n, gemma4, gemma4_unified,
     )
 }  # fmt: skip
 

@@ -1,5 +1,5 @@
-"""Tiny cases of Gemma 4: keys and values shared between layers, inputs of single layers, and images
-whose tokens see each other in some layers."""
+"""Tiny cases of Gemma 3n and 4: keys and values shared between layers, inputs of single layers,
+and images whose tokens see each other in some layers."""
 
 from __future__ import annotations
 
@@ -170,6 +170,73 @@ CASES["gemma4"] = Case(
 )
 CASES["gemma4_large"] = replace(CASES["gemma4"], config=lambda: _gemma4(LARGE), budget=27)
 CASES["gemma4_moe"] = replace(CASES["gemma4_large"], config=lambda: _gemma4({**LARGE, **EXPERTS}))
+# Ids 128 to 131 are of images, 132 to 135 of sound; both have tables of their own.
+SPARSE = {
+    **TEXT,
+    **SHARED,
+    "vocab_size": VOCAB + 8,
+    "head_dim": 8,
+    "sliding_window": 7,
+    "hidden_size_per_layer_input": 4,
+    "vocab_size_per_layer_input": VOCAB,
+    "laurel_rank": 4,
+    "altup_num_inputs": 2,
+    "activation_sparsity_pattern": [0.0, 0.5, 0.5, 0.0, 0.0, 0.0],
+    "final_logit_softcapping": 30.0,
+}
+END_IMAGE, IMAGE_ROW, END_SOUND, SOUND_ROW = 128, 129, 132, 133
+
+
+def gemma3n_image(seed: int) -> MediaItem:
+    ids = [START] + [IMAGE_ROW] * 9 + [END_IMAGE]
+    return marked(IMAGE, ids, IMAGE_ROW, {"pixel_values": noise(seed, 1, 3, 96, 96)})
+
+
+def gemma3n_sound(seed: int) -> MediaItem:
+    """20 mel frames make two rows; every sound has five, the others are filled up."""
+    valid = 20 - 5 * (seed % 3)
+    mask = (torch.arange(20) < valid)[None]
+    fields = {
+        "input_features": noise(seed, 1, 20, 8) * mask[..., None],
+        "input_features_mask": mask,
+    }
+    return marked(AUDIO, [MARK, *[SOUND_ROW] * 5, END_SOUND], SOUND_ROW, fields)
+
+
+CASES["gemma3n_text"] = Case(lambda: hf.Gemma3nTextConfig(**SPARSE))
+CASES["gemma3n"] = Case(
+    lambda: hf.Gemma3nConfig(
+        text_config=dict(SPARSE),
+        vision_config={
+            "architecture": "test_resnet",
+            "hidden_size": 96,
+            "vocab_offset": VOCAB,
+            "vocab_size": 4,
+        },
+        audio_config={
+            "vocab_offset": VOCAB + 4,
+            "vocab_size": 4,
+            "input_feat_size": 8,
+            "hidden_size": 16,
+            "conf_num_attention_heads": 2,
+            "conf_num_hidden_layers": 2,
+            "conf_attention_chunk_size": 4,
+            "conf_attention_context_left": 5,
+            "conf_reduction_factor": 2,
+            "sscp_conv_channel_size": [4, 4],
+        },
+        audio_soft_tokens_per_image=5,
+        vision_soft_tokens_per_image=9,
+        image_token_id=IMAGE_ROW,
+        audio_token_id=SOUND_ROW,
+        boi_token_id=START,
+        eoi_token_id=END_IMAGE,
+        boa_token_id=MARK,
+        eoa_token_id=END_SOUND,
+    ),
+    {IMAGE: gemma3n_image, AUDIO: gemma3n_sound},
+    lambda prompt: prompt.fields(),
+)
 CASES["gemma4_text"] = Case(lambda: hf.Gemma4TextConfig(**SMALL))
 CASES["gemma4_unified"] = Case(
     lambda: hf.Gemma4UnifiedConfig(

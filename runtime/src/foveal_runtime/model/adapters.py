@@ -130,7 +130,34 @@ def _gemma4_audio(
     ]
 
 
+def _gemma3n_audio(
+    core: Any, input_features: torch.Tensor, input_features_mask: torch.Tensor
+) -> Any:
+    """Gemma 3n fills every clip up to the same number of rows with one learned row."""
+    is_padding = ~input_features_mask.bool()
+    found = core.get_audio_features(input_features, is_padding, return_dict=True)
+    rows, is_padding = found.pooler_output, found.audio_mel_mask
+    last = torch.full((1, 1), core.vocab_size - 1, device=rows.device)
+    filler = core.embed_audio(input_ids=last)
+    rows = torch.where(is_padding[..., None], filler, rows)
+    missing = core.config.audio_soft_tokens_per_image - rows.shape[1]
+    return torch.cat([rows, filler.expand(len(rows), missing, -1)], dim=1)
+
+
+def _gemma3n_tokens(core: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Gemma 3n embeds the marks beside images and sounds as it embeds those."""
+    embeds: torch.Tensor = core.get_input_embeddings()(ids.clamp(max=core.vocab_size - 1))
+    for tower in (core.embed_vision, core.embed_audio):
+        first = tower.vocab_offset
+        is_own = (ids >= first) & (ids < first + tower.vocab_size)
+        if ids.device.type != "cpu" or is_own.any():  # a device would have to be waited for
+            own = tower(input_ids=torch.where(is_own, ids, first))
+            embeds = torch.where(is_own[:, None], own.to(embeds.dtype), embeds)
+    return embeds
+
+
 CUSTOM_ENCODERS: dict[str, Callable[..., Any]] = {
+    "gemma3n_audio": _gemma3n_audio,
     "gemma4_audio": _gemma4_audio,
     "llama4_image": _llama4_image,
     "qwen2_audio": _qwen2_audio,
@@ -259,6 +286,15 @@ ADAPTERS: dict[str, Adapter] = {
     "glmga": _GLM_GRIDS,
     "glm_ocr": _GLM_GRIDS,
     "gemma3": _GEMMA3,
+    "gemma3n": Adapter(
+        {
+            "image": _PIXELS.encoders["image"],
+            "audio": EncoderSpec("gemma3n_audio", ("input_features", "input_features_mask")),
+        },
+        has_layer_inputs=True,
+        placeholder_id="own",
+        embed_tokens=_gemma3n_tokens,
+    ),
     "gemma4": replace(_GEMMA4, groups_in_windows=True, has_layer_inputs=True, placeholder_id="pad"),
     "gemma4_unified": _GEMMA4,
     "paligemma": Adapter(
@@ -278,7 +314,7 @@ ADAPTERS: dict[str, Adapter] = {
 
 TEXT_ADAPTERS: dict[str, Adapter] = {
     "llama4_text": Adapter({}, correct_query=_llama4_temperature),
-    "gemma4_text": Adapter({}, has_layer_inputs=True),
+    **{kind: Adapter({}, has_layer_inputs=True) for kind in ("gemma3n_text", "gemma4_text")},
     **{kind: Adapter({}, has_state=True) for kind in ("lfm2", "qwen3_5_text", "qwen3_next")},
 }
 PLAIN_TEXT = Adapter({})

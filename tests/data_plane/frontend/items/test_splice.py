@@ -27,10 +27,10 @@ IMAGES = [
     "llava", "llava_next", "llava_onevision", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl",
     "glm4v", "idefics3", "smolvlm", "internvl", "gemma3", "paligemma", "glm46v", "exaone4_5",
     "paddleocr_vl", "deepseek_vl", "janus", "video_llava", "llava_next_video",
-    "gemma4", "gemma4_unified",
+    "gemma3n", "gemma4", "gemma4_unified",
 ]  # fmt: skip
 VIDEOS = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "gemma4", "gemma4_unified"]
-SOUNDS = ["qwen2_audio", "audioflamingo3", "gemma4", "gemma4_unified"]
+SOUNDS = ["qwen2_audio", "audioflamingo3", "gemma3n", "gemma4", "gemma4_unified"]
 SAME_FIELDS = {
     "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "internvl", "gemma3", "gemma4",
     "gemma4_unified",
@@ -312,9 +312,10 @@ def test_a_modality_switched_off_is_not_examined(tiny, tmp_path):
 
 def test_newlines_merge_only_beside_items():
     runs = [10, 11, 12, 13]
-    assert surround([1, 10, 5, 10, 10, 2, 10, 10], 5, runs, 2) == [1, 12, 5, 13, 2, 10, 10]
-    assert surround([5, 5], 5, runs, 2) == [11, 5, 13, 5, 11]
-    assert surround([5, 13], 5, runs, 2) == [11, 5, 13, 11]
+    assert surround([1, 10, 5, 10, 10, 2, 10, 10], {5}, runs, 2) == [1, 12, 5, 13, 2, 10, 10]
+    assert surround([5, 5], {5}, runs, 2) == [11, 5, 13, 5, 11]
+    assert surround([5, 6], {5, 6}, runs, 2) == [11, 5, 13, 6, 11]
+    assert surround([5, 13], {5}, runs, 2) == [11, 5, 13, 11]
 
 
 @pytest.mark.parametrize("name", IMAGES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -93,11 +94,15 @@ def test_fixed_and_dynamic_sizes_are_exact(tmp_path: Path) -> None:
 
 
 def test_positions_of_encoders_are_counted(tmp_path: Path) -> None:
-    """Whether a processor makes rows of patches or frames of sound."""
+    """Whether a processor makes rows of patches, frames of sound, or pixels for convolutions."""
     found = largest_items(str(tiny_processors.save("gemma4", tmp_path)), LIMITS, CONTEXT)
     assert found["image"].profile.num_patches == 70 * 2 * 2
     sound = found["audio"].profile
     assert 2 * sound.num_embeds - 4 <= sound.num_patches <= 2 * sound.num_embeds
+    path = tiny_processors.save("gemma3n", tmp_path)
+    config = {"model_type": "gemma3n", "vision_config": {"architecture": "resnet50"}}
+    (path / "config.json").write_text(json.dumps(config))
+    assert largest_items(str(path), LIMITS, CONTEXT)["image"].profile.num_patches == 2 * 2
 
 
 def test_items_longer_than_the_context_do_not_count(tmp_path: Path) -> None:

@@ -47,15 +47,14 @@ def complete_prompt(
     """The prompt as the model was trained on it.
 
     Prefix models (PaliGemma) take all placeholders first, in the order of the parts, then BOS, the
-    text without placeholders and BOS, a newline; Gemma 3 takes blank lines around each image;
+    text without placeholders and BOS, a newline; Gemma 3 takes blank lines around each item;
     others take the prompt as it is.
     """
     if not parts:
         return token_ids
     if info.newlines:
-        token = info.placeholder_token_id("image")
-        assert token is not None
-        return surround(token_ids, token, info.newline_ids, info.newlines)
+        tokens = {one.token_id for one in info.placeholders if one.method}
+        return surround(token_ids, tokens, info.newline_ids, info.newlines)
     if info.prompt_rule != "prefix":
         return token_ids
     marks = [info.placeholder_token_id(part.modality) for part in parts]

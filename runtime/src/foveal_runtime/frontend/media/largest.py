@@ -29,6 +29,9 @@ from foveal_runtime.wire.item import meta_of, read_header
 
 AUDIO_STRIDE = 2
 """Spectrum frames for each position of an audio encoder, which halves them at its start."""
+_CONVOLVED = 16
+"""Side of a square of pixels: its activations in the first stages, half the side with 64 channels
+three times over, are less than half of what the formula takes for a patch."""
 _FACTORS = (14, 16, 28, 32)
 _RATIOS = (1, 4 / 3, 3 / 2, 16 / 9, 2, 3, 4, 6)
 _MAX_RATIO = 200  # what the widest-minded processors take
@@ -112,10 +115,12 @@ def _smaller(
 
 
 def _patch_pixels(model_path: str) -> int:
-    """Pixels of a patch of the vision encoder; 0 when its configuration names none."""
+    """Pixels of a patch of the vision encoder; 0 when its configuration names none. Of a tower of
+    timm's, which is made of convolutions: pixels of as much memory as a patch would take."""
     try:
         config = msgspec.json.decode((Path(model_path) / "config.json").read_bytes())
-        size = config["vision_config"]["patch_size"]
+        vision = config["vision_config"]
+        size = vision.get("patch_size", _CONVOLVED if "architecture" in vision else None)
     except (OSError, msgspec.DecodeError, KeyError, TypeError):
         return 0
     sides = size if isinstance(size, list) else [size, size]

@@ -353,7 +353,7 @@ class ItemProcessor:
             if self.rule.newlines:
                 bare = [int(i) for i in self.tokenizer(text)["input_ids"]]
                 table = rules.newline_ids(self.tokenizer)
-                if rules.surround(bare, info.token_id, table, self.rule.newlines) != plain:
+                if rules.surround(bare, {info.token_id}, table, self.rule.newlines) != plain:
                     return "newlines around the placeholder are merged in an unknown way"
             spliced: list[int] = []
             for token in plain:

@@ -8,7 +8,7 @@ entry only when it is odd.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -79,6 +79,7 @@ _GLM = (
 
 _RULES: dict[str, FamilyRule] = {
     "gemma3": FamilyRule(embed_from=(("image", "tokenizer"),), modalities=("image",), newlines=2),
+    "gemma3n": FamilyRule(modalities=("image", "audio"), newlines=2),
     "paligemma": FamilyRule(modalities=("image",), prompt_rule="prefix"),
     "glm4v": FamilyRule(embed_from=(("video", "image"),), wraps=_GLM),
     "glm4v_moe": FamilyRule(embed_from=(("video", "image"),), wraps=_GLM),
@@ -156,8 +157,11 @@ def probe_text(item: str, count: int) -> str:
 def final_text(rule: FamilyRule, processor: Any, text: str) -> str:
     """The unexpanded prompt as the processor would complete it (PaliGemma: BOS and newline)."""
     if rule.newlines:
-        around, token = "\n" * rule.newlines, processor.image_token
-        return text.replace(token, f"{around}{token}{around}")
+        around = "\n" * rule.newlines
+        for name in rule.modalities:
+            token = _text(getattr(processor, f"{name}_token", None))
+            text = text.replace(token, f"{around}{token}{around}")
+        return text
     if rule.prompt_rule != "prefix":
         return text
     token = processor.image_token
@@ -198,12 +202,12 @@ def sampling_defaults(video_processor: Any) -> dict[str, Any]:
 
 
 def surround(
-    token_ids: Sequence[int], placeholder: int, run_ids: Sequence[int], count: int
+    token_ids: Sequence[int], placeholders: Collection[int], run_ids: Sequence[int], count: int
 ) -> list[int]:
     """Adds `count` newlines on both sides of each placeholder, merged with their neighbours as the
     tokenizer would merge them.
 
-    Gemma 3 writes every image between blank lines, and its tokenizer has one token per run of
+    Gemma 3 and 3n write every item between blank lines, and its tokenizer has one token per run of
     newlines: "user\\n" before an image becomes one token of three newlines. An item's replacement
     must not depend on its neighbours, so those newlines belong to the prompt, not to the item.
     `run_ids[n - 1]` is the token of n newlines; runs longer than the table take several tokens.
@@ -216,7 +220,7 @@ def surround(
         if token in lengths:
             run.append(token)
             continue
-        is_item = token == placeholder
+        is_item = token in placeholders
         _write_newlines(out, run, extra + (count if is_item else 0), lengths, run_ids)
         out.append(token)
         run, extra = [], count if is_item else 0

@@ -20,6 +20,7 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
+    PreTrainedConfig,
 )
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -180,7 +181,7 @@ def read_config(path: str) -> Any:
     check_directory(path)
     try:
         found = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, ImportError) as error:
         if (kind := _kind_of(path)) and kind not in CONFIG_MAPPING_NAMES:
             raise StartupError(
                 f"model {path}: the installed transformers does not know model_type "
@@ -190,11 +191,32 @@ def read_config(path: str) -> Any:
             f"model {path}: config.json is not one that the installed transformers knows "
             f"(code from checkpoints is never run): {_one_line(error)}"
         ) from error
+    _check_towers(path, found)
     _settle_rope(found.get_text_config())
     if scheme := check_quantization(path, found):
         # Instead of transformers' own quantiser of the method, which widens weights or needs more.
         found.quantization_config = {"quant_method": METHOD, "path": path, "scheme": scheme}
     return found
+
+
+def _check_towers(path: str, config: Any) -> None:
+    """Refuses towers of timm's that are not just named, in any part of a configuration: timm would
+    ask a hub about "hf-hub:…", and read a file that an argument names."""
+    for field, part in vars(config).items():
+        if not isinstance(part, PreTrainedConfig):
+            continue
+        for key in ("architecture", "backbone"):
+            name = getattr(part, key, None)
+            if isinstance(name, str) and ":" in name:
+                raise StartupError(
+                    f"model {path}: {field}.{key} in config.json is {name!r}, which would be "
+                    "looked up elsewhere; give the name that timm itself has for it"
+                )
+        if getattr(part, "model_args", None):
+            raise StartupError(
+                f"model {path}: {field}.model_args in config.json is not supported; leave it out"
+            )
+        _check_towers(path, part)
 
 
 def _settle_rope(text: Any) -> None:
