@@ -14,7 +14,7 @@ from foveal_operator.cli import main as cli
 from foveal_operator.kube.kinds import FIELD_MANAGER
 from foveal_operator.kube.types import Obj
 from tests.support.api_server.api import Api
-from tests.support.api_server.programs import Cluster
+from tests.support.api_server.programs import Cluster, wait_until
 from tests.support.cluster_samples import READY_STATUS
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -72,7 +72,13 @@ def test_status_budget_and_wait_read_what_an_operator_wrote(
 
 
 def test_what_a_plan_prints_changes_nothing_once_it_is_applied(
-    foveal: Foveal, api: Api, resource: Obj, namespace: str, tmp_path: Path, capsys: Any
+    foveal: Foveal,
+    api: Api,
+    controlled_cluster: Cluster,
+    resource: Obj,
+    namespace: str,
+    tmp_path: Path,
+    capsys: Any,
 ) -> None:
     """The server fills in defaults and drops empty values: none of that may look like a change."""
     file = str(EXAMPLES / "mmi-cpu-laptop.yaml")
@@ -83,6 +89,8 @@ def test_what_a_plan_prints_changes_nothing_once_it_is_applied(
         api.apply(body, FIELD_MANAGER, force=True, fieldValidation="Strict").must()
     assert foveal("plan", "-f", file, "--server", *options) == 0, capsys.readouterr().out
     assert "No object changes." in capsys.readouterr().out
+    pods = lambda: [pod["metadata"]["name"] for pod in api.list("Pod", namespace)]  # noqa: E731
+    wait_until("the controllers have made both pods", lambda: len(pods()) == 2, 120)
     body = yaml.safe_load(Path(file).read_text())
     body["spec"]["engine"]["maxNumSeqs"] = 32
     (tmp_path / "mmi.yaml").write_text(yaml.safe_dump(body))
@@ -90,7 +98,7 @@ def test_what_a_plan_prints_changes_nothing_once_it_is_applied(
     out = capsys.readouterr().out
     assert "~ StatefulSet tiny-engine" in out
     assert "Deployment" not in out
-    assert "No pod restarts." in out, "there are no pods"
+    assert "1 engine pod restarts: tiny-engine-0" in out, out
 
 
 def test_a_server_that_is_not_there_ends_with_4(cluster: Cluster, capsys: Any) -> None:

@@ -152,7 +152,7 @@ def test_two_resources_whose_service_names_meet_are_both_told(sandbox: Sandbox) 
     )
     assert told(sandbox)["Ready"].startswith("Ready: ")
     assert plain(sandbox.api.get("Service", sandbox.namespace, "qwen-engine")) == service
-    assert {pod["metadata"]["uid"] for pod in sandbox.nodes.pods()} == pods
+    assert pods <= {pod["metadata"]["uid"] for pod in sandbox.nodes.pods()}  # and a Job's
 
 
 @pytest.mark.parametrize("name", ["default", "kubernetes"])
