@@ -21,6 +21,7 @@ TOOLS = Path(os.environ.get("TOOLS", ROOT / "tools"))
 EXAMPLES = Path(__file__).parents[2] / "examples/gitops/argocd"
 NAMESPACE = "argocd"
 PROGRAMS = ("argo-cd", "helm3", "crds/argo/appproject-crd.yaml")
+SETTING = {"url": "https://argo-cd.example"}
 
 
 def missing() -> list[str]:
@@ -32,14 +33,15 @@ def definitions() -> list[Path]:
 
 
 def configuration() -> list[Obj]:
-    """What Argo CD's own installation brings along, empty; health.lua is the user's to merge. The
-    project is made by its API server, which nobody needs here."""
+    """What Argo CD's own installation brings along, with a setting; health.lua is to be
+    merged. The project is made by its API server, which nobody needs here."""
     part = {"app.kubernetes.io/part-of": "argocd"}
     made: list[Obj] = [{"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}}]
     for kind, name in (("ConfigMap", "argocd-cm"), ("Secret", "argocd-secret")):
         metadata = {"name": name, "namespace": NAMESPACE, "labels": part}
         made.append({"apiVersion": "v1", "kind": kind, "metadata": metadata})
-    made[-1]["stringData"] = {"server.secretkey": "of-a-test"}
+    made[1]["data"] = SETTING
+    made[2]["stringData"] = {"server.secretkey": "of-a-test"}
     every = {"group": "*", "kind": "*"}
     made.append(
         {

@@ -100,10 +100,12 @@ def argo_files() -> dict[str, str]:
 
 
 def argo_config() -> str:
-    """The same script as a ConfigMap of Argo CD, for who does not wait for a release."""
+    """The same script as a part of Argo CD's ConfigMap, for who does not wait for a release."""
     script = textwrap.indent((ARGO / "health.lua").read_text(encoding="utf-8"), "    ")
     key = "resource.customizations.health.foveal.dev_MultiModalInference"
     return (
+        "# To be merged: kubectl patch configmap argocd-cm -n argocd --patch-file THIS_FILE;\n"
+        "# kubectl apply would take away your settings and the label by which Argo CD finds them.\n"
         "apiVersion: v1\nkind: ConfigMap\nmetadata:\n  name: argocd-cm\n  namespace: argocd\n"
         f"data:\n  {key}: |\n{script}"
     )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import yaml
@@ -15,6 +18,7 @@ from tests.support.api_server.programs import (
     Cluster,
     Program,
     missing_programs,
+    program,
     running_cluster,
     start_controllers,
 )
@@ -23,6 +27,7 @@ from tests.support.api_server.scenarios import NO_LEASE
 from tests.support.argo_cd import (
     EXAMPLES,
     NAMESPACE,
+    SETTING,
     configuration,
     definitions,
     make_repository,
@@ -32,6 +37,7 @@ from tests.support.argo_cd import (
     wait_alive,
 )
 from tests.support.gitops_states import states
+from tests.support.markdown import runnables
 
 ROOT = EXAMPLES.parents[2]
 APPLICATION = "argoproj.io/v1alpha1"
@@ -62,9 +68,21 @@ class Synced:
             raise TimeoutError(f"{error}\n{yaml.safe_dump(status)}") from None
 
 
+def kubectl(config: Path, command: str, **variables: str) -> None:
+    """A shell command with kubectl in its path, in the repository."""
+    path = f"{program('kubectl').parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "KUBECONFIG": str(config), **variables}
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", command],
+        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.fixture(scope="module")
 def synced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Synced]:
-    programs = missing_programs("etcd", "kube-apiserver", "kube-controller-manager") + missing()
+    servers = ("etcd", "kube-apiserver", "kube-controller-manager", "kubectl")
+    programs = missing_programs(*servers) + missing()
     if programs:
         pytest.skip(f"{', '.join(programs)} not built: e2e/tools/build.sh argo-cd helm3")
     folder = tmp_path_factory.mktemp("argo")
@@ -74,18 +92,18 @@ def synced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Synced]:
             api.install(definition(kind))
         for file in definitions():
             api.install(yaml.safe_load(file.read_text(encoding="utf-8")))
-        for body in configuration():
-            api.apply(body, force=True).must()
-        ours = yaml.safe_load((EXAMPLES / "argocd-cm.yaml").read_text(encoding="utf-8"))
-        api.apply(ours, "user").must()
+        config = cluster.kubeconfig("kubectl")
+        installed = folder / "installed.yaml"
+        installed.write_text(yaml.safe_dump_all(configuration()), encoding="utf-8")
+        kubectl(config, f"kubectl apply -f {installed}")
         git = make_repository(
             folder,
             {"charts/foveal": ROOT / "charts/foveal",
              "examples/gitops/models": ROOT / "examples/gitops/models"},
         )  # fmt: skip
-        text = (EXAMPLES / "application.yaml").read_text(encoding="utf-8")
-        for body in yaml.safe_load_all(text.replace("https://git.example", git)):
-            api.apply(body, "user").must()
+        (page,) = runnables(ROOT / "docs/how-to/gitops.md", "cluster")
+        until_waits = page.script.partition("kubectl wait")[0]
+        kubectl(config, until_waits, GIT=git)
         argo = folder / "argo-cd"
         argo.mkdir()
         with running_argo_cd(cluster.kubeconfig("argo"), argo) as running:
@@ -102,6 +120,16 @@ def test_the_examples_are_synced_into_an_empty_cluster(synced: Synced) -> None:
     assert resource is not None
     wanted = yaml.safe_load((ROOT / "examples/gitops/models/qwen.yaml").read_text("utf-8"))
     assert resource["spec"] == wanted["spec"]
+
+
+@pytest.mark.timeout(600, func_only=True)
+def test_the_page_takes_no_setting_away(synced: Synced) -> None:
+    """Argo CD finds its ConfigMap by a label, which with the settings is its installation's."""
+    config = synced.api.get("ConfigMap", NAMESPACE, "argocd-cm")
+    assert config is not None
+    assert config["metadata"]["labels"] == {"app.kubernetes.io/part-of": "argocd"}
+    assert config["data"].items() >= SETTING.items()
+    assert "resource.customizations.health.foveal.dev_MultiModalInference" in config["data"]
 
 
 @pytest.mark.timeout(600, func_only=True)
