@@ -49,6 +49,8 @@ def take_away(name: str) -> None:
     """As its user would: Argo CD deletes what it has applied."""
     finalizer = {"metadata": {"finalizers": ["resources-finalizer.argocd.argoproj.io"]}}
     names = ("applications.argoproj.io", name, "-n", NAMESPACE)
+    if not commands.kubectl("get", *names, "--ignore-not-found", "-o", "name"):
+        return  # the page did not come that far
     commands.kubectl("patch", *names, "--type=merge", "-p", json.dumps(finalizer))
     commands.kubectl("delete", *names, "--timeout=180s", seconds=200)
 
