@@ -32,14 +32,11 @@ _VALUES = frozenset({"type", "enum", "const"})
 _OBJECT = frozenset({"type", "properties", "required", "additionalProperties"})
 _ARRAY = frozenset({"type", "items", "minItems", "maxItems"})
 _OF_TYPE: Mapping[str, frozenset[str]] = {
-    "string": frozenset({"minLength", "maxLength", "pattern", "format"}),
-    "number": frozenset(
-        {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
-    ),
-    "array": _ARRAY - {"type"} | {
-        "prefixItems", "additionalItems", "unevaluatedItems", "contains", "minContains",
-        "maxContains", "uniqueItems",
-    },
+    "string": frozenset(("minLength", "maxLength", "pattern", "format")),
+    "number": frozenset(("minimum", "maximum", "multipleOf", "exclusiveMinimum",
+                         "exclusiveMaximum")),
+    "array": _ARRAY - {"type"} | {"prefixItems", "additionalItems", "unevaluatedItems", "contains",
+                                  "minContains", "maxContains", "uniqueItems"},
     "object": _OBJECT - {"type"} | {
         "patternProperties", "propertyNames", "minProperties", "maxProperties",
         "unevaluatedProperties", "dependentRequired", "dependentSchemas", "dependencies",
