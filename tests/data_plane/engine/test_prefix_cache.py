@@ -1,7 +1,5 @@
 """Block names, hits and what may not hit."""
 
-from array import array
-
 from foveal_runtime.engine.caches.block_pool import BlockPool
 from foveal_runtime.engine.caches.prefix_cache import BlockHasher, cut_to_groups, extra_keys
 from foveal_runtime.engine.testing.drive import Drive, image
@@ -73,7 +71,7 @@ def test_hashes_grow_with_the_sequence_and_equal_those_made_at_once():
     )
     hasher = BlockHasher(4)
     for end in range(5, 20):
-        grown.token_ids = array("I", tokens[:end])
+        grown.token_ids = tokens[:end]
         hasher.extend(grown, end)
         assert len(grown.block_hashes) == end // 4
     assert grown.block_hashes == _hashes(tokens, items)

@@ -2,7 +2,6 @@
 
 import pytest
 
-from foveal_runtime.engine.scheduler import request_table
 from foveal_runtime.engine.testing.drive import Drive, image
 from foveal_runtime.engine.types.request import Status
 from foveal_runtime.engine.types.step import ModelTraits
@@ -184,23 +183,6 @@ def test_a_request_too_long_for_the_model_is_refused_with_both_numbers():
     drive.add("b", range(10, 29), max_tokens=50)
     drive.run()
     assert (len(drive.outputs["b"]), drive.finish["b"]) == (1, "length")
-
-
-def test_tokens_that_wait_are_bounded(monkeypatch):
-    """As many prompts as `max_waiting` allowed waited, however long: 50 bytes a token that no plan
-    had. A request alone may always wait, or none of its length ever ran."""
-    monkeypatch.setattr(request_table, "MAX_WAITING_TOKENS", 16)
-    drive = Drive()
-    drive.add("alone", range(10, 30))
-    with pytest.raises(Overloaded, match="1 requests with 20 tokens are waiting"):
-        drive.add("b", [1])
-    drive.run()
-    drive.add("c", range(10, 22))
-    drive.add("d", range(30, 34))
-    with pytest.raises(Overloaded):
-        drive.add("e", [1])
-    drive.run()
-    assert drive.finish == {"alone": "length", "c": "length", "d": "length"}
 
 
 def test_bad_requests_are_refused_and_change_nothing():

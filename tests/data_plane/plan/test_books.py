@@ -13,10 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from foveal_runtime.engine.events.log import EventBatch, StateStored
 from foveal_runtime.engine.events.stream import EventStream
-from foveal_runtime.engine.scheduler.request_table import MAX_EVICTED, MAX_WAITING_TOKENS
-from foveal_runtime.engine.scheduler.scheduler import Scheduler
-from foveal_runtime.engine.testing.drive import Drive
-from foveal_runtime.engine.types.request import Request
+from foveal_runtime.engine.scheduler.request_table import MAX_EVICTED
 from foveal_runtime.frontend.engines.quarantine import MAX_EXPLAINED, Quarantine
 from foveal_runtime.frontend.engines.routing import Router
 from foveal_runtime.frontend.grammars.compiler import Compiler
@@ -39,8 +36,6 @@ from foveal_runtime.plan.budget.types import (
     MIRROR_UUIDS_BYTES,
 )
 from foveal_runtime.plan.config import Admission, FrontendConfig, ModalitiesConfig, ModelConfig
-from foveal_runtime.plan.errors import Overloaded
-from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.telemetry.ages import EvictionAges
 from foveal_runtime.telemetry.ghosts import GhostLists
 from foveal_runtime.telemetry.metrics import Metrics
@@ -172,23 +167,6 @@ def events(count: int) -> EventStream:
     return stream
 
 
-def waiting(count: int) -> Scheduler:
-    """Prompts of 1,024 tokens, as they come from frontends. One more is refused."""
-    book = Drive(num_blocks=128, block_size=16, max_model_len=1200).scheduler
-    packed = [codec.pack_tokens([*range(70_000 + n, 71_024 + n)])[0] for n in range(count // 1024)]
-
-    def add(number: int) -> None:
-        ids = codec.unpack_tokens(packed[number % len(packed)], wide=True)
-        book.add(Request(f"{number}", ids, SamplingParams(max_tokens=16)))
-
-    for number in range(MAX_WAITING_TOKENS // 1024):
-        add(number)
-    with pytest.raises(Overloaded, match="1048576 tokens are waiting"):
-        add(-1)
-    assert book.waiting.num_tokens == MAX_WAITING_TOKENS == ENGINE_BOOKS["requests"][0]
-    return book
-
-
 def engines_uuids(count: int) -> Sender:
     """Those of one engine, as a frontend is told of them."""
     sender = Sender("f", frontend_boot=1)
@@ -236,7 +214,6 @@ BOOKS = [
     (ENGINE_BOOKS, "ghosts", ghosts, 3),
     (ENGINE_BOOKS, "events", events, 1),
     (ENGINE_BOOKS, "quarantine", quarantine, 1),
-    (ENGINE_BOOKS, "requests", waiting, 1),
     (FRONTEND_BOOKS, "uuids", own_uuids, 1),
     (FRONTEND_BOOKS, "data_urls", data_urls, 1),
     (FRONTEND_BOOKS, "routes", routes, 1),

@@ -77,7 +77,7 @@ class BlockHasher:
         stop = num_tokens // size * size
         if start >= stop:
             return
-        packed = memoryview(request.token_ids[start:stop]).cast("B")
+        packed = memoryview(array("I", request.token_ids[start:stop])).cast("B")
         parent = hashes[-1] if hashes else self.root(request)
         inputs, item = request.mm_inputs, request.hash_mm
         step = 4 * size

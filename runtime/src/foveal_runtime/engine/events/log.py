@@ -138,7 +138,7 @@ class EventLog:
         hashes = request.block_hashes
         parent = hashes[index - 1] if index else hasher.root(request)
         keys, _ = extra_keys(request.mm_inputs, start, start + size)
-        tokens = request.token_ids[start : start + size].tolist()
+        tokens = request.token_ids[start : start + size]
         lora = None if request.lora is None else (request.lora.name, request.lora.digest)
         self._events.append(BlockStored(hashes[index], parent, tokens, size, keys, lora))
 

@@ -91,7 +91,7 @@ class VllmEventLog(EventLog):
             keys.append(request.lora.digest.hex())
         if not index and request.cache_salt:
             keys.append(request.cache_salt.hex())
-        tokens = request.token_ids[start : start + size].tolist()
+        tokens = request.token_ids[start : start + size]
         last = self._vllm_events[-1] if self._vllm_events else None
         if isinstance(last, VllmBlockStored) and parent == last.block_hashes[-1]:
             assert last.extra_keys is not None

@@ -228,7 +228,6 @@ class EngineMetrics:
             ("ghosts", sum(each.num_keys for each in lists)),
             ("events", self._stream.held_bytes / 1024 if self._stream else 0),
             ("quarantine", len(receiver.refusals.entries)),
-            ("requests", scheduler.waiting.num_tokens),
         ):
             m.set("foveal_book_entries", entries, book=book)
 

@@ -385,7 +385,7 @@ class Planner:
         if not request.known_to_runner:
             request.known_to_runner = True
             now.new[request.request_id] = NewRequest(
-                request.request_id, request.token_ids.tolist(), request.num_prompt_tokens,
+                request.request_id, request.token_ids.copy(), request.num_prompt_tokens,
                 request.mm_inputs, request.values, request.sampling, snapshot,
                 request.lora.digest if request.lora is not None else b"",
             )  # fmt: skip

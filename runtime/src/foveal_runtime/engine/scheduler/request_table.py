@@ -36,8 +36,6 @@ from foveal_runtime.telemetry.ghosts import GhostLists
 
 MAX_EVICTED = 8192
 """Encoder outputs of which it is remembered that they were evicted."""
-MAX_WAITING_TOKENS = 1 << 20
-"""Tokens of all that wait; one request alone may have more."""
 
 
 class RequestTable:
@@ -101,7 +99,7 @@ class RequestTable:
                 can never run here, or not now; nothing was changed.
         """
         assert request.request_id not in self.requests
-        _check_request(request, self.limits, self.traits, self.waiting)
+        _check_request(request, self.limits, self.traits, len(self.waiting))
         self._sequence += 1
         request.sequence = self._sequence
         sampling = request.sampling
@@ -262,7 +260,7 @@ class RequestTable:
 
 
 def _check_request(
-    request: Request, limits: SchedulerLimits, traits: ModelTraits, waiting: WaitingQueue
+    request: Request, limits: SchedulerLimits, traits: ModelTraits, num_waiting: int
 ) -> None:
     """Raises the error of a request that can never run here, or not now; changes nothing."""
     prompt = request.num_prompt_tokens
@@ -302,13 +300,8 @@ def _check_request(
                 f"{what} or raise it",
                 param="messages",
             )
-    num_tokens = waiting.num_tokens
-    if len(waiting) >= limits.max_waiting or (
-        waiting and num_tokens + request.num_tokens > MAX_WAITING_TOKENS
-    ):
-        raise Overloaded(
-            f"{len(waiting)} requests with {num_tokens} tokens are waiting in this engine already"
-        )
+    if num_waiting >= limits.max_waiting:
+        raise Overloaded(f"{num_waiting} requests are waiting in this engine already")
 
 
 def _check_whole_prompt(request: Request, limits: SchedulerLimits) -> None:

@@ -6,8 +6,7 @@ which blocks and encoder references the request has. Never decides anything.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import Enum
 
 from foveal_runtime.engine.types.step import MMInput, PromptLogprobs
@@ -28,8 +27,7 @@ class Request:
     Attributes:
         request_id: unique in this engine's life (the runner's key).
         session, rid: who asked: opaque to the scheduler, used by `core` to answer.
-        token_ids: expanded prompt, then outputs of earlier attempts, then outputs made here; 4
-            bytes each, and not a list's 40, as a million may wait.
+        token_ids: expanded prompt, then outputs of earlier attempts, then outputs made here.
         num_tokens: len(token_ids), kept as a number because it is read on each step.
         num_computed: positions whose KV is in this request's blocks.
         num_emitted: outputs of earlier attempts inside token_ids.
@@ -99,7 +97,7 @@ class Request:
     def __init__(
         self,
         request_id: str,
-        token_ids: Sequence[int],
+        token_ids: list[int],
         sampling: SamplingParams,
         *,
         num_prompt_tokens: int | None = None,
@@ -125,7 +123,7 @@ class Request:
         self.session = session
         self.key = key
         self.on_trial = on_trial
-        self.token_ids = array("I", token_ids)
+        self.token_ids = token_ids
         self.num_tokens = len(token_ids)
         self.num_prompt_tokens = num_prompt_tokens or len(token_ids)
         self.num_emitted = self.num_tokens - self.num_prompt_tokens

@@ -39,7 +39,6 @@ ENGINE_BOOKS = {
     "ghosts": (3 * 4 * 4_096, 180),
     "events": (11_264, 1_024),  # KiB of cache events for readers
     "quarantine": (1_024, 540),
-    "requests": (1 << 20, 11),  # tokens of those that wait, with hashes of their blocks
 }
 FRONTEND_SERVING_BYTES = 36 * MIB
 """What it takes besides once requests come: its books at their bounds, sockets, threads, free

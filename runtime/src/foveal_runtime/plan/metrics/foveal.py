@@ -234,8 +234,7 @@ _ENGINE_WORK = (
          unit="tokens"),
     _one(_ENGINE, "counter", "events_published", "Cache events on the event stream."),
     _one(_BOTH, "gauge", "book_entries", "What the process remembers besides its caches, by book; "
-         "plans have room for as many as there can be. events, grammars: KiB, requests: tokens.",
-         "book"),
+         "plans have room for as many as there can be. events, grammars: KiB.", "book"),
     _one(_BOTH, "gauge", "memory_peak_bytes", "The most memory the container ever had, as its "
          "control group counts it.", unit="bytes"),
     _one(_BOTH, "gauge", "memory_limit_bytes", "What it may have; 0 = no limit.", unit="bytes"),
