@@ -121,6 +121,13 @@ def test_a_strict_argument_that_can_be_bound_is(name, schema, value):
     assert takes(name, made, schema, {"a": value})
 
 
+@pytest.mark.parametrize("name", ONE_BY_ONE)
+@pytest.mark.parametrize("more", [{"required": None}, {"required": True}])
+def test_keywords_that_are_no_lists_mean_nothing(name, more):
+    """Encoders that write an empty list as null got Python's own error."""
+    assert compiled(name, {**of(a=TEXT), **more}, strict=False)["grammar"]
+
+
 @pytest.mark.parametrize("name", ["glm", "gemma"])
 def test_a_format_is_named_as_it_was_sent(name):
     """Dates are enforced by patterns, and the pattern was named."""

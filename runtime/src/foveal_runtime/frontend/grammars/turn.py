@@ -217,9 +217,9 @@ class _Writer:
     ) -> str:
         """Those of an object. They are all that is written, whatever else it may have."""
         self._relax(schema, _OBJECT, place, tool, of="object")
-        known = schema.get("properties", {})
-        for name in schema.get("required", ()):
-            if name not in known:
+        known, wanted = schema.get("properties"), schema.get("required")
+        for name in wanted if isinstance(wanted, list) else ():
+            if not isinstance(known, dict) or name not in known:
                 self._leave_out("required", f"names {name!r}, which is no property", place, tool)
         before, between, after = row.param_parts
         items = []
