@@ -18,7 +18,7 @@ from setuptools.errors import CompileError
 
 PACKAGE = "foveal_runtime.model.cpu.kernels"
 FOLDER = "src/foveal_runtime/model/cpu/kernels"
-SOURCES = ("decode_layers", "paged_decode", "paged_prefill", "rows")
+SOURCES = ("decode_layers", "delta_rule", "paged_decode", "paged_prefill", "rows")
 VARIANTS = (
     {"v3": ["-march=x86-64-v3"], "v4": ["-march=x86-64-v4"]}
     if platform.machine() in ("x86_64", "AMD64")
@@ -58,7 +58,10 @@ setup(
         Extension(
             f"{PACKAGE}.{source}_{name}",
             sources=[f"{FOLDER}/{source}.c"],
-            depends=[f"{FOLDER}/{name}.h" for name in ("lanes", "paged", "rows")],
+            depends=[
+                f"{FOLDER}/{name}.h"
+                for name in ("delta_rule", "lanes", "paged", "products", "rows")
+            ],
             extra_compile_args=flags,
             optional=os.environ.get("FOVEAL_REQUIRE_KERNELS") != "1",
         )

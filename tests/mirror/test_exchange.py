@@ -4,7 +4,15 @@ import msgspec
 import pytest
 from mirror_world import NAMESPACE, Violation, World, mm_hash, value_bytes
 
-from foveal_runtime.mirror.messages import NIL, Bye, Down, Hello, Req, Welcome
+from foveal_runtime.mirror.messages import (
+    NIL,
+    PROTOCOL_VERSION,
+    Bye,
+    Down,
+    Hello,
+    Req,
+    Welcome,
+)
 from foveal_runtime.mirror.receiver import ReceiverLimits
 from foveal_runtime.mirror.sender import Sender
 from foveal_runtime.plan.errors import MediaTooLarge, Overloaded
@@ -335,9 +343,9 @@ def test_needs_rejections_and_credit_go_out_at_once():
 @pytest.mark.parametrize(
     ("hello", "reason"),
     [
-        (Hello(9, "f1", (1, 1), NAMESPACE, ""), "version_mismatch"),
-        (Hello(1, "f1", (1, 1), b"another", ""), "ns_mismatch"),
-        (Hello(1, "f2", (1, 1), NAMESPACE, ""), "wrong_frontend_id"),
+        (Hello(PROTOCOL_VERSION - 1, "f1", (1, 1), NAMESPACE, ""), "version_mismatch"),
+        (Hello(PROTOCOL_VERSION, "f1", (1, 1), b"another", ""), "ns_mismatch"),
+        (Hello(PROTOCOL_VERSION, "f2", (1, 1), NAMESPACE, ""), "wrong_frontend_id"),
     ],
 )
 def test_sessions_that_cannot_be_are_refused(hello, reason):
@@ -347,7 +355,7 @@ def test_sessions_that_cannot_be_are_refused(hello, reason):
 
 def test_only_so_many_sessions():
     w = world(max_sessions=1)
-    answer = w.receivers[0].on_message("f1", Hello(1, "f1", (1, 1), NAMESPACE, ""))
+    answer = w.receivers[0].on_message("f1", Hello(PROTOCOL_VERSION, "f1", (1, 1), NAMESPACE, ""))
     assert answer == [Bye((1, 1), "too_many_sessions")]
 
 
@@ -388,8 +396,10 @@ def test_messages_of_another_session_change_nothing():
 
 def test_an_old_hello_does_not_end_the_session():
     w = world()
-    assert w.receivers[0].on_message("f0", Hello(1, "f0", (1, 1), NAMESPACE, "")) == []
-    newer = w.receivers[0].on_message("f0", Hello(1, "f0", (2, 1), NAMESPACE, ""))
+    assert (
+        w.receivers[0].on_message("f0", Hello(PROTOCOL_VERSION, "f0", (1, 1), NAMESPACE, "")) == []
+    )
+    newer = w.receivers[0].on_message("f0", Hello(PROTOCOL_VERSION, "f0", (2, 1), NAMESPACE, ""))
     assert isinstance(newer[0], Welcome)
 
 

@@ -14,8 +14,14 @@ from foveal_runtime.mirror.sender import Sender, SendItem, SendValue
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.wire import codec
 from foveal_runtime.wire.item import pack_item
-from foveal_runtime.wire.shm import HEADER_BYTES, SharedReader, check_capacity, pack_header
-from foveal_runtime.wire.shm_writer import SharedWriter, sweep
+from foveal_runtime.wire.shm import (
+    HEADER_BYTES,
+    SharedReader,
+    SharedWriter,
+    check_capacity,
+    pack_header,
+    sweep,
+)
 
 
 def value(index: int) -> bytes:
@@ -181,7 +187,7 @@ def test_reused_slots_without_checks_hand_out_another_image(tmp_path):
 def test_the_folders_of_dead_writers_are_swept(tmp_path):
     code = (
         "import sys, pathlib\n"
-        "from foveal_runtime.wire.shm_writer import SharedWriter\n"
+        "from foveal_runtime.wire.shm import SharedWriter\n"
         "w = SharedWriter(pathlib.Path(sys.argv[1]), 3, 10**6)\n"
         "w.put(bytes(32), b'x' * 100, bytes(8))\n"
         "print('ready', flush=True)\n"

@@ -12,10 +12,15 @@ from foveal_runtime.mirror.messages import NIL
 from foveal_runtime.mirror.receiver import Receiver, ReceiverLimits
 from foveal_runtime.mirror.sender import Sender, SendItem, SendValue
 from foveal_runtime.wire import codec
-from foveal_runtime.wire.inprocess import InProcessHub
 from foveal_runtime.wire.item import pack_item
-from foveal_runtime.wire.transport import EngineTransport, FrontendTransport, LinkDown
-from foveal_runtime.wire.zmq_transport import ZmqDealer, ZmqRouter
+from foveal_runtime.wire.testing.inprocess import InProcessHub
+from foveal_runtime.wire.transport import (
+    EngineTransport,
+    FrontendTransport,
+    LinkDown,
+    ZmqDealer,
+    ZmqRouter,
+)
 
 
 def value(index: int) -> bytes:

@@ -5,12 +5,11 @@ import threading
 from collections import deque
 
 import pytest
+import zmq
 
 from foveal_runtime.plan.config import CurveKeys
 from foveal_runtime.plan.errors import StartupError
-from foveal_runtime.wire import curve
-from foveal_runtime.wire.transport import LinkDown
-from foveal_runtime.wire.zmq_transport import ZmqDealer, ZmqRouter
+from foveal_runtime.wire.transport import LinkDown, ZmqDealer, ZmqRouter
 
 PLAIN = "tcp://127.0.0.1:0"
 
@@ -138,9 +137,21 @@ async def test_a_frontend_that_comes_back_takes_its_name_over():
         engine.stop()
 
 
+def key_pairs(directory):
+    """The files of a server's and a client's new keys."""
+    directory.mkdir(exist_ok=True)
+    paths = {}
+    for role in ("server", "client"):
+        for kind, key in zip(("public", "secret"), zmq.curve_keypair(), strict=True):
+            path = directory / f"{role}.{kind}"
+            path.write_bytes(key)
+            paths[f"{role}_{kind}_file"] = str(path)
+    return CurveKeys(**paths)
+
+
 async def test_curve_lets_known_clients_in_and_nobody_else(tmp_path):
-    ours = curve.write_key_pairs(tmp_path / "ours")
-    stranger = curve.write_key_pairs(tmp_path / "stranger")
+    ours = key_pairs(tmp_path / "ours")
+    stranger = key_pairs(tmp_path / "stranger")
     engine = EngineThread(keys=ours)
     known = ZmqDealer(engine.router.endpoint, "f0", keys=ours)
     forged = CurveKeys(
@@ -166,9 +177,8 @@ async def test_curve_lets_known_clients_in_and_nobody_else(tmp_path):
         engine.stop()
 
 
-def test_key_files_are_private_and_errors_name_the_field(tmp_path):
-    keys = curve.write_key_pairs(tmp_path)
-    assert (tmp_path / "server.secret").stat().st_mode & 0o077 == 0
+def test_errors_of_key_files_name_the_field(tmp_path):
+    keys = key_pairs(tmp_path)
     (tmp_path / "short").write_text("abc")
     with pytest.raises(StartupError, match=r"server_secret_file.*Z85"):
         ZmqRouter(PLAIN, keys=CurveKeys(

@@ -11,7 +11,10 @@ import pytest
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-MORE = ("tiny_more_images", "tiny_more_grids", "tiny_more_sounds", "tiny_hybrids", "tiny_gemmas")
+MORE = (
+    "tiny_more_images", "tiny_more_grids", "tiny_more_sounds", "tiny_hybrids", "tiny_gemmas",
+    "tiny_encoders",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="session")

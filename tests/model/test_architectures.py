@@ -92,17 +92,7 @@ def test_default_attention_equals_transformers(name: str, bench) -> None:
 
 
 def check_architecture(one) -> None:
-    kinds = list(one.case.items)
-    # Two prompts share an item, one is text only, one has all kinds; b, c arrive while a runs.
-    mixed = [(kind, 7 + kind) for kind in kinds]
-    prompts = {
-        "a": one.prompt(11, mixed, num_text=9),
-        "b": one.prompt(12, [*mixed[:1], *[(k, 30 + k) for k in kinds[:1]]]),
-        "c": one.prompt(13, mixed[-1:], num_text=21),
-        "d": one.prompt(14, [], num_text=30),
-    }
-    starts = {"a": 0, "b": 1, "c": 2, "d": 4}
-    jobs = {name: one.job(name, prompt, starts[name]) for name, prompt in prompts.items()}
+    prompts, jobs = one.staggered()
     one.driver.run(list(jobs.values()), preempt={5: "a", 8: "b"})
     for key, job in jobs.items():
         one.check(job, prompts[key])

@@ -18,13 +18,15 @@ from torch import nn
 from foveal_runtime.model.attention import KVPool
 from foveal_runtime.model.checkpoint.head import Head
 from foveal_runtime.model.checkpoint.loader import load_model
-from foveal_runtime.model.checkpoint.probe import probe_layers
+from foveal_runtime.model.checkpoint.probe import probe_layers, probe_states
 from foveal_runtime.model.cpu import kernels, packing
 from foveal_runtime.model.cpu.kernels import DecodeKernel, cpu_flags, load_decode_kernel, variants
 from foveal_runtime.model.cpu.packing import can_pack, layout_of, pack_linears
 from foveal_runtime.model.layers import decode_layers
 from foveal_runtime.model.layers.decode_layers import MAX_ROWS, DecodeLayers, make_decode_layers
 from foveal_runtime.model.layers.layer_parts import Trial
+from foveal_runtime.model.layers.state import States
+from foveal_runtime.model.runner.runner import TorchRunner
 
 pytestmark = [
     pytest.mark.model,
@@ -33,32 +35,44 @@ pytestmark = [
 ]
 DTYPES = ["float32", "bfloat16"]
 SIZES = {
-    "vocab_size": 128,
-    "hidden_size": 96,
-    "intermediate_size": 136,
-    "num_hidden_layers": 3,
-    "head_dim": 16,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "vocab_size": 128, "hidden_size": 96, "intermediate_size": 136, "num_hidden_layers": 3,
+    "head_dim": 16, "num_attention_heads": 6, "num_key_value_heads": 2,
+    "max_position_embeddings": 2048, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 TAKEN = {
     "llama": {},
     "mistral": {"sliding_window": 12},
     "qwen2": {},
     "qwen3": {},
     "seed_oss": {},
+    "gemma2": {"sliding_window": 12, "query_pre_attn_scalar": 16},
+    "gemma3_text": {
+        "sliding_window": 12,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "query_pre_attn_scalar": 24,
+        "tie_word_embeddings": False,  # logits of others' size
+    },
+    "lfm2": {
+        "layer_types": ["conv", "full_attention", "conv"],
+        "block_auto_adjust_ff_dim": False,
+        "tie_word_embeddings": False,
+    },
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
 }
+HYBRID = ["lfm2", "lfm2_vl", "qwen3_5_text", "qwen3_5"]
+"""The step driver reuses blocks of tokens, not states."""
 NOT_TAKEN = {
     "ernie4_5": ({}, "layer 0 differs"),  # turns neighbours
     "granite": ({"residual_multiplier": 0.5}, "layer 0 differs"),
     "smollm3": ({"no_rope_layer_interval": 2}, "layer 1 differs"),
     "cohere": ({}, "made of other parts"),
     "olmo2": ({}, "made of other parts"),
-    "gemma3_text": ({}, "made of other parts"),
     "phi3": ({}, "made of other parts"),
     "qwen3_moe": ({}, "made of other parts"),
 }
@@ -96,9 +110,13 @@ def made_of(path: Path, dtype: str = "float32"):
     return loaded, probe_layers(loaded, Head(loaded.model, loaded.core_name))
 
 
+def states_of(loaded) -> States:
+    return States(loaded, probe_states(loaded, Head(loaded.model, loaded.core_name)))
+
+
 @pytest.mark.parametrize("kind", TAKEN)
 def test_a_family_equals_transformers(kind, bench, named):
-    one = bench(named(kind), attention="auto")
+    one = bench(named(kind), attention="auto", reuse=kind not in HYBRID)
     assert one.runner.forward.decode_layers is not None
     prompts = {"a": one.prompt(1, num_text=40), "b": one.prompt(2, num_text=9)}
     jobs = {name: one.job(name, prompt) for name, prompt in prompts.items()}
@@ -108,25 +126,47 @@ def test_a_family_equals_transformers(kind, bench, named):
 
 
 MEDIA = ["llava", "llava_next", "llava_onevision", "vipllava", "idefics3", "smolvlm", "internvl",
-         "mistral3", "paligemma", "qwen2_vl", "qwen2_5_vl", "qwen2_audio", "voxtral"]  # fmt: skip
-"""docs/reference/models.md says so."""
+         "mistral3", "paligemma", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3",
+         "lfm2_vl", "qwen2_audio", "voxtral"]  # fmt: skip
+MORE = ["audioflamingo3", "cosmos3_omni", "deepseek_vl", "deepseek_vl_hybrid", "fun_asr_nano",
+        "glmasr", "got_ocr2", "janus", "lighton_ocr", "llava_next_video", "paddleocr_vl",
+        "pp_chart2table", "qianfan_ocr", "qwen3_asr", "video_llama_3", "video_llava"]  # fmt: skip
+KEPT = ["aria", "aya_vision", "cohere2_vision", "cosmos3_edge", "exaone4_5", "gemma3n",
+        "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified", "glm46v", "glm4v", "glm4v_moe",
+        "glm_ocr", "glmga", "hyperclovax_vision_v2", "kimi_k25", "llama4", "llama4_text",
+        "muse_glimmer", "qwen3_5_moe", "qwen3_next", "qwen3_vl_moe"]  # fmt: skip
+"""docs/reference/models.md says so of all of these."""
 
 
-@pytest.mark.parametrize("name", MEDIA)
-def test_a_multimodal_family_equals_transformers(name, bench, checkpoints):
-    """Their tiny checkpoints with heads of 16 numbers, which the kernels know."""
-    case = checkpoints.CASES[name]
+@pytest.fixture
+def wide(checkpoints):
+    """wide(name) → the name of a case's twin with heads of 16 numbers, which the kernels know."""
 
-    def config():
-        made = case.config()
-        text = made.get_text_config()
-        text.num_attention_heads, text.num_key_value_heads, text.head_dim = 2, 1, 16
-        if "mrope_section" in (text.rope_parameters or {}):
-            text.rope_parameters = {**text.rope_parameters, "mrope_section": [2, 3, 3]}
-        return made
+    def get(name: str) -> str:
+        case = checkpoints.CASES[name]
 
-    checkpoints.CASES.setdefault(f"{name}_16", replace(case, config=config))
-    one = bench(f"{name}_16", attention="auto")
+        def config():
+            made = case.config()
+            text = made.get_text_config()
+            text.num_attention_heads, text.num_key_value_heads, text.head_dim = 2, 1, 16
+            if "mrope_section" in (text.rope_parameters or {}):
+                text.rope_parameters = {**text.rope_parameters, "mrope_section": [2, 3, 3]}
+            return made
+
+        if name == "kimi_k25":  # its keys and values come of one latent
+            return name
+        checkpoints.CASES.setdefault(f"{name}_16", replace(case, config=config))
+        return f"{name}_16"
+
+    return get
+
+
+@pytest.mark.parametrize(
+    "name", [*MEDIA, *(pytest.param(name, marks=pytest.mark.extended) for name in MORE)]
+)
+def test_a_multimodal_family_equals_transformers(name, bench, wide):
+    one = bench(wide(name), attention="auto", reuse=name not in HYBRID)
+    case = one.case
     assert one.runner.forward.decode_layers is not None
     modality = min(case.items)
     prompts = {
@@ -139,6 +179,15 @@ def test_a_multimodal_family_equals_transformers(name, bench, checkpoints):
         one.check(job, prompts[key])
 
 
+@pytest.mark.extended
+@pytest.mark.parametrize("name", KEPT)
+def test_a_family_that_the_kernel_does_not_know_keeps_its_modules(name, tiny, wide, caplog):
+    caplog.set_level(logging.INFO, logger=decode_layers.__name__)
+    runner = TorchRunner(load_model(str(tiny(wide(name)))), num_blocks=4)
+    assert runner.forward.decode_layers is None
+    assert "small steps are computed by modules: " in caplog.text
+
+
 @pytest.mark.parametrize("kind", NOT_TAKEN)
 def test_other_families_keep_their_modules(kind, bench, named, caplog):
     caplog.set_level(logging.INFO, logger=decode_layers.__name__)
@@ -148,81 +197,99 @@ def test_other_families_keep_their_modules(kind, bench, named, caplog):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3", "qwen2", "gemma"])
+@pytest.mark.parametrize("kind", [*sorted(TAKEN.keys() - {"seed_oss"}), "gemma"])
 def test_each_layer_equals_its_modules_over_long_contexts(kind, dtype, tiny, named):
     if not can_pack(getattr(torch, dtype)):
         pytest.skip(f"no packed {dtype} on this machine")
     loaded, layers = made_of(tiny(named(kind)), dtype)
     lengths = (1, 700, 16, 256, 257, 300, 513, 12, 13, 90, 1000)
+    states = states_of(loaded)
     with torch.inference_mode():
-        trial = Trial(loaded, layers, q_lens=[1] * len(lengths), kv_lens=lengths)
+        trial = Trial(loaded, layers, q_lens=[1] * len(lengths), kv_lens=lengths, states=states)
         for kernel in all_kernels():
-            made = DecodeLayers(loaded, layers, kernel)
-            made.bind(trial.pool)
-            cos, sin = made.rotary(trial.rows, trial.positions)
-            for number in range(len(layers)):
-                wanted = trial.added_by(number)
-                pools = (trial.pool.keys[number], trial.pool.values[number])
-                written = [pool[trial.context.slots].clone() for pool in pools]
-                for pool in pools:
-                    pool[trial.context.slots] = 7
-                got = trial.rows.clone()
-                made.run_layers(got, cos, sin, trial.context, range(number, number + 1))
-                trial.check_same("added", got.double() - trial.rows.double(), wanted)
-                for pool, other in zip(pools, written, strict=True):
-                    trial.check_same("kept", pool[trial.context.slots], other)
+            with trial.random_states() as kept:
+                made = DecodeLayers(loaded, layers, kernel, states)
+                made.bind(trial.pool)
+                for number in range(len(loaded.decoder.layers)):
+                    compare_layer(made, trial, number, kept)
+
+
+def compare_layer(made: DecodeLayers, trial: Trial, number: int, states: list) -> None:
+    """What it adds, and what it leaves in the KV pool or in its state."""
+    slots, layer = trial.context.slots, made._geometry.get(number)
+    pools = [] if layer is None else [trial.pool.keys[layer.index], trial.pool.values[layer.index]]
+    before = [one.clone() for one in states]
+    wanted = trial.added_by(number)
+    written = [pool[slots].clone() for pool in pools]
+    after = [one.clone() for one in states]
+    for pool in pools:
+        pool[slots] = 7
+    reset(states, before)
+    got = trial.rows.clone()
+    made.run_layers(got, trial.positions, trial.context, range(number, number + 1))
+    trial.check_same("added", got.double() - trial.rows.double(), wanted)
+    for one, other in zip([pool[slots] for pool in pools] + states, written + after, strict=True):
+        trial.check_same("kept", one, other)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_is_the_same_bits_in_any_batch_with_any_number_of_threads(dtype, tiny, named):
-    loaded, layers = made_of(tiny(named("qwen3")), dtype)
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text", "lfm2", "qwen3_5_text"])
+def test_a_row_is_the_same_bits_in_any_batch_with_any_number_of_threads(kind, dtype, tiny, named):
+    loaded, layers = made_of(tiny(named(kind)), dtype)
+    states, every = states_of(loaded), range(len(loaded.decoder.layers))
     lengths = list(range(3, 3 + 9 * MAX_ROWS, 9))
+    ones = [1] * MAX_ROWS
     with torch.inference_mode():
-        whole = Trial(loaded, layers, q_lens=[1] * MAX_ROWS, kv_lens=lengths)
-        made = DecodeLayers(loaded, layers, all_kernels()[-1])
+        whole = Trial(loaded, layers, q_lens=ones, kv_lens=lengths, states=states)
+    with torch.inference_mode(), whole.random_states() as kept:
+        made = DecodeLayers(loaded, layers, all_kernels()[-1], states)
         made.bind(whole.pool)
-        cos, sin = made.rotary(whole.rows, whole.positions)
+        first = [one.clone() for one in kept]
         wanted = whole.rows.clone()
-        made.run_layers(wanted, cos, sin, whole.context, range(len(layers)))
+        made.run_layers(wanted, whole.positions, whole.context, every)
         before = torch.get_num_threads()
         for threads, count in ((1, MAX_ROWS), (2, MAX_ROWS), (3, 7), (2, 1), (1, 5)):
             some = slice(2, 2 + count) if count < MAX_ROWS else slice(None)
-            context = part_of(whole, some)
+            reset(kept, first)
             got = whole.rows[some].clone()
             torch.set_num_threads(threads)
             try:
-                made.run_layers(
-                    got, cos[some].contiguous(), sin[some].contiguous(), context, range(len(layers))
-                )
+                made.run_layers(got, whole.positions[:, some], part_of(whole, some), every)
             finally:
                 torch.set_num_threads(before)
             assert torch.equal(got, wanted[some]), (threads, count)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_chunk_is_the_same_bits_as_its_tokens_one_by_one(dtype, tiny, named):
-    loaded, layers = made_of(tiny(named("qwen3")), dtype)
+@pytest.mark.parametrize("kind", ["qwen3", "lfm2", "qwen3_5_text"])
+def test_a_chunk_is_the_same_bits_as_its_tokens_one_by_one(kind, dtype, tiny, named):
+    loaded, layers = made_of(tiny(named(kind)), dtype)
+    states = states_of(loaded)
+    every = range(len(loaded.decoder.layers))
     with torch.inference_mode():
-        trial = Trial(loaded, layers, q_lens=(5, 1, 9), kv_lens=(300, 20, 9))
-        made = DecodeLayers(loaded, layers, all_kernels()[-1])
-        made.bind(trial.pool)
-        cos, sin = made.rotary(trial.rows, trial.positions)
-        whole = trial.rows.clone()
-        made.run_layers(whole, cos, sin, trial.context, range(len(layers)))
-        for pool in (*trial.pool.keys, *trial.pool.values):
-            pool[trial.context.slots] = 7
-        for i, sequence in enumerate(trial.context.seq_of_token.tolist()):
-            one = slice(i, i + 1)
-            context = replace(
-                trial.context,
-                slots=trial.context.slots[one],
-                block_table=trial.context.block_table[sequence : sequence + 1],
-                q_lens=[1],
-                kv_lens=[int(trial.context.pos_of_token[i]) + 1],
-            )
-            got = trial.rows[one].clone()
-            made.run_layers(got, cos[one], sin[one], context, range(len(layers)))
-            assert torch.equal(got, whole[one]), i
+        trial = Trial(loaded, layers, q_lens=(5, 1, 9), kv_lens=(300, 20, 9), states=states)
+        with trial.random_states() as kept:
+            made = DecodeLayers(loaded, layers, all_kernels()[-1], states)
+            made.bind(trial.pool)
+            before = [one.clone() for one in kept]
+            whole = trial.rows.clone()
+            made.run_layers(whole, trial.positions, trial.context, every)
+            for pool in (*trial.pool.keys, *trial.pool.values):
+                pool[trial.context.slots] = 7
+            reset(kept, before)
+            for i, sequence in enumerate(trial.context.seq_of_token.tolist()):
+                one = slice(i, i + 1)
+                context = replace(
+                    trial.context,
+                    slots=trial.context.slots[one],
+                    block_table=trial.context.block_table[sequence : sequence + 1],
+                    q_lens=[1],
+                    kv_lens=[int(trial.context.pos_of_token[i]) + 1],
+                    state_slots=[sequence],
+                )
+                got = trial.rows[one].clone()
+                made.run_layers(got, trial.positions[:, one], context, every)
+                assert torch.equal(got, whole[one]), i
 
 
 def test_chunks_that_see_much_take_the_modules(tiny, named):
@@ -237,13 +304,14 @@ def test_chunks_that_see_much_take_the_modules(tiny, named):
     ):
         with torch.inference_mode():
             trial = Trial(loaded, layers, q_lens=q_lens, kv_lens=kv_lens)
-        assert made.takes(trial.positions, trial.context) == is_taken, q_lens
+        assert made.takes(trial.positions, trial.context, {}) == is_taken, q_lens
     with torch.inference_mode():
         trial = Trial(loaded, layers, q_lens=(3,), kv_lens=(3,))
     rows = trial.positions.expand(3, 1, -1).clone()
-    assert made.takes(rows, trial.context)
+    assert made.takes(rows, trial.context, {})
+    assert not made.takes(rows, trial.context, {"deepstack_visual_embeds": []})
     rows[1, 0, 0] += 1  # in the middle of a picture
-    assert not made.takes(rows, trial.context)
+    assert not made.takes(rows, trial.context, {})
 
 
 def part_of(trial: Trial, some: slice):
@@ -254,10 +322,17 @@ def part_of(trial: Trial, some: slice):
         block_table=context.block_table[some],
         q_lens=context.q_lens[some],
         kv_lens=context.kv_lens[some],
+        state_slots=context.state_slots[some],
     )
 
 
-def test_what_looks_like_a_llama_layer_but_is_not_is_noticed(tiny, named):
+def reset(states: list, before: list) -> None:
+    for one, old in zip(states, before, strict=True):
+        one.copy_(old)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_what_looks_like_a_known_layer_but_is_not_is_noticed(kind, tiny, named):
     """One thing is another in the last layer, or around all: the trial must see it."""
 
     def scaled_values(decoder):
@@ -282,12 +357,37 @@ def test_what_looks_like_a_llama_layer_but_is_not_is_noticed(tiny, named):
     def around(decoder):
         decoder.layers[0].register_forward_pre_hook(lambda _m, args: (args[0] * 1.5, *args[1:]))
 
-    for change in (scaled_values, other_norm, other_rotation, around):
-        loaded, layers = made_of(tiny(named("llama")))
+    def scaled_norm(decoder):
+        module = decoder.layers[-1].post_attention_layernorm
+        module.register_forward_hook(lambda _m, _i, out: out * 1.01)
+
+    for change in (scaled_values, other_norm, other_rotation, around, scaled_norm):
+        loaded, layers = made_of(tiny(named(kind)))
         pool = KVPool(layers, 4, 16, torch.float32, torch.device("cpu"))
         assert make_decode_layers(loaded, layers, pool) is not None
         change(loaded.decoder)
         assert make_decode_layers(loaded, layers, pool) is None, change.__name__
+
+
+@pytest.mark.parametrize(
+    ("kind", "module", "part"),
+    [("lfm2", "conv", "conv"), ("qwen3_5_text", "linear_attn", "recurrent")],
+)
+def test_a_state_that_the_kernel_does_not_leave_is_noticed(kind, module, part, tiny, named):
+    """What the layer adds is the same; only the next token would show it."""
+    loaded, layers = made_of(tiny(named(kind)))
+    states = states_of(loaded)
+    states.allocate(4, torch.device("cpu"))
+    pool = KVPool(layers, 4, 16, torch.float32, torch.device("cpu"))
+    kept = [one.clone() for one in states.pool.all_tensors()]
+    assert make_decode_layers(loaded, layers, pool, states) is not None
+    assert all(map(torch.equal, kept, states.pool.all_tensors()))
+
+    def forgets(_module, _rows, _out):
+        states.pool.tensors[2][part].mul_(0.99)
+
+    loaded.decoder.layers[2].get_submodule(module).register_forward_hook(forgets)
+    assert make_decode_layers(loaded, layers, pool, states) is None
 
 
 def test_an_unknown_layout_is_refused(tiny, named, monkeypatch):

@@ -12,10 +12,12 @@ from foveal_runtime.model.device import Device
 from foveal_runtime.model.runner.encoder import (
     EncoderRunner,
     EncoderStore,
+    InterruptionFailed,
     field_tensor,
     split_rows,
 )
 from foveal_runtime.wire.item import pack_item, view_item
+from tests.support.models.step_driver import embeds_on_device
 
 pytestmark = pytest.mark.model
 
@@ -53,8 +55,42 @@ def test_a_batch_equals_items_alone(encoder) -> None:
         runner.encode([llava_input(b"alone", image(i))])
         torch.testing.assert_close(store.lookup(b"alone"), together[i], rtol=0, atol=1e-6)
         assert together[i].shape == (1, 16, 32)
-    assert store.embeds_on_device() == 4 * 16
+    assert embeds_on_device(store) == 4 * 16
     store.check_integrity()
+
+
+@torch.inference_mode()
+def test_encoding_lets_others_in_between_layers_and_changes_nothing(encoder) -> None:
+    runner, store = encoder("llava")
+    items = [llava_input(b"one", image(1)), llava_input(b"two", image(2))]
+    assert runner.encode(items) == 0.0
+    before = [store.lookup(item.mm_hash) for item in items]
+    num_let_in = 0
+
+    def between() -> None:
+        nonlocal num_let_in
+        num_let_in += 1
+
+    assert runner.encode(items, slice_seconds=1e-9, between=between) > 0
+    for item, output in zip(items, before, strict=True):
+        assert torch.equal(store.lookup(item.mm_hash), output)
+    tower = runner._core.vision_tower
+    layers = sum(len(m) for m in tower.modules() if isinstance(m, torch.nn.ModuleList))
+    assert num_let_in == layers + 2, "before the batch and each layer, and after all"
+    runner.encode(items, slice_seconds=1e6, between=between)
+    assert num_let_in == layers + 3, "no slice was over, and then all were"
+
+
+@torch.inference_mode()
+def test_what_fails_in_between_is_no_items_fault(encoder) -> None:
+    runner, store = encoder("llava")
+
+    def between() -> None:
+        raise RuntimeError("a step failed")
+
+    with pytest.raises(InterruptionFailed, match="RuntimeError: a step failed"):
+        runner.encode([llava_input(b"one", image(1))], slice_seconds=1e-9, between=between)
+    assert store.lookup_failure(b"one") == "its encoder output is not on the device"
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen3_vl"])

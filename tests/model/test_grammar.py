@@ -8,6 +8,7 @@ import os
 import random
 from dataclasses import dataclass, field
 from datetime import datetime
+from fractions import Fraction
 
 import jsonschema
 import numpy as np
@@ -236,18 +237,52 @@ def _is_time(value: object) -> bool:
     return _is_date_time(f"2000-01-01T{value}" if isinstance(value, str) else value)
 
 
+class Spelt(float):
+    """A number with its own spelling, which may have more digits than a float has."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+def _is_multiple(validator, factor, value, schema):
+    """jsonschema divides floats, to which 51.8336 is no multiple of 0.0001."""
+    if validator.is_type(value, "number"):
+        quotient = Fraction(getattr(value, "text", str(value))) / Fraction(str(factor))
+        if quotient.denominator != 1:
+            yield jsonschema.ValidationError(f"{value} is no multiple of {factor}")
+
+
+def check(schema, text: str) -> None:
+    """Raises ValidationError for JSON that the schema does not allow."""
+    kind = jsonschema.validators.validator_for(schema)
+    exact = jsonschema.validators.extend(kind, {"multipleOf": _is_multiple})
+    exact(schema, format_checker=FORMATS).validate(json.loads(text, parse_float=Spelt))
+
+
+@pytest.mark.parametrize(
+    ("factor", "text", "is_multiple"),
+    [
+        (0.0001, "51.8336", True), (0.01, "0.07", True), (3, "9.0", True),
+        (1.5, "300000000000000000000001.5", True), (1.5, "300000000000000000000001.4", False),
+        (0.0001, "51.83365", False), (2, "3", False),
+    ],
+)  # fmt: skip
+def test_the_checker_divides_exactly(factor, text, is_multiple):
+    with contextlib.nullcontext() if is_multiple else pytest.raises(jsonschema.ValidationError):
+        check({"multipleOf": factor}, text)
+
+
 def check_sound(sampler, schemas: list) -> None:
     """A finished answer validates, whatever the model wants to say, at every temperature."""
     num_finished = 0
     for seed, schema in enumerate(schemas):
         grammar = grammar_of("json", schema)
-        checker = jsonschema.validators.validator_for(schema)(schema, format_checker=FORMATS)
         for temperature in (0.0, 1.0, 2.0):
             params = options(grammar, temperature=temperature, seed=seed, top_p=0.9)
             sequence = Sequence(params)
             if draw(sampler, sequence, seed):
                 num_finished += 1
-                checker.validate(json.loads(text_of(sequence.output_token_ids)))
+                check(schema, text_of(sequence.output_token_ids))
     assert num_finished > 0.9 * 3 * len(schemas)
 
 

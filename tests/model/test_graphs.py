@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from foveal_runtime.model.runner.graphs import RerunCapturer, capture_sizes
+from foveal_runtime.model.runner.graphs import capture_sizes
+from tests.support.models.rerun_capturer import RerunCapturer
 
 pytestmark = pytest.mark.model
 

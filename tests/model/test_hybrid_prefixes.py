@@ -13,60 +13,16 @@ import pytest
 import torch
 
 from foveal_runtime.engine.caches import prefix_cache
-from foveal_runtime.engine.scheduler.scheduler import Scheduler
-from foveal_runtime.engine.types.limits import SchedulerLimits
-from foveal_runtime.engine.types.request import Request
 from foveal_runtime.model.layers.state import StatePool
-from tests.support.models.bench import NUM_BLOCKS, NUM_SNAPSHOTS, Bench
-from tests.support.models.step_driver import Job
+from tests.support.models.bench import Bench
+from tests.support.models.scheduled_bench import Engine, converse, with_tail
 from tests.support.models.tiny_checkpoints import Prompt
 
 pytestmark = pytest.mark.model
 
 
-class Engine:
-    """A scheduler with cold caches over a bench's runner."""
-
-    def __init__(self, one: Bench, **limits) -> None:
-        settings = {
-            "num_blocks": NUM_BLOCKS, "block_size": 8, "max_num_batched_tokens": 29,
-            "max_num_seqs": 6, "max_model_len": 600, "encoder_compute_embeds": 512,
-            "encoder_cache_embeds": 512, "num_snapshots": NUM_SNAPSHOTS, "snapshot_tokens": 24,
-        }  # fmt: skip
-        self.one = one
-        self.scheduler = Scheduler(
-            SchedulerLimits(**{**settings, **limits}), one.runner.traits, clock=lambda: 1.0
-        )
-
-    def run(self, *jobs: Job) -> list[int]:
-        """The prompt tokens that each job took from the cache."""
-        requests = {}
-        for job in jobs:
-            requests[job.request_id] = Request(
-                job.request_id, list(job.tokens), job.sampling, mm_inputs=job.mm_inputs,
-                num_prompt_tokens=len(job.prompt), values=job.values,
-            )  # fmt: skip
-            self.scheduler.add(requests[job.request_id])
-        by_name = {job.request_id: job for job in jobs}
-        while self.scheduler.has_work:
-            plan = self.scheduler.schedule()
-            self.scheduler.update(plan, self.one.runner.execute(plan))
-            for request, output in self.scheduler.take_outputs():
-                assert output.error is None, output.error
-                by_name[request.request_id].tokens.extend(output.token_ids)
-            self.scheduler.check_integrity()
-            self.one.runner.check_integrity()
-        return [request.num_cached_tokens for request in requests.values()]
-
-
 def image_prompt(one: Bench, seed: int, num_text: int = 9) -> Prompt:
     return one.prompt(seed, [(kind, 7 + kind) for kind in one.case.items], num_text=num_text)
-
-
-def with_tail(one: Bench, prompt: Prompt, seed: int, count: int = 11) -> Prompt:
-    """The same prompt, and `count` more tokens."""
-    more = one.prompt(seed, [], num_text=count).ids[:count]
-    return replace(prompt, ids=[*prompt.ids, *more])
 
 
 @pytest.mark.parametrize(
@@ -85,23 +41,11 @@ def test_logits_after_a_hit_are_those_of_a_cold_run(name: str, attention: str, b
     one = bench(name, attention=attention, reuse=False)
     prompt = image_prompt(one, 11, num_text=30)
     engine = Engine(one)
-    hits, jobs = {}, {}
-    for label, asked in (
-        ("first", prompt),
-        ("again", prompt),
-        ("other question", with_tail(one, replace(prompt, ids=prompt.ids[:-5]), 21)),
-    ):
-        jobs[label] = one.job(label, asked, ignore_eos=True)
-        (hits[label],) = engine.run(jobs[label])
-        one.check(jobs[label], asked)
-    turn = with_tail(one, replace(prompt, ids=list(jobs["first"].tokens)), 22)
-    jobs["next turn"] = one.job("next turn", turn, ignore_eos=True)
-    (hits["next turn"],) = engine.run(jobs["next turn"])
-    one.check(jobs["next turn"], turn)
+    hits, num_before = converse(engine, prompt, cut=5)
     length = len(prompt.ids)
     assert hits["first"] == 0
     assert hits["again"] == (length - 1) // 8 * 8
-    assert hits["next turn"] == (length + len(jobs["first"].outputs) - 1) // 8 * 8
+    assert hits["next turn"] == num_before // 8 * 8
     if one.case.items:
         assert hits["other question"] >= max(prompt.offsets)
 

@@ -10,6 +10,8 @@ from dataclasses import replace
 
 import pytest
 
+from foveal_runtime.model.cpu.kernels import load_delta_kernel
+from foveal_runtime.model.layers import state
 from foveal_runtime.model.layers.state import StatePool, States
 from foveal_runtime.model.parallel.tensor_parallel import check_splits
 from foveal_runtime.model.profiler import predict
@@ -22,25 +24,25 @@ NAMES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "lfm2_vl"]
 
 def run(one, preempt: dict[int, str]) -> float:
     """Four staggered requests, two of them preempted; the largest deviation of any logit."""
-    kinds = list(one.case.items)
-    mixed = [(kind, 7 + kind) for kind in kinds]
-    prompts = {
-        "a": one.prompt(11, mixed, num_text=9),
-        "b": one.prompt(12, [*mixed[:1], *[(k, 30 + k) for k in kinds[:1]]]),
-        "c": one.prompt(13, mixed[-1:], num_text=21),
-        "d": one.prompt(14, [], num_text=30),
-    }
-    starts = {"a": 0, "b": 1, "c": 2, "d": 4}
-    jobs = {name: one.job(name, prompt, starts[name]) for name, prompt in prompts.items()}
+    prompts, jobs = one.staggered()
     one.driver.run(list(jobs.values()), preempt=preempt)
     assert not one.driver.failed
     return max(one.deviation(job, prompts[name]) for name, job in jobs.items())
 
 
-@pytest.mark.parametrize("attention", ["torch", "auto"])
+def delta_nets(one) -> list:
+    return [m for m in one.runner.loaded.decoder.modules() if hasattr(m, "A_log")]
+
+
+@pytest.mark.parametrize("with_kernels", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_equals_transformers(name: str, attention: str, bench) -> None:
-    one = bench(name, attention=attention, reuse=False)
+def test_equals_transformers(name: str, with_kernels: bool, bench, monkeypatch) -> None:
+    if not with_kernels:
+        monkeypatch.setattr(state, "load_delta_kernel", lambda: "none here")
+    one = bench(name, attention="auto" if with_kernels else "torch", reuse=False)
+    rules = {module.forward.rule is not None for module in delta_nets(one)}
+    has_kernel = with_kernels and not isinstance(load_delta_kernel(), str)
+    assert rules == (set() if "lfm2" in name else {has_kernel})
     assert run(one, {5: "a", 8: "b"}) <= one.case.tolerance
     assert one.tokens_equal
     assert one.runner.traits.state_bytes == one.runner.states.slot_bytes > 0

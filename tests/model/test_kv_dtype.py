@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from foveal_runtime.main.engine import num_kv_blocks
+from foveal_runtime.main.engine import kv_blocks
 from foveal_runtime.model.attention import (
     FP8,
     FP8_MAX,
@@ -100,7 +100,7 @@ def test_kv_memory_of_the_document_is_that_of_all_ranks() -> None:
     several devices asked each for several times its KV memory."""
     caches = EngineCaches(kv_bytes=1 << 30)
     config = EngineConfig(model=ModelConfig(path="x"), caches=caches, tensor_parallel=4)
-    assert num_kv_blocks(config, 1 << 20) * (1 << 20) * 4 == 1 << 30
+    assert kv_blocks(config, 4096, 1 << 20) == (256, 0)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from foveal_runtime.model.checkpoint.loader import (
     load_model,
     read_config,
 )
-from foveal_runtime.model.checkpoint.meta import meta_layers
+from foveal_runtime.model.checkpoint.probe import meta_layers
 from foveal_runtime.model.runner.runner import TorchRunner
 from foveal_runtime.plan.errors import StartupError
 
@@ -73,9 +73,13 @@ def test_scaling_past_the_models_own_length_is_left_out(tmp_path) -> None:
 
 
 def test_encoders_are_refused_by_the_probe(tmp_path) -> None:
-    """BERT has a causal class and replaceable attention, but looks both ways."""
-    config = transformers.BertConfig(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    """ELECTRA has a causal class and replaceable attention, but looks both ways."""
+    config = transformers.ElectraConfig(
+        hidden_size=16,
+        embedding_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
     )
     class_for(config)(config).save_pretrained(tmp_path)
     with pytest.raises(StartupError, match="not supported"):
@@ -89,7 +93,7 @@ def test_encoders_are_refused_by_the_probe(tmp_path) -> None:
 def test_unknown_multimodal_models_are_refused(kind: str) -> None:
     message = refusal(getattr(transformers, kind)())
     assert "multimodal and not supported" in message
-    assert "llava" in message
+    assert "choose a family of the documentation's page of supported models" in message
 
 
 def test_a_kind_that_is_almost_known_is_named(tmp_path: Path) -> None:

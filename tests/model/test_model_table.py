@@ -1,4 +1,4 @@
-"""The page of supported models says what the tests compare."""
+"""The page of supported models says what the tests compare, and its neighbour what is refused."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from foveal_runtime.model.adapters import ADAPTERS, TEXT_ADAPTERS
+from foveal_runtime.model.checkpoint.kinds import check_kind
+from foveal_runtime.plan.errors import StartupError
+from tests.support import refused_page
 from tests.support.model_table import page as page_of_models
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(500)]
@@ -28,5 +31,26 @@ def test_the_page_is_up_to_date(page: str) -> None:
 
 def test_every_adapter_is_compared_with_transformers(page: str) -> None:
     """An entry that no test compares is a promise without proof."""
-    compared = set(re.findall(r"^\| `(\w+)` \|", page, flags=re.M))
+    compared = set(re.findall(r"^\| `([\w-]+)` \|", page, flags=re.M))
     assert {**ADAPTERS, **TEXT_ADAPTERS}.keys() - compared == COMPARED_AS_TEXT_OF.keys()
+
+
+def test_the_page_of_what_is_refused_is_what_the_code_says() -> None:
+    """Making it asks the code for every case, which must refuse it."""
+    committed = ROOT / "docs/reference/refused.md"
+    assert committed.read_text(encoding="utf-8") == refused_page.page(), "run make generate"
+
+
+def test_every_type_without_an_adapter_is_refused_in_a_line_that_names_it() -> None:
+    kinds = refused_page.refused_types()
+    assert len(kinds) >= 40
+    for kind in kinds:
+        with pytest.raises(StartupError, match=re.escape(repr(kind))) as caught:
+            check_kind("MODEL", {"model_type": kind, "vision_config": {}})
+        assert "\n" not in caught.value.message
+
+
+def test_a_case_that_is_served_is_found() -> None:
+    case = refused_page.Case("nothing", "", lambda _: check_kind("MODEL", {"model_type": "llava"}))
+    with pytest.raises(AssertionError, match="not refused any more"):
+        refused_page.said(case)

@@ -6,34 +6,15 @@ prefix hit where one may be used.
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
+
+from tests.support.models.vectors import TOLERANCE, deviation, pooled_by_hand
 
 pytestmark = pytest.mark.model
 
 NAMES = ["llama", "qwen2_vl", "gemma3", "qwen2_audio"]
 MORE = ["gemma2_softcap", "qwen3_moe", "llava", "qwen3_vl", "paligemma2", "qwen3_asr"]
-TOLERANCE = 1e-5
-
-
-def pooled_by_hand(hidden: torch.Tensor, kind: str) -> np.ndarray:
-    """Unit length, as servers answer."""
-    found = {
-        "mean": hidden.double().mean(0),
-        "last": hidden[-1].double(),
-        "cls": hidden[0].double(),
-    }
-    return (found[kind] / found[kind].norm()).numpy()
-
-
-def unit(values: bytes) -> np.ndarray:
-    found = np.frombuffer(values, "<f4").astype(np.float64)
-    return found / np.linalg.norm(found)
-
-
-def deviation(job, reference: np.ndarray) -> float:
-    return float(np.abs(unit(job.embedding) - reference).max())
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from foveal_runtime.model import profiler
 from foveal_runtime.model.checkpoint.loader import class_for, read_config
 from foveal_runtime.model.checkpoint.weights import stored_bytes, weight_files
 from foveal_runtime.model.cpu.packing import weight_bytes
-from foveal_runtime.model.memory import PeakMeter
+from foveal_runtime.model.device import PeakMeter
 from foveal_runtime.model.runner.runner import TorchRunner
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.profile import ItemProfile, decode
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.model
 NAMES = [
     "llama", "gemma2_softcap", "qwen3_moe", "llama4_text", "deepseek_v3_mla", "llava", "idefics3",
     "qwen2_vl", "qwen3_vl", "gemma3", "paligemma", "voxtral", "qwen2_audio",
-    "gemma3n", "gemma4", "gemma4_unified",
+    "gemma3n", "gemma4", "gemma4_unified", "qwen3_5", "qwen3_next", "lfm2_vl",
 ]  # fmt: skip
 
 

@@ -11,11 +11,13 @@ import pytest
 from foveal_runtime.engine.scheduler.scheduler import Scheduler
 from foveal_runtime.engine.types.limits import SchedulerLimits
 from foveal_runtime.engine.types.request import Request
+from tests.support.models.step_driver import embeds_on_device
 
 pytestmark = pytest.mark.model
 
 
 SPARE_BLOCKS = 3
+STREAM_BLOCKS = 9  # for two requests at a time
 
 
 def submit(scheduler: Scheduler, job, seconds: float) -> None:
@@ -33,33 +35,37 @@ def submit(scheduler: Scheduler, job, seconds: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "host_bytes", "run_ahead"),
+    ("name", "host_bytes", "way"),
     [
-        ("llama", 0, False),
-        ("llama", 0, True),
-        ("llava", 0, False),
-        ("llava", 1 << 20, False),
-        ("idefics3", 0, False),
-        ("qwen2_vl", 0, False),
-        ("qwen2_vl", 0, True),
-        ("qwen3_vl", 1 << 20, False),
-        ("gemma3", 0, False),
-        ("paligemma", 0, False),
-        ("voxtral", 0, False),
-        ("gemma4", 0, False),
-        ("gemma4", 1 << 20, True),
-        ("gemma4_large", 0, False),
-        ("lfm2", 0, True),
-        ("qwen3_5", 0, False),
-        ("qwen3_5", 0, True),
+        ("llama", 0, ""),
+        ("llama", 0, "ahead"),
+        ("llava", 0, ""),
+        ("llava", 1 << 20, ""),
+        ("idefics3", 0, ""),
+        ("qwen2_vl", 0, ""),
+        ("qwen2_vl", 0, "ahead"),
+        ("qwen3_vl", 1 << 20, ""),
+        ("llava", 0, "sliced"),
+        ("qwen3_vl", 1 << 20, "sliced"),
+        ("voxtral", 0, "sliced"),
+        ("gemma3", 0, ""),
+        ("paligemma", 0, ""),
+        ("voxtral", 0, ""),
+        ("gemma4", 0, ""),
+        ("gemma4", 1 << 20, "ahead"),
+        ("gemma4_large", 0, ""),
+        ("lfm2", 0, "ahead"),
+        ("qwen3_5", 0, ""),
+        ("qwen3_5", 0, "ahead"),
+        ("qwen3_5", 0, "sliced"),
     ],
 )
-def test_equals_transformers_under_pressure(
-    name: str, host_bytes: int, run_ahead: bool, bench
-) -> None:
-    """`run_ahead`: as the engine's loop does it, a step is submitted before the last one's result
-    is taken; the runner reads the missing tokens from its last draw."""
+def test_equals_transformers_under_pressure(name: str, host_bytes: int, way: str, bench) -> None:
+    """As the engine's loop does it. "ahead": a step is submitted before the last one's result is
+    taken; the runner reads the missing tokens from its last draw. "sliced": streams go on between
+    the encoder's layers."""
     one = bench(name)
+    is_sliced, run_ahead = way == "sliced", way == "ahead"
     clock = iter(range(1, 10_000))
     kinds = list(one.case.items)[:1]
     rounds = [[(kind, 1) for kind in kinds], [(kind, 2) for kind in kinds], []]
@@ -68,7 +74,8 @@ def test_equals_transformers_under_pressure(
     largest = max((m.placeholder.num_embeds for p, prompt in prompts.items()
                    for m in one.job(p, prompt).mm_inputs), default=1)  # fmt: skip
     limits = SchedulerLimits(
-        num_blocks=(max(len(p.ids) for p in prompts.values()) + 6) // 8 + SPARE_BLOCKS,
+        num_blocks=(max(len(p.ids) for p in prompts.values()) + 6) // 8
+        + (STREAM_BLOCKS if is_sliced else SPARE_BLOCKS),
         block_size=8,
         max_num_batched_tokens=max(one.case.budget, 23),
         max_num_seqs=4,
@@ -78,38 +85,55 @@ def test_equals_transformers_under_pressure(
         encoder_host_bytes=host_bytes,
         num_snapshots=6,
         snapshot_tokens=16,
+        target_itl_seconds=1e-6 if is_sliced else 0.0,
+        slices_encoding=is_sliced,
     )
     scheduler = Scheduler(limits, one.runner.traits, clock=lambda: float(next(clock)))
     jobs = {key: one.job(key, prompt, ignore_eos=True) for key, prompt in prompts.items()}
     moves = {"encode": 0, "load": 0, "free": 0}
-    under_way, num_ahead = None, 0
+    under_way, num_ahead, num_between = None, 0, 0
+
+    def take_in(plan, running) -> None:
+        scheduler.update(plan, running.result())
+        for request, output in scheduler.take_outputs():
+            assert output.error is None, output.error
+            jobs[request.request_id].tokens.extend(output.token_ids)
+
+    def between(under_way) -> None:
+        nonlocal num_between
+        if (streams := scheduler.plan_streams(under_way)) is not None:
+            num_between += 1
+            take_in(streams, one.runner.submit(streams))
+
     for turn in ("0", "1"):
         for key, job in jobs.items():
             if key.startswith(turn):
                 submit(scheduler, job, 0.0)
         while scheduler.has_work or under_way is not None:
             if under_way is None:
-                plan = scheduler.schedule()
-                under_way = plan, one.runner.submit(plan)
+                streams, plan = scheduler.split(scheduler.schedule())
+                if streams is not None:
+                    take_in(streams, one.runner.submit(streams))
+                under_way = plan, one.runner.submit(plan, lambda plan=plan: between(plan))
             plan, running = under_way
             ahead = scheduler.plan_ahead(plan) if run_ahead else None
             under_way = None if ahead is None else (ahead, one.runner.submit(ahead))
             moves["encode"] += len(plan.encode)
             moves["load"] += len(plan.load_encoder)
             moves["free"] += len(plan.free_encoder)
-            scheduler.update(plan, running.result())
+            take_in(plan, running)
+            if plan.slice_seconds:
+                between(plan)
             if ahead is not None:
                 num_ahead += 1
                 scheduler.adopt(ahead)
-            for request, output in scheduler.take_outputs():
-                assert output.error is None, output.error
-                jobs[request.request_id].tokens.extend(output.token_ids)
             scheduler.check_integrity()
             one.runner.check_integrity()
-            assert one.runner.store.embeds_on_device() <= limits.encoder_cache_embeds
-    assert scheduler.stats.num_preemptions > 0
+            assert embeds_on_device(one.runner.store) <= limits.encoder_cache_embeds
+    assert scheduler.stats.num_preemptions > 0 or is_sliced
     assert (num_ahead > 0) == run_ahead
-    if one.runner.states.shapes:
+    assert (num_between > 0) == is_sliced
+    if one.runner.states.shapes and not is_sliced:  # its snapshots depend on how long layers take
         assert scheduler.stats.num_prefix_hit_tokens > 0
     for key, job in jobs.items():
         one.check(job, prompts[key])

@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct, a published model: its texts equal those of transformers.
 
 Texts are compared up to the first near-tie (`smollm2.LEAST_MARGIN`), most of them whole. 20 prompts
-run with the extended tests; FOVEAL_REAL_WEIGHTS=100, as `make soak` sets it, runs all of them, and
+run with the extended tests; FOVEAL_REAL_WEIGHTS=500, as `make soak` sets it, runs all of them, and
 fails where the weights cannot be had instead of skipping.
 """
 

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from foveal_runtime.engine.types.step import ScheduledRequest, StepPlan
 from foveal_runtime.model.device import Device, Fetch
-from foveal_runtime.model.runner.graphs import RerunCapturer
 from foveal_runtime.plan.sampling import SamplingParams
+from tests.support.models.rerun_capturer import RerunCapturer
 
 pytestmark = pytest.mark.model
 

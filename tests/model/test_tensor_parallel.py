@@ -114,11 +114,11 @@ def test_a_request_that_crashes_a_rank_is_named_alone(tiny, tmp_path) -> None:
     try:
         submit, poison = runner.submit, 19
 
-        def crash_on_poison(plan):
+        def crash_on_poison(plan, between=None):
             if any(new.token_ids[0] == poison for new in plan.new):
                 runner.worker_processes[0].send_signal(signal.SIGSEGV)
                 runner.worker_processes[0].wait(60)
-            return submit(plan)
+            return submit(plan, between)
 
         runner.submit = crash_on_poison
         config = EngineConfig(

@@ -22,7 +22,7 @@ import msgspec
 import pytest
 
 from foveal_runtime.main.launcher import LocalDeployment
-from foveal_runtime.main.local.serve import LocalOptions, local_documents
+from foveal_runtime.main.local.serve import local_documents
 from foveal_runtime.plan.local import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,6 +33,7 @@ sys.path.insert(0, str(TINY))
 import evaluate  # noqa: E402
 from evaluate import draw_samples, to_request  # noqa: E402
 from questions import FAMILIES, Sample, is_right  # noqa: E402
+from structured import STRUCTURED_FAMILIES  # noqa: E402
 
 # Another model may never say that it is done; its replies may be cut short.
 LONGEST_REPLY = int(os.environ.get("FOVEAL_TEST_TOKENS", evaluate.LONGEST_REPLY))
@@ -91,12 +92,20 @@ class Asker:
 
 @pytest.fixture(scope="session")
 def samples(request: pytest.FixtureRequest) -> list[Sample]:
-    """Held-out questions of every family, with the greedy reply of plain transformers in fp32.
+    """Held-out questions of every family, with the greedy reply of plain transformers in fp32."""
+    return with_references(request, draw_samples(list(FAMILIES), 5, "processes", False))
 
-    The replies are kept between runs under a key of all that they depend on: running the model
+
+@pytest.fixture(scope="session")
+def structured_samples(request: pytest.FixtureRequest) -> list[Sample]:
+    """The same for what is answered in JSON or by calling a tool."""
+    return with_references(request, draw_samples(list(STRUCTURED_FAMILIES), 8, "processes", False))
+
+
+def with_references(request: pytest.FixtureRequest, drawn: list[Sample]) -> list[Sample]:
+    """The replies are kept between runs under a key of all that they depend on: running the model
     takes longer than most tests, above all where a test is run alone.
     """
-    drawn = draw_samples(list(FAMILIES), 5, "processes", False)
     cache = request.config.cache
     assert cache is not None
     name = f"foveal/references-{digest_of_references(drawn)}"
@@ -134,7 +143,10 @@ def plain_replies(samples: list[Sample]) -> list[str]:
     replies = []
     for sample in samples:
         text = processor.apply_chat_template(
-            sample.messages, add_generation_prompt=True, tokenize=False
+            sample.messages,
+            tools=sample.options.get("tools"),
+            add_generation_prompt=True,
+            tokenize=False,
         )
         images = [picture.image for picture in sample.pictures]
         inputs = processor(text=[text], images=images or None, return_tensors="pt")
@@ -187,7 +199,7 @@ def start() -> Iterator[Start]:
 
 
 def make_deployment(change: Change | None = None, **options: Any) -> LocalDeployment:
-    """A small deployment; `options` are LocalOptions, `change` edits the documents."""
+    """A small deployment; `options` are those of local_documents, `change` edits the documents."""
     defaults: dict[str, Any] = {
         "model": str(WEIGHTS),
         "name": MODEL,
@@ -199,7 +211,7 @@ def make_deployment(change: Change | None = None, **options: Any) -> LocalDeploy
         "num_threads": 1,
         "idle_check_seconds": 1.0,
     }
-    engines, frontends = local_documents(LocalOptions(**{**defaults, **options}), free_port)
+    engines, frontends = local_documents(free_port, **{**defaults, **options})
     if change:
         engines, frontends = change(engines, frontends)
     return LocalDeployment(engines, frontends)

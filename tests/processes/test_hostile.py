@@ -208,7 +208,7 @@ def test_metadata_and_private_addresses_are_refused_before_any_connection() -> N
     """Shown on the check itself: no request leaves this machine."""
     import ipaddress
 
-    from foveal_runtime.frontend.media.addresses import refusal
+    from foveal_runtime.frontend.media.fetch import refusal
 
     for address in ("169.254.169.254", "fd00:ec2::254", "::ffff:169.254.169.254", "10.0.0.1",
                     "127.0.0.1", "::1", "0.0.0.0", "64:ff9b::a9fe:a9fe"):  # fmt: skip

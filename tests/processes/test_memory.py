@@ -26,7 +26,7 @@ from foveal_runtime.plan.budget.planner import plan
 from foveal_runtime.plan.budget.types import BudgetInputs, EngineInputs, FrontendInputs
 from foveal_runtime.plan.config import MIB, Admission, ModalitiesConfig, ModalityLimits
 from foveal_runtime.plan.profile import decode
-from foveal_runtime.telemetry.allocator import taken_bytes
+from foveal_runtime.telemetry.memory import taken_bytes
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -123,7 +123,7 @@ def check_calls(calls, least=1):
 
 
 def test_calls_are_valid_at_every_temperature(client, samples):
-    """Of a model that was never taught to call anything."""
+    """Of tools that the model was never taught."""
     for seed, temperature in enumerate((0, 1, 2, 2, 2, 2)):
         arguments = with_tools(samples[0], temperature=temperature, seed=seed, n=3)
         whole = client.chat.completions.create(**arguments, parallel_tool_calls=False)

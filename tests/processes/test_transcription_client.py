@@ -15,7 +15,7 @@ import numpy as np
 import openai
 import pytest
 
-from tests.support.models.tiny_audio import save_tiny_audio
+from tests.support.models.tiny_media import save_tiny_audio
 
 pytestmark = [pytest.mark.processes, pytest.mark.extended, pytest.mark.timeout(600)]
 NAME = "tiny-audio"

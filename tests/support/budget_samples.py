@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
-from foveal_runtime.plan.budget.types import BudgetInputs, EngineInputs, FrontendInputs
+from foveal_runtime.plan.budget.types import (
+    BudgetInputs,
+    EngineInputs,
+    FrontendInputs,
+    PlaceBudget,
+)
 from foveal_runtime.plan.config import GIB, MIB
 from foveal_runtime.plan.profile import ItemProfile, ModelProfile
 
@@ -48,6 +53,11 @@ def gpu(memory_bytes: int = 80 * GIB, **changes: object) -> BudgetInputs:
 
 def cpu(**changes: object) -> BudgetInputs:
     return BudgetInputs(engine=msgspec.structs.replace(EngineInputs(device="cpu"), **changes))
+
+
+def free_bytes(place: PlaceBudget) -> int:
+    """What a plan leaves of a place's limit."""
+    return place.limit_bytes - place.headroom_bytes - place.used_bytes
 
 
 def with_frontend(inputs: BudgetInputs, **changes: object) -> BudgetInputs:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from foveal_operator.kube.kinds import KINDS
-from foveal_operator.kube.reader import FakeReader, ForbiddenError
+from foveal_operator.kube.reader import ForbiddenError
 from foveal_operator.kube.types import Obj
 from foveal_operator.testing.fake_cluster import FakeCluster
+from foveal_operator.testing.fake_reader import FakeReader
 
 
 class FakeClusterReader(FakeReader):

@@ -6,8 +6,8 @@ import copy
 from typing import Any
 
 from foveal_operator.api import crd
-from foveal_operator.kube.reader import FakeReader
 from foveal_operator.kube.types import Obj
+from foveal_operator.testing.fake_reader import FakeReader
 from tests.support.regenerate import wanted
 from tests.support.samples import resource
 

@@ -24,7 +24,7 @@ from foveal_operator.kube.kinds import (
 )
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.pods import REVISION_LABEL
-from foveal_operator.rollout.frontends import is_held
+from foveal_operator.rollout.steps import is_held
 from foveal_operator.testing.fake_cluster import FakeCluster
 from tests.support.budget_samples import TOY, VLM
 from tests.support.fake_clock import START

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 from foveal_operator.cli.dashboard.promql.samples import Labels, labels_of
 from foveal_operator.observability.promql import PROCESS_METRICS
-from foveal_runtime.plan.metrics.registry import METRICS, Metric
+from foveal_runtime.plan.metrics import METRICS
+from foveal_runtime.plan.metrics.metric import Metric
 
 START = 1_790_000_003.0
 """Three seconds after a round time: no sample lies on the edge of a window."""

@@ -13,23 +13,23 @@ import json
 import re
 import threading
 import urllib.parse
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from tests.support.loopback_server import LoopbackHandler, LoopbackServer
+
 COMMIT = "c0ffee" + "0" * 34
+_JSON = {"Content-Type": "application/json"}
 
 
-class Hub(ThreadingHTTPServer):
+class Hub(LoopbackServer):
     """Args: repository: ORG/NAME; directory: its files, read at once; branches: other names of
     COMMIT; address: where to listen; token: what requests must carry, if anything.
 
     `files` are contents by name; `cuts` names files whose next whole download ends halfway, and
-    `damaged` those that arrive with another last byte; `refusal` is what every request gets;
-    `asked` has every request as METHOD PATH [RANGE], in order.
+    `damaged` those that arrive with another last byte; contents of `denied` are refused;
+    `refusal` is what every request gets; `asked` has every request as METHOD PATH [RANGE], in
+    order.
     """
-
-    daemon_threads = True
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Hub(ThreadingHTTPServer):
         address: str = "127.0.0.1",
         token: str = "",
     ) -> None:
-        super().__init__((address, 0), _Handler)
+        super().__init__(_Handler, address)
         self.repository, self.token = repository, token
         self.files = {f.name: f.read_bytes() for f in sorted(directory.iterdir()) if f.is_file()}
         self.revisions = (*branches, COMMIT)
@@ -48,35 +48,22 @@ class Hub(ThreadingHTTPServer):
         self.gate.set()
         self.cuts: set[str] = set()
         self.damaged: set[str] = set()
+        self.denied: set[str] = set()
         self.refusal: tuple[int, str] | None = None
         self.asked: list[str] = []
-
-    @property
-    def url(self) -> str:
-        return f"http://{self.server_address[0]!s}:{self.server_port}"
 
     def environment(self, home: Path) -> dict[str, str]:
         """For a process that is to take this for the hub."""
         return {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1",
                 "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # fmt: skip
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[Hub]:
-        thread = threading.Thread(target=self.serve_forever, daemon=True)
-        thread.start()
-        try:
-            yield self
-        finally:
-            self.gate.set()
-            self.shutdown()
-            self.server_close()
-            thread.join()
+    def shutdown(self) -> None:
+        self.gate.set()
+        super().shutdown()
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(LoopbackHandler):
     server: Hub
-    protocol_version = "HTTP/1.1"
-    timeout = 30.0
 
     def do_HEAD(self) -> None:
         self.do_GET()
@@ -91,17 +78,19 @@ class _Handler(BaseHTTPRequestHandler):
         elif hub.token and self.headers.get("authorization") != f"Bearer {hub.token}":
             self._refuse(401, "GatedRepo" if "authorization" in self.headers else "")
         elif path == api or path in {f"{api}/revision/{name}" for name in hub.revisions}:
-            self._send(json.dumps(self._info()).encode())
+            self.send(200, json.dumps(self._info()).encode(), _JSON)
         elif path in {f"{api}/tree/{name}" for name in hub.revisions}:
             tree = [{"type": "file", "path": name, "size": len(data), "oid": _etag(data)}
                     for name, data in hub.files.items()]  # fmt: skip
-            self._send(json.dumps(tree).encode())
+            self.send(200, json.dumps(tree).encode(), _JSON)
         elif path.startswith(f"{hub.repository}/resolve/"):
             revision, _, name = path.removeprefix(f"{hub.repository}/resolve/").partition("/")
             if revision not in hub.revisions:
                 self._refuse(404, "RevisionNotFound")
             elif name not in hub.files:
                 self._refuse(404, "EntryNotFound")
+            elif name in hub.denied and self.command == "GET":
+                self._refuse(403, "")
             else:
                 self._file(name, span)
         else:
@@ -114,26 +103,18 @@ class _Handler(BaseHTTPRequestHandler):
                 "downloads": 0, "likes": 0, "tags": [], "siblings": siblings}  # fmt: skip
 
     def _refuse(self, status: int, code: str) -> None:
-        self.send_response(status)
-        if code:
-            self.send_header("X-Error-Code", code)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
+        self.send(status, headers={"X-Error-Code": code} if code else None)
 
     def _file(self, name: str, span: str) -> None:
         data = self.server.files[name]
         match = re.fullmatch(r"bytes=(\d+)-(\d*)", span)
         start = int(match[1]) if match else 0
         body = data[start : int(match[2]) + 1 if match and match[2] else None]
-        self.send_response(206 if match else 200)
-        self.send_header("X-Repo-Commit", COMMIT)
-        self.send_header("ETag", f'"{_etag(data)}"')
-        self.send_header("Accept-Ranges", "bytes")
+        headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{_etag(data)}"', "Accept-Ranges": "bytes"}
         if match:
             end = start + len(body) - 1
-            self.send_header("Content-Range", f"bytes {start}-{end}/{len(data)}")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
+            headers["Content-Range"] = f"bytes {start}-{end}/{len(data)}"
+        self.send_head(206 if match else 200, len(body), headers)
         if self.command == "HEAD":
             return
         if name in self.server.damaged:
@@ -149,17 +130,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.gate.wait(60)
         with contextlib.suppress(OSError):  # the client may have closed the connection
             self.wfile.write(body[half:])
-
-    def _send(self, body: bytes) -> None:
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        del format, args
 
 
 def _etag(data: bytes) -> str:

@@ -15,16 +15,20 @@ from transformers.models.auto import modeling_auto
 
 from foveal_runtime.model.adapters import ADAPTERS, TEXT_ADAPTERS, Adapter
 from foveal_runtime.model.checkpoint.loader import class_for
-from tests.support.models.tiny_checkpoints import CASES
+from tests.support.models import tiny_checkpoints
 
 TENSOR_PARALLEL = ("tests.model.test_tensor_parallel", "NAMES")
-FAST_PATH = ("tests.model.test_decode_layers", "MEDIA")
-"""Module and list of the families that a test compares that way."""
+FAST_PATH = "tests.model.test_decode_layers"
+"""Test module, and its list, of the families that it compares that way."""
 CASE_MODULES = (
     "tiny_images", "tiny_grids", "tiny_groups", "tiny_sounds",
     "tiny_more_images", "tiny_more_grids", "tiny_more_sounds", "tiny_hybrids",
-    "tiny_gemmas",
+    "tiny_gemmas", "tiny_encoders",
 )  # fmt: skip
+for _name in CASE_MODULES:
+    importlib.import_module(f"tests.support.models.{_name}")
+CASES = dict(tiny_checkpoints.CASES)
+"""As the modules have them: tests add cases of their own while they run."""
 
 HEAD = """# Supported models
 
@@ -36,7 +40,7 @@ transformers' own forward pass on a tiny random checkpoint in float32: chunked p
 requests in a batch, preemption, and reuse of prefixes and encoder outputs where the table says so
 (`tests/model/test_architectures.py`, `tests/model/test_hybrids.py`). Other text-only decoders of
 transformers are probed when they are loaded and refused in one line if they cannot be served.
-A published model, SmolLM2-135M-Instruct (Apache-2.0), answers 100 prompts with the tokens of
+A published model, SmolLM2-135M-Instruct (Apache-2.0), answers 500 prompts with the tokens of
 transformers, compared up to the first near-tie of two tokens (`tests/model/test_real_weights.py`).
 
 | `model_type` | images | video | audio | prefix caching | tensor parallel | CPU fast path | \
@@ -47,14 +51,23 @@ TAIL = """
 *Tensor parallel*: "compared" families give the answers of one process on two ranks
 (`tests/model/test_tensor_parallel.py`); for "by plan" transformers says how to split layers, which
 no test runs. *CPU fast path*: decode steps in one call of a C kernel, compared with transformers
-(`tests/model/test_decode_layers.py`, where text models like Llama, Mistral, Qwen2 and Qwen3 are
-compared, too); a trial at load time decides, and the engine's log says what it found.
+(`tests/model/test_decode_layers.py`, where text models like Llama, Mistral, Qwen2, Qwen3, Gemma 2
+and Gemma 3 are compared, too); a trial at load time decides, and the engine's log says what it
+found. "modules": small steps of these are transformers' modules, because their layers have experts
+(`aria`, `glm4v_moe`, `kimi_k25`, `llama4`, the Qwen families with "moe", `qwen3_next`), attention
+and MLP beside each other (`aya_vision`, `cohere2_vision`), norms in other places (`exaone4_5`,
+`hyperclovax_vision_v2`, the GLM families, which turn neighbours, too), inputs, values or gates of
+their own (`gemma3n`, `gemma4`, `muse_glimmer`) or an MLP without a gate (`cosmos3_edge`).
 
 Video and audio also need a processor that takes them: a family whose processor cannot be shown to
 make the same prompt from single items refuses that modality with a message. Tensor parallelism
 takes models whose heads divide evenly, and refuses recurrent state and quantised weights.
 
-Prefix caching is off for PaliGemma: its whole prompt is one group of tokens that see each other.
+Prefix caching is off for PaliGemma and for encoders: their whole prompt is one group of tokens that
+see each other. Encoders (`bert`, `camembert`, `distilbert`, `nomic_bert`, `roberta`, `xlm-roberta`)
+embed and generate nothing: their vectors are compared (`tests/model/test_encoders.py`), those of
+the published all-MiniLM-L6-v2, too, through HTTP (`tests/processes/test_minilm.py`); see
+[embeddings](../how-to/embeddings.md#encoders).
 
 ## Prefixes of models with recurrent state
 
@@ -70,23 +83,29 @@ conversations and of questions about the same images, hits are at least 95 % of 
 attention (`tests/model/test_hybrid_prefixes.py`, `tests/data_plane/engine/test_snapshots.py`).
 `foveal_cache_*{{cache="state"}}` and `foveal_prefix_tokens_without_state` show them at work.
 
-## What is refused, and why
+On CPUs, a C kernel computes the gated delta rule of Qwen3.5 and Qwen3-Next with the convolution
+before it and the norm behind it, for all sequences of a step at once and with their states where
+they lie; a layer then takes 1.0 to 1.8 times its linear layers (2 to 36 times by transformers'
+fallback, which stays for machines and modules that the kernel does not fit;
+[results](../../e2e/results/benchmarks.md#micro-benches)). A token's numbers do not depend on where
+chunks end (`tests/model/test_delta_rule.py`).
 
-Of transformers' {total} multimodal generative types (the keys of its
-`MODEL_FOR_MULTIMODAL_LM_MAPPING`) {served} are served: each has an adapter and a test that
-compares it. {refused} are refused when the model is loaded, planned or profiled, with one line that
-names the type. The reasons:
+## Layers with a sliding window
 
-| reason | examples |
-|---|---|
-| encoder-decoder models | `florence2`, `t5gemma2`, `udop`, `pix2struct` |
-| cross-attention layers | `mllama`, `idefics`, `evolla` |
-| state-space layers (mamba) | `nemotron_h_omni` |
-| audio in three-row rope positions | `qwen2_5_omni`, `qwen3_omni_moe` |
-| sparse attention with an index of its own | `glm5_next`, `mistral_large4`, `qwen4_exp` |
-| not autoregressive text | `diffusion_gemma`, `pi0` |
-| a prompt that depends on the text around an image | `idefics2` |
-| not compared yet | the others |
+Where some layers have a sliding window (Gemma 2, 3, 3n and 4, GPT-OSS, Cohere 2, and the chunks of
+Llama 4), those have KV blocks of their own, and a running request keeps a window's worth of them:
+what lies before is given back after each step. A prefix is reused as far as all of its blocks are
+there in the one pool and, in the other, those that the next token sees; each pool evicts by itself,
+and what lacks either part is computed again (`foveal_prefix_tokens_without_state`).
+`foveal_kv_window_blocks` shows the second pool. It is compared with transformers in
+`tests/model/test_windows.py`: prompts of many windows, freed blocks overwritten, chunks,
+preemption, reuse and migration. [Budgets](budgets.md#sliding-windows) says what it takes.
+
+## What is refused
+
+Of transformers' {total} multimodal generative types {served} are served. Which are not, and what of
+weights, adapters, devices and requests is not, is on a page of its own, with the reasons and with
+what is said: [what is refused, and why](refused.md).
 
 ## Keys and values of other layers, inputs of single layers
 
@@ -110,19 +129,33 @@ scales by tensor, channel, group or block; zero points |
 | `awq` | 4 bits, version `gemm` |
 | `gptq` | 4 and 8 bits, `gptq` and `gptq_v2`, with and without `desc_act` |
 
-Weights stay in memory as they are stored, and are dequantised a block at a time when they are
-multiplied (temporary memory of at most 40 MiB, part of the plan). Only weights are quantised: a
-scheme for activations (W8A8, FP8 dynamic) is not applied, because rounding activations makes it
-another function, further from the model that was quantised. Layers that the checkpoint leaves out
-(towers, projectors, heads) run as always. Each format is compared with a plain checkpoint of the
-dequantised weights (`tests/model/test_quantized_layers.py`). Plain torch multiplies, on any device,
-so memory is saved and not time: on CPUs a quantised decoder is several times slower than bfloat16.
+On a CPU, whole codes of 4 and 8 bits, with or without zero points, are laid out once for a C
+kernel that multiplies with them ([weight-only kernel](../decisions/weight-only-kernel.md)). FP8,
+`desc_act` and other devices: weights stay in memory as they are stored, and are dequantised a
+block at a time when they are multiplied (temporary memory of at most 40 MiB, part of the plan).
+Only weights are quantised: a scheme for activations (W8A8, FP8 dynamic) is not applied, because
+rounding activations makes it another function, further from the model that was quantised. Layers
+that the checkpoint leaves out (towers, projectors, heads) run as always. Each format is compared
+with a plain checkpoint of the dequantised weights (`tests/model/test_quantized_layers.py`). Where
+plain torch multiplies, memory is saved and not time: FP8 on a CPU is several times slower than
+bfloat16.
 
-Refused in one line, by plan, profile and engine alike, before a byte of a weight is read: every
-other method (bitsandbytes, torchao, GGUF, NVFP4, MXFP4, Quark and so on), transforms of inputs,
-2:4 sparsity, tensors that differ from what the scheme says, embeddings and tied heads, experts of
-families marked "no" or "without experts" (transformers stacks them into one tensor), and more than
-one device an engine.
+A checkpoint of plain numbers is quantised while it is loaded with `foveal serve --quantization
+int8` (a scale for each output) or `int4` (a scale for each output and 64 inputs, 32 where 64 do
+not divide them), `engine.quantization` in a resource: the decoder's linear layers, by rounding,
+without calibration; towers, projector, embeddings, head and stacked experts stay as they are. The
+plan counts the smaller weights. Layers are quantised one after another, in pieces of 262,144
+weights, on the device that will hold them: what the checkpoint has stays mapped from its files
+where `dtype` is theirs (203 M parameters of bfloat16: int4 119 MiB at most, 112 of them planned
+weights). Where `dtype` is another one, the whole checkpoint is first in host memory in that type
+(789 MiB in float32): the plan's `loadStaging` counts it; `auto` spares it. On a loaded machine
+rounding and loading took 27 to 36 s of one thread's time per 10⁹ parameters for int4, and 7 to 12 s
+for int8. One device an engine.
+
+Other formats, and what of these is not read, are [refused](refused.md#quantised-weights) by plan,
+profile and engine alike, before a byte of a weight is read; so are tensors that differ from what
+the scheme says, embeddings and tied heads, and experts of families marked "no" or "without experts"
+(transformers stacks them into one tensor).
 
 ## Add a model
 
@@ -155,8 +188,6 @@ class Family(NamedTuple):
 
 def compared() -> dict[str, Family]:
     """model_type → every family that a test case has."""
-    for name in CASE_MODULES:
-        importlib.import_module(f"tests.support.models.{name}")
     known = {**TEXT_ADAPTERS, **ADAPTERS}
     found: dict[str, Family] = {}
     for case in CASES.values():
@@ -182,34 +213,40 @@ def _family(adapter: Adapter, config: Any) -> Family:
 def _kinds_of(module: str, names: str) -> set[str]:
     """model_types of the cases that a test compares."""
     return {
-        CASES[name].config().model_type for name in getattr(importlib.import_module(module), names)
+        CASES[name].config().model_type if name in CASES else name
+        for name in getattr(importlib.import_module(module), names)
     }
 
 
 def _parallel(kind: str, family: Family, tested: set[str]) -> str:
     if kind in tested:
         return "compared"
-    return "by plan" if family.has_plan and not family.adapter.has_state else "no"
+    is_whole = family.adapter.has_state or family.adapter.is_encoder
+    return "by plan" if family.has_plan and not is_whole else "no"
 
 
 def page() -> str:
     rows = []
     families = compared()
-    ranks, fast = _kinds_of(*TENSOR_PARALLEL), _kinds_of(*FAST_PATH)
+    ranks = _kinds_of(*TENSOR_PARALLEL)
+    steps = dict.fromkeys(_kinds_of(FAST_PATH, "KEPT"), "modules")
+    for names in ("TAKEN", "MEDIA", "MORE"):
+        steps |= dict.fromkeys(_kinds_of(FAST_PATH, names), "compared")
     for kind, family in families.items():
         adapter = family.adapter
         marks = ["yes" if name in adapter.encoders else "–" for name in ("image", "video", "audio")]
         caching = "no" if adapter.bidirectional == "prompt" else "yes"
-        ways = [_parallel(kind, family, ranks), "compared" if kind in fast else "–"]
+        ways = [_parallel(kind, family, ranks), steps.get(kind, "–")]
         quantised = "yes" if not family.stacks_experts else "no"
         if family.stacks_experts and family.is_dense:
             quantised = "without experts"
+        if adapter.is_encoder:
+            quantised = "–"
         rows.append([f"`{kind}`", *marks, caching, *ways, quantised])
     kinds = set(modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
-    refused = len(kinds - ADAPTERS.keys())
     served = len(kinds & ADAPTERS.keys())
     table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
-    return HEAD + table + TAIL.format(refused=refused, served=served, total=len(kinds))
+    return HEAD + table + TAIL.format(served=served, total=len(kinds))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
-"""Dashboards and rules as committed, with their expressions."""
+"""Dashboards and rules as committed, with their expressions, and Prometheus's own tool."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
 from collections.abc import Iterator
 
 from foveal_operator.observability import (
@@ -12,7 +15,16 @@ from foveal_operator.observability import (
     resource_rule_groups,
 )
 
+_TOOLS = os.environ.get("TOOLS", "/var/tmp/foveal-e2e/tools")
+PROMTOOL = shutil.which("promtool") or shutil.which("promtool", path=_TOOLS)
 FILES = {**cluster_dashboards(), **resource_dashboards()}
+
+
+def promtool(*arguments: str) -> None:
+    """Fails with what it says; only where PROMTOOL is there."""
+    assert PROMTOOL is not None
+    done = subprocess.run([PROMTOOL, *arguments], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def expressions() -> Iterator[tuple[str, str]]:

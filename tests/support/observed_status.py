@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from foveal_operator.api import reasons
+from foveal_operator.api.reasons import Reason
 from foveal_operator.api.status import Condition, MultiModalInferenceStatus
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests import desired
 from foveal_operator.manifests.pods import REVISION_LABEL
+from foveal_operator.model.flow import ModelDecision
+from foveal_operator.pods.metrics import PodReports
+from foveal_operator.rollout import RolloutDecision
 from foveal_operator.status.report import Observed, report
+from tests.support.budget_samples import VLM
 from tests.support.regenerate import FACTS, planned
 from tests.support.samples import put, resource
 
@@ -47,13 +54,32 @@ def revisions(obj: Obj) -> tuple[str, str]:
     return found[0], found[1]
 
 
+def observed_of(
+    model: Reason = reasons.WAITING,
+    model_message: str = "",
+    takes: tuple[str, ...] | None = None,
+    **values: Any,
+) -> Observed:
+    """What a pass has observed; values of pods' reports or of the rollout's decision go there."""
+    reported = {key: values.pop(key) for key in PodReports.__struct_fields__ if key in values}
+    told = ("strategy", "message", "deadline_exceeded")
+    decided = {key: values.pop(key) for key in told if key in values}
+    profile = None
+    if takes is not None:
+        items = dict.fromkeys(takes, VLM.items["image"])
+        profile = msgspec.structs.replace(VLM, items=items)
+    decision = ModelDecision(profile=profile, reason=model, message=model_message)
+    own = {"now": NOW, "model": decision, **values}
+    return Observed(reports=PodReports(**reported), rollout=RolloutDecision(**decided), **own)
+
+
 def status_of(
     obj: Obj = BASE, previous: tuple[Condition, ...] = (), **observed: Any
 ) -> MultiModalInferenceStatus:
     inference, plan = planned(obj)
     objects = desired(inference, plan, FACTS)
-    values = {"now": NOW, "model": reasons.RESOLVED, **observed}
-    return report(inference, None, plan, objects, Observed(**values), 3, previous)
+    values = {"model": reasons.RESOLVED, **observed}
+    return report(inference, None, plan, objects, observed_of(**values), 3, previous)
 
 
 def serving(obj: Obj = BASE) -> dict[str, Any]:

@@ -24,7 +24,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 KEY = ("default", "tiny")
 OPTIONAL_KINDS = frozenset(
     {"PodMonitor", "PrometheusRule", "ScaledObject", "HTTPRoute", "InferencePool",
-     "ResourceClaimTemplate", "ResourceSlice"}
+     "ResourceClaimTemplate", "ResourceSlice", "DeviceClass"}
 )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 REQUIREMENTS = Path(__file__).parents[2] / "requirements"
@@ -21,11 +21,13 @@ class Unavailable(Exception):
     """What is asked for cannot be had here; the message says why."""
 
 
-def cached(name: str, pinned: Path, make: Callable[[Path], None]) -> Path:
-    """A folder that `make` fills at the first call, and again when `pinned` changes: what `make`
-    leaves at `work / "out"`. Raises what `make` raises."""
+def cached(name: str, pinned: Path | Sequence[Path], make: Callable[[Path], None]) -> Path:
+    """A folder that `make` fills at the first call, and again when a file of `pinned` changes: what
+    `make` leaves at `work / "out"`. Raises what `make` raises."""
+    files = [pinned] if isinstance(pinned, Path) else pinned
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foveal-tests"
-    key = f"{name}-{hashlib.sha256(pinned.read_bytes()).hexdigest()[:16]}"
+    content = b"".join(path.read_bytes() for path in files)
+    key = f"{name}-{hashlib.sha256(content).hexdigest()[:16]}"
     target = base / key
     base.mkdir(parents=True, exist_ok=True)
     with _locked(base / f"{key}.lock"):

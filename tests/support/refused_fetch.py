@@ -7,11 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from foveal_operator.model.job_state import read_job
+from foveal_operator.model.job_state import fetch_reason, read_job
 
 
 def reason_of(uri: str, folder: Path, environment: dict[str, str]) -> tuple[str, str]:
-    """(reason in the status, standard error) of `fetch URI --to FOLDER`, which must fail."""
+    """(reason in the status, its text) of `fetch URI --to FOLDER`, which must fail."""
     done = subprocess.run(
         [sys.executable, "-m", "foveal_runtime.main.cli", "fetch", uri, "--to", str(folder)],
         env={**os.environ, **environment},
@@ -26,4 +26,5 @@ def reason_of(uri: str, folder: Path, environment: dict[str, str]) -> tuple[str,
         "status": {"containerStatuses": [{"name": "fetch", "state": {"terminated": status}}]},
     }
     state = read_job({"metadata": {"name": "fetch"}, "status": {}}, "fetch", [pod])
-    return state.fetch_reason().name, done.stderr
+    assert "Traceback" not in done.stderr
+    return fetch_reason(state.text).name, state.text

@@ -14,18 +14,18 @@ import yaml
 from foveal_operator.api import crd
 from foveal_operator.api.parse import InferenceSpec, parse
 from foveal_operator.cli.plan.render import desired_yaml
+from foveal_operator.kube.kinds import KINDS, Kind
 from foveal_operator.kube.types import Obj
-from foveal_operator.manifests import ClusterFacts, Desired, desired
+from foveal_operator.manifests import ClusterFacts, Desired, access, desired
 from foveal_operator.manifests.budget_inputs import NodeFacts, budget_inputs
-from foveal_operator.observability import grafana
 from foveal_operator.telemetry.declared import OPERATOR_METRICS
 from foveal_runtime.plan.budget.planner import plan
 from foveal_runtime.plan.budget.types import BudgetPlan
 from foveal_runtime.plan.config import GIB
 from foveal_runtime.plan.profile import ModelProfile
-from foveal_runtime.telemetry.table import rows
-from tests.support import api_page, chart_files
+from tests.support import api_page, chart_files, grafana
 from tests.support.budget_samples import TOY, VLM
+from tests.support.metrics_page import rows
 from tests.support.samples import LEGAL
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +34,7 @@ DASHBOARDS = ROOT / "operator/src/foveal_operator/observability/dashboards"
 ARGO = ROOT / "examples/gitops/argocd/resource_customizations/foveal.dev/MultiModalInference"
 OPERATOR_METRICS_PAGE = ROOT / "docs" / "reference" / "metrics-operator.md"
 API_PAGE = ROOT / "docs" / "reference" / "api.md"
+NEVER_TOUCHED_PAGE = ROOT / "docs" / "reference" / "never-touched.md"
 GOLDEN = ROOT / "tests/control_plane/golden"
 ALL_APIS = frozenset(
     {"HTTPRoute", "InferencePool", "PodMonitor", "PrometheusRule", "ResourceClaimTemplate"}
@@ -84,6 +85,40 @@ def operator_metrics_page() -> str:
     return _OPERATOR_HEAD + rows(OPERATOR_METRICS)
 
 
+_RIGHTS_HEAD = """## Kind by kind
+
+What the roles of the operator allow it (`make generate` writes this part). Whatever is not in the
+list it may not even read; within it, the rules above say which objects are a resource's own.
+
+| kind | reads | creates | changes | deletes |
+|---|---|---|---|---|
+"""
+_DOES = {
+    "reads": {"get", "list", "watch"}, "creates": {"create"}, "changes": {"patch", "update"},
+    "deletes": {"delete"},
+}  # fmt: skip
+
+
+def never_touched_page() -> str:
+    """The page as it is, with its last part made of the operator's roles."""
+    text = NEVER_TOUCHED_PAGE.read_text(encoding="utf-8")
+    before = text.partition(_RIGHTS_HEAD.splitlines()[0])[0]
+    rows = (f"| {kind.name} | {' | '.join(_rights(kind))} |\n" for kind in KINDS)
+    return before + _RIGHTS_HEAD + "".join(rows)
+
+
+def _rights(kind: Kind) -> list[str]:
+    """A word for each of _DOES."""
+    scopes: tuple[access.Scope, ...] = ("resources", "nodes", "lease")
+    named = {kind.plural: "yes", f"{kind.plural}/status": "its status"}
+    found = {}
+    for rule in (rule for scope in scopes for rule in access.rules(scope)):
+        for plural in (one for one in rule.resources if one in named and rule.group == kind.group):
+            word = "its own" if rule.own_name else named[plural]
+            found |= {does: word for does, verbs in _DOES.items() if verbs & set(rule.verbs)}
+    return [found.get(does, "–") for does in _DOES]
+
+
 def argo_files() -> dict[str, str]:
     """Argo CD's test list and its data, in the layout of its repository."""
     from tests.support.argo_health import argo_health
@@ -117,6 +152,7 @@ def main() -> None:
 
     restart_table.PAGE.write_text(restart_table.page(), encoding="utf-8")
     OPERATOR_METRICS_PAGE.write_text(operator_metrics_page(), encoding="utf-8")
+    NEVER_TOUCHED_PAGE.write_text(never_touched_page(), encoding="utf-8")
     for name, text in dashboard_files().items():
         (DASHBOARDS / name).write_text(text, encoding="utf-8")
     CRD_FILE.write_text(crd.render(), encoding="utf-8")

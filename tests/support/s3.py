@@ -6,70 +6,47 @@ download short. Used by test_fetch_s3.py and, on a real node, by tests/cluster/t
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
 import re
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
+from tests.support.loopback_server import LoopbackHandler, LoopbackServer
+
 BUCKET = "models"
 KEY, SECRET = "AKIAFORTHISTESTONLY1", "not-a-secret-of-anybody"
 _PAGE = 2
+_XML = {"Content-Type": "application/xml"}
 
 
-class Store(ThreadingHTTPServer):
+class Store(LoopbackServer):
     """Args: folder: its files are the objects below `prefix`; address: where it listens.
 
     Attributes: `objects`: key to bytes, may change; `cuts`: keys whose next answer ends halfway,
     each as often as it stands there; `asked`: what was asked for, in order.
     """
 
-    daemon_threads = True
-
     def __init__(self, folder: Path, prefix: str = "tiny", address: str = "127.0.0.1") -> None:
-        super().__init__((address, 0), _Handler)
+        super().__init__(_Handler, address)
         files = [path for path in folder.iterdir() if path.is_file()]
         self.objects = {f"{prefix}/{path.name}": path.read_bytes() for path in files}
         self.cuts: list[str] = []
         self.asked: list[str] = []
-
-    @property
-    def url(self) -> str:
-        return f"http://{self.server_address[0]!s}:{self.server_port}"
 
     def environment(self, secret: str = SECRET) -> dict[str, str]:
         """What a Secret of the user's holds."""
         return {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": secret,
                 "S3_ENDPOINT_URL": self.url, "AWS_DEFAULT_REGION": "eu-test-1"}  # fmt: skip
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[Store]:
-        thread = threading.Thread(target=self.serve_forever, daemon=True)
-        thread.start()
-        try:
-            yield self
-        finally:
-            self.shutdown()
-            self.server_close()
-            thread.join(10)
-
 
 def etag(data: bytes) -> str:
     return f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}"'
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(LoopbackHandler):
     server: Store
-    protocol_version = "HTTP/1.1"
-    timeout = 30.0
-
-    def log_message(self, format: str, *arguments: object) -> None:
-        return
 
     def do_GET(self) -> None:
         url = urlsplit(self.path)
@@ -126,11 +103,11 @@ class _Handler(BaseHTTPRequestHandler):
         )
         more = len(keys) > len(page)
         token = f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>" if more else ""
-        self._send(200, "application/xml", (
+        self.send(200, (
             f"<ListBucketResult><Name>{BUCKET}</Name><Prefix>{escape(prefix)}</Prefix>"
             f"<KeyCount>{len(page)}</KeyCount><IsTruncated>{str(more).lower()}</IsTruncated>"
             f"{token}{entries}</ListBucketResult>"
-        ).encode())  # fmt: skip
+        ).encode(), _XML)  # fmt: skip
 
     def _object(self, key: str, data: bytes) -> None:
         if self.headers.get("if-match", etag(data)) != etag(data):
@@ -138,25 +115,14 @@ class _Handler(BaseHTTPRequestHandler):
             return
         span = re.fullmatch(r"bytes=(\d+)-", self.headers.get("range", ""))
         start = int(span[1]) if span else 0
-        self.send_response(206 if span else 200)
-        if span:
-            self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
-        self.send_header("ETag", etag(data))
-        self.send_header("Content-Length", str(len(data) - start))
-        self.end_headers()
-        end = len(data)
-        if key in self.server.cuts:
+        headers = {"ETag": etag(data)}
+        if start:
+            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+        is_cut = key in self.server.cuts
+        if is_cut:
             self.server.cuts.remove(key)
-            end, self.close_connection = start + (len(data) - start) // 2, True
-        self.wfile.write(data[start:end])
+        self.send_rest(data, start, headers, is_cut=is_cut)
 
     def _error(self, status: int, code: str) -> None:
         text = f"<Error><Code>{code}</Code><Message>{code} it is</Message></Error>"
-        self._send(status, "application/xml", text.encode())
-
-    def _send(self, status: int, kind: str, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        self.send(status, text.encode(), _XML)

@@ -19,7 +19,7 @@ from foveal_operator.kube.types import Obj
 from foveal_operator.manifests import Desired
 from foveal_operator.manifests.pods import REVISION_LABEL, SESSION_GROUP_LABEL
 from foveal_operator.rollout import RolloutDecision, RolloutView, decide
-from foveal_operator.rollout.frontends import is_held
+from foveal_operator.rollout.steps import is_held
 from tests.support.regenerate import wanted
 from tests.support.samples import resource
 

@@ -87,6 +87,12 @@ def _pixtral_12b() -> Any:
     )  # fmt: skip
 
 
+QWEN2_7B = {
+    "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18_944,
+    "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+}  # fmt: skip
+
+
 def _qwen25_vl_processor() -> Any:
     sizes = {"min_pixels": 4 * 28 * 28, "max_pixels": 16384 * 28 * 28}
     return hf.Qwen2_5_VLProcessor(
@@ -126,8 +132,7 @@ def _llava_onevision_7b() -> Any:
     # The vision tower is the default one, as the conversion makes it. It adds two words to Qwen2's
     # vocabulary and rounds up to a multiple of 64.
     text = {
-        "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18_944,
-        "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+        **QWEN2_7B,
         "vocab_size": 152_128, "max_position_embeddings": 32_768, "rms_norm_eps": 1e-6,
         "use_sliding_window": False, "tie_word_embeddings": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
@@ -146,8 +151,7 @@ def _llava_onevision_processor() -> Any:
 def _internvl3_8b() -> Any:
     # The vision tower is the default one but for its biases.
     text = {
-        "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18_944,
-        "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+        **QWEN2_7B,
         "vocab_size": 151_674, "max_position_embeddings": 32_768, "rms_norm_eps": 1e-6,
         "use_sliding_window": False, "tie_word_embeddings": False,
         "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6},
@@ -191,6 +195,28 @@ def _smolvlm2_processor() -> Any:
         hf.SmolVLMImageProcessor(**size), tokenizer(),
         hf.SmolVLMVideoProcessor(**size, video_sampling=sampling), image_seq_len=64,
     )  # fmt: skip
+
+
+def _smolvlm_2b() -> Any:
+    text = {
+        "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64,
+        "num_hidden_layers": 24, "num_attention_heads": 32, "num_key_value_heads": 32,
+        "vocab_size": 49_155, "max_position_embeddings": 16_384, "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 273_768.0},
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27,
+        "num_attention_heads": 16, "image_size": 384, "patch_size": 14,
+    }  # fmt: skip
+    return hf.Idefics3Config(
+        text_config=text, vision_config=vision, scale_factor=3, image_token_id=49_153,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+def _smolvlm_2b_processor() -> Any:
+    size = {"size": {"longest_edge": 1536}, "max_image_size": {"longest_edge": 384}}
+    return hf.Idefics3Processor(hf.Idefics3ImageProcessor(**size), tokenizer(), image_seq_len=81)
 
 
 def _pixtral_processor(longest: int, patch: int, merge: int) -> Callable[[], Any]:
@@ -290,6 +316,14 @@ MODELS: dict[str, Model] = {
         "qewr1234/Lightweight-VLA, tests/offline_vlm_cache.py",
         _smolvlm2_500m,
         _smolvlm2_processor,
+    ),
+    "smolvlm-2b": Model(
+        "hf://HuggingFaceTB/SmolVLM-Instruct",
+        "config.json as published, in the tests of lablup/mlxcel (model_type idefics3); 16k tokens "
+        "as in huggingface/blog, smolvlm.md; images of 4 x 4 tiles of 384 pixels, as in vLLM's "
+        "tests of its processor",
+        _smolvlm_2b,
+        _smolvlm_2b_processor,
     ),
     "pixtral-12b": Model(
         "hf://mistral-community/pixtral-12b",

@@ -23,6 +23,8 @@ SPECIALS = [
     "<|begin_of_video|>", "<|end_of_video|>", "<boi>", "<eoi>", "<img>", "</img>", "<IMG_CONTEXT>",
     "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>", "<sound>", "<|audio|>", "<boa>", "<eoa>",
     *(f"<row_{i}_col_{j}>" for i in range(1, 4) for j in range(1, 4)),
+    "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>",
+    *(f"<|img_row_{i}_col_{j}|>" for i in range(1, 11) for j in range(1, 11)),
 ]  # fmt: skip
 
 

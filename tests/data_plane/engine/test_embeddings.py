@@ -1,9 +1,11 @@
 """Requests that are embedded instead of continued, through the scheduler and the engine's core."""
 
+import msgspec
 import pytest
 
 from foveal_runtime.engine.testing.drive import Drive, image
-from foveal_runtime.plan.errors import ContextLengthExceeded
+from foveal_runtime.engine.testing.fake_runner import FAKE_TRAITS
+from foveal_runtime.plan.errors import ContextLengthExceeded, Unsupported
 from foveal_runtime.plan.sampling import SamplingParams
 from tests.support.scheduled_chunks import P, chunks
 
@@ -79,6 +81,21 @@ def test_the_whole_context_may_be_prompt():
     for sampling in (pooled("mean"), SamplingParams(max_tokens=1)):
         with pytest.raises(ContextLengthExceeded):
             drive.add("long", range(100, 141 - (not sampling.pooling)), sampling=sampling)
+    drive.assert_done()
+
+
+def test_an_encoder_computes_whole_prompts_and_generates_nothing():
+    encoder = msgspec.structs.replace(FAKE_TRAITS, bidirectional="prompt", generates=False)
+    drive = Drive(traits=encoder, max_num_batched_tokens=20)
+    with pytest.raises(Unsupported, match="encoder"):
+        drive.add("chat", range(100, 110), max_tokens=2)
+    for name in ("a", "b", "again"):
+        drive.add(name, range(100, 118), sampling=pooled("last"))
+    drive.run()
+    for name in ("a", "b", "again"):
+        assert chunks(drive, name) == [(0, 18)]
+        assert drive.first[name].num_cached_tokens == 0
+    assert drive.embeddings.keys() == {"a", "b", "again"}
     drive.assert_done()
 
 

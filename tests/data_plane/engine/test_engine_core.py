@@ -75,6 +75,28 @@ def test_a_missing_value_is_asked_for_before_the_step_of_others():
     engine.check(frontend, ("text", 0))
 
 
+def test_streams_hear_of_their_tokens_while_an_image_is_encoded():
+    engine = Engine()
+    engine.runner.costs = (0.01, 0.001, 0.1)
+    frontend = engine.connect()
+    engine.up(frontend, frontend.request(("text", 0), range(10, 14), max_tokens=40))
+    for _ in range(3):
+        engine.step()
+    engine.up(frontend, frontend.request(("r", 0), [1, A, 3]))
+    num_sent = []
+    engine.runner._on_execute = lambda plan: num_sent.append(len(engine.sent))
+    engine.core.step()
+    assert len(num_sent) > 4
+    streams, encoding, *between = num_sent
+    assert (streams, encoding) == (0, 1)
+    assert between == [1 + n for n in range(len(between))], "tokens leave before the next step"
+    engine.deliver()
+    engine.run()
+    engine.check(frontend, ("text", 0))
+    engine.check(frontend, ("r", 0))
+    engine.assert_clean()
+
+
 def test_values_larger_than_the_cache_are_served_and_not_kept():
     engine = Engine(caches=EngineCaches(ipc_bytes=0, ipc_staging_bytes=8000, block_size=4))
     frontend = engine.connect()

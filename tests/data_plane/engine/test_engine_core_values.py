@@ -20,6 +20,27 @@ def wrong_a() -> FakeItem:
     return item
 
 
+def crowded():
+    """Two requests, encoded, in an engine that must preempt one of them before both end."""
+    engine = early_release(num_blocks=17)
+    frontend = engine.connect()
+    engine.up(frontend, frontend.request(("r", 0), [1, A, 3], max_tokens=40))
+    engine.up(frontend, frontend.request(("s", 0), [2, C, 4], max_tokens=40))
+    engine.step()
+    return engine, frontend
+
+
+def damage(core, *items):
+    """The stored values of items change in memory; nothing made from the right ones is left."""
+    for item in items:
+        entry = core.receiver.store.lookup(item.mm_hash)
+        bad = bytearray(entry.value.data)
+        bad[-1] ^= 1
+        entry.value = entry.value._replace(data=memoryview(bytes(bad)))
+    core.scheduler.reset_encoder_cache()
+    core.scheduler.reset_prefix_cache()
+
+
 def test_values_are_unpinned_once_their_items_are_encoded():
     engine = early_release()
     frontend = engine.connect()
@@ -72,11 +93,7 @@ def test_a_preempted_request_gets_its_released_values_back():
 
 
 def test_who_waits_for_released_values_can_be_aborted():
-    engine = early_release(num_blocks=17)
-    frontend = engine.connect()
-    engine.up(frontend, frontend.request(("r", 0), [1, A, 3], max_tokens=40))
-    engine.up(frontend, frontend.request(("s", 0), [2, C, 4], max_tokens=40))
-    engine.step()
+    engine, frontend = crowded()
     engine.core.receiver.reset()  # nobody pins a value: all are gone
     frontend.answers = False
     while not engine.core.scheduler.away:
@@ -94,11 +111,7 @@ def test_who_waits_for_released_values_can_be_aborted():
 
 
 def test_released_values_that_nobody_has_any_more_end_their_request():
-    engine = early_release(num_blocks=17)
-    frontend = engine.connect()
-    engine.up(frontend, frontend.request(("r", 0), [1, A, 3], max_tokens=40))
-    engine.up(frontend, frontend.request(("s", 0), [2, C, 4], max_tokens=40))
-    engine.step()
+    engine, frontend = crowded()
     engine.core.receiver.reset()
     frontend.items.clear()  # as for media that came by uuid alone
     engine.run()
@@ -146,11 +159,7 @@ def test_a_value_that_changed_in_memory_poisons_no_later_request():
     engine.up(frontend, frontend.request(("r", 0), [1, A, 2, 3, 4], max_tokens=2))
     engine.run()
     core = engine.core
-    entry = core.receiver.store.lookup(A.mm_hash)
-    bad = bytearray(entry.value.data)
-    bad[-1] ^= 1
-    entry.value = entry.value._replace(data=memoryview(bytes(bad)))
-    core.scheduler.reset_encoder_cache()
+    damage(core, A)
     for number in range(2):  # the first one finds out, the second has the new value
         rid = (f"s{number}", 0)
         engine.up(frontend, frontend.request(rid, [1, A, 2, 3, 4], max_tokens=2))
@@ -161,17 +170,6 @@ def test_a_value_that_changed_in_memory_poisons_no_later_request():
     assert core.receiver.stats.num_damaged_values == 1
     assert bytes(core.receiver.store.lookup(A.mm_hash).value.data) == A.value
     engine.assert_clean()
-
-
-def damage(core, *items):
-    """The stored values of items change in memory; nothing made from the right ones is left."""
-    for item in items:
-        entry = core.receiver.store.lookup(item.mm_hash)
-        bad = bytearray(entry.value.data)
-        bad[-1] ^= 1
-        entry.value = entry.value._replace(data=memoryview(bytes(bad)))
-    core.scheduler.reset_encoder_cache()
-    core.scheduler.reset_prefix_cache()
 
 
 def test_a_changed_value_is_found_by_who_brings_a_copy_too():
@@ -190,11 +188,7 @@ def test_a_changed_value_is_found_by_who_brings_a_copy_too():
 
 
 def test_a_value_that_changed_while_its_request_was_away_is_asked_for_again():
-    engine = early_release(num_blocks=17)
-    frontend = engine.connect()
-    engine.up(frontend, frontend.request(("r", 0), [1, A, 3], max_tokens=40))
-    engine.up(frontend, frontend.request(("s", 0), [2, C, 4], max_tokens=40))
-    engine.step()
+    engine, frontend = crowded()
     damage(engine.core, A, C)
     engine.run()
     assert engine.core.stats.num_preemptions > 0

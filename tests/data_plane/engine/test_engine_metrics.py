@@ -10,13 +10,13 @@ from foveal_runtime.engine.testing.fake_frontend import FakeFrontend, FakeItem
 from foveal_runtime.engine.testing.fake_runner import FakeRunner
 from foveal_runtime.plan.budget.encoder import LargestItem
 from foveal_runtime.plan.config import EngineCaches, EngineConfig, ModelConfig
-from foveal_runtime.plan.metrics.registry import METRICS
+from foveal_runtime.plan.metrics import METRICS
 from foveal_runtime.telemetry.metrics import Metrics
+from foveal_runtime.telemetry.startup import StartPhases
 from foveal_runtime.wire import codec
 
 # Exported by others: start-up code or the model layer.
 NOT_HERE = {
-    "foveal_build_info",
     "foveal_budget_bytes",
     "foveal_events_published",
     "foveal_engine_errors",
@@ -36,13 +36,15 @@ def samples():
         model=ModelConfig(path="/m"),
         caches=EngineCaches(ipc_bytes=8000, ipc_staging_bytes=9000, block_size=4),
     )
+    windows = {"num_window_blocks": 32, "window": 6}
     loaded = LoadedEngine(
-        runner=FakeRunner(num_blocks=64, block_size=4), num_blocks=64, max_model_len=100,
-        largest={"image": LargestItem(24, 24)},
+        runner=FakeRunner(num_blocks=64, block_size=4, **windows), num_blocks=64, max_model_len=100,
+        largest={"image": LargestItem(24, 24)}, **windows,
     )  # fmt: skip
     core = assemble_core(config, loaded, send=lambda fid, m: sent.append(m), clock=clock)
     metrics = Metrics("engine", model_name="m", process="engine-0", engine="engine-0")
     metrics.add_source(EngineMetrics(core).collect)
+    metrics.add_source(StartPhases().collect)
     frontend, item = FakeFrontend("f1"), FakeItem("A", 6)
 
     def up(sending):
@@ -108,5 +110,9 @@ def test_the_numbers(samples):
     assert value("foveal_engine_finished_total", reason="length") == 3
     assert value("foveal_kv_blocks", state="active") == 0
     assert value("foveal_kv_blocks", state="cached") == 5
+    states = [value("foveal_kv_window_blocks", state=s) for s in ("active", "cached", "free")]
+    assert states == [0, 5, 26]
+    gone = {"cache": "kv-window", "tier": "device", "reason": "room"}
+    assert value("foveal_cache_evictions_total", **gone) == 0
     assert value("foveal_engine_residence_seconds_count") == 3
     assert value("foveal_mirror_sessions") == 1

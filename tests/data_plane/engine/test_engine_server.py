@@ -23,10 +23,10 @@ from foveal_runtime.plan.budget.encoder import LargestItem
 from foveal_runtime.plan.config import EngineCaches, EngineConfig, ModelConfig, SchedulerConfig
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.wire import codec
-from foveal_runtime.wire.transport import LinkDown
-from foveal_runtime.wire.zmq_transport import (
+from foveal_runtime.wire.transport import (
     DEAD_AFTER_MS,
     HEARTBEAT_MS,
+    LinkDown,
     ZmqDealer,
     ZmqRouter,
 )
@@ -416,7 +416,7 @@ _FRONTEND = """
 import asyncio, sys
 from foveal_runtime.engine.testing.fake_frontend import FakeFrontend
 from foveal_runtime.wire import codec
-from foveal_runtime.wire.zmq_transport import ZmqDealer
+from foveal_runtime.wire.transport import ZmqDealer
 
 async def main():
     link, fake = ZmqDealer(sys.argv[1], "f"), FakeFrontend("f")

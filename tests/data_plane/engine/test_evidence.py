@@ -18,7 +18,7 @@ from foveal_runtime.engine.process.evidence import StepRecord
 from foveal_runtime.engine.process.server import EngineServer
 from foveal_runtime.engine.testing.fake_frontend import FakeFrontend
 from foveal_runtime.engine.testing.fake_runner import FakeRunner
-from foveal_runtime.engine.types.step import RunnerLost
+from foveal_runtime.engine.types.step import RunnerLost, StepPlan
 from foveal_runtime.main.engine import _record_path
 from foveal_runtime.mirror.messages import Bye, Death
 from foveal_runtime.plan.budget.encoder import LargestItem
@@ -26,7 +26,7 @@ from foveal_runtime.plan.config import EngineCaches, EngineConfig, ModelConfig, 
 from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.wire import codec
 from foveal_runtime.wire.messages import RequestBody
-from foveal_runtime.wire.zmq_transport import ZmqDealer, ZmqRouter
+from foveal_runtime.wire.transport import ZmqDealer, ZmqRouter
 
 POISON = 666
 
@@ -126,6 +126,36 @@ def test_a_request_on_trial_is_the_only_suspect_and_the_next_one_waits():
     engine.ask("newer", 3, 4, 5)
     assert engine.die().suspects == (key("bad"),)
     assert len(engine.frontend.tokens["first", 0]) >= 2
+
+
+def test_streams_let_in_beside_an_encoder_are_not_suspects(monkeypatch):
+    """They were charged with what the image in the middle of which they go on may do; and the
+    server did not hear that they go on."""
+    engine = Engine()
+    engine.ask("old", 1, 2, 3)
+    engine.step(8)
+    engine.ask("new", 4, 5)
+    core, seen, heard = engine.core, [], []
+    submit = core.runner.submit
+
+    def split(plan):
+        streams = [entry for entry in plan.scheduled if entry.num_scheduled_tokens == 1]
+        plan.scheduled = [entry for entry in plan.scheduled if entry.num_scheduled_tokens > 1]
+        return StepPlan(plan.step, scheduled=streams), plan
+
+    def watch(plan, between):
+        seen.append(core.record.death(is_own=True).suspects)
+        if plan.new:
+            between()
+        return submit(plan, between)
+
+    monkeypatch.setattr(core.scheduler, "split", split)
+    monkeypatch.setattr(core.runner, "submit", watch)
+    monkeypatch.setattr(core, "on_interlude", lambda: heard.append(core.stats.num_steps))
+    steps = core.stats.num_steps
+    engine.step()
+    assert seen == [(key("old"),), (key("new"),), (key("new"),)]
+    assert heard == [steps + 1, steps + 2]
 
 
 def test_one_that_waits_for_its_trial_may_leave():

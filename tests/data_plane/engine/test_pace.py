@@ -3,9 +3,11 @@ allows, and everything still gets its turn."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
-from foveal_runtime.engine.scheduler.pace import Pace
+from foveal_runtime.engine.scheduler.pace import LEAST_SECONDS, Pace
 from foveal_runtime.engine.testing.drive import Drive, image
 from foveal_runtime.engine.types.step import EncoderInput, ScheduledRequest, StepPlan, StepResult
 from tests.support.scheduled_chunks import P, chunks
@@ -139,3 +141,167 @@ def test_costs_follow_what_steps_take_now() -> None:
     assert pace.tokens_instead(21, modality=1) == 32
     assert pace.embeds_instead(10, modality=1) == 6
     assert pace.embeds_instead(10, modality=0) == 0, "never seen"
+
+
+def test_steps_without_streams_say_nothing_of_them() -> None:
+    """The rest of a split plan, and a plan that only moves something."""
+    pace = Pace(0.0, 1000, growth=10.0)
+    stream = ScheduledRequest("a", 4, 1, [1], True)
+    window = ScheduledRequest("b", 0, 40, [2], False)
+    pace.observe(StepPlan(1, scheduled=[stream]), StepResult(1, forward_seconds=0.02))
+    mixed = StepPlan(2, scheduled=[stream, window])
+    for _ in range(64):
+        pace.observe(mixed, StepResult(2, forward_seconds=0.06))
+    before = pace.tokens
+    rest = StepPlan(3, scheduled=[window], slice_seconds=0.01)
+    pace.observe(rest, StepResult(3, forward_seconds=0.3))
+    assert pace.tokens == before
+    pace.observe(StepPlan(4, finished=["c"]), StepResult(4))
+    assert pace.is_look_due
+
+
+def test_without_a_target_a_step_is_bounded_by_what_streams_alone_take() -> None:
+    """And by tokens: a fast prompt makes no larger steps than before."""
+    drive = _drive(0.0, mixed_growth=6.0)
+    drive.add("stream", range(20, 24), max_tokens=160)
+    for _ in range(3):
+        drive.step()
+    drive.add("long", range(1000, 1300), max_tokens=2)
+    drive.run()
+    settled = _seconds(drive)[3:-1]
+    assert settled
+    assert max(settled) <= 6 * STEP + 1e-9
+    assert min(settled) > 6 * STEP - 2 * TOKEN
+    drive.assert_done()
+    decode = StepPlan(1, scheduled=[ScheduledRequest("a", 4, 1, [1], True)])
+    pace = Pace(0.0, 50, growth=4.0)
+    assert pace.tokens == 50
+    pace.observe(decode, StepResult(1, forward_seconds=0.1))
+    pace.observe(StepPlan(2, scheduled=[ScheduledRequest("b", 0, 40, [2], False)]),
+                 StepResult(2, forward_seconds=0.11))  # fmt: skip
+    assert pace.tokens == 50
+
+
+def test_fast_streams_do_not_make_prompts_slow() -> None:
+    """2.5 times 1 ms would be two tokens of a prompt; nobody sees gaps of 50 ms."""
+    pace = Pace(0.0, 256, growth=2.5)
+    stream = ScheduledRequest("a", 4, 1, [1], True)
+    pace.observe(StepPlan(1, scheduled=[stream]), StepResult(1, forward_seconds=0.001))
+    mixed = StepPlan(2, scheduled=[stream, ScheduledRequest("b", 0, 50, [2], False)])
+    pace.observe(mixed, StepResult(2, forward_seconds=0.026))
+    assert pace.tokens == 98
+
+
+@pytest.mark.parametrize(("target", "embeds"), [(0.0, 2_000), (0.5, 20_000)])
+def test_a_large_image_does_not_stop_32_streams(
+    target: float, embeds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16 megapixels are 20,000 outputs or so, 80 s here. Between two tokens of a stream lies what a
+    step may take: of the encoder, or of the prompt after it; and then their own step."""
+    drive = _drive(target, mixed_growth=2.5, slices_encoding=True, max_num_seqs=33,
+                   num_blocks=16_000, max_model_len=30_000, max_num_batched_tokens=2048,
+                   encoder_compute_embeds=embeds, encoder_cache_embeds=embeds,
+                   max_num_mixed_tokens=256, check=False)  # fmt: skip
+    bound = target or LEAST_SECONDS
+    names = [f"s{number}" for number in range(32)]
+    for number, name in enumerate(names):
+        drive.add(name, [number, 1, 2], max_tokens=340)
+    for _ in range(3):
+        drive.step()
+    drive.add("warm", range(1000, 1020), max_tokens=1)
+    drive.step()
+    times = []
+    update = drive.scheduler.update
+
+    def note(plan: StepPlan, result: StepResult) -> None:
+        if any(entry.request_id == "s0" for entry in plan.scheduled):
+            times.append(drive.runner.seconds)
+        update(plan, result)
+
+    monkeypatch.setattr(drive.scheduler, "update", note)
+    drive.add("large", [1, *[P] * embeds, 2], [image("large", 1, embeds)], max_tokens=1)
+    before = len(drive.plans)
+    while not (whole := drive.step()).encode:
+        before = len(drive.plans)
+    streams = drive.plans[before:]
+    streams.remove(whole)
+    assert len(streams) > embeds * EMBED / bound
+    for plan in streams:
+        assert [entry.request_id for entry in plan.scheduled] == names
+    assert {entry.request_id for entry in whole.scheduled} == {"large"}
+    while not drive.outputs["large"]:
+        drive.step()
+    assert "s0" not in drive.finish
+    gaps = [after - earlier for earlier, after in pairwise(times)]
+    assert max(gaps) <= bound + STEP + TOKEN
+    drive.run(max_steps=4000)
+    drive.assert_done()
+
+
+def test_what_streams_alone_take_is_looked_at_again_while_prompts_queue() -> None:
+    drive = _drive(0.0, mixed_growth=4.0)
+    drive.add("stream", range(20, 24), max_tokens=300)
+    drive.step()
+    for number in range(1, 6):
+        drive.add(f"p{number}", range(1000 * number, 1000 * number + 500), max_tokens=2)
+    drive.step()
+    assert drive.plans[-1].num_prompt_tokens == 0, "nobody knows yet what it may take"
+    for _ in range(80):
+        drive.step()
+    looks = [n for n, plan in enumerate(drive.plans[2:]) if plan.num_prompt_tokens == 0]
+    assert looks[:1] == [64]
+    drive.run()
+    drive.assert_done()
+
+
+def test_who_goes_first_takes_no_streams_token() -> None:
+    """A prompt goes first that another kept from its item, and that wants all there is."""
+    drive = _drive(0.060, slices_encoding=True, encoder_compute_embeds=30)
+    drive.add("stream", range(20, 24), max_tokens=60)
+    for name, num_words in (("a", 1), ("b", 1), ("late", 200)):
+        words = range(1000, 1000 + num_words)
+        drive.add(name, [1, *[P] * 30, *words], [image(name, 1, 30)], max_tokens=60)
+    for _ in range(12):
+        before = len(drive.outputs["stream"])
+        drive.step()
+        assert len(drive.outputs["stream"]) > before
+    drive.run()
+    drive.assert_done()
+
+
+def _step_with(drive: Drive, name: str) -> None:
+    before = len(drive.outputs[name])
+    drive.step()
+    assert len(drive.outputs[name]) > before, f"{name} stands still"
+
+
+@pytest.mark.parametrize("target", [0.0, 0.060])
+def test_a_prompt_takes_no_token_of_who_streams_behind_it(target: float) -> None:
+    """Its images and words fill every step; the request that came after it decodes meanwhile, and
+    without a target alone now and then."""
+    drive = _drive(target, mixed_growth=4.0, slices_encoding=True, encoder_compute_embeds=30,
+                   max_model_len=3000, num_blocks=2000)  # fmt: skip
+    prompt = [1, *[P] * 30, 5, *[P] * 30, *range(1000, 2900)]
+    drive.add("long", prompt, [image("one", 1, 30), image("two", 32, 30)], max_tokens=4)
+    drive.add("short", [1, 2, 3], max_tokens=300)
+    drive.step()
+    while not drive.outputs["long"]:
+        _step_with(drive, "short")
+    looks = [plan for plan in drive.plans[20:-4] if plan.num_prompt_tokens == 0]
+    assert bool(looks) == (not target)
+    drive.run()
+    drive.assert_done()
+
+
+def test_a_newcomer_that_goes_first_takes_no_streams_token() -> None:
+    drive = _drive(0.060, slices_encoding=True)
+    drive.add("stream", range(20, 24), max_tokens=90)
+    for _ in range(4):
+        drive.step()
+    drive.add("a", range(200, 203), max_tokens=4)
+    drive.add("late", [*[P] * 30, 1], [image("late", 0, 30)], max_tokens=4)
+    while not drive.outputs["late"]:
+        _step_with(drive, "stream")
+    assert any(plan.slice_seconds for plan in drive.plans)
+    drive.run()
+    drive.assert_done()

@@ -110,6 +110,26 @@ def test_a_second_block_with_the_same_content_stays_private_and_goes_first():
     assert pool.lookup([b"x"], 1) == one
 
 
+def test_content_that_is_computed_again_is_as_young_as_what_was_found():
+    """The free block that held it is the next to be taken; nothing is lost, so nobody is told."""
+    removed: list[bytes] = []
+    pool = BlockPool(3, on_removed=removed.append)
+    blocks = pool.allocate(2)
+    for block, name in zip(blocks, [b"old", b"other"], strict=True):
+        assert pool.publish(block, name)
+        pool.release([block])
+    again = pool.allocate(1)
+    assert not pool.publish(again[0], b"old")
+    pool.check_integrity([again])
+    assert pool.lookup([b"old"], 1) == again
+    pool.release(again)
+    assert pool.num_cached_blocks == 2
+    assert pool.allocate(1) == blocks[:1]
+    assert pool.num_evictions == 0 == len(removed)
+    pool.allocate(1)
+    assert removed == [b"other"]
+
+
 def test_a_hit_never_covers_the_last_prompt_token():
     drive = Drive()
     prompt = list(range(10, 18))  # exactly two blocks

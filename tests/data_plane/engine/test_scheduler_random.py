@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from foveal_runtime.engine.testing.drive import Drive, image
 from foveal_runtime.engine.types.step import ModelTraits
+from foveal_runtime.plan.budget.kv import window_blocks
 from foveal_runtime.plan.errors import FovealError
 from foveal_runtime.plan.sampling import SamplingParams
 
@@ -48,6 +49,8 @@ LIMITS = st.fixed_dictionaries({
     "max_num_batched_tokens": st.sampled_from([16, 17, 40, 300]),
     "max_num_mixed_tokens": st.sampled_from([0, 3, 11]),
     "target_itl_seconds": st.sampled_from([0.0, 0.001, 0.02, 0.05]),
+    "mixed_growth": st.sampled_from([0.0, 2.5]),
+    "slices_encoding": st.booleans(),
     "max_num_seqs": st.sampled_from([1, 3, 8]),
     "policy": st.sampled_from(["fcfs", "priority"]),
     "encoder_compute_embeds": st.sampled_from([16, 30]),
@@ -56,7 +59,16 @@ LIMITS = st.fixed_dictionaries({
     "encoder_eviction": st.sampled_from(["lru", "cost"]),
     "disable_chunked_mm_input": st.booleans(),
     "prefix_caching": st.booleans(),
+    "window": st.sampled_from([0, 0, 1, 6, 21]),
 })  # fmt: skip
+
+
+def with_windows(limits, spare):
+    """Few blocks of layers with a window: what one request may need, and `spare` more."""
+    if not limits["window"]:
+        return limits
+    most = window_blocks(limits["window"], limits["max_num_batched_tokens"], limits["block_size"])
+    return {**limits, "num_window_blocks": min(most, limits["num_blocks"]) + spare}
 
 
 class Engine(RuleBasedStateMachine):
@@ -66,14 +78,16 @@ class Engine(RuleBasedStateMachine):
         limits=LIMITS,
         bidirectional=st.sampled_from(["none", "none", "item", "prompt"]),
         run_ahead=st.booleans(),
+        spare=st.integers(0, 20),
     )
     @precondition(lambda self: self.drive is None)
-    def start(self, limits, bidirectional, run_ahead):
+    def start(self, limits, bidirectional, run_ahead, spare):
         traits = ModelTraits(
             vocab_size=60, max_position=500, eos_token_ids=(), is_multimodal=True,
             bidirectional=bidirectional, embed_bytes=32,
         )  # fmt: skip
         costs = 0.01, 0.001, 0.002
+        limits = with_windows(limits, spare)
         self.drive = Drive(traits=traits, run_ahead=run_ahead, costs=costs, **limits)
         self.count = 0
 
@@ -147,19 +161,21 @@ TestEngine.settings = settings(
 
 
 @pytest.mark.parametrize("run_ahead", [False, True])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(18))
 def test_a_crowd_of_requests_under_pressure(seed, run_ahead):
     """Few blocks, few encoder outputs, many equal pictures and prefixes."""
     print("seed", seed)
     rng = random.Random(seed)
+    windows = {"num_window_blocks": 24, "window": 9} if seed >= 12 else {}
     drive = Drive(
         num_blocks=40, block_size=4, max_num_batched_tokens=rng.choice([16, 24, 64]),
         max_num_mixed_tokens=rng.choice([0, 5]), costs=(0.01, 0.001, 0.002),
-        target_itl_seconds=rng.choice([0.0, 0.02]),
+        target_itl_seconds=rng.choice([0.0, 0.02]), mixed_growth=2.5 * (seed % 3 == 0),
+        slices_encoding=bool(seed % 2),
         max_num_seqs=6, encoder_compute_embeds=16, encoder_cache_embeds=rng.choice([16, 40]),
         encoder_host_bytes=rng.choice([0, 900]), policy=rng.choice(["fcfs", "priority"]),
         encoder_eviction=rng.choice(["lru", "cost"]),
-        disable_chunked_mm_input=rng.random() < 0.3, run_ahead=run_ahead,
+        disable_chunked_mm_input=rng.random() < 0.3, run_ahead=run_ahead, **windows,
     )  # fmt: skip
     prefix = [rng.choice([10, 11, "A", "B"]) for _ in range(4)]
     for number in range(40):

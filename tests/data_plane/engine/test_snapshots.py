@@ -186,6 +186,27 @@ def test_a_wrong_snapshot_is_seen() -> None:
         ask(drive, "again", prompt, [image("cat", 5, 14)])
 
 
+def test_a_stream_does_not_take_the_slot_that_a_newcomer_starts_from() -> None:
+    """It would be computed first beside an image in slices, and save into the slot."""
+    drive = hybrid(
+        num_snapshots=3, snapshot_tokens=4, target_itl_seconds=0.03, slices_encoding=True,
+        encoder_compute_embeds=64, encoder_cache_embeds=128, max_num_batched_tokens=64,
+        costs=(0.01, 0.002, 0.004),
+    )  # fmt: skip
+    ask(drive, "warm", [1, *[3] * 8, 2], [image("warm", 1, 8)])
+    drive.add("stream", range(20, 25), max_tokens=60)
+    for _ in range(9):
+        drive.step()
+    prefix = list(range(100, 104))
+    drive.add("prefix", prefix, max_tokens=1)
+    for _ in range(6):
+        drive.step()
+    drive.add("a", range(200, 205), max_tokens=4)
+    drive.add("late", [*prefix, *[3] * 30, 2], [image("late", 4, 30)], max_tokens=4)
+    drive.run()
+    drive.assert_done()
+
+
 def test_events_tell_of_states() -> None:
     """Routers count a prompt's blocks up to its last state."""
     batches: list[EventBatch] = []

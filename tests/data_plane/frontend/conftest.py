@@ -13,6 +13,7 @@ from PIL import Image
 
 from foveal_runtime.frontend.items.input_processor import MediaInput
 from foveal_runtime.frontend.media.workers import MediaWorkers, WorkerSettings
+from foveal_runtime.frontend.testing.fake import NoEngines
 from foveal_runtime.frontend.testing.fake_worker import InlineWorkers
 from foveal_runtime.plan.config import FrontendConfig, ModalitiesConfig, ModelConfig
 
@@ -65,7 +66,7 @@ async def start_input() -> AsyncIterator[Callable[..., Any]]:
         defaults = {"model": ModelConfig(path="/tiny"), "processor_bytes": 1 << 20}
         document = FrontendConfig(**(defaults | config))
         workers = InlineWorkers(document.modalities)
-        made.append(MediaInput(document, workers, workers.info, knowledge=knowledge))
+        made.append(MediaInput(document, workers, workers.info, knowledge=knowledge or NoEngines()))
         return made[-1]
 
     yield start

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ import pytest
 
 from foveal_runtime.main import cli
 from foveal_runtime.plan.machine import Machine
-from tests.support.checkpoint_files import CONFIG, GIB, checkpoint, safetensors, write_profile
+from tests.support.checkpoint_files import GIB, checkpoint, write_profile
+from tests.support.markdown import ROOT
+from tests.support.mistakes import FILES, OPTIONS, SAY
 from tests.support.openai_server import OpenAIServer
 
 
@@ -67,46 +70,6 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Desk:
     return desk
 
 
-PROG = "foveal-runtime serve"
-SAY = "foveal-runtime"
-OPTIONS = [
-    ([], f"{SAY}: MODEL is missing: give a directory, or ORG/NAME of the Hugging Face hub"),
-    (["model", "--kvcache", "4Gi"],
-     f"foveal-runtime: unknown option --kvcache (did you mean --kv-cache?); see {SAY} --help"),
-    (["model", "--kv-cache", "4"],
-     f"{PROG}: argument --kv-cache: 4 means 4 bytes: write 4Gi or 4Mi; see {PROG} --help"),
-    (["model", "--kv-cache", "lots"],
-     f"{PROG}: argument --kv-cache: 'lots' is not a size: write 512Mi or 4Gi; see {PROG} --help"),
-    (["model", "--port", "80000"],
-     f"{PROG}: argument --port: 80000 is not a port: give 1 to 65535, or 0 for any; "
-     f"see {PROG} --help"),
-    (["model", "--engines", "0"],
-     f"{PROG}: argument --engines: '0' is not a whole number of at least 1; see {PROG} --help"),
-    (["model", "--memory", "90"],
-     f"{PROG}: argument --memory: 90 is not a share: give 0.1 to 0.99, such as 0.9; "
-     f"see {PROG} --help"),
-    (["model", "--dtype", "int3"],
-     f"{PROG}: argument --dtype: invalid choice: 'int3' (choose from 'auto', 'float32', "
-     f"'bfloat16', 'float16'); see {PROG} --help"),
-    (["model", "--api-key-file", "keys.txt"],
-     f"{SAY}: --api-key-file keys.txt: there is no such file"),
-    (["model", "--file-root", "media"], f"{SAY}: --file-root media: there is no such directory"),
-    (["model", "--port", "65535", "--frontends", "2"],
-     f"{SAY}: --port 65535: the last frontend's would be 65536"),
-    (["model", "--events-port", "65535"],
-     f"{SAY}: --events-port 65535: the last engine's would be 65536"),
-    (["model", "--port", "8000", "--events-port", "7999"],
-     f"{SAY}: --events-port 7999: engines take 7999 to 8000, frontends 8000 to 8000; choose ports "
-     "that do not meet"),
-    (["model", "--config", "no.yaml"],
-     f"{SAY}: --config no.yaml: No such file or directory"),
-    (["model", "--device", "cuda"],
-     f"{SAY}: --device cuda: no NVIDIA driver answers here (nvidia-smi lists no device): install "
-     "the driver, give the container its devices, or use --device cpu"),
-    (["model", "--host", "no-such-host.invalid"], None),
-]  # fmt: skip
-
-
 @pytest.mark.parametrize(("arguments", "said"), OPTIONS, ids=lambda v: " ".join(v or ["-"])[:40])
 def test_options(desk: Desk, arguments: list[str], said: str | None) -> None:
     code, err = desk.serve(*arguments)
@@ -115,54 +78,6 @@ def test_options(desk: Desk, arguments: list[str], said: str | None) -> None:
         said = err.strip()
         assert said.startswith(f"{SAY}: cannot listen on no-such-host.invalid, port 8000: ")
     assert err == f"{said}\n"
-
-
-FILES: list[tuple[str, Callable[[Path], Any], str]] = [
-    ("./modle", lambda _: None, "there is no directory ./modle (did you mean model?)"),
-    ("/no/such/model", lambda _: None,
-     "there is no directory /no/such/model: /no does not exist; a model of the Hugging Face hub is "
-     "written ORG/NAME"),
-    ("Qwen3-VL", lambda _: None,
-     "there is no directory Qwen3-VL: a model of the Hugging Face hub is written ORG/NAME"),
-    ("models", lambda d: checkpoint(d / "models/qwen") and shutil.rmtree(d / "model"),
-     "model models holds no config.json (did you mean models/qwen?)"),
-    ("model/model.safetensors", lambda _: None,
-     "model/model.safetensors is a file: give its directory, model"),
-    ("qwen.gguf", lambda d: (d / "qwen.gguf").write_bytes(b"GGUF"),
-     "qwen.gguf is a GGUF file, which is not supported: give a directory with safetensors"),
-    ("bad", lambda d: checkpoint(d / "bad", config_json="{"),
-     "model bad: config.json cannot be read: Input data was truncated"),
-    ("bad", lambda d: checkpoint(d / "bad", {"a": 1}),
-     "model bad: config.json names no model_type: it is not a checkpoint of transformers"),
-    ("bad", lambda d: checkpoint(d / "bad", preprocessor_config_json=None),
-     "model bad takes media and holds no preprocessor_config.json: copy the processor's files from "
-     "where the model is from"),
-    ("bad", lambda d: checkpoint(d / "bad", tokenizer_json=None),
-     "model bad holds no tokenizer.json: copy the tokenizer's files"),
-    ("bad", lambda d: checkpoint(d / "bad", **{"model.safetensors": None, "model.bin": b""}),
-     "model bad holds only model.bin: give one with *.safetensors"),
-    ("bad", lambda d: checkpoint(d / "bad", **{"model.safetensors": None}),
-     "model bad holds no weights: give one with *.safetensors"),
-    ("bad", lambda d: checkpoint(d / "bad", **{
-        "model.safetensors.index.json": json.dumps(
-            {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}})}),
-     "model bad is incomplete: 1 of 2 weight files are missing, model-2.safetensors among them: "
-     "finish the download"),
-    ("bad", lambda d: checkpoint(d / "bad", **{"model.safetensors": safetensors(4096, 100)}),
-     "bad/model.safetensors has 176 of 4172 bytes: finish its download, or copy it again"),
-    ("bad", lambda d: checkpoint(d / "bad", **{
-        "model.safetensors": b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n"}),
-     "bad/model.safetensors is a Git LFS pointer: run git lfs pull in its directory"),
-    ("bad", lambda d: checkpoint(d / "bad", {**CONFIG, "quantization_config": {
-        "quant_method": "bitsandbytes", "load_in_4bit": True}}), ""),
-    ("https://huggingface.co/Qwen/Qwen3-VL-2B/tree/main", lambda _: None,
-     "https://huggingface.co/Qwen/Qwen3-VL-2B/tree/main is a web page: write Qwen/Qwen3-VL-2B"),
-    ("fh://org/model", lambda _: None, "fh://org/model: did you mean hf://org/model?"),
-    ("oci://registry/model:1", lambda _: None,
-     "oci://registry/model:1: only a cluster can mount oci:// models; give a directory, ORG/NAME "
-     "or s3://BUCKET/PREFIX"),
-    ("s3://", lambda _: None, "s3://: write hf://ORG/NAME or s3://BUCKET/PREFIX"),
-]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -178,6 +93,48 @@ def test_models(desk: Desk, model: str, make: Callable[[Path], Any], said: str) 
         assert "which is not supported" in err
     else:
         assert err == f"{SAY}: {said}\n"
+
+
+ALL_AT_ONCE = """
+import contextlib, io, json, os, sys
+from pathlib import Path
+from foveal_runtime.main import cli
+from tests.support.checkpoint_files import checkpoint, write_profile
+from tests.support.mistakes import FILES, OPTIONS
+os.chdir(sys.argv[1])
+checkpoint(Path("model"))
+cases = [(arguments, lambda folder: None) for arguments, _ in OPTIONS]
+cases += [([model, "--port", "0"], make) for model, make, _ in FILES]
+cases += [(["model", "--port", "0", "--profile", write_profile(Path(sys.argv[1])),
+           "--kv-cache", "64Ti"],
+           lambda folder: None)]
+codes, out = [], io.StringIO()
+with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+    for number, (arguments, make) in enumerate(cases):
+        folder = Path(sys.argv[1], str(number))
+        folder.mkdir()
+        os.chdir(folder)
+        checkpoint(Path("model"))
+        make(folder)
+        try:
+            codes.append(cli.main(["serve", *arguments]))
+        except SystemExit as ended:
+            codes.append(ended.code)
+slow = {"torch", "transformers", "fastapi", "PIL", "numpy"} & sys.modules.keys()
+print(json.dumps([codes, sorted(slow), out.getvalue()]))
+"""
+
+
+def test_nothing_that_takes_seconds_is_imported_for_any_of_these(tmp_path: Path) -> None:
+    """Nor is another process of ours started: that would say that it reads the model's costs."""
+    done = subprocess.run(
+        [sys.executable, "-c", ALL_AT_ONCE, str(tmp_path)], capture_output=True, text=True,
+        check=True, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    codes, slow, out = json.loads(done.stdout)
+    assert len(codes) > 35
+    assert codes == [2] * (len(codes) - 1) + [3]
+    assert (slow, out) == ([], "")
 
 
 def test_unknown_options_of_a_file_and_of_the_environment(desk: Desk) -> None:
@@ -229,8 +186,29 @@ def test_too_little_memory_is_the_planners_word_with_our_options(desk: Desk) -> 
     desk.give_memory(8 * GIB)
     code, err = desk.serve("model", "--port", "0", "--profile", profile)
     assert (code, err.count("\n")) == (3, 1), err
-    assert "weights" in err
-    assert "spec." not in err
+    figures, options = err.removeprefix(f"{SAY}: ").split(". Options: ")
+    assert re.fullmatch(
+        r"An engine needs at least [\d.]+ GiB and may use 7\.20 GiB \(--memory 0\.9\): [\d.]+ GiB "
+        r"too little\. Largest items: weights 15\.00 GiB, .*", figures)  # fmt: skip
+    assert options == "a smaller model, or --dtype bfloat16\n"
+
+
+def test_a_profile_of_other_weights_is_refused(desk: Desk) -> None:
+    profile = write_profile(desk.folder)
+    argv = ["model", "--port", "0", "--profile", profile, "--quantization", "int4"]
+    assert desk.serve(*argv) == (2, (
+        f"{SAY}: --profile TMP/profile.json: was made with --quantization auto, and int4 "
+        "is asked for: give both the same\n"
+    ))  # fmt: skip
+
+
+def test_a_size_that_was_given_too_large_is_named(desk: Desk) -> None:
+    desk.give_memory(64 * GIB)
+    argv = ["model", "--port", "0", "--profile", write_profile(desk.folder)]
+    code, err = desk.serve(*argv, "--kv-cache", "64Gi")
+    assert (code, err.count("\n")) == (3, 1), err
+    assert "Largest items: kv 64.00 GiB, " in err
+    assert err.endswith(". Options: a smaller --kv-cache\n")
 
 
 def test_a_device_too_small_names_options_that_help(desk: Desk) -> None:

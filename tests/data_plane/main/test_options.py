@@ -14,7 +14,7 @@ from foveal_runtime.main import cli
 from foveal_runtime.main.launcher import Child
 from foveal_runtime.main.local import options, serve
 from foveal_runtime.main.local.options import Parser, add_options, configured, printed
-from foveal_runtime.main.local.serve import LocalOptions, known_items, local_documents
+from foveal_runtime.main.local.serve import known_items, local_documents
 from foveal_runtime.main.local.sizing import installed_versions
 from foveal_runtime.plan.config import ModalitiesConfig
 from foveal_runtime.plan.local import LocalDeploymentConfig
@@ -62,11 +62,13 @@ def test_help_has_groups_and_says_every_default(capsys: Any) -> None:
 def test_every_option_is_a_field_of_the_documents_or_of_the_command() -> None:
     own = {"model", "config", "print_config", "plan", "memory", "revision", "profile",
            "start_timeout_seconds"}  # fmt: skip
-    planned = {"ipc_staging_bytes", "max_num_encoder_input_tokens", "snapshot_bytes"}
     parser = Parser(add_help=False)
     add_options(parser)
-    given = {action.dest for action in parser._actions}
-    assert given - own == set(LocalOptions.__struct_fields__) - planned - {"model"}
+    given = {action.dest for action in parser._actions} - own
+    assert given <= serve._OPTIONS
+    assert given >= local_documents.__kwdefaults__.keys()
+    with pytest.raises(TypeError, match="no document has a field prot"):
+        local_documents(lambda: 1, model="m", prot=80)
 
 
 def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(tmp_path: Path) -> None:
@@ -80,13 +82,13 @@ def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(tmp_path:
 
 def test_cache_events_have_two_ports_for_each_engine() -> None:
     ports = iter(range(20_000, 20_100))
-    options = LocalOptions(model="m", num_engines=2, events_port=5557, events_topic="kv@a@m")
-    engines, _ = local_documents(options, lambda: next(ports))
+    options = {"num_engines": 2, "events_port": 5557, "events_topic": "kv@a@m"}
+    engines, _ = local_documents(lambda: next(ports), model="m", **options)
     assert [one.events_bind for one in engines] == ["tcp://127.0.0.1:5557", "tcp://127.0.0.1:5559"]
     assert {(one.events_format, one.events_topic) for one in engines} == {("vllm", "kv@a@m")}
     taken = [Child(one, Path("/unused"), {}).listens_on() for one in engines]
     assert [port for one in taken for _, port in one if port < 20_000] == [5557, 5558, 5559, 5560]
-    engines, _ = local_documents(LocalOptions(model="m"), lambda: next(ports))
+    engines, _ = local_documents(lambda: next(ports), model="m")
     assert engines[0].events_bind == ""
 
 
@@ -116,8 +118,7 @@ def test_a_profile_from_a_file_says_nothing_of_this_models_items(
 @pytest.mark.parametrize(("pages", "images"), [(40, 40), (4, 16)])
 def test_a_document_may_have_as_many_pages_as_asked(pages: int, images: int) -> None:
     """Its pages count as images of the prompt: 40 pages were refused for 16 images."""
-    options = LocalOptions(model="m", max_document_pages=pages)
-    engines, frontends = local_documents(options, lambda: 20_000)
+    engines, frontends = local_documents(lambda: 20_000, model="m", max_document_pages=pages)
     assert engines[0].modalities == frontends[0].modalities
     limits = frontends[0].modalities.image
     assert (limits.max_pages, limits.max_per_prompt) == (pages, images)

@@ -6,22 +6,29 @@ Each start is a process of its own, as the hub's library reads its environment w
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from foveal_runtime.main.local.model import check_description
 from tests.support.checkpoint_files import CONFIG, checkpoint, safetensors, write_profile
 from tests.support.model_hub import COMMIT, Hub
 
 Serve = Callable[..., tuple[int, str, str]]
 SAY = "foveal-runtime: "
+BARE: dict[str, Any] = {"vision_config": None, "text_config": None}
+_PLAIN = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 @pytest.fixture
@@ -39,11 +46,15 @@ class Starts:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
         self.environment = {**kept, **hub.environment(folder / "hf"), "HOME": str(folder)}
 
+    def command(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", "foveal_runtime.main.cli", "serve", *arguments, "--plan",
+                "--device", "cpu", "--profile", self._profile]  # fmt: skip
+
     def begin(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "foveal_runtime.main.cli", "serve", *arguments, "--plan",
-                   "--device", "cpu", "--profile", self._profile]  # fmt: skip
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                                env={**self.environment, **environment})  # fmt: skip
+        return subprocess.Popen(
+            self.command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**self.environment, **environment},
+        )  # fmt: skip
 
     def __call__(self, *arguments: str, **environment: str) -> tuple[int, str, str]:
         """(exit code, standard output, standard error)."""
@@ -73,7 +84,7 @@ def test_a_model_lands_in_the_usual_cache_and_is_not_downloaded_twice(
     # The profile is of a model that no test machine holds: by then everything was downloaded.
     assert code in (0, 3), err
     snapshot = tmp_path / "hf/hub/models--org--tiny/snapshots" / COMMIT
-    assert "downloading 1 files (1.0 MiB) of org/tiny into " + str(snapshot) in out
+    assert "downloading 1 file (1.0 MiB) of org/tiny into " + str(snapshot) in out
     assert (snapshot / "model.safetensors").stat().st_size == len(hub.files["model.safetensors"])
     num_bodies = len(bodies(hub))
     code, out, err = serve("hf://org/tiny")
@@ -84,6 +95,30 @@ def test_a_model_lands_in_the_usual_cache_and_is_not_downloaded_twice(
     code, _, err = serve("org/tiny", HF_HUB_OFFLINE="1")
     assert code in (0, 3), err
     assert len(hub.asked) == asked
+
+
+def test_a_terminal_shows_a_bar_for_each_file_and_one_for_all(serve: Starts, hub: Hub) -> None:
+    """And a log a line. The library's own bars are not shown beside them."""
+    hub.files["more.safetensors"] = safetensors(3 << 20)
+    hub.gate.clear()
+    begun = {f"GET /org/tiny/resolve/{COMMIT}/{name}" for name in hub.files if "safet" in name}
+    pid, terminal = pty.fork()
+    if pid == 0:
+        environment = {**serve.environment, "TERM": "xterm", "COLUMNS": "100"}
+        os.execve(sys.executable, serve.command("org/tiny"), environment)
+    shown = b""
+    with contextlib.suppress(OSError):  # the terminal's other end is closed
+        while data := os.read(terminal, 65536):
+            shown += data
+            if b"more.safetensors" in shown and begun <= set(hub.asked):
+                hub.gate.set()
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) in (0, 3), shown
+    drawn = {line.split()[0] for line in _PLAIN.sub(b"", shown).splitlines() if b"MiB " in line}
+    assert {b"model.safetensors", b"more.safetensors", b"all"} <= drawn, shown
+    assert b"4.0/4.0 MiB" in shown
+    assert b"Fetching" not in shown
+    assert b"Reconstruct" not in shown
 
 
 def test_ctrl_c_in_a_download_is_one_line_and_the_next_start_goes_on(
@@ -118,6 +153,33 @@ def test_a_connection_that_breaks_is_resumed_where_it_broke(serve: Starts, hub: 
     assert int(again.partition("bytes=")[2].partition("-")[0]) >= 10 << 20
 
 
+def test_a_connection_that_does_not_come_back_is_no_traceback(serve: Starts, hub: Hub) -> None:
+    """The library first says of each of its attempts that it broke off."""
+    hub.gate.clear()
+    code, _, err = serve("org/tiny", HF_HUB_DOWNLOAD_TIMEOUT="1")
+    assert code == 2
+    assert "Traceback" not in err
+    assert err.splitlines()[-1] == (
+        f"{SAY}org/tiny: the connection to the hub broke off (timed out): start again, which goes "
+        "on with the files that are missing"
+    )
+
+
+def test_a_file_that_fails_ends_the_start_while_others_are_under_way(
+    serve: Starts, hub: Hub, tmp_path: Path
+) -> None:
+    hub.files["more.safetensors"] = safetensors(3 << 20)
+    hub.denied.add("more.safetensors")
+    hub.gate.clear()  # the hub holds the first file back for a minute
+    process = serve.begin("org/tiny", HF_HUB_DOWNLOAD_TIMEOUT="600")
+    _, err = process.communicate(timeout=50)
+    assert process.returncode == 2
+    (line,) = err.splitlines()
+    assert line.startswith(f"{SAY}org/tiny: ")
+    assert "403" in line
+    assert not list((tmp_path / "hf").rglob("*.incomplete"))
+
+
 def test_a_damaged_download_is_removed_and_named(serve: Starts, hub: Hub) -> None:
     hub.damaged.add("model.safetensors")
     code, _, err = serve("org/tiny")
@@ -129,16 +191,61 @@ def test_a_damaged_download_is_removed_and_named(serve: Starts, hub: Hub) -> Non
     hub.damaged.clear()
     code, out, _ = serve("org/tiny")
     assert code in (0, 3)
-    assert "downloading 1 files" in out
+    assert "downloading 1 file (" in out
 
 
-def test_what_cannot_be_served_is_refused_before_its_weights(serve: Starts, hub: Hub) -> None:
-    config = {**CONFIG, "quantization_config": {"quant_method": "gptq"}}
-    hub.files["config.json"] = json.dumps(config).encode()
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+         "weights are quantised (bitsandbytes), which is not supported"),
+        ({"model_type": "mllama"}, "model_type 'mllama' is multimodal and not supported"),
+        (BARE | {"model_type": "t5", "is_encoder_decoder": True},
+         "model_type 't5' is not supported: an encoder-decoder with cross-attention; give a model"),
+        (BARE | {"model_type": "modernbert"},
+         "model_type 'modernbert' is not a generative language model of transformers, nor one of "
+         "the encoders that are served: bert, camembert, "),
+        (BARE | {"model_type": "bert"}, "bert is an encoder: it embeds texts and generates none; "
+         "serve it with --task embed"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_served_is_refused_before_its_weights(
+    serve: Starts, hub: Hub, change: dict[str, Any], said: str
+) -> None:
+    hub.files["config.json"] = json.dumps({**CONFIG, **change}).encode()
     code, _, err = serve("org/tiny")
     assert code == 2
-    assert "weights are quantised" in err
+    assert err.startswith(f"{SAY}model org/tiny: {said}")
     assert not any("safetensors" in line for line in hub.asked)
+
+
+QUANTISED: dict[str, dict[str, Any]] = {
+    "fp8": {"weight_block_size": [128, 128], "activation_scheme": "dynamic"},
+    "awq": {"bits": 4, "group_size": 32, "version": "gemm", "zero_point": True},
+    "gptq": {"bits": 4, "group_size": 32, "desc_act": False, "sym": True},
+    "compressed-tensors": {
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group",
+                        "group_size": 32},
+        }},
+    },
+}  # fmt: skip
+
+
+def test_quantised_weights_that_are_supported_are_downloaded(
+    serve: Starts, hub: Hub, tmp_path: Path
+) -> None:
+    """They were refused, because their files were not there yet."""
+    for method, scheme in QUANTISED.items():
+        config = {**CONFIG, "quantization_config": {"quant_method": method, **scheme}}
+        folder = checkpoint(tmp_path / method, config, **{"model.safetensors": None})
+        check_description(folder, "org/tiny")
+    hub.files["config.json"] = json.dumps(config).encode()
+    code, out, err = serve("org/tiny")
+    assert code in (0, 3), err
+    assert "downloading 1 file (" in out
 
 
 def test_refusals_of_the_hub(serve: Starts, hub: Hub) -> None:

@@ -19,6 +19,12 @@ from tests.support.markdown import ROOT
 MODEL = ROOT / "examples/tiny-vlm/model"
 
 
+def _hear_interrupts() -> None:
+    """What a shell starts in the background, these tests perhaps, ignores them, and so would all
+    that is started from there."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Start:
     """`foveal serve` in a session of its own, with its output read line by line."""
 
@@ -27,7 +33,7 @@ class Start:
                    "0", "--device", "cpu", "--kv-cache", "64Mi", *arguments]  # fmt: skip
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            start_new_session=True,
+            start_new_session=True, preexec_fn=_hear_interrupts,
             env={**os.environ, "HOME": str(home), "XDG_CACHE_HOME": str(home), "TMPDIR": str(home)},
         )  # fmt: skip
 

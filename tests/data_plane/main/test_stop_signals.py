@@ -8,12 +8,12 @@ import subprocess
 import sys
 import time
 
-from foveal_runtime.main.stop_signals import StopSignals
+from foveal_runtime.main.supervise import StopSignals
 
 # The alarm comes while the main thread enters, sits in and leaves its waits.
 HAMMERED = """
 import signal, sys
-from foveal_runtime.main.stop_signals import StopSignals
+from foveal_runtime.main.supervise import StopSignals
 stop = StopSignals()
 signal.signal(signal.SIGALRM, stop._on_signal)
 signal.setitimer(signal.ITIMER_REAL, 1e-4, 1.37e-4)

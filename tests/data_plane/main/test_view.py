@@ -8,14 +8,16 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from foveal_runtime.main.local.readings import Readings, Totals, totals
 from foveal_runtime.main.local.view import (
     ProcessFigures,
+    Readings,
     Snapshot,
+    Totals,
     View,
     line,
     load_of,
     tables,
+    totals,
 )
 
 ENGINE = """\
@@ -120,6 +122,17 @@ def test_the_status_line_shows_processes_while_they_start() -> None:
         "up 0:02:05 · 12 answered, 4 in flight, 900 tokens (30.0/s); hits: processor 12/16, "
         "ipc 13/16, encoder 2/8, kv 600/1200"
     )
+
+
+def test_of_two_kv_pools_the_fuller_is_shown() -> None:
+    pool = "".join(
+        f'foveal_kv_window_blocks{{process="e",state="{state}"}} {count}\n'
+        for state, count in (("active", 5), ("cached", 15), ("free", 20))
+    )
+    for text, held in ((ENGINE, 30), (ENGINE + pool, 60)):
+        caches = {one.name: one for one in totals([Readings(text)], 120 * MIB).caches}
+        assert caches["kv"].held_bytes == held * MIB
+        assert caches["kv"].capacity_bytes == 120 * MIB
 
 
 def test_readings_survive_a_text_that_is_cut_off() -> None:

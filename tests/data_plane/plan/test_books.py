@@ -18,16 +18,15 @@ from foveal_runtime.frontend.engines.quarantine import MAX_EXPLAINED, Quarantine
 from foveal_runtime.frontend.engines.routing import Router
 from foveal_runtime.frontend.grammars.compiler import Compiler
 from foveal_runtime.frontend.http.access.admission import Gate
-from foveal_runtime.frontend.items.aliases import Aliases
-from foveal_runtime.frontend.items.documents import MAX_KNOWN_PAGES, Documents
+from foveal_runtime.frontend.items.identify import MAX_KNOWN_PAGES, Aliases, Documents
 from foveal_runtime.frontend.media.hashing import UrlTextMap
 from foveal_runtime.frontend.text.tokenizer import MAX_SPELLED, TextTokenizer
 from foveal_runtime.mirror.admission import MAX_DEPARTED, RequestAdmission
-from foveal_runtime.mirror.bindings import Bindings
 from foveal_runtime.mirror.messages import Death, Refusals
 from foveal_runtime.mirror.receiver import Receiver, ReceiverLimits
 from foveal_runtime.mirror.refusals import MAX_REFUSALS, RefusalBook
 from foveal_runtime.mirror.sender import Sender
+from foveal_runtime.mirror.store import Bindings
 from foveal_runtime.plan.budget.types import (
     ENGINE_BOOKS,
     ENGINE_SERVING_BYTES,
@@ -36,8 +35,7 @@ from foveal_runtime.plan.budget.types import (
     MIRROR_UUIDS_BYTES,
 )
 from foveal_runtime.plan.config import Admission, FrontendConfig, ModalitiesConfig, ModelConfig
-from foveal_runtime.telemetry.ages import EvictionAges
-from foveal_runtime.telemetry.ghosts import GhostLists
+from foveal_runtime.telemetry.counts import EvictionAges, GhostLists
 from foveal_runtime.telemetry.metrics import Metrics
 from foveal_runtime.wire import codec
 

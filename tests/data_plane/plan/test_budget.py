@@ -8,8 +8,8 @@ import pytest
 from foveal_runtime.plan.budget.planner import headroom_of, plan
 from foveal_runtime.plan.budget.types import BudgetInputs, BudgetPlan
 from foveal_runtime.plan.config import GIB, MIB, ModalitiesConfig, ModalityLimits
-from foveal_runtime.plan.profile import ModelProfile, ProcessMemory
-from tests.support.budget_samples import TEXT, TOY, VLM, cpu, gpu, with_frontend
+from foveal_runtime.plan.profile import ItemProfile, ModelProfile, ProcessMemory
+from tests.support.budget_samples import TEXT, TOY, VLM, cpu, free_bytes, gpu, with_frontend
 
 
 def reasons(result: BudgetPlan) -> list[str]:
@@ -25,7 +25,7 @@ def test_neither_limit_nor_sizes_gives_the_defaults_and_the_limits_follow() -> N
     assert result.ipc_bytes == 4 * GIB
     assert result.frontend.source == result.engine.source == "Derived"
     for place in (result.frontend, result.engine):
-        assert 0 <= place.free_bytes < 2 * MIB
+        assert 0 <= free_bytes(place) < 2 * MIB
 
 
 def test_a_given_limit_is_shared_by_the_caches() -> None:
@@ -54,6 +54,24 @@ def test_grammars_have_their_bytes_on_every_rank() -> None:
     assert not [line for line in embeds.engine.lines if line.name == "grammars"]
 
 
+def test_on_a_cpu_streams_may_go_on_beside_an_encoder() -> None:
+    image = ItemProfile(num_tokens=600, num_embeds=576, processed_bytes=MIB, num_patches=1024)
+    model = msgspec.structs.replace(
+        VLM, items={"image": image}, activation_bytes=64 * MIB,
+        encoder_bytes_per_patch={"image": MIB},
+    )  # fmt: skip
+    step = 64 * MIB + cpu().engine.max_num_seqs * model.activation_bytes_per_token
+    encoders = plan(gpu(), model).device.line("activations").bytes
+    assert encoders > GIB
+    assert plan(cpu(), model).engine.line("activations").bytes == encoders + step
+
+
+def test_weights_that_are_cast_before_they_are_quantised_are_staged_whole() -> None:
+    cast = msgspec.structs.replace(TEXT, quantization="int4, at load", load_bytes=7 * GIB)
+    for inputs in (gpu(), cpu()):
+        assert plan(inputs, cast).engine.line("loadStaging").bytes == 7 * GIB
+
+
 def test_given_sizes_derive_the_limit() -> None:
     """Example 3: pinned 1 GiB and 2 GiB; the limits follow and nothing else moves."""
     base = plan(gpu(), VLM)
@@ -61,7 +79,7 @@ def test_given_sizes_derive_the_limit() -> None:
     assert (result.processor_bytes, result.ipc_bytes) == (GIB, 2 * GIB)
     assert result.frontend.line("processor").source == "Pinned"
     assert result.engine.limit_bytes < base.engine.limit_bytes
-    assert result.frontend.free_bytes < 2 * MIB
+    assert free_bytes(result.frontend) < 2 * MIB
 
 
 def test_on_a_cpu_ipc_and_kv_share_the_host_limit_equally() -> None:
@@ -88,6 +106,34 @@ def test_recurrent_state_of_all_running_requests_is_set_aside() -> None:
     assert result.snapshot_bytes == snapshots.bytes
     assert all(line.name not in ("state", "snapshots") for line in plain.device.lines)
     assert plain.snapshot_bytes == 0
+
+
+def test_an_encoder_keeps_kv_for_two_steps() -> None:
+    encoder = msgspec.structs.replace(TEXT, is_encoder=True, max_model_len=512)
+    step = 2048 // 16 + 128  # each of 128 prompts may end inside a block
+    embeds = [
+        gpu(generates=False),
+        cpu(generates=False),
+        cpu(limit_bytes=32 * GIB, generates=False),
+    ]
+    for inputs in embeds:
+        result = plan(inputs, encoder)
+        assert result.fits
+        assert result.kv_tokens == 2 * step * 16
+        assert plan(inputs, TEXT).kv_tokens > 10 * result.kv_tokens
+    problem = plan(gpu(num_devices=2, generates=False), encoder).problems[0]
+    assert (problem.reason, problem.available) == ("DeviceCount", 1)
+    assert "an encoder cannot be shared" in problem.detail
+
+
+def test_an_encoder_takes_what_one_step_computes_and_generates_nothing() -> None:
+    encoder = msgspec.structs.replace(TEXT, is_encoder=True, max_model_len=8192)
+    assert plan(gpu(generates=False), encoder).max_model_len == 2048
+    more = gpu(generates=False, max_num_batched_tokens=16384)
+    assert plan(more, encoder).max_model_len == 8192
+    problem = plan(gpu(), encoder).problems[0]
+    assert problem.reason == "EncoderTask"
+    assert "set model.task to Embed" in problem.detail
 
 
 def test_without_prefix_caching_nothing_is_set_aside_for_snapshots() -> None:

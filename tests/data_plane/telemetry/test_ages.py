@@ -11,9 +11,8 @@ from foveal_runtime.frontend.engines.sequence import Delta
 from foveal_runtime.frontend.http.monitoring.request_stats import RequestStats
 from foveal_runtime.frontend.items.processor_cache import ENTRY_BYTES, ProcessorCache
 from foveal_runtime.mirror.store import Store, Value
-from foveal_runtime.plan.metrics.registry import STAGE_BUCKETS
-from foveal_runtime.telemetry.ages import EvictionAges
-from foveal_runtime.telemetry.histogram import Histogram
+from foveal_runtime.plan.metrics.metric import STAGE_BUCKETS
+from foveal_runtime.telemetry.counts import EvictionAges, Histogram
 from foveal_runtime.telemetry.metrics import Metrics
 from foveal_runtime.telemetry.startup import StartPhases, process_age_seconds
 from foveal_runtime.wire.messages import FirstOutput
@@ -118,12 +117,12 @@ def test_prefix_hits_are_told_apart_by_what_they_stand_for():
 def test_the_router_gives_its_reason():
     router = Router()
     held, idle = Candidate("a", 1, held_bytes=9), Candidate("b", 0)
-    assert router.decide([held], []) == ("a", "only")
-    assert router.decide([held, idle], []) == ("a", "held")
-    assert router.decide([idle, Candidate("c", 1)], []) == ("b", "load")
+    assert router.choose([held], []) == ("a", "only")
+    assert router.choose([held, idle], []) == ("a", "held")
+    assert router.choose([idle, Candidate("c", 1)], []) == ("b", "load")
     router.commit("c", [b"k"])
-    assert router.decide([idle, Candidate("c", 1)], [b"k"]) == ("c", "remembered")
-    assert router.decide([], []) is None
+    assert router.choose([idle, Candidate("c", 1)], [b"k"]) == ("c", "remembered")
+    assert router.choose([], []) is None
 
 
 @pytest.mark.parametrize(
@@ -157,6 +156,13 @@ def test_phases_of_a_start_add_up():
     metrics = Metrics("engine", model_name="m", process="e", engine="e")
     metrics.add_source(phases.collect)
     assert b'phase="load",process="e"} 2.0' in metrics.exposition()
+
+
+def test_an_engine_that_loads_tells_its_version():
+    """Engines never did, though the family is declared for them: boards offered no engine's pod."""
+    metrics = Metrics("engine", model_name="m", process="e", engine="e")
+    metrics.add_source(StartPhases().collect)
+    assert b'foveal_build_info{model_name="m",process="e",version="' in metrics.exposition()
 
 
 def test_this_process_has_an_age():

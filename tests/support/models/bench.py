@@ -66,6 +66,8 @@ class Bench:
         room: Any = None,
         kv_dtype: str = "auto",
         plain: Any = None,
+        num_window_blocks: int = 0,
+        quantization: Any = "auto",
         **options: Any,
     ) -> None:
         torch.set_num_threads(1)
@@ -75,7 +77,7 @@ class Bench:
         if DEVICE != "cpu":
             attention = "auto"
         self.runner = TorchRunner(
-            load_model(self.path, DTYPE, DEVICE),
+            load_model(self.path, DTYPE, DEVICE, quantization),
             device=DEVICE,
             block_size=8,
             kv_dtype=kv_dtype,
@@ -83,7 +85,9 @@ class Bench:
             sampler=self.sampler,
             room=room,
         )
-        self.runner.allocate_kv(NUM_BLOCKS, num_snapshots=NUM_SNAPSHOTS)
+        self.runner.allocate_kv(
+            NUM_BLOCKS, num_snapshots=NUM_SNAPSHOTS, num_window_blocks=num_window_blocks
+        )
         self.driver = StepDriver(self.runner, NUM_BLOCKS, self.case.budget, **options)
         plain = str(plain or path)  # what transformers can load of the same weights
         self.reference = class_for(read_config(plain)).from_pretrained(plain).eval()
@@ -103,6 +107,21 @@ class Bench:
         )
         params = SamplingParams(max_tokens=NUM_OUTPUTS, temperature=0.0, **sampling)
         return Job(request_id, prompt.ids, inputs, values, params, start_step)
+
+    def staggered(self) -> tuple[dict[str, Prompt], dict[str, Job]]:
+        """Two prompts share an item, one is text only, one has all kinds; b and c arrive while a
+        runs."""
+        kinds = list(self.case.items)
+        mixed = [(kind, 7 + kind) for kind in kinds]
+        prompts = {
+            "a": self.prompt(11, mixed, num_text=9),
+            "b": self.prompt(12, [*mixed[:1], *[(k, 30 + k) for k in kinds[:1]]]),
+            "c": self.prompt(13, mixed[-1:], num_text=21),
+            "d": self.prompt(14, [], num_text=30),
+        }
+        starts = {"a": 0, "b": 1, "c": 2, "d": 4}
+        jobs = {name: self.job(name, prompt, starts[name]) for name, prompt in prompts.items()}
+        return prompts, jobs
 
     @torch.inference_mode()
     def deviation(self, job: Job, prompt: Prompt) -> float:
@@ -133,7 +152,8 @@ class Bench:
     @torch.inference_mode()
     def hidden(self, prompt: Prompt) -> torch.Tensor:
         """transformers' hidden states (T, E) of the prompt, after the last norm."""
-        core = getattr(self.reference, self.runner.loaded.core_name)
+        name = self.runner.loaded.core_name
+        core = getattr(self.reference, name) if name else self.reference
         kwargs = self.case.forward_kwargs(prompt)
         output = core(input_ids=torch.tensor([prompt.ids]), use_cache=False, **kwargs)
         return output.last_hidden_state[0]

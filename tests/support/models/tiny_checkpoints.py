@@ -130,7 +130,9 @@ def widen(model: torch.nn.Module) -> None:
             elif "norm" not in name:
                 weight.normal_(0.0, 0.3, generator=generator)
         # Placeholders are never said, else an output would count as an item in the reference.
-        model.get_output_embeddings().weight[[IMG_TOKEN, VID_TOKEN, AUD_TOKEN]] = 0.0
+        head = model.get_output_embeddings()
+        if head is not None:
+            head.weight[[IMG_TOKEN, VID_TOKEN, AUD_TOKEN]] = 0.0
 
 
 def noise(seed: int, *shape: int) -> torch.Tensor:

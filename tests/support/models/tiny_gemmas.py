@@ -77,15 +77,20 @@ def video_item(seed: int, merge: int = 2, size: int = 48) -> MediaItem:
     return marked(VIDEO, ids, VID_TOKEN, fields)
 
 
-def sound_item(seed: int) -> MediaItem:
-    """20 mel frames, some of them padding; four make an embedding."""
-    valid = 20 - 3 * (seed % 3)
+def frames(seed: int, valid: int) -> dict[str, torch.Tensor]:
+    """20 mel frames, `valid` of them sound."""
     mask = (torch.arange(20) < valid)[None]
-    fields = {
+    return {
         "input_features": noise(seed, 1, 20, 8) * mask[..., None],
         "input_features_mask": mask,
     }
-    return marked(AUDIO, [MARK, *[AUD_TOKEN] * -(-valid // 4), END], AUD_TOKEN, fields)
+
+
+def sound_item(seed: int) -> MediaItem:
+    """20 mel frames, some of them padding; four make an embedding."""
+    valid = 20 - 3 * (seed % 3)
+    ids = [MARK, *[AUD_TOKEN] * -(-valid // 4), END]
+    return marked(AUDIO, ids, AUD_TOKEN, frames(seed, valid))
 
 
 def samples_item(seed: int) -> MediaItem:
@@ -195,12 +200,8 @@ def gemma3n_image(seed: int) -> MediaItem:
 def gemma3n_sound(seed: int) -> MediaItem:
     """20 mel frames make two rows; every sound has five, the others are filled up."""
     valid = 20 - 5 * (seed % 3)
-    mask = (torch.arange(20) < valid)[None]
-    fields = {
-        "input_features": noise(seed, 1, 20, 8) * mask[..., None],
-        "input_features_mask": mask,
-    }
-    return marked(AUDIO, [MARK, *[SOUND_ROW] * 5, END_SOUND], SOUND_ROW, fields)
+    ids = [MARK, *[SOUND_ROW] * 5, END_SOUND]
+    return marked(AUDIO, ids, SOUND_ROW, frames(seed, valid))
 
 
 CASES["gemma3n_text"] = Case(lambda: hf.Gemma3nTextConfig(**SPARSE))

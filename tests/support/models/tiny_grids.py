@@ -75,6 +75,15 @@ QWEN3_VISION = {
     "num_position_embeddings": 64,
     "deepstack_visual_indexes": [0, 1],
 }
+WINDOW_VISION = {
+    **VISION,
+    "depth": 2,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "out_hidden_size": 32,
+    "window_size": 16,
+    "fullatt_block_indexes": [1],
+}
 CASES["qwen2_vl"] = Case(
     lambda: hf.Qwen2VLConfig(
         text_config=QWEN_TEXT,
@@ -88,13 +97,7 @@ CASES["qwen2_5_vl"] = Case(
     lambda: hf.Qwen2_5_VLConfig(
         text_config=QWEN_TEXT,
         vision_config={
-            **VISION,
-            "depth": 2,
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "out_hidden_size": 32,
-            "window_size": 16,
-            "fullatt_block_indexes": [1],
+            **WINDOW_VISION,
             "tokens_per_second": 2,
         },
         **QWEN_TOKENS,

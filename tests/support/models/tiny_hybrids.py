@@ -35,8 +35,8 @@ STATE = {
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
     "head_dim": 8,
     "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
+    "linear_key_head_dim": 16,  # what the kernel takes
+    "linear_value_head_dim": 16,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }

@@ -30,7 +30,7 @@ from tests.support.models.tiny_grids import (
     QWEN3_VISION,
     QWEN_TEXT,
     QWEN_TOKENS,
-    VISION,
+    WINDOW_VISION,
     grid_item,
     grid_kwargs,
     video_item,
@@ -50,24 +50,16 @@ def square_patches(seed: int) -> MediaItem:
     return marked(IMAGE, ids, IMG_TOKEN, fields)
 
 
-CASES["glm46v"] = Case(
-    lambda: hf.Glm46VConfig(
-        text_config={"model_type": "glm4v_text", **TEXT, "rope_parameters": GLM_ROPE},
-        vision_config={"model_type": "glm4v_vision", **GLM_VISION},
-        **GLM_TOKENS,
-    ),
-    {IMAGE: grid_item},
-    grid_kwargs,
-)
-CASES["glmga"] = Case(
-    lambda: hf.GlmgaConfig(
-        text_config={"model_type": "glm4v_text", **TEXT, "rope_parameters": GLM_ROPE},
-        vision_config={"model_type": "glm4v_vision", **GLM_VISION},
-        **GLM_TOKENS,
-    ),
-    {IMAGE: grid_item},
-    grid_kwargs,
-)
+for name, config in (("glm46v", hf.Glm46VConfig), ("glmga", hf.GlmgaConfig)):
+    CASES[name] = Case(
+        lambda config=config: config(
+            text_config={"model_type": "glm4v_text", **TEXT, "rope_parameters": GLM_ROPE},
+            vision_config={"model_type": "glm4v_vision", **GLM_VISION},
+            **GLM_TOKENS,
+        ),
+        {IMAGE: grid_item},
+        grid_kwargs,
+    )
 CASES["glm_ocr"] = Case(
     lambda: hf.GlmOcrConfig(
         text_config={**TEXT, "head_dim": 8, "rope_parameters": GLM_ROPE},
@@ -81,14 +73,8 @@ CASES["exaone4_5"] = Case(
     lambda: hf.Exaone4_5_Config(
         text_config={"model_type": "exaone4", **TEXT, **HYBRID},
         vision_config={
-            **VISION,
-            "depth": 2,
-            "hidden_size": 16,
+            **WINDOW_VISION,
             "num_key_value_heads": 1,
-            "intermediate_size": 24,
-            "out_hidden_size": 32,
-            "window_size": 16,
-            "fullatt_block_indexes": [1],
         },
         image_token_id=IMG_TOKEN,
         video_token_id=VID_TOKEN,
@@ -116,13 +102,8 @@ CASES["hyperclovax_vision_v2"] = Case(
         text_config={"model_type": "hyperclovax", **TEXT, "head_dim": 8, "logits_scaling": 0.25},
         vision_config={
             "model_type": "qwen2_5_vl_vision",
-            **VISION,
-            "depth": 2,
-            "hidden_size": 16,
-            "intermediate_size": 24,
+            **WINDOW_VISION,
             "out_hidden_size": 24,
-            "window_size": 16,
-            "fullatt_block_indexes": [1],
         },
         image_token_id=IMG_TOKEN,
         video_token_id=VID_TOKEN,

@@ -10,26 +10,23 @@ import transformers as hf
 from tests.support.models.tiny_checkpoints import (
     CASES,
     CLIP,
-    END,
     IMAGE,
     IMG_TOKEN,
     LLAMA,
     QWEN2,
     SIGLIP,
-    START,
     TEXT,
     VID_TOKEN,
     VIDEO,
     Case,
     MediaItem,
     Prompt,
-    marked,
     mm_fields,
     noise,
     plain_item,
     stacked,
 )
-from tests.support.models.tiny_images import GOT_VISION, PINPOINTS, anyres_item
+from tests.support.models.tiny_images import GOT_VISION, PINPOINTS, anyres_item, internvl_item
 
 QWEN3 = {"model_type": "qwen3", **TEXT, "head_dim": 8}
 
@@ -118,14 +115,6 @@ CASES["janus"] = Case(
     {IMAGE: pixels()},
     mm_fields,
 )
-
-
-def crop_tokens(seed: int) -> MediaItem:
-    crops = 1 + seed % 3
-    ids = [START] + [IMG_TOKEN] * 4 * crops + [END]
-    return marked(IMAGE, ids, IMG_TOKEN, {"pixel_values": noise(seed, crops, 3, 16, 16)})
-
-
 CASES["qianfan_ocr"] = Case(
     lambda: hf.QianfanOCRConfig(
         text_config=QWEN3,
@@ -133,7 +122,7 @@ CASES["qianfan_ocr"] = Case(
         image_token_id=IMG_TOKEN,
         image_seq_length=4,
     ),
-    {IMAGE: crop_tokens},
+    {IMAGE: internvl_item},
     mm_fields,
 )
 

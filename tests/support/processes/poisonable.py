@@ -18,10 +18,10 @@ def _crash_on_marker() -> None:
         loaded = load(*args)
         submit = loaded.runner.submit
 
-        def poisoned(plan):  # type: ignore[no-untyped-def]
+        def poisoned(plan, between=None):  # type: ignore[no-untyped-def]
             if any(new.token_ids[: len(MARKER)] == MARKER for new in plan.new):
                 ctypes.string_at(0)
-            return submit(plan)
+            return submit(plan, between)
 
         loaded.runner.submit = poisoned
         return loaded

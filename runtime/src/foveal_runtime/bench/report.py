@@ -108,7 +108,7 @@ def _rows(report: Report, row: Callable[[list[RunResult]], list[str]]) -> list[l
 
 def _speed_table(report: Report) -> Table:
     columns = ["trace", "server", "req/s", "tok/s", "TTFT p50", "p90", "p99", "ITL p50", "p90",
-               "p99", "errors"]  # fmt: skip
+               "p99", "longest", "errors"]  # fmt: skip
     return Table("Speed: medians over rounds, times in ms", columns, _rows(report, _speed_row))
 
 
@@ -120,7 +120,7 @@ def _speed_row(results: list[RunResult]) -> list[str]:
         f"{_middle(results, lambda r: r.requests_per_second):.2f}",
         f"{_middle(results, lambda r: r.output_tokens_per_second):.1f}",
         *(percentile_of("ttft_ms", p) for p in ("p50", "p90", "p99")),
-        *(percentile_of("itl_ms", p) for p in ("p50", "p90", "p99")),
+        *(percentile_of("itl_ms", p) for p in ("p50", "p90", "p99", "max")),
         str(sum(r.num_errors for r in results)),
     ]
 
@@ -168,6 +168,7 @@ RATIOS: dict[str, Metric] = {
     "TTFT p50": lambda r: r.ttft_ms.get("p50", math.nan),
     "ITL p50": lambda r: r.itl_ms.get("p50", math.nan),
     "ITL p99": lambda r: r.itl_ms.get("p99", math.nan),
+    "longest gap": lambda r: r.itl_ms.get("max", math.nan),
     "CPU s": lambda r: r.total_cpu_seconds,
 }
 

@@ -14,7 +14,7 @@ PERCENTS = (50, 90, 99)
 
 
 class RunResult(msgspec.Struct, kw_only=True):
-    """Times in milliseconds where the name says _ms. Percentile maps: "p50", "p90", "p99".
+    """Times in milliseconds where the name says _ms. Percentile maps: "p50", "p90", "p99", "max".
 
     Attributes:
         ttft_ms: from sending a request to its first piece of text.
@@ -87,4 +87,6 @@ def summarize(replies: Sequence[Reply], wall_seconds: float) -> dict[str, object
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    return {f"p{p}": percentile(values, p) for p in PERCENTS} if values else {}
+    if not values:
+        return {}
+    return {f"p{p}": percentile(values, p) for p in PERCENTS} | {"max": max(values)}

@@ -10,13 +10,13 @@ import argparse
 import logging
 import os
 import sys
-from importlib.metadata import PackageNotFoundError, version
 
 from foveal_runtime.main.launcher import end_with_parent
 from foveal_runtime.main.local import bench
 from foveal_runtime.main.local.options import (
     DTYPES,
     EPILOG,
+    QUANTIZATIONS,
     Parser,
     add_options,
     configured,
@@ -24,8 +24,9 @@ from foveal_runtime.main.local.options import (
 )
 from foveal_runtime.plan.config import DEFAULT_VIDEO_FRAMES, DEFAULT_VIDEO_PIXELS
 from foveal_runtime.plan.errors import StartupError
-from foveal_runtime.telemetry.last_words import LastWords, begin_last_words
+from foveal_runtime.telemetry.logs import LastWords, begin_last_words
 from foveal_runtime.telemetry.memory import ContainerMemory
+from foveal_runtime.telemetry.startup import runtime_version
 
 PROGRAM = os.environ.get("FOVEAL_PROGRAM", "foveal-runtime")
 """As it was called: `foveal serve` hands on to this program."""
@@ -33,7 +34,7 @@ PROGRAM = os.environ.get("FOVEAL_PROGRAM", "foveal-runtime")
 
 def parser() -> argparse.ArgumentParser:
     parser = Parser(prog=PROGRAM, description="Foveal's data plane: frontends and engines.")
-    parser.add_argument("--version", action="version", version=_version())
+    parser.add_argument("--version", action="version", version=runtime_version())
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     serve = commands.add_parser(
         "serve",
@@ -61,8 +62,10 @@ def parser() -> argparse.ArgumentParser:
     launch = commands.add_parser("launch", help="a deployment on this machine, from its document")
     launch.add_argument("--config", required=True, help="JSON document")
     launch.add_argument("--runtime", default="", help=argparse.SUPPRESS)
-    fetch = commands.add_parser("fetch", help="download a model (hf:// or s3://) into a directory")
-    fetch.add_argument("uri", help="hf://ORG/NAME or s3://BUCKET/PREFIX")
+    fetch = commands.add_parser(
+        "fetch", help="download a model (hf://, s3:// or oci://) into a directory"
+    )
+    fetch.add_argument("uri", help="hf://ORG/NAME, s3://BUCKET/PREFIX or oci://REGISTRY/NAME:TAG")
     fetch.add_argument("--to", required=True, metavar="DIRECTORY")
     fetch.add_argument("--revision", default="", help="branch, tag or commit of a hf:// model")
     fetch.add_argument("--metrics-port", type=int, default=0, metavar="PORT",
@@ -86,8 +89,8 @@ def parser() -> argparse.ArgumentParser:
     profile.add_argument("--max-seconds", type=float, default=600.0)
     profile.add_argument("--max-audio-seconds", type=float, default=0.0, help="0: as --max-seconds")
     profile.add_argument("--max-num-batched-tokens", type=positive, default=2048)
-    profile.add_argument("--dtype", default="auto",
-                         choices=DTYPES)  # fmt: skip
+    profile.add_argument("--dtype", default="auto", choices=DTYPES)
+    profile.add_argument("--quantization", default="auto", choices=QUANTIZATIONS, help="at load")
     profile.add_argument("--assume-dtype", default="",
                          choices=["float32", "bfloat16", "float16"],
                          help="the type of weights that are not there: their bytes follow from "
@@ -98,13 +101,6 @@ def parser() -> argparse.ArgumentParser:
     profile.add_argument("--output", default="", metavar="FILE",
                          help="one compact line into FILE instead of standard output")  # fmt: skip
     return parser
-
-
-def _version() -> str:
-    try:
-        return version("foveal-runtime")
-    except PackageNotFoundError:
-        return "0+unknown"
 
 
 def _run(arguments: argparse.Namespace) -> int:

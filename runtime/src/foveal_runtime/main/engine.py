@@ -33,23 +33,23 @@ from foveal_runtime.engine.types.step import (
     ScheduledRequest,
     StepPlan,
 )
-from foveal_runtime.model.checkpoint.progress import told_loading
+from foveal_runtime.model.checkpoint.weights import told_loading
 from foveal_runtime.model.cpu import threads
 from foveal_runtime.plan.budget.encoder import LargestItem
+from foveal_runtime.plan.budget.kv import KVBlocks, KVShape
 from foveal_runtime.plan.config import EngineConfig, ItemSize, load
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.lora import check_lora_names
 from foveal_runtime.plan.profile import ItemProfile
 from foveal_runtime.plan.sampling import SamplingParams
-from foveal_runtime.telemetry.allocator import keep_free_blocks, release_free_memory
 from foveal_runtime.telemetry.deferred import defer
 from foveal_runtime.telemetry.logs import configure_logging
-from foveal_runtime.telemetry.memory import ContainerMemory
+from foveal_runtime.telemetry.memory import ContainerMemory, keep_free_blocks, release_free_memory
 from foveal_runtime.telemetry.metrics import Metrics
 from foveal_runtime.telemetry.startup import StartPhases
 from foveal_runtime.wire.namespace import model_namespace
 from foveal_runtime.wire.shm import SharedReader
-from foveal_runtime.wire.zmq_transport import ZmqRouter
+from foveal_runtime.wire.transport import ZmqRouter
 
 if TYPE_CHECKING:
     from foveal_runtime.model.parallel.tensor_parallel import TensorParallelRunner
@@ -162,7 +162,7 @@ def _record_path(config: EngineConfig) -> Path | None:
 
 def _measured(core: EngineCore, memory: ContainerMemory, device: str, metrics: Metrics) -> None:
     """What the budgets' parts really take, by their names in the resource's status."""
-    from foveal_runtime.model.memory import device_peak_bytes
+    from foveal_runtime.model.device import device_peak_bytes
     from foveal_runtime.model.parallel.tensor_parallel import TensorParallelRunner
     from foveal_runtime.model.runner.runner import TorchRunner
 
@@ -176,7 +176,7 @@ def _measured(core: EngineCore, memory: ContainerMemory, device: str, metrics: M
     }
     if isinstance(runner, TorchRunner | TensorParallelRunner):  # of one device, as planned
         parts["weights"] = runner.weight_bytes
-        parts["kv"] = runner.num_blocks * runner.kv_block_bytes
+        parts["kv"] = runner.kv_pool_bytes
         state_bytes = runner.traits.state_bytes
         parts["loras"] = runner.loras.num_bytes
         parts["state"] = core.scheduler.limits.max_num_seqs * state_bytes
@@ -186,10 +186,25 @@ def _measured(core: EngineCore, memory: ContainerMemory, device: str, metrics: M
             metrics.set("foveal_budget_bytes", size, part=part, source="measured")
 
 
-def num_kv_blocks(config: EngineConfig, rank_block_bytes: int) -> int:
+def kv_blocks(
+    config: EngineConfig,
+    max_model_len: int,
+    rank_block_bytes: int,
+    rank_window_bytes: int = 0,
+    window: int = 0,
+) -> KVBlocks:
     """Blocks that the document's KV memory holds: it is that of all ranks, `rank_block_bytes` are
-    one rank's part of a block."""
-    return config.caches.kv_bytes // (rank_block_bytes * config.tensor_parallel)
+    one rank's part of a block, and `rank_window_bytes` the part of layers with a window."""
+    ranks = config.tensor_parallel
+    shape = KVShape(
+        block_size=config.caches.block_size,
+        block_bytes=rank_block_bytes * ranks,
+        window_block_bytes=rank_window_bytes * ranks,
+        window=window,
+        step_tokens=config.scheduler.max_num_batched_tokens,
+        max_model_len=max_model_len,
+    )
+    return shape.divide(config.caches.kv_bytes)
 
 
 def num_snapshots(config: EngineConfig, state_bytes: int) -> int:
@@ -217,14 +232,16 @@ def load_engine(config: EngineConfig, phases: StartPhases | None = None) -> Load
             f"of {limit}; lower it"
         )
     max_model_len = config.model.max_model_len or limit
+    if not runner.traits.generates:  # an encoder computes a text in one step
+        max_model_len = min(max_model_len, config.scheduler.max_num_batched_tokens)
     # Before KV memory is there: the largest item may need more than a step ever will.
     items = _largest_items(config, max_model_len) if runner.traits.is_multimodal else {}
     release_free_memory()
     keep_free_blocks()
-    _allocate(runner, config)
+    _allocate(runner, config, max_model_len)
     phases.done("load")
     log.info(f"weights and KV memory are there after {phases.seconds['load']:.1f} s; warming up")
-    warm_up(runner, config.caches.block_size)
+    warm_up(runner, config.caches.block_size, has_windows=runner.num_window_blocks > 0)
     phases.done("warm")
     limits = {name: getattr(config.modalities, name).max_per_prompt for name in items}
     log.info(
@@ -233,6 +250,7 @@ def load_engine(config: EngineConfig, phases: StartPhases | None = None) -> Load
             "load_seconds": round(phases.seconds["load"], 2),
             "warm_seconds": round(phases.seconds["warm"], 2),
             "kv_blocks": runner.num_blocks - 1,
+            "kv_window_blocks": max(runner.num_window_blocks - 1, 0),
             "largest_items": {name: item.num_tokens for name, item in items.items()},
         },
     )
@@ -250,6 +268,8 @@ def load_engine(config: EngineConfig, phases: StartPhases | None = None) -> Load
         revision=config.model.revision,
         kv_block_bytes=runner.kv_block_bytes,
         num_snapshots=num_snapshots(config, runner.traits.state_bytes),
+        num_window_blocks=runner.num_window_blocks,
+        window=runner.window,
     )
 
 
@@ -267,6 +287,12 @@ def _load_runner(config: EngineConfig) -> TorchRunner | TensorParallelRunner:
                 "it to 1, or leave out the adapters",
                 param="tensor_parallel",
             )
+        if config.model.quantization != "auto":
+            raise StartupError(
+                f"tensor_parallel {config.tensor_parallel}: weights that are quantised at load "
+                "run on one device; set it to 1, or leave out quantization",
+                param="tensor_parallel",
+            )
         runner = TensorParallelRunner.load(
             config.model.path,
             config.tensor_parallel,
@@ -281,6 +307,7 @@ def _load_runner(config: EngineConfig) -> TorchRunner | TensorParallelRunner:
             config.model.path,
             dtype=config.model.dtype,
             device=config.device,
+            quantization=config.model.quantization,
             block_size=config.caches.block_size,
             kv_dtype=config.caches.kv_dtype,
             lora_bytes=config.caches.lora_bytes,
@@ -291,17 +318,22 @@ def _load_runner(config: EngineConfig) -> TorchRunner | TensorParallelRunner:
     return runner
 
 
-def _allocate(runner: TorchRunner | TensorParallelRunner, config: EngineConfig) -> None:
+def _allocate(
+    runner: TorchRunner | TensorParallelRunner, config: EngineConfig, max_model_len: int
+) -> None:
     """KV memory, recurrent state, and what decode steps are recorded as on a GPU."""
     from foveal_runtime.model.runner.runner import TorchRunner
 
-    num_blocks = num_kv_blocks(config, runner.kv_block_bytes)
+    blocks = kv_blocks(
+        config, max_model_len, runner.kv_block_bytes, runner.window_block_bytes, runner.window
+    )
     is_touched = config.caches.kv_touched
     if not isinstance(runner, TorchRunner):
-        runner.allocate_kv(num_blocks, is_touched=is_touched)
+        runner.allocate_kv(blocks.whole, num_window_blocks=blocks.window, is_touched=is_touched)
         return
     runner.allocate_kv(
-        num_blocks,
+        blocks.whole,
+        num_window_blocks=blocks.window,
         num_sequences=config.scheduler.max_num_seqs,
         num_snapshots=num_snapshots(config, runner.traits.state_bytes),
         is_touched=is_touched,
@@ -334,19 +366,21 @@ def _largest_items(config: EngineConfig, max_tokens: int) -> Mapping[str, ItemSi
     return {name: one.profile for name, one in found.items()}
 
 
-def warm_up(runner: ModelRunner, block_size: int) -> None:
+def warm_up(runner: ModelRunner, block_size: int, *, has_windows: bool = False) -> None:
     """Runs two steps of one text request. Raises StartupError when the model cannot do them.
 
-    A prefill and a decode step on the first KV block, then everything about them is forgotten: the
-    first user's request is not the slow one."""
+    A prefill and a decode step (an encoder has none) on the first KV block, then everything about
+    them is forgotten: the first user's request is not the slow one."""
     name = "warm-up"
     num_tokens = max(1, block_size - 1)
-    request = NewRequest(name, [0] * num_tokens, num_tokens, (), (), SamplingParams(max_tokens=2))
+    sampling = SamplingParams(max_tokens=2, pooling="" if runner.traits.generates else "mean")
+    request = NewRequest(name, [0] * num_tokens, num_tokens, (), (), sampling)
     blocks = [TRASH_BLOCK + 1] * 2  # one block is enough; a second entry serves block size 1
-    prefill = ScheduledRequest(name, 0, num_tokens, blocks, True)
+    seen = blocks if has_windows else []
+    prefill = ScheduledRequest(name, 0, num_tokens, blocks, True, window_ids=seen)
     result = runner.execute(StepPlan(0, [request], [prefill]))
-    if name not in result.failed:
-        decode = ScheduledRequest(name, num_tokens, 1, blocks, True)
+    if name not in result.failed and runner.traits.generates:
+        decode = ScheduledRequest(name, num_tokens, 1, blocks, True, window_ids=seen)
         result = runner.execute(StepPlan(0, [], [decode]))
     runner.execute(StepPlan(0, finished=[name]))
     if name in result.failed:

@@ -1,29 +1,142 @@
 """`foveal-runtime fetch URI --to DIRECTORY`: puts a model's files where pods look for them.
 
 Run by the operator's fetch Job and by users. Downloads beside the target and renames at the end,
-so a directory that exists is complete; a broken download resumes. Tells how far it is (progress.py)
-and notes which commit it fetched (revision.py). Needs no torch.
+so a directory that exists is complete; a broken download resumes. Notes which commit it fetched
+(revision.py). Progress, a line of the log and /metrics of the Job, counts what lies on disk:
+resumed downloads and any library's way of downloading count alike, and the source is never asked.
+Needs no torch.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import fnmatch
+import functools
 import hashlib
 import logging
 import os
 import shutil
+import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
-from foveal_runtime.main.progress import Progress, told
+from foveal_runtime.main.bars import Bars
 from foveal_runtime.main.revision import Source, write_source
 from foveal_runtime.plan.errors import StartupError
+from foveal_runtime.plan.fetch_progress import exposition, percent
 
 log = logging.getLogger(__name__)
+LOG_SECONDS = 10.0
+_GIB = 1 << 30
+
+
+class Progress:
+    """One download into `directory`. `total_bytes` is 0 until the source has told; `out` is where
+    people see it, if anywhere."""
+
+    def __init__(self, directory: Path, out: TextIO | None = None) -> None:
+        self._directory, self.out = directory, out
+        self.total_bytes = 0
+
+    def fetched_bytes(self) -> int:
+        """What lies there; files come and go meanwhile."""
+        found = 0
+        for folder, _, names in os.walk(self._directory):
+            for name in names:
+                with contextlib.suppress(OSError):
+                    status = Path(folder, name).stat()
+                    # Blocks, too: some libraries make a file as long as it will be at once.
+                    found += min(status.st_size, status.st_blocks * 512)
+        return found
+
+    def text(self) -> str:
+        fetched = self.fetched_bytes()
+        done = percent(fetched, self.total_bytes)
+        if done is None:
+            return f"{fetched / _GIB:.2f} GiB fetched"
+        return f"{done} % of {self.total_bytes / _GIB:.2f} GiB fetched"
+
+
+@contextlib.contextmanager
+def told(progress: Progress, port: int = 0) -> Iterator[None]:
+    """Tells while the body runs: a log line now and then, and /metrics on `port` (0: not).
+
+    Raises StartupError when the port is taken.
+    """
+    over = threading.Event()
+    server = _server(progress, port) if port else None
+    threads = [threading.Thread(target=_log, args=(progress, over), daemon=True)]
+    if server is not None:
+        threads.append(threading.Thread(target=server.serve_forever, daemon=True))
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        if server is not None:
+            server.shutdown()
+            server.server_close()
+        for thread in threads:
+            thread.join(LOG_SECONDS)
+
+
+def _log(progress: Progress, over: threading.Event) -> None:
+    while not over.wait(LOG_SECONDS):
+        log.info(progress.text())
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    progress: Progress
+
+
+class _DualStack(_Server):
+    address_family = socket.AF_INET6
+
+    def server_bind(self) -> None:
+        self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        super().server_bind()
+
+
+def _server(progress: Progress, port: int) -> _Server:
+    """Listens on every address of the pod, of whichever family it is."""
+    kind, host = (_DualStack, "::") if socket.has_dualstack_ipv6() else (_Server, "0.0.0.0")
+    try:
+        server = kind((host, port), _Handler)
+    except OSError as error:
+        raise StartupError(f"--metrics-port {port}: {error.strerror}") from error
+    server.progress = progress
+    return server
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = 10.0
+
+    def do_GET(self) -> None:
+        assert isinstance(self.server, _Server)
+        found = self.server.progress
+        if self.path != "/metrics":
+            self.send_error(404)
+            return
+        body = exposition(found.fetched_bytes(), found.total_bytes).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/plain; version=0.0.4")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        del format, args
+
+
 Download = Callable[[str, str, Path, Progress], str]
 """(what follows the scheme, revision, directory to fill, whom to tell the size) -> the revision
 that was fetched, "" when the source has none; raises StartupError."""
@@ -46,22 +159,27 @@ def fetch(
     downloads: dict[str, Download] | None = None,
     *,
     metrics_port: int = 0,
+    out: TextIO | None = None,
 ) -> bool:
     """Fills `target`; returns False when it is already there.
 
-    With a `metrics_port` its progress is served there meanwhile. Raises StartupError for an
+    With a `metrics_port` its progress is served there meanwhile, with `out` that of s3:// and oci://
+    is shown there (Bars). Raises StartupError for an
     unknown scheme and for a download that fails.
     """
     scheme, _, rest = uri.partition("://")
     download = (downloads or _DOWNLOADS).get(scheme)
     if download is None or not rest:
-        raise StartupError(f"cannot fetch {uri!r}: write hf://ORG/NAME or s3://BUCKET/PREFIX")
+        raise StartupError(
+            f"cannot fetch {uri!r}: write hf://ORG/NAME, s3://BUCKET/PREFIX or "
+            "oci://REGISTRY/NAME:TAG"
+        )
     if target.is_dir():
         log.info("already there", extra={"path": str(target)})
         return False
     partial = target.with_name(target.name + ".partial")
     partial.mkdir(parents=True, exist_ok=True)
-    progress = Progress(partial)
+    progress = Progress(partial, out)
     with told(progress, metrics_port):
         resolved = download(rest, revision, partial, progress)
     if not any(partial.glob("*.safetensors")) or not (partial / "config.json").is_file():
@@ -80,8 +198,8 @@ def fetch(
 
 
 def _from_hub(repository: str, revision: str, directory: Path, progress: Progress) -> str:
-    from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
         # One commit for all files, also of a download that an edit of the branch cuts in two.
@@ -97,9 +215,17 @@ def _from_hub(repository: str, revision: str, directory: Path, progress: Progres
             local_dir=directory,
             ignore_patterns=IGNORED,
         )
-    except (HfHubHTTPError, OSError, ValueError) as error:
+    except Exception as error:
         first = str(error).strip().splitlines()[:1] or [type(error).__name__]
-        raise StartupError(f"hf://{repository}: {first[0]}") from error
+        is_told = isinstance(error, (HfHubHTTPError, OSError, ValueError))
+        if is_told and not isinstance(error, LocalEntryNotFoundError):
+            raise StartupError(f"hf://{repository}: {first[0]}") from error
+        # Of the HTTP client that the hub's library uses, whichever it is.
+        cause = "" if is_told else f" ({first[0]})"
+        raise StartupError(
+            f"hf://{repository}: the hub at {constants.ENDPOINT} does not answer{cause}: check the "
+            "network, HF_ENDPOINT and proxies; the next attempt goes on where this one ended"
+        ) from error
     return info.sha or ""
 
 
@@ -153,8 +279,11 @@ def _from_s3(path: str, revision: str, directory: Path, progress: Progress) -> s
         for one in found:
             if not (directory / one.name).resolve().is_relative_to(directory.resolve()):
                 raise StartupError(f"s3://{path}: object {one.key!r} would leave its folder")
-        with ThreadPoolExecutor(_PARALLEL) as pool:
-            jobs = [pool.submit(_fetch, client, bucket, one, directory) for one in found]
+        with (
+            Bars(progress.total_bytes, progress.out) as bars,
+            ThreadPoolExecutor(_PARALLEL) as pool,
+        ):
+            jobs = [pool.submit(_fetch, client, bucket, one, directory, bars) for one in found]
             try:
                 for job in jobs:
                     job.result()
@@ -180,31 +309,24 @@ def _listed(client: Any, bucket: str, prefix: str) -> list[_Object]:
     ]
 
 
-def _fetch(client: Any, bucket: str, one: _Object, directory: Path) -> None:
+def _fetch(client: Any, bucket: str, one: _Object, directory: Path, bars: Bars) -> None:
     """One object, from where an earlier attempt left it, as long as it is the same object."""
     from botocore.exceptions import BotoCoreError
 
     file = directory / one.name
     note = directory / ".cache/s3" / hashlib.sha256(one.name.encode()).hexdigest()
+    came = bars.begin(one.name, one.size)
     if file.is_file() and note.is_file() and note.read_text() == one.etag:
+        came(one.size)
         return  # from an earlier attempt, and the same object still
     file.parent.mkdir(parents=True, exist_ok=True)
     note.parent.mkdir(parents=True, exist_ok=True)
     mark = hashlib.sha256(one.etag.encode()).hexdigest()[:12]
     part = file.with_name(f"{file.name}.{mark}{_PART}")
     part.touch()
-    attempts = 0
-    while (start := part.stat().st_size) < one.size:
-        try:
-            _append(client, bucket, one, part, start)
-        except (BotoCoreError, OSError) as error:  # the line; what the store says passes through
-            grown = part.stat().st_size > start
-            attempts = 1 if grown else attempts + 1
-            if attempts >= MAX_ATTEMPTS:
-                raise
-            log.warning("%s broke off at %d of %d bytes (%s)", one.name, part.stat().st_size,
-                        one.size, type(error).__name__)  # fmt: skip
-            time.sleep(0.0 if grown else _BACKOFF_SECONDS * 2**attempts)
+    came(part.stat().st_size)
+    append = functools.partial(_append, client, bucket, one, part, came)
+    fill(part, one.size, append, (BotoCoreError, OSError))  # what the store says passes through
     if part.stat().st_size != one.size:
         part.unlink()
         raise ValueError(f"{one.key} has more bytes than its listing says: it changes meanwhile")
@@ -212,7 +334,29 @@ def _fetch(client: Any, bucket: str, one: _Object, directory: Path) -> None:
     note.write_text(one.etag)
 
 
-def _append(client: Any, bucket: str, one: _Object, part: Path, start: int) -> None:
+def fill(
+    part: Path, size: int, append: Callable[[int], None], broken: tuple[type[Exception], ...]
+) -> None:
+    """Calls `append` with the bytes that are in `part` until it has `size`, or until it raises one
+    of `broken`, which the line is to blame for, MAX_ATTEMPTS times. A full disk is not tried again.
+    """
+    attempts = 0
+    while (start := part.stat().st_size) < size:
+        try:
+            append(start)
+        except broken as error:
+            grown = part.stat().st_size > start
+            attempts = 1 if grown else attempts + 1
+            if attempts >= MAX_ATTEMPTS or getattr(error, "errno", None) == errno.ENOSPC:
+                raise
+            log.warning("%s broke off at %d of %d bytes (%s)", part.name, part.stat().st_size,
+                        size, type(error).__name__)  # fmt: skip
+            time.sleep(0.0 if grown else _BACKOFF_SECONDS * 2**attempts)
+
+
+def _append(
+    client: Any, bucket: str, one: _Object, part: Path, came: Callable[[int], None], start: int
+) -> None:
     span = {"Range": f"bytes={start}-"} if start else {}
     same = {"IfMatch": one.etag} if one.etag else {}
     answer = client.get_object(Bucket=bucket, Key=one.key, **span, **same)
@@ -221,6 +365,13 @@ def _append(client: Any, bucket: str, one: _Object, part: Path, start: int) -> N
     with part.open("ab") as out:
         for chunk in answer["Body"].iter_chunks(_CHUNK_BYTES):
             out.write(chunk)
+            came(len(chunk))
 
 
-_DOWNLOADS: dict[str, Download] = {"hf": _from_hub, "s3": _from_s3}
+def _from_registry(image: str, revision: str, directory: Path, progress: Progress) -> str:
+    from foveal_runtime.main.registry import download
+
+    return download(image, revision, directory, progress)
+
+
+_DOWNLOADS: dict[str, Download] = {"hf": _from_hub, "s3": _from_s3, "oci": _from_registry}

@@ -19,7 +19,7 @@ import msgspec
 from foveal_runtime.plan.config import MIB, FrontendConfig, ModalitiesConfig, ModelConfig
 from foveal_runtime.plan.errors import FovealError
 from foveal_runtime.plan.profile import ProcessMemory
-from foveal_runtime.telemetry.allocator import (
+from foveal_runtime.telemetry.memory import (
     give_back_large_blocks,
     peak_bytes,
     release_free_memory,

@@ -17,7 +17,7 @@ import msgspec
 from foveal_runtime.main.revision import resolved_revision
 from foveal_runtime.model.checkpoint.weights import check_directory
 from foveal_runtime.model.cpu import threads
-from foveal_runtime.plan.config import ModalitiesConfig, ModalityLimits
+from foveal_runtime.plan.config import ModalitiesConfig, ModalityLimits, Quantization
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.profile import ModelProfile, ProcessMemory, ProfileLimits
 from foveal_runtime.telemetry.deferred import defer
@@ -35,6 +35,7 @@ def profile_model(
     dtype: str = "auto",
     device: str = "cpu",
     assume_dtype: str = "",
+    quantization: Quantization = "auto",
     max_num_batched_tokens: int = 2048,
 ) -> ModelProfile:
     """The profile of a checkpoint directory; with `measure` it is loaded and run on `device`.
@@ -47,8 +48,9 @@ def profile_model(
     from foveal_runtime.model import profiler
 
     predict = functools.partial(
-        profiler.predict, path, dtype, device=device, assume_dtype=assume_dtype
-    )
+        profiler.predict, path, dtype, device=device, assume_dtype=assume_dtype,
+        quantization=quantization,
+    )  # fmt: skip
     predicted = predict()
     largest = {}
     if predicted.is_multimodal:
@@ -69,6 +71,7 @@ def profile_model(
         path,
         dtype=dtype,
         device=device,
+        quantization=quantization,
         max_num_batched_tokens=max_num_batched_tokens,
         values={name: one.value for name, one in largest.items()},
     )
@@ -105,6 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
         dtype=arguments.dtype,
         device=arguments.device,
         assume_dtype=arguments.assume_dtype,
+        quantization=arguments.quantization,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
     )
     if arguments.processes:

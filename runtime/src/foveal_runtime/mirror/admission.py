@@ -30,8 +30,11 @@ def _differ(known: Value | None, copy: Value) -> bool:
 
 
 class RequestAdmission:
-    """See the module. `ready` collects complete requests, `lost` those that the engine core must
-    stop; `sessions` is the receiver's table."""
+    """Requests on their way to the scheduler.
+
+    `ready` collects complete requests, `lost` those that the engine core must stop; `sessions`
+    is the receiver's table.
+    """
 
     def __init__(
         self,
@@ -110,7 +113,6 @@ class RequestAdmission:
         """Data for a reservation. One that cannot be opened (`value` None) is asked for again."""
         pending = self.pending.get(mm_hash)
         if pending is None or pending.asked != fid:
-            self.stats.num_stray_fills += 1
             return
         if size_bytes != self.store.reserved[mm_hash].size_bytes:
             self.stats.num_value_conflicts += 1
@@ -335,7 +337,6 @@ class RequestAdmission:
 
     def _drop_copy(self, mm_hash: MMHash, copy: Value, size_bytes: int) -> None:
         """The value is here already; a later one only counts."""
-        self.stats.num_dup_values += 1
         self.stats.dup_bytes += size_bytes
         entry = self.store.lookup(mm_hash)
         if entry is not None and not entry.wrong and _differ(entry.value, copy):

@@ -12,7 +12,7 @@ import msgspec
 
 from foveal_runtime.plan.media import ItemMeta, MMHash
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 NIL = msgspec.Raw(b"\xc0")
 """An opaque part that says nothing."""

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from foveal_runtime.mirror.admission import RequestAdmission, RequestKey, SessionRequest, State
-from foveal_runtime.mirror.bindings import Bindings
 from foveal_runtime.mirror.messages import (
     NIL,
     PROTOCOL_VERSION,
@@ -45,7 +44,7 @@ from foveal_runtime.mirror.messages import (
 from foveal_runtime.mirror.records import ReadyRequest, ReceiverLimits, ReceiverStats
 from foveal_runtime.mirror.refusals import RefusalBook
 from foveal_runtime.mirror.session import Session, announce
-from foveal_runtime.mirror.store import Store, Value
+from foveal_runtime.mirror.store import Bindings, Store, Value
 from foveal_runtime.plan.media import MMHash
 
 __all__ = ["ReadyRequest", "Receiver", "ReceiverLimits"]
@@ -56,8 +55,11 @@ DUPLICATE_REQUEST = "duplicate_request"
 
 
 class Receiver:
-    """See the module. `boot` changes with every engine start, `namespace` names model and
-    processor, `info` is what WELCOME tells the request layer, `death` how the last life ended."""
+    """The engine's half of all mirrors.
+
+    `boot` changes with every engine start, `namespace` names model and processor, `info` is
+    what WELCOME tells the request layer, `death` how the last life ended.
+    """
 
     store_type: type[Store] = Store
     admission_type: type[RequestAdmission] = RequestAdmission
@@ -111,7 +113,6 @@ class Receiver:
         window = min(self.limits.max_window_bytes, left)
         session = self.session_type(fid, hello.sid, hello.node, window)
         self.sessions[fid] = session
-        self.stats.num_sessions_opened += 1
         cacheable = self.limits.max_cacheable_bytes
         return Welcome(
             sid=session.sid,
@@ -189,7 +190,6 @@ class Receiver:
             return self._on_items(session, message, values)
         if isinstance(message, Fill):
             value = values.get(message.mm_hash)
-            self.stats.value_bytes_received += message.size_bytes
             admission.on_fill(fid, message.mm_hash, message.size_bytes, value)
         elif isinstance(message, NoFill):
             admission.on_nofill(fid, message.mm_hash)
@@ -211,12 +211,12 @@ class Receiver:
         carried = [item for item in message.items if item.value is not None]
         copies = {i.mm_hash: values[i.mm_hash] for i in carried if i.mm_hash in values}
         carried_bytes = sum(item.size_bytes for item in carried)
-        self.stats.value_bytes_received += carried_bytes
         if carried_bytes:
             session.log.append((message.n, carried_bytes))
         rid = message.rid if isinstance(message, Req) else None
         body = message.body if isinstance(message, Req) else NIL
-        request = SessionRequest(session, message.n, rid, message.items, copies, body)
+        items = {item.mm_hash: item for item in message.items}
+        request = SessionRequest(session, message.n, rid, items, copies, body)
         if session.staged_bytes + request.staged_bytes > session.window_bytes:
             return "window"
         code = self._refusal(request, message.binds)
@@ -235,7 +235,6 @@ class Receiver:
         """Binds the uuids, or says why the request cannot be taken."""
         conflicts = self.bindings.conflicts(binds)
         if conflicts:
-            self.stats.num_binding_conflicts += 1
             for alias in conflicts:  # the binder learns what the uuid stands for
                 request.session.dirty_aliases[alias] = None
             return MEDIA_CONFLICT
@@ -264,7 +263,7 @@ class Receiver:
     def insert(self, fid: str, values: Mapping[MMHash, Value]) -> None:
         """Takes the next numbered message of `fid` as having brought `values` (`facade`)."""
         session = self.sessions[fid]
-        items = tuple(ItemRef(h, len(value.data)) for h, value in values.items())
+        items = {h: ItemRef(h, len(value.data)) for h, value in values.items()}
         record = SessionRequest(session, session.expected, None, items, dict(values), NIL)
         record.staged_bytes = 0
         session.expected += 1

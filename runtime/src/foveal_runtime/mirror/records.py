@@ -25,15 +25,10 @@ class ReceiverStats:
     num_needs_stale: int = 0
     num_needs_pull: int = 0
     num_nofill: int = 0
-    num_stray_fills: int = 0
-    num_dup_values: int = 0
     dup_bytes: int = 0
     num_value_conflicts: int = 0
     num_damaged_values: int = 0
     num_bypass_requests: int = 0
-    num_sessions_opened: int = 0
-    num_binding_conflicts: int = 0
-    value_bytes_received: int = 0
     rejects: Counter[str] = field(default_factory=Counter)
     session_ends: Counter[str] = field(default_factory=Counter)
 
@@ -129,6 +124,7 @@ class ReceiverLimits:
         max_cacheable_bytes: larger items are used and forgotten; None = C / 4.
         max_window_bytes: largest window of one session.
         max_capacity_bytes: a resize cannot go above; None = no limit.
+        max_sessions: HTTP processes: 256 pods of 24, and a quarter more during a rollout.
     """
 
     capacity_bytes: int
@@ -139,7 +135,7 @@ class ReceiverLimits:
     max_window_bytes: int = 64 * MIB
     max_capacity_bytes: int | None = None
     max_bindings: int = 16384
-    max_sessions: int = 256
+    max_sessions: int = 8192
     max_queued: int = 4096
 
     @property

@@ -55,8 +55,11 @@ __all__ = ["DownEvent", "SendItem", "SendValue", "Sender", "Sending"]
 
 
 class Sender:
-    """See the module. `frontend_boot` is a u64 that changes with every frontend start; `refusals`
-    is the book that all senders of the frontend share."""
+    """The frontend's half of one mirror.
+
+    `frontend_boot` is a u64 that changes with every frontend start; `refusals` is the book that
+    all senders of the frontend share.
+    """
 
     def __init__(
         self,

@@ -7,11 +7,11 @@ epoch. Of a request `admission` alone changes the record.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 import msgspec
 
-from foveal_runtime.mirror.bindings import Bindings
 from foveal_runtime.mirror.messages import (
     Alias,
     Announced,
@@ -21,7 +21,7 @@ from foveal_runtime.mirror.messages import (
     RequestId,
     SessionId,
 )
-from foveal_runtime.mirror.store import Store, Value
+from foveal_runtime.mirror.store import Bindings, Store, Value
 from foveal_runtime.plan.media import MMHash
 
 
@@ -127,6 +127,7 @@ class State(Enum):
     RUNNING = auto()  # taken; ends by finish() only
 
 
+@dataclass(slots=True, eq=False)
 class SessionRequest:
     """One REQ (or PUT: `rid` is None) on the engine's side.
 
@@ -136,34 +137,27 @@ class SessionRequest:
     `counted`: it was admitted once. `joined`: a value was in the store before it.
     """
 
-    __slots__ = (
-        "body", "bypassed", "copies", "counted", "fid", "held", "items", "joined", "missing",
-        "num_hits", "queued_n", "rid", "session", "staged_bytes", "state", "taken",
-    )  # fmt: skip
+    session: Session
+    queued_n: int
+    rid: RequestId | None
+    items: dict[MMHash, ItemRef]
+    copies: dict[MMHash, Value]
+    body: msgspec.Raw
+    fid: str = field(init=False)
+    state: State = field(init=False)
+    held: dict[MMHash, None] = field(default_factory=dict, init=False)
+    missing: dict[MMHash, None] = field(default_factory=dict, init=False)
+    num_hits: int = field(default=0, init=False)
+    taken: bool = field(default=False, init=False)
+    counted: bool = field(default=False, init=False)
+    joined: bool = field(default=False, init=False)
+    bypassed: bool = field(default=False, init=False)
+    staged_bytes: int = field(init=False)
 
-    def __init__(
-        self,
-        session: Session,
-        n: int,
-        rid: RequestId | None,
-        items: tuple[ItemRef, ...],
-        copies: dict[MMHash, Value],
-        body: msgspec.Raw,
-    ) -> None:
-        self.session = session
-        self.fid = session.fid
-        self.queued_n = n
-        self.rid = rid
-        self.items = {item.mm_hash: item for item in items}
-        self.copies = copies
-        self.body = body
-        self.state = State.DEAD if rid is None else State.QUEUED
-        self.held: dict[MMHash, None] = {}
-        self.missing: dict[MMHash, None] = {}
-        self.num_hits = 0
-        self.taken = self.counted = self.joined = False
-        self.bypassed = False
-        self.staged_bytes = sum(self.items[h].size_bytes for h in copies)
+    def __post_init__(self) -> None:
+        self.fid = self.session.fid
+        self.state = State.DEAD if self.rid is None else State.QUEUED
+        self.staged_bytes = sum(self.items[h].size_bytes for h in self.copies)
 
     @property
     def key(self) -> RequestKey:
@@ -171,11 +165,9 @@ class SessionRequest:
         return (self.fid, self.rid)
 
 
+@dataclass(slots=True, eq=False)
 class Pending:
     """A reservation: who was asked for the data, who waits for it."""
 
-    __slots__ = ("asked", "waiters")
-
-    def __init__(self, asked: str) -> None:
-        self.asked = asked
-        self.waiters: dict[RequestKey, None] = {}
+    asked: str
+    waiters: dict[RequestKey, None] = field(default_factory=dict)

@@ -1,19 +1,24 @@
 """The engine's value store: a bytes-bounded LRU with pins, reservations and limbo.
 
-Used by `admission` alone. An entry is in exactly one of four places: *reserved* (space taken, data
-on the way), *pinned* (a request uses it), *idle* (LRU) or *limbo* (announced as evicted, bytes not
-yet freed). `idle + limbo + pinned + reserved <= capacity` always, except that a shrink below the
-pinned bytes lets them end first. Entries of requests that go past the cache (*bypass*) are counted
-in a second pool and are never announced; what exceeds that pool is borrowed from the capacity.
-Never blocks, never asks a peer, never copies a value.
+Values are used by `admission` alone. An entry is in exactly one of four places: *reserved* (space
+taken, data on the way), *pinned* (a request uses it), *idle* (LRU) or *limbo* (announced as
+evicted, bytes not yet freed). `idle + limbo + pinned + reserved <= capacity` always, except that a
+shrink below the pinned bytes lets them end first. Entries of requests that go past the cache
+(*bypass*) are counted in a second pool and are never announced; what exceeds that pool is borrowed
+from the capacity. Never blocks, never asks a peer, never copies a value.
+
+Bindings, which `receiver` owns, say for which value a user's uuid stands: a bounded LRU of alias to
+MMHash in which the first binding wins, announced to every session as values are.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container
+from collections.abc import Container, Iterable
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from foveal_runtime.mirror.messages import Alias
 from foveal_runtime.plan.media import ItemMeta, MMHash
 
 Buffer = bytes | bytearray | memoryview
@@ -41,6 +46,7 @@ class Watch(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False)
 class Entry:
     """One value, or the space for it.
 
@@ -49,22 +55,22 @@ class Entry:
     hold, and are not pinned again. `bypass` entries count in the second pool.
     """
 
-    __slots__ = ("bypass", "doomed", "pins", "silent", "size_bytes", "value", "wrong")
-
-    def __init__(self, size_bytes: int, silent: bool, bypass: bool) -> None:
-        self.size_bytes = size_bytes
-        self.silent = silent
-        self.bypass = bypass
-        self.doomed = False
-        self.wrong = False
-        self.pins = 0
-        self.value: Value | None = None
+    size_bytes: int
+    silent: bool
+    bypass: bool
+    doomed: bool = False
+    wrong: bool = False
+    pins: int = 0
+    value: Value | None = None
 
 
 class Store:
-    """See the module. `changed` collects hashes whose announced state changed; `drain_changed`
-    hands them over. `wrong` collects those whose wrong value has lost its last pin. `watch` hears
-    of what rests and what goes."""
+    """The values of one engine.
+
+    `changed` collects hashes whose announced state changed; `drain_changed` hands them over.
+    `wrong` collects those whose wrong value has lost its last pin. `watch` hears of what rests
+    and what goes.
+    """
 
     def __init__(self, capacity_bytes: int, bypass_capacity_bytes: int = 0) -> None:
         self.capacity_bytes = capacity_bytes
@@ -324,3 +330,42 @@ class Store:
         resting = [*self.idle.values(), *self.limbo.values()]
         assert all(e.value is not None and not (e.silent or e.bypass) for e in resting)
         assert self.used_bytes <= max(self.capacity_bytes, self.held_bytes), "I2: over capacity"
+
+
+class Bindings:
+    """`changed` collects aliases whose binding came or went; `drain_changed` hands them over."""
+
+    def __init__(self, max_bindings: int) -> None:
+        self.max_bindings = max_bindings
+        self.table: OrderedDict[Alias, MMHash] = OrderedDict()
+        self.changed: dict[Alias, None] = {}
+
+    def lookup(self, alias: Alias) -> MMHash | None:
+        return self.table.get(alias)
+
+    def conflicts(self, binds: Iterable[tuple[Alias, MMHash]]) -> list[Alias]:
+        """The aliases among `binds` that stand for something else already."""
+        seen: dict[Alias, MMHash] = {}
+        found = []
+        for alias, mm_hash in binds:
+            if self.table.get(alias, seen.setdefault(alias, mm_hash)) != mm_hash:
+                found.append(alias)
+        return found
+
+    def bind(self, alias: Alias, mm_hash: MMHash) -> None:
+        """Binds or refreshes; the least recently used binding goes when the table is full."""
+        known = self.table.get(alias)
+        assert known is None or known == mm_hash, "a conflict must be answered before"
+        if self.max_bindings == 0:
+            return
+        if known is None:
+            self.changed[alias] = None
+        self.table[alias] = mm_hash
+        self.table.move_to_end(alias)
+        while len(self.table) > self.max_bindings:
+            gone, _ = self.table.popitem(last=False)
+            self.changed[gone] = None
+
+    def drain_changed(self) -> dict[Alias, None]:
+        changed, self.changed = self.changed, {}
+        return changed

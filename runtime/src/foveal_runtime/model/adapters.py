@@ -2,19 +2,21 @@
 
 Read by loader (is it supported), encoder (how items become embeddings) and runner (positions,
 groups, deepstack). A family that is not here and takes media is refused: the wrong mask or the
-wrong positions give fluent nonsense, not an error.
+wrong positions give fluent nonsense, not an error. `foveal serve` asks this table before anything
+is downloaded, so torch is imported only where it computes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from transformers.masking_utils import create_bidirectional_mask
-
+from foveal_runtime.plan.embedder import ENCODERS
 from foveal_runtime.plan.media import Modality
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +52,11 @@ class Adapter:
     Attributes:
         rope: get_rope_index keyword → (modality, item field); not empty means mrope.
         bidirectional, groups_ignore_window: see ModelTraits and LayerGeometry.
+        is_encoder: each token sees all of the prompt and there is no head: it embeds, and generates
+            nothing.
         deepstack: the encoder has extra output levels that early decoder layers add.
-        position_offset: rope position of the first token.
+        position_offset: position of the first token; with `starts_after_padding` it is the one
+            after the padding's id.
         has_state: some decoder layers keep a recurrent state instead of keys and values.
         groups_in_windows: layers without a sliding window ignore the groups.
         groups_if: the text configuration's `use_bidirectional_attention` with which there are
@@ -69,7 +74,9 @@ class Adapter:
     bidirectional: Literal["none", "item", "prompt"] = "none"
     groups_ignore_window: bool = False
     deepstack: bool = False
+    is_encoder: bool = False
     position_offset: int = 0
+    starts_after_padding: bool = False
     has_state: bool = False
     groups_in_windows: bool = False
     groups_if: str = ""
@@ -81,6 +88,9 @@ class Adapter:
 
 def _qwen2_audio(core: Any, input_features: torch.Tensor, feature_attention_mask: Any) -> Any:
     """Qwen2-Audio has no feature method: masked tower, projector, the valid rows of each clip."""
+    import torch
+    from transformers.masking_utils import create_bidirectional_mask
+
     tower = core.audio_tower
     counts, lengths = tower._get_feat_extract_output_lengths(feature_attention_mask.sum(-1))
     num_frames = (input_features.shape[-1] - 2) // 2 + 1
@@ -99,6 +109,7 @@ def _llama4_temperature(module: Any, query: torch.Tensor, positions: torch.Tenso
     """Llama 4 scales queries of layers without rope by the token's index in the call."""
     if module.use_rope or not module.attn_temperature_tuning:
         return query
+    import torch
 
     def scale(index: torch.Tensor) -> torch.Tensor:
         steps = torch.floor((index.float() + 1.0) / module.floor_scale)
@@ -134,6 +145,8 @@ def _gemma3n_audio(
     core: Any, input_features: torch.Tensor, input_features_mask: torch.Tensor
 ) -> Any:
     """Gemma 3n fills every clip up to the same number of rows with one learned row."""
+    import torch
+
     is_padding = ~input_features_mask.bool()
     found = core.get_audio_features(input_features, is_padding, return_dict=True)
     rows, is_padding = found.pooler_output, found.audio_mel_mask
@@ -146,6 +159,8 @@ def _gemma3n_audio(
 
 def _gemma3n_tokens(core: Any, ids: torch.Tensor) -> torch.Tensor:
     """Gemma 3n embeds the marks beside images and sounds as it embeds those."""
+    import torch
+
     embeds: torch.Tensor = core.get_input_embeddings()(ids.clamp(max=core.vocab_size - 1))
     for tower in (core.embed_vision, core.embed_audio):
         first = tower.vocab_offset
@@ -312,7 +327,12 @@ ADAPTERS: dict[str, Adapter] = {
     ),
 }
 
+_ENCODER = Adapter({}, bidirectional="prompt", is_encoder=True)
+_ROBERTA = replace(_ENCODER, starts_after_padding=True)
+
 TEXT_ADAPTERS: dict[str, Adapter] = {
+    **dict.fromkeys(ENCODERS, _ENCODER),
+    **dict.fromkeys(("camembert", "roberta", "xlm-roberta"), _ROBERTA),
     "llama4_text": Adapter({}, correct_query=_llama4_temperature),
     **{kind: Adapter({}, has_layer_inputs=True) for kind in ("gemma3n_text", "gemma4_text")},
     **{kind: Adapter({}, has_state=True) for kind in ("lfm2", "qwen3_5_text", "qwen3_next")},

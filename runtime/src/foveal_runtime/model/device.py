@@ -4,16 +4,23 @@ Used by the runner, the sampler and attention backends. On a GPU a step is a que
 host must not wait for: `upload` sends all arrays of a purpose in one copy from pinned memory,
 `fetch` brings all results in one copy, and only `Fetch.wait` waits. On a CPU the same calls do the
 same things at once. Never computes anything.
+
+PeakMeter, for the profiler, sees the most memory that a piece of work takes: a CUDA allocator
+counts exactly; on the host free memory that the C library still holds is given back first, or its
+reuse would not show.
 """
 
 from __future__ import annotations
 
+import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+
+from foveal_runtime.telemetry.memory import release_free_memory, reset_peak, status_bytes
 
 _ALIGN_BYTES = 16
 
@@ -61,6 +68,7 @@ class Stopwatch:
         self._is_cuda = is_cuda
         self._begin = self._mark()
         self._end: Any = None
+        self._other_seconds = 0.0
 
     def _mark(self) -> Any:
         if not self._is_cuda:
@@ -69,14 +77,15 @@ class Stopwatch:
         event.record()
         return event
 
-    def stop(self) -> None:
-        self._end = self._mark()
+    def stop(self, other_seconds: float = 0.0) -> None:
+        """`other_seconds` of the time were for something else."""
+        self._end, self._other_seconds = self._mark(), other_seconds
 
     def seconds(self) -> float:
         """Only after `stop`, and on a GPU after a later `Fetch.wait`."""
         if self._is_cuda:
-            return float(self._begin.elapsed_time(self._end)) / 1000
-        return float(self._end - self._begin)
+            return float(self._begin.elapsed_time(self._end)) / 1000 - self._other_seconds
+        return float(self._end - self._begin) - self._other_seconds
 
 
 class Device:
@@ -144,3 +153,42 @@ _NUMPY = {
     torch.bool: np.bool_,
 }
 _TORCH = {there: here for here, there in _NUMPY.items()}
+
+
+class PeakMeter:
+    """Measures on the device named at construction ("cpu", "cuda", "cuda:1")."""
+
+    def __init__(self, device: str) -> None:
+        self._device = torch.device(device)
+
+    def peak_of(self, work: Callable[[], object]) -> int:
+        """Bytes by which memory in use grew at the worst moment of `work`."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+            before = int(torch.cuda.memory_allocated(self._device))
+            work()
+            torch.cuda.synchronize(self._device)
+            return int(torch.cuda.max_memory_allocated(self._device)) - before
+        before = _reset_peak()
+        work()
+        return max(0, _peak() - before)
+
+
+def device_peak_bytes(device: str) -> int:
+    """The most that this process ever had reserved on the device; 0 on a CPU."""
+    if torch.device(device).type != "cuda" or not torch.cuda.is_initialized():
+        return 0
+    return int(torch.cuda.max_memory_reserved(device))
+
+
+def _reset_peak() -> int:
+    """Sets the high-water mark to what is resident now; returns that."""
+    release_free_memory()
+    # Where it cannot be reset, growth beyond the old peak is what can be seen.
+    return status_bytes("self").get("VmRSS", 0) if reset_peak("self") else _peak()
+
+
+def _peak() -> int:
+    found = status_bytes("self").get("VmHWM", 0)
+    return found or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

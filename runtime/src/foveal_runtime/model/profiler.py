@@ -25,24 +25,28 @@ from foveal_runtime.engine.types.step import (
     ScheduledRequest,
     StepPlan,
 )
-from foveal_runtime.model.attention import LayerGeometry
+from foveal_runtime.model.attention import LayerGeometry, window_of, windowed_layers
+from foveal_runtime.model.checkpoint.blocked import block_quantized
 from foveal_runtime.model.checkpoint.dequantize import SCRATCH_BYTES, QuantizedLinear
 from foveal_runtime.model.checkpoint.head import Head
-from foveal_runtime.model.checkpoint.meta import meta_model
+from foveal_runtime.model.checkpoint.loader import LoadedModel
 from foveal_runtime.model.checkpoint.placement import quantization_of
-from foveal_runtime.model.checkpoint.probe import probe_layers, probe_states
-from foveal_runtime.model.checkpoint.weights import stored_bytes
-from foveal_runtime.model.memory import PeakMeter
+from foveal_runtime.model.checkpoint.probe import meta_model, probe_layers, probe_states
+from foveal_runtime.model.checkpoint.weights import stored_bytes, stored_dtypes
+from foveal_runtime.model.device import PeakMeter
 from foveal_runtime.model.runner.runner import TorchRunner
 from foveal_runtime.model.runner.sequence import SequenceState
 from foveal_runtime.model.runner.traits import read_traits
 from foveal_runtime.model.sampling.sampler import Sampler
+from foveal_runtime.plan.config import Quantization
 from foveal_runtime.plan.media import MODALITIES
 from foveal_runtime.plan.profile import ItemProfile, ModelProfile, ValueSource
 from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.wire.item import meta_of, read_header
 
 CONFIGURED = ("max_model_len", "kv_bytes_per_token", "embed_width", "embed_levels", "vocab_size")
+FORMULAS = ("activation_bytes", "activation_bytes_per_token", "encoder_bytes_per_patch",
+            "replicated_weight_bytes")  # fmt: skip
 LOGIT_ROWS = 256
 """Rows of logits alive at once: a step's samples, or a piece of prompt logprobs."""
 _LOGIT_COPIES = 3  # the head's own, a float32 one, and the sampler's pieces
@@ -55,6 +59,7 @@ def predict(
     items: Mapping[str, ItemProfile] | None = None,
     device: str = "cpu",
     assume_dtype: str = "",
+    quantization: Quantization = "auto",
 ) -> ModelProfile:
     """The profile of the checkpoint directory `path` without loading it.
 
@@ -64,44 +69,43 @@ def predict(
     has_weights = any(Path(path).glob("*.safetensors"))
     if assume_dtype and not has_weights:
         dtype = assume_dtype
-    loaded = meta_model(path, dtype)
+    loaded = meta_model(path, dtype, quantization)
     head = Head(loaded.model, loaded.core_name)
     layers = probe_layers(loaded, head)
     state_bytes = sum(shape.size_bytes for shape in probe_states(loaded, head))
     traits = read_traits(loaded, state_bytes)
     itemsize = loaded.dtype.itemsize
     per_layer = tuple(layer.values_per_token * itemsize for layer in layers)
-    decoder = _activations(loaded.config, layers, itemsize, device)
-    windows = [layer.sliding_window or layer.chunk_size or 0 for layer in layers]
-    scheme = quantization_of(loaded.config)
+    window, window_bytes = _windows(layers, per_layer)
+    rows = 0 if head.is_missing else LOGIT_ROWS
+    decoder = _activations(loaded.config, layers, itemsize, device, rows)
+    scheme = _scheme(loaded, device, quantization)
     if scheme or (assume_dtype and not has_weights):
         total = parameter_bytes(loaded.model)
     else:
         total = stored_bytes(path, itemsize)
+    at_load = has_weights and quantization != "auto"
+    own = "BF16" if loaded.dtype is torch.bfloat16 else f"F{8 * itemsize}"
     sources: dict[str, ValueSource] = {
-        "weight_bytes": "headers" if has_weights else "config",
-        "activation_bytes": "formula",
-        "activation_bytes_per_token": "formula",
-        "encoder_bytes_per_patch": "formula",
-        "replicated_weight_bytes": "formula",
+        **dict.fromkeys(FORMULAS, "formula"),
+        **dict.fromkeys(CONFIGURED, "config"),
         **{f"items.{name}": "processor" for name in items},
+        "weight_bytes": "headers" if has_weights else "config",
     }
-    for name in CONFIGURED:
-        sources[name] = "config"
     return ModelProfile(
         model=Path(path).name,
         dtype=str(loaded.dtype).removeprefix("torch."),
         is_multimodal=traits.is_multimodal,
+        is_encoder=not traits.generates,
         max_model_len=traits.max_position,
         vocab_size=traits.vocab_size,
         weight_bytes=total,
         replicated_weight_bytes=min(total, replicated_bytes(loaded.model)),
         num_heads=math.gcd(*(layer.num_heads for layer in layers)),
         num_kv_heads=math.gcd(*(layer.num_kv_heads for layer in layers)),
-        window=max(windows),
-        window_kv_bytes_per_token=sum(
-            size for size, window in zip(per_layer, windows, strict=True) if window
-        ),
+        window=window,
+        window_kv_bytes_per_token=window_bytes,
+        window_pool=bool(window_of(layers)) and not state_bytes,
         kv_bytes_per_token=sum(per_layer),
         kv_bytes_per_layer=per_layer,
         state_bytes=state_bytes,
@@ -109,6 +113,7 @@ def predict(
         embed_bytes=itemsize,
         embed_levels=traits.embed_levels,
         quantization=scheme,
+        load_bytes=stored_bytes(path, itemsize) if at_load and stored_dtypes(path) != {own} else 0,
         activation_bytes=decoder.fixed + (SCRATCH_BYTES if scheme else 0),
         activation_bytes_per_token=decoder.whole + decoder.shared,
         activation_bytes_per_token_whole=decoder.whole,
@@ -120,6 +125,23 @@ def predict(
     )
 
 
+def _scheme(loaded: LoadedModel, device: str, quantization: Quantization) -> str:
+    """The format of the weights, whose layers are laid out as `device` keeps them; "" = plain."""
+    if device == "cpu":
+        block_quantized(loaded.model)
+    if quantization != "auto":
+        return f"{quantization}, at load"
+    return quantization_of(loaded.config)
+
+
+def _windows(layers: Sequence[LayerGeometry], per_layer: Sequence[int]) -> tuple[int, int]:
+    """The longest sliding window, and KV bytes of a token in layers that have one."""
+    found = windowed_layers(layers) or {layer.index for layer in layers if layer.window}
+    pairs = zip(per_layer, layers, strict=True)
+    window = window_of(layers) or max(layer.window for layer in layers)
+    return window, sum(size for size, layer in pairs if layer.index in found)
+
+
 class _Decoder(NamedTuple):
     """Bytes of a step's peak: fixed, for each token on every rank, for each token of all ranks."""
 
@@ -129,9 +151,9 @@ class _Decoder(NamedTuple):
 
 
 def _activations(
-    config: Any, layers: Sequence[LayerGeometry], itemsize: int, device: str
+    config: Any, layers: Sequence[LayerGeometry], itemsize: int, device: str, logit_rows: int
 ) -> _Decoder:
-    """The decoder's peak in a step, as a bound, not a mean.
+    """The decoder's peak in a step with so many rows of logits, as a bound, not a mean.
 
     Residual, normed input and three float32 temporaries of the norm; then either projections,
     rotated copies and output of attention, or four intermediates of the (routed) MLP, which ranks
@@ -154,7 +176,7 @@ def _activations(
     if device == "cpu":
         whole += 5 * context
     layer_kv_bytes = max(layer.values_per_token for layer in layers) * itemsize
-    fixed = LOGIT_ROWS * int(text.vocab_size) * 4 * _LOGIT_COPIES + context * layer_kv_bytes
+    fixed = logit_rows * int(text.vocab_size) * 4 * _LOGIT_COPIES + context * layer_kv_bytes
     return _Decoder(fixed, whole, max(6 * heads, 4 * inner) * itemsize)
 
 
@@ -181,6 +203,7 @@ def measure(
     *,
     dtype: str = "auto",
     device: str = "cpu",
+    quantization: Quantization = "auto",
     max_num_batched_tokens: int = 2048,
     values: Mapping[str, bytes] | None = None,
 ) -> ModelProfile:
@@ -189,7 +212,9 @@ def measure(
     `values` are serialised largest items by modality; they are encoded to see that peak. Raises
     StartupError.
     """
-    runner = TorchRunner.load(path, dtype=dtype, device=device, block_size=_BLOCK_SIZE)
+    runner = TorchRunner.load(
+        path, dtype=dtype, device=device, quantization=quantization, block_size=_BLOCK_SIZE
+    )
     large = max(2, min(max_num_batched_tokens, runner.traits.max_position - 1))
     runner.allocate_kv(-(-large // _BLOCK_SIZE) + 1)
     meter = PeakMeter(device)
@@ -202,7 +227,7 @@ def measure(
     for name, value in (values or {}).items():
         peak = meter.peak_of(functools.partial(_run_encoder, runner, value))
         per_patch[name] = -(-peak // max(1, predicted.items[name].num_patches))
-    logits = meter.peak_of(lambda: _run_sampler(runner))
+    logits = 0 if runner.head.is_missing else meter.peak_of(lambda: _run_sampler(runner))
     fixed = max(0, low - per_token * small, logits)
     sources = dict(predicted.sources)
     for name in ("weight_bytes", "activation_bytes", "activation_bytes_per_token",
@@ -225,12 +250,13 @@ def measure(
 
 
 def _run_tokens(runner: TorchRunner, count: int) -> None:
-    """One step of one request with `count` prompt tokens that samples."""
+    """One step of one request with `count` prompt tokens that samples, or is embedded."""
     name = f"profile-{count}-{time.monotonic_ns()}"
     blocks = list(range(-(-count // _BLOCK_SIZE)))
-    request = NewRequest(
-        name, [0] * count, count, (), (), SamplingParams(max_tokens=1, temperature=1.0)
+    sampling = SamplingParams(
+        max_tokens=1, temperature=1.0, pooling="" if runner.traits.generates else "mean"
     )
+    request = NewRequest(name, [0] * count, count, (), (), sampling)
     runner.execute(
         StepPlan(0, new=[request], scheduled=[ScheduledRequest(name, 0, count, blocks, True)])
     )
@@ -260,7 +286,7 @@ _SHARDED = ("colwise", "rowwise", "packed", "embedding")
 
 
 def parameter_bytes(model: Any) -> int:
-    """Bytes of all parameters, tied ones once, and of quantised weights as they are stored."""
+    """Bytes of all parameters, tied ones once, and of quantised weights as they are kept."""
     quantized = (one for one in model.modules() if isinstance(one, QuantizedLinear))
     held = [*model.parameters(), *(buffer for one in quantized for buffer in one.buffers())]
     return sum(one.numel() * one.element_size() for one in held)

@@ -36,6 +36,9 @@ whose encoding needs 1.8 GiB: a device of 24 GiB carries that beside the weights
 shrinks frames to the same size by default."""
 
 
+Quantization = Literal["auto", "int8", "int4"]
+
+
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Which model, as served.
 
@@ -44,6 +47,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         name: what clients put into `model`; default: the directory's name.
         revision: identifies weights and processor in every cache key; "" = derived from content.
         dtype: "auto" takes the checkpoint's.
+        quantization: what the decoder's linear layers are quantised to as they are loaded; "auto":
+            they stay as the checkpoint has them.
         max_model_len: prompt + output tokens; 0 = the model's own limit.
     """
 
@@ -51,6 +56,7 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     name: str = ""
     revision: str = ""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    quantization: Quantization = "auto"
     max_model_len: int = 0
 
     @property
@@ -94,7 +100,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """What one step may hold. `max_num_encoder_input_tokens` counts embeddings; 0 = derived.
 
     `max_num_mixed_tokens`: at most so many tokens, and so many embeddings or one item, in a step in
-    which a running stream gets a token, so that a new prompt does not stall it; 0 = derived.
+    which a running stream gets a token, so that a new prompt does not stall it; 0 = derived: on a
+    CPU by what a step of streams alone takes.
     `target_itl_ms`: such a step holds what keeps it within so many milliseconds, by what steps took
     so far; 0 = no target.
     """

@@ -1,7 +1,7 @@
 """The budgets of a whole deployment on one machine, where pods share one host's memory.
 
 The same planner as the operator's. While everything fits with its usual sizes, the plan is that of
-pods; else host memory above the least that works is shared in proportion to what each would take.
+pods; else host memory above the minimum that works is shared in proportion to what each would take.
 """
 
 from __future__ import annotations

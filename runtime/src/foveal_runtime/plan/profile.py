@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from foveal_runtime.plan.config import ModalitiesConfig
+from foveal_runtime.plan.config import GIB, ModalitiesConfig
 from foveal_runtime.plan.errors import StartupError
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
@@ -123,9 +123,13 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
             a divisor of both; 0 = not known.
         window, window_kv_bytes_per_token: the longest sliding window of any layer, and the part of
             kv_bytes_per_token that layers with a window take; 0 = none.
+        window_pool: the engine keeps no more than a window of those layers' keys and values.
         max_model_len: the model's own limit, prompt + output tokens.
         state_bytes: recurrent state of one running request, for models with such layers.
         quantization: format in which weights are kept; "" = plain numbers of `dtype`.
+        load_bytes: plain weights that are in host memory until they are quantised, where `dtype` is
+            not the files'; 0 = those stay mapped from the files.
+        is_encoder: it embeds whole prompts, each in one step, and generates nothing.
         items: modality to its largest item; empty for a text-only model.
         source: "predicted" from files, or "measured" on the device.
         kv_bytes_per_layer: kv_bytes_per_token, layer by layer.
@@ -143,8 +147,10 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
     revision: str = ""
     dtype: str = "bfloat16"
     is_multimodal: bool = True
+    is_encoder: bool = False
     state_bytes: int = 0
     quantization: str = ""
+    load_bytes: int = 0
     max_model_len: int
     weight_bytes: int
     kv_bytes_per_token: int
@@ -166,6 +172,7 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_heads: int = 0
     window: int = 0
     window_kv_bytes_per_token: int = 0
+    window_pool: bool = False
     vocab_size: int = 0
     limits: ProfileLimits | None = None
     processor: dict[str, int] = {}
@@ -177,9 +184,9 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
         return each and item.num_patches * each + item.num_embeds * self.encoder_bytes_per_embed
 
     def possible_ranks(self) -> tuple[int, ...]:
-        """Numbers of devices that can share the model's heads; empty = not known. Recurrent states
-        and quantised weights are not shared."""
-        if self.state_bytes or self.quantization:
+        """Numbers of devices that can share the model's heads; empty = not known. Recurrent states,
+        encoders and quantised weights are not shared."""
+        if self.state_bytes or self.is_encoder or self.quantization:
             return (1,)
         if not self.num_heads or not self.num_kv_heads:
             return ()
@@ -188,10 +195,17 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     def kv_token_bytes(self, kv_dtype: str) -> int:
         """Keys and values of one token when they are kept as `kv_dtype`, see EngineCaches."""
+        return self._kept_as(kv_dtype, self.kv_bytes_per_token)
+
+    def window_token_bytes(self, kv_dtype: str) -> int:
+        """The part of it that lies in the windows' pool; 0: there is none."""
+        return self._kept_as(kv_dtype, self.window_kv_bytes_per_token if self.window_pool else 0)
+
+    def _kept_as(self, kv_dtype: str, num_bytes: int) -> int:
         as_computed, as_kept = _ITEM_BYTES.get(self.dtype), _ITEM_BYTES.get(kv_dtype)
         if as_computed is None or as_kept is None:  # auto, or a dtype of a later release
-            return self.kv_bytes_per_token
-        return self.kv_bytes_per_token * as_kept // as_computed
+            return num_bytes
+        return num_bytes * as_kept // as_computed
 
     @property
     def bytes_per_embed(self) -> int:
@@ -204,3 +218,29 @@ def decode(data: bytes) -> ModelProfile:
         return msgspec.json.decode(data, type=ModelProfile)
     except (msgspec.ValidationError, msgspec.DecodeError) as error:
         raise StartupError(f"model profile: {error}") from error
+
+
+MAX_PROBE_PIXELS = 4_000_000
+VIDEO_PROBE_FRAMES = 8
+"""Videos are tried with so many frames of at most so many pixels, and grown by arithmetic."""
+BASE_BYTES = 2 * GIB
+"""The interpreter with torch and the processors: 0.9 GiB measured, and more with device builds."""
+BYTES_PER_PIXEL = 96
+"""Bytes as decoded, as floats, as patches and as the serialised value: 75 measured with a processor
+that shrinks nothing (e2e/results/measurements.md)."""
+BYTES_PER_AUDIO_SECOND = 1 << 20
+"""Samples, spectrum and features: 0.65 MB measured."""
+
+
+def profile_memory_bytes(modalities: ModalitiesConfig) -> int:
+    """The most that the Job may take, in whole GiB. Grows with every limit."""
+    image = modalities.image.max_pixels
+    video = min(modalities.video.max_frames, VIDEO_PROBE_FRAMES) * min(
+        modalities.video.max_pixels, MAX_PROBE_PIXELS
+    )
+    items = max(
+        BYTES_PER_PIXEL * image,
+        BYTES_PER_PIXEL * video,
+        int(BYTES_PER_AUDIO_SECOND * modalities.audio.max_seconds),
+    )
+    return -(-(BASE_BYTES + items) // GIB) * GIB

@@ -18,10 +18,11 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
+from foveal_runtime.plan.metrics import METRICS
 from foveal_runtime.plan.metrics.gen_ai import PROVIDER
-from foveal_runtime.plan.metrics.registry import METRICS, TOKEN_BUCKETS, Metric, Role
+from foveal_runtime.plan.metrics.metric import TOKEN_BUCKETS, Metric, Role
+from foveal_runtime.telemetry.counts import Histogram
 from foveal_runtime.telemetry.exposition import TEXT, PageFormat
-from foveal_runtime.telemetry.histogram import Histogram
 
 LabelValues = tuple[str, ...]
 

@@ -1,4 +1,4 @@
-"""Durations of the phases of a process's start: the parts of a cold start.
+"""Version of the runtime, and durations of the phases of a start: the parts of a cold start.
 
 Used by main/ of frontends and engines. The first phase begins with the process itself, as the
 kernel counts it, so imports are in it.
@@ -6,12 +6,23 @@ kernel counts it, so imports are in it.
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 from foveal_runtime.telemetry.metrics import Metrics
+
+
+@functools.cache
+def runtime_version() -> str:
+    """The installed distribution's version; "0" when run from a source tree."""
+    try:
+        return metadata.version("foveal-runtime")
+    except metadata.PackageNotFoundError:
+        return "0"
 
 
 def process_age_seconds() -> float:
@@ -43,6 +54,7 @@ class StartPhases:
         self._since = now
 
     def collect(self, metrics: Metrics) -> None:
-        """A telemetry source."""
+        """A telemetry source, from the first moment on."""
+        metrics.set("foveal_build_info", 1, version=runtime_version())
         for phase, seconds in list(self.seconds.items()):
             metrics.set("foveal_startup_seconds", seconds, phase=phase)

@@ -32,10 +32,6 @@ class Span(Protocol):
         """Ends it; a non-empty error is its status."""
         ...
 
-    def traceparent(self) -> str:
-        """For messages to other processes; "" when nobody listens."""
-        ...
-
     def trace_id(self) -> str:
         """32 hex digits; "" when there is no trace or it is not sampled."""
         ...
@@ -53,9 +49,6 @@ class _NoSpan:
 
     def end(self, error: str = "") -> None:
         pass
-
-    def traceparent(self) -> str:
-        return ""
 
     def trace_id(self) -> str:
         return ""
@@ -135,15 +128,6 @@ class _OtelSpan:
 
             self._inner.set_status(StatusCode.ERROR, error)
         self._inner.end()
-
-    def traceparent(self) -> str:
-        from opentelemetry.trace import set_span_in_context
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-        carrier: dict[str, str] = {}
-        context = set_span_in_context(self._inner)
-        TraceContextTextMapPropagator().inject(carrier, context=context)
-        return carrier.get("traceparent", "")
 
     def trace_id(self) -> str:
         context = self._inner.get_span_context()

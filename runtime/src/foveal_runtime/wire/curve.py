@@ -1,15 +1,16 @@
-"""CURVE keys of the links: reading the files that `plan.config.CurveKeys` names, making new ones.
+"""CURVE keys of the links: reading the files that `plan.config.CurveKeys` names, and who gets in.
 
 A key file holds Z85 text of 40 characters; an engine's `client_public_file` is its allow-list, one
-client key a line. Used by `zmq_transport` and by whoever writes key files. Keys are never logged.
+client key a line. Keys are never logged.
 """
 
 from __future__ import annotations
 
-import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
 
 from foveal_runtime.plan.config import CurveKeys
 from foveal_runtime.plan.errors import StartupError
@@ -18,14 +19,33 @@ KEY_CHARS = 40
 
 
 def is_enabled(keys: CurveKeys) -> bool:
-    return any(
-        (
-            keys.server_public_file,
-            keys.server_secret_file,
-            keys.client_public_file,
-            keys.client_secret_file,
-        )
-    )
+    return keys != CurveKeys()
+
+
+class _AllowList:
+    """Which client keys may connect, as pyzmq's authenticator asks it."""
+
+    def __init__(self, keys: list[bytes]) -> None:
+        self._keys = frozenset(keys)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key in self._keys
+
+
+def guard(
+    context: zmq.Context[zmq.Socket[bytes]], sockets: Sequence[zmq.Socket[bytes]], keys: CurveKeys
+) -> ThreadAuthenticator:
+    """Lets clients in by their keys alone. Before the sockets are bound; stop what is returned
+    before the context is terminated. Raises StartupError as `read_key`."""
+    allowed = read_keys(keys.client_public_file, "client_public_file")
+    secret = read_key(keys.server_secret_file, "server_secret_file")
+    authenticator = ThreadAuthenticator(context)
+    authenticator.start()
+    authenticator.configure_curve_callback("*", _AllowList(allowed))
+    for socket in sockets:
+        socket.curve_secretkey = secret
+        socket.curve_server = True
+    return authenticator
 
 
 def read_key(path: str, field: str) -> bytes:
@@ -48,18 +68,3 @@ def read_keys(path: str, field: str) -> list[bytes]:
         if len(line) != KEY_CHARS:
             raise StartupError(f"curve.{field}: {path} holds no Z85 key of {KEY_CHARS} characters")
     return lines
-
-
-def write_key_pairs(directory: Path) -> CurveKeys:
-    """Makes a server and a client key pair (files readable by their owner alone)."""
-    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    paths = {}
-    for role in ("server", "client"):
-        public, secret = zmq.curve_keypair()
-        for kind, key in (("public", public), ("secret", secret)):
-            path = directory / f"{role}.{kind}"
-            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with os.fdopen(handle, "wb") as file:
-                file.write(key + b"\n")
-            paths[f"{role}_{kind}_file"] = str(path)
-    return CurveKeys(**paths)

@@ -119,7 +119,6 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
     stamp: int
     num_running: int
     num_waiting: int
-    num_waiting_tokens: int
     kv_usage: float
     draining: bool = False
     loras: LoraReport | None = None

@@ -1,19 +1,30 @@
-"""Values in a tmpfs that the pods of one node share: the format, and the engine's side.
+"""Values in a tmpfs that the pods of one node share: the format, the reader and the writer.
 
-One immutable file per value, `mm/<frontend boot>/<seq>-<hash>`, made by `shm_writer`. Engines map
-files read-only and check name, header and digest before they use one; a name is never used again,
-so what was checked once stays true. A file that is gone is simply absent (the protocol asks for the
-value). Nobody counts readers: the kernel frees pages with the last link and mapping.
+One immutable file per value, `mm/<frontend boot>/<seq>-<hash>`. Engines map files read-only and
+check name, header and digest before they use one; a name is never used again, so what was checked
+once stays true. A file that is gone is simply absent (the protocol asks for the value). Nobody
+counts readers: the kernel frees pages with the last link and mapping.
+
+Frontends write each value once and free by an LRU and a budget of their own. A file counts against
+the budget until it is unlinked *and* every engine that was sent it has released it, because until
+then its pages are charged to this pod. What does not fit goes inline. The folder is locked while
+its writer lives; whoever starts next removes the folders of dead ones.
 """
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import mmap
 import os
 import re
+import shutil
 import stat
 import struct
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from foveal_runtime.mirror.messages import SharedValue
@@ -133,3 +144,193 @@ class SharedReader:
         if value_digest != ref.digest or digest(view[HEADER_BYTES:]) != ref.digest:
             return "is damaged"
         return ""
+
+
+LOCK = "lock"
+
+
+@dataclass(slots=True, eq=False)
+class SharedFile:
+    """One value's file. `holders`: engines that were sent its name and have not released it."""
+
+    name: str
+    size_bytes: int
+    digest: bytes
+    holders: set[str] = field(default_factory=set)
+
+
+class SharedWriter:
+    """One writer per frontend process; `frontend_boot` is the u64 of its session ids.
+
+    Raises StartupError when the folder cannot be made. `close` removes everything.
+    """
+
+    def __init__(self, directory: Path, frontend_boot: int, budget_bytes: int) -> None:
+        self.root = directory / FOLDER
+        self.budget_bytes = budget_bytes
+        self.used_bytes = 0
+        self.files: OrderedDict[MMHash, SharedFile] = OrderedDict()
+        self.num_written = self.num_reused = self.num_swept = 0
+        self.num_no_room = self.num_failed = 0
+        self._sequence = 0
+        self._boot = f"{frontend_boot:016x}"
+        self.folder = self.root / self._boot
+        try:
+            self.root.mkdir(parents=True, exist_ok=True, mode=0o770)
+            self._lock = self._make_folder()
+        except OSError as error:
+            raise StartupError(f"shm_directory {directory}: {error.strerror}") from error
+        self.num_swept = sweep(self.root)
+
+    def _make_folder(self) -> int:
+        """Locked before it has its name. A sweep that comes between making and locking it takes
+        it away once: then it is made again."""
+        hidden = self.root / f".{self._boot}"
+        for last in (False, False, True):
+            hidden.mkdir(mode=0o750)
+            try:
+                lock = os.open(hidden / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                hidden.rename(self.folder)
+                return lock
+            except FileNotFoundError:
+                if last:
+                    raise
+        raise AssertionError("unreachable")
+
+    # ---- questions -----------------------------------------------------------------------------
+    def lookup(self, mm_hash: MMHash) -> str | None:
+        """The name to send for a value that is written already."""
+        file = self.files.get(mm_hash)
+        return None if file is None else file.name
+
+    # ---- changes -------------------------------------------------------------------------------
+    def put(self, mm_hash: MMHash, data: Buffer, value_digest: bytes) -> str | None:
+        """Writes a value once. Returns its name, for `SendValue.shared_name`; None: no room or no
+        luck, send it inline. So goes a value that differs from the one in the file while an engine
+        holds that; else it gets a file of its own."""
+        known = self.files.get(mm_hash)
+        if known is not None and known.digest != value_digest:
+            if known.holders:
+                self.num_no_room += 1
+                return None
+            self._unlink(mm_hash)
+            known = None
+        if known is not None:
+            self.files.move_to_end(mm_hash)
+            self.num_reused += 1
+            return known.name
+        size_bytes = HEADER_BYTES + len(data)
+        if not self._make_room(size_bytes):
+            self.num_no_room += 1
+            return None
+        self._sequence += 1
+        leaf = f"{self._sequence}-{mm_hash.hex()}"
+        try:
+            self._write(leaf, pack_header(mm_hash, len(data), value_digest), data)
+        except OSError:
+            self.num_failed += 1
+            return None
+        self.files[mm_hash] = SharedFile(f"{self._boot}/{leaf}", size_bytes, value_digest)
+        self.used_bytes += size_bytes
+        self.num_written += 1
+        return f"{self._boot}/{leaf}"
+
+    def sent(self, mm_hash: MMHash, engine_id: str) -> None:
+        """The name went to `engine_id`: its mapping keeps the pages until it lets go."""
+        file = self.files.get(mm_hash)
+        if file is not None:
+            file.holders.add(engine_id)
+
+    def reconcile(self, engine_id: str, is_held: Callable[[MMHash], bool]) -> None:
+        """After a note or WELCOME of `engine_id`: forgets what it no longer holds, that is what
+        its link neither believes in nor has an unfinished request for."""
+        for mm_hash, file in self.files.items():
+            if engine_id in file.holders and not is_held(mm_hash):
+                file.holders.discard(engine_id)
+
+    def forget_engine(self, engine_id: str) -> None:
+        """The engine's process is gone and its mappings with it."""
+        self.reconcile(engine_id, lambda _: False)
+
+    def close(self) -> None:
+        if self._lock < 0:
+            return
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._lock)
+        self._lock = -1
+        self.files.clear()
+        self.used_bytes = 0
+
+    # ---- internals -----------------------------------------------------------------------------
+    def _make_room(self, size_bytes: int) -> bool:
+        """Unlinks least recently used files that nobody holds; unlinking others frees nothing."""
+        missing = self.used_bytes + size_bytes - self.budget_bytes
+        chosen = []
+        for mm_hash, file in self.files.items():
+            if missing <= 0:
+                break
+            if not file.holders:
+                chosen.append(mm_hash)
+                missing -= file.size_bytes
+        if missing > 0:
+            return False
+        for mm_hash in chosen:
+            self._unlink(mm_hash)
+        return True
+
+    def _unlink(self, mm_hash: MMHash) -> None:
+        file = self.files.pop(mm_hash)
+        self.used_bytes -= file.size_bytes
+        with suppress(OSError):
+            os.unlink(self.root / file.name)
+
+    def _write(self, leaf: str, header: bytes, data: Buffer) -> None:
+        """Under another name until whole. Space is taken first: a full tmpfs is an error here,
+        not a signal later."""
+        hidden, final = self.folder / f".{leaf}", self.folder / leaf
+        descriptor = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
+        try:
+            os.posix_fallocate(descriptor, 0, len(header) + len(data))
+            with os.fdopen(descriptor, "wb", closefd=False) as file:
+                file.write(header)
+                file.write(data)
+            os.rename(hidden, final)
+        except OSError:
+            with suppress(OSError):
+                os.unlink(hidden)
+            raise
+        finally:
+            os.close(descriptor)
+
+    def check_integrity(self) -> None:
+        assert self.used_bytes == sum(file.size_bytes for file in self.files.values())
+        assert self.used_bytes <= self.budget_bytes
+        on_disk = {entry.name for entry in self.folder.iterdir() if entry.name != LOCK}
+        assert on_disk == {Path(file.name).name for file in self.files.values()}
+
+
+def sweep(root: Path) -> int:
+    """Removes the folders of writers that are dead. Returns their number; never fails."""
+    swept = 0
+    with suppress(OSError):
+        for folder in list(root.iterdir()):
+            if _is_dead(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+                swept += 1
+    return swept
+
+
+def _is_dead(folder: Path) -> bool:
+    """Nobody holds its lock. The kernel lets go of it with its process, however that ends."""
+    try:
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(lock)

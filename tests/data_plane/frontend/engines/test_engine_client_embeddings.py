@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from foveal_runtime.plan.errors import NoEngine
-from foveal_runtime.plan.sampling import SamplingParams
+from foveal_runtime.plan.sampling import SamplingParams, grammar_version
 from foveal_runtime.wire import codec
 from foveal_runtime.wire.messages import EngineInfo
 from tests.support.scripted_engines import make_request, running, until
@@ -78,3 +78,13 @@ def test_engines_that_pool_score_the_tokens_that_a_request_names():
     assert info.serves(plain)
     assert not info.serves(named)
     assert msgspec.structs.replace(info, pools=True).serves(named)
+
+
+def test_an_engine_that_knows_no_grammars_or_others_gets_none():
+    """It would leave the grammar out, or read it in another way."""
+    free = SamplingParams(max_tokens=1)
+    bound = msgspec.structs.replace(free, grammar='start: "a"')
+    for known, serves in ((grammar_version(), True), ("", False), ("llguidance-0.0.1", False)):
+        info = EngineInfo("e0", "m", "r", 10, 2, 3, grammars=known)
+        assert info.serves(free)
+        assert info.serves(bound) == serves, known

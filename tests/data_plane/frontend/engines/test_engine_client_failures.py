@@ -140,12 +140,24 @@ async def test_an_engine_that_says_it_drains_gets_no_new_requests():
     async with running(2) as (scripted, client):
         await collect(client, make_request("a", 1))
         home = scripted.taken()[0]
-        scripted.engines[home].load = EngineLoad(1, 0, 0, 0, 0.0, draining=True)
+        scripted.engines[home].load = EngineLoad(1, 0, 0, 0.0, draining=True)
         await collect(client, make_request("b", 1))  # its outputs carry the report
         await collect(client, make_request("c", 1))
         assert scripted.taken().count(home) == 2
         assert client.num_ready_engines() == 1
         assert not client.stats.resubmissions
+
+
+async def test_load_is_every_engines_queue_and_the_fullest_ones_cache():
+    """What endpoint pickers read of a frontend's pod."""
+    async with running(2) as (scripted, client):
+        for number, engine in enumerate(scripted.engines.values(), 1):
+            engine.load = EngineLoad(1, number, 2 * number, number / 4)
+        for index in range(8):
+            await collect(client, make_request(f"r{index}", index))
+        assert set(scripted.taken()) == set(scripted.engines), "both have reported"
+        load = client.load()
+        assert (load.num_running, load.num_waiting, load.kv_usage) == (3, 6, 0.5)
 
 
 async def test_a_uuid_waits_for_its_holder_while_the_link_is_down():

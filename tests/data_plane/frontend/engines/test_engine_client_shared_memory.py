@@ -12,8 +12,8 @@ from foveal_runtime.plan.config import EngineAddress, FrontendConfig, ModelConfi
 from foveal_runtime.plan.errors import (
     StartupError,
 )
-from foveal_runtime.wire.inprocess import InProcessHub
 from foveal_runtime.wire.shm import SharedReader
+from foveal_runtime.wire.testing.inprocess import InProcessHub
 from tests.support.scripted_engines import NS, collect, expected, make_request, until
 
 

@@ -14,7 +14,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as read_text
 from prometheus_client.samples import Sample
 
-from foveal_runtime.plan.metrics.registry import METRICS
+from foveal_runtime.plan.metrics import METRICS
 from foveal_runtime.telemetry.exposition import OPENMETRICS, TEXT, accepted_format
 from foveal_runtime.telemetry.metrics import Metrics
 from foveal_runtime.telemetry.tracing import Tracing

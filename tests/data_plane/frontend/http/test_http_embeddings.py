@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 from foveal_runtime.frontend.engines.sequence import merge
-from foveal_runtime.frontend.protocol.embeddings import MAX_INPUTS, checkpoint_pooling
+from foveal_runtime.frontend.protocol.requests import MAX_INPUTS
 from foveal_runtime.frontend.testing.fake import fake_embedding
 from foveal_runtime.frontend.testing.fake_tokenizer import IMAGE, byte_tokenizer
+from foveal_runtime.main import frontend
 from foveal_runtime.plan.config import ModelConfig
+from foveal_runtime.plan.embedder import Embedder, check_task, read_embedder
 from foveal_runtime.plan.errors import StartupError
 
 PATH = "/v1/embeddings"
@@ -223,7 +225,7 @@ async def test_metrics_count_prompts_and_no_output(embedder) -> None:
 def test_the_checkpoint_says_how(tmp_path) -> None:
     pooling = tmp_path / "1_Pooling"
     pooling.mkdir()
-    assert checkpoint_pooling(tmp_path) is None
+    assert read_embedder(tmp_path) == Embedder("last", normalizes=True)
     modules = [
         {"path": folder, "type": f"sentence_transformers.models.{kind}"}
         for folder, kind in (("", "Transformer"), ("1_Pooling", "Pooling"), ("2_N", "Normalize"))
@@ -234,15 +236,43 @@ def test_the_checkpoint_says_how(tmp_path) -> None:
     for name, found in said.items():
         document = dict.fromkeys(said, False) | {name: True, "word_embedding_dimension": 8}
         (pooling / "config.json").write_text(json.dumps(document))
-        assert checkpoint_pooling(tmp_path) == found
+        assert read_embedder(tmp_path) == Embedder(found, normalizes=True)
+        assert read_embedder(tmp_path, "last") == Embedder("last", normalizes=True)
+    (tmp_path / "modules.json").write_text(json.dumps(modules[:2]))
+    assert read_embedder(tmp_path) == Embedder("last", normalizes=False)
     (pooling / "config.json").write_text(json.dumps({"pooling_mode_max_tokens": True}))
     with pytest.raises(StartupError, match="max_tokens is not served; --pooling"):
-        checkpoint_pooling(tmp_path)
+        read_embedder(tmp_path)
     modules.append({"path": "3_Dense", "type": "sentence_transformers.models.Dense"})
     (tmp_path / "modules.json").write_text(json.dumps(modules))
     (pooling / "config.json").write_text(json.dumps({"pooling_mode": "cls"}))
-    with pytest.raises(StartupError, match="a layer Dense behind the model"):
-        checkpoint_pooling(tmp_path)
+    for pooling in ("", "mean"):
+        with pytest.raises(StartupError, match="a layer Dense behind the model"):
+            read_embedder(tmp_path, pooling)
+
+
+def test_an_encoder_embeds_alone(tmp_path) -> None:
+    config = tmp_path / "config.json"
+    for kind, default in (("bert", "mean"), ("xlm-roberta", "mean"), ("qwen3", "last")):
+        config.write_text(json.dumps({"model_type": kind}))
+        check_task(tmp_path, "embed")
+        assert read_embedder(tmp_path) == Embedder(default, normalizes=True)
+        for asked in ("mean", "last", "cls"):
+            assert read_embedder(tmp_path, asked) == Embedder(asked, normalizes=True)
+        for task in ("generate", "both"):
+            if kind == "qwen3":
+                check_task(tmp_path, task)
+            else:
+                with pytest.raises(StartupError, match=f"{kind} is an encoder.*--task embed"):
+                    check_task(tmp_path, task)
+
+
+def test_a_frontend_refuses_to_generate_with_one(tmp_path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    document = tmp_path / "frontend.json"
+    document.write_text(json.dumps({"model": {"path": str(tmp_path)}}))
+    with pytest.raises(StartupError, match=r"serve it with --task embed"):
+        frontend.run(str(document))
 
 
 async def test_a_server_of_such_a_checkpoint_pools_so(start, tmp_path) -> None:
@@ -255,5 +285,11 @@ async def test_a_server_of_such_a_checkpoint_pools_so(start, tmp_path) -> None:
         async with start(
             task=task, pooling=given, model=ModelConfig(path=str(tmp_path), name="tiny")
         ) as harness:
-            assert (await post(harness, input="x")).status_code == 200
-            assert harness.generator.requests[0].sampling.pooling == found
+            [plain] = await vectors(harness, input="x")
+            [short] = await vectors(harness, input="x", normalize=True)
+            [request, _] = harness.generator.requests
+            assert request.sampling.pooling == found
+            # There is no layer that brings vectors to unit length.
+            raw = np.frombuffer(fake_embedding(request.token_ids, found), "<f4")
+            assert np.array_equal(plain, raw.astype(float))
+            assert np.allclose(short, unit(request.token_ids, found), atol=1e-7)

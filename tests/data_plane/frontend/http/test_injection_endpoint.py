@@ -8,9 +8,9 @@ import numpy as np
 
 from foveal_runtime.frontend.common.stats import FrontendStats
 from foveal_runtime.frontend.items.injection import Injector
-from foveal_runtime.frontend.items.input_processor import NoEngines
 from foveal_runtime.frontend.items.processor_cache import ProcessorCache
 from foveal_runtime.frontend.media.protocol import PlaceholderInfo, ProcessorInfo
+from foveal_runtime.frontend.testing.fake import NoEngines
 from foveal_runtime.plan.config import InjectionConfig
 from foveal_runtime.wire.item import pack_item
 

@@ -15,12 +15,12 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client.parser import text_string_to_metric_families
 
 from foveal_runtime.plan.errors import EngineFailure
-from foveal_runtime.plan.metrics.registry import METRICS
+from foveal_runtime.plan.metrics import METRICS
 from foveal_runtime.telemetry.exposition import merge, parse
 from foveal_runtime.telemetry.logs import JsonFormatter, TextFormatter, request_id_of_task
 from foveal_runtime.telemetry.metrics import Metrics
-from foveal_runtime.telemetry.table import markdown
 from foveal_runtime.telemetry.tracing import NO_SPAN, Tracing, child_span, configure_tracing
+from tests.support.metrics_page import markdown
 
 
 def values(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -258,5 +258,5 @@ def test_tracing_is_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_committed_table_is_current() -> None:
     committed = Path(__file__).resolve().parents[4] / "docs" / "reference" / "metrics.md"
     assert committed.read_text(encoding="utf-8") == markdown(), (
-        "run: python -m foveal_runtime.telemetry.table docs/reference/metrics.md"
+        "run: python -m tests.support.metrics_page docs/reference/metrics.md"
     )

@@ -7,9 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foveal_runtime.frontend.items.aliases import Aliases
+from foveal_runtime.frontend.items.identify import Aliases
+from foveal_runtime.frontend.items.seams import MediaPart, PrepareOptions
 from foveal_runtime.frontend.media import hashing
 from foveal_runtime.plan.errors import InvalidRequest, MediaConflict, MediaInvalid, MediaTooLarge
+from foveal_runtime.plan.sampling import SamplingParams
+from foveal_runtime.wire.item import view_item
 
 SCALARS = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary()
@@ -122,6 +125,44 @@ def test_data_urls_decode():
         base64.b64encode(data).decode().rstrip("="),
     ):
         assert hashing.decode_data_url(f"data:image/png;base64,{text}", max_bytes=256) == data
+
+
+def test_long_texts_are_read_in_pieces(monkeypatch):
+    data = bytes(range(256))
+    url = "data:image/png;base64," + base64.b64encode(data).decode()
+    key = hashing.UrlTextMap.key(url + "ä\udc80")
+    monkeypatch.setattr(hashing, "_PIECE_CHARS", 8)
+    assert hashing.UrlTextMap.key(url + "ä\udc80") == key
+    assert hashing.decode_data_url(url, max_bytes=256) == data
+    with pytest.raises(MediaInvalid, match="padding before its end"):
+        hashing.decode_data_url("data:;base64,AAAAAA==AAAA", max_bytes=256)
+
+
+async def test_a_new_data_url_is_decoded_once(start_input, picture, data_url, monkeypatch):
+    """For its hash; a worker gets the same bytes. Where the item is known they are not kept."""
+    calls = []
+    decode = hashing.decode_data_url
+    monkeypatch.setattr(
+        hashing, "decode_data_url", lambda *args, **named: calls.append(1) or decode(*args, **named)
+    )
+    inputs = await start_input()
+
+    async def prepared(url):
+        options = PrepareOptions(request_id="r", sampling=SamplingParams(max_tokens=1))
+        request = await inputs.prepare([4], [MediaPart(modality="image", url=url)], options)
+        return request.items[0]
+
+    url = data_url(picture())
+    first = await prepared(url)
+    assert (len(calls), inputs.stats.processed_items[0]) == (1, 1)
+    known = await prepared(url.replace("image/png", "image/webp"))  # another text, the same file
+    assert known.mm_hash == first.mm_hash
+    assert (len(calls), inputs.stats.processed_items[0]) == (2, 1)
+    for item in (first, known):  # what is needed later is decoded again
+        inputs.reset_cache()
+        item.source._drop_retained()
+        assert view_item(await item.source.value()).modality == "image"
+    assert len(calls) == 4
 
 
 def test_a_data_url_over_the_limit_is_refused_before_decoding():

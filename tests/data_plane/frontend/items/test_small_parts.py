@@ -20,7 +20,7 @@ from foveal_runtime.frontend.items.processor_cache import ENTRY_BYTES, Processor
 from foveal_runtime.frontend.items.seams import MediaPart
 from foveal_runtime.frontend.media.protocol import PlaceholderInfo, ProcessorInfo
 from foveal_runtime.plan.errors import InvalidRequest
-from foveal_runtime.plan.metrics.registry import STAGE_BUCKETS
+from foveal_runtime.plan.metrics.metric import STAGE_BUCKETS
 
 
 # ---- single flight ----
@@ -164,12 +164,17 @@ def test_prefix_models_get_their_own_order():
 
 
 # ---- routing ----
+def chosen(router: Router, *facts) -> str | None:
+    pick = router.choose(*facts)
+    return None if pick is None else pick.name
+
+
 def test_bytes_held_decide_within_the_load_bound():
     router = Router()
     holder = Candidate("a", load=2, held_bytes=100)
-    assert router.choose([holder, Candidate("b", 1)], []) == "a"
+    assert chosen(router, [holder, Candidate("b", 1)], []) == "a"
     busy = holder._replace(load=19)
-    assert router.choose([busy, Candidate("b", 1)], []) == "b"
+    assert chosen(router, [busy, Candidate("b", 1)], []) == "b"
 
 
 def test_the_bound_lets_chance_have_its_way():
@@ -186,24 +191,24 @@ def test_an_item_nobody_holds_has_the_same_home_for_every_frontend():
     idle = [Candidate(name, 3) for name in "abc"]
     for index in range(20):
         home = bytes([index]) * 32
-        chosen = {
-            Router().choose(idle, affinity_keys([text] * 40, [home]), home) for text in range(5)
+        names = {
+            chosen(Router(), idle, affinity_keys([text] * 40, [home]), home) for text in range(5)
         }
-        assert len(chosen) == 1
-    homes = {Router().choose(idle, [], bytes([index]) * 32) for index in range(20)}
+        assert len(names) == 1
+    homes = {chosen(Router(), idle, [], bytes([index]) * 32) for index in range(20)}
     assert homes == set("abc")
 
 
 def test_a_home_does_not_outweigh_load():
     loads = [Candidate("a", 3), Candidate("b", 2), Candidate("c", 3)]
-    assert {Router().choose(loads, [], bytes([index]) * 32) for index in range(20)} == {"b"}
+    assert {chosen(Router(), loads, [], bytes([index]) * 32) for index in range(20)} == {"b"}
 
 
 def test_the_only_holder_of_unrepeatable_media_is_chosen_however_busy():
     busy = Candidate("a", load=50, held_bytes=100)
-    assert Router().choose([busy, Candidate("b", 0, has_all_sources=False)], []) == "a"
-    assert Router().choose([Candidate("b", 0, has_all_sources=False)], []) is None
-    assert Router().choose([], []) is None
+    assert chosen(Router(), [busy, Candidate("b", 0, has_all_sources=False)], []) == "a"
+    assert chosen(Router(), [Candidate("b", 0, has_all_sources=False)], []) is None
+    assert chosen(Router(), [], []) is None
 
 
 def test_prompts_return_to_the_engine_that_has_their_prefix():
@@ -211,10 +216,10 @@ def test_prompts_return_to_the_engine_that_has_their_prefix():
     ids = list(range(300))
     router.commit("b", affinity_keys(ids, []))
     two = [Candidate("a", 0), Candidate("b", 1)]
-    assert router.choose(two, affinity_keys([*ids, 5], [])) == "b"
-    assert router.choose(two, affinity_keys([9] * 300, [])) == "a"
+    assert chosen(router, two, affinity_keys([*ids, 5], [])) == "b"
+    assert chosen(router, two, affinity_keys([9] * 300, [])) == "a"
     router.forget("b")
-    assert router.choose(two, affinity_keys(ids, [])) == "a"
+    assert chosen(router, two, affinity_keys(ids, [])) == "a"
     for index in range(100):
         router.commit("a", affinity_keys([index] * 40, []))
     assert len(router) <= 64
@@ -229,7 +234,7 @@ def test_cold_requests_spread():
     router, loads = Router(), {"a": 0, "b": 0, "c": 0}
     for index in range(30):
         keys = affinity_keys([index] * 40, [])
-        name = router.choose([Candidate(n, load) for n, load in loads.items()], keys)
+        name = chosen(router, [Candidate(n, load) for n, load in loads.items()], keys)
         router.commit(name, keys)
         loads[name] += 1
     assert set(loads.values()) == {10}

@@ -9,7 +9,7 @@ import zlib
 import av
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from foveal_runtime.frontend.media.decode import decode_image
 from foveal_runtime.frontend.media.hashing import decode_data_url
@@ -38,6 +38,13 @@ def near(a: tuple[int, ...], b: tuple[int, ...], slack: int = 6) -> bool:
 
 def test_plain_rgb_is_untouched():
     assert pixel(encoded(Image.new("RGB", (9, 5), (10, 20, 30)))) == (10, 20, 30)
+
+
+@pytest.mark.parametrize("kind", ["WEBP", "TIFF", "BMP", "AVIF"])
+def test_nothing_of_the_file_stays_with_the_image(kind):
+    """A WebP's decoder and canvas are as large as the image again."""
+    image = decode_image(encoded(Image.new("RGB", (8, 8), (200, 30, 60)), kind), LIMITS)
+    assert type(image) is Image.Image
 
 
 def test_cmyk_jpeg():
@@ -72,6 +79,21 @@ def test_sixteen_bit_grey_is_scaled_not_clipped(value):
 
 def test_bilevel():
     assert pixel(encoded(Image.new("1", (4, 4), 1))) == (255, 255, 255)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "TIFF"])
+def test_every_orientation_gives_the_pixels_of_a_turned_copy(kind):
+    image = Image.effect_noise((9, 5), 90).convert("RGB")
+    for orientation in (None, *range(1, 9)):
+        exif = Image.Exif()
+        if orientation:
+            exif[0x0112] = orientation
+        data = encoded(image, kind, exif=exif)
+        with Image.open(io.BytesIO(data)) as file:
+            copy = ImageOps.exif_transpose(file)
+        found = decode_image(data, LIMITS)  # usable after its file was closed
+        assert (found.size, found.mode) == (copy.size, "RGB")
+        assert np.array_equal(np.asarray(found.convert("RGB")), np.asarray(copy))
 
 
 def test_exif_rotation_is_applied():

@@ -11,8 +11,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from foveal_runtime.frontend.media.addresses import is_host_allowed, refusal
-from foveal_runtime.frontend.media.fetch import Fetcher, read_below
+from foveal_runtime.frontend.media.fetch import Fetcher, is_host_allowed, read_below, refusal
 from foveal_runtime.plan.config import MediaSources
 from foveal_runtime.plan.errors import (
     MediaFetchFailed,

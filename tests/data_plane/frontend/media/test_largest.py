@@ -47,16 +47,7 @@ def media(modality: int, rng: random.Random) -> object:
     return np.sin(np.arange(int(16000 * rng.uniform(1, 45)), dtype=np.float32))
 
 
-TOO_SMALL = {
-    "lfm2_vl": pytest.mark.xfail(
-        strict=True, reason="its sizes are rounded: 110 tokens for an image, 109 by the largest"
-    )
-}
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=TOO_SMALL.get(n, ())) for n in tiny_processors.MAKERS]
-)
+@pytest.mark.parametrize("name", tiny_processors.MAKERS)
 def test_nothing_within_the_limits_is_larger(name: str, tmp_path: Path) -> None:
     path = str(tiny_processors.save(name, tmp_path))
     found = largest_items(path, LIMITS, CONTEXT)
@@ -91,6 +82,24 @@ def test_fixed_and_dynamic_sizes_are_exact(tmp_path: Path) -> None:
     # short side is rounded up to a whole token.
     assert 64 <= dynamic["image"].profile.num_embeds <= 100
     assert dynamic["image"].profile.num_tokens == dynamic["image"].profile.num_embeds
+
+
+def test_sizes_that_are_rounded_up_count(tmp_path: Path) -> None:
+    """LFM2-VL takes 32 x 32 pixels a token and rounds sides to the nearest whole token: 49 x 1,836
+    pixels are 2 x 57 tokens, more than in any whole grid of as few pixels."""
+    path = str(tiny_processors.save("lfm2_vl", tmp_path))
+    assert largest_items(path, LIMITS, CONTEXT)["image"].profile.num_embeds >= 114
+
+
+def test_tokens_of_rounded_and_tiled_images_are_known(tmp_path: Path) -> None:
+    processor = ItemProcessor(str(tiny_processors.save("lfm2_vl", tmp_path)), LIMITS)
+    processor.examine(b"")
+    sizes = [(300, 200), (49, 1836), (16, 16), (1000, 900)]
+    made = [processor.process(0, Image.new("RGB", size[::-1]), {}) for size in sizes]
+    assert processor.rule.count is not None
+    counts = processor.rule.count(processor.processor, sizes)
+    assert counts == [meta_of(read_header(one)).num_tokens for one in made]
+    assert max(counts) > 2 * 257, "none was cut into tiles"
 
 
 def test_positions_of_encoders_are_counted(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from foveal_runtime.frontend.media import timed
 from foveal_runtime.plan.config import ModalityLimits
 from foveal_runtime.plan.errors import MediaInvalid, MediaTooLarge
-from foveal_runtime.telemetry.allocator import peak_bytes, reset_peak
+from foveal_runtime.telemetry.memory import peak_bytes, reset_peak
 from tests.support.processes.mutations import sample
 
 LIMITS = ModalityLimits(max_seconds=600, max_frames=64)

@@ -4,12 +4,16 @@ import asyncio
 import io
 import os
 import signal
+import socket
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
+from foveal_runtime.frontend.media import protocol, worker_main
 from foveal_runtime.frontend.media.workers import default_num_workers, item_memory_bytes
+from foveal_runtime.frontend.testing.fake_worker import FakeProcessor
+from foveal_runtime.plan.config import ModalitiesConfig
 from foveal_runtime.plan.errors import (
     EngineFailure,
     MediaInvalid,
@@ -37,6 +41,20 @@ async def test_an_item_comes_back_serialised(start_workers, picture):
     assert info.placeholder_token_id("image") == 4
     assert info.placeholder_token_id("audio") is None
     assert info.placeholder_text("image") == "<image>"
+
+
+def test_what_loading_took_and_freed_is_given_back_before_the_first_item(monkeypatch):
+    """And before what an item may map is counted from what is mapped."""
+    done = []
+    for name in ("release_free_memory", "_limit_memory"):
+        monkeypatch.setattr(worker_main, name, lambda *arguments, name=name: done.append(name))
+    monkeypatch.setattr(worker_main, "_limit_process", lambda load: None)  # it sets variables
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(protocol.encode(protocol.Load("model", b"n" * 16, ModalitiesConfig())))
+        ours.shutdown(socket.SHUT_WR)
+        assert worker_main.serve(worker_main.Link(theirs), FakeProcessor) == 0
+    assert done == ["release_free_memory", "_limit_memory"]
 
 
 async def test_equal_input_gives_equal_bytes_on_every_worker(start_workers, picture):

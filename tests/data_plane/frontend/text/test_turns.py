@@ -8,14 +8,14 @@ import pytest
 from tokenizers import AddedToken
 
 from foveal_runtime.frontend.grammars.compiler import Compiled
+from foveal_runtime.frontend.http.chat import plan_turn, template_variables
+from foveal_runtime.frontend.protocol.constraints import calls_of
 from foveal_runtime.frontend.protocol.messages import Message
 from foveal_runtime.frontend.protocol.requests import ChatCompletionRequest
-from foveal_runtime.frontend.protocol.tools import calls_of
 from foveal_runtime.frontend.testing.fake import FakeInputProcessor
 from foveal_runtime.frontend.testing.fake_tokenizer import IMAGE, STRING_TEMPLATE, byte_tokenizer
 from foveal_runtime.frontend.text.chat_template import ChatTemplate
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
-from foveal_runtime.frontend.text.turns import plan_turn, template_variables
 from foveal_runtime.plan.errors import InvalidRequest, Unsupported
 
 TOOL = {"type": "function", "function": {"name": "look", "description": "Looks closer."}}

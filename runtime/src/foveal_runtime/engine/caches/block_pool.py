@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
-from foveal_runtime.telemetry.ages import EvictionAges
+from foveal_runtime.telemetry.counts import EvictionAges
 
 BlockHash = bytes
 """32 bytes: names everything that determines a full block's KV (see `prefix_cache`)."""
@@ -98,29 +98,37 @@ class BlockPool:
         return taken
 
     def publish(self, block: int, block_hash: BlockHash) -> bool:
-        """The block's content is complete and may be shared. False when another block already has
-        this hash: then this one stays private."""
+        """The block's content is complete and may be shared. False when another block had this hash
+        already. One in use keeps it, and this block stays private; a free one gives it up: what was
+        computed again is of use again, and lives as long as if it had been found."""
         assert self._refs[block] > 0
         assert self._hash[block] is None
-        if block_hash in self._by_hash:
-            return False
+        other = self._by_hash.get(block_hash)
+        if other is not None:
+            if self._refs[other]:
+                return False
+            self._hash[other] = None
+            self.num_cached_blocks -= 1
+            self._free.move_to_end(other, last=False)
         self._hash[block] = block_hash
         self._by_hash[block_hash] = block
-        return True
+        return other is None
 
-    def release(self, blocks: Sequence[int]) -> None:
+    def release(self, blocks: Sequence[int], *, is_cold: bool = False) -> None:
         """One user less for each block, the tail first: prefixes live longest. A block without a
-        hash holds nothing of use and is the next to be taken."""
+        hash holds nothing of use and is the next to be taken; so is one that `is_cold`, of use to
+        few, once all free blocks hold something."""
         refs, free, hashes = self._refs, self._free, self._hash
         now = self.ages.clock()
+        is_next = is_cold and (not free or hashes[next(iter(free))] is not None)
         for block in reversed(blocks):
             refs[block] -= 1
             assert refs[block] >= 0
             if refs[block] == 0:
                 free[block] = None
-                if hashes[block] is None:
+                if hashes[block] is None or is_next:
                     free.move_to_end(block, last=False)
-                else:
+                if hashes[block] is not None:
                     self.num_cached_blocks += 1
                     self._rested[block] = now
 

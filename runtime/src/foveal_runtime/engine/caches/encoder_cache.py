@@ -11,13 +11,13 @@ from __future__ import annotations
 import heapq
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 from foveal_runtime.engine.caches.host_tier import HostTier
 from foveal_runtime.engine.types.step import MMInput
 from foveal_runtime.plan.media import MMHash
-from foveal_runtime.telemetry.ages import EvictionAges
-from foveal_runtime.telemetry.ghosts import GhostLists
+from foveal_runtime.telemetry.counts import EvictionAges, GhostLists
 
 Where = Literal["device", "reclaim", "host", "absent"]
 """device: usable now; reclaim: evicted in this pass, the tensor still exists; host: can be
@@ -52,16 +52,17 @@ class Kept(NamedTuple):
     cost_seconds: float
 
 
+@dataclass(slots=True, eq=False)
 class _Entry:
-    __slots__ = ("cost_seconds", "doomed", "num_embeds", "priority", "stamp", "users")
+    """`users`: request id -> occurrences of the item that it holds. `cost_seconds`: of encoding one
+    embedding."""
 
-    def __init__(self, num_embeds: int) -> None:
-        self.num_embeds = num_embeds
-        self.users: dict[str, int] = {}  # request id -> occurrences of the item it holds
-        self.cost_seconds = 0.0  # per embedding
-        self.doomed = False
-        self.priority = 0.0
-        self.stamp = 0
+    num_embeds: int
+    users: dict[str, int] = field(default_factory=dict)
+    cost_seconds: float = 0.0
+    doomed: bool = False
+    priority: float = 0.0
+    stamp: int = 0
 
 
 class EncoderCacheManager:

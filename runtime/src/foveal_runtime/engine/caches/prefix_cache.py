@@ -8,10 +8,12 @@ content keys exist even when processor and IPC caches are off.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import struct
 from array import array
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, Protocol
 
 from blake3 import blake3
 
@@ -26,6 +28,8 @@ ExtraKey = tuple[MMHash, int]
 _OFFSET = struct.Struct("<q")
 _DOMAIN = b"foveal kv block 1"
 assert array("I").itemsize == 4
+_MAX_MEETINGS = 64
+"""Requests that a new one is compared with."""
 
 
 def extra_keys(
@@ -104,6 +108,22 @@ def max_hit_blocks(
     return (request.num_tokens - 1) // block_size
 
 
+def meetings(
+    request: Request, others: Iterable[Request], block_size: int
+) -> Iterator[tuple[Request, int]]:
+    """Those of `others` that have yet to compute blocks of their prompt which a new request begins
+    with, too, and how many blocks both begin with."""
+    mine = request.block_hashes
+    computing = (other for other in others if other.num_computed < other.num_prompt_tokens)
+    for other in itertools.islice(computing, _MAX_MEETINGS):
+        theirs = other.block_hashes
+        most = min(len(mine), len(theirs), other.num_prompt_tokens // block_size)
+        # A hash names all blocks before it, too, so what is equal comes first.
+        count = bisect.bisect_left(range(most), True, key=lambda i: mine[i] != theirs[i])
+        if other.num_computed < count * block_size:
+            yield other, count
+
+
 def cut_to_groups(inputs: Sequence[MMInput], num_blocks: int, block_size: int) -> int:
     """Shortens a hit so that it does not end inside an item whose tokens see each other."""
     for entry in reversed(inputs):
@@ -111,3 +131,21 @@ def cut_to_groups(inputs: Sequence[MMInput], num_blocks: int, block_size: int) -
         if entry.placeholder.offset < end < entry.placeholder.end:
             num_blocks = entry.placeholder.offset // block_size
     return num_blocks
+
+
+class CacheObserver(Protocol):
+    """Of cached KV blocks; the event stream. Called inside a step, so it only takes notes."""
+
+    def block_stored(self, request: Request, index: int, hasher: BlockHasher) -> None:
+        """The request's full block `index` can be shared from now on."""
+        ...
+
+    def block_removed(self, block_hash: BlockHash) -> None: ...
+
+    def blocks_cleared(self) -> None: ...
+
+    def state_stored(self, block_hash: BlockHash) -> None:
+        """The recurrent state at that block's end can be continued from now on."""
+        ...
+
+    def state_removed(self, block_hash: BlockHash) -> None: ...

@@ -72,7 +72,7 @@ class Loaded(NamedTuple):
 
 
 class WarmSet:
-    """See the module.
+    """Encoder outputs in a directory, which the next process takes over.
 
     Args:
         max_bytes: of all outputs in the directory.

@@ -22,7 +22,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from foveal_runtime.plan.config import CurveKeys
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.wire import curve
-from foveal_runtime.wire.zmq_transport import check_plain
+from foveal_runtime.wire.transport import check_plain
 
 _LOG = logging.getLogger(__name__)
 TOPIC = b"foveal.cache.1"
@@ -37,14 +37,6 @@ MAX_REQUEST_BYTES = 4096
 END_OF_REPLAY = b"\xff" * 8
 
 
-class _AllowList:
-    def __init__(self, keys: list[bytes]) -> None:
-        self._keys = frozenset(keys)
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return key in self._keys
-
-
 def replay_endpoint(bind: str) -> str:
     """The replay socket of a stream: the same address, one port up (port 0: any port)."""
     parts = urlsplit(bind)
@@ -57,7 +49,7 @@ def replay_endpoint(bind: str) -> str:
 
 
 class EventStream:
-    """See the module. `start` binds; `close` ends the thread.
+    """The publisher of cache events. `start` binds; `close` ends the thread.
 
     Args:
         bind: the PUB endpoint.
@@ -156,7 +148,7 @@ class EventStream:
             if not self._plain:
                 check_plain(self._bind, self._keys)
             if curve.is_enabled(self._keys):
-                authenticator = self._use_curve(context, [pub, router])
+                authenticator = curve.guard(context, [pub, router], self._keys)
             self.endpoint = self._bind_one(pub, self._bind)
             self.replay = self._bind_one(router, replay_endpoint(self._bind))
             self._started.set()
@@ -174,19 +166,6 @@ class EventStream:
             os.close(self._wake_fd)
             self._wake_fd = -1
             self._started.set()
-
-    def _use_curve(
-        self, context: zmq.Context[zmq.Socket[bytes]], sockets: list[zmq.Socket[bytes]]
-    ) -> ThreadAuthenticator:
-        allowed = curve.read_keys(self._keys.client_public_file, "client_public_file")
-        secret = curve.read_key(self._keys.server_secret_file, "server_secret_file")
-        authenticator = ThreadAuthenticator(context)
-        authenticator.start()
-        authenticator.configure_curve_callback("*", _AllowList(allowed))
-        for socket in sockets:
-            socket.curve_secretkey = secret
-            socket.curve_server = True
-        return authenticator
 
     def _bind_one(self, socket: zmq.Socket[bytes], endpoint: str) -> str:
         try:

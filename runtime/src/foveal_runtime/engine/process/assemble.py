@@ -29,6 +29,8 @@ from foveal_runtime.wire.messages import EngineInfo
 # tenths of a second, in which streams stand still; a GPU is through with a full step before a
 # reader notices. See docs/decisions/scheduling.md.
 CPU_MIXED_BYTES = 1024
+CPU_MIXED_GROWTH = 5.5
+"""A step beside streams takes at most so many times what it takes without prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,7 @@ class LoadedEngine:
             known.
         namespace: names weights and processor; frontends must present the same.
         kv_block_bytes: of one KV block. num_snapshots: of recurrent state that the runner can keep.
+        num_window_blocks, window: see SchedulerLimits.
     """
 
     runner: ModelRunner
@@ -55,6 +58,8 @@ class LoadedEngine:
     revision: str = ""
     kv_block_bytes: int = 0
     num_snapshots: int = 0
+    num_window_blocks: int = 0
+    window: int = 0
 
 
 def encoder_budget(config: EngineConfig, loaded: LoadedEngine) -> EncoderBudget:
@@ -84,13 +89,16 @@ def scheduler_limits(config: EngineConfig, loaded: LoadedEngine) -> SchedulerLim
             f"caches.kv_bytes = {caches.kv_bytes} does not hold two blocks of "
             f"{caches.block_size} tokens: raise it"
         )
-    mixed = CPU_MIXED_BYTES // traits.value_bytes if config.device == "cpu" else 0
+    is_cpu, is_bounded = config.device == "cpu", settings.max_num_mixed_tokens > 0
+    mixed = CPU_MIXED_BYTES // traits.value_bytes if is_cpu else 0
     return SchedulerLimits(
         num_blocks=loaded.num_blocks,
         block_size=caches.block_size,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_mixed_tokens=settings.max_num_mixed_tokens or mixed,
         target_itl_seconds=settings.target_itl_ms / 1000,
+        mixed_growth=CPU_MIXED_GROWTH if is_cpu and not is_bounded else 0.0,
+        slices_encoding=is_cpu and config.tensor_parallel == 1,
         max_num_seqs=settings.max_num_seqs,
         max_model_len=min(loaded.max_model_len, (loaded.num_blocks - 1) * caches.block_size),
         max_waiting=settings.max_waiting,
@@ -105,6 +113,8 @@ def scheduler_limits(config: EngineConfig, loaded: LoadedEngine) -> SchedulerLim
         kv_dtype=caches.kv_dtype,
         num_snapshots=loaded.num_snapshots,
         snapshot_tokens=_snapshot_tokens(config, loaded),
+        num_window_blocks=loaded.num_window_blocks,
+        window=loaded.window,
     )
 
 

@@ -16,7 +16,7 @@ from foveal_runtime.mirror.messages import Control
 from foveal_runtime.mirror.receiver import Receiver
 from foveal_runtime.plan.errors import NotFound, StartupError
 from foveal_runtime.plan.lora import NOT_LOADED, LoraRef, LoraSource, check_lora_names
-from foveal_runtime.telemetry.ghosts import GhostLists
+from foveal_runtime.telemetry.counts import GhostLists
 from foveal_runtime.wire import codec
 from foveal_runtime.wire.messages import LoraReport
 
@@ -25,7 +25,7 @@ _MAX_OUTCOMES = 16
 
 
 class Controls:
-    """See the module.
+    """Orders of frontends that concern the engine, not a request.
 
     Attributes:
         lora_version: grows with every change of `loras`.

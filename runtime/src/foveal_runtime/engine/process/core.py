@@ -32,13 +32,12 @@ from foveal_runtime.mirror.messages import (
     RequestId,
     SessionId,
     Up,
-)  # fmt: skip
+)
 from foveal_runtime.mirror.receiver import ReadyRequest, Receiver
 from foveal_runtime.mirror.store import Value
 from foveal_runtime.plan.errors import FovealError, InvalidRequest
 from foveal_runtime.plan.media import MMHash
-from foveal_runtime.telemetry.ages import EvictionAges
-from foveal_runtime.telemetry.ghosts import GhostLists
+from foveal_runtime.telemetry.counts import EvictionAges, GhostLists
 from foveal_runtime.wire import codec
 from foveal_runtime.wire.item import read_header
 from foveal_runtime.wire.messages import EngineLoad, EngineOutput, Outputs, RequestBody
@@ -84,6 +83,7 @@ class EngineCore:
         self._clock = clock
         self._events = events
         self._warm = warm
+        self.on_interlude: Callable[[], None] = lambda: None  # a step ended inside another
         self._run_ahead = run_ahead
         self._under_way: tuple[StepPlan, RunningStep] | None = None  # submitted ahead
         self.record = record or StepRecord(receiver.boot)
@@ -94,7 +94,6 @@ class EngineCore:
         self._controls = Controls(scheduler, receiver, runner.loras, self.value_ghosts)
         self.value_ages = EvictionAges(clock)
         receiver.store.watch = self.value_ages
-        self.num_warm_outputs = 0
         self._ids: dict[RequestKey, str] = {}  # of requests the scheduler has
         self._serial = itertools.count(1)
         self._outputs: dict[str, list[EngineOutput]] = {}
@@ -146,7 +145,6 @@ class EngineCore:
             except Exception:  # whatever lies there, the engine starts
                 _LOG.exception("the warm set is not used")
                 return
-            self.num_warm_outputs = len(loaded.device) + len(loaded.host)
             if self._events is not None:
                 self._events.note_adopted(*loaded)
             _LOG.info("warm set: %d encoder outputs on the device and %d in the host tier in %.1f "
@@ -213,6 +211,7 @@ class EngineCore:
                 if ahead is not None:
                     self._under_way = ahead, self._submit(ahead)
                 self._take_in(plan, running, began, scheduled)
+                self._interlude(self.scheduler.plan_streams(plan) if plan.slice_seconds else None)
                 if ahead is not None:
                     self.scheduler.adopt(ahead)
             if self._values.recall():
@@ -227,18 +226,32 @@ class EngineCore:
             return found
         plan = self.scheduler.schedule()
         self._collect()
+        streams, plan = self.scheduler.split(plan)
+        self._interlude(streams)
         if plan.scheduled or plan.moves_something:
             return plan, self._submit(plan)
         return plan, None
 
-    def _submit(self, plan: StepPlan) -> RunningStep:
-        found = map(self.scheduler.get, [entry.request_id for entry in plan.scheduled])
+    def _submit(self, plan: StepPlan, blamed: StepPlan | None = None) -> RunningStep:
+        found = map(self.scheduler.get, [e.request_id for e in (blamed or plan).scheduled])
         self.record.begin(suspects_of([request for request in found if request is not None]))
-        return self.runner.submit(plan)
+        return self.runner.submit(
+            plan, lambda: self._interlude(self.scheduler.plan_streams(plan), plan)
+        )
+
+    def _interlude(self, plan: StepPlan | None, under_way: StepPlan | None = None) -> None:
+        """A step of streams alone, around or in the middle of one that encodes: who is in that one
+        is to blame if the process dies."""
+        if plan is not None:
+            began = self._clock()
+            self._take_in(plan, self._submit(plan, under_way), began, began, newest=True)
+            self.flush()
+            self.on_interlude()
 
     def _take_in(
-        self, plan: StepPlan, running: RunningStep, began: float, scheduled: float
-    ) -> None:
+        self, plan: StepPlan, running: RunningStep, began: float, scheduled: float, *,
+        newest: bool = False,
+    ) -> None:  # fmt: skip
         result = running.result()
         executed = self._clock()
         self.scheduler.update(plan, result)
@@ -250,7 +263,7 @@ class EngineCore:
         if self._events is not None:
             self._events.note_plan(plan, result)
         self._values.after_step(plan)
-        self.record.end()
+        self.record.end(newest=newest)
 
     def flush(self) -> None:
         """Sends outputs with the mirror's notes, notes that are urgent, and all that are due."""
@@ -266,10 +279,8 @@ class EngineCore:
         for fid in list(receiver.sessions):
             if due and (self.is_draining or self._load_told.get(fid) != self._load_key()):
                 self._send_down(fid, [])
-            elif due or receiver.wants_immediate_flush(fid):
-                message = receiver.down(fid)
-                if message is not None:
-                    self._send(fid, message)
+            elif (due or receiver.wants_immediate_flush(fid)) and (message := receiver.down(fid)):
+                self._send(fid, message)
         if due:
             self._note_at = None
         if self._events is not None:
@@ -280,20 +291,18 @@ class EngineCore:
         self._load_stamp += 1
         self._load_told[fid] = key
         load = EngineLoad(
-            self._load_stamp, key[0], key[1], key[2], key[3] / 1000, self.is_draining,
-            self._controls.loras if told is None or told[4] != key[4] else None,
+            self._load_stamp, key[0], key[1], key[2] / 1000, self.is_draining,
+            self._controls.loras if told is None or told[3] != key[3] else None,
         )  # fmt: skip
         raw = codec.encode_outputs(Outputs(tuple(entries), load))
-        message = self.receiver.down(fid, raw)
-        if message is not None:
+        if (message := self.receiver.down(fid, raw)) is not None:
             self._send(fid, message)
 
     def _load_key(self) -> tuple[int, ...]:
         scheduler = self.scheduler
         waiting = len(scheduler.waiting) + len(self.receiver.admission.queue)
-        usage = scheduler.pool.num_used_blocks * 1000 // scheduler.pool.num_blocks
-        return (len(scheduler.running), waiting, scheduler.waiting.num_tokens, usage,
-                self._controls.lora_version)  # fmt: skip
+        usage = int(scheduler.kv_usage * 1000)
+        return len(scheduler.running), waiting, usage, self._controls.lora_version
 
     # ---- requests -------------------------------------------------------------------------------
 
@@ -309,8 +318,7 @@ class EngineCore:
 
     def _drop_aborted(self) -> None:
         for key in self.receiver.take_aborted():
-            request_id = self._ids.pop(key, None)
-            if request_id is not None:
+            if (request_id := self._ids.pop(key, None)) is not None:
                 self.scheduler.abort(request_id)
             self.receiver.finish(*key)
 
@@ -406,28 +414,19 @@ class EngineCore:
         for mm_hash, whole in ready.items.items():
             self.value_ghosts.query(mm_hash, len(whole.data))
         token_ids, inputs, which = splice(prompt, body.placements, items, max_tokens=longest)
-        num_prompt = len(token_ids)
         return Request(
-            f"{ready.rid[0]}.{ready.rid[1]}-{next(self._serial)}",
-            token_ids + emitted,
-            body.sampling,
-            num_prompt_tokens=num_prompt,
-            mm_inputs=inputs,
-            values=tuple(values[index] for index in which),
-            rid=ready.rid,
-            session=ready.fid,
-            priority=body.priority,
-            cache_salt=body.cache_salt,
-            lora=body.lora,
-            lora_held=lora_held,
-            read_prefix_cache=body.read_prefix_cache,
+            f"{ready.rid[0]}.{ready.rid[1]}-{next(self._serial)}", token_ids + emitted,
+            body.sampling, num_prompt_tokens=len(token_ids), mm_inputs=inputs,
+            values=tuple(values[index] for index in which), rid=ready.rid, session=ready.fid,
+            priority=body.priority, cache_salt=body.cache_salt, lora=body.lora,
+            lora_held=lora_held, read_prefix_cache=body.read_prefix_cache,
             echo_prompt=body.echo_prompt,
             num_mm_hits=ready.num_hits,
             arrival_seconds=arrived_seconds,
             frontend_seconds=body.arrival_seconds,
             key=body.key,
             on_trial=body.on_trial,
-        )
+        )  # fmt: skip
 
     def _collect(self) -> None:
         """Takes the scheduler's outputs; a finished request's values are unpinned."""

@@ -37,7 +37,7 @@ def is_near(address: str) -> bool:
 
 
 class HealthServer:
-    """See the module.
+    """The HTTP server of one engine process.
 
     Args:
         live, ready: return why not, or "".
@@ -183,7 +183,8 @@ def integrity_report(core: EngineCore, engine_id: str) -> IntegrityReport:
         num_running=len(scheduler.running),
         num_waiting=len(scheduler.waiting) + len(receiver.admission.queue),
         num_sessions=len(receiver.sessions),
-        kv_blocks_in_use=scheduler.pool.num_used_blocks,
+        kv_blocks_in_use=scheduler.pool.num_used_blocks
+        + (scheduler.windows.pool.num_used_blocks if scheduler.windows else 0),
         encoder_references=scheduler.encoder.num_references,
         encoder_used_embeds=scheduler.encoder.num_used_embeds,
         mm_pinned_bytes=store.pinned_bytes + store.bypass_bytes + store.reserved_bytes,

@@ -53,7 +53,7 @@ class CoreInbox(Protocol):
 
 
 class LinkThread:
-    """See the module.
+    """The thread that owns an engine's transport.
 
     Args:
         make_transport: called in the thread, which then owns the transport.
@@ -83,7 +83,6 @@ class LinkThread:
         self._started = threading.Event()
         self._failure: BaseException | None = None
         self._stopping = False
-        self.num_bad_messages = 0
         self._thread = threading.Thread(target=self._run, name="engine-links", daemon=True)
 
     # ---- any thread -----------------------------------------------------------------------------
@@ -178,7 +177,6 @@ class LinkThread:
             message = codec.decode_up(frames)
             values = codec.open_values(message, frames, self._open_shared)
         except codec.DecodeError as error:
-            self.num_bad_messages += 1
             _LOG.warning("frontend %r sent a bad message, its session ends: %s", fid, error)
             sid = self._links.get(fid)
             if sid is not None:

@@ -7,6 +7,7 @@ counted.
 
 from __future__ import annotations
 
+from foveal_runtime.engine.caches.block_pool import BlockPool
 from foveal_runtime.engine.events.stream import EventStream
 from foveal_runtime.engine.process.core import EngineCore
 from foveal_runtime.plan.media import MODALITIES
@@ -138,11 +139,13 @@ class EngineMetrics:
         self._prefix_part(m, "text", queries, hits)
         m.set("foveal_cache_evictions", pool.num_evictions, cache="kv", tier="device",
               reason="room")  # fmt: skip
-        m.set("vllm:kv_cache_usage_perc", pool.num_used_blocks / pool.num_blocks)
-        used, cached = pool.num_used_blocks, pool.num_cached_blocks
-        m.set("foveal_kv_blocks", used, state="active")
-        m.set("foveal_kv_blocks", cached, state="cached")
-        m.set("foveal_kv_blocks", pool.num_blocks - used - cached, state="free")
+        m.set("vllm:kv_cache_usage_perc", scheduler.kv_usage)
+        self._blocks(m, "foveal_kv_blocks", pool)
+        if scheduler.windows is not None:
+            windows = scheduler.windows.pool
+            self._blocks(m, "foveal_kv_window_blocks", windows)
+            m.set("foveal_cache_evictions", windows.num_evictions, cache="kv-window",
+                  tier="device", reason="room")  # fmt: skip
         if stats.num_prefill_tokens:
             per_token = stats.prefill_seconds / stats.num_prefill_tokens
             saved_seconds = per_token * stats.num_prefix_hit_tokens
@@ -150,6 +153,12 @@ class EngineMetrics:
         m.set("vllm:cache_config_info", 1, block_size=str(limits.block_size),
               num_gpu_blocks=str(pool.num_blocks), cache_dtype=limits.kv_dtype,
               enable_prefix_caching=str(limits.prefix_caching))  # fmt: skip
+
+    def _blocks(self, m: Metrics, name: str, pool: BlockPool) -> None:
+        used, cached = pool.num_used_blocks, pool.num_cached_blocks
+        m.set(name, used, state="active")
+        m.set(name, cached, state="cached")
+        m.set(name, pool.num_blocks - used - cached, state="free")
 
     def _prefix_part(self, m: Metrics, modality: str, queries: int, hits: int) -> None:
         m.set("foveal_cache_queries", queries, cache="kv", modality=modality, tier="device")
@@ -168,11 +177,13 @@ class EngineMetrics:
 
     def _ages(self, m: Metrics) -> None:
         core, snapshots = self._core, self._core.scheduler.snapshots
+        windows = core.scheduler.windows
         for cache, tier, ages in (
             ("ipc", "host", core.value_ages),
             ("encoder", "device", core.scheduler.encoder.ages),
             ("kv", "device", core.scheduler.pool.ages),
             *([("state", "device", snapshots.pool.ages)] if snapshots else []),
+            *([("kv-window", "device", windows.pool.ages)] if windows else []),
         ):
             m.set_histogram("foveal_cache_eviction_age_seconds", ages.seen, cache=cache, tier=tier)
 

@@ -89,7 +89,7 @@ class _Inbox:
 
 
 class EngineServer:
-    """See the module.
+    """One engine core and its links.
 
     Args:
         http_host, http_port: /livez, /readyz, /metrics, /debug/integrity; port 0 = any.
@@ -207,6 +207,7 @@ class EngineServer:
         try:
             with Obituary(make_transport, last_death):
                 core = self._core = make_core()
+            core.on_interlude = functools.partial(self._note_progress, core)
             self._links = LinkThread(
                 make_transport, self._inbox, pulse=self._pulse, clock=self._clock,
                 open_shared=open_shared,
@@ -231,7 +232,7 @@ class EngineServer:
                 if busy and not self._progress[2]:
                     self._progress = (self._progress[0], self._clock(), True)
                 core.step()
-                self._progress = (core.stats.num_steps, self._clock(), core.has_work)
+                self._note_progress(core)
                 self._check_when_idle(core)
         except Exception as error:
             _LOG.exception("the step loop failed; frontends send their requests elsewhere")
@@ -246,6 +247,9 @@ class EngineServer:
             _LOG.exception("the warm set was not saved")
         self.phase = Phase.STOPPED
         return 0
+
+    def _note_progress(self, core: EngineCore) -> None:
+        self._progress = (core.stats.num_steps, self._clock(), core.has_work)
 
     def _check_when_idle(self, core: EngineCore) -> None:
         """Raises AssertionError when the books do not agree: an engine that may serve one request

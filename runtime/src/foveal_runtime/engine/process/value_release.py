@@ -22,7 +22,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class ValueRelease:
-    """See the module."""
+    """Releases values of encoded items and asks for them again."""
 
     def __init__(self, scheduler: Scheduler, receiver: Receiver, *, is_on: bool) -> None:
         self._scheduler = scheduler

@@ -8,12 +8,18 @@ decodes alone, a prompt token beside them, an encoder output of each modality. K
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
-from foveal_runtime.engine.types.step import StepPlan, StepResult
+from foveal_runtime.engine.types.limits import SchedulerLimits
+from foveal_runtime.engine.types.step import EncoderInput, StepPlan, StepResult
 
 _WEIGHT = 0.2
 _LEAST_SHARE = 0.1
 """Of a mixed step's time, what its prompt tokens are taken to cost at least."""
+_LOOK_STEPS = 64
+"""Mixed steps in a row after which one of streams alone is due: they may take longer by now."""
+LEAST_SECONDS = 0.05
+"""Without a target: what no reader notices, however fast streams alone are."""
 
 
 class _Average:
@@ -33,17 +39,28 @@ class Pace:
     """Costs of one engine's steps.
 
     Args:
-        target_seconds: between two tokens of a stream.
+        target_seconds: between two tokens of a stream; 0: `growth` times what a step of decodes
+            alone takes, but LEAST_SECONDS, and never more than `start_tokens`.
         start_tokens: what a step may hold before anything was measured.
     """
 
-    def __init__(self, target_seconds: float, start_tokens: int) -> None:
-        self._target = target_seconds
+    def __init__(self, target_seconds: float, start_tokens: int, growth: float = 0.0) -> None:
+        self._given = target_seconds
+        self._growth = growth
         self._start_tokens = start_tokens
         self._decode = _Average()
         self._mixed = _Average()  # seconds of a step with prompt tokens, and how many it had
         self._num_prompt = _Average()
         self._embed: dict[int, _Average] = {}
+        self._num_mixed = _LOOK_STEPS  # steps since the last one of decodes alone
+
+    @classmethod
+    def of(cls, limits: SchedulerLimits) -> Pace | None:
+        """None where nothing but a number of tokens bounds a step beside streams."""
+        if not limits.target_itl_seconds and not limits.mixed_growth:
+            return None
+        start = limits.max_num_mixed_tokens or limits.max_num_batched_tokens
+        return cls(limits.target_itl_seconds, start, limits.mixed_growth)
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         """Takes in how long a step took."""
@@ -51,9 +68,12 @@ class Pace:
         for modality in {entry.modality for entry in plan.encode}:
             average = self._embed.setdefault(modality, _Average())
             average.add(result.encode_seconds / max(whole, 1))
-        if not plan.scheduled or result.forward_seconds <= 0:
-            return
+        if not plan.scheduled or plan.slice_seconds:
+            return  # no streams in it: neither what they take, nor what prompts do beside them
         num_prompt = plan.num_prompt_tokens
+        self._num_mixed = self._num_mixed + 1 if num_prompt else 0
+        if result.forward_seconds <= 0:
+            return
         if num_prompt == 0:
             self._decode.add(result.forward_seconds)
         else:
@@ -71,6 +91,16 @@ class Pace:
             self._decode.add(most)
 
     @property
+    def _target(self) -> float:
+        return self._given or max(self._growth * (self._decode.value or 0.0), LEAST_SECONDS)
+
+    @property
+    def is_look_due(self) -> bool:
+        """Whether the next step beside streams should be of streams alone: what they take is the
+        bound, and nobody knows it."""
+        return not self._given and self._num_mixed >= _LOOK_STEPS
+
+    @property
     def _token_seconds(self) -> float:
         """Of one prompt token beside streams; 0 before one was seen."""
         if self._mixed.value is None or self._num_prompt.value is None:
@@ -84,7 +114,18 @@ class Pace:
         token = self._token_seconds
         if not token:
             return self._start_tokens
-        return int((self._target - (self._decode.value or 0.0)) / token)
+        fitting = int((self._target - (self._decode.value or 0.0)) / token)
+        return fitting if self._given else min(fitting, self._start_tokens)
+
+    def slice_seconds(self, inputs: Sequence[EncoderInput]) -> float:
+        """How long streams may wait while `inputs` are encoded; 0 where that is over in time."""
+        spare = self._target - (self._decode.value or 0.0)
+        averages = [self._embed.get(entry.modality) for entry in inputs]
+        costs = [0.0 if average is None else average.value or 0.0 for average in averages]
+        whole = sum(entry.num_embeds * cost for entry, cost in zip(inputs, costs, strict=True))
+        if all(costs) and whole <= spare:
+            return 0.0
+        return max(spare, _LEAST_SHARE * self._target)
 
     def tokens_instead(self, num_embeds: int, modality: int) -> int:
         """Prompt tokens that take as long as so much encoding; 0 for a modality never seen."""

@@ -7,8 +7,10 @@ that a refusal leaves nothing behind. Knows nothing of results.
 
 from __future__ import annotations
 
+import functools
+
 from foveal_runtime.engine.caches.prefix_cache import cut_to_groups, max_hit_blocks
-from foveal_runtime.engine.scheduler.encoder_window import Window, next_item, plan_window
+from foveal_runtime.engine.scheduler.encoder_window import Window, goes_on, next_item, plan_window
 from foveal_runtime.engine.scheduler.pace import Pace
 from foveal_runtime.engine.scheduler.request_table import RequestTable
 from foveal_runtime.engine.types.request import Request, Status
@@ -25,13 +27,14 @@ class _Pass:
     """One schedule() in the making."""
 
     __slots__ = ("aside", "blocked", "compute_left", "computing", "encode", "has_prompt",
-                 "is_mixed", "new", "num_preempted", "scheduled", "starved", "step",
+                 "is_mixed", "new", "num_preempted", "reserved", "scheduled", "starved", "step",
                  "tokens_left")  # fmt: skip
 
     def __init__(self, step: int, tokens: int, compute: int, is_mixed: bool) -> None:
         self.step = step
         self.is_mixed = is_mixed
         self.tokens_left = tokens
+        self.reserved = 0  # tokens besides, of streams that had not their turn yet
         self.compute_left = compute
         self.has_prompt = False  # it computes or encodes something of a prompt
         self.scheduled: dict[str, ScheduledRequest] = {}
@@ -45,7 +48,7 @@ class _Pass:
 
 
 class Planner:
-    """See the module.
+    """Plans steps over a request table.
 
     Attributes:
         step: number of the last pass.
@@ -62,29 +65,28 @@ class Planner:
         self._snapshots = table.snapshots
         self._indivisible = table.is_indivisible
         self._whole_prompt = table.traits.bidirectional == "prompt"
-        limits = table.limits
-        target, start = limits.target_itl_seconds, limits.max_num_mixed_tokens
-        self.pace = Pace(target, start or limits.max_num_batched_tokens) if target else None
-        self._may_divide = bool(start or target) and not (self._indivisible or self._whole_prompt)
+        self.pace = Pace.of(table.limits)
+        is_whole = self._indivisible or self._whole_prompt
+        self._may_divide = not is_whole and bool(self.pace or table.limits.max_num_mixed_tokens)
         self._first: Request | None = None  # got nothing in the last pass: goes first in this one
         self._idle_passes = 0
         # The head could not get blocks while so many were free; more must come free first.
-        self._stuck_head: tuple[str, int] = ("", 0)
+        self._stuck_head: tuple[str, tuple[int, ...]] = ("", ())
 
     def schedule(self) -> StepPlan:
         """The next step's plan; empty (`num_tokens` 0, nothing to move) when nobody wants one."""
         self.step += 1
         self.encoding.clear()
-        limits = self.limits
-        tokens = limits.max_num_batched_tokens
-        is_mixed = self._may_divide and any(
-            r.num_tokens - r.num_computed == 1 for r in self.table.running
-        )
-        now = _Pass(self.step, tokens, limits.encoder_compute_embeds, is_mixed)
-        if is_mixed:  # every stream gets its token, whatever the limit
-            now.tokens_left = min(tokens, self._mixed_tokens())
+        tokens = self.limits.max_num_batched_tokens
+        streams = sum(map(goes_on, self.table.running)) if self._may_divide else 0
+        now = _Pass(self.step, tokens, self.limits.encoder_compute_embeds, streams > 0)
+        if streams:  # each gets its token, whatever the limit and whoever goes first
+            now.reserved = min(streams, tokens - 1)
+            now.tokens_left = min(tokens - now.reserved, self._mixed_tokens(streams))
         first, self._first = self._first, None
-        if first is not None and first.status is Status.RUNNING:
+        if not now.tokens_left:
+            now.blocked = first  # streams alone have this step
+        elif first is not None and first.status is Status.RUNNING:
             self._continue(first, now)
             now.starved = now.blocked is first
         elif first is not None and len(self.table.waiting) and self.table.waiting.head() is first:
@@ -98,46 +100,53 @@ class Planner:
         self._watch_progress(now)
         return self._finish_pass(now)
 
-    def _mixed_tokens(self) -> int:
-        """Tokens of a step beside streams, theirs included; some of a prompt in any case."""
+    def _mixed_tokens(self, num_streams: int) -> int:
+        """Tokens of a step beside streams, without theirs; 0: what streams alone take is due."""
         if self.pace is None:
-            return max(self.limits.max_num_mixed_tokens, 2 * len(self.table.running))
-        return self._num_streams() + max(self.pace.tokens, self.limits.block_size)
-
-    def _num_streams(self) -> int:
-        return sum(r.num_tokens - r.num_computed == 1 for r in self.table.running)
+            return max(self.limits.max_num_mixed_tokens, 2 * len(self.table.running)) - num_streams
+        return 0 if self.pace.is_look_due else max(self.pace.tokens, self.limits.block_size)
 
     def may_admit(self, num_running: int) -> bool:
         """Whether a pass might admit the head of the queue beside so many running requests."""
         if not len(self.table.waiting) or num_running >= self.limits.max_num_seqs:
             return False
-        stuck, num_free = self._stuck_head
-        is_stuck = self.table.waiting.head().request_id == stuck
-        ending = num_running < len(self.table.running)
-        return ending or not is_stuck or self.table.pool.num_free_blocks > num_free
+        return num_running < len(self.table.running) or not self._is_stuck()
+
+    def _is_stuck(self) -> bool:
+        """Whether the head of the queue would still get no blocks."""
+        stuck, free = self._stuck_head
+        if self.table.waiting.head().request_id != stuck:
+            return False
+        return all(now <= then for now, then in zip(self.table.free_blocks, free, strict=True))
 
     def _continue_running(self, now: _Pass) -> None:
         """Gives each running request its tokens, in order. The common case, one more token and a
         block that has room, is inlined: it is most of the work of most steps."""
         size, step, scheduled = self.limits.block_size, now.step, now.scheduled
         at = 0
-        while at < len(self.table.running) and now.tokens_left > 0:
+        while at < len(self.table.running) and now.tokens_left + now.reserved > 0:
             request = self.table.running[at]
             if request.step == step:
                 at += 1
                 continue
             computed = request.num_computed
+            if (is_stream := goes_on(request)) and now.reserved:
+                now.reserved -= 1
+                now.tokens_left += 1
+            elif not now.tokens_left:
+                at += 1
+                continue
             if (
-                request.num_tokens - computed == 1
+                is_stream
                 and computed < len(request.block_ids) * size
-                and request.next_mm == len(request.mm_inputs)
                 and (self._snapshots is None or (computed + 1) % size)
             ):
                 request.step = step
                 now.tokens_left -= 1
                 scheduled[request.request_id] = ScheduledRequest(
-                    request.request_id, computed, 1, request.block_ids, True
-                )
+                    request.request_id, computed, 1, request.block_ids, True, 0,
+                    request.window_ids, request.window_first,
+                )  # fmt: skip
                 at += 1
                 continue
             self._continue(request, now)
@@ -157,11 +166,11 @@ class Planner:
             return
         while True:
             need = self._blocks_to_add(request, request.num_computed + window.num_tokens)
-            if need <= self.table.pool.num_free_blocks:
+            if need <= min(self.table.free_blocks):
                 break
             victim = self._victim()
             if victim is request and len(self.table.running) == 1:
-                self.table.fail(request, self._kv_too_small(request))
+                self.table.fail(request, self.table.kv_too_small(request))
                 return
             self._preempt(victim, now)
             if victim is request:
@@ -178,17 +187,14 @@ class Planner:
         if request.next_mm == len(request.mm_inputs):
             return Window(num_tokens)
         compute_left = self._compute_left(request, start, now)
-        window = plan_window(
-            request, start, num_tokens, self.table.encoder, compute_left,
-            indivisible=self._indivisible,
+        plan = functools.partial(
+            plan_window, request, start, cache=self.table.encoder,
+            compute_left_embeds=compute_left, indivisible=self._indivisible,
         )  # fmt: skip
+        window = plan(num_tokens)
         beside = self._tokens_beside(request, window, now)
         if window.num_tokens > beside:  # what is encoded takes time that tokens cannot have
-            num_tokens = beside
-            window = plan_window(
-                request, start, num_tokens, self.table.encoder, compute_left,
-                indivisible=self._indivisible,
-            )  # fmt: skip
+            window = plan(num_tokens := beside)
         if window.bad_item is not None:
             known = self.table.encoder.known_embeds(request.mm_inputs[window.bad_item].mm_hash)
             text = (
@@ -211,8 +217,8 @@ class Planner:
         item = next_item(request, start)
         embeds = request.mm_embeds[item]
         if self.pace is not None:
-            spare = max(now.tokens_left - self._num_streams(), 0)
-            fitting = self.pace.embeds_instead(spare, request.mm_inputs[item].modality)
+            modality = request.mm_inputs[item].modality
+            fitting = self.pace.embeds_instead(now.tokens_left, modality)
             return min(now.compute_left, max(fitting, 0 if now.has_prompt else embeds))
         if now.encode:
             spent = self.limits.encoder_compute_embeds - now.compute_left
@@ -220,17 +226,17 @@ class Planner:
         return min(now.compute_left, max(self.limits.max_num_mixed_tokens, embeds))
 
     def _tokens_beside(self, request: Request, window: Window, now: _Pass) -> int:
-        """Tokens the pass may still schedule when it also encodes what the window needs."""
+        """Of prompts, when the pass also encodes what the window needs."""
         if self.pace is None or not (window.compute_embeds and now.is_mixed):
             return now.tokens_left
         modality = request.mm_inputs[window.take[-1]].modality
         left = now.tokens_left - self.pace.tokens_instead(window.compute_embeds, modality)
-        least = self._num_streams() + 1  # every stream, and this prompt, goes on
-        return min(now.tokens_left, max(left, least))
+        if left < 1 and self.limits.slices_encoding:
+            return now.tokens_left  # streams go on meanwhile
+        return min(now.tokens_left, max(left, 1))  # this prompt goes on
 
     def _blocks_to_add(self, request: Request, num_tokens: int) -> int:
-        have = len(request.block_ids)
-        return max(-(-num_tokens // self.limits.block_size) - have, 0)
+        return max(-(-num_tokens // self.limits.block_size) - len(request.block_ids), 0)
 
     def _victim(self) -> Request:
         """Who gives way: the last to come, or the last of the least important."""
@@ -241,8 +247,7 @@ class Planner:
     def _preempt(self, victim: Request, now: _Pass) -> None:
         """Takes everything from a running request, what this pass gave it included."""
         self.table.preempt(victim)
-        undone = now.scheduled.pop(victim.request_id, None)
-        if undone is not None:
+        if undone := now.scheduled.pop(victim.request_id, None):
             now.tokens_left += undone.num_scheduled_tokens
         now.new.pop(victim.request_id, None)
         now.num_preempted += 1
@@ -262,13 +267,16 @@ class Planner:
         """Starts (or starts again) the head of the queue; False when it has to wait. Nobody
         overtakes it then, unless it waits for blocks that are being computed."""
         pool, size = self.table.pool, self.limits.block_size
-        stuck, num_free = self._stuck_head
-        if stuck == request.request_id and self.table.running and pool.num_free_blocks <= num_free:
+        if self.table.running and self._is_stuck():
             return False
-        hit = self._lookup_prefix(request)
+        hit, windows = self._lookup_prefix(request), self.table.windows
+        seen: list[int] = []
         num_known, snapshot = len(hit), 0
         if self._snapshots is not None:
             count, snapshot = self._snapshots.find(request, num_known)
+            del hit[count:]
+        if windows is not None:
+            count, seen = windows.lookup(request, num_known)
             del hit[count:]
         if self._is_coming(request, len(hit), now):
             if len(now.aside) == _MAX_ASIDE:
@@ -289,16 +297,19 @@ class Planner:
             return False
         # Room for the whole sequence must be free, not only for this chunk: a prompt that is
         # admitted piecemeal would soon preempt others or itself.
-        whole = -(-request.num_tokens // size) - len(hit) + pool.num_unused(hit)
-        if whole > pool.num_free_blocks:
+        more = -(-request.num_tokens // size) - len(hit)
+        fits = more + pool.num_unused(hit) <= pool.num_free_blocks
+        if not fits or (windows is not None and not windows.fits(more, seen)):
             if self.table.running:
-                self._stuck_head = (request.request_id, pool.num_free_blocks)
+                self._stuck_head = (request.request_id, self.table.free_blocks)
                 return False
-            self.table.fail(request, self._kv_too_small(request))
+            self.table.fail(request, self.table.kv_too_small(request))
             return True
-        self._stuck_head = ("", 0)
+        self._stuck_head = ("", ())
         self.table.waiting.remove(request)
         pool.share(hit)
+        if windows is not None:
+            windows.start(request, len(hit), seen, num_known)
         if snapshot and self._snapshots is not None:
             self._snapshots.use(snapshot)
         request.block_ids = hit
@@ -363,7 +374,7 @@ class Planner:
         """Takes blocks and encoder outputs and writes the request into the plan. `snapshot`: where
         a new one's recurrent state comes from."""
         if num_new_blocks:
-            request.block_ids.extend(self.table.pool.allocate(num_new_blocks))
+            self.table.take_blocks(request, num_new_blocks)
         request.num_computed = start
         if window.take:
             self._note_encoder_wait(request)
@@ -396,6 +407,7 @@ class Planner:
             request.request_id, start, window.num_tokens, request.block_ids,
             end == request.num_tokens,
             0 if self._snapshots is None else self._snapshots.take(request, end),
+            request.window_ids, request.window_first,
         )  # fmt: skip
 
     def _note_encoder_wait(self, request: Request) -> None:
@@ -431,15 +443,8 @@ class Planner:
         self.table.in_runner.update(now.new)
         moves = self.table.encoder.take_moves()
         gone, self.table.gone = self.table.gone, []
-        encode = [now.encode[mm_hash] for mm_hash in moves.encode]
         return StepPlan(
-            now.step, list(now.new.values()), list(now.scheduled.values()), encode,
+            now.step, list(now.new.values()), list(now.scheduled.values()),
+            [now.encode[mm_hash] for mm_hash in moves.encode],
             moves.free, moves.store, moves.load, moves.drop_host, gone,
         )  # fmt: skip
-
-    def _kv_too_small(self, request: Request) -> EngineFailure:
-        return EngineFailure(
-            f"the request has reached {request.num_tokens} tokens and needs more KV blocks than "
-            f"this engine has ({self.table.pool.num_blocks} of {self.limits.block_size} tokens): "
-            "give the engine more KV memory or lower max_model_len"
-        )

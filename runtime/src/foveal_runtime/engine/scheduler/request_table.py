@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Mapping
 from foveal_runtime.engine.caches.block_pool import BlockPool
 from foveal_runtime.engine.caches.encoder_cache import EncoderCacheManager
 from foveal_runtime.engine.caches.host_tier import HostTier
-from foveal_runtime.engine.caches.observer import CacheObserver
-from foveal_runtime.engine.caches.prefix_cache import BlockHasher
+from foveal_runtime.engine.caches.prefix_cache import BlockHasher, CacheObserver
 from foveal_runtime.engine.scheduler.outputs import Outbox
 from foveal_runtime.engine.scheduler.snapshots import Snapshots
+from foveal_runtime.engine.scheduler.window_blocks import WindowBlocks
 from foveal_runtime.engine.types.limits import SchedulerLimits
 from foveal_runtime.engine.types.request import Request, Status
 from foveal_runtime.engine.types.stats import EngineStats
@@ -29,10 +29,10 @@ from foveal_runtime.plan.errors import (
     InvalidRequest,
     MediaTooLarge,
     Overloaded,
+    Unsupported,
 )
 from foveal_runtime.plan.media import MODALITIES, MMHash
-from foveal_runtime.telemetry.ages import EvictionAges
-from foveal_runtime.telemetry.ghosts import GhostLists
+from foveal_runtime.telemetry.counts import EvictionAges, GhostLists
 
 MAX_EVICTED = 8192
 """Encoder outputs of which it is remembered that they were evicted."""
@@ -66,6 +66,10 @@ class RequestTable:
         self.waiting = PriorityQueue() if limits.policy == "priority" else WaitingQueue()
         removed = observer.block_removed if observer is not None else None
         self.pool = BlockPool(limits.num_blocks - 1, on_removed=removed, ages=EvictionAges(clock))
+        self.windows: WindowBlocks | None = None
+        if limits.num_window_blocks:
+            sees_items = traits.bidirectional == "item"
+            self.windows = WindowBlocks(limits, sees_items=sees_items, clock=clock)
         self.block_ghosts = GhostLists(self.pool.num_blocks, window=1 << 18)
         self.hasher = BlockHasher(limits.block_size, limits.namespace)
         self.encoder = EncoderCacheManager(
@@ -107,8 +111,11 @@ class RequestTable:
         request.output_limit_tokens = 1 if sampling.pooling else min(sampling.max_tokens, room)
         if self.is_caching:
             self.hasher.extend(request, request.num_tokens)
+        there = itertools.chain(self.running, self.waiting)
         if self.snapshots is not None:
-            self.snapshots.meet(request, itertools.chain(self.running, self.waiting))
+            self.snapshots.meet(request, there)
+        if self.windows is not None:
+            self.windows.meet(request, there)
         self.requests[request.request_id] = request
         if request.num_output_tokens >= request.output_limit_tokens:
             # An earlier attempt had already made all its tokens.
@@ -154,14 +161,45 @@ class RequestTable:
 
     def drop(self, request: Request) -> None:
         """Gives back everything a request holds. It must be in no queue any more."""
-        self.pool.release(request.block_ids)
-        request.block_ids = []
+        self._release_blocks(request)
         self.encoder.free(request)
         if self.snapshots is not None:
             self.snapshots.close(request)
         request.status = Status.FINISHED
         del self.requests[request.request_id]
         self._forget(request.request_id)
+
+    @property
+    def free_blocks(self) -> tuple[int, ...]:
+        """Of each pool."""
+        if self.windows is None:
+            return (self.pool.num_free_blocks,)
+        return self.pool.num_free_blocks, self.windows.pool.num_free_blocks
+
+    @property
+    def kv_usage(self) -> float:
+        """Part of the KV blocks that requests hold, of the pool that is fuller."""
+        pools = [self.pool] if self.windows is None else [self.pool, self.windows.pool]
+        return max(pool.num_used_blocks / pool.num_blocks for pool in pools)
+
+    def take_blocks(self, request: Request, count: int) -> None:
+        """So many more of each pool, which has them."""
+        request.block_ids.extend(self.pool.allocate(count))
+        if self.windows is not None:
+            self.windows.extend(request, count)
+
+    def kv_too_small(self, request: Request) -> EngineFailure:
+        return EngineFailure(
+            f"the request has reached {request.num_tokens} tokens and needs more KV blocks than "
+            f"this engine has ({self.pool.num_blocks} of {self.limits.block_size} tokens): "
+            "give the engine more KV memory or lower max_model_len"
+        )
+
+    def _release_blocks(self, request: Request) -> None:
+        self.pool.release(request.block_ids)
+        request.block_ids = []
+        if self.windows is not None:
+            self.windows.close(request)
 
     def _forget(self, request_id: str) -> None:
         """The runner keeps nothing of it, from the next plan on."""
@@ -182,11 +220,10 @@ class RequestTable:
     def preempt(self, victim: Request) -> None:
         """Takes everything from a running request; it will be recomputed later."""
         self.running.remove(victim)
-        self.pool.release(victim.block_ids)
+        self._release_blocks(victim)
         self.encoder.free(victim)
         if self.snapshots is not None:
             self.snapshots.close(victim)
-        victim.block_ids = []
         victim.num_computed = 0
         victim.step = -1
         victim.num_published = 0
@@ -228,7 +265,6 @@ class RequestTable:
         live = [*self.running, *waiting]
         assert {entry.request_id for entry in live} == self.requests.keys()
         assert len(live) == len(self.requests)
-        assert self.waiting.num_tokens == sum(entry.num_tokens for entry in waiting)
         assert len(self.running) <= self.limits.max_num_seqs
         assert not self.away.keys() & self.requests.keys()
         for request in self.away.values():
@@ -250,11 +286,14 @@ class RequestTable:
             assert request.status is Status.WAITING
             assert not request.num_released
             assert not request.block_ids
+            assert not request.window_ids
             assert not request.pending
             assert not request.rolling
             assert not self.encoder.get_cached_input_ids(request)
         self.pool.check_integrity([request.block_ids for request in self.running])
         self.encoder.check_integrity(self.running)
+        if self.windows is not None:
+            self.windows.check_integrity(self.running)
         if self.snapshots is not None:
             self.snapshots.check_integrity(self.running)
 
@@ -267,6 +306,8 @@ def _check_request(
     indivisible = limits.disable_chunked_mm_input or traits.bidirectional == "item"
     if request.sampling.max_tokens < 1:
         raise InvalidRequest("max_tokens must be at least 1", param="max_tokens")
+    if not traits.generates and not request.sampling.pooling:
+        raise Unsupported("this model is an encoder: it embeds texts and generates none")
     if prompt < 1:
         raise InvalidRequest("the prompt is empty", param="messages")
     if prompt + request.sampling.least_outputs > limits.max_model_len:
@@ -326,13 +367,9 @@ def _check_whole_prompt(request: Request, limits: SchedulerLimits) -> None:
 
 
 class WaitingQueue:
-    """First come, first served; a preempted request returns to its old place.
-
-    `num_tokens` counts the tokens of all that wait.
-    """
+    """First come, first served; a preempted request returns to its old place."""
 
     def __init__(self) -> None:
-        self.num_tokens = 0
         self._requests: OrderedDict[str, Request] = OrderedDict()
 
     def __len__(self) -> int:
@@ -343,7 +380,6 @@ class WaitingQueue:
 
     def push(self, request: Request) -> None:
         self._requests[request.request_id] = request
-        self.num_tokens += request.num_tokens
 
     def push_back(self, request: Request) -> None:
         """Returns a preempted request to its place before all that arrived later."""
@@ -356,7 +392,6 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         del self._requests[request.request_id]
-        self.num_tokens -= request.num_tokens
 
 
 class PriorityQueue(WaitingQueue):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from foveal_runtime.engine.caches.observer import CacheObserver
+from foveal_runtime.engine.caches.prefix_cache import CacheObserver
 from foveal_runtime.engine.scheduler.planner import Planner
 from foveal_runtime.engine.scheduler.request_table import RequestTable
 from foveal_runtime.engine.types.limits import SchedulerLimits
@@ -81,6 +81,40 @@ class Scheduler(RequestTable):
         """The next step's plan; empty (`num_tokens` 0, nothing to move) when nobody wants one."""
         return self._planner.schedule()
 
+    def split(self, plan: StepPlan) -> tuple[StepPlan | None, StepPlan]:
+        """A new plan as the part of streams, to be executed first, and the rest, in the middle of
+        which `plan_streams` is asked; None where nothing keeps them waiting."""
+        pace = self._planner.pace
+        if pace is None or not self.limits.slices_encoding or not plan.encode:
+            return None, plan
+        streams: list[ScheduledRequest] = []
+        others: list[ScheduledRequest] = []
+        new = {entry.request_id for entry in plan.new}
+        for entry in plan.scheduled:
+            request = self.requests[entry.request_id]
+            is_stream = request.request_id not in new and _is_stream(request)
+            (streams if is_stream else others).append(entry)
+        seconds = pace.slice_seconds(plan.encode)
+        if not seconds or not streams:
+            return None, plan
+        start_from = {entry.snapshot for entry in plan.new if entry.snapshot}
+        if start_from.intersection(entry.snapshot for entry in streams):
+            return None, plan  # a stream's state may take a slot only after a newcomer read it
+        plan.scheduled, plan.slice_seconds = others, seconds
+        return StepPlan(plan.step, scheduled=streams), plan
+
+    def plan_streams(self, under_way: StepPlan) -> StepPlan | None:
+        """One more token for each stream while `under_way`, the rest of a split plan, is encoded,
+        and after it, before the next prompts. Nobody gives way for it: a stream that lacks a block
+        waits for the next pass."""
+        busy = {entry.request_id for entry in under_way.scheduled}
+        going_on = [
+            request for request in self.running
+            if request.request_id not in busy and _is_stream(request)
+            and self._take_blocks([request], 0)
+        ]  # fmt: skip
+        return self._plan_one_more(going_on, 0) if going_on else None
+
     def plan_ahead(self, running: StepPlan) -> StepPlan | None:
         """The step after `running`, before that one's `update`; None when it must come first. A
         plan that was given must be executed, `adopt`ed after that update, and updated in turn.
@@ -106,17 +140,23 @@ class Scheduler(RequestTable):
         if (
             not going_on
             or self._planner.may_admit(len(going_on))
-            or not self._take_blocks(going_on)
+            or not self._take_blocks(going_on, 1)
         ):
             return None
+        return self._plan_one_more(going_on, 1)
+
+    def _plan_one_more(self, requests: Sequence[Request], ahead: int) -> StepPlan:
+        """One token for each, so many positions behind the last one that is known."""
         self._planner.step += 1
         take = self.snapshots.take if self.snapshots is not None else lambda *_: 0
-        scheduled = [
-            ScheduledRequest(
-                r.request_id, r.num_tokens, 1, r.block_ids, True, take(r, r.num_tokens + 1)
-            )
-            for r in going_on
-        ]
+        scheduled = []
+        for request in requests:
+            at = request.num_tokens - 1 + ahead
+            request.step = request.step if ahead else self._planner.step
+            scheduled.append(ScheduledRequest(
+                request.request_id, at, 1, request.block_ids, True, take(request, at + 1),
+                request.window_ids, request.window_first,
+            ))  # fmt: skip
         gone, self.gone = self.gone, []
         return StepPlan(self._planner.step, scheduled=scheduled, finished=gone)
 
@@ -130,14 +170,15 @@ class Scheduler(RequestTable):
             assert request.num_computed == entry.num_computed_tokens == request.num_tokens - 1
             request.step = plan.step
 
-    def _take_blocks(self, requests: list[Request]) -> bool:
-        """A block for each who needs one for its next token; nothing when there are too few."""
+    def _take_blocks(self, requests: list[Request], ahead: int) -> bool:
+        """A block for each who needs one for its last token, or one so far ahead of it; nothing
+        when there are too few."""
         size = self.limits.block_size
-        short = [r for r in requests if r.num_tokens >= len(r.block_ids) * size]
-        if len(short) > self.pool.num_free_blocks:
+        short = [r for r in requests if r.num_tokens + ahead > len(r.block_ids) * size]
+        if len(short) > min(self.free_blocks):
             return False
         for request in short:
-            request.block_ids.extend(self.pool.allocate(1))
+            self.take_blocks(request, 1)
         return True
 
     def take_outputs(self) -> Sequence[tuple[Request, EngineOutput]]:
@@ -159,6 +200,8 @@ class Scheduler(RequestTable):
             request.num_computed = computed
             if caching and computed // size > request.num_published:
                 self._publish(request, computed // size)
+            if self.windows is not None:
+                self.windows.leave_behind(request)
             if entry.snapshot and self.snapshots is not None:
                 self.snapshots.keep(request, entry.snapshot)
             if request.next_mm < len(request.mm_inputs):
@@ -216,6 +259,8 @@ class Scheduler(RequestTable):
             self.block_ghosts.insert(block_hash, 1)
             if new and self.observer is not None:
                 self.observer.block_stored(request, index, self.hasher)
+            if self.windows is not None:
+                self.windows.publish(request, index)
         request.num_published = num_full
 
     def _release_consumed(self, request: Request) -> None:
@@ -271,6 +316,8 @@ class Scheduler(RequestTable):
         count = self.pool.reset()
         if self.snapshots is not None:
             self.snapshots.pool.reset()
+        if self.windows is not None:
+            self.windows.pool.reset()
         self.block_ghosts.reset()
         if self.observer is not None:
             self.observer.blocks_cleared()
@@ -291,6 +338,8 @@ class Scheduler(RequestTable):
         for request in self.running:
             if wrong.intersection(entry.mm_hash for entry in request.mm_inputs):
                 self.pool.withdraw(request.block_ids)
+                if self.windows is not None:
+                    self.windows.pool.withdraw(request.window_ids)
                 request.is_withdrawn = True
                 request.num_published = self.limits.max_model_len  # no more of its blocks
         self.reset_prefix_cache()
@@ -318,6 +367,11 @@ class Scheduler(RequestTable):
             self.waiting.remove(request)
             self.send_away(request)
         return []
+
+
+def _is_stream(request: Request) -> bool:
+    """Whether it is through with its prompt and waits for one more token."""
+    return request.num_tokens - 1 == request.num_computed >= request.num_prompt_tokens
 
 
 def _needs_text(sampling: SamplingParams) -> bool:

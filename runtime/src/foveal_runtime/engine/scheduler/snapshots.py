@@ -10,18 +10,13 @@ block would take many times the memory of KV.
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 from foveal_runtime.engine.caches.block_pool import BlockPool
-from foveal_runtime.engine.caches.observer import CacheObserver
-from foveal_runtime.engine.caches.prefix_cache import cut_to_groups
+from foveal_runtime.engine.caches.prefix_cache import CacheObserver, cut_to_groups, meetings
 from foveal_runtime.engine.types.limits import SchedulerLimits
 from foveal_runtime.engine.types.request import Request
-from foveal_runtime.telemetry.ages import EvictionAges
-
-_MAX_MEETINGS = 64
-"""Requests that a new one is compared with."""
+from foveal_runtime.telemetry.counts import EvictionAges
 
 
 class Snapshots:
@@ -70,14 +65,9 @@ class Snapshots:
     def meet(self, request: Request, others: Iterable[Request]) -> None:
         """A new request beside those that are there: one that computes what both begin with ends a
         chunk where they part."""
-        mine = request.block_hashes
-        for other in itertools.islice(others, _MAX_MEETINGS):
-            theirs = other.block_hashes
-            most = min(len(mine), len(theirs), other.num_prompt_tokens // self._size)
-            # A hash names all blocks before it, too, so what is equal comes first.
-            count = bisect.bisect_left(range(most), True, key=lambda i: mine[i] != theirs[i])
+        for other, count in meetings(request, others, self._size):
             position = count * self._size
-            if other.num_computed < position and self._may_cut(other, position):
+            if self._may_cut(other, position):
                 self._add_cut(other, position)
 
     def _add_cut(self, request: Request, position: int) -> None:

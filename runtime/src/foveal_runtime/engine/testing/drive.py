@@ -45,8 +45,8 @@ class Drive:
     """One engine's core under a hand crank.
 
     Args:
-        limits: anything of SchedulerLimits; the defaults are small. num_blocks counts those that
-            requests can have.
+        limits: anything of SchedulerLimits; the defaults are small. num_blocks and
+            num_window_blocks count those that requests can have.
         check: check all books after each step.
         costs: see FakeRunner.
         run_ahead: submit steps ahead of results wherever the scheduler plans them.
@@ -67,6 +67,8 @@ class Drive:
         }  # fmt: skip
         settings.update(limits)
         settings["num_blocks"] += 1  # type: ignore[operator]
+        if settings.get("num_window_blocks"):
+            settings["num_window_blocks"] += 1  # type: ignore[operator]
         self.limits = SchedulerLimits(**settings)  # type: ignore[arg-type]
         self.clock = FakeClock()
         self.scheduler = Scheduler(self.limits, traits, clock=self.clock)
@@ -76,6 +78,8 @@ class Drive:
             traits=traits,
             encoder_cache_embeds=self.limits.encoder_cache_embeds,
             costs=costs,
+            num_window_blocks=self.limits.num_window_blocks,
+            window=self.limits.window,
         )
         self.check = check
         self.run_ahead = run_ahead
@@ -127,9 +131,12 @@ class Drive:
         if self._under_way is not None:
             (plan, running), self._under_way = self._under_way, None
         else:
-            plan = self.scheduler.schedule()
+            streams, plan = self.scheduler.split(self.scheduler.schedule())
+            self._interlude(streams)
             if plan.scheduled or plan.finished or plan.free_encoder or plan.drop_host_encoder:
-                running = self.runner.submit(plan)
+                running = self.runner.submit(
+                    plan, lambda: self._interlude(self.scheduler.plan_streams(plan))
+                )
         self.clock.now += 0.01
         if running is not None:
             ahead = self.scheduler.plan_ahead(plan) if self.run_ahead else None
@@ -141,9 +148,18 @@ class Drive:
                 self.scheduler.adopt(ahead)
         self._collect()
         self.plans.append(plan)
+        if plan.slice_seconds:
+            self._interlude(self.scheduler.plan_streams(plan))
         if self.check:
             self.scheduler.check_integrity()
         return plan
+
+    def _interlude(self, plan: StepPlan | None) -> None:
+        """See `EngineCore`."""
+        if plan is not None:
+            self.scheduler.update(plan, self.runner.submit(plan).result())
+            self._collect()
+            self.plans.append(plan)
 
     def run(self, max_steps: int = 2000) -> None:
         """Steps until nothing is left to do."""
@@ -181,6 +197,7 @@ class Drive:
         scheduler, runner = self.scheduler, self.runner
         assert not scheduler.num_requests
         assert scheduler.pool.num_used_blocks == 0
+        assert scheduler.windows is None or scheduler.windows.pool.num_used_blocks == 0
         assert scheduler.encoder.num_used_embeds == 0
         snapshots = scheduler.snapshots
         assert snapshots is None or snapshots.pool.num_used_blocks == 0

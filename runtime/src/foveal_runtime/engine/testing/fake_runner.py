@@ -170,7 +170,7 @@ class _FakeStep(DoneStep):
 
 
 class FakeRunner:
-    """See the module. One per engine.
+    """A runner without a model. One per engine.
 
     Args:
         on_execute: called with each plan before it is obeyed (a test's window into the step).
@@ -178,6 +178,7 @@ class FakeRunner:
             are reported, not spent.
         failures: reason by request id: those requests fail when they are next scheduled.
         bad_values: content numbers whose encoding fails.
+        num_window_blocks, window: see SchedulerLimits.
     """
 
     def __init__(
@@ -189,6 +190,8 @@ class FakeRunner:
         encoder_cache_embeds: int | None = None,
         on_execute: Callable[[StepPlan], None] | None = None,
         costs: tuple[float, float, float] = (0.0, 0.0, 0.0),
+        num_window_blocks: int = 0,
+        window: int = 0,
     ) -> None:
         self._traits = traits
         self.grammars = GrammarStats()
@@ -196,6 +199,8 @@ class FakeRunner:
         self.costs = costs
         self._block_size = block_size
         self._kv = np.zeros(num_blocks * block_size, dtype=np.uint64)
+        self._window_kv = np.zeros(num_window_blocks * block_size, dtype=np.uint64)
+        self._window = window
         self._requests: dict[str, _State] = {}
         self.snapshots: dict[int, tuple[int, int]] = {}
         self._encoder_cache_embeds = encoder_cache_embeds
@@ -208,8 +213,10 @@ class FakeRunner:
         self.bad_values: set[int] = set()
         self.num_encoded = 0
         self.num_computed_tokens = 0
+        self.seconds = 0.0  # that all steps have taken by their costs
         self.closed = False
         self._num_submitted = 0
+        self._between: Callable[[], None] | None = None  # of the plan that is submitted
 
     @property
     def traits(self) -> ModelTraits:
@@ -233,20 +240,32 @@ class FakeRunner:
                 state.end, state.state = self.snapshots[new.snapshot]
         self._move_outputs(plan)
         result = StepResult(plan.step)
+        step, token, embed = self.costs
+        result.encode_seconds = embed * sum(entry.num_embeds for entry in plan.encode)
         self._encode(plan, result)
+        between, self._between = self._between, None
+        left = result.encode_seconds
+        while between is not None and plan.slice_seconds and left > 0:
+            part = min(left, plan.slice_seconds)
+            self.seconds += part
+            left -= part
+            between()
         used: dict[int, str] = {}
+        used_windows: dict[int, str] = {}
         for entry in plan.scheduled:
-            self._check_writes(entry, used)
+            self._check_writes(entry, entry.block_ids, 0, used)
+            if len(self._window_kv):
+                self._check_writes(entry, entry.window_ids, entry.window_first, used_windows)
         for entry in plan.scheduled:
             self._run(entry, result)
-        step, token, embed = self.costs
         result.forward_seconds = step + token * plan.num_prompt_tokens
-        result.encode_seconds = embed * sum(entry.num_embeds for entry in plan.encode)
+        self.seconds += left + result.forward_seconds
         return result
 
-    def submit(self, plan: StepPlan) -> DoneStep:
+    def submit(self, plan: StepPlan, between: Callable[[], None] | None = None) -> DoneStep:
         assert self._num_submitted < 2, "two steps are under way already"
         self._num_submitted += 1
+        self._between = between
         return _FakeStep(self, self.execute(plan))
 
     def took(self) -> None:
@@ -306,15 +325,18 @@ class FakeRunner:
             held = sum(self.sizes[mm_hash] for mm_hash in self.device)
             assert held <= self._encoder_cache_embeds, "more outputs than the cache holds"
 
-    def _check_writes(self, entry: ScheduledRequest, used: dict[int, str]) -> None:
+    def _check_writes(
+        self, entry: ScheduledRequest, block_ids: list[int], first: int, used: dict[int, str]
+    ) -> None:
         """No block is written by two requests in one step."""
         size = self._block_size
         start, stop = entry.num_computed_tokens, entry.num_computed_tokens
         stop += entry.num_scheduled_tokens
         assert entry.num_scheduled_tokens > 0
-        assert stop <= len(entry.block_ids) * size
-        assert TRASH_BLOCK not in entry.block_ids
-        for block in entry.block_ids[start // size : -(-stop // size)]:
+        assert first * size <= start
+        assert stop <= (first + len(block_ids)) * size
+        assert TRASH_BLOCK not in block_ids
+        for block in block_ids[start // size - first : -(-stop // size) - first]:
             assert used.setdefault(block, entry.request_id) == entry.request_id, "block shared"
 
     def _run(self, entry: ScheduledRequest, result: StepResult) -> None:
@@ -344,6 +366,8 @@ class FakeRunner:
         self.num_computed_tokens += stop - start
         held = self._kv[slots]
         assert not (held == _EMPTY).any(), "a slot is read that was never written"
+        if len(self._window_kv):
+            self._check_window(entry, values, held)
         if self._traits.state_bytes:
             self._advance(state, start, values, held)
             if entry.snapshot:
@@ -364,6 +388,18 @@ class FakeRunner:
             token = next_token(held, state.sampling, self._traits.vocab_size)
             state.token_ids.append(token)
             result.sampled.append(Sampled(entry.request_id, token, -1.0, 1))
+
+    def _check_window(self, entry: ScheduledRequest, values: np.ndarray, held: np.ndarray) -> None:
+        """What the step's tokens see through the window is what the other layers hold there."""
+        start, stop = entry.num_computed_tokens, len(held)
+        seen = np.arange(max(start - self._window + 1, 0), stop)
+        numbers = seen // self._block_size - entry.window_first
+        assert numbers.min() >= 0, "a block is seen that was given back"
+        table = np.array(entry.window_ids, dtype=np.int64)
+        slots = table[numbers] * self._block_size + seen % self._block_size
+        self._window_kv[slots[start - seen[0] :]] = values
+        same = self._window_kv[slots] == held[seen]
+        assert same.all(), "a window's block holds something else"
 
     def _pool(self, state: _State, held: np.ndarray) -> bytes:
         """The last token's depends on all that its slots hold, as a hidden state does; the others

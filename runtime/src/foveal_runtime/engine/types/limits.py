@@ -21,6 +21,9 @@ class SchedulerLimits:
             its next token; 0 = as any other step.
         target_itl_seconds: a step beside streams holds what keeps it within so long, by what steps
             took so far, instead of `max_num_mixed_tokens`; 0 = no target.
+        mixed_growth: without a target, such a step takes at most so many times what a step of
+            streams alone takes; 0 = no such bound.
+        slices_encoding: streams go on in the middle of what takes the encoder longer than that.
         max_model_len: prompt + output tokens of one request.
         max_waiting: requests that may wait; more are refused as overloaded.
         encoder_compute_embeds, encoder_cache_embeds: from `plan.encoder_budget`.
@@ -32,6 +35,8 @@ class SchedulerLimits:
         num_snapshots: snapshots of recurrent state that the runner can keep, for models with such;
             0: no prefix is reused then.
         snapshot_tokens: least distance of snapshots that nothing else asks for.
+        num_window_blocks: the KV pool of layers with a sliding window, TRASH_BLOCK included; 0:
+            they share the other one. window: tokens that they see, the newest one included.
     """
 
     num_blocks: int
@@ -41,6 +46,8 @@ class SchedulerLimits:
     max_model_len: int
     max_num_mixed_tokens: int = 0
     target_itl_seconds: float = 0.0
+    mixed_growth: float = 0.0
+    slices_encoding: bool = False
     max_waiting: int = 1024
     policy: Literal["fcfs", "priority"] = "fcfs"
     disable_chunked_mm_input: bool = False
@@ -53,6 +60,8 @@ class SchedulerLimits:
     kv_dtype: str = "auto"
     num_snapshots: int = 0
     snapshot_tokens: int = 0
+    num_window_blocks: int = 0
+    window: int = 0
 
     def __post_init__(self) -> None:
         assert self.num_blocks > 1
@@ -60,6 +69,7 @@ class SchedulerLimits:
         assert self.max_num_batched_tokens > 0
         assert self.max_num_seqs > 0
         assert self.max_model_len > 1
+        assert not self.num_window_blocks or (self.window > 0 and not self.num_snapshots)
 
     @property
     def kv_tokens(self) -> int:

@@ -7,6 +7,7 @@ which blocks and encoder references the request has. Never decides anything.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 
 from foveal_runtime.engine.types.step import MMInput, PromptLogprobs
@@ -21,6 +22,7 @@ class Status(Enum):
     FINISHED = "finished"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Request:
     """State of one sequence.
 
@@ -36,6 +38,8 @@ class Request:
         next_mm: index of the first entry of mm_inputs that ends after num_computed.
         key, on_trial, lora: see `wire.messages.RequestBody`. lora_held: see `LoraTable.hold`.
         block_ids: KV blocks, in order. num_published: how many of them the prefix cache knows.
+        window_ids, window_first: see `ScheduledRequest`. window_kept: numbers of those blocks, from
+            and to, that are evicted later than others.
         block_hashes: hashes of the full blocks of token_ids, made once and kept.
         cuts: positions to come, in order, at which a chunk must end so that recurrent state can be
             kept there. state_end: where the last snapshot was taken, or it started from one.
@@ -43,127 +47,69 @@ class Request:
         is_withdrawn: made from a wrong value since it was admitted: nobody gets its snapshots.
     """
 
-    __slots__ = (
-        "admit_seconds",
-        "arrival_seconds",
-        "block_hashes",
-        "block_ids",
-        "cache_salt",
-        "cuts",
-        "echo_prompt",
-        "encoder_since",
-        "first_seconds",
-        "frontend_seconds",
-        "hash_mm",
-        "is_withdrawn",
-        "key",
-        "known_to_runner",
-        "lora",
-        "lora_held",
-        "mm_embeds",
-        "mm_inputs",
-        "next_mm",
-        "num_cached_tokens",
-        "num_computed",
-        "num_emitted",
-        "num_encoded",
-        "num_encoder_hits",
-        "num_mm_hits",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "num_published",
-        "num_released",
-        "num_tokens",
-        "on_trial",
-        "output_limit_tokens",
-        "pending",
-        "priority",
-        "prompt_logprobs",
-        "read_prefix_cache",
-        "request_id",
-        "rid",
-        "rolling",
-        "sampling",
-        "sequence",
-        "session",
-        "state_end",
-        "status",
-        "step",
-        "stop_ids",
-        "token_ids",
-        "values",
-    )
+    request_id: str
+    token_ids: list[int]
+    sampling: SamplingParams
+    _: KW_ONLY
+    num_prompt_tokens: int = 0
+    mm_inputs: tuple[MMInput, ...] = ()
+    values: tuple[bytes | memoryview, ...] = ()
+    rid: tuple[str, int] = ("", 0)
+    session: str = ""
+    priority: int = 0
+    cache_salt: bytes = b""
+    lora: LoraRef | None = None
+    lora_held: object | None = None
+    read_prefix_cache: bool = True
+    echo_prompt: bool = False
+    num_mm_hits: int = 0
+    arrival_seconds: float = 0.0
+    frontend_seconds: float = 0.0
+    key: bytes = b""
+    on_trial: bool = False
 
-    def __init__(
-        self,
-        request_id: str,
-        token_ids: list[int],
-        sampling: SamplingParams,
-        *,
-        num_prompt_tokens: int | None = None,
-        mm_inputs: tuple[MMInput, ...] = (),
-        values: tuple[bytes | memoryview, ...] = (),
-        rid: tuple[str, int] = ("", 0),
-        session: str = "",
-        priority: int = 0,
-        cache_salt: bytes = b"",
-        lora: LoraRef | None = None,
-        lora_held: object | None = None,
-        read_prefix_cache: bool = True,
-        echo_prompt: bool = False,
-        num_mm_hits: int = 0,
-        arrival_seconds: float = 0.0,
-        frontend_seconds: float = 0.0,
-        key: bytes = b"",
-        on_trial: bool = False,
-    ) -> None:
-        assert len(mm_inputs) == len(values)
-        self.request_id = request_id
-        self.rid = rid
-        self.session = session
-        self.key = key
-        self.on_trial = on_trial
-        self.token_ids = token_ids
-        self.num_tokens = len(token_ids)
-        self.num_prompt_tokens = num_prompt_tokens or len(token_ids)
+    num_tokens: int = field(init=False)
+    num_emitted: int = field(init=False)
+    mm_embeds: tuple[int, ...] = field(init=False)
+    stop_ids: frozenset[int] = field(init=False)
+    status: Status = field(default=Status.WAITING, init=False)
+    sequence: int = field(default=0, init=False)
+    num_computed: int = field(default=0, init=False)
+    step: int = field(default=-1, init=False)
+    next_mm: int = field(default=0, init=False)
+    block_ids: list[int] = field(default_factory=list, init=False)
+    num_published: int = field(default=0, init=False)
+    window_ids: list[int] = field(default_factory=list, init=False)
+    window_first: int = field(default=0, init=False)
+    window_kept: set[tuple[int, int]] = field(default_factory=set, init=False)
+    block_hashes: list[bytes] = field(default_factory=list, init=False)
+    hash_mm: int = field(default=0, init=False)
+    cuts: list[int] = field(default_factory=list, init=False)
+    state_end: int = field(default=0, init=False)
+    pending: list[int] = field(default_factory=list, init=False)
+    rolling: int = field(default=0, init=False)
+    is_withdrawn: bool = field(default=False, init=False)
+    num_released: int = field(default=0, init=False)
+    num_cached_tokens: int = field(default=0, init=False)
+    num_encoded: int = field(default=0, init=False)
+    num_encoder_hits: int = field(default=0, init=False)
+    num_preemptions: int = field(default=0, init=False)
+    known_to_runner: bool = field(default=False, init=False)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list, init=False)
+    output_limit_tokens: int = field(default=0, init=False)
+    admit_seconds: float = field(default=0.0, init=False)
+    encoder_since: float = field(default=0.0, init=False)
+    """When its next items first did not fit the encoder budget."""
+    first_seconds: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        assert len(self.mm_inputs) == len(self.values)
+        self.num_tokens = len(self.token_ids)
+        self.num_prompt_tokens = self.num_prompt_tokens or self.num_tokens
         self.num_emitted = self.num_tokens - self.num_prompt_tokens
-        self.sampling = sampling
-        self.mm_inputs = mm_inputs
-        self.mm_embeds = tuple(entry.placeholder.num_embeds for entry in mm_inputs)
-        self.values = values
-        self.priority = priority
-        self.cache_salt = cache_salt
-        self.lora, self.lora_held = lora, lora_held
-        self.read_prefix_cache = read_prefix_cache and sampling.reads_prefix
-        self.echo_prompt = echo_prompt
-        self.num_mm_hits = num_mm_hits
-        self.status = Status.WAITING
-        self.sequence = 0
-        self.num_computed = 0
-        self.step = -1
-        self.next_mm = 0
-        self.block_ids: list[int] = []
-        self.block_hashes: list[bytes] = []
-        self.hash_mm = 0
-        self.num_published = 0
-        self.cuts: list[int] = []
-        self.state_end = 0
-        self.pending: list[int] = []
-        self.rolling = 0
-        self.is_withdrawn = False
-        self.num_released = 0
-        self.num_cached_tokens = 0
-        self.num_encoded = self.num_encoder_hits = 0
-        self.num_preemptions = 0
-        self.known_to_runner = False
-        self.prompt_logprobs: list[PromptLogprobs] = []
-        self.stop_ids = frozenset(sampling.stop_token_ids)
-        self.output_limit_tokens = 0
-        self.arrival_seconds = arrival_seconds
-        self.frontend_seconds = frontend_seconds
-        self.admit_seconds = 0.0
-        self.encoder_since = 0.0  # when its next items first did not fit the encoder budget
-        self.first_seconds = 0.0
+        self.mm_embeds = tuple(entry.placeholder.num_embeds for entry in self.mm_inputs)
+        self.read_prefix_cache = self.read_prefix_cache and self.sampling.reads_prefix
+        self.stop_ids = frozenset(self.sampling.stop_token_ids)
 
     @property
     def num_output_tokens(self) -> int:

@@ -10,8 +10,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from foveal_runtime.plan.metrics.registry import by_name
-from foveal_runtime.telemetry.histogram import Histogram
+from foveal_runtime.plan.metrics import by_name
+from foveal_runtime.telemetry.counts import Histogram
 
 
 def _of(name: str) -> Callable[[], Histogram]:
@@ -45,8 +45,8 @@ class EngineStats:
 
     Attributes:
         num_prompt_tokens, num_cached_prompt_tokens: of requests that got their first token.
-        num_stateless_tokens: prompt tokens whose KV was cached, but no recurrent state that they
-            could be continued from.
+        num_stateless_tokens: prompt tokens whose KV was cached, but no recurrent state, or not all
+            of a sliding window, that they could be continued from.
         prefix_media_*: the part of num_prefix_* that stands for media, by modality.
         encoded_items, encoded_embeds, encode_seconds: by modality.
         num_prefill_tokens, prefill_seconds: of steps that were mostly prefill: what a computed

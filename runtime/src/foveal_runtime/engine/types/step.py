@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -40,6 +40,7 @@ class ModelTraits(msgspec.Struct, frozen=True):
         value_bytes: bytes of one value that the model computes with.
         state_bytes: bytes of recurrent state of one running request. Such a state exists only at
             the end of what was computed: a prefix can be continued where a snapshot was taken.
+        generates: False for an encoder: its requests are embedded.
         grammars: the grammar library and its version that outputs can be bound with; "": none.
     """
 
@@ -55,6 +56,7 @@ class ModelTraits(msgspec.Struct, frozen=True):
     value_bytes: int = 4
     state_bytes: int = 0
     grammars: str = ""
+    generates: bool = True
 
 
 class MMInput(msgspec.Struct, frozen=True, array_like=True):
@@ -93,6 +95,8 @@ class ScheduledRequest(msgspec.Struct, array_like=True):
     `block_ids` is the whole block table up to the end of this window; the runner must not change
     it. `sample` is True when the window reaches the last known token, so a new one is wanted.
     `snapshot` is the slot that the recurrent state is copied to after the step; 0: none.
+    `window_ids` are the blocks of layers with a sliding window, where those have a pool of their
+    own: from block number `window_first` on, before which nothing is seen by this window's tokens.
     """
 
     request_id: str
@@ -101,6 +105,8 @@ class ScheduledRequest(msgspec.Struct, array_like=True):
     block_ids: list[int]
     sample: bool
     snapshot: int = 0
+    window_ids: list[int] = []
+    window_first: int = 0
 
 
 class EncoderInput(msgspec.Struct, array_like=True):
@@ -118,7 +124,8 @@ class StepPlan(msgspec.Struct, array_like=True):
     `store_encoder` copies outputs to the host tier (where they stay after a later load),
     `free_encoder` drops outputs from the device (a key that is not there is ignored: its encoding
     had failed), `drop_host_encoder` from the host tier, `load_encoder` copies from host to device.
-    `finished` are requests whose state can go.
+    `finished` are requests whose state can go. `slice_seconds`: streams wait that are not in this
+    plan, and are let in whenever encoding has taken so long; 0: nobody waits.
     """
 
     step: int
@@ -130,6 +137,7 @@ class StepPlan(msgspec.Struct, array_like=True):
     load_encoder: list[MMHash] = []
     drop_host_encoder: list[MMHash] = []
     finished: list[str] = []
+    slice_seconds: float = 0.0
 
     @property
     def num_tokens(self) -> int:
@@ -283,9 +291,11 @@ class ModelRunner(Protocol):
         """Obey the plan. Errors of one request go to `failed`; an exception ends the engine."""
         ...
 
-    def submit(self, plan: StepPlan) -> RunningStep:
+    def submit(self, plan: StepPlan, between: Callable[[], None] | None = None) -> RunningStep:
         """`execute` in two parts. One more plan may be submitted before this one's result is
-        taken, if it only continues requests that this one samples."""
+        taken, if it only continues requests that this one samples. `between` is called in the
+        middle of encoding, as `slice_seconds` says, and after it; it executes plans of its own, of
+        requests that this plan does not name, and its time is not counted as encoding."""
         ...
 
     def save_encoder(self, path: str, mm_hashes: Sequence[MMHash]) -> list[MMHash]:

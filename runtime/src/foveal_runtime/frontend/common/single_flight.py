@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Hashable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
+@dataclass(slots=True, eq=False)
 class _Flight(Generic[V]):
-    __slots__ = ("joined", "task")
-
-    def __init__(self, task: asyncio.Task[V]) -> None:
-        self.task = task
-        self.joined = 1
+    task: asyncio.Task[V]
+    joined: int = 1
 
 
 class SingleFlight(Generic[K, V]):

@@ -25,11 +25,18 @@ from foveal_runtime.frontend.engines.link import EngineLink
 from foveal_runtime.frontend.engines.loras import served_loras, serves, why_none
 from foveal_runtime.frontend.engines.quarantine import Quarantine
 from foveal_runtime.frontend.engines.routing import Candidate, Router, estimate_load
-from foveal_runtime.frontend.engines.run import MAX_ATTEMPTS, MAX_REJECTIONS, EngineRun, Fate, Life
+from foveal_runtime.frontend.engines.run import (
+    MAX_ATTEMPTS,
+    MAX_REJECTIONS,
+    EngineRun,
+    Fate,
+    Life,
+    Lost,
+    Rejected,
+    Stream,
+)
 from foveal_runtime.frontend.engines.shared_values import SharedValues
-from foveal_runtime.frontend.engines.stream import Lost, Rejected, Stream
-from foveal_runtime.frontend.items.prepared import PreparedRequest
-from foveal_runtime.frontend.items.seams import EnginesLoad
+from foveal_runtime.frontend.items.seams import EnginesLoad, PreparedRequest
 from foveal_runtime.mirror.messages import Death
 from foveal_runtime.mirror.sender import Sender, SendItem, SendValue
 from foveal_runtime.plan.config import EngineAddress, FrontendConfig
@@ -44,8 +51,7 @@ from foveal_runtime.plan.errors import (
 from foveal_runtime.plan.lora import LoraRef
 from foveal_runtime.plan.media import ItemMeta, MMHash
 from foveal_runtime.wire.messages import EngineOutput
-from foveal_runtime.wire.transport import FrontendTransport, LinkDown
-from foveal_runtime.wire.zmq_transport import ZmqDealer
+from foveal_runtime.wire.transport import FrontendTransport, LinkDown, ZmqDealer
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +63,7 @@ _PLANNED_ENDS = ("draining", "closed")
 
 
 class EngineClient:
-    """See the module.
+    """The frontend's sessions with all engines.
 
     Args:
         namespace: `wire.namespace.model_namespace` of the served model.
@@ -339,7 +345,8 @@ class EngineClient:
         ready = {link.endpoint: link for link in self._links.values() if serves(link, run.request)}
         candidates = [self._candidate(link, run) for link in ready.values()]
         fresh = [c for c in candidates if c.name not in run.avoid]
-        pick = self.router.decide(fresh or candidates, run.affinity, run.home(ready.values()))
+        home = run.home([link.sender for link in ready.values()])
+        pick = self.router.choose(fresh or candidates, run.affinity, home)
         return None if pick is None else (ready[pick.name], pick.why)
 
     def _candidate(self, link: EngineLink, run: EngineRun) -> Candidate:

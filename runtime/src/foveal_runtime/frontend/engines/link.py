@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from foveal_runtime.frontend.engines.run import Lost, Rejected, Stream
 from foveal_runtime.frontend.engines.shared_values import SharedValues
-from foveal_runtime.frontend.engines.stream import Lost, Rejected, Stream
-from foveal_runtime.frontend.items.prepared import PreparedItem, PreparedRequest
+from foveal_runtime.frontend.items.seams import PreparedItem, PreparedRequest
 from foveal_runtime.mirror.messages import (
     Control,
     Death,
@@ -45,10 +45,11 @@ STALL_SECONDS = 60.0
 
 
 class EngineLink:
-    """See the module.
+    """The session with one engine.
 
     Attributes:
         info: the engine's facts, None while no session is open.
+        name: the engine's own; the endpoint until it has said it. A metric label: it stays.
         boot: changes with every start of the engine; kept while no session is open.
         inflight: requests of ours at this engine; `load` its last report. loras: its adapters.
     """
@@ -69,7 +70,7 @@ class EngineLink:
         self.info: EngineInfo | None = None
         self.is_leaving = False
         self.boot = 0
-        self._name = endpoint
+        self.name = endpoint
         self.load: EngineLoad | None = None
         self.loras = LoraReport(())
         self.own_at_report = 0
@@ -107,11 +108,6 @@ class EngineLink:
     @property
     def inflight(self) -> int:
         return len(self._streams)
-
-    @property
-    def name(self) -> str:
-        """The engine's own name; the endpoint until it has said it. A metric label: it stays."""
-        return self._name
 
     def is_healthy(self) -> bool:
         """Heard of within three seconds, and stepping while it has work."""
@@ -358,7 +354,7 @@ class EngineLink:
                 self.info = codec.decode_info(event.welcome.info)
                 self.loras = LoraReport(self.info.loras or ())
                 self.boot = event.welcome.boot
-                self._name = self.info.engine_id or self.endpoint
+                self.name = self.info.engine_id or self.endpoint
                 self._moved_at = self._opened_at = time.monotonic()
                 log.info("session with engine %s (%s) is open", self.info.engine_id, self.endpoint)
                 self._on_change(self)

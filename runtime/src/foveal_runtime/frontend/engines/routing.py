@@ -73,21 +73,14 @@ class Router:
 
     def choose(
         self, candidates: Sequence[Candidate], affinity: Sequence[bytes], home: bytes = b""
-    ) -> str | None:
-        """The name of the engine to send to; None without candidates. Changes nothing.
+    ) -> Pick | None:
+        """The engine to send to, and why; None without candidates. Changes nothing.
 
         Args:
             affinity: the request's memory keys (`affinity_keys`), most specific last.
             home: hash of its largest item that no engine holds, if any. Every frontend has the
                 same order of engines for it, so two that meet it at once do not store it twice.
         """
-        pick = self.decide(candidates, affinity, home)
-        return None if pick is None else pick.name
-
-    def decide(
-        self, candidates: Sequence[Candidate], affinity: Sequence[bytes], home: bytes = b""
-    ) -> Pick | None:
-        """`choose`, with its reason."""
         able = [c for c in candidates if c.has_all_sources]
         if not able:
             return None

@@ -1,31 +1,34 @@
-"""One sequence over all its attempts: what was emitted, how often it was lost.
+"""One sequence over all its attempts: what was emitted, how often it was lost; and the stream of
+engine outputs for one attempt, filled by `link`.
 
 Made by `client` for each request. Pure state; never sends anything.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import hashlib
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import Literal
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from foveal_runtime.frontend.common.stats import FrontendStats
-from foveal_runtime.frontend.engines.link import EngineLink
 from foveal_runtime.frontend.engines.routing import affinity_keys
-from foveal_runtime.frontend.items.prepared import PreparedRequest
-from foveal_runtime.plan.errors import EngineFailure
+from foveal_runtime.frontend.items.seams import PreparedRequest
+from foveal_runtime.mirror.messages import RequestId
+from foveal_runtime.mirror.sender import Sender
+from foveal_runtime.plan.errors import EngineFailure, FovealError, RateLimited
 from foveal_runtime.plan.media import MODALITIES
 from foveal_runtime.wire import codec
 from foveal_runtime.wire.messages import EngineOutput, RequestBody
 
 MAX_LOSSES = 2
 """A request that is charged with the death of so many engines ends with an error. The requests of
-an engine that died are all charged with it, until they get on elsewhere (see quarantine)."""
+an engine that died are all charged with it, until they make progress elsewhere (see quarantine)."""
 MAX_REJECTIONS = 4
 MAX_ATTEMPTS = 64
 """Whatever the reasons, and they may all be a bad network, this is enough: with the pauses between
@@ -87,9 +90,8 @@ class EngineRun:
             f"max_tokens {request.sampling.max_tokens}"
         )
 
-    def home(self, links: Iterable[EngineLink]) -> bytes:
+    def home(self, senders: Sequence[Sender]) -> bytes:
         """Hash of the largest item that none of the engines holds; empty when they hold all."""
-        senders = [link.sender for link in links]
         items = self.request.items
         new = [i for i in items if not any(s.believes(i.mm_hash) for s in senders)]
         return max(new, key=lambda i: (i.size_bytes, i.mm_hash)).mm_hash if new else b""
@@ -182,3 +184,60 @@ class EngineRun:
         if self.num_losses < 2:
             return 0.0
         return min(0.05 * 2.0 ** min(self.num_losses - 2, 10), MAX_PAUSE_SECONDS)
+
+
+MAX_UNREAD = 1024
+"""Outputs with log probabilities that may wait for a client that does not read them."""
+MAX_UNREAD_PLAIN = 8192
+"""The same without log probabilities, which are small: a client may pause for a minute."""
+
+
+class Lost(NamedTuple):
+    """The session of a request ended before the request did."""
+
+    reason: str
+
+
+class Rejected(NamedTuple):
+    """The engine refused the request; `error`: why no value could be made, when that was it."""
+
+    code: str
+    error: FovealError | None
+
+
+Event = EngineOutput | Lost | Rejected
+
+
+def _ends(event: Event) -> bool:
+    return not isinstance(event, EngineOutput) or bool(event.finish)
+
+
+class Stream:
+    """What comes back for one attempt of one request, in order."""
+
+    __slots__ = ("_events", "_news", "request", "rid", "value_error")
+
+    def __init__(self, rid: RequestId, request: PreparedRequest) -> None:
+        self.rid = rid
+        self.request = request
+        self.value_error: FovealError | None = None
+        self._events: deque[Event] = deque()
+        self._news = asyncio.Event()
+
+    def push(self, event: Event) -> None:
+        is_plain = self.request.sampling.logprobs < 0
+        most = MAX_UNREAD_PLAIN if is_plain else MAX_UNREAD
+        if len(self._events) >= most and not _ends(event):
+            if len(self._events) > most:
+                return
+            what = "outputs" if is_plain else "outputs with log probabilities"
+            why = f"{most} {what} were not read: the client is slow"
+            event = EngineOutput(self.rid, finish="error", error=(RateLimited.code, why))
+        self._events.append(event)
+        self._news.set()
+
+    async def next(self) -> Event:
+        while not self._events:
+            self._news.clear()
+            await self._news.wait()
+        return self._events.popleft()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from array import array
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -16,8 +15,12 @@ from dataclasses import dataclass
 import msgspec
 
 from foveal_runtime.frontend.grammars.reader import CallPiece
-from foveal_runtime.frontend.items.prepared import PreparedItem, PreparedRequest, ValueSource
-from foveal_runtime.frontend.items.seams import Generator
+from foveal_runtime.frontend.items.seams import (
+    Generator,
+    PreparedItem,
+    PreparedRequest,
+    ValueSource,
+)
 from foveal_runtime.frontend.protocol.rules import seed_of_choice
 from foveal_runtime.frontend.text.detokenizer import Detokenizer
 from foveal_runtime.plan.errors import EngineFailure, from_wire
@@ -55,42 +58,34 @@ class Delta:
     embedding: bytes = b""
 
 
-class _Shared:
-    """A value source that several sequences hold; the last release is the real one."""
-
-    def __init__(self, source: ValueSource, num_holders: int) -> None:
-        self.source = source
-        self.num_holders = num_holders
-
-
 class _Share:
-    """One sequence's hold on a shared source. Releasing twice is releasing once."""
+    """One sequence's hold on a value source; the last of its `holders` to go releases it.
+    Releasing twice is releasing once."""
 
-    def __init__(self, shared: _Shared) -> None:
-        self._shared = shared
-        self._released = False
+    def __init__(self, source: ValueSource, holders: set[_Share]) -> None:
+        self._source = source
+        self._holders = holders
+        holders.add(self)
 
     async def value(self) -> bytes | memoryview:
-        return await self._shared.source.value()
+        return await self._source.value()
 
     def release(self) -> None:
-        if self._released:
-            return
-        self._released = True
-        self._shared.num_holders -= 1
-        if self._shared.num_holders == 0:
-            self._shared.source.release()
+        if self in self._holders:
+            self._holders.remove(self)
+            if not self._holders:
+                self._source.release()
 
 
 def fan_out(prepared: PreparedRequest, num_choices: int) -> list[PreparedRequest]:
     """`num_choices` requests with ids and seeds of their own, sharing the media, what they cost and
     whether that is counted."""
-    shared = [_Shared(item.source, num_choices) for item in prepared.items]
+    holders: list[set[_Share]] = [set() for _ in prepared.items]
     out: list[PreparedRequest] = []
     for index in range(num_choices):
         items: list[PreparedItem] = [
-            dataclasses.replace(item, source=_Share(source))
-            for item, source in zip(prepared.items, shared, strict=True)
+            dataclasses.replace(item, source=_Share(item.source, shared))
+            for item, shared in zip(prepared.items, holders, strict=True)
         ]
         sampling = prepared.sampling
         if index:
@@ -207,15 +202,3 @@ async def merge(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def unpack_ids(packed: bytes, wide: bool) -> list[int]:
-    """Little-endian packed token ids (u16, or u32 when `wide`)."""
-    ids = array("I" if wide else "H")
-    ids.frombytes(packed)
-    if ids.itemsize > 1 and _BIG_ENDIAN:
-        ids.byteswap()
-    return ids.tolist()
-
-
-_BIG_ENDIAN = array("H", [1]).tobytes() == b"\0\1"

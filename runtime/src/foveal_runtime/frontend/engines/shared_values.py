@@ -1,6 +1,6 @@
 """Values in the node's shared memory: engines of the node get a name instead of bytes.
 
-Owned by `client`, asked by its links before they send. Wraps `wire.shm_writer`, which writes
+Owned by `client`, asked by its links before they send. Wraps `wire.shm.SharedWriter`, which writes
 each value once and frees by its own budget; what finds no room goes inline. Never answers a NEED:
 that may mean that a shared file could not be opened.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -17,8 +18,7 @@ from foveal_runtime.mirror.store import Buffer
 from foveal_runtime.plan.config import FrontendConfig
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.media import MMHash
-from foveal_runtime.wire.shm import check_capacity
-from foveal_runtime.wire.shm_writer import SharedWriter
+from foveal_runtime.wire.shm import SharedWriter, check_capacity
 
 log = logging.getLogger(__name__)
 
@@ -35,16 +35,14 @@ class Holder(Protocol):
     boot: int
 
 
+@dataclass(slots=True)
 class _Sight:
     """Whether one engine, in one life, can open our files."""
 
-    __slots__ = ("boot", "named", "num_misses", "sees")
-
-    def __init__(self, boot: int) -> None:
-        self.boot = boot
-        self.named: dict[MMHash, None] = {}
-        self.num_misses = 0
-        self.sees = False
+    boot: int
+    named: dict[MMHash, None] = field(default_factory=dict)
+    num_misses: int = 0
+    sees: bool = False
 
     @property
     def is_blind(self) -> bool:

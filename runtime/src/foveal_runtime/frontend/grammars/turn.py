@@ -65,7 +65,7 @@ def turn_to_lark(turn: Mapping[str, Any], marks: Mapping[str, int]) -> tuple[str
     """(Lark text, what could not be enforced).
 
     Args:
-        turn: made by `protocol.tools.turn_of`; its schemas are prepared. A bound answer is the
+        turn: made by `http.chat.plan_turn`; its schemas are prepared. A bound answer is the
             subgrammar @answer.
         marks: token id of each marker that is a token of its own; the others are text.
 

@@ -13,12 +13,14 @@ from typing import Any
 
 import msgspec
 
-from foveal_runtime.frontend.engines.sequence import Delta, unpack_ids
+from foveal_runtime.frontend.engines.sequence import Delta
 from foveal_runtime.frontend.grammars.reader import CallPiece
-from foveal_runtime.frontend.http.asgi.json_out import encode_json
-from foveal_runtime.frontend.items.prepared import PreparedItem
+from foveal_runtime.frontend.http.asgi.json_bodies import encode_json
+from foveal_runtime.frontend.items.seams import PreparedItem
+from foveal_runtime.frontend.protocol.requests import StreamOptions
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
 from foveal_runtime.plan.media import MODALITIES
+from foveal_runtime.wire.codec import unpack_tokens
 from foveal_runtime.wire.messages import FirstOutput, TokenLogprobs
 
 MIN_LOGPROB = -9999.0
@@ -64,6 +66,14 @@ class Tally:
             details = {"reasoning_tokens": self.num_reasoning_tokens}
             usage["completion_tokens_details"] = details
         return usage
+
+
+def chunk_usage(options: StreamOptions | None, tally: Tally) -> dict[str, Any]:
+    """What a chunk before the last says of the usage: nothing unless it is asked for, null unless
+    every chunk is to have it."""
+    if options is None or not options.include_usage:
+        return {}
+    return {"usage": tally.usage() if options.continuous_usage_stats else None}
 
 
 def cache_usage(first: FirstOutput | None, items: Sequence[PreparedItem]) -> dict[str, Any] | None:
@@ -240,4 +250,4 @@ def expanded_prompt(first: FirstOutput | None, sent: list[int]) -> list[int]:
     """The prompt's ids with media expanded, where the engine echoed them."""
     if first is None or not first.prompt_token_ids:
         return sent
-    return unpack_ids(first.prompt_token_ids, first.prompt_wide)
+    return unpack_tokens(first.prompt_token_ids, first.prompt_wide)

@@ -1,4 +1,5 @@
-"""The HTTP application of one frontend process: routes, error answers, middleware.
+"""The HTTP application of one frontend process: routes, error answers, middleware, and the OpenAPI
+document as this server really behaves (errors in its own shape, streams, keys).
 
 main/ calls `build_app` with real collaborators, tests with those of testing/fake.py. Importing this
 module loads no torch.
@@ -9,52 +10,60 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp
 
 from foveal_runtime.frontend.engines.debug import MirrorSource, build_debug_router
 from foveal_runtime.frontend.grammars.compiler import Compiler
-from foveal_runtime.frontend.http.access.admin import CacheAdmin, build_admin_router
+from foveal_runtime.frontend.http.access.admin import (
+    CacheAdmin,
+    build_admin_router,
+    build_injection_router,
+    injection_keys,
+)
 from foveal_runtime.frontend.http.access.admission import Gate
 from foveal_runtime.frontend.http.access.auth import KeyFile
-from foveal_runtime.frontend.http.asgi.disconnect import CLIENT_DISCONNECT, ClientGone
-from foveal_runtime.frontend.http.asgi.errors import (
+from foveal_runtime.frontend.http.asgi.middleware import (
+    CLIENT_CLOSED,
+    Intake,
+    LoadReport,
+    RequestContext,
+    RequireKey,
+    allow_origins,
+)
+from foveal_runtime.frontend.http.asgi.replies import (
+    CLIENT_DISCONNECT,
+    ClientGone,
     error_response,
     failure,
     http_exception_response,
     internal_error,
     validation_response,
 )
-from foveal_runtime.frontend.http.asgi.intake import Intake
-from foveal_runtime.frontend.http.asgi.middleware import (
-    CLIENT_CLOSED,
-    LoadReport,
-    RequestContext,
-    RequireKey,
-    allow_origins,
-)
-from foveal_runtime.frontend.http.injection import build_injection_router, injection_keys
 from foveal_runtime.frontend.http.monitoring.health import Health
 from foveal_runtime.frontend.http.monitoring.metrics import MetricsPage
 from foveal_runtime.frontend.http.monitoring.metrics_source import text_source
 from foveal_runtime.frontend.http.monitoring.request_stats import begin_at_zero, door_source
-from foveal_runtime.frontend.http.openapi import describe
+from foveal_runtime.frontend.http.pages import page_response
 from foveal_runtime.frontend.http.routes import build_router
-from foveal_runtime.frontend.http.service import Service, runtime_version
+from foveal_runtime.frontend.http.service import Service
 from foveal_runtime.frontend.items.injection import Injector
 from foveal_runtime.frontend.items.seams import Generator, InputProcessor, PromptPlaceholders
-from foveal_runtime.frontend.protocol.embeddings import checkpoint_pooling
+from foveal_runtime.frontend.protocol.responses import ChatCompletionChunk
 from foveal_runtime.frontend.protocol.rules import SamplingDefaults
 from foveal_runtime.frontend.text.chat_template import ChatTemplate, load_template
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
-from foveal_runtime.plan.config import FrontendConfig, Pooling
+from foveal_runtime.plan.config import FrontendConfig
+from foveal_runtime.plan.embedder import Embedder, read_embedder
 from foveal_runtime.plan.errors import FovealError
 from foveal_runtime.telemetry.metrics import Metrics
+from foveal_runtime.telemetry.startup import runtime_version
 from foveal_runtime.telemetry.tracing import Tracing
 
 
@@ -97,7 +106,7 @@ def build_app(
     gate = Gate(config.admission)
     health = Health(generator, processor, gate)
     metrics = _metrics(config, generator) if metrics is None else metrics
-    begin_at_zero(metrics, runtime_version())
+    begin_at_zero(metrics)
     metrics.add_source(door_source(gate, health, generator))
     grammars = Compiler(metrics)
     metrics.add_source(text_source(tokenizer, grammars))
@@ -112,7 +121,7 @@ def build_app(
         metrics=metrics,
         grammars=grammars,
         created=int(time.time()),
-        pooling=_pooling(config),
+        embedder=_embedder(config),
     )
     page = MetricsPage(metrics, config.metrics_peers, siblings)
     keys = KeyFile(config.api_key_file) if config.api_key_file else None
@@ -149,11 +158,11 @@ def _metrics(config: FrontendConfig, generator: Generator) -> Metrics:
     )
 
 
-def _pooling(config: FrontendConfig) -> Pooling:
+def _embedder(config: FrontendConfig) -> Embedder:
     """Raises StartupError for a checkpoint that asks for what is not served."""
-    if config.pooling or config.task == "generate":
-        return config.pooling or "last"
-    return checkpoint_pooling(config.model.path) or "last"
+    if config.task == "generate":
+        return Embedder("last")
+    return read_embedder(config.model.path, config.pooling)
 
 
 def _add_error_handlers(api: FastAPI) -> None:
@@ -174,10 +183,66 @@ def _add_error_handlers(api: FastAPI) -> None:
 
     @api.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
-        # Answers only; the framework raises the error again and intake.py logs it.
+        # Answers only; the framework raises the error again and the middleware logs it.
         body = internal_error(request.scope["foveal.request_id"])
         return failure(request.scope, body, 500)
 
     @api.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         return http_exception_response(request.scope, error)
+
+
+_STREAMS = {
+    "/v1/chat/completions": "ChatCompletionChunk",
+    "/v1/completions": "Completion",
+    "/v1/messages": "",
+    "/v1/responses": "",
+    "/v1/audio/transcriptions": "",
+    "/v1/audio/translations": "",
+}
+"""The type of each event; "": many types."""
+_OPEN_TAGS = frozenset({"server"})
+
+
+def describe(api: FastAPI, *, needs_key: bool, with_page: bool) -> None:
+    """Replaces `api.openapi` and adds /docs and, `with_page`, the chat at /."""
+    derive = api.openapi
+
+    def openapi() -> dict[str, Any]:
+        if api.openapi_schema is None:
+            api.openapi_schema = _corrected(derive(), needs_key)
+        return api.openapi_schema
+
+    api.openapi = openapi  # type: ignore[method-assign]
+
+    @api.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return page_response("docs")
+
+    if with_page:
+
+        @api.get("/", include_in_schema=False)
+        async def chat() -> HTMLResponse:
+            return page_response("chat")
+
+
+def _corrected(document: dict[str, Any], needs_key: bool) -> dict[str, Any]:
+    schemas = document["components"]["schemas"]
+    for name in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(name, None)
+    chunk = ChatCompletionChunk.model_json_schema(ref_template="#/components/schemas/{model}")
+    schemas.update(chunk.pop("$defs", {}))
+    schemas["ChatCompletionChunk"] = chunk
+    for path, methods in document["paths"].items():
+        for operation in methods.values():
+            # The framework would answer 422 for bad bodies; this server answers 400.
+            operation["responses"].pop("422", None)
+            if path in _STREAMS:
+                content = operation["responses"]["200"]["content"]
+                named = {"$ref": f"#/components/schemas/{_STREAMS[path]}"}
+                content["text/event-stream"] = {"schema": named if _STREAMS[path] else {}}
+            if needs_key and not _OPEN_TAGS & set(operation.get("tags", ())):
+                operation["security"] = [{"key": []}]
+    if needs_key:
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    return document

@@ -1,43 +1,55 @@
-"""POST /v1/chat/completions: messages to a job, deltas to chat chunks or one chat completion."""
+"""POST /v1/chat/completions: messages to a job, deltas to chat chunks or one chat completion.
+
+Joins what the chat template says about the model with what the request asks for: which output the
+model may write, and how it is read.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import time
+import re
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from foveal_runtime.frontend.engines.sequence import Delta
+from foveal_runtime.frontend.grammars.compiler import Compiled
+from foveal_runtime.frontend.grammars.formats import FORMATS
+from foveal_runtime.frontend.grammars.reader import TurnFormat
 from foveal_runtime.frontend.http.answers import (
     Answer,
     Tally,
     cache_usage,
     call_json,
     chat_logprobs,
+    chunk_usage,
     expanded_prompt,
     joined_calls,
     prompt_logprobs,
 )
-from foveal_runtime.frontend.http.asgi.json_out import SSE_DONE, sse
+from foveal_runtime.frontend.http.asgi.json_bodies import SSE_DONE, sse
 from foveal_runtime.frontend.http.service import (
     THREAD_CHARS,
     Job,
     RequestScope,
     Service,
-    check_num_sequences,
     make_job,
     open_run,
     pages_of,
 )
 from foveal_runtime.frontend.protocol.bounds import num_chars_in
-from foveal_runtime.frontend.protocol.constraints import wanted_of
+from foveal_runtime.frontend.protocol.constraints import (
+    Calls,
+    Wanted,
+    calls_of,
+    schema_of,
+    wanted_of,
+)
 from foveal_runtime.frontend.protocol.requests import ChatCompletionRequest
-from foveal_runtime.frontend.protocol.rules import check_fields
-from foveal_runtime.frontend.protocol.tools import calls_of
-from foveal_runtime.frontend.text.chat_template import Conversation
-from foveal_runtime.frontend.text.turns import plan_turn, template_variables
-from foveal_runtime.plan.errors import ContextLengthExceeded
+from foveal_runtime.frontend.protocol.rules import check_fields, check_num_sequences
+from foveal_runtime.frontend.text.chat_template import ChatTemplate, Conversation
+from foveal_runtime.frontend.text.tokenizer import TextTokenizer
+from foveal_runtime.plan.errors import ContextLengthExceeded, InvalidRequest, Unsupported
 from foveal_runtime.wire.messages import FirstOutput, TokenLogprobs
 
 
@@ -75,18 +87,8 @@ async def plan_chat(
     pages = await pages_of(service, request.messages, scope, request.cache_salt or "")
 
     def tokenise() -> tuple[list[int], Conversation]:
-        conversation = service.template.render(
-            request.messages,
-            add_generation_prompt=request.add_generation_prompt is not False,
-            continue_final_message=bool(request.continue_final_message),
-            variables=variables,
-            tools=calls.shown_plain() if calls is not None else (),
-            pages=pages,
-        )
-        token_ids = service.template.encode(
-            conversation, add_special_tokens=bool(request.add_special_tokens), limit=limit
-        )
-        return token_ids, conversation
+        tools = calls.shown_plain() if calls is not None else ()
+        return service.tokenise(request, pages, limit, variables, tools)
 
     num_chars = num_chars_of(request)
     if num_chars > MAX_CHARS:
@@ -115,12 +117,8 @@ async def plan_chat(
         echo_prompt=bool(request.return_token_ids),
         turn=turn,
     )
-    head = {
-        "id": f"chatcmpl-{scope.request_id}",
-        "object": "chat.completion.chunk" if request.stream else "chat.completion",
-        "created": int(time.time()),
-        "model": request.model or service.model_name,
-    }
+    kind = "chat.completion.chunk" if request.stream else "chat.completion"
+    head = service.head(f"chatcmpl-{scope.request_id}", kind, request.model)
     if wanted is not None:
         relaxed += compiled.relaxed
     return ChatRun(service, request, job, head, scope.started, relaxed)
@@ -219,8 +217,6 @@ def _reasoning(run: ChatRun, text: str) -> dict[str, str]:
 async def stream_answer(run: ChatRun) -> AsyncGenerator[bytes, None]:
     """Server-sent events: the role, then text as it comes, the finish reason, usage, [DONE]."""
     options = run.request.stream_options
-    with_usage = options is not None and bool(options.include_usage)
-    continuous = options is not None and bool(options.continuous_usage_stats)
     tally = Tally(run.num_choices)
     began: set[int] = set()
     first: FirstOutput | None = None
@@ -230,20 +226,20 @@ async def stream_answer(run: ChatRun) -> AsyncGenerator[bytes, None]:
                 began.add(index)
                 first = first or delta.first
                 tally.add(index, Delta(first=delta.first))  # the prompt is known, no token is out
-                usage = {"usage": tally.usage() if continuous else None} if with_usage else {}
+                usage = chunk_usage(options, tally)
                 opening = {"role": "assistant", "content": ""}
                 extra = {}
                 if run.request.return_token_ids:
                     extra["prompt_token_ids"] = expanded_prompt(delta.first, run.job.token_ids)
                 yield sse({**run.head, "choices": [_empty(index, opening)], **usage, **extra})
             tally.add(index, dataclasses.replace(delta, first=None))
-            usage = {"usage": tally.usage() if continuous else None} if with_usage else {}
+            usage = chunk_usage(options, tally)
             choice = _chunk_choice(run, index, delta)
             if choice is not None:
                 yield sse({**run.head, "choices": [choice], **usage})
-    if with_usage:
+    if options is not None and options.include_usage:
         usage = tally.usage()
-        if options is not None and options.include_cache_usage:
+        if options.include_cache_usage:
             usage["cache"] = cache_usage(first, run.job.items)
         yield sse({**run.head, "choices": [], "usage": usage})
     yield SSE_DONE
@@ -273,3 +269,73 @@ def _chunk_choice(run: ChatRun, index: int, delta: Delta) -> dict[str, Any] | No
     if request.return_token_ids:
         choice["token_ids"] = list(delta.token_ids)
     return choice
+
+
+_EFFORTS = re.compile(r"\b(enable_thinking|reasoning_effort)\b")
+
+
+def template_variables(request: ChatCompletionRequest, template: ChatTemplate) -> dict[str, Any]:
+    """Variables of the chat template. Raises Unsupported for an effort that it cannot take."""
+    found: dict[str, Any] = {}
+    effort, source = request.reasoning_effort, template.source or ""
+    if effort is not None:
+        if _EFFORTS.search(source):
+            found = {"enable_thinking": effort != "none", "reasoning_effort": effort}
+        elif effort not in ("none", "medium"):
+            raise Unsupported(
+                f"reasoning_effort is {effort!r}; this model's chat template takes no effort",
+                param="reasoning_effort",
+            )
+    budget = request.thinking_token_budget
+    if budget is not None and "thinking_budget" in source:
+        found["thinking_budget"] = budget
+    return found | (request.chat_template_kwargs or {})
+
+
+def plan_turn(
+    request: ChatCompletionRequest,
+    template: ChatTemplate,
+    tokenizer: TextTokenizer,
+    calls: Calls | None,
+    prompt: str,
+    answer: Compiled,
+) -> tuple[TurnFormat | None, Wanted | None]:
+    """(how outputs are read, what binds them; None where `answer` alone does). Raises
+    InvalidRequest."""
+    row, think = template.tool_format if calls is not None else None, template.thinking
+    if calls is not None and row is None:
+        raise InvalidRequest(
+            "the model's chat template writes tool calls in a form that is not known; start the "
+            f"server with --tool-format and one of {', '.join(FORMATS)}",
+            param="tools",
+        )
+    budget = request.thinking_token_budget
+    marks = tokenizer.marks((row.literals if row else "") + " ".join(think or ()))
+    if budget is not None and (think is None or think[1] not in marks):
+        raise Unsupported(
+            "thinking_token_budget: this model does not reason, or has no token that ends it",
+            param="thinking_token_budget",
+        )
+    if row is None and think is None:
+        return None, None
+    is_open = think is not None and prompt.rstrip().endswith(think[0].rstrip())
+    turn = TurnFormat(row, calls.schemas() if calls else {}, think, is_open, marks)
+    is_bound = bool(answer.grammar)
+    if calls is None and not is_bound and budget is None:
+        return turn, None
+    source = {
+        "format": row.name if row else "",
+        "tools": [
+            {"name": one.function.name, "parameters": schema_of(one),
+             "strict": bool(one.function.strict)}
+            for one in (calls.tools if calls else ())
+        ],
+        "choice": calls.choice if calls else "auto",
+        "parallel": calls.parallel if calls else False,
+        "think": think and {"start": think[0], "end": think[1], "is_open": is_open,
+                            "budget": budget},
+        "marks": marks,
+        "is_bound": is_bound,
+        "answer": answer.grammar,
+    }  # fmt: skip
+    return turn, Wanted("turn", source, True, "tools" if calls else "response_format")

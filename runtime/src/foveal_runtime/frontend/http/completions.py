@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -12,24 +11,24 @@ from foveal_runtime.frontend.engines.sequence import Delta
 from foveal_runtime.frontend.http.answers import (
     Answer,
     Tally,
+    chunk_usage,
     expanded_prompt,
     prompt_logprobs,
     text_logprobs,
 )
-from foveal_runtime.frontend.http.asgi.json_out import SSE_DONE, sse
+from foveal_runtime.frontend.http.asgi.json_bodies import SSE_DONE, sse
 from foveal_runtime.frontend.http.service import (
     THREAD_CHARS,
     Job,
     RequestScope,
     Service,
-    check_num_sequences,
     make_job,
     open_run,
 )
 from foveal_runtime.frontend.items.seams import PromptPlaceholders
 from foveal_runtime.frontend.protocol.constraints import wanted_of
 from foveal_runtime.frontend.protocol.requests import CompletionRequest, Prompt
-from foveal_runtime.frontend.protocol.rules import check_fields
+from foveal_runtime.frontend.protocol.rules import check_fields, check_num_sequences
 from foveal_runtime.plan.errors import ContextLengthExceeded, InvalidRequest
 from foveal_runtime.plan.media import MODALITIES
 from foveal_runtime.wire.messages import TokenLogprobs
@@ -89,12 +88,7 @@ async def plan_completion(
                 continues_prompt=True,
             )
         )
-    head = {
-        "id": f"cmpl-{scope.request_id}",
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": request.model or service.model_name,
-    }
+    head = service.head(f"cmpl-{scope.request_id}", "text_completion", request.model)
     return CompletionRun(service, request, jobs, head, scope.started, compiled.relaxed)
 
 
@@ -113,12 +107,15 @@ def prompt_ids(
     add_special_tokens: bool,
     truncates: bool,
     param: str = "prompt",
+    most: int = 0,
 ) -> list[int]:
     """Of one prompt. Raises InvalidRequest for what is too long or no token. `truncates`: it will
-    be cut to the model's context."""
+    be cut to the model's context. `most`: see `TextTokenizer.encode`."""
     tokenizer, limit = service.tokenizer, service.longest_text(truncates=truncates)
     if isinstance(prompt, str):
-        return tokenizer.encode(prompt, add_special_tokens=add_special_tokens, limit=limit)
+        return tokenizer.encode(
+            prompt, add_special_tokens=add_special_tokens, limit=limit, most=most
+        )
     if len(prompt) > limit:
         raise ContextLengthExceeded(
             f"the {param} has {len(prompt)} tokens; at most {limit} are taken", param=param
@@ -201,8 +198,6 @@ def _choice(run: CompletionRun, index: int, answer: Answer) -> dict[str, Any]:
 
 async def stream_answer(run: CompletionRun) -> AsyncGenerator[bytes, None]:
     options = run.request.stream_options
-    with_usage = options is not None and bool(options.include_usage)
-    continuous = options is not None and bool(options.continuous_usage_stats)
     tally = Tally(run.num_choices)
     offsets: dict[int, int] = {}
     async with open_run(run.service, run.jobs, run.started, "text_completion") as deltas:
@@ -210,9 +205,8 @@ async def stream_answer(run: CompletionRun) -> AsyncGenerator[bytes, None]:
             tally.add(index, delta)
             choice = _chunk_choice(run, index, delta, offsets)
             if choice is not None:
-                usage = {"usage": tally.usage() if continuous else None} if with_usage else {}
-                yield sse({**run.head, "choices": [choice], **usage})
-    if with_usage:
+                yield sse({**run.head, "choices": [choice], **chunk_usage(options, tally)})
+    if options is not None and options.include_usage:
         yield sse({**run.head, "choices": [], "usage": tally.usage()})
     yield SSE_DONE
 

@@ -18,12 +18,16 @@ from foveal_runtime.frontend.http.apis.anthropic import build_messages_router
 from foveal_runtime.frontend.http.apis.embeddings import build_embeddings_router
 from foveal_runtime.frontend.http.apis.openai_responses import build_responses_router
 from foveal_runtime.frontend.http.apis.transcription import build_transcription_router
-from foveal_runtime.frontend.http.asgi.disconnect import start_stream, until_disconnect
-from foveal_runtime.frontend.http.asgi.errors import json_response, named_relaxed
-from foveal_runtime.frontend.http.asgi.json_in import WHOLE_BYTES, decode_json
+from foveal_runtime.frontend.http.asgi.json_bodies import WHOLE_BYTES, decode_json
+from foveal_runtime.frontend.http.asgi.replies import (
+    json_response,
+    named_relaxed,
+    start_stream,
+    until_disconnect,
+)
 from foveal_runtime.frontend.http.monitoring.health import Health
 from foveal_runtime.frontend.http.monitoring.metrics import MetricsPage
-from foveal_runtime.frontend.http.service import Service, runtime_version, scope_of
+from foveal_runtime.frontend.http.service import Service, scope_of
 from foveal_runtime.frontend.http.tokens import build_token_router
 from foveal_runtime.frontend.items.seams import PromptPlaceholders
 from foveal_runtime.frontend.protocol.requests import ChatCompletionRequest, CompletionRequest
@@ -40,6 +44,7 @@ from foveal_runtime.frontend.protocol.responses import (
 )
 from foveal_runtime.plan.config import ModalityLimits
 from foveal_runtime.plan.media import MODALITIES, Modality
+from foveal_runtime.telemetry.startup import runtime_version
 
 _PARSED = b"{}"
 

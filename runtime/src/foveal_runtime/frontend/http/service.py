@@ -10,12 +10,11 @@ import asyncio
 import functools
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
-from importlib import metadata
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.types import Receive
@@ -29,37 +28,40 @@ from foveal_runtime.frontend.engines.sequence import (
 )
 from foveal_runtime.frontend.grammars.compiler import Compiler
 from foveal_runtime.frontend.grammars.reader import TurnFormat
-from foveal_runtime.frontend.http.access.admission import Gate, Ticket
-from foveal_runtime.frontend.http.answer_budget import Hold, charge_answer
+from foveal_runtime.frontend.http.access.admission import Gate, Hold, Ticket, charge_answer
 from foveal_runtime.frontend.http.answers import Answer
-from foveal_runtime.frontend.http.asgi.disconnect import until_disconnect
+from foveal_runtime.frontend.http.asgi.replies import until_disconnect
 from foveal_runtime.frontend.http.monitoring.request_stats import RequestStats
-from foveal_runtime.frontend.items.prepared import PreparedItem, PreparedRequest
+from foveal_runtime.frontend.items.processor_cache import Page
 from foveal_runtime.frontend.items.seams import (
     Generator,
     InputProcessor,
     MediaPart,
+    PreparedItem,
+    PreparedRequest,
     PrepareOptions,
 )
-from foveal_runtime.frontend.items.source import Page
 from foveal_runtime.frontend.protocol.messages import Message
 from foveal_runtime.frontend.protocol.requests import (
-    MAX_CHOICES,
     ChatCompletionRequest,
     CompletionRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
 )
 from foveal_runtime.frontend.protocol.rules import (
     SamplingDefaults,
+    check_truncates,
     lora_of,
     max_tokens_of,
     sampling_params,
     stop_strings,
 )
-from foveal_runtime.frontend.text.chat_template import ChatTemplate
+from foveal_runtime.frontend.text.chat_template import ChatTemplate, Conversation
 from foveal_runtime.frontend.text.detokenizer import Detokenizer
 from foveal_runtime.frontend.text.parts import documents_of
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
-from foveal_runtime.plan.config import FrontendConfig, Pooling, Task
+from foveal_runtime.plan.config import FrontendConfig, Task
+from foveal_runtime.plan.embedder import Embedder
 from foveal_runtime.plan.errors import (
     ContextLengthExceeded,
     InvalidRequest,
@@ -68,7 +70,6 @@ from foveal_runtime.plan.errors import (
     Unsupported,
 )
 from foveal_runtime.plan.lora import LoraRef
-from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.telemetry.metrics import Metrics
 from foveal_runtime.telemetry.tracing import Span, child_span, span_of_task
 
@@ -85,14 +86,6 @@ _PREPARED_AT_ONCE = 64
 """Prompts of one request, before others have their turn on the event loop."""
 
 
-def runtime_version() -> str:
-    """The installed distribution's version; "0" when run from a source tree."""
-    try:
-        return metadata.version("foveal-runtime")
-    except metadata.PackageNotFoundError:
-        return "0"
-
-
 @dataclass(slots=True)
 class Service:
     """Attributes are the collaborators; `created` is the process's start in Unix seconds."""
@@ -107,7 +100,7 @@ class Service:
     metrics: Metrics
     grammars: Compiler
     created: int
-    pooling: Pooling = "last"
+    embedder: Embedder
     text_threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(TEXT_THREADS, "text")
     )
@@ -166,6 +159,36 @@ class Service:
         while it is tokenised; what is to be truncated, or only counted, may be longer."""
         return self.max_model_len() * (NUM_CONTEXTS if truncates else 1)
 
+    def tokenise(
+        self,
+        request: ChatCompletionRequest | EmbeddingRequest | TokenizeRequest,
+        pages: Mapping[str, Sequence[Page]],
+        limit: int,
+        variables: Mapping[str, Any] | None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        generates: bool = True,
+    ) -> tuple[list[int], Conversation]:
+        """A request's messages through the chat template, at most `limit` tokens. `generates`: the
+        prompt for an answer follows where the request says nothing of it."""
+        added = request.add_generation_prompt
+        conversation = self.template.render(
+            request.messages or [],
+            add_generation_prompt=generates if added is None else added,
+            continue_final_message=bool(request.continue_final_message),
+            variables=variables,
+            tools=tools,
+            pages=pages,
+        )
+        special = bool(request.add_special_tokens)
+        ids = self.template.encode(conversation, add_special_tokens=special, limit=limit)
+        return ids, conversation
+
+    def head(self, name: str, kind: str, model: str | None) -> dict[str, Any]:
+        """What every object of OpenAI's begins with."""
+        model = model or self.model_name
+        return {"id": name, "object": kind, "created": int(time.time()), "model": model}
+
 
 @dataclass(slots=True)
 class Job:
@@ -207,6 +230,16 @@ class RequestScope:
     def __post_init__(self) -> None:
         self.unique_id = f"{self.request_id}.{secrets.token_hex(6)}"
 
+    def options(self, suffix: str = "", **more: Any) -> PrepareOptions:
+        """Of a prompt of this request; `suffix` tells it from others."""
+        return PrepareOptions(
+            request_id=self.unique_id + suffix,
+            tenant=self.tenant,
+            charge_media_bytes=self.ticket.charge_media_bytes,
+            client=self.tenant.decode("latin-1") or self.ticket.client,
+            **more,
+        )
+
 
 def scope_of(service: Service, request: Request) -> RequestScope:
     tenant = b""
@@ -229,15 +262,7 @@ async def pages_of(
     documents = documents_of(messages)
     if not documents:
         return {}
-    options = PrepareOptions(
-        request_id=scope.unique_id,
-        sampling=SamplingParams(max_tokens=1),
-        cache_salt=cache_salt,
-        tenant=scope.tenant,
-        charge_media_bytes=scope.ticket.charge_media_bytes,
-        client=scope.tenant.decode("latin-1") or scope.ticket.client,
-    )
-    work = service.processor.pages(list(documents.values()), options)
+    work = service.processor.pages(list(documents.values()), scope.options(cache_salt=cache_salt))
     pages = await (until_disconnect(scope.receive, work) if scope.receive else work)
     return dict(zip(documents, pages, strict=True))
 
@@ -280,17 +305,14 @@ def make_job(
         grammar=grammar,
     )
     sampling, hold = charge_answer(request, scope.ticket, sampling, len(token_ids), num_prompts)
-    options = PrepareOptions(
-        request_id=scope.unique_id + suffix,
+    options = scope.options(
+        suffix,
         sampling=sampling,
         mm_processor_kwargs=request.mm_processor_kwargs or {},
         cache_salt=request.cache_salt or "",
-        tenant=scope.tenant,
         priority=request.priority or 0,
         read_prefix_cache=sampling.prompt_logprobs < 0,
         echo_prompt=echo_prompt,
-        charge_media_bytes=scope.ticket.charge_media_bytes,
-        client=scope.tenant.decode("latin-1") or scope.ticket.client,
         lora=service.find_lora(request.model),
     )
     return Job(
@@ -317,22 +339,10 @@ def _truncated(
     size = request.truncate_prompt_tokens
     if size is None:
         return token_ids
-    if parts:
-        raise InvalidRequest(
-            "truncate_prompt_tokens cannot be used with media: it would cut them off",
-            param="truncate_prompt_tokens",
-        )
+    check_truncates(parts)
     if size < 0:
         size = max(1, limit - max(1, request.max_tokens or 1))
     return token_ids[len(token_ids) - size :] if len(token_ids) > size else token_ids
-
-
-def check_num_sequences(num_prompts: int, num_choices: int) -> None:
-    if num_prompts * num_choices > MAX_CHOICES:
-        raise InvalidRequest(
-            f"{num_prompts} prompts x n={num_choices} are more than {MAX_CHOICES} sequences",
-            param="n",
-        )
 
 
 @asynccontextmanager

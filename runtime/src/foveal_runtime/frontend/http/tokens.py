@@ -8,11 +8,10 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.routing import APIRoute
 
-from foveal_runtime.frontend.http.asgi.disconnect import until_disconnect
+from foveal_runtime.frontend.http.asgi.replies import until_disconnect
 from foveal_runtime.frontend.http.service import RequestScope, Service, pages_of, scope_of
-from foveal_runtime.frontend.items.prepared import PreparedRequest
-from foveal_runtime.frontend.items.seams import MediaPart, PrepareOptions
-from foveal_runtime.frontend.items.source import Page
+from foveal_runtime.frontend.items.processor_cache import Page
+from foveal_runtime.frontend.items.seams import MediaPart, PreparedRequest
 from foveal_runtime.frontend.protocol.requests import DetokenizeRequest, TokenizeRequest
 from foveal_runtime.frontend.protocol.responses import (
     DetokenizeResponse,
@@ -20,7 +19,6 @@ from foveal_runtime.frontend.protocol.responses import (
     TokenizerInfo,
 )
 from foveal_runtime.plan.errors import ContextLengthExceeded, InvalidRequest
-from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.wire.item import read_header
 
 
@@ -106,17 +104,8 @@ def _tokenize(
         special = body.add_special_tokens is not False
         ids = service.tokenizer.encode(body.prompt, add_special_tokens=special, limit=limit)
         return ids, []
-    conversation = service.template.render(
-        body.messages or [],
-        add_generation_prompt=body.add_generation_prompt is not False,
-        continue_final_message=bool(body.continue_final_message),
-        variables=body.chat_template_kwargs,
-        tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()],
-        pages=pages,
-    )
-    token_ids = service.template.encode(
-        conversation, add_special_tokens=bool(body.add_special_tokens), limit=limit
-    )
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+    token_ids, conversation = service.tokenise(body, pages, limit, body.chat_template_kwargs, tools)
     return token_ids, conversation.parts
 
 
@@ -128,13 +117,7 @@ async def _expand(
     parts: list[MediaPart],
 ) -> list[int]:
     """The prompt as an engine would see it, through the same processing and caches."""
-    options = PrepareOptions(
-        request_id=scope.unique_id,
-        sampling=SamplingParams(max_tokens=1),
-        mm_processor_kwargs=body.mm_processor_kwargs or {},
-        tenant=scope.tenant,
-        charge_media_bytes=scope.ticket.charge_media_bytes,
-    )
+    options = scope.options(mm_processor_kwargs=body.mm_processor_kwargs or {})
     prepared = await service.processor.prepare(token_ids, parts, options)
     try:
         return await expanded(prepared)

@@ -1,7 +1,13 @@
 """The identity of a media part: fetched if need be, hashed, checked against its uuid.
 
+Documents are read before the prompt is rendered, because one takes as many placeholders as it has
+pages. Each page is known by what it shows: media workers draw it once, only digests are kept, and a
+page that another document had is the same item.
+
 Owned by input_processor. Knows nothing of processors or engines beyond what a uuid stands for.
-Never decodes an image; a data: URL seen before is not even base64-decoded.
+Never decodes an image; a data: URL seen before is not even base64-decoded. The engines keep the
+shared truth about uuids (`PreparedRequest.binds` goes up, announcements come down); the table here
+answers between a bind and its announcement, and alone when no engine is connected.
 """
 
 from __future__ import annotations
@@ -9,25 +15,102 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
+from blake3 import blake3
+
+from foveal_runtime.frontend.common.single_flight import SingleFlight
 from foveal_runtime.frontend.common.stats import FrontendStats
-from foveal_runtime.frontend.items.aliases import Aliases
-from foveal_runtime.frontend.items.placement import limits_of
+from foveal_runtime.frontend.items.placement import check_counts, limits_of
+from foveal_runtime.frontend.items.processor_cache import (
+    Buffer,
+    GivenBytes,
+    Page,
+    RawMedia,
+    ReadOnce,
+)
 from foveal_runtime.frontend.items.seams import MediaPart, PrepareOptions
-from foveal_runtime.frontend.items.source import Buffer, GivenBytes, RawMedia
 from foveal_runtime.frontend.media import hashing
 from foveal_runtime.frontend.media.fetch import Fetcher
+from foveal_runtime.frontend.media.hashing import frame
+from foveal_runtime.frontend.media.protocol import ProcessorInfo
+from foveal_runtime.frontend.media.workers import Workers
 from foveal_runtime.plan.config import ModalitiesConfig
 from foveal_runtime.plan.errors import (
     FovealError,
     InvalidRequest,
+    MediaConflict,
     MediaInvalid,
     MediaTooLarge,
     MediaUnknown,
 )
 from foveal_runtime.plan.media import MMHash
+
+
+class Aliases:
+    """Bounded LRU of alias → content digest (both 32 bytes).
+
+    `announced` asks the engine sessions' mirrors; their answer wins over the local table.
+    """
+
+    def __init__(
+        self,
+        max_bindings: int,
+        max_uuid_length: int,
+        announced: Callable[[bytes], bytes | None] = lambda alias: None,
+    ) -> None:
+        self._max_bindings = max_bindings
+        self._max_uuid_length = max_uuid_length
+        self._announced = announced
+        self._local: OrderedDict[bytes, bytes] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._local)
+
+    def key(self, uuid: str, salt: bytes, kind: str, path: str = "") -> bytes:
+        """The alias of a uuid under a request's salt, for media of a kind: a modality, or "embeds".
+
+        Raises InvalidRequest: empty, too long or not printable.
+        """
+        if not uuid or len(uuid) > self._max_uuid_length:
+            raise InvalidRequest(
+                f"{path or 'media'}: uuid has {len(uuid)} characters, allowed are 1 to "
+                f"{self._max_uuid_length}",
+                param=path or None,
+            )
+        if not uuid.isprintable():
+            raise InvalidRequest(
+                f"{path or 'media'}: uuid holds control characters", param=path or None
+            )
+        return blake3(frame(["foveal.alias", salt or None, kind, uuid])).digest()
+
+    def lookup(self, alias: bytes) -> bytes | None:
+        """The content digest bound to the alias, if any; changes nothing."""
+        return self._announced(alias) or self._local.get(alias)
+
+    def check(self, alias: bytes, digest: bytes, uuid: str, path: str) -> None:
+        """Raises MediaConflict when the alias stands for other content."""
+        known = self.lookup(alias)
+        if known is not None and known != digest:
+            raise MediaConflict(
+                f"{path or 'media'}: uuid {uuid!r} was bound to other content before; use a new "
+                "uuid for new content",
+                param=path or None,
+            )
+
+    def commit(self, alias: bytes, digest: bytes) -> None:
+        """Binds (the caller has checked); the least recently used binding goes when full."""
+        self._local[alias] = digest
+        self._local.move_to_end(alias)
+        while len(self._local) > self._max_bindings:
+            self._local.popitem(last=False)
+
+    def check_integrity(self) -> None:
+        assert len(self._local) <= max(0, self._max_bindings)
+        assert all(len(a) == 32 and len(d) == 32 for a, d in self._local.items())
+
 
 T = TypeVar("T")
 
@@ -47,15 +130,24 @@ class Named(NamedTuple):
 
 
 class DataUrlMedia:
-    """Retained as the text it came as; decoded only when the value must be made."""
+    """Retained as the text it came as; decoded only when the value must be made. The first to read
+    gets `file`, which was decoded to be hashed, unless it was forgotten before."""
 
     page = -1
 
-    def __init__(self, url: str, max_bytes: int) -> None:
+    def __init__(self, url: str, max_bytes: int, file: bytes | None = None) -> None:
         self._url = url
         self._max_bytes = max_bytes
+        self._file = file
+
+    def forget_file(self) -> None:
+        """The item is known: whoever needs its value later decodes the text again."""
+        self._file = None
 
     async def read(self) -> Buffer:
+        file, self._file = self._file, None
+        if file is not None:
+            return file
         decode = functools.partial(hashing.decode_data_url, self._url, max_bytes=self._max_bytes)
         return await off_loop(len(self._url), decode)
 
@@ -127,26 +219,26 @@ class Identifier:
         if url[:5].lower() == "data:":
             url = url if url.startswith("data:") else "data:" + url[5:]
             hashing.check_text_size(url, limit + _MAX_URL_HEAD)
-            return await self._read_data_url(url, limit, options.salt), DataUrlMedia(url, limit)
+            return await self._read_data_url(url, limit, options.salt)
         with self._stats.stages.measure("fetch"):
             data = await self._fetcher.fetch(
                 url, max_bytes=limit, charge=options.charge_media_bytes, salt=options.salt
             )
         return await self._digest(data), GivenBytes(data)
 
-    async def _read_data_url(self, url: str, limit: int, salt: bytes) -> bytes:
+    async def _read_data_url(self, url: str, limit: int, salt: bytes) -> tuple[bytes, RawMedia]:
         begin = time.perf_counter()
         key = await off_loop(len(url), functools.partial(self._url_texts.key, url, salt))
-        known = self._url_texts.lookup(key)
+        known, file = self._url_texts.lookup(key), None
         if known is not None and known[1] <= limit:
             self._stats.url_text_hits += 1
             digest = known[0]
         else:
             read = functools.partial(_digest_data_url, url, limit)
-            digest, num_bytes = await off_loop(len(url), read)
-            self._url_texts.commit(key, digest, num_bytes)
+            digest, file = await off_loop(len(url), read)
+            self._url_texts.commit(key, digest, len(file))
         self._stats.stages.observe("hash", time.perf_counter() - begin)
-        return digest
+        return digest, DataUrlMedia(url, limit, file)
 
     async def _digest(self, data: Buffer) -> bytes:
         if len(data) == 0:
@@ -155,9 +247,9 @@ class Identifier:
             return await off_loop(len(data), functools.partial(hashing.content_digest, data))
 
 
-def _digest_data_url(url: str, limit: int) -> tuple[bytes, int]:
+def _digest_data_url(url: str, limit: int) -> tuple[bytes, bytes]:
     data = hashing.decode_data_url(url, max_bytes=limit)
-    return hashing.content_digest(data), len(data)
+    return hashing.content_digest(data), data
 
 
 def unknown_media(modality: str, which: str, uuid: str | None) -> MediaUnknown:
@@ -179,3 +271,89 @@ def naming(path: str, error: FovealError) -> FovealError:
 async def off_loop(num_bytes: int, work: Callable[[], T]) -> T:
     """Runs `work` here when it is short, in a thread when the loop would notice."""
     return work() if num_bytes < _THREAD_BYTES else await asyncio.to_thread(work)
+
+
+_DIGEST_BYTES = 32
+MAX_KNOWN_PAGES = 1 << 13
+"""Digests of pages that are remembered."""
+
+Digests = tuple[bytes, ...]
+
+
+class Documents:
+    """Documents and their pages, decoded once.
+
+    Bounded by pages; the least recently used document goes first.
+    """
+
+    def __init__(
+        self,
+        modalities: ModalitiesConfig,
+        info: ProcessorInfo,
+        identifier: Identifier,
+        workers: Workers,
+        stats: FrontendStats,
+    ) -> None:
+        self._modalities = modalities
+        self._info = info
+        self._identifier = identifier
+        self._workers = workers
+        self._stats = stats
+        self._known: OrderedDict[tuple[bytes, bytes], Digests] = OrderedDict()
+        self._num_pages = 0
+        self._drawing: SingleFlight[tuple[bytes, bytes], Digests] = SingleFlight()
+
+    async def pages(
+        self, documents: Sequence[MediaPart], options: PrepareOptions
+    ) -> list[Sequence[Page]]:
+        """See `seams.InputProcessor`. One document after the other, so that a request with too
+        many pages is refused before all are drawn."""
+        check_counts(self._info, self._modalities, documents)
+        limit = self._modalities.image.max_per_prompt
+        found: list[Sequence[Page]] = []
+        for document in documents:
+            try:
+                digest, file = await self._identifier.read(document, options)
+                raw = ReadOnce(file)
+                digests = await self._digests((options.salt, digest), raw, options.client)
+            except FovealError as error:
+                self._stats.media_errors[error.code] += 1
+                raise naming(document.path, error) from error
+            found.append([Page(one, raw, number) for number, one in enumerate(digests)])
+            num_pages = sum(map(len, found))
+            if num_pages > limit:
+                raise InvalidRequest(
+                    f"the documents have {num_pages} pages up to {document.path}, the limit is "
+                    f"{limit} images in a request",
+                    param=document.path,
+                )
+        return found
+
+    async def _digests(self, key: tuple[bytes, bytes], raw: RawMedia, client: str) -> Digests:
+        known = self._known.get(key)
+        if known is not None:
+            self._known.move_to_end(key)
+            return known
+
+        async def work() -> Digests:
+            done = await self._workers.page_digests(await raw.read(), client)
+            self._stats.stages.observe("decode", done.decode_seconds)
+            size = _DIGEST_BYTES
+            digests = tuple(done.value[i : i + size] for i in range(0, len(done.value), size))
+            self._commit(key, digests)
+            return digests
+
+        return await self._drawing.run(key, work)
+
+    def _commit(self, key: tuple[bytes, bytes], digests: Digests) -> None:
+        self._num_pages += len(digests) - len(self._known.pop(key, ()))
+        self._known[key] = digests
+        while self._num_pages > MAX_KNOWN_PAGES:
+            self._num_pages -= len(self._known.popitem(last=False)[1])
+
+    def __len__(self) -> int:
+        """Pages that are known."""
+        return self._num_pages
+
+    def check_integrity(self) -> None:
+        assert self._num_pages == sum(map(len, self._known.values())) <= MAX_KNOWN_PAGES

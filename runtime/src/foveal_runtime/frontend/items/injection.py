@@ -23,7 +23,7 @@ from foveal_runtime.frontend.media import hashing
 from foveal_runtime.frontend.media.protocol import ProcessorInfo
 from foveal_runtime.mirror.sender import SendItem, SendValue
 from foveal_runtime.plan.config import InjectionConfig
-from foveal_runtime.plan.errors import InvalidRequest, MediaInvalid, Unsupported
+from foveal_runtime.plan.errors import InvalidRequest, MediaInvalid
 from foveal_runtime.plan.media import MODALITIES, MMHash, Modality
 from foveal_runtime.wire import codec
 from foveal_runtime.wire.item import ITEM_SIZES, BadItem, pack_item, view_item
@@ -78,7 +78,7 @@ _JSON = msgspec.json.Decoder(InjectedItems)
 
 
 class Injector:
-    """See the module."""
+    """Takes processed items of other processes in."""
 
     def __init__(
         self,
@@ -140,20 +140,10 @@ class Injector:
                     self._stats.injection_failures += 1
                     log.warning("cannot inject %s %d: %s", modality, index, error)
 
-    def inject_payload(
-        self, body: bytes | memoryview, content_type: str, tenant: bytes = b""
-    ) -> dict[str, int]:
-        """The endpoint: msgpack (`application/msgpack`) or JSON (bytes as base64).
-
-        Returns {"stored": items kept, "sent": items an engine took}. Raises Unsupported when
-        injection is off and InvalidRequest / MediaInvalid naming the item; nothing is kept then.
-        """
-        if not self._config.enabled:
-            raise Unsupported("injection is switched off here (injection.enabled)")
-        return self.store_payload(self.read_payload(body, content_type), tenant)
-
     def read_payload(self, body: bytes | memoryview, content_type: str) -> list[Packed]:
-        """Decodes and checks; changes nothing, so a thread may do it for large bodies."""
+        """Decodes and checks msgpack (`application/msgpack`) or JSON (bytes as base64); changes
+        nothing, so a thread may do it for large bodies. Raises InvalidRequest or MediaInvalid that
+        names the item."""
         decoder = _MSGPACK if "msgpack" in content_type else _JSON
         try:
             payload = decoder.decode(body)
@@ -176,7 +166,8 @@ class Injector:
         return packed
 
     def store_payload(self, items: Sequence[Packed], tenant: bytes) -> dict[str, int]:
-        """Keeps what `read_payload` made. With every cache off nothing can be kept."""
+        """Keeps what `read_payload` made. Returns {"stored": items kept, "sent": items an engine
+        took}. With every cache off nothing can be kept."""
         if not self.has_cache:
             return {"stored": 0, "sent": 0}
         sent = 0

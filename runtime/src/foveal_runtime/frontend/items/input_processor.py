@@ -18,10 +18,11 @@ import msgspec
 
 from foveal_runtime.frontend.common.single_flight import SingleFlight
 from foveal_runtime.frontend.common.stats import FrontendStats
-from foveal_runtime.frontend.items.aliases import Aliases
-from foveal_runtime.frontend.items.documents import Documents
 from foveal_runtime.frontend.items.embeds import embeds_item
 from foveal_runtime.frontend.items.identify import (
+    Aliases,
+    DataUrlMedia,
+    Documents,
     Identifier,
     Named,
     naming,
@@ -34,16 +35,26 @@ from foveal_runtime.frontend.items.placement import (
     complete_prompt,
     match_placeholders,
 )
-from foveal_runtime.frontend.items.prepared import ItemCost, PreparedItem, PreparedRequest
-from foveal_runtime.frontend.items.processor_cache import ProcessorCache
-from foveal_runtime.frontend.items.seams import Knowledge, MediaPart, PrepareOptions
-from foveal_runtime.frontend.items.source import Buffer, ItemSource, Page, RawMedia
+from foveal_runtime.frontend.items.processor_cache import (
+    Buffer,
+    ItemSource,
+    Page,
+    ProcessorCache,
+    RawMedia,
+)
+from foveal_runtime.frontend.items.seams import (
+    ItemCost,
+    Knowledge,
+    MediaPart,
+    PreparedItem,
+    PreparedRequest,
+    PrepareOptions,
+)
 from foveal_runtime.frontend.media import hashing
 from foveal_runtime.frontend.media.fetch import Fetcher
 from foveal_runtime.frontend.media.protocol import ProcessorInfo
-from foveal_runtime.frontend.media.workers import MediaWorkers, Workers, WorkerSettings
+from foveal_runtime.frontend.media.workers import Workers
 from foveal_runtime.frontend.protocol.bounds import check_prompt_logprobs
-from foveal_runtime.mirror.sender import SendItem, SendValue
 from foveal_runtime.plan.config import FrontendConfig
 from foveal_runtime.plan.errors import (
     ContextLengthExceeded,
@@ -51,35 +62,15 @@ from foveal_runtime.plan.errors import (
     InvalidRequest,
     Unsupported,
 )
-from foveal_runtime.plan.media import MODALITIES, ItemMeta, MMHash
+from foveal_runtime.plan.media import MODALITIES, MMHash
 from foveal_runtime.wire.item import meta_of, read_header
-from foveal_runtime.wire.namespace import model_namespace
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class NoEngines:
-    """Nothing is known: for tests, and before the first session."""
-
-    def lookup_item(self, mm_hash: MMHash) -> tuple[int, ItemMeta] | None:
-        return None
-
-    def lookup_alias(self, alias: bytes) -> bytes | None:
-        return None
-
-    def max_model_len(self) -> int:
-        return 0
-
-    def has_cache(self) -> bool:
-        return False
-
-    def put(self, items: Sequence[SendItem], values: dict[MMHash, SendValue]) -> int:
-        return 0
-
-
 class MediaInput:
-    """See the module.
+    """Prepares the media of requests.
 
     `workers` must have been started; `info` is what they said. `knowledge` is the engine client.
     """
@@ -90,14 +81,14 @@ class MediaInput:
         workers: Workers,
         info: ProcessorInfo,
         *,
-        knowledge: Knowledge | None = None,
+        knowledge: Knowledge,
         fetcher: Fetcher | None = None,
         stats: FrontendStats | None = None,
     ) -> None:
         self.config = config
         self.info = info
         self.workers = workers
-        self.knowledge: Knowledge = knowledge or NoEngines()
+        self.knowledge = knowledge
         self.stats = stats or FrontendStats()
         self.fetcher = fetcher or Fetcher(config.media_sources)
         self.cache = ProcessorCache(config.processor_bytes)
@@ -120,26 +111,6 @@ class MediaInput:
                 name = MODALITIES[placeholder.modality]
                 self.stats.splice_refused[name] = placeholder.reason
                 log.warning("%s input is refused for this model: %s", name, placeholder.reason)
-
-    @classmethod
-    async def start(
-        cls,
-        config: FrontendConfig,
-        *,
-        knowledge: Knowledge | None = None,
-        stats: FrontendStats | None = None,
-    ) -> MediaInput:
-        """Starts the media workers and waits for the first. Raises StartupError."""
-        workers = MediaWorkers(
-            WorkerSettings(
-                model_path=config.model.path,
-                namespace=model_namespace(config.model.path, config.model.revision),
-                limits=config.modalities,
-                num_workers=config.media_workers,
-            )
-        )
-        info = await workers.start()
-        return cls(config, workers, info, knowledge=knowledge, stats=stats)
 
     def is_warm(self) -> bool:
         """A worker runs the processor on a first item before it reports ready."""
@@ -172,6 +143,9 @@ class MediaInput:
             which = self._distinct(parts, named, options, raw_options, items)
             paths = [parts[which.index(i)].path for i in range(len(items))]
             await together([self._learn(item, p) for item, p in zip(items, paths, strict=True)])
+            for name in named:
+                if isinstance(name.raw, DataUrlMedia):
+                    name.raw.forget_file()
             request = PreparedRequest(
                 request_id=options.request_id,
                 token_ids=token_ids,

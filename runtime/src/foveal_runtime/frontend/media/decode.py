@@ -65,7 +65,11 @@ def _read(data: bytes | memoryview, limits: ModalityLimits) -> Image.Image:
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
         check_pixels(image.width, image.height, limits)
         image.load()
-        return shrunk(to_rgb(ImageOps.exif_transpose(image) or image), limits.resize_pixels)
+        ImageOps.exif_transpose(image, in_place=True)  # copies only what has to be turned
+        read = shrunk(to_rgb(image), limits.resize_pixels)
+        if read is image and image.format not in ("JPEG", "PNG"):
+            return read.copy()  # a WebP's decoder would stay, and its canvas
+        return read
 
 
 def check_bytes(data: bytes | memoryview, limits: ModalityLimits, what: str) -> None:

@@ -28,7 +28,9 @@ _MAX_DEPTH = 8
 MAX_FRAMES = 1024
 """Of a video that comes as images; fewer are kept (`ModalityLimits.max_frames`)."""
 _FRAMES_MAGIC = b"foveal frames 1\n"
-_PIECE_CHARS = 4 << 20
+_PIECE_CHARS = 1 << 17
+"""Of a text at a time: what is made of it is below `telemetry.memory.LARGE_BYTES`, so the kernel
+does not map and clear memory for it. A multiple of four, as base64 needs."""
 
 Scalar = None | bool | int | float | str | bytes
 Value = Scalar | Sequence["Value"] | Mapping[str, "Value"]
@@ -121,11 +123,12 @@ class DataUrl(msgspec.Struct, frozen=True):
 
 def parse_data_url(url: str) -> DataUrl:
     """Splits `data:[type][;base64],payload`. Raises MediaInvalid."""
-    head, comma, payload = url[5:].partition(",")
-    if not url.startswith("data:") or not comma:
+    comma = url.find(",")
+    if not url.startswith("data:") or comma < 0:
         raise MediaInvalid("data URL has no comma; expected data:image/png;base64,<data>")
-    parts = head.split(";")
-    return DataUrl(parts[0].strip().lower(), parts[-1].strip().lower() == "base64", payload)
+    parts = url[5:comma].split(";")
+    is_base64 = parts[-1].strip().lower() == "base64"
+    return DataUrl(parts[0].strip().lower(), is_base64, url[comma + 1 :])
 
 
 def decode_data_url(url: str, *, max_bytes: int) -> bytes:

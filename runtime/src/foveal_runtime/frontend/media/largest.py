@@ -23,8 +23,14 @@ from foveal_runtime.frontend.media.timed import Frames
 from foveal_runtime.plan.config import ModalitiesConfig, ModalityLimits
 from foveal_runtime.plan.errors import FovealError
 from foveal_runtime.plan.media import MODALITIES
-from foveal_runtime.plan.profile import SMALLER_FRAMES, SMALLER_PIXELS, ItemProfile, SmallerItem
-from foveal_runtime.plan.profile_memory import MAX_PROBE_PIXELS, VIDEO_PROBE_FRAMES
+from foveal_runtime.plan.profile import (
+    MAX_PROBE_PIXELS,
+    SMALLER_FRAMES,
+    SMALLER_PIXELS,
+    VIDEO_PROBE_FRAMES,
+    ItemProfile,
+    SmallerItem,
+)
 from foveal_runtime.wire.item import meta_of, read_header
 
 AUDIO_STRIDE = 2
@@ -158,8 +164,8 @@ def _options(processor: Any, name: str) -> dict[str, int]:
 
 
 def _image(processor: ItemProcessor, limits: ModalityLimits, max_tokens: int) -> Largest | None:
-    sizes = list(_image_sizes(processor.processor, limits.processed_pixels))
-    counts = _predicted(processor.processor, "image", sizes)
+    sizes = list(_image_sizes(processor, limits.processed_pixels))
+    counts = _predicted(processor, "image", sizes)
     if counts is None:
         sizes = sorted({_scaled(size, MAX_PROBE_PIXELS) for size in _ratio_sizes(
             min(limits.processed_pixels, MAX_PROBE_PIXELS))})  # fmt: skip
@@ -186,15 +192,21 @@ def _best_first(
             yield size
 
 
-def _image_sizes(processor: Any, max_pixels: int) -> Iterator[tuple[int, int]]:
-    """Candidates (height, width): whole grids of common patch sizes, and common shapes."""
-    for pixels in sorted({max_pixels, *_own_limits(processor.image_processor, max_pixels)}):
+def _image_sizes(processor: ItemProcessor, max_pixels: int) -> Iterator[tuple[int, int]]:
+    """Candidates (height, width): whole grids of common patch sizes, common shapes, and where the
+    family's rule counts tokens, the smallest sides that are rounded up to a whole grid."""
+    part = processor.processor.image_processor
+    for pixels in sorted({max_pixels, *_own_limits(part, max_pixels)}):
         for factor in _FACTORS:
             for rows in range(1, math.isqrt(pixels) // factor + 1):
                 columns = pixels // (factor * factor * rows)
                 if columns <= _MAX_RATIO * rows:
                     yield rows * factor, columns * factor
                     yield columns * factor, rows * factor
+                short = rows * factor - factor // 2 + 1
+                if processor.rule.count and pixels // short <= _MAX_RATIO * short:
+                    yield short, pixels // short
+                    yield pixels // short, short
         yield from _ratio_sizes(pixels)
 
 
@@ -224,14 +236,19 @@ def _scaled(size: tuple[int, int], pixels: int) -> tuple[int, int]:
     return max(1, int(size[0] * shrink)), max(1, int(size[1] * shrink))
 
 
-def _predicted(processor: Any, name: str, sizes: list[Any]) -> list[int] | None:
+def _predicted(processor: ItemProcessor, name: str, sizes: list[Any]) -> list[int] | None:
     """The processor's own count for each size, or None when it has no such arithmetic."""
-    count = getattr(processor, "_get_num_multimodal_tokens", None)
-    if count is None:
-        return None
+    count = getattr(processor.processor, "_get_num_multimodal_tokens", None)
+    own = processor.rule.count if name == "image" else None
+    found: Any
     try:
-        data = count(**{f"{name}_sizes": [list(size) for size in sizes]})
-        found = getattr(data, f"num_{name}_tokens", None)
+        if own is not None:
+            found = own(processor.processor, sizes)
+        elif count is not None:
+            data = count(**{f"{name}_sizes": [list(size) for size in sizes]})
+            found = getattr(data, f"num_{name}_tokens", None)
+        else:
+            return None
     except Exception:  # private and uneven over families: without it, sizes are tried for real
         return None
     if not isinstance(found, list) or len(found) != len(sizes):
@@ -256,7 +273,7 @@ def _video(processor: ItemProcessor, limits: ModalityLimits, max_tokens: int) ->
     pixels = {min(limits.processed_pixels, MAX_PROBE_PIXELS), *own}
     sizes = sorted({_scaled(s, MAX_PROBE_PIXELS) for p in pixels for s in _ratio_sizes(p)})
     shapes = [(n, *size) for n in _frame_counts(limits.max_frames) for size in sizes]
-    counts = _predicted(processor.processor, "video", shapes)
+    counts = _predicted(processor, "video", shapes)
     if counts is None:
         shapes = [(n, *sizes[-1]) for n in _frame_counts(limits.max_frames)]
         counts = _proportional(processor, shapes)

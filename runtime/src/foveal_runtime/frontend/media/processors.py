@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from foveal_runtime.frontend.media import decode, layout, palettes, rules
+from foveal_runtime.frontend.media import decode, probe, rules
 from foveal_runtime.frontend.media import options as item_options
 from foveal_runtime.frontend.media.decode import decode_image
 from foveal_runtime.frontend.media.hashing import short_digest
@@ -39,8 +39,7 @@ from foveal_runtime.plan.errors import (
     StartupError,
 )
 from foveal_runtime.plan.media import MODALITIES
-from foveal_runtime.wire.item import pack_item
-from foveal_runtime.wire.palette import Codebook
+from foveal_runtime.wire.item import Codebook, pack_item
 
 log = logging.getLogger(__name__)
 
@@ -101,11 +100,11 @@ class ItemProcessor:
         samples, info = [], self.placeholders.get(0)
         if info is None or not info.method:
             return None
-        for shape in layout.SHAPES:
-            output = self._call(0, [layout.image(*shape)], info.token, {})
+        for shape in probe.SHAPES:
+            output = self._call(0, [probe.image(*shape)], info.token, {})
             ids = self._replacement(info, output)
             samples.append((ids, embed_runs(ids, info.embed_token_id), output))
-        return layout.embeds_layout(self._path, samples)
+        return probe.embeds_layout(self._path, samples)
 
     def decode(
         self,
@@ -163,7 +162,7 @@ class ItemProcessor:
     def _suffix_ids(self) -> tuple[int, ...]:
         if self.rule.prompt_rule != "prefix" or self.tokenizer is None:
             return ()
-        return tuple(int(i) for i in self.tokenizer("\n", add_special_tokens=False)["input_ids"])
+        return rules.plain_ids(self.tokenizer, "\n")
 
     def _limits(self, modality: int) -> ModalityLimits:
         limits: ModalityLimits = getattr(self.limits, MODALITIES[modality])
@@ -239,7 +238,7 @@ class ItemProcessor:
         if info.method == "offsets":
             text = output["text_replacement_offsets"][0][0]["replacement"]
             text = rules.strip_newlines(text, self.rule.newlines)
-            return [int(i) for i in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
+            return list(rules.plain_ids(self.tokenizer, text))
         return self._difference(info, info.token, output)
 
     def _unexpanded(self, text: str) -> list[int]:
@@ -286,7 +285,7 @@ class ItemProcessor:
             return {}
         begin = time.perf_counter()
         try:
-            books = palettes.learn(lambda p: self._fields(self._call(0, [p], image.token, {})))
+            books = probe.learn(lambda p: self._fields(self._call(0, [p], image.token, {})))
         except (
             Exception
         ) as error:  # a foreign processor raises anything; the long form always works
@@ -331,7 +330,7 @@ class ItemProcessor:
     def _disagreement(self, info: PlaceholderInfo) -> str:
         """ "" when splicing reproduces the full processor's prompt, else what differs."""
         assert self.tokenizer is not None
-        sample = layout.sample(info.modality, self._sampling_rate())
+        sample = probe.sample(info.modality, self._sampling_rate())
         if info.modality == 0:
             sample = self._through_files(sample)
         output = self._call(info.modality, [sample], info.token, {})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache
 from typing import Any, Literal
 
 import msgspec
@@ -17,6 +18,7 @@ from foveal_runtime.plan.errors import MediaInvalid
 
 Method = Literal["offsets", "diff", "rule", ""]
 Run = Callable[[Any, int, list[Any], str, dict[str, Any]], dict[str, Any]]
+Count = Callable[[Any, Sequence[tuple[int, int]]], list[int]]
 
 _NAMES = ("image", "video", "audio")
 
@@ -42,6 +44,7 @@ class FamilyRule(msgspec.Struct, frozen=True):
             prompt (see `surround`).
         wraps: modality → (before, after) that chat templates write around the placeholder.
         run: calls a processor that is not called like the others.
+        count: tokens of images (height, width), for processors that cannot say without making them.
     """
 
     embed_from: tuple[tuple[str, str], ...] = ()
@@ -52,6 +55,7 @@ class FamilyRule(msgspec.Struct, frozen=True):
     newlines: int = 0
     wraps: tuple[tuple[str, str, str], ...] = ()
     run: Run | None = None
+    count: Count | None = None
 
 
 def _run_voxtral(
@@ -69,6 +73,34 @@ def _run_voxtral(
     chunks = features.reshape(extractor.feature_size, -1, positions).transpose(0, 1)
     num_tokens = math.ceil(positions / 2 / 4) * int(chunks.shape[0])
     return {"input_ids": [[processor.audio_token_id] * num_tokens], "input_features": chunks}
+
+
+def _count_lfm2(processor: Any, sizes: Sequence[tuple[int, int]]) -> list[int]:
+    """LFM2-VL rounds sides to the nearest whole token, and cuts large images into tiles, each with
+    a marker, beside a small copy of the whole."""
+    part = processor.image_processor
+    grid = {
+        name: getattr(part, name)
+        for name in ("max_image_tokens", "encoder_patch_size", "downsample_factor")
+    }
+    tiling = {name: getattr(part, name) for name in ("min_tiles", "max_tiles", "tile_size")}
+    is_tiled = part.do_image_splitting and not part.min_tiles == part.max_tiles == 1
+    counts = []
+    for height, width in sizes:
+        wide, high = part.smart_resize(
+            height, width, min_image_tokens=part.min_image_tokens, **grid
+        )
+        per_tile, whole = processor._get_image_num_tokens([high, wide])
+        is_large = part._is_image_too_large(
+            height, width, max_pixels_tolerance=part.max_pixels_tolerance, **grid
+        )
+        tiles = part._get_grid_layout(height, width, **tiling)[-1] if is_tiled and is_large else 1
+        if tiles > 1:
+            copy = whole + 1 if part.use_thumbnail else 0
+            counts.append(tiles * (per_tile + 1) + copy + 2)
+        else:
+            counts.append(whole + 2)
+    return counts
 
 
 _QWEN = tuple((name, "<|vision_start|>", "<|vision_end|>") for name in ("image", "video"))
@@ -92,6 +124,7 @@ _RULES: dict[str, FamilyRule] = {
     "qwen3_vl_moe": FamilyRule(wraps=_QWEN),
     "qwen2_audio": FamilyRule(wraps=(("audio", "<|audio_bos|>", "<|audio_eos|>"),)),
     "internvl": FamilyRule(embed_from=(("video", "image"),), modalities=("image",)),
+    "lfm2_vl": FamilyRule(modalities=("image",), count=_count_lfm2),
     "llava_onevision": FamilyRule(several=False, modalities=("image",)),
     "smolvlm": FamilyRule(modalities=("image",)),
     "voxtral": FamilyRule(modalities=("audio",), methods=("rule",), run=_run_voxtral),
@@ -181,14 +214,20 @@ def strip_newlines(text: str, count: int) -> str:
     return text[count:-count]
 
 
+@lru_cache(maxsize=16)
+def plain_ids(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """Tokens of a text alone. Images of one size expand to the same text."""
+    return tuple(int(i) for i in tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
 def newline_ids(tokenizer: Any) -> tuple[int, ...]:
     """The token of n newlines for n = 1, 2, ... as long as there is one."""
     found: list[int] = []
     for count in range(1, 64):
-        ids = tokenizer("\n" * count, add_special_tokens=False)["input_ids"]
+        ids = plain_ids(tokenizer, "\n" * count)
         if len(ids) != 1 or ids[0] in found:
             break
-        found.append(int(ids[0]))
+        found.append(ids[0])
     return tuple(found)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -111,18 +112,14 @@ def _av_audio(data: bytes | memoryview, limits: ModalityLimits) -> tuple[np.ndar
     return np.concatenate(parts) if parts else np.zeros(0, np.float32), rate
 
 
+@dataclass(slots=True, eq=False)
 class Frames:
     """Chosen frames of a video: `pixels` (n, height, width, 3) uint8, and where they came from."""
 
-    __slots__ = ("fps", "indices", "pixels", "total")
-
-    def __init__(
-        self, pixels: np.ndarray[Any, Any], indices: list[int], total: int, fps: float
-    ) -> None:
-        self.pixels = pixels
-        self.indices = indices
-        self.total = total
-        self.fps = fps
+    pixels: np.ndarray[Any, Any]
+    indices: list[int]
+    total: int
+    fps: float
 
 
 Choose = Callable[[int, float, int, int], list[int]]

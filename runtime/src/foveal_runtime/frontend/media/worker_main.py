@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from foveal_runtime.frontend.media import protocol
 from foveal_runtime.plan.errors import EngineFailure, FovealError
 from foveal_runtime.telemetry.deferred import defer
+from foveal_runtime.telemetry.memory import release_free_memory
 
 BUFFER_BYTES = 4 << 20
 
@@ -126,6 +127,7 @@ def serve(link: Link, make: Callable[[protocol.Load], Processor] = load_processo
     except Exception as error:  # any other reason the processor cannot start: one line, not a trace
         link.send(protocol.Failed(0, "startup_error", f"{type(error).__name__}: {error}"[:500]))
         return 2
+    release_free_memory()
     _limit_memory(load.max_memory_bytes)
     link.send(protocol.Ready(info))
     while (received := link.receive()) is not None:

@@ -14,6 +14,7 @@ import os
 import socket
 import sys
 from collections import deque
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -90,19 +91,17 @@ class Workers(Protocol):
     async def close(self) -> None: ...
 
 
+@dataclass(slots=True, eq=False)
 class _Job:
-    __slots__ = ("attempts", "client", "data", "future", "modality", "options", "page")
-
-    def __init__(
-        self, modality: int, options: bytes, data: Data, client: str, page: int = -1
-    ) -> None:
-        self.client = client
-        self.modality = modality
-        self.options = options
-        self.data = data
-        self.page = page
-        self.attempts = 0
-        self.future: asyncio.Future[Processed] = asyncio.get_running_loop().create_future()
+    modality: int
+    options: bytes
+    data: Data
+    client: str
+    page: int = -1
+    attempts: int = 0
+    future: asyncio.Future[Processed] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
 
     @property
     def kind(self) -> str:

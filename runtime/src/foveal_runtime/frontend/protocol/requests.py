@@ -284,6 +284,59 @@ class CompletionRequest(_Sampling):
     suffix: str | None = Field(None, description="not served")
 
 
+MAX_INPUTS = 2048
+
+
+def _few(value: Any) -> Any:
+    """Before the types are looked at, of which the first would be blamed."""
+    if isinstance(value, list) and len(value) > MAX_INPUTS and not isinstance(value[0], int):
+        raise ValueError(f"{len(value)} inputs; at most {MAX_INPUTS} are taken")
+    return value
+
+
+Inputs = Annotated[
+    Text
+    | TokenIds
+    | Annotated[list[Text], Field(min_length=1, fail_fast=True)]
+    | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)],
+    BeforeValidator(_few),
+]
+
+
+class EmbeddingRequest(Open):
+    """`input`, or `messages` as in chat."""
+
+    model: str | None = Field(None, max_length=1024, description="the served model's name")
+    input: Inputs | None = Field(None, description="text, token ids, or a list of either")
+    messages: Messages | None = Field(
+        None, description="one conversation to embed, with images, video and audio"
+    )
+    encoding_format: Literal["float", "base64"] | None = Field(
+        None, description="default float; base64: of little-endian 32-bit floats"
+    )
+    dimensions: Integer | None = Field(
+        None, ge=1, lt=2**31, description="only the first so many, for models trained for it"
+    )
+    normalize: bool | None = Field(
+        None, description="unit length; default: as the checkpoint's modules.json says, else true"
+    )
+    truncate_prompt_tokens: Integer | None = Field(
+        None, ge=-1, lt=2**31,
+        description="keep only the first tokens of inputs without media; -1: what fits",
+    )  # fmt: skip
+    add_special_tokens: bool | None = Field(None, description="messages: false, input: true")
+    add_generation_prompt: bool | None = Field(None, description="default false")
+    continue_final_message: bool | None = None
+    chat_template_kwargs: FreeForm | None = None
+    mm_processor_kwargs: FreeForm | None = None
+    priority: Integer | None = Field(
+        None, ge=-(2**31), lt=2**31, description="smaller first, under the priority policy"
+    )
+    cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = Field(
+        None, description="separates caches; no '@', '/', '\\' or NUL"
+    )
+
+
 class TokenizeRequest(_Strict):
     """`prompt`, or `messages` as in chat."""
 

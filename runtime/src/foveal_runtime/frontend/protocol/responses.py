@@ -175,6 +175,28 @@ class Completion(BaseModel):
     system_fingerprint: str | None = None
 
 
+class Embedding(BaseModel):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(BaseModel):
+    prompt_tokens: int = Field(description="media count as their tokens")
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: dict[str, int]
+
+
+class EmbeddingList(BaseModel):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: EmbeddingUsage
+
+
 class MediaLimits(BaseModel):
     max_per_prompt: int
     max_bytes: int

@@ -14,7 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from foveal_runtime.frontend.protocol.requests import ChatCompletionRequest, CompletionRequest
+from foveal_runtime.frontend.protocol.requests import (
+    MAX_CHOICES,
+    ChatCompletionRequest,
+    CompletionRequest,
+)
 from foveal_runtime.plan.errors import (
     ContextLengthExceeded,
     InvalidRequest,
@@ -48,6 +52,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none",),
     "modalities": (["text"],),
+    "audio": (),
     "echo": (False,),
     "use_beam_search": (False,),
     "spaces_between_special_tokens": (True,),
@@ -124,9 +129,27 @@ def check_extra(extra: Mapping[str, Any], ignore_unknown: bool) -> None:
         if name not in NEUTRAL and ignore_unknown:
             continue
         known = "" if name in NEUTRAL else " (unknown field)"
+        if name in ("audio", "modalities"):
+            known = ": answers are text alone"
         if name == "extra_body":
             known = ": it is an option of the client library, which puts its fields here"
         raise Unsupported(f"{name} is not supported{known}", param=name)
+
+
+def check_truncates(parts: Sequence[object]) -> None:
+    if parts:
+        raise InvalidRequest(
+            "truncate_prompt_tokens cannot be used with media: it would cut them off",
+            param="truncate_prompt_tokens",
+        )
+
+
+def check_num_sequences(num_prompts: int, num_choices: int) -> None:
+    if num_prompts * num_choices > MAX_CHOICES:
+        raise InvalidRequest(
+            f"{num_prompts} prompts x n={num_choices} are more than {MAX_CHOICES} sequences",
+            param="n",
+        )
 
 
 def lora_of(model: str | None, served: str, loras: Mapping[str, LoraRef]) -> LoraRef | None:

@@ -11,12 +11,18 @@ from array import array
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from foveal_runtime.frontend.items.prepared import PreparedItem, PreparedRequest
-from foveal_runtime.frontend.items.seams import EnginesLoad, MediaPart, PrepareOptions
-from foveal_runtime.frontend.items.source import GivenBytes, Page
+from foveal_runtime.frontend.items.processor_cache import GivenBytes, Page
+from foveal_runtime.frontend.items.seams import (
+    EnginesLoad,
+    MediaPart,
+    PreparedItem,
+    PreparedRequest,
+    PrepareOptions,
+)
+from foveal_runtime.mirror.sender import SendItem, SendValue
 from foveal_runtime.plan.errors import FovealError, InvalidRequest, MediaUnknown
 from foveal_runtime.plan.lora import LoraRef
-from foveal_runtime.plan.media import MODALITIES, Modality
+from foveal_runtime.plan.media import MODALITIES, ItemMeta, MMHash, Modality
 from foveal_runtime.wire.messages import EngineOutput, FirstOutput, TokenLogprobs
 
 Script = Callable[[PreparedRequest], Sequence[int]]
@@ -27,6 +33,25 @@ def fake_embedding(token_ids: Sequence[int], pooling: str) -> bytes:
     """Four f32 values that depend on the tokens and the pooling."""
     kind = {"mean": sum(token_ids) / len(token_ids), "last": token_ids[-1], "cls": token_ids[0]}
     return array("f", [kind[pooling], len(token_ids), 1.0, -2.0]).tobytes()
+
+
+class NoEngines:
+    """What engine sessions know before the first of them: nothing."""
+
+    def lookup_item(self, mm_hash: MMHash) -> tuple[int, ItemMeta] | None:
+        return None
+
+    def lookup_alias(self, alias: bytes) -> bytes | None:
+        return None
+
+    def max_model_len(self) -> int:
+        return 0
+
+    def has_cache(self) -> bool:
+        return False
+
+    def put(self, items: Sequence[SendItem], values: dict[MMHash, SendValue]) -> int:
+        return 0
 
 
 @dataclass(slots=True)

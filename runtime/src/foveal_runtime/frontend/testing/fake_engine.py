@@ -51,7 +51,7 @@ class Served:
 
 
 class ScriptedEngine:
-    """See the module.
+    """An engine that answers by a script.
 
     Attributes:
         allowance: output tokens it may still emit, None = no limit; a test sets it to stop an

@@ -25,8 +25,8 @@ from foveal_runtime.frontend.grammars.formats import (
     recognise,
     render_calls,
 )
+from foveal_runtime.frontend.items.processor_cache import Page
 from foveal_runtime.frontend.items.seams import MediaPart, PromptPlaceholders
-from foveal_runtime.frontend.items.source import Page
 from foveal_runtime.frontend.protocol.messages import (
     ContentPart,
     DocumentPart,
@@ -88,6 +88,7 @@ class ChatTemplate:
     """One checkpoint's template.
 
     Attributes:
+        source: the template's text; None where the checkpoint has none.
         content_format: "parts" when the template reads lists of content parts, else "string" (the
             parts are joined by newlines and media stand there as the processor's placeholder text).
         tool_format: how the model writes tool calls; None when the template writes them in a way
@@ -103,7 +104,7 @@ class ChatTemplate:
         tool_format: str = "",
     ) -> None:
         self._tokenizer = tokenizer
-        self._template = template
+        self.source = template
         self._processor = processor
         self._placeholders = self._spellings()
         self.content_format = "string" if template is None else self._detect()
@@ -113,11 +114,6 @@ class ChatTemplate:
         self._takes_tools = template is not None and self._probe_tools()
         self.tool_format = FORMATS[tool_format] if tool_format else self._probe_calls()
         self.thinking = next((pair for pair in THINKING if pair[1] in (template or "")), None)
-
-    @property
-    def source(self) -> str | None:
-        """The template's text."""
-        return self._template
 
     def _spellings(self) -> dict[Modality, str]:
         found: dict[Modality, str] = {}
@@ -204,7 +200,7 @@ class ChatTemplate:
     def _role(self, role: str, path: str) -> str:
         """The template's name of a role. A template without `developer` has `system`, one without
         `tool` reads results as the user's; another role must come out of a trial rendering."""
-        source = self._template or ""
+        source = self.source or ""
         if role == "developer" and "developer" not in source:
             return "system"
         if role in ("tool", "function"):
@@ -234,7 +230,7 @@ class ChatTemplate:
 
     def _apply(self, messages: list[dict[str, Any]], **variables: Any) -> str:
         text = self._tokenizer.hf.apply_chat_template(
-            messages, chat_template=self._template, tokenize=False, **variables
+            messages, chat_template=self.source, tokenize=False, **variables
         )
         assert isinstance(text, str)
         return text
@@ -252,7 +248,7 @@ class ChatTemplate:
         """`pages` are those of each of `documents_of`. Raises InvalidRequest when the
         template refuses the messages (roles out of order), when a text spells a placeholder, or
         when a part cannot be what it says it is."""
-        if self._template is None:
+        if self.source is None:
             raise Unsupported(
                 "this model has no chat template; use /v1/completions", param="messages"
             )
@@ -339,7 +335,7 @@ class ChatTemplate:
         content: str | Sequence[ContentPart] = message.content if message.content else ""
         if message.tool_calls:
             calls = self._plain_calls(message.tool_calls, f"{path}.tool_calls")
-            if "tool_calls" in (self._template or ""):
+            if "tool_calls" in (self.source or ""):
                 plain["tool_calls"] = calls
             else:
                 content = self._with_calls(content, calls)

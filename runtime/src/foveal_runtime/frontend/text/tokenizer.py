@@ -48,6 +48,9 @@ class TextTokenizer:
     def __init__(self, hf: PreTrainedTokenizerFast) -> None:
         self.hf = hf
         self._backend: tokenizers.Tokenizer = hf.backend_tokenizer
+        # A file may ask for both, for training: texts would be cut and filled up without a word.
+        self._backend.no_truncation()
+        self._backend.no_padding()
         self.vocab_size: int = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
@@ -72,17 +75,26 @@ class TextTokenizer:
         except (OSError, ValueError, KeyError) as error:
             raise StartupError(f"cannot load the tokenizer of {path}: {error}") from error
 
-    def encode(self, text: str, *, add_special_tokens: bool, limit: int = 0) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool, limit: int = 0, most: int = 0
+    ) -> list[int]:
         """Token ids. Batches let other threads run; single calls of the library need not.
 
+        Of a text with more than `most` tokens (0: any number) the first ones, with the special
+        tokens that belong before and behind them.
         Raises ContextLengthExceeded for a text that has more than `limit` tokens (0: any number)
         as soon as that is certain: work and memory grow with the limit, not with the text.
         """
         if limit and len(text) > _SURE_CHARS * limit:
             self._check_length(text, limit)
-        batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        ids: list[int] = batch[0].ids
-        return ids
+        [found] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        num_special = self._backend.num_special_tokens_to_add(is_pair=False)
+        if add_special_tokens and num_special < most < len(found.ids):
+            [found] = self._backend.encode_batch_fast([text], add_special_tokens=False)
+            found.truncate(most - num_special)
+            found = self._backend.post_process(found)
+        ids: list[int] = found.ids
+        return ids[:most] if most else ids
 
     def _check_length(self, text: str, limit: int) -> None:
         """Counts piece by piece: a cut costs at most a few tokens more than the whole text has."""

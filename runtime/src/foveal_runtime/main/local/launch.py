@@ -21,11 +21,18 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from foveal_runtime.main.backoff import Backoff
 from foveal_runtime.main.launcher import RUNTIME, Child, LocalDeployment
-from foveal_runtime.main.local.readings import Readings, Totals, totals
-from foveal_runtime.main.local.view import ProcessFigures, Snapshot, State, View, load_of
-from foveal_runtime.main.stop_signals import StopSignals
+from foveal_runtime.main.local.view import (
+    ProcessFigures,
+    Readings,
+    Snapshot,
+    State,
+    Totals,
+    View,
+    load_of,
+    totals,
+)
+from foveal_runtime.main.supervise import Backoff, StopSignals
 from foveal_runtime.plan.config import EngineConfig, FrontendConfig
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.local import LocalDeploymentConfig

@@ -15,22 +15,28 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import msgspec
 
+from foveal_runtime.main.bars import Bars
 from foveal_runtime.main.fetch import IGNORED
-from foveal_runtime.model.checkpoint.quantized import check_quantization
+from foveal_runtime.model.checkpoint.kinds import check_kind
+from foveal_runtime.model.checkpoint.quantized import check_declared, check_quantization
 from foveal_runtime.model.checkpoint.weights import check_complete, weight_files
+from foveal_runtime.plan.config import Task
+from foveal_runtime.plan.embedder import check_task
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.quantity import short_bytes
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_PAGE = re.compile(r"https?://(?:www\.)?huggingface\.co/([\w.-]+/[\w.-]+)")
 _SCHEMES = ("hf", "s3", "oci", "pvc")
+_WRITE = "write hf://ORG/NAME, s3://BUCKET/PREFIX or oci://REGISTRY/NAME:TAG"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json",
                "tekken.json")  # fmt: skip
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
@@ -44,14 +50,14 @@ class Found(NamedTuple):
     name: str
 
 
-def find_model(given: str, revision: str = "") -> Found:
+def find_model(given: str, revision: str = "", task: Task = "generate") -> Found:
     """The model's directory, after a download where there is none yet. Raises StartupError in one
     line with a remedy."""
     if page := _HUB_PAGE.match(given):
         raise StartupError(f"{given} is a web page: write {page[1]}")
     scheme, separator, rest = given.partition("://")
     if separator:
-        return _from_uri(given, scheme, rest, revision)
+        return _from_uri(given, scheme, rest, revision, task)
     path = Path(given).expanduser()
     if path.is_dir():
         check_files(path)
@@ -60,31 +66,41 @@ def find_model(given: str, revision: str = "") -> Found:
         raise StartupError(_of_file(path))
     name, _, tag = given.partition("@")
     if _HUB_NAME.fullmatch(name) and not given.startswith((".", "~")) and not near(path):
-        return _from_hub(name, revision or tag)
+        return _from_hub(name, revision or tag, task)
     raise StartupError(_missing(path, given))
 
 
-def _from_uri(given: str, scheme: str, rest: str, revision: str) -> Found:
+def _from_uri(given: str, scheme: str, rest: str, revision: str, task: Task) -> Found:
     name, _, tag = rest.partition("@")
     if scheme == "hf" and _HUB_NAME.fullmatch(name):
-        return _from_hub(name, revision or tag)
-    if scheme == "s3" and rest:
-        from foveal_runtime.main.fetch import fetch
-
-        folder = Path("~/.cache/foveal/models").expanduser()
-        target = folder / re.sub(r"[^A-Za-z0-9._-]+", "--", given)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        fetch(given, target)
-        check_files(target)
-        return Found(target, rest.rstrip("/").rpartition("/")[2])
-    if scheme in ("oci", "pvc"):
+        return _from_hub(name, revision or tag, task)
+    if scheme in ("s3", "oci") and rest:
+        return _from_store(scheme, rest)
+    if scheme == "pvc":
         raise StartupError(
-            f"{given}: only a cluster can mount {scheme}:// models; give a directory, ORG/NAME or "
-            "s3://BUCKET/PREFIX"
+            f"{given}: only a cluster can mount pvc:// models; give a directory, ORG/NAME, "
+            "s3://BUCKET/PREFIX or oci://REGISTRY/NAME:TAG"
         )
     close = difflib.get_close_matches(scheme, _SCHEMES, n=1, cutoff=0.3)
     hint = f"did you mean {close[0]}://{rest}?" if close and scheme not in _SCHEMES else ""
-    raise StartupError(f"{given}: {hint or 'write hf://ORG/NAME or s3://BUCKET/PREFIX'}")
+    raise StartupError(f"{given}: {hint or _WRITE}")
+
+
+def _from_store(scheme: str, rest: str) -> Found:
+    """An image by its digest: a tag that has moved is another model."""
+    from foveal_runtime.main.fetch import fetch
+    from foveal_runtime.main.registry import pinned
+
+    folder = Path("~/.cache/foveal/models").expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    name = rest.rstrip("/").rpartition("/")[2]
+    if scheme == "oci":
+        name, rest = re.split("[:@]", name)[0], pinned(rest, folder)
+    uri = f"{scheme}://{rest}"
+    target = folder / re.sub(r"[^A-Za-z0-9._-]+", "--", uri)
+    fetch(uri, target, out=sys.stdout)
+    check_files(target)
+    return Found(target, name)
 
 
 def _of_file(path: Path) -> str:
@@ -153,6 +169,7 @@ def check_description(path: Path, shown: Path | str) -> dict[str, Any]:
             f"model {shown}: config.json names no model_type: it is not a checkpoint of "
             "transformers"
         )
+    check_kind(str(shown), config)
     if not any((path / name).is_file() for name in _TOKENIZERS):
         raise StartupError(f"model {shown} holds no tokenizer.json: copy the tokenizer's files")
     is_multimodal = any(part in config for part in _PARTS)
@@ -161,13 +178,12 @@ def check_description(path: Path, shown: Path | str) -> dict[str, Any]:
             f"model {shown} takes media and holds no preprocessor_config.json: copy the "
             "processor's files from where the model is from"
         )
-    if not any(path.glob("*.safetensors")):  # with weights, once all of them are there
-        check_quantization(str(path), SimpleNamespace(**config))
+    check_declared(str(path), SimpleNamespace(**config), str(shown))
     return config
 
 
-def _from_hub(repository: str, revision: str) -> Found:
-    return Found(download(repository, revision), repository)
+def _from_hub(repository: str, revision: str, task: Task) -> Found:
+    return Found(download(repository, revision, task), repository)
 
 
 def is_hub_offline() -> bool:
@@ -176,15 +192,15 @@ def is_hub_offline() -> bool:
 
 _SMALL = ["*.json", "*.jinja", "*.txt", "*.model"]
 _CHUNK_BYTES = 1 << 20
+_PARALLEL = 8  # as many as the hub's own library
 
 
-def download(repository: str, revision: str = "") -> Path:
+def download(repository: str, revision: str, task: Task) -> Path:
     """The snapshot's directory. Asks the hub which files there are, and downloads those that the
     cache lacks. Raises StartupError in one line with a remedy."""
-    if not sys.stderr.isatty():
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # ours are shown instead
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import DryRunError, HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import DryRunError
 
     def fetch(commit: str, **more: Any) -> Any:
         return snapshot_download(repository, revision=commit or None, **more)
@@ -194,6 +210,7 @@ def download(repository: str, revision: str = "") -> Path:
             return _checked(Path(fetch(revision, local_files_only=True)))
         small = Path(fetch(revision, allow_patterns=_SMALL))
         check_description(small, repository)
+        check_task(small, task, repository)
         # One commit for all files, also of a download that an edit of the branch cuts in two.
         commit = small.name
         try:
@@ -204,36 +221,82 @@ def download(repository: str, revision: str = "") -> Path:
         _check_room(repository, small, sum(file.file_size for file in missing))
         if missing:
             size = short_bytes(sum(file.file_size for file in missing))
-            print(f"downloading {len(missing)} files ({size}) of {repository} into {small}",
-                  flush=True)  # fmt: skip
-        with _ended_at_once():
-            path = Path(fetch(commit, ignore_patterns=IGNORED))
-    except LocalEntryNotFoundError as error:
-        raise StartupError(_not_in_cache(repository)) from error
-    except HfHubHTTPError as error:
-        raise StartupError(_refusal(repository, revision, error)) from error
-    except (OSError, ValueError) as error:
-        raise StartupError(f"{repository}: {_first_line(error)}") from error
+            files = f"{len(missing)} file{'s' if len(missing) != 1 else ''}"
+            print(f"downloading {files} ({size}) of {repository} into {small}", flush=True)
+            with _ended_at_once(lambda error: _told(repository, revision, error)):
+                _download_all(repository, commit, missing)
+        path = Path(fetch(commit, ignore_patterns=IGNORED))
+    except StartupError:
+        raise
+    except Exception as error:
+        raise StartupError(_told(repository, revision, error)) from error
     for file in missing:
         _verify(repository, path / file.filename)
     return _checked(path)
 
 
-@contextlib.contextmanager
-def _ended_at_once() -> Iterator[None]:
-    """Ctrl-C ends this process: the hub's library would first finish the files that it began."""
+class _Told:
+    """What the hub's library takes for its bar of a file: draws nothing, tells `came`."""
 
-    def end(number: int, frame: FrameType | None) -> None:
+    came: Callable[[int], None]
+
+    def __init__(self, *_: object, initial: int = 0, **__: object) -> None:
+        self.came(initial)
+
+    def __enter__(self) -> _Told:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def update(self, n: float | None = 1) -> None:
+        self.came(int(n or 0))
+
+    def nothing(self, *_: object, **__: object) -> None:
+        """Of the network: `update` is told what has reached the disk."""
+
+    update_transfer = set_postfix_str = set_transfer_postfix_str = close = refresh = nothing
+
+
+def _download_all(repository: str, commit: str, files: list[Any]) -> None:
+    """Several files at a time, each with a bar. Raises what the hub's library raises."""
+    from huggingface_hub import hf_hub_download
+
+    def download(file: Any) -> None:
+        came = staticmethod(bars.begin(file.filename, file.file_size))
+        told: Any = type("Told", (_Told,), {"came": came})
+        hf_hub_download(repository, file.filename, revision=commit, tqdm_class=told)
+
+    with Bars(sum(file.file_size for file in files), sys.stdout) as bars:
+        pool = ThreadPoolExecutor(_PARALLEL)
+        try:
+            for job in as_completed([pool.submit(download, file) for file in files]):
+                job.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _ended_at_once(told: Callable[[Exception], str]) -> Iterator[None]:
+    """Ctrl-C and an error, `told` in a line, end this process: the hub's library would first finish
+    the files that it began."""
+
+    def leave(line: str, code: int) -> None:
         for one in Path("/proc/self/fd").glob("*"):
             with contextlib.suppress(OSError):
                 if one.readlink().suffix == ".incomplete":  # of no use to the next start
                     one.readlink().unlink()
-        print("foveal-runtime: interrupted; the next start continues", file=sys.stderr, flush=True)
-        os._exit(130)
+        print(f"foveal-runtime: {line}", file=sys.stderr, flush=True)
+        os._exit(code)
+
+    def end(number: int, frame: FrameType | None) -> None:
+        leave("interrupted; the next start continues", 130)
 
     before = signal.signal(signal.SIGINT, end)
     try:
         yield
+    except Exception as error:
+        leave(told(error), 2)
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -284,6 +347,21 @@ def _not_in_cache(repository: str) -> str:
     return (
         f"{repository} is not in the cache, and the hub at {endpoint} cannot be reached: check the "
         "network, HF_ENDPOINT and proxies, or give a directory"
+    )
+
+
+def _told(repository: str, revision: str, error: Exception) -> str:
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    if isinstance(error, LocalEntryNotFoundError):
+        return _not_in_cache(repository)
+    if isinstance(error, HfHubHTTPError):
+        return _refusal(repository, revision, error)
+    if isinstance(error, (OSError, ValueError)):
+        return f"{repository}: {_first_line(error)}"
+    return (  # of the HTTP client that the hub's library uses, whichever it is
+        f"{repository}: the connection to the hub broke off ({_first_line(error)}): start again, "
+        "which goes on with the files that are missing"
     )
 
 

@@ -14,7 +14,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
-from foveal_runtime.plan.config import DEFAULT_DOCUMENT_PAGES, Pooling, Task, ToolFormat
+from foveal_runtime.plan.config import (
+    DEFAULT_DOCUMENT_PAGES,
+    Pooling,
+    Quantization,
+    Task,
+    ToolFormat,
+)
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.quantity import format_bytes
 
@@ -24,6 +30,7 @@ _UNITS = {"k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4,
           "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}  # fmt: skip
 _NOT_IN_FILES = frozenset({"help", "config", "print-config", "plan"})
 DTYPES = ["auto", "float32", "bfloat16", "float16"]
+QUANTIZATIONS = [*get_args(Quantization)]
 
 EPILOG = """\
 examples:
@@ -108,7 +115,7 @@ def _number(text: str, least: int) -> int:
 _KEYS = "file with one key per line"
 _WORKERS = "processes of a frontend that decode media"
 # fmt: off
-# flag with its unit, field of LocalOptions (or of serve.py's own), kind, default, default as shown
+# flag with its unit, field of the documents (or of serve.py's own), kind, default, default as shown
 # ("": as it is), help. A kind is a parser of text, the choices, or the value that a switch sets.
 _OPTIONS: dict[str, tuple[tuple[str, str, Any, Any, str, str], ...]] = {
     "model": (
@@ -118,6 +125,8 @@ _OPTIONS: dict[str, tuple[tuple[str, str, Any, Any, str, str], ...]] = {
          "branch, tag or commit of a model of the hub"),
         ("--dtype", "dtype", DTYPES, "auto", "auto, as in the checkpoint",
          "numbers of weights and activations"),
+        ("--quantization", "quantization", QUANTIZATIONS, "auto", "auto, as in the checkpoint",
+         "what the decoder's weights are quantised to while they are loaded"),
         ("--task", "task", [*get_args(Task)], "generate", "",
          "what is served: text that the model generates, embeddings, or both"),
         ("--pooling", "pooling", [*get_args(Pooling)], "", "the checkpoint's, else last",
@@ -238,8 +247,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """All options of `serve`."""
     add = parser.add_argument
     add("model", nargs="?", metavar="MODEL",
-        help="a directory, ORG/NAME of the Hugging Face hub, hf://ORG/NAME@REVISION or "
-        "s3://BUCKET/PREFIX")  # fmt: skip
+        help="a directory, ORG/NAME of the Hugging Face hub, hf://ORG/NAME@REVISION, "
+        "s3://BUCKET/PREFIX or oci://REGISTRY/NAME:TAG")  # fmt: skip
     add("--config", metavar="FILE", help="YAML file with options, by their names without dashes")
     add("--print-config", action="store_true", help="print the options as such a file, and stop")
     add("--plan", action="store_true", help="print the memory plan, and stop")

@@ -11,10 +11,10 @@ import argparse
 import math
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -28,35 +28,31 @@ from foveal_runtime.main.local.sizing import (
     find_profile,
     installed_versions,
     modalities_for,
+    part_of,
     size_up,
 )
 from foveal_runtime.plan import machine
 from foveal_runtime.plan.budget.types import BudgetPlan
 from foveal_runtime.plan.config import (
     DEFAULT_DOCUMENT_PAGES,
-    GIB,
     MIB,
     EngineCaches,
     EngineConfig,
     FrontendConfig,
     InjectionConfig,
     ItemSize,
-    KVDtype,
     MediaSources,
     ModalitiesConfig,
     ModelConfig,
-    Pooling,
     SchedulerConfig,
-    Task,
-    ToolFormat,
 )
+from foveal_runtime.plan.embedder import check_task
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.local import LOOPBACK, LocalDeploymentConfig, connect, free_port
 from foveal_runtime.plan.lora import LORA_WEIGHTS, LoraSource, check_lora_names, lora_sources
 from foveal_runtime.plan.machine_plan import plan_lines
 from foveal_runtime.plan.profile import ModelProfile, ProfileLimits
 
-Part = TypeVar("Part", bound=msgspec.Struct)
 _PACKAGES = ("torch", "transformers", "fastapi", "uvicorn", "zmq", "PIL", "safetensors")
 _FILES = ("api_key_file", "admin_key_file", "injection_key_file", "profile")
 
@@ -73,7 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.plan:  # before anything is downloaded
         for number in range(arguments.num_frontends if arguments.port else 0):
             check_port(arguments.host, arguments.port + number)
-    found = find_model(arguments.model, arguments.revision)
+    found = find_model(arguments.model, arguments.revision, arguments.task)
+    check_task(found.path, arguments.task, arguments.model)
     profile = find_profile(arguments, found.path, arguments.device)
     sources = lora_sources(arguments.loras)
     check_lora_names([one.name for one in sources], arguments.name or found.name)
@@ -132,30 +129,26 @@ def _check_options(arguments: argparse.Namespace) -> None:
         )
 
 
-def _options(arguments: argparse.Namespace) -> dict[str, object]:
-    values = {name: getattr(arguments, name, None) for name in LocalOptions.__struct_fields__}
-    values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _planned(arguments: argparse.Namespace, found: Found, plan: BudgetPlan) -> LocalOptions:
-    """Every size as it was planned."""
-    return LocalOptions(
-        **{  # type: ignore[arg-type]
-            **_options(arguments),
-            "model": str(found.path),
-            "name": arguments.name or found.name,
-            "max_model_len": plan.max_model_len,
-            "max_num_encoder_input_tokens": plan.encoder_compute_embeds,
-            "kv_bytes": plan.kv_bytes,
-            "snapshot_bytes": plan.snapshot_bytes,
-            "ipc_bytes": plan.ipc_bytes,
-            "ipc_staging_bytes": plan.ipc_staging_bytes,
-            "processor_bytes": plan.processor_bytes,
-            "encoder_embeds": plan.encoder_embeds,
-            "encoder_host_bytes": plan.encoder_host_bytes,
-        }
-    )
+def _planned(arguments: argparse.Namespace, found: Found, plan: BudgetPlan) -> dict[str, Any]:
+    """The options of `local_documents`, every size as it was planned."""
+    given = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in vars(arguments).items()
+        if name in _OPTIONS and value is not None
+    }
+    return given | {
+        "model": str(found.path),
+        "name": arguments.name or found.name,
+        "max_model_len": plan.max_model_len,
+        "max_num_encoder_input_tokens": plan.encoder_compute_embeds,
+        "kv_bytes": plan.kv_bytes,
+        "snapshot_bytes": plan.snapshot_bytes,
+        "ipc_bytes": plan.ipc_bytes,
+        "ipc_staging_bytes": plan.ipc_staging_bytes,
+        "processor_bytes": plan.processor_bytes,
+        "encoder_embeds": plan.encoder_embeds,
+        "encoder_host_bytes": plan.encoder_host_bytes,
+    }
 
 
 def known_items(profile: ModelProfile, max_model_len: int) -> dict[str, ItemSize]:
@@ -179,157 +172,106 @@ def known_items(profile: ModelProfile, max_model_len: int) -> dict[str, ItemSize
 
 
 def _config(
-    options: LocalOptions, arguments: argparse.Namespace, items: dict[str, ItemSize]
+    options: dict[str, Any], arguments: argparse.Namespace, items: dict[str, ItemSize]
 ) -> LocalDeploymentConfig:
-    engines, frontends = local_documents(options, free_port)
+    engines, frontends = local_documents(free_port, **options)
     engines = [msgspec.structs.replace(engine, items=items) for engine in engines]
+    first = engines[0]
     return LocalDeploymentConfig(
         name=frontends[0].model.served_name,
         engines=tuple(engines),
         frontends=tuple(frontends),
         folder=tempfile.mkdtemp(prefix="foveal-"),
         keep_folder=False,
-        devices_per_engine=options.tensor_parallel if options.device == "cuda" else 0,
+        devices_per_engine=first.tensor_parallel if first.device == "cuda" else 0,
         start_timeout_seconds=arguments.start_timeout_seconds,
         drain_timeout_seconds=arguments.drain_timeout_seconds + 15.0,
         view="line",
     )
 
 
-class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What `foveal-runtime serve` takes; sizes in bytes.
+_DOCUMENTS: tuple[type[msgspec.Struct], ...] = (
+    ModelConfig, SchedulerConfig, EngineCaches, EngineConfig, MediaSources, FrontendConfig
+)  # fmt: skip
+_FIELDS = frozenset(name for kind in _DOCUMENTS for name in kind.__struct_fields__)
+_DEFAULTS = {"snapshot_bytes": 256 * MIB, "events_format": "vllm"}
+"""Where they are not the documents' own."""
 
-    `shm_bytes` is all frontends' together; 0 = as much as one engine's value cache holds.
+
+def local_documents(
+    pick_port: Callable[[], int],
+    *,
+    model: str,
+    num_engines: int = 1,
+    num_frontends: int = 1,
+    loras: Sequence[str] = (),
+    max_document_pages: int = DEFAULT_DOCUMENT_PAGES,
+    shm_bytes: int = 0,
+    warm_directory: str = "",
+    injection_key_file: str = "",
+    injection_trusted: bool = False,
+    events_port: int = 0,
+    **fields: Any,
+) -> tuple[list[EngineConfig], list[FrontendConfig]]:
+    """Documents for `num_engines` engines and `num_frontends` frontends on loopback.
+
+    The first frontend listens on `port`, the next ones on the ports after it (0: any free ports);
+    its /metrics shows every other process too.
+
+    Args:
+        shm_bytes: all frontends' together; 0 = as much as one engine's value cache holds.
+        fields: of the documents and their parts, by name; all that have a field of the name get it.
     """
+    if unknown := fields.keys() - _FIELDS:
+        raise TypeError(f"no document has a field {min(unknown)}")
+    is_shared = fields.get("ipc_type") == "shm"
+    options = _DEFAULTS | fields
+    options["shm_directory"] = "/dev/shm" if is_shared else ""
+    options["modalities"] = modalities_for(max_document_pages)
+    options["model"] = part_of(ModelConfig, options, path=str(Path(model).resolve()))
+    options["scheduler"] = part_of(SchedulerConfig, options)
+    options["media_sources"] = part_of(MediaSources, options)
+    engines = [
+        part_of(
+            EngineConfig,
+            options,
+            engine_id=f"engine-{index}",
+            caches=part_of(
+                EngineCaches,
+                options,
+                warm_directory=_warm_directory(warm_directory, index),
+                kv_touched=False,  # nothing limits it here, and other programs want memory, too
+            ),
+            loras=lora_sources(tuple(loras)),
+            # Each engine gets ports of its own where it is given the other addresses.
+            events_bind=f"tcp://{LOOPBACK}:{events_port}" if events_port else "",
+        )
+        for index in range(num_engines)
+    ]
+    shared_bytes = (shm_bytes or engines[0].caches.ipc_bytes) if is_shared else 0
+    injection = InjectionConfig(
+        enabled=bool(injection_key_file), api_key_file=injection_key_file, trusted=injection_trusted
+    )
+    frontends = [
+        part_of(
+            FrontendConfig,
+            options,
+            frontend_id=f"frontend-{index}",
+            shm_bytes=shared_bytes // num_frontends,
+            injection=injection,
+        )
+        for index in range(num_frontends)
+    ]
+    first = frontends[0]
+    placed = connect(engines, frontends, first.host, first.port, pick_port)
+    return list(placed[0]), list(placed[1])
 
-    model: str
-    name: str = ""
-    host: str = "127.0.0.1"
-    port: int = 8000
-    num_frontends: int = 1
-    num_engines: int = 1
-    processes: int = 1
-    dtype: str = "auto"
-    max_model_len: int = 0
-    max_num_batched_tokens: int = 2048
-    max_num_mixed_tokens: int = 0
-    target_itl_ms: int = 0
-    max_num_seqs: int = 128
-    block_size: int = 16
-    kv_dtype: KVDtype = "auto"
-    kv_bytes: int = 1 * GIB
-    snapshot_bytes: int = 256 * MIB
-    ipc_bytes: int = 4 * GIB
-    ipc_type: str = "inline"
-    processor_bytes: int = 4 * GIB
-    shm_bytes: int = 0
-    ipc_staging_bytes: int = 256 * MIB
-    max_num_encoder_input_tokens: int = 0
-    encoder_embeds: int = 0
-    encoder_host_bytes: int = 0
-    encoder_eviction: str = "lru"
-    warm_directory: str = ""
-    prefix_caching: bool = True
-    device: str = "cpu"
-    attention: str = "auto"
-    run_ahead: str = "auto"
-    cuda_graphs: bool = True
-    num_threads: int = 0
-    media_workers: int = 0
-    tensor_parallel: int = 1
-    loras: tuple[str, ...] = ()
-    lora_bytes: int = 0
-    allowed_domains: tuple[str, ...] = ()
-    file_root: str = ""
-    allowed_origins: tuple[str, ...] = ()
-    ignore_unknown_options: bool = False
-    media_embeds: bool = False
-    max_document_pages: int = DEFAULT_DOCUMENT_PAGES
-    task: Task = "generate"
-    pooling: Pooling | Literal[""] = ""
-    tool_format: ToolFormat | Literal[""] = ""
-    page: bool = True
-    api_key_file: str = ""
-    admin_key_file: str = ""
-    injection_key_file: str = ""
-    injection_trusted: bool = False
-    log_format: str = "auto"
-    drain_timeout_seconds: float = 120.0
-    idle_check_seconds: float = 0.0
-    events_port: int = 0
-    events_format: Literal["vllm", "foveal"] = "vllm"
-    events_topic: str = ""
+
+_OPTIONS = _FIELDS - {"revision"} | (local_documents.__kwdefaults__ or {}).keys()
+"""Of the command's, those that `local_documents` takes as they are: the model's revision is that of
+the hub, and no document's."""
 
 
 def _warm_directory(parent: str, engine: int) -> str:
     """Each engine has a directory of its own."""
     return str(Path(parent).resolve() / f"engine-{engine}") if parent else ""
-
-
-def local_documents(
-    options: LocalOptions, pick_port: Callable[[], int]
-) -> tuple[list[EngineConfig], list[FrontendConfig]]:
-    """Documents for `num_engines` engines and `num_frontends` frontends on loopback.
-
-    The first frontend listens on `options.port`, the next ones on the ports after it (0: any free
-    ports); its /metrics shows every other process too.
-    """
-    path = str(Path(options.model).resolve())
-    model = _part(ModelConfig, options, path=path)
-    engines = [_engine(options, model, i) for i in range(options.num_engines)]
-    frontends = [_frontend(options, model, i) for i in range(options.num_frontends)]
-    placed = connect(engines, frontends, options.host, options.port, pick_port)
-    return list(placed[0]), list(placed[1])
-
-
-def _shared_memory(options: LocalOptions) -> str:
-    return "/dev/shm" if options.ipc_type == "shm" else ""
-
-
-def _part(kind: type[Part], options: LocalOptions, **own: Any) -> Part:
-    """A document or a part of one: the options of the same names, and what is its `own`."""
-    shared = set(kind.__struct_fields__) & set(options.__struct_fields__)
-    return kind(**{name: getattr(options, name) for name in shared} | own)
-
-
-def _engine(options: LocalOptions, model: ModelConfig, index: int) -> EngineConfig:
-    caches = _part(
-        EngineCaches,
-        options,
-        warm_directory=_warm_directory(options.warm_directory, index),
-        kv_touched=False,  # nothing limits it here, and other programs want memory, too
-    )
-    return _part(
-        EngineConfig,
-        options,
-        engine_id=f"engine-{index}",
-        model=model,
-        scheduler=_part(SchedulerConfig, options),
-        caches=caches,
-        loras=lora_sources(options.loras),
-        modalities=modalities_for(options.max_document_pages),
-        shm_directory=_shared_memory(options),
-        # Each engine gets ports of its own where it is given the other addresses.
-        events_bind=f"tcp://{LOOPBACK}:{options.events_port}" if options.events_port else "",
-    )
-
-
-def _frontend(options: LocalOptions, model: ModelConfig, index: int) -> FrontendConfig:
-    shm = _shared_memory(options)
-    shm_bytes = (options.shm_bytes or options.ipc_bytes) if shm else 0
-    injection = InjectionConfig(
-        enabled=bool(options.injection_key_file),
-        api_key_file=options.injection_key_file,
-        trusted=options.injection_trusted,
-    )
-    return _part(
-        FrontendConfig,
-        options,
-        frontend_id=f"frontend-{index}",
-        model=model,
-        shm_directory=shm,
-        shm_bytes=shm_bytes // options.num_frontends,
-        media_sources=_part(MediaSources, options),
-        injection=injection,
-        modalities=modalities_for(options.max_document_pages),
-    )

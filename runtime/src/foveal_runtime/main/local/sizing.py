@@ -9,8 +9,12 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
 
 from foveal_runtime.plan.budget.types import (
     BudgetInputs,
@@ -18,6 +22,7 @@ from foveal_runtime.plan.budget.types import (
     Edit,
     EngineInputs,
     FrontendInputs,
+    Problem,
 )
 from foveal_runtime.plan.config import ModalitiesConfig, ModalityLimits
 from foveal_runtime.plan.errors import StartupError
@@ -26,6 +31,7 @@ from foveal_runtime.plan.machine_plan import machine_plan, shortfall
 from foveal_runtime.plan.profile import ModelProfile, decode
 from foveal_runtime.plan.quantity import format_gib
 
+Part = TypeVar("Part", bound=msgspec.Struct)
 FLAGS = {
     "caches.kv.size": "--kv-cache",
     "caches.ipc.size": "--ipc-cache",
@@ -40,6 +46,16 @@ FLAGS = {
     "frontend.mediaWorkers": "--media-workers",
 }
 """Fields of the resource, by which the planner names its suggestions, and our options."""
+
+
+_TOO_LITTLE = {
+    "FrontendMemory": "A frontend", "EngineMemory": "An engine", "DeviceMemory": "A device",
+}  # fmt: skip
+"""Reasons of the planner's, and what has too little memory."""
+_PINNED = {
+    "kv": ("kv_bytes", "--kv-cache"), "ipc": ("ipc_bytes", "--ipc-cache"),
+    "processor": ("processor_bytes", "--processor-cache"),
+}  # fmt: skip
 
 
 class Misfit(StartupError):
@@ -86,9 +102,17 @@ def find_profile(arguments: argparse.Namespace, path: Path, device: str) -> Mode
     Raises StartupError."""
     if arguments.profile:
         try:
-            return decode(Path(arguments.profile).read_bytes())
+            given = decode(Path(arguments.profile).read_bytes())
         except OSError as error:
             raise StartupError(f"--profile {arguments.profile}: {error.strerror}") from error
+        kind = given.quantization.removesuffix(", at load")
+        made = "auto" if kind == given.quantization else kind
+        if made != arguments.quantization:
+            raise StartupError(
+                f"--profile {arguments.profile}: was made with --quantization {made}, and "
+                f"{arguments.quantization} is asked for: give both the same"
+            )
+        return given
     kept = _cache_folder() / f"{_key(arguments, path, device)}.json"
     if kept.is_file():
         try:
@@ -100,6 +124,7 @@ def find_profile(arguments: argparse.Namespace, path: Path, device: str) -> Mode
         file = Path(folder) / "profile.json"
         command = [sys.executable, "-m", "foveal_runtime.main.cli", "profile", str(path),
                    "--no-processes", "--dtype", arguments.dtype, "--device", device,
+                   "--quantization", arguments.quantization,
                    "--max-num-batched-tokens", str(arguments.max_num_batched_tokens),
                    "--output", str(file)]  # fmt: skip
         done = subprocess.run(
@@ -139,7 +164,15 @@ def _key(arguments: argparse.Namespace, path: Path, device: str) -> str:
             found.update(f"{file} {status.st_size} {status.st_mtime_ns}\n".encode())
     versions = list(installed_versions().values())
     found.update(
-        repr((versions, arguments.dtype, device, arguments.max_num_batched_tokens)).encode()
+        repr(
+            (
+                versions,
+                arguments.dtype,
+                arguments.quantization,
+                device,
+                arguments.max_num_batched_tokens,
+            )
+        ).encode()
     )
     return found.hexdigest()
 
@@ -159,10 +192,35 @@ def size_up(
             for edit in first.edits
             if edit.field in FLAGS and edit.after != "Auto" and _is_possible(edit, here)
         )
-        raise Misfit(f"{first.detail}. Options: {hints or 'a smaller model, or --dtype bfloat16'}")
+        hints = _smaller(first, arguments) or hints or "a smaller model, or --dtype bfloat16"
+        raise Misfit(f"{_in_our_words(first, found, arguments.memory)}. Options: {hints}")
     if short := shortfall(found, host_bytes, *counts):
         raise Misfit(f"{short}. Options: end other programs, lower --engines, or a smaller model")
     return found
+
+
+def _in_our_words(problem: Problem, found: BudgetPlan, memory: float) -> str:
+    """The planner speaks of pods and of the resource's fields."""
+    if problem.reason not in _TOO_LITTLE:
+        return problem.detail
+    lines = next(one.lines for one in found.places if one.place == problem.place)
+    largest = ", ".join(
+        f"{line.name} {format_gib(line.bytes)}"
+        for line in sorted(lines, key=lambda line: -line.bytes)[:3]
+    )
+    short = format_gib(problem.needed - problem.available)
+    return (
+        f"{_TOO_LITTLE[problem.reason]} needs at least {format_gib(problem.needed)} and may use "
+        f"{format_gib(problem.available)} (--memory {memory:g}): {short} too little. Largest "
+        f"items: {largest}"
+    )
+
+
+def _smaller(problem: Problem, arguments: argparse.Namespace) -> str:
+    """The size that the user gave and that leaves too little; "" where it is not that."""
+    name, flag = _PINNED.get(problem.term, ("", ""))
+    given = (getattr(arguments, name) or 0) if name else 0
+    return f"a smaller {flag}" if given > problem.needed - problem.available else ""
 
 
 def _is_possible(edit: Edit, here: Machine) -> bool:
@@ -191,6 +249,12 @@ def modalities_for(document_pages: int) -> ModalitiesConfig:
     return ModalitiesConfig(image=ModalityLimits(max_per_prompt=images, max_pages=document_pages))
 
 
+def part_of(kind: type[Part], options: Mapping[str, Any], **own: Any) -> Part:
+    """A document or a part of one: the options of the same names, and what is its `own`."""
+    shared = options.keys() & set(kind.__struct_fields__)
+    return kind(**{name: options[name] for name in shared} | own)
+
+
 def budget_inputs(arguments: argparse.Namespace, device: str, here: Machine) -> BudgetInputs:
     """The planner's view of the options."""
     a = arguments
@@ -203,22 +267,12 @@ def budget_inputs(arguments: argparse.Namespace, device: str, here: Machine) -> 
             processor_bytes=a.processor_bytes,
             shm_bytes=(a.shm_bytes or a.ipc_bytes or 1 << 30) if shared else 0,
         ),
-        engine=EngineInputs(
-            num_engines=a.num_engines,
+        engine=part_of(
+            EngineInputs,
+            vars(a),
             device="gpu" if is_gpu else "cpu",
             num_devices=a.tensor_parallel,
             device_bytes=min(here.devices) if is_gpu else 0,
-            max_model_len=a.max_model_len,
-            max_num_seqs=a.max_num_seqs,
-            max_num_batched_tokens=a.max_num_batched_tokens,
-            block_size=a.block_size,
-            ipc_bytes=a.ipc_bytes,
-            encoder_embeds=a.encoder_embeds,
-            encoder_host_bytes=a.encoder_host_bytes,
-            kv_bytes=a.kv_bytes,
-            kv_dtype=a.kv_dtype,
-            prefix_caching=a.prefix_caching,
-            lora_bytes=a.lora_bytes,
             generates=a.task != "embed",
         ),
         modalities=modalities_for(a.max_document_pages),

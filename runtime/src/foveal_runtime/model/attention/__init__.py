@@ -64,6 +64,24 @@ class LayerGeometry:
         """Numbers that one token takes in this layer's part of the KV pool."""
         return 0 if self.reads_only else self.num_kv_heads * (self.key_dim + self.value_dim)
 
+    @property
+    def window(self) -> int:
+        """Tokens that a query sees at most, itself included; 0: all before it."""
+        return self.sliding_window or self.chunk_size or 0
+
+
+def windowed_layers(layers: Sequence[LayerGeometry]) -> frozenset[int]:
+    """Pool indices of the layers whose keys and values are read through a window alone; empty when
+    no layer, or every one, is such."""
+    seen_whole = {layer.index for layer in layers if not layer.window}
+    return frozenset(layer.index for layer in layers) - seen_whole if seen_whole else frozenset()
+
+
+def window_of(layers: Sequence[LayerGeometry]) -> int:
+    """Tokens that the layers of `windowed_layers` see at most; 0: there are none."""
+    windowed = windowed_layers(layers)
+    return max((layer.window for layer in layers if layer.index in windowed), default=0)
+
 
 class KVPool:
     """The KV memory of all layers: keys[i] (num_blocks * block_size, Hkv, Dk), values[i] (..., Dv).
@@ -71,7 +89,8 @@ class KVPool:
     `i` is the index of a layer; those that only read add nothing. Row block * block_size + offset
     holds one token. Block 0 is TRASH_BLOCK. Made once at start-up. Not `is_touched`: on a CPU,
     memory is taken when a block is first written. Queries come and results go in `compute_dtype`,
-    which differs from `dtype` only for FP8.
+    which differs from `dtype` only for FP8. With `num_window_blocks`, the layers `windowed` have so
+    many blocks of their own, whose numbers have nothing to do with the others'.
     """
 
     def __init__(
@@ -84,19 +103,27 @@ class KVPool:
         compute_dtype: torch.dtype | None = None,
         *,
         is_touched: bool = True,
+        num_window_blocks: int = 0,
     ) -> None:
+        self.windowed = windowed_layers(layers) if num_window_blocks else frozenset[int]()
         layers = [layer for layer in layers if not layer.reads_only]
         assert [layer.index for layer in layers] == list(range(len(layers)))
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = dtype
         self.compute_dtype = compute_dtype or dtype
-        rows = num_blocks * block_size
+        self.num_window_blocks = num_window_blocks
+        rows = [
+            (num_window_blocks if layer.index in self.windowed else num_blocks) * block_size
+            for layer in layers
+        ]
         self.keys = [
-            _zeros((rows, layer.num_kv_heads, layer.key_dim), dtype, device) for layer in layers
+            _zeros((count, layer.num_kv_heads, layer.key_dim), dtype, device)
+            for count, layer in zip(rows, layers, strict=True)
         ]
         self.values = [
-            _zeros((rows, layer.num_kv_heads, layer.value_dim), dtype, device) for layer in layers
+            _zeros((count, layer.num_kv_heads, layer.value_dim), dtype, device)
+            for count, layer in zip(rows, layers, strict=True)
         ]
         if is_touched and device.type == "cpu":
             for pool in (*self.keys, *self.values):
@@ -146,6 +173,8 @@ class ForwardContext:
             tokens are its last ones.
         block_table: i32 (n, max_blocks), padded with TRASH_BLOCK.
         slots: i64 (T), pool row that each token's key and value are written to.
+        windowed: block table and slots of the layers `pool.windowed`, where there are such; what no
+            query sees is TRASH_BLOCK there.
         seq_of_token, pos_of_token: i32 (T), sequence and KV position (not rope) of each token.
         groups: i32 (T) or None. Tokens of one sequence with the same id >= 0 see each other in
             both directions; -1 is plain causal. A group always lies wholly inside one step, so
@@ -166,6 +195,15 @@ class ForwardContext:
     kv_lens: list[int]
     groups: torch.Tensor | None = None
     state_slots: list[int] | None = None
+    windowed: tuple[torch.Tensor, ...] = ()
+
+    def table_of(self, layer: LayerGeometry) -> torch.Tensor:
+        """The block table of the pool that this layer's keys and values are in."""
+        return self.windowed[0] if layer.index in self.pool.windowed else self.block_table
+
+    def slots_of(self, layer: LayerGeometry) -> torch.Tensor:
+        """Where this layer's new keys and values are written to."""
+        return self.windowed[1] if layer.index in self.pool.windowed else self.slots
 
     def groups_of(self, layer: LayerGeometry) -> torch.Tensor | None:
         """The groups as this layer honours them."""
@@ -189,7 +227,7 @@ class AttentionBackend(Protocol):
         value: torch.Tensor,
         context: ForwardContext,
     ) -> None:
-        """key (T, Hkv, Dk) and value (T, Hkv, Dv), any strides, go to context.slots."""
+        """key (T, Hkv, Dk) and value (T, Hkv, Dv), any strides, go to context.slots_of(layer)."""
         ...
 
     def attend(

@@ -142,7 +142,7 @@ class CpuBackend:
                 layer,
                 query[window],
                 context,
-                context.block_table[i],
+                context.table_of(layer)[i],
                 context.kv_lens[i],
                 None if groups is None else groups[window],
                 sinks,
@@ -181,7 +181,7 @@ def _job(
     sinks: torch.Tensor | None,
 ) -> DecodeJob:
     """Addresses: good while the tensors and `rows` live."""
-    table = context.block_table
+    table = context.table_of(layer)
     assert table.dtype == torch.int32
     assert table.stride(1) == 1 or table.shape[1] == 1
     pool = context.pool

@@ -32,8 +32,9 @@ class TorchBackend:
         value: torch.Tensor,
         context: ForwardContext,
     ) -> None:
-        _put(context.pool.keys[layer.index], context.slots, key)
-        _put(context.pool.values[layer.index], context.slots, value)
+        slots = context.slots_of(layer)
+        _put(context.pool.keys[layer.index], slots, key)
+        _put(context.pool.values[layer.index], slots, value)
 
     def attend(
         self,
@@ -43,12 +44,12 @@ class TorchBackend:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         out = query.new_empty(query.shape[0], layer.num_heads, layer.value_dim)
-        start, whole = 0, context.groups_of(layer)
+        start, whole, table = 0, context.groups_of(layer), context.table_of(layer)
         for i, (q_len, kv_len) in enumerate(zip(context.q_lens, context.kv_lens, strict=True)):
             window = slice(start, start + q_len)
             groups = None if whole is None else whole[window]
             out[window] = attend_sequence(
-                layer, query[window], context, context.block_table[i], kv_len, groups, sinks
+                layer, query[window], context, table[i], kv_len, groups, sinks
             )
             start += q_len
         return out
@@ -82,7 +83,9 @@ def attend_sequence(
 ) -> torch.Tensor:
     """One sequence: query (q, H, Dk) are its last q tokens. Returns (q, H, Dv)."""
     pool = context.pool
-    rows = gather_rows(block_ids, kv_len, pool.block_size)
+    # What lies before the window of the first of them may be another's by now.
+    first = max(kv_len - query.shape[0] - layer.window + 1, 0) if layer.window else 0
+    rows = gather_rows(block_ids, kv_len, pool.block_size)[first:]
     keys = _take(pool.keys[layer.index], rows, query.dtype).transpose(0, 1)
     values = _take(pool.values[layer.index], rows, query.dtype).transpose(0, 1)
     heads = query.transpose(0, 1)
@@ -90,6 +93,7 @@ def attend_sequence(
     # A whole prompt: SDPA then skips the half that nobody sees, and no mask has to be made.
     is_causal = is_sdpa and is_plain_prompt(layer, query.shape[0], kv_len, groups)
     mask = None if is_causal else visible(layer, query.shape[0], kv_len, groups, query.device)
+    mask = mask if mask is None else mask[:, first:]
     if is_sdpa:
         out = scaled_dot_product_attention(
             heads[None],

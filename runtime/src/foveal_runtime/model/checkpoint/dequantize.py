@@ -1,22 +1,24 @@
 """Linear layers whose weights stay quantised: the layouts that checkpoints keep them in, and the
 registry of kernels that multiply with them.
 
-Made by `placement` where an nn.Linear stood. Weights alone are quantised here: rows are never
-rounded, whatever the checkpoint's scheme says about activations, so a layer computes what a plain
-one with the dequantised weights computes. Layouts and their sources: `weight` with scales and
-`weight_packed` as compressed-tensors 0.20 writes them, `weight_scale_inv` as in DeepSeek-V3's
-files, `qweight` as AutoAWQ (GEMM) and AutoGPTQ write it.
+Made by `placement` where an nn.Linear stood, or here of a plain one's weight. Weights alone are
+quantised: rows are never rounded, whatever the checkpoint's scheme says about activations, so a
+layer computes what a plain one with the dequantised weights computes. Layouts and their sources:
+`weight` with scales and `weight_packed` as compressed-tensors 0.20 writes them, `weight_scale_inv`
+as in DeepSeek-V3's files, `qweight` as AutoAWQ (GEMM) and AutoGPTQ write it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from foveal_runtime.model.checkpoint.quantized import StoredAs
+from foveal_runtime.telemetry.memory import trim_heap
 
 BLOCK_NUMBERS = 1 << 21
 """Weights that are dequantised at a time."""
@@ -48,7 +50,9 @@ class QuantizedLinear(nn.Module):  # type: ignore[misc]
     def dequantized(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Outputs start ... stop of the weight, float32 (stop - start, K). `start` is a multiple of
         32; so is `stop`, or it is the last."""
-        return DEQUANTIZE[self.layout.kind](self, start, stop or self.out_features)
+        stop = stop or self.out_features
+        codes, zeros = CODES[self.layout.kind](self, start, stop)
+        return _scale(self, codes, zeros, start, stop)
 
 
 Kernel = Callable[[QuantizedLinear, torch.Tensor], torch.Tensor]
@@ -71,44 +75,139 @@ KERNELS: dict[tuple[str, str], Kernel] = {}
 """(device type, kind of layout) → what multiplies faster than `multiply_dequantized` there."""
 
 
-def _plain(layer: QuantizedLinear, start: int, stop: int) -> torch.Tensor:
+def quantize_linears(
+    decoder: nn.Module,
+    kind: Literal["int8", "int4"],
+    device: torch.device | str | None = None,
+    lay_out: Callable[[QuantizedLinear], object] | None = None,
+) -> int:
+    """Quantises the linear layers of a loaded decoder, in place; returns how many.
+
+    int8: codes of -127 ... 127 with a scale for each output. int4: codes of -8 ... 7 with a
+    scale for each output and GROUPS inputs. Layers whose sizes are not multiples of 16 outputs and
+    32 inputs stay as they are, as do weights that are no linear layer's (stacked experts).
+    A layer is quantised on `device` (None: where it is), then goes to `lay_out`, and its plain
+    weight is let go before the next one: what is held beyond the result is one layer.
+    """
+    bits, since_trim = {"int8": 8, "int4": 4}[kind], 0
+    places = [
+        (parent, name)
+        for parent in decoder.modules()
+        for name, child in parent.named_children()
+        if type(child) is nn.Linear and not child.out_features % 16 | child.in_features % 32
+    ]
+    for parent, name in places:
+        layer = _quantized(getattr(parent, name), bits, device)
+        setattr(parent, name, layer)
+        if lay_out is not None:
+            lay_out(layer)
+        since_trim += layer.in_features * layer.out_features
+        if since_trim >= TRIM_NUMBERS:
+            trim_heap()
+            since_trim = 0
+    return len(places)
+
+
+TRIM_NUMBERS = 1 << 22
+"""The C library keeps what is freed: after so many weights it gives that back."""
+PIECE_NUMBERS = 1 << 18
+"""Weights that are rounded, or laid out, at a time: 1 MiB in float32, a few times in all."""
+GROUPS = (64, 32)
+"""Inputs that share a scale in 4 bits: the first that divides them."""
+_SCALES = {8: (127.0,), 4: (-8.0, -9.0, -7.0, 7.0, 8.0)}
+"""Codes tried for a group's largest number, with its sign; the least error in squares wins."""
+
+
+def _quantized(linear: nn.Linear, bits: int, device: torch.device | str | None) -> QuantizedLinear:
+    outs, ins, weight = linear.out_features, linear.in_features, linear.weight.data
+    device = weight.device if device is None or weight.is_meta else device
+    columns = ins if bits == 8 else next(size for size in GROUPS if ins % size == 0)
+    dtype = torch.int8 if bits == 8 else torch.int32
+    stored = torch.empty(outs, ins * bits // 8 // dtype.itemsize, dtype=dtype, device=device)
+    scale = torch.empty(outs, ins // columns, device=device)
+    step = outs if weight.is_meta else max(1, PIECE_NUMBERS // ins)
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=device)
+    for start in range(0, outs, step):
+        some = slice(start, start + step)
+        codes, scale[some] = _codes_and_scales(weight[some].to(device), bits, columns)
+        if bits == 4:
+            words = codes.to(torch.int32).add_(8).unflatten(1, (-1, 8)).bitwise_left_shift_(shifts)
+            codes = words.sum(2, dtype=torch.int32)
+        stored[some] = codes
+    if bits == 8:
+        layout, name = StoredAs("plain", columns=ins), "weight"
+    else:
+        layout, name = StoredAs("packed", bits, columns=columns), "weight_packed"
+    return QuantizedLinear(linear, layout, {name: stored, "weight_scale": scale})
+
+
+def _codes_and_scales(
+    weight: torch.Tensor, bits: int, columns: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(n, K) to whole codes (n, K) in float32 and scales (n, K / columns)."""
+    groups = weight.float().unflatten(1, (-1, columns))
+    most = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+    tiny = torch.finfo(torch.float32).tiny
+    best: tuple[torch.Tensor, ...] = ()
+    for code in _SCALES[bits]:
+        scale = most / code
+        scale = scale.where(scale.abs() > tiny, 1.0)  # of zeros alone
+        codes = (groups / scale).round_().clamp_(-(1 << bits - 1), (1 << bits - 1) - 1)
+        error = (codes * scale).sub_(groups).square_().sum(2, keepdim=True)
+        tried = (error, codes, scale)
+        if best:
+            tried = tuple(
+                new.where(error < best[0], old) for new, old in zip(tried, best, strict=True)
+            )
+        best = tried
+    return best[1].flatten(1), best[2].squeeze(2)
+
+
+Codes = tuple[torch.Tensor, torch.Tensor | None]
+"""Codes of some outputs (n, K) in float32, and the zero points of their groups (n, groups)."""
+
+
+def _plain(layer: QuantizedLinear, start: int, stop: int) -> Codes:
     zeros = getattr(layer, "weight_zero_point", None)
-    part = None if zeros is None else _rows_of(layer, zeros, start, stop)
-    return _scale(layer, layer.weight[start:stop].float(), part, start, stop)
+    part = None if zeros is None else rows_of(layer, zeros, start, stop)
+    return layer.weight[start:stop].float(), part
 
 
-def _packed(layer: QuantizedLinear, start: int, stop: int) -> torch.Tensor:
+def _packed(layer: QuantizedLinear, start: int, stop: int) -> Codes:
     bits = layer.layout.bits
     codes = _unpack(layer.weight_packed[start:stop], bits)[:, : layer.in_features]
+    codes = codes.float().sub_(1 << bits - 1)
     zeros = getattr(layer, "weight_zero_point", None)
     if zeros is None:
-        return _scale(layer, codes.float().sub_(1 << bits - 1), None, start, stop)
+        return codes, None
     points = _unpack(zeros[start * bits // 32 : -(-stop * bits // 32)].t(), bits).t()
-    return _scale(layer, codes.float(), points[: stop - start].float(), start, stop)
+    return codes, points[: stop - start].float().sub_(1 << bits - 1)
 
 
-def _awq(layer: QuantizedLinear, start: int, stop: int) -> torch.Tensor:
+def _awq(layer: QuantizedLinear, start: int, stop: int) -> Codes:
     def columns(packed: torch.Tensor) -> torch.Tensor:
         codes = _unpack(packed[:, start // 8 : stop // 8], 4).unflatten(1, (-1, 8))
-        return codes[..., _AWQ_PLACES].flatten(1).t().float()
+        return codes[..., _AWQ_PLACES].flatten(1).t().float().sub_(8)
 
-    return _scale(layer, columns(layer.qweight), columns(layer.qzeros), start, stop)
+    return columns(layer.qweight), columns(layer.qzeros)
 
 
-def _gptq(layer: QuantizedLinear, start: int, stop: int) -> torch.Tensor:
+def _gptq(layer: QuantizedLinear, start: int, stop: int) -> Codes:
     bits = layer.layout.bits
+    half = 1 << bits - 1
     codes = _unpack(layer.qweight[:, start:stop].t(), bits)[:, : layer.in_features].float()
     zeros = _unpack(layer.qzeros[:, start * bits // 32 : stop * bits // 32], bits).t()
     points = (zeros + layer.layout.zero_offset) & (1 << bits) - 1
-    return _scale(layer, codes, points.float(), start, stop)
+    return codes.sub_(half), points.float().sub_(half)
 
 
-DEQUANTIZE: dict[str, Callable[[QuantizedLinear, int, int], torch.Tensor]] = {
+CODES: dict[str, Callable[[QuantizedLinear, int, int], Codes]] = {
     "plain": _plain,
     "packed": _packed,
     "awq": _awq,
     "gptq": _gptq,
 }
+"""Kind of layout → what its codes are, those of integers as signed ones."""
 
 
 def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
@@ -117,8 +216,20 @@ def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
     return ((packed.unsqueeze(-1) >> shifts) & (1 << bits) - 1).flatten(1)
 
 
-def _rows_of(layer: QuantizedLinear, table: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+def scales_of(layer: QuantizedLinear, start: int, stop: int) -> torch.Tensor:
+    """Scales of outputs start ... stop, float32 (stop - start, groups of inputs)."""
+    return rows_of(layer, getattr(layer, layer.layout.scale), start, stop)
+
+
+def order_of(layer: QuantizedLinear) -> torch.Tensor | None:
+    """Which group each input belongs to, where the groups are not the inputs in their order."""
+    return getattr(layer, "g_idx", getattr(layer, "weight_g_idx", None))
+
+
+def rows_of(layer: QuantizedLinear, table: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """Outputs start ... stop of a table over (groups of outputs, groups of inputs)."""
+    if table.dim() == 3:  # as the kernels of CPUs read it (`blocked`)
+        return table.transpose(1, 2).flatten(0, 1)[start:stop]
     if layer.layout.kind in ("awq", "gptq"):
         return table[:, start:stop].t().float()
     if table.dim() < 2:
@@ -133,8 +244,7 @@ def _scale(
     layer: QuantizedLinear, codes: torch.Tensor, zeros: torch.Tensor | None, start: int, stop: int
 ) -> torch.Tensor:
     """(codes - zeros) * scales; tables are (outputs, groups of inputs)."""
-    scales = _rows_of(layer, getattr(layer, layer.layout.scale), start, stop)
-    order = getattr(layer, "g_idx", getattr(layer, "weight_g_idx", None))
+    scales, order = scales_of(layer, start, stop), order_of(layer)
     codes = codes.contiguous()
     if order is None and layer.in_features % scales.shape[1] == 0 and (
         layer.in_features // scales.shape[1] == layer.layout.columns or scales.shape[1] == 1

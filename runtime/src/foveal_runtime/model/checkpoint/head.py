@@ -33,9 +33,16 @@ class _CoreStub(nn.Module):  # type: ignore[misc]
 
 
 class Head:
-    """Calls the outer model's forward around a stubbed core."""
+    """Calls the outer model's forward around a stubbed core.
+
+    Attributes:
+        is_missing: the model is an encoder, which makes no logits.
+    """
 
     def __init__(self, model: nn.Module, core_name: str) -> None:
+        self.is_missing = not core_name
+        if self.is_missing:
+            return
         assert core_name in model._modules
         shell = copy.copy(model)
         shell._modules = dict(model._modules)
@@ -43,7 +50,9 @@ class Head:
         self._shell = shell
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden (n, E) to logits (n, V)."""
+        """hidden (n, E) to logits (n, V); (n, 0) where there is no head."""
+        if self.is_missing:
+            return hidden[:, :0]
         output = self._shell(inputs_embeds=hidden[None], use_cache=False)
         logits: torch.Tensor = output.logits[0]
         return logits

@@ -6,8 +6,7 @@ downloads anything. Refuses families whose decoders need state that a paged KV c
 
 from __future__ import annotations
 
-import difflib
-import json
+import inspect
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,12 +25,17 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from foveal_runtime.model.adapters import ADAPTERS, PLAIN_TEXT, TEXT_ADAPTERS, Adapter
+from foveal_runtime.model.checkpoint.blocked import block_layer, block_quantized
+from foveal_runtime.model.checkpoint.dequantize import quantize_linears
+from foveal_runtime.model.checkpoint.kinds import other_kind, unknown_kind, unserved_kind
 from foveal_runtime.model.checkpoint.placement import METHOD
-from foveal_runtime.model.checkpoint.quantized import check_quantization
+from foveal_runtime.model.checkpoint.quantized import check_quantization, describe
 from foveal_runtime.model.checkpoint.weights import check_directory
 from foveal_runtime.model.context import ATTENTION_NAME
 from foveal_runtime.model.cpu.fusing import fuse
 from foveal_runtime.model.cpu.packing import own_rest, pack_linears
+from foveal_runtime.plan.config import Quantization
+from foveal_runtime.plan.embedder import ENCODERS, model_type
 from foveal_runtime.plan.errors import StartupError
 
 _log = logging.getLogger(__name__)
@@ -48,7 +52,7 @@ class LoadedModel:
 
     Attributes:
         model: the outermost class that turns hidden states into logits; `core_name` is the
-            attribute that holds what lies below its head.
+            attribute that holds what lies below its head, "" for an encoder, which has none.
         core: has the feature methods, get_rope_index and the token embeddings.
         decoder: the text stack, set to paged attention; encoders keep their own.
         text_config: configuration of the decoder.
@@ -93,12 +97,18 @@ class LoadedModel:
         return None if self.adapter.placeholder_id == "own" else 0
 
 
-def load_model(path: str, dtype: str = "auto", device: str = "cpu", **options: Any) -> LoadedModel:
+def load_model(
+    path: str,
+    dtype: str = "auto",
+    device: str = "cpu",
+    quantization: Quantization = "auto",
+    **options: Any,
+) -> LoadedModel:
     """Reads the checkpoint directory `path`. `options` go to from_pretrained (tensor parallel).
 
     Raises StartupError for anything missing or unsupported.
     """
-    config = read_config(path)
+    config = read_config(path, quantization)
     adapter = adapter_for(config)
     model_class = class_for(config)
     check_class(config, model_class)
@@ -112,6 +122,7 @@ def load_model(path: str, dtype: str = "auto", device: str = "cpu", **options: A
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=False,
+            **class_options(model_class),
             **options,
         )
     except (
@@ -119,19 +130,27 @@ def load_model(path: str, dtype: str = "auto", device: str = "cpu", **options: A
     ) as error:  # fmt: skip
         raise StartupError(f"model {path}: cannot be loaded: {_one_line(error)}") from error
     check_report(path, report)
+    loaded = replace(prepare(model.eval().requires_grad_(False), adapter), path=path)
     if not options:
         drop_unused_layers(model, config)
+        if quantization != "auto":
+            lay_out = block_layer if torch.device(device).type == "cpu" else None
+            count = quantize_linears(loaded.decoder, quantization, device, lay_out)
+            _log.info("%d linear layers of the decoder are now %s", count, quantization)
         model = model.to(torch.device(device))
-        if model.device.type == "cpu" and pack_linears(model):
+        if model.device.type == "cpu" and pack_linears(model) + block_quantized(model):
             own_rest(model)
             fuse(model)
-    return replace(prepare(model.eval().requires_grad_(False), adapter), path=path)
+    return loaded
 
 
 def prepare(model: Any, adapter: Adapter) -> LoadedModel:
     """Finds core, decoder and head and switches the decoder to paged attention."""
     core, outer = model.base_model, model
-    if core is model:
+    if adapter.is_encoder:
+        decoder = core
+        _number_layers(core)
+    elif core is model:
         # Llama 4: a causal model under a prefix that it does not have, or such a model inside.
         outer = getattr(model, "language_model", model)
         decoder = outer.model
@@ -139,7 +158,8 @@ def prepare(model: Any, adapter: Adapter) -> LoadedModel:
     else:
         decoder = core.get_decoder()
     inner = core if outer is model else decoder
-    core_name = next(name for name, module in outer.named_children() if module is inner)
+    core_name = next((name for name, module in outer.named_children() if module is inner), "")
+    assert core_name or adapter.is_encoder
     decoder.set_attn_implementation(ATTENTION_NAME)
     return LoadedModel(
         model=outer,
@@ -153,40 +173,23 @@ def prepare(model: Any, adapter: Adapter) -> LoadedModel:
     )
 
 
-def near_kinds(kind: str) -> str:
-    """A hint at families whose name is almost `kind`; "" when there is none."""
-    known = {*ADAPTERS, *TEXT_ADAPTERS, *CONFIG_MAPPING_NAMES}
-    found = difflib.get_close_matches(str(kind), sorted(known), n=3, cutoff=0.75)
-    return f" (did you mean {' or '.join(found)}?)" if found else ""
+def _number_layers(encoder: Any) -> None:
+    """Attention of some encoders does not know which layer's it is."""
+    for number, layer in enumerate(_layers(encoder, encoder.config.num_hidden_layers) or ()):
+        for module in layer.modules():
+            if hasattr(module, "is_causal") and not hasattr(module, "layer_idx"):
+                module.layer_idx = number
 
 
-def near_adapters(kind: str) -> str:
-    """The same, of multimodal families that are supported."""
-    found = difflib.get_close_matches(kind, sorted(ADAPTERS), n=3, cutoff=0.6)
-    return f" (its nearest supported relatives: {', '.join(found)})" if found else ""
-
-
-def _kind_of(path: str) -> str:
-    """model_type of config.json; "" where it says none."""
-    try:
-        found = json.loads((Path(path) / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return ""
-    return str(found.get("model_type", "")) if isinstance(found, dict) else ""
-
-
-def read_config(path: str) -> Any:
+def read_config(path: str, quantization: Quantization = "auto") -> Any:
     """The checkpoint's configuration. Raises StartupError, also for quantised weights that cannot
-    be run; for others it names our quantiser (`placement`)."""
+    be run, or quantised once more; for others it names our quantiser (`placement`)."""
     check_directory(path)
     try:
         found = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        if (kind := _kind_of(path)) and kind not in CONFIG_MAPPING_NAMES:
-            raise StartupError(
-                f"model {path}: the installed transformers does not know model_type "
-                f"{kind!r}{near_kinds(kind)}; code from checkpoints is never run"
-            ) from error
+        if (kind := model_type(path)) and kind not in CONFIG_MAPPING_NAMES:
+            raise StartupError(unknown_kind(path, kind, CONFIG_MAPPING_NAMES)) from error
         raise StartupError(
             f"model {path}: config.json is not one that the installed transformers knows "
             f"(code from checkpoints is never run): {_one_line(error)}"
@@ -194,6 +197,12 @@ def read_config(path: str) -> Any:
     _check_towers(path, found)
     _settle_rope(found.get_text_config())
     if scheme := check_quantization(path, found):
+        if quantization != "auto":
+            raise StartupError(
+                f"quantization {quantization}: the weights of {path} are quantised already "
+                f"({describe(scheme)}); leave it out",
+                param="quantization",
+            )
         # Instead of transformers' own quantiser of the method, which widens weights or needs more.
         found.quantization_config = {"quant_method": METHOD, "path": path, "scheme": scheme}
     return found
@@ -240,15 +249,17 @@ def adapter_for(config: Any) -> Adapter:
         return found
     multimodal = type(config) in modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING
     if multimodal or config.get_text_config() is not config:
-        raise StartupError(
-            f"model_type {kind!r} is multimodal and not supported{near_adapters(kind)}; "
-            f"supported are {', '.join(sorted(ADAPTERS))} and plain text models"
-        )
-    return TEXT_ADAPTERS.get(kind, PLAIN_TEXT)
+        raise StartupError(unserved_kind(kind))
+    adapter = TEXT_ADAPTERS.get(kind, PLAIN_TEXT)
+    if adapter.starts_after_padding:
+        return replace(adapter, position_offset=int(config.pad_token_id) + 1)
+    return adapter
 
 
 def class_for(config: Any) -> Any:
     """The transformers class that serves this configuration. Raises StartupError."""
+    if config.model_type in ENCODERS:
+        return modeling_auto.MODEL_MAPPING[type(config)]
     for mapping in (
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
         modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING,
@@ -260,9 +271,13 @@ def class_for(config: Any) -> Any:
     mapping = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
     if config.model_type in ADAPTERS and type(config) in mapping:
         return mapping[type(config)]
-    raise StartupError(
-        f"model_type {config.model_type!r} is not a generative language model of transformers"
-    )
+    raise StartupError(other_kind(config.model_type))
+
+
+def class_options(model_class: Any) -> dict[str, Any]:
+    """Encoders are made without the pooler of their pre-training, which nobody reads."""
+    takes = "add_pooling_layer" in inspect.signature(model_class.__init__).parameters
+    return {"add_pooling_layer": False} if takes else {}
 
 
 def check_class(config: Any, model_class: Any) -> None:
@@ -271,10 +286,15 @@ def check_class(config: Any, model_class: Any) -> None:
     reason = ""
     adapter = {**TEXT_ADAPTERS, **ADAPTERS}.get(config.model_type, PLAIN_TEXT)
     has_state = adapter.has_state
+    positions = getattr(text, "position_embedding_type", None) or "absolute"
     known = LAYER_TYPES | STATE_TYPES if has_state else LAYER_TYPES
     layer_types = set(getattr(text, "layer_types", None) or ()) - known
     if getattr(config, "is_encoder_decoder", False) or getattr(text, "is_encoder_decoder", False):
         reason = "encoder-decoder models with cross-attention"
+    elif adapter.is_encoder and getattr(text, "is_decoder", False):
+        reason = "an encoder that is set up as a decoder (is_decoder)"
+    elif adapter.is_encoder and positions != "absolute":
+        reason = f"positions of kind {positions}"
     elif getattr(text, "cross_attention_layers", None) or getattr(
         text, "add_cross_attention", False
     ):

@@ -1,7 +1,9 @@
-"""Measures what a decoder's attention layers look like by running a few tokens through it.
+"""A model's shape: its attention layers as a few tokens run through it show them.
 
-Called once after loading. A configuration file says much of this too, but not what tensor
-parallelism, latent attention or a family's own head size make of it; the call itself does.
+Called once after loading; before it on torch's meta device, where a model built from config.json
+alone costs a fraction of a second and no memory, to refuse a number of ranks and by the profiler. A
+configuration file says much of this too, but not what tensor parallelism, latent attention or a
+family's own head size make of it; the call itself does.
 """
 
 from __future__ import annotations
@@ -17,9 +19,21 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from foveal_runtime.model.adapters import Adapter
 from foveal_runtime.model.attention import LayerGeometry
+from foveal_runtime.model.checkpoint.dequantize import quantize_linears
 from foveal_runtime.model.checkpoint.head import Head
-from foveal_runtime.model.checkpoint.loader import LoadedModel
+from foveal_runtime.model.checkpoint.loader import (
+    DTYPES,
+    LoadedModel,
+    adapter_for,
+    check_class,
+    class_for,
+    class_options,
+    prepare,
+    read_config,
+)
+from foveal_runtime.model.checkpoint.placement import place_layers
 from foveal_runtime.model.context import forward_context
+from foveal_runtime.plan.config import Quantization
 from foveal_runtime.plan.errors import StartupError
 
 _NUM_TOKENS = 3
@@ -171,3 +185,37 @@ def _run(
             **loaded.layer_inputs(ids),
         )
         return head.logits(output.last_hidden_state[0])
+
+
+def meta_model(path: str, dtype: str = "auto", quantization: Quantization = "auto") -> LoadedModel:
+    """The checkpoint's model with parameters that have shapes and no values.
+
+    Raises StartupError for models that could not be loaded either.
+    """
+    config = read_config(path, quantization)
+    model_class = class_for(config)
+    check_class(config, model_class)
+    adapter = adapter_for(config)
+    kind = DTYPES.get(dtype) or _config_dtype(config)
+    with torch.device("meta"):
+        model = model_class._from_config(config, dtype=kind, **class_options(model_class))
+        if quantized := getattr(config, "quantization_config", None):
+            place_layers(model, path, quantized["scheme"])
+    loaded = replace(prepare(model.eval().requires_grad_(False), adapter), path=path)
+    if quantization != "auto":
+        quantize_linears(loaded.decoder, quantization)
+    return loaded
+
+
+def meta_layers(path: str, dtype: str = "auto") -> tuple[LayerGeometry, ...]:
+    """Geometry of every decoder layer on one device. Raises StartupError."""
+    loaded = meta_model(path, dtype)
+    return probe_layers(loaded, Head(loaded.model, loaded.core_name))
+
+
+def _config_dtype(config: object) -> torch.dtype:
+    for one in (config, config.get_text_config()):  # type: ignore[attr-defined]
+        kind = getattr(one, "dtype", None)
+        if isinstance(kind, torch.dtype):
+            return kind
+    return torch.float32

@@ -43,11 +43,12 @@ class StoredAs(NamedTuple):
     """How one layer's weight (outputs N, inputs K) is stored.
 
     Attributes:
-        kind: one of DEQUANTIZE.
+        kind: one of CODES.
         bits: of one code in packed kinds.
         scale: name of the buffer with the scales.
         rows, columns: outputs and inputs that share a scale.
         zero_offset: what is added to stored zero points (GPTQ stores them minus 1).
+        is_reordered: the scheme says that inputs are grouped in an order of their own.
     """
 
     kind: str
@@ -56,6 +57,7 @@ class StoredAs(NamedTuple):
     rows: int = 1
     columns: int = 1
     zero_offset: int = 0
+    is_reordered: bool = False
 
 
 class UnsupportedQuantization(StartupError):
@@ -71,12 +73,7 @@ def check_quantization(path: str, config: Any) -> dict[str, Any] | None:
     the headers of the weight files count as well: quantised ones that config.json is silent about
     would be widened as they are loaded.
     """
-    declared = list(_schemes(path, config))
-    for scheme in declared:
-        if method_of(scheme) not in LOADERS:
-            raise refusal(path, describe(scheme))
-        if reason := _unsupported(scheme):
-            raise refusal(path, f"{describe(scheme)}, {reason}")
+    declared = check_declared(path, config)
     has_files = any(Path(path).glob("*.safetensors"))
     if declared and not has_files:
         raise UnsupportedQuantization(
@@ -89,6 +86,18 @@ def check_quantization(path: str, config: Any) -> dict[str, Any] | None:
     if found:
         raise refusal(path, f"{', '.join(found)} tensors that config.json does not explain")
     return None
+
+
+def check_declared(path: str, config: Any, shown: str = "") -> list[dict[str, Any]]:
+    """The schemes that config.json declares, which are known before there are weight files.
+    Raises UnsupportedQuantization; `shown` names the model there instead of `path`."""
+    declared = list(_schemes(path, config))
+    for scheme in declared:
+        if method_of(scheme) not in LOADERS:
+            raise refusal(shown or path, describe(scheme))
+        if reason := _unsupported(scheme):
+            raise refusal(shown or path, f"{describe(scheme)}, {reason}")
+    return declared
 
 
 def refusal(path: str, what: str) -> UnsupportedQuantization:
@@ -302,7 +311,8 @@ def _gptq_or_awq(
     if is_gptq and ("g_idx" in stored or scheme.get("desc_act")):
         shapes["g_idx"] = ({"I32"}, (ins,))
     offset = int(is_gptq and scheme.get("checkpoint_format") != "gptq_v2")
-    return StoredAs(kind, bits, "scales", 1, size, offset), shapes
+    is_reordered = is_gptq and bool(scheme.get("desc_act"))
+    return StoredAs(kind, bits, "scales", 1, size, offset, is_reordered), shapes
 
 
 LOADERS: Mapping[str, Callable[..., tuple[StoredAs, _Shapes] | str]] = {

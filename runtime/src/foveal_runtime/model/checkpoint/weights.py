@@ -1,17 +1,23 @@
-"""The size of a checkpoint's weights from the headers of its files: no tensor is read.
+"""The size of a checkpoint's weights from the headers of its files, and the progress of loading.
 
-Used by the profiler. Headers come from a file that a user supplied: lengths are checked.
+Headers come from a file that a user supplied: lengths are checked, and no tensor is read. Progress
+goes to the log: transformers' own bar, which is made for terminals, does not reach it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from foveal_runtime.plan.errors import StartupError
+from foveal_runtime.plan.quantity import short_bytes
 
 _MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
 _FLOATS = {"F64", "F32", "F16", "BF16"}
@@ -113,3 +119,46 @@ def file_header(file: Path) -> dict[str, StoredTensor]:
         raise StartupError(f"cannot read {file}: {error.strerror}") from error
     except (msgspec.MsgspecError, RecursionError) as error:
         raise StartupError(f"{file}: not a safetensors file ({error})") from error
+
+
+_log = logging.getLogger(__name__)
+PAUSE_SECONDS = 2.0
+NEXT = "KV memory and warm-up come next"
+_TITLE = "Loading weights"  # of the bar that counts tensors
+
+
+def what_loads(path: str) -> str:
+    """ "4 weight files, 15.4 GiB"."""
+    files = [file for file in map(Path, weight_files(path)) if file.is_file()]
+    size = short_bytes(sum(file.stat().st_size for file in files))
+    return f"{len(files)} weight file{'s' if len(files) != 1 else ''}, {size}"
+
+
+@contextlib.contextmanager
+def told_loading(
+    path: str, say: Callable[[str], None] = _log.info, clock: Callable[[], float] = time.monotonic
+) -> Iterator[None]:
+    """Says what is loaded, then every PAUSE_SECONDS how far that is, while the body loads."""
+    from transformers.utils import logging as theirs
+
+    what = what_loads(path)
+    say(f"loading {what}; {NEXT}")
+
+    def counted(tensors: Any) -> Iterator[Any]:
+        said, total = clock(), len(tensors)
+        for number, tensor in enumerate(tensors):
+            if clock() - said >= PAUSE_SECONDS:
+                said = clock()
+                say(f"loading {what}: {number / total:.0%}, {number} of {total} tensors; {NEXT}")
+            yield tensor
+
+    def hook(make: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        if arguments and options.get("desc") == _TITLE:
+            return counted(arguments[0])
+        return make(*arguments, **options)
+
+    before = theirs.set_tqdm_hook(hook)
+    try:
+        yield
+    finally:
+        theirs.set_tqdm_hook(before)

@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn import functional
 
 from foveal_runtime.model.cpu.threads import KERNEL_CACHE_ENTRIES
+from foveal_runtime.telemetry.memory import trim_heap
 
 HINT_ROWS = 16
 """The batch size that the layout is chosen for: good from 1 row to thousands, unlike 1 or none."""
@@ -29,6 +30,7 @@ ALONE_BYTES = 8 << 20
 """A product of at most so many multiplications and bytes of weights is done by one thread: it takes
 about as long as waking the others. Measured in docs/decisions/small-products-alone.md."""
 
+_LARGE_BYTES = 1 << 20
 _log = logging.getLogger(__name__)
 
 
@@ -185,15 +187,21 @@ def pack_linears(model: nn.Module) -> int:
     """
     holders = _holders(model)
     able: dict[torch.dtype, bool] = {}
+    # Places alone: a list of modules would keep every plain weight until the last one is packed.
+    places = [
+        (parent, name)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if type(child) is nn.Linear and _is_plain(child, holders)
+    ]
     num_packed = 0
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is not nn.Linear or not _is_plain(child, holders):
-                continue
-            dtype = child.weight.dtype
-            if able.setdefault(dtype, can_pack(dtype)):
-                setattr(parent, name, PackedLinear(child).eval())
-                num_packed += 1
+    for parent, name in places:
+        dtype = getattr(parent, name).weight.dtype
+        if dtype not in able:
+            able[dtype] = can_pack(dtype)
+        if able[dtype]:
+            setattr(parent, name, PackedLinear(getattr(parent, name)).eval())
+            num_packed += 1
     return num_packed
 
 
@@ -203,6 +211,8 @@ def own_rest(model: nn.Module) -> None:
     for one in itertools.chain(model.parameters(), model.buffers()):
         if not one.is_mkldnn:
             one.data = one.data.clone()
+            if one.nbytes >= _LARGE_BYTES:
+                trim_heap()  # or one tensor's memory after another stays beside its copy
 
 
 def _holders(model: nn.Module) -> dict[int, int]:

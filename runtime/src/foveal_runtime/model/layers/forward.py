@@ -22,7 +22,7 @@ from foveal_runtime.model.layers.state import States
 
 
 class Forward:
-    """See the module.
+    """One decoder and its ways.
 
     Attributes:
         layers: what attention is computed by, where modules call it.
@@ -41,11 +41,12 @@ class Forward:
 
     def find_ways(self, pool: KVPool, backend: object, device: torch.device) -> None:
         """Tries what is faster than modules; to be called once."""
-        if device.type != "cpu" or self._states.shapes:
-            return  # trying something on a state would change it
-        self.has_short_last_layer = shorten_last_layer(self._loaded, self.layers)
+        if device.type != "cpu":
+            return
+        if not self._states.shapes:
+            self.has_short_last_layer = shorten_last_layer(self._loaded, self.layers)
         if isinstance(backend, CpuBackend):
-            self.decode_layers = make_decode_layers(self._loaded, self.layers, pool)
+            self.decode_layers = make_decode_layers(self._loaded, self.layers, pool, self._states)
 
     def __call__(
         self,
@@ -62,7 +63,7 @@ class Forward:
         `loras`: rows that an adapter is for.
         """
         small = self.decode_layers if not loras else None
-        if small is not None and small.takes(positions, context):
+        if small is not None and small.takes(positions, context, extra):
             hidden = small.run(embeds, positions, context)
             return hidden if wanted is None else hidden[wanted.index]
         is_short = self.has_short_last_layer and context.groups is None and not loras

@@ -22,10 +22,11 @@ import torch
 from foveal_runtime.model.attention import ForwardContext, LayerGeometry
 from foveal_runtime.model.checkpoint.loader import LoadedModel
 from foveal_runtime.model.layers.layer_parts import (
+    ATTENTION,
     Trial,
     Unlike,
     check_decoder,
-    llama_parts,
+    parts_of,
     trying,
 )
 
@@ -56,7 +57,7 @@ class LastLayer:
 
     def __init__(self, layer: Any, geometry: LayerGeometry) -> None:
         """Raises Unlike."""
-        self._parts = llama_parts(layer)
+        self._parts = parts_of(layer, [{**ATTENTION, "mlp": "mlp"}], whole="mlp")
         self._geometry = geometry
         self._original = layer.forward
 
@@ -78,18 +79,18 @@ class LastLayer:
         parts, layer = self._parts, self._geometry
         backend, dtype = context.backend, context.pool.compute_dtype
         cos, sin = (one[0, :, None] for one in embeddings)  # (T, 1, R)
-        normed = parts["input_layernorm"](hidden)
-        key = _heads(normed, parts["k_proj"], parts.get("k_norm"), layer.key_dim)
-        value = _heads(normed, parts["v_proj"], None, layer.value_dim)
+        normed = parts["before"](hidden)
+        key = _heads(normed, parts["k"], parts.get("key"), layer.key_dim)
+        value = _heads(normed, parts["v"], None, layer.value_dim)
         backend.write_kv(layer, _rotated(key, cos, sin).to(dtype), value.to(dtype), context)
         if not len(rows):
             return hidden[:, :0]
-        query = _heads(normed[:, rows], parts["q_proj"], parts.get("q_norm"), layer.key_dim)
+        query = _heads(normed[:, rows], parts["q"], parts.get("query"), layer.key_dim)
         query = _rotated(query, cos[rows], sin[rows])
         out = backend.attend(layer, query.to(dtype), _as_decode(context, wanted))
         few = hidden[:, rows]
-        few = few + parts["o_proj"](out.to(few.dtype).reshape(1, len(rows), -1))
-        added: torch.Tensor = few + parts["mlp"](parts["post_attention_layernorm"](few))
+        few = few + parts["o"](out.to(few.dtype).reshape(1, len(rows), -1))
+        added: torch.Tensor = few + parts["mlp"](parts["after"](few))
         return added
 
 
@@ -111,13 +112,17 @@ def _as_decode(context: ForwardContext, wanted: WantedRows) -> ForwardContext:
     """The same step as seen by one token of some of its sequences."""
     rows = wanted.index
     place = context.pos_of_token[rows]
+    owners = context.seq_of_token[rows].long()
     numbers = torch.arange(len(rows) + 1, dtype=torch.int32)
     return dataclasses.replace(
         context,
         q_start=numbers,
         seq_lens=place + 1,
-        block_table=context.block_table[context.seq_of_token[rows].long()],
+        block_table=context.block_table[owners],
         slots=context.slots[rows],
+        windowed=tuple(
+            one[index] for one, index in zip(context.windowed, (owners, rows), strict=False)
+        ),
         seq_of_token=numbers[:-1],
         pos_of_token=place,
         q_lens=[1] * len(rows),
@@ -128,7 +133,9 @@ def _as_decode(context: ForwardContext, wanted: WantedRows) -> ForwardContext:
 def shorten_last_layer(loaded: LoadedModel, layers: Sequence[LayerGeometry]) -> bool:
     """Gives the last layer such a forward; False where it computes another thing; logs which."""
     try:
-        check_decoder(loaded, layers)
+        check_decoder(loaded, len(layers), layers)
+        if loaded.adapter.deepstack:
+            raise Unlike("its family does more between the layers")
         decoder: Any = loaded.decoder
         if isinstance(decoder.layers[-1].forward, LastLayer):
             return True
@@ -145,9 +152,10 @@ def shorten_last_layer(loaded: LoadedModel, layers: Sequence[LayerGeometry]) -> 
 def _try(made: LastLayer, loaded: LoadedModel, layers: Sequence[LayerGeometry]) -> None:
     """Against the layer's own forward on random rows: results, keys and values. Raises Unlike."""
     trial = Trial(loaded, layers, q_lens=(3, 1, 5), kv_lens=(3, 16, 21))
-    if trial.embeddings[0].dim() != 3:
-        raise Unlike("its rotary embedding is not one of (1, T, R)")
     number = len(layers) - 1
+    embeddings = trial.embeddings(number)
+    if embeddings[0].dim() != 3:
+        raise Unlike("its rotary embedding is not one of (1, T, R)")
     last = torch.tensor([2, 8])
     rows = WantedRows(last, [3, 21])
     wanted = trial.added_by(number)[last]
@@ -156,7 +164,7 @@ def _try(made: LastLayer, loaded: LoadedModel, layers: Sequence[LayerGeometry]) 
     for pool in pools:
         pool[trial.context.slots] = 0
     with only_rows(rows, trial.context):
-        found = made(trial.rows[None], position_embeddings=trial.embeddings)[0]
+        found = made(trial.rows[None], position_embeddings=embeddings)[0]
     trial.check_same("what it adds", found.double() - trial.rows[last].double(), wanted)
     for pool, other in zip(pools, written, strict=True):
         trial.check_same("what it keeps", pool, other)

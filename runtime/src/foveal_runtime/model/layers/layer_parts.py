@@ -1,4 +1,4 @@
-"""Parts of a Llama-like decoder layer, and a trial of what its modules compute.
+"""Parts of a decoder layer, and a trial of what its modules compute.
 
 For those who compute such a layer in another way than transformers (`decode_layers`, `last_layer`):
 they look at its modules' names to find the parts, and at a trial's numbers to know that these parts
@@ -7,22 +7,79 @@ do what is expected of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from foveal_runtime.model.attention import ForwardContext, KVPool, LayerGeometry
 from foveal_runtime.model.attention.torch_backend import TorchBackend
+from foveal_runtime.model.checkpoint.dequantize import QuantizedLinear
 from foveal_runtime.model.checkpoint.loader import LoadedModel
 from foveal_runtime.model.context import PagedCall, forward_context
 from foveal_runtime.model.cpu.fusing import DTYPES, TOLERANCE
 
-_TOP = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
-_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-_HEAD_NORMS = {"q_norm", "k_norm"}
+if TYPE_CHECKING:
+    from foveal_runtime.model.layers.state import States
+
+Form = Mapping[str, str]
+"""Role of a part → where a layer has it. Roles are those of `Layer` in the kernels."""
+ATTENTION: Form = {
+    "before": "input_layernorm",
+    "after": "post_attention_layernorm",
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+}
+HEAD_NORMS: Form = {"query": "self_attn.q_norm", "key": "self_attn.k_norm"}
+_LLAMA: Form = {
+    **ATTENTION,
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+_LFM2: Form = {
+    "before": "operator_norm",
+    "after": "ffn_norm",
+    "gate": "feed_forward.w1",
+    "up": "feed_forward.w3",
+    "down": "feed_forward.w2",
+}
+FORMS: tuple[Form, ...] = (
+    _LLAMA,
+    {  # Gemma 2 and 3: a norm before and one behind each half of a layer
+        **_LLAMA,
+        "of_attention": "post_attention_layernorm",
+        "after": "pre_feedforward_layernorm",
+        "of_mlp": "post_feedforward_layernorm",
+    },
+    {
+        **_LFM2,
+        "q": "self_attn.q_proj",
+        "k": "self_attn.k_proj",
+        "v": "self_attn.v_proj",
+        "o": "self_attn.out_proj",
+        "query": "self_attn.q_layernorm",
+        "key": "self_attn.k_layernorm",
+    },
+    {**_LFM2, "q": "conv.in_proj", "conv": "conv.conv", "o": "conv.out_proj"},
+    {  # Qwen 3.5: a gated delta rule
+        **_LLAMA,
+        "q": "linear_attn.in_proj_qkv",
+        "k": "linear_attn.in_proj_b",
+        "v": "linear_attn.in_proj_a",
+        "z": "linear_attn.in_proj_z",
+        "conv": "linear_attn.conv1d",
+        "gated": "linear_attn.norm",
+        "o": "linear_attn.out_proj",
+    },
+)
+"""Of layers that the kernel for whole layers computes."""
 _BLOCK_TOKENS = 16
 _CALL_ERRORS = (
     AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError,
@@ -46,38 +103,72 @@ def trying() -> Iterator[None]:
             raise Unlike(f"a trial failed: {type(error).__name__}: {reason}") from error
 
 
-def check_decoder(loaded: LoadedModel, layers: Sequence[LayerGeometry]) -> None:
+def check_decoder(loaded: LoadedModel, num_layers: int, layers: Sequence[LayerGeometry]) -> None:
     """Raises Unlike where something other than its layers makes it unfit."""
     decoder: Any = loaded.decoder
-    for name, kind in (("layers", nn.ModuleList), ("norm", nn.Module), ("rotary_emb", nn.Module)):
+    for name, kind in (("layers", nn.ModuleList), ("rotary_emb", nn.Module)):
         if not isinstance(getattr(decoder, name, None), kind):
             raise Unlike(f"its decoder has no {name}")
-    if loaded.adapter.correct_query is not None or loaded.adapter.deepstack:
+    last_norm(decoder)
+    if loaded.adapter.correct_query is not None:
         raise Unlike("its family does more between the layers")
     if loaded.dtype not in DTYPES:
         raise Unlike(f"its dtype is {loaded.dtype}")
-    if len(decoder.layers) != len(layers) or any(layer.has_sinks for layer in layers):
+    if len(decoder.layers) != num_layers or any(layer.has_sinks for layer in layers):
         raise Unlike("its attention is another")
 
 
-def llama_parts(layer: Any) -> dict[str, Any]:
-    """The layer's modules by name, those of its attention among them. Raises Unlike."""
-    top = children_of(layer, _TOP)
-    return top | children_of(top["self_attn"], _ATTENTION, _HEAD_NORMS)
+def last_norm(decoder: Any) -> nn.Module:
+    """What the hidden state goes through behind the layers. Raises Unlike."""
+    for name in ("norm", "embedding_norm"):
+        if isinstance(found := getattr(decoder, name, None), nn.Module):
+            return found
+    raise Unlike("its decoder has no norm")
 
 
-def children_of(
-    module: nn.Module, wanted: set[str], more: set[str] | frozenset[str] = frozenset()
-) -> dict[str, Any]:
-    """The children that have parameters: all `wanted`, perhaps some of `more`, no others.
+def has_weights(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters()) or any(
+        isinstance(one, QuantizedLinear) for one in module.modules()
+    )
+
+
+def parts_of(layer: nn.Module, forms: Sequence[Form], whole: str = "") -> dict[str, Any]:
+    """The layer's innermost modules that have parameters, by their roles in the first form that
+    names all of them; norms of heads may be missing. `whole`: a child that is one part.
 
     Raises Unlike.
     """
-    found = {name: child for name, child in module.named_children() if list(child.parameters())}
-    if not wanted <= set(found) <= wanted | more:
-        odd = ", ".join(sorted(set(found) ^ wanted))
-        raise Unlike(f"{type(module).__name__} is made of other parts ({odd})")
-    return found
+    found = dict(_innermost(layer, whole))
+    for form in forms:
+        places = {**HEAD_NORMS, **form}
+        needed = {form[role] for role in form if role not in HEAD_NORMS}
+        if needed <= found.keys() <= set(places.values()):
+            return {role: found[at] for role, at in places.items() if at in found}
+    odd = ", ".join(sorted(found.keys() ^ set(forms[0].values()))[:8])
+    raise Unlike(f"{type(layer).__name__} is made of other parts ({odd})")
+
+
+def _innermost(module: nn.Module, whole: str, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        if not has_weights(child):
+            continue
+        here = f"{path}.{name}" if path else name
+        deeper = [] if here == whole else list(_innermost(child, whole, here))
+        yield from deeper or [(here, child)]
+
+
+def rotation_of(decoder: Any, number: int) -> str:
+    """The kind of a layer whose rotary embedding may be another than other layers'."""
+    if "layer_type" not in inspect.signature(decoder.rotary_emb.forward).parameters:
+        return ""
+    kind: str = decoder.config.layer_types[number]
+    return kind
+
+
+def rotate(decoder: Any, rows: torch.Tensor, positions: torch.Tensor, kind: str) -> Any:
+    """What layers of a kind take as position embeddings of rows (T, E): cosines and sines."""
+    kinds = {"layer_type": kind} if kind else {}
+    return decoder.rotary_emb(rows[None], positions, **kinds)
 
 
 class Trial:
@@ -86,7 +177,6 @@ class Trial:
     Attributes:
         rows: (T, E). Small, so that what a layer adds is larger than what it is added to; its norms
             take the size away.
-        embeddings: what the decoder's rotary embedding makes of `positions`.
     """
 
     def __init__(
@@ -96,10 +186,11 @@ class Trial:
         *,
         q_lens: Sequence[int],
         kv_lens: Sequence[int],
+        states: States | None = None,
     ) -> None:
+        self._states = states if states is not None and states.shapes else None
         self._loaded = loaded
         self._layers = layers
-        decoder: Any = loaded.decoder
         count, dtype = len(kv_lens), loaded.dtype
         num_blocks = -(-max(kv_lens) // _BLOCK_TOKENS)
         self.pool = KVPool(
@@ -124,23 +215,28 @@ class Trial:
             pos_of_token=place.int(),
             q_lens=list(q_lens),
             kv_lens=list(kv_lens),
+            state_slots=list(range(count)),
         )
         self.positions = place.expand(3, 1, -1) if loaded.adapter.rope else place[None]
         width = int(loaded.text_config.hidden_size)
         self.rows = torch.randn(len(place), width).to(dtype) / 16
-        self.embeddings = decoder.rotary_emb(self.rows[None], self.positions)
+
+    def embeddings(self, number: int) -> Any:
+        """What a layer's rotary embedding makes of the positions."""
+        decoder: Any = self._loaded.decoder
+        return rotate(decoder, self.rows, self.positions, rotation_of(decoder, number))
 
     def added_by(self, number: int) -> torch.Tensor:
         """What the modules of a layer add to the rows, (T, E) in double."""
         decoder: Any = self._loaded.decoder
-        with forward_context(self._call()):
+        with self._calling():
             out = decoder.layers[number](
                 self.rows[None],
                 attention_mask=None,
                 position_ids=self.positions,
                 past_key_values=None,
                 use_cache=False,
-                position_embeddings=self.embeddings,
+                position_embeddings=self.embeddings(number),
             )
         found: torch.Tensor = (out[0] if isinstance(out, tuple) else out).reshape(self.rows.shape)
         return found.double() - self.rows.double()
@@ -148,7 +244,7 @@ class Trial:
     def after_all(self) -> torch.Tensor:
         """The decoder's last hidden state of the rows, (T, E)."""
         decoder: Any = self._loaded.decoder
-        with forward_context(self._call()):
+        with self._calling():
             output = decoder(
                 inputs_embeds=self.rows[None], position_ids=self.positions, use_cache=False
             )
@@ -161,5 +257,20 @@ class Trial:
         if not most <= TOLERANCE[self._loaded.dtype] * float(wanted.double().abs().max()):
             raise Unlike(f"{what} differs by {most:.2g}")
 
-    def _call(self) -> PagedCall:
-        return PagedCall(self._layers, self.context, self._loaded.adapter)
+    @contextmanager
+    def random_states(self) -> Iterator[list[torch.Tensor]]:
+        """The states of the trial's sequences, which calls advance; none without such."""
+        if self._states is None:
+            yield []
+            return
+        with self._states.random_pool(len(self.context.q_lens)) as pool:
+            yield pool.all_tensors()
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        call = PagedCall(self._layers, self.context, self._loaded.adapter)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(forward_context(call))
+            if self._states is not None:
+                stack.enter_context(self._states.in_use(self.context))
+            yield

@@ -307,7 +307,7 @@ def _read_config(source: LoraSource) -> dict[str, Any]:
         raise _refusal(source, f"{_CONFIG} does not say peft_type LORA")
     for key, what in _CHANGES_MORE.items():
         if config.get(key):
-            raise _refusal(source, f"{what} are not supported")
+            raise _refusal(source, f"{_CONFIG} asks for {what}: not supported")
     if config.get("bias", "none") != "none":
         raise _refusal(source, f"bias {config['bias']!r} is not supported: train with none")
     if str(config.get("init_lora_weights")).lower().startswith(_OWN_BASES):

@@ -12,7 +12,8 @@ another request, or a preempted one, goes on from there.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,9 +24,13 @@ from foveal_runtime.engine.types.step import ScheduledRequest
 from foveal_runtime.model.attention import ForwardContext
 from foveal_runtime.model.checkpoint.loader import LoadedModel
 from foveal_runtime.model.checkpoint.probe import StateShape
+from foveal_runtime.model.cpu.kernels import load_delta_kernel
+from foveal_runtime.model.layers.delta_rule import DeltaRule, Parts, make_delta_rule
+from foveal_runtime.model.layers.layer_parts import Unlike
 from foveal_runtime.plan.errors import StartupError
 
 _CACHE_KEYWORDS = ("cache_params", "past_key_values")
+_log = logging.getLogger(__name__)
 
 
 class StatePool:
@@ -58,13 +63,15 @@ class StatePool:
 
     @property
     def size_bytes(self) -> int:
-        return sum(t.nbytes for parts in self.tensors.values() for t in parts.values())
+        return sum(tensor.nbytes for tensor in self.all_tensors())
+
+    def all_tensors(self) -> list[torch.Tensor]:
+        return [tensor for parts in self.tensors.values() for tensor in parts.values()]
 
     def touch(self) -> None:
         """Takes all memory now: zeros are not there before they are written."""
-        for parts in self.tensors.values():
-            for tensor in parts.values():
-                tensor.fill_(0)
+        for tensor in self.all_tensors():
+            tensor.fill_(0)
 
     def open(self, request_id: str, snapshot: int = 0) -> None:
         """The state of `snapshot`, 1 ... num_snapshots, or an empty one for the request, in the
@@ -77,9 +84,8 @@ class StatePool:
             self._copy(self.num_slots + snapshot - 1, slot)
             return
         self.ends[slot] = 0
-        for parts in self.tensors.values():
-            for tensor in parts.values():
-                tensor[slot].zero_()
+        for tensor in self.all_tensors():
+            tensor[slot].zero_()
 
     def save(self, request_id: str, snapshot: int) -> None:
         """Keeps the request's state as it is now."""
@@ -87,9 +93,8 @@ class StatePool:
 
     def _copy(self, source: int, target: int) -> None:
         self.ends[target] = self.ends[source]
-        for parts in self.tensors.values():
-            for tensor in parts.values():
-                tensor[target].copy_(tensor[source])
+        for tensor in self.all_tensors():
+            tensor[target].copy_(tensor[source])
 
     def close(self, request_id: str) -> None:
         slot = self._slots.pop(request_id, None)
@@ -116,7 +121,7 @@ class _Slots:
     place, and some modules then call no update.
     """
 
-    def __init__(self, parts: Mapping[str, torch.Tensor], slots: torch.Tensor) -> None:
+    def __init__(self, parts: Parts, slots: torch.Tensor) -> None:
         self._parts = parts
         self._slots = slots
         self._now: dict[str, torch.Tensor] = {}
@@ -163,43 +168,66 @@ class _Slots:
             self._parts[name][self._slots] = tensor.to(self._parts[name].dtype)
 
 
-class _StateForward:
-    """Stands in for the forward of one module with state."""
+class StateForward:
+    """A module's own forward over sequences that are cut out of a flat batch."""
+
+    def __init__(self, module: Any, keyword: str) -> None:
+        self.forward = module.forward
+        self._keyword = keyword
+
+    def split(
+        self, rows: torch.Tensor, parts: Parts, segments: torch.Tensor, **kwargs: Any
+    ) -> torch.Tensor:
+        """rows (1, T, E), all of them some segment's (see `States`), whose states go on."""
+        flat = rows[0]
+        out = torch.empty_like(flat)
+        listed = segments.tolist()
+        singles = [(base, slot) for base, count, slot in listed if count == 1]
+        if singles:
+            chosen = torch.tensor([base for base, _ in singles], device=flat.device)
+            slots = [slot for _, slot in singles]
+            out[chosen] = self.compute(flat[chosen][:, None], parts, slots, **kwargs)[:, 0]
+        for base, count, slot in listed:
+            if count > 1:
+                rows_of_one = flat[None, base : base + count]
+                out[base : base + count] = self.compute(rows_of_one, parts, [slot], **kwargs)[0]
+        return out[None]
+
+    def compute(
+        self, rows: torch.Tensor, parts: Parts, slots: Sequence[int], **kwargs: Any
+    ) -> torch.Tensor:
+        """rows (n, T, E): n sequences of T tokens each, whose states are in `slots` of `parts`."""
+        cache = _Slots(parts, torch.tensor(slots, device=rows.device))
+        out: torch.Tensor = self.forward(rows, **{**kwargs, self._keyword: cache})
+        cache.write_back()
+        return out
+
+
+class _Replaced:
+    """Stands in for the forward of one module with state.
+
+    Attributes:
+        plain: the module's own forward.
+        rule: its delta rule by the C kernel, once there is one.
+    """
 
     def __init__(self, module: Any, keyword: str, states: States) -> None:
-        self._forward = module.forward
         self._layer = int(module.layer_idx)
-        self._keyword = keyword
         self._states = states
+        self.plain = StateForward(module, keyword)
+        self.rule: DeltaRule | None = None
 
     def __call__(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         segments = self._states.segments
         if segments is None:  # the probe, before there are slots
-            return self._forward(hidden_states, **kwargs)
+            out: torch.Tensor = self.plain.forward(hidden_states, **kwargs)
+            return out
+        assert self._states.pool is not None
+        parts = self._states.pool.tensors[self._layer]
+        if self.rule is not None:
+            return self.rule(hidden_states, parts, segments)
         kwargs.pop("attention_mask", None)
-        flat = hidden_states[0]
-        out = torch.empty_like(flat)
-        singles = [(base, slot) for base, count, slot in segments if count == 1]
-        if singles:
-            rows = torch.tensor([base for base, _ in singles], device=flat.device)
-            slots = [slot for _, slot in singles]
-            out[rows] = self._part(flat[rows][:, None], slots, kwargs)[:, 0]
-        for base, count, slot in segments:
-            if count > 1:
-                rows_of_one = flat[None, base : base + count]
-                out[base : base + count] = self._part(rows_of_one, [slot], kwargs)[0]
-        return out[None]
-
-    def _part(
-        self, rows: torch.Tensor, slots: list[int], kwargs: Mapping[str, Any]
-    ) -> torch.Tensor:
-        """rows (n, T, E): n sequences of T tokens each, whose states are in `slots`."""
-        pool = self._states.pool
-        assert pool is not None
-        cache = _Slots(pool.tensors[self._layer], torch.tensor(slots, device=rows.device))
-        out: torch.Tensor = self._forward(rows, **{**kwargs, self._keyword: cache})
-        cache.write_back()
-        return out
+        return self.plain.split(hidden_states, parts, segments, **kwargs)
 
 
 class States:
@@ -207,15 +235,21 @@ class States:
 
     Attributes:
         shapes: what one sequence takes, layer by layer.
-        segments: (first row, number of rows, slot) of each sequence in the current call.
+        segments: those of the current call (see `segments_of`). On the host.
     """
 
     def __init__(self, loaded: LoadedModel, shapes: Sequence[StateShape]) -> None:
         self.shapes = tuple(shapes)
         self.pool: StatePool | None = None
-        self.segments: list[tuple[int, int, int]] | None = None
-        for module, keyword in _modules_with_state(loaded.decoder, shapes):
-            module.forward = _StateForward(module, keyword, self)
+        self.segments: torch.Tensor | None = None
+        found = _modules_with_state(loaded.decoder, shapes)
+        for module, keyword in found.values():
+            module.forward = _Replaced(module, keyword, self)
+        delta_nets = [
+            (found[shape.layer][0], shape) for shape in shapes if "recurrent" in shape.parts
+        ]
+        if delta_nets:
+            _use_kernel(delta_nets)
 
     @property
     def slot_bytes(self) -> int:
@@ -262,19 +296,59 @@ class States:
             yield
             return
         assert context.state_slots is not None
-        base, segments = 0, []
-        for count, slot in zip(context.q_lens, context.state_slots, strict=True):
-            segments.append((base, count, slot))
-            base += count
-        self.segments = segments
+        self.segments = segments_of(context)
         try:
             yield
         finally:
             self.segments = None
 
+    @contextmanager
+    def random_pool(self, num_slots: int) -> Iterator[StatePool]:
+        """States for a trial instead of those of requests."""
+        kept = self.pool
+        self.pool = StatePool(self.shapes, num_slots, torch.device("cpu"))
+        for one in self.pool.all_tensors():
+            one.normal_()
+        try:
+            yield self.pool
+        finally:
+            self.pool = kept
 
-def _modules_with_state(decoder: nn.Module, shapes: Sequence[StateShape]) -> list[tuple[Any, str]]:
-    """The innermost module of each layer with state that takes a cache, and its keyword."""
+
+def segments_of(context: ForwardContext) -> torch.Tensor:
+    """(n, 3) of int64, of each sequence: first row, number of rows, slot; none without states."""
+    base, segments = 0, []
+    for count, slot in zip(context.q_lens, context.state_slots or (), strict=False):
+        segments.append((base, count, slot))
+        base += count
+    return torch.tensor(segments, dtype=torch.int64).reshape(-1, 3)
+
+
+def _use_kernel(delta_nets: Sequence[tuple[Any, StateShape]]) -> None:
+    """Lets the C kernel compute all these modules' delta rule, or none of it; logs why not."""
+    kernel = load_delta_kernel()
+    if isinstance(kernel, str):
+        _log.info("linear attention is computed by modules: %s", kernel)
+        return
+    rules = []
+    for module, shape in delta_nets:
+        states = {
+            name: torch.empty(2, *size, dtype=dtype) for name, (size, dtype) in shape.parts.items()
+        }
+        try:
+            rules.append(make_delta_rule(module, kernel, module.forward.plain.compute, states))
+        except Unlike as reason:
+            _log.info("linear attention is computed by modules: %s", reason)
+            return
+    for (module, _), rule in zip(delta_nets, rules, strict=True):
+        module.forward.rule = rule
+    _log.info("the delta rule of %d layers is computed by the kernel", len(rules))
+
+
+def _modules_with_state(
+    decoder: nn.Module, shapes: Sequence[StateShape]
+) -> dict[int, tuple[Any, str]]:
+    """Layer → its innermost module that takes a cache, and the cache's keyword."""
     found: dict[int, tuple[Any, str]] = {}
     wanted = {shape.layer for shape in shapes}
     for module in decoder.modules():
@@ -288,4 +362,4 @@ def _modules_with_state(decoder: nn.Module, shapes: Sequence[StateShape]) -> lis
     missing = sorted(wanted - found.keys())
     if missing:
         raise StartupError(f"no module of layer {missing[0]} takes a state: not supported")
-    return list(found.values())
+    return found

@@ -55,7 +55,7 @@ def _obey(channel: Channel, runner: TorchRunner, rank: int) -> int:
                 return 3
             mine = checksum(runner.execute(command.plan))
         elif isinstance(command, Allocate):
-            runner.allocate_kv(command.num_blocks)
+            runner.allocate_kv(command.num_blocks, num_window_blocks=command.num_window_blocks)
         elif isinstance(command, Warm):
             wanted = command.device.keys() | command.host.keys()
             if set(runner.load_encoder(command.path, command.device, command.host)) != wanted:

@@ -59,6 +59,7 @@ class Allocate(msgspec.Struct, tag="allocate"):
     """Make the KV pool."""
 
     num_blocks: int
+    num_window_blocks: int = 0
 
 
 class Step(msgspec.Struct, tag="step"):

@@ -27,18 +27,15 @@ import torch.distributed as dist
 
 from foveal_runtime.engine.types.step import (
     DoneStep,
-    GrammarStats,
-    ModelTraits,
     RunnerLost,
     StepPlan,
     StepResult,
 )
 from foveal_runtime.model.attention import LayerGeometry
 from foveal_runtime.model.checkpoint.loader import adapter_for, read_config
-from foveal_runtime.model.checkpoint.meta import meta_layers
 from foveal_runtime.model.checkpoint.placement import quantization_of
+from foveal_runtime.model.checkpoint.probe import meta_layers
 from foveal_runtime.model.cpu.threads import cpu_limit, num_threads, thread_environment
-from foveal_runtime.model.layers.lora import Loras
 from foveal_runtime.model.parallel.rank_worker import READY
 from foveal_runtime.model.parallel.ranks import (
     ENVIRONMENT,
@@ -74,9 +71,12 @@ class RankLost(RunnerLost):
 
 
 def check_splits(config: Any, ranks: int) -> None:
-    """Raises StartupError for models whose layers are not split: those with recurrent state, and
-    those whose weights are quantised."""
-    what = "models with recurrent state" if adapter_for(config).has_state else ""
+    """Raises StartupError for models whose layers are not split: those with recurrent state,
+    encoders, and those whose weights are quantised."""
+    adapter = adapter_for(config)
+    what = "models with recurrent state" if adapter.has_state else ""
+    if adapter.is_encoder:
+        what = "encoders"
     if scheme := quantization_of(config):
         what = f"quantised weights ({scheme})"
     if what and ranks > 1:
@@ -186,7 +186,8 @@ def _exit(reason: str) -> None:
 
 
 class TensorParallelRunner:
-    """A ModelRunner over `ranks` processes. Make it with `load`."""
+    """A ModelRunner over `ranks` processes. Make it with `load`. It has no room for adapters: they
+    are not split among ranks."""
 
     def __init__(self, runner: TorchRunner, channel: Channel, workers: _Workers, folder: Path,
                  environment: dict[str, str | None]) -> None:  # fmt: skip
@@ -197,6 +198,13 @@ class TensorParallelRunner:
         self._environment = environment
         self._previous = 0
         self._closed = False
+        # Rank 0's, which are every rank's; bytes are those of one rank.
+        self.traits, self.loras, self.grammars = runner.traits, runner.loras, runner.grammars
+        self.layers, self.block_size = runner.layers, runner.block_size
+        self.kv_block_bytes, self.window_block_bytes = (
+            runner.kv_block_bytes, runner.window_block_bytes,
+        )  # fmt: skip
+        self.window = runner.window
 
     @classmethod
     def load(
@@ -253,31 +261,9 @@ class TensorParallelRunner:
         return made
 
     @property
-    def traits(self) -> ModelTraits:
-        return self._runner.traits
-
-    @property
-    def loras(self) -> Loras:
-        """Empty, and with no room: adapters are not split among ranks."""
-        return self._runner.loras
-
-    @property
-    def grammars(self) -> GrammarStats:
-        return self._runner.grammars
-
-    @property
-    def layers(self) -> tuple[LayerGeometry, ...]:
-        """Geometry of each layer on one rank."""
-        return self._runner.layers
-
-    @property
-    def block_size(self) -> int:
-        return self._runner.block_size
-
-    @property
-    def kv_block_bytes(self) -> int:
-        """Bytes of one KV block on one rank."""
-        return self._runner.kv_block_bytes
+    def kv_pool_bytes(self) -> int:
+        """Of one rank."""
+        return self._runner.kv_pool_bytes
 
     @property
     def weight_bytes(self) -> int:
@@ -289,15 +275,23 @@ class TensorParallelRunner:
         return self._runner.num_blocks
 
     @property
+    def num_window_blocks(self) -> int:
+        return self._runner.num_window_blocks
+
+    @property
     def worker_processes(self) -> Sequence[subprocess.Popen[bytes]]:
         """Ranks 1 ..., for supervision: their memory and CPU time are this engine's."""
         return tuple(self._workers.processes)
 
-    def allocate_kv(self, num_blocks: int, *, is_touched: bool = True) -> None:
+    def allocate_kv(
+        self, num_blocks: int, *, num_window_blocks: int = 0, is_touched: bool = True
+    ) -> None:
         """As TorchRunner's, on every rank; the others' pools are touched in any case."""
         if num_blocks >= 2:  # else only rank 0 refuses, and nobody waits for the others
-            self._channel.send(Allocate(num_blocks))
-        self._runner.allocate_kv(num_blocks, is_touched=is_touched)
+            self._channel.send(Allocate(num_blocks, num_window_blocks))
+        self._runner.allocate_kv(
+            num_blocks, num_window_blocks=num_window_blocks, is_touched=is_touched
+        )
 
     def execute(self, plan: StepPlan) -> StepResult:
         if self._workers.died.is_set():
@@ -313,8 +307,9 @@ class TensorParallelRunner:
         self._previous = checksum(result)
         return result
 
-    def submit(self, plan: StepPlan) -> DoneStep:
-        """The ranks compare their tokens after each step, so no step runs ahead."""
+    def submit(self, plan: StepPlan, between: Callable[[], None] | None = None) -> DoneStep:
+        """The ranks compare their tokens after each step, so no step runs ahead, and none is
+        interrupted: `between` is not called."""
         return DoneStep(self.execute(plan))
 
     def save_encoder(self, path: str, mm_hashes: Sequence[MMHash]) -> list[MMHash]:

@@ -90,6 +90,7 @@ class HostBatch:
     groups: np.ndarray | None
     q_lens: list[int]
     kv_lens: list[int]
+    windowed: tuple[np.ndarray, ...] = ()
 
     @property
     def num_sequences(self) -> int:
@@ -121,11 +122,12 @@ def make_batch(
         known = window.sequence.block_row(window.scheduled.block_ids)
         assert len(known) * block_size >= window.hi
         row[: len(known)] = known
+    slot = place % block_size
     ids, pending = _make_ids(windows, placeholder_id)
     return HostBatch(
         ids=ids,
         positions=_make_positions(windows, place, owner, mrope, position_offset),
-        slots=table[owner, place // block_size].astype(np.int64) * block_size + place % block_size,
+        slots=table[owner, place // block_size].astype(np.int64) * block_size + slot,
         pending=pending,
         q_start=starts.astype(np.int32),
         seq_lens=np.array(kv_lens, np.int32),
@@ -135,7 +137,31 @@ def make_batch(
         groups=make_groups(windows, bidirectional),
         q_lens=q_lens,
         kv_lens=kv_lens,
+        windowed=_windowed(windows, table.shape, (owner, place // block_size), block_size, slot),
     )
+
+
+def _windowed(
+    windows: Sequence[TokenWindow],
+    shape: tuple[int, ...],
+    blocks: tuple[np.ndarray, np.ndarray],
+    block_size: int,
+    offsets: np.ndarray,
+) -> tuple[np.ndarray, ...]:
+    """Block table and slots of layers with a sliding window, if those have blocks of their own.
+
+    `blocks` and `offsets`: where each token is: its row and column in the table, then its place in
+    the block.
+    """
+    if not windows[0].scheduled.window_ids:
+        return ()
+    table = np.zeros(shape, np.int32)
+    for row, window in zip(table, windows, strict=True):
+        first, ids = window.scheduled.window_first, window.scheduled.window_ids
+        row[first : first + len(ids)] = ids
+    taken = table[blocks].astype(np.int64)
+    assert taken.all(), "a token has no block for layers with a window"
+    return table, taken * block_size + offsets
 
 
 def _make_ids(

@@ -20,7 +20,7 @@ Arguments = dict[str, torch.Tensor | list[torch.Tensor]]
 
 
 class TokenEmbedding:
-    """See the module."""
+    """Input embeddings of a batch."""
 
     def __init__(self, loaded: LoadedModel, store: EncoderStore) -> None:
         self._loaded = loaded

@@ -7,8 +7,9 @@ is noted with a reason: it fails the requests that need it, not the step.
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -129,14 +130,43 @@ class EncoderStore:
             raise ValueError(str(error)) from error
         return taken
 
-    def embeds_on_device(self) -> int:
-        return sum(output.shape[1] for output in self._outputs.values())
-
     def check_integrity(self) -> None:
         assert not self._outputs.keys() & self._failures.keys()
         for output in (*self._outputs.values(), *self._host.values()):
             assert output.dim() == 3
             assert output.untyped_storage().nbytes() == output.nbytes
+
+
+class InterruptionFailed(Exception):
+    """What was done in the middle of encoding failed; no item is to blame."""
+
+
+class _Pause:
+    """Calls `between` when so many seconds have gone by since it returned last.
+
+    Attributes:
+        spent: seconds in `between`.
+    """
+
+    def __init__(self, seconds: float, between: Callable[[], None]) -> None:
+        self._seconds = seconds
+        self._between = between
+        self._since = time.perf_counter()
+        self.spent = 0.0
+
+    def __call__(self) -> None:
+        if time.perf_counter() - self._since >= self._seconds:
+            self.now()
+
+    def now(self) -> None:
+        """Whatever has gone by."""
+        began = time.perf_counter()
+        try:
+            self._between()
+        except Exception as error:
+            raise InterruptionFailed(f"{type(error).__name__}: {error}") from error
+        self._since = time.perf_counter()
+        self.spent += self._since - began
 
 
 class EncoderRunner:
@@ -150,9 +180,39 @@ class EncoderRunner:
         self._levels, self._width = traits.embed_levels, traits.embed_width
         self._device = device
         self._store = store
+        self._pause: _Pause | None = None
+        decoder = set(loaded.decoder.modules())
+        for module in loaded.core.modules():
+            if isinstance(module, torch.nn.ModuleList) and module not in decoder:
+                for layer in module:
+                    layer.register_forward_pre_hook(self._at_layer)
 
-    def encode(self, inputs: Sequence[EncoderInput]) -> None:
-        """Encodes all inputs; failures are noted in the store."""
+    def _at_layer(self, *_: object) -> None:
+        """Before each layer of a tower."""
+        if self._pause is not None:
+            self._pause()
+
+    def encode(
+        self,
+        inputs: Sequence[EncoderInput],
+        slice_seconds: float = 0.0,
+        between: Callable[[], None] | None = None,
+    ) -> float:
+        """Encodes all inputs; failures are noted in the store. `between` is called between two
+        layers or inputs, whenever `slice_seconds` have gone by, and once after all: the rest of the
+        step takes time of its own. Returns the seconds spent there."""
+        if between is None or not slice_seconds:
+            self._encode(inputs)
+            return 0.0
+        self._pause = pause = _Pause(slice_seconds, between)
+        try:
+            self._encode(inputs)
+            pause.now()
+        finally:
+            self._pause = None
+        return pause.spent
+
+    def _encode(self, inputs: Sequence[EncoderInput]) -> None:
         batches: dict[Any, list[tuple[EncoderInput, Item]]] = defaultdict(list)
         for number, one in enumerate(inputs):
             spec = self._adapter.encoders.get(MODALITIES[one.modality])
@@ -174,6 +234,7 @@ class EncoderRunner:
                 continue
             batches[key if spec.batched else (number,)].append((one, item))
         for batch in batches.values():
+            self._at_layer()
             self._run(batch)
 
     def _run(self, batch: list[tuple[EncoderInput, Item]]) -> None:

@@ -39,16 +39,6 @@ class Capturer(Protocol):
         ...
 
 
-class RerunCapturer:
-    """The fake: the recording is the work itself."""
-
-    is_frozen = False
-
-    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        work()
-        return work
-
-
 class CudaCapturer:
     """CUDA graphs that share one pool of memory: they are played one at a time."""
 
@@ -89,7 +79,7 @@ class _Recording:
 
 
 class DecodeGraphs:
-    """See the module.
+    """The recordings of one runner, by size.
 
     Args:
         sizes: ascending. max_blocks: widest block table of a sequence.
@@ -131,6 +121,9 @@ class DecodeGraphs:
             q_lens=[1] * most,
             kv_lens=[1] * most,
         )
+        if pool.windowed:
+            tables = self._context.block_table, self._context.slots
+            self._context.windowed = tuple(torch.zeros_like(one) for one in tables)
         self._logits: torch.Tensor | None = None
         self._recordings: dict[int, _Recording] = {}
 
@@ -160,6 +153,7 @@ class DecodeGraphs:
             pos_of_token=whole.pos_of_token[:size],
             q_lens=[1] * size,
             kv_lens=[1] * size,
+            windowed=tuple(one[:size] for one in whole.windowed),
         )
         return _Recording(self._ids[:size], self._positions[..., :size], context)
 
@@ -179,10 +173,11 @@ class DecodeGraphs:
         size = next(s for s in self.sizes if s >= count)
         recording = self._recordings[size]
         context = recording.context
-        ids, positions, slots, pos, lens, table, pending = self._device.upload(
+        ids, positions, slots, pos, lens, table, pending, *windowed = self._device.upload(
             _padded(batch.ids, size), _padded(batch.positions, size), _padded(batch.slots, size),
             _padded(batch.pos_of_token, size), _padded(batch.seq_lens, size, fill=1),
             _padded(batch.block_table.T, size).T, batch.pending,
+            *(_padded(one.T, size).T for one in batch.windowed),
         )  # fmt: skip
         if batch.pending.size:
             assert drawn is not None
@@ -193,6 +188,9 @@ class DecodeGraphs:
         context.pos_of_token.copy_(pos)
         context.seq_lens.copy_(lens)
         context.block_table[:, : table.shape[1]].copy_(table)
+        if windowed:
+            context.windowed[0][:, : table.shape[1]].copy_(windowed[0])
+            context.windowed[1].copy_(windowed[1])
         # Backends on the host read lengths from here, and tell steps apart by the object.
         kv_lens = batch.kv_lens + [1] * (size - count)
         recording.context = replace(context, kv_lens=kv_lens)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,6 @@ import torch
 
 from foveal_runtime.engine.types.step import (
     GrammarStats,
-    ModelTraits,
     NewRequest,
     StepPlan,
     StepResult,
@@ -32,6 +31,8 @@ from foveal_runtime.model.attention import (
     KVPool,
     create_backend,
     kv_dtypes,
+    window_of,
+    windowed_layers,
 )
 from foveal_runtime.model.checkpoint.head import Head
 from foveal_runtime.model.checkpoint.loader import LoadedModel, load_model
@@ -52,12 +53,17 @@ from foveal_runtime.model.runner.batch import (
 from foveal_runtime.model.runner.embedding import TokenEmbedding
 from foveal_runtime.model.runner.encoder import EncoderRunner, EncoderStore
 from foveal_runtime.model.runner.graphs import Capturer, DecodeGraphs, capture_sizes
-from foveal_runtime.model.runner.pooling import StepPool, pool_spans
 from foveal_runtime.model.runner.sequence import PENDING, SequenceState, prompt_positions
-from foveal_runtime.model.runner.submitted_step import SubmittedStep, score_prompt
+from foveal_runtime.model.runner.submitted_step import (
+    StepPool,
+    SubmittedStep,
+    pool_spans,
+    score_prompt,
+)
 from foveal_runtime.model.runner.traits import read_traits
 from foveal_runtime.model.sampling.grammar import Grammars
 from foveal_runtime.model.sampling.sampler import Sampler
+from foveal_runtime.plan.config import Quantization
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.media import MMHash
 from foveal_runtime.wire.item import BadItem
@@ -103,10 +109,10 @@ class TorchRunner:
         self.store = EncoderStore(self.room)
         self.encoder = EncoderRunner(loaded, self.store, self.room)
         self.embedding = TokenEmbedding(loaded, self.store)
-        self._traits = read_traits(loaded, self.states.slot_bytes)
-        grammars = Grammars.open(loaded.path, self._traits)
+        self.traits = read_traits(loaded, self.states.slot_bytes)
+        grammars = Grammars.open(loaded.path, self.traits)
         self.grammars = grammars.stats if grammars is not None else GrammarStats()
-        self._sampler = sampler or Sampler(self._traits.eos_token_ids, grammars)
+        self._sampler = sampler or Sampler(self.traits.eos_token_ids, grammars)
         self._sequences: dict[str, SequenceState] = {}
         self._failed: dict[str, str] = {}
         self._pool: KVPool | None = None
@@ -119,23 +125,37 @@ class TorchRunner:
 
     @classmethod
     def load(
-        cls, path: str, *, dtype: str = "auto", device: str = "cpu", **options: Any
-    ) -> TorchRunner:
+        cls, path: str, *, dtype: str = "auto", device: str = "cpu",
+        quantization: Quantization = "auto", **options: Any,
+    ) -> TorchRunner:  # fmt: skip
         """Loads the checkpoint directory `path`; `options` are those of the constructor.
 
         Raises StartupError.
         """
-        return cls(load_model(path, dtype, device), device=device, **options)
-
-    @property
-    def traits(self) -> ModelTraits:
-        return self._traits
+        return cls(load_model(path, dtype, device, quantization), device=device, **options)
 
     @property
     def kv_block_bytes(self) -> int:
         """Bytes of one KV block, all layers of this rank."""
         values = sum(layer.values_per_token for layer in self.layers)
         return values * self.block_size * int(self._kv_dtype.itemsize)
+
+    @property
+    def window(self) -> int:
+        """Tokens that layers see which may have blocks of their own; 0: there are none such."""
+        return 0 if self.states.shapes else window_of(self.layers)
+
+    @property
+    def window_block_bytes(self) -> int:
+        """The part of `kv_block_bytes` that those layers take; 0: there are none such."""
+        windowed = windowed_layers(self.layers) if self.window else frozenset[int]()
+        values = sum(one.values_per_token for one in self.layers if one.index in windowed)
+        return values * self.block_size * int(self._kv_dtype.itemsize)
+
+    @property
+    def kv_pool_bytes(self) -> int:
+        """Bytes of the KV pool, or of both, as they are there."""
+        return 0 if self._pool is None else self._pool.size_bytes
 
     @functools.cached_property
     def weight_bytes(self) -> int:
@@ -147,17 +167,24 @@ class TorchRunner:
         """Blocks of the pool, the trash block included: plans use ids 1 ... num_blocks - 1."""
         return 0 if self._pool is None else self._pool.num_blocks
 
+    @property
+    def num_window_blocks(self) -> int:
+        """Of the pool of layers with a sliding window; 0: there is one pool."""
+        return 0 if self._pool is None else self._pool.num_window_blocks
+
     def allocate_kv(
         self,
         num_blocks: int,
         *,
         num_sequences: int = 16,
         num_snapshots: int = 0,
+        num_window_blocks: int = 0,
         is_touched: bool = True,
     ) -> None:
         """Makes the KV pool; one of its blocks is trash and belongs to no request. On a CPU, one
         that is not touched takes memory as it fills. `num_sequences` may have a recurrent state
-        at once, where the model has such, and so many snapshots of one are kept."""
+        at once, where the model has such, and so many snapshots of one are kept. With
+        `num_window_blocks`, layers with a sliding window have so many blocks of their own."""
         assert self._pool is None
         if num_blocks < 2:
             raise StartupError(
@@ -172,6 +199,7 @@ class TorchRunner:
             self.device,
             self._attention_dtype,
             is_touched=is_touched,
+            num_window_blocks=num_window_blocks,
         )
         self.states.allocate(
             num_sequences, self.device, num_snapshots=num_snapshots, is_touched=is_touched
@@ -190,6 +218,8 @@ class TorchRunner:
                          "lengths on the host")  # fmt: skip
             return False
         adapter = self.loaded.adapter
+        if self.head.is_missing:
+            return False  # there are no such steps
         if self.states.shapes:
             _log.warning("decode steps are not recorded as graphs: the model has recurrent state")
             return False
@@ -222,13 +252,13 @@ class TorchRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         return self.submit(plan).result()
 
-    def submit(self, plan: StepPlan) -> SubmittedStep:
+    def submit(self, plan: StepPlan, between: Callable[[], None] | None = None) -> SubmittedStep:
         """Gives the device the plan's work. Results are taken in the order of submission; at most
         one step may be running when this is called."""
         with torch.inference_mode():
-            return self._submit(plan)
+            return self._submit(plan, between)
 
-    def _submit(self, plan: StepPlan) -> SubmittedStep:
+    def _submit(self, plan: StepPlan, between: Callable[[], None] | None) -> SubmittedStep:
         step = SubmittedStep(StepResult(plan.step))
         result = step.partial
         for request_id in plan.finished:
@@ -241,8 +271,7 @@ class TorchRunner:
             self._admit(request)
         if plan.encode:
             step.encoding = self.room.stopwatch()
-            self.encoder.encode(plan.encode)
-            step.encoding.stop()
+            step.encoding.stop(self.encoder.encode(plan.encode, plan.slice_seconds, between))
             result.failed_encodes = self.store.failures_of(one.mm_hash for one in plan.encode)
         windows = self._runnable(plan, result.failed)
         if windows:
@@ -261,7 +290,7 @@ class TorchRunner:
         self, path: str, device: Mapping[MMHash, int], host: Mapping[MMHash, int]
     ) -> list[MMHash]:
         """See `ModelRunner`."""
-        shape = (self._traits.embed_levels, self._traits.embed_width)
+        shape = (self.traits.embed_levels, self.traits.embed_width)
         return self.store.load(path, device, host, shape, self.loaded.dtype)
 
     def close(self) -> None:
@@ -334,13 +363,14 @@ class TorchRunner:
         device; writes keys and values of all rows to the pool."""
         assert self._pool is not None
         assert batch.block_table.max() < self._pool.num_blocks
+        assert bool(batch.windowed) == bool(self._pool.windowed)
         mask = self.embedding.deepstack(windows, len(batch.ids))
         rules = np.zeros(0, np.int32) if batch.groups is None else batch.groups
         (ids, positions, slots, starts, lens, table, owner, place, groups, pending, media,
-         rows) = self.room.upload(
+         rows, *windowed) = self.room.upload(
             batch.ids, batch.positions, batch.slots, batch.q_start, batch.seq_lens,
             batch.block_table, batch.seq_of_token, batch.pos_of_token, rules, batch.pending, mask,
-            last,
+            last, *batch.windowed,
         )  # fmt: skip
         if batch.pending.size:
             assert self._drawn is not None
@@ -358,6 +388,7 @@ class TorchRunner:
             kv_lens=batch.kv_lens,
             groups=None if batch.groups is None else groups,
             state_slots=self.states.advance([w.scheduled for w in windows]),
+            windowed=tuple(windowed),
         )
         extra = self.embedding.arguments(ids, windows, media)
         wanted = WantedRows(rows, (batch.pos_of_token[last] + 1).tolist())

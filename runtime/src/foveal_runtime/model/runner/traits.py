@@ -11,6 +11,7 @@ import transformers
 
 from foveal_runtime.engine.types.step import ModelTraits
 from foveal_runtime.model.checkpoint.loader import LoadedModel
+from foveal_runtime.plan.embedder import longest_input
 from foveal_runtime.plan.sampling import grammar_version
 
 
@@ -25,9 +26,13 @@ def read_traits(loaded: LoadedModel, state_bytes: int = 0) -> ModelTraits:
         eos = getattr(text, "eos_token_id", None)
     ids = (eos,) if isinstance(eos, int) else tuple(eos or ())
     multimodal = bool(adapter.encoders)
+    longest = int(text.max_position_embeddings)
+    if adapter.is_encoder:
+        longest = longest_input(loaded.path, longest - adapter.position_offset)
+    has_grammars = not adapter.is_encoder and (Path(loaded.path) / "tokenizer.json").is_file()
     return ModelTraits(
         vocab_size=int(text.vocab_size),
-        max_position=int(text.max_position_embeddings),
+        max_position=longest,
         eos_token_ids=ids,
         is_multimodal=multimodal,
         bidirectional=adapter.bidirectional,
@@ -36,6 +41,7 @@ def read_traits(loaded: LoadedModel, state_bytes: int = 0) -> ModelTraits:
         embed_bytes=int(text.hidden_size) * levels * loaded.dtype.itemsize if multimodal else 0,
         embed_kind=f"{loaded.dtype} transformers {transformers.__version__}",
         value_bytes=loaded.dtype.itemsize,
-        grammars=grammar_version() if (Path(loaded.path) / "tokenizer.json").is_file() else "",
+        grammars=grammar_version() if has_grammars else "",
         state_bytes=state_bytes,
+        generates=not adapter.is_encoder,
     )

@@ -123,8 +123,9 @@ def engine_lines(inputs: BudgetInputs, needs: Needs, profile: ModelProfile) -> t
         _line(
             "loadStaging",
             "engine",
-            max(staging, probe if cpu else 0),
-            "temporary memory while loading (weight buffer of at most 2 GiB, one largest item)",
+            max(staging, probe if cpu else 0, profile.load_bytes),
+            "temporary memory while loading (weight buffer of at most 2 GiB, one largest item)"
+            + (", or all weights as they are quantised" if profile.load_bytes else ""),
         ),
         _line(
             "ipcStaging",
@@ -222,12 +223,14 @@ def cache_line(
         source, formula = "Pinned", "off" if size == 0 else "as pinned"
     elif pool.name == "encoder":
         formula = _encoder_formula(size, needs, profile)
+    elif pool.name == "kv" and profile.is_encoder:
+        formula = "prompts of two steps (maxNumBatchedTokens): an encoder keeps none"
     elif size == 0:
         formula = "no room: no prefix is reused" if pool.name == "snapshots" else "nothing to hold"
     else:
         formula = why if pool.count == 1 else f"{why}, for each of {pool.count} processes"
         if size == pool.floor:
-            formula = f"{_FLOOR[pool.name]}, the least that works"
+            formula = f"{_FLOOR[pool.name]}, the minimum that works"
     items, unit = _count(pool.name, place, size, needs)
     if pool.name == "snapshots":
         items, unit = size // pool.granule, "states"
@@ -274,7 +277,7 @@ def _count(name: str, place: Place, size: int, needs: Needs) -> tuple[int, str]:
         return size // needs.bytes_per_embed, "embeds"
     if name == "kv":
         ranks = needs.num_ranks if place == "device" else 1  # a rank holds a part of every token
-        return size * ranks // max(1, needs.kv_block_bytes), "blocks"
+        return needs.kv.divide(size * ranks).whole if needs.kv.block_bytes else 0, "blocks"
     largest = max((item.processed_bytes for item in needs.items.values()), default=0)
     if name in ("processor", "ipc") and largest:
         return size // largest, "largest items"

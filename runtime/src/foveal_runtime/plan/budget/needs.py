@@ -10,6 +10,7 @@ import msgspec
 
 from foveal_runtime.plan.budget.encoder import LargestItem, compute_encoder_budget
 from foveal_runtime.plan.budget.items import items_under
+from foveal_runtime.plan.budget.kv import KVShape
 from foveal_runtime.plan.budget.pools import Pool
 from foveal_runtime.plan.budget.types import (
     DEFAULT_IPC_BYTES,
@@ -34,7 +35,7 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
 
     items: dict[str, ItemProfile]
     max_model_len: int
-    kv_block_bytes: int
+    kv: KVShape
     bytes_per_embed: int
     encoder_compute_embeds: int
     request_embeds: int
@@ -58,7 +59,8 @@ def derive_needs(inputs: BudgetInputs, profile: ModelProfile) -> Needs:
     engine = inputs.engine
     applicable = items_under(profile, inputs.modalities)
     items = applicable.by_name
-    max_len = min(engine.max_model_len or profile.max_model_len, profile.max_model_len)
+    step = [engine.max_num_batched_tokens] if profile.is_encoder else []  # takes a whole text
+    max_len = min(engine.max_model_len or profile.max_model_len, profile.max_model_len, *step)
     problems = [
         *applicable.problems,
         *_ranks_problems(inputs, profile),
@@ -70,11 +72,17 @@ def derive_needs(inputs: BudgetInputs, profile: ModelProfile) -> Needs:
     image_work_bytes = _image_work(inputs.modalities, profile, items)
     staging = _ipc_staging(inputs, items, max_len)
     # KV of all ranks together; a block is the unit in which it is given out.
-    block_bytes = engine.block_size * profile.kv_token_bytes(engine.kv_dtype)
+    kv = KVShape(
+        block_size=engine.block_size,
+        block_bytes=engine.block_size * profile.kv_token_bytes(engine.kv_dtype),
+        window_block_bytes=engine.block_size * profile.window_token_bytes(engine.kv_dtype),
+        window=profile.window,
+        step_tokens=engine.max_num_batched_tokens,
+        max_model_len=max_len,
+    )
     ranks = engine.num_devices if engine.device == "gpu" else 1
-    kv_floor = -(-max_len // engine.block_size) * block_bytes
-    kv_pool = _kv_pool(inputs, kv_floor, block_bytes, ranks)
-    problems += _kv_problems(inputs, kv_floor, block_bytes, max_len)
+    kv_pool = _kv_pool(inputs, profile, kv, ranks)
+    problems += _kv_problems(inputs, kv)
     host_pools = (
         _encoder_host_pool(engine.encoder_host_bytes, bool(items)),
         _ipc_pool(engine.ipc_bytes, largest_bytes),
@@ -83,7 +91,7 @@ def derive_needs(inputs: BudgetInputs, profile: ModelProfile) -> Needs:
     return Needs(
         items=items,
         max_model_len=max_len,
-        kv_block_bytes=block_bytes,
+        kv=kv,
         bytes_per_embed=profile.bytes_per_embed,
         encoder_compute_embeds=compute_embeds,
         request_embeds=request_embeds,
@@ -113,25 +121,25 @@ def derive_needs(inputs: BudgetInputs, profile: ModelProfile) -> Needs:
         notes=(
             *_notes(inputs, profile, items, largest_bytes),
             *applicable.notes,
-            *_window_notes(inputs, profile, max_len),
+            *_window_notes(inputs, profile, kv),
         ),
     )
 
 
-def _kv_problems(inputs: BudgetInputs, floor: int, block_bytes: int, max_len: int) -> list[Problem]:
+def _kv_problems(inputs: BudgetInputs, kv: KVShape) -> list[Problem]:
     engine = inputs.engine
-    if engine.kv_bytes is None or engine.kv_bytes >= floor:
+    if engine.kv_bytes is None or engine.kv_bytes >= kv.floor_bytes:
         return []
     return [
         Problem(
             reason="KVTooSmall",
             place="engine" if engine.device == "cpu" else "device",
             term="kv",
-            needed=floor,
+            needed=kv.floor_bytes,
             available=engine.kv_bytes,
             unit="bytes",
-            detail=f"caches.kv.size holds {engine.kv_bytes // block_bytes * engine.block_size}"
-            f" tokens and one request may have {max_len}",
+            detail=f"caches.kv.size holds {kv.num_tokens(engine.kv_bytes)}"
+            f" tokens and one request may have {kv.max_model_len}",
         )
     ]
 
@@ -144,17 +152,26 @@ def _activations(
     ranks: int,
 ) -> int:
     """Peak of one step on one device: of the decoder, or of the encoder, which runs before it and
-    which every rank runs in full."""
-    tokens = inputs.engine.max_num_batched_tokens
-    whole = profile.activation_bytes_per_token_whole
-    shared = profile.activation_bytes_per_token - whole
-    decoder = profile.activation_bytes + tokens * (whole - (-shared // ranks))
+    which every rank runs in full. On a CPU streams may go on between an encoder's layers."""
+    engine, whole = inputs.engine, profile.activation_bytes_per_token_whole
+    each = whole - (-(profile.activation_bytes_per_token - whole) // ranks)
+    decoder = profile.activation_bytes + engine.max_num_batched_tokens * each
+    streams = profile.activation_bytes + engine.max_num_seqs * each if engine.device == "cpu" else 0
     encoders = [0]
     for name, item in items.items():
         alone = profile.encoder_bytes(name, item)
         # A step encodes one item, or as many smaller ones as its embeddings allow.
         encoders.append(alone * max(item.num_embeds, compute_embeds) // max(1, item.num_embeds))
-    return max(decoder, *encoders)
+    return max(decoder, streams + max(encoders))
+
+
+def _task_problems(inputs: BudgetInputs, profile: ModelProfile) -> list[Problem]:
+    """Refuses to generate with an encoder, as frontends would at their start."""
+    if not profile.is_encoder or not inputs.engine.generates:
+        return []
+    detail = "the model is an encoder: it embeds texts and generates none; set model.task to Embed"
+    return [Problem(reason="EncoderTask", place="frontend", term="task", needed=1, available=0,
+                    unit="tasks", detail=detail)]  # fmt: skip
 
 
 def _ranks_problems(inputs: BudgetInputs, profile: ModelProfile) -> list[Problem]:
@@ -166,6 +183,7 @@ def _ranks_problems(inputs: BudgetInputs, profile: ModelProfile) -> list[Problem
     what = (
         f"quantised weights ({profile.quantization})" if profile.quantization
         else "recurrent states" if profile.state_bytes
+        else "an encoder" if profile.is_encoder
         else f"the model's {profile.num_heads} query and {profile.num_kv_heads} key/value heads"
     )  # fmt: skip
     return [
@@ -177,13 +195,21 @@ def _ranks_problems(inputs: BudgetInputs, profile: ModelProfile) -> list[Problem
             available=possible[-1],
             unit="devices",
             detail=f"{engine.devices_field} is {ranks} and {what} cannot be shared evenly by so "
-            f"many devices; possible are {', '.join(map(str, possible))}",
+            f"many devices; possible are {', '.join(map(str, possible))}"
+            + (", or more without quantisation" if "at load" in profile.quantization else ""),
         )
     ]
 
 
-def _window_notes(inputs: BudgetInputs, profile: ModelProfile, max_len: int) -> list[str]:
-    """What layers with a sliding window take beyond their window, as the engine keeps them."""
+def _window_notes(inputs: BudgetInputs, profile: ModelProfile, kv: KVShape) -> list[str]:
+    """What layers with a sliding window keep of a request."""
+    max_len = kv.max_model_len
+    if kv.has_windows:
+        each = kv.request_blocks.window * kv.window_block_bytes
+        return [
+            f"layers with a sliding window of {profile.window} tokens have a pool of their own: of "
+            f"a request of {max_len} tokens they keep at most {format_gib(each)} of KV"
+        ]
     if not profile.window_kv_bytes_per_token or max_len <= profile.window:
         return []
     kept = profile.kv_token_bytes(inputs.engine.kv_dtype) / profile.kv_bytes_per_token
@@ -194,17 +220,22 @@ def _window_notes(inputs: BudgetInputs, profile: ModelProfile, max_len: int) -> 
     ]
 
 
-def _kv_pool(inputs: BudgetInputs, floor: int, block_bytes: int, ranks: int) -> Pool:
-    """One rank's part."""
-    engine = inputs.engine
-    default = max(floor, min(DEFAULT_KV_CPU_BYTES, engine.max_num_seqs * floor))
+def _kv_pool(inputs: BudgetInputs, profile: ModelProfile, kv: KVShape, ranks: int) -> Pool:
+    """One rank's part. An encoder keeps nothing after a prompt's step: it needs what two steps
+    compute, the second of which may begin before the first one's blocks are free."""
+    engine, floor = inputs.engine, kv.floor_bytes
+    wanted = engine.max_num_seqs * floor
+    if profile.is_encoder:
+        step = engine.max_num_batched_tokens // engine.block_size + engine.max_num_seqs
+        wanted = min(wanted, 2 * step * kv.block_bytes)
+    default = max(floor, min(DEFAULT_KV_CPU_BYTES, wanted))
     return Pool(
         name="kv",
         pinned=None if engine.kv_bytes is None else -(-engine.kv_bytes // ranks),
         floor=-(-floor // ranks),
         default=-(-default // ranks),
-        share=2,
-        granule=max(1, block_bytes // ranks),
+        share=0 if profile.is_encoder else 2,
+        granule=max(1, kv.block_bytes // ranks),
     )
 
 
@@ -215,16 +246,8 @@ def _snapshot_pools(inputs: BudgetInputs, profile: ModelProfile) -> tuple[Pool, 
     if not each or not engine.prefix_caching:
         return ()
     default = min(DEFAULT_KV_CPU_BYTES // 2, 2 * engine.max_num_seqs * each)
-    return (
-        Pool(
-            name="snapshots",
-            pinned=None,
-            floor=0,
-            default=default - default % each,
-            share=1,
-            granule=each,
-        ),
-    )
+    return (Pool(name="snapshots", pinned=None, floor=0, default=default - default % each,
+                 share=1, granule=each),)  # fmt: skip
 
 
 def _image_work(
@@ -375,7 +398,7 @@ def _encoder(
 def _context_problems(
     inputs: BudgetInputs, profile: ModelProfile, items: dict[str, ItemProfile], max_len: int
 ) -> list[Problem]:
-    found = []
+    found = _task_problems(inputs, profile)
     if inputs.engine.max_model_len > profile.max_model_len:
         found.append(
             Problem(

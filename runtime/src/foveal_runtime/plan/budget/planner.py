@@ -89,7 +89,7 @@ def draft(inputs: BudgetInputs, profile: ModelProfile) -> BudgetPlan:
     device = _place_device(inputs, needs, profile) if inputs.engine.device == "gpu" else None
     placed = [p for p in (frontend, engine, device) if p is not None]
     sizes = {name: size for p in placed for name, size in p.sizes.items()}
-    kv_bytes = sizes["kv"] - sizes["kv"] % needs.kv_block_bytes
+    kv_bytes = sizes["kv"] - sizes["kv"] % needs.kv.block_bytes
     return BudgetPlan(
         frontend=frontend.budget,
         engine=engine.budget,
@@ -105,7 +105,8 @@ def draft(inputs: BudgetInputs, profile: ModelProfile) -> BudgetPlan:
         encoder_embeds=sizes["encoder"] // needs.bytes_per_embed if needs.bytes_per_embed else 0,
         encoder_host_bytes=sizes["encoderHost"],
         kv_bytes=kv_bytes,
-        kv_tokens=kv_bytes // needs.kv_block_bytes * inputs.engine.block_size,
+        kv_tokens=needs.kv.num_tokens(kv_bytes),
+        kv_window_bytes=needs.kv.divide(kv_bytes).window * needs.kv.window_block_bytes,
         snapshot_bytes=sizes.get("snapshots", 0),
         max_model_len=needs.max_model_len,
     )
@@ -221,8 +222,8 @@ def _place_device(inputs: BudgetInputs, needs: Needs, profile: ModelProfile) -> 
             needed=memory,
             available=found,
             unit="bytes",
-            detail=f"engine.accelerator.memory is {format_gib(memory)} and the largest device of "
-            f"the nodes has {format_gib(found)}",
+            detail=f"engine.accelerator.memory is {format_gib(memory)} and devices that its "
+            f"pods may get have no more than {format_gib(found)}",
         )
     return _Placed(budget=budget, sizes=sizes, problem=problem, note=_shrunk("device", shares))
 

@@ -109,7 +109,7 @@ class EngineInputs(msgspec.Struct, frozen=True, kw_only=True):
         num_devices: devices of one engine, all used by tensor parallelism; 1 on a CPU.
         devices_field: which field of the resource tells their number.
         device_bytes: memory of one device; 0 = unknown.
-        found_device_bytes: the same as the nodes tell it; 0 = they do not.
+        found_device_bytes: the most that the nodes allow it to be; 0 = they do not tell.
         max_model_len: 0 = the model's own limit.
         max_num_encoder_input_tokens, encoder_embeds: count embeddings; 0 = derived.
         kv_bytes: KV pool of the engine over all its devices. kv_dtype: see EngineCaches.
@@ -257,10 +257,6 @@ class PlaceBudget(msgspec.Struct, frozen=True, kw_only=True):
     def used_bytes(self) -> int:
         return sum(line.bytes for line in self.lines)
 
-    @property
-    def free_bytes(self) -> int:
-        return self.limit_bytes - self.headroom_bytes - self.used_bytes
-
     def line(self, name: str) -> Line:
         return next(line for line in self.lines if line.name == name)
 
@@ -268,7 +264,9 @@ class PlaceBudget(msgspec.Struct, frozen=True, kw_only=True):
 class BudgetPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Every byte of one frontend pod, one engine pod and one device, and what may not run.
 
-    The figures below `problems` go into the start-up documents as they are.
+    The figures below `problems` go into the start-up documents as they are, but for `kv_tokens` and
+    `kv_window_bytes`: what requests can have in kv_bytes, and the part of it that is the pool of
+    layers with a window. An engine divides kv_bytes itself, by the same function.
     """
 
     frontend: PlaceBudget
@@ -286,6 +284,7 @@ class BudgetPlan(msgspec.Struct, frozen=True, kw_only=True):
     encoder_host_bytes: int
     kv_bytes: int
     kv_tokens: int
+    kv_window_bytes: int
     snapshot_bytes: int
     max_model_len: int
 

@@ -13,9 +13,9 @@ from foveal_runtime.plan.metrics.metric import (
     REQUEST_BUCKETS,
     STAGE_BUCKETS,
     TTFT_BUCKETS,
-    Kind,
     Metric,
     Role,
+    family,
 )
 
 _P = ("model_name", "process")
@@ -33,29 +33,7 @@ _REQUEST_CODES = ("invalid_request_error", "context_length_exceeded", "unsupport
                   "internal_error")  # fmt: skip
 
 
-def _one(
-    roles: tuple[Role, ...],
-    kind: Kind,
-    name: str,
-    help_text: str,
-    *labels: str,
-    unit: str = "",
-    buckets: tuple[float, ...] = (),
-    known: tuple[tuple[str, tuple[str, ...]], ...] = (),
-    is_traced: bool = False,
-) -> Metric:
-    return Metric(
-        name=f"foveal_{name}",
-        kind=kind,
-        help=help_text,
-        roles=roles,
-        labels=(*_P, *labels),
-        unit=unit,
-        buckets=buckets,
-        known=known,
-        is_traced=is_traced,
-    )
-
+_one = family("foveal_", _P)
 
 _CACHES = (
     _one(_BOTH, "counter", "cache_queries", "Lookups: items (kv: tokens; ipc: counted by "
@@ -229,8 +207,12 @@ _ENGINE_WORK = (
     _one(_ENGINE, "gauge", "encoder_cache_capacity_embeds", "Its size.", unit="embeds"),
     _one(_ENGINE, "gauge", "kv_blocks", "KV blocks by state: active, cached, free.", "state",
          unit="blocks"),
+    _one(_ENGINE, "gauge", "kv_window_blocks", "KV blocks of layers with a sliding window by "
+         "state: active, cached, free, where they have a pool of their own.", "state",
+         unit="blocks"),
     _one(_ENGINE, "counter", "prefix_tokens_without_state", "Tokens of prompts whose KV was cached "
-         "but which were computed again, as no snapshot of recurrent state was there.",
+         "but which were computed again, as no snapshot of recurrent state, or not all of a "
+         "sliding window, was there.",
          unit="tokens"),
     _one(_ENGINE, "counter", "events_published", "Cache events on the event stream."),
     _one(_BOTH, "gauge", "book_entries", "What the process remembers besides its caches, by book; "

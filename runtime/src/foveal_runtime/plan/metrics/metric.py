@@ -7,8 +7,8 @@ library here.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
 
 import msgspec
 
@@ -42,6 +42,21 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True):
             return []
         values = itertools.product(*(known[label] for label in open_labels))
         return [dict(zip(open_labels, each, strict=True)) for each in values]
+
+
+def family(prefix: str, common: tuple[str, ...]) -> Callable[..., Metric]:
+    """Declares metrics as (roles, kind, name, help, *labels, **fields), their names with `prefix`
+    and their labels behind the `common` ones."""
+
+    def declare(
+        roles: tuple[Role, ...], kind: Kind, name: str, text: str, *labels: str, **fields: Any
+    ) -> Metric:
+        labels = (*common, *labels)
+        return Metric(
+            name=prefix + name, kind=kind, help=text, roles=roles, labels=labels, **fields
+        )
+
+    return declare
 
 
 TTFT_BUCKETS = (

@@ -1,17 +1,23 @@
-"""Administration over HTTP: caches and LoRA adapters. Exists only with an admin key file.
+"""Endpoints with keys of their own: administration, and injection of items processed elsewhere.
 
-The paths are those of other servers; the admin key is not the API key. Emptying a cache is never
-needed for correctness: it is for measurements and for people who want content gone.
+Administration of caches and LoRA adapters exists only with an admin key file; its paths are those
+of other servers. Emptying a cache is never needed for correctness: it is for measurements and for
+people who want content gone. Injection exists only when `injection.enabled`; its body is msgpack or
+JSON of `items.injection.InjectedItems`, bounded by max_body_bytes. The middleware checks the keys.
 """
 
 from __future__ import annotations
 
+import asyncio
 from typing import Literal, Protocol
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from foveal_runtime.plan.errors import InvalidRequest
+from foveal_runtime.frontend.http.access.auth import KeyFile
+from foveal_runtime.frontend.items.injection import Injector
+from foveal_runtime.plan.config import FrontendConfig
+from foveal_runtime.plan.errors import InvalidRequest, RateLimited, StartupError
 
 Cache = Literal["mm", "encoder", "prefix", "quarantine"]
 ADMIN_PATHS = frozenset(
@@ -155,5 +161,46 @@ def build_admin_router(admin: CacheAdmin, served_name: str) -> APIRouter:
         """Takes a LoRA adapter from every connected engine. Requests that run with it end first."""
         done = await admin.order_lora("unload_lora", body.lora_name, "")
         return LoraResponse(lora_name=body.lora_name, num_engines=done)
+
+    return router
+
+
+INJECTION_PATH = "/v1/media/items"
+MAX_BODIES = 4
+
+
+class InjectionResponse(BaseModel):
+    """`stored`: items kept by this process; `sent`: those an engine took, known to everyone."""
+
+    stored: int
+    sent: int
+
+
+def injection_keys(config: FrontendConfig) -> KeyFile | None:
+    """The injectors' keys, None when injection is off. Raises StartupError without a key file."""
+    if not config.injection.enabled:
+        return None
+    if not config.injection.api_key_file:
+        raise StartupError("injection.enabled needs injection.api_key_file")
+    return KeyFile(config.injection.api_key_file)
+
+
+def build_injection_router(injector: Injector, config: FrontendConfig) -> APIRouter:
+    router = APIRouter(tags=["media"])
+    bodies = asyncio.Semaphore(MAX_BODIES)
+
+    @router.post(INJECTION_PATH)
+    async def inject(request: Request) -> InjectionResponse:
+        """Stores preprocessed media items; requests name them by `uuid`."""
+        if bodies.locked():
+            raise RateLimited(f"{MAX_BODIES} injections are under way already")
+        tenant = b""
+        if config.tenant_salt_header:
+            tenant = request.headers.get(config.tenant_salt_header, "").encode()
+        async with bodies:
+            body = await request.body()
+            content_type = request.headers.get("content-type", "")
+            items = await asyncio.to_thread(injector.read_payload, body, content_type)
+            return InjectionResponse(**injector.store_payload(items, tenant))
 
     return router

@@ -1,7 +1,7 @@
 """API keys from a mounted file: compared in constant time, read again when the file changes.
 
-Used by intake.py. One key a line; empty lines and lines that begin with # do not count. A Secret
-volume swaps files by renaming a symlink, so the stat of the path tells a change.
+Used by the middleware. One key a line; empty lines and lines that begin with # do not count. A
+Secret volume swaps files by renaming a symlink, so the stat of the path tells a change.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import base64
-import time
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -13,11 +13,10 @@ from fastapi import APIRouter, Request
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
-from foveal_runtime.frontend.http.answer_budget import hold_nothing
+from foveal_runtime.frontend.http.access.admission import hold_nothing
 from foveal_runtime.frontend.http.answers import Tally
-from foveal_runtime.frontend.http.asgi.disconnect import until_disconnect
-from foveal_runtime.frontend.http.asgi.errors import json_response
-from foveal_runtime.frontend.http.asgi.json_out import encode_json
+from foveal_runtime.frontend.http.asgi.json_bodies import encode_json
+from foveal_runtime.frontend.http.asgi.replies import json_response, until_disconnect
 from foveal_runtime.frontend.http.completions import prompt_ids, prompts_of, refuse_placeholders
 from foveal_runtime.frontend.http.service import (
     THREAD_CHARS,
@@ -28,10 +27,10 @@ from foveal_runtime.frontend.http.service import (
     pages_of,
     scope_of,
 )
-from foveal_runtime.frontend.items.seams import MediaPart, PrepareOptions, PromptPlaceholders
-from foveal_runtime.frontend.items.source import Page
-from foveal_runtime.frontend.protocol.embeddings import EmbeddingList, EmbeddingRequest
-from foveal_runtime.frontend.protocol.rules import check_extra, check_salt
+from foveal_runtime.frontend.items.seams import MediaPart, PromptPlaceholders
+from foveal_runtime.frontend.protocol.requests import EmbeddingRequest
+from foveal_runtime.frontend.protocol.responses import EmbeddingList
+from foveal_runtime.frontend.protocol.rules import check_extra, check_salt, check_truncates
 from foveal_runtime.plan.errors import ContextLengthExceeded, EngineFailure, InvalidRequest
 from foveal_runtime.plan.sampling import SamplingParams
 
@@ -74,11 +73,16 @@ async def _plan(
         raise InvalidRequest("send either input or messages", param="input")
     if request.messages is not None:
         pages = await pages_of(service, request.messages, scope, request.cache_salt or "")
-        token_ids, parts = await service.in_thread(lambda: _conversation(service, request, pages))
-        return [_job(service, request, scope, "messages", token_ids, parts)]
+        limit = service.longest_text(truncates=request.truncate_prompt_tokens is not None)
+        work = functools.partial(
+            service.tokenise, request, pages, limit, request.chat_template_kwargs, generates=False
+        )
+        token_ids, conversation = await service.in_thread(work)
+        return [_job(service, request, scope, "messages", token_ids, conversation.parts)]
     assert request.input is not None
     prompts = prompts_of(request.input)
     truncates = request.truncate_prompt_tokens is not None
+    most = _most_tokens(service, request)
     is_single = len(prompts) == 1 and request.input != prompts
 
     def tokenise() -> list[tuple[str, list[int]]]:
@@ -87,8 +91,9 @@ async def _plan(
         for index, prompt in enumerate(prompts):
             name = "input" if is_single else f"input[{index}]"
             ids = prompt_ids(
-                service, prompt, add_special_tokens=special, truncates=truncates, param=name
-            )
+                service, prompt, add_special_tokens=special, truncates=truncates, param=name,
+                most=most or 0,
+            )  # fmt: skip
             refuse_placeholders(info, ids, name)
             found.append((name, ids))
         return found
@@ -101,20 +106,10 @@ async def _plan(
     ]
 
 
-def _conversation(
-    service: Service, request: EmbeddingRequest, pages: Mapping[str, Sequence[Page]]
-) -> tuple[list[int], Sequence[MediaPart]]:
-    conversation = service.template.render(
-        request.messages or [],
-        add_generation_prompt=bool(request.add_generation_prompt),
-        continue_final_message=bool(request.continue_final_message),
-        variables=request.chat_template_kwargs,
-        pages=pages,
-    )
-    limit = service.longest_text(truncates=request.truncate_prompt_tokens is not None)
-    special = bool(request.add_special_tokens)
-    ids = service.template.encode(conversation, add_special_tokens=special, limit=limit)
-    return ids, conversation.parts
+def _most_tokens(service: Service, request: EmbeddingRequest) -> int | None:
+    """What `truncate_prompt_tokens` leaves of an input; None: all of it."""
+    size = request.truncate_prompt_tokens
+    return service.max_model_len() if size is not None and size < 0 else size
 
 
 def _job(
@@ -127,14 +122,10 @@ def _job(
     suffix: str = "",
 ) -> Job:
     """Raises InvalidRequest or RateLimited."""
-    limit, most = service.max_model_len(), request.truncate_prompt_tokens
+    limit, most = service.max_model_len(), _most_tokens(service, request)
     if most is not None:
-        if parts:
-            raise InvalidRequest(
-                "truncate_prompt_tokens cannot be used with media: it would cut them off",
-                param="truncate_prompt_tokens",
-            )
-        token_ids = token_ids[: limit if most < 0 else most]
+        check_truncates(parts)
+        token_ids = token_ids[:most]
     if not token_ids:
         raise InvalidRequest(f"{name} has no tokens", param=name)
     if len(token_ids) > limit:
@@ -144,15 +135,12 @@ def _job(
             param=name,
         )
     scope.ticket.charge_tokens(len(token_ids))
-    options = PrepareOptions(
-        request_id=scope.unique_id + suffix,
-        sampling=SamplingParams(max_tokens=1, temperature=0.0, pooling=service.pooling),
+    options = scope.options(
+        suffix,
+        sampling=SamplingParams(max_tokens=1, temperature=0.0, pooling=service.embedder.pooling),
         mm_processor_kwargs=request.mm_processor_kwargs or {},
         cache_salt=request.cache_salt or "",
-        tenant=scope.tenant,
         priority=request.priority or 0,
-        charge_media_bytes=scope.ticket.charge_media_bytes,
-        client=scope.tenant.decode("latin-1") or scope.ticket.client,
         lora=service.find_lora(request.model),
     )
     return Job(
@@ -186,14 +174,13 @@ async def _answer(
         raise EngineFailure("an engine ended the request without an embedding")
 
     def encode() -> list[msgspec.Raw]:
-        return [msgspec.Raw(encode_json(_entry(request, i, one))) for i, one in enumerate(found)]
+        normalizes = service.embedder.normalizes
+        entries = (_entry(request, i, one, normalizes=normalizes) for i, one in enumerate(found))
+        return [msgspec.Raw(encode_json(entry)) for entry in entries]
 
     is_long = len(found) * len(found[0]) // 4 > _THREAD_VALUES
     return {
-        "id": f"embd-{scope.request_id}",
-        "object": "list",
-        "created": int(time.time()),
-        "model": request.model or service.model_name,
+        **service.head(f"embd-{scope.request_id}", "list", request.model),
         "data": await service.in_thread(encode) if is_long else encode(),
         "usage": tally.usage(),
     }
@@ -208,9 +195,11 @@ def _check_size(request: EmbeddingRequest, num_values: int) -> int:
     return num_values
 
 
-def _entry(request: EmbeddingRequest, index: int, raw: bytes) -> dict[str, Any]:
+def _entry(
+    request: EmbeddingRequest, index: int, raw: bytes, *, normalizes: bool
+) -> dict[str, Any]:
     values = np.frombuffer(raw, "<f4")[: request.dimensions].astype(np.float64)
-    if request.normalize is not False:
+    if normalizes if request.normalize is None else request.normalize:
         values /= np.linalg.norm(values) or 1.0
     single = values.astype("<f4")
     as_text = request.encoding_format == "base64"

@@ -15,9 +15,13 @@ from starlette.responses import Response
 from foveal_runtime.frontend.engines.sequence import Delta
 from foveal_runtime.frontend.grammars.reader import CallPiece
 from foveal_runtime.frontend.http.answers import Tally
-from foveal_runtime.frontend.http.asgi.disconnect import start_stream, until_disconnect
-from foveal_runtime.frontend.http.asgi.errors import json_response, named_relaxed
-from foveal_runtime.frontend.http.asgi.json_out import sse
+from foveal_runtime.frontend.http.asgi.json_bodies import sse
+from foveal_runtime.frontend.http.asgi.replies import (
+    json_response,
+    named_relaxed,
+    start_stream,
+    until_disconnect,
+)
 from foveal_runtime.frontend.http.chat import ChatRun, plan_chat
 from foveal_runtime.frontend.http.service import RequestScope, Service, open_run
 from foveal_runtime.frontend.http.tokens import prompt_tokens

@@ -55,9 +55,6 @@ class Health:
             return False, f"{type(error).__name__} while asking an engine"
         return ok, "" if ok else "no engine makes progress"
 
-    def num_engines(self) -> int:
-        return self._generator.num_ready_engines()
-
     def ready(self) -> tuple[bool, str]:
         if self._gate.draining:
             return False, "shutting down"

@@ -16,7 +16,7 @@ from foveal_runtime.frontend.grammars.compiler import Compiler
 from foveal_runtime.frontend.items.input_processor import MediaInput
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
 from foveal_runtime.plan.media import MODALITIES
-from foveal_runtime.plan.metrics.registry import METRICS
+from foveal_runtime.plan.metrics import METRICS
 from foveal_runtime.telemetry.metrics import Metrics
 
 _BY_ENGINE = [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from foveal_runtime.frontend.engines.sequence import Delta
 from foveal_runtime.frontend.http.access.admission import Gate
@@ -22,19 +23,19 @@ from foveal_runtime.wire.messages import FirstOutput
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
 
+@dataclass(slots=True)
 class _Sequence:
-    __slots__ = (
-        "finish_reason", "first_at", "is_embedding", "last_at", "media", "num_cached", "num_prompt",
-        "num_tokens", "prefill_seconds", "queue_seconds", "said_reason",
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        self.first_at = self.last_at = 0.0
-        self.queue_seconds = self.prefill_seconds = 0.0
-        self.num_tokens = self.num_prompt = self.num_cached = 0
-        self.finish_reason = self.said_reason = ""
-        self.is_embedding = False
-        self.media = "text"
+    first_at: float = 0.0
+    last_at: float = 0.0
+    queue_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    num_tokens: int = 0
+    num_prompt: int = 0
+    num_cached: int = 0
+    finish_reason: str = ""
+    said_reason: str = ""
+    is_embedding: bool = False
+    media: str = "text"
 
 
 def _media(first: FirstOutput) -> str:
@@ -210,7 +211,7 @@ def door_source(gate: Gate, health: Health, generator: Generator) -> Callable[[M
         metrics.set("foveal_media_inflight_bytes", gate.media_bytes)
         metrics.set("foveal_draining", float(gate.draining))
         metrics.set("foveal_ready", float(health.ready()[0]))
-        metrics.set("foveal_engines_ready", health.num_engines())
+        metrics.set("foveal_engines_ready", generator.num_ready_engines())
         load = generator.load()
         metrics.set("foveal_engines_requests_waiting", load.num_waiting)
         metrics.set("foveal_engines_kv_cache_usage", load.kv_usage)
@@ -220,8 +221,7 @@ def door_source(gate: Gate, health: Health, generator: Generator) -> Callable[[M
     return copy
 
 
-def begin_at_zero(metrics: Metrics, version: str) -> None:
+def begin_at_zero(metrics: Metrics) -> None:
     """Label values that are known before they happen."""
-    metrics.set("foveal_build_info", 1, version=version)
     for reason in FINISH_REASONS:
         metrics.inc("vllm:request_success", 0, finished_reason=reason)

@@ -154,7 +154,7 @@ class TritonBackend:
         block = min(_WRITE_BLOCK, triton.next_power_of_2(max(key_width, value_width)))
         grid = (key.shape[0], triton.cdiv(max(key_width, value_width), block))
         kernels.write_kernel[grid](
-            key, value, keys, values, context.slots,
+            key, value, keys, values, context.slots_of(layer),
             key.stride(0), key.stride(1), value.stride(0), value.stride(1),
             KEY_WIDTH=key_width, VALUE_WIDTH=value_width, DK=layer.key_dim, DV=layer.value_dim,
             BLOCK=block, LARGEST=FP8_MAX if keys.dtype == FP8 else 0.0,
@@ -228,7 +228,7 @@ class TritonBackend:
         tuning = self.tuning
         rows = self._all_rows if division.rows is None else division.rows
         group = layer.num_heads // layer.num_kv_heads
-        heads = min(group, tuning.decode_heads)
+        heads, table = min(group, tuning.decode_heads), context.table_of(layer)
         programs = layer.num_kv_heads * triton.cdiv(group, heads)
         splits = tuning.num_splits(division.num_rows * programs)
         part, tops, totals = out, out, out
@@ -238,8 +238,8 @@ class TritonBackend:
             tops, totals = query.new_empty((2, *shape), dtype=torch.float32)
         kernels.decode_kernel[division.num_rows, programs, splits](
             query, *_pool(layer, context), part, tops, totals, out if sinks is None else sinks,
-            rows, context.seq_of_token, context.pos_of_token, context.block_table,
-            query.stride(0), query.stride(1), context.block_table.stride(0), layer.scaling, splits,
+            rows, context.seq_of_token, context.pos_of_token, table,
+            query.stride(0), query.stride(1), table.stride(0), layer.scaling, splits,
             HEADS=heads,
             BLOCK_H=max(MIN_DOT, triton.next_power_of_2(heads)),
             BLOCK_N=tuning.decode_block(layer, query.dtype),
@@ -268,15 +268,15 @@ class TritonBackend:
     ) -> None:
         tuning = self.tuning
         group = layer.num_heads // layer.num_kv_heads
-        groups = context.groups_of(layer)
+        groups, table = context.groups_of(layer), context.table_of(layer)
         block_m, block_n, warps, stages = tuning.prefill_blocks(layer, query.dtype)
         heads = min(group, block_m)
         tiles = self._tiles(division, block_m // heads)
         kernels.prefill_kernel[tiles.shape[1], layer.num_kv_heads * triton.cdiv(group, heads)](
             query, *_pool(layer, context), out, out if sinks is None else sinks,
-            tiles[0], tiles[1], context.q_start, context.seq_lens, context.block_table,
+            tiles[0], tiles[1], context.q_start, context.seq_lens, table,
             context.q_start if groups is None else groups,
-            query.stride(0), query.stride(1), context.block_table.stride(0), layer.scaling,
+            query.stride(0), query.stride(1), table.stride(0), layer.scaling,
             HEADS=heads, BLOCK_M=block_m, BLOCK_N=block_n,
             HAS_SINKS=sinks is not None,
             HAS_GROUPS=groups is not None,
@@ -292,7 +292,8 @@ def _pool(layer: LayerGeometry, context: ForwardContext) -> tuple[torch.Tensor, 
 
 def _constants(layer: LayerGeometry, context: ForwardContext) -> dict[str, object]:
     """What both kernels are compiled for: a model has few different layers."""
-    assert context.block_table.stride(-1) == 1 or context.block_table.shape[1] == 1
+    table = context.table_of(layer)
+    assert table.stride(-1) == 1 or table.shape[1] == 1
     return {
         "NUM_KV_HEADS": layer.num_kv_heads,
         "GROUP": layer.num_heads // layer.num_kv_heads,

@@ -74,26 +74,52 @@ class NormJob(ctypes.Structure):
 
 
 class Product(ctypes.Structure):
-    """Mirrors `Product` in decode_layers.c: a packed linear layer."""
+    """Mirrors `Product` in products.h: a packed linear layer."""
 
     _fields_ = (
-        ("weight", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in ("ins", "outs", "wide", "deep", "paired")),
-        ("out_stride", ctypes.c_int64),
-        ("in_stride", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("weight", "bias", "scales", "zeros")),
+        *((name, ctypes.c_int32) for name in ("ins", "outs", "wide", "deep", "paired", "bits")),
+        *((name, ctypes.c_int64) for name in ("out_stride", "in_stride")),
     )
+
+
+class ProductJob(ctypes.Structure):
+    """Mirrors `ProductJob` in decode_layers.c."""
+
+    _fields_ = (
+        ("dtype", ctypes.c_int32),
+        ("num_threads", ctypes.c_int32),
+        ("num_rows", ctypes.c_int64),
+        ("x", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("product", Product),
+    )
+
+
+PRODUCTS = ("q", "k", "v", "z", "o", "gate", "up", "down")
+NORMS = ("before", "after", "of_attention", "of_mlp", "query", "key")
+"""Of a layer; those that it lacks have no weight."""
 
 
 class Layer(ctypes.Structure):
     """Mirrors `Layer` in decode_layers.c."""
 
     _fields_ = (
-        *((name, RmsNorm) for name in ("before", "after", "query", "key")),
-        *((name, Product) for name in ("q", "k", "v", "o", "gate", "up", "down")),
+        *((name, RmsNorm) for name in NORMS),
+        *((name, Product) for name in PRODUCTS),
         *((name, ctypes.c_void_p) for name in ("keys", "values", "sinks")),
         *((name, ctypes.c_float) for name in ("scaling", "softcap")),
-        *((name, ctypes.c_int32) for name in ("window", "chunk")),
+        *((name, ctypes.c_int32) for name in ("window", "chunk", "place", "gated", "taps")),
+        *((name, ctypes.c_void_p) for name in ("conv_weight", "conv_bias", "past", "delta")),
+    )
+
+
+class Place(ctypes.Structure):
+    """Mirrors `Place` in decode_layers.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("cos", "sin", "slots", "block_table")),
+        ("table_stride", ctypes.c_int64),
     )
 
 
@@ -105,9 +131,24 @@ class DecodeStep(ctypes.Structure):
             "dtype", "num_threads", "num_layers", "num_rows", "width", "mlp_width", "num_heads",
             "num_kv_heads", "head_dim", "rope_dim", "activation", "block_size")),
         *((name, ctypes.c_void_p) for name in (
-            "layers", "rows", "cos", "sin", "slots", "block_table")),
-        ("table_stride", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("row_number", "row_sequence", "row_length")),
+            "layers", "rows", "places", "row_number", "row_sequence", "row_length")),
+        ("num_segments", ctypes.c_int64),
+        ("segments", ctypes.c_void_p),
+    )  # fmt: skip
+
+
+class DeltaJob(ctypes.Structure):
+    """Mirrors `DeltaJob` in delta_rule.h, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in (
+            "dtype", "num_threads", "num_segments", "num_key_heads", "num_value_heads", "key_dim",
+            "value_dim", "taps")),
+        ("num_rows", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in (
+            "segments", "mixed", "gate", "rate", "step", "out", "past", "state", "conv_weight",
+            "decay", "shift", "norm_weight")),
+        ("eps", ctypes.c_float),
     )  # fmt: skip
 
 
@@ -164,13 +205,34 @@ class DecodeKernel:
     """The loaded decode_layers.c."""
 
     def __init__(self, path: Path) -> None:
-        self._run = ctypes.CDLL(str(path)).foveal_decode_layers
-        self._run.argtypes = [ctypes.POINTER(DecodeStep)]
-        self._run.restype = ctypes.c_int
+        library = ctypes.CDLL(str(path))
+        self._run, self._multiply = library.foveal_decode_layers, library.foveal_multiply
+        self._run.argtypes, self._run.restype = [ctypes.POINTER(DecodeStep)], ctypes.c_int
+        self._multiply.argtypes = [ctypes.POINTER(ProductJob)]
+        self._multiply.restype = ctypes.c_int
+
+    def multiply(self, job: ProductJob) -> int:
+        """DONE, UNSUPPORTED or NO_MEMORY. Releases the GIL while it runs."""
+        code: int = self._multiply(ctypes.byref(job))
+        return code
 
     def run(self, step: DecodeStep) -> int:
         """DONE, UNSUPPORTED or NO_MEMORY. Releases the GIL while it runs."""
         code: int = self._run(ctypes.byref(step))
+        return code
+
+
+class DeltaKernel:
+    """The loaded delta_rule.c."""
+
+    def __init__(self, path: Path) -> None:
+        self._run = ctypes.CDLL(str(path)).foveal_delta_rule
+        self._run.argtypes = [ctypes.POINTER(DeltaJob)]
+        self._run.restype = ctypes.c_int
+
+    def run(self, job: DeltaJob) -> int:
+        """DONE or UNSUPPORTED. Releases the GIL while it runs."""
+        code: int = self._run(ctypes.byref(job))
         return code
 
 
@@ -209,6 +271,11 @@ def load_row_kernels(folder: Path | None = None) -> RowKernels | str:
 def load_decode_kernel(folder: Path | None = None) -> DecodeKernel | str:
     """The best of decode_layers.c there is, or one line that says why there is none."""
     return _load(DecodeKernel, "decode_layers", folder)
+
+
+def load_delta_kernel(folder: Path | None = None) -> DeltaKernel | str:
+    """The best of delta_rule.c there is, or one line that says why there is none."""
+    return _load(DeltaKernel, "delta_rule", folder)
 
 
 def _load(kind: Callable[[Path], T], stem: str, folder: Path | None) -> T | str:

@@ -1,4 +1,4 @@
-/* Some new tokens of some sequences through all layers of a Llama-like decoder, in one call.
+/* Some new tokens of some sequences through all layers of a decoder, in one call.
  *
  * Called by model/layers/decode_layers.py through ctypes; compiled by runtime/setup.py once per instruction
  * set. The threads are woken once a step and meet at barriers, where they spin for some tens of
@@ -19,44 +19,51 @@
 #include <sched.h>
 #endif
 
+#include "delta_rule.h"
 #include "paged.h"
+#include "products.h"
 #include "rows.h"
 
-#define MOST_ROWS 6   /* rows multiplied at once: their sums stay in registers */
-#define COLS (LANES == 16 ? 4 : 2)
-#define MAX_WIDE 128  /* outputs of a block */
 #define SPINS 2000    /* turns before a thread that waits sleeps: some tens of microseconds */
 
 enum { SILU = 0, GELU_TANH = 1, GELU = 2, RELU = 3 };
 
-/* A packed linear layer: blocks of `wide` outputs times `deep` inputs, outputs next to each other,
- * or pairs of inputs where `paired`. Strides are in elements, from block to block. */
-typedef struct {
-    const void *weight, *bias; /* bias: NULL = none */
-    int32_t ins, outs, wide, deep, paired;
-    int64_t out_stride, in_stride;
-} Product;
-
 typedef struct {
     RmsNorm before, after;  /* before attention and before the MLP */
+    RmsNorm of_attention, of_mlp; /* of what these add to a row; weight NULL = none */
     RmsNorm query, key;     /* of single heads; weight NULL = none */
-    Product q, k, v, o, gate, up, down;
+    /* q of a short convolution: its three inputs. Of a delta rule: q what is convolved, k what beta
+     * and v what the decay is made of, z the gates. */
+    Product q, k, v, z, o, gate, up, down;
     void *keys, *values;    /* this layer's part of the pool */
     const float *sinks;     /* (num_heads) or NULL */
     float scaling, softcap;
     int32_t window, chunk;
+    int32_t place;          /* which of the step's */
+    int32_t gated;          /* q has a gate of what attention gives behind each head's query */
+    int32_t taps;           /* of a short convolution, which stands where attention does; 0 = none */
+    const void *conv_weight, *conv_bias; /* (width, taps) and (width) or NULL */
+    void *past;             /* (slots, width, taps): its last inputs, in place */
+    const DeltaJob *delta;  /* a gated delta rule in attention's place, but for its step; or NULL */
 } Layer;
+
+/* What layers of one pool with one rotary embedding share. */
+typedef struct {
+    const float *cos, *sin; /* (num_rows, rope_dim) */
+    const int64_t *slots;   /* (num_rows), where keys and values are written */
+    const int32_t *block_table;
+    int64_t table_stride;
+} Place;
 
 typedef struct {
     int32_t dtype, num_threads, num_layers, num_rows;
     int32_t width, mlp_width, num_heads, num_kv_heads, head_dim, rope_dim, activation, block_size;
     const Layer *layers;
     void *rows;             /* (num_rows, width), hidden states, in place */
-    const float *cos, *sin; /* (num_rows, rope_dim) */
-    const int64_t *slots;   /* (num_rows), where keys and values are written */
-    const int32_t *block_table;
-    int64_t table_stride;
+    const Place *places;
     const int32_t *row_number, *row_sequence, *row_length; /* row_number: 0, 1, 2 ... */
+    int64_t num_segments;
+    const int64_t *segments; /* (num_segments, 3): first row, rows, slot of the states; or NULL */
 } Step;
 
 typedef struct {
@@ -70,10 +77,11 @@ typedef struct {
     const Plan **plans;     /* of each layer */
     atomic_int *next;       /* units taken, of each phase */
     float *hidden;          /* (num_rows, width) */
-    float *qkv;             /* (num_rows, heads and kv heads twice, head_dim) */
+    float *qkv;             /* (num_rows, inputs of a layer's first half) */
     float *wide;            /* (num_rows, mlp_width) */
+    float *added;           /* (num_rows, width), where it has a norm of its own */
     float *own;             /* per thread: (num_rows, own_width) */
-    void *query, *attended; /* (num_rows, num_heads, head_dim), of dtype */
+    void *query, *attended; /* (num_rows, num_heads, head_dim) and (num_rows, ins of o), of dtype */
     int64_t own_width;
     Barrier barrier;
 } Run;
@@ -105,101 +113,6 @@ static void meet(Barrier *b, int count) {
     atomic_fetch_sub(&b->sleepers, 1);
 }
 
-/* tile[r] = the products of row r with `columns` vectors of outputs of a block column. */
-INLINE void multiply(const int kind, const int rows, const int columns, const Product *p,
-                     int64_t at, const float *x, int64_t stride, float *tile) {
-    vec sum[MOST_ROWS * COLS];
-#pragma GCC unroll 32
-    for (int i = 0; i < rows * columns; i++) sum[i] = splat(0.0f);
-    for (int low = 0; low < p->ins; low += p->deep, at += p->in_stride) {
-        const int count = p->ins - low < p->deep ? p->ins - low : p->deep;
-        const float *from = x + low;
-        if (kind == FLOAT32) {
-            const float *w = (const float *)p->weight + at;
-            for (int k = 0; k < count; k++, w += p->wide) {
-                vec one[COLS];
-#pragma GCC unroll 8
-                for (int c = 0; c < columns; c++) one[c] = load(w + c * LANES);
-#pragma GCC unroll 8
-                for (int r = 0; r < rows; r++) {
-                    const vec factor = splat(from[r * stride + k]);
-#pragma GCC unroll 8
-                    for (int c = 0; c < columns; c++) sum[r * columns + c] += factor * one[c];
-                }
-            }
-        } else {
-            const uint16_t *w = (const uint16_t *)p->weight + at;
-            for (int k = 0; k < count; k += 2, w += 2 * p->wide) {
-                vec even[COLS], odd[COLS];
-#pragma GCC unroll 8
-                for (int c = 0; c < columns; c++) {
-                    uvec pair;
-                    memcpy(&pair, w + 2 * c * LANES, sizeof pair);
-                    even[c] = (vec)(pair << 16), odd[c] = (vec)(pair & 0xffff0000u);
-                }
-#pragma GCC unroll 8
-                for (int r = 0; r < rows; r++) {
-                    const vec first = splat(from[r * stride + k]);
-                    const vec second = splat(from[r * stride + k + 1]);
-#pragma GCC unroll 8
-                    for (int c = 0; c < columns; c++) {
-                        sum[r * columns + c] += first * even[c];
-                        sum[r * columns + c] += second * odd[c];
-                    }
-                }
-            }
-        }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-        for (int c = 0; c < columns; c++)
-            store(tile + r * MAX_WIDE + c * LANES, sum[r * columns + c]);
-}
-
-INLINE void multiply_panel(const int kind, const int rows, const Product *p, int panel,
-                           const float *x, int64_t stride, float *tile) {
-    const int64_t at = panel * p->out_stride, pair = p->paired ? 2 : 1;
-    int c = 0;
-    for (; c + COLS * LANES <= p->wide; c += COLS * LANES)
-        multiply(kind, rows, COLS, p, at + c * pair, x, stride, tile + c);
-    for (; c < p->wide; c += LANES)
-        multiply(kind, rows, 1, p, at + c * pair, x, stride, tile + c);
-}
-
-#define PANEL(KIND, R)                                                                          \
-    static void panel_##KIND##_##R(const Product *p, int panel, const float *x, int64_t stride, \
-                                   float *tile) {                                               \
-        multiply_panel(KIND, R, p, panel, x, stride, tile);                                     \
-    }
-#define PANELS(R) PANEL(FLOAT32, R) PANEL(BFLOAT16, R)
-PANELS(1) PANELS(2) PANELS(3) PANELS(4) PANELS(5) PANELS(6)
-
-typedef void (*PanelFunction)(const Product *, int, const float *, int64_t, float *);
-
-static const PanelFunction panel_functions[2][MOST_ROWS] = {
-    {panel_FLOAT32_1, panel_FLOAT32_2, panel_FLOAT32_3, panel_FLOAT32_4, panel_FLOAT32_5,
-     panel_FLOAT32_6},
-    {panel_BFLOAT16_1, panel_BFLOAT16_2, panel_BFLOAT16_3, panel_BFLOAT16_4, panel_BFLOAT16_5,
-     panel_BFLOAT16_6},
-};
-
-static int num_panels(const Product *p) { return (p->outs + p->wide - 1) / p->wide; }
-
-/* Rows [first, first + count) times one block of outputs, with the bias: (count, MAX_WIDE). Returns
- * how many of the block's outputs there are. */
-static int project(int kind, const Product *p, int panel, const float *x, int64_t stride,
-                   int first, int count, float *tile) {
-    const int low = panel * p->wide;
-    const int outs = p->outs - low < p->wide ? p->outs - low : p->wide;
-    panel_functions[kind][count - 1](p, panel, x + first * stride, stride, tile);
-    if (p->bias)
-        for (int r = 0; r < count; r++)
-            for (int c = 0; c < outs; c++)
-                tile[r * MAX_WIDE + c] += one_at(kind, p->bias, low + c);
-    return outs;
-}
-
 INLINE vec activated(int which, vec x) {
     const vec one = splat(1.0f);
     if (which == SILU) return x / (one + vexp(-x));
@@ -217,35 +130,46 @@ INLINE vec activated(int which, vec x) {
 /* Takes the next unit of a phase; those there are: [0, count). */
 #define EACH_UNIT(i, phase, count) \
     for (int i; (i = atomic_fetch_add(&run->next[phase], 1)) < (count);)
-#define EACH_GROUP(first, count, rows) \
-    for (int first = 0, count; first < (rows); first += count) \
-        if (count = (rows) - first < MOST_ROWS ? (rows) - first : MOST_ROWS, 1)
 
-/* out[row, low ...] = the product, rounded. */
-static void put_product(const Run *run, const Product *p, int panel, const float *x,
-                        int64_t stride, float *out, int64_t out_stride) {
+/* Where a product of a layer's first half goes: (num_rows, stride), kept as `memory`. */
+typedef struct {
+    const Product *product;
+    void *to;
+    int64_t stride;
+    int memory;
+} Target;
+
+/* Of each row the block's outputs, rounded. */
+static void put_product(const Run *run, const Target *target, int panel, const float *x,
+                        int64_t stride) {
+    const Product *p = target->product;
     const int kind = run->step->dtype;
     float tile[MOST_ROWS * MAX_WIDE] __attribute__((aligned(64)));
     EACH_GROUP(first, count, run->step->num_rows) {
         const int outs = project(kind, p, panel, x, stride, first, count, tile);
         for (int r = 0; r < count; r++)
             for (int c = 0; c < outs; c++)
-                out[(first + r) * out_stride + panel * p->wide + c] =
-                    rounded_one(kind, tile[r * MAX_WIDE + c]);
+                put_one(target->memory, target->to,
+                        (first + r) * target->stride + panel * p->wide + c,
+                        rounded_one(kind, tile[r * MAX_WIDE + c]));
     }
 }
 
-/* hidden += the product, both rounded. */
-static void add_product(const Run *run, const Product *p, int panel, const float *x,
-                        int64_t stride) {
+/* hidden += the product, both rounded; with a norm the product waits for `add_normed`. */
+static void add_product(const Run *run, const Product *p, const RmsNorm *norm, int panel,
+                        const float *x, int64_t stride) {
     const int kind = run->step->dtype;
     float tile[MOST_ROWS * MAX_WIDE] __attribute__((aligned(64)));
     EACH_GROUP(first, count, run->step->num_rows) {
         const int outs = project(kind, p, panel, x, stride, first, count, tile);
         for (int r = 0; r < count; r++) {
-            float *to = run->hidden + (int64_t)(first + r) * run->step->width + panel * p->wide;
-            for (int c = 0; c < outs; c++)
-                to[c] = rounded_one(kind, to[c] + rounded_one(kind, tile[r * MAX_WIDE + c]));
+            const int64_t at = (int64_t)(first + r) * run->step->width + panel * p->wide;
+            float *to = run->hidden + at, *waiting = run->added + at;
+            for (int c = 0; c < outs; c++) {
+                const float one = rounded_one(kind, tile[r * MAX_WIDE + c]);
+                if (norm->weight) waiting[c] = one;
+                else to[c] = rounded_one(kind, to[c] + one);
+            }
         }
     }
 }
@@ -276,19 +200,25 @@ static void place_head(const Run *run, const Layer *layer, int row, int head) {
     const Step *step = run->step;
     const int kind = step->dtype, dim = step->head_dim, half = step->rope_dim / 2;
     const int num_heads = step->num_heads, num_kv = step->num_kv_heads;
-    const float *from = run->qkv + ((int64_t)row * (num_heads + 2 * num_kv) + head) * dim;
-    const int64_t slot = step->slots[row] * num_kv * dim;
+    const int per_query = layer->gated ? 2 : 1;
+    const int before = head < num_heads ? head * per_query : head + num_heads * (per_query - 1);
+    float *from = run->qkv + ((int64_t)row * (num_heads * per_query + 2 * num_kv) + before) * dim;
+    const Place *place = step->places + layer->place;
+    const int64_t slot = place->slots[row] * num_kv * dim;
     float one[MAX_DIM] __attribute__((aligned(64)));
     if (head >= num_heads + num_kv) {
         const int64_t at = slot + (int64_t)(head - num_heads - num_kv) * dim;
         for (int d = 0; d < dim; d++) put_one(kind, layer->values, at + d, from[d]);
         return;
     }
+    if (head < num_heads && layer->gated)
+        for (int d = dim; d < 2 * dim; d++)
+            from[d] = rounded_one(kind, 1.0f / (1.0f + expf(-from[d])));
     const RmsNorm *norm = head < num_heads ? &layer->query : &layer->key;
     if (norm->weight) norm_row(kind, FLOAT32, norm, dim, from, one, 0);
     else memcpy(one, from, dim * sizeof *one);
-    const float *cos = step->cos + (int64_t)row * step->rope_dim;
-    const float *sin = step->sin + (int64_t)row * step->rope_dim;
+    const float *cos = place->cos + (int64_t)row * step->rope_dim;
+    const float *sin = place->sin + (int64_t)row * step->rope_dim;
     for (int d = 0; d < half; d++) {
         const float low = one[d], high = one[d + half];
         one[d] = rounded_one(
@@ -320,25 +250,40 @@ static Job attention_of(const Step *step, const Layer *layer, const void *query,
                  .keys = layer->keys,
                  .values = layer->values,
                  .out = out,
-                 .block_table = step->block_table,
-                 .table_stride = step->table_stride,
+                 .block_table = step->places[layer->place].block_table,
+                 .table_stride = step->places[layer->place].table_stride,
                  .row_token = step->row_number,
                  .row_sequence = step->row_sequence,
                  .row_length = step->row_length,
                  .sinks = layer->sinks};
 }
 
-enum { QKV, ATTEND, OUT, GATED, DOWN, NUM_PHASES }; /* those whose units are taken one by one */
+enum { QKV, ATTEND, HEADS, OUT, GATED, DOWN, NUM_PHASES }; /* those whose units are taken one by one */
+
+static void norm_in_place(const Step *step, const RmsNorm *norm, float *row) {
+    if (step->dtype == FLOAT32) norm_row(FLOAT32, FLOAT32, norm, step->width, row, row, 0);
+    else norm_row(BFLOAT16, FLOAT32, norm, step->width, row, row, 0);
+}
 
 static void norm_all(const Step *step, const RmsNorm *norm, const float *hidden, float *own,
                      int64_t own_width) {
     for (int r = 0; r < step->num_rows; r++) {
         memcpy(own + r * own_width, hidden + (int64_t)r * step->width, step->width * sizeof *own);
-        if (step->dtype == FLOAT32)
-            norm_row(FLOAT32, FLOAT32, norm, step->width, own + r * own_width, own + r * own_width, 0);
-        else
-            norm_row(BFLOAT16, FLOAT32, norm, step->width, own + r * own_width, own + r * own_width, 0);
+        norm_in_place(step, norm, own + r * own_width);
     }
+}
+
+/* What attention or the MLP adds, once all of it is there. */
+static void add_normed(Run *run, const RmsNorm *norm, int thread, int threads) {
+    const Step *step = run->step;
+    meet(&run->barrier, threads);
+    if (!norm->weight) return;
+    for (int64_t r = thread; r < step->num_rows; r += threads) {
+        float *one = run->added + r * step->width, *to = run->hidden + r * step->width;
+        norm_in_place(step, norm, one);
+        for (int c = 0; c < step->width; c++) to[c] = rounded_one(step->dtype, to[c] + one[c]);
+    }
+    meet(&run->barrier, threads);
 }
 
 static void attend_layer(Run *run, const Layer *layer, int number, int thread, int threads) {
@@ -359,53 +304,145 @@ static void attend_layer(Run *run, const Layer *layer, int number, int thread, i
     }
 }
 
+/* CHANNELS of a segment's rows: the product of two inputs, convolved with what came before it, times
+ * the input between them. */
+static void convolve_inputs(const Run *run, const Layer *layer, const int64_t *segment, int low) {
+    const int kind = run->step->dtype, width = run->step->width, taps = layer->taps;
+    const int high = low + CHANNELS < width ? low + CHANNELS : width;
+    for (int64_t row = segment[0]; row < segment[0] + segment[1]; row++) {
+        const float *from = run->qkv + row * 3 * width;
+        for (int c = low; c < high; c++) {
+            const int64_t past = (segment[2] * width + c) * taps, weight = (int64_t)c * taps;
+            const float newest = rounded_one(kind, from[c] * from[2 * width + c]);
+            float sum = newest * one_at(kind, layer->conv_weight, weight + taps - 1);
+            for (int k = 0; k + 1 < taps; k++) {
+                const float one = one_at(kind, layer->past, past + k + 1);
+                put_one(kind, layer->past, past + k, one);
+                sum += one * one_at(kind, layer->conv_weight, weight + k);
+            }
+            put_one(kind, layer->past, past + taps - 1, newest);
+            if (layer->conv_bias) sum += one_at(kind, layer->conv_bias, c);
+            put_one(kind, run->attended, row * width + c,
+                    from[width + c] * rounded_one(kind, sum));
+        }
+    }
+}
+
+static void convolve_layer(Run *run, const Layer *layer, int number, int thread, int threads) {
+    const Step *step = run->step;
+    const int blocks = (step->width + CHANNELS - 1) / CHANNELS;
+    EACH_UNIT(i, number * NUM_PHASES + ATTEND, (int)step->num_segments * blocks)
+        convolve_inputs(run, layer, step->segments + i / blocks * 3, i % blocks * CHANNELS);
+    meet(&run->barrier, threads);
+}
+
+/* The layer's delta rule, whose gates, and what beta and the decay are made of, are behind the
+ * numbers that it convolves. */
+static DeltaJob delta_of(const Run *run, const Layer *layer) {
+    const Step *step = run->step;
+    const int64_t rows = step->num_rows;
+    DeltaJob job = *layer->delta;
+    job.num_segments = (int32_t)step->num_segments;
+    job.num_rows = rows;
+    job.segments = step->segments;
+    job.mixed = run->qkv;
+    job.gate = run->qkv + rows * layer->q.outs;
+    job.rate = run->qkv + rows * (layer->q.outs + layer->z.outs);
+    job.step = run->qkv + rows * (layer->q.outs + layer->z.outs + layer->k.outs);
+    job.out = run->attended;
+    return job;
+}
+
+static void delta_layer(Run *run, const Layer *layer, int number, int thread, int threads) {
+    const DeltaJob job = delta_of(run, layer);
+    EACH_UNIT(i, number * NUM_PHASES + ATTEND, (int)(job.num_segments * num_blocks(&job)))
+        convolve_task(&job, i);
+    meet(&run->barrier, threads);
+    EACH_UNIT(i, number * NUM_PHASES + HEADS, job.num_segments * job.num_value_heads)
+        head_task(&job, i);
+    meet(&run->barrier, threads);
+}
+
+/* Numbers of a row that come out of the products before attention or what stands in its place. */
+static int64_t num_inputs(const Layer *layer) {
+    return (int64_t)layer->q.outs + layer->k.outs + layer->v.outs + layer->z.outs;
+}
+
+/* The products before attention, or before what stands in its place. */
+static void project_layer(Run *run, const Layer *layer, int number, const float *own) {
+    const int64_t stride = num_inputs(layer);
+    Target targets[] = {{&layer->q, run->qkv, stride, FLOAT32},
+                        {&layer->k, run->qkv + layer->q.outs, stride, FLOAT32},
+                        {&layer->v, run->qkv + layer->q.outs + layer->k.outs, stride, FLOAT32},
+                        {&layer->z, NULL, 0, FLOAT32}};
+    if (layer->delta) {
+        const DeltaJob job = delta_of(run, layer);
+        void *to[] = {job.mixed, (void *)job.rate, (void *)job.step, (void *)job.gate};
+        for (int t = 0; t < 4; t++)
+            targets[t] = (Target){targets[t].product, to[t], targets[t].product->outs, job.dtype};
+    }
+    int count = 0, first[5];
+    for (int t = 0; t < 4; t++) {
+        first[t] = count;
+        if (targets[t].product->weight) count += num_panels(targets[t].product);
+    }
+    EACH_UNIT(i, number * NUM_PHASES + QKV, count) {
+        int t = 3;
+        while (first[t] > i || !targets[t].product->weight) t--;
+        put_product(run, targets + t, i - first[t], own, run->own_width);
+    }
+}
+
+/* What the layer's first half gave, as the inputs of its last product. */
+static void take_attended(const Run *run, const Layer *layer, float *own) {
+    const int64_t ins = layer->o.ins, dim = run->step->head_dim;
+    const int kind = run->step->dtype;
+    for (int64_t r = 0; r < run->step->num_rows; r++) {
+        float *to = own + r * run->own_width;
+        for (int64_t d = 0; d < ins; d++) to[d] = one_at(kind, run->attended, r * ins + d);
+        if (!layer->gated) continue;
+        const float *gates = run->qkv + r * num_inputs(layer) + dim;
+        for (int64_t low = 0; low < ins; low += dim)
+            for (int64_t d = low; d < low + dim; d++)
+                to[d] = rounded_one(kind, to[d] * gates[low + d]);
+    }
+}
+
 static void run_layers(Run *run, int thread, int threads) {
     const Step *step = run->step;
-    const int kind = step->dtype, rows = step->num_rows;
-    const int64_t queries = (int64_t)step->num_heads * step->head_dim;
-    const int64_t kvs = (int64_t)step->num_kv_heads * step->head_dim;
     const int64_t own_width = run->own_width;
-    float *own = run->own + thread * rows * own_width;
+    float *own = run->own + thread * step->num_rows * own_width;
     for (int n = 0; n < step->num_layers; n++) {
         const Layer *layer = step->layers + n;
         const int phase = n * NUM_PHASES;
-        const int num_q = num_panels(&layer->q), num_k = num_panels(&layer->k);
         norm_all(step, &layer->before, run->hidden, own, own_width);
-        EACH_UNIT(i, phase + QKV, num_q + num_k + num_panels(&layer->v)) {
-            const int which = i < num_q ? 0 : i < num_q + num_k ? 1 : 2;
-            const Product *p = which == 0 ? &layer->q : which == 1 ? &layer->k : &layer->v;
-            float *to = run->qkv + (which == 0 ? 0 : which == 1 ? queries : queries + kvs);
-            const int panel = which == 0 ? i : which == 1 ? i - num_q : i - num_q - num_k;
-            put_product(run, p, panel, own, own_width, to, queries + 2 * kvs);
-        }
+        project_layer(run, layer, n, own);
         meet(&run->barrier, threads);
-        attend_layer(run, layer, n, thread, threads);
-        for (int64_t r = 0; r < rows; r++)
-            for (int64_t d = 0; d < queries; d++)
-                own[r * own_width + d] = one_at(kind, run->attended, r * queries + d);
+        if (layer->delta) delta_layer(run, layer, n, thread, threads);
+        else if (layer->taps) convolve_layer(run, layer, n, thread, threads);
+        else attend_layer(run, layer, n, thread, threads);
+        take_attended(run, layer, own);
         EACH_UNIT(i, phase + OUT, num_panels(&layer->o))
-            add_product(run, &layer->o, i, own, own_width);
-        meet(&run->barrier, threads);
+            add_product(run, &layer->o, &layer->of_attention, i, own, own_width);
+        add_normed(run, &layer->of_attention, thread, threads);
         norm_all(step, &layer->after, run->hidden, own, own_width);
         EACH_UNIT(i, phase + GATED, num_panels(&layer->gate))
             put_gated(run, layer, i, own, own_width);
         meet(&run->barrier, threads);
         EACH_UNIT(i, phase + DOWN, num_panels(&layer->down))
-            add_product(run, &layer->down, i, run->wide, step->mlp_width);
-        meet(&run->barrier, threads);
+            add_product(run, &layer->down, &layer->of_mlp, i, run->wide, step->mlp_width);
+        add_normed(run, &layer->of_mlp, thread, threads);
     }
 }
 
 static int is_supported(const Step *step) {
     for (int n = 0; n < step->num_layers; n++) {
         const Layer *layer = step->layers + n;
-        const Product *all[] = {&layer->q,    &layer->k,  &layer->v,   &layer->o,
-                                &layer->gate, &layer->up, &layer->down};
-        for (int i = 0; i < 7; i++)
-            if (all[i]->wide % LANES || all[i]->wide > MAX_WIDE ||
-                all[i]->paired != (step->dtype == BFLOAT16) ||
-                (all[i]->paired && (all[i]->ins % 2 || all[i]->deep % 2)))
-                return 0;
+        const Product *all[] = {&layer->q, &layer->k,    &layer->v,  &layer->z,
+                                &layer->o, &layer->gate, &layer->up, &layer->down};
+        if (layer->delta && !is_delta_supported(layer->delta)) return 0;
+        for (int i = 0; i < 8; i++)
+            if (all[i]->weight && !is_known(step->dtype, all[i])) return 0;
         if (layer->gate.wide != layer->up.wide) return 0;
     }
     return step->head_dim <= MAX_DIM && step->rope_dim % 2 == 0 && step->rope_dim <= step->head_dim;
@@ -439,19 +476,24 @@ static void *piece(char **at, size_t bytes) {
 static void *make_room(const Step *step, Run *run) {
     const size_t rows = step->num_rows, threads = step->num_threads;
     const size_t queries = (size_t)step->num_heads * step->head_dim;
-    const size_t all = queries + 2 * (size_t)step->num_kv_heads * step->head_dim;
-    const size_t own = queries > (size_t)step->width ? queries : (size_t)step->width;
+    size_t all = 0, own = step->width;
+    for (int n = 0; n < step->num_layers; n++) {
+        const size_t inputs = num_inputs(step->layers + n), ins = step->layers[n].o.ins;
+        all = inputs > all ? inputs : all;
+        own = ins > own ? ins : own;
+    }
     const size_t counters = (size_t)step->num_layers * NUM_PHASES;
-    const size_t floats = rows * (step->width + all + step->mlp_width + 2 * queries + threads * own);
-    char *room = aligned_alloc(64, (floats * 4 + counters * sizeof *run->next + 8 * 64 + 63) / 64 * 64);
+    const size_t floats = rows * (2 * step->width + all + step->mlp_width + queries + (1 + threads) * own);
+    char *room = aligned_alloc(64, (floats * 4 + counters * sizeof *run->next + 9 * 64 + 63) / 64 * 64);
     char *at = room;
     if (!room) return NULL;
     run->own_width = (int64_t)own;
     run->hidden = piece(&at, rows * step->width * 4);
     run->qkv = piece(&at, rows * all * 4);
     run->wide = piece(&at, rows * step->mlp_width * 4);
+    run->added = piece(&at, rows * step->width * 4);
     run->query = piece(&at, rows * queries * 4);
-    run->attended = piece(&at, rows * queries * 4);
+    run->attended = piece(&at, rows * own * 4);
     run->own = piece(&at, threads * rows * own * 4);
     run->next = piece(&at, counters * sizeof *run->next);
     memset(run->next, 0, counters * sizeof *run->next);
@@ -477,4 +519,40 @@ int foveal_decode_layers(const Step *step) {
     for (int n = 0; owned && n < step->num_layers; n++) drop_plan(owned + n);
     free(owned), free(run.plans), free(room);
     return code;
+}
+
+typedef struct {
+    int32_t dtype, num_threads;
+    int64_t num_rows;
+    const void *x; /* (num_rows, ins), of dtype */
+    void *out;     /* (num_rows, outs) */
+    Product product;
+} ProductJob;
+
+/* One linear layer by itself. DONE, UNSUPPORTED or NO_MEMORY. */
+int foveal_multiply(const ProductJob *job) {
+    const Product *p = &job->product;
+    const int64_t rows = job->num_rows, ins = p->ins;
+    if (!is_known(job->dtype, p)) return UNSUPPORTED;
+    float *x = aligned_alloc(64, (rows * ins * sizeof *x + 63) / 64 * 64);
+    if (!x) return NO_MEMORY;
+#pragma omp parallel num_threads(job->num_threads)
+    {
+#pragma omp for
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t i = r * ins; i < (r + 1) * ins; i++) x[i] = one_at(job->dtype, job->x, i);
+#pragma omp for schedule(dynamic)
+        for (int panel = 0; panel < num_panels(p); panel++) {
+            float tile[MOST_ROWS * MAX_WIDE] __attribute__((aligned(64)));
+            EACH_GROUP(first, count, rows) {
+                const int outs = project(job->dtype, p, panel, x, ins, first, count, tile);
+                for (int r = 0; r < count; r++)
+                    for (int c = 0; c < outs; c++)
+                        put_one(job->dtype, job->out, (first + r) * (int64_t)p->outs +
+                                panel * p->wide + c, tile[r * MAX_WIDE + c]);
+            }
+        }
+    }
+    free(x);
+    return DONE;
 }

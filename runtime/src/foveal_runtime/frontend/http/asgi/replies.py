@@ -1,0 +1,237 @@
+"""HTTP replies: JSON, errors, and event streams that end when their client goes away.
+
+An error is `{"error": {message, type, param, code}}` (on Anthropic's paths it has that API's
+shape), never a traceback; one without a name is a 500 that says only its request id, and the log
+has the rest. A closed connection cancels the work at once, which closes the engine's generator,
+which aborts the request within a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from foveal_runtime.frontend.http.asgi.json_bodies import SSE_DONE, encode_json, sse
+from foveal_runtime.plan.errors import FovealError, MediaTooLarge, RetryLater
+
+_UNION_BRANCH = re.compile(r"[\[\](]")
+_BRANCHES = frozenset({"str", "list", "int", "float", "constrained-str"})
+_IN_TAGGED = re.compile(r"\.content\[|^input\[")
+_TAGS = frozenset(
+    {"text", "image_url", "video_url", "audio_url", "input_audio", "image", "tool_result"}
+    | {"image_embeds"}
+    | {"message", "function_call", "function_call_output", "reasoning"}
+)
+_MAX_MESSAGE_CHARS = 2000
+
+
+def error_body(error: FovealError) -> dict[str, Any]:
+    return {
+        "error": {
+            "message": error.message[:_MAX_MESSAGE_CHARS],
+            "type": error.kind,
+            "param": error.param,
+            "code": error.code,
+        }
+    }
+
+
+def plain_body(message: str, kind: str, code: str, param: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+ANTHROPIC_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
+_ANTHROPIC_TYPES = {"server_error": "api_error", "media_error": "invalid_request_error"}
+
+
+def anthropic_error(body: dict[str, Any]) -> dict[str, Any]:
+    """An OpenAI error in Anthropic's shape."""
+    error = body["error"]
+    kind = _ANTHROPIC_TYPES.get(error["type"], error["type"])
+    kind = "request_too_large" if error["code"] == MediaTooLarge.code else kind
+    return {"type": "error", "error": {"type": kind, "message": error["message"]}}
+
+
+def failure(
+    scope: Scope, body: dict[str, Any], status: int, headers: dict[str, str] | None = None
+) -> Response:
+    """An OpenAI error as the path's API has it."""
+    if scope["path"] in ANTHROPIC_PATHS:
+        body = anthropic_error(body)
+    return json_response(body, status, headers)
+
+
+def error_response(scope: Scope, error: FovealError) -> Response:
+    headers: dict[str, str] = {}
+    if isinstance(error, RetryLater):
+        headers["retry-after"] = str(max(1, error.retry_after_seconds))
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return failure(scope, error_body(error), error.status, headers)
+
+
+def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(encode_json(body), status, headers, media_type="application/json")
+
+
+def internal_error(request_id: str) -> dict[str, Any]:
+    return plain_body(
+        f"internal error; the server's log has it under request id {request_id}",
+        "server_error",
+        "internal_error",
+    )
+
+
+def http_exception_response(scope: Scope, error: HTTPException) -> Response:
+    """Unknown paths, wrong methods and the like."""
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
+    kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+    headers = dict(error.headers) if error.headers else None
+    return failure(scope, plain_body(str(error.detail), kind, code), error.status_code, headers)
+
+
+def validation_response(scope: Scope, error: RequestValidationError) -> Response:
+    """A body that does not parse: 400 with the path of the first field at fault."""
+    param, message = describe_validation(error.errors())
+    text = f"{param}: {message}" if param else message
+    kind = "invalid_request_error"
+    return failure(scope, plain_body(text[:_MAX_MESSAGE_CHARS], kind, kind, param or None), 400)
+
+
+def describe_validation(errors: Sequence[Any]) -> tuple[str, str]:
+    """(field path, message) of the most telling error: the one deepest in the document, then one
+    about the value rather than its type, since a union reports each of its branches."""
+    best = max(errors, key=lambda item: (len(item["loc"]), not item["type"].endswith("_type")))
+    return field_path(best["loc"]), str(best["msg"])
+
+
+def field_path(loc: Sequence[int | str]) -> str:
+    """("body", "messages", 0, "content", "list[...]", 1, "image_url", "image_url", "url") becomes
+    messages[0].content[1].image_url.url."""
+    path = ""
+    previous: int | str = ""
+    for part in list(loc)[1:] if loc and loc[0] in ("body", "query", "header", "path") else loc:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif _UNION_BRANCH.search(part) or part in _BRANCHES:
+            continue
+        elif isinstance(previous, int) and part in _TAGS and _IN_TAGGED.search(path):
+            previous = part  # the tag of a content part, not a field
+            continue
+        else:
+            path += f".{part}" if path else str(part)
+        previous = part
+    return path
+
+
+def named_relaxed(response: Response, relaxed: Sequence[str]) -> Response:
+    """Names what of a schema that is not strict is not enforced."""
+    if relaxed:
+        text = "; ".join(relaxed).encode("ascii", "replace").decode()
+        response.headers["x-foveal-schema-relaxed"] = text[:1000]
+    return response
+
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+Failed = Callable[[dict[str, Any]], bytes]
+
+
+CLIENT_DISCONNECT = "client_disconnect"
+"""The error code of a request whose client hung up: counted, never a failure of the server."""
+
+
+class ClientGone(Exception):
+    """The client closed the connection; nobody reads an answer."""
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`. The request body must have been read.
+
+    Raises ClientGone, with `work` cancelled and finished, when the client disconnects first.
+    """
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        task.cancel()
+        watcher.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class ServerSentEvents(Response):
+    """text/event-stream of `chunks`, whose first element exists already (so errors before it had
+    their proper status). An error after that is events of its own, made by `failed` from an OpenAI
+    error."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, chunks: AsyncGenerator[bytes, None], failed: Failed) -> None:
+        super().__init__(
+            headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
+        )
+        # A stream has no length.
+        self.raw_headers = [pair for pair in self.raw_headers if pair[0] != b"content-length"]
+        self._first = first
+        self._chunks = chunks
+        self._failed = failed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await until_disconnect(receive, self._pump(scope, send))
+        except ClientGone:  # the answer has begun: nothing is left to be answered
+            scope["foveal.error"] = CLIENT_DISCONNECT
+        finally:
+            await self._chunks.aclose()
+
+    async def _pump(self, scope: Scope, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await _send(send, self._first)
+        try:
+            async for chunk in self._chunks:
+                await _send(send, chunk)
+        except FovealError as error:
+            scope["foveal.error"] = error.code
+            await _send(send, self._failed(error_body(error)))
+        except Exception:
+            logger.exception("a stream failed")
+            scope["foveal.error"] = "internal_error"
+            await _send(send, self._failed(internal_error(scope.get("foveal.request_id", ""))))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _send(send: Send, chunk: bytes) -> None:
+    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+
+def _openai_failure(error: dict[str, Any]) -> bytes:
+    return sse(error) + SSE_DONE
+
+
+async def start_stream(
+    receive: Receive, chunks: AsyncGenerator[bytes, None], failed: Failed = _openai_failure
+) -> ServerSentEvents:
+    """Waits for the first chunk, so that a refusal by the engine still gets its HTTP status."""
+    try:
+        first = await until_disconnect(receive, anext(chunks))
+    except BaseException:
+        await chunks.aclose()
+        raise
+    return ServerSentEvents(first, chunks, failed)

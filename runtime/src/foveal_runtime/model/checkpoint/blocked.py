@@ -1,0 +1,187 @@
+"""Quantised linear layers as the C kernels read them, on CPUs.
+
+Called by the loader and, for plans, on torch's meta device. Whatever a checkpoint stores whole
+codes as, and what is quantised while it is loaded, ends up in one layout, which small steps read in
+one call (decode_layers) and longer ones layer by layer. Layers in another order of inputs, or of
+floating-point codes, stay as they are stored.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from foveal_runtime.model.checkpoint.dequantize import (
+    CODES,
+    KERNELS,
+    PIECE_NUMBERS,
+    Codes,
+    QuantizedLinear,
+    multiply_dequantized,
+    order_of,
+    rows_of,
+    scales_of,
+)
+from foveal_runtime.model.checkpoint.quantized import StoredAs
+from foveal_runtime.model.cpu.fusing import DTYPES
+from foveal_runtime.model.cpu.kernels import (
+    DONE,
+    DecodeKernel,
+    Product,
+    ProductJob,
+    load_decode_kernel,
+)
+from foveal_runtime.model.cpu.packing import ALONE_PRODUCTS
+
+BLOCKED = "blocked"
+_WIDTHS = (64, 48, 32, 16)
+"""Outputs of a block: multiples of the lanes of any instruction set."""
+_WORD_CODES = 8
+"""4-bit codes of one output in an element of 32 bits: the inputs come in multiples of them."""
+_log = logging.getLogger(__name__)
+_kernel = functools.cache(load_decode_kernel)
+
+
+def block_quantized(model: nn.Module) -> int:
+    """Lays out the quantised layers of a model, in place; returns how many."""
+    if isinstance(kernel := _kernel(), str):
+        _log.warning("quantised weights are widened for every product: %s", kernel)
+        return 0
+    layers = [one for one in model.modules() if isinstance(one, QuantizedLinear)]
+    return sum(block_layer(one) for one in layers)
+
+
+def block_layer(layer: QuantizedLinear) -> bool:
+    """Whether the layer now is in the kernel's layout; without a kernel it stays as it is."""
+    if layer.layout.kind == BLOCKED:
+        return True
+    return not isinstance(_kernel(), str) and _block(layer)
+
+
+def _block(layer: QuantizedLinear) -> bool:
+    """(outputs N, inputs K) of `wide` outputs, in groups of `deep` inputs, to codes
+    (N / wide, K, wide) and scales (N / wide, K / deep, wide)."""
+    outs, ins, bits = layer.out_features, layer.in_features, layer.layout.bits
+    scales = scales_of(layer, 0, outs)
+    deep = ins if scales.shape[1] == 1 else layer.layout.columns
+    if not _is_blockable(layer, deep):
+        return False
+    wide = next((one for one in _WIDTHS if outs % one == 0), _WIDTHS[-1])
+    dtype, each = (torch.int32, _WORD_CODES) if bits == 4 else (torch.int8, 1)
+    whole = torch.empty(-(-outs // wide), ins // each, wide, dtype=dtype, device=scales.device)
+    least = math.lcm(wide, 32)  # codes are read from multiples of 32 on
+    step = outs if scales.is_meta else max(least, PIECE_NUMBERS // ins // least * least)
+    points = []
+    for start in range(0, outs, step):
+        stop = min(start + step, outs)
+        codes, zeros = CODES[layer.layout.kind](layer, start, stop)
+        points.append(zeros)
+        whole[start // wide : -(-stop // wide)] = _block_codes(codes, bits, wide)
+    found = {"codes": whole, "scales": _columns(scales, wide)}
+    if points[0] is not None:
+        found["zeros"] = _columns(torch.cat([one for one in points if one is not None]), wide)
+    for name in [name for name, _ in layer.named_buffers(recurse=False)]:
+        delattr(layer, name)
+    for name, tensor in found.items():
+        layer.register_buffer(name, tensor)
+    layer.layout = StoredAs(BLOCKED, bits, "scales", wide, deep)
+    return True
+
+
+def _block_codes(codes: torch.Tensor, bits: int, wide: int) -> torch.Tensor:
+    """Codes (n, K) to int8 (n / wide, K, wide), or eight of 4 bits in an int32 element."""
+    whole = _columns(codes.to(torch.int8), wide)
+    if bits != 4:
+        return whole
+    words = whole.int().bitwise_and_(15).unflatten(1, (-1, _WORD_CODES))
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
+    # Of codes that do not overlap a sum is their union; int32 takes the highest as its sign.
+    return words.bitwise_left_shift_(shifts[:, None]).sum(2, dtype=torch.int32)
+
+
+def _is_blockable(layer: QuantizedLinear, deep: int) -> bool:
+    ins, weight = layer.in_features, getattr(layer, "weight", None)
+    if weight is not None and weight.dtype != torch.int8:
+        return False
+    if layer.layout.bits == 4 and (ins % _WORD_CODES or deep % _WORD_CODES):
+        return False
+    order = order_of(layer)
+    if order is None or order.is_meta:
+        return not layer.layout.is_reordered
+    in_order = torch.arange(ins, dtype=order.dtype, device=order.device) // deep
+    return bool(torch.equal(order, in_order))
+
+
+def _columns(table: torch.Tensor, wide: int) -> torch.Tensor:
+    """(N, n) to (N / wide, n, wide), filled up with zeros."""
+    whole = functional.pad(table, (0, 0, 0, -table.shape[0] % wide))
+    return whole.unflatten(0, (-1, wide)).transpose(1, 2).contiguous()
+
+
+def _codes(layer: QuantizedLinear, start: int, stop: int) -> Codes:
+    wide = layer.layout.rows
+    first, last = start // wide, -(-stop // wide)
+    codes = layer.codes[first:last]
+    if layer.layout.bits == 4:
+        shifts = torch.arange(28, -1, -4, dtype=torch.int32, device=codes.device)
+        codes = (codes.unsqueeze(2) << shifts[:, None]).flatten(1, 2) >> 28
+    rows = codes.transpose(1, 2).flatten(0, 1)[start - first * wide : stop - first * wide]
+    zeros = getattr(layer, "zeros", None)
+    return rows.float(), None if zeros is None else rows_of(layer, zeros, start, stop)
+
+
+CODES[BLOCKED] = _codes
+
+
+def product_of(layer: QuantizedLinear) -> Product | None:
+    """As the kernels take it, or None for one that they cannot read. The addresses are good while
+    the layer keeps its buffers."""
+    if layer.layout.kind != BLOCKED:
+        return None
+    zeros, bias, wide = getattr(layer, "zeros", None), layer.bias, layer.layout.rows
+    each = _WORD_CODES if layer.layout.bits == 4 else 1
+    return Product(
+        weight=layer.codes.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        scales=layer.scales.data_ptr(),
+        zeros=None if zeros is None else zeros.data_ptr(),
+        ins=layer.in_features,
+        outs=layer.out_features,
+        wide=wide,
+        deep=layer.layout.columns,
+        bits=layer.layout.bits,
+        out_stride=layer.codes[0].numel(),
+        in_stride=wide * layer.layout.columns // each,
+    )
+
+
+def multiply_blocked(layer: QuantizedLinear, rows: torch.Tensor) -> torch.Tensor:
+    """rows (..., K) to (..., N) by the C kernel, in the rows' type, summed in float32."""
+    kernel, product = _kernel(), product_of(layer)
+    is_same = layer.bias is None or layer.bias.dtype == rows.dtype
+    if rows.dtype not in DTYPES or not is_same or not rows.numel():
+        return multiply_dequantized(layer, rows)
+    assert isinstance(kernel, DecodeKernel)
+    assert product is not None
+    rows = rows.contiguous()
+    out = rows.new_empty(*rows.shape[:-1], layer.out_features)
+    is_alone = rows.numel() * layer.out_features <= ALONE_PRODUCTS
+    code = kernel.multiply(
+        ProductJob(
+            dtype=DTYPES[rows.dtype],
+            num_threads=1 if is_alone else torch.get_num_threads(),
+            num_rows=rows.numel() // layer.in_features,
+            x=rows.data_ptr(),
+            out=out.data_ptr(),
+            product=product,
+        )
+    )
+    return out if code == DONE else multiply_dequantized(layer, rows)
+
+
+KERNELS["cpu", BLOCKED] = multiply_blocked

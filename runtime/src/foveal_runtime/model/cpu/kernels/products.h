@@ -1,0 +1,211 @@
+/* Small rows times packed linear layers, some outputs at a time.
+ *
+ * Included by decode_layers.c. A weight is either of the rows' type, where oneDNN packed it, or
+ * quantised, as model/checkpoint/blocked.py lays it out. Every sum is one thread's, in one order.
+ */
+#ifndef FOVEAL_PRODUCTS_H
+#define FOVEAL_PRODUCTS_H
+
+#include "rows.h"
+
+#define MOST_ROWS 6   /* rows multiplied at once: their sums stay in registers */
+#define COLS (LANES == 16 ? 4 : 2)
+#define MAX_WIDE 128  /* outputs of a block */
+
+enum { INT8 = 2, INT4 = 3, NUM_KINDS = 4 }; /* of weights, beside FLOAT32 and BFLOAT16 */
+
+/* A packed linear layer: blocks of `wide` outputs times `deep` inputs, outputs next to each other,
+ * or pairs of inputs where `paired`. Strides are in elements, from block to block.
+ *
+ * Quantised (`bits` not 0): a block is a group of inputs that shares a scale for each output, signed
+ * codes of 8 bits, or 8 inputs' codes of 4 bits in one element of 32 bits, the first ones lowest.
+ * Scales lie as the blocks do, `wide` numbers for each; so do zero points. */
+typedef struct {
+    const void *weight, *bias; /* bias: NULL = none */
+    const float *scales, *zeros;  /* zeros: NULL = all are 0 */
+    int32_t ins, outs, wide, deep, paired, bits;
+    int64_t out_stride, in_stride;
+} Product;
+
+/* sum[r, c] += x[r] * one[c], an input of each row. */
+INLINE void add_input(const int rows, const int columns, const float *x, int64_t stride,
+                      const vec *one, vec *sum) {
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++) {
+        const vec factor = splat(x[r * stride]);
+#pragma GCC unroll 8
+        for (int c = 0; c < columns; c++) sum[r * columns + c] += factor * one[c];
+    }
+}
+
+INLINE vec load_int8(const int8_t *p) {
+#if LANES == 16
+    return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+#elif LANES == 8
+    return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+#else
+    return (vec){p[0], p[1], p[2], p[3]};
+#endif
+}
+
+/* a * b + c, rounded once wherever it stands: left to the compiler, a row's result would depend on
+ * how many rows it was compiled with. */
+INLINE vec fused(vec a, vec b, vec c) {
+#if LANES == 16
+    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif LANES == 8
+    return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    for (int i = 0; i < LANES; i++) c[i] = fmaf(a[i], b[i], c[i]);
+    return c;
+#endif
+}
+
+/* The lowest four bits of each word, as signed numbers. */
+INLINE vec low_int4(uvec word) {
+#if LANES == 16
+    const vec table = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
+    return (vec)_mm512_permutexvar_ps((__m512i)word, (__m512)table);
+#else
+    return __builtin_convertvector((ivec)(word << 28) >> 28, vec);
+#endif
+}
+
+/* sum += `count` inputs from one block, at element `at` of the weight. `zeros`: of this block. */
+INLINE void add_block(const int kind, const int rows, const int columns, const Product *p,
+                      const float *zeros, int64_t at, const float *x, int64_t stride, int count,
+                      vec *sum) {
+    vec one[COLS], other[COLS], zero[COLS];
+#pragma GCC unroll 8
+    for (int c = 0; c < columns; c++) zero[c] = zeros ? load(zeros + c * LANES) : splat(0.0f);
+    if (kind == FLOAT32 || kind == INT8) {
+        for (int k = 0; k < count; k++, at += p->wide) {
+#pragma GCC unroll 8
+            for (int c = 0; c < columns; c++) {
+                one[c] = kind == INT8 ? load_int8((const int8_t *)p->weight + at + c * LANES)
+                                      : load((const float *)p->weight + at + c * LANES);
+                if (zeros) one[c] -= zero[c];
+            }
+            add_input(rows, columns, x + k, stride, one, sum);
+        }
+    } else if (kind == BFLOAT16) {
+        for (int k = 0; k < count; k += 2, at += 2 * p->wide) {
+#pragma GCC unroll 8
+            for (int c = 0; c < columns; c++) {
+                uvec pair;
+                memcpy(&pair, (const uint16_t *)p->weight + at + 2 * c * LANES, sizeof pair);
+                one[c] = (vec)(pair << 16), other[c] = (vec)(pair & 0xffff0000u);
+            }
+            add_input(rows, columns, x + k, stride, one, sum);
+            add_input(rows, columns, x + k + 1, stride, other, sum);
+        }
+    } else {
+        for (int k = 0; k < count; k += 8, at += p->wide) {
+            uvec word[COLS];
+#pragma GCC unroll 8
+            for (int c = 0; c < columns; c++)
+                memcpy(word + c, (const uint32_t *)p->weight + at + c * LANES, sizeof *word);
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; i++) {
+#pragma GCC unroll 8
+                for (int c = 0; c < columns; c++) {
+                    one[c] = low_int4(word[c]), word[c] >>= 4;
+                    if (zeros) one[c] -= zero[c];
+                }
+                add_input(rows, columns, x + k + i, stride, one, sum);
+            }
+        }
+    }
+}
+
+/* tile[r] = the products of row r with `columns` vectors of outputs of a block column, from output
+ * `from` of it on. */
+INLINE void multiply(const int kind, const int rows, const int columns, const Product *p,
+                     int panel, int from, const float *x, int64_t stride, float *tile) {
+    vec sum[MOST_ROWS * COLS];
+    const int is_small = kind == INT8 || kind == INT4;
+    int64_t at = panel * p->out_stride + from * (p->paired ? 2 : 1);
+    int64_t scale_at = from + (int64_t)panel * ((p->ins + p->deep - 1) / p->deep) * p->wide;
+#pragma GCC unroll 32
+    for (int i = 0; i < rows * columns; i++) sum[i] = splat(0.0f);
+    for (int low = 0; low < p->ins; low += p->deep, at += p->in_stride, scale_at += p->wide) {
+        const int count = p->ins - low < p->deep ? p->ins - low : p->deep;
+        if (is_small && p->zeros)
+            add_block(kind, rows, columns, p, p->zeros + scale_at, at, x + low, stride, count, sum);
+        else
+            add_block(kind, rows, columns, p, NULL, at, x + low, stride, count, sum);
+        if (!is_small) continue;
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+            for (int c = 0; c < columns; c++) {
+                float *to = tile + r * MAX_WIDE + c * LANES;
+                const vec scale = load(p->scales + scale_at + c * LANES);
+                store(to, fused(sum[r * columns + c], scale, low ? load(to) : splat(0.0f)));
+                sum[r * columns + c] = splat(0.0f);
+            }
+    }
+    if (is_small) return;
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int c = 0; c < columns; c++)
+            store(tile + r * MAX_WIDE + c * LANES, sum[r * columns + c]);
+}
+
+INLINE void multiply_panel(const int kind, const int rows, const Product *p, int panel,
+                           const float *x, int64_t stride, float *tile) {
+    int c = 0;
+    for (; c + COLS * LANES <= p->wide; c += COLS * LANES)
+        multiply(kind, rows, COLS, p, panel, c, x, stride, tile + c);
+    for (; c < p->wide; c += LANES)
+        multiply(kind, rows, 1, p, panel, c, x, stride, tile + c);
+}
+
+#define PANEL(KIND, R)                                                                          \
+    static void panel_##KIND##_##R(const Product *p, int panel, const float *x, int64_t stride, \
+                                   float *tile) {                                               \
+        multiply_panel(KIND, R, p, panel, x, stride, tile);                                     \
+    }
+#define PANELS(KIND) \
+    PANEL(KIND, 1) PANEL(KIND, 2) PANEL(KIND, 3) PANEL(KIND, 4) PANEL(KIND, 5) PANEL(KIND, 6)
+#define NAMES(KIND)                                                                     \
+    {panel_##KIND##_1, panel_##KIND##_2, panel_##KIND##_3, panel_##KIND##_4, panel_##KIND##_5, \
+     panel_##KIND##_6}
+PANELS(FLOAT32) PANELS(BFLOAT16) PANELS(INT8) PANELS(INT4)
+
+typedef void (*PanelFunction)(const Product *, int, const float *, int64_t, float *);
+
+static const PanelFunction panel_functions[NUM_KINDS][MOST_ROWS] = {
+    NAMES(FLOAT32), NAMES(BFLOAT16), NAMES(INT8), NAMES(INT4)};
+
+static int num_panels(const Product *p) { return (p->outs + p->wide - 1) / p->wide; }
+
+/* Whether it can be multiplied with rows of a type. */
+static int is_known(int dtype, const Product *p) {
+    if (p->wide % LANES || p->wide > MAX_WIDE) return 0;
+    if (p->bits) return !p->paired && (p->bits == 8 || (p->bits == 4 && p->ins % 8 == 0 &&
+                                                        (p->deep % 8 == 0 || p->deep >= p->ins)));
+    if (p->paired != (dtype == BFLOAT16)) return 0;
+    return !p->paired || (p->ins % 2 == 0 && p->deep % 2 == 0);
+}
+
+/* Rows [first, first + count) times one block of outputs, with the bias: (count, MAX_WIDE). Returns
+ * how many of the block's outputs there are. */
+static int project(int dtype, const Product *p, int panel, const float *x, int64_t stride,
+                   int first, int count, float *tile) {
+    const int low = panel * p->wide, kind = p->bits == 8 ? INT8 : p->bits == 4 ? INT4 : dtype;
+    const int outs = p->outs - low < p->wide ? p->outs - low : p->wide;
+    panel_functions[kind][count - 1](p, panel, x + first * stride, stride, tile);
+    if (p->bias)
+        for (int r = 0; r < count; r++)
+            for (int c = 0; c < outs; c++)
+                tile[r * MAX_WIDE + c] += one_at(dtype, p->bias, low + c);
+    return outs;
+}
+
+#define EACH_GROUP(first, count, rows) \
+    for (int first = 0, count; first < (rows); first += count) \
+        if (count = (rows) - first < MOST_ROWS ? (rows) - first : MOST_ROWS, 1)
+
+#endif

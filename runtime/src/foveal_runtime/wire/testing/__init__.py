@@ -1,0 +1,1 @@
+"""Test doubles of the wire; nothing in the product imports them."""

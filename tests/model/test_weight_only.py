@@ -1,0 +1,164 @@
+"""Quantised weights by the C kernel on CPUs: as checkpoints bring them, or quantised at load.
+
+Products are compared with the dequantised weights in double, models with transformers' forward of
+them (checkpoints' own formats: test_quantized_layers.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from foveal_runtime.model import profiler
+from foveal_runtime.model.checkpoint import blocked
+from foveal_runtime.model.checkpoint.blocked import block_quantized
+from foveal_runtime.model.checkpoint.dequantize import QuantizedLinear, quantize_linears
+from foveal_runtime.model.checkpoint.loader import load_model
+from foveal_runtime.model.cpu import kernels
+from foveal_runtime.model.cpu.kernels import DecodeKernel, cpu_flags, load_decode_kernel, variants
+from foveal_runtime.plan.errors import StartupError
+from tests.support.models.quantised import make
+
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.skipif(isinstance(load_decode_kernel(), str), reason=str(load_decode_kernel())),
+]
+KINDS = ["int8", "int4"]
+BOUND = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
+"""Of the largest result: the order of sums; in bfloat16 its rounding."""
+SHAPES = [(64, 128), (96, 96), (80, 576), (16, 32), (200 * 16, 64)]
+NUM_ROWS = (1, 2, 3, 4, 5, 6, 7, 64)
+SIZES = {
+    "vocab_size": 128, "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 512,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+HYBRID = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"], "head_dim": 16,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+}  # fmt: skip
+
+
+def variants_here() -> list[DecodeKernel]:
+    folder = Path(kernels.__file__).parent
+    paths = [folder / f"decode_layers_{one}.so" for one in variants("x86_64", cpu_flags())]
+    return [DecodeKernel(path) for path in paths if path.exists()]
+
+
+def layer_of(kind: str, outs: int, ins: int, has_zeros: bool = False) -> QuantizedLinear:
+    torch.manual_seed(outs + ins)
+    holder = nn.Sequential(nn.Linear(ins, outs)).requires_grad_(False)
+    assert quantize_linears(holder, kind) == 1
+    layer = holder[0]
+    if has_zeros and kind == "int8":
+        zeros = torch.randint(-9, 10, layer.weight_scale.shape, dtype=torch.int8)
+        layer.register_buffer("weight_zero_point", zeros)
+    elif has_zeros:
+        words = torch.randint(-(1 << 31), (1 << 31) - 1, (outs // 8, layer.weight_scale.shape[1]))
+        layer.register_buffer("weight_zero_point", words.int())
+    return layer
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_product_is_that_of_the_dequantised_weights(kind, has_zeros, dtype, monkeypatch):
+    """Of every instruction set, and a row's is the same bits in any company."""
+    for outs, ins in SHAPES:
+        layer = layer_of(kind, outs, ins, has_zeros)
+        layer.bias.data = layer.bias.data.to(dtype)
+        weight = layer.dequantized()
+        assert block_quantized(nn.Sequential(layer)) == 1
+        torch.testing.assert_close(layer.dequantized(), weight, rtol=0, atol=0)
+        rows = torch.randn(NUM_ROWS[-1], ins).to(dtype)
+        wanted = rows.double() @ weight.double().t() + layer.bias.double()
+        for kernel in variants_here():
+            monkeypatch.setattr(blocked, "_kernel", lambda kernel=kernel: kernel)
+            whole = layer(rows)
+            apart = float((whole.double() - wanted).abs().max() / wanted.abs().max())
+            assert apart <= BOUND[dtype], (outs, ins, kernel)
+            for count in NUM_ROWS:
+                assert torch.equal(layer(rows[1 : 1 + count]), whole[1 : 1 + count])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_wrong_code_shows(kind):
+    layer = layer_of(kind, 80, 576)
+    weight = layer.dequantized()
+    block_quantized(nn.Sequential(layer))
+    layer.codes[0, 3, 5] ^= 2
+    rows = torch.randn(4, 576)
+    wanted = rows @ weight.t() + layer.bias
+    assert float((layer(rows) - wanted).abs().max() / wanted.abs().max()) > 10 * BOUND[rows.dtype]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", ["qwen2_small", "qwen3_5_small", "llava"])
+def test_a_model_quantised_at_load_is_its_dequantised_twin(
+    case, kind, bench, checkpoints, monkeypatch
+):
+    """Llama-like decoders in one call, others by their modules; towers and heads stay plain."""
+    for name, more in {"qwen2": {}, "qwen3_5_text": HYBRID}.items():
+        config = transformers.AutoConfig.for_model(name, **SIZES, **more)
+        small = checkpoints.Case(lambda config=config: config)
+        monkeypatch.setitem(checkpoints.CASES, f"{name.removesuffix('_text')}_small", small)
+    one = bench(case, attention="auto", quantization=kind)
+    assert (one.runner.forward.decode_layers is not None) == (case != "llava")
+    found = {
+        name: module
+        for name, module in one.runner.loaded.model.named_modules()
+        if isinstance(module, QuantizedLinear)
+    }
+    assert len(found) >= 6 * one.runner.loaded.text_config.num_hidden_layers
+    assert not [name for name in found if "vision" in name or "head" in name]
+    prompts = [one.prompt(1, num_text=40), one.prompt(2, num_text=9)]
+    jobs = [one.job(str(number), prompt) for number, prompt in enumerate(prompts)]
+    one.driver.run(jobs)
+    with pytest.raises(AssertionError):  # the comparison sees the rounding
+        one.check(jobs[0], prompts[0])
+    for name, layer in found.items():
+        one.reference.get_submodule(name).weight.data = layer.dequantized()
+    for job, prompt in zip(jobs, prompts, strict=True):
+        one.check(job, prompt)
+
+
+def test_plain_weights_are_planned_where_they_are_cast_first(tiny):
+    path = str(tiny("llava"))
+    stored = profiler.predict(path)
+    assert profiler.predict(path, quantization="int8").load_bytes == stored.load_bytes == 0
+    cast = profiler.predict(path, dtype="bfloat16", quantization="int8")
+    assert cast.load_bytes == stored.weight_bytes // 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_at_load_are_predicted(kind, tiny):
+    path = str(tiny("llava"))
+    predicted = profiler.predict(path, quantization=kind)
+    held = load_model(path, quantization=kind).model
+    unread = 16_352  # of a tower's last layer, which the engine drops
+    assert predicted.weight_bytes == profiler.parameter_bytes(held) + unread
+    assert predicted.weight_bytes < profiler.predict(path).weight_bytes
+    assert predicted.quantization == f"{kind}, at load"
+    assert predicted.possible_ranks() == (1,)
+
+
+def test_what_is_quantised_is_not_quantised_again(tiny, tmp_path):
+    stored, _ = make(Path(tiny("llama")), tmp_path, "W4A16")
+    for read in (profiler.predict, load_model):
+        with pytest.raises(StartupError, match=r"quantization int8: .* quantised already"):
+            read(str(stored), quantization="int8")
+
+
+def test_without_a_kernel_layers_stay_as_they_are_stored(tiny, monkeypatch, caplog):
+    monkeypatch.setattr(blocked, "_kernel", lambda: "no object for this machine")
+    loaded = load_model(str(tiny("llama")), quantization="int4")
+    layer = loaded.decoder.layers[0].mlp.gate_proj
+    rows = torch.randn(3, layer.in_features)
+    torch.testing.assert_close(layer(rows), rows @ layer.dequantized().t(), rtol=0, atol=2e-6)
+    assert layer.layout.kind == "packed"
+    assert "no object for this machine" in caplog.text
