@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from PIL import Image
 
 from foveal_runtime.main.launcher import LocalDeployment
-from foveal_runtime.main.local.serve import LocalOptions, local_documents
+from foveal_runtime.main.local.serve import local_documents
 from foveal_runtime.plan.local import free_port
 
 HERE = Path(__file__).resolve().parent / "tiny-vlm"
@@ -136,11 +136,10 @@ def ask_one(url: str, entry: dict[str, Any], *, draw: bool) -> Asked:
 
 def main() -> int:
     questions = json.loads((HERE / "images" / "questions.json").read_text())
-    options = LocalOptions(
-        model=str(HERE / "model"), name="tiny-vlm", port=free_port(), kv_bytes=64 * MIB,
+    engines, frontends = local_documents(
+        free_port, model=str(HERE / "model"), name="tiny-vlm", port=free_port(), kv_bytes=64 * MIB,
         ipc_bytes=64 * MIB, processor_bytes=64 * MIB, media_workers=1,
     )  # fmt: skip
-    engines, frontends = local_documents(options, free_port)
     print("starting one engine and one frontend on the bundled model ...", flush=True)
     started = time.perf_counter()
     with LocalDeployment(engines, frontends, say=print) as deployment:

@@ -29,9 +29,20 @@ VOCABULARY = 1024
 CONTEXT = 8192
 SPECIAL = ("<pad>", "<s>", "</s>", "<image>", "<|system|>", "<|user|>", "<|assistant|>")
 
+# Tools by name and parameters alone; a call as in Hermes; its result is a message of role 'tool'.
 CHAT_TEMPLATE = """\
 {{- '<s>' -}}
+{%- if tools -%}
+{{- '<|system|>tools: ' -}}
+{%- for tool in tools -%}
+{%- set parameters = (tool['function']['parameters'] or {})['properties'] or {} -%}
+{{- tool['function']['name'] + '(' + parameters | join(', ') + ')' -}}
+{{- ', ' if not loop.last -}}
+{%- endfor -%}
+{{- '</s>' -}}
+{%- endif -%}
 {%- for message in messages -%}
+{#- Roles are 'system', 'user', 'assistant' and 'tool'. -#}
 {{- '<|' + message['role'] + '|>' -}}
 {%- if message['content'] is string -%}
 {{- message['content'] -}}
@@ -44,6 +55,13 @@ CHAT_TEMPLATE = """\
 {%- endif -%}
 {%- endfor -%}
 {%- endif -%}
+{%- for call in message['tool_calls'] or [] -%}
+{%- set arguments = call['function']['arguments'] -%}
+{{- '\\n' if not loop.first -}}
+{{- '<tool_call>\\n{"name": "' + call['function']['name'] + '", "arguments": ' -}}
+{{- arguments if arguments is string else arguments | tojson -}}
+{{- '}\\n</tool_call>' -}}
+{%- endfor -%}
 {{- '</s>' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}

@@ -9,6 +9,7 @@ nor transformers: what it measures is the served model, images and all, as a cli
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
 import time
@@ -16,8 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
-from questions import FAMILIES, Asker, Sample, is_right
+from questions import Sample, is_right
 from scenes import to_data_url
+from structured import ALL_FAMILIES, StructuredAsker, written
 
 REQUIRED = 0.95
 LONGEST_REPLY = 160
@@ -36,8 +38,16 @@ def to_request(sample: Sample, model: str) -> dict[str, Any]:
                 else part
                 for part in content
             ]
-        messages.append({"role": message["role"], "content": content})
-    return {"model": model, "messages": messages, "temperature": 0, "max_tokens": LONGEST_REPLY}
+        messages.append({**message, "content": content})
+    asked = {"model": model, "messages": messages, "temperature": 0, "max_tokens": LONGEST_REPLY}
+    return asked | sample.options
+
+
+def reply_of(message: dict[str, Any]) -> str:
+    """What an assistant's message says, calls as the model writes them."""
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    texts = [written(call["name"], json.loads(call["arguments"])) for call in calls]
+    return "\n".join([message["content"]] * bool(message["content"]) + texts)
 
 
 class Client:
@@ -59,7 +69,7 @@ class Client:
             answer = self.http.post(
                 f"{self.base}/chat/completions", json=to_request(sample, self.model)
             ).raise_for_status()
-            return str(answer.json()["choices"][0]["message"]["content"])
+            return reply_of(answer.json()["choices"][0]["message"])
         except (httpx.HTTPError, KeyError, IndexError, ValueError) as error:
             return f"<{type(error).__name__}: {error}>"
 
@@ -68,7 +78,9 @@ def draw_samples(families: list[str], each: int, seed: str, unseen: bool) -> lis
     """The same questions for the same seed, shuffled so that families mix as in real traffic."""
     samples = []
     for family in families:
-        asker = Asker(random.Random(f"held out/{seed}/{family}"), held_out=True, unseen=unseen)
+        asker = StructuredAsker(
+            random.Random(f"held out/{seed}/{family}"), held_out=True, unseen=unseen
+        )
         samples += [asker.sample(family) for _ in range(each)]
     random.Random(seed).shuffle(samples)
     return samples
@@ -97,7 +109,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--seed", default="api")
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one answer")
-    parser.add_argument("--families", nargs="*", default=list(FAMILIES), choices=FAMILIES)
+    parser.add_argument("--families", nargs="*", default=list(ALL_FAMILIES), choices=ALL_FAMILIES)
     parser.add_argument("--unseen", action="store_true", help="wordings never trained on")
     parser.add_argument("--show", type=int, default=0, help="wrong answers to print")
     return parser.parse_args()

@@ -35,17 +35,22 @@ class Turn:
 
 @dataclass
 class Sample:
-    """A conversation; the last message is the user's, `answer` is what should follow."""
+    """A conversation; the last message is the user's or a tool's, `answer` is what should follow.
+    `options` are what else a request asks for: tools, response_format."""
 
     family: str
     messages: list[dict[str, Any]] = field(default_factory=list)
     pictures: list[Picture] = field(default_factory=list)
     answer: str = ""
     verdict: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 def is_right(reply: str, verdict: str) -> bool:
-    """Whether the reply ends in the verdict, ignoring case, punctuation and spacing."""
+    """Whether the reply ends in the verdict, ignoring case, punctuation and spacing; JSON and calls
+    must be exact."""
+    if verdict.startswith(("{", "<")):
+        return reply == verdict
     got, want = (re.sub(r"[^a-z0-9]+", " ", text.lower()).strip() for text in (reply, verdict))
     return got == want or got.endswith(" " + want)
 
@@ -77,13 +82,13 @@ class Asker:
             return Turn(self.phrase("caption"), answer, answer)
         return Turn(self.phrase("digit"), str(picture.digit), str(picture.digit))
 
-    def _unique(self, things: tuple[Thing, ...], *parts: str) -> list[Thing]:
+    def unique(self, things: tuple[Thing, ...], *parts: str) -> list[Thing]:
         """The things no other thing equals in all the named attributes."""
         keys = [tuple(getattr(thing, part) for part in parts) for thing in things]
         return [thing for thing, key in zip(things, keys, strict=True) if keys.count(key) == 1]
 
     def _colour(self, things: tuple[Thing, ...]) -> Turn | None:
-        by_shape = self._unique(things, "shape")
+        by_shape = self.unique(things, "shape")
         if by_shape and self.rng.random() < 0.6:
             thing = self.rng.choice(by_shape)
             return Turn(self.phrase("colour", shape=thing.shape), thing.colour, thing.colour)
@@ -91,7 +96,7 @@ class Asker:
         return Turn(self.phrase("colour_at", place=thing.place), thing.colour, thing.colour)
 
     def _shape(self, things: tuple[Thing, ...]) -> Turn | None:
-        by_colour = self._unique(things, "colour")
+        by_colour = self.unique(things, "colour")
         if by_colour and self.rng.random() < 0.6:
             thing = self.rng.choice(by_colour)
             return Turn(self.phrase("shape", colour=thing.colour), thing.shape, thing.shape)
@@ -109,7 +114,7 @@ class Asker:
         return Turn(self.phrase("count", what=what), str(number), str(number))
 
     def _place(self, things: tuple[Thing, ...]) -> Turn | None:
-        unique = self._unique(things, "name")
+        unique = self.unique(things, "name")
         if not unique:
             return None
         thing = self.rng.choice(unique)
@@ -118,7 +123,7 @@ class Asker:
     def _presence(self, things: tuple[Thing, ...]) -> Turn | None:
         names = {thing.name for thing in things}
         absent = [f"{c} {s}" for c in COLOURS for s in SHAPES if f"{c} {s}" not in names]
-        unique = self._unique(things, "name")
+        unique = self.unique(things, "name")
         if unique and self.rng.random() < 0.5:
             thing = self.rng.choice(unique)
             answer = f"the {thing.name} is {thing.place}: yes"
@@ -130,7 +135,7 @@ class Asker:
         return Turn(question, f"there is no {name}: no", "no")
 
     def _relation(self, things: tuple[Thing, ...]) -> Turn | None:
-        unique = self._unique(things, "name")
+        unique = self.unique(things, "name")
         if len(unique) < 2:
             return None
         one, other = self.rng.sample(unique, 2)
@@ -228,6 +233,13 @@ class Asker:
             return self.pair_turn(family, pictures)
         return self.turn(family, pictures[0])
 
+    def system(self, long: bool) -> list[dict[str, Any]]:
+        """Now and then a system message."""
+        if not long and self.rng.random() >= 0.15:
+            return []
+        prompt = filler(self.rng) if long else self.rng.choice(SYSTEM)
+        return [{"role": "system", "content": prompt}]
+
     def sample(self, family: str, earlier: tuple[str, ...] = (), long: bool = False) -> Sample:
         """A conversation whose last question is of the family, after the `earlier` ones."""
         if family == "follow_up":
@@ -240,13 +252,10 @@ class Asker:
             turns = [self.ask(name, pictures) for name in (*earlier, family)]
             if all(turns):
                 break
-        sample = Sample(family, pictures=pictures)
-        if long or self.rng.random() < 0.15:
-            prompt = filler(self.rng) if long else self.rng.choice(SYSTEM)
-            sample.messages.append({"role": "system", "content": prompt})
+        sample = Sample(family, self.system(long), pictures)
         for index, turn in enumerate(turns):
-            text = _as_typed(self.rng, turn.question)
-            content = _parts(self.rng, text, pictures if index == 0 else [])
+            text = as_typed(self.rng, turn.question)
+            content = in_parts(self.rng, text, pictures if index == 0 else [])
             sample.messages.append({"role": "user", "content": content})
             sample.answer, sample.verdict = turn.answer, turn.verdict
             if index < len(turns) - 1:
@@ -277,7 +286,7 @@ def directions(one: Thing, other: Thing) -> list[str]:
     return found
 
 
-def _as_typed(rng: random.Random, question: str) -> str:
+def as_typed(rng: random.Random, question: str) -> str:
     if rng.random() < 0.35:
         question = question[0].upper() + question[1:]
     if rng.random() < 0.12:
@@ -285,7 +294,7 @@ def _as_typed(rng: random.Random, question: str) -> str:
     return question
 
 
-def _parts(rng: random.Random, text: str, pictures: list[Picture]) -> str | list[dict[str, str]]:
+def in_parts(rng: random.Random, text: str, pictures: list[Picture]) -> str | list[dict[str, str]]:
     if not pictures:
         return text
     images = [{"type": "image"} for _ in pictures]

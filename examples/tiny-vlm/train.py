@@ -13,6 +13,8 @@ import argparse
 import math
 import random
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +36,7 @@ SEED = 7
 BATCH = 32
 PEAK_RATE = 1e-3
 WARM_UP = 200
-SAVE_EVERY = 1000
+SAVE_EVERY, CHECK_EVERY = 200, 1000
 CHECK_EACH = 40
 
 # Dense answers first: captions name place, colour and shape of everything, relations state both
@@ -149,7 +151,9 @@ SIGHT_STEPS = 2400
 SEEN_SHARE = 0.3
 SIGHT_RATE = 0.5
 STEPS = 38_300
-MEAN_FROM, MEAN_EVERY = 37_900, 10  # what is kept is the mean of the weights at the end
+# What is kept is the mean of the mean weights of these steps, the first and the last one.
+MEANS = ((36_900, 37_600), (37_900, 38_300))
+MEAN_EVERY = 10
 SCHEDULE = [
     (0, DENSE),
     (2600, EVEN),
@@ -198,7 +202,12 @@ def rate_at(step: int) -> float:
     """Linear warm-up, then cosines down to a fiftieth of their peak."""
     if step < WARM_UP:
         return PEAK_RATE * (step + 1) / WARM_UP
-    first, last, peak = next(plan[1:] for plan in reversed(PLANS) if step >= plan[0])
+    return cosine_at(step, PLANS)
+
+
+def cosine_at(step: int, plans: Sequence[tuple[int, int, int, float]]) -> float:
+    """That of the last plan that has begun."""
+    first, last, peak = next(plan[1:] for plan in reversed(plans) if step >= plan[0])
     progress = min(1.0, (step - first) / (last - first))
     return peak * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
 
@@ -249,14 +258,31 @@ def keep_held_out_scans() -> None:
         np.savez_compressed(SCANS_FILE, scans=scans, labels=labels.astype(np.uint8))
 
 
+@dataclass(frozen=True)
+class Course:
+    """What is learnt: mixtures and rates by step, from which step to which one weights are
+    averaged, and what is asked at checkpoints."""
+
+    schedule: list[tuple[int, dict[str, float]]]
+    rate_at: Callable[[int], float]
+    means: tuple[tuple[int, int], ...]
+    families: tuple[str, ...]
+
+
 class Trainer:
     """The model, its optimiser and how far they have come; a checkpoint holds all of it."""
 
-    def __init__(self, scratch: Path, log_path: Path):
-        torch.manual_seed(SEED)
-        self.processor = build_processor(SEED)
+    def __init__(
+        self,
+        scratch: Path,
+        log_path: Path,
+        course: Course,
+        processor: LlavaProcessor,
+        model: LlavaForConditionalGeneration,
+        step: int = 0,
+    ):
+        self.course, self.processor, self.model, self.step = course, processor, model, step
         self.words = Words(self.processor)
-        self.model = build_model(self.processor.tokenizer)
         # At a hundred tokens the plain attention is the fastest on a CPU.
         self.model.set_attn_implementation("eager")
         # What has learnt to see learns on at a slower rate, lest the words undo it.
@@ -273,15 +299,15 @@ class Trainer:
             for matrix in (True, False)
         ]
         self.optimiser = torch.optim.AdamW(groups, PEAK_RATE, betas=(0.9, 0.98), fused=True)
-        self.mean = AveragedModel(self.model)
+        self.means = [AveragedModel(self.model) for _ in course.means]
         self.saved = scratch / "checkpoint.pt"
-        self.step, before = 0, 0.0
+        before = 0.0
         if self.saved.exists():
             state = torch.load(self.saved)
             self.model.load_state_dict(state["model"])
             self.optimiser.load_state_dict(state["optimiser"])
-            if state["step"] > MEAN_FROM:
-                self.mean.load_state_dict(state["mean"])
+            for mean, saved in zip(self.means, state["means"], strict=True):
+                mean.load_state_dict(saved)
             self.step, before = state["step"], state["seconds"]
         self.log = Log(log_path, before)
 
@@ -292,10 +318,7 @@ class Trainer:
             f"vocabulary {len(self.processor.tokenizer)}, step {self.step} of {steps}, "
             f"batch {BATCH}, pixel gap {check_pixels(self.processor):.4f}"
         )
-        if self.step == 0:
-            learn_to_see(self.model, self.processor, SEED, SIGHT_STEPS, self.log)
-            self.save()
-        data = Batches(self.processor, SEED, BATCH, SCHEDULE, self.step)
+        data = Batches(self.processor, SEED, BATCH, self.course.schedule, self.step)
         loader = iter(DataLoader(data, batch_size=None, num_workers=1, prefetch_factor=20))
         self.model.train()
         total, waited, mark = 0.0, 0.0, time.monotonic()
@@ -303,10 +326,11 @@ class Trainer:
             asked = time.monotonic()
             batch = next(loader)
             waited += time.monotonic() - asked
-            total += self.learn(batch, rate_at(self.step))
+            total += self.learn(batch, self.course.rate_at(self.step))
             self.step += 1
-            if self.step >= MEAN_FROM and self.step % MEAN_EVERY == 0:
-                self.mean.update_parameters(self.model)
+            for mean, (first, last) in zip(self.means, self.course.means, strict=True):
+                if first <= self.step <= last and self.step % MEAN_EVERY == 0:
+                    mean.update_parameters(self.model)
             if self.step % 100 == 0:
                 spent = time.monotonic() - mark
                 self.log(
@@ -314,9 +338,11 @@ class Trainer:
                     f"{waited / spent:.0%} waiting for data"
                 )
                 total, waited, mark = 0.0, 0.0, time.monotonic()
-            if self.step % SAVE_EVERY == 0 or self.step == steps:
-                self.check_and_save()
+            if self.step % CHECK_EVERY == 0 or self.step == steps:
+                self.check()
                 mark = time.monotonic()
+            if self.step % SAVE_EVERY == 0 or self.step == steps:
+                self.save()
 
     def learn(self, batch: Batch, rate: float) -> float:
         """One optimiser step; the loss of the words before it."""
@@ -329,24 +355,40 @@ class Trainer:
         self.optimiser.step()
         return loss.item()
 
-    def check_and_save(self) -> None:
-        self.model.eval()
-        asked = self.mean.module.eval() if self.step >= MEAN_FROM else self.model
-        right = ask_all(asked, self.processor, FAMILIES, CHECK_EACH, f"check {self.step}")
+    def check(self) -> None:
+        right = ask_all(
+            self.kept(), self.processor, self.course.families, CHECK_EACH, f"check {self.step}"
+        )
         self.log("held out: " + report(right, ", "))
         self.model.train()
-        self.save()
+
+    def kept(self) -> LlavaForConditionalGeneration:
+        """The mean of the means that have begun, each with the same weight; before, the model."""
+        begun = [mean.module for mean in self.means if mean.n_averaged]
+        if not begun:
+            return self.model.eval()
+        whole = AveragedModel(begun[0])
+        for mean in begun:
+            whole.update_parameters(mean)
+        return whole.module.eval()
 
     def save(self) -> None:
         state = {
             "model": self.model.state_dict(),
             "optimiser": self.optimiser.state_dict(),
-            "mean": self.mean.state_dict(),
+            "means": [mean.state_dict() for mean in self.means],
             "step": self.step,
             "seconds": self.log.seconds(),
         }
         torch.save(state, self.saved.with_suffix(".new"))
         self.saved.with_suffix(".new").replace(self.saved)
+
+    def write(self, out: Path) -> None:
+        """The mean model and its processor, as transformers loads them."""
+        self.kept().save_pretrained(out)
+        self.processor.save_pretrained(out)
+        # Loaders that predate the joint processor file read this one.
+        self.processor.image_processor.save_pretrained(out)
 
 
 def main() -> None:
@@ -360,12 +402,16 @@ def main() -> None:
     options.scratch.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(options.threads)
     keep_held_out_scans()
-    trainer = Trainer(options.scratch, options.log)
+    torch.manual_seed(SEED)
+    processor = build_processor(SEED)
+    model = build_model(processor.tokenizer)
+    course = Course(SCHEDULE, rate_at, MEANS, FAMILIES)
+    trainer = Trainer(options.scratch, options.log, course, processor, model)
+    if trainer.step == 0:
+        learn_to_see(model, processor, SEED, SIGHT_STEPS, trainer.log)
+        trainer.save()
     trainer.run(options.steps)
-    trainer.mean.module.eval().save_pretrained(options.out)
-    trainer.processor.save_pretrained(options.out)
-    # Loaders that predate the joint processor file read this one.
-    trainer.processor.image_processor.save_pretrained(options.out)
+    trainer.write(options.out)
 
 
 if __name__ == "__main__":

@@ -16,12 +16,13 @@ from collections.abc import Iterable
 
 import torch
 from PIL import Image
-from questions import FAMILIES, Asker, Sample, is_right
+from questions import Sample, is_right
 from scenes import to_bytes
+from structured import ALL_FAMILIES, StructuredAsker
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel, ProcessorMixin
 
 BATCH = 50
-LONGEST = {"caption": 60, "detail": 150}
+LONGEST = {"caption": 60, "detail": 150, "json": 160, "unasked": 150}
 REQUIRED = 0.95
 Counts = dict[str, tuple[int, int]]
 
@@ -31,7 +32,12 @@ def replies(
 ) -> list[str]:
     """What the model answers to each sample, one padded batch for all."""
     texts = [
-        processor.apply_chat_template(sample.messages, add_generation_prompt=True, tokenize=False)
+        processor.apply_chat_template(
+            sample.messages,
+            tools=sample.options.get("tools"),
+            add_generation_prompt=True,
+            tokenize=False,
+        )
         for sample in samples
     ]
     images = [picture.image for sample in samples for picture in sample.pictures]
@@ -60,7 +66,9 @@ def ask_all(
     """Right answers and questions by family."""
     counts: Counts = {}
     for family in families:
-        asker = Asker(random.Random(f"held out/{seed}/{family}"), held_out=True, unseen=unseen)
+        asker = StructuredAsker(
+            random.Random(f"held out/{seed}/{family}"), held_out=True, unseen=unseen
+        )
         right = wrong = 0
         for start in range(0, each, BATCH):
             samples = [asker.sample(family) for _ in range(min(BATCH, each - start))]
@@ -92,7 +100,7 @@ def main() -> int:
     parser.add_argument("model")
     parser.add_argument("--each", type=int, default=300, help="questions per family")
     parser.add_argument("--seed", default="verify")
-    parser.add_argument("--families", nargs="*", default=list(FAMILIES))
+    parser.add_argument("--families", nargs="*", default=list(ALL_FAMILIES))
     parser.add_argument("--unseen", action="store_true", help="wordings never trained on")
     parser.add_argument("--jpeg", action="store_true", help="send the images as JPEG, quality 85")
     parser.add_argument("--show", type=int, default=0, help="wrong answers to print per family")

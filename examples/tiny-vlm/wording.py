@@ -198,6 +198,73 @@ PHRASES: dict[str, Pair] = {
     ),
 }
 
+# Not in the tokenizer's corpus: another corpus would be another vocabulary.
+TASKS: dict[str, Pair] = {
+    "json": (
+        (
+            "describe the image in JSON.",
+            "describe the image as JSON.",
+            "describe this image in JSON.",
+            "list the objects in JSON.",
+            "what do you see? answer in JSON.",
+            "what is in the image? answer in JSON.",
+        ),
+        ("please describe the picture in JSON.",),
+    ),
+    "json_fact": (
+        (
+            "{question} answer in JSON.",
+            "{question} Answer in JSON.",
+            "answer in JSON: {question}",
+            "in JSON: {question}",
+        ),
+        ("{question} reply in JSON.",),
+    ),
+    "look_at": (
+        (
+            "use look at the {place}.",
+            "use the tool look at the {place}.",
+            "look at the {place} with the tool.",
+            "call look for the {place}.",
+            "use look: what is at the {place}?",
+            "what is at the {place}? use look.",
+        ),
+        ("please use look on the {place}.",),
+    ),
+    "look_for": (
+        (
+            "use look at the {name}.",
+            "use the tool look at the {name}.",
+            "look at the {name} with the tool.",
+            "call look for the {name}.",
+            "use look where the {name} is.",
+            "where is the {name}? use look.",
+        ),
+        ("please use look on the {name}.",),
+    ),
+    "compare_digits": (
+        (
+            "use compare on the digits.",
+            "use the tool compare on the two digits.",
+            "compare the digits with the tool.",
+            "call compare for both digits.",
+            "compare both digits, use compare.",
+            "which digit is larger? use compare.",
+        ),
+        ("please use compare for the two digits.",),
+    ),
+    "compare_counts": (
+        (
+            "use compare on the numbers of objects.",
+            "use the tool compare on the counts.",
+            "compare the numbers of objects with the tool.",
+            "call compare for the counts.",
+            "which image has more objects? use compare.",
+        ),
+        ("please use compare for the counts.",),
+    ),
+}
+
 _HELLO = "hello! send me an image and ask about its colours, shapes, counts, places or digits."
 _WHO = "i am a tiny vision-language model. i see coloured shapes and handwritten digits."
 _WELCOME = "you are welcome."

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from foveal_runtime.main.fetch import Download, fetch
-from foveal_runtime.main.progress import Progress
+from foveal_runtime.main.fetch import Download, Progress, fetch
 from foveal_runtime.main.revision import SOURCE_FILE, resolved_revision
 from foveal_runtime.plan.errors import StartupError
 

@@ -53,3 +53,11 @@ def test_a_hubs_refusal_has_a_reason(hub: str, tmp_path: Path, code: int, reason
     }  # fmt: skip
     found, text = reason_of(f"hf://a/{code}", tmp_path / "model", environment)
     assert found == reason, text
+
+
+def test_a_hub_that_cannot_be_reached_is_named_with_the_remedy(tmp_path: Path) -> None:
+    environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    found, text = reason_of("hf://a/b", tmp_path / "model", environment)
+    assert found == "FetchFailed"
+    assert "hf://a/b: the hub at http://127.0.0.1:9 does not answer (" in text
+    assert "refused): check the network, HF_ENDPOINT and proxies" in text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,6 +52,23 @@ def test_every_object_of_every_page_comes_and_is_named(store: s3.Store, tmp_path
     store.objects["tiny/config.json"] = b"{ }"
     assert fetch(URI, tmp_path / "changed")
     assert resolved_revision(tmp_path / "changed") != first
+
+
+def test_a_terminal_gets_bars_and_a_log_none(store: s3.Store, tmp_path: Path) -> None:
+    for width in ("40", "100"):
+        out = io.StringIO()
+        out.isatty = lambda: True  # type: ignore[method-assign]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("COLUMNS", width)
+            patch.setenv("TERM", "xterm")
+            assert fetch(URI, tmp_path / width, out=out)
+        lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()).splitlines()
+        assert any(line.startswith("all files") for line in lines)
+        assert all(len(line) <= int(width) for line in lines)
+    assert any(line.startswith("model.safetensors ") for line in lines)
+    out = io.StringIO()
+    assert fetch(URI, tmp_path / "log", out=out)
+    assert out.getvalue() == "", "there is a line after ten seconds at the earliest"
 
 
 def test_a_download_that_breaks_is_resumed_where_it_broke(store: s3.Store, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import ast
 import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -116,3 +117,42 @@ def test_files_are_one_noun_and_functions_fit_a_screen():
     ]
     assert not long_files
     assert not long_functions
+
+
+def test_what_programs_and_tests_import_of_ours_is_there():
+    """Nothing starts the GPU bench or imports a slow test's helpers before they are needed."""
+    folders = {"foveal_runtime": "runtime/src", "foveal_operator": "operator/src"}
+    missing = []
+    for path in (*(ROOT / "e2e").rglob("*.py"), *(ROOT / "tests").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            room = (
+                node.module.split(".")[0]
+                if isinstance(node, ast.ImportFrom) and node.module
+                else ""
+            )
+            if room not in (*folders, "e2e", "tests") or node.level:
+                continue
+            target = ROOT / folders.get(room, "") / node.module.replace(".", "/")
+            names = _names(target / "__init__.py" if target.is_dir() else target.with_suffix(".py"))
+            missing += [
+                f"{path.relative_to(ROOT)}: {alias.name} of {node.module}"
+                for alias in node.names
+                if alias.name not in names
+                and not (target / alias.name).is_dir()
+                and not (target / f"{alias.name}.py").is_file()
+            ]
+    assert not missing, missing
+
+
+@cache
+def _names(path: Path) -> set[str]:
+    """What a module binds, at any depth of it."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())) if path.is_file() else ():
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+    return names

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from foveal_operator.pods.diagnose import diagnose, last_failure
-from foveal_runtime.telemetry.last_words import LastWords
-from foveal_runtime.telemetry.logs import configure_logging
+from foveal_runtime.telemetry.logs import LastWords, configure_logging
 from foveal_runtime.telemetry.memory import ContainerMemory
 
 MIB = 1 << 20

@@ -10,12 +10,12 @@ import pytest
 from PIL import Image
 
 from foveal_runtime.main.footprint import largest_image
-from foveal_runtime.telemetry.allocator import peak_bytes, taken_bytes
+from foveal_runtime.telemetry.memory import peak_bytes, taken_bytes
 
 MIB = 1 << 20
 _BURST = """
 import sys
-from foveal_runtime.telemetry.allocator import give_back_large_blocks, taken_bytes
+from foveal_runtime.telemetry.memory import give_back_large_blocks, taken_bytes
 if sys.argv[1] == "fixed":
     assert give_back_large_blocks()
 bytes(8 << 20)  # freed at once: this is what raises the threshold
@@ -31,7 +31,7 @@ print(taken_bytes() - before)
 
 _STEPS = """
 import resource, sys
-from foveal_runtime.telemetry.allocator import keep_free_blocks
+from foveal_runtime.telemetry.memory import keep_free_blocks
 if sys.argv[1] == "kept":
     assert keep_free_blocks()
 def step():

@@ -29,11 +29,11 @@ WAYS_OUT = {
     "foveal_runtime/bench/runs.py": "the server of `foveal bench`",
     "foveal_runtime/main/local/bench.py": "the server of `foveal bench`",
     "foveal_runtime/frontend/http/monitoring/metrics.py": "their engines",
-    "foveal_runtime/frontend/http/monitoring/siblings.py": "",  # processes of the same pod
     "foveal_runtime/frontend/media/fetch.py": "`security.mediaSources.allowedDomains`",
     "foveal_runtime/main/fetch.py": "`S3_ENDPOINT_URL`",
     "foveal_runtime/main/launcher.py": "",  # the processes that it started itself
     "foveal_runtime/main/local/model.py": "the hub or store of the model",
+    "foveal_runtime/main/registry.py": "the registry of an `oci://` model",
     "foveal_runtime/telemetry/tracing.py": "`OTEL_EXPORTER_OTLP_ENDPOINT`",
 }
 # In messages, help and comparisons, and names that mean nothing outside: no address to contact.

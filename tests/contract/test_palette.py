@@ -4,9 +4,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from foveal_runtime.frontend.media.palettes import learn, probe_images
-from foveal_runtime.wire.item import BadItem, FieldInfo, pack_item, view_item
-from foveal_runtime.wire.palette import LEVELS, Codebook, Palette
+from foveal_runtime.frontend.media.probe import learn, probe_images
+from foveal_runtime.wire.item import (
+    LEVELS,
+    BadItem,
+    Codebook,
+    FieldInfo,
+    Palette,
+    pack_item,
+    view_item,
+)
 
 MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)
 STD = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)

@@ -71,6 +71,9 @@
 - apiGroups: ["resource.k8s.io"]
   resources: ["resourceslices"]
   verbs: ["list"]
+- apiGroups: ["resource.k8s.io"]
+  resources: ["deviceclasses"]
+  verbs: ["list"]
 {{- end -}}
 {{- define "foveal.rules.lease" -}}
 - apiGroups: ["coordination.k8s.io"]

@@ -24,11 +24,11 @@ DRIVER = "gpu.example.com"
 HOPPER = f"device.attributes['{DRIVER}'].family == 'Hopper'"
 
 
-def device_class() -> Obj:
+def device_class(name: str = DRIVER) -> Obj:
     return {
         "apiVersion": "resource.k8s.io/v1",
         "kind": "DeviceClass",
-        "metadata": {"name": DRIVER},
+        "metadata": {"name": name},
         "spec": {"selectors": [{"cel": {"expression": f"device.driver == '{DRIVER}'"}}]},
     }
 
@@ -105,8 +105,8 @@ def told(sandbox: Sandbox, kind: str) -> str:
     return next((f"{c['reason']}: {c['message']}" for c in found if c["type"] == kind), "")
 
 
-def claiming(sandbox: Sandbox, count: int, **engine: object) -> Obj:
-    accelerator = {"deviceClassName": DRIVER, "deviceSelectors": [HOPPER], "count": count}
+def claiming(sandbox: Sandbox, count: int, name: str = DRIVER, **engine: object) -> Obj:
+    accelerator = {"deviceClassName": name, "deviceSelectors": [HOPPER], "count": count}
     changes = {f"engine__{name}": value for name, value in engine.items()}
     model = {"uri": "pvc://models/tiny"}
     return sandbox.sample("minimal", model=model, engine__accelerator=accelerator, **changes)
@@ -127,6 +127,49 @@ def test_an_engine_gets_the_devices_that_its_selectors_name(devices: Sandbox) ->
 
     devices.api.delete("MultiModalInference", devices.namespace, stored["metadata"]["name"]).must()
     wait_until("the claims have gone with the pods", lambda: not claims(devices), 60)
+
+
+@pytest.mark.timeout(300, func_only=True)
+def test_a_class_is_planned_for_the_driver_that_it_names(devices: Sandbox) -> None:
+    """Smaller devices of another driver, in the same cluster, counted for a class that has another
+    name than its driver."""
+    api, node = devices.api, f"{devices.namespace}-node-0"
+    made = [device_class("large-gpus"), resource_slice(node)]
+    made[1]["metadata"]["name"] = f"{node}-small"
+    made[1]["spec"] |= {"driver": "small.example.com"}
+    for one in made[1]["spec"]["devices"]:
+        one["capacity"] = {"memory": {"value": "8Gi"}}
+        one["attributes"] = {}
+    for body in made:
+        api.create(body).must()
+    try:
+        devices.operator("a", NO_LEASE).start()
+        devices.apply(claiming(devices, 2, "large-gpus"))
+        devices.wait_condition("Ready", timeout_seconds=90)
+        (claim,) = claims(devices)
+        assert allocated(claim) == ["gpu-0", "gpu-2"]
+        planned = (devices.resource() or {})["status"]["budgets"]["deviceMemory"]["display"]
+        assert planned.startswith("80")
+    finally:
+        for body in made:
+            api.delete(body["kind"], "", body["metadata"]["name"])
+
+
+@pytest.mark.timeout(300, func_only=True)
+def test_memory_is_taken_at_its_word_where_selectors_pick_devices(devices: Sandbox) -> None:
+    """A smaller device of the same driver, which no selector picks, refused the resource."""
+    api, name = devices.api, f"{devices.namespace}-node-0"
+    live = api.get("ResourceSlice", "", name) or {}
+    live["spec"]["devices"][1]["capacity"] = {"memory": {"value": "8Gi"}}
+    live["spec"]["pool"]["generation"] = 2
+    api.replace(live).must()
+    devices.operator("a", NO_LEASE).start()
+    stated = claiming(devices, 2)
+    stated["spec"]["engine"]["accelerator"]["memory"] = "80Gi"
+    devices.apply(stated)
+    devices.wait_condition("Ready", timeout_seconds=90)
+    (claim,) = claims(devices)
+    assert allocated(claim) == ["gpu-0", "gpu-2"]
 
 
 @pytest.mark.timeout(300, func_only=True)

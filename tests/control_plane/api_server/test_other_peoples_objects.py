@@ -9,6 +9,7 @@ import pytest
 from foveal_operator.kube.cluster import KubeCluster, load_configuration
 from foveal_operator.kube.errors import Conflict
 from foveal_operator.kube.types import Obj
+from foveal_operator.reconcile.apply import ADOPT
 from foveal_operator.telemetry.series import Telemetry
 from tests.support.api_server.api import Api
 from tests.support.api_server.programs import Cluster, wait_until
@@ -126,6 +127,38 @@ def test_a_namesake_made_at_once_waits_for_the_garbage_collector(sandbox: Sandbo
         assert owner["uid"] == uid
     events = sandbox.api.list("Event", sandbox.namespace)
     assert not [e for e in events if e["reason"] == "NameTaken"]
+
+
+@pytest.mark.timeout(300, func_only=True)
+def test_what_is_handed_over_is_adopted_and_no_secret_is(sandbox: Sandbox) -> None:
+    """By the annotation that names the resource, and by no other name."""
+    account, _, service, _ = foreign(sandbox.namespace)
+    account["metadata"]["annotations"] = {ADOPT: "qwen"}
+    service["metadata"]["annotations"] = {ADOPT: "another"}
+    secret = body("Secret", "v1", "qwen-curve", sandbox.namespace, data={})
+    secret["metadata"]["annotations"] = {ADOPT: "qwen"}
+    created = {one["kind"]: sandbox.api.create(one).must() for one in (account, service, secret)}
+    sandbox.operator("a", NO_LEASE).start()
+    uid = sandbox.apply(sandbox.sample("cpu"))["metadata"]["uid"]
+    at = (sandbox.namespace, "qwen")
+
+    def names(what: str) -> bool:
+        return f"{what} belongs to" in told(sandbox).get("Ready", "")
+
+    # After a minute in which it may have been an earlier resource's.
+    refused = "No Secret can be handed over"
+    wait_until("the Secret is refused", lambda: refused in told(sandbox).get("Ready", ""), 150)
+    assert names(f"Secret {at[0]}/qwen-curve")
+    assert sandbox.api.get("Secret", at[0], "qwen-curve") == created["Secret"]
+    assert not sandbox.nodes.pods()
+    adopted = plain(sandbox.api.get("ServiceAccount", *at))["metadata"]
+    assert [one["uid"] for one in adopted["ownerReferences"]] == [uid]
+    assert adopted["labels"]["app"] == "theirs", "what we do not apply stays"
+    sandbox.api.delete("Secret", at[0], "qwen-curve").must()
+    note = {"metadata": {"annotations": {"look": "again"}}}
+    sandbox.api.merge(KIND, *at, note).must()
+    wait_until("the Service is named", lambda: names(f"Service {at[0]}/qwen"), 90)
+    assert sandbox.api.get("Service", *at) == created["Service"]
 
 
 @pytest.mark.timeout(300, func_only=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from tests.support.api_server.chart_role import ACCOUNT, token
@@ -45,14 +47,17 @@ def test_a_role_without_endpoint_slices_is_told_and_does(sandbox: Sandbox) -> No
     assert "going on without endpointslices" in operator.log_tail(400)
 
 
-def test_secrets_cannot_be_read_with_them(sandbox: Sandbox) -> None:
-    """The grader is the API server's own answer."""
+def allowed_to(sandbox: Sandbox) -> Callable[..., bool]:
+    """Asks the API server itself what the chart's roles allow."""
     account = f"system:serviceaccount:{sandbox.namespace}:{ACCOUNT}"
     token(sandbox)
 
-    def may(verb: str, group: str, resource: str, subresource: str = "") -> bool:
-        attributes = {"namespace": sandbox.namespace, "verb": verb, "group": group}
-        attributes |= {"resource": resource, "subresource": subresource}
+    def may(
+        verb: str, group: str, resource: str, subresource: str = "", *, cluster: bool = False
+    ) -> bool:
+        attributes = {"verb": verb, "group": group, "resource": resource}
+        attributes |= {"subresource": subresource}
+        attributes |= {} if cluster else {"namespace": sandbox.namespace}
         reply = sandbox.api.request(
             "POST",
             "/apis/authorization.k8s.io/v1/subjectaccessreviews",
@@ -64,11 +69,35 @@ def test_secrets_cannot_be_read_with_them(sandbox: Sandbox) -> None:
         )
         return bool(reply.must()["status"]["allowed"])
 
+    return may
+
+
+def test_secrets_cannot_be_read_with_them(sandbox: Sandbox) -> None:
+    """The grader is the API server's own answer."""
+    may = allowed_to(sandbox)
     assert may("create", "", "secrets")
     for verb in ("get", "list", "watch", "patch", "update", "delete"):
         assert not may(verb, "", "secrets"), verb
     assert not may("create", "", "pods", "exec")
-    assert not may("patch", "foveal.dev", "multimodalinferences")
-    assert may("patch", "foveal.dev", "multimodalinferences", "status")
-    assert not may("create", "", "pods")
-    assert not may("update", "coordination.k8s.io", "leases")
+
+
+CLUSTERS_OWN = [
+    ("", "namespaces"), ("", "nodes"), ("", "persistentvolumes"),
+    ("apiextensions.k8s.io", "customresourcedefinitions"),
+    ("rbac.authorization.k8s.io", "clusterroles"),
+    ("rbac.authorization.k8s.io", "clusterrolebindings"),
+    ("admissionregistration.k8s.io", "validatingwebhookconfigurations"),
+    ("admissionregistration.k8s.io", "mutatingwebhookconfigurations"),
+    ("resource.k8s.io", "resourceslices"), ("resource.k8s.io", "deviceclasses"),
+]  # fmt: skip
+
+
+def test_what_belongs_to_the_cluster_cannot_be_written_with_them(sandbox: Sandbox) -> None:
+    may = allowed_to(sandbox)
+    assert may("list", "", "nodes", cluster=True)
+    for group, resource in CLUSTERS_OWN:
+        for verb in ("create", "update", "patch", "delete", "deletecollection"):
+            assert not may(verb, group, resource, cluster=True), (verb, resource)
+    for resource in ("roles", "rolebindings"):
+        for verb in ("create", "update", "patch", "delete", "escalate", "bind"):
+            assert not may(verb, "rbac.authorization.k8s.io", resource), (verb, resource)

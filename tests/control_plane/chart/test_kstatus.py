@@ -9,13 +9,14 @@ import pytest
 from foveal_operator.api import reasons
 from foveal_operator.api.parse import SpecError, parse
 from foveal_operator.kube.types import Obj
-from foveal_operator.status.report import Observed, plain, report
+from foveal_operator.status.report import plain, report
 from tests.support.kstatus import verdict
 from tests.support.observed_status import (
     BASE,
     NOW,
     container,
     ended,
+    observed_of,
     pod,
     serving,
     status_of,
@@ -73,7 +74,7 @@ def test_verdicts(observed: dict[str, Any], expected: str) -> None:
 def test_a_refused_spec_has_failed() -> None:
     with pytest.raises(SpecError) as caught:
         parse(put(BASE, "spec.engine.gpus", 1))
-    status = report(None, caught.value, None, None, Observed(now=NOW, **serving()), GENERATION)
+    status = report(None, caught.value, None, None, observed_of(**serving()), GENERATION)
     assert verdict(seen(status)) == "Failed"
 
 

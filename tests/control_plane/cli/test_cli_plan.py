@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from foveal_operator.cli import main as cli
-from foveal_operator.cli.output.terminal import Style
 from foveal_operator.cli.plan.render import yaml_documents
+from foveal_operator.cli.terminal import Style
 from foveal_operator.manifests import ClusterFacts
 from foveal_operator.observability import resource_dashboards, resource_rule_groups
 from tests.support.budget_samples import VLM

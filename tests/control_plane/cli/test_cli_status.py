@@ -12,12 +12,13 @@ import pytest
 import yaml
 
 from foveal_operator.cli import main as cli
-from foveal_operator.cli.output.terminal import Style, visible_width
 from foveal_operator.cli.plan.render import plan_table
 from foveal_operator.cli.status import command as cli_status
 from foveal_operator.cli.status.view import budget_text, resource_table, status_text
+from foveal_operator.cli.terminal import Style, visible_width
 from foveal_operator.common.errors import ClusterAnswerError, TimeRanOut
-from foveal_operator.kube.reader import FakeReader, UnreachableError
+from foveal_operator.kube.reader import UnreachableError
+from foveal_operator.testing.fake_reader import FakeReader
 from tests.support.cluster_samples import (
     INFERENCES,
     NOW,

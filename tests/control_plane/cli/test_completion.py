@@ -26,7 +26,7 @@ def complete(text: str, *words: str) -> list[str]:
     """What bash offers for the last word."""
     line = f"{shlex.join(words[:-1])} {words[-1]}"
     code = f"{text}\nCOMP_LINE={shlex.quote(line)}; COMP_POINT={len(line)}; COMP_TYPE=9\n"
-    code += '_python_argcomplete foveal; printf "%s\\n" "${COMPREPLY[@]}"'
+    code += f'_python_argcomplete {words[0]}; printf "%s\\n" "${{COMPREPLY[@]}}"'
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     out = subprocess.run(
         ["bash", "-c", code],
@@ -48,6 +48,8 @@ def test_bash_completes_commands_options_choices_and_files(capsys: Any, tmp_path
     assert complete(text, "foveal", "serve", "--kv-c") == ["--kv-cache"]
     assert complete(text, "foveal", "serve", "m", "--ipc-type", "s") == ["shm"]
     assert complete(text, "foveal", "bench", "--sav") == ["--save-trace"]
+    assert complete(text, "foveal-runtime", "pro") == ["profile"]
+    assert complete(text, "foveal-runtime", "serve", "m", "--ipc-type", "s") == ["shm"]
     (tmp_path / "mmi.yaml").write_text("")
     assert complete(text, "foveal", "plan", "-f", f"{tmp_path}/m") == [f"{tmp_path}/mmi.yaml"]
 
@@ -56,6 +58,7 @@ def test_bash_completes_commands_options_choices_and_files(capsys: Any, tmp_path
 def test_each_script_parses_in_its_shell(shell: str, capsys: Any) -> None:
     text = script(shell, capsys)
     assert "kubectl-foveal" in text
+    assert "foveal-runtime" in text
     if not shutil.which(shell):
         pytest.skip(f"{shell} is not installed")
     subprocess.run([shell, "-n"], input=text, text=True, check=True, timeout=60)

@@ -20,9 +20,15 @@ import pytest
 
 from foveal_operator.cli import main as cli
 from foveal_operator.cli.dashboard import layout
-from foveal_operator.cli.dashboard.chart import MAX_LINES, legend
+from foveal_operator.cli.dashboard.chart import (
+    MAX_COLUMNS,
+    MAX_LINES,
+    bucket_map,
+    heat,
+    legend,
+    step,
+)
 from foveal_operator.cli.dashboard.command import run
-from foveal_operator.cli.dashboard.heat import MAX_COLUMNS, bucket_map, heat, step
 from foveal_operator.cli.dashboard.page import POLICY, About, page
 from foveal_operator.cli.dashboard.promql.evaluate import ask
 from foveal_operator.cli.dashboard.promql.samples import Line
@@ -181,6 +187,8 @@ def test_axes_hold_all_values_and_have_round_ticks() -> None:
         assert 2 <= len(axis.ticks) <= 7, (unit, axis)
         assert any(value == 0 for value, _ in axis.ticks)
     assert value_axis([0.2], "percentunit", 1).high == 1
+    # 100 and 200 seconds stood there as 1.67 and 3.33 minutes.
+    assert [text for _, text in value_axis([200.0], "s").ticks] == ["0 s", "2 min", "4 min"]
     clock = time_axis([1_790_000_000.0, 1_790_003_600.0])
     assert [text for _, text in clock.ticks] == ["14:15", "14:30", "14:45", "15:00"]
 
@@ -193,6 +201,11 @@ def test_legends_leave_out_what_repeats_and_lines_are_bounded() -> None:
     text = page(About(subject="", source="", window_seconds=1), [0.0, 1.0], lambda expr: lines)
     assert f"and {20 - MAX_LINES} smaller ones" in text
     assert 'data-series="p19"' in text
+    # Of many, those that are zero all the time told nothing and stood first.
+    lines = [Line({"pod": f"p{i}"}, ((0.0, i > 17), (1.0, 0.0))) for i in range(20)]
+    text = page(About(subject="", source="", window_seconds=1), [0.0, 1.0], lambda expr: lines)
+    assert "and 18 smaller ones" in text
+    assert 'data-series="p0"' not in text
 
 
 def test_pairs_are_a_heat_map_whose_colours_are_the_values() -> None:
@@ -330,6 +343,7 @@ BAD: list[tuple[list[str], int, str]] = [
     (["--prometheus", "http://user:word@127.0.0.1:9"], 2, "--token-file"),
     (["--prometheus", "http://127.0.0.1:99999"], 2, "is no address"),
     (["qwen"], 2, "--prometheus"),
+    (["--board", "memory"], 2, "--prometheus"),
     (["-n", "models", "--metrics", "http://127.0.0.1:9/metrics"], 2, "--prometheus"),
     (["--interval", "0.1"], 2, "too short"),
     (["--since", "2h"], 2, "600 readings"),

@@ -11,15 +11,15 @@ import pytest
 
 from foveal_operator.cli import main as cli
 from foveal_operator.cli.doctor import command as cli_doctor
-from foveal_operator.cli.doctor.local_checks import local_findings
+from foveal_operator.cli.doctor.command import local_findings
 from foveal_operator.cli.doctor.report import Finding, fail, ok, report_text
-from foveal_operator.cli.output.terminal import Style, visible_width
+from foveal_operator.cli.terminal import Style, visible_width
 from foveal_operator.kube.reader import (
-    FakeReader,
     ForbiddenError,
     NotConfiguredError,
     UnreachableError,
 )
+from foveal_operator.testing.fake_reader import FakeReader
 from foveal_runtime.plan.machine import Machine, look
 from tests.support.cluster_samples import CRD_PATH, definition, healthy, node
 

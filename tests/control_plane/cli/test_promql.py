@@ -31,6 +31,7 @@ from foveal_operator.cli.dashboard.promql.samples import (
 from foveal_operator.cli.dashboard.promql.tree import ExpressionError, parse_expression
 from foveal_operator.cli.dashboard.sources import Prometheus
 from foveal_operator.observability.boards import BOARDS
+from foveal_operator.observability.promql import DEVICE_METRICS
 from foveal_runtime.plan.local import free_port
 from tests.support import metric_samples
 
@@ -125,6 +126,9 @@ def small_store() -> Store:
         ("sum (m) or vector(7)", {"": 33.0}),
         ("time() - sum (n)", {"": 28.0}),
         ("sum (increase(m[40s]))", {"": pytest.approx(33.0)}),
+        ("sum by (pod) (m) and on (pod) n > 1", {"b": 30.0}),
+        ("m and on (pod) n > 2 or n", {"xb": 2.0}),
+        ('sum by (to) (label_replace(m, "to", "$1", "pod", "(a)|c"))', {"a": 3.0, "": 30.0}),
     ],
 )
 def test_expressions(expr: str, wanted: dict[str, float]) -> None:
@@ -135,7 +139,8 @@ def test_expressions(expr: str, wanted: dict[str, float]) -> None:
 @pytest.mark.parametrize(
     "expr",
     ["topk(3, m)", "m[5m]", "rate(m)", "sum by (pod", "m{pod}", "m offset 5m", "vector(m)", ")",
-     'm{pod="a"', "1 > 2", "histogram_quantile(0.5, 3)", "$x"],
+     'm{pod="a"', "m and n", 'label_replace(m, "pod", "$1", "kind", "(.+)")',
+     'label_replace(m, "to", "$2", "pod", "(a)(b)")', "1 > 2", "histogram_quantile(0.5, 3)", "$x"],
 )  # fmt: skip
 def test_what_is_not_known_is_an_error_and_no_wrong_figure(expr: str) -> None:
     with pytest.raises((ExpressionError, ValueError)):
@@ -169,6 +174,18 @@ def test_every_query_of_every_resource_dashboard_is_understood() -> None:
                 parse_expression(chosen.fill(query.expr))
 
 
+def scrapes() -> Iterator[tuple[float, list[metric_samples.Sample]]]:
+    """Those of metric_samples with what an exporter tells of devices, in both of its ways."""
+    own = {"namespace": "models", "pod": "qwen-engine-0"}
+    exported = {f"exported_{key}": value for key, value in own.items()}
+    for when, samples in metric_samples.scrapes(60):
+        for metric in DEVICE_METRICS:
+            for gpu, labels in enumerate((own, {"namespace": "gpus", "pod": "dcgm-a"} | exported)):
+                labelled = labels_of({"gpu": str(gpu), **labels})
+                samples.append((metric.name, labelled, when % 100 + gpu))
+        yield when, samples
+
+
 WORLD_TIMES = [metric_samples.START - 3 + i * 10.0 for i in range(12, 60)]
 
 
@@ -179,7 +196,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         pytest.skip("prometheus and promtool are not installed (Debian's package: prometheus)")
     folder = tmp_path_factory.mktemp("prometheus")
     with (folder / "samples").open("w") as file:
-        for when, samples in metric_samples.scrapes(60):
+        for when, samples in scrapes():
             file.write(metric_samples.exposition(samples, when))
         file.write("# EOF\n")
     subprocess.run(
@@ -219,11 +236,14 @@ def _wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
 def test_answers_are_a_real_prometheus_answers(prometheus: str) -> None:
     """Every query of the page and of every resource dashboard, at 48 times."""
     store = Store()
-    for when, samples in metric_samples.scrapes(60):
+    for when, samples in scrapes():
         store.add(when, samples)
     chosen = layout.Chosen(namespace="models", resource="qwen", window_seconds=60)
-    exprs = dict.fromkeys(layout.expressions())
-    exprs |= dict.fromkeys(q.expr for b in BOARDS[:-2] for p in b.panels for q in p.queries)
+    figures = (one for tile in layout.HEADLINES for one in (tile.main, *tile.more))
+    exprs = dict.fromkeys(one.expr for one in figures)
+    chosen_panels = (p for section in layout.SECTIONS for p in section.panels)
+    panels = (*chosen_panels, *(p for b in BOARDS[:-2] for p in b.panels))
+    exprs |= dict.fromkeys(q.expr for p in panels for q in p.queries)
     source = Prometheus(prometheus, now=WORLD_TIMES[-1], since_seconds=470, num_steps=47)
     assert source.times == WORLD_TIMES
     num_values = 0
@@ -235,6 +255,7 @@ def test_answers_are_a_real_prometheus_answers(prometheus: str) -> None:
             for one in ask(store, filled, WORLD_TIMES)
         }
         assert ours.keys() == theirs.keys(), filled
+        assert theirs or "DCGM" not in expr, filled
         for labels, points in theirs.items():
             assert [t for t, _ in ours[labels]] == [t for t, _ in points], (filled, labels)
             for (_, mine), (_, real) in zip(ours[labels], points, strict=True):

@@ -1,4 +1,5 @@
-"""`foveal up` for models of a hub and for resources that ask for GPUs: as far as any machine gets.
+"""`foveal up` for models of a hub or a registry, and for resources that ask for GPUs: as far as any
+machine gets.
 
 The hub is a loopback server and the fetch is the runtime's own. The profile (20 s with torch),
 frontends and engines are fakes: test_fetch_progress.py and tests/processes/test_up.py run the real
@@ -18,6 +19,7 @@ import yaml
 
 from foveal_runtime.main.revision import resolved_revision
 from tests.support.model_hub import COMMIT, Hub
+from tests.support.registry import Registry, layer
 from tests.support.up_process import PROFILE, ROOT, Up, fake_runtime
 
 MODEL = ROOT / "examples/tiny-vlm/model"
@@ -85,6 +87,32 @@ def test_a_hubs_model_is_fetched_profiled_and_served(up: Start, hub: Hub, tmp_pa
     again = up("--cpu", "--dry-run", "--profile", str(PROFILE))
     assert again.end() == 0, again.text
     assert len(hub.asked) == num_asked
+
+
+@pytest.mark.timeout(400)  # it starts real processes
+def test_an_image_of_a_registry_is_fetched_once(up: Start, tmp_path: Path) -> None:
+    registry = Registry()
+    files = [(one.name, one.read_bytes()) for one in MODEL.iterdir()]
+    digest = registry.push([layer(*files)])
+    with registry.running():
+        for _ in range(2):
+            running = up("--cpu", "--dry-run", "--profile", str(PROFILE),
+                         model={"uri": registry.uri()})  # fmt: skip
+            assert running.end() == 0, running.text
+    (folder,) = (tmp_path / ".cache/foveal/models").iterdir()
+    assert f"fetching {registry.uri()} into {folder}" in running.text
+    assert resolved_revision(folder) == digest
+    assert f'"path": "{folder}"' in (tmp_path / "up/tiny-engine-0.json").read_text()
+    assert (folder / "model.safetensors").read_bytes() == dict(files)["model.safetensors"]
+    assert [path for path in registry.asked if "/blobs/" in path] == registry.asked[1:]
+    assert len(registry.asked) == 2, "the second run asks nobody"
+
+
+def test_a_claim_is_the_clusters(up: Start) -> None:
+    running = up(model={"uri": "pvc://weights/tiny"})
+    assert running.end() == 2
+    said = "pvc://weights/tiny is the cluster's: say where the model is with --model"
+    assert running.text == f"foveal: {said}\n"
 
 
 def test_a_model_that_the_hub_does_not_have_ends_with_1_and_why(up: Start) -> None:

@@ -14,9 +14,9 @@ from aiohttp.test_utils import TestServer
 from yarl import URL
 
 from foveal_operator.kube.cluster import Credentials
+from foveal_operator.kube.dispatch import WatchKeeper
 from foveal_operator.kube.kinds import BY_NAME, KINDS, POD, SECRET, WATCHED, Kind
 from foveal_operator.kube.kopf_watch import EndlessBackoff, WatchEngine
-from foveal_operator.kube.supervisor import WatchKeeper
 from tests.support.fake_clock import FakeTime
 
 
@@ -144,13 +144,13 @@ def keeper() -> tuple[WatchKeeper, list[StubEngine], FakeTime]:
 
 def test_dead_watches_are_replaced_at_a_bounded_rate() -> None:
     watches, made, clock = keeper()
-    assert watches.lookup_trouble()
+    assert watches.lookup_failure()
     watches.start(WATCHED)
-    assert watches.lookup_trouble() == ""
+    assert watches.lookup_failure() == ""
     starts = []
     for _ in range(1800):
         made[-1].is_alive = False
-        assert watches.lookup_trouble() == "the watches have ended"
+        assert watches.lookup_failure() == "the watches have ended"
         if watches.restart_if_due():
             starts.append(clock.now)
         clock.now += 2.0
@@ -169,9 +169,9 @@ def test_deaf_watches_are_named_and_replaced_after_a_minute() -> None:
     watches, made, clock = keeper()
     watches.start(WATCHED)
     made[-1].silent = ("pods", "jobs")
-    assert watches.lookup_trouble() == "no watch of pods, jobs"
+    assert watches.lookup_failure() == "no watch of pods, jobs"
     assert not watches.restart_if_due(), "they may still be starting"
     clock.now += 61.0
     assert watches.restart_if_due()
     assert made[0].is_stopped
-    assert watches.lookup_trouble() == ""
+    assert watches.lookup_failure() == ""

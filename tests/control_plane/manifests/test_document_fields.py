@@ -33,6 +33,7 @@ FIXED = {
     "frontend.curve.client_secret_file", "frontend.curve.server_secret_file",
     "frontend.model.revision", "frontend.metrics_peers", "engine.log_format",
     "frontend.log_format",
+    "frontend.model.quantization",  # of engines' weights alone
     # What clients put into `model` is the frontends' business: engines have the resource's name.
     "engine.model.name",
     # For tests and debugging on one machine.

@@ -10,8 +10,9 @@ import pytest
 
 from foveal_operator.api.parse import SpecError
 from foveal_operator.kube.types import Obj
-from foveal_operator.manifests import CurveKeyPairs, Desired, desired
+from foveal_operator.manifests import Desired, desired
 from foveal_operator.manifests.context import ClusterFacts, Context
+from foveal_operator.manifests.curve_keys import curve_secret
 from foveal_operator.manifests.documents import engine_document, frontend_document
 from foveal_runtime.plan.config import EngineConfig, FrontendConfig
 from foveal_runtime.plan.quantity import parse_bytes
@@ -178,13 +179,12 @@ def test_no_pods_before_profile_model_or_fit() -> None:
 
 
 def test_the_key_secret_is_created_once_and_never_shown() -> None:
-    keys = CurveKeyPairs(
-        server_public="a" * 40, server_secret="b" * 40, client_public="c" * 40, client_secret="d"
-    )
     inference, plan = planned(resource())
-    (owned,) = [o for o in desired(inference, plan, FACTS, keys).objects if o.key[0] == "Secret"]
+    (owned,) = [o for o in desired(inference, plan, FACTS).objects if o.key[0] == "Secret"]
     assert owned.policy == "CreateOnly"
-    assert owned.body["stringData"]["server-secret"] == "b" * 40
+    keys = {"server-public": "a" * 40, "server-secret": "b" * 40}
+    made = curve_secret(Context(inference=inference, plan=plan, facts=FACTS), keys)
+    assert made == {**owned.body, "stringData": keys}
     assert "stringData" not in golden_text("minimal")
     mounts = {
         role: {item["key"] for v in spec["volumes"] if v["name"] == "curve" for item in

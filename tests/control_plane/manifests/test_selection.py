@@ -10,7 +10,7 @@ from foveal_operator.cli.dashboard.promql.evaluate import ask
 from foveal_operator.cli.dashboard.promql.samples import Store, labels_of
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.monitoring import TARGET_LABELS
-from foveal_runtime.plan.metrics.registry import METRICS
+from foveal_runtime.plan.metrics import METRICS
 from tests.support.regenerate import wanted
 from tests.support.samples import LEGAL, put
 

@@ -9,9 +9,8 @@ import pytest
 from foveal_operator.api import reasons
 from foveal_operator.kube.types import Obj
 from foveal_operator.pods.diagnose import diagnose
-from foveal_operator.rollout.pods import _pod
 from foveal_operator.rollout.record import State, advance
-from foveal_operator.rollout.view import RolloutView
+from foveal_operator.rollout.view import RolloutView, _pod
 from tests.support.regenerate import wanted
 from tests.support.samples import LEGAL, put, resource
 

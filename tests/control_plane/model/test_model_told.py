@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from foveal_operator.api import reasons
-from foveal_operator.cli.output.terminal import Style
 from foveal_operator.cli.status.view import status_text
+from foveal_operator.cli.terminal import Style
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests import ClusterFacts, desired
 from foveal_operator.pods.metrics import PodReports

@@ -12,7 +12,7 @@ from foveal_operator.api import reasons
 from foveal_operator.api.parse import parse
 from foveal_operator.manifests import ClusterFacts, desired
 from foveal_runtime.plan.config import GIB, ModalitiesConfig, ModalityLimits
-from foveal_runtime.plan.profile_memory import profile_memory_bytes
+from foveal_runtime.plan.profile import profile_memory_bytes
 from tests.support.samples import resource
 from tests.support.stored_objects import StoredObjects
 

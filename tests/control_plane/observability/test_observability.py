@@ -20,7 +20,7 @@ from foveal_operator.observability.boards import BOARDS
 from foveal_operator.observability.panel import Board, Panel
 from foveal_operator.observability.promql import KNOWN, TARGET_LABELS
 from foveal_operator.telemetry.declared import OPERATOR_METRICS, OWN_LABEL, is_shared
-from foveal_runtime.plan.metrics.registry import METRICS
+from foveal_runtime.plan.metrics import METRICS
 from tests.support import regenerate
 from tests.support.observability_files import FILES, expressions
 from tests.support.samples import LEGAL
@@ -53,7 +53,7 @@ NOT_SHOWN = {
 }  # fmt: skip
 _WORDS = {"sum", "max", "min", "avg", "count", "by", "on", "and", "or", "rate", "increase",
           "deriv", "changes", "histogram_quantile", "vector", "time", "absent",
-          "offset"}  # fmt: skip
+          "offset", "label_replace"}  # fmt: skip
 
 
 ALL = list(expressions())
@@ -67,6 +67,7 @@ def used_metrics(expr: str) -> set[str]:
         found.add(name)
         labels |= {f"{name}|{label}" for label in re.findall(r"(\w+)(?:=~|!=|=)\"", inside)}
     bare = re.sub(r"\{[^}]*\}", "", expr)
+    bare = re.sub(r'"[^"]*"', "", bare)
     bare = re.sub(r"\[[^]]*\]", "", bare)
     bare = re.sub(r"offset \w+", "", bare)
     kept = re.findall(r"(?:by|on) \(([^)]*)\)", bare)
@@ -201,6 +202,8 @@ def unit_of(expr: str) -> str:
     """What an axis would have to say for this expression: a quantity, and whether per second."""
     units = {
         "time" if name.endswith("_seconds") else
+        "bytes" if "_FB_" in name else
+        "degrees" if name.endswith("_TEMP") else
         "bytes" if name.endswith(("_bytes", "_bytes_sent", "_bytes_avoided")) else "number"
         for name in used_metrics(expr)
     }  # fmt: skip

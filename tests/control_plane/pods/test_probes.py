@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from aiohttp import ClientSession, web
 
-from foveal_operator.pods.metrics import Figures, History, read_figures
+from foveal_operator.pods.metrics import Figures, History, PodReports, read_figures
 from foveal_operator.pods.probes import aiohttp_fetch, metrics_url
 from tests.support.fake_pods import FakePods, engine_text, frontend_text, pod
 
@@ -21,7 +21,6 @@ async def test_figures_add_up() -> None:
     assert (found.sessions_up, found.sessions_wanted) == (3, 4)
     assert found.measured == {"kv": 7}
     assert found.peaks == {"e-0": 5, "e-1": 9}
-    assert found.unknown == ()
 
 
 async def test_engines_of_another_group_are_no_missing_sessions() -> None:
@@ -34,7 +33,7 @@ async def test_engines_of_another_group_are_no_missing_sessions() -> None:
 async def test_a_silent_pod_is_unknown_and_forgotten_after_a_while() -> None:
     pods = FakePods(e0=engine_text())
     found = await pods.prober.observe_pods([pod("e-0", ip="e0"), pod("e-1", ip="e1")], [])
-    assert found.unknown == ("e-1",)
+    assert found.sessions == {"e-0": 2}
     assert (found.sessions_up, found.sessions_wanted) == (-1, -1)
     del pods.texts["e0"]
     pods.now = 20.0
@@ -42,8 +41,7 @@ async def test_a_silent_pod_is_unknown_and_forgotten_after_a_while() -> None:
     assert found.sessions == {"e-0": 2}
     pods.now = 61.0
     found = await pods.prober.observe_pods([pod("e-0", ip="e0")], [])
-    assert found.sessions == {}
-    assert found.unknown == ("e-0",)
+    assert found == PodReports()
 
 
 async def test_no_pod_is_asked_more_often_than_the_interval() -> None:
@@ -68,7 +66,8 @@ async def test_pods_that_do_not_run_are_not_asked() -> None:
     assert metrics_url(starting) is None
     assert metrics_url(v6) == "http://[fd00::1]:80/metrics"
     pods = FakePods()
-    assert (await pods.prober.observe_pods([starting], [])).unknown == ()
+    await pods.prober.observe_pods([starting], [])
+    assert pods.asked == []
 
 
 async def test_stale_hints_are_a_rate_over_the_last_minutes() -> None:
@@ -100,7 +99,7 @@ async def test_nonsense_is_silence(text: str) -> None:
     pods = FakePods(e0=text)
     with pytest.raises(ValueError, match=r"."):
         read_figures(text)
-    assert (await pods.prober.observe_pods([pod("e-0", ip="e0")], [])).unknown == ("e-0",)
+    assert await pods.prober.observe_pods([pod("e-0", ip="e0")], []) == PodReports()
 
 
 async def test_forgetting_leaves_the_others() -> None:

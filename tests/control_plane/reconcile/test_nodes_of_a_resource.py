@@ -13,13 +13,21 @@ from foveal_operator.kube.kinds import INFERENCE
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.budget_inputs import NodeFacts
 from foveal_operator.manifests.pods import REVISION_LABEL
-from foveal_operator.reconcile.cluster_facts import AT_ONCE, Survey
-from foveal_operator.reconcile.placement import awaiting_nodes, could_take, has_no_node
+from foveal_operator.reconcile.baseline import read_basis
+from foveal_operator.reconcile.cluster_facts import (
+    AT_ONCE,
+    Inventory,
+    awaiting_nodes,
+    could_take,
+    has_no_node,
+)
 from foveal_operator.rollout import RolloutView, decide
 from foveal_operator.rollout.record import Good, Record, record_body
 from foveal_operator.testing.fake_cluster import FakeCluster
 from tests.support.fake_clock import FakeTime
+from tests.support.instant_cluster import NAME, NAMESPACE, InstantCluster
 from tests.support.operator_rig import Kit, resource
+from tests.support.samples import LEGAL
 from tests.support.served_resource import add_pod, served
 from tests.support.sim_cluster import DEADLINE_SECONDS, START, Wish, desired_of
 
@@ -56,6 +64,13 @@ def pod(name: str, gpus: int, on: str = "", namespace: str = "default") -> Obj:
         "spec": {"containers": [limits], **({"nodeName": on} if on else {})},
         "status": {"phase": "Running" if on else "Pending"},
     }
+
+
+def devices(driver: str, *memories: str) -> Obj:
+    body = {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice"}
+    found = [{"name": f"d{i}", "capacity": {"memory": {"value": value}}}
+             for i, value in enumerate(memories)]  # fmt: skip
+    return {**body, "metadata": {"name": driver}, "spec": {"driver": driver, "devices": found}}
 
 
 def affine(**expression: Any) -> Obj:
@@ -99,12 +114,12 @@ async def test_a_node_that_starts_or_is_cordoned_counts_for_what_it_has(key: str
         "taints": [{"key": f"node.kubernetes.io/{key}", "effect": "NoSchedule"}],
     }
     cluster.add(busy)
-    survey = Survey(cluster, FakeTime().clock)
-    await survey.refresh()
-    assert survey.node_facts(Engine()) == NodeFacts(node_bytes=512 << 30, device_bytes=80 << 30)
-    assert await survey.free_devices(Engine(), 1) == 0
+    inventory = Inventory(cluster, FakeTime().clock)
+    await inventory.refresh()
+    assert inventory.node_facts(Engine()) == NodeFacts(node_bytes=512 << 30, device_bytes=80 << 30)
+    assert await inventory.free_devices(Engine(), 1) == 0
     waiting = unschedulable(pod("e", 1), STARTS)
-    assert await survey.awaiting(Engine(), [waiting], []) == set(), (
+    assert await inventory.awaiting(Engine(), [waiting], []) == set(), (
         "one that is meant for it is there"
     )
 
@@ -140,26 +155,56 @@ async def test_facts_are_those_of_the_nodes_that_the_pods_may_use() -> None:
     cluster = FakeCluster()
     cluster.add(node("small", 4, "64Gi", 24_576, pool="l4"))
     cluster.add(node("large", 8, "512Gi", 81_920, pool="h100"))
-    survey = Survey(cluster, FakeTime().clock)
-    await survey.refresh()
+    inventory = Inventory(cluster, FakeTime().clock)
+    await inventory.refresh()
     large = Engine(pod_template={"spec": {"nodeSelector": {"pool": "h100"}}})
-    assert survey.node_facts(Engine()).device_bytes == 24 << 30
-    assert survey.node_facts(large) == NodeFacts(node_bytes=512 << 30, device_bytes=80 << 30)
+    assert inventory.node_facts(Engine()).device_bytes == 24 << 30
+    assert inventory.node_facts(large) == NodeFacts(node_bytes=512 << 30, device_bytes=80 << 30)
 
 
-async def test_devices_of_a_class_are_those_of_its_driver() -> None:
+@pytest.mark.parametrize(
+    ("name", "expression", "gib"),
+    [
+        ("gpu.nvidia.com", "", 80),  # named after its driver
+        ("large", "device.driver == 'gpu.nvidia.com' && device.attributes['x'].y == 'z'", 80),
+        ("large", 'device.driver=="gpu.nvidia.com"', 80),
+        ("other", "device.driver == 'tpu.example.com'", 16),
+        ("unknown", "true", 16),  # any driver's: what every device has
+    ],
+)
+async def test_devices_of_a_class_are_those_of_its_driver(
+    name: str, expression: str, gib: int
+) -> None:
+    """A class of another name than its driver's got the smallest device of any driver."""
     cluster = FakeCluster()
-    for driver, memory in (("gpu.nvidia.com", "80Gi"), ("tpu.example.com", "16Gi")):
-        device = {"name": "d", "capacity": {"memory": {"value": memory}}}
-        spec = {"driver": driver, "nodeName": "a", "devices": [device]}
-        metadata = {"name": driver}
-        body = {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice", "metadata": metadata}
-        cluster.add({**body, "spec": spec})
+    cluster.add(devices("gpu.nvidia.com", "80Gi"))
+    cluster.add(devices("tpu.example.com", "16Gi"))
     cluster.add(node("a"))
-    survey = Survey(cluster, FakeTime().clock)
-    await survey.refresh()
-    engine = Engine(accelerator=Accelerator(device_class_name="gpu.nvidia.com"))
-    assert survey.node_facts(engine).device_bytes == 80 << 30
+    if expression:
+        body = {"apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass"}
+        selectors = [{"cel": {"expression": expression}}]
+        cluster.add({**body, "metadata": {"name": name}, "spec": {"selectors": selectors}})
+    inventory = Inventory(cluster, FakeTime().clock)
+    await inventory.refresh()
+    engine = Engine(accelerator=Accelerator(device_class_name=name))
+    assert inventory.node_facts(engine).device_bytes == gib << 30
+
+
+@pytest.mark.parametrize("selectors", [[], ["device.attributes['x'].y"]])
+async def test_memory_may_be_that_of_the_largest_device_of_a_class(selectors: list[str]) -> None:
+    """A MIG slice of the same driver refused it, though CEL picks whole devices."""
+    instant_cluster = InstantCluster()
+    instant_cluster.cluster.add(devices("gpu.nvidia.com", "80Gi", "9728Mi"))
+    told = []
+    accelerator = {"deviceClassName": "gpu.nvidia.com", "deviceSelectors": selectors}
+    for memory in ("96Gi", "80Gi", "10Gi"):
+        engine = {"accelerator": {**accelerator, "memory": memory}}
+        await instant_cluster.become({**LEGAL["minimal"]["spec"], "engine": engine})
+        told.append(instant_cluster.condition("BudgetFits")[0])
+    assert told == ["False", "True", "False"], "more than any has, enough, too little"
+    basis = read_basis(instant_cluster.cluster.body("ConfigMap", f"{NAME}-basis", NAMESPACE))
+    assert basis is not None
+    assert basis.nodes("").largest_device_bytes == 80 << 30, "as on the first day"
 
 
 class Counting(FakeCluster):
@@ -184,10 +229,10 @@ async def test_free_devices_are_found_without_a_list_of_all_pods() -> None:
             cluster.add(pod(f"p{index}-{number}", 0, f"n{index:02}"))
     cluster.add(pod("busy", 3, "n00"))
     cluster.add(pod("waits", 2))
-    survey = Survey(cluster, FakeTime().clock)
-    await survey.refresh()
+    inventory = Inventory(cluster, FakeTime().clock)
+    await inventory.refresh()
     engine = Engine(pod_template={"spec": {"nodeSelector": {"pool": "gpu"}}})
-    found = await survey.free_devices(engine, 2)
+    found = await inventory.free_devices(engine, 2)
     assert found == 3, "4 - 3 on the first node, 4 on the second, 2 are asked for by a pod"
     assert cluster.num_pods == 22, "of two nodes, and the one that waits"
 
@@ -199,17 +244,17 @@ async def test_the_last_of_many_full_nodes_is_not_overlooked() -> None:
         cluster.add(node(f"n{index:02}", 8, pool="gpu" if index < 34 else "other"))
         if index != 33:
             cluster.add(pod(f"busy{index}", 8, f"n{index:02}"))
-    survey = Survey(cluster, time.clock)
-    await survey.refresh()
+    inventory = Inventory(cluster, time.clock)
+    await inventory.refresh()
     engine = Engine(pod_template={"spec": {"nodeSelector": {"pool": "gpu"}}})
-    assert await survey.free_devices(engine, 1) == 8
+    assert await inventory.free_devices(engine, 1) == 8
     assert cluster.num_pods == 33, "those of the pool's nodes alone"
     cluster.add(pod("last", 8, "n33"))
     await time.pass_(21)
-    assert await survey.free_devices(engine, 1) == 0
+    assert await inventory.free_devices(engine, 1) == 0
     assert cluster.num_pods == 33 + 34
     await time.pass_(15)
-    assert await survey.free_devices(engine, 1) == 0
+    assert await inventory.free_devices(engine, 1) == 0
     assert cluster.num_pods == 33 + 34, "34 nodes are asked every 20 s at most"
 
 
@@ -232,9 +277,9 @@ async def test_a_large_full_cluster_is_not_asked_node_by_node() -> None:
     for index in range(99):
         cluster.add(node(f"n{index:02}", 8))
         cluster.add(pod(f"busy{index}", 8 if index < 98 else 7, f"n{index:02}"))
-    survey = Survey(cluster, FakeTime().clock)
-    await survey.refresh()
-    assert await survey.free_devices(Engine(), 1) == 1
+    inventory = Inventory(cluster, FakeTime().clock)
+    await inventory.refresh()
+    assert await inventory.free_devices(Engine(), 1) == 1
     assert (cluster.num_pods, cluster.most) == (99, AT_ONCE)
 
 
@@ -244,7 +289,7 @@ async def test_free_devices_are_counted_only_where_the_strategy_rests_on_them(
 ) -> None:
     """They were every ten seconds of every rollout, however its strategy came about."""
     asked: list[int] = []
-    monkeypatch.setattr(Survey, "free_devices", _counting(asked))
+    monkeypatch.setattr(Inventory, "free_devices", _counting(asked))
     kit = await served(Kit(), resource(rollout={"strategy": strategy}), pods=True)
     assert asked == [], "nothing has to be replaced"
 
@@ -261,9 +306,9 @@ async def test_free_devices_are_counted_only_where_the_strategy_rests_on_them(
 
 
 def _counting(asked: list[int]) -> Any:
-    counted = Survey.free_devices
+    counted = Inventory.free_devices
 
-    async def free_devices(self: Survey, engine: Engine, num_wanted: int) -> int | None:
+    async def free_devices(self: Inventory, engine: Engine, num_wanted: int) -> int | None:
         asked.append(num_wanted)
         return await counted(self, engine, num_wanted)
 
@@ -274,13 +319,13 @@ async def test_a_node_that_came_since_the_last_list_is_there() -> None:
     """Nodes are listed every half hour: a full pool was called one without nodes until then."""
     cluster, time = FakeCluster(), FakeTime()
     cluster.add(node("cpu"))
-    survey = Survey(cluster, time.clock)
-    await survey.refresh()
+    inventory = Inventory(cluster, time.clock)
+    await inventory.refresh()
     waiting = unschedulable(pod("e", 1), "0/2 nodes are available: 1 Insufficient nvidia.com/gpu.")
-    assert await survey.awaiting(Engine(), [waiting], []) == {"e"}
+    assert await inventory.awaiting(Engine(), [waiting], []) == {"e"}
     cluster.add(node("new", 4))
     await time.pass_(16)
-    assert await survey.awaiting(Engine(), [waiting], []) == set()
+    assert await inventory.awaiting(Engine(), [waiting], []) == set()
 
 
 # --- a pool without nodes ------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from foveal_operator.pods.reports import Reports
 from foveal_operator.process.options import read
 from foveal_operator.process.server import ProbeServer
 from foveal_operator.reconcile.baseline import Basis, read_basis
-from foveal_operator.reconcile.cluster_facts import Survey, count_free_devices
+from foveal_operator.reconcile.cluster_facts import Inventory, count_free_devices
 from foveal_operator.status.conditions import (
     noteworthy,
     previous_conditions,
@@ -149,23 +149,23 @@ async def test_facts_come_from_the_nodes_that_could_run_an_engine(time: FakeTime
     cluster.add(node("cpu", "512Gi"))
     cluster.add(node("a", "128Gi", 8, 81559))
     cluster.add(node("b", "256Gi", 4, 46068))
-    survey = Survey(cluster, time.clock)
-    assert await survey.refresh()
-    assert not await survey.refresh(), "no change of APIs"
-    assert survey.apis == {"PodMonitor"}
-    gpu = survey.node_facts(Engine())
+    inventory = Inventory(cluster, time.clock)
+    assert await inventory.refresh()
+    assert not await inventory.refresh(), "no change of APIs"
+    assert inventory.apis == {"PodMonitor"}
+    gpu = inventory.node_facts(Engine())
     assert gpu == NodeFacts(node_bytes=256 << 30, device_bytes=46068 << 20)
-    assert survey.node_facts(Engine(accelerator=Accelerator(type="CPU"))).node_bytes == 512 << 30
+    assert inventory.node_facts(Engine(accelerator=Accelerator(type="CPU"))).node_bytes == 512 << 30
 
 
 async def test_without_the_right_to_see_nodes_nothing_is_known(time: FakeTime) -> None:
     cluster = FakeCluster(missing=OPTIONAL_KINDS)
     cluster.fail(Forbidden("may not list nodes", 403), kind="Node")
-    survey = Survey(cluster, time.clock)
-    await survey.refresh()
-    assert survey.node_facts(Engine()) == NodeFacts()
+    inventory = Inventory(cluster, time.clock)
+    await inventory.refresh()
+    assert inventory.node_facts(Engine()) == NodeFacts()
     cluster.fail(Forbidden("may not list nodes", 403), kind="Node")
-    assert await survey.free_devices(Engine(), 9) is None
+    assert await inventory.free_devices(Engine(), 9) is None
 
 
 def test_free_devices_are_those_nobody_has_asked_for() -> None:
@@ -180,13 +180,13 @@ def test_free_devices_are_those_nobody_has_asked_for() -> None:
 async def test_free_devices_are_counted_at_most_every_ten_seconds(time: FakeTime) -> None:
     cluster = FakeCluster()
     cluster.add(node("a", gpus=4))
-    survey = Survey(cluster, time.clock)
-    await survey.refresh()
+    inventory = Inventory(cluster, time.clock)
+    await inventory.refresh()
     calls = len(cluster.calls)
-    assert [await survey.free_devices(Engine(), 9) for _ in range(5)] == [4] * 5
+    assert [await inventory.free_devices(Engine(), 9) for _ in range(5)] == [4] * 5
     assert len(cluster.calls) - calls == 3, "waiting pods, the node, its pods"
     time.now += 11
-    await survey.free_devices(Engine(), 9)
+    await inventory.free_devices(Engine(), 9)
     assert len(cluster.calls) - calls == 6
 
 

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from foveal_operator.rollout import RolloutDecision, decide, needs_devices
-from foveal_operator.rollout.engines import OUTAGE
-from foveal_operator.rollout.pods import template_revision
+from foveal_operator.rollout.steps import OUTAGE
+from foveal_operator.rollout.view import template_revision
 from foveal_operator.status.report import Observed, report
 from tests.support.sim_cluster import (
     DEADLINE_SECONDS,
@@ -66,7 +66,7 @@ def check_status(cluster: SimCluster, decision: RolloutDecision) -> None:
         stateful_set=cluster.stateful_set,
         frontend_pods=tuple(pod.raw() for pod in cluster.role("frontend")),
         engine_pods=tuple(pod.raw() for pod in cluster.role("engine")),
-        deadline_exceeded=decision.deadline_exceeded,
+        rollout=decision,
     )
     engine, frontend = revisions(cluster.wish)
     status = report(desired_of(cluster.wish)[0], None, None, objects, observed, cluster.generation)

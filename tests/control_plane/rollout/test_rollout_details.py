@@ -11,11 +11,11 @@ import pytest
 
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests import ClusterFacts, desired
-from foveal_operator.manifests.replicas import is_handed_over, live_replicas
+from foveal_operator.manifests.workloads import is_handed_over, live_replicas
 from foveal_operator.rollout import RolloutView, decide
-from foveal_operator.rollout.engines import engine_step
-from foveal_operator.rollout.pods import Pod
 from foveal_operator.rollout.record import Record, State, read_record
+from foveal_operator.rollout.steps import engine_step
+from foveal_operator.rollout.view import Pod
 from tests.support.regenerate import FACTS, planned
 from tests.support.samples import LEGAL
 from tests.support.sim_cluster import SimCluster, Wish
@@ -30,11 +30,11 @@ def owned_by(*managers: str, replicas: int = 3) -> Obj:
 
 
 def test_an_autoscaler_owns_replicas_once_it_has_written_them() -> None:
-    assert not is_handed_over(None, MANAGER)
-    assert not is_handed_over(owned_by(MANAGER), MANAGER)
-    assert not is_handed_over(owned_by(), MANAGER)
-    assert is_handed_over(owned_by("kube-controller-manager"), MANAGER)
-    assert is_handed_over(owned_by(MANAGER, "kube-controller-manager"), MANAGER)
+    assert not is_handed_over(None)
+    assert not is_handed_over(owned_by(MANAGER))
+    assert not is_handed_over(owned_by())
+    assert is_handed_over(owned_by("kube-controller-manager"))
+    assert is_handed_over(owned_by(MANAGER, "kube-controller-manager"))
     assert live_replicas(owned_by(replicas=7)) == 7
     assert live_replicas({"spec": {}}) == 1
     assert live_replicas(None) is None

@@ -89,7 +89,7 @@ def test_a_failure_is_counted_once() -> None:
 def test_a_resource_that_has_gone_leaves_no_series() -> None:
     telemetry = Telemetry()
     told(telemetry, BASE, **failing())
-    gauges.forget(telemetry, **NAME)
+    telemetry.forget_resource(**NAME)
     assert b'name="qwen"' not in b"".join(telemetry.exposition())
 
 
@@ -139,6 +139,6 @@ def test_the_newest_pod_counts_and_counts_once() -> None:
     late["status"]["conditions"][1]["lastTransitionTime"] = "2026-01-01T05:00:00Z"
     cold.put(telemetry, KEY, "engine", [late])
     assert value() == 60
-    gauges.forget(telemetry, **NAME)
+    telemetry.forget_resource(**NAME)
     cold.forget(KEY)
     assert METRIC.encode() + b"{" not in b"".join(telemetry.exposition())

@@ -14,7 +14,7 @@ from foveal_operator.kube.types import Obj
 from foveal_operator.manifests import desired
 from foveal_operator.pods.diagnose import diagnose, last_failure
 from foveal_operator.status.conditions import reachable
-from foveal_operator.status.report import Observed, plain, report
+from foveal_operator.status.report import plain, report
 from tests.support import api_server_rules, kstatus
 from tests.support.observed_status import (
     BASE,
@@ -23,6 +23,7 @@ from tests.support.observed_status import (
     conditions,
     container,
     ended,
+    observed_of,
     pod,
     revisions,
     serving,
@@ -139,7 +140,7 @@ def test_a_refused_spec_leaves_what_serves_counted() -> None:
     with pytest.raises(SpecError) as caught:
         parse(put(BASE, "spec.engine.gpus", 1))
     values = serving()
-    status = report(None, caught.value, None, None, Observed(now=NOW, **values), 4)
+    status = report(None, caught.value, None, None, observed_of(**values), 4)
     found = conditions(status)
     assert found["SpecAccepted"] == "False InvalidSpec"
     assert found["Available"] == "True Available"
@@ -367,8 +368,8 @@ def test_a_rolled_back_rollout_stalls_and_says_where_it_stands() -> None:
         **serving(),
         "engine_pods": (),
         "deadline_exceeded": True,
-        "rollout_message": text,
-        "rollout_strategy": "FreeFirst: no spare device is known",
+        "message": text,
+        "strategy": "FreeFirst: no spare device is known",
     }
     status = status_of(**values)
     stalled = next(c for c in status.conditions if c.type == "Stalled")
@@ -387,20 +388,20 @@ def test_modalities_are_those_that_are_allowed_and_that_the_model_takes() -> Non
         return found.modalities
 
     assert told() == ("image", "audio")
-    assert told(model_takes=("image", "video")) == ("image",)
-    assert told(model_takes=()) == ()
+    assert told(takes=("image", "video")) == ("image",)
+    assert told(takes=()) == ()
 
 
 def test_what_went_wrong_comes_before_what_is_not_known_yet() -> None:
     """Regression: without a profile the budgets are unknown, and Ready said Profiling for ever of
     a model that can never be loaded; it was not Stalled either."""
     text = "model type mamba is not supported"
-    observed = Observed(now=NOW, model=reasons.UNSUPPORTED_MODEL, model_message=text)
+    observed = observed_of(reasons.UNSUPPORTED_MODEL, text)
     status = report(parse(BASE), None, None, desired(parse(BASE), None, FACTS), observed, 3)
     found = conditions(status)
     assert found["BudgetFits"] == "Unknown Profiling"
     assert found["Ready"] == "False UnsupportedModel"
     assert found["Stalled"] == "True UnsupportedModel"
-    observed = Observed(now=NOW, model=reasons.PROFILING)
+    observed = observed_of(reasons.PROFILING)
     status = report(parse(BASE), None, None, desired(parse(BASE), None, FACTS), observed, 3)
     assert conditions(status)["Reconciling"] == "True Profiling"

@@ -24,6 +24,7 @@ from foveal_runtime.plan.config import ToolFormat
 
 Replicas = Annotated[int, Meta(ge=0, le=256)]
 NumDevices = Annotated[int, Meta(ge=1, le=16)]
+DEFAULT_RESOURCE_NAME = "nvidia.com/gpu"
 Target = Annotated[int, Meta(ge=1, le=1_000_000)]
 
 # What both roles have. Aliases, not a base class: its fields would come first in the schema.
@@ -249,6 +250,13 @@ class Accelerator(Part, frozen=True, kw_only=True):
         Meta(description="Memory of one device; default: what nodes report."),
     ] = None
 
+    @property
+    def extended_resource(self) -> str:
+        """What a pod requests its devices as; "" for a CPU and for devices that are claimed."""
+        if self.type == "CPU" or self.device_class_name:
+            return ""
+        return self.resource_name or DEFAULT_RESOURCE_NAME
+
 
 class Parallelism(Part, frozen=True, kw_only=True):
     """How an engine's devices share the model."""
@@ -351,15 +359,15 @@ class Engine(Part, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1, le=1_048_576)] | None,
         Meta(
             description="Tokens of a step in which a running stream gets its next one, so that "
-            "new prompts do not stall it. Default: 256 on CPUs (512 in bfloat16), no limit of its "
-            "own on GPUs."
+            "new prompts do not stall it. Default: on CPUs what takes 5.5 times as long as a step "
+            "without prompts, at most 256 (512 in bfloat16); no limit of its own on GPUs."
         ),
     ] = None
     target_itl_milliseconds: Annotated[
         Annotated[int, Meta(ge=1, le=60_000)] | None,
         Meta(
             description="Time between two tokens of a stream to keep to while prompts are computed "
-            "beside it; overrides maxNumMixedTokens. Default: no target."
+            "beside it; overrides maxNumMixedTokens. Default: none; see maxNumMixedTokens."
         ),
     ] = None
     max_num_encoder_input_tokens: Annotated[
@@ -395,6 +403,13 @@ class Engine(Part, frozen=True, kw_only=True):
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],
         Meta(description="Weights and activations. auto (default): the checkpoint's."),
+    ] = "auto"
+    quantization: Annotated[
+        Literal["auto", "int8", "int4"],
+        Meta(
+            description="What the decoder's weights are quantised to while they are loaded. auto "
+            "(default): they stay as in the checkpoint."
+        ),
     ] = "auto"
     attention: Annotated[Text, Meta(description="Attention backend. auto (default) chooses.")] = (
         "auto"

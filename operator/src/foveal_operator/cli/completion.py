@@ -18,7 +18,7 @@ from argcomplete.completers import FilesCompleter, SuppressCompleter
 from argcomplete.finders import CompletionFinder
 from argcomplete.shell_integration import shellcode
 
-from foveal_operator.cli.help import Help
+from foveal_operator.cli.arguments import Commands, add_command
 from foveal_operator.cli.local.runtime import HANDED_ON, hand_on, runtime_command
 from foveal_operator.common.errors import EXIT_OK, UsageError
 
@@ -31,20 +31,14 @@ _FILES = ("FILE", "DIRECTORY", "PROGRAM")
 _ASKED = "_ARGCOMPLETE"
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "completion",
-        help="a script for bash, zsh or fish",
-        description="Prints a completion script.",
-        epilog=_EPILOG,
-        formatter_class=Help,
-    )
+def add_parser(commands: Commands) -> None:
+    parser = add_command(commands, "completion", "a script for bash, zsh or fish", run,
+                         "Prints a completion script.", _EPILOG)  # fmt: skip
     parser.add_argument("shell", choices=["bash", "fish", "zsh"])
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    programs = ["foveal", "kubectl-foveal"]
+    programs = ["foveal", "kubectl-foveal", "foveal-runtime"]
     print(shellcode(programs, use_defaults=False, shell=arguments.shell))
     return EXIT_OK
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from foveal_operator.cli import completion
+from foveal_operator.cli.arguments import Help, installed_version
 from foveal_operator.cli.dashboard import command as cli_dashboard
 from foveal_operator.cli.doctor import command as cli_doctor
-from foveal_operator.cli.help import Help
 from foveal_operator.cli.local import command as cli_up
 from foveal_operator.cli.local import runtime as cli_runtime
 from foveal_operator.cli.plan import command as cli_plan
@@ -36,7 +35,8 @@ def parser() -> argparse.ArgumentParser:
         epilog=EXIT_CODES,
         formatter_class=Help,
     )
-    root.add_argument("--version", action="version", version=f"foveal {_version()}")
+    installed = installed_version("foveal-operator", "0+unknown")
+    root.add_argument("--version", action="version", version=f"foveal {installed}")
     commands = root.add_subparsers(
         title="commands", dest="command", required=True, metavar="COMMAND"
     )
@@ -48,13 +48,6 @@ def parser() -> argparse.ArgumentParser:
     cli_doctor.add_parser(commands)
     completion.add_parser(commands)
     return root
-
-
-def _version() -> str:
-    try:
-        return version("foveal-operator")
-    except PackageNotFoundError:
-        return "0+unknown"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -16,6 +16,11 @@ def _boottime() -> float:
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
+def seconds(time: str | None) -> float:
+    """An RFC 3339 time as seconds since the epoch; 0 for none."""
+    return datetime.fromisoformat(time).timestamp() if time else 0.0
+
+
 class Clock(msgspec.Struct, frozen=True, kw_only=True):
     """`monotonic` seconds never go back; `wall` is UTC, only for what people read."""
 

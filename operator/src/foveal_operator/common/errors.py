@@ -56,9 +56,3 @@ class TimeRanOut(CommandError):
     """What was waited for did not happen in time."""
 
     exit_code = EXIT_TIMEOUT
-
-
-class Interrupted(CommandError):
-    """The user would not wait."""
-
-    exit_code = EXIT_INTERRUPTED

@@ -1,14 +1,17 @@
-"""Dispatcher of watch events: updates the caches and queues the resources to reconcile.
+"""The watches: what they tell updates the caches and queues the resources to reconcile; an engine
+that has ended or gone silent is replaced.
 
 The events come from kopf_watch.py (kopf), which loses deletions when a watch breaks. So every kind
 is also listed live: once at the start, after a watch had to restart, and every resync interval;
 objects that are gone are dropped then and their owners reconciled. Never writes to the cluster.
+Whether a watch lives is decided by what its engine reports, never by what the API server says.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from foveal_operator.common.clock import Clock
 from foveal_operator.kube.cluster import Cluster
@@ -28,6 +31,10 @@ from foveal_operator.telemetry.series import Telemetry
 log = logging.getLogger(__name__)
 
 RELIST_SECONDS = 10.0
+# The time an engine has to bring all of its watches up, discovery and first lists included.
+START_SECONDS = 60.0
+FIRST_PAUSE_SECONDS = 2.0
+MAX_PAUSE_SECONDS = 300.0
 DISPENSABLE = (ENDPOINT_SLICE,)
 """What the operator does without where its Role, made by hand, does not allow it."""
 
@@ -179,3 +186,74 @@ class Watch:
         for body in ghosts:
             self._owner_changed(kind, body)
         return num_missed + len(ghosts)
+
+
+class Watches(Protocol):
+    """One life of the watches over a set of kinds."""
+
+    @property
+    def is_alive(self) -> bool: ...
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def lookup_silent(self) -> tuple[str, ...]:
+        """Names of what no watch is known to follow now."""
+        ...
+
+
+class WatchKeeper:
+    """Args:
+    make: an engine for these kinds, not started.
+    """
+
+    def __init__(self, make: Callable[[tuple[Kind, ...]], Watches], clock: Clock) -> None:
+        self._make = make
+        self._clock = clock
+        self._engine: Watches | None = None
+        self.kinds: tuple[Kind, ...] = ()
+        self._started = 0.0
+        self._pause_seconds = FIRST_PAUSE_SECONDS
+
+    def start(self, kinds: tuple[Kind, ...]) -> None:
+        """Watches these kinds from now on, and no others."""
+        self.stop()
+        self.kinds = kinds
+        self._started = self._clock.monotonic()
+        self._engine = self._make(kinds)
+        self._engine.start()
+
+    def stop(self) -> None:
+        """Asks the engine to end and does not wait: it has nothing to save."""
+        if self._engine is not None:
+            self._engine.stop()
+            self._engine = None
+
+    def lookup_failure(self) -> str:
+        """What is not watched, in words; "" while all is."""
+        if self._engine is None:
+            return "the watches have not been started"
+        if not self._engine.is_alive:
+            return "the watches have ended"
+        silent = self._engine.lookup_silent()
+        return f"no watch of {', '.join(silent)}" if silent else ""
+
+    def restart_if_due(self) -> bool:
+        """Call every few seconds once started. True when the watches were started anew.
+
+        A dead engine is replaced at once, a deaf one after START_SECONDS; the next time not before
+        a pause that doubles up to MAX_PAUSE_SECONDS and is short again once all was well.
+        """
+        failure = self.lookup_failure()
+        if not failure:
+            self._pause_seconds = FIRST_PAUSE_SECONDS
+            return False
+        age = self._clock.monotonic() - self._started
+        is_alive = self._engine is not None and self._engine.is_alive
+        if age < max(self._pause_seconds, START_SECONDS if is_alive else 0.0):
+            return False
+        log.error("%s: restarting the watches", failure)
+        self._pause_seconds = min(MAX_PAUSE_SECONDS, 2.0 * self._pause_seconds)
+        self.start(self.kinds)
+        return True

@@ -90,6 +90,10 @@ RESOURCE_SLICE = Kind(
     api_version="resource.k8s.io/v1", name="ResourceSlice", plural="resourceslices",
     namespaced=False, watched=False, pruned=False, optional=True,
 )  # fmt: skip
+DEVICE_CLASS = Kind(
+    api_version="resource.k8s.io/v1", name="DeviceClass", plural="deviceclasses",
+    namespaced=False, watched=False, pruned=False, optional=True,
+)  # fmt: skip
 
 KINDS: tuple[Kind, ...] = (
     INFERENCE,
@@ -147,6 +151,7 @@ KINDS: tuple[Kind, ...] = (
     EVENT,
     NODE,
     RESOURCE_SLICE,
+    DEVICE_CLASS,
 )
 BY_NAME = {kind.name: kind for kind in KINDS}
 OPTIONAL = tuple(kind for kind in KINDS if kind.optional and kind.watched)

@@ -54,25 +54,6 @@ class _NoEssence(kopf.DiffBaseStorage):  # type: ignore[misc]
         """Nothing is ever stored."""
 
 
-class _NoProgress(kopf.ProgressStorage):  # type: ignore[misc]
-    """Handlers of events have no progress."""
-
-    def fetch(self, *, key: Any, body: Any) -> None:
-        return None
-
-    def store(self, *, key: Any, record: Any, body: Any, patch: Any) -> None:
-        """Nothing is ever stored."""
-
-    def purge(self, *, key: Any, body: Any, patch: Any) -> None:
-        """Nothing was."""
-
-    def touch(self, *, body: Any, patch: Any, value: str | None) -> None:
-        """Nothing is there."""
-
-    def clear(self, *, essence: Any) -> Any:
-        return essence
-
-
 class EndlessBackoff:
     """1, 2, 4, 8, 15, 15, ... without end: an outage never ends the watches."""
 
@@ -178,7 +159,7 @@ class WatchEngine:
         # A task for each object that has just changed: not for longer than it takes.
         settings.queueing.idle_timeout = 0.1
         settings.persistence.diffbase_storage = _NoEssence()
-        settings.persistence.progress_storage = _NoProgress()
+        settings.persistence.progress_storage = kopf.MultiProgressStorage([])  # events have none
         for kind in self._kinds:
             selector = selector_of(kind)
             if selector:
@@ -279,7 +260,7 @@ class WatchEngine:
         finally:
             was_asked = self._stop.is_set()
             # kopf waits for the flag in a thread of its own, and asyncio.run for that thread: left
-            # unset, an engine that has failed looks alive for ever.
+            # unset, an engine that has failed looks alive forever.
             self._stop.set()
             if not was_asked:
                 log.error("the watches ended by themselves")

@@ -1,6 +1,6 @@
 """A cluster as the command line reads it: kubectl's configuration, raw objects, live answers.
 
-`Reader` is the seam; KubeReader speaks HTTP through the official client, FakeReader holds answers.
+`Reader` is the seam; KubeReader speaks HTTP through the official client.
 It stores nothing anywhere: its one POST is a review, which the API server only answers. The
 operator's own calls are elsewhere; they run without a user.
 """
@@ -11,7 +11,6 @@ import email.utils
 import json
 import time
 import urllib.parse
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -152,32 +151,3 @@ def _short(error: Exception) -> str:
     reason = getattr(error, "reason", None) or error
     text = " ".join(str(reason).split())
     return text.rpartition(">: ")[2] or type(error).__name__
-
-
-class FakeReader:
-    """Answers by path; an exception as answer is raised. Keeps every call."""
-
-    def __init__(self, answers: Mapping[str, Obj | Exception], namespace: str = "default") -> None:
-        self.answers = dict(answers)
-        self.namespace = namespace
-        self.server = "https://fake"
-        self.calls: list[str] = []
-        self.denied: set[tuple[str, str]] = set()
-        """(verb, resource) that reviews deny."""
-        self.skew: float | None = 0.0
-
-    def get(self, path: str, **query: str) -> Obj | None:
-        self.calls.append(f"GET {path}" + (f"?{urllib.parse.urlencode(query)}" if query else ""))
-        answer = self.answers.get(path)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    def review(self, path: str, body: Obj) -> Obj:
-        self.calls.append(f"POST {path}")
-        asked = body["spec"]["resourceAttributes"]
-        allowed = (asked["verb"], asked["resource"]) not in self.denied
-        return {**body, "status": {"allowed": allowed}}
-
-    def skew_seconds(self) -> float | None:
-        return self.skew

@@ -1,7 +1,7 @@
 """From resource, plan and facts to every object of one MultiModalInference. Pure.
 
-Called by the reconciler, by `foveal plan` and by tests. One builder per kind of object stands in a
-file of its own; this file only says which objects there are, and in which order they are applied.
+Called by the reconciler, by `foveal plan` and by tests. The builders stand in files by subject;
+this file only says which objects there are, and in which order they are applied.
 """
 
 from __future__ import annotations
@@ -12,31 +12,35 @@ import msgspec
 
 from foveal_operator.api.parse import InferenceSpec
 from foveal_operator.kube.types import Obj
-from foveal_operator.manifests.autoscaling import engine_autoscaler, frontend_autoscaler
-from foveal_operator.manifests.config_map import engine_config_map, frontend_config_map
 from foveal_operator.manifests.context import ClusterFacts, Context, Owned
-from foveal_operator.manifests.deployment import frontend_deployment
+from foveal_operator.manifests.curve_keys import curve_secret
+from foveal_operator.manifests.documents import config_map
 from foveal_operator.manifests.job import fetch_job, profile_job
-from foveal_operator.manifests.model_source import model_source
+from foveal_operator.manifests.model_source import model_claim, model_source
 from foveal_operator.manifests.monitoring import (
     dashboard,
     is_wanted,
     pod_monitor,
     prometheus_rule,
 )
-from foveal_operator.manifests.network_policy import (
+from foveal_operator.manifests.network import (
     engine_network_policy,
+    engine_service,
     frontend_network_policy,
+    frontend_service,
+    http_route,
+    inference_pool,
     model_network_policy,
 )
-from foveal_operator.manifests.persistent_volume_claim import model_claim
-from foveal_operator.manifests.pod_disruption_budget import pod_disruption_budget
-from foveal_operator.manifests.resource_claim_template import resource_claim_template
-from foveal_operator.manifests.routes import http_route, inference_pool
-from foveal_operator.manifests.secret import CurveKeyPairs, curve_secret
-from foveal_operator.manifests.service import engine_service, frontend_service
-from foveal_operator.manifests.service_account import service_account
-from foveal_operator.manifests.stateful_set import engine_stateful_set
+from foveal_operator.manifests.pods import service_account
+from foveal_operator.manifests.workloads import (
+    engine_autoscaler,
+    engine_stateful_set,
+    frontend_autoscaler,
+    frontend_deployment,
+    pod_disruption_budget,
+    resource_claim_template,
+)
 from foveal_runtime.plan.budget.types import BudgetPlan
 
 
@@ -58,12 +62,7 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
         return [owned.body for owned in self.objects if owned.body["kind"] == kind]
 
 
-def desired(
-    inference: InferenceSpec,
-    plan: BudgetPlan | None,
-    facts: ClusterFacts,
-    keys: CurveKeyPairs | None = None,
-) -> Desired:
+def desired(inference: InferenceSpec, plan: BudgetPlan | None, facts: ClusterFacts) -> Desired:
     """Every object. Raises SpecError when a podTemplate touches what the operator derives."""
     context = Context(inference=inference, plan=plan, facts=facts)
     objects = [*_model_objects(context)]
@@ -74,7 +73,7 @@ def desired(
     missing: list[str] = []
     if serves:
         objects += [Owned(body=body) for body in _access_objects(context)]
-        objects.append(Owned(body=curve_secret(context, keys), policy="CreateOnly"))
+        objects.append(Owned(body=curve_secret(context), policy="CreateOnly"))
         objects += [Owned(body=body) for body in _workload_objects(context)]
         for kind, body in _optional_objects(context):
             if kind in facts.apis or kind == "ConfigMap":
@@ -107,10 +106,11 @@ def _access_objects(context: Context) -> Iterator[Obj]:
 def _workload_objects(context: Context) -> Iterator[Obj]:
     """Engines first: a new frontend is ready with its first compatible session."""
     spec = context.inference.spec
-    yield engine_config_map(context)
-    yield frontend_config_map(context)
+    yield config_map(context, "engine")
+    yield config_map(context, "frontend")
     yield engine_stateful_set(context)
     yield frontend_deployment(context)
+    # With one replica a budget would block a node's drain without end.
     if context.inference.num_engines > 1:
         yield pod_disruption_budget(context, "engine")
     if context.inference.num_frontends > 1:
@@ -143,4 +143,4 @@ def _optional_objects(context: Context) -> Iterator[tuple[str, Obj]]:
         yield "ConfigMap", dashboard(context)
 
 
-__all__ = ["ClusterFacts", "CurveKeyPairs", "Desired", "Owned", "desired"]
+__all__ = ["ClusterFacts", "Desired", "Owned", "desired"]

@@ -13,6 +13,7 @@ import msgspec
 
 from foveal_operator.kube.kinds import (
     CLAIM,
+    DEVICE_CLASS,
     ENDPOINT_SLICE,
     EVENT,
     INFERENCE,
@@ -56,7 +57,8 @@ _SPECIAL: dict[str, tuple[str, ...]] = {
     SECRET.name: ("create",),  # key material is made once and never read back
     EVENT.name: (*_APPLY, "list"),  # what the kubelet says of pods that wait for a volume
 }
-_ELSEWHERE = {LEASE.name, NODE.name, RESOURCE_SLICE.name}
+_CLUSTERS = (NODE, RESOURCE_SLICE, DEVICE_CLASS)
+_ELSEWHERE = {LEASE.name, *(kind.name for kind in _CLUSTERS)}
 
 
 def verbs(kind: Kind) -> tuple[str, ...]:
@@ -71,7 +73,7 @@ def rules(scope: Scope) -> tuple[AccessRule, ...]:
     if scope == "nodes":
         return tuple(
             AccessRule(group=kind.group, resources=(kind.plural,), verbs=("list",))
-            for kind in (NODE, RESOURCE_SLICE)
+            for kind in _CLUSTERS
         )
     if scope == "lease":
         return (

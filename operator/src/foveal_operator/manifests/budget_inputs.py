@@ -21,12 +21,15 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         node_bytes: allocatable memory of the largest node a pod could run on.
-        device_bytes: memory of one device, as node labels or device attributes tell.
+        device_bytes: memory of one device, as node labels or device attributes tell: the smallest.
+        largest_device_bytes: the same of the largest where CEL, which the scheduler evaluates,
+            picks devices: what accelerator.memory may be. 0 = device_bytes.
         takes_snapshots: the runtime image knows caches.snapshot_bytes; an older one refuses it.
     """
 
     node_bytes: int = 0
     device_bytes: int = 0
+    largest_device_bytes: int = 0
     takes_snapshots: bool = True
 
 
@@ -58,7 +61,7 @@ def budget_inputs(inference: InferenceSpec, facts: NodeFacts) -> BudgetInputs:
                 else "engine.accelerator.count"
             ),
             device_bytes=size_of(engine.accelerator.memory) or facts.device_bytes,
-            found_device_bytes=facts.device_bytes,
+            found_device_bytes=facts.largest_device_bytes or facts.device_bytes,
             max_model_len=engine.max_model_len or 0,
             max_num_seqs=engine.max_num_seqs,
             max_num_batched_tokens=engine.max_num_batched_tokens,

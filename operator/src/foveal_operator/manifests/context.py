@@ -28,7 +28,6 @@ ENGINE_EVENTS_PORT = 5557
 """vLLM's default; the replay socket is one up."""
 PROGRESS_PORT = 8000
 """Of a fetch Job's pod."""
-DEFAULT_RESOURCE_NAME = "nvidia.com/gpu"
 
 
 class ClusterFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +38,6 @@ class ClusterFacts(msgspec.Struct, frozen=True, kw_only=True):
             image that a resource started with, so that a new operator restarts nothing.
         apis: kinds of optional APIs that the cluster serves, such as "PodMonitor".
         model_ready: the model lies where pods look for it; without it no pod is asked for.
-        model_revision: commit or digest it was resolved to; "" lets processes derive one.
         live_frontends, live_engines: replicas there are, applied until the autoscaler owns them.
         frontends_handed_over, engines_handed_over: the autoscaler owns spec.replicas.
         monitoring_namespace: all of its pods may read engines' metrics; "" = nobody.
@@ -51,7 +49,6 @@ class ClusterFacts(msgspec.Struct, frozen=True, kw_only=True):
     runtime_image: str = "foveal/runtime:0.1.0"
     apis: frozenset[str] = frozenset()
     model_ready: bool = True
-    model_revision: str = ""
     live_frontends: int | None = None
     live_engines: int | None = None
     frontends_handed_over: bool = False

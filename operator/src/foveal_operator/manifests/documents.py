@@ -1,6 +1,7 @@
-"""The start-up documents: every number a process obeys, from the resource and the plan.
+"""The start-up documents: every number a process obeys, from the resource and the plan, and their
+ConfigMaps.
 
-Called by the ConfigMap builder and by `foveal up`. The engine's document depends on nothing of
+The engine's document depends on nothing of
 frontend.*, so that no change of the API tier can restart an engine; a test holds it to that.
 """
 
@@ -13,12 +14,14 @@ import msgspec
 
 from foveal_operator.api.caches import WarmSet
 from foveal_operator.api.service import CacheEvents, SecretKey
+from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.budget_inputs import modalities_config
 from foveal_operator.manifests.context import (
     ENGINE_EVENTS_PORT,
     ENGINE_HTTP_PORT,
     ENGINE_PORT,
     Context,
+    content_hash,
 )
 from foveal_operator.manifests.model_source import model_source
 from foveal_runtime.plan.config import (
@@ -46,6 +49,7 @@ SHARED_DIRECTORY = "/shared"
 WARM_DIRECTORY = "/warm"
 FILES_DIRECTORY = "/files"
 ADDED: dict[tuple[str, str], object] = {
+    ("model", "quantization"): "auto",
     ("caches", "kv_dtype"): "auto",
     ("caches", "kv_touched"): True,
     ("scheduler", "max_num_mixed_tokens"): 0,
@@ -112,7 +116,7 @@ def engine_document(context: Context) -> EngineConfig:
     return EngineConfig(
         engine_id="$(POD_NAME)",
         # Of its series only: what clients put into `model` concerns frontends alone.
-        model=_model(context, context.name),
+        model=_model(context, context.name, quantization=engine.quantization),
         scheduler=SchedulerConfig(
             max_num_batched_tokens=engine.max_num_batched_tokens,
             max_num_mixed_tokens=engine.max_num_mixed_tokens or 0,
@@ -224,6 +228,14 @@ def frontend_document(context: Context) -> FrontendConfig:
     )
 
 
+def config_map(context: Context, role: Literal["engine", "frontend"]) -> Obj:
+    """The role's document, immutable, in an object that is named by the hash of what it holds."""
+    document = engine_document(context) if role == "engine" else frontend_document(context)
+    data = {f"{role}.json": document_json(document)}
+    suffix = f"{role}-{content_hash(data)}"
+    return context.object("v1", "ConfigMap", suffix, role, immutable=True, data=data)
+
+
 def document_json(config: EngineConfig | FrontendConfig) -> str:
     """Readable and the same on every machine.
 
@@ -274,14 +286,14 @@ def _events(wanted: CacheEvents | None) -> dict[str, Any]:
     }
 
 
-def _model(context: Context, name: str) -> ModelConfig:
+def _model(context: Context, name: str, **of_engines: Any) -> ModelConfig:
     engine = context.inference.spec.engine
     return ModelConfig(
         path=model_source(context).path,
         name=name,
-        revision=context.facts.model_revision,
         dtype=engine.dtype,
         max_model_len=context.budgets.max_model_len,
+        **of_engines,
     )
 
 

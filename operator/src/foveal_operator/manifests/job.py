@@ -23,7 +23,7 @@ from foveal_operator.manifests.pods import (
     resources,
 )
 from foveal_runtime.plan.config import GIB
-from foveal_runtime.plan.profile_memory import profile_memory_bytes
+from foveal_runtime.plan.profile import profile_memory_bytes
 
 FETCH_MEMORY_BYTES = 2 * GIB
 PROFILE_REQUEST_BYTES = 4 * GIB
@@ -73,6 +73,11 @@ def profile_job(context: Context) -> Obj:
         "--max-seconds": spec.modalities.video.max_seconds,
         "--max-audio-seconds": spec.modalities.audio.max_seconds,
         "--dtype": spec.engine.dtype,
+        **(
+            {"--quantization": quantized}
+            if (quantized := spec.engine.quantization) != "auto"
+            else {}
+        ),
         "--device": "cpu" if spec.engine.accelerator.type == "CPU" else "cuda",
     }
     args = ["profile", model_source(context).path]

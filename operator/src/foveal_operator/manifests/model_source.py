@@ -1,6 +1,5 @@
-"""Location of the model's files: the volume that pods mount, the path in it, and which image it is.
-
-Used by the pod builders (volume and path), the claim and the fetch Job.
+"""Location of the model's files: the volume that pods mount, the path in it, the claim for fetched
+ones, and which image it is.
 """
 
 from __future__ import annotations
@@ -10,11 +9,13 @@ from collections.abc import Iterable
 
 import msgspec
 
+from foveal_operator.api.model import ModelCache
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.context import Context
 
 MODELS_DIRECTORY = "/models"
 VOLUME = "model"
+DEFAULT_SIZE = "50Gi"
 
 
 class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +62,23 @@ def _folder(scheme: str, rest: str, revision: str | None) -> str:
     parts = [scheme, rest.strip("/"), revision or ("main" if scheme == "hf" else "")]
     text = "--".join(part for part in parts if part)
     return re.sub(r"[^A-Za-z0-9._-]+", "--", text)
+
+
+def model_claim(context: Context) -> Obj:
+    """For fetched weights. It carries no owner: deleting the resource keeps them."""
+    cache = context.inference.spec.model.cache or ModelCache()
+    spec: Obj = {
+        "accessModes": [cache.access_mode or "ReadWriteMany"],
+        "resources": {"requests": {"storage": cache.size or DEFAULT_SIZE}},
+    }
+    if cache.storage_class_name:
+        spec["storageClassName"] = cache.storage_class_name
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": context.metadata("model", "model", owned=False),
+        "spec": spec,
+    }
 
 
 MAX_CHARACTERS = 253

@@ -1,11 +1,12 @@
 """Common parts of both workloads' pods: security, volumes, probes, the one container.
 
-Called by deployment.py, stateful_set.py and job.py. Every pod meets restricted Pod Security; every
+Called by workloads.py and job.py. Every pod meets restricted Pod Security; every
 memory-backed volume has a size limit that the budgets count.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from foveal_operator.api.service import SecretKey
@@ -99,16 +100,15 @@ class Volumes:
 
 
 def role_volumes(
-    context: Context, config_map: str, shm_bytes: int, curve_keys: tuple[str, ...]
+    context: Context, config_map: Obj, shm_bytes: int, curve_keys: tuple[str, ...]
 ) -> Volumes:
     """Configuration, model, keys, /dev/shm and /tmp."""
     volumes = Volumes()
-    volumes.add(
-        {"name": "config", "configMap": {"name": config_map}}, CONFIG_DIRECTORY, read_only=True
-    )
-    source = model_source(context)
-    volumes.volumes.append(source.volume())
-    volumes.mounts.append(source.mount())
+    source = {"name": config_map["metadata"]["name"]}
+    volumes.add({"name": "config", "configMap": source}, CONFIG_DIRECTORY, read_only=True)
+    model = model_source(context)
+    volumes.volumes.append(model.volume())
+    volumes.mounts.append(model.mount())
     volumes.add_secret("curve", context.child("curve"), curve_keys, CURVE_DIRECTORY)
     shm = {"medium": "Memory", "sizeLimit": format_bytes(shm_bytes)}
     volumes.add({"name": "shm", "emptyDir": shm}, "/dev/shm")
@@ -120,6 +120,13 @@ def add_user_secret(volumes: Volumes, purpose: str, ref: SecretKey | None) -> No
     if ref is not None:
         path = f"{SECRETS_DIRECTORY}/{purpose}"
         volumes.add_secret(f"secret-{purpose}", ref.name, (ref.key,), path)
+
+
+def service_account(context: Context) -> Obj:
+    """Of all pods: no token, no Role. They never talk to the API server."""
+    return context.object(
+        "v1", "ServiceAccount", "", "frontend", automountServiceAccountToken=False
+    )
 
 
 def environment() -> list[Obj]:
@@ -165,7 +172,12 @@ def probe(path: str, port: str, period: int, failures: int) -> Obj:
 
 
 def role_container(
-    context: Context, role: Role, port: int, volumes: Volumes, needs: Obj, extra_ports: list[Obj]
+    context: Context,
+    role: Role,
+    port: int,
+    volumes: Volumes,
+    needs: Obj,
+    extra_ports: Sequence[Obj] = (),
 ) -> Obj:
     """The one container of a frontend or engine pod."""
     pause: Obj = {"preStop": {"sleep": {"seconds": LAME_DUCK_SECONDS}}}
@@ -195,7 +207,8 @@ def session_group(context: Context) -> str:
     version, but only their processes know; to take them for strangers costs a rollout some
     patience, no more."""
     source, facts = model_source(context), context.facts
-    parts = [context.image, source.image or source.claim, source.path, facts.model_revision]
+    # The last part stands for a revision, so that groups keep the names that they have.
+    parts = [context.image, source.image or source.claim, source.path, ""]
     return content_hash([*parts, facts.key_generation] if facts.key_generation else parts)
 
 

@@ -30,6 +30,7 @@ from foveal_operator.model.job_state import (
     JobState,
     as_it_lies,
     expiring,
+    fetch_reason,
     is_of_earlier_claim,
     is_superseded,
     read_job,
@@ -159,7 +160,7 @@ def _decided(view: ModelView, wanted: _Wanted) -> ModelDecision:
         body = dict(view.live["ConfigMap", wanted.config_map])
         job, live = _job(view, wanted.profile), _live(view, wanted.profile)
         objects = (*objects, *_over(live, wanted.profile, job))
-        return _resolved(profile, objects, _config_map(wanted, body["data"][PROFILE_KEY]))
+        return _resolved(wanted, profile, objects, body["data"][PROFILE_KEY])
     return _profiling(view, wanted, objects)
 
 
@@ -252,15 +253,14 @@ def _fetching(
     claim = _claim(view, wanted)
     phase = (claim or {}).get("status", {}).get("phase", "Pending")
     if job.is_failed:
-        reason = job.fetch_reason()
-        return _failed(view, wanted.fetch, job, reason, objects)
-    if phase != "Bound" and (phase == "Lost" or job.is_unschedulable):
+        return _failed(view, wanted.fetch, job, fetch_reason(job.text), objects)
+    if phase != "Bound" and (phase == "Lost" or job.reason is reasons.UNSCHEDULABLE):
         text = f"claim {wanted.source.claim} is {phase}"
         if job.text:
             text += f"; {job.text}"
         return _waiting(reasons.CLAIM_PENDING, text, objects)
-    if job.trouble is not None:
-        reason = job.fetch_reason() if job.has_ended_badly else job.trouble
+    if job.reason is not None:
+        reason = fetch_reason(job.text) if job.has_ended_badly else job.reason
         again = "; it is tried again" if job.has_ended_badly else ""
         return _waiting(reason, f"{job.text}{again}", objects)
     what = f"fetching {view.inference.spec.model.uri}"
@@ -278,20 +278,20 @@ def _profiling(view: ModelView, wanted: _Wanted, objects: tuple[Owned, ...]) -> 
     if (job.is_complete and was_recorded(live)) or is_superseded(live, wanted.profile, job):
         return _replaced(wanted.profile, job, reasons.PROFILING, objects, model_ready=True)
     objects = (*objects, as_it_lies(live, wanted.profile))
-    if job.trouble is reasons.OOM_KILLED:
+    if job.reason is reasons.OOM_KILLED:
         job = msgspec.structs.replace(job, text=f"{job.text}; {_more_memory(view)}")
     if job.is_complete:
         profile = _read(job.message)
         if profile is not None:
-            return _resolved(profile, objects, _config_map(wanted, job.message))
+            return _resolved(wanted, profile, objects, job.message)
         text = "the profile Job ended without a profile that can be read; it runs again"
         return _again(
             view, wanted.profile, job, reasons.PROFILE_FAILED, text, objects, UNREAD_SECONDS
         )
     if job.is_failed:
         return _failed(view, wanted.profile, job, job.profile_reason(), objects, model_ready=True)
-    if job.trouble is not None:
-        reason = job.profile_reason() if job.has_ended_badly else job.trouble
+    if job.reason is not None:
+        reason = job.profile_reason() if job.has_ended_badly else job.reason
         return _waiting(reason, job.text, objects, model_ready=True)
     return _waiting(reasons.PROFILING, "computing what the model costs", objects, model_ready=True)
 
@@ -356,23 +356,19 @@ def _waiting(
 
 
 def _resolved(
-    profile: ModelProfile, objects: tuple[Owned, ...], config_map: Owned
+    wanted: _Wanted, profile: ModelProfile, objects: tuple[Owned, ...], text: str
 ) -> ModelDecision:
-    return ModelDecision(
-        profile=profile,
-        reason=reasons.RESOLVED,
-        message="",
-        model_ready=True,
-        objects=(*objects, config_map),
-    )
-
-
-def _config_map(wanted: _Wanted, text: str) -> Owned:
+    """`text`: the profile as it was read, which its ConfigMap keeps."""
     suffix = wanted.config_map.removeprefix(f"{wanted.context.name}-")
     body = wanted.context.object(
         "v1", "ConfigMap", suffix, "model", immutable=True, data={PROFILE_KEY: text}
     )
-    return Owned(body=body)
+    return ModelDecision(
+        profile=profile,
+        reason=reasons.RESOLVED,
+        model_ready=True,
+        objects=(*objects, Owned(body=body)),
+    )
 
 
 def _cached(view: ModelView, wanted: _Wanted) -> ModelProfile | None:

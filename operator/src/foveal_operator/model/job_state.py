@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from datetime import datetime
 
 import msgspec
 
 from foveal_operator.api import reasons
 from foveal_operator.api.reasons import Reason
 from foveal_operator.api.status import Failure
+from foveal_operator.common.clock import seconds
 from foveal_operator.kube.errors import denial
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.context import Owned
@@ -44,7 +44,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         ended_at: seconds since the epoch; 0 while it runs.
         message: termination message of the pod that succeeded.
-        trouble, text: what its pods suffer from, and the last line that tells it.
+        reason, text: what its pods suffer from, and the last line that tells it.
         exit_code: of the container that ended last; 0 = none did.
         newest_pod: name of its latest attempt; "" = none yet.
         failure: how one of its pods ended badly last.
@@ -56,7 +56,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     is_failed: bool = False
     ended_at: float = 0.0
     message: str = ""
-    trouble: Reason | None = None
+    reason: Reason | None = None
     text: str = ""
     exit_code: int = 0
     newest_pod: str = ""
@@ -65,15 +65,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def has_ended_badly(self) -> bool:
         """Its container ran and failed, which the Job tries again by itself."""
-        return self.trouble in _ENDED_BADLY
-
-    @property
-    def is_unschedulable(self) -> bool:
-        return self.trouble is reasons.UNSCHEDULABLE
-
-    def fetch_reason(self) -> Reason:
-        """Why a download failed, from the one line that the runtime ends with."""
-        return _fetch_reason(self.text)
+        return self.reason in _ENDED_BADLY
 
     def profile_reason(self) -> Reason:
         """The runtime refuses a model with its own exit code; all else may pass."""
@@ -82,7 +74,8 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
         return reasons.PROFILE_FAILED
 
 
-def _fetch_reason(line: str) -> Reason:
+def fetch_reason(line: str) -> Reason:
+    """Why a download failed, from the one line that the runtime ends with."""
     if _DENIED.search(line):
         return reasons.FETCH_DENIED
     if _NOT_FOUND.search(line):
@@ -96,7 +89,7 @@ def _failure(pods: Iterable[Obj]) -> Failure | None:
     if found is None or found.reason not in (reasons.CRASHED.name, reasons.INVALID_ARGUMENT.name):
         return found
     if found.container == "fetch":
-        reason = _fetch_reason(found.message)
+        reason = fetch_reason(found.message)
     elif found.exit_code == EXIT_STARTUP_ERROR:
         reason = reasons.UNSUPPORTED_MODEL
     else:
@@ -123,9 +116,9 @@ def read_job(job: Obj | None, name: str, pods: Iterable[Obj], refused: str = "")
     ended = sorted(_terminations(mine), key=lambda one: str(one.get("finishedAt") or ""))
     good = [one for one in ended if one.get("exitCode") == 0]
     bad = [one for one in ended if one.get("exitCode") != 0]
-    trouble, text = (found.reason, found.message) if found else (None, "")
+    reason, text = (found.reason, found.message) if found else (None, "")
     if refused and newest is None and not over:
-        trouble, text = denial(refused), refused
+        reason, text = denial(refused), refused
     if not text and "Failed" in conditions:
         text = str(over.get("message") or over.get("reason") or "")
     return JobState(
@@ -135,7 +128,7 @@ def read_job(job: Obj | None, name: str, pods: Iterable[Obj], refused: str = "")
         is_failed="Failed" in conditions,
         ended_at=seconds(over.get("lastTransitionTime")),
         message=str(good[-1].get("message") or "") if good else "",
-        trouble=trouble,
+        reason=reason,
         text=text,
         exit_code=int(bad[-1].get("exitCode", 0)) if bad else 0,
         newest_pod=str(newest["metadata"]["name"]) if newest else "",
@@ -155,13 +148,6 @@ def _terminations(pods: Iterable[Obj]) -> Iterable[Obj]:
                 ended: Obj | None = container.get(state, {}).get("terminated")
                 if ended:
                     yield ended
-
-
-def seconds(time: str | None) -> float:
-    """An RFC 3339 time as seconds since the epoch; 0 for none."""
-    if not time:
-        return 0.0
-    return datetime.fromisoformat(time.replace("Z", "+00:00")).timestamp()
 
 
 TTL_SECONDS = 3600
@@ -205,11 +191,11 @@ def was_recorded(live: Obj | None) -> bool:
 
 
 def is_superseded(live: Obj | None, wanted: Owned, job: JobState) -> bool:
-    """Whether it is to be made anew: it has failed, or it is in trouble and the resource now names
+    """Whether it is made again: it has failed, or its pods cannot run and the resource now names
     another secret, image, environment or place for it."""
     if job.is_complete or not _is_made_otherwise(live, wanted):
         return False
-    return job.is_failed or (job.trouble is not None and _chosen(live) != _chosen(wanted.body))
+    return job.is_failed or (job.reason is not None and _chosen(live) != _chosen(wanted.body))
 
 
 def _is_made_otherwise(live: Obj | None, wanted: Owned) -> bool:

@@ -1,6 +1,6 @@
 """Dashboards and alert rules, ready to be placed by manifests/monitoring.py and by the chart.
 
-boards/ and alerts.py define dashboards and alerts, grafana.py (development only)
+boards/ and alerts.py define dashboards and alerts, tests/support/grafana.py
 draws dashboards/*.json; all three are checked against the metric registry. The operator reads the
 drawn files and never imports the drawing library.
 """

@@ -1,4 +1,4 @@
-"""Panels, rows and dashboards, as data. grafana.py draws them; tests read them."""
+"""Panels, rows and dashboards, as data. tests/support/grafana.py draws them."""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import msgspec
 
 from foveal_operator.telemetry.declared import OPERATOR_METRICS, OWN_LABEL, is_shared
-from foveal_runtime.plan.metrics.registry import METRICS, Metric
+from foveal_runtime.plan.metrics import METRICS
+from foveal_runtime.plan.metrics.metric import Metric
 
 TARGET_LABELS = frozenset({"namespace", "resource", "pod", "role", "revision"})
 """`resource`, `role` and `revision` come from pod labels by the PodMonitor's relabelings. The
@@ -28,13 +29,14 @@ PROCESS_METRICS: tuple[Metric, ...] = (
 """What the client library adds to every process."""
 
 DEVICE_METRICS: tuple[Metric, ...] = tuple(
-    Metric(name=f"DCGM_FI_DEV_{name}", kind="gauge", help=text, roles=(), labels=("gpu",))
+    Metric(name=f"DCGM_FI_DEV_{name}", kind="gauge", help=text, roles=(),
+           labels=("gpu", "exported_namespace", "exported_pod"))
     for name, text in (
         ("GPU_UTIL", "Busy, in percent."), ("GPU_TEMP", "In degrees Celsius."),
         ("FB_USED", "Memory in MiB."), ("FB_FREE", "Memory in MiB."),
     )
 )  # fmt: skip
-"""NVIDIA's exporter's own names; it knows pods, and no resource."""
+"""NVIDIA's exporter's own names; it knows pods, and no resource: ask by Scope.device."""
 
 KNOWN: dict[str, Metric] = {
     metric.name: metric
@@ -109,6 +111,20 @@ class Scope(msgspec.Struct, frozen=True):
         """How many observations of the window were at most each bound, by `le`."""
         inner = f"increase({self.series(name, 'bucket', **labels)}[{self.window}])"
         return f"sum by (le) ({inner})"
+
+    def device(self, name: str, /) -> str:
+        """The largest value of an exporter's family by `pod` and `gpu`, of this scope's pods alone:
+        those that `foveal_build_info` tells. A scraper that does not honour the exporter's labels
+        writes the exporter's own pod into `pod`, and the one that has the device into
+        `exported_pod`: then an exporter that has restarted shows each device twice, which only an
+        aggregate makes one before labels are replaced."""
+        metric = KNOWN[name].name
+        exported = f'max by (exported_namespace,exported_pod,gpu) ({metric}{{exported_pod!=""}})'
+        for label in ("pod", "namespace"):
+            exported = f'label_replace({exported}, "{label}", "$1", "exported_{label}", "(.+)")'
+        own = f'max by (namespace,pod,gpu) ({metric}{{exported_pod=""}})'
+        known = self.series("foveal_build_info")
+        return f"max by (pod,gpu) (({exported} or {own}) and on (namespace,pod) {known})"
 
     def quantile(self, q: float, name: str, by: str = "", /, **labels: str) -> str:
         _check_labels(name, by)

@@ -14,7 +14,7 @@ import msgspec
 from foveal_operator.api import reasons
 from foveal_operator.api.reasons import Reason
 from foveal_operator.api.status import Failure
-from foveal_operator.kube.types import Obj
+from foveal_operator.kube.types import Obj, condition
 
 EXIT_STARTUP_ERROR = 2
 EXIT_SIGBUS = 128 + 7
@@ -32,7 +32,7 @@ MAX_MESSAGE = 1024
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """The most telling trouble of a set of pods."""
+    """The most telling failure of a set of pods."""
 
     reason: Reason
     message: str
@@ -57,12 +57,8 @@ _ORDER = (
 
 def is_ready(pod: Obj) -> bool:
     """True for a pod that is Ready and is not going away."""
-    if pod["metadata"].get("deletionTimestamp"):
-        return False
-    return any(
-        c.get("type") == "Ready" and c.get("status") == "True"
-        for c in pod.get("status", {}).get("conditions", ())
-    )
+    is_leaving = pod["metadata"].get("deletionTimestamp")
+    return not is_leaving and condition(pod, "Ready").get("status") == "True"
 
 
 def is_gated(pod: Obj) -> bool:
@@ -75,7 +71,7 @@ def diagnose(
     waits: Mapping[str, str] | None = None,
     awaiting: Collection[str] = (),
 ) -> Diagnosis | None:
-    """The worst trouble of pods that are not ready; None when they are merely starting.
+    """The worst failure of pods that are not ready; None when they are merely starting.
 
     Args:
         waits: pod -> why its volumes are not there: no field of the pod says that.
@@ -150,14 +146,14 @@ def _of_exit(ended: Obj) -> Reason | None:
 
 def _of_pod(pod: Obj) -> Iterable[Diagnosis]:
     name = pod["metadata"]["name"]
-    for condition in pod.get("status", {}).get("conditions", ()):
-        if is_gated(pod) and condition.get("type") == "PodScheduled":
-            gates = ", ".join(gate.get("name", "") for gate in pod["spec"]["schedulingGates"])
-            text = f"{name}: waits until its scheduling gates are lifted: {gates}"
-            yield Diagnosis(reason=reasons.QUEUED, message=text, pod=name)
-        if condition.get("type") == "PodScheduled" and condition.get("reason") == "Unschedulable":
-            text = condition.get("message") or "no node fits"
-            yield Diagnosis(reason=reasons.UNSCHEDULABLE, message=f"{name}: {text}", pod=name)
+    scheduled = condition(pod, "PodScheduled")
+    if scheduled and is_gated(pod):
+        gates = ", ".join(gate.get("name", "") for gate in pod["spec"]["schedulingGates"])
+        text = f"{name}: waits until its scheduling gates are lifted: {gates}"
+        yield Diagnosis(reason=reasons.QUEUED, message=text, pod=name)
+    if scheduled.get("reason") == "Unschedulable":
+        text = scheduled.get("message") or "no node fits"
+        yield Diagnosis(reason=reasons.UNSCHEDULABLE, message=f"{name}: {text}", pod=name)
     for container in _containers(pod):
         waiting = container.get("state", {}).get("waiting") or {}
         cause, text = waiting.get("reason", ""), waiting.get("message") or ""

@@ -12,7 +12,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from foveal_runtime.plan.fetch_progress import FETCH_TOTAL_BYTES, FETCHED_BYTES, percent
-from foveal_runtime.plan.metrics.registry import by_name
+from foveal_runtime.plan.metrics import by_name
 
 SESSIONS = by_name("foveal_mirror_sessions").name
 ENGINES_READY = by_name("foveal_engines_ready").name
@@ -85,7 +85,6 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     pod: str
     group: str
     is_ready: bool
-    should_answer: bool
     figures: Figures | None
     history: History | None
 
@@ -100,7 +99,6 @@ class PodReports(msgspec.Struct, frozen=True, kw_only=True):
         stale_rate: stale hints per query over the last minutes.
         measured: bytes by name of status.budgets, the largest over pods.
         peaks: pod -> its self-reported peak memory in bytes.
-        unknown: pods that should have answered and did not.
         downloads: pod of a fetch Job -> percent of the model that it has.
         waits: pod -> why its volumes are not there (events.py).
         refused: KIND/NAME of a workload without pods -> why they cannot be created (events.py).
@@ -113,7 +111,6 @@ class PodReports(msgspec.Struct, frozen=True, kw_only=True):
     stale_rate: float = 0.0
     measured: dict[str, int] = {}
     peaks: dict[str, int] = {}
-    unknown: tuple[str, ...] = ()
     downloads: dict[str, int] = {}
     waits: dict[str, str] = {}
     refused: dict[str, str] = {}
@@ -166,8 +163,8 @@ def read_figures(text: str) -> Figures:
 def report(
     engines: Sequence[Seen], frontends: Sequence[Seen], jobs: Sequence[Seen] = ()
 ) -> PodReports:
-    """All pods together. A pod that said nothing counts nowhere but in `unknown`; pods of Jobs
-    count nowhere but in `downloads`."""
+    """All pods together. A pod that said nothing counts nowhere; pods of Jobs count nowhere but
+    in `downloads`."""
     everyone = [*engines, *frontends]
     known = {seen.pod: seen.figures for seen in everyone if seen.figures is not None}
     up, wanted = _pairs(engines, frontends)
@@ -190,7 +187,6 @@ def report(
         stale_rate=num_stale / max(num_queries, MIN_QUERIES),
         measured=measured,
         peaks={pod: figures.peak_bytes for pod, figures in known.items() if figures.peak_bytes},
-        unknown=tuple(s.pod for s in everyone if s.should_answer and s.figures is None),
         downloads={seen.pod: done for seen in jobs if (done := _downloaded(seen)) is not None},
     )
 

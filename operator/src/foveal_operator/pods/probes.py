@@ -106,7 +106,6 @@ class PodProber:
                     pod=metadata["name"],
                     group=str(metadata.get("labels", {}).get(SESSION_GROUP_LABEL, "")),
                     is_ready=is_ready(pod),
-                    should_answer=metrics_url(pod) is not None,
                     figures=known.figures if known and fresh else None,
                     history=known.history if known and fresh else None,
                 )

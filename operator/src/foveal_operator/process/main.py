@@ -18,21 +18,20 @@ from foveal_operator.common.clock import Clock
 from foveal_operator.common.errors import UsageError
 from foveal_operator.common.logs import set_up_logs
 from foveal_operator.kube.cluster import Cluster
-from foveal_operator.kube.dispatch import Watch
+from foveal_operator.kube.dispatch import Watch, Watches, WatchKeeper
 from foveal_operator.kube.errors import ApiError, Conflict, NotFound, NotLeader, Transient
 from foveal_operator.kube.events import EventRecorder
 from foveal_operator.kube.kinds import INFERENCE, JOB, POD, STATEFUL_SET, Kind
 from foveal_operator.kube.lease import Elector
 from foveal_operator.kube.queue import MAX_SECONDS, WorkQueue
 from foveal_operator.kube.store import Caches
-from foveal_operator.kube.supervisor import Watches, WatchKeeper
 from foveal_operator.kube.types import NamespacedName, Obj
 from foveal_operator.pods.events import PodEvents
 from foveal_operator.pods.probes import PodProber, PodReports, aiohttp_fetch
 from foveal_operator.pods.reports import ObservePods, Reports
 from foveal_operator.process.options import Options, read
 from foveal_operator.process.server import ProbeServer
-from foveal_operator.reconcile.cluster_facts import Survey
+from foveal_operator.reconcile.cluster_facts import Inventory
 from foveal_operator.reconcile.reconciler import Reconciler
 from foveal_operator.telemetry.declared import CONTROLLER
 from foveal_operator.telemetry.series import Telemetry
@@ -159,7 +158,7 @@ class Operator:
         self.telemetry = telemetry
         self.clock = clock
         self.caches = Caches()
-        self.survey = Survey(cluster, clock)
+        self.inventory = Inventory(cluster, clock)
         self.queue: WorkQueue[NamespacedName] = WorkQueue(CONTROLLER, clock, telemetry)
         self.watch = Watch(
             cluster,
@@ -172,7 +171,7 @@ class Operator:
         self.reconciler = Reconciler(
             cluster,
             self.caches,
-            self.survey,
+            self.inventory,
             EventRecorder(cluster, clock, options.identity),
             telemetry,
             clock=clock,
@@ -263,9 +262,9 @@ class Operator:
     async def _resync(self) -> None:
         """Facts, watches for what the cluster now serves, live lists, and a look at everything."""
         is_first = not self.watch.is_synced
-        await self.survey.refresh()
+        await self.inventory.refresh()
         await self.watch.find_rights()
-        kinds = self.watch.kinds(self.survey.apis)
+        kinds = self.watch.kinds(self.inventory.apis)
         if is_first and not await self.cluster.serves(INFERENCE):
             raise NotFound(f"no {INFERENCE.plural}", 404)
         if is_first or kinds != self.watches.kinds:
@@ -290,12 +289,12 @@ class Operator:
 
         return {
             "synced": lambda: "" if self.watch.is_synced else f"waiting for {self._waiting_for}",
-            "watches": self.watches.lookup_trouble,
+            "watches": self.watches.lookup_failure,
             "api": api,
         }
 
     def before_scrape(self) -> None:
-        self.telemetry.set("foveal_operator_watch_is_up", not self.watches.lookup_trouble())
+        self.telemetry.set("foveal_operator_watch_is_up", not self.watches.lookup_failure())
         leading = self.elector is None or self.elector.is_leading
         name = self.options.lease.name if self.options.lease else "none"
         self.telemetry.set("leader_election_master_status", leading, name=name)

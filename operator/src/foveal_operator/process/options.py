@@ -44,8 +44,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "INFO"
 
 
-def parser() -> argparse.ArgumentParser:
-    """Flags with their defaults in words."""
+def parser(environment: Mapping[str, str] = {}) -> argparse.ArgumentParser:
+    """Flags with their defaults in words; what the environment gives takes a default's place."""
     found = argparse.ArgumentParser(
         prog="foveal-operator",
         description="Reconciles MultiModalInference resources.",
@@ -82,20 +82,19 @@ def parser() -> argparse.ArgumentParser:
     add("--context", default="", help="context of the kubeconfig")
     add("--log-format", default="json", choices=["json", "text"])
     add("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
+    given = {
+        action.dest: environment[name]
+        for action in found._actions
+        if (name := f"FOVEAL_OPERATOR_{action.dest.upper()}") in environment
+    }
+    found.set_defaults(**given)
     return found
 
 
 def read(argv: list[str] | None, environment: Mapping[str, str] | None = None) -> Options:
     """Raises UsageError; argparse itself ends the process on unknown flags."""
     environment = os.environ if environment is None else environment
-    flags = parser()
-    given = {
-        action.dest: environment[name]
-        for action in flags._actions
-        if (name := f"FOVEAL_OPERATOR_{action.dest.upper()}") in environment
-    }
-    flags.set_defaults(**given)
-    found = flags.parse_args(argv)
+    found = parser(environment).parse_args(argv)
     namespaces = tuple(dict.fromkeys(n.strip() for n in found.namespaces.split(",") if n.strip()))
     if len(namespaces) > MAX_NAMESPACES:
         raise UsageError(

@@ -1,6 +1,10 @@
-"""Brings single objects to what is wanted: apply or skip, delete. No policy of its own.
+"""Single objects: whose each is, and how it is brought to what is wanted: apply or skip, delete.
 
-Used by the reconciler. Writes and deletes only what is the resource's own (ownership.py).
+Used by the reconciler. Writes and deletes only what is the resource's own: its controller is this
+very resource, by uid. The claim for fetched weights has no owner, so that it outlives the resource:
+labels name the resource, and the API server's own record of field managers says that the operator
+made it.
+
 Remembers, in memory only, what each apply returned: an object that is wanted as before and lies
 there as it was left costs no request. After a restart everything is applied once more, which
 changes nothing.
@@ -9,26 +13,31 @@ changes nothing.
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import msgspec
 
+from foveal_operator.api import reasons
+from foveal_operator.api.crd import GROUP, KIND
 from foveal_operator.kube.cluster import Cluster
 from foveal_operator.kube.diff import diff
-from foveal_operator.kube.errors import ApiError, Conflict, UserError
-from foveal_operator.kube.kinds import Kind, kind_of
+from foveal_operator.kube.errors import ApiError, Conflict, Transient, UserError
+from foveal_operator.kube.kinds import FIELD_MANAGER, INSTANCE, MANAGED_BY, Kind, kind_of
 from foveal_operator.kube.store import Caches, brief
 from foveal_operator.kube.types import Obj, ObjectKey
 from foveal_operator.manifests.context import content_hash
-from foveal_operator.reconcile.ownership import (
-    NameTaken,
-    StillLeaving,
-    is_controlled_by,
-    standing,
-)
 from foveal_operator.telemetry.series import Telemetry
 
 log = logging.getLogger(__name__)
+
+ADOPT = f"{GROUP}/adopt"
+"""Annotation by which its owner hands an object over to the resource that it names."""
+NO_SECRET = "No Secret can be handed over: remove it, or rename the resource."
+LEAVING_SECONDS = 1.0
+Standing = Literal["Ours", "Leaving", "Offered", "Foreign"]
+"""Ours: write it. Leaving: it is being deleted, or its owner is gone and the garbage collector is
+about to delete it. Offered: handed over by annotation. Foreign: never write or delete it."""
 
 
 class Owner(msgspec.Struct, frozen=True, gc=False):
@@ -36,6 +45,89 @@ class Owner(msgspec.Struct, frozen=True, gc=False):
 
     name: str
     uid: str
+
+
+class NameTaken(UserError):
+    """An object of the name that the operator needs belongs to another client."""
+
+    def __init__(self, live: Obj) -> None:
+        metadata = live["metadata"]
+        self.reason = reasons.NAME_TAKEN
+        if live["kind"] == "Secret":
+            self.reason = msgspec.structs.replace(self.reason, action=NO_SECRET)
+        super().__init__(
+            f"{live['kind']} {metadata.get('namespace', '')}/{metadata['name']} {_holder(live)}, "
+            "not to this resource. It is left as it is"
+        )
+
+
+class StillLeaving(Transient):
+    """An object of the name that the operator needs is on its way out: wait for it."""
+
+    def __init__(self, live: Obj, why: str = "is being deleted") -> None:
+        metadata = live["metadata"]
+        text = (
+            f"{live['kind']} {metadata.get('namespace', '')}/{metadata['name']} "
+            f"{_holder(live)} and {why}; waiting until it is gone"
+        )
+        super().__init__(text, 409, LEAVING_SECONDS)
+
+
+def standing(live: Obj, owner: Owner, *, is_retained: bool = False) -> Standing:
+    """Whose a live object is.
+
+    Args:
+        owner: the resource that asks.
+        is_retained: the object carries no owner on purpose; `live` must then hold managedFields.
+    """
+    metadata = live["metadata"]
+    found, name = controller_of(live), owner.name
+    if found.get("uid") == owner.uid or (is_retained and not found and _is_kept(metadata, name)):
+        return "Ours"
+    # Two resources of one name never live at the same time: another uid is an earlier one's.
+    is_namesakes = found.get("kind") == KIND and found.get("name") == name
+    is_namesakes &= str(found.get("apiVersion", "")).partition("/")[0] == GROUP
+    if is_namesakes or metadata.get("deletionTimestamp"):
+        return "Leaving"
+    is_offered = (metadata.get("annotations") or {}).get(ADOPT) == name
+    return "Offered" if is_offered and not found else "Foreign"
+
+
+def controller_of(live: Obj) -> Mapping[str, Any]:
+    """The owner reference of the controller; {} without one."""
+    for reference in live["metadata"].get("ownerReferences") or ():
+        if reference.get("controller"):
+            found: Mapping[str, Any] = reference
+            return found
+    return {}
+
+
+def is_controlled_by(live: Obj, uid: str) -> bool:
+    """Whether the controller has this uid; never for an empty one."""
+    return bool(uid) and controller_of(live).get("uid") == uid
+
+
+def _is_kept(metadata: Mapping[str, Any], name: str) -> bool:
+    labels = metadata.get("labels") or {}
+    managers = {entry.get("manager") for entry in metadata.get("managedFields") or ()}
+    return (
+        labels.get(MANAGED_BY) == FIELD_MANAGER
+        and labels.get(INSTANCE) == name
+        and FIELD_MANAGER in managers
+    )
+
+
+def _holder(live: Obj) -> str:
+    """To whom it belongs, as far as it tells."""
+    metadata = live["metadata"]
+    owner = controller_of(live)
+    if owner:
+        return f"belongs to {owner.get('kind')} {owner.get('name')}"
+    manager = (metadata.get("labels") or {}).get(MANAGED_BY)
+    if manager and manager != FIELD_MANAGER:
+        return f"belongs to {manager} (label {MANAGED_BY})"
+    made = [str(entry.get("manager")) for entry in metadata.get("managedFields") or ()]
+    return f"belongs to {made[0]} (its field manager)" if made else "belongs to another client"
 
 
 class ObjectError(Exception):
@@ -119,13 +211,13 @@ class Applier:
         at = (metadata["namespace"], metadata["name"])
         if "uid" in metadata and (live is None or live["metadata"]["uid"] != metadata["uid"]):
             raise Conflict(f"{at[1]} is gone", 409)
-        if live is None or standing(live, *_named(owner), is_retained=is_retained) != "Ours":
+        if live is None or standing(live, owner, is_retained=is_retained) != "Ours":
             if (stored := await self._cluster.apply_new(body)) is not None:
                 return stored
             live = await self._live(kind, *at)
             if live is None:
                 raise Conflict(f"{at[1]} was there a moment ago", 409)
-            found = standing(live, *_named(owner), is_retained=is_retained)
+            found = standing(live, owner, is_retained=is_retained)
             if found == "Leaving":
                 raise StillLeaving(live)
             if found == "Foreign":
@@ -177,10 +269,6 @@ class Applier:
 
     def forget(self, owner_uid: str) -> None:
         self._applied.pop(owner_uid, None)
-
-
-def _named(owner: Owner) -> tuple[str, str]:
-    return owner.name, owner.uid
 
 
 def _is_as_left(known: _Applied, body: Obj, live: Obj) -> bool:

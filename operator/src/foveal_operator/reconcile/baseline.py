@@ -16,7 +16,7 @@ import msgspec
 from foveal_operator.api.workloads import Accelerator, Engine
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.budget_inputs import NodeFacts
-from foveal_operator.manifests.context import DEFAULT_RESOURCE_NAME, Context, content_hash
+from foveal_operator.manifests.context import Context, content_hash
 
 _KEY = "basis.json"
 CHOOSES_NODES = ("nodeSelector", "affinity", "tolerations")
@@ -37,6 +37,7 @@ class Basis(msgspec.Struct, frozen=True, kw_only=True):
     accelerator: str = ""
     node_bytes: int = 0
     device_bytes: int = 0
+    largest_device_bytes: int = 0
     without_snapshots: str | msgspec.UnsetType = msgspec.UNSET
     placement: str | msgspec.UnsetType = msgspec.UNSET
     # Which set of CURVE keys the pods share; another one replaces them all. "" is the first.
@@ -57,15 +58,14 @@ class Basis(msgspec.Struct, frozen=True, kw_only=True):
         return NodeFacts(
             node_bytes=self.node_bytes,
             device_bytes=self.device_bytes,
+            largest_device_bytes=self.largest_device_bytes,
             takes_snapshots=self.refusing_snapshots(image) != image,
         )
 
 
 def accelerator_name(accelerator: Accelerator) -> str:
     """Whose memory the node facts tell: CPU, a device class, or an extended resource."""
-    if accelerator.type == "CPU":
-        return "CPU"
-    return accelerator.device_class_name or accelerator.resource_name or DEFAULT_RESOURCE_NAME
+    return accelerator.extended_resource or accelerator.device_class_name or "CPU"
 
 
 def placement_of(engine: Engine) -> str:

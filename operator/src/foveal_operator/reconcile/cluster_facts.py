@@ -1,5 +1,8 @@
 """Facts about the cluster: optional APIs, memory of nodes, devices and the number of free ones.
 
+A resource is planned for the nodes that could take its pods, by selectors, affinity and
+tolerations.
+
 One instance per operator, refreshed at start and with every re-list; it only reads. A right that
 the operator's Role does not give (nodes, in a namespaced installation) means "not known", never an
 error: the resource can then say it (engine.accelerator.memory).
@@ -9,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from math import ceil
 from typing import Any
 
@@ -17,12 +21,9 @@ from foveal_operator.api.workloads import Engine
 from foveal_operator.common.clock import Clock
 from foveal_operator.kube.cluster import ClusterReader
 from foveal_operator.kube.errors import ApiError, Forbidden, NotFound
-from foveal_operator.kube.kinds import NODE, OPTIONAL, POD, RESOURCE_SLICE, Kind
-from foveal_operator.kube.types import Obj
+from foveal_operator.kube.kinds import DEVICE_CLASS, NODE, OPTIONAL, POD, RESOURCE_SLICE, Kind
+from foveal_operator.kube.types import MEMORY_LABELS, Obj, allocatable, amount, condition
 from foveal_operator.manifests.budget_inputs import NodeFacts
-from foveal_operator.manifests.context import DEFAULT_RESOURCE_NAME
-from foveal_operator.reconcile.placement import awaiting_nodes, could_take
-from foveal_runtime.plan.quantity import parse
 
 log = logging.getLogger(__name__)
 
@@ -35,11 +36,9 @@ answer is kept for as many times FREE_SECONDS as there are MAX_ASKED of them."""
 AT_ONCE = 8
 """Pods of so many nodes behind them are listed at a time: half of the calls that may be in flight,
 so that others are answered meanwhile."""
-# Memory of one device in MiB, as feature discovery labels nodes.
-_MEMORY_LABELS = {"nvidia.com/gpu": "nvidia.com/gpu.memory", "amd.com/gpu": "amd.com/gpu.vram"}
 
 
-class Survey:
+class Inventory:
     """The last known facts. What is not a coroutine is effect-free."""
 
     def __init__(self, cluster: ClusterReader, clock: Clock) -> None:
@@ -48,6 +47,7 @@ class Survey:
         self._nodes: Sequence[Obj] = ()
         self._nodes_at = 0.0
         self._slices: Sequence[Obj] = ()
+        self._classes: Sequence[Obj] = ()
         self._free: dict[str, tuple[float, int | None]] = {}
         """Until when, and how many."""
         self.apis: frozenset[str] = frozenset()
@@ -57,6 +57,7 @@ class Survey:
         served = [kind.name for kind in OPTIONAL if await self._cluster.serves(kind)]
         await self._list_nodes()
         self._slices = await self._list(RESOURCE_SLICE) or []
+        self._classes = await self._list(DEVICE_CLASS) or []
         found = frozenset(served)
         changed, self.apis = found != self.apis, found
         return changed
@@ -75,18 +76,18 @@ class Survey:
     def node_facts(self, engine: Engine) -> NodeFacts:
         """Of the nodes that could run such an engine."""
         accelerator, nodes = engine.accelerator, self._candidates(engine)
-        if accelerator.type == "CPU":
-            return NodeFacts(node_bytes=largest_node_bytes(nodes, ""))
-        if accelerator.device_class_name:
-            slices = slices_of(self._slices, accelerator.device_class_name, nodes)
-            return NodeFacts(
-                node_bytes=largest_node_bytes(nodes, ""),
-                device_bytes=smallest_slice_device_bytes(slices),
-            )
-        name = accelerator.resource_name or DEFAULT_RESOURCE_NAME
+        name = accelerator.extended_resource
+        node_bytes = largest_node_bytes(nodes, name)
+        if name:
+            return NodeFacts(node_bytes=node_bytes, device_bytes=smallest_device_bytes(nodes, name))
+        if not accelerator.device_class_name:
+            return NodeFacts(node_bytes=node_bytes)
+        drivers = drivers_of(self._classes, accelerator.device_class_name)
+        found = slice_device_bytes(slices_of(self._slices, drivers, nodes))
         return NodeFacts(
-            node_bytes=largest_node_bytes(nodes, name),
-            device_bytes=smallest_device_bytes(nodes, name),
+            node_bytes=node_bytes,
+            device_bytes=min(found, default=0),
+            largest_device_bytes=max(found, default=0),
         )
 
     def _candidates(self, engine: Engine) -> list[Obj]:
@@ -98,9 +99,8 @@ class Survey:
     ) -> frozenset[str]:
         """Names of pods that wait for a node that is not there yet: of a pool without nodes. Looks
         for new nodes and devices first. Raises ApiError."""
-        accelerator, needs = engine.accelerator, dict[str, int]()
-        if accelerator.type != "CPU" and not accelerator.device_class_name:
-            needs[accelerator.resource_name or DEFAULT_RESOURCE_NAME] = engine.num_devices
+        name = engine.accelerator.extended_resource
+        needs = {name: engine.num_devices} if name else {}
         found = self._awaiting(engines, others, needs)
         if found and self._clock.monotonic() - self._nodes_at >= NODES_SECONDS:
             await self._list_nodes()
@@ -119,10 +119,9 @@ class Survey:
         rarely the more were asked. Lists the pods that wait, then those of one node after the
         other, past 32 nodes eight at a time, until `num_wanted` devices are found free: never
         those of the whole cluster."""
-        accelerator = engine.accelerator
-        if accelerator.type == "CPU" or accelerator.device_class_name:
+        name = engine.accelerator.extended_resource
+        if not name:
             return None
-        name = accelerator.resource_name or DEFAULT_RESOURCE_NAME
         key = f"{name} {num_wanted} {engine_pod_spec(engine)}"
         now = self._clock.monotonic()
         known = self._free.get(key)
@@ -146,7 +145,7 @@ class Survey:
         """(free devices, nodes that were asked)."""
         if not self._nodes:
             return None, 0
-        candidates = [n for n in self._candidates(engine) if _allocatable(n, name) > 0]
+        candidates = [n for n in self._candidates(engine) if allocatable(n, name) > 0]
         waiting = 0
         unbound = "spec.nodeName=,status.phase=Pending"
         async for page in self._cluster.pages(POD, None, fields=unbound):
@@ -172,10 +171,9 @@ def engine_pod_spec(engine: Engine) -> Obj:
     """What of an engine's pod chooses its node."""
     overlay = (engine.pod_template or {}).get("spec")
     spec: Obj = overlay if isinstance(overlay, dict) else {}
-    accelerator, given = engine.accelerator, spec.get("tolerations")
+    name, given = engine.accelerator.extended_resource, spec.get("tolerations")
     tolerations = list(given) if isinstance(given, list) else []
-    if accelerator.type != "CPU" and not accelerator.device_class_name:
-        name = accelerator.resource_name or DEFAULT_RESOURCE_NAME
+    if name:
         tolerations.append({"key": name, "operator": "Exists", "effect": "NoSchedule"})
     found: Obj = {"tolerations": tolerations}
     for key in ("nodeSelector", "affinity"):
@@ -184,14 +182,29 @@ def engine_pod_spec(engine: Engine) -> Obj:
     return found
 
 
-def slices_of(slices: Iterable[Obj], device_class: str, nodes: Iterable[Obj]) -> list[Obj]:
-    """Of these nodes, and of the driver that the class is named after; of every driver when none
-    has that name."""
+_DRIVER = re.compile(r"""device\.driver\s*==\s*["']([^"']+)["']""")
+
+
+def drivers_of(classes: Iterable[Obj], name: str) -> set[str]:
+    """Drivers that the selectors of the class name; else the one that it is named after. The rest
+    of its CEL is the scheduler's to evaluate: a plan is made for the driver's smallest device, or
+    for accelerator.memory where the largest has so much."""
+    found = set[str]()
+    for one in classes:
+        if one["metadata"]["name"] == name:
+            selectors = one.get("spec", {}).get("selectors") or ()
+            words = (str(part.get("cel", {}).get("expression", "")) for part in selectors)
+            found |= {driver for text in words for driver in _DRIVER.findall(text)}
+    return found or {name}
+
+
+def slices_of(slices: Iterable[Obj], drivers: set[str], nodes: Iterable[Obj]) -> list[Obj]:
+    """Of these nodes and drivers; of every driver when none has such a name."""
     names = {node["metadata"]["name"] for node in nodes}
     here = [
         piece for piece in slices if piece.get("spec", {}).get("nodeName") in (None, "", *names)
     ]
-    own = [piece for piece in here if piece["spec"].get("driver") == device_class]
+    own = [piece for piece in here if piece["spec"].get("driver") in drivers]
     return own or here
 
 
@@ -210,28 +223,13 @@ def _brief(node: Obj) -> Obj:
     }
 
 
-def _amount(value: object) -> int:
-    try:
-        return int(parse(str(value)))
-    except ValueError:
-        return 0
-
-
-def _allocatable(node: Obj, name: str) -> int:
-    return _amount(node.get("status", {}).get("allocatable", {}).get(name, 0))
-
-
-def _is_usable(node: Obj) -> bool:
-    return not node.get("spec", {}).get("unschedulable", False)
-
-
 def largest_node_bytes(nodes: Iterable[Obj], resource: str) -> int:
     """Allocatable memory of the largest node (with such devices); 0 when there is none."""
     return max(
         (
-            _allocatable(node, "memory")
+            allocatable(node, "memory")
             for node in nodes
-            if not resource or _allocatable(node, resource) > 0
+            if not resource or allocatable(node, resource) > 0
         ),
         default=0,
     )
@@ -239,29 +237,33 @@ def largest_node_bytes(nodes: Iterable[Obj], resource: str) -> int:
 
 def smallest_device_bytes(nodes: Iterable[Obj], resource: str) -> int:
     """Memory that every device of the resource has, by node labels; 0 when no label tells."""
-    label = _MEMORY_LABELS.get(resource)
+    label = MEMORY_LABELS.get(resource)
     found = [
-        _amount(node["metadata"].get("labels", {}).get(label, 0)) << 20
+        amount(node["metadata"].get("labels", {}).get(label, 0)) << 20
         for node in nodes
-        if label and _allocatable(node, resource) > 0
+        if label and allocatable(node, resource) > 0
     ]
     return min((value for value in found if value > 0), default=0)
 
 
-def smallest_slice_device_bytes(slices: Iterable[Obj]) -> int:
-    """The same from ResourceSlices: the least `memory` capacity of any device."""
+def slice_device_bytes(slices: Iterable[Obj]) -> list[int]:
+    """The `memory` capacity of each device of the ResourceSlices that tells it."""
     found = [
-        _amount(device.get("capacity", {}).get("memory", {}).get("value", 0))
+        amount(device.get("capacity", {}).get("memory", {}).get("value", 0))
         for piece in slices
         for device in piece.get("spec", {}).get("devices") or ()
     ]
-    return min((value for value in found if value > 0), default=0)
+    return [value for value in found if value > 0]
 
 
 def count_free_devices(nodes: Iterable[Obj], pods: Iterable[Obj], resource: str) -> int:
     """Allocatable on schedulable nodes less what unfinished pods ask for, bound or waiting."""
-    usable = {node["metadata"]["name"]: node for node in nodes if _is_usable(node)}
-    free = sum(_allocatable(node, resource) for node in usable.values())
+    usable = {
+        node["metadata"]["name"]: node
+        for node in nodes
+        if not node.get("spec", {}).get("unschedulable")
+    }
+    free = sum(allocatable(node, resource) for node in usable.values())
     for pod in pods:
         if pod.get("status", {}).get("phase") in ("Succeeded", "Failed"):
             continue
@@ -277,10 +279,126 @@ def _asked(pod: Obj, resource: str) -> int:
     def limit(container: Obj) -> int:
         resources = container.get("resources", {})
         asked = resources.get("limits", {}).get(resource)
-        return _amount(
+        return amount(
             asked if asked is not None else resources.get("requests", {}).get(resource, 0)
         )
 
     plain = sum(limit(container) for container in spec.get("containers", ()))
     first = max((limit(container) for container in spec.get("initContainers") or ()), default=0)
     return max(plain, first)
+
+
+_TOTAL = re.compile(r"0/(\d+) nodes are available: (.*?)(?:preemption:|$)", re.DOTALL)
+_EXCLUDED = re.compile(
+    r"(\d+) node\(s\) (?:didn't match Pod's node affinity/selector|didn't match node selector"
+    r"|had untolerated taint(?! \{node\.(?:cloudprovider\.)?kubernetes\.io/))"
+)
+_STATES = ("node.kubernetes.io/", "node.cloudprovider.kubernetes.io/")
+"""Prefixes of taints for a node that starts, is cordoned or is not well: they pass, and say nothing
+of whom the node is meant for."""
+
+
+def could_take(pod_spec: Obj, node: Obj) -> bool:
+    """Whether labels and lasting taints of a node admit the pod. A malformed pod is no error."""
+    metadata = node["metadata"]
+    labels = metadata.get("labels") or {}
+    if any(labels.get(key) != value for key, value in _map(pod_spec, "nodeSelector").items()):
+        return False
+    affinity = _map(_map(pod_spec, "affinity"), "nodeAffinity")
+    required = _map(affinity, "requiredDuringSchedulingIgnoredDuringExecution")
+    names = {"metadata.name": metadata["name"]}
+    if isinstance(required.get("nodeSelectorTerms"), list) and not any(
+        all(_holds(one, labels) for one in _maps(term, "matchExpressions"))
+        and all(_holds(one, names) for one in _maps(term, "matchFields"))
+        for term in _maps(required, "nodeSelectorTerms")
+    ):
+        return False
+    tolerations = _maps(pod_spec, "tolerations")
+    return all(
+        taint.get("effect") == "PreferNoSchedule"
+        or str(taint.get("key") or "").startswith(_STATES)
+        or any(_tolerates(one, taint) for one in tolerations)
+        for taint in _maps(node.get("spec", {}), "taints")
+    )
+
+
+def has_no_node(message: str) -> bool:
+    """Whether the scheduler says that no node is meant for the pod: not that those are full."""
+    if "no nodes available to schedule pods" in message:
+        return True
+    found = _TOTAL.search(message)
+    if found is None:
+        return False
+    return sum(int(n) for n in _EXCLUDED.findall(found[2])) >= int(found[1])
+
+
+def unschedulable_text(pod: Obj) -> str | None:
+    """Why the scheduler finds no node for the pod; None when it does not say that."""
+    found = condition(pod, "PodScheduled")
+    return str(found.get("message") or "") if found.get("reason") == "Unschedulable" else None
+
+
+def awaiting_nodes(
+    pods: Iterable[Obj], nodes: Iterable[Obj], resources: Mapping[str, int]
+) -> frozenset[str]:
+    """Names of the pods that no present node is meant for.
+
+    Args:
+        nodes: empty when they are not known; then only the scheduler's words count.
+        resources: amounts of extended resources that such a pod needs.
+    """
+    known, found = list(nodes), set[str]()
+    for pod in pods:
+        text = unschedulable_text(pod)
+        if text is None:
+            continue
+        none_fits = known and not any(
+            could_take(pod.get("spec", {}), node)
+            and all(allocatable(node, name) >= least for name, least in resources.items())
+            for node in known
+        )
+        if none_fits or has_no_node(text):
+            found.add(str(pod["metadata"]["name"]))
+    return frozenset(found)
+
+
+def _map(body: Obj, key: str) -> Obj:
+    found = body.get(key)
+    return found if isinstance(found, dict) else {}
+
+
+def _maps(body: Obj, key: str) -> list[Obj]:
+    """A list of maps. What a user has written otherwise the API server refuses, in its words."""
+    found = body.get(key)
+    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+
+
+def _holds(requirement: Obj, labels: Mapping[str, str]) -> bool:
+    given, value = requirement.get("values"), labels.get(str(requirement.get("key", "")))
+    values = given if isinstance(given, list) else []
+    match requirement.get("operator"):
+        case "In":
+            return value in values
+        case "NotIn":
+            return value not in values
+        case "Exists":
+            return value is not None
+        case "DoesNotExist":
+            return value is None
+        case "Gt" | "Lt" as operator:
+            try:
+                found, limit = int(str(value)), int(str(values[0]))
+            except (ValueError, IndexError):
+                return False
+            return found > limit if operator == "Gt" else found < limit
+    return False
+
+
+def _tolerates(toleration: Obj, taint: Obj) -> bool:
+    if toleration.get("effect") not in (None, "", taint.get("effect")):
+        return False
+    key = toleration.get("key")
+    if toleration.get("operator") == "Exists":
+        return not key or key == taint.get("key")
+    same_value = (toleration.get("value") or "") == (taint.get("value") or "")
+    return bool(key == taint.get("key") and same_value)

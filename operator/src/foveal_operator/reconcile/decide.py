@@ -6,6 +6,8 @@ nothing.
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import msgspec
 
 from foveal_operator import manifests
@@ -15,12 +17,11 @@ from foveal_operator.kube.store import Caches
 from foveal_operator.kube.types import ObjectKey
 from foveal_operator.manifests import ClusterFacts, Desired
 from foveal_operator.manifests.budget_inputs import NodeFacts, budget_inputs
-from foveal_operator.manifests.context import Context
+from foveal_operator.manifests.context import Context, content_hash
 from foveal_operator.model.flow import ModelDecision, ModelView, decide_model
 from foveal_operator.reconcile.baseline import Basis, accelerator_name, placement_of
-from foveal_operator.reconcile.cluster_facts import Survey
-from foveal_operator.reconcile.observe import Observation
-from foveal_operator.reconcile.plan_cache import Planned
+from foveal_operator.reconcile.cluster_facts import Inventory
+from foveal_operator.reconcile.observe import Observation, keep_latest
 from foveal_operator.rollout import RolloutDecision, RolloutView, decide, needs_devices, record_name
 from foveal_runtime.plan.budget.planner import plan as make_plan
 from foveal_runtime.plan.budget.types import BudgetPlan
@@ -48,13 +49,23 @@ class Decision(Observation, frozen=True, kw_only=True):
         return Context(inference=self.inference, plan=self.plan, facts=self.facts)
 
 
+class _Derived(msgspec.Struct, frozen=True, kw_only=True):
+    """What follows from a resource and its model: read it only, it is handed out again. `nodes` are
+    the facts that the plan rests on, `digests` content hashes by kind and name."""
+
+    plan: BudgetPlan | None
+    nodes: NodeFacts
+    desired: Desired
+    digests: dict[ObjectKey, str]
+
+
 class Decider:
     """One per operator."""
 
-    def __init__(self, caches: Caches, survey: Survey, planned: Planned) -> None:
+    def __init__(self, caches: Caches, inventory: Inventory) -> None:
         self._caches = caches
-        self._survey = survey
-        self._planned = planned
+        self._inventory = inventory
+        self._known: OrderedDict[str, tuple[object, _Derived]] = OrderedDict()
 
     async def decide(self, seen: Observation) -> Decision:
         """What this pass makes of the observation."""
@@ -79,13 +90,7 @@ class Decider:
             takes = nodes.takes_snapshots
             present = msgspec.structs.replace(present, takes_snapshots=takes)
             nodes = nodes if recorded.is_about(inference.spec.engine) else present
-        derived = self._planned.derived(
-            inference,
-            facts,
-            model.profile,
-            (nodes, present),
-            lambda: _derive(inference, facts, model.profile, nodes, present),
-        )
+        derived = self._derived(inference, facts, model.profile, nodes, present)
         return Decision(
             **{**msgspec.structs.asdict(seen), "facts": facts},
             model=model,
@@ -95,6 +100,7 @@ class Decider:
                 placement=placement_of(inference.spec.engine),
                 node_bytes=derived.nodes.node_bytes,
                 device_bytes=derived.nodes.device_bytes,
+                largest_device_bytes=derived.nodes.largest_device_bytes,
                 without_snapshots=refusing,
                 key_generation=facts.key_generation or msgspec.UNSET,
             ),
@@ -103,6 +109,39 @@ class Decider:
             digests=derived.digests,
             rollout=await self.rollout(seen, derived.desired),
         )
+
+    def _derived(
+        self,
+        inference: InferenceSpec,
+        facts: ClusterFacts,
+        profile: ModelProfile | None,
+        nodes: NodeFacts,
+        present: NodeFacts,
+    ) -> _Derived:
+        """The same inputs give what they gave."""
+        inputs = (inference, *msgspec.structs.astuple(facts), profile, nodes, present)
+        known = self._known.get(inference.uid)
+        if known is not None and known[0] == inputs:
+            return known[1]
+        plan: BudgetPlan | None = None
+        if profile is not None:
+            plan = make_plan(budget_inputs(inference, nodes), profile)
+            if not plan.fits and nodes != present:
+                # The nodes of the first day no longer carry it; those of today may.
+                fresh = make_plan(budget_inputs(inference, present), profile)
+                if fresh.fits:
+                    plan, nodes = fresh, present
+        desired = manifests.desired(inference, plan, facts)
+        digests = {owned.key[::2]: content_hash(owned.body) for owned in desired.objects}
+        found = _Derived(plan=plan, nodes=nodes, desired=desired, digests=digests)
+        keep_latest(self._known, inference.uid, (inputs, found))
+        return found
+
+    def check_integrity(self) -> None:
+        """Nobody has changed what was handed out."""
+        for _, derived in self._known.values():
+            for owned in derived.desired.objects:
+                assert content_hash(owned.body) == derived.digests[owned.key[::2]]
 
     async def with_model(self, work: Decision, profile: ModelProfile, nodes: NodeFacts) -> Decision:
         """The same once the model lies in place and has this profile."""
@@ -134,25 +173,6 @@ class Decider:
         )
         if needs_devices(view):
             num_wanted = spec.rollout.max_surge * spec.engine.num_devices
-            free = await self._survey.free_devices(spec.engine, num_wanted)
+            free = await self._inventory.free_devices(spec.engine, num_wanted)
             view = msgspec.structs.replace(view, free_devices=free)
         return decide(view)
-
-
-def _derive(
-    inference: InferenceSpec,
-    facts: ClusterFacts,
-    profile: ModelProfile | None,
-    nodes: NodeFacts,
-    present: NodeFacts,
-) -> tuple[BudgetPlan | None, NodeFacts, Desired]:
-    """The plan, the node facts that it rests on, and every object."""
-    plan: BudgetPlan | None = None
-    if profile is not None:
-        plan = make_plan(budget_inputs(inference, nodes), profile)
-        if not plan.fits and nodes != present:
-            # The nodes of the first day no longer carry it; those of today may.
-            fresh = make_plan(budget_inputs(inference, present), profile)
-            if fresh.fits:
-                plan, nodes = fresh, present
-    return plan, nodes, manifests.desired(inference, plan, facts)

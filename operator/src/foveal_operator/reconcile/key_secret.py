@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from datetime import datetime
 
-from foveal_operator.common.clock import Clock
+from foveal_operator.common.clock import Clock, seconds
 from foveal_operator.kube.cluster import Cluster
 from foveal_operator.kube.errors import ApiError, UserError
 from foveal_operator.kube.kinds import SECRET
 from foveal_operator.kube.types import Obj
+from foveal_operator.manifests.curve_keys import curve_secret, make_keys
 from foveal_operator.manifests.pods import SESSION_GROUP_LABEL, session_group
-from foveal_operator.manifests.secret import curve_secret
-from foveal_operator.reconcile.apply import ObjectError
-from foveal_operator.reconcile.curve_keys import make_key_pairs
+from foveal_operator.reconcile.apply import NameTaken, ObjectError, StillLeaving
 from foveal_operator.reconcile.decide import Decision
-from foveal_operator.reconcile.ownership import NameTaken, StillLeaving
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +45,7 @@ class KeySecret:
         if not self._is_due(work) or not _are_in_use(work):
             return False
         try:
-            if await self._create(curve_secret(work.context, None), dry_run=True) is not None:
+            if await self._create(curve_secret(work.context), dry_run=True) is not None:
                 return True
         except ObjectError as error:
             # A full quota refuses even what is there already, before it is looked for.
@@ -62,7 +59,7 @@ class KeySecret:
         """Asked before anything tells that the resource has keys: a Secret that is there by then is
         not its own. It may be its predecessor's, which the garbage collector is about to delete;
         whose it is cannot be known, for no Secret is ever read. Raises ObjectError."""
-        body = curve_secret(work.context, None)
+        body = curve_secret(work.context)
         if await self._create(body, dry_run=True) is None:
             place = {key: body["metadata"][key] for key in ("name", "namespace")}
             there: Obj = {"kind": body["kind"], "metadata": place}
@@ -76,7 +73,7 @@ class KeySecret:
     async def ensure(self, work: Decision) -> None:
         """Makes it, unless it is there. Raises ObjectError."""
         if self._is_due(work):
-            keys = make_key_pairs(self._random_bytes)
+            keys = make_keys(self._random_bytes)
             await self._create(curve_secret(work.context, keys), dry_run=False)
             self._known[work.uid] = self._clock.monotonic()
 
@@ -95,14 +92,12 @@ class KeySecret:
         known = self._known.get(work.uid)
         if known is None:
             return True
-        waits = any(_phase(pod) == "Pending" for pod in _pods(work))
+        waits = any(_phase(pod) == "Pending" for pod in work.serving_pods)
         return waits and self._clock.monotonic() - known >= WAITING_SECONDS
 
     def _is_young(self, work: Decision) -> bool:
-        made = str(work.resource["metadata"].get("creationTimestamp") or "")
-        if not made:
-            return False
-        return work.now - datetime.fromisoformat(made).timestamp() < YOUNG_SECONDS
+        made = seconds(work.resource["metadata"].get("creationTimestamp"))
+        return made > 0 and work.now - made < YOUNG_SECONDS
 
     async def _create(self, body: Obj, *, dry_run: bool) -> Obj | None:
         try:
@@ -117,12 +112,8 @@ def _are_in_use(work: Decision) -> bool:
     return any(
         _phase(pod) == "Running"
         and pod["metadata"].get("labels", {}).get(SESSION_GROUP_LABEL) == group
-        for pod in _pods(work)
+        for pod in work.serving_pods
     )
-
-
-def _pods(work: Decision) -> tuple[Obj, ...]:
-    return (*work.engine_pods, *work.frontend_pods)
 
 
 def _phase(pod: Obj) -> str:

@@ -6,6 +6,9 @@ claim that is not ours. Writes nothing.
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from typing import TypeVar
+
 import msgspec
 
 from foveal_operator.api.parse import InferenceSpec, parse
@@ -16,7 +19,6 @@ from foveal_operator.kube.kinds import (
     CLAIM,
     CONFIG_MAP,
     DEPLOYMENT,
-    FIELD_MANAGER,
     JOB,
     POD,
     STATEFUL_SET,
@@ -25,19 +27,28 @@ from foveal_operator.kube.store import Caches
 from foveal_operator.kube.types import NamespacedName, Obj, ObjectKey
 from foveal_operator.manifests import ClusterFacts
 from foveal_operator.manifests.budget_inputs import NodeFacts
-from foveal_operator.manifests.replicas import is_handed_over, live_replicas
+from foveal_operator.manifests.workloads import is_handed_over, live_replicas
 from foveal_operator.model.flow import model_keys
 from foveal_operator.pods.probes import PodReports
 from foveal_operator.pods.reports import ObservePods
+from foveal_operator.reconcile.apply import controller_of, is_controlled_by
 from foveal_operator.reconcile.baseline import Basis, basis_name, read_basis
-from foveal_operator.reconcile.cluster_facts import Survey
-from foveal_operator.reconcile.ownership import controller_of, is_controlled_by
-from foveal_operator.reconcile.plan_cache import Planned
+from foveal_operator.reconcile.cluster_facts import Inventory
 
 COMPONENT = "app.kubernetes.io/component"
 CLAIM_SECONDS = 300.0
 MISSING_CLAIM_SECONDS = 5.0
 MAX_CLAIMS = 10_000
+MAX_KEPT = 32
+V = TypeVar("V")
+
+
+def keep_latest(memory: OrderedDict[str, V], uid: str, value: V) -> None:
+    """Of the MAX_KEPT resources looked at most recently; forgetting one costs a millisecond."""
+    memory.pop(uid, None)
+    memory[uid] = value
+    if len(memory) > MAX_KEPT:
+        memory.popitem(last=False)
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +90,10 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     awaiting: frozenset[str] = frozenset()
 
     @property
+    def serving_pods(self) -> tuple[Obj, ...]:
+        return (*self.engine_pods, *self.frontend_pods)
+
+    @property
     def uid(self) -> str:
         return str(self.resource["metadata"]["uid"])
 
@@ -90,8 +105,7 @@ class Observer:
         self,
         cluster: ClusterReader,
         caches: Caches,
-        survey: Survey,
-        planned: Planned,
+        inventory: Inventory,
         *,
         clock: Clock,
         settings: Settings,
@@ -99,8 +113,8 @@ class Observer:
     ) -> None:
         self._cluster = cluster
         self._caches = caches
-        self._survey = survey
-        self._planned = planned
+        self._inventory = inventory
+        self._parsed: OrderedDict[str, tuple[object, InferenceSpec]] = OrderedDict()
         self._clock = clock
         self._settings = settings
         self._observe_pods = observe_pods
@@ -108,7 +122,7 @@ class Observer:
 
     async def observe(self, key: NamespacedName, resource: Obj) -> Observation:
         """Everything a decision needs but free devices. Raises SpecError."""
-        inference = self._planned.parsed(resource, parse)
+        inference = self._parse(resource)
         recorded = read_basis(self._caches.get(CONFIG_MAP, key[0], basis_name(key[1])))
         image = recorded.runtime_image if recorded else self._settings.runtime_image
         generation = (recorded.key_generation or "") if recorded else ""
@@ -123,8 +137,8 @@ class Observer:
             inference=inference,
             facts=facts,
             recorded=recorded,
-            nodes=self._survey.node_facts(inference.spec.engine),
-            awaiting=await self._survey.awaiting(
+            nodes=self._inventory.node_facts(inference.spec.engine),
+            awaiting=await self._inventory.awaiting(
                 inference.spec.engine, pods["engine"], pods["frontend"]
             ),
             model_objects=await self._model_objects(key, inference, facts),
@@ -134,6 +148,18 @@ class Observer:
             reports=reports,
             short=short,
         )
+
+    def _parse(self, resource: Obj) -> InferenceSpec:
+        """Kept for as long as the resource is the same: a pass per event of a pod would otherwise
+        parse it again and again. Raises SpecError."""
+        metadata = resource["metadata"]
+        who = [metadata.get(key) for key in ("namespace", "name", "generation")]
+        inputs = (who, resource.get("apiVersion"), resource.get("kind"), resource.get("spec"))
+        known = self._parsed.get(metadata["uid"])
+        if known is None or known[0] != inputs:
+            known = (inputs, parse(resource))
+            keep_latest(self._parsed, metadata["uid"], known)
+        return known[1]
 
     def _short(
         self, key: NamespacedName, uid: str, pods: dict[str, tuple[Obj, ...]]
@@ -157,11 +183,11 @@ class Observer:
         frontends = self._caches.get(DEPLOYMENT, key[0], f"{key[1]}-frontend")
         return ClusterFacts(
             runtime_image=image,
-            apis=self._survey.apis,
+            apis=self._inventory.apis,
             live_frontends=live_replicas(frontends) if spec.frontend.autoscaling else None,
             live_engines=live_replicas(engines) if spec.engine.autoscaling else None,
-            frontends_handed_over=is_handed_over(frontends, FIELD_MANAGER),
-            engines_handed_over=is_handed_over(engines, FIELD_MANAGER),
+            frontends_handed_over=is_handed_over(frontends),
+            engines_handed_over=is_handed_over(engines),
             monitoring_namespace=settings.monitoring_namespace,
             operator_namespace=settings.operator_namespace,
             cluster_domain=settings.cluster_domain,

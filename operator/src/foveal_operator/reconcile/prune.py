@@ -13,11 +13,10 @@ from foveal_operator.kube.store import Caches
 from foveal_operator.kube.types import Obj, ObjectKey
 from foveal_operator.manifests.context import Owned
 from foveal_operator.model.flow import PROFILE_KEY, model_keys
+from foveal_operator.reconcile.apply import is_controlled_by
 from foveal_operator.reconcile.baseline import basis_name
 from foveal_operator.reconcile.decide import Decision
-from foveal_operator.reconcile.ownership import is_controlled_by
-from foveal_operator.rollout import record_name
-from foveal_operator.status.conditions import config_maps_in_use, newest
+from foveal_operator.rollout import config_maps_in_use, record_name
 
 REVISIONS_KEPT = 3
 _DOCUMENTS = ("engine.json", "frontend.json", PROFILE_KEY)
@@ -26,7 +25,7 @@ _LAST = "9999-12-31T23:59:59Z"
 
 def unwanted_now(work: Decision, caches: Caches) -> list[tuple[Kind, Obj]]:
     """What this pass may delete, its own objects having been applied; nothing while something is
-    missing that the whole picture needs."""
+    missing that the whole plan needs."""
     key = work.key
     workloads = [
         work.rollout.stateful_set,
@@ -34,7 +33,8 @@ def unwanted_now(work: Decision, caches: Caches) -> list[tuple[Kind, Obj]]:
         caches.get(STATEFUL_SET, key[0], f"{key[1]}-engine"),
         caches.get(DEPLOYMENT, key[0], f"{key[1]}-frontend"),
     ]
-    used = config_maps_in_use(workloads, (*work.engine_pods, *work.frontend_pods))
+    templates = [workload["spec"]["template"] for workload in workloads if workload is not None]
+    used = config_maps_in_use((*templates, *work.serving_pods))
     kept = _keys(work, (*work.model.objects, *work.desired.objects))
     kept |= {("ConfigMap", name) for name in used | work.rollout.keep_config_maps}
     return _unwanted(work, caches, kept, lambda: caches.owned(CONFIG_MAP, key))
@@ -42,10 +42,11 @@ def unwanted_now(work: Decision, caches: Caches) -> list[tuple[Kind, Obj]]:
 
 def unwanted_in_the_end(work: Decision, caches: Caches) -> list[tuple[Kind, Obj]]:
     """The same for when every pod has the wanted templates, and the model its profile."""
-    workloads = [*work.desired.of_kind("StatefulSet"), *work.desired.of_kind("Deployment")]
+    workloads = (*work.desired.of_kind("StatefulSet"), *work.desired.of_kind("Deployment"))
+    templates = [workload["spec"]["template"] for workload in workloads]
     # Jobs that have ended go by themselves.
     kept = _keys(work, (*work.desired.objects, *work.model.objects))
-    kept |= {("ConfigMap", name) for name in config_maps_in_use(workloads, ())}
+    kept |= {("ConfigMap", name) for name in config_maps_in_use(templates)}
     live = {body["metadata"]["name"]: body for body in caches.owned(CONFIG_MAP, work.key)}
     records = [name for kind, name in model_keys(work.inference, work.facts) if kind == "ConfigMap"]
     made = [*work.desired.of_kind("ConfigMap")]
@@ -82,7 +83,7 @@ def _unwanted(
         return []
     listed = list(config_maps())
     for document in _DOCUMENTS:
-        kept |= {("ConfigMap", name) for name in newest(listed, document, REVISIONS_KEPT)}
+        kept |= {("ConfigMap", name) for name in _newest(listed, document, REVISIONS_KEPT)}
     found = (
         (kind, caches.get(kind, work.key[0], name))
         for kind, name in spare
@@ -95,3 +96,10 @@ def _unwanted(
         and not body["metadata"].get("deletionTimestamp")
         and is_controlled_by(body, work.uid)
     ]
+
+
+def _newest(config_maps: Iterable[Obj], document: str, num_kept: int) -> set[str]:
+    """Names of the youngest ConfigMaps that hold this start-up document."""
+    found = [body for body in config_maps if document in (body.get("data") or {})]
+    found.sort(key=lambda b: (b["metadata"].get("creationTimestamp", ""), b["metadata"]["name"]))
+    return {body["metadata"]["name"] for body in found[-num_kept:]}

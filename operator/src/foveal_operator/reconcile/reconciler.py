@@ -16,7 +16,6 @@ import msgspec
 
 from foveal_operator.api import reasons
 from foveal_operator.api.parse import SpecError
-from foveal_operator.api.verdicts import Verdict, verdict
 from foveal_operator.common.clock import Clock
 from foveal_operator.kube.cluster import Cluster
 from foveal_operator.kube.errors import (
@@ -38,16 +37,21 @@ from foveal_operator.kube.kinds import (
 from foveal_operator.kube.store import Caches
 from foveal_operator.kube.types import NamespacedName, Obj, ObjectKey
 from foveal_operator.pods.reports import ObservePods
-from foveal_operator.reconcile.apply import Applier, ObjectError, Owner
+from foveal_operator.reconcile.apply import (
+    Applier,
+    ObjectError,
+    Owner,
+    StillLeaving,
+    is_controlled_by,
+)
 from foveal_operator.reconcile.baseline import basis_config_map
-from foveal_operator.reconcile.cluster_facts import Survey
+from foveal_operator.reconcile.cluster_facts import Inventory
 from foveal_operator.reconcile.decide import Decider, Decision
 from foveal_operator.reconcile.key_secret import KeySecret
 from foveal_operator.reconcile.observe import COMPONENT, Observer, Settings
-from foveal_operator.reconcile.ownership import StillLeaving, is_controlled_by
-from foveal_operator.reconcile.plan_cache import Planned
 from foveal_operator.reconcile.prune import unwanted_now
 from foveal_operator.reconcile.report import Teller
+from foveal_operator.status.conditions import Verdict, verdict
 from foveal_operator.telemetry.series import Telemetry
 
 log = logging.getLogger(__name__)
@@ -76,7 +80,7 @@ class Reconciler:
         self,
         cluster: Cluster,
         caches: Caches,
-        survey: Survey,
+        inventory: Inventory,
         recorder: EventRecorder,
         telemetry: Telemetry,
         *,
@@ -89,17 +93,15 @@ class Reconciler:
         self._caches = caches
         self._recorder = recorder
         self._keys = KeySecret(cluster, clock, random_bytes)
-        self._planned = Planned()
         self._observer = Observer(
             cluster,
             caches,
-            survey,
-            self._planned,
+            inventory,
             clock=clock,
             settings=settings,
             observe_pods=observe_pods,
         )
-        self._decider = Decider(caches, survey, self._planned)
+        self._decider = Decider(caches, inventory)
         self._teller = Teller(cluster, caches, recorder, telemetry, clock)
         self.applier = Applier(cluster, caches, telemetry)
         self._uids: dict[NamespacedName, str] = {}
@@ -167,7 +169,7 @@ class Reconciler:
         """Applies, deletes, prunes. Returns what to report; in how many seconds to observe again,
         or None; and the first object that the API server refuses and that pods do without."""
         again = [s for s in (work.rollout.next_check_seconds, work.model.next_check_seconds) if s]
-        if work.engine_pods or work.frontend_pods:
+        if work.serving_pods:
             reports = work.reports
             mirrored = 0 <= reports.sessions_wanted <= reports.sessions_up
             again.append(POLL_SECONDS if mirrored else EAGER_POLL_SECONDS)
@@ -295,7 +297,7 @@ class Reconciler:
         self._keys.doubt()
 
     def check_integrity(self) -> None:
-        self._planned.check_integrity()
+        self._decider.check_integrity()
 
     def _forget(self, key: NamespacedName) -> None:
         """The resource that had this name is gone: so is all that was kept for it."""

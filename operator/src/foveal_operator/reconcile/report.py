@@ -6,31 +6,34 @@ else.
 
 from __future__ import annotations
 
+import msgspec
+
 from foveal_operator.api import reasons
 from foveal_operator.api.parse import InferenceSpec, SpecError
 from foveal_operator.api.status import Condition
-from foveal_operator.api.verdicts import Verdict, summary, to_conditions
 from foveal_operator.common.clock import Clock
 from foveal_operator.kube.cluster import Cluster
 from foveal_operator.kube.errors import Conflict, Denied, NotFound
 from foveal_operator.kube.events import EventRecorder
 from foveal_operator.kube.kinds import BY_NAME, DEPLOYMENT, ENDPOINT_SLICE, INFERENCE, STATEFUL_SET
 from foveal_operator.kube.store import Caches
-from foveal_operator.kube.types import NamespacedName, Obj
+from foveal_operator.kube.types import NamespacedName, Obj, condition
 from foveal_operator.manifests import Desired
 from foveal_operator.manifests.model_source import image_revision
-from foveal_operator.reconcile.apply import ObjectError
+from foveal_operator.reconcile.apply import NameTaken, ObjectError
 from foveal_operator.reconcile.decide import Decision
-from foveal_operator.reconcile.ownership import NameTaken
 from foveal_operator.status import gauges
 from foveal_operator.status.conditions import (
-    Refusal,
+    Verdict,
     noteworthy,
     previous_conditions,
     reachable,
     route_state,
     scaling_state,
     steady,
+    summary,
+    to_conditions,
+    verdict,
 )
 from foveal_operator.status.gauges import ColdStarts
 from foveal_operator.status.report import Observed, plain, report
@@ -40,22 +43,21 @@ from foveal_runtime.plan.budget.types import BudgetPlan
 Pods = tuple[Obj, ...]
 
 
-def _refusal(error: ObjectError | None) -> Refusal | None:
+def _refusal(error: ObjectError | None) -> Verdict | None:
     if error is None:
         return None
     if isinstance(error.cause, NameTaken):
-        return Refusal(error.cause.reason, error.cause.message)
+        return verdict("SpecAccepted", False, error.cause.reason, error.cause.message)
     reason = error.cause.reason if isinstance(error.cause, Denied) else reasons.REFUSED
-    return Refusal(reason, f"the API server refuses {error}")
+    return verdict("SpecAccepted", False, reason, f"the API server refuses {error}")
 
 
 def _creation_failure(deployment: Obj | None) -> dict[str, str]:
     """Why a Deployment's pods cannot be created; StatefulSets and Jobs have no such condition."""
-    return {
-        f"Deployment/{deployment['metadata']['name']}": str(condition.get("message") or "")
-        for condition in (deployment or {}).get("status", {}).get("conditions") or ()
-        if deployment and condition["type"] == "ReplicaFailure" and condition["status"] == "True"
-    }
+    found = condition(deployment or {}, "ReplicaFailure")
+    if not deployment or found.get("status") != "True":
+        return {}
+    return {f"Deployment/{deployment['metadata']['name']}": str(found.get("message") or "")}
 
 
 class Teller:
@@ -85,15 +87,13 @@ class Teller:
     ) -> None:
         """`failure` is what kept the pass from its end; `refused` is an object that the API server
         will not take as long as the resource stays as it is."""
-        key, reports = work.key, work.reports
+        key = work.key
         route = self._caches.get(BY_NAME["HTTPRoute"], *key)
         route_ready, route_message = route_state(
             route, work.inference.spec.networking.http_route is not None
         )
         scaling, scaling_message = scaling_state(self._autoscalers(work))
-        digest, doubt = image_revision(
-            work.inference.spec.model.uri, (*work.engine_pods, *work.frontend_pods)
-        )
+        digest, doubt = image_revision(work.inference.spec.model.uri, work.serving_pods)
         deployment = self._caches.get(DEPLOYMENT, key[0], f"{key[1]}-frontend")
         observed = Observed(
             now=self._clock.now_text(),
@@ -102,29 +102,20 @@ class Teller:
             frontend_pods=work.frontend_pods,
             engine_pods=work.engine_pods,
             reachable=reachable(self._caches.owned(ENDPOINT_SLICE, key), key[1]),
-            model=work.model.reason,
-            model_message=work.model.message,
-            model_doubt=doubt,
-            model_failure=work.model.failure,
-            sessions_up=reports.sessions_up,
-            sessions_wanted=reports.sessions_wanted,
-            stale_rate=reports.stale_rate,
+            model=work.model,
+            reports=msgspec.structs.replace(
+                work.reports,
+                measured=steady(work.reports.measured, work.resource),
+                refused={**work.reports.refused, **_creation_failure(deployment)},
+            ),
+            rollout=work.rollout,
+            image_digest=digest,
+            image_doubt=doubt,
             route_ready=route_ready,
             route_message=route_message,
             scaling=scaling,
             scaling_message=scaling_message,
-            deadline_exceeded=work.rollout.deadline_exceeded,
-            rollout_strategy=work.rollout.strategy,
-            rollout_message=work.rollout.message,
-            peaks=reports.peaks,
-            waits=reports.waits,
             awaiting=work.awaiting,
-            refused={**reports.refused, **_creation_failure(deployment)},
-            resolved_revision=digest or work.model.resolved_revision,
-            model_takes=tuple(work.model.profile.items) if work.model.profile else None,
-            download_percent=work.model.download_percent,
-            measured=steady(reports.measured, work.resource),
-            is_paused=work.inference.spec.paused,
             refusal=_refusal(refused),
             failure=failure,
             accepted=self._accepted(*key),
@@ -192,7 +183,7 @@ class Teller:
         told = to_conditions(summary([], failure), generation, now, before)
         kept = [c for c in before if c.type not in ("Ready", "Reconciling", "Stalled")]
         gauges.conditions(self._telemetry, resource, (*kept, *told))
-        conditions = [plain(condition) for condition in (*kept, *told)]
+        conditions = [plain(one) for one in (*kept, *told)]
         status = resource.get("status", {})
         await self._store(
             resource, {**status, "observedGeneration": generation, "conditions": conditions}
@@ -233,5 +224,5 @@ class Teller:
     def forget(self, key: NamespacedName, uid: str) -> None:
         """The resource is gone: so are its series."""
         self._recorder.forget(uid)
-        gauges.forget(self._telemetry, *key)
+        self._telemetry.forget_resource(*key)
         self._cold_starts.forget(key)

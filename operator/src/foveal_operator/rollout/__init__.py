@@ -12,15 +12,7 @@ from typing import Any
 import msgspec
 
 from foveal_operator.kube.types import Obj
-from foveal_operator.manifests.replicas import live_replicas
-from foveal_operator.rollout.engines import OUTAGE, choose, chooses_by_devices, engine_step
-from foveal_operator.rollout.frontends import frontend_body, is_held
-from foveal_operator.rollout.pods import (
-    Pods,
-    config_maps,
-    read_pods,
-    template_revision,
-)
+from foveal_operator.manifests.workloads import live_replicas
 from foveal_operator.rollout.record import (
     Good,
     Record,
@@ -31,9 +23,33 @@ from foveal_operator.rollout.record import (
     record_body,
     seconds_left,
 )
-from foveal_operator.rollout.view import Body, RolloutDecision, RolloutView, record_name
+from foveal_operator.rollout.steps import (
+    OUTAGE,
+    choose,
+    chooses_by_devices,
+    engine_step,
+    frontend_body,
+    is_held,
+)
+from foveal_operator.rollout.view import (
+    Body,
+    Pods,
+    RolloutDecision,
+    RolloutView,
+    config_maps_in_use,
+    read_pods,
+    record_name,
+    template_revision,
+)
 
-__all__ = ["RolloutDecision", "RolloutView", "decide", "needs_devices", "record_name"]
+__all__ = [
+    "RolloutDecision",
+    "RolloutView",
+    "config_maps_in_use",
+    "decide",
+    "needs_devices",
+    "record_name",
+]
 
 CHECK_SECONDS = 5.0
 """Sessions are asked for, not watched: while a rollout runs, look again so often."""
@@ -84,7 +100,7 @@ def decide(view: RolloutView) -> RolloutDecision:
     state = _begun(view, record)
     if _can_roll_back(view, state, record.good):
         # Its deadline waits for no node: a mistyped selector would leave the resource between two
-        # revisions for ever, and there is one to go back to.
+        # revisions forever, and there is one to go back to.
         view = msgspec.structs.replace(view, awaiting=frozenset())
     target = _target(view, wanted_engines, wanted_frontends, state, record.good)
     pods = read_pods(view, target.num_frontends)
@@ -136,7 +152,7 @@ def _target(
 def _with_replicas(wanted: Obj, live: Obj | None, is_scaled: bool) -> tuple[Body, int]:
     """A copy of the body, and its replicas. Until an autoscaler owns them the live value is applied
     on condition that it still is the live value, so that no scaling is ever undone. But none at all
-    stay that way for ever: an autoscaler takes 0 as switched off. It begins with what is wanted."""
+    stay that way forever: an autoscaler takes 0 as switched off. It begins with what is wanted."""
     body: Body = {**wanted, "spec": {**wanted["spec"]}}
     found = live_replicas(live)
     if "replicas" not in body["spec"]:
@@ -296,7 +312,5 @@ def _kept(view: RolloutView, record: Record, bodies: tuple[Obj, ...]) -> frozens
             templates.append(live["spec"]["template"])
     if record.good is not None:
         templates += [record.good.engine, record.good.frontend]
-    specs = [template.get("spec", {}) for template in templates]
-    specs += [pod.get("spec", {}) for pod in (*view.engine_pods, *view.frontend_pods)]
-    found = {name for spec in specs for name in config_maps(spec)}
+    found = config_maps_in_use((*templates, *view.engine_pods, *view.frontend_pods))
     return frozenset({*found, record_name(view.inference.name)})

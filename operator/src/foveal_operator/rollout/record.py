@@ -14,8 +14,7 @@ from typing import Any
 import msgspec
 
 from foveal_operator.kube.types import Obj
-from foveal_operator.rollout.pods import Pod
-from foveal_operator.rollout.view import Body, record_name
+from foveal_operator.rollout.view import Body, Pod, record_name
 
 _GOOD, _STATE = "good.json", "state.json"
 
@@ -32,8 +31,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         strategy: "Surge", "FreeFirst", "OnDelete"; "" while no engine has to be replaced.
         why: the rest of status.rolloutStrategy.
         num_surge: engines above those asked for.
-        done: everything asked for has served at once; later trouble is no rollout.
-        failed: it did not get on in time.
+        done: everything asked for has served at once; a later failure starts no rollout.
+        failed: it made no progress in time.
     """
 
     revision: str = ""

@@ -1,6 +1,8 @@
-"""Small pure questions about live objects: what the status and the Events are made from.
+"""Conditions: verdicts and what is made of them, and the questions about live objects that the
+status and the Events rest on. Pure.
 
-Used by the reconciler.
+Used by status/report.py, which finds most verdicts, and by the reconciler for what keeps a pass
+from its end.
 """
 
 from __future__ import annotations
@@ -15,15 +17,85 @@ from foveal_operator.api.status import Condition
 from foveal_operator.kube.events import Type
 from foveal_operator.kube.types import Obj
 
+MAX_MESSAGE = 4096
 STEADY_FRACTION = 0.05
 SERVICE_NAME_LABEL = "kubernetes.io/service-name"
 
 
-class Refusal(msgspec.Struct, frozen=True):
-    """Why an object of the resource's could not be written, for as long as nothing is edited."""
+class Verdict(msgspec.Struct, frozen=True):
+    """One condition before it has a time."""
 
+    kind: str
+    status: str
     reason: Reason
     text: str
+
+
+def verdict(kind: str, ok: bool, reason: Reason, text: str) -> Verdict:
+    return Verdict(kind, "True" if ok else "False", reason, text)
+
+
+def summary(
+    verdicts: Iterable[Verdict],
+    failure: Verdict | None = None,
+    *,
+    is_paused: bool = False,
+    deadline_exceeded: bool = False,
+    rollout_message: str = "",
+) -> list[Verdict]:
+    """Ready, and of the pair Reconciling and Stalled the one that is true.
+
+    Args:
+        failure: what keeps every pass from its end: then nothing else is up to date.
+    """
+    if failure is not None:
+        return [failure, Verdict("Reconciling", "True", failure.reason, failure.text)]
+    # Unknown mirrors (nothing reported yet) do not hold back what serves, nor does an autoscaler.
+    failing = [
+        v for v in verdicts
+        if v.kind != "ScalingActive"
+        and (v.status == "False" or (v.status == "Unknown" and v.kind != "CachesMirrored"))
+    ]  # fmt: skip
+    if not failing:
+        return [verdict("Ready", True, reasons.READY, "every replica of this revision serves")]
+    # What is not known yet waits for what has gone wrong: a model that cannot be loaded has no
+    # profile, and so no budgets.
+    first = next((v for v in failing if v.status == "False"), failing[0])
+    if is_paused:
+        text = f"paused; {first.kind}: {first.text}"
+        return [verdict("Ready", False, reasons.PAUSED, text)]
+    found = [verdict("Ready", False, first.reason, f"{first.kind}: {first.text}")]
+    text = ". ".join(part for part in (first.text, rollout_message) if part)
+    if deadline_exceeded:
+        reason = reasons.DEADLINE_EXCEEDED
+        found.append(Verdict("Stalled", "True", reason, text))
+    elif first.reason.is_permanent:
+        found.append(Verdict("Stalled", "True", first.reason, text))
+    else:
+        found.append(Verdict("Reconciling", "True", first.reason, text))
+    return found
+
+
+def to_conditions(
+    verdicts: Iterable[Verdict], generation: int, now: str, previous: tuple[Condition, ...]
+) -> tuple[Condition, ...]:
+    """lastTransitionTime moves only when a status flips."""
+    before = {condition.type: condition for condition in previous}
+    found = []
+    for verdict in verdicts:
+        old = before.get(verdict.kind)
+        kept = old is not None and old.status == verdict.status
+        found.append(
+            Condition(
+                type=verdict.kind,
+                status=verdict.status,  # type: ignore[arg-type]
+                reason=verdict.reason.name,
+                message=verdict.reason.message(verdict.text)[:MAX_MESSAGE],
+                observed_generation=generation,
+                last_transition_time=old.last_transition_time if old and kept else now,
+            )
+        )
+    return tuple(found)
 
 
 def previous_conditions(resource: Obj) -> tuple[Condition, ...]:
@@ -95,7 +167,7 @@ def scaling_state(autoscalers: Mapping[str, Obj | None]) -> tuple[str, str]:
 
 def steady(measured: Mapping[str, int], resource: Obj) -> dict[str, int]:
     """Measurements, each as stored unless it has moved by more than 5 %: a status that trembles
-    would be written for ever."""
+    would be written forever."""
     stored = resource.get("status", {}).get("budgets") or {}
     found = {}
     for name, value in measured.items():
@@ -109,25 +181,6 @@ def selector_text(workload: Obj | None) -> str:
     """Labels that choose its pods, as `kubectl -l` and the scale subresource take them."""
     labels = (workload or {}).get("spec", {}).get("selector", {}).get("matchLabels", {})
     return ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
-
-
-def config_maps_in_use(workloads: Iterable[Obj | None], pods: Iterable[Obj]) -> set[str]:
-    """ConfigMaps that templates or pods mount."""
-    specs = [w["spec"]["template"]["spec"] for w in workloads if w is not None]
-    specs += [pod.get("spec", {}) for pod in pods]
-    return {
-        str(volume["configMap"]["name"])
-        for spec in specs
-        for volume in spec.get("volumes") or ()
-        if volume.get("configMap", {}).get("name")
-    }
-
-
-def newest(config_maps: Iterable[Obj], document: str, num_kept: int) -> set[str]:
-    """Names of the youngest ConfigMaps that hold this start-up document."""
-    found = [body for body in config_maps if document in (body.get("data") or {})]
-    found.sort(key=lambda b: (b["metadata"].get("creationTimestamp", ""), b["metadata"]["name"]))
-    return {body["metadata"]["name"] for body in found[-num_kept:]}
 
 
 def noteworthy(

@@ -14,28 +14,14 @@ from typing import Any
 from foveal_operator.api import reasons
 from foveal_operator.api.parse import InferenceSpec
 from foveal_operator.api.status import Condition, MultiModalInferenceStatus
+from foveal_operator.common.clock import seconds
 from foveal_operator.kube.types import NamespacedName
-from foveal_operator.rollout.pods import seconds
 from foveal_operator.telemetry.series import Telemetry
 
 _STATES = ("desired", "replicas", "updated", "ready", "draining")
 _FAILURES = (reasons.OOM_KILLED, reasons.CRASHED, reasons.IMAGE_PULL, reasons.UNSCHEDULABLE,
              reasons.INVALID_ARGUMENT)  # fmt: skip
 _STATUSES = ("True", "False", "Unknown")
-_PER_RESOURCE = (
-    "foveal_inference_ready",
-    "foveal_inference_available",
-    "foveal_inference_stalled",
-    "foveal_inference_generation",
-    "foveal_inference_observed_generation",
-    "foveal_inference_pods",
-    "foveal_inference_max_pods",
-    "foveal_inference_budget_bytes",
-    "foveal_inference_measured_bytes",
-    "foveal_inference_condition",
-    "foveal_inference_pod_failures",
-    "foveal_inference_cold_start_seconds",
-)
 
 
 def put(
@@ -68,12 +54,6 @@ def put(
             measured = budget.measured_bytes
             telemetry.set("foveal_inference_measured_bytes", measured, **labels, budget=name)
     _failure(telemetry, labels, resource, status)
-
-
-def forget(telemetry: Telemetry, namespace: str, name: str) -> None:
-    """The resource is gone: so are its series."""
-    for family in _PER_RESOURCE:
-        telemetry.forget(family, namespace=namespace, name=name)
 
 
 def conditions(telemetry: Telemetry, resource: dict[str, Any], told: tuple[Condition, ...]) -> None:

@@ -12,7 +12,6 @@ import msgspec
 
 from foveal_operator.api import reasons
 from foveal_operator.api.parse import InferenceSpec, SpecError
-from foveal_operator.api.reasons import Reason
 from foveal_operator.api.status import (
     Budget,
     Condition,
@@ -21,14 +20,23 @@ from foveal_operator.api.status import (
     MultiModalInferenceStatus,
     RoleStatus,
 )
-from foveal_operator.api.verdicts import Verdict, summary, to_conditions, verdict
 from foveal_operator.kube.errors import denial
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests import Desired
 from foveal_operator.manifests.pods import REVISION_LABEL
+from foveal_operator.model.flow import ModelDecision
 from foveal_operator.pods.diagnose import diagnose, is_ready, last_failure
-from foveal_operator.status.conditions import Refusal, selector_text
+from foveal_operator.pods.metrics import PodReports
+from foveal_operator.rollout import RolloutDecision
+from foveal_operator.status.conditions import (
+    Verdict,
+    selector_text,
+    summary,
+    to_conditions,
+    verdict,
+)
 from foveal_runtime.plan.budget.types import BudgetPlan, Line, PlaceBudget
+from foveal_runtime.plan.profile import ModelProfile
 from foveal_runtime.plan.quantity import format_gib
 
 
@@ -37,25 +45,11 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         now: RFC 3339 time of this pass.
-        model: state of the model: Resolved, Downloading, ... with its message.
-        model_doubt: what is not known of a model that is in place.
-        model_failure: how its fetch or profile Job has failed last.
+        image_digest, image_doubt: of a model in an image; what is not known of it.
         reachable: frontends that the Service sends requests to; None = the cluster does not say.
-        sessions_up, sessions_wanted: (frontend, engine) pairs; -1 = not known.
-        stale_rate: stale hints per query.
         route_ready: None when no route is asked for.
         scaling, scaling_message: True, False or Unknown, and why; "" = nothing is autoscaled.
-        deadline_exceeded: the rollout did not progress in time.
-        rollout_message: where the rollout stands; "" when there is none.
-        measured: bytes that pods report, by budget name.
-        is_paused: the operator was told to leave everything as it is.
-        peaks: pod -> the peak of memory it last reported, in bytes.
-        waits: pod -> why its volumes are not there.
         awaiting: pods that no node is meant for yet.
-        resolved_revision: commit or digest of the model; "" = not known.
-        model_takes: modalities that the model takes besides text; None = not known yet.
-        download_percent: of the model; None = nothing is fetched, or its size is not known.
-        refused: KIND/NAME of a workload -> why its pods cannot be created.
         accepted, refusal: what to say of a good spec; an object that cannot be written, and why.
         failure: what keeps every pass from its end.
     """
@@ -65,32 +59,19 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     stateful_set: Obj | None = None
     frontend_pods: tuple[Obj, ...] = ()
     engine_pods: tuple[Obj, ...] = ()
-    model: Reason = reasons.WAITING
-    model_message: str = ""
-    model_doubt: str = ""
-    model_failure: Failure | None = None
+    model: ModelDecision = ModelDecision()
+    reports: PodReports = PodReports()
+    rollout: RolloutDecision = RolloutDecision()
+    image_digest: str = ""
+    image_doubt: str = ""
     reachable: int | None = None
-    sessions_up: int = -1
-    sessions_wanted: int = -1
-    stale_rate: float = 0.0
     route_ready: bool | None = None
     route_message: str = ""
     scaling: str = ""
     scaling_message: str = ""
-    deadline_exceeded: bool = False
-    rollout_strategy: str = ""
-    rollout_message: str = ""
-    measured: dict[str, int] = {}
-    is_paused: bool = False
-    peaks: dict[str, int] = {}
-    waits: dict[str, str] = {}
     awaiting: frozenset[str] = frozenset()
-    refused: dict[str, str] = {}
-    resolved_revision: str = ""
-    model_takes: tuple[str, ...] | None = None
-    download_percent: int | None = None
     accepted: str = "the resource is well formed"
-    refusal: Refusal | None = None
+    refusal: Verdict | None = None
     failure: Verdict | None = None
 
 
@@ -129,9 +110,9 @@ def report(
         *summary(
             verdicts,
             observed.failure,
-            is_paused=observed.is_paused,
-            deadline_exceeded=observed.deadline_exceeded,
-            rollout_message=observed.rollout_message,
+            is_paused=inference is not None and inference.spec.paused,
+            deadline_exceeded=observed.rollout.deadline_exceeded,
+            rollout_message=observed.rollout.message,
         ),
     ]
     return MultiModalInferenceStatus(
@@ -140,17 +121,17 @@ def report(
         url=_url(inference),
         frontend=frontend,
         engine=engine,
-        budgets=budgets(plan, observed.measured) if plan else {},
+        budgets=budgets(plan, observed.reports.measured) if plan else {},
         current_revision=_serving_revision(observed.engine_pods),
         update_revision=_wanted_revision(desired, "StatefulSet"),
         rendered_config_map=_config_map(desired),
         rendered_config_hash=_config_map(desired).rpartition("-")[2],
-        rollout_strategy=observed.rollout_strategy,
+        rollout_strategy=observed.rollout.strategy,
         last_failure=_last_failure(observed),
         model=ModelStatus(
-            resolved_revision=observed.resolved_revision,
-            download_percent=observed.download_percent,
-            modalities=_modalities(inference, observed.model_takes),
+            resolved_revision=observed.image_digest or observed.model.resolved_revision,
+            download_percent=observed.model.download_percent,
+            modalities=_modalities(inference, observed.model.profile),
         ),
         resolved=_resolved(inference, desired),
     )
@@ -158,8 +139,9 @@ def report(
 
 def _last_failure(observed: Observed) -> Failure | None:
     """Of any pod: engine, frontend, or of a Job that is not through."""
-    serving = last_failure((*observed.engine_pods, *observed.frontend_pods), observed.peaks)
-    found = [one for one in (serving, observed.model_failure) if one is not None]
+    pods = (*observed.engine_pods, *observed.frontend_pods)
+    serving = last_failure(pods, observed.reports.peaks)
+    found = [one for one in (serving, observed.model.failure) if one is not None]
     return max(found, key=lambda one: one.time or "", default=None)
 
 
@@ -167,7 +149,7 @@ def _spec_accepted(error: SpecError | None, desired: Desired | None, observed: O
     if error is not None:
         return verdict("SpecAccepted", False, reasons.INVALID_SPEC, str(error))
     if observed.refusal is not None:
-        return verdict("SpecAccepted", False, observed.refusal.reason, observed.refusal.text)
+        return observed.refusal
     if desired is not None and desired.missing_apis:
         names = ", ".join(desired.missing_apis)
         return verdict(
@@ -190,11 +172,12 @@ def _budget_fits(plan: BudgetPlan | None) -> Verdict:
 
 
 def _model_ready(observed: Observed) -> Verdict:
-    ok = observed.model is reasons.RESOLVED
-    text = observed.model_message or ("the model is in place" if ok else "waiting for the model")
-    if ok and observed.model_doubt:
-        text = f"{text}; {observed.model_doubt}"
-    return verdict("ModelReady", ok, observed.model, text)
+    model = observed.model
+    ok = model.reason is reasons.RESOLVED
+    text = model.message or ("the model is in place" if ok else "waiting for the model")
+    if ok and observed.image_doubt:
+        text = f"{text}; {observed.image_doubt}"
+    return verdict("ModelReady", ok, model.reason, text)
 
 
 def _role(
@@ -256,10 +239,10 @@ def _role_ready(
             text = f"{ready} of {role.desired} serve, and the Service reaches {reached} of them"
             return verdict(condition, False, reasons.STARTING, text)
         return verdict(condition, True, reasons.SERVING, f"{ready} of {role.desired} serve")
-    trouble = diagnose(current, observed.waits, observed.awaiting)
-    if trouble:
-        return verdict(condition, False, trouble.reason, trouble.message)
-    if refused := observed.refused.get(role.workload):
+    failure = diagnose(current, observed.reports.waits, observed.awaiting)
+    if failure:
+        return verdict(condition, False, failure.reason, failure.message)
+    if refused := observed.reports.refused.get(role.workload):
         return verdict(condition, False, denial(refused), refused)
     if role.ready > ready or role.replicas > role.updated:
         text = f"{ready} of {role.desired} of the new revision serve, {role.ready} in all"
@@ -268,15 +251,16 @@ def _role_ready(
 
 
 def _mirrored(observed: Observed) -> Verdict:
-    up, wanted = observed.sessions_up, observed.sessions_wanted
+    reports = observed.reports
+    up, wanted = reports.sessions_up, reports.sessions_wanted
     if wanted < 0:
         text = "no session has been reported yet"
         return Verdict("CachesMirrored", "Unknown", reasons.WAITING, text)
     if up < wanted:
         text = f"{up} of {wanted} sessions between frontends and engines are up"
         return verdict("CachesMirrored", False, reasons.SESSION_DOWN, text)
-    if observed.stale_rate > 1e-3:
-        text = f"{observed.stale_rate:.4f} of the cache hints are stale"
+    if reports.stale_rate > 1e-3:
+        text = f"{reports.stale_rate:.4f} of the cache hints are stale"
         return verdict("CachesMirrored", False, reasons.STALE_HINTS, text)
     return verdict("CachesMirrored", True, reasons.MIRRORED, f"all {wanted} sessions are up")
 
@@ -351,15 +335,13 @@ def _config_map(desired: Desired | None) -> str:
     return ""
 
 
-def _modalities(
-    inference: InferenceSpec | None, model_takes: tuple[str, ...] | None
-) -> tuple[str, ...]:
+def _modalities(inference: InferenceSpec | None, profile: ModelProfile | None) -> tuple[str, ...]:
     """What is allowed, and, once the profile tells, what of it the model takes."""
     if inference is None:
         return ()
     limits = inference.spec.modalities
     names = [name for name in ("image", "video", "audio") if getattr(limits, name).max_per_prompt]
-    return tuple(name for name in names if model_takes is None or name in model_takes)
+    return tuple(name for name in names if profile is None or name in profile.items)
 
 
 def _resolved(inference: InferenceSpec | None, desired: Desired | None) -> dict[str, object]:

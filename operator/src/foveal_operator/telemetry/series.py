@@ -153,18 +153,16 @@ class Telemetry:
         found.observe(value)
 
     def forget(
-        self,
-        family: str,
-        /,
-        but: Container[str] = (),
-        *,
-        label: str = "",
-        namespace: str,
-        name: str,
+        self, family: str, /, but: Container[str], *, label: str, namespace: str, name: str
     ) -> None:
         """Drops every series of a family that is about this resource, but those whose `label` has
         one of the values in `but`."""
         self._of_resources[family].forget(namespace, name, label, but)
+
+    def forget_resource(self, namespace: str, name: str) -> None:
+        """The resource is gone: so are its series."""
+        for family in self._of_resources.values():
+            family.forget(namespace, name, "", ())
 
     def _find(self, name: str, labels: dict[str, str]) -> Series:
         if not labels:

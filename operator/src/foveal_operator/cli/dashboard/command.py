@@ -9,8 +9,7 @@ import argparse
 import time
 from collections.abc import Callable
 
-from foveal_operator.cli.help import Help
-from foveal_operator.cli.output.times import duration
+from foveal_operator.cli.arguments import Commands, add_command, duration
 from foveal_operator.common.errors import ClusterAnswerError
 
 _DESCRIPTION = """\
@@ -23,24 +22,21 @@ examples:
   foveal dashboard                # reads http://127.0.0.1:8000/metrics for 30 s
   foveal dashboard --watch        # the same, live, on http://127.0.0.1:8765/
   foveal dashboard --prometheus http://127.0.0.1:9090 qwen -n models --since 6h
+  foveal dashboard --prometheus http://127.0.0.1:9090 --board rollout
 
 exit codes: 0 the page is written (with --watch: Ctrl-C), 2 wrong arguments, 4 the source does not
 answer, refuses, or shows nothing of Foveal
 """
 DEFAULT_METRICS = "http://127.0.0.1:8000/metrics"
 DEFAULT_OUT = "foveal-dashboard.html"
+BOARD_NAMES = ("overview", "caches", "memory", "mirror", "encoder", "rollout", "operator")
 
 Sleep = Callable[[float], None]
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "dashboard",
-        help="the overview as one HTML page, without Grafana",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=Help,
-    )
+def add_parser(commands: Commands) -> None:
+    parser = add_command(commands, "dashboard", "the overview as one HTML page, without Grafana",
+                         run, _DESCRIPTION, _EPILOG)  # fmt: skip
     parser.add_argument(
         "name",
         nargs="?",
@@ -57,6 +53,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help=f"read this; may be repeated (default {DEFAULT_METRICS})",
     )
     parser.add_argument("-n", "--namespace", default="", help="one namespace (with --prometheus)")
+    parser.add_argument(
+        "--board",
+        choices=BOARD_NAMES,
+        default="",
+        metavar="BOARD",
+        help="all panels of one of the Grafana dashboards instead: "
+        f"{', '.join(BOARD_NAMES)} (with --prometheus)",
+    )
     parser.add_argument("--pod", default="", help="one pod (with --prometheus)")
     parser.add_argument(
         "--since",
@@ -93,7 +97,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--port", type=_port, default=8765, help="of --watch (default 8765; 0: any)"
     )
-    parser.set_defaults(run=run)  # fmt: skip
 
 
 def run(arguments: argparse.Namespace, sleep: Sleep = time.sleep) -> int:

@@ -14,15 +14,16 @@ import time
 import urllib.parse
 from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from foveal_operator.cli.dashboard.layout import Chosen
+from foveal_operator.cli.arguments import installed_version
+from foveal_operator.cli.dashboard.layout import CHOICE, Chosen, Contents, whole
 from foveal_operator.cli.dashboard.page import POLICY, About, page
 from foveal_operator.cli.dashboard.promql.samples import Line
 from foveal_operator.cli.dashboard.sources import Direct, Prometheus, Source, SourceError
 from foveal_operator.common.errors import EXIT_OK, UsageError
+from foveal_operator.observability.boards import BOARDS
 
 NUM_STEPS = 90
 _LEAST_WINDOW_SECONDS = 60
@@ -46,6 +47,7 @@ class Job:
                     f"{flag} {value!r} chooses from a Prometheus' series; /metrics "
                     "shows one deployment: add --prometheus URL, or leave it out"
                 )
+        self._contents = _contents(arguments.board, bool(self._prometheus))
         self._interval = _given(arguments.interval, 15.0 if self._prometheus else 2.0)
         self._since = _given(arguments.since, 3600.0 if self._prometheus else 30.0)
         _check_times(self._interval, self._since, is_direct=not self._prometheus)
@@ -137,11 +139,11 @@ class Job:
             subject=_subject(self._arguments, self._direct),
             source=self._prometheus or "from " + ", ".join(self._targets),
             window_seconds=window,
-            version=_version(),
+            version=installed_version("foveal-operator", ""),
             notes=tuple(self._direct.notes) if self._direct else (),
             refresh_seconds=refresh_seconds,
         )
-        return page(about, source.times, ask)
+        return page(about, source.times, ask, self._contents)
 
     @property
     def _targets(self) -> list[str]:
@@ -160,11 +162,22 @@ class Job:
             return
         marker = chosen.fill('foveal_build_info{namespace=~"$namespace",resource=~"$resource",'
                              'pod=~"$pod"}')  # fmt: skip
-        if not source.ask(marker):
+        markers = [marker]
+        if any("foveal_inference_" in expr or "foveal_operator_" in expr
+               for expr in self._board_queries()):  # fmt: skip
+            markers.append("foveal_operator_watch_is_up")
+        if not any(map(source.ask, markers)):
             raise SourceError(
-                f"{self._prometheus} has no series {marker}; check NAME, "
+                f"{self._prometheus} has no series {' or '.join(markers)}; check NAME, "
                 "--namespace, --since, and that it scrapes Foveal's pods"
             )
+
+    def _board_queries(self) -> list[str]:
+        """Of the board that was asked for by name: some show what the operator tells."""
+        if not self._arguments.board:
+            return []
+        panels = (panel for section in self._contents.sections for panel in section.panels)
+        return [query.expr for panel in panels for query in panel.queries]
 
     def _write(self, text: str) -> None:
         """Whole or not at all: a browser may read it at any time."""
@@ -178,6 +191,16 @@ class Job:
             Path(file.name).replace(self._out)
         except OSError as error:
             raise UsageError(f"cannot write {self._out}: {error.strerror}") from error
+
+
+def _contents(name: str, has_prometheus: bool) -> Contents:
+    """Its own choice of panels, or one board's."""
+    if not name:
+        return CHOICE
+    if not has_prometheus:
+        raise UsageError(f"--board {name} needs the functions of a Prometheus: add --prometheus "
+                         "URL, or leave it out")  # fmt: skip
+    return whole(next(board for board in BOARDS if board.uid == f"foveal-{name}"))
 
 
 def _given(value: float | None, otherwise: float) -> float:
@@ -243,13 +266,6 @@ def _subject(arguments: argparse.Namespace, direct: Direct | None) -> str:
         if value
     ]  # fmt: skip
     return ", ".join(parts) or "all resources"
-
-
-def _version() -> str:
-    try:
-        return version("foveal-operator")
-    except PackageNotFoundError:
-        return ""
 
 
 LOOPBACK = "127.0.0.1"

@@ -49,7 +49,10 @@ def panel(board: Board, title: str) -> Panel:
 
 
 def _figure(board: Board, title: str, label: str = "", number: int = 0) -> Figure:
-    source = panel(board, title)
+    return _newest(panel(board, title), label, number)
+
+
+def _newest(source: Panel, label: str = "", number: int = 0) -> Figure:
     return Figure(label=label or source.queries[number].legend, unit=source.unit,
                   expr=source.queries[number].expr, warn=source.warn, bad=source.bad)  # fmt: skip
 
@@ -119,6 +122,26 @@ SECTIONS = (
 )  # fmt: skip
 
 
+class Contents(msgspec.Struct, frozen=True):
+    """A page's headlines and sections."""
+
+    headlines: tuple[Tile, ...] = HEADLINES
+    sections: tuple[Section, ...] = SECTIONS
+
+
+CHOICE = Contents()
+
+
+def whole(board: Board) -> Contents:
+    """All of a board: its single numbers as headlines, its rows as sections."""
+    stats = (one for one in board.panels if one.shape == "stat")
+    rows = ((row.title, tuple(p for p in row.panels if p.shape != "stat")) for row in board.rows)
+    return Contents(
+        tuple(Tile(one.title, one.about, _newest(one)) for one in stats),
+        tuple(Section(title=title, panels=panels) for title, panels in rows if panels),
+    )
+
+
 class Chosen(msgspec.Struct, frozen=True, kw_only=True):
     """The dashboards' variables, filled in. Empty = all."""
 
@@ -134,12 +157,5 @@ class Chosen(msgspec.Struct, frozen=True, kw_only=True):
             # Inside a quoted pattern a backslash is written twice.
             pattern = re.escape(value).replace("\\", "\\\\") if value else ".*"
             expr = expr.replace(f"${name}", pattern)
+        expr = expr.replace("$installation", ".*")
         return expr.replace("$__rate_interval", f"{self.window_seconds}s")
-
-
-def expressions() -> list[str]:
-    """Every query of the page, once."""
-    found = [one.expr for tile in HEADLINES for one in (tile.main, *tile.more)]
-    for section in SECTIONS:
-        found += [query.expr for one in section.panels for query in one.queries]
-    return list(dict.fromkeys(found))

@@ -14,9 +14,16 @@ from html import escape
 
 import msgspec
 
-from foveal_operator.cli.dashboard.chart import chart, named_lines, sparkline
-from foveal_operator.cli.dashboard.heat import NUM_STEPS, bucket_map, heat
-from foveal_operator.cli.dashboard.layout import HEADLINES, SECTIONS, Figure, Section, Tile
+from foveal_operator.cli.dashboard.chart import (
+    NUM_STEPS,
+    bucket_map,
+    card,
+    chart,
+    heat,
+    named_lines,
+    sparkline,
+)
+from foveal_operator.cli.dashboard.layout import CHOICE, Contents, Figure, Section, Tile
 from foveal_operator.cli.dashboard.promql.samples import Line
 from foveal_operator.cli.dashboard.scales import clock_text, text_of
 from foveal_operator.observability.panel import Panel, Query, Unit
@@ -62,6 +69,8 @@ svg{display:block}
 .plot,.spark{width:100%;overflow:visible}
 .plot text{font-size:11px;fill:var(--soft);font-variant-numeric:tabular-nums}
 .plot text.y{paint-order:stroke;stroke:var(--card);stroke-width:3px;stroke-linejoin:round}
+.goal{stroke-width:1;stroke-dasharray:5 4}
+line.goal.warn{stroke:var(--warn)}line.goal.bad{stroke:var(--bad)}
 .grid{stroke:var(--rule)}.base{stroke:var(--base)}
 .line{fill:none;stroke-width:1.75;stroke-linecap:round;stroke-linejoin:round;
 vector-effect:non-scaling-stroke}
@@ -164,15 +173,15 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     refresh_seconds: int = 0
 
 
-def page(about: About, times: Sequence[float], ask: Ask) -> str:
+def page(about: About, times: Sequence[float], ask: Ask, contents: Contents = CHOICE) -> str:
     """The whole document."""
     refresh = (
         f'<meta http-equiv="refresh" content="{about.refresh_seconds}">'
         if about.refresh_seconds
         else ""
     )
-    tiles = "".join(_tile(tile, times, ask) for tile in HEADLINES)
-    sections = "".join(_section(section, times, ask) for section in SECTIONS)
+    tiles = "".join(_tile(tile, times, ask) for tile in contents.headlines)
+    sections = "".join(_section(section, times, ask) for section in contents.sections)
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in about.notes)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -288,12 +297,9 @@ def table(one: Panel, times: Sequence[float], ask: Callable[[str], Sequence[Line
         f'<div class="scroll"><table><thead><tr>{"".join(heads)}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>{more}"
         if rows
-        else '<div class="none">nothing in this time</div>'
+        else ""
     )
-    return (
-        f'<section class="card table" data-panel="{escape(one.title)}"><h3>{escape(one.title)}'
-        f"</h3><p>{escape(one.about)}</p>{inner}</section>"
-    )
+    return card(one, "table", inner)
 
 
 def _values(

@@ -44,7 +44,7 @@ def text_of(value: float, unit: Unit = "short") -> str:
         return sign + _binary(size) + ("/s" if unit == "Bps" else "")
     if unit == "s":
         return sign + _duration(size)
-    return sign + _decimal(size) + {"reqps": "/s", "ops": "/s"}.get(unit, "")
+    return sign + _decimal(size) + {"reqps": "/s", "ops": "/s", "celsius": " °C"}.get(unit, "")
 
 
 def _figures(size: float) -> str:
@@ -95,9 +95,12 @@ def value_axis(values: Sequence[float], unit: Unit, top: float | None = None) ->
 
 
 def _round_step(rough: float, unit: Unit) -> float:
-    """The smallest of 1, 2, 2.5, 5 times a power of ten (of two for bytes) that is not below."""
+    """The smallest of 1, 2, 2.5, 5 times a power of ten that is not below; of two for bytes, and of
+    what clocks show for seconds."""
     if unit in ("bytes", "Bps") and rough >= 1:
         return float(2 ** math.ceil(math.log2(rough) - 1e-9))
+    if unit == "s" and _CLOCK_STEPS[0] < rough <= _CLOCK_STEPS[-1]:
+        return float(next(step for step in _CLOCK_STEPS if step >= rough))
     power = 10.0 ** math.floor(math.log10(rough))
     for factor in (1.0, 2.0, 2.5, 5.0, 10.0):
         if factor * power >= rough * (1 - 1e-9):

@@ -16,8 +16,8 @@ from foveal_operator.api import crd
 from foveal_operator.cli.doctor.report import Finding, fail, ok, warn
 from foveal_operator.kube.diff import Change, diff
 from foveal_operator.kube.reader import OPERATOR_SELECTOR, ForbiddenError, Reader
-from foveal_operator.kube.types import Obj
-from foveal_runtime.plan.quantity import is_quantity, parse, short_bytes
+from foveal_operator.kube.types import MEMORY_LABELS, Obj, allocatable, condition
+from foveal_runtime.plan.quantity import short_bytes
 
 Check = Callable[[Reader], Iterator[Finding]]
 OLDEST_MINOR, NEWEST_MINOR = 34, 37
@@ -89,11 +89,7 @@ def definition_findings(reader: Reader) -> Iterator[Finding]:
     if crd.VERSION not in served:
         yield fail(area, f"serves {', '.join(served) or 'nothing'}, not {crd.VERSION}", apply)
         return
-    established = any(
-        c.get("type") == "Established" and c.get("status") == "True"
-        for c in found.get("status", {}).get("conditions") or ()
-    )
-    if not established:
+    if condition(found, "Established").get("status") != "True":
         yield fail(area, "is installed and not established", f"kubectl describe crd {crd.PLURAL}."
                    f"{crd.GROUP} says which name is in the way")  # fmt: skip
         return
@@ -210,8 +206,6 @@ def operator_findings(reader: Reader) -> Iterator[Finding]:
 
 
 MIN_NODE_BYTES = 4 * 1024**3
-MEMORY_LABELS = {"nvidia.com/gpu": "nvidia.com/gpu.memory", "amd.com/gpu": "amd.com/gpu.vram"}
-"""In MiB, as feature discovery labels nodes. Extended resource -> label."""
 _DEFAULT_CLASS = "storageclass.kubernetes.io/is-default-class"
 _PRESSURES = ("MemoryPressure", "DiskPressure", "PIDPressure")
 # (API, kind, what is missing without it)
@@ -236,16 +230,9 @@ def _items(reader: Reader, path: str) -> list[Obj]:
     return list((found or {}).get("items") or ())
 
 
-def _amount(node: Obj, name: str) -> int:
-    text = str(node.get("status", {}).get("allocatable", {}).get(name, "0"))
-    return int(parse(text)) if is_quantity(text) else 0
-
-
 def _is_ready(node: Obj) -> bool:
-    return not node.get("spec", {}).get("unschedulable") and any(
-        c.get("type") == "Ready" and c.get("status") == "True"
-        for c in node.get("status", {}).get("conditions") or ()
-    )
+    is_cordoned = node.get("spec", {}).get("unschedulable")
+    return not is_cordoned and condition(node, "Ready").get("status") == "True"
 
 
 def node_findings(reader: Reader) -> Iterator[Finding]:
@@ -256,15 +243,14 @@ def node_findings(reader: Reader) -> Iterator[Finding]:
         yield fail(area, f"none of {len(nodes)} is ready and schedulable",
                    "kubectl describe nodes says why; kubectl uncordon those you want")  # fmt: skip
         return
-    largest = max(_amount(node, "memory") for node in usable)
+    largest = max(allocatable(node, "memory") for node in usable)
     text = f"{len(usable)} of {len(nodes)} ready; the largest offers {short_bytes(largest)}"
     if largest < MIN_NODE_BYTES:
         yield warn(area, text, "the smallest example needs 4 GiB on one node")
     else:
         yield ok(area, f"{text} to a pod, its /dev/shm included")
     for node in usable:
-        bad = [c["type"] for c in node.get("status", {}).get("conditions") or ()
-               if c.get("type") in _PRESSURES and c.get("status") == "True"]  # fmt: skip
+        bad = [kind for kind in _PRESSURES if condition(node, kind).get("status") == "True"]
         if bad:
             yield warn(area, f"{node['metadata']['name']} is under {', '.join(bad)}",
                        "pods are evicted from it: free memory or disk there")  # fmt: skip
@@ -276,11 +262,11 @@ def device_findings(reader: Reader) -> Iterator[Finding]:
     nodes = [node for node in _items(reader, "/api/v1/nodes") if _is_ready(node)]
     found = False
     for resource, label in MEMORY_LABELS.items():
-        holders = [node for node in nodes if _amount(node, resource) > 0]
+        holders = [node for node in nodes if allocatable(node, resource) > 0]
         if not holders:
             continue
         found = True
-        total = sum(_amount(node, resource) for node in holders)
+        total = sum(allocatable(node, resource) for node in holders)
         plural = "" if len(holders) == 1 else "s"
         text = f"{total} {resource} on {len(holders)} node{plural}"
         labels = [node["metadata"].get("labels", {}).get(label, "") for node in holders]

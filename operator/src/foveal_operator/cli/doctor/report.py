@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from foveal_operator.cli.output.terminal import Style
+from foveal_operator.cli.terminal import Style
 
 Level = Literal["ok", "warn", "fail"]
 _LOOKS = {"ok": "green", "warn": "yellow", "fail": "red"}

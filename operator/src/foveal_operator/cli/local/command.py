@@ -16,15 +16,21 @@ import msgspec
 
 from foveal_operator.api.parse import InferenceSpec, SpecError
 from foveal_operator.api.workloads import Accelerator, Parallelism
-from foveal_operator.cli.help import Help
-from foveal_operator.cli.inputs import bullets, read_profile, read_resource, size
+from foveal_operator.cli.arguments import (
+    Commands,
+    add_command,
+    bullets,
+    read_profile,
+    read_resource,
+    size,
+)
 from foveal_operator.cli.local.documents import LocalDocuments, LocalPlace, adapted_documents
 from foveal_operator.cli.local.runtime import find_model, find_profile, runtime_command
 from foveal_operator.common.errors import EXIT_OK, MisfitError, UsageError
 from foveal_operator.manifests import ClusterFacts, Desired, desired
 from foveal_operator.manifests.budget_inputs import NodeFacts, budget_inputs
+from foveal_operator.manifests.curve_keys import make_keys
 from foveal_operator.manifests.documents import document_json
-from foveal_operator.reconcile.curve_keys import make_key_pairs
 from foveal_runtime.plan import machine
 from foveal_runtime.plan.config import EngineConfig, FrontendConfig
 from foveal_runtime.plan.local import LOOPBACK, LocalDeploymentConfig, free_port
@@ -42,7 +48,7 @@ examples:
   foveal up -f mmi.yaml --model ~/models/qwen --cpu --port 9000
   foveal up -f mmi.yaml --model ~/models/qwen --dry-run   # documents only
 
-A model that the resource names by hf:// or s3:// is downloaded when no --model is given.
+A model that the resource names by hf://, s3:// or oci:// is downloaded when no --model is given.
 
 A process that dies is started again, after a growing pause; after four deaths in a row the rest is
 ended and its last lines are shown.
@@ -53,14 +59,9 @@ second Ctrl-C
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "up",
-        help="run a resource on this machine, with a live view",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=Help,
-    )
+def add_parser(commands: Commands) -> None:
+    parser = add_command(commands, "up", "run a resource on this machine, with a live view", run,
+                         _DESCRIPTION, _EPILOG)  # fmt: skip
     add = parser.add_argument
     add("-f", "--filename", required=True, metavar="FILE", help="the resource; - reads stdin")
     add("--model", metavar="DIRECTORY", help="the model's files, whatever the resource names")
@@ -84,7 +85,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--drain-margin", type=float, default=15.0, metavar="SECONDS",
         help="grace after the resource's drainTimeoutSeconds (default: %(default)s)")  # fmt: skip
     add("--dry-run", action="store_true", help="write the documents and name them, start nothing")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -268,8 +268,7 @@ def _write_curve_keys(folder: Path) -> None:
     """Fresh for each run, readable by this user alone."""
     target = folder / "curve"
     target.mkdir(mode=0o700, exist_ok=True)
-    pairs = make_key_pairs(secrets.token_bytes)
-    for field in pairs.__struct_fields__:
-        file = target / field.replace("_", "-")
-        file.write_text(getattr(pairs, field), encoding="ascii")
+    for name, text in make_keys(secrets.token_bytes).items():
+        file = target / name
+        file.write_text(text, encoding="ascii")
         file.chmod(0o600)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import PurePosixPath
+from typing import TypeVar
 
 import msgspec
 
@@ -25,6 +26,7 @@ from foveal_runtime.plan.config import (
 from foveal_runtime.plan.local import LOOPBACK, connect
 from foveal_runtime.plan.lora import LoraSource
 
+T = TypeVar("T", EngineConfig, FrontendConfig)
 _KEY_FILES = {
     "api_key_file": "--api-key-file",
     "admin_key_file": "--admin-key-file",
@@ -71,11 +73,11 @@ def adapted_documents(
     workload, deployment = wanted.of_kind("StatefulSet")[0], wanted.of_kind("Deployment")[0]
     name = deployment["metadata"]["name"].removesuffix("-frontend")
     engines = [
-        _engine(_pod_engine(wanted, f"{name}-engine-{i}"), place)
+        _engine(_pod(wanted, "engine", f"{name}-engine-{i}", EngineConfig), place)
         for i in range(workload["spec"].get("replicas", 1))
     ]
     pods = [
-        _pod_frontend(wanted, f"{name}-frontend-{i}")
+        _pod(wanted, "frontend", f"{name}-frontend-{i}", FrontendConfig)
         for i in range(deployment["spec"].get("replicas", 1))
     ]
     frontends = [_frontend(pod, place) for pod in pods]
@@ -84,7 +86,7 @@ def adapted_documents(
     return LocalDocuments(engines=placed[0], frontends=placed[1], notes=notes)
 
 
-def _pod_text(wanted: Desired, role: str, pod: str) -> str:
+def _pod(wanted: Desired, role: str, pod: str, config: type[T]) -> T:
     """The document as a pod of this name reads it."""
     found = [
         body["data"][f"{role}.json"]
@@ -92,15 +94,7 @@ def _pod_text(wanted: Desired, role: str, pod: str) -> str:
         if f"{role}.json" in body.get("data", {})
     ]
     environment = {"POD_NAME": pod, "POD_IP": LOOPBACK, "NODE_NAME": "local"}
-    return expand(found[0], environment)
-
-
-def _pod_engine(wanted: Desired, pod: str) -> EngineConfig:
-    return msgspec.json.decode(_pod_text(wanted, "engine", pod), type=EngineConfig)
-
-
-def _pod_frontend(wanted: Desired, pod: str) -> FrontendConfig:
-    return msgspec.json.decode(_pod_text(wanted, "frontend", pod), type=FrontendConfig)
+    return msgspec.json.decode(expand(found[0], environment), type=config)
 
 
 def _engine(pod: EngineConfig, place: LocalPlace) -> EngineConfig:

@@ -6,7 +6,6 @@ The operator never imports the runtime beyond plan/.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
@@ -17,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from foveal_operator.api.parse import InferenceSpec
+from foveal_operator.cli.arguments import Commands
 from foveal_operator.common.errors import CommandError, UsageError
 from foveal_operator.manifests import ClusterFacts, desired
 from foveal_runtime.plan.errors import StartupError
@@ -50,7 +50,7 @@ def runtime_command(given: str = "") -> list[str]:
     return [found]
 
 
-def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parsers(commands: Commands) -> None:
     """For `foveal --help`; `hand_on` runs them before anything is parsed."""
     for name, text in HANDED_ON.items():
         commands.add_parser(name, help=text, add_help=False)
@@ -73,7 +73,7 @@ def find_model(inference: InferenceSpec, given: str | None, command: list[str]) 
             raise UsageError(f"--model {given} holds no config.json: give a model's directory")
         return Path(given).resolve()
     model = inference.spec.model
-    if not model.uri.startswith(("hf://", "s3://")):
+    if model.uri.startswith("pvc://"):
         raise UsageError(f"{model.uri} is the cluster's: say where the model is with --model")
     name = re.sub(r"[^A-Za-z0-9._-]+", "--", f"{model.uri}--{model.revision or 'main'}")
     folder = Path(_MODELS).expanduser() / name

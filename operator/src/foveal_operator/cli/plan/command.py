@@ -10,11 +10,17 @@ import argparse
 import sys
 
 from foveal_operator.api.parse import SpecError
-from foveal_operator.cli.cluster_flags import add_cluster_flags
-from foveal_operator.cli.help import Help
-from foveal_operator.cli.inputs import invalid, read_profile, read_resource, size
-from foveal_operator.cli.output.terminal import style_of
+from foveal_operator.cli.arguments import (
+    Commands,
+    add_cluster_flags,
+    add_command,
+    invalid,
+    read_profile,
+    read_resource,
+    size,
+)
 from foveal_operator.cli.plan.render import desired_yaml, plan_json, plan_table
+from foveal_operator.cli.terminal import style_of
 from foveal_operator.common.errors import UsageError
 from foveal_operator.manifests import ClusterFacts, desired
 from foveal_operator.manifests.budget_inputs import NodeFacts, budget_inputs
@@ -49,14 +55,9 @@ wrong resource or arguments, 3 does not fit, 4 the cluster does not answer (--se
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "plan",
-        help="budgets and objects of a resource, without a cluster",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=Help,
-    )
+def add_parser(commands: Commands) -> None:
+    parser = add_command(commands, "plan", "budgets and objects of a resource, without a cluster",
+                         run, _DESCRIPTION, _EPILOG)  # fmt: skip
     add = parser.add_argument
     add("-f", "--filename", required=True, metavar="FILE", help="the resource; - reads stdin")
     add("--profile", metavar="FILE", help="the model's costs, as JSON; --server finds its own")
@@ -74,7 +75,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     add("-o", "--output", choices=["table", "yaml", "json"], default="table")
     add_cluster_flags(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ import msgspec
 import yaml
 
 from foveal_operator.api.parse import InferenceSpec
-from foveal_operator.cli.output.terminal import Style, columns, tailed, wrapped
+from foveal_operator.cli.terminal import Style, columns, tailed, wrapped
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests import Desired
 from foveal_runtime.plan.budget.types import BudgetPlan, Line, PlaceBudget
@@ -102,10 +102,13 @@ def plan_table(
 
 
 def _model(inference: InferenceSpec, profile: ModelProfile) -> str:
-    kib = profile.kv_token_bytes(inference.spec.caches.kv.dtype) / 1024
+    dtype = inference.spec.caches.kv.dtype
+    kib = profile.kv_token_bytes(dtype) / 1024
+    windowed = profile.window_token_bytes(dtype) / 1024
+    part = f", {windowed:.1f} of them within {profile.window} tokens" if windowed else ""
     return (
         f"{inference.spec.model.uri}: {format_gib(profile.weight_bytes)} of weights, "
-        f"{kib:.1f} KiB of KV a token ({profile.source})"
+        f"{kib:.1f} KiB of KV a token{part} ({profile.source})"
     )
 
 

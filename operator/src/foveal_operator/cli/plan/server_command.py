@@ -15,11 +15,18 @@ from collections.abc import AsyncIterator, Sequence
 import msgspec
 
 from foveal_operator.api.parse import SpecError, parse, transition_problems
-from foveal_operator.cli.cluster_flags import Connect, connect, inferences_path
-from foveal_operator.cli.inputs import invalid, read_profile, read_resource_object
-from foveal_operator.cli.output.terminal import style_of
+from foveal_operator.cli.arguments import (
+    Connect,
+    connect,
+    inferences_path,
+    invalid,
+    list_inferences,
+    read_profile,
+    read_resource_object,
+)
 from foveal_operator.cli.plan.render import desired_yaml
 from foveal_operator.cli.plan.server_diff import ServerDiff, diff_json, diff_text, server_diff
+from foveal_operator.cli.terminal import style_of
 from foveal_operator.common.clock import Clock
 from foveal_operator.common.errors import (
     EXIT_MISFIT,
@@ -36,11 +43,10 @@ from foveal_operator.manifests.budget_inputs import NodeFacts
 from foveal_operator.observability import resource_dashboards, resource_rule_groups
 from foveal_operator.pods.probes import PodReports
 from foveal_operator.process import options
-from foveal_operator.reconcile.cluster_facts import Survey
+from foveal_operator.reconcile.apply import NameTaken, Owner, standing
+from foveal_operator.reconcile.cluster_facts import Inventory
 from foveal_operator.reconcile.decide import Decider, Decision
 from foveal_operator.reconcile.observe import Observer, Settings
-from foveal_operator.reconcile.ownership import NameTaken, standing
-from foveal_operator.reconcile.plan_cache import Planned
 from foveal_operator.reconcile.prune import unwanted_in_the_end
 from foveal_runtime.plan.profile import ModelProfile
 
@@ -96,8 +102,8 @@ def run(arguments: argparse.Namespace, open_cluster: Connect = connect) -> int:
 def _live(reader: Reader, name: str) -> Obj | None:
     """The resource as it is; None when it is new."""
     found = reader.get(inferences_path(reader.namespace, name))
-    if found is None and reader.get(inferences_path(reader.namespace)) is None:
-        raise ClusterAnswerError("the cluster does not know the resource: install Foveal's chart")
+    if found is None:
+        list_inferences(reader)  # raises where the cluster does not know the resource
     return found
 
 
@@ -207,18 +213,13 @@ def operator_settings(reader: Reader) -> OperatorSettings:
 def _settings(container: Obj, namespace: str) -> OperatorSettings:
     """From its flags; those that this release does not know are left out."""
     words = [str(word) for word in container.get("args") or ()]
-    flags = options.parser()
     environment = {
         entry["name"]: str(entry["value"])
         for entry in container.get("env") or ()
         if "value" in entry
     }
-    for action in flags._actions:
-        given = environment.get(f"FOVEAL_OPERATOR_{action.dest.upper()}")
-        if given is not None:
-            flags.set_defaults(**{action.dest: given})
     try:
-        found, _ = flags.parse_known_args(words)
+        found, _ = options.parser(environment).parse_known_args(words)
     except SystemExit as error:
         raise ClusterAnswerError(
             f"the operator's flags cannot be read: {' '.join(words)}"
@@ -265,14 +266,18 @@ async def look_as_operator(
     metadata = resource["metadata"]
     key: NamespacedName = (metadata["namespace"], metadata["name"])
     clock, cluster = Clock(), ReadOnlyCluster(reader)
-    survey = Survey(cluster, clock)
-    await survey.refresh()
-    caches = _filled(reader, key, survey.apis)
-    planned = Planned()
+    inventory = Inventory(cluster, clock)
+    await inventory.refresh()
+    caches = _filled(reader, key, inventory.apis)
     observer = Observer(
-        cluster, caches, survey, planned, clock=clock, settings=settings, observe_pods=_nobody_asked
+        cluster,
+        caches,
+        inventory,
+        clock=clock,
+        settings=settings,
+        observe_pods=_nobody_asked,
     )
-    decider = Decider(caches, survey, planned)
+    decider = Decider(caches, inventory)
     body = {**resource, "metadata": {"uid": "", **metadata}}
     work = await decider.decide(await observer.observe(key, body))
     known = work.model.profile or profile
@@ -281,6 +286,7 @@ async def look_as_operator(
         facts = NodeFacts(
             node_bytes=basis.node_bytes or (nodes.node_bytes if nodes else 0),
             device_bytes=basis.device_bytes or (nodes.device_bytes if nodes else 0),
+            largest_device_bytes=basis.largest_device_bytes,
             takes_snapshots=basis.takes_snapshots,
         )
         work = await decider.with_model(work, known, facts)
@@ -290,7 +296,7 @@ async def look_as_operator(
 def taken_names(reader: Reader, work: Decision, caches: Caches) -> dict[tuple[str, str], str]:
     """Objects that the operator would find with another owner: (kind, name) -> whose they are. What
     the caller may not read is left out."""
-    found, name = {}, work.key[1]
+    found, owner = {}, Owner(work.key[1], work.uid)
     for owned in (*work.model.objects, *work.desired.objects):
         kind_name, *at = owned.key
         kind = BY_NAME[kind_name]
@@ -304,7 +310,7 @@ def taken_names(reader: Reader, work: Decision, caches: Caches) -> dict[tuple[st
         except ForbiddenError:
             continue
         live = live and {**live, "kind": kind_name}
-        whose = live and standing(live, name, work.uid, is_retained=retained)
+        whose = live and standing(live, owner, is_retained=retained)
         if live and (whose == "Foreign" or (whose == "Offered" and kind_name == "Secret")):
             taken = NameTaken(live)
             found[kind_name, at[1]] = f"{taken.reason.name}: {taken.reason.message(taken.message)}"

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from foveal_operator.cli.output.terminal import Style, wrapped
+from foveal_operator.cli.terminal import Style, wrapped
 from foveal_operator.kube.diff import Change, diff, restart_reasons
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests import Desired
@@ -211,25 +211,4 @@ def _fields(changes: tuple[Change, ...], style: Style) -> list[str]:
 
 def diff_json(found: ServerDiff) -> str:
     """For programs; every field, uncut."""
-    body = {
-        "changes": [
-            {
-                "kind": change.kind,
-                "name": change.name,
-                "action": change.action,
-                "fields": [msgspec.to_builtins(field) for field in change.fields],
-            }
-            for change in found.changes
-        ],
-        "restarts": [
-            {
-                "role": restart.role,
-                "pods": list(restart.pods),
-                "reasons": [msgspec.to_builtins(reason) for reason in restart.reasons],
-            }
-            for restart in found.restarts
-        ],
-        "how": found.how,
-        "taken": list(found.taken),
-    }
-    return json.dumps(body, indent=2, default=str) + "\n"
+    return json.dumps(msgspec.to_builtins(found), indent=2) + "\n"

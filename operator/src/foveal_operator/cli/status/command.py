@@ -10,34 +10,34 @@ import sys
 import time
 from collections.abc import Callable
 
-from foveal_operator.cli.cluster_flags import (
+from foveal_operator.cli.arguments import (
     OUTPUTS,
+    Commands,
     Connect,
     add_cluster_flags,
+    add_command,
     connect,
+    duration,
     formatted,
     get_inference,
     inferences_path,
+    list_inferences,
 )
-from foveal_operator.cli.help import Help
-from foveal_operator.cli.output.terminal import style_of
-from foveal_operator.cli.output.times import duration
 from foveal_operator.cli.status.view import (
     budget_rows,
     budget_text,
-    condition,
     is_current,
     resource_table,
     status_text,
 )
+from foveal_operator.cli.terminal import style_of
 from foveal_operator.common.errors import (
     EXIT_NO,
     EXIT_OK,
-    ClusterAnswerError,
     TimeRanOut,
 )
 from foveal_operator.kube.reader import Reader, UnreachableError
-from foveal_operator.kube.types import Obj
+from foveal_operator.kube.types import Obj, condition
 
 POLL_SECONDS = 1.0
 _STATUS_EPILOG = """\
@@ -64,18 +64,24 @@ exit codes: 0 it holds, 1 the resource is stalled, 4 no such resource or no clus
 """
 
 
-def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    status = _parser(commands, "status", "how a resource is, and why", _STATUS_EPILOG)
+def add_parsers(commands: Commands) -> None:
+    status = add_command(
+        commands, "status", "how a resource is, and why", run_status,
+        "Status: how a resource is, and why.", _STATUS_EPILOG,
+    )  # fmt: skip
     status.add_argument("name", nargs="?", help="of the MultiModalInference")
-    status.set_defaults(run=run_status)
-    budget = _parser(commands, "budget", "planned and measured memory of a resource",
-                     _BUDGET_EPILOG)  # fmt: skip
+    budget = add_command(
+        commands, "budget", "planned and measured memory of a resource", run_budget,
+        "Budget: planned and measured memory of a resource.", _BUDGET_EPILOG,
+    )  # fmt: skip
     budget.add_argument("name", help="of the MultiModalInference")
-    budget.set_defaults(run=run_budget)
     for one in (status, budget):
         one.add_argument("-o", "--output", choices=OUTPUTS, default="table")
         add_cluster_flags(one)
-    wait = _parser(commands, "wait", "until a resource is ready", _WAIT_EPILOG)
+    wait = add_command(
+        commands, "wait", "until a resource is ready", run_wait,
+        "Wait: until a resource is ready.", _WAIT_EPILOG,
+    )  # fmt: skip
     wait.add_argument("name", help="of the MultiModalInference")
     wait.add_argument("--for", dest="goal", default="Ready", metavar="CONDITION",
                       help="Ready (default), Available, ..., or delete")  # fmt: skip
@@ -83,22 +89,6 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
                       help="90s, 10m, 2h; 0 looks once (default: 30m)")  # fmt: skip
     wait.add_argument("--keep-waiting", action="store_true", help="even when it is stalled")
     add_cluster_flags(wait)
-    wait.set_defaults(run=run_wait)
-
-
-def _parser(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
-    name: str,
-    summary: str,
-    epilog: str,
-) -> argparse.ArgumentParser:
-    return commands.add_parser(
-        name,
-        help=summary,
-        description=f"{name.capitalize()}: {summary}.",
-        epilog=epilog,
-        formatter_class=Help,
-    )
 
 
 def run_status(arguments: argparse.Namespace, open_cluster: Connect = connect) -> int:
@@ -110,10 +100,7 @@ def run_status(arguments: argparse.Namespace, open_cluster: Connect = connect) -
         else:
             sys.stdout.write(status_text(found, time.time(), style))
         return EXIT_OK
-    listed = reader.get(inferences_path(reader.namespace))
-    if listed is None:
-        raise ClusterAnswerError("the cluster does not know the resource: install Foveal's chart")
-    items = listed.get("items") or []
+    items = list_inferences(reader)
     if arguments.output != "table":
         sys.stdout.write(formatted([_essence(item) for item in items], arguments.output))
     elif items:

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from foveal_operator.cli.output.terminal import Style, age, columns, even, tailed, wrapped
-from foveal_operator.kube.types import Obj
+from foveal_operator.cli.terminal import Style, age, columns, even, tailed, wrapped
+from foveal_operator.kube.types import Obj, condition
 from foveal_runtime.plan.quantity import format_gib
 
 _ORDER = (
@@ -19,14 +19,6 @@ _ORDER = (
     "RouteReady", "ScalingActive", "Available", "Ready", "Reconciling", "Stalled",
 )  # fmt: skip
 _BAD_WHEN_TRUE = frozenset({"Reconciling", "Stalled"})
-
-
-def condition(resource: Obj, kind: str) -> Obj:
-    """The condition of this type; {} when it is not there."""
-    for found in resource.get("status", {}).get("conditions") or ():
-        if found.get("type") == kind:
-            return dict(found)
-    return {}
 
 
 def is_current(resource: Obj) -> bool:
@@ -99,7 +91,7 @@ def _state(value: str, kind: str, style: Style) -> str:
     good = "False" if kind in _BAD_WHEN_TRUE else "True"
     look = "yellow" if value == "Unknown" else "green" if value == good else "red"
     if kind == "Reconciling" and value == "True":
-        look = "yellow"  # on its way is no trouble
+        look = "yellow"  # on its way is not a failure
     return style.paint(value, look)
 
 

@@ -1,4 +1,4 @@
-"""The dashboards as data, one file each; grafana.py draws them, and `foveal
+"""The dashboards as data, one file each; tests/support/grafana.py draws them, and `foveal
 dashboard` shows a choice of them. The operator does not use them at run time."""
 
 from __future__ import annotations

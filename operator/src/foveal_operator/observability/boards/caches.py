@@ -49,6 +49,8 @@ _SIZE = Row("Budget and use", (
           (D.total("foveal_cache_entries", "cache,tier"), "{{cache}} {{tier}}")),
     graph("KV blocks", "By state, all engines.",
           (D.total("foveal_kv_blocks", "state"), "{{state}}"), stacked=True),
+    graph("KV blocks of windows", "Of layers with a sliding window, where they have their own.",
+          (D.total("foveal_kv_window_blocks", "state"), "{{state}}"), stacked=True),
     graph("Value pool", "The engines' value pool by state of its bytes.",
           (D.total("foveal_mirror_store_bytes", "state"), "{{state}}"),
           unit="bytes", stacked=True),

@@ -104,14 +104,13 @@ _ENGINES = Row("Engines", (
           (D.rate("vllm:num_preemptions"), "preemptions/s", "ops"), unit="percentunit", top=1,
           warn=0.9, bad=0.97),
     graph("Devices", "Busy share and temperature, where NVIDIA's DCGM exporter is scraped.",
-          (f"{D.total('DCGM_FI_DEV_GPU_UTIL', 'pod,gpu', how='max')} / 100", "{{pod}} {{gpu}}"),
-          (D.total("DCGM_FI_DEV_GPU_TEMP", "pod,gpu", how="max"), "{{pod}} {{gpu}} temperature",
-           "celsius"), unit="percentunit", top=1),
+          (f"{D.device('DCGM_FI_DEV_GPU_UTIL')} / 100", "{{pod}} GPU {{gpu}}"),
+          (D.device("DCGM_FI_DEV_GPU_TEMP"), "{{pod}} GPU {{gpu}} temperature", "celsius"),
+          unit="percentunit", top=1),
     graph("Device memory", "Used, and free, where NVIDIA's DCGM exporter is scraped.",
-          (f"{D.total('DCGM_FI_DEV_FB_USED', 'pod,gpu', how='max')} * 1048576",
-           "{{pod}} {{gpu}} used"),
-          (f"{D.total('DCGM_FI_DEV_FB_FREE', 'pod,gpu', how='max')} * 1048576",
-           "{{pod}} {{gpu}} free"), unit="bytes"),
+          (f"{D.device('DCGM_FI_DEV_FB_USED')} * 1048576", "{{pod}} GPU {{gpu}} used"),
+          (f"{D.device('DCGM_FI_DEV_FB_FREE')} * 1048576", "{{pod}} GPU {{gpu}} free"),
+          unit="bytes"),
 ))  # fmt: skip
 
 _PODS = Row("Pods", (

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 
-from foveal_operator.cli.dashboard.promql.samples import Labels, Line, Series, Store
+from foveal_operator.cli.dashboard.promql.samples import Labels, Line, Series, Store, labels_of
 from foveal_operator.cli.dashboard.promql.tree import (
     Aggregate,
     Binary,
@@ -18,6 +19,7 @@ from foveal_operator.cli.dashboard.promql.tree import (
     Number,
     Quantile,
     Ranged,
+    Relabel,
     Selector,
     Time,
     Tree,
@@ -168,6 +170,10 @@ def _at(store: Store, tree: Tree, now: float) -> Answer:
             return _quantile(q, _vector(_at(store, of, now)))
         case Aggregate(how, by, of):
             return _aggregate(how, by, _vector(_at(store, of, now)))
+        case Relabel(of):
+            return _relabel(tree, _vector(_at(store, of, now)))
+        case Binary("and", left, right, on):
+            return _and(on, _vector(_at(store, left, now)), _vector(_at(store, right, now)))
         case Binary(sign, left, right):
             return _binary(sign, _at(store, left, now), _at(store, right, now))
 
@@ -202,6 +208,29 @@ def _quantile(q: float, buckets: Values) -> Values:
             rest = tuple(pair for pair in labels if pair[0] != "le")
             groups.setdefault(rest, []).append((float(bound.replace("Inf", "inf")), value))
     return {rest: histogram_quantile(q, found) for rest, found in groups.items()}
+
+
+def _relabel(tree: Relabel, values: Values) -> Values:
+    found: Values = {}
+    for labels, value in values.items():
+        names = dict(labels)
+        match = re.fullmatch(tree.pattern, names.get(tree.source, ""))
+        if match:
+            names[tree.label] = match[1]
+        found[labels_of(names)] = value
+    if len(found) < len(values):
+        raise ExpressionError("label_replace() gives several series the same labels")
+    return found
+
+
+def _and(on: tuple[str, ...], left: Values, right: Values) -> Values:
+    """Series of the left that the right has with the same values of these labels."""
+
+    def key(labels: Labels) -> Labels:
+        return tuple(pair for pair in labels if pair[0] in on)
+
+    known = set(map(key, right))
+    return {labels: value for labels, value in left.items() if key(labels) in known}
 
 
 def _aggregate(how: str, by: tuple[str, ...], values: Values) -> Values:

@@ -1,8 +1,9 @@
 """PromQL's expressions as a tree: the part of the language that observability/promql.py writes.
 
 Selectors with =, !=, =~ and !~; rate, increase, deriv, histogram_quantile, vector, time; sum, max,
-min, avg and count with `by`; + - * / and comparisons, `or`. Anything else is an error: a panel may
-not quietly show something other than what it says. Pure; used by evaluate.py.
+min, avg and count with `by`; + - * / and comparisons, `or`, `and on`; label_replace with "$1".
+Anything else is an error: a panel may not quietly show something other than what it says. Pure;
+used by evaluate.py.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import msgspec
 Aggregation = Literal["sum", "max", "min", "avg", "count"]
 RangeFunction = Literal["rate", "increase", "deriv"]
 _COMPARED = (">", "<", ">=", "<=", "==", "!=")
-_LEVELS: tuple[tuple[str, ...], ...] = (("or",), _COMPARED, ("+", "-"), ("*", "/"))
+_LEVELS: tuple[tuple[str, ...], ...] = (("or",), ("and",), _COMPARED, ("+", "-"), ("*", "/"))
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>\d+\.?\d*(?:e[+-]?\d+)?(?![\w]))|(?P<duration>(?:\d+(?:ms|[smhd]))+)"
@@ -71,6 +72,15 @@ class Vector(msgspec.Struct, frozen=True):
     of: Tree
 
 
+class Relabel(msgspec.Struct, frozen=True):
+    """label_replace(of, label, "$1", source, pattern)."""
+
+    of: Tree
+    label: str
+    source: str
+    pattern: str
+
+
 class Aggregate(msgspec.Struct, frozen=True):
     how: Aggregation
     by: tuple[str, ...]
@@ -78,12 +88,15 @@ class Aggregate(msgspec.Struct, frozen=True):
 
 
 class Binary(msgspec.Struct, frozen=True):
+    """`on`: the labels by which `and` compares."""
+
     sign: str
     left: Tree
     right: Tree
+    on: tuple[str, ...] = ()
 
 
-Tree = Number | Time | Selector | Ranged | Quantile | Vector | Aggregate | Binary
+Tree = Number | Time | Selector | Ranged | Quantile | Vector | Relabel | Aggregate | Binary
 
 
 def parse_expression(text: str) -> Tree:
@@ -101,6 +114,10 @@ def parse_duration(text: str) -> float:
         raise ExpressionError(f"{text!r} is no duration such as 30s, 5m or 1h30m")
     parts = re.findall(r"(\d+)(ms|[smhd])", text)
     return sum(int(number) * _SECONDS[unit] for number, unit in parts)
+
+
+def _unquoted(word: str) -> str:
+    return word[1:-1].replace('\\"', '"').replace("\\\\", "\\")
 
 
 class _Reader:
@@ -140,7 +157,10 @@ class _Reader:
         left = self.binary(level + 1)
         while self.word in _LEVELS[level] and self.kind in ("sign", "name"):
             sign = self._next()
-            left = Binary(sign, left, self.binary(level + 1))
+            if sign == "and" and self.word != "on":
+                raise self.wrong("'on'")
+            on = self._by() if sign == "and" else ()
+            left = Binary(sign, left, self.binary(level + 1), on)
         return left
 
     def _unit(self) -> Tree:
@@ -180,10 +200,22 @@ class _Reader:
             found = Quantile(q, self.binary(0))
         elif name == "vector":
             found = Vector(self.binary(0))
+        elif name == "label_replace":
+            of = self.binary(0)
+            label, replacement, source, pattern = (self._text_after_comma() for _ in range(4))
+            if replacement != "$1":
+                raise self.wrong('"$1" as replacement')
+            found = Relabel(of, label, source, pattern)
         else:
             raise ExpressionError(f"{name}() in {self._text!r} is not known here")
         self._take(")")
         return found
+
+    def _text_after_comma(self) -> str:
+        self._take(",")
+        if self.kind != "text":
+            raise self.wrong("a quoted text")
+        return _unquoted(self._next())
 
     def _by(self) -> tuple[str, ...]:
         self._next()
@@ -206,8 +238,7 @@ class _Reader:
                 label, sign = self._next(), self._next()
                 if sign not in ("=", "!=", "=~", "!~") or self.kind != "text":
                     raise self.wrong("a label, a sign and a quoted value")
-                value = self._next()[1:-1].replace('\\"', '"').replace("\\\\", "\\")
-                matchers.append(Matcher(label, sign, value))
+                matchers.append(Matcher(label, sign, _unquoted(self._next())))
                 if self.word == ",":
                     self._next()
             self._next()

@@ -1,1 +1,0 @@
-"""Tables, times and terminal output of the command line."""
