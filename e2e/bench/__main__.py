@@ -4,6 +4,7 @@
     python -m e2e.bench --servers foveal,vllm,transformers --traces hits-0,hits-30,hits-95 \\
         --model llava-small --rounds 3
     python -m e2e.bench --starts                      # from the command to the first answer
+    python -m e2e.bench --model smollm2-audio --servers foveal,foveal-no-caches   # true answers
 
 Ratios are of the first server over each other. Exits with 1 when a request failed or, in float32,
 when two servers gave different answers; never because something was slow.
@@ -24,7 +25,7 @@ from pathlib import Path
 import msgspec
 
 from e2e.bench import processes, sockets
-from e2e.bench.checkpoints import SHAPES, checkpoint
+from e2e.bench.checkpoints import ASSEMBLED, SHAPES, checkpoint
 from e2e.bench.machine import machine_facts, versions
 from e2e.bench.servers import MAKERS, Options, Server, is_installed
 from e2e.bench.starts import Start, StartReport, run_starts, table
@@ -51,7 +52,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--servers", default="", help=f"of {', '.join(MAKERS)}; default: foveal and peers here")
     add("--traces", help=f"of {', '.join(KINDS)}, or all; text@32: 32 at a time; default "
         f"{USUAL['traces']}")  # fmt: skip
-    add("--model", help=f"{', '.join(SHAPES)}, or a folder; default {USUAL['model']}")
+    add("--model", help=f"{', '.join((*SHAPES, *ASSEMBLED))}, or a folder; default "
+        f"{USUAL['model']}")  # fmt: skip
     add("--dtype", default="float32", choices=["float32", "bfloat16"])
     add("--device", default="cpu", choices=["cpu", "cuda"])
     add("--requests", type=int, help="of a trace; 0: as many as it usually has")
@@ -91,10 +93,17 @@ def main(argv: list[str] | None = None) -> int:
     for name in names:
         if not is_installed(name):
             raise SystemExit(f"{name} is not installed; run `make bench-peers`")
-    model = checkpoint(arguments.model) if arguments.model in SHAPES else Path(arguments.model)
+    known = (*SHAPES, *ASSEMBLED)
+    model = checkpoint(arguments.model) if arguments.model in known else Path(arguments.model)
+    asked = None
+    if arguments.model in ASSEMBLED:
+        from e2e.bench.truths import truths
+
+        asked = truths(arguments.model, arguments.seed, arguments.requests or 24)
     load = BenchLoad(
         tuple(arguments.traces.split(",")), arguments.requests, arguments.concurrency,
         arguments.rate, arguments.max_tokens, arguments.words, arguments.image,
+        asked.trace if asked else None,
     )  # fmt: skip
     options = Options(model.resolve(), arguments.dtype, arguments.device, arguments.threads)
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -127,6 +136,8 @@ def main(argv: list[str] | None = None) -> int:
             report.results.append(result)
             path.write_bytes(dumps(report))  # what is measured is kept, whatever comes
     wrong = show(report)
+    for result in report.results if asked else ():
+        print(f"round {result.round}, {result.server}: {asked.share(result):.0%} of answers true")
     text = "\n".join(table.markdown() for table in tables(report))
     path.with_suffix(".md").write_text(f"{text}\n{verdict(wrong)}")
     draw_plot(report, path.with_suffix(".svg"))

@@ -74,6 +74,9 @@ SHAPES = {
 }
 
 
+ASSEMBLED = ("smollm2-audio", "smollm2-vision")
+
+
 def cache_folder() -> Path:
     """Where the bench keeps checkpoints and other servers' environments: outside the tree."""
     named = os.environ.get("FOVEAL_CACHE")
@@ -82,6 +85,8 @@ def cache_folder() -> Path:
 
 def checkpoint(name: str, say: Callable[[str], None] = print) -> Path:
     """The folder of a checkpoint, made on first use. A change of this file makes it anew."""
+    if name in ASSEMBLED:
+        return _assembled(name)
     if name not in SHAPES:
         raise SystemExit(f"no checkpoint {name!r}; there are {', '.join(SHAPES)}")
     version = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
@@ -97,6 +102,17 @@ def checkpoint(name: str, say: Callable[[str], None] = print) -> Path:
     finally:
         shutil.rmtree(half_made, ignore_errors=True)
     return folder
+
+
+def _assembled(name: str) -> Path:
+    """Of published parts and a projector trained here (e2e/assembled)."""
+    from e2e.assembled.assemble import folder
+    from tests.support.packages import Unavailable
+
+    try:
+        return folder(name.removeprefix("smollm2-"))
+    except Unavailable as error:
+        raise SystemExit(f"{name}: {error}") from error
 
 
 def _make(shape: Shape, folder: Path) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from e2e.bench.checkpoints import IMAGE_EMBEDS, cache_folder
+from e2e.bench.checkpoints import cache_folder
 from e2e.bench.processes import tree
 from foveal_runtime.bench.client import Target
 from foveal_runtime.plan.local import free_port
@@ -27,6 +27,8 @@ from foveal_runtime.plan.local import free_port
 KV_GIB = 2
 MAX_MODEL_LEN = 4096
 START_SECONDS = 900.0
+ITEM_EMBEDS = 750
+"""Of 30 seconds of sound; less than two images of the bench's LLaVAs (576 each) take."""
 
 
 class Options(NamedTuple):
@@ -95,19 +97,22 @@ def _transformers(name: str, options: Options) -> Spec:
 
 
 _NO_CACHES = ("--ipc-cache", "0", "--processor-cache", "0", "--no-prefix-caching",
-              "--encoder-cache-embeds", str(IMAGE_EMBEDS))  # fmt: skip
+              "--encoder-cache-embeds", str(ITEM_EMBEDS))  # fmt: skip
 Maker = Callable[[str, Options], Spec]
 MAKERS: dict[str, Maker] = {
     "foveal": _foveal,
     "foveal-4x2": lambda n, o: _foveal(n, o, "--engines", "2", num_frontends=4),
     "foveal-whole-steps": lambda n, o: _foveal(n, o, "--max-num-mixed-tokens", "2048"),
-    "foveal-itl-100": lambda n, o: _foveal(n, o, "--target-itl-ms", "100"),
-    "foveal-itl-200": lambda n, o: _foveal(n, o, "--target-itl-ms", "200"),
+    "foveal-mixed-256": lambda n, o: _foveal(n, o, "--max-num-mixed-tokens", "256"),
+    **{
+        f"foveal-itl-{ms}": lambda n, o: _foveal(n, o, "--target-itl-ms", n.rpartition("-")[2])
+        for ms in (50, 75, 100, 150, 200, 400)
+    },
     "foveal-spin": lambda n, o: _foveal(n, o)._replace(env={"GOMP_SPINCOUNT": "1000"}),
     "foveal-shm": lambda n, o: _foveal(n, o, "--ipc-type", "shm"),
     "foveal-no-ipc": lambda n, o: _foveal(n, o, "--ipc-cache", "0"),
     "foveal-no-processor": lambda n, o: _foveal(n, o, "--processor-cache", "0"),
-    "foveal-no-encoder": lambda n, o: _foveal(n, o, "--encoder-cache-embeds", str(IMAGE_EMBEDS)),
+    "foveal-no-encoder": lambda n, o: _foveal(n, o, "--encoder-cache-embeds", str(ITEM_EMBEDS)),
     "foveal-no-prefix": lambda n, o: _foveal(n, o, "--no-prefix-caching"),
     "foveal-no-caches": lambda n, o: _foveal(n, o, *_NO_CACHES),
     "vllm": _vllm,

@@ -26,7 +26,7 @@ import yaml
 from e2e.observability.load import Load
 from e2e.observability.server import find_prometheus, prometheus
 from foveal_runtime.main.launcher import LocalDeployment
-from foveal_runtime.main.local.serve import LocalOptions, local_documents
+from foveal_runtime.main.local.serve import local_documents
 from foveal_runtime.plan.local import free_port
 from tests.support.api_server.api import Api
 from tests.support.api_server.foreign import FOREIGN, definition
@@ -42,14 +42,16 @@ NAMESPACE, RESOURCE = "models", "qwen"
 MIB = 1 << 20
 
 
-def options() -> LocalOptions:
+def small_deployment() -> LocalDeployment:
     """Caches that a minute's load fills."""
-    return LocalOptions(
+    engines, frontends = local_documents(
+        free_port,
         model=os.environ.get("FOVEAL_TEST_MODEL", str(ROOT / "examples/tiny-vlm/model")),
         name="tiny-vlm", num_frontends=2, num_engines=2, num_threads=1, media_workers=1,
         kv_bytes=4 * MIB, ipc_bytes=1 * MIB, ipc_type="shm", processor_bytes=MIB // 2,
         encoder_embeds=256, encoder_host_bytes=MIB // 4, max_num_seqs=8,
     )  # fmt: skip
+    return LocalDeployment(engines, frontends)
 
 
 def scrape_config(deployment: LocalDeployment, operator_url: str) -> dict[str, Any]:
@@ -107,8 +109,7 @@ def main() -> int:
         return 3
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        engines, frontends = local_documents(options(), free_port)
-        deployment = stack.enter_context(LocalDeployment(engines, frontends))
+        deployment = stack.enter_context(small_deployment())
         deployment.wait_ready(400.0)
         operator_url = stack.enter_context(operator(folder))
         config = scrape_config(deployment, operator_url)

@@ -29,7 +29,8 @@ def of_dashboard(name: str, text: str, variables: Mapping[str, str]) -> Iterator
             expr = target["expr"]
             for variable, value in variables.items():
                 expr = expr.replace(f"${variable}", value)
-            assert "$" not in expr, f"{name}: {panel['title']}: a variable is left in {expr}"
+            left = re.search(r"\$[a-zA-Z_{]", expr)
+            assert not left, f"{name}: {panel['title']}: a variable is left in {expr}"
             yield Ask(f"{name}: {panel['title']}", expr)
 
 

@@ -11,12 +11,11 @@ from collections import OrderedDict, deque
 from mirror_world import Task, World
 
 from foveal_runtime.mirror.admission import Pending, RequestAdmission, SessionRequest, State
-from foveal_runtime.mirror.bindings import Bindings
 from foveal_runtime.mirror.receiver import Receiver
 from foveal_runtime.mirror.refusals import RefusalBook
 from foveal_runtime.mirror.sender import Sender
 from foveal_runtime.mirror.session import Session
-from foveal_runtime.mirror.store import Entry, Store
+from foveal_runtime.mirror.store import Bindings, Entry, Store
 
 _MUTABLE = (
     World, Receiver, Sender, Session, RequestAdmission, SessionRequest, Pending, Store, Entry,
@@ -24,8 +23,9 @@ _MUTABLE = (
 )  # fmt: skip
 _SKIPPED = frozenset(
     {
-        "stats", "limits", "sizes", "departed", "boot", "links", "receiver_type", "codec",
-        "namespace", "info", "node", "frontend_id", "num_rescued", "num_borrowed",
+        "stats", "limits", "sizes", "departed", "boot", "links", "receiver_type",
+        "sender_type", "codec", "namespace", "info", "node", "frontend_id", "num_rescued",
+        "num_borrowed",
         "num_evicted_limbo", "num_evicted_forced", "num_hits", "body",
     }
 )  # fmt: skip

@@ -16,7 +16,6 @@ import msgspec
 from foveal_runtime.mirror.messages import (
     NIL,
     Bye,
-    Down,
     DownMessage,
     Fill,
     InlineValue,
@@ -88,12 +87,8 @@ class World:
         self.receivers = [self._new_receiver() for _ in range(num_engines)]
         self.links = [(f, e) for f in range(num_frontends) for e in range(num_engines)]
         self.books = [RefusalBook() for _ in range(num_frontends)]
-        self.senders = {
-            k: sender_type(
-                f"f{k[0]}", frontend_boot=1, namespace=NAMESPACE, refusals=self.books[k[0]]
-            )
-            for k in self.links
-        }
+        self.sender_type = sender_type
+        self.senders = {link: self._new_sender(link, 1) for link in self.links}
         self.up: dict[Link, deque[Sending]] = {k: deque() for k in self.links}
         self.down: dict[Link, deque[DownMessage]] = {k: deque() for k in self.links}
         self.broken: dict[Link, bool] = dict.fromkeys(self.links, True)
@@ -108,6 +103,10 @@ class World:
 
     def _new_receiver(self) -> Receiver:
         return self.receiver_type(self.limits, namespace=NAMESPACE, boot=self.boot)
+
+    def _new_sender(self, link: Link, boot: int) -> Sender:
+        name, book = f"f{link[0]}", self.books[link[0]]
+        return self.sender_type(name, frontend_boot=boot, namespace=NAMESPACE, refusals=book)
 
     # ---- frontends -----------------------------------------------------------------------------
     def send_value(self, index: int) -> SendValue:
@@ -153,17 +152,18 @@ class World:
 
     def put(self, link: Link, items: tuple[int, ...], binds: tuple = ()) -> bool:
         values = {mm_hash(i): self.send_value(i) for i in items}
-        sending = self.senders[link].put(self.send_items(items), values, binds)
+        return self._post(link, self.senders[link].put(self.send_items(items), values, binds))
+
+    def _post(self, link: Link, sending: Sending | None) -> bool:
+        """Puts on its way what the frontend has to say, if anything."""
         if sending is not None:
             self.up[link].append(sending)
         return sending is not None
 
     def abort(self, task: Task) -> None:
         link = (task.frontend, task.engine)
-        sending = self.senders[link].abort(task.rid)
+        self._post(link, self.senders[link].abort(task.rid))
         task.state = "gone"
-        if sending is not None:
-            self.up[link].append(sending)
 
     def note_refusal(self, frontend: int, key: int, at: float) -> None:
         """A frontend convicts a request (key > 0), or an administrator clears the book there."""
@@ -173,10 +173,7 @@ class World:
 
     def refuse(self, link: Link) -> bool:
         """The frontend tells the engine what it is not known to know."""
-        sending = self.senders[link].refuse()
-        if sending is not None:
-            self.up[link].append(sending)
-        return sending is not None
+        return self._post(link, self.senders[link].refuse())
 
     def answer(self, link: Link) -> None:
         """The frontend answers its oldest open NEED, as its answer duty demands."""
@@ -186,9 +183,7 @@ class World:
             sending = sender.fill(wanted, self.send_value(index))
         else:
             sending = sender.nofill(wanted)
-        if sending is not None:
-            self.up[link].append(sending)
-        elif wanted in sender.open_needs:
+        if not self._post(link, sending) and wanted in sender.open_needs:
             self.needs[link].append(wanted)
 
     def deliver_down(self, link: Link) -> None:
@@ -355,25 +350,17 @@ class World:
         self.boot += 1
         self.receivers[engine] = self._new_receiver()
         self.running[engine] = {}
-        for link in self.links:
-            if link[1] == engine:
-                self.done[link] = []
+        self.done |= {link: [] for link in self.links if link[1] == engine}
 
     def crash_frontend(self, frontend: int) -> None:
         """A new frontend process: its users' connections died with it."""
-        book = self.books[frontend] = RefusalBook()
+        self.books[frontend] = RefusalBook()
         for task in self.tasks.values():
             if task.frontend == frontend and task.state in ("new", "sent"):
                 task.state = "gone"
         for link in self.links:
             if link[0] == frontend:
-                old = self.senders[link]
-                self.senders[link] = type(old)(
-                    old.frontend_id,
-                    frontend_boot=old.frontend_boot + 1,
-                    namespace=NAMESPACE,
-                    refusals=book,
-                )
+                self.senders[link] = self._new_sender(link, self.senders[link].frontend_boot + 1)
                 self.broken[link] = True
                 self.needs[link].clear()
 
@@ -386,9 +373,7 @@ class World:
         session = receiver.sessions.get(f"f{link[0]}")
         if session is None or session.sid != sender.sid or self.has_news(link):
             return False
-        if sender.owes_refusals():
-            return False
-        return sender.acked == sender.next_n - 1
+        return not sender.owes_refusals() and sender.acked == sender.next_n - 1
 
     def check(self) -> None:
         """Every guarantee that can be seen in one state."""
@@ -397,8 +382,6 @@ class World:
                 receiver.check_integrity()
             for sender in self.senders.values():
                 sender.check_integrity()
-        except Violation:
-            raise
         except AssertionError as error:
             raise Violation(str(error) or "integrity") from error
         for link in self.links:
@@ -464,6 +447,3 @@ class World:
             if self.needs[link]:
                 self.answer(link)
         return moved
-
-
-__all__ = ["Bye", "Down", "Task", "Violation", "World", "mm_hash", "value_bytes"]

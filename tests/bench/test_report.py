@@ -56,6 +56,7 @@ def test_a_run_is_summed_up():
     assert fields["errors"] == ["500: no"]
     assert fields["ttft_ms"]["p50"] == pytest.approx(150)
     assert fields["itl_ms"]["p50"] == pytest.approx(100)
+    assert fields["itl_ms"]["max"] == pytest.approx(200)
     assert fields["ttft_by_turn_ms"] == pytest.approx([100, 200])
     assert fields["num_cached_tokens"] == 80
 
@@ -67,6 +68,7 @@ def test_ratios_are_of_the_first_server():
     assert by_name["req/s"].median == pytest.approx(2)
     assert by_name["TTFT p50"].median == pytest.approx(0.5)
     assert by_name["CPU s"].num == 2
+    assert by_name["longest gap"].median == pytest.approx(0.5)
 
 
 def test_different_replies_are_a_problem_in_float32_only():

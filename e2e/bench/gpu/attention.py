@@ -27,7 +27,8 @@ from foveal_runtime.model.attention import (
     create_backend,
 )
 from foveal_runtime.model.attention.torch_backend import TorchBackend
-from foveal_runtime.model.runner.graphs import Capturer, CudaCapturer, RerunCapturer
+from foveal_runtime.model.runner.graphs import Capturer, CudaCapturer
+from tests.support.models.rerun_capturer import RerunCapturer
 
 NUM_LAYERS = 4
 PAGE = 16

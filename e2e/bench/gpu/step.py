@@ -22,9 +22,10 @@ from e2e.bench.gpu.common import Results, copy_rate, parser
 from foveal_runtime.engine.types.step import NewRequest, RunningStep, ScheduledRequest, StepPlan
 from foveal_runtime.model.adapters import PLAIN_TEXT
 from foveal_runtime.model.checkpoint.loader import prepare
-from foveal_runtime.model.runner.graphs import CudaCapturer, RerunCapturer
+from foveal_runtime.model.runner.graphs import CudaCapturer
 from foveal_runtime.model.runner.runner import TorchRunner
 from foveal_runtime.plan.sampling import SamplingParams
+from tests.support.models.rerun_capturer import RerunCapturer
 
 PAGE = 16
 BATCHES = [1, 2, 4, 8, 16, 64]

@@ -1,47 +1,105 @@
 """What each way of computing otherwise than transformers' modules saves: both ways in turn.
 
-    python -m e2e.bench.micro.forwards [fused one-call last-layer attention]
-        [--model llava-small] [--dtype bfloat16] [--repeats 20] [--not-kept]
+    python -m e2e.bench.micro.forwards [int8 int4 fused one-call last-layer attention]
+        [--model llava-small|gemma3|...] [--dtype bfloat16] [--repeats 20] [--decodes 1 8 32]
+        [--threads 1] [--cpu-time] [--not-kept]
 
 Ratios below 1: faster than without. `fused`: norms and MLPs, in steps that modules compute.
 `one-call`: decode steps. `last-layer`: its sampled rows alone. `attention`: the prefill kernel,
-against torch's. --not-kept leaves it to glibc what memory is given back after a step.
+against torch's. `int8`, `int4`: decode steps and prompts with weights quantised at load, against
+those of --dtype. --not-kept leaves it to glibc what memory is given back after a step.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import resource
 import statistics
+import tempfile
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
 from e2e.bench.checkpoints import SHAPES, checkpoint
 from e2e.bench.micro.step import BLOCK_TOKENS, CONTEXT_TOKENS, Bench
-from foveal_runtime.model.checkpoint.loader import hand_on
+from foveal_runtime.model.checkpoint.loader import class_for, hand_on
 from foveal_runtime.model.cpu.fusing import FusedNorm
 from foveal_runtime.model.runner.runner import TorchRunner
-from foveal_runtime.telemetry.allocator import keep_free_blocks
+from foveal_runtime.plan.config import Quantization
+from foveal_runtime.telemetry.memory import keep_free_blocks
 
 LONGEST = CONTEXT_TOKENS + 1
 DECODES = (1, 4, 8, 16, 32, 64)
-MOST_SEQUENCES = max(DECODES)
 Work = Callable[[], object]
+GEOMETRY = {
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 16384,
+    "max_position_embeddings": 4096,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
+    "gemma3": (
+        "gemma3_text",
+        {
+            "sliding_window": 512,
+            "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 2,
+            "query_pre_attn_scalar": 64,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "qwen3_5": (
+        "qwen3_5_text",
+        {
+            "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 3,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+            "linear_num_key_heads": 12,
+            "linear_num_value_heads": 12,
+        },
+    ),
+    "lfm2": (
+        "lfm2",
+        {
+            "layer_types": ["conv", "conv", "full_attention"] * 4,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": False,
+        },
+    ),
+}
+"""Text models of other families in `llava-small`'s geometry, with random weights."""
 
 
-def works(bench: Bench, what: str) -> dict[str, Work]:
+@contextlib.contextmanager
+def family(name: str) -> Iterator[Path]:
+    """A checkpoint of one of FAMILIES, which is gone afterwards."""
+    kind, more = FAMILIES[name]
+    config = AutoConfig.for_model(kind, **{**GEOMETRY, **more})
+    with tempfile.TemporaryDirectory() as folder:
+        class_for(config)._from_config(config).save_pretrained(folder)
+        yield Path(folder)
+
+
+def works(bench: Bench, what: str, decodes: Sequence[int]) -> dict[str, Work]:
     """What the switch `what` can make a difference to."""
     tower = getattr(bench.runner.loaded.core, "vision_tower", None)
 
     def decode(num: int) -> Work:
         return lambda: bench.step(num, 1, CONTEXT_TOKENS - 1)
 
-    steps = {f"decode of {num}": decode(num) for num in DECODES}
+    steps = {f"decode of {num}": decode(num) for num in decodes}
     prompts: dict[str, Work] = {
         "last 48 tokens of a prompt": lambda: bench.step(1, 48, CONTEXT_TOKENS - 48),
         "last 83 of four prompts": lambda: bench.step(4, 83, CONTEXT_TOKENS - 83),
@@ -49,9 +107,11 @@ def works(bench: Bench, what: str) -> dict[str, Work]:
     }
     if what == "one-call":
         return steps
+    if what in ("int8", "int4"):
+        return steps | {"prompt of 640 tokens": prompts["prompt of 640 tokens"]}
     if what != "fused":
         return prompts
-    found = {name: steps[name] for name in ("decode of 1", "decode of 4")} | prompts
+    found = {f"decode of {num}": decode(num) for num in (1, 4)} | prompts
     if tower is not None:
         size = tower.config.image_size
         pixels = torch.zeros(1, 3, size, size, dtype=bench.runner.loaded.dtype)
@@ -60,6 +120,18 @@ def works(bench: Bench, what: str) -> dict[str, Work]:
 
 
 Switch = Callable[[bool], None]
+
+
+def quantized_switch(bench: Bench, quantization: Quantization) -> Switch:
+    """Of the model: the same one, its decoder quantised while it was loaded."""
+    plain = bench.runner
+    dtype = str(plain.loaded.dtype).removeprefix("torch.")
+    runner = TorchRunner.load(plain.loaded.path, dtype=dtype, quantization=quantization)
+    runner.allocate_kv(plain.num_blocks, num_sequences=bench.num_sequences)
+    Bench(runner, LONGEST, bench.num_sequences)
+    print(f"{plain.weight_bytes / 2**20:.0f} MiB of weights, {quantization} "
+          f"{runner.weight_bytes / 2**20:.0f}")  # fmt: skip
+    return lambda is_on: setattr(bench, "runner", runner if is_on else plain)
 
 
 def fused_switch(runner: TorchRunner) -> Switch:
@@ -100,18 +172,23 @@ def attention_switch(runner: TorchRunner) -> Switch:
     return turn
 
 
-SWITCHES: dict[str, Callable[[TorchRunner], Switch]] = {
-    "one-call": lambda runner: attribute_switch(runner.forward, "decode_layers", None),
-    "last-layer": lambda runner: attribute_switch(runner.forward, "has_short_last_layer", False),
-    "attention": attention_switch,
-    "fused": fused_switch,  # the last: it takes decode steps away from the kernel
+SWITCHES: dict[str, Callable[[Bench], Switch]] = {
+    "int8": lambda bench: quantized_switch(bench, "int8"),
+    "int4": lambda bench: quantized_switch(bench, "int4"),
+    "one-call": lambda bench: attribute_switch(bench.runner.forward, "decode_layers", None),
+    "last-layer": lambda bench: attribute_switch(
+        bench.runner.forward, "has_short_last_layer", False
+    ),
+    "attention": lambda bench: attention_switch(bench.runner),
+    # The last: it takes decode steps away from the kernel.
+    "fused": lambda bench: fused_switch(bench.runner),
 }
 
 
-def seconds(work: Work) -> float:
-    begin = time.perf_counter()
+def seconds(work: Work, clock: Callable[[], float]) -> float:
+    begin = clock()
     work()
-    return time.perf_counter() - begin
+    return clock() - begin
 
 
 def main() -> None:
@@ -120,29 +197,43 @@ def main() -> None:
     parser.add_argument("--model", default="llava-small")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--decodes", type=int, nargs="+", default=DECODES)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--cpu-time", action="store_true", help="of all threads, not the clock's")
     parser.add_argument("--not-kept", action="store_true", help="glibc's own thresholds")
     options = parser.parse_args()
     if unknown := set(options.what) - set(SWITCHES):
         parser.error(f"{', '.join(unknown)}: there are {', '.join(SWITCHES)}")
     if not options.not_kept:
         keep_free_blocks()
-    model = checkpoint(options.model) if options.model in SHAPES else Path(options.model)
-    runner = TorchRunner.load(str(model), dtype=options.dtype)
-    runner.allocate_kv((-(-LONGEST // BLOCK_TOKENS) + 1) * MOST_SEQUENCES + 1)
-    bench = Bench(runner, LONGEST, MOST_SEQUENCES)
+    torch.set_num_threads(options.threads)
+    clock = time.process_time if options.cpu_time else time.perf_counter
+    with contextlib.ExitStack() as stack:
+        if options.model in FAMILIES:
+            model = stack.enter_context(family(options.model))
+        else:
+            model = checkpoint(options.model) if options.model in SHAPES else Path(options.model)
+        runner = TorchRunner.load(str(model), dtype=options.dtype)
+    most = max(*options.decodes, 4)
+    runner.allocate_kv((-(-LONGEST // BLOCK_TOKENS) + 1) * most + 1, num_sequences=most)
+    bench = Bench(runner, LONGEST, most)
     for what in SWITCHES:
         if what in (options.what or SWITCHES):
-            compare(what, SWITCHES[what](runner), works(bench, what), options.repeats)
+            found = works(bench, what, options.decodes)
+            compare(what, SWITCHES[what](bench), found, options.repeats, clock)
+            bench.runner = runner
 
 
-def compare(what: str, switch: Switch, found: dict[str, Work], repeats: int) -> None:
+def compare(
+    what: str, switch: Switch, found: dict[str, Work], repeats: int, clock: Callable[[], float]
+) -> None:
     for name, work in found.items():
         ratios, times = [], []
         for one in range(repeats):
             taken = {}
             for is_on in (True, False) if one % 2 else (False, True):
                 switch(is_on)
-                taken[is_on] = seconds(work)
+                taken[is_on] = seconds(work, clock)
             ratios.append(taken[True] / taken[False])
             times.append(taken[True])
         switch(True)

@@ -2,9 +2,10 @@
 
 The real HTTP app (called as ASGI, so without a socket to the client), input processor, media worker
 processes, engine client and ZMQ link of one frontend process, against an engine without a model in
-a process of its own (`frontend.fake_engine`). The model is a LLaVA: CLIP at 336 pixels, a byte
-tokenizer. *off*: processor cache, value cache and the map of data-URL texts have no room, which
-is a frontend without Foveal's caches; *on*: as configured by default.
+a process of its own (`frontend.fake_engine`), with the event loop, the allocator's settings and the
+frozen heap that `main.frontend` gives such a process. The model is a LLaVA: CLIP at 336 pixels, a
+byte tokenizer. *off*: processor cache, value cache and the map of data-URL texts have no room,
+which is a frontend without Foveal's caches; *on*: as configured by default.
 
     PYTHONPATH=runtime/src OMP_NUM_THREADS=1 python e2e/bench/micro/frontend_cpu.py [--rounds 20]
 
@@ -22,7 +23,6 @@ import io
 import json
 import logging
 import multiprocessing
-import os
 import statistics
 import sys
 import tempfile
@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import uvloop
 from blake3 import blake3
 from PIL import Image
 
@@ -52,11 +53,11 @@ from foveal_runtime.mirror.messages import Req
 from foveal_runtime.mirror.receiver import Receiver, ReceiverLimits
 from foveal_runtime.mirror.sender import Sender, SendItem, SendValue
 from foveal_runtime.plan.config import EngineAddress, FrontendConfig, ModalitiesConfig, ModelConfig
+from foveal_runtime.telemetry.memory import give_back_large_blocks, keep_collections_short
 from foveal_runtime.wire import codec
 from foveal_runtime.wire.namespace import model_namespace
-from foveal_runtime.wire.zmq_transport import ZmqRouter
+from foveal_runtime.wire.transport import ZmqRouter
 
-TICKS = os.sysconf("SC_CLK_TCK")
 SIDE = 1024
 
 
@@ -131,11 +132,8 @@ def engine_process(namespace: bytes, capacity_bytes: int) -> Iterator[str]:
 
 # ---- whole requests -----------------------------------------------------------------------------
 def worker_seconds(pids: list[int]) -> float:
-    total = 0
-    for pid in pids:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-        total += int(fields[11]) + int(fields[12])
-    return total / TICKS
+    files = [file for pid in pids for file in Path(f"/proc/{pid}/task").glob("*/schedstat")]
+    return sum(int(file.read_text().split()[0]) for file in files) / 1e9
 
 
 def body_of(data: bytes | None, kind: str) -> bytes:
@@ -198,6 +196,7 @@ async def whole_requests(
         processor = MediaInput(config, workers, info, knowledge=client)
         app = build_app(config, processor=processor, info=info, generator=client)
         await client.start()
+        keep_collections_short()
         while not client.num_ready_engines():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -324,12 +323,13 @@ def main() -> int:
     rounds = parser.parse_args().rounds
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
+    give_back_large_blocks()
     with tempfile.TemporaryDirectory() as folder:
         save_model(folder)
         print("| request | caches | HTTP process, CPU ms | media worker, CPU ms |")
         print("|---|---|---:|---:|")
         for caches in (False, True):
-            for what, http, worker in asyncio.run(
+            for what, http, worker in uvloop.run(
                 whole_requests(folder, caches=caches, rounds=rounds)
             ):
                 print(f"| {what} | {'on' if caches else 'off'} | {http:.2f} | {worker:.1f} |")

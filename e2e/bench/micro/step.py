@@ -32,6 +32,7 @@ class Bench:
 
     def __init__(self, runner: TorchRunner, longest_tokens: int, num_sequences: int) -> None:
         self.runner = runner
+        self.num_sequences = num_sequences
         self.num_blocks = -(-longest_tokens // BLOCK_TOKENS) + 1
         sampling = SamplingParams(max_tokens=1, temperature=0.0)
         new = [
@@ -44,6 +45,8 @@ class Bench:
         """Positions [num_computed, num_computed + num_tokens) of each sequence; no sampling of
         state: the same step can be repeated."""
         scheduled = []
+        if (states := self.runner.states.pool) is not None:
+            states.ends = [num_computed] * len(states.ends)  # whatever the last step made of them
         for i in range(num_sequences):
             first = 1 + i * self.num_blocks
             used = -(-(num_computed + num_tokens) // BLOCK_TOKENS)
@@ -82,7 +85,7 @@ def main() -> None:
     runner = TorchRunner.load(str(model), dtype=options.dtype)
     longest = max(max(a + b for a, b in PREFILLS), CONTEXT_TOKENS) + 1
     num = max(BATCHES)
-    runner.allocate_kv((-(-longest // BLOCK_TOKENS) + 1) * num + 1)
+    runner.allocate_kv((-(-longest // BLOCK_TOKENS) + 1) * num + 1, num_sequences=num)
     bench = Bench(runner, longest, num)
     decoder = runner.loaded.decoder
     embedded = decoder.get_input_embeddings().weight.numel()

@@ -1,0 +1,149 @@
+"""What each stage costs, as measured: fitted once, kept as JSON, read by the simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+
+from foveal_runtime.engine.testing.fake_runner import FakeLoras
+from foveal_runtime.engine.types.step import (
+    DoneStep,
+    GrammarStats,
+    ModelTraits,
+    Sampled,
+    StepPlan,
+    StepResult,
+)
+from foveal_runtime.plan.budget.encoder import LargestItem
+from foveal_runtime.plan.config import EngineConfig
+from foveal_runtime.wire.item import pack_item
+
+FEATURES = ("step", "prompt_token", "prompt_context", "stream", "stream_context", "embed")
+"""A step; a prompt token in it, and the tokens before it that it sees; a stream that goes on by a
+token, and its tokens so far; an embedding to encode."""
+
+
+def features(plan: StepPlan) -> list[float]:
+    """How often each of FEATURES is in a plan."""
+    tokens = context = streams = seen = 0.0
+    for one in plan.scheduled:
+        count, start = one.num_scheduled_tokens, one.num_computed_tokens
+        if count > 1:
+            tokens += count
+            context += count * (start + count / 2)
+        else:
+            streams += 1
+            seen += start
+    return [1.0, tokens, context, streams, seen, float(sum(e.num_embeds for e in plan.encode))]
+
+
+class Role(msgspec.Struct, frozen=True):
+    """CPU seconds of a process beside model steps: of a request, of an output token, of an image
+    in it, of an image that was not seen before."""
+
+    request: float = 0.0
+    token: float = 0.0
+    item: float = 0.0
+    new_item: float = 0.0
+
+
+class Costs(msgspec.Struct, frozen=True, kw_only=True):
+    """CPU seconds while all cores are busy; `alone_speed`: times faster while the others rest."""
+
+    step: dict[str, float]
+    frontend: Role = Role()
+    worker: Role = Role()
+    engine: Role = Role()
+    client: Role = Role()
+    alone_speed: float = 1.0
+    network_seconds: float = 0.0001
+    network_bytes_per_second: float = 1e9
+    machine: dict[str, str] = {}
+    date: str = ""
+    fit_error: float = 0.0
+
+    def step_seconds(self, plan: StepPlan) -> float:
+        found = zip(FEATURES, features(plan), strict=True)
+        return sum(self.step.get(name, 0.0) * count for name, count in found)
+
+
+class CostRunner:
+    """Obeys plans in the time that they cost; says what `reply_of(request, index)` says."""
+
+    grammars = GrammarStats()
+
+    def __init__(
+        self, traits: ModelTraits, costs: Costs, reply_of: Callable[[str, int], int]
+    ) -> None:
+        self.traits, self.loras = traits, FakeLoras()
+        self._costs, self._reply_of = costs, reply_of
+        self._prompts: dict[str, int] = {}
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        for request_id in plan.finished:
+            self._prompts.pop(request_id, None)
+        for new in plan.new:
+            self._prompts[new.request_id] = new.num_prompt_tokens
+        result = StepResult(plan.step)
+        for one in plan.scheduled:
+            if one.sample:
+                stop = one.num_computed_tokens + one.num_scheduled_tokens
+                said = stop - self._prompts[one.request_id]
+                token = self._reply_of(one.request_id, said)
+                result.sampled.append(Sampled(one.request_id, token, -1.0, 1))
+        embeds = sum(entry.num_embeds for entry in plan.encode)
+        result.encode_seconds = self._costs.step.get("embed", 0.0) * embeds
+        result.forward_seconds = self._costs.step_seconds(plan) - result.encode_seconds
+        return result
+
+    def submit(self, plan: StepPlan) -> DoneStep:
+        return DoneStep(self.execute(plan))
+
+    def check_integrity(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Deployment(msgspec.Struct, frozen=True, kw_only=True):
+    """What the simulated engines are given: a real engine's document and what its model is.
+    `true_item_bytes`: of an item that stands here with fewer; 0: it has them."""
+
+    engine: EngineConfig
+    traits: ModelTraits
+    num_blocks: int
+    max_model_len: int
+    largest: dict[str, LargestItem] = {}
+    largest_request_bytes: int = 0
+    placeholder: int = 3
+    item_tokens: int = 576
+    item_bytes: int = 350_000
+    true_item_bytes: int = 0
+    processor_bytes: int = 1 << 30
+
+    def item(self) -> bytes:
+        """A value of an item's true size and shape, without a picture in it."""
+        head = len(self._pack(0))
+        return self._pack(max(self.item_bytes - head, 0))
+
+    def _pack(self, size: int) -> bytes:
+        runs = ((0, self.item_tokens),)
+        pixels = np.zeros(size, dtype="u1")
+        ids = (self.placeholder,) * self.item_tokens
+        return pack_item(0, ids, runs, {"x": ("uint8", pixels)})
+
+
+def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """Least squares without negative costs: the most negative one is left out until none is."""
+    table, wanted = np.array(rows, dtype=float), np.array(seconds, dtype=float)
+    weights = 1 / np.maximum(wanted, np.median(wanted) / 10)  # relative errors count
+    kept = [i for i in range(table.shape[1]) if table[:, i].any()]
+    found = np.zeros(table.shape[1])
+    while kept:
+        part = np.linalg.lstsq(table[:, kept] * weights[:, None], wanted * weights, rcond=None)[0]
+        if part.min() >= 0:
+            found[kept] = part
+            break
+        del kept[int(part.argmin())]
+    return [float(value) for value in found]

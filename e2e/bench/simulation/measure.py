@@ -1,0 +1,331 @@
+"""A real deployment on this machine: the simulation's costs, and the runs it must agree with."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import itertools
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import psutil
+
+from e2e.bench import processes
+from e2e.bench.machine import machine_facts
+from e2e.bench.servers import Options, Server, Spec, _foveal
+from e2e.bench.simulation.costs import FEATURES, Costs, Deployment, Role, fit
+from e2e.bench.simulation.steps import Steps
+from e2e.bench.simulation.virtual import Cores, run
+from e2e.bench.simulation.world import Ask, World, converse
+from foveal_runtime.bench.client import Replay, Reply, get
+from foveal_runtime.bench.images import ImageKind, data_url, draw
+from foveal_runtime.bench.runs import Counts, read_hits
+from foveal_runtime.bench.saved import messages_of
+from foveal_runtime.bench.stats import percentile
+from foveal_runtime.bench.traces import Trace, make_trace
+from foveal_runtime.frontend.text.tokenizer import TextTokenizer
+
+ROLES = {"frontend": "frontend", "worker": "media worker", "engine": "engine"}
+NUM_CORES = 2
+FLAGS = ("--threads", "1", "--kv-cache", "512Mi", "--ipc-cache", "16Mi")
+IMAGE = ImageKind()
+TRACES = (("mixed", 5), ("hits-70", 6), ("text", 7))
+
+
+class Played(NamedTuple):
+    """One trace on a real deployment. `cpu`: seconds by role, `others`: cores that the rest of the
+    machine used meanwhile."""
+
+    trace: Trace
+    replies: list[Reply]
+    seconds: float
+    cpu: dict[str, float]
+    others: float
+    hits: Counts
+
+
+class Real:
+    """A running deployment with its engines' documents."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.idle = 0.0
+        self.documents = [
+            process.cmdline()[process.cmdline().index("--config") + 1]
+            for process in processes.tree(server.pid)
+            if processes.role_of(process.cmdline()) == "engine"
+        ]
+
+    def play(self, trace: Trace, concurrency: int) -> Played:
+        urls = {image: data_url(image, IMAGE) for image in trace.images}
+        before, cpu, busy = self._hits(), self._cpu(), _busy_seconds()
+        replay = Replay(self.server.spec.target, trace, urls)
+        replies, seconds = asyncio.run(replay.run(concurrency))
+        if failed := [reply.error for reply in replies if reply.error]:
+            raise SystemExit(f"{self.server.name}, {trace.name}: {failed[0]}")
+        after = self._cpu()
+        spent = {role: after[role] - cpu.get(role, 0.0) for role in after}
+        others = max(0.0, (_busy_seconds() - busy - sum(spent.values())) / seconds)
+        now = self._hits()
+        hits = {name: (now[name][0] - before[name][0], now[name][1] - before[name][1])
+                for name in now}  # fmt: skip
+        return Played(trace, replies, seconds, spent, others, hits)
+
+    def rest(self, seconds: float = 3.0) -> None:
+        """Measures what the processes use while nobody asks anything."""
+        before = self._cpu()
+        time.sleep(seconds)
+        after = self._cpu()
+        self.idle = sum(after[role] - before[role] for role in ROLES.values()) / seconds
+
+    def _cpu(self) -> dict[str, float]:
+        found = processes.cpu_between({}, processes.cpu_seconds(self.server.pid))
+        return {**found, "client": time.process_time()}
+
+    def _hits(self) -> Counts:
+        """Of all frontends and engines together."""
+        target = self.server.spec.target
+        pages = [target.urls, [_engine_url(path) for path in self.documents]]
+        total: Counts = {}
+        for urls, names in zip(pages, (("ipc",), ("encoder", "prefix")), strict=True):
+            for url in urls:
+                page = get(msgspec.structs.replace(target, urls=(url,)), "/metrics", 10).decode()
+                for name, (hits, queries) in read_hits(page).items():
+                    if name in names:
+                        old = total.get(name, (0.0, 0.0))
+                        total[name] = old[0] + hits, old[1] + queries
+        return total
+
+
+def _engine_url(path: str) -> str:
+    document = msgspec.json.decode(Path(path).read_bytes())
+    return f"http://127.0.0.1:{document['http_port']}"
+
+
+def _busy_seconds() -> float:
+    """CPU seconds that all cores together did not rest."""
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice)
+
+
+@contextlib.contextmanager
+def deployed(model: Path, folder: Path, num_frontends: int, num_engines: int) -> Iterator[Real]:
+    name = f"{num_frontends}x{num_engines}"
+    spec: Spec = _foveal(
+        name, Options(model), "--engines", str(num_engines), *FLAGS, num_frontends=num_frontends
+    )
+    with Server(spec, folder) as server:
+        real = Real(server)
+        real.play(make_trace("mixed", 999_999, 3 * num_frontends), num_frontends)
+        real.rest()
+        yield real
+
+
+def calibrate(model: Path, folder: Path, real: Real) -> tuple[Deployment, Costs]:
+    """Costs from a 1 x 1 deployment and from steps of the model alone."""
+    kinds = [("text", 24, 8), ("text", 24, 40), ("hits-0", 24, 16), ("hits-95", 32, 16),
+             ("multi-turn", 24, 16)]  # fmt: skip
+    plays = [
+        real.play(make_trace(kind, 70 + i, num, max_tokens=tokens), 4)
+        for i, (kind, num, tokens) in enumerate(kinds)
+    ]
+    document = folder / "engine.json"
+    document.write_bytes(Path(real.documents[0]).read_bytes())
+    real.server.stop()
+    deployment, costs = step_costs(document, folder)
+    words = Words(model, deployment)
+    idle = real.idle
+    costs = msgspec.structs.replace(
+        costs, machine=machine_facts(), date=datetime.date.today().isoformat()
+    )
+    counts = [words.counts(one) for one in plays]
+    roles: dict[str, Any] = {}
+    for role, name in (*ROLES.items(), ("client", "client")):
+        spent = [one.cpu.get(name, 0.0) for one in plays]
+        if role == "engine":
+            alone = [simulate([words.talks(one)], [4], deployment, costs, 1, 1) for one in plays]
+            spent = [a - b.step_seconds for a, b in zip(spent, alone, strict=True)]
+        if role == "frontend":
+            spent = [a - idle * one.seconds for a, one in zip(spent, plays, strict=True)]
+        roles[role] = Role(*fit(counts, [max(value, 1e-4) for value in spent]))
+        print(f"{role:9}", *(f"{1e3 * v:.2f}" for v in msgspec.structs.astuple(roles[role])), "ms")
+    return deployment, msgspec.structs.replace(costs, **roles)
+
+
+def step_costs(document: Path, folder: Path) -> tuple[Deployment, Costs]:
+    """Of two processes at once, as engines are, and of one alone."""
+    picture = folder / "picture.png"
+    picture.write_bytes(draw(1, IMAGE))
+    command = [sys.executable, "-m", "e2e.bench.simulation.steps", str(document), str(picture)]
+
+    def measured(count: int) -> list[Steps]:
+        started = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(count)]
+        outputs = [process.communicate()[0] for process in started]
+        return [msgspec.json.decode(output, type=Steps) for output in outputs]
+
+    both, [alone] = measured(NUM_CORES), measured(1)
+    rows, seconds = both[0].rows + both[1].rows, both[0].seconds + both[1].seconds
+    found = fit(rows, seconds)
+    found_alone = fit(alone.rows, alone.seconds)
+    table = np.array(rows)
+    predicted = table @ np.array(found)
+    error = float(np.median(np.abs(predicted - seconds) / np.array(seconds)))
+    speed = float(predicted.sum() / (table @ np.array(found_alone)).sum())
+    print(f"{len(rows)} steps: median error {error:.1%}; total {predicted.sum():.2f} for "
+          f"{sum(seconds):.2f} s; alone {speed:.2f} x faster")  # fmt: skip
+    step = dict(zip(FEATURES, found, strict=True))
+    print({name: f"{1e6 * value:.3g} us" for name, value in step.items()})
+    return both[0].deployment, Costs(step=step, alone_speed=speed, fit_error=error)
+
+
+class Words:
+    """A bench's trace as the simulation takes it: tokens as the server's, replies as they were."""
+
+    def __init__(self, model: Path, deployment: Deployment) -> None:
+        import jinja2
+
+        self._tokenizer = TextTokenizer.load(model)
+        source = (model / "chat_template.jinja").read_text()
+        self._template = jinja2.Environment().from_string(source)
+        self._deployment = deployment
+
+    def talks(self, played: Played) -> list[list[Ask]]:
+        replies = {(r.conversation, r.turn): r for r in played.replies}
+        found = []
+        for number, questions in enumerate(played.trace.conversations):
+            messages: list[dict[str, Any]] = []
+            images: list[int] = []
+            asks = []
+            for turn, question in enumerate(questions):
+                reply = replies[number, turn]
+                messages += messages_of(question, dict.fromkeys(question.images, ""))
+                images += question.images
+                asks.append(self._ask(messages, images, reply))
+                messages.append({"role": "assistant", "content": reply.text})
+            found.append(asks)
+        return found
+
+    def _ask(self, messages: list[dict[str, Any]], images: list[int], reply: Reply) -> Ask:
+        text = self._template.render(messages=messages, add_generation_prompt=True)
+        tokens = self._tokenizer.encode(text, add_special_tokens=False)
+        expanded = len(tokens) + len(images) * (self._deployment.item_tokens - 1)
+        if expanded != reply.num_prompt_tokens:
+            raise SystemExit(f"a prompt has {reply.num_prompt_tokens} tokens and not {expanded}")
+        said = self._tokenizer.encode(reply.text, add_special_tokens=False)
+        said = (said + [5] * reply.num_output_tokens)[: reply.num_output_tokens]
+        return Ask(tokens, tuple(images), tuple(said))
+
+    def counts(self, played: Played) -> list[float]:
+        """As `Role` counts: requests, output tokens, images, new images."""
+        asks = list(itertools.chain.from_iterable(self.talks(played)))
+        counts = (len(asks), sum(len(a.reply) for a in asks), sum(len(a.images) for a in asks),
+                  len(played.trace.images))  # fmt: skip
+        return [float(count) for count in counts]
+
+
+class Simulated(NamedTuple):
+    """The last of the traces that were played: as `Played`."""
+
+    seconds: float
+    ttfts: list[float]
+    hits: Counts
+    step_seconds: float
+    num_requests: int
+
+
+def simulate(
+    traces: Sequence[Sequence[Sequence[Ask]]], concurrencies: Sequence[int],
+    deployment: Deployment, costs: Costs, num_frontends: int, num_engines: int,
+    others: float = 0.0,
+) -> Simulated:  # fmt: skip
+    """Traces one after the other on a deployment; figures are of the last one."""
+
+    async def main() -> Simulated:
+        cores = Cores(NUM_CORES - others, costs.alone_speed)
+        async with World(deployment, costs, num_frontends, num_engines, cores=cores) as world:
+            for talks, concurrency in zip(traces, concurrencies, strict=True):
+                world.answers.clear()
+                before = world.hits()
+                steps = sum(engine.num_steps_seconds for engine in world.engines.values())
+                await converse(world, talks, concurrency)
+            hits = {name: (now[0] - before[name][0], now[1] - before[name][1])
+                    for name, now in world.hits().items()}  # fmt: skip
+            steps = sum(e.num_steps_seconds for e in world.engines.values()) - steps
+            first = min(a.sent for a in world.answers)
+            seconds = max(a.done for a in world.answers) - first
+            ttfts = [a.first - a.sent for a in world.answers]
+            return Simulated(seconds, ttfts, hits, steps, len(world.answers))
+
+    return run(main())
+
+
+class Error(msgspec.Struct):
+    """One figure, real and simulated. `off`: relative, for hit ratios in points."""
+
+    trace: str
+    figure: str
+    real: float
+    simulated: float
+    off: float
+    limit: float
+
+    @property
+    def holds(self) -> bool:
+        return abs(self.off) <= self.limit
+
+
+def compare(played: Played, found: Simulated) -> list[Error]:
+    name, count = played.trace.name, len(played.replies)
+    real_ttft = percentile([r.first_token_seconds for r in played.replies], 50)
+    errors = []
+    for figure, real, simulated, limit in (
+        ("requests/s", count / played.seconds, count / found.seconds, 0.08),
+        ("TTFT p50, s", real_ttft, percentile(found.ttfts, 50), 0.20),
+    ):
+        errors.append(Error(name, figure, real, simulated, simulated / real - 1, limit))
+    for cache, (hits, queries) in played.hits.items():
+        if queries:
+            ours = found.hits[cache][0] / max(found.hits[cache][1], 1)
+            errors.append(
+                Error(name, f"{cache} hits", hits / queries, ours, ours - hits / queries, 0.03)
+            )
+    return errors
+
+
+def calibrated(folder: Path, model: Path) -> dict[str, Any]:
+    """Costs of a 1 x 1 deployment that is started for them."""
+    with deployed(model, folder, 1, 1) as real:
+        deployment, costs = calibrate(model, folder, real)
+    return {"deployment": msgspec.to_builtins(deployment), "costs": msgspec.to_builtins(costs)}
+
+
+def validate(folder: Path, model: Path, deployment: Deployment, costs: Costs) -> dict[str, Any]:
+    """Runs 4 x 2, simulates it. Returns what is to be recorded."""
+    words = Words(model, deployment)
+    with deployed(model, folder, 4, 2) as real:
+        plays = [real.play(make_trace(kind, seed, 240), 8) for kind, seed in TRACES]
+    errors: list[Error] = []
+    for number, played in enumerate(plays):
+        talks = [words.talks(one) for one in plays[: number + 1]]
+        found = simulate(
+            talks, [8] * len(talks), deployment, costs, 4, 2, played.others + real.idle
+        )
+        errors += compare(played, found)
+        print(f"{played.trace.name}: {played.seconds:.1f} s, others {played.others:.2f}, "
+              f"idle {real.idle:.2f} cores, CPU seconds {played.cpu}", flush=True)  # fmt: skip
+    for one in errors:
+        print(f"{one.trace:8} {one.figure:13} real {one.real:8.4f} simulated {one.simulated:8.4f} "
+              f"off {one.off:+.1%} (limit {one.limit:.0%}){'' if one.holds else ' NOT REACHED'}",
+              flush=True)  # fmt: skip
+    return {
+        "errors": msgspec.to_builtins(errors), "others": [one.others for one in plays],
+        "cpu": [one.cpu for one in plays], "seconds": [one.seconds for one in plays],
+        "machine": machine_facts(),
+    }  # fmt: skip
