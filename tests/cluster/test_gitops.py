@@ -10,15 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.argo_cd import (
-    NAMESPACE,
-    configuration,
-    definitions,
-    make_repository,
-    missing,
-    running_argo_cd,
-    verdict,
-)
+from tests.support import argo_cd as argo
 from tests.support.node import commands
 from tests.support.node.pages import follow
 
@@ -41,14 +33,14 @@ def files() -> dict[str, str | Path]:
 
 
 def application(name: str) -> tuple[str, str]:
-    command = ("get", "applications.argoproj.io", name, "-n", NAMESPACE, "-o", "json")
-    return verdict(json.loads(commands.kubectl(*command)))
+    command = ("get", "applications.argoproj.io", name, "-n", argo.NAMESPACE, "-o", "json")
+    return argo.verdict(json.loads(commands.kubectl(*command)))
 
 
 def take_away(name: str) -> None:
     """As its user would: Argo CD deletes what it has applied."""
     finalizer = {"metadata": {"finalizers": ["resources-finalizer.argocd.argoproj.io"]}}
-    names = ("applications.argoproj.io", name, "-n", NAMESPACE)
+    names = ("applications.argoproj.io", name, "-n", argo.NAMESPACE)
     if not commands.kubectl("get", *names, "--ignore-not-found", "-o", "name"):
         return  # the page did not come that far
     commands.kubectl("patch", *names, "--type=merge", "-p", json.dumps(finalizer))
@@ -58,23 +50,23 @@ def take_away(name: str) -> None:
 @pytest.fixture
 def argo_cd(monitoring: None, tmp_path: Path) -> Iterator[str]:
     """As its own installation leaves a cluster; the address of a git server."""
-    if missing():
-        pytest.skip(f"{', '.join(missing())} not built: e2e/tools/build.sh argo-cd helm3")
-    for file in definitions():
+    if argo.missing():
+        pytest.skip(f"{', '.join(argo.missing())} not built: e2e/tools/build.sh argo-cd helm3")
+    for file in argo.definitions():
         commands.kubectl("apply", "--server-side", "-f", str(file))  # too large for the other way
-    namespace, *rest = configuration()
+    namespace, *rest = argo.configuration()
     commands.apply(namespace)
 
     def configured() -> bool:
-        commands.apply(*rest, namespace=NAMESPACE)
+        commands.apply(*rest, namespace=argo.NAMESPACE)
         return True
 
     commands.until("Argo CD's kinds are served", configured)
-    git = make_repository(tmp_path, files())
+    git = argo.make_repository(tmp_path, files())
     own = tmp_path / "argo-cd"
     own.mkdir()
     try:
-        with running_argo_cd(commands.KUBECONFIG, own) as programs:
+        with argo.running_argo_cd(commands.KUBECONFIG, own) as programs:
             try:
                 yield git
             finally:
@@ -84,7 +76,7 @@ def argo_cd(monitoring: None, tmp_path: Path) -> Iterator[str]:
     finally:
         # Kept by the chart, with every resource; what is installed next brings its own.
         commands.kubectl("delete", "crd", "multimodalinferences.foveal.dev", "--ignore-not-found")
-        gone = ("models", "foveal-system", NAMESPACE)
+        gone = ("models", "foveal-system", argo.NAMESPACE)
         commands.kubectl(
             "delete", "namespace", *gone, "--ignore-not-found", "--timeout=120s", seconds=150
         )
