@@ -20,15 +20,30 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.processes.attacks import ALONE, ATTACKS, CHAT, NUM_CASES, Attacker
+from tests.support.processes.attacks import (
+    ALONE,
+    ATTACKS,
+    CHAT,
+    NUM_CASES,
+    Attacker,
+    attack_scores,
+)
 from tests.support.processes.livez_probe import Probe
-from tests.support.processes.mutations import SOUNDS, VIDEOS, chat_about, media_cases
+from tests.support.processes.mutations import (
+    IMAGES,
+    SOUNDS,
+    VIDEOS,
+    chat_about,
+    media_cases,
+    sample,
+)
 from tests.support.processes.pictures import answer_of, question
 
 pytestmark = [pytest.mark.processes, pytest.mark.hostile, pytest.mark.timeout(3000)]
 
 LIVEZ_SECONDS = float(os.environ.get("FOVEAL_LIVEZ_SECONDS", "2"))
 PICTURES = 6
+NUM_PROMPTS = 200  # of 400 tokens: more than twice the KV memory
 
 
 class Load:
@@ -74,6 +89,20 @@ class Load:
             http.close()
 
 
+def fill(urls: list[str], attacker: Attacker) -> None:
+    """What a deployment at work holds anyway: KV memory that was written once, what decodes each
+    kind of image, and buffers of the largest batches. What comes after may add nothing."""
+    for url in urls:
+        with httpx.Client(base_url=url, timeout=300) as http:
+            for number in range(NUM_PROMPTS):
+                tokens = [20 + number % 20, 20 + number // 20] * 200
+                body = {"prompt": tokens, "max_tokens": 1}
+                assert http.post("/v1/completions", json=body).status_code == 200
+            for kind in IMAGES:
+                assert http.post(CHAT, json=chat_about(sample(kind), kind)).status_code == 200
+    attack_scores(attacker)
+
+
 def cached_bytes(urls: list[str]) -> int:
     """What the processor caches hold, which fill while the suite runs; the engines hold as much."""
     pages = [httpx.get(url + "/metrics", params={"own": 1}, timeout=60).text for url in urls]
@@ -105,6 +134,8 @@ def test_nothing_a_client_sends_stops_the_server(start: Any) -> None:
     with Probe(urls) as probe:
         load = Load(urls)
         time.sleep(2)
+        probe.phase = "honest peak"
+        fill(urls, attacker)
         probe.phase = "load alone"
         with load:
             time.sleep(3)
