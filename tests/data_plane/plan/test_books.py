@@ -18,7 +18,8 @@ from foveal_runtime.frontend.engines.quarantine import MAX_EXPLAINED, Quarantine
 from foveal_runtime.frontend.engines.routing import Router
 from foveal_runtime.frontend.grammars.compiler import Compiler
 from foveal_runtime.frontend.http.access.admission import Gate
-from foveal_runtime.frontend.items.identify import MAX_KNOWN_PAGES, Aliases, Documents
+from foveal_runtime.frontend.items.documents import MAX_KNOWN_PAGES, Documents
+from foveal_runtime.frontend.items.identify import Aliases
 from foveal_runtime.frontend.media.hashing import UrlTextMap
 from foveal_runtime.frontend.text.tokenizer import MAX_SPELLED, TextTokenizer
 from foveal_runtime.mirror.admission import MAX_DEPARTED, RequestAdmission

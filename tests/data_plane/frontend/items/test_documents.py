@@ -151,7 +151,7 @@ async def test_what_is_known_of_documents_is_bounded(
     counted: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, workers = counted
-    monkeypatch.setattr("foveal_runtime.frontend.items.identify.MAX_KNOWN_PAGES", 3)
+    monkeypatch.setattr("foveal_runtime.frontend.items.documents.MAX_KNOWN_PAGES", 3)
     first, second = part(pdf_of([page(0), page(1)])), part(pdf_of([page(2), page(3)]))
     for document in (first, second, second, first):
         await made.pages([document], options())

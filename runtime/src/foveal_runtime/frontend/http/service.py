@@ -32,7 +32,6 @@ from foveal_runtime.frontend.http.access.admission import Gate, Hold, Ticket, ch
 from foveal_runtime.frontend.http.answers import Answer
 from foveal_runtime.frontend.http.asgi.replies import until_disconnect
 from foveal_runtime.frontend.http.monitoring.request_stats import RequestStats
-from foveal_runtime.frontend.items.processor_cache import Page
 from foveal_runtime.frontend.items.seams import (
     Generator,
     InputProcessor,
@@ -41,6 +40,7 @@ from foveal_runtime.frontend.items.seams import (
     PreparedRequest,
     PrepareOptions,
 )
+from foveal_runtime.frontend.items.source import Page
 from foveal_runtime.frontend.protocol.messages import Message
 from foveal_runtime.frontend.protocol.requests import (
     ChatCompletionRequest,

@@ -18,11 +18,11 @@ import msgspec
 
 from foveal_runtime.frontend.common.single_flight import SingleFlight
 from foveal_runtime.frontend.common.stats import FrontendStats
+from foveal_runtime.frontend.items.documents import Documents
 from foveal_runtime.frontend.items.embeds import embeds_item
 from foveal_runtime.frontend.items.identify import (
     Aliases,
     DataUrlMedia,
-    Documents,
     Identifier,
     Named,
     naming,
@@ -35,13 +35,7 @@ from foveal_runtime.frontend.items.placement import (
     complete_prompt,
     match_placeholders,
 )
-from foveal_runtime.frontend.items.processor_cache import (
-    Buffer,
-    ItemSource,
-    Page,
-    ProcessorCache,
-    RawMedia,
-)
+from foveal_runtime.frontend.items.processor_cache import ProcessorCache
 from foveal_runtime.frontend.items.seams import (
     ItemCost,
     Knowledge,
@@ -50,6 +44,7 @@ from foveal_runtime.frontend.items.seams import (
     PreparedRequest,
     PrepareOptions,
 )
+from foveal_runtime.frontend.items.source import Buffer, ItemSource, Page, RawMedia
 from foveal_runtime.frontend.media import hashing
 from foveal_runtime.frontend.media.fetch import Fetcher
 from foveal_runtime.frontend.media.protocol import ProcessorInfo

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from foveal_runtime.frontend.items.processor_cache import Page
+from foveal_runtime.frontend.items.source import Page
 from foveal_runtime.frontend.media import hashing
 from foveal_runtime.mirror.sender import SendItem, SendValue
 from foveal_runtime.plan.lora import LoraRef

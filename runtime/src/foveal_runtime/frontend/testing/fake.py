@@ -11,7 +11,6 @@ from array import array
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from foveal_runtime.frontend.items.processor_cache import GivenBytes, Page
 from foveal_runtime.frontend.items.seams import (
     EnginesLoad,
     MediaPart,
@@ -19,6 +18,7 @@ from foveal_runtime.frontend.items.seams import (
     PreparedRequest,
     PrepareOptions,
 )
+from foveal_runtime.frontend.items.source import GivenBytes, Page
 from foveal_runtime.mirror.sender import SendItem, SendValue
 from foveal_runtime.plan.errors import FovealError, InvalidRequest, MediaUnknown
 from foveal_runtime.plan.lora import LoraRef
