@@ -36,7 +36,8 @@ from foveal_runtime.plan.budget.types import (
     MIRROR_UUIDS_BYTES,
 )
 from foveal_runtime.plan.config import Admission, FrontendConfig, ModalitiesConfig, ModelConfig
-from foveal_runtime.telemetry.counts import EvictionAges, GhostLists
+from foveal_runtime.telemetry.ages import EvictionAges
+from foveal_runtime.telemetry.ghosts import GhostLists
 from foveal_runtime.telemetry.metrics import Metrics
 from foveal_runtime.wire import codec
 

@@ -12,7 +12,8 @@ from foveal_runtime.frontend.http.monitoring.request_stats import RequestStats
 from foveal_runtime.frontend.items.processor_cache import ENTRY_BYTES, ProcessorCache
 from foveal_runtime.mirror.store import Store, Value
 from foveal_runtime.plan.metrics.metric import STAGE_BUCKETS
-from foveal_runtime.telemetry.counts import EvictionAges, Histogram
+from foveal_runtime.telemetry.ages import EvictionAges
+from foveal_runtime.telemetry.histogram import Histogram
 from foveal_runtime.telemetry.metrics import Metrics
 from foveal_runtime.telemetry.startup import StartPhases, process_age_seconds
 from foveal_runtime.wire.messages import FirstOutput

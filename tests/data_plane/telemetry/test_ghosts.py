@@ -6,7 +6,7 @@ from collections import OrderedDict
 import pytest
 from blake3 import blake3
 
-from foveal_runtime.telemetry.counts import FACTORS, GhostLists
+from foveal_runtime.telemetry.ghosts import FACTORS, GhostLists
 
 SEED = 7
 

@@ -21,8 +21,8 @@ from prometheus_client.samples import Exemplar
 from foveal_runtime.plan.metrics import METRICS
 from foveal_runtime.plan.metrics.gen_ai import PROVIDER
 from foveal_runtime.plan.metrics.metric import TOKEN_BUCKETS, Metric, Role
-from foveal_runtime.telemetry.counts import Histogram
 from foveal_runtime.telemetry.exposition import TEXT, PageFormat
+from foveal_runtime.telemetry.histogram import Histogram
 
 LabelValues = tuple[str, ...]
 

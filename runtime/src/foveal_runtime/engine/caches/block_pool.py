@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
-from foveal_runtime.telemetry.counts import EvictionAges
+from foveal_runtime.telemetry.ages import EvictionAges
 
 BlockHash = bytes
 """32 bytes: names everything that determines a full block's KV (see `prefix_cache`)."""

@@ -17,7 +17,8 @@ from typing import Literal, NamedTuple, Protocol
 from foveal_runtime.engine.caches.host_tier import HostTier
 from foveal_runtime.engine.types.step import MMInput
 from foveal_runtime.plan.media import MMHash
-from foveal_runtime.telemetry.counts import EvictionAges, GhostLists
+from foveal_runtime.telemetry.ages import EvictionAges
+from foveal_runtime.telemetry.ghosts import GhostLists
 
 Where = Literal["device", "reclaim", "host", "absent"]
 """device: usable now; reclaim: evicted in this pass, the tensor still exists; host: can be

@@ -16,7 +16,7 @@ from foveal_runtime.mirror.messages import Control
 from foveal_runtime.mirror.receiver import Receiver
 from foveal_runtime.plan.errors import NotFound, StartupError
 from foveal_runtime.plan.lora import NOT_LOADED, LoraRef, LoraSource, check_lora_names
-from foveal_runtime.telemetry.counts import GhostLists
+from foveal_runtime.telemetry.ghosts import GhostLists
 from foveal_runtime.wire import codec
 from foveal_runtime.wire.messages import LoraReport
 

@@ -37,7 +37,8 @@ from foveal_runtime.mirror.receiver import ReadyRequest, Receiver
 from foveal_runtime.mirror.store import Value
 from foveal_runtime.plan.errors import FovealError, InvalidRequest
 from foveal_runtime.plan.media import MMHash
-from foveal_runtime.telemetry.counts import EvictionAges, GhostLists
+from foveal_runtime.telemetry.ages import EvictionAges
+from foveal_runtime.telemetry.ghosts import GhostLists
 from foveal_runtime.wire import codec
 from foveal_runtime.wire.item import read_header
 from foveal_runtime.wire.messages import EngineLoad, EngineOutput, Outputs, RequestBody

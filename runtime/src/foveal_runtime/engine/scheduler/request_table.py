@@ -32,7 +32,8 @@ from foveal_runtime.plan.errors import (
     Unsupported,
 )
 from foveal_runtime.plan.media import MODALITIES, MMHash
-from foveal_runtime.telemetry.counts import EvictionAges, GhostLists
+from foveal_runtime.telemetry.ages import EvictionAges
+from foveal_runtime.telemetry.ghosts import GhostLists
 
 MAX_EVICTED = 8192
 """Encoder outputs of which it is remembered that they were evicted."""

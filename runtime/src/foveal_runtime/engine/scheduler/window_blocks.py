@@ -18,7 +18,7 @@ from foveal_runtime.engine.caches.prefix_cache import cut_to_groups, meetings
 from foveal_runtime.engine.types.limits import SchedulerLimits
 from foveal_runtime.engine.types.request import Request
 from foveal_runtime.plan.budget.kv import window_blocks
-from foveal_runtime.telemetry.counts import EvictionAges
+from foveal_runtime.telemetry.ages import EvictionAges
 
 
 class WindowBlocks:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from foveal_runtime.plan.metrics import by_name
-from foveal_runtime.telemetry.counts import Histogram
+from foveal_runtime.telemetry.histogram import Histogram
 
 
 def _of(name: str) -> Callable[[], Histogram]:

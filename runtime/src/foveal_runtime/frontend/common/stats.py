@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from foveal_runtime.plan.media import MODALITIES
 from foveal_runtime.plan.metrics.metric import BYTE_BUCKETS, STAGE_BUCKETS
-from foveal_runtime.telemetry.counts import Histogram
+from foveal_runtime.telemetry.histogram import Histogram
 
 STAGES = ("fetch", "hash", "decode", "process", "send", "queue")
 

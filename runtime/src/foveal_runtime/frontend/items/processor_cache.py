@@ -11,7 +11,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from foveal_runtime.plan.media import MMHash
-from foveal_runtime.telemetry.counts import EvictionAges, GhostLists
+from foveal_runtime.telemetry.ages import EvictionAges
+from foveal_runtime.telemetry.ghosts import GhostLists
 
 ENTRY_BYTES = 256
 """Counted per entry on top of the value: key, object and dictionary slot."""

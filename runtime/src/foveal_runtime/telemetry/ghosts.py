@@ -1,92 +1,16 @@
-"""Counts that hot paths keep as plain numbers: histograms, ages of evictions, and ghost lists.
+"""Ghost lists: what the hit ratio would be if a cache had half, twice or four times its size.
 
-Caches and loops feed them; `Metrics.set_histogram` and the metrics sources copy them into the
-declared series at scrape time. Short ages of evicted entries since their last use say that a cache
-turns over before clients can reuse what it holds.
-
-Ghost lists say what the hit ratio would be if a cache had half, twice or four times its size. Each
-list is a small LRU of keys without values. Keys are sampled by their hash (a key is followed always
-or never), the lists' sizes shrink with the sample, and the sample shrinks when there are too many
+The caches feed them with the keys that they are asked for; read at scrape time. Each list is a
+small LRU of keys without values. Keys are sampled by their hash (a key is followed always or
+never), the lists' sizes shrink with the sample, and the sample shrinks when there are too many
 keys: memory is bounded whatever the cache holds. The method is SHARDS by Waldspurger et al. (FAST
 2015), with its correction for hot keys. Decides nothing.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass, field
-
-from foveal_runtime.plan.metrics.metric import AGE_BUCKETS
-
-
-class Histogram:
-    """`counts[i]` observations of at most `bounds[i]` (the last one is +Inf); `total` their sum."""
-
-    __slots__ = ("bounds", "counts", "total")
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float) -> int:
-        """Returns the index of the bucket that counted it."""
-        bucket = bisect_left(self.bounds, value)
-        self.counts[bucket] += 1
-        self.total += value
-        return bucket
-
-
-class EvictionAges:
-    """Stamps are at most as many as the cache has entries.
-
-    Args:
-        remembered: of how many keys `take_lately` is told that they were evicted.
-
-    Attributes: `seen`, the ages.
-    """
-
-    def __init__(self, clock: Callable[[], float], *, remembered: int = 0) -> None:
-        self.clock = clock
-        self._remembered = remembered
-        self.seen = Histogram(AGE_BUCKETS)
-        self._stamps: dict[bytes, float] = {}
-        self._lately: OrderedDict[bytes, None] = OrderedDict()
-
-    def rest(self, key: bytes) -> None:
-        """The entry was used and rests from now on."""
-        self._stamps[key] = self.clock()
-
-    def evict(self, key: bytes) -> None:
-        """It went to make room."""
-        stamp = self._stamps.pop(key, None)
-        if stamp is not None:
-            self.seen.observe(self.clock() - stamp)
-        self._lately[key] = None
-        if len(self._lately) > self._remembered:
-            self._lately.popitem(last=False)
-
-    def take_lately(self, key: bytes) -> bool:
-        """Whether it is one of the last `remembered` that were evicted; once for each eviction."""
-        return self._lately.pop(key, self) is None
-
-    @property
-    def num_lately(self) -> int:
-        return len(self._lately)
-
-    def leave(self, key: bytes) -> None:
-        """It went for another reason, which says nothing about the cache's size."""
-        self._stamps.pop(key, None)
-
-    def clear(self) -> None:
-        """All of them went for another reason."""
-        self._stamps.clear()
-
-    def __len__(self) -> int:
-        return len(self._stamps)
-
 
 FACTORS = (0.5, 1.0, 2.0, 4.0)
 
