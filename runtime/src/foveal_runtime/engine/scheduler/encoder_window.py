@@ -61,12 +61,6 @@ class _Tally:
         return Window(num_tokens, take, tuple(self.host), self.compute_embeds)
 
 
-def goes_on(request: Request) -> bool:
-    """Whether it lacks one token, and no item."""
-    left = request.num_tokens - request.num_computed
-    return left == 1 and request.next_mm == len(request.mm_inputs)
-
-
 def plan_window(
     request: Request,
     start: int,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 
 from foveal_runtime.engine.caches.prefix_cache import cut_to_groups, max_hit_blocks
-from foveal_runtime.engine.scheduler.encoder_window import Window, goes_on, next_item, plan_window
+from foveal_runtime.engine.scheduler.encoder_window import Window, next_item, plan_window
 from foveal_runtime.engine.scheduler.pace import Pace
 from foveal_runtime.engine.scheduler.request_table import RequestTable
 from foveal_runtime.engine.types.request import Request, Status
@@ -78,7 +78,7 @@ class Planner:
         self.step += 1
         self.encoding.clear()
         tokens = self.limits.max_num_batched_tokens
-        streams = sum(map(goes_on, self.table.running)) if self._may_divide else 0
+        streams = sum(r.lacks_one_token for r in self.table.running) if self._may_divide else 0
         now = _Pass(self.step, tokens, self.limits.encoder_compute_embeds, streams > 0)
         if streams:  # each gets its token, whatever the limit and whoever goes first
             now.reserved = min(streams, tokens - 1)
@@ -130,7 +130,7 @@ class Planner:
                 at += 1
                 continue
             computed = request.num_computed
-            if (is_stream := goes_on(request)) and now.reserved:
+            if (is_stream := request.lacks_one_token) and now.reserved:
                 now.reserved -= 1
                 now.tokens_left += 1
             elif not now.tokens_left:

@@ -92,7 +92,7 @@ class Scheduler(RequestTable):
         new = {entry.request_id for entry in plan.new}
         for entry in plan.scheduled:
             request = self.requests[entry.request_id]
-            is_stream = request.request_id not in new and _is_stream(request)
+            is_stream = request.request_id not in new and request.is_decoding
             (streams if is_stream else others).append(entry)
         seconds = pace.slice_seconds(plan.encode)
         if not seconds or not streams:
@@ -110,7 +110,7 @@ class Scheduler(RequestTable):
         busy = {entry.request_id for entry in under_way.scheduled}
         going_on = [
             request for request in self.running
-            if request.request_id not in busy and _is_stream(request)
+            if request.request_id not in busy and request.is_decoding
             and self._take_blocks([request], 0)
         ]  # fmt: skip
         return self._plan_one_more(going_on, 0) if going_on else None
@@ -367,11 +367,6 @@ class Scheduler(RequestTable):
             self.waiting.remove(request)
             self.send_away(request)
         return []
-
-
-def _is_stream(request: Request) -> bool:
-    """Whether it is through with its prompt and waits for one more token."""
-    return request.num_tokens - 1 == request.num_computed >= request.num_prompt_tokens
 
 
 def _needs_text(sampling: SamplingParams) -> bool:

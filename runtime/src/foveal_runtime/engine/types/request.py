@@ -116,6 +116,17 @@ class Request:
         """Outputs over all attempts: what max_tokens and min_tokens count."""
         return self.num_tokens - self.num_prompt_tokens
 
+    @property
+    def lacks_one_token(self) -> bool:
+        """Whether one token is left to compute, be it the prompt's last, and no item is to come."""
+        left = self.num_tokens - self.num_computed
+        return left == 1 and self.next_mm == len(self.mm_inputs)
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether its prompt is computed, and all of its outputs but the newest."""
+        return self.num_tokens - 1 == self.num_computed >= self.num_prompt_tokens
+
     def release_value(self, index: int) -> None:
         """The value of an item is not needed any more, as long as the request keeps running."""
         if self.values[index]:
