@@ -16,7 +16,7 @@ from foveal_runtime.engine.caches.warm import WarmSet
 from foveal_runtime.engine.events.log import EventLog
 from foveal_runtime.engine.process.controls import Controls
 from foveal_runtime.engine.process.evidence import StepRecord, is_new, suspects_of
-from foveal_runtime.engine.process.splice import check_ids, check_replacement, splice
+from foveal_runtime.engine.process.splice import read_items, read_tokens, splice
 from foveal_runtime.engine.process.value_release import ValueRelease
 from foveal_runtime.engine.scheduler.outputs import in_messages
 from foveal_runtime.engine.scheduler.scheduler import Scheduler
@@ -40,7 +40,6 @@ from foveal_runtime.plan.media import MMHash
 from foveal_runtime.telemetry.ages import EvictionAges
 from foveal_runtime.telemetry.ghosts import GhostLists
 from foveal_runtime.wire import codec
-from foveal_runtime.wire.item import read_header
 from foveal_runtime.wire.messages import EngineLoad, EngineOutput, Outputs, RequestBody
 
 _LOG = logging.getLogger(__name__)
@@ -400,34 +399,35 @@ class EngineCore:
         self.stats.errors[error.code] += 1
 
     def _build(self, ready: ReadyRequest, body: RequestBody, arrived_seconds: float) -> Request:
-        prompt = codec.unpack_tokens(body.token_ids, body.wide)
-        emitted = codec.unpack_tokens(body.emitted, body.wide)
         lora_held = self._controls.hold_lora(body.lora)
-        check_ids(prompt, emitted, {index for index, _ in body.placements}, self._vocab_size)
-        values = [memoryview(value.data) for value in ready.items.values()]
-        items = [
-            (mm_hash, read_header(value))
-            for mm_hash, value in zip(ready.items, values, strict=True)
-        ]
-        for _, header in items:
-            check_replacement(header, self._vocab_size)
+        prompt, emitted = read_tokens(body, self._vocab_size)
+        values = {mm_hash: memoryview(value.data) for mm_hash, value in ready.items.items()}
+        items = read_items(values, self._vocab_size)
         longest = self.scheduler.limits.max_model_len - body.sampling.least_outputs
         for mm_hash, whole in ready.items.items():
             self.value_ghosts.query(mm_hash, len(whole.data))
-        token_ids, inputs, which = splice(prompt, body.placements, items, max_tokens=longest)
+        token_ids, inputs = splice(prompt, body.placements, items, max_tokens=longest)
         return Request(
-            f"{ready.rid[0]}.{ready.rid[1]}-{next(self._serial)}", token_ids + emitted,
-            body.sampling, num_prompt_tokens=len(token_ids), mm_inputs=inputs,
-            values=tuple(values[index] for index in which), rid=ready.rid, session=ready.fid,
-            priority=body.priority, cache_salt=body.cache_salt, lora=body.lora,
-            lora_held=lora_held, read_prefix_cache=body.read_prefix_cache,
+            f"{ready.rid[0]}.{ready.rid[1]}-{next(self._serial)}",
+            token_ids + emitted,
+            body.sampling,
+            num_prompt_tokens=len(token_ids),
+            mm_inputs=inputs,
+            values=tuple(values[entry.mm_hash] for entry in inputs),
+            rid=ready.rid,
+            session=ready.fid,
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+            lora=body.lora,
+            lora_held=lora_held,
+            read_prefix_cache=body.read_prefix_cache,
             echo_prompt=body.echo_prompt,
             num_mm_hits=ready.num_hits,
             arrival_seconds=arrived_seconds,
             frontend_seconds=body.arrival_seconds,
             key=body.key,
             on_trial=body.on_trial,
-        )  # fmt: skip
+        )
 
     def _collect(self) -> None:
         """Takes the scheduler's outputs; a finished request's values are unpinned."""

@@ -2,17 +2,19 @@
 
 Prompts cross the wire with one placeholder token per item; the ids it expands to are stored with
 the item's value. Called by `core` when all values of a request are there. Pure; the ids and
-placements come from a peer, so each is checked.
+placements come from a peer, so each is checked as it is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from foveal_runtime.engine.types.step import MMInput
 from foveal_runtime.plan.errors import ContextLengthExceeded, InvalidRequest
 from foveal_runtime.plan.media import MMHash, PlaceholderRange
-from foveal_runtime.wire.item import ItemHeader
+from foveal_runtime.wire import codec
+from foveal_runtime.wire.item import ItemHeader, read_header
+from foveal_runtime.wire.messages import RequestBody
 
 
 def splice(
@@ -21,7 +23,7 @@ def splice(
     items: Sequence[tuple[MMHash, ItemHeader]],
     *,
     max_tokens: int,
-) -> tuple[list[int], tuple[MMInput, ...], tuple[int, ...]]:
+) -> tuple[list[int], tuple[MMInput, ...]]:
     """Replaces each placeholder by its item's replacement ids.
 
     Args:
@@ -31,8 +33,7 @@ def splice(
         max_tokens: longest expanded prompt allowed; checked before anything is built.
 
     Returns:
-        expanded ids, one MMInput per occurrence in prompt order, and per occurrence its index
-        into `items`.
+        expanded ids, and one MMInput per occurrence in prompt order.
 
     Raises:
         ContextLengthExceeded: the expanded prompt is longer than max_tokens.
@@ -61,7 +62,7 @@ def splice(
         begin = index + 1
     out.extend(token_ids[begin:])
     assert len(out) == length
-    return out, tuple(inputs), tuple(item for _, item in placements)
+    return out, tuple(inputs)
 
 
 def _check(num_tokens: int, placements: Sequence[tuple[int, int]], num_items: int) -> None:
@@ -80,20 +81,37 @@ def _check(num_tokens: int, placements: Sequence[tuple[int, int]], num_items: in
         last = index
 
 
-def check_ids(prompt: list[int], emitted: list[int], placed: set[int], vocab_size: int) -> None:
-    """Raises InvalidRequest for an id outside the vocabulary, which would fail the whole step in
-    the model. `placed`: indices of placeholders, which may be anything."""
+def read_tokens(body: RequestBody, vocab_size: int) -> tuple[list[int], list[int]]:
+    """The unexpanded prompt, and the outputs of earlier attempts.
+
+    Raises InvalidRequest for an id outside the vocabulary, which would fail the whole step in the
+    model. Placeholders may be anything. Raises DecodeError.
+    """
+    prompt = codec.unpack_tokens(body.token_ids, body.wide)
+    emitted = codec.unpack_tokens(body.emitted, body.wide)
     if max(prompt, default=0) < vocab_size and max(emitted, default=0) < vocab_size:
-        return
+        return prompt, emitted
+    placed = {index for index, _ in body.placements}
     bad = [t for i, t in enumerate(prompt) if t >= vocab_size and i not in placed]
     bad += [token for token in emitted if token >= vocab_size]
     if bad:
         raise InvalidRequest(f"token id {bad[0]} is outside the vocabulary of {vocab_size}")
+    return prompt, emitted
 
 
-def check_replacement(header: ItemHeader, vocab_size: int) -> None:
-    """The same for an item's own ids, which an injector may have chosen. Those that encoder outputs
-    stand in for may be anything."""
+def read_items(
+    values: Mapping[MMHash, memoryview], vocab_size: int
+) -> list[tuple[MMHash, ItemHeader]]:
+    """The headers of serialised items. Raises InvalidRequest, BadItem."""
+    items = [(mm_hash, read_header(value)) for mm_hash, value in values.items()]
+    for _, header in items:
+        _check_replacement(header, vocab_size)
+    return items
+
+
+def _check_replacement(header: ItemHeader, vocab_size: int) -> None:
+    """An item's own ids, which an injector may have chosen, are in the vocabulary too. Those that
+    encoder outputs stand in for may be anything."""
     ids = header.replacement
     if max(ids, default=0) < vocab_size:
         return

@@ -113,7 +113,7 @@ class FakeFrontend:
         at = [index for index, token in enumerate(ids) if token == PLACEHOLDER]
         pairs = [(item.mm_hash, read_header(item.value)) for item in items]
         places = list(zip(at, range(len(items)), strict=True))
-        tokens, inputs, _ = splice(ids, places, pairs, max_tokens=1 << 20)
+        tokens, inputs = splice(ids, places, pairs, max_tokens=1 << 20)
         return tokens, inputs, [item.value for item in items]
 
     def take(self, message: DownMessage) -> list[Sending]:
