@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from foveal_operator.common.clock import Clock
-from foveal_operator.kube.dispatch import Watch, selector_of
 from foveal_operator.kube.errors import NotFound
 from foveal_operator.kube.kinds import CONFIG_MAP, DEPLOYMENT, INFERENCE, POD, WATCHED
 from foveal_operator.kube.store import READ_BACK, Caches, brief, owner_of, trimmed
 from foveal_operator.kube.types import Obj
+from foveal_operator.kube.watches import Watch, selector_of
 from foveal_operator.model import flow as model_flow
 from foveal_operator.reconcile import baseline as basis
 from foveal_operator.rollout import record

@@ -14,9 +14,9 @@ from aiohttp.test_utils import TestServer
 from yarl import URL
 
 from foveal_operator.kube.cluster import Credentials
-from foveal_operator.kube.dispatch import WatchKeeper
 from foveal_operator.kube.kinds import BY_NAME, KINDS, POD, SECRET, WATCHED, Kind
 from foveal_operator.kube.kopf_watch import EndlessBackoff, WatchEngine
+from foveal_operator.kube.watches import WatchKeeper
 from tests.support.fake_clock import FakeTime
 
 

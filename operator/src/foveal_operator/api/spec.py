@@ -13,8 +13,8 @@ from msgspec import Meta
 
 from foveal_operator.api.caches import CacheSettings, Modalities
 from foveal_operator.api.model import Model
+from foveal_operator.api.operations import Networking, Observability, Rollout, Security
 from foveal_operator.api.rules import Part, Rule, pinned_sum_below
-from foveal_operator.api.service import Networking, Observability, Rollout, Security
 from foveal_operator.api.workloads import Engine, Frontend
 
 

@@ -1,7 +1,7 @@
 """Errors of API calls, as types that say what to do next. Pure.
 
 Raised by cluster.py and testing/fake_cluster.py, handled by the reconciler, lease.py and
-dispatch.py.
+watches.py.
 """
 
 from __future__ import annotations

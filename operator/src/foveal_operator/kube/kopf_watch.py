@@ -21,9 +21,9 @@ import aiohttp
 import kopf
 
 from foveal_operator.kube.cluster import Credentials
-from foveal_operator.kube.dispatch import selector_of
 from foveal_operator.kube.kinds import Kind
 from foveal_operator.kube.types import Obj
+from foveal_operator.kube.watches import selector_of
 
 log = logging.getLogger(__name__)
 

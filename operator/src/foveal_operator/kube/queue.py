@@ -1,7 +1,7 @@
 """The work queue: each key once, one worker at a time per key, its own backoff after failures.
 
 QueueCore is the bookkeeping, a pure value that is told the time; WorkQueue puts an event loop
-around it. Fed by dispatch.py and the reconciler, drained by the workers of process/main.py.
+around it. Fed by watches.py and the reconciler, drained by the workers of process/main.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Cache of watched objects: the last known object of each kind, by owner. In memory only.
 
-Filled by dispatch.py and by the answers of our own writes, read by the reconciler. A version of an
+Filled by watches.py and by the answers of our own writes, read by the reconciler. A version of an
 object never replaces a newer one, so our own write is seen at once and late news changes nothing.
 Good for deciding what to look at, never for deciding to destroy: deletes are preceded by live
 reads. Objects lie packed, as most are not looked at again for hours.

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from foveal_operator.api.caches import WarmSet
-from foveal_operator.api.service import CacheEvents, SecretKey
+from foveal_operator.api.operations import CacheEvents, SecretKey
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.budget_inputs import modalities_config
 from foveal_operator.manifests.context import (

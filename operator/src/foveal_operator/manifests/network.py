@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from foveal_operator.api.service import HttpRoute, InferencePool, RouteMatch
+from foveal_operator.api.operations import HttpRoute, InferencePool, RouteMatch
 from foveal_operator.kube.kinds import OPERATOR_LABELS
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.context import (

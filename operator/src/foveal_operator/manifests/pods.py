@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from foveal_operator.api.service import SecretKey
+from foveal_operator.api.operations import SecretKey
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.context import Context, Role, content_hash
 from foveal_operator.manifests.documents import CURVE_DIRECTORY, SECRETS_DIRECTORY

@@ -18,7 +18,6 @@ from foveal_operator.common.clock import Clock
 from foveal_operator.common.errors import UsageError
 from foveal_operator.common.logs import set_up_logs
 from foveal_operator.kube.cluster import Cluster
-from foveal_operator.kube.dispatch import Watch, Watches, WatchKeeper
 from foveal_operator.kube.errors import ApiError, Conflict, NotFound, NotLeader, Transient
 from foveal_operator.kube.events import EventRecorder
 from foveal_operator.kube.kinds import INFERENCE, JOB, POD, STATEFUL_SET, Kind
@@ -26,6 +25,7 @@ from foveal_operator.kube.lease import Elector
 from foveal_operator.kube.queue import MAX_SECONDS, WorkQueue
 from foveal_operator.kube.store import Caches
 from foveal_operator.kube.types import NamespacedName, Obj
+from foveal_operator.kube.watches import Watch, Watches, WatchKeeper
 from foveal_operator.pods.events import PodEvents
 from foveal_operator.pods.probes import PodProber, PodReports, aiohttp_fetch
 from foveal_operator.pods.reports import ObservePods, Reports
