@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 pytestmark = [pytest.mark.model, pytest.mark.extended, pytest.mark.timeout(600)]
 LOAD = """
@@ -17,7 +20,7 @@ from foveal_runtime.model import profiler
 from foveal_runtime.model.checkpoint.loader import load_model
 from foveal_runtime.telemetry.memory import release_free_memory, status_bytes
 path, kind = sys.argv[1:]
-weights = profiler.predict(path, quantization=kind).weight_bytes
+plan = profiler.predict(path, quantization=kind)
 release_free_memory()
 before, most, done = status_bytes("self")["RssAnon"], [0], threading.Event()
 def watch():
@@ -28,7 +31,7 @@ thread.start()
 load_model(path, quantization=kind)
 done.set()
 thread.join()
-print(weights, most[0] - before)
+print(plan.weight_bytes, plan.load_bytes, most[0] - before)
 """
 
 
@@ -44,12 +47,30 @@ def path(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_a_load_takes_what_is_planned(kind, path) -> None:
-    """Weights, and the quarter of them that `loadStaging` counts."""
+def load(path: Path, kind: str) -> tuple[int, ...]:
+    """Planned weights, those that are cast, and what loading grew by at most."""
     done = subprocess.run(
         [sys.executable, "-c", LOAD, str(path), kind],
         check=True, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
-    weights, grown = map(int, done.stdout.split()[-2:])
+    return tuple(map(int, done.stdout.split()[-3:]))
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_a_load_takes_what_is_planned(kind, path) -> None:
+    """Weights, and the quarter of them that `loadStaging` counts."""
+    weights, cast, grown = load(path, kind)
+    assert cast == 0
     assert weights // 2 < grown <= weights * 5 // 4
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_a_load_takes_what_is_cast_beside_it(kind, path, tmp_path) -> None:
+    """The last three of six layers are stored as float32, and loaded as bfloat16."""
+    shutil.copytree(path, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(path / "model.safetensors")
+    wide = {name: one.float() for name, one in tensors.items() if re.search(r"rs\.[345]\.", name)}
+    save_file(tensors | wide, tmp_path / "model.safetensors", {"format": "pt"})
+    weights, cast, grown = load(tmp_path, kind)
+    assert cast == sum(one.nbytes // 2 for one in wide.values())
+    assert weights * 5 // 4 < grown <= weights + cast

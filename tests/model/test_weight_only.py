@@ -6,11 +6,13 @@ them (checkpoints' own formats: test_quantized_layers.py).
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from foveal_runtime.model import profiler
@@ -133,6 +135,24 @@ def test_plain_weights_are_planned_where_they_are_cast_first(tiny):
     assert profiler.predict(path, quantization="int8").load_bytes == stored.load_bytes == 0
     cast = profiler.predict(path, dtype="bfloat16", quantization="int8")
     assert cast.load_bytes == stored.weight_bytes // 2
+
+
+def test_only_weights_that_are_cast_are_staged(tiny, tmp_path):
+    """One integer buffer, or one tensor of another type, made the plan stage the whole model."""
+    shutil.copytree(tiny("llama"), tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    norms = {name: one.bfloat16() for name, one in tensors.items() if "norm" in name}
+    buffer = {"model.layers.0.self_attn.rotary_emb.position_ids": torch.arange(512)}
+
+    def staged(more, **options):
+        save_file({**tensors, **more}, file, {"format": "pt"})
+        return profiler.predict(str(tmp_path), **options).load_bytes
+
+    assert staged(buffer, quantization="int8") == 0
+    cast = sum(4 * one.numel() for one in norms.values())
+    assert staged(buffer | norms, quantization="int8") == cast > 0
+    assert staged(buffer | norms) == 0  # then they are the weights themselves
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -147,10 +147,10 @@ without calibration; towers, projector, embeddings, head and stacked experts sta
 plan counts the smaller weights. Layers are quantised one after another, in pieces of 262,144
 weights, on the device that will hold them: what the checkpoint has stays mapped from its files
 where `dtype` is theirs (203 M parameters of bfloat16: int4 119 MiB at most, 112 of them planned
-weights). Where `dtype` is another one, the whole checkpoint is first in host memory in that type
-(789 MiB in float32): the plan's `loadStaging` counts it; `auto` spares it. On a loaded machine
-rounding and loading took 27 to 36 s of one thread's time per 10⁹ parameters for int4, and 7 to 12 s
-for int8. One device an engine.
+weights). What the files have in another type than `dtype` is first in host memory in that type (the
+whole checkpoint in float32: 789 MiB): the plan's `loadStaging` counts it; `auto` spares it where
+all weights have one type. On a loaded machine rounding and loading took 27 to 36 s of one thread's
+time per 10⁹ parameters for int4, and 7 to 12 s for int8. One device an engine.
 
 Other formats, and what of these is not read, are [refused](refused.md#quantised-weights) by plan,
 profile and engine alike, before a byte of a weight is read; so are tensors that differ from what

@@ -32,7 +32,7 @@ from foveal_runtime.model.checkpoint.head import Head
 from foveal_runtime.model.checkpoint.loader import LoadedModel
 from foveal_runtime.model.checkpoint.placement import quantization_of
 from foveal_runtime.model.checkpoint.probe import meta_model, probe_layers, probe_states
-from foveal_runtime.model.checkpoint.weights import stored_bytes, stored_dtypes
+from foveal_runtime.model.checkpoint.weights import cast_bytes, stored_bytes
 from foveal_runtime.model.device import PeakMeter
 from foveal_runtime.model.runner.runner import TorchRunner
 from foveal_runtime.model.runner.sequence import SequenceState
@@ -113,7 +113,7 @@ def predict(
         embed_bytes=itemsize,
         embed_levels=traits.embed_levels,
         quantization=scheme,
-        load_bytes=stored_bytes(path, itemsize) if at_load and stored_dtypes(path) != {own} else 0,
+        load_bytes=cast_bytes(path, own) if at_load else 0,
         activation_bytes=decoder.fixed + (SCRATCH_BYTES if scheme else 0),
         activation_bytes_per_token=decoder.whole + decoder.shared,
         activation_bytes_per_token_whole=decoder.whole,

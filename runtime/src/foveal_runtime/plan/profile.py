@@ -127,8 +127,8 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
         max_model_len: the model's own limit, prompt + output tokens.
         state_bytes: recurrent state of one running request, for models with such layers.
         quantization: format in which weights are kept; "" = plain numbers of `dtype`.
-        load_bytes: plain weights that are in host memory until they are quantised, where `dtype` is
-            not the files'; 0 = those stay mapped from the files.
+        load_bytes: plain weights that are in host memory until they are quantised, as the files
+            have them in another type than `dtype`; all others stay mapped from the files.
         is_encoder: it embeds whole prompts, each in one step, and generates nothing.
         items: modality to its largest item; empty for a text-only model.
         source: "predicted" from files, or "measured" on the device.

@@ -20,7 +20,8 @@ from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.quantity import short_bytes
 
 _MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
-_FLOATS = {"F64", "F32", "F16", "BF16"}
+_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""Types of floating-point numbers → bytes of one; only these are cast as they are loaded."""
 _INDEX = "model.safetensors.index.json"
 
 
@@ -80,6 +81,17 @@ def stored_bytes(path: str, loaded_itemsize: int) -> int:
         else:
             total += tensor.data_offsets[1] - tensor.data_offsets[0]
     return total
+
+
+def cast_bytes(path: str, loaded_dtype: str) -> int:
+    """Bytes, once loaded, of the floating-point weights that are stored in another type than the
+    loaded one, by safetensors' names: these are copied, all others stay mapped from the files.
+    Raises StartupError as `stored_tensors`."""
+    return _FLOATS[loaded_dtype] * sum(
+        math.prod(tensor.shape)
+        for tensor in stored_tensors(path).values()
+        if tensor.dtype in _FLOATS and tensor.dtype != loaded_dtype
+    )
 
 
 def stored_dtypes(path: str) -> set[str]:
