@@ -174,6 +174,19 @@ def test_what_is_quantised_is_not_quantised_again(tiny, tmp_path):
             read(str(stored), quantization="int8")
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_without_linear_layers_is_refused(kind, tmp_path, monkeypatch):
+    """GPT-2's layers are no nn.Linear: it was accepted, and ran as it was stored."""
+    config = transformers.GPT2Config(n_embd=64, n_layer=1, n_head=2, vocab_size=64)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    load_model(str(tmp_path))
+    monkeypatch.setattr("transformers.modeling_utils.safe_open", None)  # nothing reads a tensor
+    for read in (profiler.predict, load_model):
+        with pytest.raises(StartupError, match=rf"quantization {kind}: .* leave .* out") as caught:
+            read(str(tmp_path), quantization=kind)
+        assert caught.value.param == "quantization"
+
+
 def test_without_a_kernel_layers_stay_as_they_are_stored(tiny, monkeypatch, caplog):
     monkeypatch.setattr(blocked, "_kernel", lambda: "no object for this machine")
     loaded = load_model(str(tiny("llama")), quantization="int4")

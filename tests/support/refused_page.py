@@ -30,6 +30,7 @@ from foveal_runtime.model.checkpoint.loader import (
     check_weights,
     class_for,
     load_model,
+    meta_model,
 )
 from foveal_runtime.model.layers.lora import Loras
 from foveal_runtime.model.parallel.tensor_parallel import check_splits
@@ -125,6 +126,7 @@ PACKED = {
 }  # fmt: skip
 TOWER = "base_model.model.model.vision_tower.layers.0.self_attn.q_proj.lora_A.weight"
 BERT = {"model_type": "bert"}
+GPT2 = {"model_type": "gpt2"}
 
 SECTIONS: Mapping[str, tuple[Case, ...]] = {
     "Architectures": (
@@ -160,6 +162,9 @@ SECTIONS: Mapping[str, tuple[Case, ...]] = {
         Case("2:4 sparsity", "not read", _scheme(**PACKED, sparsity_config={"format": "24"})),
         Case("tensors that config.json does not explain", "they would be widened silently",
              _stored),
+        Case("`--quantization` of a decoder without linear layers", "GPT-2's layers are "
+             "transformers' Conv1D; it would run as it is stored",
+             _file("config.json", lambda path: meta_model(path, quantization="int8"), GPT2)),
     ),
     "LoRA adapters": (
         Case("of towers, projectors, embeddings, heads, experts",

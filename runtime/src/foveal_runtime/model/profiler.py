@@ -29,9 +29,9 @@ from foveal_runtime.model.attention import LayerGeometry, window_of, windowed_la
 from foveal_runtime.model.checkpoint.blocked import block_quantized
 from foveal_runtime.model.checkpoint.dequantize import SCRATCH_BYTES, QuantizedLinear
 from foveal_runtime.model.checkpoint.head import Head
-from foveal_runtime.model.checkpoint.loader import LoadedModel
+from foveal_runtime.model.checkpoint.loader import LoadedModel, meta_model
 from foveal_runtime.model.checkpoint.placement import quantization_of
-from foveal_runtime.model.checkpoint.probe import meta_model, probe_layers, probe_states
+from foveal_runtime.model.checkpoint.probe import probe_layers, probe_states
 from foveal_runtime.model.checkpoint.weights import cast_bytes, stored_bytes
 from foveal_runtime.model.device import PeakMeter
 from foveal_runtime.model.runner.runner import TorchRunner

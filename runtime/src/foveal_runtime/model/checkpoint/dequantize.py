@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from foveal_runtime.model.checkpoint.quantized import StoredAs
+from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.telemetry.memory import trim_heap
 
 BLOCK_NUMBERS = 1 << 21
@@ -88,14 +89,10 @@ def quantize_linears(
     32 inputs stay as they are, as do weights that are no linear layer's (stacked experts).
     A layer is quantised on `device` (None: where it is), then goes to `lay_out`, and its plain
     weight is let go before the next one: what is held beyond the result is one layer.
+    Raises StartupError as `quantizable`.
     """
     bits, since_trim = {"int8": 8, "int4": 4}[kind], 0
-    places = [
-        (parent, name)
-        for parent in decoder.modules()
-        for name, child in parent.named_children()
-        if type(child) is nn.Linear and not child.out_features % 16 | child.in_features % 32
-    ]
+    places = quantizable(decoder, kind)
     for parent, name in places:
         layer = _quantized(getattr(parent, name), bits, device)
         setattr(parent, name, layer)
@@ -106,6 +103,25 @@ def quantize_linears(
             trim_heap()
             since_trim = 0
     return len(places)
+
+
+def quantizable(decoder: nn.Module, kind: str) -> list[tuple[nn.Module, str]]:
+    """The parents and names of the layers that `quantize_linears` quantises. Raises StartupError
+    where there is none, as in GPT-2, whose layers are transformers' Conv1D."""
+    places = [
+        (parent, name)
+        for parent in decoder.modules()
+        for name, child in parent.named_children()
+        if type(child) is nn.Linear and not child.out_features % 16 | child.in_features % 32
+    ]
+    if not places:
+        raise StartupError(
+            f"quantization {kind}: nothing would be quantised, because {type(decoder).__name__} "
+            "has no torch.nn.Linear whose outputs are a multiple of 16 and whose inputs are one "
+            "of 32; leave quantization out",
+            param="quantization",
+        )
+    return places
 
 
 TRIM_NUMBERS = 1 << 22

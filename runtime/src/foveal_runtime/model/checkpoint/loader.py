@@ -26,9 +26,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from foveal_runtime.model.adapters import ADAPTERS, PLAIN_TEXT, TEXT_ADAPTERS, Adapter
 from foveal_runtime.model.checkpoint.blocked import block_layer, block_quantized
-from foveal_runtime.model.checkpoint.dequantize import quantize_linears
+from foveal_runtime.model.checkpoint.dequantize import quantizable, quantize_linears
 from foveal_runtime.model.checkpoint.kinds import other_kind, unknown_kind, unserved_kind
-from foveal_runtime.model.checkpoint.placement import METHOD
+from foveal_runtime.model.checkpoint.placement import METHOD, place_layers
 from foveal_runtime.model.checkpoint.quantized import check_quantization, describe
 from foveal_runtime.model.checkpoint.weights import check_directory
 from foveal_runtime.model.context import ATTENTION_NAME
@@ -113,6 +113,8 @@ def load_model(
     model_class = class_for(config)
     check_class(config, model_class)
     check_weights(path)
+    if quantization != "auto":  # before a weight is read
+        quantizable(meta_model(path, dtype).decoder, quantization)
     try:
         model, report = model_class.from_pretrained(
             path,
@@ -142,6 +144,34 @@ def load_model(
             own_rest(model)
             fuse(model)
     return loaded
+
+
+def meta_model(path: str, dtype: str = "auto", quantization: Quantization = "auto") -> LoadedModel:
+    """The checkpoint's model with parameters that have shapes and no values.
+
+    Raises StartupError for models that could not be loaded either.
+    """
+    config = read_config(path, quantization)
+    model_class = class_for(config)
+    check_class(config, model_class)
+    adapter = adapter_for(config)
+    kind = DTYPES.get(dtype) or _config_dtype(config)
+    with torch.device("meta"):
+        model = model_class._from_config(config, dtype=kind, **class_options(model_class))
+        if quantized := getattr(config, "quantization_config", None):
+            place_layers(model, path, quantized["scheme"])
+    loaded = replace(prepare(model.eval().requires_grad_(False), adapter), path=path)
+    if quantization != "auto":
+        quantize_linears(loaded.decoder, quantization)
+    return loaded
+
+
+def _config_dtype(config: object) -> torch.dtype:
+    for one in (config, config.get_text_config()):  # type: ignore[attr-defined]
+        kind = getattr(one, "dtype", None)
+        if isinstance(kind, torch.dtype):
+            return kind
+    return torch.float32
 
 
 def prepare(model: Any, adapter: Adapter) -> LoadedModel:

@@ -19,21 +19,9 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from foveal_runtime.model.adapters import Adapter
 from foveal_runtime.model.attention import LayerGeometry
-from foveal_runtime.model.checkpoint.dequantize import quantize_linears
 from foveal_runtime.model.checkpoint.head import Head
-from foveal_runtime.model.checkpoint.loader import (
-    DTYPES,
-    LoadedModel,
-    adapter_for,
-    check_class,
-    class_for,
-    class_options,
-    prepare,
-    read_config,
-)
-from foveal_runtime.model.checkpoint.placement import place_layers
+from foveal_runtime.model.checkpoint.loader import LoadedModel, meta_model
 from foveal_runtime.model.context import forward_context
-from foveal_runtime.plan.config import Quantization
 from foveal_runtime.plan.errors import StartupError
 
 _NUM_TOKENS = 3
@@ -187,35 +175,7 @@ def _run(
         return head.logits(output.last_hidden_state[0])
 
 
-def meta_model(path: str, dtype: str = "auto", quantization: Quantization = "auto") -> LoadedModel:
-    """The checkpoint's model with parameters that have shapes and no values.
-
-    Raises StartupError for models that could not be loaded either.
-    """
-    config = read_config(path, quantization)
-    model_class = class_for(config)
-    check_class(config, model_class)
-    adapter = adapter_for(config)
-    kind = DTYPES.get(dtype) or _config_dtype(config)
-    with torch.device("meta"):
-        model = model_class._from_config(config, dtype=kind, **class_options(model_class))
-        if quantized := getattr(config, "quantization_config", None):
-            place_layers(model, path, quantized["scheme"])
-    loaded = replace(prepare(model.eval().requires_grad_(False), adapter), path=path)
-    if quantization != "auto":
-        quantize_linears(loaded.decoder, quantization)
-    return loaded
-
-
 def meta_layers(path: str, dtype: str = "auto") -> tuple[LayerGeometry, ...]:
     """Geometry of every decoder layer on one device. Raises StartupError."""
     loaded = meta_model(path, dtype)
     return probe_layers(loaded, Head(loaded.model, loaded.core_name))
-
-
-def _config_dtype(config: object) -> torch.dtype:
-    for one in (config, config.get_text_config()):  # type: ignore[attr-defined]
-        kind = getattr(one, "dtype", None)
-        if isinstance(kind, torch.dtype):
-            return kind
-    return torch.float32
