@@ -14,9 +14,12 @@ import torch
 
 from foveal_runtime.model import profiler
 from foveal_runtime.model.checkpoint import dequantize
+from foveal_runtime.model.checkpoint.blocked import block_quantized
 from foveal_runtime.model.checkpoint.dequantize import QuantizedLinear
+from foveal_runtime.model.checkpoint.loader import meta_model
 from foveal_runtime.model.checkpoint.quantized import UnsupportedQuantization
 from foveal_runtime.model.parallel.tensor_parallel import TensorParallelRunner
+from foveal_runtime.model.profiler import parameter_bytes
 from foveal_runtime.model.runner.runner import TorchRunner
 from foveal_runtime.plan.errors import StartupError
 from tests.support.models.bench import Bench
@@ -77,12 +80,33 @@ def test_bytes_are_known_from_headers(name: str, pair, monkeypatch) -> None:
     assert predicted.sources["weight_bytes"] == "headers"
 
 
+@pytest.mark.parametrize(
+    "name", ["W4A16", "W4A16 ordered by activations", "GPTQ", "GPTQ ordered by activations"]
+)
+def test_plans_lay_out_what_engines_do(name: str, pair) -> None:
+    """`actorder` was planned as if its inputs were in order."""
+    stored, _ = pair("llama", name)
+    planned = meta_model(str(stored)).model
+    blocked = block_quantized(planned)
+    held = TorchRunner.load(str(stored)).loaded.model
+    for one, other in zip(layers_of(planned), layers_of(held), strict=True):
+        assert one.layout == other.layout
+        assert one.layout.is_reordered == ("ordered" in name)
+    assert parameter_bytes(planned) == parameter_bytes(held)
+    assert not ("ordered" in name and blocked)
+
+
+def layers_of(model: torch.nn.Module) -> list[QuantizedLinear]:
+    return [one for one in model.modules() if isinstance(one, QuantizedLinear)]
+
+
 def shift_zero_points(parts: dict[str, torch.Tensor]) -> None:
     parts["qzeros"] = parts["qzeros"] ^ 0x11111111
 
 
 def reverse_groups(parts: dict[str, torch.Tensor]) -> None:
-    parts["g_idx"] = parts["g_idx"].flip(0)
+    name = next(name for name in parts if name.endswith("g_idx"))
+    parts[name] = parts[name].flip(0)
 
 
 def swap_scales(parts: dict[str, torch.Tensor]) -> None:
@@ -99,6 +123,7 @@ def swap_scales(parts: dict[str, torch.Tensor]) -> None:
         ("GPTQ", reverse_groups),
         ("GPTQ ordered by activations", reverse_groups),
         ("W4A16", swap_scales),
+        ("W4A16 ordered by activations", reverse_groups),
         ("fp8 blocks", swap_scales),
     ],
 )

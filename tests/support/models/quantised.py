@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file, save_file
 
@@ -108,6 +109,23 @@ def compressed(form: str, scale_type: torch.dtype = torch.float32, **arguments: 
     )
 
 
+def ordered_groups(actorder: str, size: int = 16) -> Format:
+    """W4A16 as compressed-tensors stored it while it had this `actorder`: inputs are rounded in the
+    order of their activations, and stored in their own beside the group of each."""
+    plain = compressed("pack-quantized", num_bits=4, strategy="group", group_size=size)
+
+    def write(weight: torch.Tensor, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+        order = torch.randperm(weight.shape[1], generator=generator)
+        stored, dense = plain.write(weight[:, order], generator)
+        places = order.argsort()
+        codes = unpack_from_int32(stored["weight_packed"], 4, weight.shape)[:, places]
+        packed = {"weight_packed": pack_to_int32(codes, 4), "weight_g_idx": places.int() // size}
+        return stored | packed, dense[:, places].contiguous()
+
+    plain.scheme["config_groups"]["group_0"]["weights"]["actorder"] = actorder
+    return Format(plain.scheme, write)
+
+
 def fp8(*block: int) -> Format:
     def write(weight: torch.Tensor, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
         codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
@@ -190,6 +208,7 @@ FORMATS = {
     "W4A16 asymmetric": compressed(
         "pack-quantized", num_bits=4, strategy="group", group_size=16, symmetric=False
     ),
+    "W4A16 ordered by activations": ordered_groups("group"),
     "W4A16 by channel": compressed("pack-quantized", BF16, num_bits=4, strategy="channel"),
     "W8A16": compressed("pack-quantized", num_bits=8, strategy="channel"),
     "W8A16 asymmetric": compressed(

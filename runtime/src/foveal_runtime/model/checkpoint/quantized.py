@@ -270,9 +270,11 @@ def _compressed_tensors(
         shapes["weight_zero_point"] = (
             ({"I32"}, (-(-outs * bits // 32), table[1])) if packed else ({"I8"}, table)
         )
-    if "weight_g_idx" in stored or weights.get("actorder") == "group":
+    is_reordered = weights.get("actorder") in ("group", "dynamic", True)  # names of one thing
+    if "weight_g_idx" in stored or is_reordered:
         shapes["weight_g_idx"] = ({"I32"}, (ins,))
-    return StoredAs("packed" if packed else "plain", bits, "weight_scale", rows, columns), shapes
+    kind = "packed" if packed else "plain"
+    return StoredAs(kind, bits, "weight_scale", rows, columns, 0, is_reordered), shapes
 
 
 def _group_of(scheme: Mapping[str, Any], names: tuple[str, str]) -> Mapping[str, Any] | None:
