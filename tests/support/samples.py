@@ -304,17 +304,10 @@ ILLEGAL: list[tuple[str, str, Any, str]] = [
         {"parallelism": {"tensor": 2}, "accelerator": {"type": "CPU"}},
         "spec.engine.parallelism.tensor",
     ),
-    (
-        "adapters on two devices",
-        "spec.engine",
-        {"lora": {"memory": "64Mi"}, "accelerator": {"count": 2}},
-        "spec.engine.lora",
-    ),
-    (
-        "adapters to a tensor of two",
-        "spec.engine",
-        {"lora": {"memory": "64Mi"}, "parallelism": {"tensor": 2}},
-        "spec.engine.lora",
+    *(
+        (f"{field} and {devices}", "spec.engine", {field: value, **devices}, f"spec.engine.{field}")
+        for field, value in (("lora", {"memory": "64Mi"}), ("quantization", "int8"))
+        for devices in ({"accelerator": {"count": 2}}, {"parallelism": {"tensor": 2}})
     ),
     ("run ahead as a boolean", "spec.engine.runAhead", True, "spec.engine.runAhead"),
     ("nobody may wait", "spec.engine.maxWaiting", 0, "spec.engine.maxWaiting"),

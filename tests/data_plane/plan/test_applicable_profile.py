@@ -186,6 +186,7 @@ def test_a_device_that_no_node_has_is_refused() -> None:
     ("change", "what"),
     [
         ({"quantization": "fp8, blocks of 128x128"}, "quantised weights (fp8, blocks of 128x128)"),
+        ({"quantization": "int8, at load"}, "quantised weights (int8, at load)"),
         ({"state_bytes": 1 << 20}, "recurrent states"),
     ],
 )
@@ -194,5 +195,7 @@ def test_what_no_ranks_share_is_refused_as_the_engine_does(change, what: str) ->
     profile = msgspec.structs.replace(VLM, num_heads=8, num_kv_heads=8, **change)
     problem = next(one for one in plan(inputs, profile).problems if one.reason == "DeviceCount")
     assert f"{what} cannot be shared" in problem.detail
+    assert problem.detail.startswith("engine.accelerator.count is 2 and")
+    assert problem.detail.endswith("or more without quantisation") == ("at load" in what)
     assert problem.available == 1
     assert "DeviceCount" not in reasons(plan(gpu(num_devices=1), profile))

@@ -56,6 +56,11 @@ _EITHER = Rule(
     lambda s: s.replicas is None or s.autoscaling is None,
     "replicas",
 )
+_ONE_DEVICE = (
+    "(!has(self.parallelism) || !has(self.parallelism.tensor)"
+    " || self.parallelism.tensor == 1) && (!has(self.accelerator)"
+    " || !has(self.accelerator.count) || self.accelerator.count == 1)"
+)
 
 
 class PrometheusAuth(Part, frozen=True, kw_only=True):
@@ -323,12 +328,17 @@ class Engine(Part, frozen=True, kw_only=True):
             "parallelism.tensor",
         ),
         Rule(
-            "!has(self.lora) || ((!has(self.parallelism) || !has(self.parallelism.tensor)"
-            " || self.parallelism.tensor == 1) && (!has(self.accelerator)"
-            " || !has(self.accelerator.count) || self.accelerator.count == 1))",
+            f"!has(self.lora) || ({_ONE_DEVICE})",
             "LoRA adapters run on one device: remove lora, or set one device",
             lambda s: s.lora is None or s.num_devices == 1,
             "lora",
+        ),
+        Rule(
+            f"!has(self.quantization) || self.quantization == 'auto' || ({_ONE_DEVICE})",
+            "weights that are quantised at load run on one device: remove quantization, or set one "
+            "device",
+            lambda s: s.quantization == "auto" or s.num_devices == 1,
+            "quantization",
         ),
     )
     replicas: Annotated[Replicas | None, Meta(description="Engines. Default: 1.")] = None
