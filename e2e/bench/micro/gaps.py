@@ -25,7 +25,7 @@ import torch
 
 from e2e.bench.checkpoints import SHAPES, checkpoint
 from foveal_runtime.bench.stats import percentile
-from foveal_runtime.engine.process.assemble import CPU_MIXED_GROWTH
+from foveal_runtime.engine.process.assemble import CPU_MIXED_GROWTH, CPU_SHORT_GROWTH
 from foveal_runtime.engine.scheduler.scheduler import Scheduler
 from foveal_runtime.engine.types.limits import SchedulerLimits
 from foveal_runtime.engine.types.request import Request
@@ -130,8 +130,12 @@ def make_requests(runner: TorchRunner, kind: str, count: int, seed: int) -> list
 
 def ways(targets: str, growths: str) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {"tokens": {}}
-    for growth in map(float, growths.split(",")):
-        found[f"{growth:g}x"] = {"mixed_growth": growth, "slices_encoding": True}
+    for growth in growths.split(","):
+        short, _, long = growth.partition("/")
+        found[f"{growth}x"] = {
+            "short_growth": float(short), "mixed_growth": float(long or short),
+            "slices_encoding": True,
+        }  # fmt: skip
     for target in map(int, targets.split(",")):
         found[str(target)] = {"target_itl_seconds": target / 1000, "slices_encoding": True}
     return found
@@ -173,7 +177,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="llava-small", choices=[*SHAPES])
     parser.add_argument("--targets", default="75,150,300")
-    parser.add_argument("--growths", default=f"2.5,{CPU_MIXED_GROWTH}")
+    parser.add_argument("--growths", default=f"2.5,{CPU_SHORT_GROWTH}/{CPU_MIXED_GROWTH}")
     parser.add_argument("--traces", default="text@8,images@4")
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)

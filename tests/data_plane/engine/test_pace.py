@@ -119,23 +119,23 @@ def test_slow_decodes_of_the_past_do_not_throttle_prompts_for_ever() -> None:
     seen = []
     for _ in range(200):
         pace.observe(mixed, StepResult(2, forward_seconds=0.008))
-        seen.append(pace.tokens)
+        seen.append(pace.tokens())
     assert seen[-1] > 100
     assert max(seen) <= 1000, "no more on the way than the costs allow"
 
 
 def test_costs_follow_what_steps_take_now() -> None:
     pace = Pace(0.1, start_tokens=50)
-    assert pace.tokens == 50
+    assert pace.tokens() == 50
     decode = StepPlan(1, scheduled=[ScheduledRequest("a", 4, 1, [1], True)])
     prompt = StepPlan(2, scheduled=[ScheduledRequest("b", 0, 40, [2], False)])
     pace.observe(prompt, StepResult(2, forward_seconds=0.06))
-    assert pace.tokens == 66, "the streams' own share is not known yet"
+    assert pace.tokens() == 66, "the streams' own share is not known yet"
     pace.observe(decode, StepResult(1, forward_seconds=0.02))
-    assert pace.tokens == 80
+    assert pace.tokens() == 80
     for _ in range(60):
         pace.observe(prompt, StepResult(2, forward_seconds=0.10))  # the machine became slower
-    assert pace.tokens == 40
+    assert pace.tokens() == 40
     item = EncoderInput(b"i" * 32, 1, 10, memoryview(b""))
     pace.observe(StepPlan(3, encode=[item]), StepResult(3, encode_seconds=0.03))
     assert pace.tokens_instead(21, modality=1) == 32
@@ -152,10 +152,10 @@ def test_steps_without_streams_say_nothing_of_them() -> None:
     mixed = StepPlan(2, scheduled=[stream, window])
     for _ in range(64):
         pace.observe(mixed, StepResult(2, forward_seconds=0.06))
-    before = pace.tokens
+    before = pace.tokens()
     rest = StepPlan(3, scheduled=[window], slice_seconds=0.01)
     pace.observe(rest, StepResult(3, forward_seconds=0.3))
-    assert pace.tokens == before
+    assert pace.tokens() == before
     pace.observe(StepPlan(4, finished=["c"]), StepResult(4))
     assert pace.is_look_due
 
@@ -175,11 +175,41 @@ def test_without_a_target_a_step_is_bounded_by_what_streams_alone_take() -> None
     drive.assert_done()
     decode = StepPlan(1, scheduled=[ScheduledRequest("a", 4, 1, [1], True)])
     pace = Pace(0.0, 50, growth=4.0)
-    assert pace.tokens == 50
+    assert pace.tokens() == 50
     pace.observe(decode, StepResult(1, forward_seconds=0.1))
     pace.observe(StepPlan(2, scheduled=[ScheduledRequest("b", 0, 40, [2], False)]),
                  StepResult(2, forward_seconds=0.11))  # fmt: skip
-    assert pace.tokens == 50
+    assert pace.tokens() == 50
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_images", "num_tokens"),
+    [([30], 0, 7), ([31], 0, 25), ([30, 31], 0, 7), ([31, 30], 0, 25), ([30], 1, 25)],
+)
+def test_short_texts_are_spread_thinner_than_long_prompts_and_images(
+    lengths: list[int], num_images: int, num_tokens: int
+) -> None:
+    """Short is what one step beside streams may hold: 30 tokens here."""
+    drive = Drive(
+        costs=(0.1, 0.02, 0.0), mixed_growth=6.0, short_growth=2.5, max_num_batched_tokens=64,
+        max_num_mixed_tokens=30, num_blocks=400, encoder_compute_embeds=64,
+        encoder_cache_embeds=200, max_model_len=600,
+    )  # fmt: skip
+    drive.add("stream", range(20, 24), max_tokens=60)
+    drive.step()
+    drive.step()
+    drive.add("measured", range(60, 65), max_tokens=1)
+    drive.step()
+    for number, length in enumerate(lengths):
+        tokens = list(range(1000 + 100 * number, 1000 + 100 * number + length))
+        if num_images:
+            tokens[1:21] = [P] * 20
+        items = [image("a", 1, 20)] if num_images else []
+        drive.add(f"p{number}", tokens, items, max_tokens=1)
+    drive.step()
+    assert drive.plans[-1].num_prompt_tokens == num_tokens
+    drive.run()
+    drive.assert_done()
 
 
 def test_fast_streams_do_not_make_prompts_slow() -> None:
@@ -189,7 +219,7 @@ def test_fast_streams_do_not_make_prompts_slow() -> None:
     pace.observe(StepPlan(1, scheduled=[stream]), StepResult(1, forward_seconds=0.001))
     mixed = StepPlan(2, scheduled=[stream, ScheduledRequest("b", 0, 50, [2], False)])
     pace.observe(mixed, StepResult(2, forward_seconds=0.026))
-    assert pace.tokens == 98
+    assert pace.tokens() == 98
 
 
 @pytest.mark.parametrize(("target", "embeds"), [(0.0, 2_000), (0.5, 20_000)])

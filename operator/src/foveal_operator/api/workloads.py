@@ -370,7 +370,8 @@ class Engine(Part, frozen=True, kw_only=True):
         Meta(
             description="Tokens of a step in which a running stream gets its next one, so that "
             "new prompts do not stall it. Default: on CPUs what takes 5.5 times as long as a step "
-            "without prompts, at most 256 (512 in bfloat16); no limit of its own on GPUs."
+            "without prompts (2.5 times for short texts), at most 256 (512 in bfloat16); no limit "
+            "of its own on GPUs."
         ),
     ] = None
     target_itl_milliseconds: Annotated[

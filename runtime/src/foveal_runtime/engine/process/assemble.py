@@ -31,6 +31,8 @@ from foveal_runtime.wire.messages import EngineInfo
 CPU_MIXED_BYTES = 1024
 CPU_MIXED_GROWTH = 5.5
 """A step beside streams takes at most so many times what it takes without prompts."""
+CPU_SHORT_GROWTH = 2.5
+"""The same beside short texts, which cost no throughput when they are spread over more steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +100,7 @@ def scheduler_limits(config: EngineConfig, loaded: LoadedEngine) -> SchedulerLim
         max_num_mixed_tokens=settings.max_num_mixed_tokens or mixed,
         target_itl_seconds=settings.target_itl_ms / 1000,
         mixed_growth=CPU_MIXED_GROWTH if is_cpu and not is_bounded else 0.0,
+        short_growth=CPU_SHORT_GROWTH if is_cpu and not is_bounded else 0.0,
         slices_encoding=is_cpu and config.tensor_parallel == 1,
         max_num_seqs=settings.max_num_seqs,
         max_model_len=min(loaded.max_model_len, (loaded.num_blocks - 1) * caches.block_size),

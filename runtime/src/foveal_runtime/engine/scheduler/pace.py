@@ -39,14 +39,18 @@ class Pace:
     """Costs of one engine's steps.
 
     Args:
-        target_seconds: between two tokens of a stream; 0: `growth` times what a step of decodes
-            alone takes, but LEAST_SECONDS, and never more than `start_tokens`.
+        target_seconds: between two tokens of a stream; 0: `growth` times, or beside `short` prompts
+            so many times, what a step of decodes alone takes, but LEAST_SECONDS, and never more
+            than `start_tokens`.
         start_tokens: what a step may hold before anything was measured.
     """
 
-    def __init__(self, target_seconds: float, start_tokens: int, growth: float = 0.0) -> None:
+    def __init__(
+        self, target_seconds: float, start_tokens: int, growth: float = 0.0, short: float = 0.0
+    ) -> None:
         self._given = target_seconds
         self._growth = growth
+        self._short_growth = short
         self._start_tokens = start_tokens
         self._decode = _Average()
         self._mixed = _Average()  # seconds of a step with prompt tokens, and how many it had
@@ -60,7 +64,7 @@ class Pace:
         if not limits.target_itl_seconds and not limits.mixed_growth:
             return None
         start = limits.max_num_mixed_tokens or limits.max_num_batched_tokens
-        return cls(limits.target_itl_seconds, start, limits.mixed_growth)
+        return cls(limits.target_itl_seconds, start, limits.mixed_growth, limits.short_growth)
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         """Takes in how long a step took."""
@@ -90,9 +94,8 @@ class Pace:
         if any(entry.num_scheduled_tokens == 1 for entry in plan.scheduled):
             self._decode.add(most)
 
-    @property
-    def _target(self) -> float:
-        return self._given or max(self._growth * (self._decode.value or 0.0), LEAST_SECONDS)
+    def _target(self, growth: float) -> float:
+        return self._given or max(growth * (self._decode.value or 0.0), LEAST_SECONDS)
 
     @property
     def is_look_due(self) -> bool:
@@ -108,24 +111,26 @@ class Pace:
         more = self._mixed.value - (self._decode.value or 0.0)
         return max(more, _LEAST_SHARE * self._mixed.value) / self._num_prompt.value
 
-    @property
-    def tokens(self) -> int:
-        """Prompt tokens that fit beside the streams' own; 0 or less = none."""
+    def tokens(self, *, are_short: bool = False) -> int:
+        """Prompt tokens that fit beside the streams' own; 0 or less = none. Whether all the prompts
+        are short: spread thin, they cost no throughput, where long ones and images would."""
         token = self._token_seconds
         if not token:
             return self._start_tokens
-        fitting = int((self._target - (self._decode.value or 0.0)) / token)
+        target = self._target(self._short_growth if are_short else self._growth)
+        fitting = int((target - (self._decode.value or 0.0)) / token)
         return fitting if self._given else min(fitting, self._start_tokens)
 
     def slice_seconds(self, inputs: Sequence[EncoderInput]) -> float:
         """How long streams may wait while `inputs` are encoded; 0 where that is over in time."""
-        spare = self._target - (self._decode.value or 0.0)
+        target = self._target(self._growth)
+        spare = target - (self._decode.value or 0.0)
         averages = [self._embed.get(entry.modality) for entry in inputs]
         costs = [0.0 if average is None else average.value or 0.0 for average in averages]
         whole = sum(entry.num_embeds * cost for entry, cost in zip(inputs, costs, strict=True))
         if all(costs) and whole <= spare:
             return 0.0
-        return max(spare, _LEAST_SHARE * self._target)
+        return max(spare, _LEAST_SHARE * target)
 
     def tokens_instead(self, num_embeds: int, modality: int) -> int:
         """Prompt tokens that take as long as so much encoding; 0 for a modality never seen."""

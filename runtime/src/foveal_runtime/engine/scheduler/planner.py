@@ -104,7 +104,8 @@ class Planner:
         """Tokens of a step beside streams, without theirs; 0: what streams alone take is due."""
         if self.pace is None:
             return max(self.limits.max_num_mixed_tokens, 2 * len(self.table.running)) - num_streams
-        return 0 if self.pace.is_look_due else max(self.pace.tokens, self.limits.block_size)
+        tokens = self.pace.tokens(are_short=self.table.prompts_are_short)
+        return 0 if self.pace.is_look_due else max(tokens, self.limits.block_size)
 
     def may_admit(self, num_running: int) -> bool:
         """Whether a pass might admit the head of the queue beside so many running requests."""
@@ -120,8 +121,7 @@ class Planner:
         return all(now <= then for now, then in zip(self.table.free_blocks, free, strict=True))
 
     def _continue_running(self, now: _Pass) -> None:
-        """Gives each running request its tokens, in order. The common case, one more token and a
-        block that has room, is inlined: it is most of the work of most steps."""
+        """Gives running requests their tokens, in order; one in a block with room, inlined."""
         size, step, scheduled = self.limits.block_size, now.step, now.scheduled
         at = 0
         while at < len(self.table.running) and now.tokens_left + now.reserved > 0:

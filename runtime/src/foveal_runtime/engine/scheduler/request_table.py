@@ -183,6 +183,15 @@ class RequestTable:
         pools = [self.pool] if self.windows is None else [self.pool, self.windows.pool]
         return max(pool.num_used_blocks / pool.num_blocks for pool in pools)
 
+    @property
+    def prompts_are_short(self) -> bool:
+        """Whether each prompt that is being computed, and the next to come, is text that one step
+        beside streams may hold."""
+        prompts = [request for request in self.running if not request.lacks_one_token]
+        prompts += [self.waiting.head()] if len(self.waiting) else []
+        most = self.limits.max_num_mixed_tokens
+        return all(not one.mm_inputs and one.num_tokens <= most for one in prompts)
+
     def take_blocks(self, request: Request, count: int) -> None:
         """So many more of each pool, which has them."""
         request.block_ids.extend(self.pool.allocate(count))
