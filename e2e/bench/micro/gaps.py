@@ -5,7 +5,7 @@
 
 Scheduler and runner in this process, on one thread, and its CPU time is the clock: of requests, of
 the pace, of slices. So neighbours on the cores change little, and milliseconds are longer than with
-more threads. `tokens`: 256 tokens a step, as with --max-num-mixed-tokens 256; `5.5x`: so many
+more threads. `tokens`: 256 tokens a step, as with --max-num-mixed-tokens 256; `2.5x`: so many
 times what streams alone take, as the default does; numbers: --target-itl-ms. Every way
 gets the same requests, in turn.
 """

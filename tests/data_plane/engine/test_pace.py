@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from foveal_runtime.engine.scheduler.pace import LEAST_SECONDS, Pace
+from foveal_runtime.engine.scheduler.pace import LEAST_SECONDS, MOST_SECONDS, Pace
 from foveal_runtime.engine.testing.drive import Drive, image
 from foveal_runtime.engine.types.step import EncoderInput, ScheduledRequest, StepPlan, StepResult
 from tests.support.scheduled_chunks import P, chunks
@@ -191,7 +191,7 @@ def test_short_texts_are_spread_thinner_than_long_prompts_and_images(
 ) -> None:
     """Short is what one step beside streams may hold: 30 tokens here."""
     drive = Drive(
-        costs=(0.1, 0.02, 0.0), mixed_growth=6.0, short_growth=2.5, max_num_batched_tokens=64,
+        costs=(0.05, 0.01, 0.0), mixed_growth=6.0, short_growth=2.5, max_num_batched_tokens=64,
         max_num_mixed_tokens=30, num_blocks=400, encoder_compute_embeds=64,
         encoder_cache_embeds=200, max_model_len=600,
     )  # fmt: skip
@@ -210,6 +210,18 @@ def test_short_texts_are_spread_thinner_than_long_prompts_and_images(
     assert drive.plans[-1].num_prompt_tokens == num_tokens
     drive.run()
     drive.assert_done()
+
+
+def test_a_pause_beside_images_is_short_whatever_streams_take() -> None:
+    """15 times 84 ms would be a second and more; slow streams do not stop prompts either."""
+    pace = Pace(0.0, 256, growth=15.0, short=2.5)
+    assert pace.slice_seconds([EncoderInput(b"a" * 32, 1, 10, memoryview(b""))]) == LEAST_SECONDS
+    for decode, most in ((0.01, 0.15), (0.084, MOST_SECONDS), (0.4, 1.0)):
+        pace = Pace(0.0, 256, growth=15.0, short=2.5)
+        stream = ScheduledRequest("a", 4, 1, [1], True)
+        pace.observe(StepPlan(1, scheduled=[stream]), StepResult(1, forward_seconds=decode))
+        spare = pace.slice_seconds([EncoderInput(b"a" * 32, 1, 10, memoryview(b""))])
+        assert spare == pytest.approx(most - decode)
 
 
 def test_fast_streams_do_not_make_prompts_slow() -> None:

@@ -29,7 +29,7 @@ from foveal_runtime.wire.messages import EngineInfo
 # tenths of a second, in which streams stand still; a GPU is through with a full step before a
 # reader notices. See docs/decisions/scheduling.md.
 CPU_MIXED_BYTES = 1024
-CPU_MIXED_GROWTH = 5.5
+CPU_MIXED_GROWTH = 15.0
 """A step beside streams takes at most so many times what it takes without prompts."""
 CPU_SHORT_GROWTH = 2.5
 """The same beside short texts, which cost no throughput when they are spread over more steps."""

@@ -20,6 +20,8 @@ _LOOK_STEPS = 64
 """Mixed steps in a row after which one of streams alone is due: they may take longer by now."""
 LEAST_SECONDS = 0.05
 """Without a target: what no reader notices, however fast streams alone are."""
+MOST_SECONDS = 0.4
+"""Without a target: a pause that throughput and first tokens are worth, and no longer one."""
 
 
 class _Average:
@@ -39,10 +41,11 @@ class Pace:
     """Costs of one engine's steps.
 
     Args:
-        target_seconds: between two tokens of a stream; 0: `growth` times, or beside `short` prompts
-            so many times, what a step of decodes alone takes, but LEAST_SECONDS, and never more
-            than `start_tokens`.
+        target_seconds: between two tokens of a stream; 0: a multiple of what a step of decodes
+            alone takes, but LEAST_SECONDS, and never more than `start_tokens`.
         start_tokens: what a step may hold before anything was measured.
+        growth, short: that multiple, at most MOST_SECONDS; and beside short prompts, or where
+            MOST_SECONDS would be less.
     """
 
     def __init__(
@@ -95,7 +98,9 @@ class Pace:
             self._decode.add(most)
 
     def _target(self, growth: float) -> float:
-        return self._given or max(growth * (self._decode.value or 0.0), LEAST_SECONDS)
+        decode = self._decode.value or 0.0
+        most = min(growth * decode, MOST_SECONDS)
+        return self._given or max(most, self._short_growth * decode, LEAST_SECONDS)
 
     @property
     def is_look_due(self) -> bool:
