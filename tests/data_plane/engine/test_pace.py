@@ -143,6 +143,21 @@ def test_costs_follow_what_steps_take_now() -> None:
     assert pace.embeds_instead(10, modality=0) == 0, "never seen"
 
 
+def test_an_image_and_its_prompt_do_not_share_a_gap_that_holds_each() -> None:
+    """10 outputs take 30 ms and 20 tokens 40 beside 10 of streams: each fits into 50, both do not,
+    so streams have their turn between them."""
+    pace = Pace(0.05, 256)
+    item = EncoderInput(b"i" * 32, 1, 10, memoryview(b""))
+    stream = ScheduledRequest("a", 4, 1, [1], True)
+    pace.observe(StepPlan(1, scheduled=[stream]), StepResult(1, forward_seconds=0.01))
+    mixed = StepPlan(2, scheduled=[stream, ScheduledRequest("b", 0, 20, [2], False)])
+    pace.observe(mixed, StepResult(2, forward_seconds=0.05))
+    pace.observe(StepPlan(3, encode=[item]), StepResult(3, encode_seconds=0.03))
+    assert pace.slice_seconds([item]) == 0
+    assert pace.slice_seconds([item], 5) == 0
+    assert pace.slice_seconds([item], 20) == pytest.approx(0.04)
+
+
 def test_steps_without_streams_say_nothing_of_them() -> None:
     """The rest of a split plan, and a plan that only moves something."""
     pace = Pace(0.0, 1000, growth=10.0)

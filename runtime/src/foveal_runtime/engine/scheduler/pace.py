@@ -126,14 +126,15 @@ class Pace:
         fitting = int((target - (self._decode.value or 0.0)) / token)
         return fitting if self._given else min(fitting, self._start_tokens)
 
-    def slice_seconds(self, inputs: Sequence[EncoderInput]) -> float:
-        """How long streams may wait while `inputs` are encoded; 0 where that is over in time."""
+    def slice_seconds(self, inputs: Sequence[EncoderInput], num_tokens: int = 0) -> float:
+        """How long streams may wait while `inputs` are encoded; 0 where that and so many prompt
+        tokens after it are over in time."""
         target = self._target(self._growth)
         spare = target - (self._decode.value or 0.0)
         averages = [self._embed.get(entry.modality) for entry in inputs]
         costs = [0.0 if average is None else average.value or 0.0 for average in averages]
         whole = sum(entry.num_embeds * cost for entry, cost in zip(inputs, costs, strict=True))
-        if all(costs) and whole <= spare:
+        if all(costs) and whole + num_tokens * self._token_seconds <= spare:
             return 0.0
         return max(spare, _LEAST_SHARE * target)
 

@@ -94,7 +94,8 @@ class Scheduler(RequestTable):
             request = self.requests[entry.request_id]
             is_stream = request.request_id not in new and request.is_decoding
             (streams if is_stream else others).append(entry)
-        seconds = pace.slice_seconds(plan.encode)
+        num_prompt = sum(entry.num_scheduled_tokens for entry in others)
+        seconds = pace.slice_seconds(plan.encode, num_prompt)
         if not seconds or not streams:
             return None, plan
         start_from = {entry.snapshot for entry in plan.new if entry.snapshot}
