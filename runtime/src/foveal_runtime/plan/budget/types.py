@@ -26,7 +26,7 @@ FRONTEND_BOOKS = {
     "tokens": (16_384, 150),  # bytes of each
     "grammars": (5_120, 1_024),  # KiB of compiled ones
     "ghosts": (4 * 4_096, 180),  # keys by which other cache sizes are judged
-    "quarantine": (1_024, 540),
+    "quarantine": (1_024, 300),
     "deaths": (256, 8_192),  # of engines, with 128 suspects each
 }
 """What a frontend process remembers besides its caches: entries at most, and bytes of each with
@@ -38,7 +38,7 @@ ENGINE_BOOKS = {
     "evicted": (8_192, 170),  # encoder outputs
     "ghosts": (3 * 4 * 4_096, 180),
     "events": (11_264, 1_024),  # KiB of cache events for readers
-    "quarantine": (1_024, 540),
+    "quarantine": (1_024, 300),
 }
 FRONTEND_SERVING_BYTES = 36 * MIB
 """What it takes besides once requests come: its books at their bounds, sockets, threads, free
