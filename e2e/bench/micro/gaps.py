@@ -177,7 +177,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="llava-small", choices=[*SHAPES])
     parser.add_argument("--targets", default="75,150,300")
-    parser.add_argument("--growths", default=f"2.5,{CPU_SHORT_GROWTH}/{CPU_MIXED_GROWTH}")
+    parser.add_argument("--growths", default=f"5.5,{CPU_SHORT_GROWTH:g}/{CPU_MIXED_GROWTH:g}")
     parser.add_argument("--traces", default="text@8,images@4")
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
