@@ -205,6 +205,17 @@ def test_credentials_go_nowhere_else(registry: Registry, tmp_path: Path) -> None
     assert said.endswith("': other machines must have https://")
 
 
+def test_a_store_that_refuses_gets_no_credentials(registry: Registry, tmp_path: Path) -> None:
+    """Its 401 named a realm of its own choice, and the registry's login was sent there."""
+    registry.login = "basic"
+    log_in(tmp_path, auths={registry.address: {"auth": LOGIN}})
+    with Registry().running() as store:
+        store.blobs, store.login, store.refuses_elsewhere = registry.blobs, "bearer", True
+        registry.elsewhere = f"http://{store.address}"
+        assert "the registry (401)" in refused(registry, tmp_path)
+        assert [one.partition(":")[0] for one in store.asked] == ["/elsewhere/sha256"]
+
+
 def test_other_machines_are_spoken_to_without_tls_only_when_listed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -231,6 +242,45 @@ def test_layers_replace_and_delete_what_is_below(registry: Registry, tmp_path: P
     assert found.pop("model.safetensors")
     assert found == {"config.json": b'{"a": 1}', "extra/words.json": b"3", "vocab.json": b"3",
                      "absolute.json": b"4"}  # fmt: skip
+
+
+def test_what_is_ours_an_image_neither_writes_nor_deletes(
+    registry: Registry, tmp_path: Path
+) -> None:
+    """Layers that brought `.cache` and deleted it took the notes of the download along, and a
+    directory in the place of the source's note was a traceback."""
+    registry.push([
+        CONFIG, WEIGHTS, layer((".cache/huggingface/x", b"1"), (".wh.foveal-source.json", b"")),
+        layer((".wh..cache", b"")), layer(entry("foveal-source.json", tarfile.DIRTYPE)),
+    ])  # fmt: skip
+    assert fetch(registry.uri(), tmp_path / "model")
+    assert (tmp_path / "model/foveal-source.json").is_file()
+
+
+def test_links_that_lead_outside_once_a_directory_changes_are_refused(
+    registry: Registry, tmp_path: Path
+) -> None:
+    """`weights` stays inside while `d` is a link to e/f/g, and leaves as soon as it is none."""
+    folders = [entry(name, tarfile.DIRTYPE) for name in ("e", "e/f", "e/f/g")]
+    links = [entry("d", LINK, "e/f/g"), entry("weights", LINK, "d/../../secret")]
+    registry.push([
+        CONFIG, WEIGHTS, layer(*folders, *links), layer(entry("d", tarfile.DIRTYPE))
+    ])  # fmt: skip
+    assert refused(registry, tmp_path) == "a layer's link 'weights' would leave its folder"
+
+
+def test_bytes_that_are_there_need_no_room_again(
+    registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A download that was resumed asked for the room of the whole."""
+    registry.cuts += [digest_of(WEIGHTS)] * 20
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fetching, "MAX_ATTEMPTS", 1)
+        assert refused(registry, tmp_path) == "the connection broke off"
+    registry.cuts.clear()
+    room = SimpleNamespace(free=len(WEIGHTS) * 7 // 4)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: room)
+    assert fetch(registry.uri(), tmp_path / "model")
 
 
 def entry(name: str, kind: bytes, linkname: str = "", size: int = 0) -> tarfile.TarInfo:

@@ -50,8 +50,9 @@ class Registry(LoopbackServer):
     """Attributes: `blobs` and `manifests` by digest, may change; `tags`: digest by tag; `login`: ""
     (anyone), "token" (anyone, who has fetched one), "basic" or "bearer"; `token`: what is said of
     it; `cuts`: digests whose next answer ends halfway; `whole`: ranges are ignored; `elsewhere`:
-    where blobs are; `refusal`: status of every answer; `asked`: paths with ranges, in order;
-    `leaked`: logins that were sent elsewhere."""
+    where blobs are; `refuses_elsewhere`: others' blobs need a login here; `refusal`: status of
+    every answer; `asked`: paths with ranges, in order; `leaked`: logins that were sent elsewhere.
+    """
 
     def __init__(self) -> None:
         super().__init__(_Handler)
@@ -60,6 +61,7 @@ class Registry(LoopbackServer):
         self.tags: dict[str, str] = {}
         self.token = json.dumps({"token": TOKEN}).encode()
         self.login, self.elsewhere, self.refusal, self.whole = "", "", 0, False
+        self.refuses_elsewhere = False
         self.cuts: list[str] = []
         self.asked: list[str] = []
         self.leaked: list[str] = []
@@ -67,6 +69,12 @@ class Registry(LoopbackServer):
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self.server_port}"
+
+    @property
+    def challenge(self) -> str:
+        if self.login == "basic":
+            return 'Basic realm="test"'
+        return f'Bearer realm="http://{self.address}/token",service="test"'
 
     def uri(self, tag: str = ":1") -> str:
         return f"oci://{self.address}/{NAME}{tag}"
@@ -122,11 +130,12 @@ class _Handler(LoopbackHandler):
             self._token(parse_qs(url.query), given)
         elif url.path.startswith("/elsewhere/"):
             server.leaked += [given] if given else []
-            self._blob(url.path.removeprefix("/elsewhere/"))
+            if server.refuses_elsewhere:
+                self.send(401, headers={"WWW-Authenticate": server.challenge})
+            else:
+                self._blob(url.path.removeprefix("/elsewhere/"))
         elif given != wanted and server.login:
-            how = (f'Bearer realm="http://{server.address}/token",service="test"'
-                   if server.login != "basic" else 'Basic realm="test"')  # fmt: skip
-            self.send(401, headers={"WWW-Authenticate": how})
+            self.send(401, headers={"WWW-Authenticate": server.challenge})
         elif asked is None:
             self.send(404)
         elif asked[1] == "blobs":

@@ -187,8 +187,8 @@ def fetch(
             f"{uri} holds no config.json with *.safetensors: not a model we can load"
         )
     shutil.rmtree(partial / ".cache", ignore_errors=True)
-    write_source(partial, Source(uri=uri, revision=revision, resolved=resolved))
     try:
+        write_source(partial, Source(uri=uri, revision=revision, resolved=resolved))
         partial.rename(target)
     except OSError as error:
         if target.is_dir():  # another Job was first

@@ -30,6 +30,7 @@ import msgspec
 
 from foveal_runtime.main.bars import Bars
 from foveal_runtime.main.fetch import Progress, fill
+from foveal_runtime.main.revision import SOURCE_FILE
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.quantity import short_bytes
 
@@ -39,11 +40,9 @@ _IMAGE = re.compile(
 )
 _HUB = "https://registry-1.docker.io"
 _HUB_NAMES = {"index.docker.io", "docker.io", "registry-1.docker.io"}
-_ACCEPT = ", ".join(
-    ["application/vnd.oci.image.index.v1+json", "application/vnd.oci.image.manifest.v1+json",
-     "application/vnd.docker.distribution.manifest.list.v2+json",
-     "application/vnd.docker.distribution.manifest.v2+json"]
-)  # fmt: skip
+_DOCKER = "docker.distribution.manifest"
+_KINDS = ("oci.image.index.v1", "oci.image.manifest.v1", f"{_DOCKER}.list.v2", f"{_DOCKER}.v2")
+_ACCEPT = ", ".join(f"application/vnd.{kind}+json" for kind in _KINDS)
 _LAYER = re.compile(r"image\.(layer|rootfs).*tar(.?gzip)?$")
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 _TIMEOUT_SECONDS = 60.0
@@ -51,6 +50,7 @@ _CHUNK_BYTES = 1 << 20
 _MAX_MANIFEST_BYTES = 4 << 20  # what registries take at most, by the distribution API
 _MAX_FILES = 100_000
 _MAX_HEADER_BYTES = 1 << 20
+_OURS = (".cache", SOURCE_FILE)  # names at the top that an image neither writes nor removes
 _BROKEN = (OSError, HTTPException)
 _WRONG = (tarfile.TarError, EOFError, RecursionError, ValueError, OverflowError, zlib.error,
           msgspec.MsgspecError)  # fmt: skip
@@ -133,8 +133,9 @@ def download(rest: str, revision: str, directory: Path, progress: Progress) -> s
             (notes / digest).touch()
         done = [notes / f"{number}-{one.digest}" for number, one in enumerate(layers)]
         missing = [one.size for one, note in zip(layers, done, strict=True) if not note.is_file()]
+        there = sum(part.stat().st_size for part in notes.glob("*.part"))
         # A layer lies there twice, packed and unpacked, until it is whole.
-        _check_room(sum(missing) + max(missing, default=0), directory)
+        _check_room(sum(missing) + max(missing, default=0) - there, directory)
         progress.total_bytes = sum(one.size for one in layers)
         with Bars(progress.total_bytes, progress.out) as bars:
             for number, (layer, note) in enumerate(zip(layers, done, strict=True), 1):
@@ -147,6 +148,7 @@ def download(rest: str, revision: str, directory: Path, progress: Progress) -> s
                 _unpack(part, directory)
                 note.touch()
                 part.unlink()
+        _check_links(directory)
     except (*_BROKEN, *_WRONG) as error:
         raise _failed(rest, error) from error
     return digest
@@ -229,7 +231,8 @@ class _Registry:
         try:
             return self._open(self._base + path, headers, self._authorization)
         except HTTPError as error:
-            if error.code != 401:
+            # A place that blobs are sent from names no realm that credentials may go to.
+            if error.code != 401 or urlsplit(error.url).netloc != urlsplit(self._base).netloc:
                 raise self._refusal(error) from error
             self._authorization = self._authorized(error.headers.get("WWW-Authenticate", ""))
         try:
@@ -348,10 +351,8 @@ class _Registry:
         fill(part, layer.size, append, _BROKEN)
         if f"sha256:{hashed.hexdigest()}" != layer.digest:
             part.unlink()
-            raise StartupError(
-                f"{self._uri}: layer {layer.digest[:19]}… was damaged on its way and is removed: "
-                "start again, which downloads it again"
-            )
+            what = f"layer {layer.digest[:19]}… was damaged on its way and is removed"
+            raise StartupError(f"{self._uri}: {what}: start again, which downloads it again")
 
 
 def _read_logins() -> tuple[Path, _Logins]:
@@ -411,7 +412,7 @@ def _unpack(packed: Path, directory: Path) -> None:
 
 def _place(tar: tarfile.TarFile, member: tarfile.TarInfo, directory: Path) -> None:
     parts = [one for one in member.name.split("/") if one not in ("", ".")]
-    if not parts or parts[0] == ".cache":  # the root, and what is ours
+    if not parts or parts[0] in _OURS:  # the root is there
         return
     path = directory.joinpath(*parts)
     above = [directory.joinpath(*parts[:depth]) for depth in range(1, len(parts))]
@@ -422,7 +423,8 @@ def _place(tar: tarfile.TarFile, member: tarfile.TarInfo, directory: Path) -> No
         hidden = path.name.removeprefix(".wh.")
         if hidden in ("", ".", "..") or hidden.startswith(".wh."):
             raise ValueError(f"a layer has {member.name!r}: build the image in one layer")
-        _remove(path.with_name(hidden))
+        if len(parts) > 1 or hidden not in _OURS:
+            _remove(path.with_name(hidden))
         return
     if not (member.isreg() or member.isdir() or member.issym()):
         raise ValueError(f"a layer's entry {member.name!r} is no file: copy what it stands for")
@@ -430,6 +432,14 @@ def _place(tar: tarfile.TarFile, member: tarfile.TarInfo, directory: Path) -> No
     if path.is_symlink() or not (member.isdir() and path.is_dir()):
         _remove(path)
     tar.extract(member, directory, filter="data")
+
+
+def _check_links(directory: Path) -> None:
+    """Raises ValueError for links that lead outside since a directory has replaced another link."""
+    root = os.path.realpath(directory)
+    for path in directory.rglob("*"):
+        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
+            raise ValueError(f"a layer's link {path.name!r} would leave its folder")
 
 
 def _remove(path: Path) -> None:
