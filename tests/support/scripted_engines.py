@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from foveal_runtime.frontend.engines.client import EngineClient
-from foveal_runtime.frontend.items.seams import PreparedItem, PreparedRequest
+from foveal_runtime.frontend.items.prepared import PreparedItem, PreparedRequest
 from foveal_runtime.frontend.testing.fake_engine import ScriptedEngine, token_at
 from foveal_runtime.mirror.receiver import ReceiverLimits
 from foveal_runtime.plan.config import Admission, EngineAddress, FrontendConfig, ModelConfig

@@ -17,7 +17,7 @@ from e2e.bench.simulation.costs import Costs, Deployment
 from e2e.bench.simulation.virtual import run
 from e2e.bench.simulation.world import Ask, World
 from foveal_runtime.frontend.engines.run import EngineRun
-from foveal_runtime.frontend.items.seams import PreparedRequest
+from foveal_runtime.frontend.items.prepared import PreparedRequest
 from foveal_runtime.mirror.messages import PROTOCOL_VERSION, Announced, Hello, Welcome
 from foveal_runtime.mirror.receiver import Receiver
 from foveal_runtime.mirror.records import ReceiverLimits

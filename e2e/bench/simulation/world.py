@@ -26,8 +26,8 @@ from foveal_runtime.engine.types.step import (
 )
 from foveal_runtime.frontend.engines.client import EngineClient
 from foveal_runtime.frontend.engines.routing import Router
+from foveal_runtime.frontend.items.prepared import ItemCost, PreparedItem, PreparedRequest
 from foveal_runtime.frontend.items.processor_cache import ProcessorCache
-from foveal_runtime.frontend.items.seams import ItemCost, PreparedItem, PreparedRequest
 from foveal_runtime.mirror.messages import (
     Bye,
     DownMessage,

@@ -3,7 +3,7 @@
 import pytest
 
 from foveal_runtime.frontend.engines.run import MAX_ATTEMPTS, MAX_LOSSES, EngineRun
-from foveal_runtime.frontend.items.seams import PreparedRequest
+from foveal_runtime.frontend.items.prepared import PreparedRequest
 from foveal_runtime.plan.errors import EngineFailure
 from foveal_runtime.plan.sampling import SamplingParams
 

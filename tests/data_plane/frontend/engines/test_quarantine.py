@@ -8,7 +8,7 @@ import pytest
 from foveal_runtime.frontend.engines.quarantine import Quarantine
 from foveal_runtime.frontend.engines.run import EngineRun
 from foveal_runtime.frontend.http.monitoring.metrics_source import media_source
-from foveal_runtime.frontend.items.seams import PreparedRequest
+from foveal_runtime.frontend.items.prepared import PreparedRequest
 from foveal_runtime.plan.errors import EngineFailure, RequestQuarantined
 from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.telemetry.metrics import Metrics

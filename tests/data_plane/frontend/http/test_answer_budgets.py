@@ -21,7 +21,7 @@ from foveal_runtime.frontend.http.access.admission import (
     Gate,
 )
 from foveal_runtime.frontend.http.service import Service
-from foveal_runtime.frontend.items.seams import PreparedRequest
+from foveal_runtime.frontend.items.prepared import PreparedRequest
 from foveal_runtime.plan.config import Admission
 from foveal_runtime.plan.errors import InvalidRequest, RateLimited
 from foveal_runtime.plan.sampling import SamplingParams

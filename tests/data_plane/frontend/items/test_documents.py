@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from foveal_runtime.frontend.items.seams import MediaPart, PrepareOptions
+from foveal_runtime.frontend.items.prepared import MediaPart, PrepareOptions
 from foveal_runtime.frontend.testing.fake_worker import IMAGE_TOKEN
 from foveal_runtime.plan.config import ModalitiesConfig, ModalityLimits
 from foveal_runtime.plan.errors import FovealError, InvalidRequest, MediaInvalid, Unsupported

@@ -12,7 +12,7 @@ from safetensors.numpy import save
 
 from foveal_runtime.frontend.items import input_processor
 from foveal_runtime.frontend.items.embeds import embeds_item
-from foveal_runtime.frontend.items.seams import MediaPart, PrepareOptions
+from foveal_runtime.frontend.items.prepared import MediaPart, PrepareOptions
 from foveal_runtime.frontend.media.protocol import EmbedsLayout, Load
 from foveal_runtime.frontend.protocol.messages import ImageEmbedsPart
 from foveal_runtime.frontend.testing.fake_worker import EMBED_WIDTH, FakeProcessor

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foveal_runtime.frontend.items.identify import Aliases
-from foveal_runtime.frontend.items.seams import MediaPart, PrepareOptions
+from foveal_runtime.frontend.items.prepared import MediaPart, PrepareOptions
 from foveal_runtime.frontend.media import hashing
 from foveal_runtime.plan.errors import InvalidRequest, MediaConflict, MediaInvalid, MediaTooLarge
 from foveal_runtime.plan.sampling import SamplingParams

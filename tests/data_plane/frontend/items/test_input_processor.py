@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from foveal_runtime.frontend.items.seams import MediaPart, PrepareOptions
+from foveal_runtime.frontend.items.prepared import MediaPart, PrepareOptions
 from foveal_runtime.plan.config import (
     InjectionConfig,
     MediaSources,

@@ -16,8 +16,8 @@ from foveal_runtime.frontend.engines.routing import (
     load_bound,
 )
 from foveal_runtime.frontend.items.placement import complete_prompt, match_placeholders
+from foveal_runtime.frontend.items.prepared import MediaPart
 from foveal_runtime.frontend.items.processor_cache import ENTRY_BYTES, ProcessorCache
-from foveal_runtime.frontend.items.seams import MediaPart
 from foveal_runtime.frontend.media.protocol import PlaceholderInfo, ProcessorInfo
 from foveal_runtime.plan.errors import InvalidRequest
 from foveal_runtime.plan.metrics.metric import STAGE_BUCKETS

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from foveal_runtime.frontend.items.placement import complete_prompt, match_placeholders
-from foveal_runtime.frontend.items.seams import MediaPart
+from foveal_runtime.frontend.items.prepared import MediaPart
 from foveal_runtime.frontend.media.rules import surround
 from foveal_runtime.plan.config import ModalitiesConfig, ModalityLimits
 from foveal_runtime.plan.errors import InvalidRequest, MediaInvalid

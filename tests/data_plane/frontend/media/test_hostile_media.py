@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from foveal_runtime.frontend.items.seams import MediaPart, PrepareOptions
+from foveal_runtime.frontend.items.prepared import MediaPart, PrepareOptions
 from foveal_runtime.frontend.media import options, timed
 from foveal_runtime.plan.config import ModalityLimits
 from foveal_runtime.plan.errors import (

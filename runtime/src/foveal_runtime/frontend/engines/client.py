@@ -1,6 +1,6 @@
 """All engines as one: routing, sending, and carrying a request on when its engine goes.
 
-Implements `seams.Generator` and `seams.Knowledge`; one per HTTP process. A request whose
+Implements `interfaces.Generator` and `interfaces.Knowledge`; one per HTTP process. A request whose
 engine dies, drains or forgets it is sent elsewhere with the tokens already emitted, under a new
 attempt number; nothing is emitted twice. Never decodes media, never blocks.
 """
@@ -36,7 +36,8 @@ from foveal_runtime.frontend.engines.run import (
     Stream,
 )
 from foveal_runtime.frontend.engines.shared_values import SharedValues
-from foveal_runtime.frontend.items.seams import EnginesLoad, PreparedRequest
+from foveal_runtime.frontend.items.interfaces import EnginesLoad
+from foveal_runtime.frontend.items.prepared import PreparedRequest
 from foveal_runtime.mirror.messages import Death
 from foveal_runtime.mirror.sender import Sender, SendItem, SendValue
 from foveal_runtime.plan.config import EngineAddress, FrontendConfig
@@ -226,7 +227,6 @@ class EngineClient:
         return sum(link.is_ready for link in self._links.values())
 
     def load(self) -> EnginesLoad:
-        """See `seams.Generator`."""
         known = [link.load for link in self._links.values() if link.load is not None]
         return EnginesLoad(
             num_running=sum(one.num_running for one in known),
@@ -235,7 +235,6 @@ class EngineClient:
         )
 
     def loras(self) -> dict[str, LoraRef]:
-        """See `seams.Generator`."""
         return served_loras(self._links.values())
 
     async def health(self) -> bool:
@@ -268,7 +267,7 @@ class EngineClient:
 
     # ---- requests -------------------------------------------------------------------------------
     async def generate(self, request: PreparedRequest) -> AsyncGenerator[EngineOutput, None]:
-        """See `seams.Generator`."""
+        """See `interfaces.Generator`."""
         run = EngineRun(request)
         link: EngineLink | None = None
         stream: Stream | None = None

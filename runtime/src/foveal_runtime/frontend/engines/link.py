@@ -19,7 +19,7 @@ import msgspec
 
 from foveal_runtime.frontend.engines.run import Lost, Rejected, Stream
 from foveal_runtime.frontend.engines.shared_values import SharedValues
-from foveal_runtime.frontend.items.seams import PreparedItem, PreparedRequest
+from foveal_runtime.frontend.items.prepared import PreparedItem, PreparedRequest
 from foveal_runtime.mirror.messages import (
     Control,
     Death,

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Iterable, Sequence
 
 from foveal_runtime.frontend.engines.link import EngineLink
-from foveal_runtime.frontend.items.seams import PreparedRequest
+from foveal_runtime.frontend.items.prepared import PreparedRequest
 from foveal_runtime.plan.errors import InvalidRequest, NoEngine
 from foveal_runtime.plan.lora import NOT_LOADED, LoraRef
 

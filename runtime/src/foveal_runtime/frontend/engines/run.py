@@ -18,7 +18,7 @@ import msgspec
 
 from foveal_runtime.frontend.common.stats import FrontendStats
 from foveal_runtime.frontend.engines.routing import affinity_keys
-from foveal_runtime.frontend.items.seams import PreparedRequest
+from foveal_runtime.frontend.items.prepared import PreparedRequest
 from foveal_runtime.mirror.messages import RequestId
 from foveal_runtime.mirror.sender import Sender
 from foveal_runtime.plan.errors import EngineFailure, FovealError, RateLimited

@@ -15,12 +15,8 @@ from dataclasses import dataclass
 import msgspec
 
 from foveal_runtime.frontend.grammars.reader import CallPiece
-from foveal_runtime.frontend.items.seams import (
-    Generator,
-    PreparedItem,
-    PreparedRequest,
-    ValueSource,
-)
+from foveal_runtime.frontend.items.interfaces import Generator
+from foveal_runtime.frontend.items.prepared import PreparedItem, PreparedRequest, ValueSource
 from foveal_runtime.frontend.protocol.rules import seed_of_choice
 from foveal_runtime.frontend.text.detokenizer import Detokenizer
 from foveal_runtime.plan.errors import EngineFailure, from_wire

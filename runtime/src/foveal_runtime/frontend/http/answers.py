@@ -16,7 +16,7 @@ import msgspec
 from foveal_runtime.frontend.engines.sequence import Delta
 from foveal_runtime.frontend.grammars.reader import CallPiece
 from foveal_runtime.frontend.http.asgi.json_bodies import encode_json
-from foveal_runtime.frontend.items.seams import PreparedItem
+from foveal_runtime.frontend.items.prepared import PreparedItem
 from foveal_runtime.frontend.protocol.requests import StreamOptions
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
 from foveal_runtime.plan.media import MODALITIES

@@ -54,7 +54,7 @@ from foveal_runtime.frontend.http.pages import page_response
 from foveal_runtime.frontend.http.routes import build_router
 from foveal_runtime.frontend.http.service import Service
 from foveal_runtime.frontend.items.injection import Injector
-from foveal_runtime.frontend.items.seams import Generator, InputProcessor, PromptPlaceholders
+from foveal_runtime.frontend.items.interfaces import Generator, InputProcessor, PromptPlaceholders
 from foveal_runtime.frontend.protocol.responses import ChatCompletionChunk
 from foveal_runtime.frontend.protocol.rules import SamplingDefaults
 from foveal_runtime.frontend.text.chat_template import ChatTemplate, load_template

@@ -25,7 +25,7 @@ from foveal_runtime.frontend.http.service import (
     make_job,
     open_run,
 )
-from foveal_runtime.frontend.items.seams import PromptPlaceholders
+from foveal_runtime.frontend.items.interfaces import PromptPlaceholders
 from foveal_runtime.frontend.protocol.constraints import wanted_of
 from foveal_runtime.frontend.protocol.requests import CompletionRequest, Prompt
 from foveal_runtime.frontend.protocol.rules import check_fields, check_num_sequences

@@ -29,7 +29,7 @@ from foveal_runtime.frontend.http.monitoring.health import Health
 from foveal_runtime.frontend.http.monitoring.metrics import MetricsPage
 from foveal_runtime.frontend.http.service import Service, scope_of
 from foveal_runtime.frontend.http.tokens import build_token_router
-from foveal_runtime.frontend.items.seams import PromptPlaceholders
+from foveal_runtime.frontend.items.interfaces import PromptPlaceholders
 from foveal_runtime.frontend.protocol.requests import ChatCompletionRequest, CompletionRequest
 from foveal_runtime.frontend.protocol.responses import (
     ChatCompletion,

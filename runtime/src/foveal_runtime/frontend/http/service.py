@@ -32,9 +32,8 @@ from foveal_runtime.frontend.http.access.admission import Gate, Hold, Ticket, ch
 from foveal_runtime.frontend.http.answers import Answer
 from foveal_runtime.frontend.http.asgi.replies import until_disconnect
 from foveal_runtime.frontend.http.monitoring.request_stats import RequestStats
-from foveal_runtime.frontend.items.seams import (
-    Generator,
-    InputProcessor,
+from foveal_runtime.frontend.items.interfaces import Generator, InputProcessor
+from foveal_runtime.frontend.items.prepared import (
     MediaPart,
     PreparedItem,
     PreparedRequest,

@@ -10,7 +10,7 @@ from fastapi.routing import APIRoute
 
 from foveal_runtime.frontend.http.asgi.replies import until_disconnect
 from foveal_runtime.frontend.http.service import RequestScope, Service, pages_of, scope_of
-from foveal_runtime.frontend.items.seams import MediaPart, PreparedRequest
+from foveal_runtime.frontend.items.prepared import MediaPart, PreparedRequest
 from foveal_runtime.frontend.items.source import Page
 from foveal_runtime.frontend.protocol.requests import DetokenizeRequest, TokenizeRequest
 from foveal_runtime.frontend.protocol.responses import (

@@ -14,7 +14,7 @@ from foveal_runtime.frontend.common.single_flight import SingleFlight
 from foveal_runtime.frontend.common.stats import FrontendStats
 from foveal_runtime.frontend.items.identify import Identifier, naming
 from foveal_runtime.frontend.items.placement import check_counts
-from foveal_runtime.frontend.items.seams import MediaPart, PrepareOptions
+from foveal_runtime.frontend.items.prepared import MediaPart, PrepareOptions
 from foveal_runtime.frontend.items.source import Page, RawMedia, ReadOnce
 from foveal_runtime.frontend.media.protocol import ProcessorInfo
 from foveal_runtime.frontend.media.workers import Workers
@@ -54,7 +54,7 @@ class Documents:
     async def pages(
         self, documents: Sequence[MediaPart], options: PrepareOptions
     ) -> list[Sequence[Page]]:
-        """See `seams.InputProcessor`. One document after the other, so that a request with too
+        """See `interfaces.InputProcessor`. One document after the other, so that a request with too
         many pages is refused before all are drawn."""
         check_counts(self._info, self._modalities, documents)
         limit = self._modalities.image.max_per_prompt

@@ -19,7 +19,7 @@ from blake3 import blake3
 
 from foveal_runtime.frontend.common.stats import FrontendStats
 from foveal_runtime.frontend.items.placement import limits_of
-from foveal_runtime.frontend.items.seams import MediaPart, PrepareOptions
+from foveal_runtime.frontend.items.prepared import MediaPart, PrepareOptions
 from foveal_runtime.frontend.items.source import Buffer, GivenBytes, RawMedia
 from foveal_runtime.frontend.media import hashing
 from foveal_runtime.frontend.media.fetch import Fetcher

@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 
 from foveal_runtime.frontend.common.stats import FrontendStats
+from foveal_runtime.frontend.items.interfaces import Knowledge
 from foveal_runtime.frontend.items.processor_cache import ProcessorCache
-from foveal_runtime.frontend.items.seams import Knowledge
 from foveal_runtime.frontend.media import hashing
 from foveal_runtime.frontend.media.protocol import ProcessorInfo
 from foveal_runtime.mirror.sender import SendItem, SendValue

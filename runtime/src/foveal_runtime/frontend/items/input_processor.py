@@ -1,7 +1,7 @@
 """From tokens and media parts to a request that can be routed: identity first, work only if needed.
 
-Implements `seams.InputProcessor`; one per HTTP process. A part is identified (`identify`), its key
-looked up in the processor cache and in every engine's mirror; only when none has it does a
+Implements `interfaces.InputProcessor`; one per HTTP process. A part is identified (`identify`), its
+key looked up in the processor cache and in every engine's mirror; only when none has it does a
 media worker start. Never decodes an image itself.
 """
 
@@ -30,20 +30,20 @@ from foveal_runtime.frontend.items.identify import (
     unknown_media,
 )
 from foveal_runtime.frontend.items.injection import Injector
+from foveal_runtime.frontend.items.interfaces import Knowledge
 from foveal_runtime.frontend.items.placement import (
     check_counts,
     complete_prompt,
     match_placeholders,
 )
-from foveal_runtime.frontend.items.processor_cache import ProcessorCache
-from foveal_runtime.frontend.items.seams import (
+from foveal_runtime.frontend.items.prepared import (
     ItemCost,
-    Knowledge,
     MediaPart,
     PreparedItem,
     PreparedRequest,
     PrepareOptions,
 )
+from foveal_runtime.frontend.items.processor_cache import ProcessorCache
 from foveal_runtime.frontend.items.source import Buffer, ItemSource, Page, RawMedia
 from foveal_runtime.frontend.media import hashing
 from foveal_runtime.frontend.media.fetch import Fetcher
@@ -118,13 +118,13 @@ class MediaInput:
     async def pages(
         self, documents: Sequence[MediaPart], options: PrepareOptions
     ) -> list[Sequence[Page]]:
-        """See `seams.InputProcessor`."""
+        """See `interfaces.InputProcessor`."""
         return await self.documents.pages(documents, options)
 
     async def prepare(
         self, token_ids: list[int], parts: Sequence[MediaPart], options: PrepareOptions
     ) -> PreparedRequest:
-        """See `seams.InputProcessor`."""
+        """See `interfaces.InputProcessor`."""
         items: list[PreparedItem] = []
         try:
             self._check_embeds(parts)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from foveal_runtime.frontend.items.seams import MediaPart
+from foveal_runtime.frontend.items.prepared import MediaPart
 from foveal_runtime.frontend.media.protocol import ProcessorInfo
 from foveal_runtime.frontend.media.rules import surround
 from foveal_runtime.plan.config import ModalitiesConfig, ModalityLimits

@@ -109,7 +109,7 @@ class ItemSource:
             self._retained = value
 
     async def value(self) -> Buffer:
-        """See `seams.ValueSource`. Raises MediaUnknown when nothing here can make it."""
+        """See `prepared.ValueSource`. Raises MediaUnknown when nothing here can make it."""
         cached = self._cache.peek(self.mm_hash)
         if cached is not None:
             self._drop_retained()

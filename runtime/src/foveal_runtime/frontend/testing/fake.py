@@ -1,4 +1,4 @@
-"""Implementations of the seams without media, sockets or engines; they ship for tests and demos.
+"""Implementations of `items.interfaces` without media, sockets or engines, for tests and demos.
 
 FakeGenerator echoes scripted tokens; FakeInputProcessor counts placeholders and makes sources that
 count their releases.
@@ -11,8 +11,8 @@ from array import array
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from foveal_runtime.frontend.items.seams import (
-    EnginesLoad,
+from foveal_runtime.frontend.items.interfaces import EnginesLoad
+from foveal_runtime.frontend.items.prepared import (
     MediaPart,
     PreparedItem,
     PreparedRequest,

@@ -25,7 +25,8 @@ from foveal_runtime.frontend.grammars.formats import (
     recognise,
     render_calls,
 )
-from foveal_runtime.frontend.items.seams import MediaPart, PromptPlaceholders
+from foveal_runtime.frontend.items.interfaces import PromptPlaceholders
+from foveal_runtime.frontend.items.prepared import MediaPart
 from foveal_runtime.frontend.items.source import Page
 from foveal_runtime.frontend.protocol.messages import (
     ContentPart,

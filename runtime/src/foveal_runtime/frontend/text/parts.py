@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from foveal_runtime.frontend.items.seams import MediaPart
+from foveal_runtime.frontend.items.prepared import MediaPart
 from foveal_runtime.frontend.protocol.messages import (
     AudioUrlPart,
     DocumentPart,

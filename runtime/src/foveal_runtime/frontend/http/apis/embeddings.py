@@ -27,7 +27,8 @@ from foveal_runtime.frontend.http.service import (
     pages_of,
     scope_of,
 )
-from foveal_runtime.frontend.items.seams import MediaPart, PromptPlaceholders
+from foveal_runtime.frontend.items.interfaces import PromptPlaceholders
+from foveal_runtime.frontend.items.prepared import MediaPart
 from foveal_runtime.frontend.protocol.requests import EmbeddingRequest
 from foveal_runtime.frontend.protocol.responses import EmbeddingList
 from foveal_runtime.frontend.protocol.rules import check_extra, check_salt, check_truncates

@@ -30,7 +30,7 @@ from foveal_runtime.frontend.http.asgi.replies import (
     failure,
     internal_error,
 )
-from foveal_runtime.frontend.items.seams import Generator
+from foveal_runtime.frontend.items.interfaces import Generator
 from foveal_runtime.plan.config import Admission
 from foveal_runtime.plan.errors import (
     AuthenticationFailed,

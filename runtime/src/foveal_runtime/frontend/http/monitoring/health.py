@@ -11,7 +11,7 @@ import asyncio
 import time
 
 from foveal_runtime.frontend.http.access.admission import Gate
-from foveal_runtime.frontend.items.seams import Generator, InputProcessor
+from foveal_runtime.frontend.items.interfaces import Generator, InputProcessor
 
 _ROUND_TRIP_SECONDS = 5.0
 _REUSE_SECONDS = 1.0

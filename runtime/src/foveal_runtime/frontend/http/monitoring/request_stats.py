@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from foveal_runtime.frontend.engines.sequence import Delta
 from foveal_runtime.frontend.http.access.admission import Gate
 from foveal_runtime.frontend.http.monitoring.health import Health
-from foveal_runtime.frontend.items.seams import Generator
+from foveal_runtime.frontend.items.interfaces import Generator
 from foveal_runtime.plan.metrics.gen_ai import PROVIDER
 from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.telemetry.metrics import Metrics
