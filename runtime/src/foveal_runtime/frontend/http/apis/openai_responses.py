@@ -12,7 +12,7 @@ from starlette.responses import Response
 from foveal_runtime.frontend.engines.sequence import Delta
 from foveal_runtime.frontend.grammars.reader import CallPiece
 from foveal_runtime.frontend.http.answers import Tally
-from foveal_runtime.frontend.http.apis.translation import Event, answer, count, plan
+from foveal_runtime.frontend.http.apis.chat_translation import Event, answer, count, plan
 from foveal_runtime.frontend.http.service import Service, scope_of
 from foveal_runtime.frontend.protocol.openai_responses import (
     ResponsesAnswer,

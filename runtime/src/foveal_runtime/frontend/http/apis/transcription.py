@@ -14,7 +14,7 @@ from starlette.responses import PlainTextResponse, Response
 from foveal_runtime.frontend.engines.sequence import Delta
 from foveal_runtime.frontend.grammars.reader import CallPiece
 from foveal_runtime.frontend.http.answers import Tally
-from foveal_runtime.frontend.http.apis.translation import Event, answer, parsed, plan
+from foveal_runtime.frontend.http.apis.chat_translation import Event, answer, parsed, plan
 from foveal_runtime.frontend.http.service import Service, scope_of
 from foveal_runtime.frontend.protocol.rules import check_extra
 from foveal_runtime.frontend.protocol.transcription import (
