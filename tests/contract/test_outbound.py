@@ -29,6 +29,7 @@ WAYS_OUT = {
     "foveal_runtime/bench/runs.py": "the server of `foveal bench`",
     "foveal_runtime/main/local/bench.py": "the server of `foveal bench`",
     "foveal_runtime/frontend/http/monitoring/metrics.py": "their engines",
+    "foveal_runtime/frontend/http/monitoring/siblings.py": "",  # Unix sockets of its own frontend
     "foveal_runtime/frontend/media/fetch.py": "`security.mediaSources.allowedDomains`",
     "foveal_runtime/main/fetch.py": "`S3_ENDPOINT_URL`",
     "foveal_runtime/main/launcher.py": "",  # the processes that it started itself

@@ -19,8 +19,8 @@ from foveal_runtime.frontend.http.access.admin import HeldRequest, LoraAction
 from foveal_runtime.frontend.http.app import build_app
 from foveal_runtime.frontend.http.asgi.listeners import bind_unix
 from foveal_runtime.frontend.http.asgi.server import serve as serve_http
-from foveal_runtime.frontend.http.monitoring.metrics import Siblings, sibling_app, socket_path
 from foveal_runtime.frontend.http.monitoring.metrics_source import media_source
+from foveal_runtime.frontend.http.monitoring.siblings import Siblings, sibling_app, socket_path
 from foveal_runtime.frontend.items.input_processor import MediaInput
 from foveal_runtime.frontend.media.protocol import ProcessorInfo
 from foveal_runtime.frontend.media.workers import MediaWorkers

@@ -16,12 +16,8 @@ from foveal_runtime.frontend.http.access.admission import Gate
 from foveal_runtime.frontend.http.access.auth import KeyFile
 from foveal_runtime.frontend.http.asgi.listeners import bind_addresses, bind_tcp, bind_unix
 from foveal_runtime.frontend.http.asgi.server import serve
-from foveal_runtime.frontend.http.monitoring.metrics import (
-    MetricsPage,
-    Siblings,
-    sibling_app,
-    socket_path,
-)
+from foveal_runtime.frontend.http.monitoring.metrics import MetricsPage
+from foveal_runtime.frontend.http.monitoring.siblings import Siblings, sibling_app, socket_path
 from foveal_runtime.plan.config import Admission
 from foveal_runtime.plan.errors import RateLimited, StartupError
 

@@ -1,20 +1,16 @@
-"""/metrics of a frontend process: its own series, and those of the peers it was told about; and
-what the processes that share a port tell each other.
+"""/metrics of a frontend process: its own series, and those of the peers it was told about.
 
 Peers are engines (local mode) and the other HTTP processes behind the same port; each of those also
 serves its own series alone, on a Unix socket or loopback port (`own_metrics_app`, or
-`/metrics?own=1`), so that whichever process is asked shows all of them and nothing twice. On that
-socket, which only its own user can open, a process also takes the order to empty its processor
-cache, so that whichever process answers an administrator empties all of them. Requests of users
-never pass here.
+`/metrics?own=1`), so that whichever process is asked shows all of them and nothing twice. Requests
+of users never pass here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import aiohttp
 from prometheus_client import Metric as Family
@@ -111,53 +107,3 @@ def own_metrics_app(metrics: Metrics) -> Starlette:
         return Response(b'{"status":"ok","detail":""}', media_type="application/json")
 
     return Starlette(routes=[Route("/metrics", page), Route("/livez", livez)])
-
-
-RESET_PATH = "/reset_processor_cache"
-_SECONDS = 5.0
-
-
-def socket_path(folder: str, index: int) -> str:
-    return str(Path(folder) / f"{index}.sock")
-
-
-class Siblings:
-    """The other processes; `paths` are their sockets."""
-
-    def __init__(self, paths: Sequence[str] = ()) -> None:
-        self.paths = tuple(paths)
-
-    @property
-    def metrics_peers(self) -> tuple[str, ...]:
-        return tuple(f"unix:{path}" for path in self.paths)
-
-    async def reset_processor_caches(self) -> int:
-        """Returns how many did it. One that is just starting has an empty cache anyway."""
-        done = await asyncio.gather(*(self._reset(path) for path in self.paths))
-        return sum(done)
-
-    async def _reset(self, path: str) -> bool:
-        try:
-            async with (
-                aiohttp.ClientSession(
-                    connector=aiohttp.UnixConnector(path),
-                    timeout=aiohttp.ClientTimeout(total=_SECONDS),
-                ) as session,
-                session.post(f"http://localhost{RESET_PATH}") as answer,
-            ):
-                return answer.status == 204
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            logger.warning("a process of this frontend did not empty its cache: %s", error)
-            return False
-
-
-def sibling_app(metrics: Metrics, reset: Callable[[], None]) -> Starlette:
-    """What this process serves to its siblings."""
-    app = own_metrics_app(metrics)
-
-    async def empty(request: Request) -> Response:
-        reset()
-        return Response(status_code=204)
-
-    app.add_route(RESET_PATH, empty, methods=["POST"])
-    return app
