@@ -24,9 +24,12 @@ from foveal_runtime.main.local.options import (
 )
 from foveal_runtime.plan.config import DEFAULT_VIDEO_FRAMES, DEFAULT_VIDEO_PIXELS
 from foveal_runtime.plan.errors import StartupError
-from foveal_runtime.telemetry.logs import LastWords, begin_last_words
 from foveal_runtime.telemetry.memory import ContainerMemory
 from foveal_runtime.telemetry.startup import runtime_version
+from foveal_runtime.telemetry.termination_message import (
+    TerminationMessage,
+    keep_termination_message,
+)
 
 PROGRAM = os.environ.get("FOVEAL_PROGRAM", "foveal-runtime")
 """As it was called: `foveal serve` hands on to this program."""
@@ -117,7 +120,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return launch.run(arguments.config, arguments.runtime)
     end_with_parent()
     if arguments.command in ("engine", "frontend"):
-        begin_last_words(ContainerMemory())
+        keep_termination_message(ContainerMemory())
     if arguments.command == "engine":
         from foveal_runtime.main import engine
 
@@ -180,7 +183,7 @@ def main(argv: list[str] | None = None) -> int:
 def _say(line: str) -> None:
     """Into the termination message, where a frontend or an engine keeps one."""
     for handler in logging.getLogger().handlers:
-        if isinstance(handler, LastWords):
+        if isinstance(handler, TerminationMessage):
             handler.say(line)
 
 

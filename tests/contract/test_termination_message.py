@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from foveal_operator.pods.diagnose import diagnose, last_failure
-from foveal_runtime.telemetry.logs import LastWords, configure_logging
+from foveal_runtime.telemetry.logs import configure_logging
 from foveal_runtime.telemetry.memory import ContainerMemory
+from foveal_runtime.telemetry.termination_message import TerminationMessage
 
 MIB = 1 << 20
 
@@ -29,37 +30,37 @@ def memory_of(folder: Path, peak: int, limit: str = "max") -> ContainerMemory:
 
 def test_the_peak_is_written_as_it_grows(tmp_path: Path) -> None:
     note = tmp_path / "note"
-    words = LastWords(note, memory_of(tmp_path, 100 * MIB, str(512 * MIB)))
-    words.write()
+    message = TerminationMessage(note, memory_of(tmp_path, 100 * MIB, str(512 * MIB)))
+    message.write()
     assert note.read_text() == "memory_peak=100Mi memory_limit=512Mi\n"
     memory_of(tmp_path, 101 * MIB, str(512 * MIB))
-    words.look()
+    message.look()
     assert note.read_text().startswith("memory_peak=100Mi")
     memory_of(tmp_path, 300 * MIB)
-    words.look()
+    message.look()
     assert note.read_text() == "memory_peak=300Mi\n"
 
 
 def test_the_newest_warning_is_the_last_line(tmp_path: Path) -> None:
     note = tmp_path / "note"
-    words = LastWords(note, memory_of(tmp_path, 5 * MIB))
-    log = logging.getLogger("test-last-words")
-    log.addHandler(words)
+    message = TerminationMessage(note, memory_of(tmp_path, 5 * MIB))
+    log = logging.getLogger("test-termination-message")
+    log.addHandler(message)
     log.info("nothing")
     log.warning("first %d", 1)
     try:
         raise ValueError("two\nlines")
     except ValueError:
         log.exception("the step loop failed")
-    log.removeHandler(words)
+    log.removeHandler(message)
     last = "the step loop failed: ValueError: two lines"
     assert note.read_text().splitlines() == ["memory_peak=5Mi", last]
 
 
 def test_growth_keeps_what_another_process_of_the_container_said(tmp_path: Path) -> None:
     note = tmp_path / "note"
-    one = LastWords(note, memory_of(tmp_path, 5 * MIB))
-    other = LastWords(note, memory_of(tmp_path, 5 * MIB))
+    one = TerminationMessage(note, memory_of(tmp_path, 5 * MIB))
+    other = TerminationMessage(note, memory_of(tmp_path, 5 * MIB))
     one.say("old news")
     other.say("it broke")
     memory_of(tmp_path, 50 * MIB)
@@ -67,21 +68,21 @@ def test_growth_keeps_what_another_process_of_the_container_said(tmp_path: Path)
     assert note.read_text() == "memory_peak=50Mi\nit broke\n"
 
 
-def test_configuring_logs_keeps_the_last_words(tmp_path: Path) -> None:
+def test_configuring_logs_keeps_the_termination_message(tmp_path: Path) -> None:
     root = logging.getLogger()
     before, level = list(root.handlers), root.level
-    words = LastWords(tmp_path / "note", memory_of(tmp_path, MIB))
+    message = TerminationMessage(tmp_path / "note", memory_of(tmp_path, MIB))
     try:
-        root.addHandler(words)
+        root.addHandler(message)
         configure_logging("json", stream=sys.stderr)
-        assert words in root.handlers
+        assert message in root.handlers
     finally:
         root.handlers[:] = before
         root.setLevel(level)
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
-    LastWords(tmp_path / "absent" / "note", memory_of(tmp_path, MIB)).say("x")
+    TerminationMessage(tmp_path / "absent" / "note", memory_of(tmp_path, MIB)).say("x")
 
 
 def ended(note: Path, code: int) -> dict[str, object]:
