@@ -13,14 +13,9 @@ from foveal_operator.kube.kinds import INFERENCE
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.budget_inputs import NodeFacts
 from foveal_operator.manifests.pods import REVISION_LABEL
+from foveal_operator.pods.scheduling import awaiting_nodes, could_take, has_no_node
 from foveal_operator.reconcile.baseline import read_basis
-from foveal_operator.reconcile.cluster_facts import (
-    AT_ONCE,
-    Inventory,
-    awaiting_nodes,
-    could_take,
-    has_no_node,
-)
+from foveal_operator.reconcile.inventory import AT_ONCE, Inventory
 from foveal_operator.rollout import RolloutView, decide
 from foveal_operator.rollout.record import Good, Record, record_body
 from foveal_operator.testing.fake_cluster import FakeCluster

@@ -27,7 +27,7 @@ from foveal_operator.pods.reports import Reports
 from foveal_operator.process.options import read
 from foveal_operator.process.server import ProbeServer
 from foveal_operator.reconcile.baseline import Basis, read_basis
-from foveal_operator.reconcile.cluster_facts import Inventory, count_free_devices
+from foveal_operator.reconcile.inventory import Inventory, count_free_devices
 from foveal_operator.status.conditions import (
     noteworthy,
     previous_conditions,

@@ -31,7 +31,7 @@ from foveal_operator.pods.probes import PodProber, PodReports, aiohttp_fetch
 from foveal_operator.pods.reports import ObservePods, Reports
 from foveal_operator.process.options import Options, read
 from foveal_operator.process.server import ProbeServer
-from foveal_operator.reconcile.cluster_facts import Inventory
+from foveal_operator.reconcile.inventory import Inventory
 from foveal_operator.reconcile.reconciler import Reconciler
 from foveal_operator.telemetry.declared import CONTROLLER
 from foveal_operator.telemetry.series import Telemetry

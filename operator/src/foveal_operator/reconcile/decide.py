@@ -20,7 +20,7 @@ from foveal_operator.manifests.budget_inputs import NodeFacts, budget_inputs
 from foveal_operator.manifests.context import Context, content_hash
 from foveal_operator.model.flow import ModelDecision, ModelView, decide_model
 from foveal_operator.reconcile.baseline import Basis, accelerator_name, placement_of
-from foveal_operator.reconcile.cluster_facts import Inventory
+from foveal_operator.reconcile.inventory import Inventory
 from foveal_operator.reconcile.observe import Observation, keep_latest
 from foveal_operator.rollout import RolloutDecision, RolloutView, decide, needs_devices, record_name
 from foveal_runtime.plan.budget.planner import plan as make_plan

@@ -33,7 +33,7 @@ from foveal_operator.pods.probes import PodReports
 from foveal_operator.pods.reports import ObservePods
 from foveal_operator.reconcile.apply import controller_of, is_controlled_by
 from foveal_operator.reconcile.baseline import Basis, basis_name, read_basis
-from foveal_operator.reconcile.cluster_facts import Inventory
+from foveal_operator.reconcile.inventory import Inventory
 
 COMPONENT = "app.kubernetes.io/component"
 CLAIM_SECONDS = 300.0

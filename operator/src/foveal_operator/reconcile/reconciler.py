@@ -45,8 +45,8 @@ from foveal_operator.reconcile.apply import (
     is_controlled_by,
 )
 from foveal_operator.reconcile.baseline import basis_config_map
-from foveal_operator.reconcile.cluster_facts import Inventory
 from foveal_operator.reconcile.decide import Decider, Decision
+from foveal_operator.reconcile.inventory import Inventory
 from foveal_operator.reconcile.key_secret import KeySecret
 from foveal_operator.reconcile.observe import COMPONENT, Observer, Settings
 from foveal_operator.reconcile.prune import unwanted_now

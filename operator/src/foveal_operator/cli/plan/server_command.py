@@ -44,8 +44,8 @@ from foveal_operator.observability import resource_dashboards, resource_rule_gro
 from foveal_operator.pods.probes import PodReports
 from foveal_operator.process import options
 from foveal_operator.reconcile.apply import NameTaken, Owner, standing
-from foveal_operator.reconcile.cluster_facts import Inventory
 from foveal_operator.reconcile.decide import Decider, Decision
+from foveal_operator.reconcile.inventory import Inventory
 from foveal_operator.reconcile.observe import Observer, Settings
 from foveal_operator.reconcile.prune import unwanted_in_the_end
 from foveal_runtime.plan.profile import ModelProfile
