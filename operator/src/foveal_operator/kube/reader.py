@@ -14,6 +14,7 @@ import urllib.parse
 from pathlib import Path
 from typing import Any, Protocol
 
+from foveal_operator.api.crd import GROUP, PLURAL, VERSION
 from foveal_operator.common.errors import ClusterAnswerError
 from foveal_operator.kube.kinds import OPERATOR_LABELS
 from foveal_operator.kube.types import Obj
@@ -144,6 +145,33 @@ def _load(config: Any, configuration: Any, kubeconfig: str, context: str) -> str
         raise NotConfiguredError(
             "no cluster is configured: set KUBECONFIG, give --kubeconfig, or run in a pod"
         ) from error
+
+
+def inferences_path(namespace: str, name: str = "") -> str:
+    path = f"/apis/{GROUP}/{VERSION}/namespaces/{namespace}/{PLURAL}"
+    return f"{path}/{name}" if name else path
+
+
+def get_inference(reader: Reader, name: str) -> Obj:
+    """Raises ClusterAnswerError when there is no such resource, saying which there are."""
+    found = reader.get(inferences_path(reader.namespace, name))
+    if found is not None:
+        return found
+    names = ", ".join(sorted(item["metadata"]["name"] for item in list_inferences(reader)))
+    raise ClusterAnswerError(
+        f"there is no {PLURAL}.{GROUP} {name!r} in namespace {reader.namespace}; there is "
+        f"{names or 'none'}"
+    )
+
+
+def list_inferences(reader: Reader) -> list[Obj]:
+    """Those of the namespace. Raises ClusterAnswerError where nobody has installed the resource."""
+    found = reader.get(inferences_path(reader.namespace))
+    if found is None:
+        raise ClusterAnswerError(
+            f"the cluster does not know {PLURAL}.{GROUP}: install Foveal's chart first"
+        )
+    return list(found.get("items") or ())
 
 
 def _short(error: Exception) -> str:

@@ -16,14 +16,8 @@ import msgspec
 
 from foveal_operator.api.parse import InferenceSpec, SpecError
 from foveal_operator.api.workloads import Accelerator, Parallelism
-from foveal_operator.cli.arguments import (
-    Commands,
-    add_command,
-    bullets,
-    read_profile,
-    read_resource,
-    size,
-)
+from foveal_operator.cli.arguments import Commands, add_command, size
+from foveal_operator.cli.files import bullets, read_profile, read_resource
 from foveal_operator.cli.local.documents import LocalDocuments, LocalPlace, adapted_documents
 from foveal_operator.cli.local.runtime import find_model, find_profile, runtime_command
 from foveal_operator.common.errors import EXIT_OK, MisfitError, UsageError

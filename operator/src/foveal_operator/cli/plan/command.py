@@ -10,15 +10,8 @@ import argparse
 import sys
 
 from foveal_operator.api.parse import SpecError
-from foveal_operator.cli.arguments import (
-    Commands,
-    add_cluster_flags,
-    add_command,
-    invalid,
-    read_profile,
-    read_resource,
-    size,
-)
+from foveal_operator.cli.arguments import Commands, add_cluster_flags, add_command, size
+from foveal_operator.cli.files import invalid, read_profile, read_resource
 from foveal_operator.cli.plan.render import desired_yaml, plan_json, plan_table
 from foveal_operator.cli.terminal import style_of
 from foveal_operator.common.errors import UsageError

@@ -15,15 +15,8 @@ from collections.abc import AsyncIterator, Sequence
 import msgspec
 
 from foveal_operator.api.parse import SpecError, parse, transition_problems
-from foveal_operator.cli.arguments import (
-    Connect,
-    connect,
-    inferences_path,
-    invalid,
-    list_inferences,
-    read_profile,
-    read_resource_object,
-)
+from foveal_operator.cli.arguments import Connect, connect
+from foveal_operator.cli.files import invalid, read_profile, read_resource_object
 from foveal_operator.cli.plan.render import desired_yaml
 from foveal_operator.cli.plan.server_diff import ServerDiff, diff_json, diff_text, server_diff
 from foveal_operator.cli.terminal import style_of
@@ -36,7 +29,13 @@ from foveal_operator.common.errors import (
     UsageError,
 )
 from foveal_operator.kube.kinds import BY_NAME, CHILD_SELECTOR, INSTANCE, WATCHED, Kind
-from foveal_operator.kube.reader import OPERATOR_SELECTOR, ForbiddenError, Reader
+from foveal_operator.kube.reader import (
+    OPERATOR_SELECTOR,
+    ForbiddenError,
+    Reader,
+    inferences_path,
+    list_inferences,
+)
 from foveal_operator.kube.store import Caches
 from foveal_operator.kube.types import NamespacedName, Obj
 from foveal_operator.manifests.budget_inputs import NodeFacts

@@ -19,9 +19,6 @@ from foveal_operator.cli.arguments import (
     connect,
     duration,
     formatted,
-    get_inference,
-    inferences_path,
-    list_inferences,
 )
 from foveal_operator.cli.status.view import (
     budget_rows,
@@ -36,7 +33,13 @@ from foveal_operator.common.errors import (
     EXIT_OK,
     TimeRanOut,
 )
-from foveal_operator.kube.reader import Reader, UnreachableError
+from foveal_operator.kube.reader import (
+    Reader,
+    UnreachableError,
+    get_inference,
+    inferences_path,
+    list_inferences,
+)
 from foveal_operator.kube.types import Obj, condition
 
 POLL_SECONDS = 1.0

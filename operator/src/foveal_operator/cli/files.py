@@ -1,0 +1,81 @@
+"""Files that users give to commands: a resource, a profile. Every fault is a UsageError."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from foveal_operator.api.parse import InferenceSpec, SpecError, parse
+from foveal_operator.common.errors import UsageError
+from foveal_runtime.plan import profile as model_profile
+from foveal_runtime.plan.errors import StartupError
+from foveal_runtime.plan.profile import ModelProfile
+
+MAX_FILE_BYTES = 4 << 20
+
+
+def _read(path: str, what: str) -> str:
+    try:
+        if path == "-":
+            data = sys.stdin.buffer.read(MAX_FILE_BYTES + 1)
+        else:
+            with Path(path).open("rb") as file:
+                data = file.read(MAX_FILE_BYTES + 1)
+        text = data.decode("utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot read the {what} {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the {what} {path} is not UTF-8 text") from error
+    if len(data) > MAX_FILE_BYTES:
+        raise UsageError(f"the {what} {path} is larger than {MAX_FILE_BYTES >> 20} MiB")
+    return text
+
+
+def read_resource(path: str) -> InferenceSpec:
+    """The one MultiModalInference of a file that may hold other objects beside it."""
+    return _read_both(path)[1]
+
+
+def read_resource_object(path: str) -> dict[str, Any]:
+    """The same as it stands in the file, once it has been found in order."""
+    return _read_both(path)[0]
+
+
+def _read_both(path: str) -> tuple[dict[str, Any], InferenceSpec]:
+    try:
+        documents = [d for d in yaml.safe_load_all(_read(path, "resource")) if d is not None]
+    except yaml.YAMLError as error:
+        raise UsageError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    found = [d for d in documents if isinstance(d, dict) and d.get("kind") == "MultiModalInference"]
+    if not found and len(documents) == 1:
+        found = documents
+    if len(found) != 1:
+        raise UsageError(f"{path} holds {len(found)} MultiModalInference objects; give one")
+    try:
+        return found[0], parse(found[0])
+    except SpecError as error:
+        raise invalid(path, error) from error
+
+
+def read_profile(path: str) -> ModelProfile:
+    try:
+        return model_profile.decode(_read(path, "profile").encode())
+    except StartupError as error:
+        raise UsageError(
+            f"{path}: {error.message}; make one with `foveal-runtime profile MODEL_DIRECTORY`"
+        ) from error
+
+
+def invalid(path: str, error: SpecError) -> UsageError:
+    """The error about a file whose resource has problems; a single one stands on its line."""
+    head = f"{'standard input' if path == '-' else path} is not a valid MultiModalInference:"
+    if len(error.problems) == 1:
+        return UsageError(f"{head}{bullets(error)[1:]}")
+    return UsageError(f"{head}\n{bullets(error)}")
+
+
+def bullets(error: SpecError) -> str:
+    return "\n".join(f"  {path}: {what}" for path, what in error.problems)
