@@ -1,6 +1,6 @@
 """`foveal dashboard`: the overview as one HTML page, from a Prometheus or from /metrics directly.
 
-Holds the arguments; cli/dashboard/job.py does the work and is loaded only when it is wanted.
+Holds the arguments; cli/dashboard/run.py does the work and is loaded only when it is wanted.
 """
 
 from __future__ import annotations
@@ -101,16 +101,16 @@ def add_parser(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace, sleep: Sleep = time.sleep) -> int:
     # Here, not above: no other command has a use for the boards.
-    from foveal_operator.cli.dashboard.job import Job
+    from foveal_operator.cli.dashboard.run import DashboardRun
     from foveal_operator.cli.dashboard.sources import SourceError
 
     if not arguments.prometheus and not arguments.metrics:
         arguments.metrics = [DEFAULT_METRICS]
     if not arguments.out and not arguments.watch:
         arguments.out = DEFAULT_OUT
-    job = Job(arguments, sleep)
+    page = DashboardRun(arguments, sleep)
     try:
-        return job.watch() if arguments.watch else job.once()
+        return page.watch() if arguments.watch else page.once()
     except SourceError as error:
         raise ClusterAnswerError(str(error)) from error
 

@@ -1,7 +1,7 @@
 """Contents of the page: panels chosen from the dashboards. Pure.
 
 Panels are named by board and title, so that the page and Grafana never differ in a query; a test
-holds every name. Used by job.py and page.py.
+holds every name. Used by run.py and page.py.
 """
 
 from __future__ import annotations

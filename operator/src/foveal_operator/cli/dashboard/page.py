@@ -1,6 +1,6 @@
 """The page: headlines, charts and tables as one HTML text that needs nothing else. Pure.
 
-Used by job.py. No script; the policy in the head allows the page's own style sheet and
+Used by run.py. No script; the policy in the head allows the page's own style sheet and
 nothing from anywhere. Colours are classes of that sheet, for light and dark.
 """
 

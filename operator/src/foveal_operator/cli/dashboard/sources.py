@@ -1,6 +1,6 @@
 """Sources of the page's figures: the seam, a Prometheus, and /metrics of the processes themselves.
 
-Used by job.py. Network: one GET for each query or reading. Never follows a redirect (a token must
+Used by run.py. Network: one GET for each query or reading. Never follows a redirect (a token must
 not go elsewhere), never reads more than MAX_ANSWER_BYTES, never writes.
 """
 

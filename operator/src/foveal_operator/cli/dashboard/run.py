@@ -32,8 +32,8 @@ _LEAST_DIRECT_WINDOW_SECONDS = 15
 Sleep = Callable[[float], None]
 
 
-class Job:
-    """`arguments` as cli_dashboard.py parses them. Raises UsageError for what cannot be meant."""
+class DashboardRun:
+    """`arguments` as command.py parses them. Raises UsageError for what cannot be meant."""
 
     def __init__(self, arguments: argparse.Namespace, sleep: Sleep) -> None:
         self._sleep = sleep
