@@ -160,6 +160,25 @@ def test_a_request_goes_on_when_its_medium_turns_out_to_be_wrong() -> None:
     assert drive.scheduler.snapshots.pool.num_cached_blocks == 0
 
 
+def test_a_request_whose_medium_was_wrong_starts_over_beside_another() -> None:
+    """What it made since has no hashes. Preempted while another computes the same tokens, it was
+    compared with that one past its last hash: an IndexError, which ends the engine."""
+    drive = hybrid()
+    cat, value = image("cat", 1, 6)
+    request = drive.add("w", [1, *[9] * 6, *range(20, 31)], [(cat, value)], max_tokens=40)
+    for _ in range(4):
+        drive.step()
+    drive.scheduler.forget_media([cat.mm_hash])
+    for _ in range(20):
+        drive.step()
+    assert len(request.block_hashes) < request.num_computed // 4
+    drive.add("b", [*request.token_ids, *range(20, 120)], [(cat, value)])
+    drive.step()
+    drive.scheduler.preempt(request)
+    drive.run()
+    drive.assert_done()
+
+
 def test_no_state_made_from_a_wrong_value_is_found_by_others() -> None:
     drive = hybrid()
     cat, value = image("cat", 2, 6)

@@ -336,8 +336,9 @@ class Planner:
     def _is_coming(self, request: Request, num_hit: int, now: _Pass) -> bool:
         """Whether a running request is about to compute blocks that this one lacks, and more of
         them than this one would have left to do: computing both at once would be twice the work."""
-        size = self.limits.block_size
-        most = max_hit_blocks(request, size, self.traits.bidirectional)
+        size, mine = self.limits.block_size, request.block_hashes
+        # Outputs that it made while it was withdrawn have no names.
+        most = min(max_hit_blocks(request, size, self.traits.bidirectional), len(mine))
         if not self.table.is_caching or num_hit >= most:
             return False
         if now.computing is None:
@@ -345,7 +346,6 @@ class Planner:
                 entry for entry in self.table.running
                 if entry.num_published * size + size <= entry.num_prompt_tokens
             ]  # fmt: skip
-        mine = request.block_hashes
         for entry in now.computing:
             theirs = entry.block_hashes
             if self._snapshots is None and entry.num_published > num_hit:
