@@ -412,6 +412,8 @@ def test_serve_takes_it_once_by_digest_and_without_a_network(
     with pytest.raises(StartupError, match="503"):
         find_model(registry.uri(":2"))
     registry.refusal = 0
+    with pytest.raises(StartupError, match="put it as tag or digest behind the name"):
+        find_model(registry.uri(), revision="v1")
     registry.push([layer(*content, ("new.json", b"{}"))])
     moved = find_model(registry.uri())
     assert moved.path != first.path

@@ -85,3 +85,11 @@ def test_large_models_fit_a_termination_message(num_layers: int) -> None:
 def test_a_profile_that_cannot_fit_is_refused_and_not_cut() -> None:
     with pytest.raises(StartupError, match="termination message"):
         compact(large(1, "m" * 5000))
+
+
+@pytest.mark.parametrize("field", ["max_model_len", "kv_bytes_per_token", "embed_bytes"])
+def test_what_is_divided_by_is_not_0(field: str) -> None:
+    """`foveal plan --profile` divided by it and ended in a traceback."""
+    written = msgspec.to_builtins(large(1)) | {field: 0}
+    with pytest.raises(StartupError, match=rf"`int` >= 1 - at `\$.{field}`"):
+        decode(msgspec.json.encode(written))

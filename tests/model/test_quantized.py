@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -134,3 +137,28 @@ def test_a_missing_package_is_one_line(tiny, monkeypatch) -> None:
     monkeypatch.setattr(model_class, "from_pretrained", absent)
     with pytest.raises(StartupError, match="cannot be loaded: needs a package"):
         loader.load_model(str(tiny("llama")))
+
+
+ODD = [None, True, 1, 1.5, "x", ["x"], [[1]], {"a": 1}]
+SCHEMES = [
+    {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+    {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq"},
+    {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {},
+     "sparsity_config": {}, "transform_config": {}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("odd", ODD, ids=repr)
+def test_a_scheme_of_any_json_is_taken_or_refused_in_a_line(odd: Any, tmp_path: Path) -> None:
+    """A scheme that was no mapping, or a list where a word belongs, was a traceback."""
+    configs: list[dict[str, Any]] = [{"quantization_config": odd}, {"sub_configs": odd}]
+    for scheme in SCHEMES:
+        configs += [{"quantization_config": {**scheme, name: odd}} for name in scheme]
+    for config in configs:
+        with contextlib.suppress(quantized.UnsupportedQuantization):
+            quantized.check_declared(str(tmp_path), SimpleNamespace(**config))
+    for name in ("hf_quant_config.json", "quantize_config.json"):
+        (tmp_path / name).write_text(json.dumps({"quantization": odd}))
+        with contextlib.suppress(quantized.UnsupportedQuantization):
+            quantized.check_declared(str(tmp_path), SimpleNamespace())
+        (tmp_path / name).unlink()

@@ -108,6 +108,12 @@ def test_several_mistakes_are_told_at_once() -> None:
     assert parser_fields(obj) == ["metadata.name", "spec.caches.encoder.tokens"]
 
 
+@pytest.mark.parametrize("namespace", [True, 7, ["a"], "a\0", "A", "a" * 64])
+def test_a_namespace_is_a_label(namespace: Any) -> None:
+    """It went into dashboards' texts unread: `foveal plan` ended in a traceback."""
+    assert parser_fields(put(resource(), "metadata.namespace", namespace)) == ["metadata.namespace"]
+
+
 @pytest.mark.parametrize("obj", [None, [], {}, {"metadata": {}}, {"metadata": {"name": "x"}}])
 def test_what_is_no_resource_is_refused(obj: Any) -> None:
     assert parser_fields(obj)

@@ -26,6 +26,7 @@ from foveal_operator.api.rules import FORMATS, Part
 from foveal_operator.api.spec import MultiModalInferenceSpec
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _LOCATED = re.compile(r"(?P<what>.*?)(?: - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`)?", re.DOTALL)
 
 
@@ -146,6 +147,9 @@ def _header_problems(
         yield "metadata.name", f"{name!r} must be a DNS label that starts with a letter"
     elif name in RESERVED_NAMES:
         yield "metadata.name", f"{name!r} {RESERVED_MESSAGE}"
+    namespace = metadata.get("namespace")
+    if namespace and not (isinstance(namespace, str) and _NAMESPACE.fullmatch(namespace)):
+        yield "metadata.namespace", f"{namespace!r} must be a DNS label"
 
 
 def _located(message: str) -> tuple[str, str]:

@@ -78,7 +78,7 @@ def model_type(model_path: str | Path) -> str:
     """Of config.json; "" where there is none that can be read: others say so."""
     try:
         found = json.loads((Path(model_path) / "config.json").read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return ""
     return str(found.get("model_type", "")) if isinstance(found, dict) else ""
 
@@ -101,7 +101,7 @@ def _mode(path: Path) -> Pooling:
 def _read(path: Path, kind: type) -> Any:
     try:
         found = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise StartupError(f"cannot read {path}: {error}") from error
     if not isinstance(found, kind):
         raise StartupError(f"{path} is no {kind.__name__} of JSON")

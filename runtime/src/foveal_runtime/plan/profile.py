@@ -8,13 +8,14 @@ that needs the model itself.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from foveal_runtime.plan.config import GIB, ModalitiesConfig
 from foveal_runtime.plan.errors import StartupError
 
+_Positive = Annotated[int, msgspec.Meta(ge=1)]
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 ValueSource = Literal["config", "headers", "formula", "processor", "measured"]
 
@@ -151,12 +152,12 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
     state_bytes: int = 0
     quantization: str = ""
     load_bytes: int = 0
-    max_model_len: int
+    max_model_len: _Positive
     weight_bytes: int
-    kv_bytes_per_token: int
+    kv_bytes_per_token: _Positive
     embed_width: int = 0
-    embed_bytes: int = 2
-    embed_levels: int = 1
+    embed_bytes: _Positive = 2
+    embed_levels: _Positive = 1
     activation_bytes: int = 0
     activation_bytes_per_token: int = 0
     items: dict[str, ItemProfile] = {}

@@ -75,6 +75,9 @@ def _from_uri(given: str, scheme: str, rest: str, revision: str, task: Task) -> 
     if scheme == "hf" and _HUB_NAME.fullmatch(name):
         return _from_hub(name, revision or tag, task)
     if scheme in ("s3", "oci") and rest:
+        if revision:
+            where = "into the prefix" if scheme == "s3" else "as tag or digest behind the name"
+            raise StartupError(f"{given}: --revision is for models of the hub: put it {where}")
         return _from_store(scheme, rest)
     if scheme == "pvc":
         raise StartupError(
@@ -162,7 +165,7 @@ def check_description(path: Path, shown: Path | str) -> dict[str, Any]:
         raise StartupError(f"model {shown} holds no config.json{hint}")
     try:
         config = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, RecursionError) as error:
         raise StartupError(f"model {shown}: config.json cannot be read: {error}") from error
     if "model_type" not in config:
         raise StartupError(

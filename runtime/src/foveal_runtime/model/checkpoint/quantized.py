@@ -110,12 +110,14 @@ def refusal(path: str, what: str) -> UnsupportedQuantization:
 
 def _schemes(path: str, config: Any) -> Iterator[dict[str, Any]]:
     """Every scheme that the checkpoint declares: of the model, of its parts, in files beside."""
-    parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))]
+    subs = getattr(config, "sub_configs", ())
+    names = subs if isinstance(subs, dict | tuple) else ()
+    parts = [config, *(getattr(config, name, None) for name in names)]
     for part in parts:
         for key in ("quantization_config", "compression_config"):
             scheme = getattr(part, key, None)
             if scheme:
-                yield scheme if isinstance(scheme, dict) else scheme.to_dict()
+                yield scheme if isinstance(scheme, dict) else getattr(scheme, "to_dict", dict)()
     for name, method in _SIDE_FILES.items():
         file = Path(path) / name
         if not file.is_file():
@@ -124,7 +126,8 @@ def _schemes(path: str, config: Any) -> Iterator[dict[str, Any]]:
             found = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
         except (OSError, msgspec.MsgspecError):
             found = {}
-        yield {"quant_method": method, **found.get("quantization", found)}
+        nested = found.get("quantization")
+        yield {"quant_method": method, **(nested if isinstance(nested, dict) else found)}
 
 
 def method_of(scheme: Mapping[str, Any]) -> str:
@@ -166,11 +169,13 @@ def _unsupported(scheme: Mapping[str, Any]) -> str:
     """What in a known method's scheme changes the weights in a way not known here; "" = nothing."""
     if scheme.get("transform_config"):
         return "with transforms of its inputs"
-    if (scheme.get("sparsity_config") or {}).get("format", "dense") != "dense":
+    sparsity = scheme.get("sparsity_config") or {}
+    if not isinstance(sparsity, Mapping) or sparsity.get("format", "dense") != "dense":
         return "with sparse weights"
     for key, values in _ALLOWED[method_of(scheme)].items():
         value = scheme.get(key)
-        if value is not None and (value.lower() if isinstance(value, str) else value) not in values:
+        plain = value.lower() if isinstance(value, str) else value
+        if value is not None and all(plain != one for one in values):  # lists have no hash
             return f"{key} {value}"
     return ""
 
@@ -202,9 +207,12 @@ def layout_of(
 ) -> tuple[StoredAs, tuple[str, ...]]:
     """How a layer is stored, and which of its tensors are needed. `names`: in the checkpoint, in
     the model. Raises UnsupportedQuantization where the files say another thing than the scheme."""
-    found = LOADERS[method_of(scheme)](
-        scheme, names, stored, linear.out_features, linear.in_features
-    )
+    try:
+        found = LOADERS[method_of(scheme)](
+            scheme, names, stored, linear.out_features, linear.in_features
+        )
+    except (AttributeError, TypeError, ValueError) as error:  # values of other types, in its JSON
+        found = f"the scheme cannot be read ({error})"
     if isinstance(found, str):
         raise refusal(path, f"{describe(scheme)}, {names[0]}: {found}")
     layout, shapes = found

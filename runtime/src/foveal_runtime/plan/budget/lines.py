@@ -257,7 +257,7 @@ _FLOOR = {
 
 
 def _encoder_formula(size: int, needs: Needs, profile: ModelProfile) -> str:
-    if size == 0:
+    if size == 0 or not needs.bytes_per_embed:
         return "nothing to hold"
     embeds = size // needs.bytes_per_embed
     if embeds == needs.request_embeds:
