@@ -47,6 +47,10 @@ OPTIONS: list[tuple[list[str], str | None]] = [
      "that do not meet"),
     (["model", "--config", "no.yaml"],
      f"{SAY}: --config no.yaml: No such file or directory"),
+    (["model", "--quantization", "int8", "--tensor-parallel", "2"],
+     f"{SAY}: --quantization runs on one device: leave it out, or set --tensor-parallel 1"),
+    (["model", "--lora", "a=b", "--tensor-parallel", "2"],
+     f"{SAY}: --lora runs on one device: leave it out, or set --tensor-parallel 1"),
     (["model", "--device", "cuda"],
      f"{SAY}: --device cuda: no NVIDIA driver answers here (nvidia-smi lists no device): install "
      "the driver, give the container its devices, or use --device cpu"),

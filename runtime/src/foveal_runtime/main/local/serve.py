@@ -115,6 +115,13 @@ def _check_options(arguments: argparse.Namespace) -> None:
             raise StartupError(f"{option} {path}: there is no such file")
     if arguments.file_root and not Path(arguments.file_root).is_dir():
         raise StartupError(f"--file-root {arguments.file_root}: there is no such directory")
+    if arguments.tensor_parallel > 1:
+        quantised = arguments.quantization != "auto"
+        for option, is_given in (("--quantization", quantised), ("--lora", arguments.loras)):
+            if is_given:
+                raise StartupError(
+                    f"{option} runs on one device: leave it out, or set --tensor-parallel 1"
+                )
     last = arguments.port + arguments.num_frontends - 1
     if arguments.port and last > 65535:
         raise StartupError(f"--port {arguments.port}: the last frontend's would be {last}")
