@@ -133,6 +133,33 @@ def test_a_wrong_zero_point_or_group_shows(name: str, change, pair) -> None:
         compare("llama", *pair("llama", name, change=change))
 
 
+def unset_groups(parts: dict[str, torch.Tensor]) -> None:
+    parts["weight_g_idx"] = torch.full((parts["weight_packed"].shape[1] * 8,), -1).int()
+
+
+def test_groups_of_minus_one_are_inputs_in_their_order(pair) -> None:
+    """As files of compressed-tensors have them that know no other order: every input took the last
+    group's scale, and answers were nonsense."""
+    bench = compare("llama", *pair("llama", "W4A16", change=unset_groups))
+    assert {layer.layout.kind for layer in layers_of(bench.runner.loaded.model)} == {"blocked"}
+
+
+@pytest.mark.parametrize("name", ["GPTQ", "W4A16 ordered by activations"])
+def test_a_group_without_scales_is_refused(name: str, pair) -> None:
+    """It was an IndexError in the engine's first step."""
+
+    def count_from_nine(parts: dict[str, torch.Tensor]) -> None:
+        group = next(part for part in parts if part.endswith("g_idx"))
+        parts[group] = parts[group] + 9
+
+    stored, _ = pair("llama", name, change=count_from_nine)
+    with pytest.raises(
+        UnsupportedQuantization, match=r"groups 9 to \d+, with \d+ scales"
+    ) as caught:
+        TorchRunner.load(str(stored))
+    assert "\n" not in caught.value.message
+
+
 def test_a_wrong_order_of_codes_shows(pair, monkeypatch) -> None:
     monkeypatch.setattr(dequantize, "_AWQ_PLACES", tuple(range(8)))
     with pytest.raises(AssertionError):

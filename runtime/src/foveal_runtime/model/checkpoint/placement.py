@@ -18,7 +18,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from foveal_runtime.model.checkpoint.dequantize import QuantizedLinear
+from foveal_runtime.model.checkpoint.dequantize import QuantizedLinear, order_of, scales_of
 from foveal_runtime.model.checkpoint.quantized import (
     describe,
     layout_of,
@@ -86,6 +86,21 @@ def place_layers(model: Any, path: str, scheme: Mapping[str, Any]) -> None:
             raise refusal(path, f"{stored_name}, {one.dtype} numbers outside a linear layer")
 
 
+def settle_orders(model: nn.Module, path: str, scheme: Mapping[str, Any]) -> None:
+    """Once weights are there: compressed-tensors writes groups of -1 for inputs that are in their
+    order. Raises UnsupportedQuantization for groups that have no scales."""
+    for name, layer in model.named_modules():
+        if not isinstance(layer, QuantizedLinear) or (order := order_of(layer)) is None:
+            continue
+        least, most = (int(one) for one in order.aminmax())
+        count = scales_of(layer, 0, 1).shape[1]
+        if least < 0 and hasattr(layer, "weight_g_idx"):
+            del layer.weight_g_idx
+        elif least < 0 or most >= count:
+            what = f"{name}, whose inputs are in groups {least} to {most}, with {count} scales"
+            raise refusal(path, f"{describe(scheme)}, {what}")
+
+
 @register_quantization_config(METHOD)
 class _Config(QuantizationConfigMixin):  # type: ignore[misc]
     def __init__(self, path: str = "", scheme: Any = None, **_: object) -> None:
@@ -109,5 +124,7 @@ class _Placement(HfQuantizer):  # type: ignore[misc]
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **_: object) -> Any:
+        config: Any = self.quantization_config
+        settle_orders(model, config.path, config.scheme)
         self.remove_quantization_config(model)
         return model
