@@ -200,6 +200,18 @@ def test_without_a_cluster_this_machine_is_checked(capsys: Any) -> None:
     assert run(None, "--kubeconfig", "/nowhere") == 1
 
 
+@pytest.mark.parametrize("content", [b"[]", b"{", b"\xff", b"a: b\0"])
+def test_a_kubeconfig_that_is_none_is_one_line(content: bytes, tmp_path: Path, capsys: Any) -> None:
+    """The client library's errors of whatever type were tracebacks."""
+    file = tmp_path / "config"
+    file.write_bytes(content)
+    for command in (["status"], ["doctor"]):
+        code = cli.main([*command, "--kubeconfig", str(file)])
+        said = capsys.readouterr()
+        assert code == (1 if command == ["doctor"] else 4)
+        assert f"the kubeconfig {file} is malformed: " in said.out + said.err
+
+
 # --- this machine ------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("change", "level", "area", "text"),

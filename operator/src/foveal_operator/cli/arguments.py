@@ -80,7 +80,7 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def connect(arguments: argparse.Namespace) -> Reader:
-    """Raises NotConfiguredError."""
+    """Raises NotConfiguredError, or ClusterAnswerError for a malformed kubeconfig."""
     return KubeReader(arguments.kubeconfig, arguments.context, arguments.namespace)
 
 

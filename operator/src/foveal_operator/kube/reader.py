@@ -54,7 +54,7 @@ class Reader(Protocol):
 
 
 class KubeReader:
-    """The real one. Raises NotConfiguredError."""
+    """The real one. Raises NotConfiguredError, or ClusterAnswerError for a malformed kubeconfig."""
 
     def __init__(self, kubeconfig: str = "", context: str = "", namespace: str = "") -> None:
         from kubernetes import client, config
@@ -138,6 +138,9 @@ def _load(config: Any, configuration: Any, kubeconfig: str, context: str) -> str
     except (config.ConfigException, OSError) as error:
         if kubeconfig or context:
             raise NotConfiguredError(f"--kubeconfig/--context: {_short(error)}") from error
+    except Exception as error:  # the client library takes a file apart that is another one
+        name = kubeconfig or "of $KUBECONFIG or ~/.kube/config"
+        raise ClusterAnswerError(f"the kubeconfig {name} is malformed: {_short(error)}") from error
     try:
         config.load_incluster_config(client_configuration=configuration)
         return _POD_NAMESPACE.read_text(encoding="utf-8").strip()

@@ -92,6 +92,9 @@ def _of_cluster(arguments: argparse.Namespace, open_cluster: Connect) -> Iterato
             yield warn("cluster", "none is configured; this machine was checked instead", "set "
                        "KUBECONFIG or give --kubeconfig, to check one")  # fmt: skip
         return
+    except ClusterAnswerError as error:
+        yield fail("cluster", str(error), "correct the file, or name another with --kubeconfig")
+        return
     yield from cluster_findings(reader)
 
 
