@@ -251,7 +251,7 @@ def test_draining_finishes_what_is_here_and_takes_no_new_session():
     assert late.over == "draining"
     engine.run()
     assert frontend.finish["r", 0] == "length"
-    engine.core.close_sessions("draining")
+    engine.core.close_sessions()
     engine.deliver()
     assert frontend.over == "draining"
     assert engine.core.receiver.sessions == {}
@@ -263,7 +263,7 @@ def test_a_drain_that_takes_too_long_hands_requests_over():
     engine.up(frontend, frontend.request(("r", 0), [1, 2, 3], max_tokens=50))
     engine.step()
     engine.core.drain()
-    engine.core.close_sessions("draining")
+    engine.core.close_sessions()
     engine.deliver()
     assert frontend.lost == [("r", 0)]
     engine.run()

@@ -162,9 +162,9 @@ def resources(
     return found
 
 
-def probe(path: str, port: str, period: int, failures: int) -> Obj:
+def probe(path: str, period: int, failures: int) -> Obj:
     return {
-        "httpGet": {"path": path, "port": port},
+        "httpGet": {"path": path, "port": "http"},
         "periodSeconds": period,
         "failureThreshold": failures,
         "timeoutSeconds": 3,
@@ -190,10 +190,10 @@ def role_container(
         "ports": [{"name": "http", "containerPort": port, "protocol": "TCP"}, *extra_ports],
         "resources": needs,
         "securityContext": container_security(),
-        "startupProbe": probe("/livez", "http", 5, START_SECONDS // 5),
-        "readinessProbe": probe("/readyz", "http", 2, 2),
+        "startupProbe": probe("/livez", 5, START_SECONDS // 5),
+        "readinessProbe": probe("/readyz", 2, 2),
         "livenessProbe": {
-            **probe("/livez", "http", 10, 6),
+            **probe("/livez", 10, 6),
             "terminationGracePeriodSeconds": HUNG_GRACE_SECONDS,
         },
         **({"lifecycle": pause} if role == "frontend" else {}),

@@ -223,12 +223,12 @@ COMMON = 3000
 
 
 @functools.cache
-def lexicon(num_words: int = 16_000) -> Sequence[str]:
+def lexicon() -> Sequence[str]:
     """Distinct words of two or three syllables, the same in every run: each of the bench's own
     tokenizers has them as tokens, so a prompt of 60 words has about 60 tokens in every server."""
     rng = random.Random("foveal bench lexicon")
     words: dict[str, None] = {}
-    while len(words) < num_words:
+    while len(words) < 16_000:
         syllables = rng.choice((2, 2, 3))
         word = "".join(
             rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS) for _ in range(syllables)

@@ -20,7 +20,7 @@ PATH = "/v1/media/items"
 def make_injector(config: InjectionConfig) -> tuple[Injector, ProcessorCache]:
     image = PlaceholderInfo(0, "<i>", 4, 4, "<i>", "offsets")
     cache = ProcessorCache(1 << 20)
-    info = ProcessorInfo("P", "p", b"i" * 16, (image,))
+    info = ProcessorInfo(b"i" * 16, (image,))
     return Injector(config, info, cache, FrontendStats(), NoEngines()), cache
 
 

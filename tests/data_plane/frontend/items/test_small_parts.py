@@ -138,7 +138,7 @@ def test_size_zero_and_oversize_values_cost_nothing():
 def info(rule: str = "inline") -> ProcessorInfo:
     image = PlaceholderInfo(0, "<i>", 4, 4, "<i>", "offsets")
     audio = PlaceholderInfo(2, "<a>", 5, 5, "<a>", "offsets")
-    return ProcessorInfo("P", "p", b"", (image, audio), rule, (1,), (9,))
+    return ProcessorInfo(b"", (image, audio), rule, (1,), (9,))
 
 
 def part(modality: str, index: int = 0) -> MediaPart:

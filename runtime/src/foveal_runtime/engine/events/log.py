@@ -119,10 +119,9 @@ class EventLog:
         publish: Callable[[Any], None],
         *,
         wall_clock: Callable[[], float] = time.time,
-        boot: int = 0,
     ) -> None:
         self._engine_id = engine_id
-        self._boot = boot or time.time_ns()
+        self._boot = time.time_ns()
         self._publish = publish
         self._wall_clock = wall_clock
         self._events: list[Event] = []

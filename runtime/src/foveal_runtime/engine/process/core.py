@@ -163,11 +163,11 @@ class EngineCore:
             self.is_draining = True
             self._note_at = self._clock()
 
-    def close_sessions(self, reason: str) -> None:
+    def close_sessions(self) -> None:
         """Says goodbye to every frontend; unfinished requests go on elsewhere."""
         self.flush()
         for fid in list(self.receiver.sessions):
-            self.end_session(fid, reason)
+            self.end_session(fid, "draining")
 
     def on_failure(self, error: Exception) -> None:
         """Frontends hear what the engine was doing when it failed."""
@@ -424,7 +424,6 @@ class EngineCore:
             echo_prompt=body.echo_prompt,
             num_mm_hits=ready.num_hits,
             arrival_seconds=arrived_seconds,
-            frontend_seconds=body.arrival_seconds,
             key=body.key,
             on_trial=body.on_trial,
         )

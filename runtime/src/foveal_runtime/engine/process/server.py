@@ -240,7 +240,7 @@ class EngineServer:
             self._say_goodbye(core.flush)
             self._say_goodbye(functools.partial(core.on_failure, error))
             return 1
-        self._say_goodbye(lambda: core.close_sessions("draining"))
+        self._say_goodbye(lambda: core.close_sessions())
         try:
             core.save_warm_set()
         except Exception:

@@ -53,13 +53,12 @@ class RequestTable:
         traits: ModelTraits,
         *,
         clock: Callable[[], float],
-        stats: EngineStats | None = None,
         observer: CacheObserver | None = None,
     ) -> None:
         self.limits = limits
         self.traits = traits
         self.clock = clock
-        self.stats = stats or EngineStats()
+        self.stats = EngineStats()
         self.observer = observer
         self.outbox = Outbox(self.stats)
         self.requests: dict[str, Request] = {}

@@ -16,7 +16,6 @@ from foveal_runtime.engine.scheduler.planner import Planner
 from foveal_runtime.engine.scheduler.request_table import RequestTable
 from foveal_runtime.engine.types.limits import SchedulerLimits
 from foveal_runtime.engine.types.request import Request, Status
-from foveal_runtime.engine.types.stats import EngineStats
 from foveal_runtime.engine.types.step import (
     ModelTraits,
     Sampled,
@@ -39,10 +38,9 @@ class Scheduler(RequestTable):
         traits: ModelTraits,
         *,
         clock: Callable[[], float],
-        stats: EngineStats | None = None,
         observer: CacheObserver | None = None,
     ) -> None:
-        super().__init__(limits, traits, clock=clock, stats=stats, observer=observer)
+        super().__init__(limits, traits, clock=clock, observer=observer)
         self._planner = Planner(self)
         self._eos = frozenset(traits.eos_token_ids)
 

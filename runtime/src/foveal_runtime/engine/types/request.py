@@ -64,7 +64,6 @@ class Request:
     echo_prompt: bool = False
     num_mm_hits: int = 0
     arrival_seconds: float = 0.0
-    frontend_seconds: float = 0.0
     key: bytes = b""
     on_trial: bool = False
 

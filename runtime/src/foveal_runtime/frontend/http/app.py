@@ -88,7 +88,6 @@ def build_app(
     processor: InputProcessor,
     info: PromptPlaceholders,
     generator: Generator,
-    tokenizer: TextTokenizer | None = None,
     metrics: Metrics | None = None,
     tracing: Tracing | None = None,
     admin: CacheAdmin | None = None,
@@ -100,7 +99,7 @@ def build_app(
 
     `siblings`: metrics peers that serve the same port.
     """
-    tokenizer = tokenizer if tokenizer is not None else TextTokenizer.load(config.model.path)
+    tokenizer = TextTokenizer.load(config.model.path)
     source = load_template(config.model.path, tokenizer)
     template = ChatTemplate(tokenizer, source, info, config.tool_format)
     gate = Gate(config.admission)

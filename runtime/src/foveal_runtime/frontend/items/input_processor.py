@@ -77,7 +77,6 @@ class MediaInput:
         info: ProcessorInfo,
         *,
         knowledge: Knowledge,
-        fetcher: Fetcher | None = None,
         stats: FrontendStats | None = None,
     ) -> None:
         self.config = config
@@ -85,7 +84,7 @@ class MediaInput:
         self.workers = workers
         self.knowledge = knowledge
         self.stats = stats or FrontendStats()
-        self.fetcher = fetcher or Fetcher(config.media_sources)
+        self.fetcher = Fetcher(config.media_sources)
         self.cache = ProcessorCache(config.processor_bytes)
         self.url_texts = hashing.UrlTextMap()
         self.aliases = Aliases(

@@ -167,7 +167,7 @@ def _image(processor: ItemProcessor, limits: ModalityLimits, max_tokens: int) ->
     sizes = list(_image_sizes(processor, limits.processed_pixels))
     counts = _predicted(processor, "image", sizes)
     if counts is None:
-        sizes = sorted({_scaled(size, MAX_PROBE_PIXELS) for size in _ratio_sizes(
+        sizes = sorted({_scaled(size) for size in _ratio_sizes(
             min(limits.processed_pixels, MAX_PROBE_PIXELS))})  # fmt: skip
         counts = [_tokens(_make_image(processor, size)) for size in sizes]
     best: Largest | None = None
@@ -231,8 +231,8 @@ def _ratio_sizes(pixels: int) -> Iterator[tuple[int, int]]:
                 yield long, side
 
 
-def _scaled(size: tuple[int, int], pixels: int) -> tuple[int, int]:
-    shrink = min(1.0, math.sqrt(pixels / (size[0] * size[1])))
+def _scaled(size: tuple[int, int]) -> tuple[int, int]:
+    shrink = min(1.0, math.sqrt(MAX_PROBE_PIXELS / (size[0] * size[1])))
     return max(1, int(size[0] * shrink)), max(1, int(size[1] * shrink))
 
 
@@ -271,7 +271,7 @@ def _video(processor: ItemProcessor, limits: ModalityLimits, max_tokens: int) ->
     """
     own = _own_limits(processor.processor.video_processor, limits.processed_pixels)
     pixels = {min(limits.processed_pixels, MAX_PROBE_PIXELS), *own}
-    sizes = sorted({_scaled(s, MAX_PROBE_PIXELS) for p in pixels for s in _ratio_sizes(p)})
+    sizes = sorted({_scaled(s) for p in pixels for s in _ratio_sizes(p)})
     shapes = [(n, *size) for n in _frame_counts(limits.max_frames) for size in sizes]
     counts = _predicted(processor, "video", shapes)
     if counts is None:

@@ -82,8 +82,6 @@ class ItemProcessor:
                 self.placeholders[modality] = info
         self.codebooks = self._learn_codebooks()
         return ProcessorInfo(
-            processor_class=type(self.processor).__name__,
-            model_type=self.model_type,
             identity=self._identity(namespace),
             placeholders=tuple(found),
             prompt_rule=self.rule.prompt_rule,

@@ -74,8 +74,6 @@ class ProcessorInfo(msgspec.Struct, frozen=True):
         seconds: what loading and the first item took.
     """
 
-    processor_class: str
-    model_type: str
     identity: bytes
     placeholders: tuple[PlaceholderInfo, ...]
     prompt_rule: Literal["inline", "prefix"] = "inline"

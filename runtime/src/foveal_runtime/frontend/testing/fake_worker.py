@@ -48,7 +48,7 @@ class FakeProcessor:
             0, "<image>", IMAGE_TOKEN, IMAGE_TOKEN, "<image>", "rule"
         )
         return protocol.ProcessorInfo(
-            "FakeProcessor", "fake", short_digest(namespace, b"fake"), (placeholder,),
+            short_digest(namespace, b"fake"), (placeholder,),
             embeds=protocol.EmbedsLayout(width=EMBED_WIDTH, head=(5,), tail=(6,)),
         )  # fmt: skip
 

@@ -102,20 +102,18 @@ def thread_environment(threads: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "OMP_WAIT_POLICY": "passive"}
 
 
-def configure(
-    threads: int = 0, processes: int = 1, environ: MutableMapping[str, str] | None = None
-) -> int:
+def configure(threads: int = 0, environ: MutableMapping[str, str] | None = None) -> int:
     """Sets this process's thread count before torch is imported; returns it. Bounds the caches of
     compiled kernels, too, unless the user has.
 
-    `threads` 0: OMP_NUM_THREADS if the user has set it, else from the CPU limit shared by
-    `processes`. If torch is there already, its count is set, but waiting threads keep spinning.
+    `threads` 0: OMP_NUM_THREADS if the user has set it, else from the CPU limit. If torch is there
+    already, its count is set, but waiting threads keep spinning.
     """
     environ = os.environ if environ is None else environ
     if threads <= 0:
         given = environ.get("OMP_NUM_THREADS", "")
         threads = int(given) if given.isdigit() and int(given) else 0
-    count = threads or num_threads(cpu_limit(), processes)
+    count = threads or num_threads(cpu_limit())
     environ.update(thread_environment(count))
     for name in _KERNEL_CACHES:
         environ.setdefault(name, str(KERNEL_CACHE_ENTRIES))

@@ -108,7 +108,7 @@ def derive_needs(inputs: BudgetInputs, profile: ModelProfile) -> Needs:
             Pool(
                 name="processor",
                 pinned=inputs.frontend.processor_bytes,
-                floor=_round_up(largest_bytes, MIB),
+                floor=_whole_mib(largest_bytes),
                 default=DEFAULT_PROCESSOR_BYTES if items else 0,
                 share=1 if items else 0,
                 count=inputs.frontend.processes,
@@ -257,18 +257,18 @@ def _image_work(
     if "image" not in items:
         return 0
     per_pixel = profile.processes.worker_bytes_per_pixel
-    return _round_up(per_pixel * modalities.image.max_pixels, MIB)
+    return _whole_mib(per_pixel * modalities.image.max_pixels)
 
 
-def _round_up(size: int, unit: int) -> int:
-    return -(-size // unit) * unit
+def _whole_mib(size: int) -> int:
+    return -(-size // MIB) * MIB
 
 
 def _ipc_pool(pinned: int | None, largest_bytes: int) -> Pool:
     return Pool(
         name="ipc",
         pinned=pinned,
-        floor=_round_up(largest_bytes, MIB),
+        floor=_whole_mib(largest_bytes),
         default=DEFAULT_IPC_BYTES if largest_bytes else 0,
         share=2 if largest_bytes else 0,
         granule=MIB,
@@ -298,7 +298,7 @@ def _ipc_staging(inputs: BudgetInputs, items: dict[str, ItemProfile], max_len: i
         )
         for name, item in items.items()
     )
-    return max(IPC_STAGING_MIN_BYTES, _round_up(request, MIB))
+    return max(IPC_STAGING_MIN_BYTES, _whole_mib(request))
 
 
 def _decode_peak(
@@ -315,7 +315,7 @@ def _decode_peak(
             "audio": int(limits.max_seconds * 48_000 * 4),
         }[name]
         peaks.append(decoded + 2 * item.processed_bytes)
-    return _round_up(max(peaks), MIB)
+    return _whole_mib(max(peaks))
 
 
 def _request_embeds(

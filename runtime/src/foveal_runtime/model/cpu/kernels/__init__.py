@@ -258,9 +258,9 @@ def load_kernel(folder: Path | None = None) -> Kernel | str:
     return _load(Kernel, "paged_decode", folder)
 
 
-def load_prefill_kernel(folder: Path | None = None) -> PrefillKernel | str:
+def load_prefill_kernel() -> PrefillKernel | str:
     """The best prefill kernel there is, or one line that says why there is none."""
-    return _load(PrefillKernel, "paged_prefill", folder)
+    return _load(PrefillKernel, "paged_prefill")
 
 
 def load_row_kernels(folder: Path | None = None) -> RowKernels | str:
@@ -268,9 +268,9 @@ def load_row_kernels(folder: Path | None = None) -> RowKernels | str:
     return _load(RowKernels, "rows", folder)
 
 
-def load_decode_kernel(folder: Path | None = None) -> DecodeKernel | str:
+def load_decode_kernel() -> DecodeKernel | str:
     """The best of decode_layers.c there is, or one line that says why there is none."""
-    return _load(DecodeKernel, "decode_layers", folder)
+    return _load(DecodeKernel, "decode_layers")
 
 
 def load_delta_kernel(folder: Path | None = None) -> DeltaKernel | str:
@@ -278,7 +278,7 @@ def load_delta_kernel(folder: Path | None = None) -> DeltaKernel | str:
     return _load(DeltaKernel, "delta_rule", folder)
 
 
-def _load(kind: Callable[[Path], T], stem: str, folder: Path | None) -> T | str:
+def _load(kind: Callable[[Path], T], stem: str, folder: Path | None = None) -> T | str:
     folder = folder or Path(__file__).parent
     wanted = variants(platform.machine(), cpu_flags())
     for name in wanted:
