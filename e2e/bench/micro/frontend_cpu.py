@@ -2,7 +2,7 @@
 
 The real HTTP app (called as ASGI, so without a socket to the client), input processor, media worker
 processes, engine client and ZMQ link of one frontend process, against an engine without a model in
-a process of its own (`frontend.fake_engine`), with the event loop, the allocator's settings and the
+a process of its own (`testing.fake_engine`), with the event loop, the allocator's settings and the
 frozen heap that `main.frontend` gives such a process. The model is a LLaVA: CLIP at 336 pixels, a
 byte tokenizer. *off*: processor cache, value cache and the map of data-URL texts have no room,
 which is a frontend without Foveal's caches; *on*: as configured by default.

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class _Admin:
-    """Caches over HTTP (`frontend.admin.CacheAdmin`)."""
+    """Caches over HTTP (`access.admin.CacheAdmin`)."""
 
     def __init__(self, processor: MediaInput, client: EngineClient, siblings: Siblings) -> None:
         self._processor = processor

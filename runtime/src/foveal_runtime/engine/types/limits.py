@@ -27,7 +27,7 @@ class SchedulerLimits:
         slices_encoding: streams go on in the middle of what takes the encoder longer than that.
         max_model_len: prompt + output tokens of one request.
         max_waiting: requests that may wait; more are refused as overloaded.
-        encoder_compute_embeds, encoder_cache_embeds: from `plan.encoder_budget`.
+        encoder_compute_embeds, encoder_cache_embeds: see `plan.budget.encoder`.
         encoder_host_bytes: host tier; 0 = off.
         encoder_eviction: see `plan.config.EngineCaches`.
         disable_chunked_mm_input: an item's tokens are computed in one step.

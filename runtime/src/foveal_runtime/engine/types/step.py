@@ -274,7 +274,7 @@ class LoraTable(Protocol):
 
 
 class ModelRunner(Protocol):
-    """The seam between engine/ and model/; `engine.fake.FakeRunner` is the one tests use."""
+    """The seam between engine/ and model/; `testing.fake_runner.FakeRunner` is for tests."""
 
     @property
     def traits(self) -> ModelTraits: ...

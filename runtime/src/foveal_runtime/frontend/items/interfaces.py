@@ -66,7 +66,7 @@ class EnginesLoad:
 
 
 class Knowledge(Protocol):
-    """What the engine sessions know; `engine_client.EngineClient` implements it."""
+    """What the engine sessions know; `engines.client.EngineClient` implements it."""
 
     def lookup_item(self, mm_hash: MMHash) -> tuple[int, ItemMeta] | None:
         """(size in bytes, meta) of a value that some engine announced."""

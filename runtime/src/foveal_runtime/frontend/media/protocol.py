@@ -68,7 +68,7 @@ class ProcessorInfo(msgspec.Struct, frozen=True):
         prompt_rule: "inline" (placeholders stand where the chat template puts them) or "prefix"
             (PaliGemma: all placeholders first, then `prefix_ids` (BOS), the text, `suffix_ids`).
         newlines, newline_ids: how many newlines stand on both sides of each placeholder, and
-            the token of n newlines at n - 1 (see `newlines.surround`).
+            the token of n newlines at n - 1 (see `rules.surround`).
         sampling_rate: of audio, 0 when the model takes none.
         embeds: of images as encoder outputs; None when the model takes no images.
         seconds: what loading and the first item took.

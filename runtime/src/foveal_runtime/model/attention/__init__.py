@@ -31,7 +31,7 @@ TRASH_BLOCK = 0
 
 @dataclass(frozen=True, slots=True)
 class LayerGeometry:
-    """What the attention of one decoder layer looks like, as measured by `model.probe`.
+    """What the attention of one decoder layer looks like, as measured by `checkpoint.probe`.
 
     Counts are those of this rank. `sliding_window` w: a query sees itself and the w - 1 positions
     before it. `chunk_size` c: a query at p sees positions >= p // c * c only. `softcap` s: scores

@@ -1,6 +1,6 @@
 """Logit rules: the effect of a request's options on its logits, row by row or batched.
 
-Called by `model.sampler` only, in its order: `adjust_row` (min_tokens, logit_bias, penalties) on
+Called by `sampler` only, in its order: `adjust_row` (min_tokens, logit_bias, penalties) on
 the raw logits, then temperature, then `keep_mask` (min_p, top_k, top_p). Never chooses a token and
 keeps no state: everything follows from the request's parameters and token ids.
 """
