@@ -2,44 +2,31 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
+from tests.support.loopback_server import LoopbackHandler, LoopbackServer
 from tests.support.refused_fetch import reason_of
 
 
-class _Hub(BaseHTTPRequestHandler):
+class _Hub(LoopbackHandler):
     """Answers /api/models/a/CODE... with that status, as the hub does."""
 
     def do_GET(self) -> None:
         code = int(self.path.partition("?")[0].split("/")[4])
-        self.send_response(code)
         names = {401: "RepoNotFound", 403: "GatedRepo", 404: "RepoNotFound"}
-        self.send_header("X-Error-Code", names.get(code, ""))
-        self.send_header("X-Error-Message", "it is so")
-        self.send_header("Content-Length", "2")
-        self.end_headers()
-        self.wfile.write(b"{}")
+        headers = {"X-Error-Code": names.get(code, ""), "X-Error-Message": "it is so"}
+        self.send(code, b"{}", headers)
 
     do_HEAD = do_GET
-
-    def log_message(self, format: str, *args: object) -> None:
-        del format, args
 
 
 @pytest.fixture(scope="module")
 def hub() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with LoopbackServer(_Hub).running() as server:
+        yield server.url
 
 
 @pytest.mark.parametrize(

@@ -56,14 +56,7 @@ def long_lines(text: str) -> Iterator[str]:
 def in_module(text: str) -> Iterator[str]:
     """Of the module's docstring and of every string with a space that is no docstring."""
     tree = ast.parse(text)
-    docs = {
-        id(node.body[0].value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        and node.body
-        and isinstance(node.body[0], ast.Expr)
-    }
-    docs |= {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     head = ast.get_docstring(tree) or ""
     yield from found(head)
     if RIDDLES.match(head):

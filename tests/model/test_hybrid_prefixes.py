@@ -15,7 +15,7 @@ import torch
 from foveal_runtime.engine.caches import prefix_cache
 from foveal_runtime.model.layers.state import StatePool
 from tests.support.models.bench import Bench
-from tests.support.models.scheduled_bench import Engine, converse, with_tail
+from tests.support.models.scheduled_bench import Engine, converse, goes_on_elsewhere, with_tail
 from tests.support.models.tiny_checkpoints import Prompt
 
 pytestmark = pytest.mark.model
@@ -62,18 +62,8 @@ def test_another_image_is_another_prefix(bench) -> None:
 
 
 def test_a_request_goes_on_elsewhere_from_its_tokens(bench) -> None:
-    """What a migration does: prompt and tokens so far arrive at an engine that knows neither."""
     one = bench("qwen3_5", reuse=False)
-    prompt = image_prompt(one, 11)
-    whole = one.job("whole", prompt, ignore_eos=True)
-    Engine(one).run(whole)
-    for label, engine in (("cold", Engine(one)), ("warm", Engine(one))):
-        if label == "warm":
-            engine.run(one.job("before", prompt, ignore_eos=True))
-        rest = one.job(label, prompt, ignore_eos=True)
-        rest.tokens = whole.tokens[:-3]
-        engine.run(rest)
-        assert rest.tokens == whole.tokens
+    goes_on_elsewhere(one, image_prompt(one, 11), Engine)
 
 
 class NoConvolution(StatePool):

@@ -24,7 +24,7 @@ from foveal_runtime.plan.budget.kv import KVShape, window_blocks
 from foveal_runtime.plan.config import EngineCaches, EngineConfig, ModelConfig, SchedulerConfig
 from tests.support.models.bench import NUM_BLOCKS
 from tests.support.models.rerun_capturer import RerunCapturer
-from tests.support.models.scheduled_bench import Engine, converse
+from tests.support.models.scheduled_bench import Engine, converse, goes_on_elsewhere
 
 pytestmark = pytest.mark.model
 
@@ -180,18 +180,8 @@ def test_logits_after_a_hit_are_those_of_a_cold_run(name: str, attention: str, b
 
 
 def test_a_request_goes_on_elsewhere_from_its_tokens(bench) -> None:
-    """What a migration does: prompt and tokens so far arrive at an engine that knows neither."""
     one = bench("gemma3", reuse=False, num_window_blocks=NUM_WINDOW_BLOCKS)
-    prompt = long_prompt(one, 11)
-    whole = one.job("whole", prompt, ignore_eos=True)
-    Windowed(one).run(whole)
-    for label, engine in (("cold", Windowed(one)), ("warm", Windowed(one))):
-        if label == "warm":
-            engine.run(one.job("before", prompt, ignore_eos=True))
-        rest = one.job(label, prompt, ignore_eos=True)
-        rest.tokens = whole.tokens[:-3]
-        engine.run(rest)
-        assert rest.tokens == whole.tokens
+    goes_on_elsewhere(one, long_prompt(one, 11), Windowed)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 import msgspec
+import openai
 import pytest
 
 from foveal_runtime.main.launcher import LocalDeployment
@@ -303,3 +304,11 @@ def shared(shared_links: Any) -> tuple[LocalDeployment, Asker]:
     """The deployment of `shared_links` and its first frontend, whose /metrics shows all."""
     deployment, askers, _ = shared_links
     return deployment, askers[0]
+
+
+@pytest.fixture
+def client(shared: Any) -> Iterator[openai.OpenAI]:
+    """The openai package's client of the shared deployment, unmodified."""
+    url = shared[1].url + "/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=300) as client:
+        yield client

@@ -10,27 +10,16 @@ import time
 import httpx
 import openai
 import pytest
+from evaluate import to_request
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
-
-
-def messages_of(sample):
-    from evaluate import to_request
-
-    return to_request(sample, "tiny-vlm")["messages"]
-
-
-@pytest.fixture
-def client(shared):
-    with openai.OpenAI(base_url=shared[1].url + "/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def test_openai_sync_streaming_and_not(client, samples, longest_reply):
     for sample in samples[::7]:
         options = {
             "model": "tiny-vlm",
-            "messages": messages_of(sample),
+            "messages": to_request(sample, "tiny-vlm")["messages"],
             "temperature": 0,
             "max_tokens": longest_reply,
         }
@@ -55,7 +44,7 @@ def test_openai_sync_streaming_and_not(client, samples, longest_reply):
 def test_tokenize_counts_media_as_the_engine_does(shared, samples):
     """It counted an image as one token: clients that plan with it sent prompts that do not fit."""
     _, asker = shared
-    body = {"model": "tiny-vlm", "messages": messages_of(samples[0])}
+    body = {"model": "tiny-vlm", "messages": to_request(samples[0], "tiny-vlm")["messages"]}
     with httpx.Client(base_url=asker.url, timeout=60) as http:
         found = http.post("/tokenize", json=body).json()
         whole = http.post(
@@ -73,7 +62,7 @@ async def test_openai_async_concurrent(shared, samples, longest_reply):
         async def ask(sample):
             answer = await client.chat.completions.create(
                 model="tiny-vlm",
-                messages=messages_of(sample),
+                messages=to_request(sample, "tiny-vlm")["messages"],
                 temperature=0,
                 max_tokens=longest_reply,
             )
@@ -111,7 +100,7 @@ async def test_64_mixed_requests_with_random_aborts_leave_nothing_behind(shared,
         drop_after = rng.choice([None, 0, 1, 3, 8])
         body = {
             "model": "tiny-vlm",
-            "messages": messages_of(sample),
+            "messages": to_request(sample, "tiny-vlm")["messages"],
             "stream": True,
             "max_tokens": 48,
             "ignore_eos": True,

@@ -19,12 +19,6 @@ SCHEMA = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def client(shared):
-    with openai.OpenAI(base_url=shared[1].url + "/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 def options(sample, longest_reply):
     items = []
     for message in to_request(sample, "tiny-vlm")["messages"]:

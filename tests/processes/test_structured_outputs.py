@@ -11,6 +11,7 @@ import httpx
 import jsonschema
 import openai
 import pytest
+from evaluate import to_request
 from pydantic import BaseModel, Field
 
 NUM_KILLS = int(os.environ.get("FOVEAL_JSON_KILLS", "3"))
@@ -27,12 +28,6 @@ class Invoice(BaseModel):
     number: str
     lines: list[Line]
     is_paid: bool
-
-
-def messages_of(sample):
-    from evaluate import to_request
-
-    return to_request(sample, "tiny-vlm")["messages"]
 
 
 SMALL = {
@@ -65,16 +60,11 @@ def client_of(url):
     return openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=300)
 
 
-@pytest.fixture
-def client(shared):
-    with client_of(shared[1].url) as client:
-        yield client
-
-
 def options(sample, **more) -> dict:
     body = {"name": "x", "schema": SMALL, "strict": True}
     return {
-        "model": "tiny-vlm", "messages": messages_of(sample), "max_tokens": 600, "seed": 3,
+        "model": "tiny-vlm", "messages": to_request(sample, "tiny-vlm")["messages"],
+        "max_tokens": 600, "seed": 3,
         "response_format": {"type": "json_schema", "json_schema": body}, **more,
     }  # fmt: skip
 
@@ -90,7 +80,8 @@ def test_answers_about_images_validate_at_every_temperature(client, samples):
 def test_parse_helper_and_stream_helper(client, samples):
     """What OpenAI's package makes of a pydantic class, as it is."""
     arguments = {
-        "model": "tiny-vlm", "messages": messages_of(samples[0]), "response_format": Invoice,
+        "model": "tiny-vlm", "messages": to_request(samples[0], "tiny-vlm")["messages"],
+        "response_format": Invoice,
         "temperature": 0, "max_tokens": 900,
     }  # fmt: skip
     try:
@@ -110,7 +101,8 @@ def test_parse_helper_and_stream_helper(client, samples):
 
 def with_tools(sample, **more) -> dict:
     return {
-        "model": "tiny-vlm", "messages": messages_of(sample), "max_tokens": 600, "seed": 3,
+        "model": "tiny-vlm", "messages": to_request(sample, "tiny-vlm")["messages"],
+        "max_tokens": 600, "seed": 3,
         "tools": TOOLS, "tool_choice": "required", **more,
     }  # fmt: skip
 

@@ -23,12 +23,6 @@ SCENE = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def client(shared):
-    with openai.OpenAI(base_url=shared[1].url + "/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 def asked(pictures, text: str) -> dict:
     parts = [
         {"type": "image_url", "image_url": {"url": to_data_url(picture.image)}}

@@ -6,6 +6,7 @@ import msgspec
 
 from foveal_runtime.plan.budget.types import (
     BudgetInputs,
+    BudgetPlan,
     EngineInputs,
     FrontendInputs,
     PlaceBudget,
@@ -63,3 +64,7 @@ def free_bytes(place: PlaceBudget) -> int:
 def with_frontend(inputs: BudgetInputs, **changes: object) -> BudgetInputs:
     frontend: FrontendInputs = msgspec.structs.replace(inputs.frontend, **changes)
     return msgspec.structs.replace(inputs, frontend=frontend)
+
+
+def reasons(result: BudgetPlan) -> list[str]:
+    return [problem.reason for problem in result.problems]

@@ -1,5 +1,6 @@
 """Series of every declared family over time, the same on every machine: what a small deployment
 would show. Used by tests of `foveal dashboard`; a counter of one pod begins anew on the way.
+`filled` is one process with each family once.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from collections.abc import Iterator
 from foveal_operator.cli.dashboard.promql.samples import Labels, labels_of
 from foveal_operator.observability.promql import PROCESS_METRICS
 from foveal_runtime.plan.metrics import METRICS
-from foveal_runtime.plan.metrics.metric import Metric
+from foveal_runtime.plan.metrics.metric import Metric, Role
+from foveal_runtime.telemetry.metrics import Metrics
 
 START = 1_790_000_003.0
 """Three seconds after a round time: no sample lies on the edge of a window."""
@@ -93,3 +95,22 @@ def exposition(samples: list[Sample], time: float | None = None) -> str:
         inside = ",".join(f'{key}="{text}"' for key, text in labels)
         lines.append(f"{name}{{{inside}}} {value!r}{stamp}\n")
     return "".join(lines)
+
+
+def filled(role: Role) -> Metrics:
+    """The registry of a process with every family of its role, each once and traced where it can
+    be."""
+    metrics = Metrics(role, model_name="m", process="p", engine="e", max_model_len=4096)
+    for metric in METRICS:
+        if role not in metric.roles:
+            continue
+        given = {"model_name", "process"} | (
+            {"engine"} if role == "engine" or metric.name.startswith("vllm:") else set()
+        )
+        labels = {name: "x" for name in metric.labels if name not in given}
+        if metric.kind == "histogram":
+            trace_id = "c" * 32 if metric.is_traced else ""
+            metrics.observe(metric.name, 3.0, trace_id=trace_id, **labels)
+        else:
+            metrics.set(metric.name, 3.0, **labels)
+    return metrics

@@ -100,11 +100,6 @@ def allocated(claim: Obj) -> list[str]:
     return sorted(one["device"] for one in results)
 
 
-def told(sandbox: Sandbox, kind: str) -> str:
-    found = (sandbox.resource() or {}).get("status", {}).get("conditions", ())
-    return next((f"{c['reason']}: {c['message']}" for c in found if c["type"] == kind), "")
-
-
 def claiming(sandbox: Sandbox, count: int, name: str = DRIVER, **engine: object) -> Obj:
     accelerator = {"deviceClassName": name, "deviceSelectors": [HOPPER], "count": count}
     changes = {f"engine__{name}": value for name, value in engine.items()}
@@ -178,7 +173,7 @@ def test_an_engine_that_finds_no_device_is_told_and_the_other_serves(devices: Sa
     devices.apply(claiming(devices, 2, replicas=2))
     wait_until(
         "the scheduler's words are told",
-        lambda: "cannot allocate all claims" in told(devices, "EnginesReady"),
+        lambda: "cannot allocate all claims" in devices.condition_text("EnginesReady"),
         90,
     )
     assert sorted(map(allocated, claims(devices))) == [[], ["gpu-0", "gpu-2"]]

@@ -24,21 +24,16 @@ from tests.support.api_server.webhook import NAME, WORDS, denying
 Obstacle = Callable[[Sandbox, Path], AbstractContextManager[None]]
 
 
-def told(sandbox: Sandbox, kind: str) -> str:
-    found = (sandbox.resource() or {}).get("status", {}).get("conditions", ())
-    return next((f"{c['reason']}: {c['message']}" for c in found if c["type"] == kind), "")
-
-
 def wait_told(sandbox: Sandbox, kind: str, reason: Reason, words: str) -> None:
     try:
         wait_until(
             f"{kind} is {reason.name}",
-            lambda: told(sandbox, kind).startswith(f"{reason.name}: "),
+            lambda: sandbox.condition_text(kind).startswith(f"{reason.name}: "),
             40,
         )
     except TimeoutError as error:
         raise AssertionError(f"{error}\n{sandbox.told()}") from None
-    message = told(sandbox, kind)
+    message = sandbox.condition_text(kind)
     assert words in message
     assert message.endswith(f"{reason.action} ({reason.anchor})")
 
@@ -114,9 +109,9 @@ def test_why_pods_cannot_be_created_is_told(
         sandbox.operator("a", NO_LEASE).start()
         sandbox.apply(sandbox.sample("cpu", **{f"{role}__podTemplate": overlay or {}}))
         wait_told(sandbox, kind, reason, words)
-        assert told(sandbox, "Stalled") == "", "it passes as soon as the refusal does"
+        assert sandbox.condition_text("Stalled") == "", "it passes as soon as the refusal does"
     if overlay is None:
-        wait_until(f"{kind} recovers", lambda: reason.name not in told(sandbox, kind), 90)
+        wait_until(f"{kind} recovers", lambda: reason.name not in sandbox.condition_text(kind), 90)
 
 
 @pytest.mark.parametrize("case", ["quota", "webhook"])
@@ -127,7 +122,7 @@ def test_why_a_job_gets_no_pod_is_told(sandbox: Sandbox, tmp_path: Path, case: s
         sandbox.api.create(claim_in(sandbox.namespace))
         sandbox.api.apply(sandbox.sample("cpu"), "user").must()
         wait_told(sandbox, "ModelReady", reason, words)
-        assert f"{reason.name}: " in told(sandbox, "Ready")
+        assert f"{reason.name}: " in sandbox.condition_text("Ready")
 
 
 @pytest.mark.timeout(240, func_only=True)
@@ -160,7 +155,7 @@ def test_a_webhook_that_refuses_an_object_is_no_missing_right(
         sandbox.operator("a", NO_LEASE).start()
         sandbox.apply(sandbox.sample("cpu"))
         wait_told(sandbox, "SpecAccepted", reasons.ADMISSION_DENIED, WORDS)
-        assert "StatefulSet qwen-engine" in told(sandbox, "SpecAccepted")
+        assert "StatefulSet qwen-engine" in sandbox.condition_text("SpecAccepted")
     note = {"metadata": {"annotations": {"look": "again"}}}
     sandbox.api.merge(KIND, sandbox.namespace, "qwen", note).must()
     sandbox.wait_condition("Ready")
@@ -186,4 +181,5 @@ def test_a_right_that_is_missing_is_named(sandbox: Sandbox) -> None:
     time.sleep(0.5)  # the authorizer reads roles from a cache
     sandbox.apply(sandbox.sample("cpu"))
     wait_told(sandbox, "Ready", reasons.MISSING_RIGHT, "cannot patch resource")
-    assert told(sandbox, "SpecAccepted").startswith("Accepted"), "nothing in the resource is wrong"
+    text = sandbox.condition_text("SpecAccepted")
+    assert text.startswith("Accepted"), "nothing in the resource is wrong"

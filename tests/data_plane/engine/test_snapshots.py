@@ -28,31 +28,23 @@ def full_attention(**limits) -> Drive:
     return Drive(**limits)
 
 
-def ask(drive: Drive, name: str, prompt, items=(), **options) -> int:
-    """Runs one request to its end; the prompt tokens that it took from the cache."""
-    request = drive.add(name, prompt, items, **options)
-    drive.run()
-    assert drive.outputs[name] == drive.expected(name)
-    return request.num_cached_tokens
-
-
 def test_the_same_prompt_starts_at_its_last_whole_block() -> None:
     drive = hybrid()
     prompt = list(range(100, 150))
-    assert ask(drive, "first", prompt) == 0
-    assert ask(drive, "again", prompt) == 48
+    assert drive.ask("first", prompt) == 0
+    assert drive.ask("again", prompt) == 48
     drive.assert_done()
 
 
 def test_a_conversation_goes_on_where_its_answer_ended() -> None:
     drive = hybrid()
     history = list(range(100, 130))
-    ask(drive, "0", history, max_tokens=13)
+    drive.ask("0", history, max_tokens=13)
     for turn in range(1, 4):
         history = [*history, *drive.outputs[str(turn - 1)]]
         computed = len(history) - 1  # the last output was sampled, not computed
         history += [turn] * 9
-        assert ask(drive, str(turn), history, max_tokens=13) == computed // 4 * 4
+        assert drive.ask(str(turn), history, max_tokens=13) == computed // 4 * 4
     drive.assert_done()
 
 
@@ -60,10 +52,10 @@ def test_another_question_about_an_image_starts_at_its_end() -> None:
     drive = hybrid()
     picture = image("cat", 5, 14)
     prompt = [1] * 5 + [9] * 14
-    ask(drive, "what", [*prompt, *range(50, 60)], [picture])
-    assert ask(drive, "why", [*prompt, *range(70, 80)], [picture]) == 16
-    assert ask(drive, "other", [*prompt, *range(50, 60)], [image("dog", 5, 14)]) == 0
-    assert ask(drive, "third", [*prompt, *range(50, 60)], [image("cow", 5, 14)]) == 4
+    drive.ask("what", [*prompt, *range(50, 60)], [picture])
+    assert drive.ask("why", [*prompt, *range(70, 80)], [picture]) == 16
+    assert drive.ask("other", [*prompt, *range(50, 60)], [image("dog", 5, 14)]) == 0
+    assert drive.ask("third", [*prompt, *range(50, 60)], [image("cow", 5, 14)]) == 4
     drive.assert_done()
 
 
@@ -71,10 +63,10 @@ def test_a_prefix_that_two_prompts_share_is_kept_the_second_time() -> None:
     """Nothing tells where a system prompt ends until a second prompt leaves it."""
     drive = hybrid(snapshot_tokens=64)
     shared = list(range(100, 140))
-    ask(drive, "a", [*shared, *[1] * 10])
-    assert ask(drive, "b", [*shared, *[2] * 10]) == 0
+    drive.ask("a", [*shared, *[1] * 10])
+    assert drive.ask("b", [*shared, *[2] * 10]) == 0
     assert drive.scheduler.stats.num_stateless_tokens == 40
-    assert ask(drive, "c", [*shared, *[3] * 10]) == 40
+    assert drive.ask("c", [*shared, *[3] * 10]) == 40
     drive.assert_done()
 
 
@@ -91,9 +83,9 @@ def test_a_request_waits_for_a_state_that_another_is_about_to_make() -> None:
 def test_salts_do_not_share_states() -> None:
     drive = hybrid()
     prompt = list(range(100, 150))
-    ask(drive, "mine", prompt, cache_salt=b"a")
-    assert ask(drive, "yours", prompt, cache_salt=b"b") == 0
-    assert ask(drive, "mine too", prompt, cache_salt=b"a") == 48
+    drive.ask("mine", prompt, cache_salt=b"a")
+    assert drive.ask("yours", prompt, cache_salt=b"b") == 0
+    assert drive.ask("mine too", prompt, cache_salt=b"a") == 48
 
 
 def test_a_preempted_request_goes_on_from_its_own_snapshot() -> None:
@@ -112,27 +104,27 @@ def test_a_preempted_request_goes_on_from_its_own_snapshot() -> None:
 def test_without_slots_no_prefix_is_reused() -> None:
     drive = hybrid(num_snapshots=0)
     prompt = list(range(100, 150))
-    ask(drive, "first", prompt)
-    assert ask(drive, "again", prompt) == 0
+    drive.ask("first", prompt)
+    assert drive.ask("again", prompt) == 0
     assert drive.scheduler.snapshots is None
 
 
 def test_few_slots_are_reused_for_what_came_last() -> None:
     drive = hybrid(num_snapshots=2)
     for number in range(6):
-        ask(drive, f"{number}", [number + 10] * 50, max_tokens=1)
-    assert ask(drive, "last", [15] * 50, max_tokens=1) == 48
-    assert ask(drive, "old", [10] * 50, max_tokens=1) == 0
+        drive.ask(f"{number}", [number + 10] * 50, max_tokens=1)
+    assert drive.ask("last", [15] * 50, max_tokens=1) == 48
+    assert drive.ask("old", [10] * 50, max_tokens=1) == 0
     assert drive.scheduler.snapshots.pool.num_evictions > 0
 
 
 def test_a_reset_forgets_states() -> None:
     drive = hybrid()
     prompt = list(range(100, 150))
-    ask(drive, "first", prompt)
+    drive.ask("first", prompt)
     drive.scheduler.reset_prefix_cache()
     assert drive.scheduler.snapshots.pool.num_cached_blocks == 0
-    assert ask(drive, "again", prompt) == 0
+    assert drive.ask("again", prompt) == 0
 
 
 def test_a_failed_request_leaves_no_state_of_its_outputs() -> None:
@@ -187,7 +179,7 @@ def test_no_state_made_from_a_wrong_value_is_found_by_others() -> None:
     drive.step()
     drive.scheduler.forget_media([cat.mm_hash])
     drive.run()
-    hits = [ask(drive, name, prompt, [(cat, value)]) for name in "bcd"]
+    hits = [drive.ask(name, prompt, [(cat, value)]) for name in "bcd"]
     assert hits == [0, 44, 44]
     drive.assert_done()
 
@@ -196,13 +188,13 @@ def test_a_wrong_snapshot_is_seen() -> None:
     """Negative control: a hit on the state of another image."""
     drive = hybrid()
     prompt = [1] * 5 + [9] * 14 + [5] * 10
-    ask(drive, "cat", prompt, [image("cat", 5, 14)])
+    drive.ask("cat", prompt, [image("cat", 5, 14)])
     snapshots, get = drive.scheduler.snapshots, drive.runner.snapshots
     wrong = {slot: (end, state + state) for slot, (end, state) in get.items()}
     drive.runner.snapshots = wrong
     assert snapshots.pool.num_cached_blocks
     with pytest.raises(AssertionError, match="other tokens"):
-        ask(drive, "again", prompt, [image("cat", 5, 14)])
+        drive.ask("again", prompt, [image("cat", 5, 14)])
 
 
 def test_a_stream_does_not_take_the_slot_that_a_newcomer_starts_from() -> None:
@@ -212,7 +204,7 @@ def test_a_stream_does_not_take_the_slot_that_a_newcomer_starts_from() -> None:
         encoder_compute_embeds=64, encoder_cache_embeds=128, max_num_batched_tokens=64,
         costs=(0.01, 0.002, 0.004),
     )  # fmt: skip
-    ask(drive, "warm", [1, *[3] * 8, 2], [image("warm", 1, 8)])
+    drive.ask("warm", [1, *[3] * 8, 2], [image("warm", 1, 8)])
     drive.add("stream", range(20, 25), max_tokens=60)
     for _ in range(9):
         drive.step()
@@ -235,7 +227,7 @@ def test_events_tell_of_states() -> None:
     first = drive.add("0", [10] * 50, max_tokens=1)
     drive.run()
     for number in range(1, 4):
-        ask(drive, f"{number}", [number + 10] * 50, max_tokens=1)
+        drive.ask(f"{number}", [number + 10] * 50, max_tokens=1)
     log.flush()
     events = batches[0].events
     stored = [e.block_hash for e in events if isinstance(e, StateStored)]

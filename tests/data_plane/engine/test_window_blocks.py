@@ -27,14 +27,6 @@ def windowed(traits: ModelTraits = FAKE_TRAITS, **limits) -> Drive:
     return Drive(traits=traits, **settings)
 
 
-def ask(drive: Drive, name: str, prompt, items=(), **options) -> int:
-    """Runs one request to its end; the prompt tokens that it took from the cache."""
-    request = drive.add(name, prompt, items, **options)
-    drive.run()
-    assert drive.outputs[name] == drive.expected(name)
-    return request.num_cached_tokens
-
-
 def fresh(number: int, count: int = 60) -> list[int]:
     return [1000 * number + i for i in range(count)]
 
@@ -70,12 +62,12 @@ def test_more_requests_run_than_one_pool_would_hold() -> None:
 def test_a_hit_needs_the_window_before_it_and_no_more() -> None:
     drive = windowed()
     prompt = fresh(1)
-    assert ask(drive, "first", prompt) == 0
+    assert drive.ask("first", prompt) == 0
     pool = drive.scheduler.windows.pool
     hashes = drive.requests["first"].block_hashes
     for block_hash in hashes[:11]:  # what was left behind long ago may go
         pool._forget(pool.get(block_hash))
-    assert ask(drive, "again", prompt) == 56
+    assert drive.ask("again", prompt) == 56
     drive.assert_done()
 
 
@@ -83,13 +75,13 @@ def test_a_prefix_whose_window_is_gone_is_continued_further_up() -> None:
     """All of it is in the other pool. It was computed again from the deepest whole window on."""
     drive = windowed()
     prompt = fresh(1)
-    ask(drive, "first", prompt)
+    drive.ask("first", prompt)
     pool = drive.scheduler.windows.pool
     lost = pool.get(drive.requests["first"].block_hashes[12])
     pool._forget(lost)
-    assert ask(drive, "again", prompt) == 48
+    assert drive.ask("again", prompt) == 48
     assert drive.scheduler.stats.num_stateless_tokens == 8
-    assert ask(drive, "third", prompt) == 56  # and is whole again
+    assert drive.ask("third", prompt) == 56  # and is whole again
     drive.assert_done()
 
 
@@ -98,14 +90,14 @@ def test_pools_evict_by_themselves() -> None:
     window that is left is of no use where the other pool has lost a block."""
     drive = windowed(num_window_blocks=20)
     for number in range(1, 5):
-        ask(drive, f"{number}", fresh(number), max_tokens=1)
+        drive.ask(f"{number}", fresh(number), max_tokens=1)
     assert drive.scheduler.windows.pool.num_evictions > 0 == drive.scheduler.pool.num_evictions
-    assert ask(drive, "last", fresh(4), max_tokens=1) == 56
-    assert ask(drive, "old", fresh(1), max_tokens=1) == 0
+    assert drive.ask("last", fresh(4), max_tokens=1) == 56
+    assert drive.ask("old", fresh(1), max_tokens=1) == 0
     assert drive.scheduler.stats.num_stateless_tokens == 56
     pool = drive.scheduler.pool
     pool._forget(pool.get(drive.requests["old"].block_hashes[0]))
-    assert ask(drive, "lost", fresh(1), max_tokens=1) == 0
+    assert drive.ask("lost", fresh(1), max_tokens=1) == 0
     drive.assert_done()
 
 
@@ -117,10 +109,10 @@ def test_a_window_that_was_lost_makes_the_rest_of_a_prefix_no_older() -> None:
     found = []
     for number in range(6):
         more = [rng.randrange(10**6) for _ in range(80)]
-        found.append(ask(drive, f"{number}", [*common, *more], max_tokens=1))
+        found.append(drive.ask(f"{number}", [*common, *more], max_tokens=1))
         for other in range(9):
             text = [rng.randrange(10**6) for _ in range(100)]
-            ask(drive, f"{number}-{other}", text, max_tokens=1)
+            drive.ask(f"{number}-{other}", text, max_tokens=1)
     drive.assert_done()
     assert found == [0, 0, 160, 160, 160, 160]
 
@@ -182,9 +174,9 @@ def test_a_long_prompt_leaves_the_ends_of_others(monkeypatch) -> None:
         if keeps_order:
             monkeypatch.setattr(BlockPool, "release", lambda *args, is_cold=False: release(*args))
         drive = windowed(num_window_blocks=30)
-        ask(drive, "short", fresh(1), max_tokens=1)
-        ask(drive, "long", fresh(2, 190), max_tokens=1)
-        hits.append(ask(drive, "again", fresh(1), max_tokens=1))
+        drive.ask("short", fresh(1), max_tokens=1)
+        drive.ask("long", fresh(2, 190), max_tokens=1)
+        hits.append(drive.ask("again", fresh(1), max_tokens=1))
         drive.assert_done()
     assert hits == [56, 0]
 
@@ -237,14 +229,14 @@ def test_the_same_memory_gives_more_hits_than_one_pool(trace, num_bytes: int) ->
 def test_a_conversation_goes_on_where_its_answer_ended() -> None:
     drive = windowed()
     history = fresh(1, 30)
-    ask(drive, "0", history, max_tokens=33)
+    drive.ask("0", history, max_tokens=33)
     for turn in range(1, 4):
         history = [*history, *drive.outputs[str(turn - 1)]]
         computed = len(history) - 1  # the last output was sampled, not computed
         history += [turn] * 9
         if len(history) > 150:
             break
-        assert ask(drive, str(turn), history, max_tokens=13) == computed // 4 * 4
+        assert drive.ask(str(turn), history, max_tokens=13) == computed // 4 * 4
     drive.assert_done()
 
 
@@ -257,10 +249,10 @@ def test_a_hit_that_is_cut_to_an_item_has_its_window() -> None:
     drive = windowed(traits)
     cat = image("cat", 21, 20, 10)
     prompt = [*fresh(1, 21), *[9] * 20, *fresh(2, 9)]
-    ask(drive, "first", prompt, [cat])
+    drive.ask("first", prompt, [cat])
     pool = drive.scheduler.windows.pool
     pool._forget(pool.get(drive.requests["first"].block_hashes[10]))  # positions 40 ... 43
-    assert ask(drive, "again", prompt, [cat]) == 20
+    assert drive.ask("again", prompt, [cat]) == 20
     drive.assert_done()
 
 
@@ -285,10 +277,10 @@ def test_a_full_pool_of_windows_preempts() -> None:
 
 def test_a_reset_forgets_windows_and_wrong_media_are_in_none() -> None:
     drive = windowed()
-    ask(drive, "first", fresh(1))
+    drive.ask("first", fresh(1))
     drive.scheduler.reset_prefix_cache()
     assert drive.scheduler.windows.pool.num_cached_blocks == 0
-    assert ask(drive, "again", fresh(1)) == 0
+    assert drive.ask("again", fresh(1)) == 0
     picture = image("cat", 5, 14)
     drive.add("wrong", [*[9] * 19, *fresh(2, 30)], [picture], max_tokens=30)
     for _ in range(6):

@@ -14,7 +14,7 @@ from foveal_runtime.plan.budget.planner import draft, plan
 from foveal_runtime.plan.budget.types import BudgetInputs, BudgetPlan
 from foveal_runtime.plan.config import GIB, ModalitiesConfig, ModalityLimits
 from foveal_runtime.plan.profile import ModelProfile, decode
-from tests.support.budget_samples import TEXT, VLM, gpu
+from tests.support.budget_samples import TEXT, VLM, gpu, reasons
 
 PROFILES = Path(__file__).parents[3] / "examples/profiles"
 QWEN: ModelProfile = decode((PROFILES / "qwen2.5-vl-7b.json").read_bytes())
@@ -30,10 +30,6 @@ def limited(inputs: BudgetInputs, **modalities: ModalityLimits) -> BudgetInputs:
 def device(result: BudgetPlan, line: str) -> int:
     assert result.device is not None
     return result.device.line(line).bytes
-
-
-def reasons(result: BudgetPlan) -> list[str]:
-    return [problem.reason for problem in result.problems]
 
 
 def test_a_modality_that_is_off_costs_nothing() -> None:

@@ -6,14 +6,19 @@ import msgspec
 import pytest
 
 from foveal_runtime.plan.budget.planner import headroom_of, plan
-from foveal_runtime.plan.budget.types import BudgetInputs, BudgetPlan
+from foveal_runtime.plan.budget.types import BudgetInputs
 from foveal_runtime.plan.config import GIB, MIB, ModalitiesConfig, ModalityLimits
 from foveal_runtime.plan.profile import ItemProfile, ModelProfile, ProcessMemory
-from tests.support.budget_samples import TEXT, TOY, VLM, cpu, free_bytes, gpu, with_frontend
-
-
-def reasons(result: BudgetPlan) -> list[str]:
-    return [problem.reason for problem in result.problems]
+from tests.support.budget_samples import (
+    TEXT,
+    TOY,
+    VLM,
+    cpu,
+    free_bytes,
+    gpu,
+    reasons,
+    with_frontend,
+)
 
 
 def test_neither_limit_nor_sizes_gives_the_defaults_and_the_limits_follow() -> None:

@@ -166,6 +166,11 @@ class Sandbox:
             return {}
         return {c["type"]: c[field] for c in status.get("conditions", ())}
 
+    def condition_text(self, kind: str) -> str:
+        """Reason and message of a condition, also of an older spec; "" where there is none."""
+        found = (self.resource() or {}).get("status", {}).get("conditions", ())
+        return next((f"{c['reason']}: {c['message']}" for c in found if c["type"] == kind), "")
+
     def wait_condition(
         self, kind: str, value: str = "True", timeout_seconds: float = SETTLE_SECONDS
     ) -> None:

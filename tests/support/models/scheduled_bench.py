@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from foveal_runtime.engine.scheduler.scheduler import Scheduler
@@ -73,3 +74,17 @@ def converse(engine: Engine, prompt: Prompt, cut: int) -> tuple[dict[str, int], 
     ask("other question", with_tail(one, replace(prompt, ids=prompt.ids[:-cut]), 21))
     ask("next turn", with_tail(one, replace(prompt, ids=list(first.tokens)), 22))
     return hits, len(prompt.ids) + len(first.outputs) - 1
+
+
+def goes_on_elsewhere(one: Bench, prompt: Prompt, make: Callable[[Bench], Engine]) -> None:
+    """What a migration does: prompt and tokens so far arrive at an engine that has cold caches, and
+    at one that has answered the prompt. Both end as the first engine did."""
+    whole = one.job("whole", prompt, ignore_eos=True)
+    make(one).run(whole)
+    for label, engine in (("cold", make(one)), ("warm", make(one))):
+        if label == "warm":
+            engine.run(one.job("before", prompt, ignore_eos=True))
+        rest = one.job(label, prompt, ignore_eos=True)
+        rest.tokens = whole.tokens[:-3]
+        engine.run(rest)
+        assert rest.tokens == whole.tokens

@@ -32,7 +32,6 @@ RESERVED_MESSAGE = (
     "is reserved: Kubernetes has a ServiceAccount named default in every namespace and a Service "
     "named kubernetes"
 )
-MAX_CRD_BYTES = 64 * 1024
 
 Schema = dict[str, Any]
 

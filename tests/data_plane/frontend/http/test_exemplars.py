@@ -18,6 +18,7 @@ from foveal_runtime.plan.metrics import METRICS
 from foveal_runtime.telemetry.exposition import OPENMETRICS, TEXT, accepted_format
 from foveal_runtime.telemetry.metrics import Metrics
 from foveal_runtime.telemetry.tracing import Tracing
+from tests.support.metric_samples import filled
 
 # What Prometheus 3 sends.
 PROMETHEUS = (
@@ -146,20 +147,7 @@ def test_only_declared_families_take_a_trace() -> None:
 def test_both_formats_say_the_same() -> None:
     """Every family of a role, filled: the strict parser reads it, and finds the same samples."""
     for role in ("frontend", "engine"):
-        metrics = Metrics(role, model_name="m", process="p", engine="e")  # type: ignore[arg-type]
-        for metric in METRICS:
-            if role not in metric.roles:
-                continue
-            given = {"model_name", "process"} | (
-                {"engine"} if role == "engine" or metric.name.startswith("vllm:") else set()
-            )
-            labels = {name: "x" for name in metric.labels if name not in given}
-            if metric.kind == "histogram":
-                metrics.observe(
-                    metric.name, 3.0, trace_id="c" * 32 if metric.is_traced else "", **labels
-                )
-            else:
-                metrics.set(metric.name, 3.0, **labels)
+        metrics = filled(role)
         pages = [
             {
                 (sample.name, tuple(sorted(sample.labels.items())))

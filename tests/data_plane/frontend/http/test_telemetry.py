@@ -20,6 +20,7 @@ from foveal_runtime.telemetry.exposition import merge, parse
 from foveal_runtime.telemetry.logs import JsonFormatter, TextFormatter, request_id_of_task
 from foveal_runtime.telemetry.metrics import Metrics
 from foveal_runtime.telemetry.tracing import NO_SPAN, Tracing, child_span, configure_tracing
+from tests.support.metric_samples import filled
 from tests.support.metrics_page import markdown
 
 
@@ -87,19 +88,7 @@ def test_declarations() -> None:
             assert not metric.name.endswith("_total"), metric.name
     pages = {}
     for role in ("frontend", "engine"):
-        metrics = Metrics(role, model_name="m", process="p", engine="e", max_model_len=4096)  # type: ignore[arg-type]
-        for metric in METRICS:
-            if role not in metric.roles:
-                continue
-            given = {"model_name", "process"} | (
-                {"engine"} if role == "engine" or metric.name.startswith("vllm:") else set()
-            )
-            labels = {name: "x" for name in metric.labels if name not in given}
-            if metric.kind == "histogram":
-                metrics.observe(metric.name, 3.0, **labels)
-            else:
-                metrics.set(metric.name, 3.0, **labels)
-        pages[role] = text = metrics.exposition().decode()
+        pages[role] = text = filled(role).exposition().decode()
         names = {family.name for family in text_string_to_metric_families(text)}
         assert names >= {metric.name for metric in METRICS if role in metric.roles}
     assert total(pages["frontend"], "vllm:request_prompt_tokens_bucket", le="2000.0") == 1

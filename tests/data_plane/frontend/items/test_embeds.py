@@ -4,6 +4,7 @@ import asyncio
 import base64
 import io
 import json
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -50,10 +51,7 @@ def part(data: bytes | None, uuid: str | None = None) -> MediaPart:
     return media_part(given, "messages[0].content[1]")
 
 
-def options(**changes: object) -> PrepareOptions:
-    return PrepareOptions(
-        **({"request_id": "r", "sampling": SamplingParams(max_tokens=50)} | changes)
-    )
+OPTIONS = PrepareOptions(request_id="r", sampling=SamplingParams(max_tokens=50))
 
 
 def bf16(numbers: np.ndarray, shape: list[int] | None = None) -> bytes:
@@ -147,25 +145,25 @@ def test_models_that_cannot_take_them_say_why():
 async def test_they_are_off_by_default(start_input):
     inputs = await start_input()
     with pytest.raises(Unsupported, match="--enable-mm-embeds") as refused:
-        await inputs.prepare([IMAGE], [part(file())], options())
+        await inputs.prepare([IMAGE], [part(file())], OPTIONS)
     assert refused.value.param == "messages[0].content[1]"
 
 
 async def test_a_repeat_is_a_hit_under_a_key_of_its_own(start_input):
     inputs = await start_input(media_embeds=True)
     data = file()
-    first = await inputs.prepare([1, IMAGE, 2], [part(data)], options())
+    first = await inputs.prepare([1, IMAGE, 2], [part(data)], OPTIONS)
     assert first.items[0].meta == ItemMeta(0, 5, 3)
     assert inputs.stats.mm_hits[0] == 0
-    again = await inputs.prepare([IMAGE, IMAGE], [part(data), part(file(rows(seed=1)))], options())
+    again = await inputs.prepare([IMAGE, IMAGE], [part(data), part(file(rows(seed=1)))], OPTIONS)
     assert again.items[0].mm_hash == first.items[0].mm_hash != again.items[1].mm_hash
     assert inputs.stats.processed_items[0] == 0
-    salted = await inputs.prepare([IMAGE], [part(data)], options(cache_salt="s"))
+    salted = await inputs.prepare([IMAGE], [part(data)], replace(OPTIONS, cache_salt="s"))
     assert salted.items[0].mm_hash != first.items[0].mm_hash
     # The same bytes as an image are another thing, and no image.
     claimed = MediaPart(modality="image", data=data, path="x")
     with pytest.raises(MediaInvalid):
-        await inputs.prepare([IMAGE], [claimed], options())
+        await inputs.prepare([IMAGE], [claimed], OPTIONS)
 
 
 async def test_files_are_read_one_at_a_time(start_input, monkeypatch):
@@ -182,28 +180,28 @@ async def test_files_are_read_one_at_a_time(start_input, monkeypatch):
 
     monkeypatch.setattr(input_processor, "off_loop", slow)
     files = [part(file(rows(seed=seed))) for seed in range(4)]
-    await inputs.prepare([IMAGE] * 4, files, options())
+    await inputs.prepare([IMAGE] * 4, files, OPTIONS)
     assert most == 1
 
 
 async def test_a_uuid_names_them(start_input):
     inputs = await start_input(media_embeds=True)
-    first = await inputs.prepare([IMAGE], [part(file(), "cat")], options())
-    again = await inputs.prepare([IMAGE], [part(None, "cat")], options())
+    first = await inputs.prepare([IMAGE], [part(file(), "cat")], OPTIONS)
+    again = await inputs.prepare([IMAGE], [part(None, "cat")], OPTIONS)
     assert again.items[0].mm_hash == first.items[0].mm_hash
     with pytest.raises(MediaConflict):
-        await inputs.prepare([IMAGE], [part(file(rows(seed=1)), "cat")], options())
+        await inputs.prepare([IMAGE], [part(file(rows(seed=1)), "cat")], OPTIONS)
     with pytest.raises(MediaUnknown):  # never as an image
-        await inputs.prepare([IMAGE], [MediaPart(modality="image", uuid="cat")], options())
+        await inputs.prepare([IMAGE], [MediaPart(modality="image", uuid="cat")], OPTIONS)
 
 
 async def test_a_uuid_may_name_an_image_too(start_input, picture):
     """They shared their names: the image was refused with 409 for other content."""
     inputs = await start_input(media_embeds=True)
-    given = await inputs.prepare([IMAGE], [part(file(), "cat")], options())
+    given = await inputs.prepare([IMAGE], [part(file(), "cat")], OPTIONS)
     shown = MediaPart(modality="image", data=picture(), uuid="cat", path="x")
-    image = await inputs.prepare([IMAGE], [shown], options())
-    again = await inputs.prepare([IMAGE], [part(None, "cat")], options())
+    image = await inputs.prepare([IMAGE], [shown], OPTIONS)
+    again = await inputs.prepare([IMAGE], [part(None, "cat")], OPTIONS)
     assert again.items[0].mm_hash == given.items[0].mm_hash != image.items[0].mm_hash
 
 
@@ -211,7 +209,7 @@ async def test_bytes_and_tokens_are_bounded(start_input):
     small = ModalitiesConfig(image=ModalityLimits(max_bytes=100))
     inputs = await start_input(media_embeds=True, modalities=small)
     with pytest.raises(MediaTooLarge):
-        await inputs.prepare([IMAGE], [part(file())], options())
+        await inputs.prepare([IMAGE], [part(file())], OPTIONS)
 
     class Short:
         def __getattr__(self, name):
@@ -219,5 +217,5 @@ async def test_bytes_and_tokens_are_bounded(start_input):
 
     inputs = await start_input(Short(), media_embeds=True)
     with pytest.raises(ContextLengthExceeded):
-        await inputs.prepare([IMAGE], [part(file())], options())
+        await inputs.prepare([IMAGE], [part(file())], OPTIONS)
     assert len(inputs.cache) == 0

@@ -14,7 +14,7 @@ from foveal_operator.observability.boards.caches import CACHES
 from foveal_operator.observability.boards.encoder import ENCODER
 from foveal_operator.observability.boards.mirror import MIRROR
 from foveal_operator.observability.boards.overview import OVERVIEW
-from foveal_operator.observability.panel import Board, Panel, Unit
+from foveal_operator.observability.panel import Board, Panel, Row, Unit
 from foveal_operator.observability.promql import DASHBOARD as D
 
 
@@ -35,11 +35,6 @@ class Tile(msgspec.Struct, frozen=True):
     about: str
     main: Figure
     more: tuple[Figure, ...] = ()
-
-
-class Section(msgspec.Struct, frozen=True, kw_only=True):
-    title: str
-    panels: tuple[Panel, ...]
 
 
 def panel(board: Board, title: str) -> Panel:
@@ -92,33 +87,33 @@ HEADLINES = (
 )  # fmt: skip
 
 SECTIONS = (
-    Section(title="Requests", panels=tuple(
+    Row(title="Requests", panels=tuple(
         panel(OVERVIEW, title) for title in
         ("Finished", "Time to first token", "Between tokens", "First tokens by time",
          "Token gaps by time", "Time by stage", "Errors and refusals", "In flight"))),
-    Section(title="What the caches save", panels=(
+    Row(title="What the caches save", panels=(
         panel(OVERVIEW, "Time to first token by media"),
         panel(OVERVIEW, "Hit ratio by cache"),
         panel(OVERVIEW, "Value bytes to engines"),
         panel(OVERVIEW, "Work saved"),
         panel(CACHES, "Used share of the budget"),
         panel(CACHES, "Evictions"))),
-    Section(title="Caches", panels=(
+    Row(title="Caches", panels=(
         panel(CACHES, "Each cache"), panel(CACHES, "Would more memory help?"))),
-    Section(title="Mirror health", panels=(
+    Row(title="Mirror health", panels=(
         panel(MIRROR, "Sent as hash only, by pair"),
         panel(MIRROR, "Values requested"),
         panel(MIRROR, "Wait for values"),
         panel(MIRROR, "Keys believed held"), panel(MIRROR, "Window in use"),
         panel(OVERVIEW, "Picks"))),
-    Section(title="Encoder and media", panels=(
+    Row(title="Encoder and media", panels=(
         panel(ENCODER, "Items encoded"), panel(ENCODER, "Embeddings"),
         panel(ENCODER, "Time in each stage"), panel(ENCODER, "Media workers"),
         panel(ENCODER, "Wait for the encoder"), panel(OVERVIEW, "Frontend processes"))),
-    Section(title="Queue and KV memory", panels=(
+    Row(title="Queue and KV memory", panels=(
         panel(OVERVIEW, "Requests"), panel(OVERVIEW, "Tokens"),
         panel(CACHES, "KV blocks"))),
-    Section(title="Pods", panels=(panel(OVERVIEW, "Pods"),)),
+    Row(title="Pods", panels=(panel(OVERVIEW, "Pods"),)),
 )  # fmt: skip
 
 
@@ -126,7 +121,7 @@ class Contents(msgspec.Struct, frozen=True):
     """A page's headlines and sections."""
 
     headlines: tuple[Tile, ...] = HEADLINES
-    sections: tuple[Section, ...] = SECTIONS
+    sections: tuple[Row, ...] = SECTIONS
 
 
 CHOICE = Contents()
@@ -138,7 +133,7 @@ def whole(board: Board) -> Contents:
     rows = ((row.title, tuple(p for p in row.panels if p.shape != "stat")) for row in board.rows)
     return Contents(
         tuple(Tile(one.title, one.about, _newest(one)) for one in stats),
-        tuple(Section(title=title, panels=panels) for title, panels in rows if panels),
+        tuple(Row(title=title, panels=panels) for title, panels in rows if panels),
     )
 
 

@@ -23,10 +23,10 @@ from foveal_operator.cli.dashboard.chart import (
     named_lines,
     sparkline,
 )
-from foveal_operator.cli.dashboard.layout import CHOICE, Contents, Figure, Section, Tile
+from foveal_operator.cli.dashboard.layout import CHOICE, Contents, Figure, Tile
 from foveal_operator.cli.dashboard.promql.samples import Line
 from foveal_operator.cli.dashboard.scales import clock_text, text_of
-from foveal_operator.observability.panel import Panel, Query, Unit
+from foveal_operator.observability.panel import Panel, Query, Row, Unit
 
 _LIGHT = ("#2563c9", "#d9730d", "#1a9a74", "#b8408f", "#7a5cc8", "#9a8500", "#2b9fc4", "#8a5a3c")
 _DARK = ("#6ea8ff", "#ffa552", "#46cfa4", "#f07fc4", "#b39dff", "#d9c53f", "#67d0f0", "#c99a78")
@@ -248,7 +248,7 @@ def _level(figure: Figure, value: float) -> str:
     return "bad" if value >= figure.bad else "warn" if value >= figure.warn else ""
 
 
-def _section(section: Section, times: Sequence[float], ask: Ask) -> str:
+def _section(section: Row, times: Sequence[float], ask: Ask) -> str:
     inner = "".join(_panel(panel, times, ask) for panel in section.panels)
     return f'<h2>{escape(section.title)}</h2><div class="charts">{inner}</div>'
 
@@ -273,7 +273,7 @@ def _panel(panel: Panel, times: Sequence[float], ask: Ask) -> str:
 MAX_ROWS = 200
 _BAR = 56
 
-Row = tuple[str, ...]
+Cells = tuple[str, ...]
 
 
 def table(one: Panel, times: Sequence[float], ask: Callable[[str], Sequence[Line]]) -> str:
@@ -304,7 +304,7 @@ def table(one: Panel, times: Sequence[float], ask: Callable[[str], Sequence[Line
 
 def _values(
     column: Query, keys: tuple[str, ...], end: float, ask: Callable[[str], Sequence[Line]]
-) -> dict[Row, float]:
+) -> dict[Cells, float]:
     return {
         tuple(line.labels.get(key, "") for key in keys): line.newest(end)
         for line in ask(column.expr)

@@ -7,6 +7,7 @@ books.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from foveal_runtime.engine.scheduler.scheduler import Scheduler
 from foveal_runtime.engine.testing.fake_runner import (
@@ -168,6 +169,19 @@ class Drive:
                 return
             self.step()
         raise AssertionError(f"not done after {max_steps} steps: {self.scheduler.running}")
+
+    def ask(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        items: Sequence[tuple[MMInput, bytes]] = (),
+        **options: Any,
+    ) -> int:
+        """Runs one request to its end; the prompt tokens that it took from the cache."""
+        request = self.add(name, prompt, items, **options)
+        self.run()
+        assert self.outputs[name] == self.expected(name)
+        return request.num_cached_tokens
 
     def expected(self, request_id: str) -> list[int]:
         """Tokens of a request without any cache, as many as it made."""

@@ -57,7 +57,8 @@ def combine(
     return ()
 
 
-def _engine(inputs: BudgetInputs, **changes: object) -> BudgetInputs:
+def with_engine(inputs: BudgetInputs, **changes: object) -> BudgetInputs:
+    """The inputs with other fields of the engine."""
     return msgspec.structs.replace(inputs, engine=msgspec.structs.replace(inputs.engine, **changes))
 
 
@@ -77,7 +78,7 @@ def _contexts(inputs: BudgetInputs, profile: ModelProfile) -> list[KnobStep]:
         *(
             KnobStep(
                 Edit(field="engine.maxModelLen", before=str(now), after=str(length)),
-                lambda old, length=length: _engine(old, max_model_len=length),  # type: ignore[misc]
+                lambda old, length=length: with_engine(old, max_model_len=length),  # type: ignore[misc]
             )
             for length in lengths
         ),
@@ -132,7 +133,7 @@ def kv_steps(inputs: BudgetInputs) -> Iterator[KnobStep]:
         yield KnobStep(
             Edit(field="caches.kv.dtype", before=inputs.engine.kv_dtype, after="fp8",
                  note="compute capability 8.9 or higher"),
-            lambda old: _engine(old, kv_dtype="fp8"),
+            lambda old: with_engine(old, kv_dtype="fp8"),
         )  # fmt: skip
 
 
@@ -153,5 +154,5 @@ def device_steps(inputs: BudgetInputs, profile: ModelProfile) -> Iterator[KnobSt
             yield KnobStep(
                 Edit(field=engine.devices_field, before=str(engine.num_devices), after=str(count),
                      note="tensor parallelism over them" if count > 1 else ""),
-                lambda old, count=count: _engine(old, num_devices=count),  # type: ignore[misc]
+                lambda old, count=count: with_engine(old, num_devices=count),  # type: ignore[misc]
             )  # fmt: skip

@@ -10,7 +10,13 @@ from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
-from foveal_runtime.plan.budget.combined import KnobStep, device_steps, kv_steps, media_steps
+from foveal_runtime.plan.budget.combined import (
+    KnobStep,
+    device_steps,
+    kv_steps,
+    media_steps,
+    with_engine,
+)
 from foveal_runtime.plan.budget.items import items_under
 from foveal_runtime.plan.budget.types import BudgetInputs, BudgetPlan, Edit, Problem
 from foveal_runtime.plan.config import MIB
@@ -137,7 +143,7 @@ def _knobs(problem: Problem, inputs: BudgetInputs, profile: ModelProfile) -> Ite
             end=_SEARCH_MAX,
             granule=256 * MIB,
             is_bytes=True,
-            put=lambda v: _engine(inputs, device_bytes=v),
+            put=lambda v: with_engine(inputs, device_bytes=v),
             note="a device with this much memory",
         )
 
@@ -146,10 +152,6 @@ def _frontend(inputs: BudgetInputs, **changes: object) -> BudgetInputs:
     return msgspec.structs.replace(
         inputs, frontend=msgspec.structs.replace(inputs.frontend, **changes)
     )
-
-
-def _engine(inputs: BudgetInputs, **changes: object) -> BudgetInputs:
-    return msgspec.structs.replace(inputs, engine=msgspec.structs.replace(inputs.engine, **changes))
 
 
 def _limit(field: str, before: int, node: int, put: Callable[[int], BudgetInputs]) -> _Knob:
@@ -208,13 +210,13 @@ def _host_knobs(problem: Problem, inputs: BudgetInputs) -> Iterator[_Knob]:
             "engine.hostMemory",
             e.limit_bytes,
             inputs.node_bytes,
-            lambda v: _engine(inputs, limit_bytes=v),
+            lambda v: with_engine(inputs, limit_bytes=v),
         )
-    yield from _size("caches.ipc.size", e.ipc_bytes, lambda v: _engine(inputs, ipc_bytes=v))
+    yield from _size("caches.ipc.size", e.ipc_bytes, lambda v: with_engine(inputs, ipc_bytes=v))
     yield from _size(
         "caches.encoder.hostSize",
         e.encoder_host_bytes,
-        lambda v: _engine(inputs, encoder_host_bytes=v),
+        lambda v: with_engine(inputs, encoder_host_bytes=v),
     )
 
 
@@ -231,7 +233,7 @@ def _compute_knobs(
             end=_SEARCH_MAX if up else 0,
             granule=MIB,
             is_bytes=True,
-            put=lambda v: _engine(inputs, kv_bytes=v),
+            put=lambda v: with_engine(inputs, kv_bytes=v),
         )
     too_small = problem.reason == "EncoderTooSmall"
     if e.encoder_bytes is not None:
@@ -241,14 +243,14 @@ def _compute_knobs(
             end=_SEARCH_MAX if too_small else 0,
             granule=MIB,
             is_bytes=True,
-            put=lambda v: _engine(inputs, encoder_bytes=v),
+            put=lambda v: with_engine(inputs, encoder_bytes=v),
         )
     if e.encoder_embeds:
         yield _Knob(
             field="caches.encoder.tokens",
             before=e.encoder_embeds,
             end=_SEARCH_MAX if too_small else 0,
-            put=lambda v: _engine(inputs, encoder_embeds=v),
+            put=lambda v: with_engine(inputs, encoder_embeds=v),
         )
     length = e.max_model_len or profile.max_model_len
     items = items_under(profile, inputs.modalities).by_name.values()
@@ -260,14 +262,14 @@ def _compute_knobs(
         if problem.reason in ("ContextTooShort", "ContextTooLong")
         else min(length, useful),
         granule=1 if length < 2 * useful or "Context" in problem.reason else 1024,
-        put=lambda v: _engine(inputs, max_model_len=v),
+        put=lambda v: with_engine(inputs, max_model_len=v),
         note="tokens of prompt and output together",
     )
     yield _Knob(
         field="engine.maxNumBatchedTokens",
         before=e.max_num_batched_tokens,
         end=1 << 20 if problem.reason == "ChunkedInputOff" else 256,
-        put=lambda v: _engine(inputs, max_num_batched_tokens=v),
+        put=lambda v: with_engine(inputs, max_num_batched_tokens=v),
     )
 
 
@@ -281,11 +283,11 @@ def _switches(
     if e.disable_chunked_mm_input:
         yield (
             Edit(field="engine.disableChunkedMultiModalInput", before="true", after="false"),
-            _engine(inputs, disable_chunked_mm_input=False),
+            with_engine(inputs, disable_chunked_mm_input=False),
         )
     if e.kv_bytes is not None:
         edit = Edit(field="caches.kv.size", before=format_bytes(e.kv_bytes), after="Auto")
-        yield edit, _engine(inputs, kv_bytes=None)
+        yield edit, with_engine(inputs, kv_bytes=None)
     steps: list[Iterable[KnobStep]] = []
     if problem.reason in ("ContextTooShort", "ProfileLimits"):
         steps = [media_steps(inputs, profile, problem.term)]
