@@ -27,6 +27,7 @@ from foveal_runtime.plan.local import free_port
 
 HERE = Path(__file__).resolve().parent / "tiny-vlm"
 MIB = 1024**2
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def drawn(path: Path, columns: int = 26) -> list[str]:
@@ -64,7 +65,7 @@ def ask(url: str, model: str, images: list[Path], question: str) -> tuple[str, f
         headers={"content-type": "application/json"},
     )
     started, first, text = time.perf_counter(), 0.0, []
-    with urllib.request.urlopen(request, timeout=120) as answer:
+    with _opener.open(request, timeout=120) as answer:
         for line in answer:
             if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
                 continue
@@ -78,7 +79,7 @@ def ask(url: str, model: str, images: list[Path], question: str) -> tuple[str, f
 def metrics(url: str) -> dict[str, float]:
     """Sums of every series by family and cache label, from the frontend's /metrics."""
     totals: dict[str, float] = defaultdict(float)
-    with urllib.request.urlopen(url + "/metrics", timeout=10) as answer:
+    with _opener.open(url + "/metrics", timeout=10) as answer:
         for line in answer.read().decode().splitlines():
             match = re.match(r"([\w:]+)(\{.*\})? (\S+)$", line)
             if match:

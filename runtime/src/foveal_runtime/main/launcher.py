@@ -34,6 +34,7 @@ RUNTIME = (sys.executable, "-m", "foveal_runtime.main.cli")
 MAX_METRICS_BYTES = 8 << 20
 _PROBE_SECONDS = 2.0
 _PR_SET_PDEATHSIG = 1
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # none knows our children
 
 
 def end_with_parent() -> None:
@@ -133,7 +134,7 @@ class Child:
     def _get(self, path: str) -> bytes | None:
         """The body of a 200; None for any other answer and for none."""
         try:
-            with urllib.request.urlopen(self.url + path, timeout=_PROBE_SECONDS) as answer:
+            with _opener.open(self.url + path, timeout=_PROBE_SECONDS) as answer:
                 return bytes(answer.read(MAX_METRICS_BYTES))
         except urllib.error.HTTPError as error:
             error.close()  # the error is the answer, with its connection
