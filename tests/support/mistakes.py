@@ -32,6 +32,12 @@ OPTIONS: list[tuple[list[str], str | None]] = [
     (["model", "--memory", "90"],
      f"{PROG}: argument --memory: 90 is not a share: give 0.1 to 0.99, such as 0.9; "
      f"see {PROG} --help"),
+    (["model", "--drain-timeout", "nan"],
+     f"{PROG}: argument --drain-timeout: 'nan' is not a time: give seconds, such as 90; "
+     f"see {PROG} --help"),
+    (["model", "--start-timeout=-5"],
+     f"{PROG}: argument --start-timeout: '-5' is not a time: give seconds, such as 90; "
+     f"see {PROG} --help"),
     (["model", "--dtype", "int3"],
      f"{PROG}: argument --dtype: invalid choice: 'int3' (choose from 'auto', 'float32', "
      f"'bfloat16', 'float16'); see {PROG} --help"),

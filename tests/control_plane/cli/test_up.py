@@ -177,3 +177,12 @@ def test_wrong_arguments(up: Start, more: list[str], code: int, said: str) -> No
     running = up(*more)
     assert running.end() == code
     assert f"foveal: {said}" in running.text
+
+
+@pytest.mark.parametrize("given", ["nan", "-1"])
+@pytest.mark.parametrize("option", ["--start-timeout", "--drain-margin"])
+def test_a_time_is_a_time(up: Start, option: str, given: str) -> None:
+    """NaN never ran out, and went into documents as null."""
+    running = up(f"{option}={given}")
+    assert running.end() == 2
+    assert f"argument {option}: '{given}' is no time; write 90s, 10m or 1h30m" in running.text

@@ -16,7 +16,7 @@ import msgspec
 
 from foveal_operator.api.parse import InferenceSpec, SpecError
 from foveal_operator.api.workloads import Accelerator, Parallelism
-from foveal_operator.cli.arguments import Commands, add_command, size
+from foveal_operator.cli.arguments import Commands, add_command, duration, size
 from foveal_operator.cli.files import bullets, read_profile, read_resource
 from foveal_operator.cli.local.documents import LocalDocuments, LocalPlace, adapted_documents
 from foveal_operator.cli.local.runtime import find_model, find_profile, runtime_command
@@ -74,9 +74,9 @@ def add_parser(commands: Commands) -> None:
         help="for security.mediaSources.localFiles")  # fmt: skip
     add("--folder", metavar="DIRECTORY", help="documents, logs and warm sets (default: temporary)")
     add("--runtime", default="", metavar="PROGRAM", help="foveal-runtime to run")
-    add("--start-timeout", type=float, metavar="SECONDS",
+    add("--start-timeout", type=duration, metavar="SECONDS",
         help="give up then (default: the resource's progressDeadlineSeconds)")  # fmt: skip
-    add("--drain-margin", type=float, default=15.0, metavar="SECONDS",
+    add("--drain-margin", type=duration, default=15.0, metavar="SECONDS",
         help="grace after the resource's drainTimeoutSeconds (default: %(default)s)")  # fmt: skip
     add("--dry-run", action="store_true", help="write the documents and name them, start nothing")
 

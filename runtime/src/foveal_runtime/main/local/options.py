@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -102,6 +103,16 @@ def share(text: str) -> float:
     return found
 
 
+def seconds(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0.0 <= found < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time: give seconds, such as 90")
+    return found
+
+
 def _number(text: str, least: int) -> int:
     try:
         number = int(text)
@@ -179,9 +190,9 @@ _OPTIONS: dict[str, tuple[tuple[str, str, Any, Any, str, str], ...]] = {
          "from the chat template",
          "how the model writes tool calls"),
         ("--no-page", "page", False, True, "it is at /", "do not serve the chat page"),
-        ("--start-timeout SECONDS", "start_timeout_seconds", float, 1800.0, "1800 s",
+        ("--start-timeout SECONDS", "start_timeout_seconds", seconds, 1800.0, "1800 s",
          "until every process is ready"),
-        ("--drain-timeout SECONDS", "drain_timeout_seconds", float, 120.0, "120 s",
+        ("--drain-timeout SECONDS", "drain_timeout_seconds", seconds, 120.0, "120 s",
          "for streams to finish after Ctrl-C"),
     ),
     "caches": (
@@ -236,7 +247,7 @@ _OPTIONS: dict[str, tuple[tuple[str, str, Any, Any, str, str], ...]] = {
          "the model's costs, as `foveal profile` writes them"),
         ("--log-format", "log_format", ["text", "json"], "text", "",
          "format of the log files"),
-        ("--idle-check-seconds SECONDS", "idle_check_seconds", float, 0.0, "never",
+        ("--idle-check-seconds SECONDS", "idle_check_seconds", seconds, 0.0, "never",
          "debugging: check all books of an idle engine"),
     ),
 }
