@@ -57,3 +57,13 @@ async def test_without_injection_there_is_no_endpoint(start: Any) -> None:
     async with start(injector=injector) as harness:
         answer = await harness.http.post(PATH, content=payload())
         assert answer.status_code == 404
+
+
+def test_every_key_has_the_length_that_engines_take() -> None:
+    """64 characters of pairs with spaces between made a key of 22 bytes: each engine that was sent
+    such an item ended the session of the frontend."""
+    injector, _ = make_injector(InjectionConfig(enabled=True, trusted=True))
+    names = ["ab " * 20 + "abcd", "ab" * 32, "AB" * 32, "zz" * 32, "cat"]
+    found = {name: injector.recall(name, b"") for name in names}
+    assert {len(key) for key in found.values()} == {32}
+    assert [name for name in names if found[name] == b"\xab" * 32] == ["ab" * 32, "AB" * 32]
