@@ -10,7 +10,7 @@ import ctypes
 import platform
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -152,16 +152,21 @@ class DeltaJob(ctypes.Structure):
     )  # fmt: skip
 
 
+def _function(path: Path, name: str, *arguments: Any, returns: Any = ctypes.c_int) -> Any:
+    """A function of a library, which releases the GIL while it runs."""
+    found = getattr(ctypes.CDLL(str(path)), name)
+    found.argtypes, found.restype = arguments, returns
+    return found
+
+
 class RowKernels:
     """The loaded rows.c."""
 
     def __init__(self, path: Path) -> None:
-        library = ctypes.CDLL(str(path))
-        self._norm = library.foveal_rms_norm
-        self._norm.argtypes, self._norm.restype = [ctypes.POINTER(NormJob)], None
-        self._gelu = library.foveal_quick_gelu
-        self._gelu.argtypes = [ctypes.c_int32, ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p]
-        self._gelu.restype = None
+        job = ctypes.POINTER(NormJob)
+        numbers = (ctypes.c_int32, ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p)
+        self._norm = _function(path, "foveal_rms_norm", job, returns=None)
+        self._gelu = _function(path, "foveal_quick_gelu", *numbers, returns=None)
 
     def norm(self, job: NormJob) -> None:
         self._norm(ctypes.byref(job))
@@ -176,64 +181,50 @@ class Kernel:
 
     def __init__(self, path: Path) -> None:
         self.variant = path.stem.removeprefix("paged_decode_")
-        self._run = ctypes.CDLL(str(path)).foveal_paged_decode
-        self._run.argtypes = [ctypes.POINTER(DecodeJob)]
-        self._run.restype = ctypes.c_int
+        self._run = _function(path, "foveal_paged_decode", ctypes.POINTER(DecodeJob))
 
     def run(self, job: DecodeJob) -> int:
-        """DONE, UNSUPPORTED or NO_MEMORY. Releases the GIL while it runs."""
-        code: int = self._run(ctypes.byref(job))
-        return code
+        """DONE, UNSUPPORTED or NO_MEMORY."""
+        return int(self._run(ctypes.byref(job)))
 
 
 class PrefillKernel:
     """The loaded paged_prefill.c."""
 
     def __init__(self, path: Path) -> None:
-        self._run = ctypes.CDLL(str(path)).foveal_paged_prefill
-        self._run.argtypes = [ctypes.POINTER(DecodeJob), ctypes.c_void_p, ctypes.c_int32]
-        self._run.restype = ctypes.c_int
+        chunks = (ctypes.c_void_p, ctypes.c_int32)
+        self._run = _function(path, "foveal_paged_prefill", ctypes.POINTER(DecodeJob), *chunks)
 
     def run(self, job: DecodeJob, chunk_rows: int, num_chunks: int) -> int:
-        """`chunk_rows`: address of int32 (num_chunks). DONE, UNSUPPORTED or NO_MEMORY. Releases
-        the GIL while it runs."""
-        code: int = self._run(ctypes.byref(job), chunk_rows, num_chunks)
-        return code
+        """`chunk_rows`: address of int32 (num_chunks). DONE, UNSUPPORTED or NO_MEMORY."""
+        return int(self._run(ctypes.byref(job), chunk_rows, num_chunks))
 
 
 class DecodeKernel:
     """The loaded decode_layers.c."""
 
     def __init__(self, path: Path) -> None:
-        library = ctypes.CDLL(str(path))
-        self._run, self._multiply = library.foveal_decode_layers, library.foveal_multiply
-        self._run.argtypes, self._run.restype = [ctypes.POINTER(DecodeStep)], ctypes.c_int
-        self._multiply.argtypes = [ctypes.POINTER(ProductJob)]
-        self._multiply.restype = ctypes.c_int
+        self._run = _function(path, "foveal_decode_layers", ctypes.POINTER(DecodeStep))
+        self._multiply = _function(path, "foveal_multiply", ctypes.POINTER(ProductJob))
 
     def multiply(self, job: ProductJob) -> int:
-        """DONE, UNSUPPORTED or NO_MEMORY. Releases the GIL while it runs."""
-        code: int = self._multiply(ctypes.byref(job))
-        return code
+        """DONE, UNSUPPORTED or NO_MEMORY."""
+        return int(self._multiply(ctypes.byref(job)))
 
     def run(self, step: DecodeStep) -> int:
-        """DONE, UNSUPPORTED or NO_MEMORY. Releases the GIL while it runs."""
-        code: int = self._run(ctypes.byref(step))
-        return code
+        """DONE, UNSUPPORTED or NO_MEMORY."""
+        return int(self._run(ctypes.byref(step)))
 
 
 class DeltaKernel:
     """The loaded delta_rule.c."""
 
     def __init__(self, path: Path) -> None:
-        self._run = ctypes.CDLL(str(path)).foveal_delta_rule
-        self._run.argtypes = [ctypes.POINTER(DeltaJob)]
-        self._run.restype = ctypes.c_int
+        self._run = _function(path, "foveal_delta_rule", ctypes.POINTER(DeltaJob))
 
     def run(self, job: DeltaJob) -> int:
-        """DONE or UNSUPPORTED. Releases the GIL while it runs."""
-        code: int = self._run(ctypes.byref(job))
-        return code
+        """DONE or UNSUPPORTED."""
+        return int(self._run(ctypes.byref(job)))
 
 
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
