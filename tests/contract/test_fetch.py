@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from foveal_runtime.main import cli
 from foveal_runtime.main.fetch import Download, Progress, fetch
 from foveal_runtime.main.revision import SOURCE_FILE, resolved_revision
 from foveal_runtime.plan.errors import StartupError
@@ -32,6 +33,41 @@ def test_a_model_appears_whole_and_only_once(tmp_path: Path) -> None:
     assert (target / "config.json").read_text() == "org/name@v1"
     assert resolved_revision(target) == "f" * 40
     assert fetch("hf://org/name", target, "v1", {"hf": source(fails=True)["hf"]}) is False
+
+
+def test_an_empty_directory_is_filled_and_another_one_left_alone(tmp_path: Path) -> None:
+    """`mkdir model` before it, and the command ended well with nothing fetched."""
+    target, other = tmp_path / "model", tmp_path / "other"
+    target.mkdir()
+    assert fetch("hf://org/name", target, "", source(*MODEL)) is True
+    assert (target / "config.json").is_file()
+    other.mkdir()
+    (other / "letter.txt").touch()
+    with pytest.raises(StartupError, match="is there and is no model"):
+        fetch("hf://org/name", other, "", source(*MODEL))
+    assert [one.name for one in other.iterdir()] == ["letter.txt"]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--to", ""], "--to is empty: give a directory"),
+        (["--to", "file/model"], "cannot make file/model.partial: Not a directory"),
+        (["--to", "x", "--metrics-port", "99999"], "99999 is not a port: give 1 to 65535"),
+    ],
+)
+def test_mistakes_of_the_command_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    more: list[str], said: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    try:
+        code = cli.main(["fetch", "oci://127.0.0.1:1/a:1", *more])
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    assert code == 2
+    assert said in capsys.readouterr().err
 
 
 def test_a_broken_download_is_kept_for_the_next_attempt(tmp_path: Path) -> None:

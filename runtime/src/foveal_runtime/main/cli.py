@@ -20,6 +20,7 @@ from foveal_runtime.main.local.options import (
     Parser,
     add_options,
     configured,
+    port,
     positive,
 )
 from foveal_runtime.plan.config import DEFAULT_VIDEO_FRAMES, DEFAULT_VIDEO_PIXELS
@@ -71,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
     fetch.add_argument("uri", help="hf://ORG/NAME, s3://BUCKET/PREFIX or oci://REGISTRY/NAME:TAG")
     fetch.add_argument("--to", required=True, metavar="DIRECTORY")
     fetch.add_argument("--revision", default="", help="branch, tag or commit of a hf:// model")
-    fetch.add_argument("--metrics-port", type=int, default=0, metavar="PORT",
+    fetch.add_argument("--metrics-port", type=port, default=0, metavar="PORT",
                        help="serve the progress at /metrics there; 0 (default): not")  # fmt: skip
     profile = commands.add_parser(
         "profile",

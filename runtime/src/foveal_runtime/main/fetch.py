@@ -146,6 +146,8 @@ IGNORED = ["*.bin", "*.pth", "*.pt", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "o
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if not arguments.to:
+        raise StartupError("--to is empty: give a directory")
     fetch(
         arguments.uri, Path(arguments.to), arguments.revision, metrics_port=arguments.metrics_port
     )
@@ -174,11 +176,16 @@ def fetch(
             f"cannot fetch {uri!r}: write hf://ORG/NAME, s3://BUCKET/PREFIX or "
             "oci://REGISTRY/NAME:TAG"
         )
-    if target.is_dir():
+    if target.is_dir() and any(target.iterdir()):
+        if not (target / "config.json").is_file():
+            raise StartupError(f"{target} is there and is no model: give a directory to be made")
         log.info("already there", extra={"path": str(target)})
         return False
     partial = target.with_name(target.name + ".partial")
-    partial.mkdir(parents=True, exist_ok=True)
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StartupError(f"cannot make {partial}: {error.strerror}") from error
     progress = Progress(partial, out)
     with told(progress, metrics_port):
         resolved = download(rest, revision, partial, progress)
