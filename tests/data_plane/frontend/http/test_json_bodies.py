@@ -130,6 +130,28 @@ def test_what_stands_in_long_texts_is_not_counted(monkeypatch: pytest.MonkeyPatc
     assert decode_json(f'{{"a":"{text}"}}'.encode()) == {"a": ',[{"' * 200}
 
 
+def test_nothing_is_counted_where_data_urls_leave_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_bodies, "WHOLE_BYTES", 1 << 20)
+    monkeypatch.setattr(json_bodies, "MAX_BRACKETS", 60)
+    counted = []
+    monkeypatch.setattr(json_bodies, "_exceeded", lambda body: counted.append(len(body)) or "")
+    media = "data:image/png;base64," + "a" * 200
+    assert decode_json(f'["{media}","{media}"]'.encode()) == [media, media]
+    assert counted == []
+    for body in (b'["data:' + b"[" * 200, b'["data:","' + b"[" * 200):  # no end; another text
+        with pytest.raises(InvalidRequest):
+            decode_json(body)
+    assert counted == [207, 210]
+
+
+def test_brackets_behind_data_urls_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_bodies, "WHOLE_BYTES", 1 << 20)
+    monkeypatch.setattr(json_bodies, "MAX_BRACKETS", 60)
+    for head in (b'["data:a",', b'["data:a\\"",', b'["data:a"' * 80 + b","):
+        with pytest.raises(InvalidRequest, match="brackets"):
+            decode_json(head + b"[" * 200)
+
+
 def test_what_stands_in_long_texts_is_not_counted_in_small_bodies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

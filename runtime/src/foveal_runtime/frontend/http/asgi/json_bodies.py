@@ -38,6 +38,8 @@ MAX_WIDE_CHARS = 16_000_000
 _STEP_BYTES = 8192
 _PIECE_BYTES = 2 << 20
 _COUNTED_BYTES = 1 << 17
+_DATA_URL = b'"data:'
+_MAX_DATA_URLS = 64
 _ESCAPE_BYTES = 12  # the longest: two surrogates
 _POSITION = re.compile(r"\(byte (\d+)\)$")
 _LOW_SURROGATE = re.compile(rb"\\u[dD][c-fC-F]")
@@ -56,7 +58,7 @@ class _Span(NamedTuple):
 def decode_json(body: bytes | bytearray) -> Any:
     """Raises InvalidRequest: for what is no JSON, and for a body of which too much would have to be
     parsed in one piece."""
-    if len(body) <= WHOLE_BYTES and not _exceeded(body):
+    if len(body) <= WHOLE_BYTES and (_is_mostly_media(body) or not _exceeded(body)):
         return _parse(body, [])
     spans = _long_texts(body)
     rest_bytes = len(body) - sum(span.end - span.begin for span in spans)
@@ -92,9 +94,28 @@ def _parse(rest: bytes | bytearray, spans: Sequence[_Span]) -> Any:
         raise InvalidRequest("the body is not valid JSON: nested too deeply") from None
 
 
+def _uncounted_bytes() -> int:
+    """So many, whatever they are, exceed nothing."""
+    return min(MAX_COMMAS, MAX_BRACKETS, MAX_QUOTES, MAX_BOTH // 4)
+
+
+def _is_mostly_media(body: bytes | bytearray) -> bool:
+    """Whether so little of it is besides its first data URLs that nothing need be counted. From
+    `"data:` to the next quotation mark there is text, or the parser stops at the `d`."""
+    left, at = len(body), 0
+    for _ in range(_MAX_DATA_URLS):
+        at = body.find(_DATA_URL, at) if left > _uncounted_bytes() else -1
+        end = body.find(b'"', at + 1) if at >= 0 else -1
+        if end < 0:
+            break
+        left -= end - at
+        at = end
+    return left <= _uncounted_bytes()
+
+
 def _exceeded(rest: bytes | bytearray) -> str:
     """What there is too much of; "" when the parser may have it."""
-    if len(rest) <= min(MAX_COMMAS, MAX_BRACKETS, MAX_QUOTES, MAX_BOTH // 4):
+    if len(rest) <= _uncounted_bytes():
         return ""
     commas, brackets, quotes = _count(rest, b","), _count(rest, b"[{"), _count(rest, b'"')
     for name, found, most in (
