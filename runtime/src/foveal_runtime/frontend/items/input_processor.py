@@ -350,10 +350,11 @@ def _canonical(options: Mapping[str, object]) -> bytes:
 
 async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """All results; the first error in order of the list, after the others were cancelled."""
+    if len(work) < 2:
+        return [await one for one in work]
     tasks = [asyncio.create_task(one) for one in work]
     try:
-        if tasks:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
     finally:
         for task in tasks:
             task.cancel()
