@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 from blake3 import blake3
 
+from foveal_runtime.wire.codec import pack_tokens
+
 LOAD_FACTOR = 1.25
 PREFIX_TOKENS = (32, 256, 1024)
 _STALE_SECONDS = 5.0
@@ -131,7 +133,7 @@ def affinity_keys(
     keys = [blake3(b"item" + salt + h).digest(length=16) for h in hashes[:4]]
     for length in PREFIX_TOKENS:
         if len(token_ids) >= length:
-            packed = b"".join(t.to_bytes(4, "little") for t in token_ids[:length])
+            packed = pack_tokens(token_ids[:length], wide=True)[0]
             # Placeholders look alike: the items of the prompt belong to its identity.
             keys.append(blake3(b"text" + salt + lora + b"".join(hashes) + packed).digest(length=16))
     return keys

@@ -6,7 +6,6 @@ model may write, and how it is read.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
@@ -232,7 +231,7 @@ async def stream_answer(run: ChatRun) -> AsyncGenerator[bytes, None]:
                 if run.request.return_token_ids:
                     extra["prompt_token_ids"] = expanded_prompt(delta.first, run.job.token_ids)
                 yield sse({**run.head, "choices": [_empty(index, opening)], **usage, **extra})
-            tally.add(index, dataclasses.replace(delta, first=None))
+            tally.add(index, delta)
             usage = chunk_usage(options, tally)
             choice = _chunk_choice(run, index, delta)
             if choice is not None:

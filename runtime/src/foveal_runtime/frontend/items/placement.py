@@ -82,10 +82,8 @@ def match_placeholders(
     waiting = {m: [i for i, p in enumerate(parts) if p.modality == m] for m in MODALITIES}
     counts = {modality: len(indices) for modality, indices in waiting.items()}
     slots = []
-    for at, token in enumerate(token_ids):
-        found = modality_of.get(token)
-        if found is None:
-            continue
+    for at in [at for at, token in enumerate(token_ids) if token in modality_of]:
+        found = modality_of[token_ids[at]]
         if not waiting[found]:
             raise InvalidRequest(
                 f"the prompt has more {found} placeholders than {found} parts "
