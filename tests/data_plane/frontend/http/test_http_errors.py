@@ -87,6 +87,21 @@ def check_shape(response: Any, status: int) -> dict[str, Any]:
     return body["error"]  # type: ignore[no-any-return]
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+async def test_what_fastapi_refuses_is_refused_alike(harness: Any, path: str) -> None:
+    """Bodies of `application/json` are checked without it, others of JSON by it."""
+    changes = [change for change, _, _ in BAD_CHAT]
+    bodies: list[Any] = [harness.body(**{"prompt": 1, "input": 1} | change) for change in changes]
+    for body in (*bodies, {}, [], None, 1, {"messages": [[1]]}):
+        kinds = ("application/json; charset=utf-8", "application/more+json")
+        answers = [
+            await harness.http.post(path, json=body, headers={"content-type": kind})
+            for kind in kinds
+        ]
+        assert answers[0].status_code == answers[1].status_code >= 400
+        assert answers[0].json() == answers[1].json()
+
+
 async def test_bad_chat_requests(harness: Any) -> None:
     for change, param, fragment in BAD_CHAT:
         response = await harness.http.post(

@@ -51,7 +51,7 @@ from foveal_runtime.frontend.http.monitoring.metrics import MetricsPage
 from foveal_runtime.frontend.http.monitoring.metrics_source import text_source
 from foveal_runtime.frontend.http.monitoring.request_stats import begin_at_zero, door_source
 from foveal_runtime.frontend.http.pages import page_response
-from foveal_runtime.frontend.http.routes import build_router
+from foveal_runtime.frontend.http.routes import add_routes
 from foveal_runtime.frontend.http.service import Service
 from foveal_runtime.frontend.items.injection import Injector
 from foveal_runtime.frontend.items.interfaces import Generator, InputProcessor, PromptPlaceholders
@@ -131,7 +131,7 @@ def build_app(
         docs_url=None,
         redoc_url=None,
     )
-    api.include_router(build_router(service, info, health, page))
+    add_routes(api.router, service, info, health, page)
     admin_keys = KeyFile(config.admin_key_file) if config.admin_key_file else None
     if admin is not None and admin_keys is not None:
         api.include_router(build_admin_router(admin, config.model.served_name))

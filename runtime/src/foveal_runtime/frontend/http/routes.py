@@ -1,16 +1,18 @@
 """The HTTP routes: thin functions between FastAPI and the handlers' modules.
 
-`build_router` is called by app.py. No logic here beyond picking streamed or whole answers.
+`add_routes` is called by app.py. No logic here beyond picking streamed or whole answers.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any, cast
+from typing import Any, cast, get_type_hints
 
 from fastapi import APIRouter, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
 from starlette.responses import PlainTextResponse, Response
 
 from foveal_runtime.frontend.http import chat, completions
@@ -95,20 +97,46 @@ class BodyRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         inner = super().get_route_handler()
+        model = _body_model(self.endpoint)
 
         async def handler(request: Request) -> Response:
             wrapped = _JsonRequest(request.scope, request.receive)
             if request.method == "POST" and await wrapped.body():
-                await wrapped.json()
+                value = await wrapped.json()
+                kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+                if model and isinstance(value, dict) and kind == "application/json":
+                    response: Response = await self.endpoint(_checked(model, value), wrapped)
+                    return response
             return await inner(wrapped)
 
         return handler
 
 
-def build_router(
-    service: Service, info: PromptPlaceholders, health: Health, page: MetricsPage
-) -> APIRouter:
-    router = APIRouter(route_class=BodyRoute)
+def _body_model(endpoint: Callable[..., Any]) -> type[BaseModel] | None:
+    """Of an endpoint that takes a body, the request and nothing else, and answers itself. It is
+    called without FastAPI's search for what it may want, 7 % of a chat request."""
+    hints = get_type_hints(endpoint)
+    if list(hints) != ["body", "request", "return"] or hints["return"] is not Response:
+        return None
+    model: type[BaseModel] = hints["body"]
+    return model
+
+
+def _checked(model: type[BaseModel], value: dict[str, Any]) -> BaseModel:
+    """Raises RequestValidationError, as FastAPI does."""
+    try:
+        return model.model_validate(value, from_attributes=True)
+    except ValidationError as error:
+        found = error.errors(include_url=False)
+        raise RequestValidationError(
+            [{**one, "loc": ("body", *one["loc"])} for one in found]
+        ) from error
+
+
+def add_routes(
+    router: APIRouter, service: Service, info: PromptPlaceholders, health: Health, page: MetricsPage
+) -> None:
+    router.route_class = BodyRoute
     _add_generation(router, service, info)
     _add_models(router, service, info)
     errors: dict[int | str, dict[str, Any]] = {
@@ -121,7 +149,6 @@ def build_router(
     router.include_router(build_transcription_router(service, ERRORS))
     _add_health(router, health, service)
     _add_metrics(router, page)
-    return router
 
 
 def _add_generation(router: APIRouter, service: Service, info: PromptPlaceholders) -> None:
