@@ -31,17 +31,19 @@ from foveal_runtime.bench.saved import messages_of
 from foveal_runtime.bench.stats import percentile
 from foveal_runtime.bench.traces import Trace, make_trace
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
+from foveal_runtime.plan.config import EngineConfig, load
 
 ROLES = {"frontend": "frontend", "worker": "media worker", "engine": "engine"}
 NUM_CORES = 2
 FLAGS = ("--threads", "1", "--kv-cache", "512Mi", "--ipc-cache", "16Mi")
 IMAGE = ImageKind()
+CACHES = ("ipc", "prefix", "encoder")
 TRACES = (("mixed", 5), ("hits-70", 6), ("text", 7))
 
 
 class Played(NamedTuple):
     """One trace on a real deployment. `cpu`: seconds by role, `others`: cores that the rest of the
-    machine used meanwhile."""
+    machine, the launcher included, used meanwhile."""
 
     trace: Trace
     replies: list[Reply]
@@ -57,8 +59,8 @@ class Real:
     def __init__(self, server: Server) -> None:
         self.server = server
         self.idle = 0.0
-        self.documents = [
-            process.cmdline()[process.cmdline().index("--config") + 1]
+        [self.document, *_] = [
+            Path(process.cmdline()[process.cmdline().index("--config") + 1])
             for process in processes.tree(server.pid)
             if processes.role_of(process.cmdline()) == "engine"
         ]
@@ -72,10 +74,11 @@ class Real:
             raise SystemExit(f"{self.server.name}, {trace.name}: {failed[0]}")
         after = self._cpu()
         spent = {role: after[role] - cpu.get(role, 0.0) for role in after}
-        others = max(0.0, (_busy_seconds() - busy - sum(spent.values())) / seconds)
+        ours = sum(spent.get(role, 0.0) for role in (*ROLES.values(), "client"))
+        others = max(0.0, (_busy_seconds() - busy - ours) / seconds)
         now = self._hits()
         hits = {name: (now[name][0] - before[name][0], now[name][1] - before[name][1])
-                for name in now}  # fmt: skip
+                for name in CACHES}  # fmt: skip
         return Played(trace, replies, seconds, spent, others, hits)
 
     def rest(self, seconds: float = 3.0) -> None:
@@ -90,23 +93,8 @@ class Real:
         return {**found, "client": time.process_time()}
 
     def _hits(self) -> Counts:
-        """Of all frontends and engines together."""
-        target = self.server.spec.target
-        pages = [target.urls, [_engine_url(path) for path in self.documents]]
-        total: Counts = {}
-        for urls, names in zip(pages, (("ipc",), ("encoder", "prefix")), strict=True):
-            for url in urls:
-                page = get(msgspec.structs.replace(target, urls=(url,)), "/metrics", 10).decode()
-                for name, (hits, queries) in read_hits(page).items():
-                    if name in names:
-                        old = total.get(name, (0.0, 0.0))
-                        total[name] = old[0] + hits, old[1] + queries
-        return total
-
-
-def _engine_url(path: str) -> str:
-    document = msgspec.json.decode(Path(path).read_bytes())
-    return f"http://127.0.0.1:{document['http_port']}"
+        """Of all frontends and engines together: each frontend tells them all."""
+        return read_hits(get(self.server.spec.target, "/metrics", 10).decode())
 
 
 def _busy_seconds() -> float:
@@ -137,7 +125,7 @@ def calibrate(model: Path, folder: Path, real: Real) -> tuple[Deployment, Costs]
         for i, (kind, num, tokens) in enumerate(kinds)
     ]
     document = folder / "engine.json"
-    document.write_bytes(Path(real.documents[0]).read_bytes())
+    document.write_bytes(real.document.read_bytes())
     real.server.stop()
     deployment, costs = step_costs(document, folder)
     words = Words(model, deployment)
@@ -310,7 +298,10 @@ def validate(folder: Path, model: Path, deployment: Deployment, costs: Costs) ->
     """Runs 4 x 2, simulates it. Returns what is to be recorded."""
     words = Words(model, deployment)
     with deployed(model, folder, 4, 2) as real:
+        # Planned for two: from the same memory each has a smaller encoder cache than one alone.
+        engine = load(str(real.document), EngineConfig)
         plays = [real.play(make_trace(kind, seed, 240), 8) for kind, seed in TRACES]
+    deployment = msgspec.structs.replace(deployment, engine=engine)
     errors: list[Error] = []
     for number, played in enumerate(plays):
         talks = [words.talks(one) for one in plays[: number + 1]]
