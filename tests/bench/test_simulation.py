@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import random
+import time
 from itertools import accumulate
 
 import msgspec
@@ -10,13 +11,21 @@ import pytest
 
 from e2e.bench.simulation import limits
 from e2e.bench.simulation import world as world_module
-from e2e.bench.simulation.costs import FEATURES, Costs, Deployment, Role, fit
+from e2e.bench.simulation.costs import FEATURES, CostRunner, Costs, Deployment, Role, fit
 from e2e.bench.simulation.fleet import Day, FleetRouter, RoundRobin, live, shrunk
+from e2e.bench.simulation.steps import Timed
 from e2e.bench.simulation.virtual import Cores, run
 from e2e.bench.simulation.world import Ask, World, converse
 from foveal_runtime.engine.process.core import EngineCore
 from foveal_runtime.engine.scheduler.scheduler import Scheduler
-from foveal_runtime.engine.types.step import ModelTraits
+from foveal_runtime.engine.types.step import (
+    DoneStep,
+    EncoderInput,
+    ModelTraits,
+    ScheduledRequest,
+    StepPlan,
+    StepResult,
+)
 from foveal_runtime.frontend.engines.client import EngineClient
 from foveal_runtime.frontend.engines.routing import Router
 from foveal_runtime.mirror.receiver import Receiver
@@ -168,6 +177,60 @@ def test_cores_are_shared():
     shared, alone = run(main())
     assert shared == pytest.approx(1.5)
     assert alone == pytest.approx(0.5)
+
+
+def test_streams_go_on_in_the_middle_of_simulated_encoding():
+    """As often as seconds say that the machine needs, not CPU seconds."""
+    embeds = EncoderInput(b"k" * 32, 0, 100, b"")
+    plan = StepPlan(1, encode=[embeds], slice_seconds=0.002)
+    spent, turns = [], []
+    runner = CostRunner(DEPLOYMENT.traits, COSTS, lambda name, index: 0, spent.append)
+    runner.slowness = 2.0
+    result = runner.submit(plan, lambda: turns.append(sum(spent))).result()
+    assert turns == pytest.approx([0.001, 0.002, 0.003, 0.004])
+    assert sum(spent) == pytest.approx(COSTS.step_seconds(plan))
+    assert result.encode_seconds == pytest.approx(0.008)
+
+
+def test_a_measured_step_is_without_what_went_on_in_its_middle(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "process_time", lambda: now[0])
+
+    class Runner:
+        def submit(self, plan, between=None):
+            now[0] += 1.0
+            if between is not None:
+                between()
+            now[0] += 2.0
+            return DoneStep(StepResult(plan.step))
+
+    timed = Timed(Runner())
+    stream = [ScheduledRequest("r", 7, 1, [], True)]
+    embeds = EncoderInput(b"k" * 32, 0, 100, b"")
+    timed.submit(
+        StepPlan(1, encode=[embeds], slice_seconds=0.1),
+        lambda: timed.submit(StepPlan(2, scheduled=stream)),
+    )
+    assert timed.seconds == [3.0, 3.0]
+    assert [row[FEATURES.index("embed")] for row in timed.rows] == [0.0, 100.0]
+
+
+@pytest.mark.parametrize("num_clients", [0, 1])
+def test_every_message_costs_the_frontend_that_reads_it(num_clients):
+    """Frontends that share a client have no links of their own: nobody reads for them all."""
+    talks = [[Ask([1, 3, 100 + n], (n,), (5, 6, 7))] for n in range(8)]
+    costs = Costs(step={}, frontend=Role(message=0.001))
+
+    async def main():
+        cores = Cores()
+        async with World(DEPLOYMENT, costs, 4, 2, cores=cores, num_clients=num_clients) as world:
+            await converse(world, talks, 8)
+            links = [link for engine in world.engines.values() for link in engine.links.values()]
+            return cores.used_seconds, sum(link.counters.messages_received for link in links)
+
+    used, count = run(main())
+    assert count >= len(talks)
+    assert used == pytest.approx(0.0 if num_clients else 0.001 * count)
 
 
 def test_costs_are_found_again():

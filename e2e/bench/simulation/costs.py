@@ -41,12 +41,15 @@ def features(plan: StepPlan) -> list[float]:
 
 class Role(msgspec.Struct, frozen=True):
     """CPU seconds of a process beside model steps: of a request, of an output token, of an image
-    in it, of an image that was not seen before."""
+    in it, of an image that was not seen before, of a message between an engine and a frontend. One
+    message has the tokens of all streams that the two share, so four streams at one frontend cost
+    less than one at each of four."""
 
     request: float = 0.0
     token: float = 0.0
     item: float = 0.0
     new_item: float = 0.0
+    message: float = 0.0
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,15 +73,25 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CostRunner:
-    """Obeys plans in the time that they cost; says what `reply_of(request, index)` says."""
+    """Obeys plans in the time that they cost; says what `reply_of(request, index)` says.
+
+    Args:
+        spend: told the CPU seconds of a part of a step.
+
+    Attributes:
+        slowness: seconds that a CPU second takes while others want the cores. Results say seconds,
+            as a real runner's do: the scheduler paces its steps by them.
+    """
 
     grammars = GrammarStats()
 
     def __init__(
-        self, traits: ModelTraits, costs: Costs, reply_of: Callable[[str, int], int]
-    ) -> None:
+        self, traits: ModelTraits, costs: Costs, reply_of: Callable[[str, int], int],
+        spend: Callable[[float], None] = lambda seconds: None,
+    ) -> None:  # fmt: skip
         self.traits, self.loras = traits, FakeLoras()
-        self._costs, self._reply_of = costs, reply_of
+        self._costs, self._reply_of, self._spend = costs, reply_of, spend
+        self.slowness = 1.0
         self._prompts: dict[str, int] = {}
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -94,12 +107,21 @@ class CostRunner:
                 token = self._reply_of(one.request_id, said)
                 result.sampled.append(Sampled(one.request_id, token, -1.0, 1))
         embeds = sum(entry.num_embeds for entry in plan.encode)
-        result.encode_seconds = self._costs.step.get("embed", 0.0) * embeds
-        result.forward_seconds = self._costs.step_seconds(plan) - result.encode_seconds
+        encode = self._costs.step.get("embed", 0.0) * embeds
+        result.encode_seconds = encode * self.slowness
+        result.forward_seconds = (self._costs.step_seconds(plan) - encode) * self.slowness
         return result
 
-    def submit(self, plan: StepPlan) -> DoneStep:
-        return DoneStep(self.execute(plan))
+    def submit(self, plan: StepPlan, between: Callable[[], None] | None = None) -> DoneStep:
+        result = self.execute(plan)
+        left = result.encode_seconds
+        while between is not None and plan.slice_seconds and left > 0:
+            part = min(left, plan.slice_seconds)
+            self._spend(part / self.slowness)
+            left -= part
+            between()
+        self._spend((left + result.forward_seconds) / self.slowness)
+        return DoneStep(result)
 
     def check_integrity(self) -> None: ...
 

@@ -118,11 +118,11 @@ def deployed(model: Path, folder: Path, num_frontends: int, num_engines: int) ->
 
 def calibrate(model: Path, folder: Path, real: Real) -> tuple[Deployment, Costs]:
     """Costs from a 1 x 1 deployment and from steps of the model alone."""
-    kinds = [("text", 24, 8), ("text", 24, 40), ("hits-0", 24, 16), ("hits-95", 32, 16),
-             ("multi-turn", 24, 16)]  # fmt: skip
+    kinds = [("text", 64, 8, 4), ("text", 64, 40, 4), ("text", 32, 40, 1), ("hits-0", 64, 16, 4),
+             ("hits-95", 64, 16, 4), ("multi-turn", 48, 16, 4)]  # fmt: skip
     plays = [
-        real.play(make_trace(kind, 70 + i, num, max_tokens=tokens), 4)
-        for i, (kind, num, tokens) in enumerate(kinds)
+        real.play(make_trace(kind, 70 + i, num, max_tokens=tokens), concurrency)
+        for i, (kind, num, tokens, concurrency) in enumerate(kinds)
     ]
     document = folder / "engine.json"
     document.write_bytes(real.document.read_bytes())
@@ -133,16 +133,21 @@ def calibrate(model: Path, folder: Path, real: Real) -> tuple[Deployment, Costs]
     costs = msgspec.structs.replace(
         costs, machine=machine_facts(), date=datetime.date.today().isoformat()
     )
+    alone = [
+        simulate([words.talks(one)], [kind[3]], deployment, costs, 1, 1, one.others)
+        for one, kind in zip(plays, kinds, strict=True)
+    ]
     counts = [words.counts(one) for one in plays]
     roles: dict[str, Any] = {}
     for role, name in (*ROLES.items(), ("client", "client")):
         spent = [one.cpu.get(name, 0.0) for one in plays]
         if role == "engine":
-            alone = [simulate([words.talks(one)], [4], deployment, costs, 1, 1) for one in plays]
             spent = [a - b.step_seconds for a, b in zip(spent, alone, strict=True)]
         if role == "frontend":
             spent = [a - idle * one.seconds for a, one in zip(spent, plays, strict=True)]
-        roles[role] = Role(*fit(counts, [max(value, 1e-4) for value in spent]))
+        talks = role in ("engine", "frontend")
+        rows = [[*count, talks * b.num_messages] for count, b in zip(counts, alone, strict=True)]
+        roles[role] = Role(*fit(rows, [max(value, 1e-4) for value in spent]))
         print(f"{role:9}", *(f"{1e3 * v:.2f}" for v in msgspec.structs.astuple(roles[role])), "ms")
     return deployment, msgspec.structs.replace(costs, **roles)
 
@@ -226,6 +231,7 @@ class Simulated(NamedTuple):
     hits: Counts
     step_seconds: float
     num_requests: int
+    num_messages: int
 
 
 def simulate(
@@ -236,7 +242,8 @@ def simulate(
     """Traces one after the other on a deployment; figures are of the last one."""
 
     async def main() -> Simulated:
-        cores = Cores(NUM_CORES - others, costs.alone_speed)
+        alone = 1 + (costs.alone_speed - 1) * max(1 - others, 0)
+        cores = Cores(NUM_CORES - others, alone)
         async with World(deployment, costs, num_frontends, num_engines, cores=cores) as world:
             for talks, concurrency in zip(traces, concurrencies, strict=True):
                 world.answers.clear()
@@ -249,7 +256,8 @@ def simulate(
             first = min(a.sent for a in world.answers)
             seconds = max(a.done for a in world.answers) - first
             ttfts = [a.first - a.sent for a in world.answers]
-            return Simulated(seconds, ttfts, hits, steps, len(world.answers))
+            messages = sum(engine.sent.total() for engine in world.engines.values())
+            return Simulated(seconds, ttfts, hits, steps, len(world.answers), messages)
 
     return run(main())
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -24,10 +24,12 @@ from foveal_runtime.engine.types.step import (
     ModelRunner,
     StepPlan,
 )
+from foveal_runtime.frontend.common.single_flight import SingleFlight
 from foveal_runtime.frontend.engines.client import EngineClient
 from foveal_runtime.frontend.engines.routing import Router
 from foveal_runtime.frontend.items.prepared import ItemCost, PreparedItem, PreparedRequest
 from foveal_runtime.frontend.items.processor_cache import ProcessorCache
+from foveal_runtime.frontend.items.source import Buffer, GivenBytes, ItemSource, RawMedia
 from foveal_runtime.mirror.messages import (
     Bye,
     DownMessage,
@@ -36,7 +38,6 @@ from foveal_runtime.mirror.messages import (
     SessionId,
     Welcome,
 )
-from foveal_runtime.mirror.store import Buffer
 from foveal_runtime.plan.config import EngineAddress, FrontendConfig, ModelConfig
 from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.wire import codec
@@ -80,12 +81,13 @@ class Engine:
     """An `EngineCore` and its loop. What a step makes known leaves when the step's time is over;
     what arrives meanwhile is looked at then."""
 
-    def __init__(self, world: World, name: str, runner: ModelRunner) -> None:
+    def __init__(self, world: World, name: str, runner: ModelRunner | None) -> None:
         deployment = world.deployment
         self._world, self._costs = world, world.costs
         self.name = name
         self.thread = Thread(world.cores)
-        self.runner = runner
+        self._costed = CostRunner(deployment.traits, world.costs, world.reply_of, self._spend)
+        self.runner: ModelRunner = runner or self._costed
         config = msgspec.structs.replace(deployment.engine, engine_id=name)
         self.core: EngineCore = assemble_core(
             config,
@@ -112,22 +114,19 @@ class Engine:
     def submit(self, plan: StepPlan, between: Callable[[], None] | None = None) -> DoneStep:
         """What is said from now on is said when so much of the step is over."""
         self._held = self._held or []
-        result = self.runner.submit(plan).result()
+        result = self.runner.submit(plan, between).result()
         self._owed += self._costs.engine.token * len(result.sampled)
-        left = result.encode_seconds
-        while between is not None and plan.slice_seconds and left > 0:
-            part = min(left, plan.slice_seconds)
-            self._step_seconds += part
-            left -= part
-            between()
-        self._step_seconds += left + result.forward_seconds
         return DoneStep(result)
+
+    def _spend(self, seconds: float) -> None:
+        self._step_seconds += seconds
 
     # ---- the loop -------------------------------------------------------------------------------
     async def run(self) -> None:
         while True:
             if not self.core.has_work and not self._inbox:
                 await self._wait()
+            began = asyncio.get_running_loop().time()
             self._take_in()
             self._step_seconds = 0.0
             self.core.step()
@@ -140,6 +139,8 @@ class Engine:
                 spent = max(spent, offset)
                 self._send(fid, message)
             await self.thread.work(seconds - spent)
+            if seconds > 0:
+                self._costed.slowness = (asyncio.get_running_loop().time() - began) / seconds
 
     async def _wait(self) -> None:
         due = self.core.seconds_to_note()
@@ -176,6 +177,7 @@ class Engine:
         elif isinstance(message, Bye):
             self._sids.pop(fid, None)
         frames = [memoryview(frame) for frame in codec.encode_down(message)]
+        self._owed += self._costs.engine.message
         self.sent[type(message).__name__] += 1
         self.bytes_down += sum(map(len, frames))
         self.links[fid].deliver(frames)
@@ -189,9 +191,13 @@ class Engine:
 
 
 class Link:
-    """`wire.transport.FrontendTransport` over a network that has a delay and a bandwidth."""
+    """`wire.transport.FrontendTransport` over a network that has a delay and a bandwidth. `reader`:
+    the event loop that what arrives is work for; None: nobody's."""
 
-    def __init__(self, engine: Engine, frontend_id: str, costs: Costs) -> None:
+    def __init__(
+        self, engine: Engine, frontend_id: str, costs: Costs, reader: Thread | None
+    ) -> None:
+        self._reader = reader
         self.counters = ByteCounters()
         self.frontend_id = frontend_id
         self._engine = engine
@@ -232,6 +238,8 @@ class Link:
 
     async def recv(self) -> Frames:
         frames = await self._down.get()
+        if self._reader is not None:
+            await self._reader.work(self._costs.frontend.message)
         self.counters.count_received(frames)
         return frames
 
@@ -239,25 +247,13 @@ class Link:
         self._is_closed = True
 
 
-class _Source:
-    """How a frontend makes an item's value: its processor cache, else a media worker."""
-
-    def __init__(self, frontend: Frontend, mm_hash: bytes, cost: ItemCost) -> None:
-        self._frontend, self._hash, self._cost = frontend, mm_hash, cost
-
-    async def value(self) -> bytes | memoryview:
-        return await self._frontend.process(self._hash, self._cost)
-
-    def release(self) -> None: ...
-
-
-def connect(world: World, name: str) -> EngineClient:
+def connect(world: World, name: str, reader: Thread | None = None) -> EngineClient:
     """A client of all engines; its links open in `start`."""
     engines = tuple(EngineAddress(endpoint=endpoint) for endpoint in world.engines)
     config = FrontendConfig(model=ModelConfig(path="/nowhere"), engines=engines, frontend_id=name)
 
     def open_link(endpoint: str) -> Link:
-        return Link(world.engines[endpoint], client.frontend_id, world.costs)
+        return Link(world.engines[endpoint], client.frontend_id, world.costs, reader)
 
     client = EngineClient(config, world.namespace, open_transport=open_link)
     if world.policy is not None:
@@ -268,29 +264,14 @@ def connect(world: World, name: str) -> EngineClient:
 class Frontend:
     """A `ProcessorCache`, an event loop and a media worker in front of an `EngineClient`."""
 
-    def __init__(self, world: World, client: EngineClient) -> None:
+    def __init__(self, world: World, client: EngineClient, loop: Thread) -> None:
         self._world, self._costs = world, world.costs.frontend
-        self.client = client
-        self.loop = Thread(world.cores)
+        self.client, self.loop = client, loop
         self.worker = Thread(world.cores)
         self.cache = ProcessorCache(
             world.deployment.processor_bytes, clock=asyncio.get_running_loop().time
         )
-        self._under_way: dict[bytes, asyncio.Task[None]] = {}
-
-    async def process(self, mm_hash: bytes, cost: ItemCost) -> bytes | memoryview:
-        found = self.cache.get(mm_hash)
-        if found is not None:
-            return found
-        task = self._under_way.get(mm_hash)
-        if task is None:
-            cost.was_processed = True
-            work = self.worker.work(self._world.costs.worker.new_item)
-            task = self._under_way[mm_hash] = asyncio.ensure_future(work)
-        await task
-        self._under_way.pop(mm_hash, None)
-        self.cache.commit(mm_hash, self._world.item)
-        return self._world.item
+        self._processing: SingleFlight[bytes, Buffer] = SingleFlight()
 
     async def answer(self, name: str, ask: Ask, client: Thread) -> Answer:
         """What a client sees that sends this request here."""
@@ -314,12 +295,22 @@ class Frontend:
         return Answer(sent, first, loop.time(), count)
 
     async def prepare(self, image: int) -> PreparedItem:
-        key, cost = image.to_bytes(32, "big"), ItemCost()
-        if self.client.lookup_item(key) is None and not self.cache.is_cached(key):
+        """As `MediaInput` does, with a worker that takes time and nothing else."""
+        key, cost, world = image.to_bytes(32, "big"), ItemCost(), self._world
+
+        async def work() -> Buffer:
+            cost.was_processed = True
+            await self.worker.work(world.costs.worker.new_item)
+            self.cache.commit(key, world.item)
+            return world.item
+
+        def make(raw: RawMedia) -> Coroutine[None, None, Buffer]:
+            return self._processing.run(key, work)
+
+        source = ItemSource(key, self.cache, self.client.stats, GivenBytes(b""), make)
+        if self.cache.get(key) is None and self.client.lookup_item(key) is None:
             await self.loop.work(self._costs.new_item)
-            await self.process(key, cost)
-        world = self._world
-        source = _Source(self, key, cost)
+            source.retain(await source.value())
         return PreparedItem(key, 0, source, len(world.item), world.meta, cost=cost)
 
 
@@ -354,11 +345,13 @@ class World:
         self.replies: dict[str, tuple[int, ...]] = {}
         self.engines: dict[str, Engine] = {}
         for index in range(num_engines):
-            own = runner or CostRunner(deployment.traits, costs, self._reply)
-            self.engines[f"tcp://e{index}:1"] = Engine(self, f"e{index}", own)
-        self.clients = [connect(self, f"f{i}") for i in range(num_clients or num_frontends)]
+            self.engines[f"tcp://e{index}:1"] = Engine(self, f"e{index}", runner)
+        loops = [Thread(self.cores) for _ in range(num_frontends)]
+        readers = [None] * num_clients or loops
+        self.clients = [connect(self, f"f{i}", reader) for i, reader in enumerate(readers)]
         self.frontends = [
-            Frontend(self, self.clients[i % len(self.clients)]) for i in range(num_frontends)
+            Frontend(self, self.clients[i % len(self.clients)], loop)
+            for i, loop in enumerate(loops)
         ]
         self.client = Thread(self.cores)
         self.answers: list[Answer] = []
@@ -367,7 +360,7 @@ class World:
         self._main: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
 
-    def _reply(self, request_id: str, index: int) -> int:
+    def reply_of(self, request_id: str, index: int) -> int:
         """Engines name a request NAME.ATTEMPT-SERIAL."""
         return self.replies[request_id.partition(".")[0]][index]
 
