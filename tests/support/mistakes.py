@@ -57,6 +57,8 @@ OPTIONS: list[tuple[list[str], str | None]] = [
      f"{SAY}: --quantization runs on one device: leave it out, or set --tensor-parallel 1"),
     (["model", "--lora", "a=b", "--tensor-parallel", "2"],
      f"{SAY}: --lora runs on one device: leave it out, or set --tensor-parallel 1"),
+    (["model", "--revision", "v1"],
+     f"{SAY}: --revision v1: model is a directory, which has none; leave it out"),
     (["model", "--device", "cuda"],
      f"{SAY}: --device cuda: no NVIDIA driver answers here (nvidia-smi lists no device): install "
      "the driver, give the container its devices, or use --device cpu"),

@@ -60,6 +60,9 @@ def find_model(given: str, revision: str = "", task: Task = "generate") -> Found
         return _from_uri(given, scheme, rest, revision, task)
     path = Path(given).expanduser()
     if path.is_dir():
+        if revision:
+            what = f"{given} is a directory, which has none; leave it out"
+            raise StartupError(f"--revision {revision}: {what}")
         check_files(path)
         return Found(path.resolve(), path.resolve().name)
     if path.is_file():
