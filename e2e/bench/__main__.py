@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -27,7 +26,7 @@ import msgspec
 from e2e.bench import processes, sockets
 from e2e.bench.checkpoints import ASSEMBLED, SHAPES, checkpoint
 from e2e.bench.machine import machine_facts, versions
-from e2e.bench.servers import MAKERS, Options, Server, is_installed
+from e2e.bench.servers import MAKERS, Options, Server, end_servers_on_sigterm, is_installed
 from e2e.bench.starts import Start, StartReport, run_starts, table
 from foveal_runtime.bench.client import Target
 from foveal_runtime.bench.display import BarProgress, draw_plot, show, verdict
@@ -88,7 +87,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
-    signal.signal(signal.SIGTERM, _end)  # as Ctrl-C does: the servers are ended, too
+    end_servers_on_sigterm()
     names = arguments.servers.split(",")
     for name in names:
         if not is_installed(name):
@@ -185,10 +184,6 @@ def _costs(server: Server) -> Callable[[], Costs]:
         }
 
     return costs
-
-
-def _end(number: int, _frame: object) -> None:
-    raise SystemExit(128 + number)
 
 
 def _facts(server: Server) -> ServerFacts:

@@ -125,6 +125,15 @@ MAKERS: dict[str, Maker] = {
 }
 
 
+def end_servers_on_sigterm() -> None:
+    """As Ctrl-C does; otherwise they would outlive this process."""
+
+    def end(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+
+
 def is_installed(name: str) -> bool:
     """Whether the server's program is here; `python -m e2e.bench.peers` installs peers."""
     if name.startswith("vllm"):

@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from e2e.bench.checkpoints import SHAPES, checkpoint
+from e2e.bench.servers import end_servers_on_sigterm
 from e2e.bench.simulation import limits, plots
 from e2e.bench.simulation.costs import Costs, Deployment
 from e2e.bench.simulation.fleet import Day, FleetRouter, Hour, RoundRobin, live, shrunk
@@ -135,6 +136,7 @@ def run_limits(arguments: argparse.Namespace, deployment: Deployment, costs: Cos
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
+    end_servers_on_sigterm()
     logging.disable(logging.WARNING)  # sessions end when they are done
     for folder in (arguments.out, arguments.images):
         folder.mkdir(parents=True, exist_ok=True)
