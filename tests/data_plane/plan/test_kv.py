@@ -113,7 +113,8 @@ def test_the_floor_serves_the_longest_request(shape: KVShape) -> None:
     blocks, wanted = shape.divide(shape.floor_bytes), shape.request_blocks
     assert shape.num_tokens(shape.floor_bytes) >= shape.max_model_len
     if not shape.has_windows:
-        assert blocks == wanted
+        # One is the engine's padding: without it, its context was a block shorter than planned.
+        assert blocks == (wanted.whole + 1, 0)
         return
     assert blocks.whole > wanted.whole
     assert blocks.window > wanted.window
@@ -152,4 +153,5 @@ def test_requests_within_the_window_leave_one_pool() -> None:
     )  # fmt: skip
     assert not shape.has_windows
     assert shape.divide(10_050) == (100, 0)
-    assert shape.floor_bytes == 6_400
+    assert shape.floor_bytes == 6_500
+    assert shape.num_tokens(6_500) == 1024

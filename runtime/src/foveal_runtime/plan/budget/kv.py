@@ -59,12 +59,12 @@ class KVShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def floor_bytes(self) -> int:
-        """The least that serves the longest request. Of two pools whole sets of blocks, so that it
-        can be divided as it is, each pool's block for padding included."""
-        whole, window = self.request_blocks
+        """The least that serves the longest request, each pool's block for padding included. Of two
+        pools whole sets of blocks, so that it can be divided as it is."""
+        whole, window = (count + 1 for count in self.request_blocks)
         if not self.has_windows:
             return whole * self.block_bytes
-        return -(-self._bytes_of(whole + 1, window + 1) // self.block_bytes) * self.block_bytes
+        return -(-self._bytes_of(whole, window) // self.block_bytes) * self.block_bytes
 
     def _bytes_of(self, whole: int, window: int) -> int:
         each = self.block_bytes - self.window_block_bytes
@@ -90,8 +90,7 @@ class KVShape(msgspec.Struct, frozen=True, kw_only=True):
 
     def num_tokens(self, num_bytes: int) -> int:
         """Tokens of requests that so many bytes hold."""
-        blocks = self.divide(num_bytes)
-        return (blocks.whole - (blocks.window > 0)) * self.block_size
+        return max(self.divide(num_bytes).whole - 1, 0) * self.block_size
 
 
 def window_blocks(window: int, num_tokens: int, block_size: int) -> int:

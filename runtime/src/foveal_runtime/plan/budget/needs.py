@@ -227,7 +227,7 @@ def _kv_pool(inputs: BudgetInputs, profile: ModelProfile, kv: KVShape, ranks: in
     wanted = engine.max_num_seqs * floor
     if profile.is_encoder:
         step = engine.max_num_batched_tokens // engine.block_size + engine.max_num_seqs
-        wanted = min(wanted, 2 * step * kv.block_bytes)
+        wanted = min(wanted, (2 * step + 1) * kv.block_bytes)  # one for padding
     default = max(floor, min(DEFAULT_KV_CPU_BYTES, wanted))
     return Pool(
         name="kv",
