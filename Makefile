@@ -131,7 +131,7 @@ soak: $(VENV)/.dev ## 100 faults, a million fuzz steps, the large checker instan
 	@FOVEAL_CLUSTER=full e2e/cluster/run.sh
 	@PYTHONPATH=.:runtime/src:operator/src $(PY) -m e2e.soak.operator_scale --num 1000 --rest-seconds 600 --single 100
 
-chart: $(VENV)/.dev ## the chart before every judge: Helm 3 and 4, helm-unittest, kubeconform, kube-score, checkov (builds them once)
+chart: $(VENV)/.dev ## the chart checked by Helm 3 and 4, helm-unittest, kubeconform, kube-score, checkov (builds them once)
 	@e2e/chart.sh
 
 generate: $(VENV)/.dev ## rewrite what is generated and committed: CRD and its page, golden objects, chart, dashboards

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# chart.sh: the chart, and the objects that the operator makes, before every judge that can be had.
+# chart.sh: checks the chart, and the objects that the operator makes, with every tool that can be had.
 #   helm lint --strict, rendering twice, helm-unittest (Helm 3 and 4), promtool, kubeconform on
 #   schemas of a running API server, kube-score, checkov.
 # Tools are built or installed under $TOOLS, outside the tree; a step whose tool cannot be had says
