@@ -44,7 +44,7 @@ from foveal_runtime.plan.budget.types import ENGINE_BOOKS, FRONTEND_BOOKS, MIRRO
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "examples" / "tiny-vlm" / "model"
 CACHES = (
-    "--kv-cache", "16Mi", "--ipc-cache", "4Mi", "--processor-cache", "4Mi",
+    "--kv-cache", "17Mi", "--ipc-cache", "4Mi", "--processor-cache", "4Mi",
     "--encoder-host-tier", "8Mi",
 )  # fmt: skip
 SAMPLE_SECONDS = 10.0

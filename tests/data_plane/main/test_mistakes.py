@@ -211,6 +211,15 @@ def test_a_size_that_was_given_too_large_is_named(desk: Desk) -> None:
     assert err.endswith(". Options: a smaller --kv-cache\n")
 
 
+def test_a_size_that_was_given_too_small_is_named(desk: Desk) -> None:
+    desk.give_memory(64 * GIB)
+    argv = ["model", "--port", "0", "--profile", write_profile(desk.folder)]
+    assert desk.serve(*argv, "--kv-cache", "1Mi") == (3, (
+        f"{SAY}: --kv-cache holds 0 tokens and one request may have 32768. Options: "
+        "--kv-cache 1793Mi\n"
+    ))  # fmt: skip
+
+
 def test_a_device_too_small_names_options_that_help(desk: Desk) -> None:
     profile = write_profile(desk.folder)
     desk.give_memory(64 * GIB, 18 * GIB, 18 * GIB)

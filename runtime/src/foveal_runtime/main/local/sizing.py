@@ -202,7 +202,10 @@ def size_up(
 def _in_our_words(problem: Problem, found: BudgetPlan, memory: float) -> str:
     """The planner speaks of pods and of the resource's fields."""
     if problem.reason not in _TOO_LITTLE:
-        return problem.detail
+        detail = problem.detail
+        for field, flag in FLAGS.items():
+            detail = detail.replace(field, flag)
+        return detail
     lines = next(one.lines for one in found.places if one.place == problem.place)
     largest = ", ".join(
         f"{line.name} {format_gib(line.bytes)}"
@@ -218,7 +221,8 @@ def _in_our_words(problem: Problem, found: BudgetPlan, memory: float) -> str:
 
 def _smaller(problem: Problem, arguments: argparse.Namespace) -> str:
     """The size that the user gave and that leaves too little; "" where it is not that."""
-    name, flag = _PINNED.get(problem.term, ("", ""))
+    is_short = problem.reason in _TOO_LITTLE
+    name, flag = _PINNED.get(problem.term, ("", "")) if is_short else ("", "")
     given = (getattr(arguments, name) or 0) if name else 0
     return f"a smaller {flag}" if given > problem.needed - problem.available else ""
 
