@@ -48,6 +48,24 @@ def test_an_empty_directory_is_filled_and_another_one_left_alone(tmp_path: Path)
     assert [one.name for one in other.iterdir()] == ["letter.txt"]
 
 
+def test_what_appears_at_the_target_meanwhile_is_kept(tmp_path: Path) -> None:
+    """Another Job's model is taken; of anything else the command must not end well."""
+
+    def fetch_while(target: Path, name: str) -> bool:
+        def download(rest: str, revision: str, directory: Path, progress: Progress) -> str:
+            target.mkdir()
+            (target / name).write_text("theirs")
+            return source(*MODEL)["hf"](rest, revision, directory, progress)
+
+        return fetch("hf://org/name", target, "", {"hf": download})
+
+    assert fetch_while(tmp_path / "model", "config.json") is False
+    assert (tmp_path / "model/config.json").read_text() == "theirs"
+    with pytest.raises(StartupError, match=r"cannot move .*other.partial to .*other: "):
+        fetch_while(tmp_path / "other", "letter.txt")
+    assert [one.name for one in (tmp_path / "other").iterdir()] == ["letter.txt"]
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [

@@ -166,8 +166,8 @@ def fetch(
     """Fills `target`; returns False when it is already there.
 
     With a `metrics_port` its progress is served there meanwhile, with `out` that of s3:// and oci://
-    is shown there (Bars). Raises StartupError for an
-    unknown scheme and for a download that fails.
+    is shown there (Bars). Raises StartupError for an unknown scheme, for a target that holds
+    something else, and for a download that fails.
     """
     scheme, _, rest = uri.partition("://")
     download = (downloads or _DOWNLOADS).get(scheme)
@@ -198,7 +198,7 @@ def fetch(
         write_source(partial, Source(uri=uri, revision=revision, resolved=resolved))
         partial.rename(target)
     except OSError as error:
-        if target.is_dir():  # another Job was first
+        if (target / "config.json").is_file():  # another Job was first
             return False
         raise StartupError(f"cannot move {partial} to {target}: {error.strerror}") from error
     return True
