@@ -20,10 +20,15 @@ PACKAGE = "foveal_runtime.model.cpu.kernels"
 FOLDER = "src/foveal_runtime/model/cpu/kernels"
 SOURCES = ("decode_layers", "delta_rule", "paged_decode", "paged_prefill", "rows")
 VARIANTS = (
-    {"v3": ["-march=x86-64-v3"], "v4": ["-march=x86-64-v4"]}
+    {
+        "v3": ["-march=x86-64-v3"],
+        "v4": ["-march=x86-64-v4"],
+        "v4_bf16": ["-march=x86-64-v4", "-mavx512bf16"],
+    }
     if platform.machine() in ("x86_64", "AMD64")
     else {"generic": []}
 )
+DOTS = ("decode_layers",)  # sources with products of bfloat16 numbers
 FLAGS = ["-std=gnu11", "-O3", "-fopenmp", "-fPIC", "-shared", "-fvisibility=default"]
 
 
@@ -67,6 +72,7 @@ setup(
         )
         for source in SOURCES
         for name, flags in VARIANTS.items()
+        if name != "v4_bf16" or source in DOTS
     ],
     cmdclass={"build_ext": BuildKernels, "bdist_wheel": Wheel},
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,6 @@ from foveal_runtime.model.attention import (
 )
 from foveal_runtime.model.attention import cpu as cpu_module
 from foveal_runtime.model.attention.cpu import CpuBackend, divide
-from foveal_runtime.model.cpu import kernels
 from foveal_runtime.model.cpu.kernels import (
     Kernel,
     PrefillKernel,
@@ -28,6 +28,7 @@ from foveal_runtime.model.cpu.kernels import (
 )
 from foveal_runtime.plan.errors import StartupError
 from tests.support.models.attention_batches import ORACLE, batch, geometry, pool_as
+from tests.support.models.compiled import paths_of
 
 LOADED = load_kernel()
 PREFILL = load_prefill_kernel()
@@ -208,15 +209,11 @@ def test_extreme_scores_do_not_overflow() -> None:
 
 
 def test_every_variant_this_cpu_can_run_agrees() -> None:
-    folder = Path(kernels.__file__).parent
-    for path in sorted(folder.glob("paged_decode_*.so")):
-        if path.stem.removeprefix("paged_decode_") in variants("x86_64", cpu_flags()):
-            other = PrefillKernel(folder / path.name.replace("decode", "prefill"))
-            for dim in (16, 80, 128):
-                for dtype in (torch.float32, torch.bfloat16):
-                    compare(
-                        geometry(dim, 4), RAGGED, dtype=dtype, kernel=Kernel(path), prefill=other
-                    )
+    for dim, dtype in itertools.product((16, 80, 128), (torch.float32, torch.bfloat16)):
+        for path in paths_of("paged_decode"):
+            compare(geometry(dim, 4), RAGGED, dtype=dtype, kernel=Kernel(path))
+        for path in paths_of("paged_prefill"):
+            compare(geometry(dim, 4), RAGGED, dtype=dtype, prefill=PrefillKernel(path))
 
 
 def test_variant_choice(tmp_path: Path) -> None:
@@ -227,6 +224,8 @@ def test_variant_choice(tmp_path: Path) -> None:
     info.write_text(v3 + " avx512f avx512bw avx512cd avx512dq avx512vl\n")
     assert variants("x86_64", cpu_flags(info)) == ["v4", "v3", "generic"]
     assert variants("aarch64", frozenset()) == ["generic"]
+    info.write_text(info.read_text().strip() + " avx512_bf16\n")
+    assert variants("x86_64", cpu_flags(info)) == ["v4_bf16", "v4", "v3", "generic"]
     assert cpu_flags(tmp_path / "absent") == frozenset()
     assert "no paged_decode" in str(load_kernel(tmp_path))
     (tmp_path / f"paged_decode_{variants('x86_64', cpu_flags())[0]}.so").write_text("junk")

@@ -19,14 +19,15 @@ from foveal_runtime.model.attention import KVPool
 from foveal_runtime.model.checkpoint.head import Head
 from foveal_runtime.model.checkpoint.loader import load_model
 from foveal_runtime.model.checkpoint.probe import probe_layers, probe_states
-from foveal_runtime.model.cpu import kernels, packing
-from foveal_runtime.model.cpu.kernels import DecodeKernel, cpu_flags, load_decode_kernel, variants
+from foveal_runtime.model.cpu import packing
+from foveal_runtime.model.cpu.kernels import DecodeKernel, load_decode_kernel
 from foveal_runtime.model.cpu.packing import can_pack, layout_of, pack_linears
 from foveal_runtime.model.layers import decode_layers
 from foveal_runtime.model.layers.decode_layers import MAX_ROWS, DecodeLayers, make_decode_layers
 from foveal_runtime.model.layers.layer_parts import Trial
 from foveal_runtime.model.layers.state import States
 from foveal_runtime.model.runner.runner import TorchRunner
+from tests.support.models.compiled import params_of, paths_of
 
 pytestmark = [
     pytest.mark.model,
@@ -95,13 +96,6 @@ def named(checkpoints):
         return f"{kind}_16"
 
     return get
-
-
-def all_kernels() -> list[DecodeKernel]:
-    folder = Path(kernels.__file__).parent
-    able = variants("x86_64", cpu_flags())
-    paths = sorted(folder.glob("decode_layers_*.so"))
-    return [DecodeKernel(p) for p in paths if p.stem.removeprefix("decode_layers_") in able]
 
 
 def made_of(path: Path, dtype: str = "float32"):
@@ -206,9 +200,9 @@ def test_each_layer_equals_its_modules_over_long_contexts(kind, dtype, tiny, nam
     states = states_of(loaded)
     with torch.inference_mode():
         trial = Trial(loaded, layers, q_lens=[1] * len(lengths), kv_lens=lengths, states=states)
-        for kernel in all_kernels():
+        for path in paths_of("decode_layers"):
             with trial.random_states() as kept:
-                made = DecodeLayers(loaded, layers, kernel, states)
+                made = DecodeLayers(loaded, layers, DecodeKernel(path), states)
                 made.bind(trial.pool)
                 for number in range(len(loaded.decoder.layers)):
                     compare_layer(made, trial, number, kept)
@@ -234,7 +228,10 @@ def compare_layer(made: DecodeLayers, trial: Trial, number: int, states: list) -
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3_text", "lfm2", "qwen3_5_text"])
-def test_a_row_is_the_same_bits_in_any_batch_with_any_number_of_threads(kind, dtype, tiny, named):
+@pytest.mark.parametrize("path", params_of("decode_layers"))
+def test_a_row_is_the_same_bits_in_any_batch_with_any_number_of_threads(
+    path, kind, dtype, tiny, named
+):
     loaded, layers = made_of(tiny(named(kind)), dtype)
     states, every = states_of(loaded), range(len(loaded.decoder.layers))
     lengths = list(range(3, 3 + 9 * MAX_ROWS, 9))
@@ -242,7 +239,7 @@ def test_a_row_is_the_same_bits_in_any_batch_with_any_number_of_threads(kind, dt
     with torch.inference_mode():
         whole = Trial(loaded, layers, q_lens=ones, kv_lens=lengths, states=states)
     with torch.inference_mode(), whole.random_states() as kept:
-        made = DecodeLayers(loaded, layers, all_kernels()[-1], states)
+        made = DecodeLayers(loaded, layers, DecodeKernel(path), states)
         made.bind(whole.pool)
         first = [one.clone() for one in kept]
         wanted = whole.rows.clone()
@@ -262,14 +259,15 @@ def test_a_row_is_the_same_bits_in_any_batch_with_any_number_of_threads(kind, dt
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["qwen3", "lfm2", "qwen3_5_text"])
-def test_a_chunk_is_the_same_bits_as_its_tokens_one_by_one(kind, dtype, tiny, named):
+@pytest.mark.parametrize("path", params_of("decode_layers"))
+def test_a_chunk_is_the_same_bits_as_its_tokens_one_by_one(path, kind, dtype, tiny, named):
     loaded, layers = made_of(tiny(named(kind)), dtype)
     states = states_of(loaded)
     every = range(len(loaded.decoder.layers))
     with torch.inference_mode():
         trial = Trial(loaded, layers, q_lens=(5, 1, 9), kv_lens=(300, 20, 9), states=states)
         with trial.random_states() as kept:
-            made = DecodeLayers(loaded, layers, all_kernels()[-1], states)
+            made = DecodeLayers(loaded, layers, DecodeKernel(path), states)
             made.bind(trial.pool)
             before = [one.clone() for one in kept]
             whole = trial.rows.clone()
@@ -294,7 +292,7 @@ def test_a_chunk_is_the_same_bits_as_its_tokens_one_by_one(kind, dtype, tiny, na
 
 def test_chunks_that_see_much_take_the_modules(tiny, named):
     loaded, layers = made_of(tiny(named("llama")))
-    made = DecodeLayers(loaded, layers, all_kernels()[-1])
+    made = DecodeLayers(loaded, layers, DecodeKernel(paths_of("decode_layers")[0]))
     most = decode_layers.MAX_CHUNK_VISIBLE
     for q_lens, kv_lens, is_taken in (
         ((8, 1), (most // 8 - 1, 5), True),

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import Qwen3_5TextConfig, Qwen3NextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
-from foveal_runtime.model.cpu import kernels
-from foveal_runtime.model.cpu.kernels import (
-    UNSUPPORTED,
-    DeltaJob,
-    DeltaKernel,
-    cpu_flags,
-    load_delta_kernel,
-    variants,
-)
+from foveal_runtime.model.cpu.kernels import UNSUPPORTED, DeltaJob, DeltaKernel, load_delta_kernel
 from foveal_runtime.model.layers.delta_rule import DeltaRule, make_delta_rule
 from foveal_runtime.model.layers.layer_parts import Unlike
 from foveal_runtime.model.layers.state import StateForward
+from tests.support.models.compiled import paths_of
 
 pytestmark = [
     pytest.mark.model,
@@ -54,9 +45,7 @@ def threads_left():
 
 
 def all_kernels() -> list[DeltaKernel]:
-    able = variants("x86_64", cpu_flags())
-    paths = sorted(Path(kernels.__file__).parent.glob("delta_rule_*.so"))
-    return [DeltaKernel(p) for p in paths if p.stem.removeprefix("delta_rule_") in able]
+    return [DeltaKernel(path) for path in paths_of("delta_rule")]
 
 
 def delta_net(kind="qwen3_5", shape=SHAPES[0], dtype=torch.float32):

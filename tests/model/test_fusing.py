@@ -11,7 +11,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP, LlamaRMSNorm
 
 from foveal_runtime.model.checkpoint.loader import load_model
-from foveal_runtime.model.cpu import fusing, kernels
+from foveal_runtime.model.cpu import fusing
 from foveal_runtime.model.cpu.fusing import QUICK_GELU, activation_of, fuse, fused_mlp, fused_norm
 from foveal_runtime.model.cpu.kernels import (
     RowKernels,
@@ -21,6 +21,7 @@ from foveal_runtime.model.cpu.kernels import (
     variants,
 )
 from foveal_runtime.model.cpu.packing import Activation, can_pack, pack_linears
+from tests.support.models.compiled import paths_of
 
 pytestmark = [
     pytest.mark.model,
@@ -51,10 +52,7 @@ def norm(kind, width, dtype):
 
 
 def all_kernels() -> list[RowKernels]:
-    folder = Path(kernels.__file__).parent
-    able = [*variants("x86_64", cpu_flags())]
-    paths = sorted(folder.glob("rows_*.so"))
-    return [RowKernels(p) for p in paths if p.stem.removeprefix("rows_") in able]
+    return [RowKernels(path) for path in paths_of("rows")]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -20,9 +20,9 @@ from foveal_runtime.model.checkpoint import blocked
 from foveal_runtime.model.checkpoint.blocked import block_quantized
 from foveal_runtime.model.checkpoint.dequantize import QuantizedLinear, quantize_linears
 from foveal_runtime.model.checkpoint.loader import load_model
-from foveal_runtime.model.cpu import kernels
-from foveal_runtime.model.cpu.kernels import DecodeKernel, cpu_flags, load_decode_kernel, variants
+from foveal_runtime.model.cpu.kernels import DecodeKernel, load_decode_kernel
 from foveal_runtime.plan.errors import StartupError
+from tests.support.models.compiled import paths_of
 from tests.support.models.quantised import make
 
 pytestmark = [
@@ -44,12 +44,6 @@ HYBRID = {
     "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4,
 }  # fmt: skip
-
-
-def variants_here() -> list[DecodeKernel]:
-    folder = Path(kernels.__file__).parent
-    paths = [folder / f"decode_layers_{one}.so" for one in variants("x86_64", cpu_flags())]
-    return [DecodeKernel(path) for path in paths if path.exists()]
 
 
 def layer_of(kind: str, outs: int, ins: int, has_zeros: bool = False) -> QuantizedLinear:
@@ -79,7 +73,7 @@ def test_a_product_is_that_of_the_dequantised_weights(kind, has_zeros, dtype, mo
         torch.testing.assert_close(layer.dequantized(), weight, rtol=0, atol=0)
         rows = torch.randn(NUM_ROWS[-1], ins).to(dtype)
         wanted = rows.double() @ weight.double().t() + layer.bias.double()
-        for kernel in variants_here():
+        for kernel in map(DecodeKernel, paths_of("decode_layers")):
             monkeypatch.setattr(blocked, "_kernel", lambda kernel=kernel: kernel)
             whole = layer(rows)
             apart = float((whole.double() - wanted).abs().max() / wanted.abs().max())

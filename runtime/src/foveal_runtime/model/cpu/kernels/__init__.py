@@ -22,6 +22,8 @@ MAX_GROUP_VALUES = 8192
 
 _V3 = {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"}
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_NEEDS = {"v4_bf16": _V4 | {"avx512_bf16"}, "v4": _V4, "v3": _V3}
+"""Instruction sets of the variants, best first; not every kernel has all."""
 
 
 class DecodeJob(ctypes.Structure):
@@ -241,7 +243,7 @@ def variants(machine: str, flags: frozenset[str]) -> list[str]:
     """Names of the variants this CPU can run, best first."""
     if machine not in ("x86_64", "AMD64"):
         return ["generic"]
-    return [name for name, needs in (("v4", _V4), ("v3", _V3)) if needs <= flags] + ["generic"]
+    return [name for name, needs in _NEEDS.items() if needs <= flags] + ["generic"]
 
 
 def load_kernel(folder: Path | None = None) -> Kernel | str:

@@ -78,11 +78,10 @@ typedef struct {
     atomic_int *next;       /* units taken, of each phase */
     float *hidden;          /* (num_rows, width) */
     float *qkv;             /* (num_rows, inputs of a layer's first half) */
-    float *wide;            /* (num_rows, mlp_width) */
+    Inputs wide;            /* (num_rows, mlp_width) */
     float *added;           /* (num_rows, width), where it has a norm of its own */
-    float *own;             /* per thread: (num_rows, own_width) */
+    Inputs own;             /* per thread: (num_rows, stride) */
     void *query, *attended; /* (num_rows, num_heads, head_dim) and (num_rows, ins of o), of dtype */
-    int64_t own_width;
     Barrier barrier;
 } Run;
 
@@ -140,13 +139,12 @@ typedef struct {
 } Target;
 
 /* Of each row the block's outputs, rounded. */
-static void put_product(const Run *run, const Target *target, int panel, const float *x,
-                        int64_t stride) {
+static void put_product(const Run *run, const Target *target, int panel, const Inputs *in) {
     const Product *p = target->product;
     const int kind = run->step->dtype;
     float tile[MOST_ROWS * MAX_WIDE] __attribute__((aligned(64)));
     EACH_GROUP(first, count, run->step->num_rows) {
-        const int outs = project(kind, p, panel, x, stride, first, count, tile);
+        const int outs = project(kind, p, panel, in, first, count, tile);
         for (int r = 0; r < count; r++)
             for (int c = 0; c < outs; c++)
                 put_one(target->memory, target->to,
@@ -157,11 +155,11 @@ static void put_product(const Run *run, const Target *target, int panel, const f
 
 /* hidden += the product, both rounded; with a norm the product waits for `add_normed`. */
 static void add_product(const Run *run, const Product *p, const RmsNorm *norm, int panel,
-                        const float *x, int64_t stride) {
+                        const Inputs *in) {
     const int kind = run->step->dtype;
     float tile[MOST_ROWS * MAX_WIDE] __attribute__((aligned(64)));
     EACH_GROUP(first, count, run->step->num_rows) {
-        const int outs = project(kind, p, panel, x, stride, first, count, tile);
+        const int outs = project(kind, p, panel, in, first, count, tile);
         for (int r = 0; r < count; r++) {
             const int64_t at = (int64_t)(first + r) * run->step->width + panel * p->wide;
             float *to = run->hidden + at, *waiting = run->added + at;
@@ -175,22 +173,23 @@ static void add_product(const Run *run, const Product *p, const RmsNorm *norm, i
 }
 
 /* wide = activation(gate) times up. */
-static void put_gated(const Run *run, const Layer *layer, int panel, const float *x,
-                      int64_t stride) {
-    const int kind = run->step->dtype, mlp = run->step->mlp_width;
+static void put_gated(const Run *run, const Layer *layer, int panel, const Inputs *in) {
+    const int kind = run->step->dtype;
     float gate[MOST_ROWS * MAX_WIDE] __attribute__((aligned(64)));
     float up[MOST_ROWS * MAX_WIDE] __attribute__((aligned(64)));
     EACH_GROUP(first, count, run->step->num_rows) {
-        const int outs = project(kind, &layer->gate, panel, x, stride, first, count, gate);
-        project(kind, &layer->up, panel, x, stride, first, count, up);
+        const int outs = project(kind, &layer->gate, panel, in, first, count, gate);
+        project(kind, &layer->up, panel, in, first, count, up);
         for (int r = 0; r < count; r++) {
-            float *to = run->wide + (int64_t)(first + r) * mlp + panel * layer->gate.wide;
+            const int64_t at = (first + r) * run->wide.stride + panel * layer->gate.wide;
+            float *to = run->wide.x + at;
             for (int c = 0; c < outs; c += LANES) {
                 const vec factor = activated(run->step->activation, load(gate + r * MAX_WIDE + c));
                 const vec one = rounded(kind, load(up + r * MAX_WIDE + c) * rounded(kind, factor));
                 if (c + LANES <= outs) store(to + c, one);
                 else memcpy(to + c, &one, (size_t)(outs - c) * sizeof *to);
             }
+            halve(&run->wide, at, outs);
         }
     }
 }
@@ -265,11 +264,13 @@ static void norm_in_place(const Step *step, const RmsNorm *norm, float *row) {
     else norm_row(BFLOAT16, FLOAT32, norm, step->width, row, row, 0);
 }
 
-static void norm_all(const Step *step, const RmsNorm *norm, const float *hidden, float *own,
-                     int64_t own_width) {
+static void norm_all(const Step *step, const RmsNorm *norm, const float *hidden,
+                     const Inputs *own) {
     for (int r = 0; r < step->num_rows; r++) {
-        memcpy(own + r * own_width, hidden + (int64_t)r * step->width, step->width * sizeof *own);
-        norm_in_place(step, norm, own + r * own_width);
+        float *to = own->x + r * own->stride;
+        memcpy(to, hidden + (int64_t)r * step->width, step->width * sizeof *to);
+        norm_in_place(step, norm, to);
+        halve(own, r * own->stride, step->width);
     }
 }
 
@@ -369,7 +370,7 @@ static int64_t num_inputs(const Layer *layer) {
 }
 
 /* The products before attention, or before what stands in its place. */
-static void project_layer(Run *run, const Layer *layer, int number, const float *own) {
+static void project_layer(Run *run, const Layer *layer, int number, const Inputs *own) {
     const int64_t stride = num_inputs(layer);
     Target targets[] = {{&layer->q, run->qkv, stride, FLOAT32},
                         {&layer->k, run->qkv + layer->q.outs, stride, FLOAT32},
@@ -389,48 +390,48 @@ static void project_layer(Run *run, const Layer *layer, int number, const float 
     EACH_UNIT(i, number * NUM_PHASES + QKV, count) {
         int t = 3;
         while (first[t] > i || !targets[t].product->weight) t--;
-        put_product(run, targets + t, i - first[t], own, run->own_width);
+        put_product(run, targets + t, i - first[t], own);
     }
 }
 
 /* What the layer's first half gave, as the inputs of its last product. */
-static void take_attended(const Run *run, const Layer *layer, float *own) {
+static void take_attended(const Run *run, const Layer *layer, const Inputs *own) {
     const int64_t ins = layer->o.ins, dim = run->step->head_dim;
     const int kind = run->step->dtype;
     for (int64_t r = 0; r < run->step->num_rows; r++) {
-        float *to = own + r * run->own_width;
+        float *to = own->x + r * own->stride;
         for (int64_t d = 0; d < ins; d++) to[d] = one_at(kind, run->attended, r * ins + d);
-        if (!layer->gated) continue;
         const float *gates = run->qkv + r * num_inputs(layer) + dim;
-        for (int64_t low = 0; low < ins; low += dim)
+        for (int64_t low = 0; layer->gated && low < ins; low += dim)
             for (int64_t d = low; d < low + dim; d++)
                 to[d] = rounded_one(kind, to[d] * gates[low + d]);
+        halve(own, r * own->stride, ins);
     }
 }
 
 static void run_layers(Run *run, int thread, int threads) {
     const Step *step = run->step;
-    const int64_t own_width = run->own_width;
-    float *own = run->own + thread * step->num_rows * own_width;
+    const int64_t before = thread * step->num_rows * run->own.stride;
+    const Inputs own = {run->own.x + before, run->own.halves ? run->own.halves + before : NULL,
+                        run->own.stride};
     for (int n = 0; n < step->num_layers; n++) {
         const Layer *layer = step->layers + n;
         const int phase = n * NUM_PHASES;
-        norm_all(step, &layer->before, run->hidden, own, own_width);
-        project_layer(run, layer, n, own);
+        norm_all(step, &layer->before, run->hidden, &own);
+        project_layer(run, layer, n, &own);
         meet(&run->barrier, threads);
         if (layer->delta) delta_layer(run, layer, n, thread, threads);
         else if (layer->taps) convolve_layer(run, layer, n, thread, threads);
         else attend_layer(run, layer, n, thread, threads);
-        take_attended(run, layer, own);
+        take_attended(run, layer, &own);
         EACH_UNIT(i, phase + OUT, num_panels(&layer->o))
-            add_product(run, &layer->o, &layer->of_attention, i, own, own_width);
+            add_product(run, &layer->o, &layer->of_attention, i, &own);
         add_normed(run, &layer->of_attention, thread, threads);
-        norm_all(step, &layer->after, run->hidden, own, own_width);
-        EACH_UNIT(i, phase + GATED, num_panels(&layer->gate))
-            put_gated(run, layer, i, own, own_width);
+        norm_all(step, &layer->after, run->hidden, &own);
+        EACH_UNIT(i, phase + GATED, num_panels(&layer->gate)) put_gated(run, layer, i, &own);
         meet(&run->barrier, threads);
         EACH_UNIT(i, phase + DOWN, num_panels(&layer->down))
-            add_product(run, &layer->down, &layer->of_mlp, i, run->wide, step->mlp_width);
+            add_product(run, &layer->down, &layer->of_mlp, i, &run->wide);
         add_normed(run, &layer->of_mlp, thread, threads);
     }
 }
@@ -484,17 +485,23 @@ static void *make_room(const Step *step, Run *run) {
     }
     const size_t counters = (size_t)step->num_layers * NUM_PHASES;
     const size_t floats = rows * (2 * step->width + all + step->mlp_width + queries + (1 + threads) * own);
-    char *room = aligned_alloc(64, (floats * 4 + counters * sizeof *run->next + 9 * 64 + 63) / 64 * 64);
+    const int halves = HAS_DOTS && step->dtype == BFLOAT16;
+    const size_t numbers = halves ? rows * (step->mlp_width + threads * own) : 0;
+    const size_t bytes = floats * 4 + numbers * 2 + counters * sizeof *run->next;
+    char *room = aligned_alloc(64, (bytes + 11 * 64 + 63) / 64 * 64);
     char *at = room;
     if (!room) return NULL;
-    run->own_width = (int64_t)own;
     run->hidden = piece(&at, rows * step->width * 4);
     run->qkv = piece(&at, rows * all * 4);
-    run->wide = piece(&at, rows * step->mlp_width * 4);
+    run->wide = (Inputs){.x = piece(&at, rows * step->mlp_width * 4), .stride = step->mlp_width};
     run->added = piece(&at, rows * step->width * 4);
     run->query = piece(&at, rows * queries * 4);
     run->attended = piece(&at, rows * own * 4);
-    run->own = piece(&at, threads * rows * own * 4);
+    run->own = (Inputs){.x = piece(&at, threads * rows * own * 4), .stride = (int64_t)own};
+    if (halves) {
+        run->wide.halves = piece(&at, rows * step->mlp_width * 2);
+        run->own.halves = piece(&at, threads * rows * own * 2);
+    }
     run->next = piece(&at, counters * sizeof *run->next);
     memset(run->next, 0, counters * sizeof *run->next);
     return room;
@@ -536,6 +543,8 @@ int foveal_multiply(const ProductJob *job) {
     if (!is_known(job->dtype, p)) return UNSUPPORTED;
     float *x = aligned_alloc(64, (rows * ins * sizeof *x + 63) / 64 * 64);
     if (!x) return NO_MEMORY;
+    const int halves = HAS_DOTS && job->dtype == BFLOAT16;
+    const Inputs in = {x, halves ? (uint16_t *)job->x : NULL, ins};
 #pragma omp parallel num_threads(job->num_threads)
     {
 #pragma omp for
@@ -545,7 +554,7 @@ int foveal_multiply(const ProductJob *job) {
         for (int panel = 0; panel < num_panels(p); panel++) {
             float tile[MOST_ROWS * MAX_WIDE] __attribute__((aligned(64)));
             EACH_GROUP(first, count, rows) {
-                const int outs = project(job->dtype, p, panel, x, ins, first, count, tile);
+                const int outs = project(job->dtype, p, panel, &in, first, count, tile);
                 for (int r = 0; r < count; r++)
                     for (int c = 0; c < outs; c++)
                         put_one(job->dtype, job->out, (first + r) * (int64_t)p->outs +

@@ -45,6 +45,12 @@ enum { FLOAT32 = 0, BFLOAT16 = 1 };
 
 #define INLINE static inline __attribute__((always_inline))
 
+#if defined(__AVX512BF16__)
+#define HAS_DOTS 1
+#else
+#define HAS_DOTS 0
+#endif
+
 INLINE vec splat(float x) { return x - (vec){0}; }
 
 INLINE vec pick(ivec mask, vec yes, vec no) {
@@ -58,6 +64,27 @@ INLINE vec load(const float *p) {
 }
 
 INLINE void store(float *p, vec v) { memcpy(p, &v, sizeof v); }
+
+/* A lane's 32 bits from memory, whatever they are, in all lanes. */
+INLINE vec splat_bits(const void *p) {
+    uint32_t u;
+    memcpy(&u, p, sizeof u);
+    return (vec)(u - (uvec){0});
+}
+
+/* Of the pair of bfloat16 numbers in each lane. */
+INLINE vec low_half(vec pair) { return (vec)((uvec)pair << 16); }
+INLINE vec high_half(vec pair) { return (vec)((uvec)pair & 0xffff0000u); }
+
+/* sum + two products in each lane, of pairs of bfloat16 numbers. The instruction rounds after each
+ * product and takes subnormal numbers for 0. */
+INLINE vec add_dots(vec sum, vec a, vec b) {
+#if HAS_DOTS
+    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#else
+    return sum + low_half(a) * low_half(b) + high_half(a) * high_half(b);
+#endif
+}
 
 INLINE vec load_bf16(const uint16_t *p) {
     hvec h;

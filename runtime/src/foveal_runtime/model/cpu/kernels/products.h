@@ -27,6 +27,25 @@ typedef struct {
     int64_t out_stride, in_stride;
 } Product;
 
+/* Rows of inputs, `stride` numbers apart: float32 numbers, and if they are bfloat16 numbers and this
+ * CPU multiplies such, also as these. */
+typedef struct {
+    float *x;
+    uint16_t *halves; /* or NULL */
+    int64_t stride;
+} Inputs;
+
+/* Once numbers [at, at + count) of `x`, all bfloat16, are there: makes `halves` of them. */
+INLINE void halve(const Inputs *in, int64_t at, int64_t count) {
+    if (!in->halves) return;
+    const int64_t end = at + count;
+    for (; at + LANES <= end; at += LANES) {
+        const hvec half = __builtin_convertvector((uvec)load(in->x + at) >> 16, hvec);
+        memcpy(in->halves + at, &half, sizeof half);
+    }
+    for (; at < end; at++) in->halves[at] = to_bf16(in->x[at]);
+}
+
 /* sum[r, c] += x[r] * one[c], an input of each row. */
 INLINE void add_input(const int rows, const int columns, const float *x, int64_t stride,
                       const vec *one, vec *sum) {
@@ -71,11 +90,33 @@ INLINE vec low_int4(uvec word) {
 #endif
 }
 
-/* sum += `count` inputs from one block, at element `at` of the weight. `zeros`: of this block. */
+/* sum[r, c] += the products of an input of each row, and of the next one, with a pair of weights. */
+INLINE void add_pair(const int rows, const int columns, const Inputs *in, int64_t at,
+                     const vec *pair, vec *sum) {
+    vec one[COLS], other[COLS];
+    if (HAS_DOTS) {
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) {
+            const vec factors = splat_bits(in->halves + r * in->stride + at);
+#pragma GCC unroll 8
+            for (int c = 0; c < columns; c++)
+                sum[r * columns + c] = add_dots(sum[r * columns + c], pair[c], factors);
+        }
+        return;
+    }
+#pragma GCC unroll 8
+    for (int c = 0; c < columns; c++) one[c] = low_half(pair[c]), other[c] = high_half(pair[c]);
+    add_input(rows, columns, in->x + at, in->stride, one, sum);
+    add_input(rows, columns, in->x + at + 1, in->stride, other, sum);
+}
+
+/* sum += `count` inputs, from `low` on, with a block at element `at` of the weight. `zeros`: of this
+ * block. */
 INLINE void add_block(const int kind, const int rows, const int columns, const Product *p,
-                      const float *zeros, int64_t at, const float *x, int64_t stride, int count,
+                      const float *zeros, int64_t at, const Inputs *in, int low, int count,
                       vec *sum) {
-    vec one[COLS], other[COLS], zero[COLS];
+    const float *x = in->x + low;
+    vec one[COLS], zero[COLS];
 #pragma GCC unroll 8
     for (int c = 0; c < columns; c++) zero[c] = zeros ? load(zeros + c * LANES) : splat(0.0f);
     if (kind == FLOAT32 || kind == INT8) {
@@ -86,18 +127,15 @@ INLINE void add_block(const int kind, const int rows, const int columns, const P
                                       : load((const float *)p->weight + at + c * LANES);
                 if (zeros) one[c] -= zero[c];
             }
-            add_input(rows, columns, x + k, stride, one, sum);
+            add_input(rows, columns, x + k, in->stride, one, sum);
         }
     } else if (kind == BFLOAT16) {
         for (int k = 0; k < count; k += 2, at += 2 * p->wide) {
+            vec pair[COLS];
 #pragma GCC unroll 8
-            for (int c = 0; c < columns; c++) {
-                uvec pair;
-                memcpy(&pair, (const uint16_t *)p->weight + at + 2 * c * LANES, sizeof pair);
-                one[c] = (vec)(pair << 16), other[c] = (vec)(pair & 0xffff0000u);
-            }
-            add_input(rows, columns, x + k, stride, one, sum);
-            add_input(rows, columns, x + k + 1, stride, other, sum);
+            for (int c = 0; c < columns; c++)
+                memcpy(pair + c, (const uint16_t *)p->weight + at + 2 * c * LANES, sizeof *pair);
+            add_pair(rows, columns, in, low + k, pair, sum);
         }
     } else {
         for (int k = 0; k < count; k += 8, at += p->wide) {
@@ -112,7 +150,7 @@ INLINE void add_block(const int kind, const int rows, const int columns, const P
                     one[c] = low_int4(word[c]), word[c] >>= 4;
                     if (zeros) one[c] -= zero[c];
                 }
-                add_input(rows, columns, x + k + i, stride, one, sum);
+                add_input(rows, columns, x + k + i, in->stride, one, sum);
             }
         }
     }
@@ -121,7 +159,7 @@ INLINE void add_block(const int kind, const int rows, const int columns, const P
 /* tile[r] = the products of row r with `columns` vectors of outputs of a block column, from output
  * `from` of it on. */
 INLINE void multiply(const int kind, const int rows, const int columns, const Product *p,
-                     int panel, int from, const float *x, int64_t stride, float *tile) {
+                     int panel, int from, const Inputs *in, float *tile) {
     vec sum[MOST_ROWS * COLS];
     const int is_small = kind == INT8 || kind == INT4;
     int64_t at = panel * p->out_stride + from * (p->paired ? 2 : 1);
@@ -131,9 +169,9 @@ INLINE void multiply(const int kind, const int rows, const int columns, const Pr
     for (int low = 0; low < p->ins; low += p->deep, at += p->in_stride, scale_at += p->wide) {
         const int count = p->ins - low < p->deep ? p->ins - low : p->deep;
         if (is_small && p->zeros)
-            add_block(kind, rows, columns, p, p->zeros + scale_at, at, x + low, stride, count, sum);
+            add_block(kind, rows, columns, p, p->zeros + scale_at, at, in, low, count, sum);
         else
-            add_block(kind, rows, columns, p, NULL, at, x + low, stride, count, sum);
+            add_block(kind, rows, columns, p, NULL, at, in, low, count, sum);
         if (!is_small) continue;
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++)
@@ -154,18 +192,17 @@ INLINE void multiply(const int kind, const int rows, const int columns, const Pr
 }
 
 INLINE void multiply_panel(const int kind, const int rows, const Product *p, int panel,
-                           const float *x, int64_t stride, float *tile) {
+                           const Inputs *in, float *tile) {
     int c = 0;
     for (; c + COLS * LANES <= p->wide; c += COLS * LANES)
-        multiply(kind, rows, COLS, p, panel, c, x, stride, tile + c);
+        multiply(kind, rows, COLS, p, panel, c, in, tile + c);
     for (; c < p->wide; c += LANES)
-        multiply(kind, rows, 1, p, panel, c, x, stride, tile + c);
+        multiply(kind, rows, 1, p, panel, c, in, tile + c);
 }
 
-#define PANEL(KIND, R)                                                                          \
-    static void panel_##KIND##_##R(const Product *p, int panel, const float *x, int64_t stride, \
-                                   float *tile) {                                               \
-        multiply_panel(KIND, R, p, panel, x, stride, tile);                                     \
+#define PANEL(KIND, R)                                                                         \
+    static void panel_##KIND##_##R(const Product *p, int panel, const Inputs *in, float *tile) { \
+        multiply_panel(KIND, R, p, panel, in, tile);                                           \
     }
 #define PANELS(KIND) \
     PANEL(KIND, 1) PANEL(KIND, 2) PANEL(KIND, 3) PANEL(KIND, 4) PANEL(KIND, 5) PANEL(KIND, 6)
@@ -174,7 +211,7 @@ INLINE void multiply_panel(const int kind, const int rows, const Product *p, int
      panel_##KIND##_6}
 PANELS(FLOAT32) PANELS(BFLOAT16) PANELS(INT8) PANELS(INT4)
 
-typedef void (*PanelFunction)(const Product *, int, const float *, int64_t, float *);
+typedef void (*PanelFunction)(const Product *, int, const Inputs *, float *);
 
 static const PanelFunction panel_functions[NUM_KINDS][MOST_ROWS] = {
     NAMES(FLOAT32), NAMES(BFLOAT16), NAMES(INT8), NAMES(INT4)};
@@ -192,11 +229,13 @@ static int is_known(int dtype, const Product *p) {
 
 /* Rows [first, first + count) times one block of outputs, with the bias: (count, MAX_WIDE). Returns
  * how many of the block's outputs there are. */
-static int project(int dtype, const Product *p, int panel, const float *x, int64_t stride,
-                   int first, int count, float *tile) {
+static int project(int dtype, const Product *p, int panel, const Inputs *in, int first, int count,
+                   float *tile) {
     const int low = panel * p->wide, kind = p->bits == 8 ? INT8 : p->bits == 4 ? INT4 : dtype;
     const int outs = p->outs - low < p->wide ? p->outs - low : p->wide;
-    panel_functions[kind][count - 1](p, panel, x + first * stride, stride, tile);
+    const int64_t at = first * in->stride;
+    const Inputs some = {in->x + at, in->halves ? in->halves + at : NULL, in->stride};
+    panel_functions[kind][count - 1](p, panel, &some, tile);
     if (p->bias)
         for (int r = 0; r < count; r++)
             for (int c = 0; c < outs; c++)
