@@ -28,7 +28,7 @@ VARIANTS = (
     if platform.machine() in ("x86_64", "AMD64")
     else {"generic": []}
 )
-DOTS = ("decode_layers",)  # sources with products of bfloat16 numbers
+DOTS = ("decode_layers", "paged_decode", "paged_prefill")  # with products of bfloat16 numbers
 FLAGS = ["-std=gnu11", "-O3", "-fopenmp", "-fPIC", "-shared", "-fvisibility=default"]
 
 

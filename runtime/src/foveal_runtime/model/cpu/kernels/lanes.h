@@ -63,6 +63,17 @@ INLINE vec load(const float *p) {
     return v;
 }
 
+/* Half as many, and zeros. */
+INLINE vec load_half(const float *p) {
+#if LANES == 16
+    return (vec)_mm512_zextps256_ps512(_mm256_loadu_ps(p));
+#else
+    vec v = {0};
+    memcpy(&v, p, sizeof v / 2);
+    return v;
+#endif
+}
+
 INLINE void store(float *p, vec v) { memcpy(p, &v, sizeof v); }
 
 /* A lane's 32 bits from memory, whatever they are, in all lanes. */
@@ -97,6 +108,21 @@ INLINE uint16_t to_bf16(float x) { /* round to nearest even; NaN stays NaN */
     memcpy(&u, &x, 4);
     if (x != x) return (uint16_t)((u >> 16) | 0x40);
     return (uint16_t)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+
+/* Pairs of two rows' bfloat16 numbers. */
+INLINE vec load_pairs(const uint16_t *low, const uint16_t *high) {
+    return (vec)((uvec)load_bf16(low) >> 16 | (uvec)load_bf16(high));
+}
+
+/* Nearest bfloat16 numbers; none may be subnormal or NaN. */
+INLINE hvec to_halves(vec x) {
+#if HAS_DOTS
+    return (hvec)_mm512_cvtneps_pbh((__m512)x);
+#else
+    const uvec u = (uvec)x;
+    return __builtin_convertvector((u + 0x7fff + ((u >> 16) & 1)) >> 16, hvec);
+#endif
 }
 
 /* exp(x), relative error 2e-7; exactly 0 below -87, so masked scores (-inf) weigh nothing. */

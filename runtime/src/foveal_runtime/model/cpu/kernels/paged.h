@@ -53,15 +53,23 @@ typedef struct {
     float peak, shares[TILE]; /* as Norm, the sum still spread over lanes */
 } State;
 
+/* In what follows `dots` says that products are of pairs of bfloat16 numbers, of which a float's
+ * memory holds one: `query` and keys are what the job has, values are pairs of two tokens'. */
+
 /* score[t] = query . row[t] for the tile's tokens. */
-INLINE void score_tile(const int dim, const float *query, const float *const *row, vec *score) {
+INLINE void score_tile(const int dim, const int dots, const float *query, const float *const *row,
+                       vec *score) {
+    const int deep = dots ? dim / 2 : dim, first = dots ? 0 : LANES;
     for (int piece = 0; piece < PIECES; piece++) {
         vec part[LANES];
         for (int t = 0; t < LANES; t++) {
             const float *k = row[piece * LANES + t];
-            vec sum = load(query) * load(k);
+            vec sum = dots ? splat(0.0f) : load(query) * load(k);
 #pragma GCC unroll 64
-            for (int d = LANES; d < dim; d += LANES) sum += load(query + d) * load(k + d);
+            for (int d = first; d < deep; d += LANES)
+                if (!dots) sum += load(query + d) * load(k + d);
+                else if (d + LANES <= deep) sum = add_dots(sum, load(query + d), load(k + d));
+                else sum = add_dots(sum, load_half(query + d), load_half(k + d));
             part[t] = sum;
         }
         score[piece] = sums_of(part);
@@ -69,8 +77,9 @@ INLINE void score_tile(const int dim, const float *query, const float *const *ro
 }
 
 /* acc += sum over t of weight[t] * row[t], COLUMNS vectors at a time. */
-INLINE void add_tile(const int dim, float *acc, const float *weight, const float *const *row) {
-    const int width = COLUMNS * LANES;
+INLINE void add_tile(const int dim, const int dots, float *acc, const float *weight,
+                     const float *const *row) {
+    const int width = COLUMNS * LANES, depth = dots ? TILE / 2 : TILE;
 #pragma GCC unroll 64
     for (int low = 0; low < dim; low += width) {
         const int high = low + width < dim ? low + width : dim;
@@ -79,23 +88,28 @@ INLINE void add_tile(const int dim, float *acc, const float *weight, const float
 #pragma GCC unroll 16
         for (int c = 0; c < count; c++) sum[c] = load(acc + low + c * LANES);
 #pragma GCC unroll 16
-        for (int t = 0; t < TILE; t++) {
-            vec w = splat(weight[t]);
+        for (int t = 0; t < depth; t++) {
+            vec w = dots ? splat_bits(weight + t) : splat(weight[t]);
 #pragma GCC unroll 16
-            for (int c = 0; c < count; c++) sum[c] += w * load(row[t] + low + c * LANES);
+            for (int c = 0; c < count; c++) {
+                const vec one = load(row[t] + low + c * LANES);
+                sum[c] = dots ? add_dots(sum[c], w, one) : sum[c] + w * one;
+            }
         }
 #pragma GCC unroll 16
         for (int c = 0; c < count; c++) store(acc + low + c * LANES, sum[c]);
     }
 }
 
-/* One query head against one tile: scores, running softmax, weights for add_tile. */
-INLINE void attend_tile(const int dim, const Job *job, const float *query,
+/* One query head against one tile: scores, running softmax, weights for add_tile, rounded as
+ * transformers rounds them if they are multiplied as bfloat16 numbers. */
+INLINE void attend_tile(const int dim, const int dots, const Job *job, const float *query,
                         const float *const *keys, const float *const *values, int valid,
                         State *state, float *acc) {
     vec score[PIECES];
     float flat[TILE] __attribute__((aligned(64)));
-    score_tile(dim, query, keys, score);
+    score_tile(dim, dots, query, keys, score);
+    for (int i = 0; dots && i < PIECES; i++) score[i] *= splat(job->scaling);
     if (job->softcap > 0)
         for (int i = 0; i < PIECES; i++) score[i] = vcap(score[i], job->softcap);
     if (valid < TILE) {
@@ -114,12 +128,15 @@ INLINE void attend_tile(const int dim, const Job *job, const float *query,
         state->peak = peak;
     }
     for (int i = 0; i < PIECES; i++) {
-        const vec weight = vexp(score[i] - splat(state->peak));
+        vec weight = vexp(score[i] - splat(state->peak));
+        const hvec half = to_halves(weight);
         float *share = state->shares + i * LANES;
+        if (dots) weight = (vec)(__builtin_convertvector(half, uvec) << 16);
         store(share, load(share) + weight);
-        store(flat + i * LANES, weight);
+        if (dots) memcpy((uint16_t *)flat + i * LANES, &half, sizeof half);
+        else store(flat + i * LANES, weight);
     }
-    add_tile(dim, acc, flat, values);
+    add_tile(dim, dots, acc, flat, values);
 }
 
 /* Where a tile's tokens are in the pool, in elements, plus `shift`. Past the end: the last token
@@ -149,6 +166,21 @@ INLINE void tile_rows(const int dim, const int dtype, const void *pool, const in
     }
 }
 
+/* Likewise, for products of pairs: keys as they are, values of each two tokens into `wide`. */
+INLINE void tile_pairs(const int dim, const Job *job, const int64_t *offset, float *wide,
+                       const float **keys, const float **values) {
+    const uint16_t *from = job->values;
+    for (int t = 0; t < TILE; t++)
+        keys[t] = (const float *)((const uint16_t *)job->keys + offset[t]);
+    for (int t = 0; t < TILE / 2; t++) {
+        float *to = wide + t * dim;
+#pragma GCC unroll 64
+        for (int d = 0; d < dim; d += LANES)
+            store(to + d, load_pairs(from + offset[2 * t] + d, from + offset[2 * t + 1] + d));
+        values[t] = to;
+    }
+}
+
 /* Loads and scales the queries of one row, and clears its accumulators. */
 INLINE void start_heads(const int dim, const int dtype, const Job *job, int row, int first, int num,
                         float *query, State *state, float *acc) {
@@ -161,6 +193,8 @@ INLINE void start_heads(const int dim, const int dtype, const Job *job, int row,
             store(query + h * dim + d, q * splat(job->scaling));
             store(acc + h * dim + d, splat(0.0f));
         }
+        if (HAS_DOTS && dtype == BFLOAT16)
+            memcpy(query + h * dim, (const uint16_t *)job->query + at, 2 * dim);
         state[h].peak = -INFINITY;
         for (int i = 0; i < TILE; i++) state[h].shares[i] = 0;
     }
@@ -168,7 +202,7 @@ INLINE void start_heads(const int dim, const int dtype, const Job *job, int row,
 
 INLINE void run_span(const int dim, const int dtype, const Job *job, const Task *task,
                      int first_kv, int last_kv, float *query, State *state, float *acc) {
-    const int group = job->num_heads / job->num_kv_heads;
+    const int group = job->num_heads / job->num_kv_heads, dots = HAS_DOTS && dtype == BFLOAT16;
     const int64_t stride = (int64_t)job->num_kv_heads * dim;
     const int32_t *table = job->block_table + job->row_sequence[task->row] * job->table_stride;
     float wide_keys[dtype == FLOAT32 ? 1 : TILE * dim] __attribute__((aligned(64)));
@@ -180,12 +214,16 @@ INLINE void run_span(const int dim, const int dtype, const Job *job, const Task 
         find_tokens(job, table, low, task->end, stride, first_kv * dim, offset);
         for (int kv = first_kv; kv < last_kv; kv++) {
             const float *keys[TILE], *values[TILE];
-            tile_rows(dim, dtype, job->keys, offset, wide_keys, keys);
-            tile_rows(dim, dtype, job->values, offset, wide_values, values);
+            if (dots) {
+                tile_pairs(dim, job, offset, wide_values, keys, values);
+            } else {
+                tile_rows(dim, dtype, job->keys, offset, wide_keys, keys);
+                tile_rows(dim, dtype, job->values, offset, wide_values, values);
+            }
             for (int g = 0; g < group; g++) {
                 const int h = (kv - first_kv) * group + g;
-                attend_tile(dim, job, query + h * dim, keys, values, task->end - low, state + h,
-                            acc + h * dim);
+                attend_tile(dim, dots, job, query + h * dim, keys, values, task->end - low,
+                            state + h, acc + h * dim);
             }
             for (int t = 0; t < TILE; t++) offset[t] += dim;
         }

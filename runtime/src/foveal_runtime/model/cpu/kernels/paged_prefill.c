@@ -23,9 +23,10 @@ typedef struct {
     vec sums; /* of exp(score - peak), still spread over lanes */
 } Share;
 
-/* c (rows, columns vectors) = or += a (rows, depth) times b (depth, ...). */
-INLINE void multiply(const int rows, const int columns, const int adds, int depth, const float *a,
-                     int64_t a_stride, const float *b, int64_t b_stride, float *c,
+/* c (rows, columns vectors) = or += a (rows, depth) times b (depth, ...). `dots`: a's and b's numbers
+ * are pairs of bfloat16 numbers, of consecutive places in the depth. */
+INLINE void multiply(const int dots, const int rows, const int columns, const int adds, int depth,
+                     const float *a, int64_t a_stride, const float *b, int64_t b_stride, float *c,
                      int64_t c_stride) {
     vec sum[GROUP_ROWS * VECTORS];
 #pragma GCC unroll 8
@@ -39,9 +40,13 @@ INLINE void multiply(const int rows, const int columns, const int adds, int dept
         for (int i = 0; i < columns; i++) one[i] = load(b + k * b_stride + i * LANES);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
-            const vec factor = splat(a[r * a_stride + k]);
+            const float *at = a + r * a_stride + k;
+            const vec factor = dots ? splat_bits(at) : splat(*at);
 #pragma GCC unroll 8
-            for (int i = 0; i < columns; i++) sum[r * columns + i] += factor * one[i];
+            for (int i = 0; i < columns; i++) {
+                vec *to = sum + r * columns + i;
+                *to = dots ? add_dots(*to, one[i], factor) : *to + factor * one[i];
+            }
         }
     }
 #pragma GCC unroll 8
@@ -51,23 +56,28 @@ INLINE void multiply(const int rows, const int columns, const int adds, int dept
             store(c + r * c_stride + i * LANES, sum[r * columns + i]);
 }
 
-INLINE void multiply_rows(const int rows, const int adds, int depth, int wide, const float *a,
-                          int64_t a_stride, const float *b, int64_t b_stride, float *c,
-                          int64_t c_stride) {
+INLINE void multiply_rows(const int dots, const int rows, const int adds, int depth, int wide,
+                          const float *a, int64_t a_stride, const float *b, int64_t b_stride,
+                          float *c, int64_t c_stride) {
     int i = 0;
     for (; i + VECTORS * LANES <= wide; i += VECTORS * LANES)
-        multiply(rows, VECTORS, adds, depth, a, a_stride, b + i, b_stride, c + i, c_stride);
+        multiply(dots, rows, VECTORS, adds, depth, a, a_stride, b + i, b_stride, c + i, c_stride);
     for (; i < wide; i += LANES)
-        multiply(rows, 1, adds, depth, a, a_stride, b + i, b_stride, c + i, c_stride);
+        multiply(dots, rows, 1, adds, depth, a, a_stride, b + i, b_stride, c + i, c_stride);
 }
 
 /* Rows 1 ... GROUP_ROWS, inlined once for each. */
-static void product(int rows, int adds, int depth, int wide, const float *a, int64_t a_stride,
-                    const float *b, int64_t b_stride, float *c, int64_t c_stride) {
-#define ROWS(R)                                                                            \
-    case R:                                                                                \
-        if (adds) multiply_rows(R, 1, depth, wide, a, a_stride, b, b_stride, c, c_stride); \
-        else multiply_rows(R, 0, depth, wide, a, a_stride, b, b_stride, c, c_stride);      \
+static void product(int dots, int adds, int rows, int depth, int wide, const float *a,
+                    int64_t a_stride, const float *b, int64_t b_stride, float *c,
+                    int64_t c_stride) {
+#define PRODUCT(DOTS, R, ADDS) \
+    multiply_rows(DOTS, R, ADDS, depth, wide, a, a_stride, b, b_stride, c, c_stride)
+#define ROWS(R)                                       \
+    case R:                                           \
+        if (HAS_DOTS && dots && adds) PRODUCT(1, R, 1); \
+        else if (HAS_DOTS && dots) PRODUCT(1, R, 0);  \
+        else if (adds) PRODUCT(0, R, 1);              \
+        else PRODUCT(0, R, 0);                        \
         break;
     switch (rows) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) }
 }
@@ -91,40 +101,76 @@ INLINE void turn(vec *v) {
     }
 }
 
-/* Copies a tile out of the pool: keys (dim, KEYS), turned, and values (KEYS, dim). What lies
- * beyond the context is the last token again, which nobody may see. */
+/* LANES tokens' keys and values as columns `first` ... of (dim, KEYS) and rows of (KEYS, dim). */
+INLINE void take_numbers(const int dtype, const Job *job, const int64_t *from, int first,
+                         float *keys, float *values) {
+    const int dim = job->head_dim;
+    for (int d = 0; d < dim; d += LANES) {
+        vec v[LANES];
+#pragma GCC unroll 16
+        for (int t = 0; t < LANES; t++) v[t] = some_of(dtype, job->keys, from[t] + d);
+        turn(v);
+#pragma GCC unroll 16
+        for (int t = 0; t < LANES; t++) store(keys + (d + t) * KEYS + first, v[t]);
+#pragma GCC unroll 16
+        for (int t = 0; t < LANES; t++)
+            store(values + (first + t) * dim + d, some_of(dtype, job->values, from[t] + d));
+    }
+}
+
+/* Likewise, in pairs: keys (dim / 2, KEYS) of numbers that are next to each other, values
+ * (KEYS / 2, dim) of tokens that are. */
+INLINE void take_pairs(const Job *job, const int64_t *from, int first, float *keys,
+                       float *values) {
+    const int dim = job->head_dim;
+    const uint16_t *all_keys = job->keys, *all_values = job->values;
+    for (int d = 0; d < dim; d += 2 * LANES) {
+        const int is_whole = d + 2 * LANES <= dim;
+        vec v[LANES];
+#pragma GCC unroll 16
+        for (int t = 0; t < LANES; t++) {
+            const float *at = (const float *)(all_keys + from[t] + d);
+            v[t] = is_whole ? load(at) : load_half(at);
+        }
+        turn(v);
+#pragma GCC unroll 16
+        for (int t = 0; t < LANES; t++)
+            if (is_whole || t < LANES / 2) store(keys + (d / 2 + t) * KEYS + first, v[t]);
+    }
+    for (int t = 0; t < LANES; t += 2)
+        for (int d = 0; d < dim; d += LANES)
+            store(values + (first + t) / 2 * dim + d,
+                  load_pairs(all_values + from[t] + d, all_values + from[t + 1] + d));
+}
+
+/* Copies a tile out of the pool. What lies beyond the context is the last token again, which nobody
+ * may see. */
 INLINE void take_tile(const int dtype, const Job *job, const int32_t *table, int low, int end,
                       int kv, float *keys, float *values) {
-    const int dim = job->head_dim;
-    const int64_t stride = (int64_t)job->num_kv_heads * dim;
+    const int64_t stride = (int64_t)job->num_kv_heads * job->head_dim;
     for (int first = 0; first < KEYS; first += LANES) {
         int64_t from[LANES];
         for (int t = 0; t < LANES; t++) {
             const int at = low + first + t < end ? low + first + t : end - 1;
             const int64_t slot = (int64_t)table[at / job->block_size] * job->block_size;
-            from[t] = (slot + at % job->block_size) * stride + (int64_t)kv * dim;
+            from[t] = (slot + at % job->block_size) * stride + (int64_t)kv * job->head_dim;
         }
-        for (int d = 0; d < dim; d += LANES) {
-            vec v[LANES];
-#pragma GCC unroll 16
-            for (int t = 0; t < LANES; t++) v[t] = some_of(dtype, job->keys, from[t] + d);
-            turn(v);
-#pragma GCC unroll 16
-            for (int t = 0; t < LANES; t++) store(keys + (d + t) * KEYS + first, v[t]);
-#pragma GCC unroll 16
-            for (int t = 0; t < LANES; t++)
-                store(values + (first + t) * dim + d, some_of(dtype, job->values, from[t] + d));
-        }
+        if (HAS_DOTS && dtype == BFLOAT16) take_pairs(job, from, first, keys, values);
+        else take_numbers(dtype, job, from, first, keys, values);
     }
 }
 
-/* Turns the scores of one row against a tile into weights; valid: [low, high) of the tile. */
-static void weigh(const Job *job, int low, int high, float *score, Share *share, float *acc) {
+/* Turns the scores of one row against a tile into weights, with `dots` rounded to bfloat16 as
+ * transformers rounds them; valid: [low, high) of the tile. */
+INLINE void weigh(const int dots, const Job *job, int low, int high, float *score, Share *share,
+                  float *acc) {
     const int dim = job->head_dim;
     if (high <= low) {
         for (int i = 0; i < KEYS; i += LANES) store(score + i, splat(0.0f));
         return;
     }
+    if (dots)
+        for (int i = 0; i < KEYS; i += LANES) store(score + i, load(score + i) * splat(job->scaling));
     if (job->softcap > 0)
         for (int i = 0; i < KEYS; i += LANES) store(score + i, vcap(load(score + i), job->softcap));
     for (int t = 0; t < low; t++) score[t] = -INFINITY;
@@ -143,13 +189,17 @@ static void weigh(const Job *job, int low, int high, float *score, Share *share,
     }
     for (int i = 0; i < KEYS; i += LANES) {
         const vec weight = vexp(load(score + i) - splat(share->peak));
-        share->sums += weight;
-        store(score + i, weight);
+        const hvec half = to_halves(weight);
+        if (dots) memcpy((uint16_t *)score + i, &half, sizeof half);
+        else store(score + i, weight);
+        share->sums += dots ? load_bf16((uint16_t *)score + i) : weight;
     }
 }
 
 INLINE void run_piece(const int dtype, const Job *job, const Piece *piece) {
+    const int dots = HAS_DOTS && dtype == BFLOAT16;
     const int dim = job->head_dim, group = job->num_heads / job->num_kv_heads;
+    const int words = dots ? 2 : 1, deep = dim / words; /* numbers of one float's size */
     const int count = piece->count, rows = count * group, sequence = job->row_sequence[piece->first];
     const int32_t *table = job->block_table + sequence * job->table_stride;
     const int32_t *length = job->row_length + piece->first;
@@ -164,9 +214,10 @@ INLINE void run_piece(const int dtype, const Job *job, const Piece *piece) {
                            (piece->kv * group + r / count) * job->query_head_stride;
         for (int d = 0; d < dim; d += LANES) {
             const vec one = some_of(dtype, job->query, at + d);
-            store(query + r * dim + d, one * splat(job->scaling));
+            if (!dots) store(query + r * dim + d, one * splat(job->scaling));
             store(acc + r * dim + d, splat(0.0f));
         }
+        if (dots) memcpy(query + r * deep, (const uint16_t *)job->query + at, 2 * dim);
         share[r] = (Share){-INFINITY, splat(0.0f)};
     }
     const int end = length[count - 1];
@@ -177,14 +228,15 @@ INLINE void run_piece(const int dtype, const Job *job, const Piece *piece) {
             int seen = 0;
             for (int r = 0; r < some; r++) seen |= length[(first + r) % count] > low;
             if (!seen) continue;
-            product(some, 0, dim, KEYS, query + first * dim, dim, keys, KEYS, score, KEYS);
+            product(dots, 0, some, deep, KEYS, query + first * deep, deep, keys, KEYS, score, KEYS);
             for (int r = 0; r < some; r++) {
                 const int visible = length[(first + r) % count];
                 const int from = first_visible(job, visible) - low, to = visible - low;
-                weigh(job, from > 0 ? from : 0, to < KEYS ? to : KEYS, score + r * KEYS,
+                weigh(dots, job, from > 0 ? from : 0, to < KEYS ? to : KEYS, score + r * KEYS,
                       share + first + r, acc + (first + r) * dim);
             }
-            product(some, 1, KEYS, dim, score, KEYS, values, dim, acc + first * dim, dim);
+            product(dots, 1, some, KEYS / words, dim, score, KEYS, values, dim, acc + first * dim,
+                    dim);
         }
     }
     for (int r = 0; r < rows; r++) {
