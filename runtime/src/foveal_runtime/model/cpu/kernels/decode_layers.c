@@ -473,7 +473,10 @@ static void *piece(char **at, size_t bytes) {
     return here;
 }
 
-/* Everything a step needs beside the plans, or NULL. */
+/* Everything a step needs beside the plans, or NULL. Of 64 rows (MAX_ROWS) a thread has
+ * 256 * own_width bytes: 1 MiB at a width of 4096, 2 MiB at 8192. Memory plans have no line for it:
+ * it is freed before the logits are made, whose bytes are in `activations` (profiler.py), and those
+ * are more than the parts of 100 threads with every profile in examples/. */
 static void *make_room(const Step *step, Run *run) {
     const size_t rows = step->num_rows, threads = step->num_threads;
     const size_t queries = (size_t)step->num_heads * step->head_dim;

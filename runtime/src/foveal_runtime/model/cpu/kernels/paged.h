@@ -1,9 +1,10 @@
 /* Paged attention for tokens that are decoded: one query token (a "row") against its context.
  *
  * Included by paged_decode.c, which is one layer's attention, by decode_layers.c, which is a whole
- * step, and by paged_prefill.c for the job's form: the first two cut the work with make_plan and give its units to threads of their own. Plain C with GCC vector extensions: no torch headers, no C++ runtime. Loads
- * float32 or bfloat16, computes in float32, softmax online. Never allocates pool memory and
- * trusts every index: who may see what was decided by the engine.
+ * step, and by paged_prefill.c for the job's form: the first two cut the work with make_plan and
+ * give its units to threads of their own. Plain C with GCC vector extensions: no torch headers, no
+ * C++ runtime. Loads float32 or bfloat16, computes in float32, softmax online. Never allocates pool
+ * memory and trusts every index: who may see what was decided by the engine.
  *
  * A task is (row, span of the context, range of kv heads). Spans have a fixed length, so the
  * result of a row is the same bits whatever else is in the batch and however many threads run.
@@ -289,7 +290,7 @@ static int num_spans(const Job *job, int row) {
 }
 
 static inline void run_task(const Job *job, const Task *task, SpanFunction span, int first_kv,
-                     int last_kv, Norm *norms, float *partials) {
+                            int last_kv, Norm *norms, float *partials) {
     float query[MAX_STATE] __attribute__((aligned(64)));
     float acc[MAX_STATE] __attribute__((aligned(64)));
     State state[MAX_STATE / 16];
@@ -312,8 +313,8 @@ static inline void run_task(const Job *job, const Task *task, SpanFunction span,
 }
 
 /* Joins the spans of one head of a row, in order. */
-static inline void join_spans(const Job *job, int row, int slot, int spans, int head, const Norm *norms,
-                       const float *partials) {
+static inline void join_spans(const Job *job, int row, int slot, int spans, int head,
+                              const Norm *norms, const float *partials) {
     const int dim = job->head_dim;
     float acc[MAX_DIM] = {0};
     Norm norm = {-INFINITY, 0.0f};
