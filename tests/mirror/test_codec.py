@@ -70,7 +70,7 @@ ANNOUNCED = Announced(HASH, 5_000_000, ItemMeta(0, 2227, 2197))
 DOWN = [
     Welcome(
         (1, 1), 1, 7, 1, 2, 3, "node", (ANNOUNCED,), ((OTHER, HASH),),
-        codec.encode_info(EngineInfo("e0", "m", "r", 10, 2, 3)),
+        codec.encode_info(EngineInfo("e0", "m", "r", 10, 2)),
     ),
     Down((1, 1), 2, MirrorNote(3, (ANNOUNCED,), (OTHER,), (HASH,), ((("a", 1), "code"),))),
     Down((1, 1), 3, None, codec.encode_outputs(Outputs((EngineOutput(("a", 1), (5, 6)),)))),

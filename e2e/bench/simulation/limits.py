@@ -27,7 +27,7 @@ from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.wire import codec
 from foveal_runtime.wire.messages import EngineInfo
 
-INFO = codec.encode_info(EngineInfo("e0", "m", "", 4096, 128, 576))
+INFO = codec.encode_info(EngineInfo("e0", "m", "", 4096, 128))
 CHOICES = (2, 20, 200)
 REPEATS = 50
 

@@ -144,7 +144,6 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
     revision: str
     max_model_len: int
     max_num_seqs: int
-    largest_item_embeds: int
     draining: bool = False
     grammars: str = ""
     pools: bool = False

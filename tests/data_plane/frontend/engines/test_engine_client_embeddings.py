@@ -72,7 +72,7 @@ async def test_an_engine_that_knows_no_embeddings_gets_none():
 
 def test_engines_that_pool_score_the_tokens_that_a_request_names():
     """Both came with one version; an older engine would score the most likely tokens instead."""
-    info = EngineInfo("e0", "m", "r", 10, 2, 3)
+    info = EngineInfo("e0", "m", "r", 10, 2)
     plain = SamplingParams(max_tokens=1, logprobs=1)
     named = SamplingParams(max_tokens=1, logprobs=1, logprob_token_ids=(7,))
     assert info.serves(plain)
@@ -85,6 +85,6 @@ def test_an_engine_that_knows_no_grammars_or_others_gets_none():
     free = SamplingParams(max_tokens=1)
     bound = msgspec.structs.replace(free, grammar='start: "a"')
     for known, serves in ((grammar_version(), True), ("", False), ("llguidance-0.0.1", False)):
-        info = EngineInfo("e0", "m", "r", 10, 2, 3, grammars=known)
+        info = EngineInfo("e0", "m", "r", 10, 2, grammars=known)
         assert info.serves(free)
         assert info.serves(bound) == serves, known

@@ -120,7 +120,7 @@ class Link:
         self.endpoint = self.name = name
         self.outcome = outcome
         known = None if outcome is None else ()
-        self.info = EngineInfo(name, "tiny", "", 9, 8, 9, loras=known)
+        self.info = EngineInfo(name, "tiny", "", 9, 8, loras=known)
         self.loras = LoraReport(())
         self.sender = SimpleNamespace(is_up=True)
 

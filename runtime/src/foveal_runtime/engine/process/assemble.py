@@ -140,14 +140,12 @@ def assemble_core(
 ) -> EngineCore:
     """An engine's core; `send` is usually EngineServer.send. Raises StartupError."""
     limits = scheduler_limits(config, loaded)
-    embeds = [item.num_embeds for item in loaded.largest.values()]
     info = EngineInfo(
         engine_id=config.engine_id,
         model=config.model.served_name,
         revision=loaded.revision or config.model.revision,
         max_model_len=limits.max_model_len,
         max_num_seqs=limits.max_num_seqs,
-        largest_item_embeds=min(max(embeds, default=0), limits.encoder_cache_embeds),
         grammars=loaded.runner.traits.grammars,
         pools=True,
         loras=loaded.runner.loras.refs,

@@ -77,7 +77,7 @@ class ScriptedEngine:
         self.transport = transport
         self.limits = limits or ReceiverLimits(capacity_bytes=64 << 20)
         self.namespace = namespace
-        self.info = EngineInfo(engine_id, "tiny", "", max_model_len, 8, 4096, pools=True)
+        self.info = EngineInfo(engine_id, "tiny", "", max_model_len, 8, pools=True)
         self.allowance: int | None = None
         self.finish_with: tuple[str, str] | None = None
         self.served: list[Served] = []
