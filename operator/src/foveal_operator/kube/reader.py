@@ -12,7 +12,9 @@ import json
 import time
 import urllib.parse
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
 
 from foveal_operator.api.crd import GROUP, PLURAL, VERSION
 from foveal_operator.common.errors import ClusterAnswerError
@@ -53,6 +55,51 @@ class Reader(Protocol):
         """This machine's clock less the API server's; None before the first answer."""
 
 
+class _Metadata(msgspec.Struct, kw_only=True):
+    name: str
+    generation: int = 0
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
+
+
+class _Placed(_Metadata, kw_only=True):
+    namespace: str
+
+
+_M = TypeVar("_M")
+
+
+class _Object(msgspec.Struct, Generic[_M]):
+    metadata: _M
+    spec: dict[str, Any] = {}
+    status: dict[str, Any] = {}
+
+
+class _Page(msgspec.Struct, Generic[_M]):
+    items: list[_Object[_M]] | None
+    metadata: dict[str, Any] = {}
+
+
+class _Named(msgspec.Struct):
+    name: str
+
+
+class _Served(msgspec.Struct):
+    resources: list[_Named] = []
+
+
+def _shape_of(path: str) -> Any:
+    """What commands read of an answer without asking whether it is there."""
+    root, *parts = path.strip("/").split("/")
+    below = parts[1:] if root == "api" else parts[2:]
+    if root == "version":
+        return dict[str, Any]
+    if not below:
+        return _Served
+    metadata = _Placed if below[0] == "namespaces" and len(below) > 2 else _Metadata
+    return _Page[metadata] if len(below) % 2 else _Object[metadata]  # type: ignore[valid-type]
+
+
 class KubeReader:
     """The real one. Raises NotConfiguredError, or ClusterAnswerError for a malformed kubeconfig."""
 
@@ -70,11 +117,20 @@ class KubeReader:
     def get(self, path: str, **query: str) -> Obj | None:
         target = f"{path}?{urllib.parse.urlencode(query)}" if query else path
         status, body = self._call("GET", target)
-        return None if status == 404 else body
+        if status == 404:
+            return None
+        try:
+            msgspec.convert(body, _shape_of(path))
+        except msgspec.ValidationError as error:
+            raise UnreachableError(
+                f"GET {target}: {self.server} answers no Kubernetes object ({error}): check that "
+                "the kubeconfig's context names a Kubernetes API server"
+            ) from error
+        return body
 
     def review(self, path: str, body: Obj) -> Obj:
         status, answer = self._call("POST", path, body)
-        if status == 404:
+        if status == 404 or not isinstance(answer.get("status"), dict):
             raise ClusterAnswerError(f"the cluster does not serve {path}")
         return answer
 
@@ -111,12 +167,13 @@ def _judged(method: str, target: str, status: int, data: bytes) -> tuple[int, Ob
     except ValueError:
         parsed = None
     body: Obj = parsed if isinstance(parsed, dict) else {}
-    message = str(body.get("message") or data[:200].decode("utf-8", "replace")).strip()
+    said = str(body.get("message") or data[:200].decode("utf-8", "replace"))
+    message = " ".join(said.split())
     if status == 403:
         raise ForbiddenError(message)
     if status == 401:
         raise ClusterAnswerError("the cluster does not know this user: log in again")
-    if status >= 500 or (parsed is None and status != 404):
+    if status >= 500 or (not isinstance(parsed, dict) and status != 404):
         raise UnreachableError(f"{method} {target}: HTTP {status}: {message}")
     if status >= 400 and status != 404:
         raise ClusterAnswerError(message)

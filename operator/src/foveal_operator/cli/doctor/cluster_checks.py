@@ -85,7 +85,7 @@ def definition_findings(reader: Reader) -> Iterator[Finding]:
     if found is None:
         yield fail(area, f"{crd.PLURAL}.{crd.GROUP} is not installed", apply)
         return
-    served = [v["name"] for v in found["spec"]["versions"] if v.get("served")]
+    served = [v["name"] for v in found.get("spec", {}).get("versions") or () if v.get("served")]
     if crd.VERSION not in served:
         yield fail(area, f"serves {', '.join(served) or 'nothing'}, not {crd.VERSION}", apply)
         return
@@ -188,13 +188,13 @@ def operator_findings(reader: Reader) -> Iterator[Finding]:
     area = "operator"
     found = reader.get("/apis/apps/v1/deployments", labelSelector=OPERATOR_SELECTOR) or {}
     for item in found.get("items") or ():
-        where = f"{item['metadata']['namespace']}/{item['metadata']['name']}"
+        namespace = item["metadata"].get("namespace", "-")
+        where = f"{namespace}/{item['metadata']['name']}"
         ready = item.get("status", {}).get("readyReplicas", 0)
         wanted = item.get("spec", {}).get("replicas", 1)
         if ready < 1:
             yield fail(area, f"{where} has no ready pod",
-                       f"kubectl -n {item['metadata']['namespace']} describe pods -l "
-                       f"{OPERATOR_SELECTOR}")  # fmt: skip
+                       f"kubectl -n {namespace} describe pods -l {OPERATOR_SELECTOR}")  # fmt: skip
         elif ready < wanted:
             yield warn(area, f"{where}: {ready} of {wanted} pods ready", "one is enough to act; "
                        "see why the other is not ready")  # fmt: skip

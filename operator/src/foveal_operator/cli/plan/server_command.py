@@ -202,7 +202,8 @@ def operator_settings(reader: Reader) -> OperatorSettings:
     except ClusterAnswerError:
         return unknown
     for item in listed.get("items") or ():
-        for container in item["spec"]["template"]["spec"].get("containers") or ():
+        template = item.get("spec", {}).get("template", {})
+        for container in template.get("spec", {}).get("containers") or ():
             command = [*(container.get("command") or ()), *(container.get("args") or ())]
             if any("foveal-operator" in word for word in command):
                 return _settings(container, item.get("metadata", {}).get("namespace", ""))
