@@ -121,6 +121,14 @@ def test_other_encoders_are_refused(kind: str, options, reason: str) -> None:
         check_class(config, class_for(config))
 
 
+@pytest.mark.parametrize(("padding", "shown"), [(None, "null"), (-1, "-1"), (50265, "50265")])
+def test_positions_begin_after_an_id_of_the_vocabulary(padding, shown: str) -> None:
+    """null was a TypeError while the model was loaded."""
+    config = transformers.RobertaConfig(pad_token_id=padding)
+    with pytest.raises(StartupError, match=f"pad_token_id is {shown} in config.json.*roberta beg"):
+        adapter_for(config)
+
+
 def test_an_encoder_is_not_shared_by_devices(tiny) -> None:
     with pytest.raises(StartupError, match="tensor_parallel 2: encoders run on one device"):
         check_splits(read_config(str(tiny("bert"))), 2)

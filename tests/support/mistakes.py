@@ -94,6 +94,9 @@ FILES: list[tuple[str, Callable[[Path], Any], str]] = [
     ("bad", lambda d: checkpoint(d / "bad", {"model_type": "bert"}),
      "model bad: bert is an encoder: it embeds texts and generates none; serve it with --task "
      "embed (model.task: Embed)"),
+    ("bad", lambda d: checkpoint(d / "bad", {"model_type": "roberta", "pad_token_id": None}),
+     "model bad: pad_token_id is null in config.json, and positions of roberta begin after it: set "
+     "it to the padding token's id (1 in published checkpoints)"),
     ("bad", lambda d: checkpoint(d / "bad", preprocessor_config_json=None),
      "model bad takes media and holds no preprocessor_config.json: copy the processor's files from "
      "where the model is from"),
@@ -108,6 +111,10 @@ FILES: list[tuple[str, Callable[[Path], Any], str]] = [
             {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}})}),
      "model bad is incomplete: 1 of 2 weight files are missing, model-2.safetensors among them: "
      "finish the download"),
+    ("bad", lambda d: checkpoint(d / "bad", **{
+        "model.safetensors.index.json": json.dumps({"weight_map": {"a": "a" * 256}})}),
+     f"model bad: model.safetensors.index.json: weight_map has '{'a' * 40}', which no file can be "
+     "called: copy the index again from where the model is from"),
     ("bad", lambda d: checkpoint(d / "bad", **{"model.safetensors": safetensors(4096, 100)}),
      "bad/model.safetensors has 176 of 4172 bytes: finish its download, or copy it again"),
     ("bad", lambda d: checkpoint(d / "bad", **{

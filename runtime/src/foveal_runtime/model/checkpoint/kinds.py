@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ast
 import difflib
+import json
+import math
 import runpy
 from collections.abc import Collection, Mapping
 from functools import cache
@@ -27,6 +29,8 @@ def check_kind(shown: str, config: Mapping[str, Any]) -> None:
     """Raises StartupError for a `config` (config.json) whose type nothing here serves; `shown`
     names the model. What passes may still be refused once transformers has read it."""
     kind = str(config["model_type"])
+    if problem := odd_padding(kind, config.get("pad_token_id", 1), config.get("vocab_size")):
+        raise StartupError(f"model {shown}: {problem}")
     if kind in ADAPTERS or kind in TEXT_ADAPTERS:
         return
     known = known_kinds()
@@ -62,6 +66,20 @@ def unserved_kind(kind: str) -> str:
         f"model_type {kind!r} is multimodal and not supported{hint}: choose a family of the "
         "documentation's page of supported models (its page of what is refused says why), or a "
         "plain text model"
+    )
+
+
+def odd_padding(kind: str, pad_id: object, vocab_size: object) -> str:
+    """What is said of a type whose positions begin after the padding's id, where that is no id of
+    the vocabulary; "" when nothing is. transformers ends in a TypeError for null."""
+    if kind not in TEXT_ADAPTERS or not TEXT_ADAPTERS[kind].starts_after_padding:
+        return ""
+    most = vocab_size if isinstance(vocab_size, int) else math.inf
+    if type(pad_id) is int and 0 <= pad_id < most:
+        return ""
+    return (
+        f"pad_token_id is {json.dumps(pad_id)} in config.json, and positions of {kind} begin "
+        "after it: set it to the padding token's id (1 in published checkpoints)"
     )
 
 

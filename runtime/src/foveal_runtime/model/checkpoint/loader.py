@@ -27,7 +27,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from foveal_runtime.model.adapters import ADAPTERS, PLAIN_TEXT, TEXT_ADAPTERS, Adapter
 from foveal_runtime.model.checkpoint.blocked import block_layer, block_quantized
 from foveal_runtime.model.checkpoint.dequantize import quantizable, quantize_linears
-from foveal_runtime.model.checkpoint.kinds import other_kind, unknown_kind, unserved_kind
+from foveal_runtime.model.checkpoint.kinds import (
+    odd_padding,
+    other_kind,
+    unknown_kind,
+    unserved_kind,
+)
 from foveal_runtime.model.checkpoint.placement import METHOD, place_layers
 from foveal_runtime.model.checkpoint.quantized import check_quantization, describe
 from foveal_runtime.model.checkpoint.weights import check_directory
@@ -282,6 +287,8 @@ def adapter_for(config: Any) -> Adapter:
         raise StartupError(unserved_kind(kind))
     adapter = TEXT_ADAPTERS.get(kind, PLAIN_TEXT)
     if adapter.starts_after_padding:
+        if problem := odd_padding(kind, config.pad_token_id, config.vocab_size):
+            raise StartupError(problem)
         return replace(adapter, position_offset=int(config.pad_token_id) + 1)
     return adapter
 

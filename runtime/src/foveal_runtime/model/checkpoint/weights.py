@@ -23,6 +23,7 @@ _MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Types of floating-point numbers → bytes of one; only these are cast as they are loaded."""
 _INDEX = "model.safetensors.index.json"
+_MAX_NAME_BYTES = 255  # of Linux; a longer one is an OSError where others are only not there
 
 
 class StoredTensor(msgspec.Struct):
@@ -54,7 +55,14 @@ def weight_files(path: str) -> list[Path]:
             index = msgspec.json.decode((root / _INDEX).read_bytes(), type=_Index)
         except msgspec.MsgspecError as error:
             raise StartupError(f"model {path}: {_INDEX}: {error}") from error
-        return sorted({root / Path(name).name for name in index.weight_map.values()})
+        names = {Path(name).name for name in index.weight_map.values()}
+        for name in names:
+            if not name or "\0" in name or len(name.encode()) > _MAX_NAME_BYTES:
+                raise StartupError(
+                    f"model {path}: {_INDEX}: weight_map has {name[:40]!r}, which no file can be "
+                    "called: copy the index again from where the model is from"
+                )
+        return sorted(root / name for name in names)
     if (root / "model.safetensors").is_file():
         return [root / "model.safetensors"]
     found = sorted(root.glob("*.safetensors"))
