@@ -216,19 +216,6 @@ def test_a_store_that_refuses_gets_no_credentials(registry: Registry, tmp_path: 
         assert [one.partition(":")[0] for one in store.asked] == ["/elsewhere/sha256"]
 
 
-def test_other_machines_are_spoken_to_without_tls_only_when_listed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from foveal_runtime.main.registry import _is_plain
-
-    assert [_is_plain(one) for one in ("localhost:5000", "127.9.0.1", "[::1]:1")] == [True] * 3
-    assert not _is_plain("registry.example:5000")
-    assert not _is_plain("127.0.0.1.example")
-    monkeypatch.setenv("FOVEAL_INSECURE_REGISTRIES", "other.example,registry.example:5000")
-    assert _is_plain("registry.example:5000")
-    assert not _is_plain("registry.example")
-
-
 def test_layers_replace_and_delete_what_is_below(registry: Registry, tmp_path: Path) -> None:
     link = tarfile.TarInfo("vocab.json")
     link.type, link.linkname = tarfile.SYMTYPE, "extra/words.json"
@@ -331,7 +318,7 @@ HOSTILE: list[tuple[bytes, str]] = [
 def test_hostile_archives_are_refused_and_change_nothing_outside(
     registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hostile: bytes, said: str
 ) -> None:
-    monkeypatch.setattr("foveal_runtime.main.registry._MAX_FILES", 30)
+    monkeypatch.setattr("foveal_runtime.main.layers._MAX_FILES", 30)
     registry.push([CONFIG, WEIGHTS, hostile])
     before = {one.name for one in tmp_path.iterdir()}
     assert said in refused(registry, tmp_path)

@@ -3,19 +3,19 @@
 The references are those that the operator mounts as image volumes. Of the distribution API
 (github.com/opencontainers/distribution-spec) it reads manifests and blobs; every one is compared
 with its digest before it is used. Layers come one by one: downloaded, resumed where they broke,
-unpacked, removed. Archives are hostile until shown otherwise. Needs no torch.
+unpacked (layers.py), removed. Needs no torch.
 """
 
 from __future__ import annotations
 
 import base64
-import gzip
 import hashlib
 import ipaddress
 import os
 import platform
 import re
 import shutil
+import socket
 import tarfile
 import urllib.request
 import zlib
@@ -30,9 +30,8 @@ import msgspec
 
 from foveal_runtime.main.bars import Bars
 from foveal_runtime.main.fetch import Progress, fill
-from foveal_runtime.main.revision import SOURCE_FILE
+from foveal_runtime.main.layers import check_links, check_room, unpack
 from foveal_runtime.plan.errors import StartupError
-from foveal_runtime.plan.quantity import short_bytes
 
 _IMAGE = re.compile(
     r"(?:(?P<host>localhost|[\w.:\[\]-]*[.:][\w.:\[\]-]*)/)?(?P<name>[a-z0-9]+(?:[._/-]+[a-z0-9]+)*)"
@@ -48,9 +47,6 @@ _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 _TIMEOUT_SECONDS = 60.0
 _CHUNK_BYTES = 1 << 20
 _MAX_MANIFEST_BYTES = 4 << 20  # what registries take at most, by the distribution API
-_MAX_FILES = 100_000
-_MAX_HEADER_BYTES = 1 << 20
-_OURS = (".cache", SOURCE_FILE)  # names at the top that an image neither writes nor removes
 _BROKEN = (OSError, HTTPException)
 _WRONG = (tarfile.TarError, EOFError, RecursionError, ValueError, OverflowError, zlib.error,
           msgspec.MsgspecError)  # fmt: skip
@@ -135,7 +131,7 @@ def download(rest: str, revision: str, directory: Path, progress: Progress) -> s
         missing = [one.size for one, note in zip(layers, done, strict=True) if not note.is_file()]
         there = sum(part.stat().st_size for part in notes.glob("*.part"))
         # A layer lies there twice, packed and unpacked, until it is whole.
-        _check_room(sum(missing) + max(missing, default=0) - there, directory)
+        check_room(sum(missing) + max(missing, default=0) - there, directory)
         progress.total_bytes = sum(one.size for one in layers)
         with Bars(progress.total_bytes, progress.out) as bars:
             for number, (layer, note) in enumerate(zip(layers, done, strict=True), 1):
@@ -145,10 +141,10 @@ def download(rest: str, revision: str, directory: Path, progress: Progress) -> s
                     continue
                 part = note.with_name(note.name + ".part")
                 registry.save(layer, part, came)
-                _unpack(part, directory)
+                unpack(part, directory)
                 note.touch()
                 part.unlink()
-        _check_links(directory)
+        check_links(directory)
     except (*_BROKEN, *_WRONG) as error:
         raise _failed(rest, error) from error
     return digest
@@ -181,24 +177,56 @@ def _is_plain(host: str) -> bool:
         is_loopback = ipaddress.ip_address(name).is_loopback
     except ValueError:
         is_loopback = name == "localhost"
-    return is_loopback or host in os.environ.get("FOVEAL_INSECURE_REGISTRIES", "").split(",")
+    return is_loopback or host in _listed()
 
 
-def _checked(url: str) -> str:
-    """Raises StartupError for an address that credentials or layers must not travel from."""
+def _listed() -> list[str]:
+    return os.environ.get("FOVEAL_INSECURE_REGISTRIES", "").split(",")
+
+
+def _addresses(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    """What a name stands for; nothing where only a proxy can tell."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    return [ipaddress.ip_address(str(one[4][0]).partition("%")[0]) for one in found]
+
+
+def checked(url: str, registry: str) -> str:
+    """An address that a registry (its host) sends us to. Raises StartupError for one without TLS,
+    and for one that a user's URL may not lead to either (frontend/media/fetch.py): private ones are
+    for registries whose own addresses are private. Hosts that the user has listed are trusted."""
+    from foveal_runtime.frontend.media.fetch import refusal
+
     found = urlsplit(url)
+    host = found.hostname or ""
     if found.scheme != "https" and not (found.scheme == "http" and _is_plain(found.netloc)):
         raise StartupError(f"the registry names {url!r}: other machines must have https://")
+    if host == registry or found.netloc in _listed():
+        return url
+    own = _addresses(registry)
+    is_private = bool(own) and all(refusal(one, allow_private=False) for one in own)
+    for address in _addresses(host):
+        if why := refusal(address, allow_private=is_private):
+            raise StartupError(
+                f"the registry {registry} names {found.netloc}, which leads to a {why}: if you "
+                f"trust it, list {found.netloc} in FOVEAL_INSECURE_REGISTRIES"
+            )
     return url
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
+    def __init__(self, registry: str) -> None:
+        self._registry = registry
+
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Any,
         newurl: str,
     ) -> urllib.request.Request | None:  # fmt: skip
         try:
-            return super().redirect_request(req, fp, code, msg, headers, _checked(newurl))
+            url = checked(newurl, self._registry)
+            return super().redirect_request(req, fp, code, msg, headers, url)
         except StartupError:
             fp.close()
             raise
@@ -214,7 +242,8 @@ class _Registry:
         base = f"http{'' if is_plain else 's'}://{image.host}"
         self._base = f"{_HUB if image.host in _HUB_NAMES else base}/v2/{image.name}"
         proxies = urllib.request.ProxyHandler({} if is_plain else None)
-        self._opener = urllib.request.build_opener(proxies, _Redirects)
+        self._host = urlsplit(self._base).hostname or ""
+        self._opener = urllib.request.build_opener(proxies, _Redirects(self._host))
         self._authorization = ""
 
     def _open(self, url: str, headers: dict[str, str], authorization: str) -> Any:
@@ -284,7 +313,7 @@ class _Registry:
         said = dict(re.findall(r'(\w+)="([^"]*)"', text))
         asked = {"service": said.get("service", ""),
                  "scope": said.get("scope", f"repository:{self._image.name}:pull")}  # fmt: skip
-        realm = _checked(said.get("realm", ""))
+        realm = checked(said.get("realm", ""), self._host)
         try:
             url = f"{realm}{'&' if '?' in realm else '?'}{urlencode(asked)}"
             with self._open(url, {}, login) as answer:
@@ -363,87 +392,3 @@ def _read_logins() -> tuple[Path, _Logins]:
         return file, _Logins()
     except (OSError, msgspec.MsgspecError) as error:
         raise StartupError(f"{file} cannot be read: {error}") from error
-
-
-def _check_room(needed_bytes: int, directory: Path) -> None:
-    free = shutil.disk_usage(directory).free
-    if needed_bytes > free:
-        raise ValueError(
-            f"needs {short_bytes(needed_bytes)} on the disk of {directory}, which has "
-            f"{short_bytes(free)} free: free some"
-        )
-
-
-class _Bounded:
-    """What tarfile reads from. It would take headers as long as the archive says into memory; with
-    `left` it gets so many bytes."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream, self.left = stream, _MAX_HEADER_BYTES
-        self.seek, self.tell = stream.seek, stream.tell
-
-    def read(self, size: int) -> bytes:
-        self.left -= size
-        if self.left < 0:
-            raise tarfile.ReadError(f"an entry's header has over {_MAX_HEADER_BYTES} bytes")
-        data: bytes = self._stream.read(size)
-        return data
-
-
-def _unpack(packed: Path, directory: Path) -> None:
-    """Applies a layer: files, directories, symbolic links that stay inside, and what it deletes.
-
-    Raises tarfile.TarError, OSError or ValueError for any other entry."""
-    with packed.open("rb") as file:
-        is_gzip = file.read(2) == b"\x1f\x8b"
-    with gzip.open(packed) if is_gzip else packed.open("rb") as stream:
-        bounded: Any = _Bounded(stream)
-        with tarfile.open(fileobj=bounded, mode="r:") as tar:
-            for _ in range(_MAX_FILES):
-                bounded.left = _MAX_HEADER_BYTES
-                member = tar.next()
-                if member is None:
-                    return
-                bounded.left = member.size + _MAX_HEADER_BYTES  # padding is read, too
-                tar.members = []  # type: ignore[attr-defined]  # it would keep them all
-                _place(tar, member, directory)
-    raise ValueError(f"a layer has more than {_MAX_FILES} entries: no model has")
-
-
-def _place(tar: tarfile.TarFile, member: tarfile.TarInfo, directory: Path) -> None:
-    parts = [one for one in member.name.split("/") if one not in ("", ".")]
-    if not parts or parts[0] in _OURS:  # the root is there
-        return
-    path = directory.joinpath(*parts)
-    above = [directory.joinpath(*parts[:depth]) for depth in range(1, len(parts))]
-    # Whatever the filter of this Python overlooks: nothing is written through a link.
-    if ".." in parts or any(one.is_symlink() for one in above):
-        raise ValueError(f"a layer's entry {member.name!r} would leave its folder")
-    if path.name.startswith(".wh."):
-        hidden = path.name.removeprefix(".wh.")
-        if hidden in ("", ".", "..") or hidden.startswith(".wh."):
-            raise ValueError(f"a layer has {member.name!r}: build the image in one layer")
-        if len(parts) > 1 or hidden not in _OURS:
-            _remove(path.with_name(hidden))
-        return
-    if not (member.isreg() or member.isdir() or member.issym()):
-        raise ValueError(f"a layer's entry {member.name!r} is no file: copy what it stands for")
-    _check_room(member.size, directory)
-    if path.is_symlink() or not (member.isdir() and path.is_dir()):
-        _remove(path)
-    tar.extract(member, directory, filter="data")
-
-
-def _check_links(directory: Path) -> None:
-    """Raises ValueError for links that lead outside since a directory has replaced another link."""
-    root = os.path.realpath(directory)
-    for path in directory.rglob("*"):
-        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
-            raise ValueError(f"a layer's link {path.name!r} would leave its folder")
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
