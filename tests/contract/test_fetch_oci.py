@@ -395,7 +395,7 @@ def test_serve_takes_it_once_by_digest_and_without_a_network(
     assert len(registry.asked) == 1, "a digest in the cache needs no registry"
     registry.refusal = 503
     assert find_model(registry.uri()) == first
-    assert f"as last time, {digest}" in capsys.readouterr().out
+    assert f"as last time, {digest}" in capsys.readouterr().err
     with pytest.raises(StartupError, match="503"):
         find_model(registry.uri(":2"))
     registry.refusal = 0

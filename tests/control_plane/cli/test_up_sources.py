@@ -8,6 +8,7 @@ ones.
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -90,22 +91,46 @@ def test_a_hubs_model_is_fetched_profiled_and_served(up: Start, hub: Hub, tmp_pa
 
 
 @pytest.mark.timeout(400)  # it starts real processes
-def test_an_image_of_a_registry_is_fetched_once(up: Start, tmp_path: Path) -> None:
+def test_an_image_is_fetched_once_and_again_when_its_tag_has_moved(
+    up: Start, tmp_path: Path
+) -> None:
+    """The first image of a tag was kept without limit."""
     registry = Registry()
     files = [(one.name, one.read_bytes()) for one in MODEL.iterdir()]
-    digest = registry.push([layer(*files)])
+    first = registry.push([layer(*files)])
+    cache = tmp_path / ".cache/foveal/models"
+
+    def run() -> tuple[str, Path, list[str]]:
+        """What it said, the model's folder, and what it asked the registry for."""
+        registry.asked.clear()
+        running = up("--cpu", "--dry-run", "--profile", str(PROFILE), model={"uri": uri})
+        assert running.end() == 0, running.text
+        found = json.loads((tmp_path / "up/tiny-engine-0.json").read_text())["model"]["path"]
+        assert Path(found).parent == cache
+        return running.text, Path(found), [one.rpartition("/")[2] for one in registry.asked]
+
     with registry.running():
-        for _ in range(2):
-            running = up("--cpu", "--dry-run", "--profile", str(PROFILE),
-                         model={"uri": registry.uri()})  # fmt: skip
-            assert running.end() == 0, running.text
-    (folder,) = (tmp_path / ".cache/foveal/models").iterdir()
-    assert f"fetching {registry.uri()} into {folder}" in running.text
-    assert resolved_revision(folder) == digest
-    assert f'"path": "{folder}"' in (tmp_path / "up/tiny-engine-0.json").read_text()
-    assert (folder / "model.safetensors").read_bytes() == dict(files)["model.safetensors"]
-    assert [path for path in registry.asked if "/blobs/" in path] == registry.asked[1:]
-    assert len(registry.asked) == 2, "the second run asks nobody"
+        uri = registry.uri()
+        text, folder, asked = run()
+        assert f"fetching {uri} into {folder}" in text
+        assert folder.name.endswith(first.replace(":", "--"))
+        assert resolved_revision(folder) == first
+        assert (folder / "model.safetensors").read_bytes() == dict(files)["model.safetensors"]
+        assert asked == ["1", first, next(iter(registry.blobs))]
+        assert run()[1:] == (folder, ["1"])
+        registry.refusal = 503
+        text, found, _ = run()
+        assert found == folder
+        why = "no answer (HTTP Error 503: Service Unavailable); as last time,"
+        assert f"{uri}: {why} {first}" in text.splitlines()
+        registry.refusal = 0
+        second = registry.push([layer(*files, ("new.json", b"{}"))])
+        _, moved, asked = run()
+        assert resolved_revision(moved) == second
+        assert (moved / "new.json").is_file()
+        assert asked[:2] == ["1", second]
+    uri = registry.uri(f"@{first}")
+    assert run()[1:] == (folder, []), "a digest is what it is"
 
 
 def test_a_claim_is_the_clusters(up: Start) -> None:

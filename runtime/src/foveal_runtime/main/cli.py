@@ -70,7 +70,8 @@ def parser() -> argparse.ArgumentParser:
         "fetch", help="download a model (hf://, s3:// or oci://) into a directory"
     )
     fetch.add_argument("uri", help="hf://ORG/NAME, s3://BUCKET/PREFIX or oci://REGISTRY/NAME:TAG")
-    fetch.add_argument("--to", required=True, metavar="DIRECTORY")
+    fetch.add_argument("--to", metavar="DIRECTORY",
+                       help="default: one in ~/.cache/foveal/models, which is printed")  # fmt: skip
     fetch.add_argument("--revision", default="", help="branch, tag or commit of a hf:// model")
     fetch.add_argument("--metrics-port", type=port, default=0, metavar="PORT",
                        help="serve the progress at /metrics there; 0 (default): not")  # fmt: skip

@@ -17,11 +17,13 @@ import functools
 import hashlib
 import logging
 import os
+import re
 import shutil
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -146,19 +148,54 @@ IGNORED = ["*.bin", "*.pth", "*.pt", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "o
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if not arguments.to:
+    uri, to, revision = arguments.uri, arguments.to, arguments.revision
+    if to == "":
         raise StartupError("--to is empty: give a directory")
-    fetch(
-        arguments.uri, Path(arguments.to), arguments.revision, metrics_port=arguments.metrics_port
-    )
+    if to is not None:
+        fetch(uri, Path(to), revision, metrics_port=arguments.metrics_port)
+        return 0
+    _check_uri(uri, _DOWNLOADS)
+    uri, target = in_cache(uri, revision)
+    print(f"fetching {arguments.uri} into {target}", file=sys.stderr, flush=True)
+    fetch(uri, target, revision, metrics_port=arguments.metrics_port)
+    print(target)
     return 0
+
+
+_CACHE = "~/.cache/foveal/models"
+
+
+def in_cache(uri: str, revision: str = "") -> tuple[str, Path]:
+    """What a model is fetched from, and its directory in Foveal's cache. An image is named by its
+    digest: a tag that has moved is another model. Raises StartupError."""
+    folder = Path(_CACHE).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StartupError(f"cannot make {folder}: {error.strerror}") from error
+    scheme, _, rest = uri.partition("://")
+    if scheme == "oci":
+        from foveal_runtime.main.registry import pinned
+
+        uri = f"oci://{pinned(rest, folder)}"
+    name = f"{uri}--{revision or 'main'}" if scheme == "hf" else uri
+    return uri, folder / re.sub(r"[^A-Za-z0-9._-]+", "--", name)
+
+
+def _check_uri(uri: str, downloads: Mapping[str, Download]) -> None:
+    scheme, _, rest = uri.partition("://")
+    if scheme not in downloads or not rest:
+        raise StartupError(
+            f"cannot fetch {uri!r}: write hf://ORG/NAME, s3://BUCKET/PREFIX or "
+            "oci://REGISTRY/NAME:TAG"
+        )
 
 
 def fetch(
     uri: str,
     target: Path,
     revision: str = "",
-    downloads: dict[str, Download] | None = None,
+    downloads: Mapping[str, Download] | None = None,
     *,
     metrics_port: int = 0,
     out: TextIO | None = None,
@@ -169,13 +206,9 @@ def fetch(
     is shown there (Bars). Raises StartupError for an unknown scheme, for a target that holds
     something else, and for a download that fails.
     """
+    downloads = downloads or _DOWNLOADS
+    _check_uri(uri, downloads)
     scheme, _, rest = uri.partition("://")
-    download = (downloads or _DOWNLOADS).get(scheme)
-    if download is None or not rest:
-        raise StartupError(
-            f"cannot fetch {uri!r}: write hf://ORG/NAME, s3://BUCKET/PREFIX or "
-            "oci://REGISTRY/NAME:TAG"
-        )
     if target.is_dir() and any(target.iterdir()):
         if not (target / "config.json").is_file():
             raise StartupError(f"{target} is there and is no model: give a directory to be made")
@@ -188,7 +221,7 @@ def fetch(
         raise StartupError(f"cannot make {partial}: {error.strerror}") from error
     progress = Progress(partial, out)
     with told(progress, metrics_port):
-        resolved = download(rest, revision, partial, progress)
+        resolved = downloads[scheme](rest, revision, partial, progress)
     if not any(partial.glob("*.safetensors")) or not (partial / "config.json").is_file():
         raise StartupError(
             f"{uri} holds no config.json with *.safetensors: not a model we can load"

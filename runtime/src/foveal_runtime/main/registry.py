@@ -9,6 +9,7 @@ unpacked (layers.py), removed. Needs no torch.
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import ipaddress
 import os
@@ -16,6 +17,7 @@ import platform
 import re
 import shutil
 import socket
+import sys
 import tarfile
 import urllib.request
 import zlib
@@ -37,6 +39,7 @@ _IMAGE = re.compile(
     r"(?:(?P<host>localhost|[\w.:\[\]-]*[.:][\w.:\[\]-]*)/)?(?P<name>[a-z0-9]+(?:[._/-]+[a-z0-9]+)*)"
     r"(?::(?P<tag>\w[\w.-]{0,127}))?(?:@(?P<digest>sha256:[0-9a-f]{64}))?"
 )
+_DIGEST = re.compile("sha256:[0-9a-f]{64}")
 _HUB = "https://registry-1.docker.io"
 _HUB_NAMES = {"index.docker.io", "docker.io", "registry-1.docker.io"}
 _DOCKER = "docker.distribution.manifest"
@@ -96,20 +99,32 @@ def pinned(rest: str, folder: Path) -> str:
     """What follows `oci://`, with the digest that its tag means now. It is noted in `folder`: where
     the registry cannot be reached, it is the digest of the last time. Raises StartupError."""
     image = _parsed(rest)
-    note = folder / (re.sub(r"[^A-Za-z0-9._-]+", "--", f"oci://{rest}") + ".digest")
     digest = image.digest
     if not digest:
+        note = folder / (re.sub(r"[^A-Za-z0-9._-]+", "--", f"oci://{rest}") + ".digest")
         try:
             digest, _ = _Registry(image, rest).manifest(image.tag)
-            note.write_text(digest)
         except _BROKEN as error:
-            if not note.is_file():
+            digest = _noted(note)
+            if not digest:
                 raise _failed(rest, error) from error
-            digest = note.read_text()
-            print(f"oci://{rest}: no answer ({_reason(error)}); as last time, {digest}", flush=True)
+            said = f"oci://{rest}: no answer ({_reason(error)}); as last time, {digest}"
+            print(said, file=sys.stderr, flush=True)
         except _WRONG as error:
             raise _failed(rest, error) from error
+        else:
+            with contextlib.suppress(OSError):  # only a start without the registry needs it
+                note.write_text(digest)
     return f"{image.host}/{image.name}@{digest}"
+
+
+def _noted(note: Path) -> str:
+    """The digest of the last time; "" without a whole one."""
+    try:
+        found = note.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return ""
+    return found if _DIGEST.fullmatch(found) else ""
 
 
 def download(rest: str, revision: str, directory: Path, progress: Progress) -> str:

@@ -7,7 +7,6 @@ The operator never imports the runtime beyond plan/.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -62,9 +61,6 @@ def hand_on(arguments: list[str]) -> None:
     os.execvpe(command[0], command, {**os.environ, "FOVEAL_PROGRAM": "foveal"})
 
 
-_MODELS = "~/.cache/foveal/models"
-
-
 def find_model(inference: InferenceSpec, given: str | None, command: list[str]) -> Path:
     """The directory given, or the one that the resource's model is downloaded into. Raises
     UsageError, or CommandError when it cannot be had."""
@@ -75,16 +71,14 @@ def find_model(inference: InferenceSpec, given: str | None, command: list[str]) 
     model = inference.spec.model
     if model.uri.startswith("pvc://"):
         raise UsageError(f"{model.uri} is the cluster's: say where the model is with --model")
-    name = re.sub(r"[^A-Za-z0-9._-]+", "--", f"{model.uri}--{model.revision or 'main'}")
-    folder = Path(_MODELS).expanduser() / name
     revision = ["--revision", model.revision] if model.revision else []
-    print(f"fetching {model.uri} into {folder}", flush=True)
-    if subprocess.run([*command, "fetch", model.uri, "--to", str(folder), *revision]).returncode:
+    done = subprocess.run([*command, "fetch", model.uri, *revision], stdout=subprocess.PIPE)
+    if done.returncode:
         raise CommandError(
             f"{model.uri} was not fetched (the line above says why; HF_TOKEN and HF_ENDPOINT are "
             "read): give --model DIRECTORY if you have it"
         )
-    return folder
+    return Path(os.fsdecode(done.stdout).splitlines()[-1])
 
 
 def find_profile(inference: InferenceSpec, model: Path, command: list[str]) -> ModelProfile:

@@ -93,17 +93,12 @@ def _from_uri(given: str, scheme: str, rest: str, revision: str, task: Task) -> 
 
 
 def _from_store(scheme: str, rest: str) -> Found:
-    """An image by its digest: a tag that has moved is another model."""
-    from foveal_runtime.main.fetch import fetch
-    from foveal_runtime.main.registry import pinned
+    from foveal_runtime.main.fetch import fetch, in_cache
 
-    folder = Path("~/.cache/foveal/models").expanduser()
-    folder.mkdir(parents=True, exist_ok=True)
     name = rest.rstrip("/").rpartition("/")[2]
     if scheme == "oci":
-        name, rest = re.split("[:@]", name)[0], pinned(rest, folder)
-    uri = f"{scheme}://{rest}"
-    target = folder / re.sub(r"[^A-Za-z0-9._-]+", "--", uri)
+        name = re.split("[:@]", name)[0]
+    uri, target = in_cache(f"{scheme}://{rest}")
     fetch(uri, target, out=sys.stdout)
     check_files(target)
     return Found(target, name)
