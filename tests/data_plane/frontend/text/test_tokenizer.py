@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 from tokenizers import processors
 
+from foveal_runtime.frontend.protocol.rules import SamplingDefaults
 from foveal_runtime.frontend.testing.fake_tokenizer import byte_tokenizer
+from foveal_runtime.frontend.text.chat_template import load_template
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
+from foveal_runtime.plan.errors import StartupError
 
 START, END, PAD = 257, 256, 258
 
@@ -49,3 +52,31 @@ def test_a_cut_text_keeps_its_special_tokens(tmp_path, most: int, left: list[int
     assert found.encode("abcde", add_special_tokens=True, most=most) == left
     plain = found.encode("abcde", add_special_tokens=False, most=most)
     assert plain == list(b"abcde")[: most or None]
+
+
+DEEP = '{"a": ' + "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tokenizer.json", "[]"), ("tokenizer.json", DEEP), ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", DEEP), ("tokenizer_config.json", '{"bos_token": 7}'),
+        ("tokenizer_config.json", '{"added_tokens_decoder": null}'),
+        ("special_tokens_map.json", "[]"), ("chat_template.json", "[]"),
+        ("chat_template.json", DEEP), ("generation_config.json", "[]"),
+        ("generation_config.json", DEEP), ("generation_config.json", '{"top_k": Infinity}'),
+        ("generation_config.json", f'{{"top_p": 1{"0" * 400}}}'),
+    ],
+    ids=lambda one: one[:40],
+)  # fmt: skip
+def test_files_of_a_checkpoint_that_are_none_are_refused_with_their_name(
+    tmp_path, name: str, text: str
+) -> None:
+    """Each was a traceback of another type."""
+    byte_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(StartupError) as caught:
+        (load_template(tmp_path, TextTokenizer.load(tmp_path)), SamplingDefaults.load(tmp_path))
+    assert name in str(caught.value)
+    assert "\n" not in str(caught.value)

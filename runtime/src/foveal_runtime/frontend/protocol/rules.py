@@ -186,7 +186,7 @@ class SamplingDefaults:
             if not isinstance(document, dict):
                 raise ValueError("not an object")
             return cls.from_document(document)
-        except (ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
             raise StartupError(f"{path}: {error}") from error
 
     @classmethod

@@ -75,7 +75,7 @@ def load_template(model_path: str | Path, tokenizer: TextTokenizer) -> str | Non
     if legacy.is_file():
         try:
             found = json.loads(legacy.read_bytes()).get("chat_template")
-        except (ValueError, AttributeError) as error:
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise StartupError(f"{legacy} is not a chat template document: {error}") from error
         if isinstance(found, str):
             return found

@@ -72,8 +72,12 @@ class TextTokenizer:
             )
         try:
             return cls(PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True))
-        except (OSError, ValueError, KeyError) as error:
-            raise StartupError(f"cannot load the tokenizer of {path}: {error}") from error
+        except Exception as error:  # of whatever type: files that are none end in many
+            raise StartupError(
+                f"cannot load the tokenizer of {path} (tokenizer.json, tokenizer_config.json or "
+                f"special_tokens_map.json): {' '.join(str(error).split())[:400]}: copy the files "
+                "again"
+            ) from error
 
     def encode(
         self, text: str, *, add_special_tokens: bool, limit: int = 0, most: int = 0

@@ -53,7 +53,7 @@ def weight_files(path: str) -> list[Path]:
     if (root / _INDEX).is_file():
         try:
             index = msgspec.json.decode((root / _INDEX).read_bytes(), type=_Index)
-        except msgspec.MsgspecError as error:
+        except (OSError, msgspec.MsgspecError, RecursionError) as error:
             raise StartupError(f"model {path}: {_INDEX}: {error}") from error
         names = {Path(name).name for name in index.weight_map.values()}
         for name in names:
