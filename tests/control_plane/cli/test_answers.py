@@ -62,8 +62,8 @@ def server(tmp_path: Path) -> Iterator[Answers]:
         yield running
 
 
-def said(command: list[str], folder: Path, capsys: Any) -> tuple[int, str]:
-    code = cli.main([*command, "--kubeconfig", str(folder / "config")])
+def said(arguments: list[str], capsys: Any) -> tuple[int, str]:
+    code = cli.main(arguments)
     found = capsys.readouterr()
     return code, found.out + found.err
 
@@ -76,7 +76,7 @@ def test_answers_of_no_api_server_end_in_words(
     for lists in (b"", b'{"items": []}'):
         for wrong in WRONG:
             server.body, server.lists = json.dumps(wrong).encode(), lists
-            said(command, tmp_path, capsys)
+            said([*command, f"--kubeconfig={tmp_path}/config"], capsys)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_what_is_wrong_and_where_to_look_is_one_line(
     server: Answers, tmp_path: Path, capsys: Any, command: list[str], wrong: Any, what: str
 ) -> None:
     server.body = json.dumps(wrong).encode()
-    code, text = said(command, tmp_path, capsys)
+    code, text = said([*command, f"--kubeconfig={tmp_path}/config"], capsys)
     assert code == 4
     (line,) = text.splitlines()
     assert line.startswith("foveal: GET /apis/foveal.dev/v1alpha1/namespaces/models/")
@@ -104,3 +104,15 @@ def test_what_is_wrong_and_where_to_look_is_one_line(
         f": {server.url} answers no Kubernetes object ({what}): check that the kubeconfig's "
         "context names a Kubernetes API server"
     )
+
+
+@pytest.mark.parametrize("name", ["a b", "..", "a/b", "a?x=1", "ä", "a\n", "-a", "a" * 254])
+@pytest.mark.parametrize("command", [["status"], ["budget"], ["wait", "--timeout=0"]])
+def test_what_is_no_name_is_not_asked_for(
+    server: Answers, tmp_path: Path, capsys: Any, command: list[str], name: str
+) -> None:
+    """Spaces were a traceback, and .. led to another object."""
+    for arguments in (["--", name], [f"--namespace={name}", "tiny"]):
+        code, text = said([*command, f"--kubeconfig={tmp_path}/config", *arguments], capsys)
+        assert code == 4
+        assert text.startswith(f"foveal: {name!r} is no name of Kubernetes: ")

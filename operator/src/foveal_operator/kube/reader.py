@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import email.utils
 import json
+import re
 import time
 import urllib.parse
 from pathlib import Path
@@ -109,6 +110,7 @@ class KubeReader:
         configuration = client.Configuration()
         found = _load(config, configuration, kubeconfig, context)
         configuration.retries = False
+        _check_name(namespace)
         self._client = client.ApiClient(configuration)
         self.namespace = namespace or found or "default"
         self.server = str(configuration.host)
@@ -207,7 +209,19 @@ def _load(config: Any, configuration: Any, kubeconfig: str, context: str) -> str
         ) from error
 
 
+_NAME = re.compile("[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
+
+
+def _check_name(name: str) -> None:
+    """Raises ClusterAnswerError for what would be another path, or none."""
+    if name and not _NAME.fullmatch(name):
+        raise ClusterAnswerError(
+            f"{name!r} is no name of Kubernetes: write lower-case letters, digits, - and ."
+        )
+
+
 def inferences_path(namespace: str, name: str = "") -> str:
+    _check_name(name)
     path = f"/apis/{GROUP}/{VERSION}/namespaces/{namespace}/{PLURAL}"
     return f"{path}/{name}" if name else path
 
