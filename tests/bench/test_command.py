@@ -182,3 +182,17 @@ def test_foveal_hands_it_on():
     done = subprocess.run([foveal, "bench", "http://127.0.0.1:9"], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == "foveal: no server answers at http://127.0.0.1:9: Connection refused\n"
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot", "--save-trace"])
+def test_a_full_disk_is_one_line_and_costs_no_result(option, tmp_path, capsys):
+    """Measured results were lost in a traceback."""
+    (tmp_path / "full.svg").symlink_to("/dev/full")
+    file = tmp_path / "full.svg"
+    with OpenAIServer() as server:
+        assert bench(server.url, "--traces", "text", option, file, *SMALL) == 2
+    said = capsys.readouterr()
+    last = said.err.splitlines()[-1]  # those before tell the progress
+    assert last == f"foveal-runtime: {option} {file}: No space left on device"
+    assert ("Every request was answered." in said.out) == (option != "--save-trace")
+    assert "written" not in said.out

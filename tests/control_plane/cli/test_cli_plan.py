@@ -97,6 +97,14 @@ def test_json_is_for_programs(files: Any, capsys: Any) -> None:
             "spec.engine.podTemplate.spec.hostNetwork",
         ),
         ("a: !!python/object/apply:os.system [true]", "is not YAML"),
+        ("a: 2024-99-99", "is not YAML: month must be in 1..12"),
+        ("a: " + "1" * 5000, "is not YAML: Exceeds the limit"),
+        ("[" * 5000, "is not YAML: maximum recursion depth exceeded"),
+        (
+            "&a {apiVersion: foveal.dev/v1alpha1, kind: MultiModalInference, metadata: {name: a}, "
+            "spec: {frontend: {podTemplate: *a}}}",
+            "",
+        ),
     ],
 )
 def test_a_wrong_resource_ends_with_2(files: Any, capsys: Any, text: str, said: str) -> None:
@@ -107,8 +115,9 @@ def test_a_wrong_resource_ends_with_2(files: Any, capsys: Any, text: str, said: 
     assert said in err
 
 
-def test_a_wrong_profile_ends_with_2(files: Any, capsys: Any) -> None:
-    files[1].write_text("{}")
+@pytest.mark.parametrize("text", ["{}", '{"a": ' + "[" * 5000])
+def test_a_wrong_profile_ends_with_2(files: Any, capsys: Any, text: str) -> None:
+    files[1].write_text(text)
     assert plan(files) == 2
     assert "foveal-runtime profile" in capsys.readouterr().err
     files[1].unlink()

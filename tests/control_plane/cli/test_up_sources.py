@@ -133,6 +133,12 @@ def test_an_image_is_fetched_once_and_again_when_its_tag_has_moved(
     assert run()[1:] == (folder, []), "a digest is what it is"
 
 
+def test_a_name_that_no_file_can_have_is_one_line(up: Start) -> None:
+    running = up("--model", "a" * 300)
+    assert running.end() == 2
+    assert running.text == f"foveal: {'a' * 300}/config.json: File name too long\n"
+
+
 def test_a_claim_is_the_clusters(up: Start) -> None:
     running = up(model={"uri": "pvc://weights/tiny"})
     assert running.end() == 2

@@ -146,6 +146,10 @@ def test_unknown_options_of_a_file_and_of_the_environment(desk: Desk) -> None:
     assert desk.serve("model", "--config", "b.yaml") == refused(
         "--config b.yaml: no-prefix-caching is perhaps: write true or false"
     )
+    (desk.folder / "b.yaml").write_text("name: 2024-99-99\n")
+    assert desk.serve("model", "--config", "b.yaml") == refused(
+        "--config b.yaml is not YAML: month must be in 1..12"
+    )
     (desk.folder / "c.yaml").write_text("port: [\n")
     code, err = desk.serve("model", "--config", "c.yaml")
     assert (code, err.count("\n")) == (2, 1)
@@ -232,6 +236,16 @@ def test_a_device_too_small_names_options_that_help(desk: Desk) -> None:
         "model", "--port", "0", "--profile", profile, "--plan", option[1], option[2].rstrip(".")
     )
     assert again == (0, ""), (option, again)
+
+
+@pytest.mark.parametrize(
+    ("output", "why"),
+    [("no/file", "No such file or directory"), ("model", "Is a directory"),
+     ("a" * 300, "File name too long")],
+)  # fmt: skip
+def test_a_profile_that_cannot_be_written_is_not_made(desk: Desk, output: str, why: str) -> None:
+    """It was a traceback, after the model had been read."""
+    assert desk.run("profile", "model", "--output", output) == refused(f"--output {output}: {why}")
 
 
 BENCH_HELP = "; see foveal-runtime bench --help"

@@ -47,7 +47,7 @@ def read_resource_object(path: str) -> dict[str, Any]:
 def _read_both(path: str) -> tuple[dict[str, Any], InferenceSpec]:
     try:
         documents = [d for d in yaml.safe_load_all(_read(path, "resource")) if d is not None]
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date, a number, depth
         raise UsageError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     found = [d for d in documents if isinstance(d, dict) and d.get("kind") == "MultiModalInference"]
     if not found and len(documents) == 1:
@@ -58,6 +58,8 @@ def _read_both(path: str) -> tuple[dict[str, Any], InferenceSpec]:
         return found[0], parse(found[0])
     except SpecError as error:
         raise invalid(path, error) from error
+    except RecursionError as error:
+        raise UsageError(f"{path} has an anchor inside itself: write its content out") from error
 
 
 def read_profile(path: str) -> ModelProfile:

@@ -25,6 +25,7 @@ from foveal_operator.common.errors import (
     EXIT_USAGE,
     CommandError,
 )
+from foveal_runtime.plan.errors import file_problem
 
 
 def parser() -> argparse.ArgumentParser:
@@ -70,6 +71,11 @@ def main(argv: list[str] | None = None) -> int:
         # The reader of our output has seen enough (| head).
         sys.stderr.close()
         return EXIT_OK
+    except OSError as error:
+        if not (said := file_problem(error)):
+            raise
+        print(f"foveal: {said}", file=sys.stderr)
+        return EXIT_USAGE
 
 
 NO_FILES, NO_FILES_NO_SPACE = ":4", ":6"

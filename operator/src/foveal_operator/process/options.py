@@ -156,7 +156,7 @@ def _rules(path: str, runbooks: str) -> tuple[dict[str, Any], ...]:
         return resource_rule_groups(runbooks)
     try:
         body = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
         raise UsageError(f"--rules {path}: {error}") from error
     groups = body.get("groups") if isinstance(body, dict) else None
     if not isinstance(groups, list):

@@ -66,7 +66,7 @@ def load(path: Path, max_tokens: int) -> Trace:
 def _line(path: Path, number: int, data: bytes) -> SavedRequest:
     try:
         line = msgspec.json.decode(data, type=SavedRequest)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise StartupError(f"--replay {path}, line {number}: {error}") from error
     if not line.messages:
         raise StartupError(f"--replay {path}, line {number}: `messages` is empty")

@@ -24,7 +24,7 @@ from foveal_runtime.main.local.options import (
     positive,
 )
 from foveal_runtime.plan.config import DEFAULT_VIDEO_FRAMES, DEFAULT_VIDEO_PIXELS
-from foveal_runtime.plan.errors import StartupError
+from foveal_runtime.plan.errors import StartupError, file_problem
 from foveal_runtime.telemetry.memory import ContainerMemory
 from foveal_runtime.telemetry.startup import runtime_version
 from foveal_runtime.telemetry.termination_message import (
@@ -178,6 +178,11 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{PROGRAM}: interrupted; the next start continues", file=sys.stderr)
         return 130
     except Exception as error:
+        # Of a user's files and disks; an engine's or a frontend's failure keeps its traceback.
+        is_ours = given[:1] not in (["engine"], ["frontend"])
+        if is_ours and isinstance(error, OSError) and (said := file_problem(error)):
+            print(f"{PROGRAM}: {said}", file=sys.stderr)
+            return 2
         _say(f"{type(error).__name__}: {error}")
         raise
 

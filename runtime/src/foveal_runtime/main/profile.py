@@ -93,7 +93,10 @@ def limits_of(arguments: argparse.Namespace) -> ModalitiesConfig:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    check_directory(arguments.model)  # at once: what comes next imports for seconds
+    # At once: what comes next imports for seconds.
+    check_directory(arguments.model)
+    if arguments.output:
+        _write(arguments.output, "ab", b"")
     threads.configure()
     limits = limits_of(arguments)
     processes = ProcessMemory()
@@ -120,10 +123,18 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.output:
         # In a pod: the termination message, which the operator reads without any right to the pod.
-        Path(arguments.output).write_bytes(compact(found))
+        _write(arguments.output, "wb", compact(found))
     else:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n")
     return 0
+
+
+def _write(path: str, mode: str, data: bytes) -> None:
+    try:
+        with Path(path).open(mode) as file:
+            file.write(data)
+    except OSError as error:
+        raise StartupError(f"--output {path}: {error.strerror}") from error
 
 
 def engine_bytes_of(profile: ModelProfile, device: str) -> int:

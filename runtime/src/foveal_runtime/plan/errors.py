@@ -32,6 +32,7 @@ label.
 
 from __future__ import annotations
 
+import errno
 from typing import ClassVar
 
 
@@ -195,3 +196,13 @@ def _leaves(root: type[FovealError]) -> dict[str, type[FovealError]]:
 def from_wire(code: str, message: str) -> FovealError:
     """The error for a wire code, as an engine reports it; an unknown code is an EngineFailure."""
     return _leaves(FovealError).get(code, EngineFailure)(message)
+
+
+def file_problem(error: OSError) -> str:
+    """What is said of a file or a disk that fails, in one line; "" for other failures."""
+    if error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if is_full or "temporary directory" in str(error.strerror):
+        return f"{error.strerror}: free some, or set TMPDIR to a directory on another disk"
+    return ""

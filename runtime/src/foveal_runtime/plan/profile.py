@@ -217,7 +217,7 @@ def decode(data: bytes) -> ModelProfile:
     """Reads a profile document. Raises StartupError naming the field."""
     try:
         return msgspec.json.decode(data, type=ModelProfile)
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise StartupError(f"model profile: {error}") from error
 
 

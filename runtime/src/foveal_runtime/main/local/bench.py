@@ -6,6 +6,7 @@ Options, checks before anything is measured, and what is shown; foveal_runtime.b
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import difflib
 import http.client
@@ -13,6 +14,7 @@ import platform
 import sys
 import urllib.error
 import urllib.parse
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -173,7 +175,23 @@ def run(arguments: argparse.Namespace) -> int:
         print("foveal bench: interrupted; what was measured:", file=sys.stderr)
         _show(arguments, report)
         return 130
+    except _NotWritten:
+        arguments.json = ""
+        _show(arguments, report)
+        raise
     return _show(arguments, report)
+
+
+class _NotWritten(StartupError):
+    """A file of results cannot be written any more."""
+
+
+@contextlib.contextmanager
+def _written(option: str, file: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _NotWritten(f"{option} {file}: {error.strerror}") from error
 
 
 def _why_not_written(path: Path) -> str:
@@ -305,7 +323,7 @@ def _saved_report(file: str) -> Report:
         return loads(Path(file).read_bytes())
     except OSError as error:
         raise StartupError(f"--show {file}: {error.strerror}") from error
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise StartupError(f"--show {file} is no file of --json: {error}") from error
 
 
@@ -313,7 +331,7 @@ def _save(path: Path, load: BenchLoad, seed: int) -> None:
     from foveal_runtime.bench import saved
     from foveal_runtime.bench.runs import RunProgress, draw_all
 
-    with path.open("wb") as file:
+    with _written("--save-trace", str(path)), path.open("wb") as file:
         for trace in [load.saved] if load.saved else [load.trace(k, seed) for k in load.kinds]:
             file.write(saved.dumps(trace, draw_all(trace, load, RunProgress())))
 
@@ -329,7 +347,8 @@ def _measure(
         for result in run_all(targets, load, arguments.rounds, arguments.seed, progress):
             report.results.append(result)
             if arguments.json:  # what is measured is kept, whatever comes
-                Path(arguments.json).write_bytes(dumps(report))
+                with _written("--json", arguments.json):
+                    Path(arguments.json).write_bytes(dumps(report))
 
 
 def _show(arguments: argparse.Namespace, report: Report) -> int:
@@ -342,6 +361,7 @@ def _show(arguments: argparse.Namespace, report: Report) -> int:
         if path := getattr(arguments, option):
             print(f"written: {path}")
     if arguments.plot:
-        draw_plot(report, Path(arguments.plot))
+        with _written("--plot", arguments.plot):
+            draw_plot(report, Path(arguments.plot))
         print(f"written: {arguments.plot}")
     return 1 if wrong else 0

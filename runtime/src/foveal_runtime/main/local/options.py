@@ -319,7 +319,7 @@ def _read(file: str) -> dict[Any, Any]:
         found = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
     except OSError as error:
         raise StartupError(f"--config {file}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise StartupError(
             f"--config {file} is not YAML: {' '.join(str(error).split())}"
         ) from error
