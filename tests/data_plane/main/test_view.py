@@ -171,3 +171,18 @@ def test_a_terminal_keeps_the_last_state_and_the_cursor() -> None:
         view.show(snapshot())
     assert out.getvalue().count("\x1b[?25l") == out.getvalue().count("\x1b[?25h") == 1
     assert "Ctrl-C drains and ends" in out.getvalue()
+
+
+def test_figures_are_asked_for_only_where_they_are_shown() -> None:
+    """Each look at /metrics costs three processes some milliseconds: as a program's log line it is
+    wanted twice a minute, on a terminal once a second."""
+    log, screen = (
+        View(Console(file=io.StringIO(), force_terminal=is_terminal))
+        for is_terminal in (False, True)
+    )
+    asked = {"log": 0, "screen": 0}
+    for seconds in range(1, 91):
+        for name, view in (("log", log), ("screen", screen)):
+            asked[name] += view.shows_figures(float(seconds))
+            view.show(snapshot(seconds=float(seconds), processes=()))
+    assert asked == {"log": 3, "screen": 90}

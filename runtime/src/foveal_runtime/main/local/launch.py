@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -76,6 +77,7 @@ def launch(config: LocalDeploymentConfig, command: tuple[str, ...] = RUNTIME) ->
                 config.name,
                 deployment,
                 show=view.show,
+                shows_figures=view.shows_figures,
                 say=view.say,
                 start_timeout_seconds=config.start_timeout_seconds,
                 drain_timeout_seconds=config.drain_timeout_seconds,
@@ -160,12 +162,14 @@ class _Watched:
     def too_late(self, seconds: float) -> TimeRanOut:
         return TimeRanOut(f"{self.child.name} is not ready after {seconds:g} s\n{self._log()}")
 
-    def look(self) -> tuple[ProcessFigures, Readings]:
+    def look(self, *, has_figures: bool) -> tuple[ProcessFigures, Readings]:
+        """`has_figures`: whether /metrics is read, which costs that process and this one some
+        milliseconds; otherwise the readings are empty."""
         child = self.child
         code = child.exit_code
         is_ready = code is None and child.is_ready()
         self.was_ready = self.was_ready or is_ready
-        readings = Readings(child.metrics() if code is None else "")
+        readings = Readings(child.metrics() if code is None and has_figures else "")
         state = self._state(code, is_ready)
         load = load_of(child.role, readings)
         if state == "starting":
@@ -196,8 +200,9 @@ class Supervisor:
     """The processes of one deployment.
 
     Args:
-        name: title of what is shown. show: gets a Snapshot about once a second. say: gets a line
-            for each restart.
+        name: title of what is shown. show: gets a Snapshot about once a second; shows_figures:
+            whether it would show what the next one, so many seconds after the start, counts. say:
+            gets a line for each restart.
         start_timeout_seconds: until every process was ready once. drain_timeout_seconds: from the
             first signal to the end of the last process.
     """
@@ -208,20 +213,21 @@ class Supervisor:
         deployment: LocalDeployment,
         *,
         show: Callable[[Snapshot], None],
+        shows_figures: Callable[[float], bool],
         say: Callable[[str], None],
         start_timeout_seconds: float,
         drain_timeout_seconds: float,
     ) -> None:
         self._name = name
         self._deployment = deployment
-        self._show, self._say = show, say
+        self._show, self._shows_figures, self._say = show, shows_figures, say
         self._start_timeout_seconds = start_timeout_seconds
         self._drain_timeout_seconds = drain_timeout_seconds
         self._engines = [_Watched(child) for child in deployment.engines]
         self._frontends = [_Watched(child) for child in deployment.frontends]
         self._all = [*self._engines, *self._frontends]
         self._began = self._looked = time.monotonic()
-        self._totals = Totals()
+        self._totals, self._rate = Totals(), 0.0
         self._kv_bytes = sum(
             child.config.caches.kv_bytes
             for child in deployment.engines
@@ -278,17 +284,18 @@ class Supervisor:
 
     def _look(self) -> None:
         """Asks every process at the same time, then shows the answers."""
+        seconds = time.monotonic() - self._began
+        look = partial(_Watched.look, has_figures=self._shows_figures(seconds))
         with ThreadPoolExecutor(max_workers=min(8, len(self._all))) as pool:
-            seen = list(pool.map(_Watched.look, self._all))
+            seen = list(pool.map(look, self._all))
         now = time.monotonic()
         readings = [found for _, found in seen]
-        before, fresh = self._totals, totals(readings, self._kv_bytes)
-        rate = 0.0
-        # A process that has ended says nothing any more; its sums are not forgotten.
+        # Who has ended, or was not asked, says nothing; its sums are not forgotten.
         if all(readings):
-            elapsed = now - self._looked
-            rate = (fresh.tokens - before.tokens) / elapsed if elapsed > 0 else 0.0
-            self._totals, self._looked = fresh, now
+            before, self._totals = self._totals, totals(readings, self._kv_bytes)
+            elapsed, self._looked = now - self._looked, now
+            num_tokens = self._totals.tokens - before.tokens
+            self._rate = max(0.0, num_tokens / elapsed) if elapsed > 0 else 0.0
         first = self._frontends[0].child
         self._show(
             Snapshot(
@@ -296,10 +303,10 @@ class Supervisor:
                 url=f"{first.url}/v1",
                 model=first.config.model.served_name,
                 has_page=isinstance(first.config, FrontendConfig) and first.config.page,
-                seconds=now - self._began,
+                seconds=seconds,
                 processes=tuple(figures for figures, _ in seen),
                 totals=self._totals,
-                tokens_per_second=max(0.0, rate),
+                tokens_per_second=self._rate,
                 is_draining=any(one.is_draining for one in self._all),
             )
         )

@@ -31,8 +31,10 @@ class Readings:
 
     def __init__(self, text: str) -> None:
         self._series: dict[str, list[tuple[Mapping[str, str], float]]] = {}
+        # Nothing here reads histograms; their buckets are three quarters of the text.
+        kept = "".join(one for one in text.splitlines(keepends=True) if "_bucket{" not in one)
         try:
-            for family in text_string_to_metric_families(text):
+            for family in text_string_to_metric_families(kept):
                 for sample in family.samples:
                     found = self._series.setdefault(sample.name, [])
                     found.append((sample.labels, float(sample.value)))
@@ -227,6 +229,10 @@ class View:
         if self._live is not None:
             self._live.stop()
 
+    def shows_figures(self, seconds: float) -> bool:
+        """Whether anything that is counted would be seen in a snapshot of that time."""
+        return self._live is not None or seconds - self._summed[0] >= SUMMARY_SECONDS
+
     def say(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -248,7 +254,7 @@ class View:
                 f"serving {now.model} on {now.url} ({_pages(now)}API documentation at /docs, "
                 "metrics at /metrics); Ctrl-C stops"
             )
-        if self._live is None and now.seconds - self._summed[0] >= SUMMARY_SECONDS:
+        if self._live is None and self.shows_figures(now.seconds):
             text = summary(now)
             if text != self._summed[1]:
                 self.say(text)
