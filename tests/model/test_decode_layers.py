@@ -23,7 +23,7 @@ from foveal_runtime.model.cpu import packing
 from foveal_runtime.model.cpu.kernels import DecodeKernel, load_decode_kernel
 from foveal_runtime.model.cpu.packing import can_pack, layout_of, pack_linears
 from foveal_runtime.model.layers import decode_layers
-from foveal_runtime.model.layers.decode_layers import MAX_ROWS, DecodeLayers, make_decode_layers
+from foveal_runtime.model.layers.decode_layers import DecodeLayers, make_decode_layers
 from foveal_runtime.model.layers.layer_parts import Trial
 from foveal_runtime.model.layers.state import States
 from foveal_runtime.model.runner.runner import TorchRunner
@@ -234,8 +234,8 @@ def test_a_row_is_the_same_bits_in_any_batch_with_any_number_of_threads(
 ):
     loaded, layers = made_of(tiny(named(kind)), dtype)
     states, every = states_of(loaded), range(len(loaded.decoder.layers))
-    lengths = list(range(3, 3 + 9 * MAX_ROWS, 9))
-    ones = [1] * MAX_ROWS
+    most = decode_layers.FAST_LIMITS.rows
+    lengths, ones = list(range(3, 3 + 9 * most, 9)), [1] * most
     with torch.inference_mode():
         whole = Trial(loaded, layers, q_lens=ones, kv_lens=lengths, states=states)
     with torch.inference_mode(), whole.random_states() as kept:
@@ -245,8 +245,8 @@ def test_a_row_is_the_same_bits_in_any_batch_with_any_number_of_threads(
         wanted = whole.rows.clone()
         made.run_layers(wanted, whole.positions, whole.context, every)
         before = torch.get_num_threads()
-        for threads, count in ((1, MAX_ROWS), (2, MAX_ROWS), (3, 7), (2, 1), (1, 5)):
-            some = slice(2, 2 + count) if count < MAX_ROWS else slice(None)
+        for threads, count in ((1, most), (2, most), (3, 7), (2, 1), (1, 5)):
+            some = slice(2, 2 + count) if count < most else slice(None)
             reset(kept, first)
             got = whole.rows[some].clone()
             torch.set_num_threads(threads)
@@ -290,26 +290,31 @@ def test_a_chunk_is_the_same_bits_as_its_tokens_one_by_one(path, kind, dtype, ti
                 assert torch.equal(got, whole[one]), i
 
 
-def test_chunks_that_see_much_take_the_modules(tiny, named):
-    loaded, layers = made_of(tiny(named("llama")))
-    made = DecodeLayers(loaded, layers, DecodeKernel(paths_of("decode_layers")[0]))
-    most = decode_layers.MAX_CHUNK_VISIBLE
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("path", params_of("decode_layers"))
+def test_chunks_that_see_much_take_the_modules(path, dtype, tiny, named):
+    loaded, layers = made_of(tiny(named("llama")), dtype)
+    made = DecodeLayers(loaded, layers, DecodeKernel(path))
+    is_fast = dtype == "bfloat16" and DecodeKernel(path).is_fast_in_bfloat16
+    limits = decode_layers.FAST_LIMITS if is_fast else decode_layers.LIMITS
+    assert made.limits == limits
+    rows, most = limits
     for q_lens, kv_lens, is_taken in (
         ((8, 1), (most // 8 - 1, 5), True),
         ((8, 1), (most // 8, 5), False),
         ((1, 1), (most, most), True),
-        ((MAX_ROWS, 1), (MAX_ROWS, 5), False),
+        ((rows, 1), (rows, 5), False),
     ):
         with torch.inference_mode():
             trial = Trial(loaded, layers, q_lens=q_lens, kv_lens=kv_lens)
         assert made.takes(trial.positions, trial.context, {}) == is_taken, q_lens
     with torch.inference_mode():
         trial = Trial(loaded, layers, q_lens=(3,), kv_lens=(3,))
-    rows = trial.positions.expand(3, 1, -1).clone()
-    assert made.takes(rows, trial.context, {})
-    assert not made.takes(rows, trial.context, {"deepstack_visual_embeds": []})
-    rows[1, 0, 0] += 1  # in the middle of a picture
-    assert not made.takes(rows, trial.context, {})
+    places = trial.positions.expand(3, 1, -1).clone()
+    assert made.takes(places, trial.context, {})
+    assert not made.takes(places, trial.context, {"deepstack_visual_embeds": []})
+    places[1, 0, 0] += 1  # in the middle of a picture
+    assert not made.takes(places, trial.context, {})
 
 
 def part_of(trial: Trial, some: slice):
@@ -428,7 +433,7 @@ def test_a_known_layout_says_where_each_number_is(shape, dtype):
 
 
 def test_larger_steps_take_the_modules(bench, named, monkeypatch):
-    monkeypatch.setattr(decode_layers, "MAX_ROWS", 4)
+    monkeypatch.setattr(decode_layers, "LIMITS", decode_layers.LIMITS._replace(rows=4))
     one = bench(named("llama"), attention="auto")
     calls = []
     taken = one.runner.forward.decode_layers.run

@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -55,11 +55,19 @@ from foveal_runtime.model.layers.layer_parts import (
 )
 from foveal_runtime.model.layers.state import States, segments_of
 
-MAX_ROWS = 64
-"""Tokens of a step that is computed this way; with more, oneDNN's products are as fast."""
-MAX_CHUNK_VISIBLE = 12_288
-"""The most that the tokens of a prompt may see, added up: each reads its context by itself here.
-Both limits are measured in docs/decisions/decode-in-one-call.md."""
+
+class Limits(NamedTuple):
+    """Of steps that are computed this way, measured in docs/decisions/decode-in-one-call.md."""
+
+    rows: int
+    """Tokens of a step; with more, modules are as fast."""
+    visible: int
+    """What the tokens of prompts see, added up: each reads its context by itself here."""
+
+
+LIMITS = Limits(64, 12_288)
+FAST_LIMITS = Limits(128, 32_768)
+"""Where the kernel multiplies bfloat16 numbers as fast as oneDNN."""
 
 SILU = Activation("swish")
 _KERNEL_ACTIVATIONS = {
@@ -97,6 +105,9 @@ class DecodeLayers:
         self._norm = last_norm(decoder)
         self._states = states
         self._parts = [_LayerParts(layer, loaded.dtype) for layer in decoder.layers]
+        is_fast = kernel.is_fast_in_bfloat16 and loaded.dtype == torch.bfloat16
+        is_quantised = any(one.bits for parts in self._parts for one in parts.products.values())
+        self.limits = FAST_LIMITS if is_fast and not is_quantised else LIMITS
         self._geometry = {one.layer if one.layer >= 0 else one.index: one for one in layers}
         self._rotations = {number: rotation_of(decoder, number) for number in self._geometry}
         first = self._parts[0]
@@ -149,11 +160,11 @@ class DecodeLayers:
         their context once for each token here. `extra`: what layers take of images (deepstack),
         where a step has such."""
         count = len(context.slots)
-        if count > MAX_ROWS or context.groups is not None or extra:
+        if count > self.limits.rows or context.groups is not None or extra:
             return False
         if count > len(context.q_lens):
             pairs = zip(context.q_lens, context.kv_lens, strict=True)
-            if sum(q_len * kv_len for q_len, kv_len in pairs) > MAX_CHUNK_VISIBLE:
+            if sum(q_len * kv_len for q_len, kv_len in pairs) > self.limits.visible:
                 return False
         return positions.dim() == 2 or bool((positions == positions[:1]).all())
 
@@ -348,7 +359,7 @@ def make_decode_layers(
         _log.info("small steps are computed by modules: %s", reason)
         return None
     made.bind(pool)
-    _log.info("steps of up to %d tokens are computed in one call", MAX_ROWS)
+    _log.info("steps of up to %d tokens are computed in one call", made.limits.rows)
     return made
 
 

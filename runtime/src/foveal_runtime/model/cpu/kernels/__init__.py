@@ -206,6 +206,9 @@ class DecodeKernel:
     """The loaded decode_layers.c."""
 
     def __init__(self, path: Path) -> None:
+        has_dots = path.stem.endswith("_bf16")
+        self.is_fast_in_bfloat16 = has_dots and "amx_bf16" not in cpu_flags()
+        """Whether it multiplies bfloat16 numbers as fast as oneDNN, which has tiles with AMX."""
         self._run = _function(path, "foveal_decode_layers", ctypes.POINTER(DecodeStep))
         self._multiply = _function(path, "foveal_multiply", ctypes.POINTER(ProductJob))
 

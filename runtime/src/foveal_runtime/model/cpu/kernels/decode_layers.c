@@ -3,7 +3,7 @@
  * Called by model/layers/decode_layers.py through ctypes; compiled by runtime/setup.py once per instruction
  * set. The threads are woken once a step and meet at barriers, where they spin for some tens of
  * microseconds before they sleep; work between two barriers goes to whoever is free. Weights are read
- * where oneDNN packed them. Loads float32 or bfloat16, computes in float32, and rounds where
+ * where oneDNN packed them. Loads float32 or bfloat16, sums in float32, and rounds where
  * transformers rounds. A row's result is the same bits whatever else is in the batch and however
  * many threads run: every sum is one thread's, in one order.
  */
@@ -80,7 +80,8 @@ typedef struct {
     float *qkv;             /* (num_rows, inputs of a layer's first half) */
     Inputs wide;            /* (num_rows, mlp_width) */
     float *added;           /* (num_rows, width), where it has a norm of its own */
-    Inputs own;             /* per thread: (num_rows, stride) */
+    Inputs own;             /* per thread: (num_rows, widest input of a product) */
+    int64_t own_floats;     /* per thread */
     void *query, *attended; /* (num_rows, num_heads, head_dim) and (num_rows, ins of o), of dtype */
     Barrier barrier;
 } Run;
@@ -181,15 +182,15 @@ static void put_gated(const Run *run, const Layer *layer, int panel, const Input
         const int outs = project(kind, &layer->gate, panel, in, first, count, gate);
         project(kind, &layer->up, panel, in, first, count, up);
         for (int r = 0; r < count; r++) {
-            const int64_t at = (first + r) * run->wide.stride + panel * layer->gate.wide;
-            float *to = run->wide.x + at;
+            const int low = panel * layer->gate.wide;
+            float *to = run->wide.x + (first + r) * run->wide.stride + low;
             for (int c = 0; c < outs; c += LANES) {
                 const vec factor = activated(run->step->activation, load(gate + r * MAX_WIDE + c));
                 const vec one = rounded(kind, load(up + r * MAX_WIDE + c) * rounded(kind, factor));
                 if (c + LANES <= outs) store(to + c, one);
                 else memcpy(to + c, &one, (size_t)(outs - c) * sizeof *to);
             }
-            halve(&run->wide, at, outs);
+            halve(&run->wide, first + r, low, low + outs);
         }
     }
 }
@@ -270,7 +271,7 @@ static void norm_all(const Step *step, const RmsNorm *norm, const float *hidden,
         float *to = own->x + r * own->stride;
         memcpy(to, hidden + (int64_t)r * step->width, step->width * sizeof *to);
         norm_in_place(step, norm, to);
-        halve(own, r * own->stride, step->width);
+        halve(own, r, 0, step->width);
     }
 }
 
@@ -405,15 +406,15 @@ static void take_attended(const Run *run, const Layer *layer, const Inputs *own)
         for (int64_t low = 0; layer->gated && low < ins; low += dim)
             for (int64_t d = low; d < low + dim; d++)
                 to[d] = rounded_one(kind, to[d] * gates[low + d]);
-        halve(own, r * own->stride, ins);
+        halve(own, r, 0, ins);
     }
 }
 
 static void run_layers(Run *run, int thread, int threads) {
     const Step *step = run->step;
-    const int64_t before = thread * step->num_rows * run->own.stride;
-    const Inputs own = {run->own.x + before, run->own.halves ? run->own.halves + before : NULL,
-                        run->own.stride};
+    Inputs own = run->own;
+    own.x += thread * run->own_floats;
+    if (own.halves) own.halves += thread * step->num_rows * own.halves_stride;
     for (int n = 0; n < step->num_layers; n++) {
         const Layer *layer = step->layers + n;
         const int phase = n * NUM_PHASES;
@@ -473,22 +474,35 @@ static void *piece(char **at, size_t bytes) {
     return here;
 }
 
-/* Everything a step needs beside the plans, or NULL. Of 64 rows (MAX_ROWS) a thread has
- * 256 * own_width bytes: 1 MiB at a width of 4096, 2 MiB at 8192. Memory plans have no line for it:
+static int is_quantised(const Layer *layer) {
+    const Product *all[] = {&layer->q, &layer->k,    &layer->v,  &layer->z,
+                            &layer->o, &layer->gate, &layer->up, &layer->down};
+    for (int i = 0; i < 8; i++)
+        if (all[i]->bits) return 1;
+    return 0;
+}
+
+/* Everything a step needs beside the plans, or NULL. Of 64 rows, or 128 as halves alone (LIMITS,
+ * FAST_LIMITS), a thread has 256 bytes times the widest input: 1 MiB at a width of 4096, 2 MiB at
+ * 8192 (half as much again for halves beside quantised weights). Memory plans have no line for it:
  * it is freed before the logits are made, whose bytes are in `activations` (profiler.py), and those
  * are more than the parts of 100 threads with every profile in examples/. */
 static void *make_room(const Step *step, Run *run) {
     const size_t rows = step->num_rows, threads = step->num_threads;
     const size_t queries = (size_t)step->num_heads * step->head_dim;
     size_t all = 0, own = step->width;
+    int quantised = 0;
     for (int n = 0; n < step->num_layers; n++) {
         const size_t inputs = num_inputs(step->layers + n), ins = step->layers[n].o.ins;
         all = inputs > all ? inputs : all;
         own = ins > own ? ins : own;
+        quantised |= is_quantised(step->layers + n);
     }
     const size_t counters = (size_t)step->num_layers * NUM_PHASES;
-    const size_t floats = rows * (2 * step->width + all + step->mlp_width + queries + (1 + threads) * own);
     const int halves = HAS_DOTS && step->dtype == BFLOAT16;
+    const size_t own_floats = (halves && !quantised ? 1 : rows) * own;
+    const size_t floats = rows * (2 * step->width + all + step->mlp_width + queries + own) +
+                          threads * own_floats;
     const size_t numbers = halves ? rows * (step->mlp_width + threads * own) : 0;
     const size_t bytes = floats * 4 + numbers * 2 + counters * sizeof *run->next;
     char *room = aligned_alloc(64, (bytes + 11 * 64 + 63) / 64 * 64);
@@ -496,11 +510,15 @@ static void *make_room(const Step *step, Run *run) {
     if (!room) return NULL;
     run->hidden = piece(&at, rows * step->width * 4);
     run->qkv = piece(&at, rows * all * 4);
-    run->wide = (Inputs){.x = piece(&at, rows * step->mlp_width * 4), .stride = step->mlp_width};
+    run->wide = (Inputs){.x = piece(&at, rows * step->mlp_width * 4), .stride = step->mlp_width,
+                         .halves_stride = step->mlp_width};
     run->added = piece(&at, rows * step->width * 4);
     run->query = piece(&at, rows * queries * 4);
     run->attended = piece(&at, rows * own * 4);
-    run->own = (Inputs){.x = piece(&at, threads * rows * own * 4), .stride = (int64_t)own};
+    run->own = (Inputs){.x = piece(&at, threads * own_floats * 4),
+                        .stride = halves && !quantised ? 0 : (int64_t)own,
+                        .halves_stride = (int64_t)own};
+    run->own_floats = (int64_t)own_floats;
     if (halves) {
         run->wide.halves = piece(&at, rows * step->mlp_width * 2);
         run->own.halves = piece(&at, threads * rows * own * 2);
@@ -547,7 +565,7 @@ int foveal_multiply(const ProductJob *job) {
     float *x = aligned_alloc(64, (rows * ins * sizeof *x + 63) / 64 * 64);
     if (!x) return NO_MEMORY;
     const int halves = HAS_DOTS && job->dtype == BFLOAT16;
-    const Inputs in = {x, halves ? (uint16_t *)job->x : NULL, ins};
+    const Inputs in = {x, halves ? (uint16_t *)job->x : NULL, ins, ins};
 #pragma omp parallel num_threads(job->num_threads)
     {
 #pragma omp for

@@ -3,7 +3,7 @@
  * Included by paged_decode.c, which is one layer's attention, by decode_layers.c, which is a whole
  * step, and by paged_prefill.c for the job's form: the first two cut the work with make_plan and
  * give its units to threads of their own. Plain C with GCC vector extensions: no torch headers, no
- * C++ runtime. Loads float32 or bfloat16, computes in float32, softmax online. Never allocates pool
+ * C++ runtime. Loads float32 or bfloat16, sums in float32, softmax online. Never allocates pool
  * memory and trusts every index: who may see what was decided by the engine.
  *
  * A task is (row, span of the context, range of kv heads). Spans have a fixed length, so the
@@ -182,6 +182,20 @@ INLINE void tile_pairs(const int dim, const Job *job, const int64_t *offset, flo
     }
 }
 
+/* Asks for the rows of a later tile: they are a token's whole width apart, too far for the CPU to
+ * guess. Into its second cache, as the first is full of the tile at hand. */
+INLINE void prefetch_rows(const int dim, const int dtype, const Job *job, const int64_t *offset,
+                          int shift) {
+    const int size = dtype == FLOAT32 ? 4 : 2;
+    for (int t = 0; t < TILE; t++) {
+        const int64_t from = (offset[t] + shift) * size;
+        for (int64_t b = from; b < from + dim * size; b += 64) {
+            __builtin_prefetch((const char *)job->keys + b, 0, 2);
+            __builtin_prefetch((const char *)job->values + b, 0, 2);
+        }
+    }
+}
+
 /* Loads and scales the queries of one row, and clears its accumulators. */
 INLINE void start_heads(const int dim, const int dtype, const Job *job, int row, int first, int num,
                         float *query, State *state, float *acc) {
@@ -208,12 +222,15 @@ INLINE void run_span(const int dim, const int dtype, const Job *job, const Task 
     const int32_t *table = job->block_table + job->row_sequence[task->row] * job->table_stride;
     float wide_keys[dtype == FLOAT32 ? 1 : TILE * dim] __attribute__((aligned(64)));
     float wide_values[dtype == FLOAT32 ? 1 : TILE * dim] __attribute__((aligned(64)));
-    int64_t offset[TILE];
+    int64_t offset[TILE], next[TILE];
     start_heads(dim, dtype, job, task->row, first_kv * group, (last_kv - first_kv) * group, query,
                 state, acc);
     for (int low = task->begin; low < task->end; low += TILE) {
+        const int has_next = low + TILE < task->end;
         find_tokens(job, table, low, task->end, stride, first_kv * dim, offset);
+        if (has_next) find_tokens(job, table, low + TILE, task->end, stride, first_kv * dim, next);
         for (int kv = first_kv; kv < last_kv; kv++) {
+            if (has_next) prefetch_rows(dim, dtype, job, next, (kv - first_kv) * dim);
             const float *keys[TILE], *values[TILE];
             if (dots) {
                 tile_pairs(dim, job, offset, wide_values, keys, values);

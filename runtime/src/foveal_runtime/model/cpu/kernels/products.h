@@ -28,22 +28,29 @@ typedef struct {
 } Product;
 
 /* Rows of inputs, `stride` numbers apart: float32 numbers, and if they are bfloat16 numbers and this
- * CPU multiplies such, also as these. */
+ * CPU multiplies such, also as these. Where all weights are bfloat16, too, the float32 numbers are
+ * read no more once there are halves of them: a stride of 0 gives all rows the same room. */
 typedef struct {
     float *x;
     uint16_t *halves; /* or NULL */
-    int64_t stride;
+    int64_t stride, halves_stride;
 } Inputs;
 
-/* Once numbers [at, at + count) of `x`, all bfloat16, are there: makes `halves` of them. */
-INLINE void halve(const Inputs *in, int64_t at, int64_t count) {
+INLINE Inputs rows_from(const Inputs *in, int64_t row) {
+    return (Inputs){in->x + row * in->stride,
+                    in->halves ? in->halves + row * in->halves_stride : NULL, in->stride,
+                    in->halves_stride};
+}
+
+/* Once numbers [low, high) of a row, all bfloat16, are there: makes `halves` of them. */
+INLINE void halve(const Inputs *in, int64_t row, int64_t low, int64_t high) {
     if (!in->halves) return;
-    const int64_t end = at + count;
-    for (; at + LANES <= end; at += LANES) {
-        const hvec half = __builtin_convertvector((uvec)load(in->x + at) >> 16, hvec);
-        memcpy(in->halves + at, &half, sizeof half);
+    const Inputs to = rows_from(in, row);
+    for (; low + LANES <= high; low += LANES) {
+        const hvec half = __builtin_convertvector((uvec)load(to.x + low) >> 16, hvec);
+        memcpy(to.halves + low, &half, sizeof half);
     }
-    for (; at < end; at++) in->halves[at] = to_bf16(in->x[at]);
+    for (; low < high; low++) to.halves[low] = to_bf16(to.x[low]);
 }
 
 /* sum[r, c] += x[r] * one[c], an input of each row. */
@@ -97,7 +104,7 @@ INLINE void add_pair(const int rows, const int columns, const Inputs *in, int64_
     if (HAS_DOTS) {
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
-            const vec factors = splat_bits(in->halves + r * in->stride + at);
+            const vec factors = splat_bits(in->halves + r * in->halves_stride + at);
 #pragma GCC unroll 8
             for (int c = 0; c < columns; c++)
                 sum[r * columns + c] = add_dots(sum[r * columns + c], pair[c], factors);
@@ -233,8 +240,7 @@ static int project(int dtype, const Product *p, int panel, const Inputs *in, int
                    float *tile) {
     const int low = panel * p->wide, kind = p->bits == 8 ? INT8 : p->bits == 4 ? INT4 : dtype;
     const int outs = p->outs - low < p->wide ? p->outs - low : p->wide;
-    const int64_t at = first * in->stride;
-    const Inputs some = {in->x + at, in->halves ? in->halves + at : NULL, in->stride};
+    const Inputs some = rows_from(in, first);
     panel_functions[kind][count - 1](p, panel, &some, tile);
     if (p->bias)
         for (int r = 0; r < count; r++)
