@@ -132,7 +132,7 @@ INLINE void attend_tile(const int dim, const int dots, const Job *job, const flo
         vec weight = vexp(score[i] - splat(state->peak));
         const hvec half = to_halves(weight);
         float *share = state->shares + i * LANES;
-        if (dots) weight = (vec)(__builtin_convertvector(half, uvec) << 16);
+        if (dots) weight = (vec)(widened(half) << 16);
         store(share, load(share) + weight);
         if (dots) memcpy((uint16_t *)flat + i * LANES, &half, sizeof half);
         else store(flat + i * LANES, weight);

@@ -192,7 +192,7 @@ INLINE void weigh(const int dots, const Job *job, int low, int high, float *scor
         const hvec half = to_halves(weight);
         if (dots) memcpy((uint16_t *)score + i, &half, sizeof half);
         else store(score + i, weight);
-        share->sums += dots ? load_bf16((uint16_t *)score + i) : weight;
+        share->sums += dots ? (vec)(widened(half) << 16) : weight;
     }
 }
 
