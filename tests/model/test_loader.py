@@ -181,3 +181,21 @@ def test_weights_of_another_model_are_refused(tiny, tmp_path) -> None:
 def test_dtype_is_that_of_the_checkpoint_or_as_asked(tiny) -> None:
     assert load_model(str(tiny("llama"))).dtype == torch.float32
     assert load_model(str(tiny("llama")), "bfloat16").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": "no-such-type"}, {"tie_word_embeddings": 7}, {"id2label": 7}, {"auto_map": 7},
+        {"quantization_config": "int4"}, {"model_type": ["llama"]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_fields_of_another_kind_are_refused_in_one_line(tiny, tmp_path, change) -> None:
+    """Each was a traceback of another type."""
+    config = json.loads((Path(tiny("llama")) / "config.json").read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(StartupError) as caught:
+        read_config(str(tmp_path))
+    assert f"model {tmp_path}: " in caught.value.message
+    assert "\n" not in caught.value.message
