@@ -24,6 +24,9 @@ OPTIONS: list[tuple[list[str], str | None]] = [
      f"{PROG}: argument --kv-cache: 4 means 4 bytes: write 4Gi or 4Mi; see {PROG} --help"),
     (["model", "--kv-cache", "lots"],
      f"{PROG}: argument --kv-cache: 'lots' is not a size: write 512Mi or 4Gi; see {PROG} --help"),
+    (["model", "--kv-cache", "9" * 400],
+     f"{PROG}: argument --kv-cache: '{'9' * 400}' is not a size: write 512Mi or 4Gi; see {PROG} "
+     "--help"),
     (["model", "--port", "80000"],
      f"{PROG}: argument --port: 80000 is not a port: give 1 to 65535, or 0 for any; "
      f"see {PROG} --help"),

@@ -339,6 +339,7 @@ def test_a_target_that_goes_away_is_named_and_its_series_end(site: Any) -> None:
 
 BAD: list[tuple[list[str], int, str]] = [
     (["--metrics", "127.0.0.1:8000"], 2, "is no address"),
+    (["--metrics", "http://[::1"], 2, "is no address"),
     (["--metrics", "file:///etc/passwd"], 2, "is no address"),
     (["--prometheus", "http://user:word@127.0.0.1:9"], 2, "--token-file"),
     (["--prometheus", "http://127.0.0.1:99999"], 2, "is no address"),

@@ -6,6 +6,7 @@ test_serve_hub.py, those with signals in test_serve_signals.py.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 
 from foveal_runtime.main import cli
+from foveal_runtime.plan.errors import file_problem
 from foveal_runtime.plan.machine import Machine
 from tests.support.checkpoint_files import GIB, checkpoint, write_profile
 from tests.support.markdown import ROOT
@@ -246,6 +248,33 @@ def test_a_device_too_small_names_options_that_help(desk: Desk) -> None:
 def test_a_profile_that_cannot_be_written_is_not_made(desk: Desk, output: str, why: str) -> None:
     """It was a traceback, after the model had been read."""
     assert desk.run("profile", "model", "--output", output) == refused(f"--output {output}: {why}")
+
+
+@pytest.mark.parametrize(
+    "option", ["--resize-to-pixels", "--max-video-pixels", "--resize-video-to-pixels"]
+)
+def test_pixels_are_no_negative_number(desk: Desk, option: str) -> None:
+    """It was a traceback of a square root."""
+    code, said = desk.run("profile", "model", f"{option}=-5")
+    assert code == 2
+    assert said.startswith(f"foveal-runtime profile: argument {option}: '-5' is not a whole number")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device: free some, "
+         "or name a directory on another disk (or in TMPDIR)"),
+        (FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"),
+         "No usable temporary directory found in ['/tmp']: free some, or name a directory on "
+         "another disk (or in TMPDIR)"),
+        (PermissionError(errno.EACCES, "Permission denied", "model/config.json"),
+         "model/config.json: Permission denied"),
+        (ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"), ""),
+    ],
+)  # fmt: skip
+def test_files_and_disks_that_fail_are_named(error: OSError, said: str) -> None:
+    assert file_problem(error) == said
 
 
 BENCH_HELP = "; see foveal-runtime bench --help"

@@ -20,6 +20,7 @@ from foveal_runtime.main.local.options import (
     Parser,
     add_options,
     configured,
+    count,
     port,
     positive,
 )
@@ -85,10 +86,10 @@ def parser() -> argparse.ArgumentParser:
     profile.add_argument("model")
     profile.add_argument("--measure", action="store_true", help="load the model and measure")
     profile.add_argument("--max-pixels", type=positive, default=64_000_000)
-    profile.add_argument("--resize-to-pixels", type=int, default=0, metavar="PIXELS",
+    profile.add_argument("--resize-to-pixels", type=count, default=0, metavar="PIXELS",
                          help="larger images are shrunk to so many; 0 (default): off")  # fmt: skip
-    profile.add_argument("--max-video-pixels", type=int, default=0, help="0: as --max-pixels")
-    profile.add_argument("--resize-video-to-pixels", type=int, default=DEFAULT_VIDEO_PIXELS,
+    profile.add_argument("--max-video-pixels", type=count, default=0, help="0: as --max-pixels")
+    profile.add_argument("--resize-video-to-pixels", type=count, default=DEFAULT_VIDEO_PIXELS,
                          metavar="PIXELS", help="frames of videos likewise")  # fmt: skip
     profile.add_argument("--max-frames", type=positive, default=DEFAULT_VIDEO_FRAMES)
     profile.add_argument("--max-seconds", type=float, default=600.0)

@@ -204,5 +204,5 @@ def file_problem(error: OSError) -> str:
         return f"{error.filename}: {error.strerror}"
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     if is_full or "temporary directory" in str(error.strerror):
-        return f"{error.strerror}: free some, or set TMPDIR to a directory on another disk"
+        return f"{error.strerror}: free some, or name a directory on another disk (or in TMPDIR)"
     return ""

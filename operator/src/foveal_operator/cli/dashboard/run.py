@@ -208,12 +208,13 @@ def _given(value: float | None, otherwise: float) -> float:
 
 
 def _address(text: str) -> str:
-    parts = urllib.parse.urlsplit(text)
     try:
+        parts = urllib.parse.urlsplit(text)
         is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        is_good &= not parts.query and not parts.fragment
     except ValueError:
         is_good = False
-    if not is_good or parts.query or parts.fragment:
+    if not is_good:
         raise UsageError(f"{text!r} is no address such as http://127.0.0.1:9090")
     if parts.username is not None:
         raise UsageError("an address may not hold a password; use --token-file")

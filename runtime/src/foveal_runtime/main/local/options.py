@@ -27,6 +27,7 @@ from foveal_runtime.plan.quantity import format_bytes
 
 PREFIX = "FOVEAL_SERVE_"
 MIN_SIZE = 1 << 20
+_MOST_BYTES = 1e18
 _UNITS = {"k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4,
           "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}  # fmt: skip
 _NOT_IN_FILES = frozenset({"help", "config", "print-config", "plan"})
@@ -70,7 +71,7 @@ class Parser(argparse.ArgumentParser):
 def size(text: str) -> int:
     """Bytes of "512Mi", "4GiB" or "0"; a small number without a unit is a forgotten one."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", text.strip().lower())
-    if match is None:
+    if match is None or float(match[1]) > _MOST_BYTES:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size: write 512Mi or 4Gi")
     found = int(float(match[1]) * _UNITS.get(match[2] or "", 1))
     if 0 < found < MIN_SIZE and not match[2]:
