@@ -1,14 +1,16 @@
-"""Times decode attention on this CPU: compiled kernel, torch backend, and memory bandwidth.
+"""Times attention on this CPU: compiled kernels, torch, and memory bandwidth.
 
     python e2e/bench/micro/attention.py [--threads 2] [--repeats 7]
 
-Per case: best of `repeats` for one layer in milliseconds, the torch backend's time over the
-kernel's, and the kernel's reading rate over that of a plain sum of an array larger than the caches.
+Per case: best of `repeats` for one layer in milliseconds and torch's time over the kernel's. For
+decoding, also the kernel's reading rate over that of a plain sum of an array larger than the
+caches; for encoders, the operations that it does in a second.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import time
 from collections.abc import Callable
@@ -17,14 +19,25 @@ import torch
 
 from foveal_runtime.model.attention import ForwardContext, KVPool, LayerGeometry
 from foveal_runtime.model.attention.cpu import CpuBackend
+from foveal_runtime.model.attention.dense import attend
 from foveal_runtime.model.attention.torch_backend import TorchBackend
-from foveal_runtime.model.cpu.kernels import load_kernel
+from foveal_runtime.model.cpu.kernels import load_kernel, load_prefill_kernel
 
 SHAPES = {"12/4 heads D64": (12, 4, 64), "32/8 heads D128": (32, 8, 128)}
 BATCHES = {
     "1 x 2000": [2000], "8 x 200": [200] * 8, "8 x 2000": [2000] * 8, "32 x 200": [200] * 32,
     "32 x 200..2000": [200 + 1800 * i // 31 for i in range(32)],
 }  # fmt: skip
+
+
+TOWERS = {
+    "CLIP, 576 tokens, 8 heads of 64": (576, 8, 64),
+    "SigLIP so400m, 729, 16 of 72": (729, 16, 72),
+    "1,024, 16 of 64": (1024, 16, 64),
+    "Qwen2-VL, 1,296, 16 of 80": (1296, 16, 80),
+    "Qwen2.5-VL, a window of 64, 16 of 80": (64, 16, 80),
+    "Whisper base, 1,500, 8 of 64": (1500, 8, 64),
+}
 
 
 def make_batch(
@@ -59,6 +72,28 @@ def best_seconds(run: Callable[[], object], repeats: int) -> float:
     return min(times)
 
 
+def compare_towers(repeats: int) -> None:
+    kernel = load_prefill_kernel()
+    if isinstance(kernel, str):
+        raise SystemExit(kernel)
+    print(f"{'encoders':<50}{'kernel ms':>10}{'torch ms':>10}{'ratio':>7}{'Gop/s':>8}")
+    for (name, (tokens, heads, dim)), dtype in itertools.product(
+        TOWERS.items(), (torch.float32, torch.bfloat16)
+    ):
+        q, k, v = (torch.randn(1, tokens, heads, dim).to(dtype).transpose(1, 2) for _ in range(3))
+
+        def by_torch(q=q, k=k, v=v) -> torch.Tensor:
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+            return out.transpose(1, 2).contiguous()
+
+        fast = best_seconds(functools.partial(attend, kernel, q, k, v, None), repeats)
+        slow = best_seconds(by_torch, repeats)
+        rate = 4 * tokens**2 * heads * dim / fast
+        label = f"{name}, {str(dtype).removeprefix('torch.')}"
+        print(f"{label:<50}{fast * 1e3:>10.3f}{slow * 1e3:>10.3f}{slow / fast:>7.2f}"
+              f"{rate / 1e9:>8.0f}", flush=True)  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -78,13 +113,14 @@ def main() -> None:
     ):
         layer = LayerGeometry(0, heads, kv, dim, dim, dim**-0.5)
         context, query = make_batch(layer, lengths, dtype)
-        backend, oracle = CpuBackend(kernel), TorchBackend()
+        backend, oracle = CpuBackend(kernel, None), TorchBackend()
         fast = best_seconds(lambda: backend.attend(layer, query, context), options.repeats)  # noqa: B023
         slow = best_seconds(lambda: oracle.attend(layer, query, context), options.repeats)  # noqa: B023
         rate = sum(lengths) * layer.values_per_token * query.element_size() / fast
         label = f"{shape}, {name}, {str(dtype).removeprefix('torch.')}"
         print(f"{label:<44}{fast * 1e3:>10.3f}{slow * 1e3:>10.3f}{slow / fast:>7.1f}"
               f"{rate / 1e9:>7.1f}{rate / bandwidth:>8.2f}", flush=True)  # fmt: skip
+    compare_towers(options.repeats)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
 """What each way of computing otherwise than transformers' modules saves: both ways in turn.
 
-    python -m e2e.bench.micro.forwards [int8 int4 fused one-call last-layer attention]
+    python -m e2e.bench.micro.forwards [int8 int4 fused one-call last-layer attention towers]
         [--model llava-small|gemma3|...] [--dtype bfloat16] [--repeats 20] [--decodes 1 8 32]
         [--threads 1] [--cpu-time] [--not-kept]
 
 Ratios below 1: faster than without. `fused`: norms and MLPs, in steps that modules compute.
 `one-call`: decode steps. `last-layer`: its sampled rows alone. `attention`: the prefill kernel,
-against torch's. `int8`, `int4`: decode steps and prompts with weights quantised at load, against
-those of --dtype. --not-kept leaves it to glibc what memory is given back after a step.
+against torch's; `towers`: the same in an image's encoding. `int8`, `int4`: decode steps and prompts
+with weights quantised at load, against those of --dtype. --not-kept leaves it to glibc what memory
+is given back after a step.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from transformers import AutoConfig
 
 from e2e.bench.checkpoints import SHAPES, checkpoint
 from e2e.bench.micro.step import BLOCK_TOKENS, CONTEXT_TOKENS, Bench
+from foveal_runtime.model.attention.dense import DENSE_NAME, REPLACED_NAME
 from foveal_runtime.model.checkpoint.loader import class_for, hand_on
 from foveal_runtime.model.cpu.fusing import FusedNorm
 from foveal_runtime.model.runner.runner import TorchRunner
@@ -94,7 +96,7 @@ def family(name: str) -> Iterator[Path]:
 
 def works(bench: Bench, what: str, decodes: Sequence[int]) -> dict[str, Work]:
     """What the switch `what` can make a difference to."""
-    tower = getattr(bench.runner.loaded.core, "vision_tower", None)
+    image = image_of(bench.runner)
 
     def decode(num: int) -> Work:
         return lambda: bench.step(num, 1, CONTEXT_TOKENS - 1)
@@ -107,16 +109,23 @@ def works(bench: Bench, what: str, decodes: Sequence[int]) -> dict[str, Work]:
     }
     if what == "one-call":
         return steps
+    if what == "towers":
+        return image
     if what in ("int8", "int4"):
         return steps | {"prompt of 640 tokens": prompts["prompt of 640 tokens"]}
     if what != "fused":
         return prompts
-    found = {f"decode of {num}": decode(num) for num in (1, 4)} | prompts
-    if tower is not None:
-        size = tower.config.image_size
-        pixels = torch.zeros(1, 3, size, size, dtype=bench.runner.loaded.dtype)
-        found["picture"] = torch.inference_mode()(lambda: tower(pixels))
-    return found
+    return {f"decode of {num}": decode(num) for num in (1, 4)} | prompts | image
+
+
+def image_of(runner: TorchRunner) -> dict[str, Work]:
+    """The encoding of one, where the model has a tower for images of one size."""
+    tower = getattr(runner.loaded.core, "vision_tower", None)
+    if tower is None:
+        return {}
+    size = tower.config.image_size
+    pixels = torch.randn(1, 3, size, size, dtype=runner.loaded.dtype)
+    return {"image": torch.inference_mode()(lambda: tower(pixels))}
 
 
 Switch = Callable[[bool], None]
@@ -172,6 +181,17 @@ def attention_switch(runner: TorchRunner) -> Switch:
     return turn
 
 
+def towers_switch(runner: TorchRunner) -> Switch:
+    configs = [getattr(module, "config", None) for module in runner.loaded.core.modules()]
+    found = [c for c in configs if getattr(c, "_attn_implementation", "") == DENSE_NAME]
+
+    def turn(is_on: bool) -> None:
+        for config in found:
+            config._attn_implementation = DENSE_NAME if is_on else REPLACED_NAME
+
+    return turn
+
+
 SWITCHES: dict[str, Callable[[Bench], Switch]] = {
     "int8": lambda bench: quantized_switch(bench, "int8"),
     "int4": lambda bench: quantized_switch(bench, "int4"),
@@ -180,6 +200,7 @@ SWITCHES: dict[str, Callable[[Bench], Switch]] = {
         bench.runner.forward, "has_short_last_layer", False
     ),
     "attention": lambda bench: attention_switch(bench.runner),
+    "towers": lambda bench: towers_switch(bench.runner),
     # The last: it takes decode steps away from the kernel.
     "fused": lambda bench: fused_switch(bench.runner),
 }

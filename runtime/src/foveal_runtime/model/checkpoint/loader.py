@@ -25,6 +25,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from foveal_runtime.model.adapters import ADAPTERS, PLAIN_TEXT, TEXT_ADAPTERS, Adapter
+from foveal_runtime.model.attention.dense import switch_towers
 from foveal_runtime.model.checkpoint.blocked import block_layer, block_quantized
 from foveal_runtime.model.checkpoint.dequantize import quantizable, quantize_linears
 from foveal_runtime.model.checkpoint.kinds import (
@@ -145,9 +146,11 @@ def load_model(
             count = quantize_linears(loaded.decoder, quantization, device, lay_out)
             _log.info("%d linear layers of the decoder are now %s", count, quantization)
         model = model.to(torch.device(device))
-        if model.device.type == "cpu" and pack_linears(model) + block_quantized(model):
-            own_rest(model)
-            fuse(model)
+        if model.device.type == "cpu":
+            switch_towers(loaded.core, loaded.decoder)
+            if pack_linears(model) + block_quantized(model):
+                own_rest(model)
+                fuse(model)
     return loaded
 
 

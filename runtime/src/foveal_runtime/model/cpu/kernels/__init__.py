@@ -17,6 +17,7 @@ T = TypeVar("T")
 DONE, UNSUPPORTED, NO_MEMORY = 0, 1, 2
 FLOAT32, BFLOAT16 = 0, 1
 HEAD_DIMS = frozenset({16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256})
+MAX_HEAD_DIM = 256
 MAX_GROUP_VALUES = 8192
 """Query heads per kv head times head dimension: what one task's accumulators hold."""
 
@@ -47,6 +48,22 @@ class DecodeJob(ctypes.Structure):
         ("row_sequence", ctypes.c_void_p),
         ("row_length", ctypes.c_void_p),
         ("sinks", ctypes.c_void_p),
+    )  # fmt: skip
+
+
+class DenseJob(ctypes.Structure):
+    """Mirrors `DenseJob` in paged_prefill.c, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in (
+            "dtype", "head_dim", "num_heads", "num_kv_heads", "num_sequences", "num_queries",
+            "num_keys", "num_threads")),
+        ("scaling", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("query", "keys", "values")),
+        *((name, ctypes.c_int64) for name in (
+            "query_token_stride", "query_head_stride", "key_token_stride", "key_head_stride",
+            "value_token_stride", "value_head_stride")),
+        ("out", ctypes.c_void_p),
     )  # fmt: skip
 
 
@@ -196,10 +213,15 @@ class PrefillKernel:
     def __init__(self, path: Path) -> None:
         chunks = (ctypes.c_void_p, ctypes.c_int32)
         self._run = _function(path, "foveal_paged_prefill", ctypes.POINTER(DecodeJob), *chunks)
+        self._run_dense = _function(path, "foveal_dense_attention", ctypes.POINTER(DenseJob))
 
     def run(self, job: DecodeJob, chunk_rows: int, num_chunks: int) -> int:
         """`chunk_rows`: address of int32 (num_chunks). DONE, UNSUPPORTED or NO_MEMORY."""
         return int(self._run(ctypes.byref(job), chunk_rows, num_chunks))
+
+    def run_dense(self, job: DenseJob) -> int:
+        """DONE, UNSUPPORTED or NO_MEMORY."""
+        return int(self._run_dense(ctypes.byref(job)))
 
 
 class DecodeKernel:

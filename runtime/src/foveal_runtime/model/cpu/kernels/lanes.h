@@ -57,21 +57,21 @@ INLINE vec pick(ivec mask, vec yes, vec no) {
     return (vec)((mask & (ivec)yes) | (~mask & (ivec)no));
 }
 
+/* b where one is not a number. */
+INLINE vec larger(vec a, vec b) {
+#if LANES == 16
+    return (vec)_mm512_max_ps((__m512)a, (__m512)b);
+#elif LANES == 8
+    return (vec)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return pick(a > b, a, b);
+#endif
+}
+
 INLINE vec load(const float *p) {
     vec v;
     memcpy(&v, p, sizeof v);
     return v;
-}
-
-/* Half as many, and zeros. */
-INLINE vec load_half(const float *p) {
-#if LANES == 16
-    return (vec)_mm512_zextps256_ps512(_mm256_loadu_ps(p));
-#else
-    vec v = {0};
-    memcpy(&v, p, sizeof v / 2);
-    return v;
-#endif
 }
 
 INLINE void store(float *p, vec v) { memcpy(p, &v, sizeof v); }
@@ -113,16 +113,39 @@ INLINE uvec load_halves(const uint16_t *p) {
 
 INLINE vec load_bf16(const uint16_t *p) { return (vec)(load_halves(p) << 16); }
 
+/* The first `count` numbers, 1 ... LANES, and zeros. */
+INLINE vec load_first(const float *p, int count) {
+#if LANES == 16
+    return (vec)_mm512_maskz_loadu_ps((__mmask16)((1u << count) - 1), p);
+#else
+    vec v = splat(0.0f);
+    if (count == LANES) return load(p);
+    memcpy(&v, p, count * sizeof *p);
+    return v;
+#endif
+}
+
+INLINE uvec load_first_halves(const uint16_t *p, int count) {
+#if LANES == 16
+    return widened((hvec)_mm256_maskz_loadu_epi16((__mmask16)((1u << count) - 1), p));
+#else
+    hvec h = {0};
+    if (count == LANES) return load_halves(p);
+    memcpy(&h, p, count * sizeof *p);
+    return widened(h);
+#endif
+}
+
+/* Pairs of two rows' bfloat16 numbers, and zeros. */
+INLINE vec load_pairs(const uint16_t *low, const uint16_t *high, int count) {
+    return (vec)(load_first_halves(low, count) | load_first_halves(high, count) << 16);
+}
+
 INLINE uint16_t to_bf16(float x) { /* round to nearest even; NaN stays NaN */
     uint32_t u;
     memcpy(&u, &x, 4);
     if (x != x) return (uint16_t)((u >> 16) | 0x40);
     return (uint16_t)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
-}
-
-/* Pairs of two rows' bfloat16 numbers. */
-INLINE vec load_pairs(const uint16_t *low, const uint16_t *high) {
-    return (vec)(load_halves(low) | load_halves(high) << 16);
 }
 
 /* Nearest bfloat16 numbers; none may be subnormal or NaN. */
@@ -138,9 +161,14 @@ INLINE hvec to_halves(vec x) {
 /* exp(x), relative error 2e-7; exactly 0 below -87, so masked scores (-inf) weigh nothing. */
 INLINE vec vexp(vec x) {
     const vec shift = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
+#if LANES == 16
+    const __mmask16 alive = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
+    x = (vec)_mm512_min_ps(_mm512_set1_ps(88.0f), (__m512)x);
+#else
     ivec dead = x < splat(-87.0f);
     x = pick(dead, splat(-87.0f), x);
     x = pick(x > splat(88.0f), splat(88.0f), x);
+#endif
     vec z = x * splat(1.44269504f) + shift;
     vec n = z - shift;
     vec r = x - n * splat(0.693359375f) + n * splat(2.12194440e-4f);
@@ -151,9 +179,13 @@ INLINE vec vexp(vec x) {
     p = p * r + splat(1.6666665459e-1f);
     p = p * r + splat(5.0000001201e-1f);
     p = p * r * r + r + splat(1.0f);
+#if LANES == 16
+    return (vec)_mm512_maskz_scalef_ps(alive, (__m512)p, (__m512)n);
+#else
     ivec scale = (__builtin_convertvector(n, ivec) + 127) << 23;
     vec e = p * (vec)scale;
     return pick(dead, splat(0.0f), e);
+#endif
 }
 
 INLINE vec vcap(vec x, float cap) { /* cap * tanh(x / cap) */

@@ -70,7 +70,8 @@ INLINE void score_tile(const int dim, const int dots, const float *query, const 
             for (int d = first; d < deep; d += LANES)
                 if (!dots) sum += load(query + d) * load(k + d);
                 else if (d + LANES <= deep) sum = add_dots(sum, load(query + d), load(k + d));
-                else sum = add_dots(sum, load_half(query + d), load_half(k + d));
+                else sum = add_dots(sum, load_first(query + d, LANES / 2),
+                                        load_first(k + d, LANES / 2));
             part[t] = sum;
         }
         score[piece] = sums_of(part);
@@ -177,7 +178,7 @@ INLINE void tile_pairs(const int dim, const Job *job, const int64_t *offset, flo
         float *to = wide + t * dim;
 #pragma GCC unroll 64
         for (int d = 0; d < dim; d += LANES)
-            store(to + d, load_pairs(from + offset[2 * t] + d, from + offset[2 * t + 1] + d));
+            store(to + d, load_pairs(from + offset[2 * t] + d, from + offset[2 * t + 1] + d, LANES));
         values[t] = to;
     }
 }

@@ -1,17 +1,18 @@
-/* One layer's paged attention for chunks of prompts: many query tokens of a sequence at once.
+/* One layer's attention for many query tokens of a sequence at once: chunks of prompts, whose
+ * context is paged, and encoders, whose tokens all see each other.
  *
- * Called by model/attention/cpu.py through ctypes; compiled by runtime/setup.py once per instruction
- * set. A task is (chunk, kv head, some of the chunk's query tokens): it goes over the context in
- * tiles, each copied once out of the pool and used for all its rows, which are the query tokens of every
- * head that shares the kv head. Tiles start at fixed positions, so the result of a row is the same
- * bits however its prompt was cut and whatever else is in the batch.
+ * Called by model/attention/cpu.py and dense.py through ctypes; compiled by runtime/setup.py once
+ * per instruction set. A task is (chunk, kv head, some of the chunk's query tokens): it goes over
+ * the context in tiles, each copied once and used for all its rows, which are the query tokens of
+ * every head that shares the kv head. Tiles start at fixed positions, so the result of a row is the
+ * same bits however its prompt was cut and whatever else is in the batch.
  */
 #include "paged.h"
 
 #define KEYS 64       /* context tokens of a tile */
 #define GROUP_ROWS 6  /* rows multiplied at once: their sums stay in registers */
 #define VECTORS (LANES == 16 ? 4 : 2)
-#define MOST_QUERIES 96
+#define MOST_QUERIES 192
 #define ROOM 16384    /* numbers of queries, and of results, in one task: 64 KiB each */
 
 typedef struct {
@@ -19,8 +20,12 @@ typedef struct {
 } Piece;
 
 typedef struct {
-    float peak;
-    vec sums; /* of exp(score - peak), still spread over lanes */
+    int64_t key_token, key_head, value_token, value_head; /* strides, in elements */
+} Layout;
+
+typedef struct {
+    float peak; /* of the scores, not yet scaled */
+    vec sums;   /* of exp(scaling * (score - peak)), still spread over lanes */
 } Share;
 
 /* c (rows, columns vectors) = or += a (rows, depth) times b (depth, ...). `dots`: a's and b's numbers
@@ -82,9 +87,16 @@ static void product(int dots, int adds, int rows, int depth, int wide, const flo
     switch (rows) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) }
 }
 
-INLINE vec some_of(const int dtype, const void *from, int64_t i) {
-    return dtype == FLOAT32 ? load((const float *)from + i) : load_bf16((const uint16_t *)from + i);
+/* `count` numbers from the i-th on, and zeros after them. */
+INLINE vec some_of(const int dtype, const void *from, int64_t i, int count) {
+    return dtype == FLOAT32 ? load_first((const float *)from + i, count)
+                            : (vec)(load_first_halves((const uint16_t *)from + i, count) << 16);
 }
+
+/* A head's numbers as the tiles have them: whole vectors. */
+INLINE int padded(int dim) { return (dim + LANES - 1) / LANES * LANES; }
+
+INLINE int fewer(int a, int b) { return a < b ? a : b; }
 
 /* Lane c of v[r] becomes lane r of v[c]. */
 INLINE void turn(vec *v) {
@@ -102,93 +114,92 @@ INLINE void turn(vec *v) {
 }
 
 /* LANES tokens' keys and values as columns `first` ... of (dim, KEYS) and rows of (KEYS, dim). */
-INLINE void take_numbers(const int dtype, const Job *job, const int64_t *from, int first,
-                         float *keys, float *values) {
-    const int dim = job->head_dim;
+INLINE void take_numbers(const int dtype, const Job *job, const int64_t *key, const int64_t *value,
+                         int first, float *keys, float *values) {
+    const int dim = job->head_dim, wide = padded(dim);
     for (int d = 0; d < dim; d += LANES) {
+        const int count = fewer(dim - d, LANES);
         vec v[LANES];
 #pragma GCC unroll 16
-        for (int t = 0; t < LANES; t++) v[t] = some_of(dtype, job->keys, from[t] + d);
+        for (int t = 0; t < LANES; t++) v[t] = some_of(dtype, job->keys, key[t] + d, count);
         turn(v);
 #pragma GCC unroll 16
         for (int t = 0; t < LANES; t++) store(keys + (d + t) * KEYS + first, v[t]);
 #pragma GCC unroll 16
         for (int t = 0; t < LANES; t++)
-            store(values + (first + t) * dim + d, some_of(dtype, job->values, from[t] + d));
+            store(values + (first + t) * wide + d,
+                  some_of(dtype, job->values, value[t] + d, count));
     }
 }
 
 /* Likewise, in pairs: keys (dim / 2, KEYS) of numbers that are next to each other, values
  * (KEYS / 2, dim) of tokens that are. */
-INLINE void take_pairs(const Job *job, const int64_t *from, int first, float *keys,
-                       float *values) {
-    const int dim = job->head_dim;
+INLINE void take_pairs(const Job *job, const int64_t *key, const int64_t *value, int first,
+                       float *keys, float *values) {
+    const int dim = job->head_dim, wide = padded(dim);
     const uint16_t *all_keys = job->keys, *all_values = job->values;
     for (int d = 0; d < dim; d += 2 * LANES) {
-        const int is_whole = d + 2 * LANES <= dim;
         vec v[LANES];
 #pragma GCC unroll 16
-        for (int t = 0; t < LANES; t++) {
-            const float *at = (const float *)(all_keys + from[t] + d);
-            v[t] = is_whole ? load(at) : load_half(at);
-        }
+        for (int t = 0; t < LANES; t++)
+            v[t] = load_first((const float *)(all_keys + key[t] + d), fewer((dim - d) / 2, LANES));
         turn(v);
 #pragma GCC unroll 16
-        for (int t = 0; t < LANES; t++)
-            if (is_whole || t < LANES / 2) store(keys + (d / 2 + t) * KEYS + first, v[t]);
+        for (int t = 0; t < LANES; t++) store(keys + (d / 2 + t) * KEYS + first, v[t]);
     }
     for (int t = 0; t < LANES; t += 2)
         for (int d = 0; d < dim; d += LANES)
-            store(values + (first + t) / 2 * dim + d,
-                  load_pairs(all_values + from[t] + d, all_values + from[t + 1] + d));
+            store(values + (first + t) / 2 * wide + d,
+                  load_pairs(all_values + value[t] + d, all_values + value[t + 1] + d,
+                             fewer(dim - d, LANES)));
 }
 
-/* Copies a tile out of the pool. What lies beyond the context is the last token again, which nobody
- * may see. */
-INLINE void take_tile(const int dtype, const Job *job, const int32_t *table, int low, int end,
-                      int kv, float *keys, float *values) {
-    const int64_t stride = (int64_t)job->num_kv_heads * job->head_dim;
+/* Copies a tile of the context. What lies beyond it is the last token again, which nobody may
+ * see. */
+INLINE void take_tile(const int dtype, const Job *job, const Layout *layout, const int32_t *table,
+                      int low, int end, int kv, float *keys, float *values) {
     for (int first = 0; first < KEYS; first += LANES) {
-        int64_t from[LANES];
+        int64_t key[LANES], value[LANES];
         for (int t = 0; t < LANES; t++) {
-            const int at = low + first + t < end ? low + first + t : end - 1;
-            const int64_t slot = (int64_t)table[at / job->block_size] * job->block_size;
-            from[t] = (slot + at % job->block_size) * stride + (int64_t)kv * job->head_dim;
+            const int at = fewer(low + first + t, end - 1);
+            const int64_t slot =
+                (int64_t)table[at / job->block_size] * job->block_size + at % job->block_size;
+            key[t] = slot * layout->key_token + kv * layout->key_head;
+            value[t] = slot * layout->value_token + kv * layout->value_head;
         }
-        if (HAS_DOTS && dtype == BFLOAT16) take_pairs(job, from, first, keys, values);
-        else take_numbers(dtype, job, from, first, keys, values);
+        if (HAS_DOTS && dtype == BFLOAT16) take_pairs(job, key, value, first, keys, values);
+        else take_numbers(dtype, job, key, value, first, keys, values);
     }
 }
+
+/* What scores are still to be multiplied with when their peak is taken. */
+INLINE float late_scaling(const Job *job) { return job->softcap > 0 ? 1.0f : job->scaling; }
 
 /* Turns the scores of one row against a tile into weights, with `dots` rounded to bfloat16 as
  * transformers rounds them; valid: [low, high) of the tile. */
 INLINE void weigh(const int dots, const Job *job, int low, int high, float *score, Share *share,
                   float *acc) {
-    const int dim = job->head_dim;
     if (high <= low) {
         for (int i = 0; i < KEYS; i += LANES) store(score + i, splat(0.0f));
         return;
     }
-    if (dots)
-        for (int i = 0; i < KEYS; i += LANES) store(score + i, load(score + i) * splat(job->scaling));
     if (job->softcap > 0)
-        for (int i = 0; i < KEYS; i += LANES) store(score + i, vcap(load(score + i), job->softcap));
+        for (int i = 0; i < KEYS; i += LANES)
+            store(score + i, vcap(load(score + i) * splat(job->scaling), job->softcap));
     for (int t = 0; t < low; t++) score[t] = -INFINITY;
     for (int t = high; t < KEYS; t++) score[t] = -INFINITY;
     vec most = load(score);
-    for (int i = LANES; i < KEYS; i += LANES) {
-        const vec one = load(score + i);
-        most = pick(most > one, most, one);
-    }
+    for (int i = LANES; i < KEYS; i += LANES) most = larger(most, load(score + i));
     if (ANY_ABOVE(most, share->peak)) {
         const float peak = reduce_max(most);
-        const vec shrink = splat(expf(share->peak - peak));
+        const vec shrink = splat(expf((share->peak - peak) * late_scaling(job)));
         share->sums *= shrink;
-        for (int d = 0; d < dim; d += LANES) store(acc + d, load(acc + d) * shrink);
+        for (int d = 0; d < job->head_dim; d += LANES) store(acc + d, load(acc + d) * shrink);
         share->peak = peak;
     }
+    const vec scaling = splat(late_scaling(job)), shift = scaling * splat(share->peak);
     for (int i = 0; i < KEYS; i += LANES) {
-        const vec weight = vexp(load(score + i) - splat(share->peak));
+        const vec weight = vexp(load(score + i) * scaling - shift);
         const hvec half = to_halves(weight);
         if (dots) memcpy((uint16_t *)score + i, &half, sizeof half);
         else store(score + i, weight);
@@ -196,11 +207,12 @@ INLINE void weigh(const int dots, const Job *job, int low, int high, float *scor
     }
 }
 
-INLINE void run_piece(const int dtype, const Job *job, const Piece *piece) {
+INLINE void run_piece(const int dtype, const Job *job, const Layout *layout, const Piece *piece) {
     const int dots = HAS_DOTS && dtype == BFLOAT16;
-    const int dim = job->head_dim, group = job->num_heads / job->num_kv_heads;
+    const int dim = job->head_dim, wide = padded(dim), group = job->num_heads / job->num_kv_heads;
     const int words = dots ? 2 : 1, deep = dim / words; /* numbers of one float's size */
-    const int count = piece->count, rows = count * group, sequence = job->row_sequence[piece->first];
+    const int count = piece->count, rows = count * group;
+    const int sequence = job->row_sequence[piece->first];
     const int32_t *table = job->block_table + sequence * job->table_stride;
     const int32_t *length = job->row_length + piece->first;
     float keys[KEYS * MAX_DIM] __attribute__((aligned(64)));
@@ -208,54 +220,58 @@ INLINE void run_piece(const int dtype, const Job *job, const Piece *piece) {
     float query[ROOM] __attribute__((aligned(64)));
     float acc[ROOM] __attribute__((aligned(64)));
     float score[GROUP_ROWS * KEYS] __attribute__((aligned(64)));
-    Share share[ROOM / 16];
+    Share share[ROOM / LANES];
     for (int r = 0; r < rows; r++) {
         const int64_t at = job->row_token[piece->first + r % count] * job->query_token_stride +
                            (piece->kv * group + r / count) * job->query_head_stride;
         for (int d = 0; d < dim; d += LANES) {
-            const vec one = some_of(dtype, job->query, at + d);
-            if (!dots) store(query + r * dim + d, one * splat(job->scaling));
-            store(acc + r * dim + d, splat(0.0f));
+            const vec one = some_of(dtype, job->query, at + d, fewer(dim - d, LANES));
+            if (!dots) store(query + r * wide + d, one);
+            store(acc + r * wide + d, splat(0.0f));
         }
-        if (dots) memcpy(query + r * deep, (const uint16_t *)job->query + at, 2 * dim);
+        if (dots) memcpy(query + r * wide, (const uint16_t *)job->query + at, 2 * dim);
         share[r] = (Share){-INFINITY, splat(0.0f)};
     }
     const int end = length[count - 1];
     for (int low = first_visible(job, length[0]) / KEYS * KEYS; low < end; low += KEYS) {
-        take_tile(dtype, job, table, low, end, piece->kv, keys, values);
+        take_tile(dtype, job, layout, table, low, end, piece->kv, keys, values);
         for (int first = 0; first < rows; first += GROUP_ROWS) {
-            const int some = rows - first < GROUP_ROWS ? rows - first : GROUP_ROWS;
+            const int some = fewer(rows - first, GROUP_ROWS);
             int seen = 0;
             for (int r = 0; r < some; r++) seen |= length[(first + r) % count] > low;
             if (!seen) continue;
-            product(dots, 0, some, deep, KEYS, query + first * deep, deep, keys, KEYS, score, KEYS);
+            product(dots, 0, some, deep, KEYS, query + first * wide, wide, keys, KEYS, score, KEYS);
             for (int r = 0; r < some; r++) {
                 const int visible = length[(first + r) % count];
                 const int from = first_visible(job, visible) - low, to = visible - low;
-                weigh(dots, job, from > 0 ? from : 0, to < KEYS ? to : KEYS, score + r * KEYS,
-                      share + first + r, acc + (first + r) * dim);
+                weigh(dots, job, from > 0 ? from : 0, fewer(to, KEYS), score + r * KEYS,
+                      share + first + r, acc + (first + r) * wide);
             }
-            product(dots, 1, some, KEYS / words, dim, score, KEYS, values, dim, acc + first * dim,
-                    dim);
+            product(dots, 1, some, KEYS / words, wide, score, KEYS, values, wide,
+                    acc + first * wide, wide);
         }
     }
     for (int r = 0; r < rows; r++) {
         float sum = 0;
         for (int i = 0; i < LANES; i++) sum += share[r].sums[i];
         finish_head(job, piece->first + r % count, piece->kv * group + r / count,
-                    (Norm){share[r].peak, sum}, acc + r * dim);
+                    (Norm){share[r].peak * late_scaling(job), sum}, acc + r * wide);
     }
 }
 
-static void run_float32(const Job *job, const Piece *piece) { run_piece(FLOAT32, job, piece); }
-static void run_bfloat16(const Job *job, const Piece *piece) { run_piece(BFLOAT16, job, piece); }
+static void run_float32(const Job *job, const Layout *layout, const Piece *piece) {
+    run_piece(FLOAT32, job, layout, piece);
+}
 
-/* The job's rows are the chunks' tokens, one chunk after the other, each of one sequence and in its
- * order; chunk_rows: how many of each. */
-int foveal_paged_prefill(const Job *job, const int32_t *chunk_rows, int32_t num_chunks) {
-    const int group_dim = job->num_heads / job->num_kv_heads * job->head_dim;
-    if (job->head_dim > MAX_DIM || job->head_dim % 16 || group_dim > ROOM) return UNSUPPORTED;
-    const int fit = ROOM / group_dim, most = fit < MOST_QUERIES ? fit : MOST_QUERIES;
+static void run_bfloat16(const Job *job, const Layout *layout, const Piece *piece) {
+    run_piece(BFLOAT16, job, layout, piece);
+}
+
+static int run_chunks(const Job *job, const Layout *layout, const int32_t *chunk_rows,
+                      int32_t num_chunks) {
+    const int group_dim = job->num_heads / job->num_kv_heads * padded(job->head_dim);
+    if (job->head_dim > MAX_DIM || job->head_dim % 2 || group_dim > ROOM) return UNSUPPORTED;
+    const int most = fewer(ROOM / group_dim, MOST_QUERIES);
     int64_t num = 0, work = 0;
     for (int c = 0; c < num_chunks; c++)
         num += (int64_t)(chunk_rows[c] + most - 1) / most * job->num_kv_heads;
@@ -277,7 +293,46 @@ int foveal_paged_prefill(const Job *job, const int32_t *chunk_rows, int32_t num_
     const int threads = work > 65536 ? job->num_threads : 1;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
     for (int64_t i = 0; i < num; i++)
-        (job->dtype == FLOAT32 ? run_float32 : run_bfloat16)(job, pieces + i);
+        (job->dtype == FLOAT32 ? run_float32 : run_bfloat16)(job, layout, pieces + i);
     free(pieces);
     return DONE;
+}
+
+/* The job's rows are the chunks' tokens, one chunk after the other, each of one sequence and in its
+ * order; chunk_rows: how many of each. */
+int foveal_paged_prefill(const Job *job, const int32_t *chunk_rows, int32_t num_chunks) {
+    const int64_t head = job->head_dim, token = job->num_kv_heads * head;
+    return run_chunks(job, &(Layout){token, head, token, head}, chunk_rows, num_chunks);
+}
+
+typedef struct {
+    int32_t dtype, head_dim, num_heads, num_kv_heads, num_sequences, num_queries, num_keys,
+        num_threads; /* queries and keys: of each sequence */
+    float scaling;
+    const void *query, *keys, *values; /* (tokens, heads, D), D contiguous */
+    int64_t query_token, query_head;   /* strides, in elements */
+    Layout layout;
+    void *out;                         /* (tokens, H, D), contiguous */
+} DenseJob;
+
+/* Every query sees every key of its sequence: each sequence is a block of a pool. */
+int foveal_dense_attention(const DenseJob *dense) {
+    const int queries = dense->num_queries, num = dense->num_sequences * queries;
+    int32_t *token = malloc((3 * (size_t)num + 2 * dense->num_sequences) * sizeof *token);
+    if (!token) return NO_MEMORY;
+    int32_t *sequence = token + num, *length = sequence + num, *table = length + num;
+    int32_t *chunk_rows = table + dense->num_sequences;
+    for (int r = 0; r < num; r++)
+        token[r] = r, sequence[r] = r / queries, length[r] = dense->num_keys;
+    for (int s = 0; s < dense->num_sequences; s++) table[s] = s, chunk_rows[s] = queries;
+    const Job job = {
+        .dtype = dense->dtype, .head_dim = dense->head_dim, .num_heads = dense->num_heads,
+        .num_kv_heads = dense->num_kv_heads, .block_size = dense->num_keys, .num_rows = num,
+        .num_threads = dense->num_threads, .scaling = dense->scaling, .query = dense->query,
+        .query_token_stride = dense->query_token, .query_head_stride = dense->query_head,
+        .keys = dense->keys, .values = dense->values, .out = dense->out, .block_table = table,
+        .table_stride = 1, .row_token = token, .row_sequence = sequence, .row_length = length};
+    const int result = run_chunks(&job, &dense->layout, chunk_rows, dense->num_sequences);
+    free(token);
+    return result;
 }
