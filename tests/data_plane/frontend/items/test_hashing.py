@@ -2,6 +2,8 @@
 
 import base64
 import itertools
+import random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -214,3 +216,26 @@ def test_aliases_are_bounded():
         aliases.commit(bytes([index]) * 32, b"1" * 32)
     assert len(aliases) == 3
     aliases.check_integrity()
+
+
+def standard(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
+def decoded(decode: Any, text: str) -> Any:
+    try:
+        return decode(text)
+    except ValueError as error:
+        return str(error)
+
+
+def test_base64_is_what_the_standard_library_says() -> None:
+    rng = random.Random(5)
+    alphabet = "ABCDwxyz0189+/+/==\n -_é\x00"
+    num_taken = 0
+    for _ in range(60_000):
+        text = "".join(rng.choices(alphabet[: rng.choice((14, 16, 18, 23))], k=rng.randrange(14)))
+        expected, found = decoded(standard, text), decoded(hashing._decoded, text)
+        assert found == expected, text
+        num_taken += isinstance(found, bytes)
+    assert num_taken > 3000

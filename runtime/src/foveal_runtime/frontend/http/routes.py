@@ -14,13 +14,19 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.responses import PlainTextResponse, Response
+from starlette.types import Receive, Scope
 
 from foveal_runtime.frontend.http import chat, completions
 from foveal_runtime.frontend.http.apis.anthropic import build_messages_router
 from foveal_runtime.frontend.http.apis.embeddings import build_embeddings_router
 from foveal_runtime.frontend.http.apis.openai_responses import build_responses_router
 from foveal_runtime.frontend.http.apis.transcription import build_transcription_router
-from foveal_runtime.frontend.http.asgi.json_bodies import WHOLE_BYTES, decode_json
+from foveal_runtime.frontend.http.asgi.json_bodies import (
+    LONG_BYTES,
+    WHOLE_BYTES,
+    decode_body,
+    decode_json,
+)
 from foveal_runtime.frontend.http.asgi.replies import (
     json_response,
     named_relaxed,
@@ -32,6 +38,7 @@ from foveal_runtime.frontend.http.monitoring.metrics import MetricsPage
 from foveal_runtime.frontend.http.service import Service, scope_of
 from foveal_runtime.frontend.http.tokens import build_token_router
 from foveal_runtime.frontend.items.interfaces import PromptPlaceholders
+from foveal_runtime.frontend.protocol.body_text import Body
 from foveal_runtime.frontend.protocol.requests import ChatCompletionRequest, CompletionRequest
 from foveal_runtime.frontend.protocol.responses import (
     ChatCompletion,
@@ -68,6 +75,13 @@ class _JsonRequest(Request):
     """A request whose JSON is parsed by msgspec: bodies hold megabytes of base64, so their bytes
     go once they are parsed."""
 
+    def __init__(self, scope: Scope, receive: Receive, *, leaves_media: bool) -> None:
+        super().__init__(scope, receive)
+        size = self.headers.get("content-length", "")
+        fits = size.isdecimal() and len(size) < 9 and LONG_BYTES < int(size) <= WHOLE_BYTES
+        self._leaves_media = leaves_media and fits
+        self._media_body: Body | None = None
+
     async def body(self) -> bytes:
         """The bytes; after they were parsed, no more than that there were some. They are gathered
         as they come: joining those of the largest body would hold the loop for 60 ms."""
@@ -76,14 +90,24 @@ class _JsonRequest(Request):
         if not hasattr(self, "_body"):
             gathered = bytearray()
             async for piece in self.stream():
-                gathered += piece
+                if not self._leaves_media:
+                    gathered += piece
+                    continue
+                self._media_body = self._media_body or Body()
+                if not self._media_body.add(piece):  # more than it was to be
+                    gathered += self._media_body.content() + piece
+                    self._media_body, self._leaves_media = None, False
             self._body = cast(bytes, gathered)
+            if self._media_body is not None and self._media_body.size:
+                self._body = _PARSED  # soon
         return self._body
 
     async def json(self) -> Any:
         if not hasattr(self, "_parsed"):
             body = await self.body()
-            if len(body) > WHOLE_BYTES:
+            if self._media_body is not None:
+                self._parsed, self._media_body = decode_body(self._media_body), None
+            elif len(body) > WHOLE_BYTES:
                 self._parsed = await asyncio.to_thread(decode_json, body)
             else:
                 self._parsed = decode_json(body)
@@ -100,7 +124,8 @@ class BodyRoute(APIRoute):
         model = _body_model(self.endpoint)
 
         async def handler(request: Request) -> Response:
-            wrapped = _JsonRequest(request.scope, request.receive)
+            leaves_media = model is ChatCompletionRequest
+            wrapped = _JsonRequest(request.scope, request.receive, leaves_media=leaves_media)
             if request.method == "POST" and await wrapped.body():
                 value = await wrapped.json()
                 kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()

@@ -24,6 +24,7 @@ from foveal_runtime.frontend.items.source import Buffer, GivenBytes, RawMedia
 from foveal_runtime.frontend.media import hashing
 from foveal_runtime.frontend.media.fetch import Fetcher
 from foveal_runtime.frontend.media.hashing import frame
+from foveal_runtime.frontend.protocol.body_text import MediaText
 from foveal_runtime.plan.config import ModalitiesConfig
 from foveal_runtime.plan.errors import (
     FovealError,
@@ -122,7 +123,7 @@ class DataUrlMedia:
 
     page = -1
 
-    def __init__(self, url: str, max_bytes: int, file: bytes | None = None) -> None:
+    def __init__(self, url: MediaText, max_bytes: int, file: bytes | None = None) -> None:
         self._url = url
         self._max_bytes = max_bytes
         self._file = file
@@ -207,13 +208,16 @@ class Identifier:
             url = url if url.startswith("data:") else "data:" + url[5:]
             hashing.check_text_size(url, limit + _MAX_URL_HEAD)
             return await self._read_data_url(url, limit, options.salt)
+        assert isinstance(url, str), "only data: URLs are left in the body"
         with self._stats.stages.measure("fetch"):
             data = await self._fetcher.fetch(
                 url, max_bytes=limit, charge=options.charge_media_bytes, salt=options.salt
             )
         return await self._digest(data), GivenBytes(data)
 
-    async def _read_data_url(self, url: str, limit: int, salt: bytes) -> tuple[bytes, RawMedia]:
+    async def _read_data_url(
+        self, url: MediaText, limit: int, salt: bytes
+    ) -> tuple[bytes, RawMedia]:
         begin = time.perf_counter()
         key = await off_loop(len(url), functools.partial(self._url_texts.key, url, salt))
         known, file = self._url_texts.lookup(key), None
@@ -234,7 +238,7 @@ class Identifier:
             return await off_loop(len(data), functools.partial(hashing.content_digest, data))
 
 
-def _digest_data_url(url: str, limit: int) -> tuple[bytes, bytes]:
+def _digest_data_url(url: MediaText, limit: int) -> tuple[bytes, bytes]:
     data = hashing.decode_data_url(url, max_bytes=limit)
     return hashing.content_digest(data), data
 

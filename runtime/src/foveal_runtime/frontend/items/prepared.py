@@ -12,6 +12,7 @@ from typing import Protocol
 
 from foveal_runtime.frontend.items.source import Page
 from foveal_runtime.frontend.media import hashing
+from foveal_runtime.frontend.protocol.body_text import MediaText
 from foveal_runtime.plan.lora import LoraRef
 from foveal_runtime.plan.media import ItemMeta, MMHash, Modality
 from foveal_runtime.plan.sampling import SamplingParams
@@ -115,7 +116,7 @@ class MediaPart:
     """
 
     modality: Modality
-    url: str | None = None
+    url: MediaText | None = None
     data: bytes | None = None
     uuid: str | None = None
     path: str = ""

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from foveal_runtime.frontend.protocol.body_text import MaybeInBody, MediaText
 from foveal_runtime.frontend.protocol.bounds import Lenient, check_plain
 from foveal_runtime.plan.errors import InvalidRequest
 
@@ -37,7 +38,9 @@ def _as_object(value: Any) -> Any:
 
 
 class MediaUrl(Lenient):
-    url: str | None = Field(None, description="http(s): or data: URL")
+    url: Annotated[MediaText, MaybeInBody()] | None = Field(
+        None, description="http(s): or data: URL"
+    )
 
 
 MediaAddress = Annotated[MediaUrl, BeforeValidator(_as_object)]

@@ -231,7 +231,7 @@ class FakeInputProcessor:
         for part in parts:
             if part.is_uuid_only and part.uuid not in self.known_uuids:
                 raise MediaUnknown(f"{part.path}: nobody knows uuid {part.uuid!r}", param=part.path)
-            if part.url is not None and not part.url.startswith(("http", "data:")):
+            if part.url is not None and not str(part.url).startswith(("http", "data:")):
                 raise InvalidRequest(f"{part.path}: unknown URL scheme", param=part.path)
             if part.uuid is not None:
                 self.known_uuids.add(part.uuid)

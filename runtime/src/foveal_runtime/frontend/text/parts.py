@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from foveal_runtime.frontend.items.prepared import MediaPart
+from foveal_runtime.frontend.protocol.body_text import MediaText
 from foveal_runtime.frontend.protocol.messages import (
     AudioUrlPart,
     DocumentPart,
@@ -67,7 +68,7 @@ def _document(part: FilePart | InputFilePart, path: str) -> MediaPart:
 def media_part(part: MediaContent, path: str) -> MediaPart:
     """Raises InvalidRequest when the part has neither content nor uuid."""
     modality: Modality
-    url: str | None = None
+    url: MediaText | None = None
     if isinstance(part, ImagePart):
         modality, field_name = "image", "image_url"
         url = part.image_url.url if part.image_url is not None else None

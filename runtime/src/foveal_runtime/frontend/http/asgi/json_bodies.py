@@ -7,16 +7,18 @@ searches in slices, put together slice by slice, and only what is left is parsed
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import re
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
+from foveal_runtime.frontend.protocol.body_text import Body, BodyText
 from foveal_runtime.plan.errors import InvalidRequest
 
 WHOLE_BYTES = 1 << 20
@@ -40,6 +42,8 @@ _PIECE_BYTES = 2 << 20
 _COUNTED_BYTES = 1 << 17
 _DATA_URL = b'"data:'
 _MAX_DATA_URLS = 64
+_ADDRESSES = ("image_url", "video_url", "audio_url")
+"""Fields of a part that hold a URL, or an object with `url`."""
 _ESCAPE_BYTES = 12  # the longest: two surrogates
 _POSITION = re.compile(r"\(byte (\d+)\)$")
 _LOW_SURROGATE = re.compile(rb"\\u[dD][c-fC-F]")
@@ -82,6 +86,60 @@ def decode_json(body: bytes | bytearray) -> Any:
             "field that its object has twice"
         )
     return value[0]
+
+
+def decode_body(body: Body) -> Any:
+    """The same, of a body of at most WHOLE_BYTES; data URLs that stand where a chat's messages have
+    media, and are most of the body, come as BodyText."""
+    spans = _data_urls(body)
+    whole = memoryview(body.buffer)[: body.size]
+    rest_bytes = body.size - sum(span.end - span.begin for span in spans)
+    if 2 * rest_bytes < body.size and rest_bytes <= _uncounted_bytes():
+        rest, done = bytearray(), 0
+        for span in spans:
+            rest += whole[done : span.begin]
+            rest += span.name.encode()
+            done = span.end
+        rest += whole[done:]
+        texts = {span.name: BodyText(body, span.begin, span.end) for span in spans}
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            value = msgspec.json.decode(rest)
+            if _put_media(value, texts) == len(spans):
+                return value
+    return decode_json(body.content())
+
+
+def _data_urls(body: Body) -> list[_Span]:
+    """Those that are long and stand in the body as they are read; see `_is_mostly_media`."""
+    spans: list[_Span] = []
+    at = 0
+    for _ in range(_MAX_DATA_URLS):
+        at = body.buffer.find(_DATA_URL, at, body.size)
+        end = body.buffer.find(b'"', at + 1, body.size) if at >= 0 else -1
+        if end < 0:
+            break
+        if end - at > LONG_BYTES and body.buffer.find(b"\\", at, end) < 0:
+            chars = np.frombuffer(body.buffer, np.uint8, end - at - 1, at + 1)
+            if chars.min() >= 0x20 and chars.max() < 0x7F:
+                spans.append(_Span(at + 1, end, f"{secrets.token_hex(16)}.{len(spans)}"))
+        at = end
+    return spans
+
+
+def _put_media(value: Any, texts: Mapping[str, BodyText]) -> int:
+    """How many of the texts were found where messages have media."""
+    num_found = 0
+    messages = value.get("messages") if isinstance(value, dict) else None
+    for message in messages if isinstance(messages, list) else ():
+        parts = message.get("content") if isinstance(message, dict) else None
+        for part in parts if isinstance(parts, list) else ():
+            for name in _ADDRESSES if isinstance(part, dict) else ():
+                given = part.get(name)
+                url = given.get("url") if isinstance(given, dict) else given
+                if isinstance(url, str) and url in texts:
+                    part[name] = {**(given if isinstance(given, dict) else {}), "url": texts[url]}
+                    num_found += 1
+    return num_found
 
 
 def _parse(rest: bytes | bytearray, spans: Sequence[_Span]) -> Any:
