@@ -31,7 +31,7 @@ Layout = Literal["one", "axis", "row", "last"]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 Indices = np.ndarray[Any, np.dtype[np.uint8]]
 
-_CHUNK = 1 << 16  # elements: temporaries stay in the processor's cache
+_CHUNK = 1 << 14  # elements: temporaries stay in the processor's cache
 
 
 class Palette(msgspec.Struct, frozen=True, array_like=True):
@@ -100,21 +100,34 @@ class Codebook:
         out[:head] = self.tables.reshape(-1).view(np.uint8)
         source = np.ascontiguousarray(array).reshape(-1, groups, inner)
         indices = out[head:].reshape(source.shape)
+        scratch = _Scratch()
         for rows, columns in _blocks(source.shape):
             for group in range(groups):
                 part = source[rows, group, columns]
-                found = self._find(group, part)
-                if found is None:
+                if not self._find(group, part, indices[rows, group, columns], scratch):
                     return None
-                indices[rows, group, columns] = found
         return Stored(palette, out)
 
-    def _find(self, group: int, part: Floats) -> Indices | None:
+    def _find(self, group: int, part: Floats, found: Indices, scratch: _Scratch) -> bool:
+        """Fills `found`; False when any element would not come back bit by bit."""
+        near = scratch.near[: part.size].reshape(part.shape)
+        back = scratch.back[: part.size].reshape(part.shape)
         with np.errstate(all="ignore"):  # what is no number fails the comparison
-            near = np.rint((part - self._first[group]) * self._scale[group])
-            found = np.clip(near, 0, LEVELS - 1).astype(np.uint8)
-        back = self.tables[group].take(found)
-        return found if np.array_equal(back.view(np.uint32), _bits(part)) else None
+            np.subtract(part, self._first[group], out=near)
+            np.multiply(near, self._scale[group], out=near)
+            np.add(near, np.float32(0.5), out=near)
+            np.copyto(found, near, casting="unsafe")  # a wrong index fails the comparison, too
+        np.take(self.tables[group], found, out=back, mode="clip")
+        return np.array_equal(back.view(np.uint32), part.view(np.uint32))
+
+
+class _Scratch:
+    """For the temporaries of one encoding: memory that the kernel maps for each costs more than the
+    arithmetic."""
+
+    def __init__(self) -> None:
+        self.near = np.empty(_CHUNK, np.float32)
+        self.back = np.empty(_CHUNK, np.float32)
 
 
 def encode_integers(array: np.ndarray[Any, Any]) -> Stored | None:
@@ -164,10 +177,6 @@ def _blocks(shape: tuple[int, ...]) -> list[tuple[slice, slice]]:
         for r in range(0, num_rows, rows)
         for c in range(0, inner, columns)
     ]
-
-
-def _bits(part: Floats) -> np.ndarray[Any, np.dtype[np.uint32]]:
-    return np.ascontiguousarray(part).view(np.uint32)
 
 
 MAGIC = b"FMI1"
