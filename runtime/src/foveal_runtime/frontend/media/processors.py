@@ -28,6 +28,7 @@ from foveal_runtime.frontend.media import decode, probe, rules
 from foveal_runtime.frontend.media import options as item_options
 from foveal_runtime.frontend.media.decode import decode_image
 from foveal_runtime.frontend.media.hashing import short_digest
+from foveal_runtime.frontend.media.layout import keep_channels_together
 from foveal_runtime.frontend.media.protocol import EmbedsLayout, PlaceholderInfo, ProcessorInfo
 from foveal_runtime.frontend.media.timed import Frames, decode_audio, decode_video
 from foveal_runtime.plan.config import ModalitiesConfig, ModalityLimits
@@ -437,9 +438,11 @@ def _load_processor(model_path: str) -> Any:
     from transformers import AutoProcessor
 
     try:
-        return AutoProcessor.from_pretrained(
+        processor = AutoProcessor.from_pretrained(
             model_path, trust_remote_code=False, local_files_only=True
         )
+        keep_channels_together(processor)
+        return processor
     except Exception as error:  # OSError, ValueError, ImportError, KeyError, ...: all say "cannot"
         raise StartupError(
             f"cannot load the processor of {model_path}: {' '.join(str(error).split())[:400]}"
