@@ -87,7 +87,8 @@ class Documents:
             done = await self._workers.page_digests(await raw.read(), client)
             self._stats.stages.observe("decode", done.decode_seconds)
             size = _DIGEST_BYTES
-            digests = tuple(done.value[i : i + size] for i in range(0, len(done.value), size))
+            drawn = bytes(done.value)
+            digests = tuple(drawn[i : i + size] for i in range(0, len(drawn), size))
             self._commit(key, digests)
             return digests
 
