@@ -25,6 +25,8 @@ from foveal_runtime.telemetry.exposition import TEXT, PageFormat
 from foveal_runtime.telemetry.histogram import Histogram
 
 LabelValues = tuple[str, ...]
+_MAX_KEYS = 256
+"""Of one family, kept so that they need not be put together for each value."""
 
 
 class _Series:
@@ -40,8 +42,18 @@ class _Series:
         """The newest of each bucket, by its index."""
         self._names = frozenset(metric.labels)
         self.required = self._names - set(fixed)
+        self._keys: dict[tuple[tuple[str, str], ...], LabelValues] = {}
 
     def key(self, labels: Mapping[str, str]) -> LabelValues:
+        given = tuple(labels.items())
+        found = self._keys.get(given)
+        if found is None:
+            if len(self._keys) >= _MAX_KEYS:
+                self._keys.clear()
+            found = self._keys[given] = self._key(labels)
+        return found
+
+    def _key(self, labels: Mapping[str, str]) -> LabelValues:
         assert self._names >= labels.keys() >= self.required, (
             f"{self.metric.name} has labels {self.metric.labels}, not {sorted(labels)}"
         )

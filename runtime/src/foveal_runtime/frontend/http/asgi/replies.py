@@ -9,9 +9,10 @@ which aborts the request within a step.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from fastapi.exceptions import RequestValidationError
@@ -153,22 +154,35 @@ class ClientGone(Exception):
     """The client closed the connection; nobody reads an answer."""
 
 
-async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
     """The result of `work`. The request body must have been read.
 
-    Raises ClientGone, with `work` cancelled and finished, when the client disconnects first.
+    Raises ClientGone, with `work` cancelled and finished, when the client disconnects first. As
+    with `asyncio.timeout`, the work is part of the current task: it needs none of its own.
     """
-    task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientGone
-    finally:
+    task = asyncio.current_task()
+    assert task is not None
+    num_cancels = task.cancelling()
+    is_gone = False
+
+    async def watch() -> None:
+        nonlocal is_gone
+        with contextlib.suppress(Exception):
+            await _disconnected(receive)
+        is_gone = True
         task.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if is_gone and task.cancelling() == num_cancels + 1:
+            raise ClientGone from None
+        raise
+    finally:
         watcher.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
+        if is_gone:
+            task.uncancel()
 
 
 async def _disconnected(receive: Receive) -> None:
