@@ -44,8 +44,8 @@ from foveal_runtime.frontend.http.asgi.replies import (
     failure,
     http_exception_response,
     internal_error,
-    validation_response,
 )
+from foveal_runtime.frontend.http.body_route import Direct, refused_body
 from foveal_runtime.frontend.http.monitoring.health import Health
 from foveal_runtime.frontend.http.monitoring.metrics import MetricsPage
 from foveal_runtime.frontend.http.monitoring.metrics_source import text_source
@@ -131,7 +131,7 @@ def build_app(
         docs_url=None,
         redoc_url=None,
     )
-    add_routes(api.router, service, info, health, page)
+    routes = add_routes(api.router, service, info, health, page)
     admin_keys = KeyFile(config.admin_key_file) if config.admin_key_file else None
     if admin is not None and admin_keys is not None:
         api.include_router(build_admin_router(admin, config.model.served_name))
@@ -142,7 +142,7 @@ def build_app(
         api.include_router(build_debug_router(mirrors))
     describe(api, needs_key=keys is not None, with_page=config.page and config.task != "embed")
     _add_error_handlers(api)
-    guarded = RequireKey(Intake(api, gate), keys, admin_keys, inject_keys)
+    guarded = RequireKey(Intake(Direct(api, routes), gate), keys, admin_keys, inject_keys)
     context = RequestContext(LoadReport(guarded, generator), gate, metrics, tracing or Tracing())
     asgi = allow_origins(context, config.allowed_origins)
     return HttpApp(asgi=asgi, api=api, service=service, gate=gate, health=health)
@@ -172,8 +172,7 @@ def _add_error_handlers(api: FastAPI) -> None:
 
     @api.exception_handler(RequestValidationError)
     async def invalid_body(request: Request, error: RequestValidationError) -> Response:
-        request.scope["foveal.error"] = "invalid_request_error"
-        return validation_response(request.scope, error)
+        return refused_body(request.scope, error)
 
     @api.exception_handler(ClientGone)
     async def client_gone(request: Request, error: ClientGone) -> Response:

@@ -5,40 +5,29 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any, cast, get_type_hints
+from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute
-from pydantic import BaseModel, ValidationError
 from starlette.responses import PlainTextResponse, Response
-from starlette.types import Receive, Scope
+from starlette.routing import BaseRoute
 
 from foveal_runtime.frontend.http import chat, completions
 from foveal_runtime.frontend.http.apis.anthropic import build_messages_router
 from foveal_runtime.frontend.http.apis.embeddings import build_embeddings_router
 from foveal_runtime.frontend.http.apis.openai_responses import build_responses_router
 from foveal_runtime.frontend.http.apis.transcription import build_transcription_router
-from foveal_runtime.frontend.http.asgi.json_bodies import (
-    LONG_BYTES,
-    WHOLE_BYTES,
-    decode_body,
-    decode_json,
-)
 from foveal_runtime.frontend.http.asgi.replies import (
     json_response,
     named_relaxed,
     start_stream,
     until_disconnect,
 )
+from foveal_runtime.frontend.http.body_route import BodyRoute
 from foveal_runtime.frontend.http.monitoring.health import Health
 from foveal_runtime.frontend.http.monitoring.metrics import MetricsPage
 from foveal_runtime.frontend.http.service import Service, scope_of
 from foveal_runtime.frontend.http.tokens import build_token_router
 from foveal_runtime.frontend.items.interfaces import PromptPlaceholders
-from foveal_runtime.frontend.protocol.body_text import Body
 from foveal_runtime.frontend.protocol.requests import ChatCompletionRequest, CompletionRequest
 from foveal_runtime.frontend.protocol.responses import (
     ChatCompletion,
@@ -55,8 +44,6 @@ from foveal_runtime.plan.config import ModalityLimits
 from foveal_runtime.plan.media import MODALITIES, Modality
 from foveal_runtime.telemetry.startup import runtime_version
 
-_PARSED = b"{}"
-
 ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorResponse, "description": "the request is wrong; `param` names the field"},
     401: {"model": ErrorResponse, "description": "no valid API key"},
@@ -71,109 +58,28 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-class _JsonRequest(Request):
-    """A request whose JSON is parsed by msgspec: bodies hold megabytes of base64, so their bytes
-    go once they are parsed."""
-
-    def __init__(self, scope: Scope, receive: Receive, *, leaves_media: bool) -> None:
-        super().__init__(scope, receive)
-        size = self.headers.get("content-length", "")
-        fits = size.isdecimal() and len(size) < 9 and LONG_BYTES < int(size) <= WHOLE_BYTES
-        self._leaves_media = leaves_media and fits
-        self._media_body: Body | None = None
-
-    async def body(self) -> bytes:
-        """The bytes; after they were parsed, no more than that there were some. They are gathered
-        as they come: joining those of the largest body would hold the loop for 60 ms."""
-        if hasattr(self, "_parsed"):
-            return _PARSED
-        if not hasattr(self, "_body"):
-            gathered = bytearray()
-            async for piece in self.stream():
-                if not self._leaves_media:
-                    gathered += piece
-                    continue
-                self._media_body = self._media_body or Body()
-                if not self._media_body.add(piece):  # more than it was to be
-                    gathered += self._media_body.content() + piece
-                    self._media_body, self._leaves_media = None, False
-            self._body = cast(bytes, gathered)
-            if self._media_body is not None and self._media_body.size:
-                self._body = _PARSED  # soon
-        return self._body
-
-    async def json(self) -> Any:
-        if not hasattr(self, "_parsed"):
-            body = await self.body()
-            if self._media_body is not None:
-                self._parsed, self._media_body = decode_body(self._media_body), None
-            elif len(body) > WHOLE_BYTES:
-                self._parsed = await asyncio.to_thread(decode_json, body)
-            else:
-                self._parsed = decode_json(body)
-            self._body = b""
-        return self._parsed
-
-
-class BodyRoute(APIRoute):
-    """Reads and parses the body before FastAPI does, so that limits and syntax errors keep their
-    own status."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        inner = super().get_route_handler()
-        model = _body_model(self.endpoint)
-
-        async def handler(request: Request) -> Response:
-            leaves_media = model is ChatCompletionRequest
-            wrapped = _JsonRequest(request.scope, request.receive, leaves_media=leaves_media)
-            if request.method == "POST" and await wrapped.body():
-                value = await wrapped.json()
-                kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-                if model and isinstance(value, dict) and kind == "application/json":
-                    response: Response = await self.endpoint(_checked(model, value), wrapped)
-                    return response
-            return await inner(wrapped)
-
-        return handler
-
-
-def _body_model(endpoint: Callable[..., Any]) -> type[BaseModel] | None:
-    """Of an endpoint that takes a body, the request and nothing else, and answers itself. It is
-    called without FastAPI's search for what it may want, 7 % of a chat request."""
-    hints = get_type_hints(endpoint)
-    if list(hints) != ["body", "request", "return"] or hints["return"] is not Response:
-        return None
-    model: type[BaseModel] = hints["body"]
-    return model
-
-
-def _checked(model: type[BaseModel], value: dict[str, Any]) -> BaseModel:
-    """Raises RequestValidationError, as FastAPI does."""
-    try:
-        return model.model_validate(value, from_attributes=True)
-    except ValidationError as error:
-        found = error.errors(include_url=False)
-        raise RequestValidationError(
-            [{**one, "loc": ("body", *one["loc"])} for one in found]
-        ) from error
-
-
 def add_routes(
     router: APIRouter, service: Service, info: PromptPlaceholders, health: Health, page: MetricsPage
-) -> None:
+) -> list[BaseRoute]:
+    """Returns them all, those of included routers among them."""
     router.route_class = BodyRoute
     _add_generation(router, service, info)
     _add_models(router, service, info)
     errors: dict[int | str, dict[str, Any]] = {
         status: ERRORS[status] for status in (400, 401, 403, 404, 413, 424, 429, 500, 503)
     }
-    router.include_router(build_token_router(service, BodyRoute, errors))
-    router.include_router(build_messages_router(service, BodyRoute, list(ERRORS)))
-    router.include_router(build_responses_router(service, BodyRoute, ERRORS))
-    router.include_router(build_embeddings_router(service, info, BodyRoute, ERRORS))
-    router.include_router(build_transcription_router(service, ERRORS))
+    included = (
+        build_token_router(service, BodyRoute, errors),
+        build_messages_router(service, BodyRoute, list(ERRORS)),
+        build_responses_router(service, BodyRoute, ERRORS),
+        build_embeddings_router(service, info, BodyRoute, ERRORS),
+        build_transcription_router(service, ERRORS),
+    )
+    for one in included:
+        router.include_router(one)
     _add_health(router, health, service)
     _add_metrics(router, page)
+    return [route for one in (router, *included) for route in one.routes]
 
 
 def _add_generation(router: APIRouter, service: Service, info: PromptPlaceholders) -> None:
