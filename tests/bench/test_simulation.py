@@ -235,8 +235,8 @@ def test_every_message_costs_the_frontend_that_reads_it(num_clients):
 
 def test_costs_are_found_again():
     """And a cost that would be negative is none."""
-    true = [0.003, 5e-5, 0.0, 3e-4, 0.0, 4e-5]
-    rows = [[1.0, 10.0 * i, 100.0 * i * i, i % 7, 50.0 * (i % 11), 64.0 * (i % 3)]
+    true = [0.003, 0.002, 5e-5, 0.0, 3e-4, 0.0, 4e-5]
+    rows = [[1.0, i % 5, 10.0 * i, 100.0 * i * i, i % 7, 50.0 * (i % 11), 64.0 * (i % 3)]
             for i in range(40)]  # fmt: skip
     seconds = [sum(a * b for a, b in zip(true, row, strict=True)) for row in rows]
     assert fit(rows, seconds) == pytest.approx(true, rel=1e-6, abs=1e-9)
@@ -245,3 +245,31 @@ def test_costs_are_found_again():
     assert len(true) == len(FEATURES)
     kept = msgspec.json.decode(msgspec.json.encode(COSTS), type=Costs)
     assert kept == COSTS
+
+
+def test_what_disturbs_steps_is_part_of_their_costs():
+    """Some take three times as long: the total is theirs."""
+    rows = [[1.0, float(i % 10)] for i in range(200)]
+    seconds = [(0.003 + 0.001 * (i % 10)) * (3 if i % 7 == 0 else 1) for i in range(200)]
+    found = fit(rows, seconds)
+    total = sum(a * b for row in rows for a, b in zip(found, row, strict=True))
+    assert total == pytest.approx(sum(seconds), rel=1e-3)
+
+
+def test_costs_follow_the_pace_of_the_machine():
+    slow = COSTS.at_pace(1.5)
+    assert slow.step == pytest.approx({name: 1.5 * value for name, value in COSTS.step.items()})
+    assert slow.worker.new_item == pytest.approx(1.5 * COSTS.worker.new_item)
+    assert slow.alone_speed == COSTS.alone_speed
+
+
+def test_time_passes_while_a_real_runner_computes():
+    """Otherwise no request would arrive during another's steps."""
+    runner = CostRunner(DEPLOYMENT.traits, COSTS, lambda name, index: 5)
+
+    async def main():
+        async with World(DEPLOYMENT, Costs(step={}), 1, 1, runner=runner) as world:
+            await converse(world, [[Ask([1, 100 + n], (), (5,) * 8)] for n in range(4)], 2)
+            return [answer.done - answer.sent for answer in world.answers]
+
+    assert min(run(main())) >= 8 * COSTS.step["step"]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from foveal_runtime.engine.testing.fake_runner import FakeLoras
 from foveal_runtime.engine.types.step import (
@@ -20,23 +21,29 @@ from foveal_runtime.plan.budget.encoder import LargestItem
 from foveal_runtime.plan.config import EngineConfig
 from foveal_runtime.wire.item import pack_item
 
-FEATURES = ("step", "prompt_token", "prompt_context", "stream", "stream_context", "embed")
-"""A step; a prompt token in it, and the tokens before it that it sees; a stream that goes on by a
-token, and its tokens so far; an embedding to encode."""
+FEATURES = (
+    "step", "prompt", "prompt_token", "prompt_context", "stream", "stream_context", "embed",
+)  # fmt: skip
+"""A step; a part of a prompt in it, a token of that, and the tokens before it that it sees; a
+stream that goes on by a token, and its tokens so far; an embedding to encode."""
+NUM_FITS = 3
+Table = NDArray[np.float64]
 
 
 def features(plan: StepPlan) -> list[float]:
     """How often each of FEATURES is in a plan."""
-    tokens = context = streams = seen = 0.0
+    prompts = tokens = context = streams = seen = 0.0
     for one in plan.scheduled:
         count, start = one.num_scheduled_tokens, one.num_computed_tokens
         if count > 1:
+            prompts += 1
             tokens += count
             context += count * (start + count / 2)
         else:
             streams += 1
             seen += start
-    return [1.0, tokens, context, streams, seen, float(sum(e.num_embeds for e in plan.encode))]
+    embeds = float(sum(entry.num_embeds for entry in plan.encode))
+    return [1.0, prompts, tokens, context, streams, seen, embeds]
 
 
 class Role(msgspec.Struct, frozen=True):
@@ -66,6 +73,18 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     machine: dict[str, str] = {}
     date: str = ""
     fit_error: float = 0.0
+
+    def at_pace(self, pace: float) -> Costs:
+        """On a machine that takes `pace` times as long for everything."""
+
+        def slower(role: Role) -> Role:
+            return Role(*(pace * value for value in msgspec.structs.astuple(role)))
+
+        return msgspec.structs.replace(
+            self, step={name: pace * value for name, value in self.step.items()},
+            frontend=slower(self.frontend), worker=slower(self.worker),
+            engine=slower(self.engine), client=slower(self.client),
+        )  # fmt: skip
 
     def step_seconds(self, plan: StepPlan) -> float:
         found = zip(FEATURES, features(plan), strict=True)
@@ -157,9 +176,19 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Least squares without negative costs: the most negative one is left out until none is."""
+    """Least squares without negative costs. What disturbs a second disturbs each: the variance
+    grows with what the fit says. Weighed by what was measured, a step that was slow by chance would
+    count for less than one that was fast, and the fit's total be too low."""
     table, wanted = np.array(rows, dtype=float), np.array(seconds, dtype=float)
-    weights = 1 / np.maximum(wanted, np.median(wanted) / 10)  # relative errors count
+    level, found = wanted, np.zeros(table.shape[1])
+    for _ in range(NUM_FITS):
+        found = _not_negative(table, wanted, np.maximum(level, np.median(wanted) / 10) ** -0.5)
+        level = table @ found
+    return [float(value) for value in found]
+
+
+def _not_negative(table: Table, wanted: Table, weights: Table) -> Table:
+    """The most negative cost is left out until none is."""
     kept = [i for i in range(table.shape[1]) if table[:, i].any()]
     found = np.zeros(table.shape[1])
     while kept:
@@ -168,4 +197,4 @@ def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float
             found[kept] = part
             break
         del kept[int(part.argmin())]
-    return [float(value) for value in found]
+    return found

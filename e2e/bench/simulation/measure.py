@@ -36,6 +36,8 @@ from foveal_runtime.plan.config import EngineConfig, load
 ROLES = {"frontend": "frontend", "worker": "media worker", "engine": "engine"}
 NUM_CORES = 2
 FLAGS = ("--threads", "1", "--kv-cache", "512Mi", "--ipc-cache", "16Mi")
+FILL_REQUESTS = 130
+"""With an image each, 640 tokens: more than an engine's KV memory of FLAGS holds (65,536)."""
 IMAGE = ImageKind()
 CACHES = ("ipc", "prefix", "encoder")
 TRACES = (("mixed", 5), ("hits-70", 6), ("text", 7))
@@ -111,23 +113,29 @@ def deployed(model: Path, folder: Path, num_frontends: int, num_engines: int) ->
     )
     with Server(spec, folder) as server:
         real = Real(server)
-        real.play(make_trace("mixed", 999_999, 3 * num_frontends), num_frontends)
+        # Pods touch KV memory at their start, `serve` does not: all of it is written here.
+        fill = make_trace("hits-0", 999_999, FILL_REQUESTS * num_engines, max_tokens=1)
+        real.play(fill, 4 * num_engines)
+        real.play(make_trace("mixed", 999_998, 3 * num_frontends), num_frontends)
         real.rest()
         yield real
 
 
 def calibrate(model: Path, folder: Path, real: Real) -> tuple[Deployment, Costs]:
-    """Costs from a 1 x 1 deployment and from steps of the model alone."""
+    """Costs from a 1 x 1 deployment and from steps of the model, before its plays and after."""
     kinds = [("text", 64, 8, 4), ("text", 64, 40, 4), ("text", 32, 40, 1), ("hits-0", 64, 16, 4),
              ("hits-95", 64, 16, 4), ("multi-turn", 48, 16, 4)]  # fmt: skip
+    document = folder / "engine.json"
+    document.write_bytes(real.document.read_bytes())
+    both, alone_steps = timed_steps(document, folder, NUM_CORES), timed_steps(document, folder, 1)
     plays = [
         real.play(make_trace(kind, 70 + i, num, max_tokens=tokens), concurrency)
         for i, (kind, num, tokens, concurrency) in enumerate(kinds)
     ]
-    document = folder / "engine.json"
-    document.write_bytes(real.document.read_bytes())
+    alone_steps += timed_steps(document, folder, 1)
+    both += timed_steps(document, folder, NUM_CORES)
     real.server.stop()
-    deployment, costs = step_costs(document, folder)
+    deployment, costs = both[0].deployment, step_costs(both, alone_steps)
     words = Words(model, deployment)
     idle = real.idle
     costs = msgspec.structs.replace(
@@ -152,21 +160,22 @@ def calibrate(model: Path, folder: Path, real: Real) -> tuple[Deployment, Costs]
     return deployment, msgspec.structs.replace(costs, **roles)
 
 
-def step_costs(document: Path, folder: Path) -> tuple[Deployment, Costs]:
-    """Of two processes at once, as engines are, and of one alone."""
+def timed_steps(document: Path, folder: Path, count: int) -> list[Steps]:
+    """Of `count` processes at once."""
     picture = folder / "picture.png"
     picture.write_bytes(draw(1, IMAGE))
     command = [sys.executable, "-m", "e2e.bench.simulation.steps", str(document), str(picture)]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(count)]
+    outputs = [process.communicate()[0] for process in started]
+    return [msgspec.json.decode(output, type=Steps) for output in outputs]
 
-    def measured(count: int) -> list[Steps]:
-        started = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(count)]
-        outputs = [process.communicate()[0] for process in started]
-        return [msgspec.json.decode(output, type=Steps) for output in outputs]
 
-    both, [alone] = measured(NUM_CORES), measured(1)
-    rows, seconds = both[0].rows + both[1].rows, both[0].seconds + both[1].seconds
+def step_costs(both: Sequence[Steps], alone: Sequence[Steps]) -> Costs:
+    """Of two processes at once, as engines are, and of one alone."""
+    rows = [row for one in both for row in one.rows]
+    seconds = [value for one in both for value in one.seconds]
     found = fit(rows, seconds)
-    found_alone = fit(alone.rows, alone.seconds)
+    found_alone = fit([r for one in alone for r in one.rows], [s for a in alone for s in a.seconds])
     table = np.array(rows)
     predicted = table @ np.array(found)
     error = float(np.median(np.abs(predicted - seconds) / np.array(seconds)))
@@ -174,8 +183,17 @@ def step_costs(document: Path, folder: Path) -> tuple[Deployment, Costs]:
     print(f"{len(rows)} steps: median error {error:.1%}; total {predicted.sum():.2f} for "
           f"{sum(seconds):.2f} s; alone {speed:.2f} x faster")  # fmt: skip
     step = dict(zip(FEATURES, found, strict=True))
-    print({name: f"{1e6 * value:.3g} us" for name, value in step.items()})
-    return both[0].deployment, Costs(step=step, alone_speed=speed, fit_error=error)
+    costs = Costs(step=step, alone_speed=speed, fit_error=error)
+    print({name: f"{1e6 * value:.3g} us" for name, value in step.items()},
+          "paces", *(f"{pace_of([one], costs):.2f}" for one in both))  # fmt: skip
+    return costs
+
+
+def pace_of(found: Sequence[Steps], costs: Costs) -> float:
+    """How many times what `costs` say they took."""
+    said = np.array([costs.step.get(name, 0.0) for name in FEATURES])
+    rows = np.array([row for one in found for row in one.rows])
+    return sum(sum(one.seconds) for one in found) / float((rows @ said).sum())
 
 
 class Words:
@@ -303,12 +321,18 @@ def calibrated(folder: Path, model: Path) -> dict[str, Any]:
 
 
 def validate(folder: Path, model: Path, deployment: Deployment, costs: Costs) -> dict[str, Any]:
-    """Runs 4 x 2, simulates it. Returns what is to be recorded."""
+    """Runs 4 x 2, simulates it. Returns what is to be recorded. Costs are those of the calibration
+    at the machine's pace around the plays: what a second of CPU does changes within minutes."""
     words = Words(model, deployment)
     with deployed(model, folder, 4, 2) as real:
         # Planned for two: from the same memory each has a smaller encoder cache than one alone.
         engine = load(str(real.document), EngineConfig)
+        steps = timed_steps(real.document, folder, NUM_CORES)
         plays = [real.play(make_trace(kind, seed, 240), 8) for kind, seed in TRACES]
+        steps += timed_steps(real.document, folder, NUM_CORES)
+    pace = pace_of(steps, costs)
+    print(f"pace {pace:.2f}:", *(f"{pace_of([one], costs):.2f}" for one in steps), flush=True)
+    costs = costs.at_pace(pace)
     deployment = msgspec.structs.replace(deployment, engine=engine)
     errors: list[Error] = []
     for number, played in enumerate(plays):
@@ -318,13 +342,15 @@ def validate(folder: Path, model: Path, deployment: Deployment, costs: Costs) ->
         )
         errors += compare(played, found)
         print(f"{played.trace.name}: {played.seconds:.1f} s, others {played.others:.2f}, "
-              f"idle {real.idle:.2f} cores, CPU seconds {played.cpu}", flush=True)  # fmt: skip
+              f"idle {real.idle:.2f} cores, CPU seconds {played.cpu}, of simulated steps "
+              f"{found.step_seconds:.1f}", flush=True)  # fmt: skip
     for one in errors:
         print(f"{one.trace:8} {one.figure:13} real {one.real:8.4f} simulated {one.simulated:8.4f} "
               f"off {one.off:+.1%} (limit {one.limit:.0%}){'' if one.holds else ' NOT REACHED'}",
               flush=True)  # fmt: skip
     return {
-        "errors": msgspec.to_builtins(errors), "others": [one.others for one in plays],
+        "errors": msgspec.to_builtins(errors), "pace": pace,
+        "others": [one.others for one in plays],
         "cpu": [one.cpu for one in plays], "seconds": [one.seconds for one in plays],
         "machine": machine_facts(),
     }  # fmt: skip

@@ -116,6 +116,8 @@ class Engine:
         self._held = self._held or []
         result = self.runner.submit(plan, between).result()
         self._owed += self._costs.engine.token * len(result.sampled)
+        if self.runner is not self._costed:  # a real one: others arrive while it computes
+            self._spend(result.encode_seconds + result.forward_seconds)
         return DoneStep(result)
 
     def _spend(self, seconds: float) -> None:
