@@ -65,7 +65,7 @@ setup(
             sources=[f"{FOLDER}/{source}.c"],
             depends=[
                 f"{FOLDER}/{name}.h"
-                for name in ("delta_rule", "lanes", "paged", "products", "rows")
+                for name in ("chunks", "delta_rule", "lanes", "paged", "products", "rows")
             ],
             extra_compile_args=flags,
             optional=os.environ.get("FOVEAL_REQUIRE_KERNELS") != "1",

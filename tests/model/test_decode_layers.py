@@ -1,4 +1,4 @@
-"""Decode steps in one call of the kernel: what takes that way says the same, what differs does not.
+"""Steps in one call of the kernel: what takes that way says the same, what differs does not.
 
 Layer by layer against transformers' modules over long contexts and windows, whole families against
 transformers' own model through the runner, and models that only look alike.
@@ -8,104 +8,45 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 from foveal_runtime.model.attention import KVPool
-from foveal_runtime.model.checkpoint.head import Head
 from foveal_runtime.model.checkpoint.loader import load_model
-from foveal_runtime.model.checkpoint.probe import probe_layers, probe_states
 from foveal_runtime.model.cpu import packing
 from foveal_runtime.model.cpu.kernels import DecodeKernel, load_decode_kernel
 from foveal_runtime.model.cpu.packing import can_pack, layout_of, pack_linears
 from foveal_runtime.model.layers import decode_layers
 from foveal_runtime.model.layers.decode_layers import DecodeLayers, make_decode_layers
 from foveal_runtime.model.layers.layer_parts import Trial
-from foveal_runtime.model.layers.state import States
 from foveal_runtime.model.runner.runner import TorchRunner
 from tests.support.models.compiled import params_of, paths_of
+from tests.support.models.decoders import (
+    DTYPES,
+    NOT_TAKEN,
+    TAKEN,
+    compare_layer,
+    decoder_case,
+    made_of,
+    reset,
+    states_of,
+)
 
 pytestmark = [
     pytest.mark.model,
     pytest.mark.skipif(not can_pack(torch.float32), reason="this torch packs no linear layers"),
     pytest.mark.skipif(isinstance(load_decode_kernel(), str), reason=str(load_decode_kernel())),
 ]
-DTYPES = ["float32", "bfloat16"]
-SIZES = {
-    "vocab_size": 128, "hidden_size": 96, "intermediate_size": 136, "num_hidden_layers": 3,
-    "head_dim": 16, "num_attention_heads": 6, "num_key_value_heads": 2,
-    "max_position_embeddings": 2048, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-TAKEN = {
-    "llama": {},
-    "mistral": {"sliding_window": 12},
-    "qwen2": {},
-    "qwen3": {},
-    "seed_oss": {},
-    "gemma2": {"sliding_window": 12, "query_pre_attn_scalar": 16},
-    "gemma3_text": {
-        "sliding_window": 12,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        "query_pre_attn_scalar": 24,
-        "tie_word_embeddings": False,  # logits of others' size
-    },
-    "lfm2": {
-        "layer_types": ["conv", "full_attention", "conv"],
-        "block_auto_adjust_ff_dim": False,
-        "tie_word_embeddings": False,
-    },
-    "qwen3_5_text": {
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-    },
-}
 HYBRID = ["lfm2", "lfm2_vl", "qwen3_5_text", "qwen3_5"]
 """The step driver reuses blocks of tokens, not states."""
-NOT_TAKEN = {
-    "ernie4_5": ({}, "layer 0 differs"),  # turns neighbours
-    "granite": ({"residual_multiplier": 0.5}, "layer 0 differs"),
-    "smollm3": ({"no_rope_layer_interval": 2}, "layer 1 differs"),
-    "cohere": ({}, "made of other parts"),
-    "olmo2": ({}, "made of other parts"),
-    "phi3": ({}, "made of other parts"),
-    "qwen3_moe": ({}, "made of other parts"),
-}
-
-
-def config_of(kind: str, **more):
-    known = {k: v for k, v in SIZES.items() if k != "head_dim" or kind != "qwen2"}
-    return transformers.AutoConfig.for_model(kind, **known, **more)
 
 
 @pytest.fixture
 def named(checkpoints):
     """named(kind) → the name of a case of that kind whose heads the kernels know."""
-
-    def get(kind: str) -> str:
-        more = NOT_TAKEN[kind][0] if kind in NOT_TAKEN else TAKEN.get(kind, {})
-        checkpoints.CASES.setdefault(
-            f"{kind}_16", checkpoints.Case(lambda: config_of(kind, **more))
-        )
-        return f"{kind}_16"
-
-    return get
-
-
-def made_of(path: Path, dtype: str = "float32"):
-    """(model, geometry of its layers)."""
-    loaded = load_model(str(path), dtype)
-    return loaded, probe_layers(loaded, Head(loaded.model, loaded.core_name))
-
-
-def states_of(loaded) -> States:
-    return States(loaded, probe_states(loaded, Head(loaded.model, loaded.core_name)))
+    return lambda kind: decoder_case(checkpoints, kind)
 
 
 @pytest.mark.parametrize("kind", TAKEN)
@@ -208,24 +149,6 @@ def test_each_layer_equals_its_modules_over_long_contexts(kind, dtype, tiny, nam
                     compare_layer(made, trial, number, kept)
 
 
-def compare_layer(made: DecodeLayers, trial: Trial, number: int, states: list) -> None:
-    """What it adds, and what it leaves in the KV pool or in its state."""
-    slots, layer = trial.context.slots, made._geometry.get(number)
-    pools = [] if layer is None else [trial.pool.keys[layer.index], trial.pool.values[layer.index]]
-    before = [one.clone() for one in states]
-    wanted = trial.added_by(number)
-    written = [pool[slots].clone() for pool in pools]
-    after = [one.clone() for one in states]
-    for pool in pools:
-        pool[slots] = 7
-    reset(states, before)
-    got = trial.rows.clone()
-    made.run_layers(got, trial.positions, trial.context, range(number, number + 1))
-    trial.check_same("added", got.double() - trial.rows.double(), wanted)
-    for one, other in zip([pool[slots] for pool in pools] + states, written + after, strict=True):
-        trial.check_same("kept", one, other)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3_text", "lfm2", "qwen3_5_text"])
 @pytest.mark.parametrize("path", params_of("decode_layers"))
@@ -292,14 +215,16 @@ def test_a_chunk_is_the_same_bits_as_its_tokens_one_by_one(path, kind, dtype, ti
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("path", params_of("decode_layers"))
-def test_chunks_that_see_much_take_the_modules(path, dtype, tiny, named):
+def test_long_steps_take_the_modules_where_the_kernel_is_slower(path, dtype, tiny, named):
     loaded, layers = made_of(tiny(named("llama")), dtype)
-    made = DecodeLayers(loaded, layers, DecodeKernel(path))
-    is_fast = dtype == "bfloat16" and DecodeKernel(path).is_fast_in_bfloat16
+    kernel = DecodeKernel(path)
+    made = DecodeLayers(loaded, layers, kernel)
+    is_fast = dtype == "bfloat16" and kernel.is_fast_in_bfloat16
     limits = decode_layers.FAST_LIMITS if is_fast else decode_layers.LIMITS
     assert made.limits == limits
+    assert made.takes_long == (is_fast if dtype == "bfloat16" else kernel.is_fast_in_float32)
     rows, most = limits
-    for q_lens, kv_lens, is_taken in (
+    for q_lens, kv_lens, is_small in (
         ((8, 1), (most // 8 - 1, 5), True),
         ((8, 1), (most // 8, 5), False),
         ((1, 1), (most, most), True),
@@ -307,7 +232,9 @@ def test_chunks_that_see_much_take_the_modules(path, dtype, tiny, named):
     ):
         with torch.inference_mode():
             trial = Trial(loaded, layers, q_lens=q_lens, kv_lens=kv_lens)
-        assert made.takes(trial.positions, trial.context, {}) == is_taken, q_lens
+        assert made.is_small(trial.context) == is_small, q_lens
+        is_taken = made.takes(trial.positions, trial.context, {})
+        assert is_taken == (is_small or made.takes_long), q_lens
     with torch.inference_mode():
         trial = Trial(loaded, layers, q_lens=(3,), kv_lens=(3,))
     places = trial.positions.expand(3, 1, -1).clone()
@@ -327,11 +254,6 @@ def part_of(trial: Trial, some: slice):
         kv_lens=context.kv_lens[some],
         state_slots=context.state_slots[some],
     )
-
-
-def reset(states: list, before: list) -> None:
-    for one, old in zip(states, before, strict=True):
-        one.copy_(old)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
@@ -432,9 +354,10 @@ def test_a_known_layout_says_where_each_number_is(shape, dtype):
         assert raw[at] == linear.weight[out, into]
 
 
-def test_larger_steps_take_the_modules(bench, named, monkeypatch):
+def test_a_slower_kernel_leaves_larger_steps_to_the_modules(bench, named, monkeypatch):
     monkeypatch.setattr(decode_layers, "LIMITS", decode_layers.LIMITS._replace(rows=4))
     one = bench(named("llama"), attention="auto")
+    one.runner.forward.decode_layers.takes_long = False
     calls = []
     taken = one.runner.forward.decode_layers.run
     one.runner.forward.decode_layers.run = lambda *args: calls.append(len(args[0])) or taken(*args)

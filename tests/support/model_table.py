@@ -50,10 +50,10 @@ quantised weights |
 TAIL = """
 *Tensor parallel*: "compared" families give the answers of one process on two ranks
 (`tests/model/test_tensor_parallel.py`); for "by plan" transformers says how to split layers, which
-no test runs. *CPU fast path*: decode steps in one call of a C kernel, compared with transformers
+no test runs. *CPU fast path*: steps in one call of a C kernel, compared with transformers
 (`tests/model/test_decode_layers.py`, where text models like Llama, Mistral, Qwen2, Qwen3, Gemma 2
 and Gemma 3 are compared, too); a trial at load time decides, and the engine's log says what it
-found. "modules": small steps of these are transformers' modules, because their layers have experts
+found. "modules": steps of these are transformers' modules, because their layers have experts
 (`aria`, `glm4v_moe`, `kimi_k25`, `llama4`, the Qwen families with "moe", `qwen3_next`), attention
 and MLP beside each other (`aya_vision`, `cohere2_vision`), norms in other places (`exaone4_5`,
 `hyperclovax_vision_v2`, the GLM families, which turn neighbours, too), inputs, values or gates of

@@ -5,10 +5,10 @@
         [--threads 1] [--cpu-time] [--not-kept]
 
 Ratios below 1: faster than without. `fused`: norms and MLPs, in steps that modules compute.
-`one-call`: decode steps. `last-layer`: its sampled rows alone. `attention`: the prefill kernel,
-against torch's; `towers`: the same in an image's encoding. `int8`, `int4`: decode steps and prompts
-with weights quantised at load, against those of --dtype. --not-kept leaves it to glibc what memory
-is given back after a step.
+`one-call`: steps of all kinds. `last-layer`: its sampled rows alone. `attention`: the prefill
+kernel, against torch's; `towers`: the same in an image's encoding. `int8`, `int4`: decode steps and
+prompts with weights quantised at load, against those of --dtype. --not-kept leaves it to glibc what
+memory is given back after a step.
 """
 
 from __future__ import annotations
@@ -108,7 +108,11 @@ def works(bench: Bench, what: str, decodes: Sequence[int]) -> dict[str, Work]:
         "prompt of 640 tokens": lambda: bench.step(1, 640, 0),
     }
     if what == "one-call":
-        return steps
+        streams = [(1, CONTEXT_TOKENS - 1)] * 3
+        beside: dict[str, Work] = {
+            "256 of a prompt, 3 decoded": lambda: bench.mixed([(256, 256), *streams])
+        }
+        return steps | prompts | beside
     if what == "towers":
         return image
     if what in ("int8", "int4"):

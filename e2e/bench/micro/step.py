@@ -9,7 +9,7 @@ Limits: reading the decoder's weights once from memory (decode), the decoder's m
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -44,16 +44,22 @@ class Bench:
     def step(self, num_sequences: int, num_tokens: int, num_computed: int) -> None:
         """Positions [num_computed, num_computed + num_tokens) of each sequence; no sampling of
         state: the same step can be repeated."""
+        self.mixed([(num_tokens, num_computed)] * num_sequences)
+
+    def mixed(self, parts: Sequence[tuple[int, int]]) -> None:
+        """Likewise, with (num_tokens, num_computed) of each sequence its own."""
         scheduled = []
         if (states := self.runner.states.pool) is not None:
-            states.ends = [num_computed] * len(states.ends)  # whatever the last step made of them
-        for i in range(num_sequences):
+            # Whatever the last step made of them.
+            rest = len(states.ends) - len(parts)
+            states.ends = [num_computed for _, num_computed in parts] + [0] * rest
+        for i, (num_tokens, num_computed) in enumerate(parts):
             first = 1 + i * self.num_blocks
             used = -(-(num_computed + num_tokens) // BLOCK_TOKENS)
             blocks = list(range(first, first + used))
             scheduled.append(ScheduledRequest(str(i), num_computed, num_tokens, blocks, True))
         result = self.runner.execute(StepPlan(1, scheduled=scheduled))
-        assert len(result.sampled) == num_sequences
+        assert len(result.sampled) == len(parts)
 
 
 Timer = Callable[[Callable[[], object]], float]

@@ -1,54 +1,48 @@
-"""Small steps of many decoders in one call of a C kernel, on CPUs.
+"""Steps of many decoders in one call of a C kernel, on CPUs.
 
 Made by the runner once the KV pool is there. transformers computes a layer in some twenty
 operators, each of which wakes threads and waits for them; for a few tokens that takes longer than
-reading the weights. The kernel (kernels/decode_layers.c) goes through all layers with threads that
-are woken once, and reads the weights where oneDNN packed them.
+reading the weights, and beside other processes one thread often waits for the other. The kernel
+(kernels/decode_layers.c) goes through all layers with threads that are woken once and take work
+whenever they are free, and reads the weights where oneDNN packed them.
 
 That a decoder has the parts of such a layer is read from its modules; that these parts compute what
 the kernel computes is tried, layer by layer and then as a whole, with the model's own weights. A
-decoder that is anything else keeps its modules, and so does every step of more tokens.
+decoder that is anything else keeps its modules. So do long steps where oneDNN's products are faster
+than the kernel's.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import nn
 
 from foveal_runtime.model.attention import ForwardContext, KVPool, LayerGeometry
-from foveal_runtime.model.attention.cpu import Rows, is_supported
-from foveal_runtime.model.checkpoint.blocked import product_of
-from foveal_runtime.model.checkpoint.dequantize import QuantizedLinear
+from foveal_runtime.model.attention.cpu import MAX_ROWS, Rows, is_supported
 from foveal_runtime.model.checkpoint.loader import LoadedModel
-from foveal_runtime.model.cpu.fusing import DTYPES, FusedNorm, activation_of
+from foveal_runtime.model.cpu.fusing import DTYPES
 from foveal_runtime.model.cpu.kernels import (
     DONE,
     NO_MEMORY,
-    NORMS,
-    PRODUCTS,
     DecodeKernel,
     DecodeStep,
     Layer,
     Place,
-    Product,
-    RmsNorm,
     load_decode_kernel,
 )
-from foveal_runtime.model.cpu.packing import Activation, PackedLinear, layout_of, raw_address
-from foveal_runtime.model.layers.delta_rule import DeltaRule, Parts
+from foveal_runtime.model.layers.delta_rule import Parts
+from foveal_runtime.model.layers.kernel_layer import LayerParts
+from foveal_runtime.model.layers.last_layer import WantedRows, only_rows
 from foveal_runtime.model.layers.layer_parts import (
-    FORMS,
     Trial,
     Unlike,
     check_decoder,
-    has_weights,
     last_norm,
-    parts_of,
     rotate,
     rotation_of,
     trying,
@@ -57,10 +51,11 @@ from foveal_runtime.model.layers.state import States, segments_of
 
 
 class Limits(NamedTuple):
-    """Of steps that are computed this way, measured in docs/decisions/decode-in-one-call.md."""
+    """Of small steps, measured in docs/decisions/decode-in-one-call.md: all their tokens attend by
+    themselves. In longer ones those of a prompt share what they read of their context."""
 
     rows: int
-    """Tokens of a step; with more, modules are as fast."""
+    """Tokens of a step."""
     visible: int
     """What the tokens of prompts see, added up: each reads its context by itself here."""
 
@@ -69,15 +64,13 @@ LIMITS = Limits(64, 12_288)
 FAST_LIMITS = Limits(128, 32_768)
 """Where the kernel multiplies bfloat16 numbers as fast as oneDNN."""
 
-SILU = Activation("swish")
-_KERNEL_ACTIVATIONS = {
-    SILU: 0,
-    Activation("gelu", "tanh"): 1,
-    Activation("gelu", "none"): 2,
-    Activation("relu"): 3,
-}
-_TRIED = (3, 1, 1)
-"""New tokens of a trial's sequences."""
+MOST_ROWS = 1024
+"""Tokens in one call, which has memory for that many: more take several, one after the other."""
+SHORT_LAST = 16
+"""As many times fewer rows wanted than computed make the short last layer worth its modules."""
+
+_TRIED = ((3, 4), (1, 16), (7, 21))
+"""New tokens of a trial's sequences, and how many there are then."""
 _WHOLE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Mean difference over mean size after all layers: shows what is done around the layers (a scaled
 embedding), not last bits, which the trials of single layers show."""
@@ -104,10 +97,13 @@ class DecodeLayers:
         self._decoder = decoder
         self._norm = last_norm(decoder)
         self._states = states
-        self._parts = [_LayerParts(layer, loaded.dtype) for layer in decoder.layers]
+        self._parts = [LayerParts(layer, loaded.dtype) for layer in decoder.layers]
         is_fast = kernel.is_fast_in_bfloat16 and loaded.dtype == torch.bfloat16
         is_quantised = any(one.bits for parts in self._parts for one in parts.products.values())
         self.limits = FAST_LIMITS if is_fast and not is_quantised else LIMITS
+        self.takes_long = (is_fast or loaded.dtype == torch.float32) and not is_quantised
+        if loaded.dtype == torch.float32:
+            self.takes_long &= kernel.is_fast_in_float32
         self._geometry = {one.layer if one.layer >= 0 else one.index: one for one in layers}
         self._rotations = {number: rotation_of(decoder, number) for number in self._geometry}
         first = self._parts[0]
@@ -156,24 +152,58 @@ class DecodeLayers:
     def takes(
         self, positions: torch.Tensor, context: ForwardContext, extra: Mapping[str, Any]
     ) -> bool:
-        """Whether a step has few tokens, at plain positions, that see not too much: prompts read
-        their context once for each token here. `extra`: what layers take of images (deepstack),
-        where a step has such."""
-        count = len(context.slots)
-        if count > self.limits.rows or context.groups is not None or extra:
+        """Whether a step is small, or long ones are as fast as by modules, at plain positions.
+        `extra`: what layers take of images (deepstack), where a step has such."""
+        if context.groups is not None or extra:
             return False
-        if count > len(context.q_lens):
-            pairs = zip(context.q_lens, context.kv_lens, strict=True)
-            if sum(q_len * kv_len for q_len, kv_len in pairs) > self.limits.visible:
-                return False
+        if not self.takes_long and not self.is_small(context):
+            return False
         return positions.dim() == 2 or bool((positions == positions[:1]).all())
 
+    def each_way(self) -> Iterator[None]:
+        """For trials: all steps as small ones, and then as long ones."""
+        yield
+        if self.takes_long:
+            limits, self.limits = self.limits, Limits(0, 0)
+            try:
+                yield
+            finally:
+                self.limits = limits
+
+    def is_small(self, context: ForwardContext) -> bool:
+        """Whether a step has few tokens that see not too much: each reads its context by itself."""
+        count = len(context.slots)
+        if count > self.limits.rows:
+            return False
+        pairs = zip(context.q_lens, context.kv_lens, strict=True)
+        return (
+            count == len(context.q_lens)
+            or sum(q_len * kv_len for q_len, kv_len in pairs) <= self.limits.visible
+        )
+
     def run(
-        self, embeds: torch.Tensor, positions: torch.Tensor, context: ForwardContext
+        self,
+        embeds: torch.Tensor,
+        positions: torch.Tensor,
+        context: ForwardContext,
+        few: WantedRows | None = None,
     ) -> torch.Tensor:
-        """embeds (T, E) to hidden states (T, E) after the last norm; writes keys and values."""
+        """embeds (T, E) to hidden states (T, E) after the last norm; writes keys and values.
+
+        `few`: of these rows only (n, E), if the decoder's last layer can be short.
+        """
         hidden = embeds.clone(memory_format=torch.contiguous_format)
-        self.run_layers(hidden, positions, context, range(len(self._parts)))
+        every = range(len(self._parts))
+        if few is not None and len(hidden) >= SHORT_LAST * len(few.index):
+            self.run_layers(hidden, positions, context, every[:-1])
+            turn = rotate(self._decoder, hidden, positions, self._rotations[every[-1]])
+            with only_rows(few, context):
+                last = self._decoder.layers[-1]
+                hidden = last.forward(hidden[None], position_embeddings=turn)[0]
+        else:
+            self.run_layers(hidden, positions, context, every)
+            if few is not None:
+                hidden = hidden[few.index]
         normed: torch.Tensor = self._norm(hidden)
         return normed
 
@@ -190,32 +220,38 @@ class DecodeLayers:
         rope_dim = turns[0].shape[-1]
         if any(one.shape[-1] != rope_dim for one in turns):
             raise Unlike("its layers turn heads by different numbers of dimensions")
-        pairs = zip(self._places, turns, strict=True)
-        places = [_place(context, layer, turn) for (layer, _), turn in pairs]
-        held = (Place * len(places))(*places)
-        rows = rows_of(context)
-        segments = segments_of(context)
-        step = DecodeStep(
-            **self._shape,
-            num_threads=torch.get_num_threads(),
-            num_layers=len(which),
-            num_rows=len(hidden),
-            rope_dim=rope_dim,
-            block_size=context.pool.block_size,
-            layers=ctypes.addressof(self._layers[which.start]),
-            rows=hidden.data_ptr(),
-            places=ctypes.addressof(held),
-            row_number=rows.token.ctypes.data,
-            row_sequence=rows.sequence.ctypes.data,
-            row_length=rows.length.ctypes.data,
-            num_segments=len(segments),
-            segments=segments.data_ptr(),
-        )
-        code = self._kernel.run(step)
-        if code == NO_MEMORY:
-            raise MemoryError("decode step: no memory for intermediate results")
-        if code != DONE:
-            raise Unlike("its packed weights are laid out in a way the kernel cannot read")
+        pairs = list(zip(self._places, turns, strict=True))
+        is_small = self.is_small(context)
+        for low in range(0, len(hidden), MOST_ROWS):
+            high = min(low + MOST_ROWS, len(hidden))
+            places = [_place(context, layer, turn, low) for (layer, _), turn in pairs]
+            held = (Place * len(places))(*places)
+            rows = _rows_of(context, low, high, MOST_ROWS if is_small else MAX_ROWS)
+            segments = _segments_of(context, low, high)
+            step = DecodeStep(
+                **self._shape,
+                num_threads=torch.get_num_threads(),
+                num_layers=len(which),
+                num_rows=high - low,
+                rope_dim=rope_dim,
+                block_size=context.pool.block_size,
+                layers=ctypes.addressof(self._layers[which.start]),
+                rows=hidden[low:].data_ptr(),
+                places=ctypes.addressof(held),
+                row_token=rows.all.token.ctypes.data,
+                row_sequence=rows.all.sequence.ctypes.data,
+                row_length=rows.all.length.ctypes.data,
+                num_single=rows.num_single,
+                num_chunks=len(rows.chunk_rows),
+                chunk_rows=rows.chunk_rows.ctypes.data,
+                num_segments=len(segments),
+                segments=segments.data_ptr(),
+            )
+            code = self._kernel.run(step)
+            if code == NO_MEMORY:
+                raise MemoryError("a step's layers: no memory for intermediate results")
+            if code != DONE:
+                raise Unlike("its packed weights are laid out in a way the kernel cannot read")
 
     def _rotary(self, hidden: torch.Tensor, positions: torch.Tensor, kind: str) -> torch.Tensor:
         """Cosines and sines (2, T, R) of a rotary embedding, in float32."""
@@ -223,118 +259,51 @@ class DecodeLayers:
         return torch.stack([one.reshape(-1, *one.shape[-2:])[0].float() for one in pair])
 
 
-def _place(context: ForwardContext, layer: LayerGeometry, turn: torch.Tensor) -> Place:
+def _place(context: ForwardContext, layer: LayerGeometry, turn: torch.Tensor, low: int) -> Place:
+    """For the rows from `low` on."""
     table = context.table_of(layer)
     assert table.dtype == torch.int32
     assert table.stride(1) == 1 or table.shape[1] == 1
     return Place(
-        cos=turn[0].data_ptr(),
-        sin=turn[1].data_ptr(),
-        slots=context.slots_of(layer).data_ptr(),
+        cos=turn[0, low:].data_ptr(),
+        sin=turn[1, low:].data_ptr(),
+        slots=context.slots_of(layer)[low:].data_ptr(),
         block_table=table.data_ptr(),
         table_stride=table.stride(0),
     )
 
 
-class _LayerParts:
-    """One decoder layer's modules, known to be those of a layer that the kernel computes."""
+class _Rows(NamedTuple):
+    """Rows of one call: first those that attend by themselves, then those of chunks."""
 
-    def __init__(self, layer: Any, dtype: torch.dtype) -> None:
-        """Raises Unlike."""
-        parts = parts_of(layer, FORMS)
-        self.activation = _KERNEL_ACTIVATIONS[_activation_of(layer, parts["gate"])]
-        self.norms = {name: _norm(parts.get(name)) for name in NORMS}
-        self.products = {name: _product(parts[name], dtype) for name in PRODUCTS if name in parts}
-        self.conv = parts.get("conv")
-        self.rule: DeltaRule | None = None
-        if "gated" in parts:
-            self.rule = getattr(layer.linear_attn.forward, "rule", None)
-            if self.rule is None:
-                raise Unlike("its delta rule is computed by modules")
-        if self.conv is not None and self.conv.weight.dtype != dtype:
-            raise Unlike("its convolution has another dtype")
-
-    def state(
-        self, width: int, dtype: torch.dtype
-    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """What the kernel keeps of a sequence in this layer, as StateShape says it."""
-        if self.rule is not None:
-            return self.rule.state
-        return {} if self.conv is None else {"conv": ((width, self.conv.weight.shape[-1]), dtype)}
-
-    def check(self, shape: dict[str, int], layer: LayerGeometry | None) -> None:
-        """Whether it is as large as the first; `layer`: None for one without attention. Raises
-        Unlike."""
-        width, mlp = shape["width"], shape["mlp_width"]
-        ends = {"gate": (width, mlp), "up": (width, mlp), "down": (mlp, width)}
-        found = {name: (p.ins, p.outs) for name, p in self.products.items()}
-        if layer is None:
-            mixer = {"q": (width, 3 * width), "o": (width, width)}
-            if self.rule is not None:
-                mixer = self.rule.products(width)
-            if found != {**ends, **mixer}:
-                raise Unlike("its layers differ in size")
-            return
-        queries = layer.num_heads * layer.key_dim
-        kvs = layer.num_kv_heads * layer.key_dim
-        self.is_gated = found["q"] == (width, 2 * queries)
-        asked = 2 * queries if self.is_gated else queries
-        mixer = {"q": (width, asked), "k": (width, kvs), "v": (width, kvs), "o": (queries, width)}
-        if found != {**ends, **mixer}:
-            raise Unlike("its layers differ in size")
-        heads = (layer.num_heads, layer.num_kv_heads, layer.key_dim, self.activation)
-        if heads != tuple(
-            shape[name] for name in ("num_heads", "num_kv_heads", "head_dim", "activation")
-        ):
-            raise Unlike("its layers differ")
-
-    def fill_state(self, states: Parts) -> Layer:
-        """A layer that has states, one of each slot, instead of keys and values."""
-        if self.rule is not None:
-            self._job = self.rule.job(states)
-            return Layer(**self.norms, **self.products, delta=ctypes.addressof(self._job))
-        assert self.conv is not None
-        bias = self.conv.bias
-        return Layer(
-            **self.norms,
-            **self.products,
-            taps=states["conv"].shape[-1],
-            conv_weight=self.conv.weight.data_ptr(),
-            conv_bias=None if bias is None else bias.data_ptr(),
-            past=states["conv"].data_ptr(),
-        )
-
-    def fill_attention(self, layer: LayerGeometry, pool: KVPool, place: int) -> Layer:
-        return Layer(
-            **self.norms,
-            **self.products,
-            keys=pool.keys[layer.index].data_ptr(),
-            values=pool.values[layer.index].data_ptr(),
-            scaling=layer.scaling,
-            softcap=layer.softcap or 0.0,
-            window=layer.sliding_window or 0,
-            chunk=layer.chunk_size or 0,
-            place=place,
-            gated=self.is_gated,
-        )
+    all: Rows
+    num_single: int
+    chunk_rows: np.ndarray
 
 
-def _activation_of(layer: nn.Module, gate: nn.Module) -> Activation:
-    """That of the MLP which `gate` belongs to; one that is no module, SiLU, if trials agree."""
-    mlp = next(one for one in layer.children() if gate in list(one.children()))
-    found = [activation_of(one) for one in mlp.children() if not has_weights(one)]
-    known = [one for one in found or [SILU] if one in _KERNEL_ACTIVATIONS]
-    if len(found) > 1 or not known:
-        raise Unlike("its MLP's activation is another")
-    return known[0]
-
-
-def rows_of(context: ForwardContext) -> Rows:
-    windows, start = [], 0
+def _rows_of(context: ForwardContext, low: int, high: int, most_single: int) -> _Rows:
+    """Rows [low, high) of a step; those of a sequence with more than `most_single` are a chunk."""
+    single: list[tuple[int, int, int, int]] = []
+    chunks: list[tuple[int, int, int, int]] = []
+    start = 0
     for i, (q_len, kv_len) in enumerate(zip(context.q_lens, context.kv_lens, strict=True)):
-        windows.append((i, start, q_len, kv_len))
+        first, end = max(start, low), min(start + q_len, high)
         start += q_len
-    return Rows.of(windows)
+        if first < end:
+            window = (i, first - low, end - first, kv_len - (start - end))
+            (single if q_len <= most_single else chunks).append(window)
+    counts = np.array([count for _, _, count, _ in chunks], np.int32)
+    return _Rows(Rows.of(single + chunks), sum(count for _, _, count, _ in single), counts)
+
+
+def _segments_of(context: ForwardContext, low: int, high: int) -> torch.Tensor:
+    """As segments_of, of rows [low, high)."""
+    whole = segments_of(context)
+    if not len(whole):
+        return whole
+    first = whole[:, 0].clamp(min=low)
+    count = (whole[:, 0] + whole[:, 1]).clamp(max=high) - first
+    return torch.stack([first - low, count, whole[:, 2]], 1)[count > 0].contiguous()
 
 
 def make_decode_layers(
@@ -354,12 +323,16 @@ def make_decode_layers(
         if pool.dtype != loaded.dtype or pool.compute_dtype != loaded.dtype:
             raise Unlike("the KV cache has another dtype than the model")
         with trying():
-            _try(made, Trial(loaded, layers, q_lens=_TRIED, kv_lens=(4, 16, 21), states=states))
+            q_lens, kv_lens = zip(*_TRIED, strict=True)
+            _try(made, Trial(loaded, layers, q_lens=q_lens, kv_lens=kv_lens, states=states))
     except Unlike as reason:
         _log.info("small steps are computed by modules: %s", reason)
         return None
     made.bind(pool)
-    _log.info("steps of up to %d tokens are computed in one call", made.limits.rows)
+    if made.takes_long:
+        _log.info("steps are computed in one call")
+    else:
+        _log.info("steps of up to %d tokens are computed in one call", made.limits.rows)
     return made
 
 
@@ -372,11 +345,12 @@ def _try(made: DecodeLayers, trial: Trial) -> None:
         for number in range(len(made._parts)):
             wanted = trial.added_by(number)
             after = _swap(states, before)
-            got = trial.rows.clone()
-            made.run_layers(got, trial.positions, trial.context, range(number, number + 1))
-            trial.check_same(f"layer {number}", got.double() - trial.rows.double(), wanted)
-            for mine, modules in zip(_swap(states, before), after, strict=True):
-                trial.check_same(f"the state of layer {number}", mine, modules)
+            for _ in made.each_way():
+                got = trial.rows.clone()
+                made.run_layers(got, trial.positions, trial.context, range(number, number + 1))
+                trial.check_same(f"layer {number}", got.double() - trial.rows.double(), wanted)
+                for mine, modules in zip(_swap(states, before), after, strict=True):
+                    trial.check_same(f"the state of layer {number}", mine, modules)
         wanted = trial.after_all().double()
         _swap(states, before)
         got = made.run(trial.rows, trial.positions, trial.context).double()
@@ -391,34 +365,3 @@ def _swap(states: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> lis
     for one, other in zip(states, others, strict=True):
         one.copy_(other)
     return kept
-
-
-def _norm(module: nn.Module | None) -> RmsNorm:
-    if module is None:
-        return RmsNorm()
-    fused = module.__dict__.get("forward")
-    if not isinstance(fused, FusedNorm):
-        raise Unlike(f"{type(module).__name__} is no RMS norm of the kernel's")
-    return fused.parameters()
-
-
-def _product(module: Any, dtype: torch.dtype) -> Product:
-    bias = getattr(module, "bias", None)
-    if bias is not None and bias.dtype != dtype:
-        raise Unlike("its biases have another dtype")
-    if isinstance(module, QuantizedLinear):
-        if (product := product_of(module)) is None:
-            raise Unlike(f"its weights are quantised ({module.layout.kind})")
-        return product
-    if not isinstance(module, PackedLinear) or module.weight.dtype != dtype:
-        raise Unlike("its linear layers are not packed")
-    layout = layout_of(module.out_features, module.in_features, dtype)
-    if layout is None:
-        raise Unlike("its packed weights are laid out in a way that is not known here")
-    return Product(
-        weight=raw_address(module.weight),
-        bias=None if bias is None else bias.data_ptr(),
-        ins=module.in_features,
-        outs=module.out_features,
-        **layout._asdict(),
-    )

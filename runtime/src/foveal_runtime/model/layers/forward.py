@@ -62,12 +62,12 @@ class Forward:
         Writes keys and values of all rows. `extra`: more arguments of the decoder's modules;
         `loras`: rows that an adapter is for.
         """
-        small = self.decode_layers if not loras else None
-        if small is not None and small.takes(positions, context, extra):
-            hidden = small.run(embeds, positions, context)
-            return hidden if wanted is None else hidden[wanted.index]
         is_short = self.has_short_last_layer and context.groups is None and not loras
         few = wanted if is_short else None
+        whole = self.decode_layers if not loras else None
+        if whole is not None and whole.takes(positions, context, extra):
+            hidden = whole.run(embeds, positions, context, few)
+            return hidden if wanted is None or few is not None else hidden[wanted.index]
         with (
             forward_context(PagedCall(self.layers, context, self._loaded.adapter)),
             self._states.in_use(context),

@@ -150,7 +150,10 @@ class DecodeStep(ctypes.Structure):
             "dtype", "num_threads", "num_layers", "num_rows", "width", "mlp_width", "num_heads",
             "num_kv_heads", "head_dim", "rope_dim", "activation", "block_size")),
         *((name, ctypes.c_void_p) for name in (
-            "layers", "rows", "places", "row_number", "row_sequence", "row_length")),
+            "layers", "rows", "places", "row_token", "row_sequence", "row_length")),
+        ("num_single", ctypes.c_int64),
+        ("num_chunks", ctypes.c_int64),
+        ("chunk_rows", ctypes.c_void_p),
         ("num_segments", ctypes.c_int64),
         ("segments", ctypes.c_void_p),
     )  # fmt: skip
@@ -231,6 +234,8 @@ class DecodeKernel:
         has_dots = path.stem.endswith("_bf16")
         self.is_fast_in_bfloat16 = has_dots and "amx_bf16" not in cpu_flags()
         """Whether it multiplies bfloat16 numbers as fast as oneDNN, which has tiles with AMX."""
+        self.is_fast_in_float32 = not path.stem.endswith("_generic")
+        """Whether its products are as fast as oneDNN's."""
         self._run = _function(path, "foveal_decode_layers", ctypes.POINTER(DecodeStep))
         self._multiply = _function(path, "foveal_multiply", ctypes.POINTER(ProductJob))
 

@@ -19,12 +19,16 @@
 #include <sched.h>
 #endif
 
+#include "chunks.h"
 #include "delta_rule.h"
-#include "paged.h"
 #include "products.h"
 #include "rows.h"
 
-#define SPINS 2000    /* turns before a thread that waits sleeps: some tens of microseconds */
+#define SPINS 2000     /* turns before a thread that waits sleeps: some tens of microseconds */
+#define OWN_ROWS 64    /* as many each thread prepares for itself, which saves a barrier */
+#define SLICE_ROWS 96  /* multiplied with a block of outputs by one thread */
+#define FEW_ROWS 16    /* prepared by one thread, where threads share the work */
+#define FEW_HEADS 256  /* likewise */
 
 enum { SILU = 0, GELU_TANH = 1, GELU = 2, RELU = 3 };
 
@@ -61,7 +65,11 @@ typedef struct {
     const Layer *layers;
     void *rows;             /* (num_rows, width), hidden states, in place */
     const Place *places;
-    const int32_t *row_number, *row_sequence, *row_length; /* row_number: 0, 1, 2 ... */
+    /* (num_rows), as a Job has them: first rows that attend by themselves, then those of chunks. */
+    const int32_t *row_token, *row_sequence, *row_length;
+    int64_t num_single;
+    int64_t num_chunks;
+    const int32_t *chunk_rows; /* (num_chunks) */
     int64_t num_segments;
     const int64_t *segments; /* (num_segments, 3): first row, rows, slot of the states; or NULL */
 } Step;
@@ -74,13 +82,16 @@ typedef struct {
 
 typedef struct {
     const Step *step;
-    const Plan **plans;     /* of each layer */
+    const Plan **plans;     /* of each layer, for rows that attend by themselves */
+    Pieces pieces;          /* of the chunks */
     atomic_int *next;       /* units taken, of each phase */
+    int num_slices, slice_rows;
     float *hidden;          /* (num_rows, width) */
     float *qkv;             /* (num_rows, inputs of a layer's first half) */
     Inputs wide;            /* (num_rows, mlp_width) */
     float *added;           /* (num_rows, width), where it has a norm of its own */
-    Inputs own;             /* per thread: (num_rows, widest input of a product) */
+    Inputs own;             /* (num_rows, widest input of a product), of each thread if not shared */
+    int is_shared;
     int64_t own_floats;     /* per thread */
     void *query, *attended; /* (num_rows, num_heads, head_dim) and (num_rows, ins of o), of dtype */
     Barrier barrier;
@@ -131,6 +142,19 @@ INLINE vec activated(int which, vec x) {
 #define EACH_UNIT(i, phase, count) \
     for (int i; (i = atomic_fetch_add(&run->next[phase], 1)) < (count);)
 
+/* Units of a product: (block of outputs, slice of the rows). */
+#define EACH_PART(i, phase, p) EACH_UNIT(i, phase, num_panels(p) * run->num_slices)
+
+/* Rows of the i-th unit, by groups. */
+#define EACH_ROW_GROUP(first, count, i) \
+    EACH_GROUP(first, count, slice_start(run, i), slice_start(run, i) + slice_count(run, i))
+
+static int slice_start(const Run *run, int i) { return i % run->num_slices * run->slice_rows; }
+
+static int slice_count(const Run *run, int i) {
+    return fewer(run->step->num_rows - slice_start(run, i), run->slice_rows);
+}
+
 /* Where a product of a layer's first half goes: (num_rows, stride), kept as `memory`. */
 typedef struct {
     const Product *product;
@@ -139,66 +163,87 @@ typedef struct {
     int memory;
 } Target;
 
-/* Of each row the block's outputs, rounded. */
-static void put_product(const Run *run, const Target *target, int panel, const Inputs *in) {
+/* Unit i: of each of its rows the block's outputs, rounded. */
+static void put_product(const Run *run, const Target *target, int i, const Inputs *in) {
     const Product *p = target->product;
-    const int kind = run->step->dtype;
+    const int kind = run->step->dtype, panel = i / run->num_slices;
     float tile[MOST_ROWS * MAX_WIDE] __attribute__((aligned(64)));
-    EACH_GROUP(first, count, run->step->num_rows) {
+    EACH_ROW_GROUP(first, count, i) {
         const int outs = project(kind, p, panel, in, first, count, tile);
         for (int r = 0; r < count; r++)
-            for (int c = 0; c < outs; c++)
-                put_one(target->memory, target->to,
-                        (first + r) * target->stride + panel * p->wide + c,
-                        rounded_one(kind, tile[r * MAX_WIDE + c]));
+            put_rounded(kind, target->memory, tile + r * MAX_WIDE, outs, target->to,
+                        (first + r) * target->stride + panel * p->wide);
     }
 }
 
-/* hidden += the product, both rounded; with a norm the product waits for `add_normed`. */
-static void add_product(const Run *run, const Product *p, const RmsNorm *norm, int panel,
+/* Unit i: hidden += the product, both rounded; with a norm the product waits for `add_normed`. */
+static void add_product(const Run *run, const Product *p, const RmsNorm *norm, int i,
                         const Inputs *in) {
-    const int kind = run->step->dtype;
+    const int kind = run->step->dtype, panel = i / run->num_slices;
     float tile[MOST_ROWS * MAX_WIDE] __attribute__((aligned(64)));
-    EACH_GROUP(first, count, run->step->num_rows) {
+    EACH_ROW_GROUP(first, count, i) {
         const int outs = project(kind, p, panel, in, first, count, tile);
         for (int r = 0; r < count; r++) {
             const int64_t at = (int64_t)(first + r) * run->step->width + panel * p->wide;
-            float *to = run->hidden + at, *waiting = run->added + at;
-            for (int c = 0; c < outs; c++) {
-                const float one = rounded_one(kind, tile[r * MAX_WIDE + c]);
-                if (norm->weight) waiting[c] = one;
-                else to[c] = rounded_one(kind, to[c] + one);
+            const float *from = tile + r * MAX_WIDE;
+            float *to = run->hidden + at;
+            int c = 0;
+            if (norm->weight) {
+                put_rounded(kind, FLOAT32, from, outs, run->added, at);
+                continue;
             }
+            for (; c + LANES <= outs; c += LANES)
+                store(to + c, rounded(kind, load(to + c) + rounded(kind, load(from + c))));
+            for (; c < outs; c++) to[c] = rounded_one(kind, to[c] + rounded_one(kind, from[c]));
         }
     }
 }
 
-/* wide = activation(gate) times up. */
-static void put_gated(const Run *run, const Layer *layer, int panel, const Inputs *in) {
-    const int kind = run->step->dtype;
+/* Unit i: wide = activation(gate) times up. */
+static void put_gated(const Run *run, const Layer *layer, int i, const Inputs *in) {
+    const int kind = run->step->dtype, panel = i / run->num_slices;
     float gate[MOST_ROWS * MAX_WIDE] __attribute__((aligned(64)));
     float up[MOST_ROWS * MAX_WIDE] __attribute__((aligned(64)));
-    EACH_GROUP(first, count, run->step->num_rows) {
+    EACH_ROW_GROUP(first, count, i) {
         const int outs = project(kind, &layer->gate, panel, in, first, count, gate);
         project(kind, &layer->up, panel, in, first, count, up);
         for (int r = 0; r < count; r++) {
-            const int low = panel * layer->gate.wide;
-            float *to = run->wide.x + (first + r) * run->wide.stride + low;
+            const Inputs *to = &run->wide;
+            const int64_t at = (first + r) * to->stride + panel * layer->gate.wide;
+            float *one = gate + r * MAX_WIDE;
             for (int c = 0; c < outs; c += LANES) {
-                const vec factor = activated(run->step->activation, load(gate + r * MAX_WIDE + c));
-                const vec one = rounded(kind, load(up + r * MAX_WIDE + c) * rounded(kind, factor));
-                if (c + LANES <= outs) store(to + c, one);
-                else memcpy(to + c, &one, (size_t)(outs - c) * sizeof *to);
+                const vec factor = activated(run->step->activation, load(one + c));
+                store(one + c, load(up + r * MAX_WIDE + c) * rounded(kind, factor));
             }
-            halve(&run->wide, first + r, low, low + outs);
+            if (to->x) put_rounded(kind, FLOAT32, one, outs, to->x, at);
+            if (to->halves) put_rounded(kind, BFLOAT16, one, outs, to->halves, at);
         }
+    }
+}
+
+/* one[:rope_dim] turned by the row's cosines and sines. */
+INLINE void turn_head(const int kind, int half, const float *cos, const float *sin, float *one) {
+    int d = 0;
+    for (; half % LANES == 0 && d < half; d += LANES) {
+        const vec low = load(one + d), high = load(one + d + half);
+        const vec down = rounded(kind, -high * load(sin + d));
+        const vec over = rounded(kind, low * load(sin + d + half));
+        store(one + d, rounded(kind, rounded(kind, low * load(cos + d)) + down));
+        store(one + d + half, rounded(kind, rounded(kind, high * load(cos + d + half)) + over));
+    }
+    for (; d < half; d++) {
+        const float low = one[d], high = one[d + half];
+        one[d] = rounded_one(
+            kind, rounded_one(kind, low * cos[d]) + rounded_one(kind, -high * sin[d]));
+        one[d + half] = rounded_one(kind, rounded_one(kind, high * cos[d + half]) +
+                                              rounded_one(kind, low * sin[d + half]));
     }
 }
 
 /* One head of one row: norm and rotary embedding, then into the queries or into the pool. */
-static void place_head(const Run *run, const Layer *layer, int row, int head) {
+INLINE void place_head(const int kind, const Run *run, const Layer *layer, int row, int head) {
     const Step *step = run->step;
-    const int kind = step->dtype, dim = step->head_dim, half = step->rope_dim / 2;
+    const int dim = step->head_dim;
     const int num_heads = step->num_heads, num_kv = step->num_kv_heads;
     const int per_query = layer->gated ? 2 : 1;
     const int before = head < num_heads ? head * per_query : head + num_heads * (per_query - 1);
@@ -208,7 +253,7 @@ static void place_head(const Run *run, const Layer *layer, int row, int head) {
     float one[MAX_DIM] __attribute__((aligned(64)));
     if (head >= num_heads + num_kv) {
         const int64_t at = slot + (int64_t)(head - num_heads - num_kv) * dim;
-        for (int d = 0; d < dim; d++) put_one(kind, layer->values, at + d, from[d]);
+        put_rounded(kind, kind, from, dim, layer->values, at);
         return;
     }
     if (head < num_heads && layer->gated)
@@ -217,28 +262,29 @@ static void place_head(const Run *run, const Layer *layer, int row, int head) {
     const RmsNorm *norm = head < num_heads ? &layer->query : &layer->key;
     if (norm->weight) norm_row(kind, FLOAT32, norm, dim, from, one, 0);
     else memcpy(one, from, dim * sizeof *one);
-    const float *cos = place->cos + (int64_t)row * step->rope_dim;
-    const float *sin = place->sin + (int64_t)row * step->rope_dim;
-    for (int d = 0; d < half; d++) {
-        const float low = one[d], high = one[d + half];
-        one[d] = rounded_one(
-            kind, rounded_one(kind, low * cos[d]) + rounded_one(kind, -high * sin[d]));
-        one[d + half] = rounded_one(kind, rounded_one(kind, high * cos[d + half]) +
-                                              rounded_one(kind, low * sin[d + half]));
-    }
+    turn_head(kind, step->rope_dim / 2, place->cos + (int64_t)row * step->rope_dim,
+              place->sin + (int64_t)row * step->rope_dim, one);
     void *to = head < num_heads ? run->query : layer->keys;
     const int64_t at = head < num_heads ? ((int64_t)row * num_heads + head) * dim
                                         : slot + (int64_t)(head - num_heads) * dim;
-    for (int d = 0; d < dim; d++) put_one(kind, to, at + d, one[d]);
+    put_rounded(kind, kind, one, dim, to, at);
 }
 
+static void place_heads(const Run *run, const Layer *layer, int low, int high, int heads) {
+    for (int i = low; i < high; i++) {
+        if (run->step->dtype == FLOAT32) place_head(FLOAT32, run, layer, i / heads, i % heads);
+        else place_head(BFLOAT16, run, layer, i / heads, i % heads);
+    }
+}
+
+/* Of the rows that attend by themselves. */
 static Job attention_of(const Step *step, const Layer *layer, const void *query, void *out) {
     return (Job){.dtype = step->dtype,
                  .head_dim = step->head_dim,
                  .num_heads = step->num_heads,
                  .num_kv_heads = step->num_kv_heads,
                  .block_size = step->block_size,
-                 .num_rows = step->num_rows,
+                 .num_rows = step->num_single,
                  .num_threads = step->num_threads,
                  .window = layer->window,
                  .chunk = layer->chunk,
@@ -252,27 +298,49 @@ static Job attention_of(const Step *step, const Layer *layer, const void *query,
                  .out = out,
                  .block_table = step->places[layer->place].block_table,
                  .table_stride = step->places[layer->place].table_stride,
-                 .row_token = step->row_number,
+                 .row_token = step->row_token,
                  .row_sequence = step->row_sequence,
                  .row_length = step->row_length,
                  .sinks = layer->sinks};
 }
 
-enum { QKV, ATTEND, HEADS, OUT, GATED, DOWN, NUM_PHASES }; /* those whose units are taken one by one */
+/* Of the chunks' rows. */
+static Job chunks_of(const Step *step, Job job) {
+    job.num_rows = (int32_t)(step->num_rows - step->num_single);
+    job.row_token += step->num_single;
+    job.row_sequence += step->num_single;
+    job.row_length += step->num_single;
+    return job;
+}
+
+/* Those whose units are taken one by one. */
+enum { BEFORE, QKV, PLACE, ATTEND, HEADS, TAKE, OUT, AFTER, GATED, DOWN, NUM_PHASES };
 
 static void norm_in_place(const Step *step, const RmsNorm *norm, float *row) {
     if (step->dtype == FLOAT32) norm_row(FLOAT32, FLOAT32, norm, step->width, row, row, 0);
     else norm_row(BFLOAT16, FLOAT32, norm, step->width, row, row, 0);
 }
 
-static void norm_all(const Step *step, const RmsNorm *norm, const float *hidden,
-                     const Inputs *own) {
-    for (int r = 0; r < step->num_rows; r++) {
+static void norm_rows(const Run *run, const RmsNorm *norm, const Inputs *own, int low, int high) {
+    const Step *step = run->step;
+    for (int r = low; r < high; r++) {
         float *to = own->x + r * own->stride;
-        memcpy(to, hidden + (int64_t)r * step->width, step->width * sizeof *to);
+        memcpy(to, run->hidden + (int64_t)r * step->width, step->width * sizeof *to);
         norm_in_place(step, norm, to);
         halve(own, r, 0, step->width);
     }
+}
+
+/* The inputs of products that follow a norm: all of them by each thread, or some by each. */
+static void norm_all(Run *run, const RmsNorm *norm, const Inputs *own, int phase, int threads) {
+    const int rows = run->step->num_rows;
+    if (!run->is_shared) {
+        norm_rows(run, norm, own, 0, rows);
+        return;
+    }
+    EACH_UNIT(i, phase, (rows + FEW_ROWS - 1) / FEW_ROWS)
+        norm_rows(run, norm, own, i * FEW_ROWS, fewer(rows, (i + 1) * FEW_ROWS));
+    meet(&run->barrier, threads);
 }
 
 /* What attention or the MLP adds, once all of it is there. */
@@ -288,20 +356,28 @@ static void add_normed(Run *run, const RmsNorm *norm, int thread, int threads) {
     meet(&run->barrier, threads);
 }
 
-static void attend_layer(Run *run, const Layer *layer, int number, int thread, int threads) {
+static void attend_layer(Run *run, const Layer *layer, int number, int threads) {
     const Step *step = run->step;
     const Plan *plan = run->plans[number];
     const Job job = attention_of(step, layer, run->query, run->attended);
-    const int heads = step->num_heads + 2 * step->num_kv_heads;
-    for (int i = thread; i < step->num_rows * heads; i += threads)
-        place_head(run, layer, i / heads, i % heads);
+    const Job chunks = chunks_of(step, job);
+    const Layout layout = pool_layout(&job);
+    const int heads = step->num_heads + 2 * step->num_kv_heads, all = step->num_rows * heads;
+    const int share = (all + threads - 1) / threads, grain = fewer(share, FEW_HEADS);
+    const int num_pieces = (int)run->pieces.count, phase = number * NUM_PHASES;
+    EACH_UNIT(i, phase + PLACE, (all + grain - 1) / grain)
+        place_heads(run, layer, i * grain, fewer(all, (i + 1) * grain), heads);
     meet(&run->barrier, threads);
-    EACH_UNIT(i, number * NUM_PHASES + ATTEND, plan->num_tasks * plan->parts)
-        run_unit(&job, plan, i);
+    EACH_UNIT(i, phase + ATTEND, num_pieces + plan->num_tasks * plan->parts) {
+        if (i < num_pieces) run_one_piece(&chunks, &layout, run->pieces.pieces + i);
+        else run_unit(&job, plan, i - num_pieces);
+    }
     meet(&run->barrier, threads);
     if (plan->num_slots) {
-        for (int i = thread; i < plan->num_tasks * job.num_heads; i += threads)
-            join_unit(&job, plan, i);
+        EACH_UNIT(i, phase + HEADS, plan->num_tasks) {
+            for (int head = 0; head < job.num_heads; head++)
+                join_unit(&job, plan, i * job.num_heads + head);
+        }
         meet(&run->barrier, threads);
     }
 }
@@ -330,7 +406,7 @@ static void convolve_inputs(const Run *run, const Layer *layer, const int64_t *s
     }
 }
 
-static void convolve_layer(Run *run, const Layer *layer, int number, int thread, int threads) {
+static void convolve_layer(Run *run, const Layer *layer, int number, int threads) {
     const Step *step = run->step;
     const int blocks = (step->width + CHANNELS - 1) / CHANNELS;
     EACH_UNIT(i, number * NUM_PHASES + ATTEND, (int)step->num_segments * blocks)
@@ -355,7 +431,7 @@ static DeltaJob delta_of(const Run *run, const Layer *layer) {
     return job;
 }
 
-static void delta_layer(Run *run, const Layer *layer, int number, int thread, int threads) {
+static void delta_layer(Run *run, const Layer *layer, int number, int threads) {
     const DeltaJob job = delta_of(run, layer);
     EACH_UNIT(i, number * NUM_PHASES + ATTEND, (int)(job.num_segments * num_blocks(&job)))
         convolve_task(&job, i);
@@ -386,7 +462,8 @@ static void project_layer(Run *run, const Layer *layer, int number, const Inputs
     int count = 0, first[5];
     for (int t = 0; t < 4; t++) {
         first[t] = count;
-        if (targets[t].product->weight) count += num_panels(targets[t].product);
+        if (targets[t].product->weight)
+            count += num_panels(targets[t].product) * run->num_slices;
     }
     EACH_UNIT(i, number * NUM_PHASES + QKV, count) {
         int t = 3;
@@ -395,43 +472,61 @@ static void project_layer(Run *run, const Layer *layer, int number, const Inputs
     }
 }
 
-/* What the layer's first half gave, as the inputs of its last product. */
-static void take_attended(const Run *run, const Layer *layer, const Inputs *own) {
+/* Rows [low, high) of what the layer's first half gave, as inputs of its last product. */
+static void take_rows(const Run *run, const Layer *layer, const Inputs *own, int low, int high) {
     const int64_t ins = layer->o.ins, dim = run->step->head_dim;
     const int kind = run->step->dtype;
-    for (int64_t r = 0; r < run->step->num_rows; r++) {
+    for (int64_t r = low; r < high; r++) {
         float *to = own->x + r * own->stride;
         for (int64_t d = 0; d < ins; d++) to[d] = one_at(kind, run->attended, r * ins + d);
         const float *gates = run->qkv + r * num_inputs(layer) + dim;
-        for (int64_t low = 0; layer->gated && low < ins; low += dim)
-            for (int64_t d = low; d < low + dim; d++)
-                to[d] = rounded_one(kind, to[d] * gates[low + d]);
+        for (int64_t head = 0; layer->gated && head < ins; head += dim)
+            for (int64_t d = head; d < head + dim; d++)
+                to[d] = rounded_one(kind, to[d] * gates[head + d]);
         halve(own, r, 0, ins);
     }
+}
+
+/* The inputs of the last product of a layer's first half. */
+static Inputs take_attended(Run *run, const Layer *layer, const Inputs *own, int phase,
+                            int threads) {
+    const int rows = run->step->num_rows, kind = run->step->dtype;
+    const int64_t ins = layer->o.ins;
+    if (!layer->gated && kind == FLOAT32) return (Inputs){run->attended, NULL, ins, 0};
+    if (!layer->gated && own->halves && !own->stride)
+        return (Inputs){own->x, run->attended, 0, ins};
+    if (run->is_shared) {
+        EACH_UNIT(i, phase, (rows + FEW_ROWS - 1) / FEW_ROWS)
+            take_rows(run, layer, own, i * FEW_ROWS, fewer(rows, (i + 1) * FEW_ROWS));
+        meet(&run->barrier, threads);
+    } else {
+        take_rows(run, layer, own, 0, rows);
+    }
+    return *own;
 }
 
 static void run_layers(Run *run, int thread, int threads) {
     const Step *step = run->step;
     Inputs own = run->own;
     own.x += thread * run->own_floats;
-    if (own.halves) own.halves += thread * step->num_rows * own.halves_stride;
+    if (own.halves && !run->is_shared) own.halves += thread * step->num_rows * own.halves_stride;
     for (int n = 0; n < step->num_layers; n++) {
         const Layer *layer = step->layers + n;
         const int phase = n * NUM_PHASES;
-        norm_all(step, &layer->before, run->hidden, &own);
+        norm_all(run, &layer->before, &own, phase + BEFORE, threads);
         project_layer(run, layer, n, &own);
         meet(&run->barrier, threads);
-        if (layer->delta) delta_layer(run, layer, n, thread, threads);
-        else if (layer->taps) convolve_layer(run, layer, n, thread, threads);
-        else attend_layer(run, layer, n, thread, threads);
-        take_attended(run, layer, &own);
-        EACH_UNIT(i, phase + OUT, num_panels(&layer->o))
-            add_product(run, &layer->o, &layer->of_attention, i, &own);
+        if (layer->delta) delta_layer(run, layer, n, threads);
+        else if (layer->taps) convolve_layer(run, layer, n, threads);
+        else attend_layer(run, layer, n, threads);
+        const Inputs attended = take_attended(run, layer, &own, phase + TAKE, threads);
+        EACH_PART(i, phase + OUT, &layer->o)
+            add_product(run, &layer->o, &layer->of_attention, i, &attended);
         add_normed(run, &layer->of_attention, thread, threads);
-        norm_all(step, &layer->after, run->hidden, &own);
-        EACH_UNIT(i, phase + GATED, num_panels(&layer->gate)) put_gated(run, layer, i, &own);
+        norm_all(run, &layer->after, &own, phase + AFTER, threads);
+        EACH_PART(i, phase + GATED, &layer->gate) put_gated(run, layer, i, &own);
         meet(&run->barrier, threads);
-        EACH_UNIT(i, phase + DOWN, num_panels(&layer->down))
+        EACH_PART(i, phase + DOWN, &layer->down)
             add_product(run, &layer->down, &layer->of_mlp, i, &run->wide);
         add_normed(run, &layer->of_mlp, thread, threads);
     }
@@ -468,12 +563,6 @@ static int make_plans(const Step *step, Plan *owned, const Plan **plans) {
     return DONE;
 }
 
-static void *piece(char **at, size_t bytes) {
-    void *here = *at;
-    *at += (bytes + 63) / 64 * 64;
-    return here;
-}
-
 static int is_quantised(const Layer *layer) {
     const Product *all[] = {&layer->q, &layer->k,    &layer->v,  &layer->z,
                             &layer->o, &layer->gate, &layer->up, &layer->down};
@@ -482,14 +571,14 @@ static int is_quantised(const Layer *layer) {
     return 0;
 }
 
-/* Everything a step needs beside the plans, or NULL. Of 64 rows, or 128 as halves alone (LIMITS,
- * FAST_LIMITS), a thread has 256 bytes times the widest input: 1 MiB at a width of 4096, 2 MiB at
- * 8192 (half as much again for halves beside quantised weights). Memory plans have no line for it:
- * it is freed before the logits are made, whose bytes are in `activations` (profiler.py), and those
- * are more than the parts of 100 threads with every profile in examples/. */
+/* Everything a step needs beside the plans, or NULL. Of OWN_ROWS rows each thread has 256 bytes times
+ * the widest input (half as much as halves alone): 1 MiB at a width of 4096; more rows are shared. All
+ * together it is less than what profiler.py plans for each token of a step, and for few tokens less
+ * than the logits, which are made when it is freed. */
 static void *make_room(const Step *step, Run *run) {
     const size_t rows = step->num_rows, threads = step->num_threads;
     const size_t queries = (size_t)step->num_heads * step->head_dim;
+    const int halves = HAS_DOTS && step->dtype == BFLOAT16, is_wide = step->dtype == FLOAT32;
     size_t all = 0, own = step->width;
     int quantised = 0;
     for (int n = 0; n < step->num_layers; n++) {
@@ -498,33 +587,48 @@ static void *make_room(const Step *step, Run *run) {
         own = ins > own ? ins : own;
         quantised |= is_quantised(step->layers + n);
     }
+    run->is_shared = rows > OWN_ROWS;
+    const int only_halves = halves && !quantised;
+    const size_t number = is_wide ? 4 : 2, sets = run->is_shared ? 1 : threads;
     const size_t counters = (size_t)step->num_layers * NUM_PHASES;
-    const int halves = HAS_DOTS && step->dtype == BFLOAT16;
-    const size_t own_floats = (halves && !quantised ? 1 : rows) * own;
-    const size_t floats = rows * (2 * step->width + all + step->mlp_width + queries + own) +
-                          threads * own_floats;
-    const size_t numbers = halves ? rows * (step->mlp_width + threads * own) : 0;
-    const size_t bytes = floats * 4 + numbers * 2 + counters * sizeof *run->next;
-    char *room = aligned_alloc(64, (bytes + 11 * 64 + 63) / 64 * 64);
-    char *at = room;
+    const size_t own_floats = only_halves ? own : rows * own;
+    const size_t sizes[] = {
+        is_wide ? 0 : rows * step->width * 4,
+        rows * all * 4,
+        only_halves ? 0 : rows * step->mlp_width * 4,
+        halves ? rows * step->mlp_width * 2 : 0,
+        rows * step->width * 4,
+        rows * queries * number,
+        rows * own * number,
+        (only_halves ? threads : sets) * own_floats * 4,
+        halves ? sets * rows * own * 2 : 0,
+        counters * sizeof *run->next,
+    };
+    enum { HIDDEN, INPUTS, WIDE, WIDE_HALVES, ADDED, QUERY, ATTENDED, OWN, OWN_HALVES, NEXT, NUM };
+    size_t bytes = 64;
+    for (int i = 0; i < NUM; i++) bytes += (sizes[i] + 63) / 64 * 64;
+    char *room = aligned_alloc(64, bytes), *at = room;
+    void *pieces[NUM];
     if (!room) return NULL;
-    run->hidden = piece(&at, rows * step->width * 4);
-    run->qkv = piece(&at, rows * all * 4);
-    run->wide = (Inputs){.x = piece(&at, rows * step->mlp_width * 4), .stride = step->mlp_width,
-                         .halves_stride = step->mlp_width};
-    run->added = piece(&at, rows * step->width * 4);
-    run->query = piece(&at, rows * queries * 4);
-    run->attended = piece(&at, rows * own * 4);
-    run->own = (Inputs){.x = piece(&at, threads * own_floats * 4),
-                        .stride = halves && !quantised ? 0 : (int64_t)own,
-                        .halves_stride = (int64_t)own};
-    run->own_floats = (int64_t)own_floats;
-    if (halves) {
-        run->wide.halves = piece(&at, rows * step->mlp_width * 2);
-        run->own.halves = piece(&at, threads * rows * own * 2);
+    for (int i = 0; i < NUM; i++) {
+        pieces[i] = sizes[i] ? at : NULL;
+        at += (sizes[i] + 63) / 64 * 64;
     }
-    run->next = piece(&at, counters * sizeof *run->next);
-    memset(run->next, 0, counters * sizeof *run->next);
+    run->hidden = is_wide ? step->rows : pieces[HIDDEN];
+    run->qkv = pieces[INPUTS];
+    run->wide = (Inputs){pieces[WIDE], pieces[WIDE_HALVES], step->mlp_width, step->mlp_width};
+    run->added = pieces[ADDED];
+    run->query = pieces[QUERY];
+    run->attended = pieces[ATTENDED];
+    run->own = (Inputs){pieces[OWN], pieces[OWN_HALVES], only_halves ? 0 : (int64_t)own,
+                        (int64_t)own};
+    run->own_floats = run->is_shared && !only_halves ? 0 : (int64_t)own_floats;
+    run->next = pieces[NEXT];
+    memset(run->next, 0, sizes[NEXT]);
+    const int num_slices = (step->num_rows + SLICE_ROWS - 1) / SLICE_ROWS;
+    const int even = (step->num_rows + num_slices - 1) / num_slices;
+    run->slice_rows = (even + MOST_ROWS - 1) / MOST_ROWS * MOST_ROWS;
+    run->num_slices = (step->num_rows + run->slice_rows - 1) / run->slice_rows;
     return room;
 }
 
@@ -532,20 +636,26 @@ static void *make_room(const Step *step, Run *run) {
 int foveal_decode_layers(const Step *step) {
     const int64_t count = (int64_t)step->num_rows * step->width;
     if (!is_supported(step)) return UNSUPPORTED;
+    if (!count) return DONE;
     Run run = {.step = step};
     Plan *owned = calloc(step->num_layers, sizeof *owned);
     run.plans = calloc(step->num_layers, sizeof *run.plans);
     void *room = make_room(step, &run);
     int code = NO_MEMORY;
     if (owned && run.plans && room) code = make_plans(step, owned, run.plans);
-    if (code == DONE && count) {
-        for (int64_t i = 0; i < count; i++) run.hidden[i] = one_at(step->dtype, step->rows, i);
+    if (code == DONE) {
+        const Job job = attention_of(step, step->layers, NULL, NULL), chunks = chunks_of(step, job);
+        code = cut_chunks(&chunks, step->chunk_rows, (int32_t)step->num_chunks, &run.pieces);
+    }
+    if (code == DONE) {
+        for (int64_t i = 0; step->dtype != FLOAT32 && i < count; i++)
+            run.hidden[i] = one_at(BFLOAT16, step->rows, i);
 #pragma omp parallel num_threads(step->num_threads)
         run_layers(&run, omp_get_thread_num(), omp_get_num_threads());
-        for (int64_t i = 0; i < count; i++) put_one(step->dtype, step->rows, i, run.hidden[i]);
+        if (step->dtype != FLOAT32) put_rounded(BFLOAT16, BFLOAT16, run.hidden, count, step->rows, 0);
     }
     for (int n = 0; owned && n < step->num_layers; n++) drop_plan(owned + n);
-    free(owned), free(run.plans), free(room);
+    free(owned), free(run.plans), free(room), free(run.pieces.pieces);
     return code;
 }
 
@@ -574,7 +684,7 @@ int foveal_multiply(const ProductJob *job) {
 #pragma omp for schedule(dynamic)
         for (int panel = 0; panel < num_panels(p); panel++) {
             float tile[MOST_ROWS * MAX_WIDE] __attribute__((aligned(64)));
-            EACH_GROUP(first, count, rows) {
+            EACH_GROUP(first, count, 0, rows) {
                 const int outs = project(job->dtype, p, panel, &in, first, count, tile);
                 for (int r = 0; r < count; r++)
                     for (int c = 0; c < outs; c++)

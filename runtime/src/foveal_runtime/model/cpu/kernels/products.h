@@ -29,7 +29,7 @@ typedef struct {
 
 /* Rows of inputs, `stride` numbers apart: float32 numbers, and if they are bfloat16 numbers and this
  * CPU multiplies such, also as these. Where all weights are bfloat16, too, the float32 numbers are
- * read no more once there are halves of them: a stride of 0 gives all rows the same room. */
+ * read no more once there are halves of them: a stride of 0 gives all rows the same room, NULL none. */
 typedef struct {
     float *x;
     uint16_t *halves; /* or NULL */
@@ -37,7 +37,7 @@ typedef struct {
 } Inputs;
 
 INLINE Inputs rows_from(const Inputs *in, int64_t row) {
-    return (Inputs){in->x + row * in->stride,
+    return (Inputs){in->x ? in->x + row * in->stride : NULL,
                     in->halves ? in->halves + row * in->halves_stride : NULL, in->stride,
                     in->halves_stride};
 }
@@ -242,15 +242,19 @@ static int project(int dtype, const Product *p, int panel, const Inputs *in, int
     const int outs = p->outs - low < p->wide ? p->outs - low : p->wide;
     const Inputs some = rows_from(in, first);
     panel_functions[kind][count - 1](p, panel, &some, tile);
-    if (p->bias)
-        for (int r = 0; r < count; r++)
-            for (int c = 0; c < outs; c++)
-                tile[r * MAX_WIDE + c] += one_at(dtype, p->bias, low + c);
+    for (int r = 0; p->bias && r < count; r++) {
+        float *to = tile + r * MAX_WIDE;
+        int c = 0;
+        for (; c + LANES <= outs; c += LANES)
+            store(to + c, load(to + c) + some_at(dtype, p->bias, low + c));
+        for (; c < outs; c++) to[c] += one_at(dtype, p->bias, low + c);
+    }
     return outs;
 }
 
-#define EACH_GROUP(first, count, rows) \
-    for (int first = 0, count; first < (rows); first += count) \
-        if (count = (rows) - first < MOST_ROWS ? (rows) - first : MOST_ROWS, 1)
+/* Rows [low, high) in groups of at most MOST_ROWS. */
+#define EACH_GROUP(first, count, low, high) \
+    for (int first = (low), count; first < (high); first += count) \
+        if (count = (high) - first < MOST_ROWS ? (high) - first : MOST_ROWS, 1)
 
 #endif

@@ -56,6 +56,15 @@ INLINE void put_some(const int dtype, void *to, int64_t i, vec x) {
     }
 }
 
+/* `count` numbers, rounded. */
+INLINE void put_rounded(const int kind, const int memory, const float *from, int count, void *to,
+                        int64_t at) {
+    int c = 0;
+    for (; c + LANES <= count; c += LANES)
+        put_some(memory, to, at + c, rounded(kind, load(from + c)));
+    for (; c < count; c++) put_one(memory, to, at + c, rounded_one(kind, from[c]));
+}
+
 /* weight: (width), of `kind`. offset: added to it. rounds_first: the normed row is rounded before the
  * weight is multiplied. */
 typedef struct {

@@ -1,0 +1,153 @@
+"""One decoder layer as the C kernel takes it: its norms, products, and attention or a state.
+
+Made by decode_layers of a layer's modules. Addresses are good while the modules live.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import nn
+
+from foveal_runtime.model.attention import KVPool, LayerGeometry
+from foveal_runtime.model.checkpoint.blocked import product_of
+from foveal_runtime.model.checkpoint.dequantize import QuantizedLinear
+from foveal_runtime.model.cpu.fusing import FusedNorm, activation_of
+from foveal_runtime.model.cpu.kernels import NORMS, PRODUCTS, Layer, Product, RmsNorm
+from foveal_runtime.model.cpu.packing import Activation, PackedLinear, layout_of, raw_address
+from foveal_runtime.model.layers.delta_rule import DeltaRule, Parts
+from foveal_runtime.model.layers.layer_parts import FORMS, Unlike, has_weights, parts_of
+
+SILU = Activation("swish")
+_KERNEL_ACTIVATIONS = {
+    SILU: 0,
+    Activation("gelu", "tanh"): 1,
+    Activation("gelu", "none"): 2,
+    Activation("relu"): 3,
+}
+
+
+class LayerParts:
+    """One decoder layer's modules, known to be those of a layer that the kernel computes."""
+
+    def __init__(self, layer: Any, dtype: torch.dtype) -> None:
+        """Raises Unlike."""
+        parts = parts_of(layer, FORMS)
+        self.activation = _KERNEL_ACTIVATIONS[_activation_of(layer, parts["gate"])]
+        self.norms = {name: _norm(parts.get(name)) for name in NORMS}
+        self.products = {name: _product(parts[name], dtype) for name in PRODUCTS if name in parts}
+        self.conv = parts.get("conv")
+        self.rule: DeltaRule | None = None
+        if "gated" in parts:
+            self.rule = getattr(layer.linear_attn.forward, "rule", None)
+            if self.rule is None:
+                raise Unlike("its delta rule is computed by modules")
+        if self.conv is not None and self.conv.weight.dtype != dtype:
+            raise Unlike("its convolution has another dtype")
+
+    def state(
+        self, width: int, dtype: torch.dtype
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """What the kernel keeps of a sequence in this layer, as StateShape says it."""
+        if self.rule is not None:
+            return self.rule.state
+        return {} if self.conv is None else {"conv": ((width, self.conv.weight.shape[-1]), dtype)}
+
+    def check(self, shape: dict[str, int], layer: LayerGeometry | None) -> None:
+        """Whether it is as large as the first; `layer`: None for one without attention. Raises
+        Unlike."""
+        width, mlp = shape["width"], shape["mlp_width"]
+        ends = {"gate": (width, mlp), "up": (width, mlp), "down": (mlp, width)}
+        found = {name: (p.ins, p.outs) for name, p in self.products.items()}
+        if layer is None:
+            mixer = {"q": (width, 3 * width), "o": (width, width)}
+            if self.rule is not None:
+                mixer = self.rule.products(width)
+            if found != {**ends, **mixer}:
+                raise Unlike("its layers differ in size")
+            return
+        queries = layer.num_heads * layer.key_dim
+        kvs = layer.num_kv_heads * layer.key_dim
+        self.is_gated = found["q"] == (width, 2 * queries)
+        asked = 2 * queries if self.is_gated else queries
+        mixer = {"q": (width, asked), "k": (width, kvs), "v": (width, kvs), "o": (queries, width)}
+        if found != {**ends, **mixer}:
+            raise Unlike("its layers differ in size")
+        heads = (layer.num_heads, layer.num_kv_heads, layer.key_dim, self.activation)
+        if heads != tuple(
+            shape[name] for name in ("num_heads", "num_kv_heads", "head_dim", "activation")
+        ):
+            raise Unlike("its layers differ")
+
+    def fill_state(self, states: Parts) -> Layer:
+        """A layer that has states, one of each slot, instead of keys and values."""
+        if self.rule is not None:
+            self._job = self.rule.job(states)
+            return Layer(**self.norms, **self.products, delta=ctypes.addressof(self._job))
+        assert self.conv is not None
+        bias = self.conv.bias
+        return Layer(
+            **self.norms,
+            **self.products,
+            taps=states["conv"].shape[-1],
+            conv_weight=self.conv.weight.data_ptr(),
+            conv_bias=None if bias is None else bias.data_ptr(),
+            past=states["conv"].data_ptr(),
+        )
+
+    def fill_attention(self, layer: LayerGeometry, pool: KVPool, place: int) -> Layer:
+        return Layer(
+            **self.norms,
+            **self.products,
+            keys=pool.keys[layer.index].data_ptr(),
+            values=pool.values[layer.index].data_ptr(),
+            scaling=layer.scaling,
+            softcap=layer.softcap or 0.0,
+            window=layer.sliding_window or 0,
+            chunk=layer.chunk_size or 0,
+            place=place,
+            gated=self.is_gated,
+        )
+
+
+def _activation_of(layer: nn.Module, gate: nn.Module) -> Activation:
+    """That of the MLP which `gate` belongs to; one that is no module, SiLU, if trials agree."""
+    mlp = next(one for one in layer.children() if gate in list(one.children()))
+    found = [activation_of(one) for one in mlp.children() if not has_weights(one)]
+    known = [one for one in found or [SILU] if one in _KERNEL_ACTIVATIONS]
+    if len(found) > 1 or not known:
+        raise Unlike("its MLP's activation is another")
+    return known[0]
+
+
+def _norm(module: nn.Module | None) -> RmsNorm:
+    if module is None:
+        return RmsNorm()
+    fused = module.__dict__.get("forward")
+    if not isinstance(fused, FusedNorm):
+        raise Unlike(f"{type(module).__name__} is no RMS norm of the kernel's")
+    return fused.parameters()
+
+
+def _product(module: Any, dtype: torch.dtype) -> Product:
+    bias = getattr(module, "bias", None)
+    if bias is not None and bias.dtype != dtype:
+        raise Unlike("its biases have another dtype")
+    if isinstance(module, QuantizedLinear):
+        if (product := product_of(module)) is None:
+            raise Unlike(f"its weights are quantised ({module.layout.kind})")
+        return product
+    if not isinstance(module, PackedLinear) or module.weight.dtype != dtype:
+        raise Unlike("its linear layers are not packed")
+    layout = layout_of(module.out_features, module.in_features, dtype)
+    if layout is None:
+        raise Unlike("its packed weights are laid out in a way that is not known here")
+    return Product(
+        weight=raw_address(module.weight),
+        bias=None if bias is None else bias.data_ptr(),
+        ins=module.in_features,
+        outs=module.out_features,
+        **layout._asdict(),
+    )

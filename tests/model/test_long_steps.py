@@ -1,0 +1,127 @@
+"""Long steps in one call of the kernel: chunks of prompts, and streams beside them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from foveal_runtime.model.cpu.fusing import TOLERANCE
+from foveal_runtime.model.cpu.kernels import DecodeKernel, load_decode_kernel
+from foveal_runtime.model.cpu.packing import can_pack
+from foveal_runtime.model.layers import decode_layers
+from foveal_runtime.model.layers.decode_layers import DecodeLayers
+from foveal_runtime.model.layers.last_layer import WantedRows, shorten_last_layer
+from foveal_runtime.model.layers.layer_parts import Trial
+from tests.support.models.compiled import params_of, paths_of
+from tests.support.models.decoders import (
+    DTYPES,
+    TAKEN,
+    compare_layer,
+    decoder_case,
+    made_of,
+    reset,
+    states_of,
+)
+
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.skipif(not can_pack(torch.float32), reason="this torch packs no linear layers"),
+    pytest.mark.skipif(isinstance(load_decode_kernel(), str), reason=str(load_decode_kernel())),
+]
+LONG = [(130, 900), (1, 700), (5, 5), (70, 300), (4, 60)]
+"""New tokens of sequences, and how many there are then: chunks, and some that attend alone."""
+
+
+@pytest.fixture
+def named(checkpoints):
+    """named(kind) → the name of a case of that kind whose heads the kernels know."""
+    return lambda kind: decoder_case(checkpoints, kind)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [*sorted(TAKEN.keys() - {"seed_oss"}), "gemma"])
+def test_each_layer_equals_its_modules_in_long_steps(kind, dtype, tiny, named):
+    if not can_pack(getattr(torch, dtype)):
+        pytest.skip(f"no packed {dtype} on this machine")
+    loaded, layers = made_of(tiny(named(kind)), dtype)
+    states = states_of(loaded)
+    q_lens, kv_lens = zip(*LONG, strict=True)
+    with torch.inference_mode():
+        trial = Trial(loaded, layers, q_lens=q_lens, kv_lens=kv_lens, states=states)
+        for path in paths_of("decode_layers"):
+            with trial.random_states() as kept:
+                made = DecodeLayers(loaded, layers, DecodeKernel(path), states)
+                made.bind(trial.pool)
+                assert not made.is_small(trial.context)
+                for number in range(len(loaded.decoder.layers)):
+                    if dtype == "float32":
+                        compare_layer(made, trial, number, kept)
+                    else:
+                        compare_errors(made, trial, number, kept)
+
+
+def compare_errors(made: DecodeLayers, trial: Trial, number: int, states: list) -> None:
+    """The largest of so many roundings says little: in the mean, long steps err like small ones."""
+    before = [one.clone() for one in states]
+    wanted, means = trial.added_by(number), []
+    for limits in (made.limits, decode_layers.Limits(len(trial.rows), 10**6)):
+        reset(states, before)
+        got = trial.rows.clone()
+        usual, made.limits = made.limits, limits
+        made.run_layers(got, trial.positions, trial.context, range(number, number + 1))
+        made.limits = usual
+        error = (got.double() - trial.rows.double() - wanted).abs()
+        assert error.max() <= 2 * TOLERANCE[torch.bfloat16] * wanted.abs().max()
+        means.append(float(error.mean()))
+    assert means[0] <= 1.05 * means[1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text", "lfm2", "qwen3_5_text"])
+@pytest.mark.parametrize("path", params_of("decode_layers"))
+def test_a_long_step_is_the_same_bits_in_several_calls(path, kind, dtype, tiny, named, monkeypatch):
+    """Calls end within chunks, some just after they begin or before they end."""
+    loaded, layers = made_of(tiny(named(kind)), dtype)
+    states = states_of(loaded)
+    every = range(len(loaded.decoder.layers))
+    q_lens, kv_lens = zip(*LONG, strict=True)
+    with torch.inference_mode():
+        trial = Trial(loaded, layers, q_lens=q_lens, kv_lens=kv_lens, states=states)
+        with trial.random_states() as kept:
+            made = DecodeLayers(loaded, layers, DecodeKernel(path), states)
+            made.bind(trial.pool)
+            first, found = [one.clone() for one in kept], []
+            before = torch.get_num_threads()
+            for threads, most in ((2, 1024), (1, 1024), (3, 1024), (2, 100), (2, 64)):
+                monkeypatch.setattr(decode_layers, "MOST_ROWS", most)
+                reset(kept, first)
+                for pool in (*trial.pool.keys, *trial.pool.values):
+                    pool[trial.context.slots] = 7
+                torch.set_num_threads(threads)
+                try:
+                    rows = trial.rows.clone()
+                    made.run_layers(rows, trial.positions, trial.context, every)
+                finally:
+                    torch.set_num_threads(before)
+                found.append(rows)
+                assert torch.equal(rows, found[0]), (threads, most)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_nobody_wants_end_before_the_last_layer(dtype, tiny, named):
+    loaded, layers = made_of(tiny(named("qwen3")), dtype)
+    assert shorten_last_layer(loaded, layers)
+    q_lens, kv_lens = zip(*LONG, strict=True)
+    with torch.inference_mode():
+        trial = Trial(loaded, layers, q_lens=q_lens, kv_lens=kv_lens)
+        made = DecodeLayers(loaded, layers, load_decode_kernel())
+        made.bind(trial.pool)
+        last = trial.context.q_start[1:].long() - 1
+        few = WantedRows(last, list(kv_lens))
+        whole = made.run(trial.rows, trial.positions, trial.context)
+        kept = [pool[trial.context.slots].clone() for pool in trial.pool.keys]
+        got = made.run(trial.rows, trial.positions, trial.context, few)
+        assert got.shape == (len(last), trial.rows.shape[1])
+        trial.check_same("rows", got, whole[last])
+        for pool, other in zip(trial.pool.keys, kept, strict=True):
+            trial.check_same("kept", pool[trial.context.slots], other)
