@@ -215,7 +215,9 @@ def test_a_chunk_is_the_same_bits_as_its_tokens_one_by_one(path, kind, dtype, ti
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("path", params_of("decode_layers"))
-def test_long_steps_take_the_modules_where_the_kernel_is_slower(path, dtype, tiny, named):
+def test_long_steps_take_the_modules_where_the_kernel_is_slower(
+    path, dtype, tiny, named, monkeypatch
+):
     loaded, layers = made_of(tiny(named("llama")), dtype)
     kernel = DecodeKernel(path)
     made = DecodeLayers(loaded, layers, kernel)
@@ -238,9 +240,13 @@ def test_long_steps_take_the_modules_where_the_kernel_is_slower(path, dtype, tin
     with torch.inference_mode():
         trial = Trial(loaded, layers, q_lens=(3,), kv_lens=(3,))
     places = trial.positions.expand(3, 1, -1).clone()
+    assert made.takes(places, trial.context, {"deepstack_visual_embeds": []})
+    assert not made.takes(places, trial.context, {"layer_inputs": places})
+    # A decoder that keeps a token's places on several axes apart.
+    monkeypatch.setattr(DecodeLayers, "_has_one_turn", lambda *_: False)
+    made = DecodeLayers(loaded, layers, kernel)
     assert made.takes(places, trial.context, {})
-    assert not made.takes(places, trial.context, {"deepstack_visual_embeds": []})
-    places[1, 0, 0] += 1  # in the middle of a picture
+    places[1, 0, 0] += 1  # in the middle of an image
     assert not made.takes(places, trial.context, {})
 
 

@@ -120,7 +120,7 @@ def test_rows_that_nobody_wants_end_before_the_last_layer(dtype, tiny, named):
         few = WantedRows(last, list(kv_lens))
         whole = made.run(trial.rows, trial.positions, trial.context)
         kept = [pool[trial.context.slots].clone() for pool in trial.pool.keys]
-        got = made.run(trial.rows, trial.positions, trial.context, few)
+        got = made.run(trial.rows, trial.positions, trial.context, few=few)
         assert got.shape == (len(last), trial.rows.shape[1])
         trial.check_same("rows", got, whole[last])
         for pool, other in zip(trial.pool.keys, kept, strict=True):

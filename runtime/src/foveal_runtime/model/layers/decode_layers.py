@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,6 +70,10 @@ MOST_ROWS = 1024
 """Tokens in one call, which has memory for that many: more take several, one after the other."""
 SHORT_LAST = 16
 """As many times fewer rows wanted than computed make the short last layer worth its modules."""
+
+MASK, LEVELS = "visual_pos_masks", "deepstack_visual_embeds"
+DEEPSTACK = frozenset((MASK, LEVELS))
+"""What the first layers take of images: (1, T), and of each layer (n, E)."""
 
 _TRIED = ((3, 4), (1, 16), (7, 21))
 """New tokens of a trial's sequences, and how many there are then."""
@@ -121,6 +127,7 @@ class DecodeLayers:
         for shape in shapes:
             if shape.parts != self._parts[shape.layer].state(self._shape["width"], loaded.dtype):
                 raise Unlike("its recurrent states are others")
+        self._is_plain = self._has_one_turn(int(self._shape["width"]), bool(loaded.adapter.rope))
         self._pool: KVPool | None = None
         self._layers: Any = None
         self._places: list[tuple[LayerGeometry, str]] = []
@@ -152,13 +159,13 @@ class DecodeLayers:
     def takes(
         self, positions: torch.Tensor, context: ForwardContext, extra: Mapping[str, Any]
     ) -> bool:
-        """Whether a step is small, or long ones are as fast as by modules, at plain positions.
-        `extra`: what layers take of images (deepstack), where a step has such."""
-        if context.groups is not None or extra:
+        """Whether a step is small, or long ones are as fast as by modules. `extra`: what layers
+        take of images (deepstack), where a step has such."""
+        if context.groups is not None or not extra.keys() <= DEEPSTACK:
             return False
         if not self.takes_long and not self.is_small(context):
             return False
-        return positions.dim() == 2 or bool((positions == positions[:1]).all())
+        return self._is_plain or bool((positions == positions[:1]).all())
 
     def each_way(self) -> Iterator[None]:
         """For trials: all steps as small ones, and then as long ones."""
@@ -186,6 +193,7 @@ class DecodeLayers:
         embeds: torch.Tensor,
         positions: torch.Tensor,
         context: ForwardContext,
+        extra: Mapping[str, Any] = MappingProxyType({}),
         few: WantedRows | None = None,
     ) -> torch.Tensor:
         """embeds (T, E) to hidden states (T, E) after the last norm; writes keys and values.
@@ -194,6 +202,10 @@ class DecodeLayers:
         """
         hidden = embeds.clone(memory_format=torch.contiguous_format)
         every = range(len(self._parts))
+        for level in extra.get(LEVELS, ()):
+            self.run_layers(hidden, positions, context, every[:1])
+            hidden[extra[MASK][0]] += level
+            every = every[1:]
         if few is not None and len(hidden) >= SHORT_LAST * len(few.index):
             self.run_layers(hidden, positions, context, every[:-1])
             turn = rotate(self._decoder, hidden, positions, self._rotations[every[-1]])
@@ -201,7 +213,8 @@ class DecodeLayers:
                 last = self._decoder.layers[-1]
                 hidden = last.forward(hidden[None], position_embeddings=turn)[0]
         else:
-            self.run_layers(hidden, positions, context, every)
+            if every:
+                self.run_layers(hidden, positions, context, every)
             if few is not None:
                 hidden = hidden[few.index]
         normed: torch.Tensor = self._norm(hidden)
@@ -252,6 +265,14 @@ class DecodeLayers:
                 raise MemoryError("a step's layers: no memory for intermediate results")
             if code != DONE:
                 raise Unlike("its packed weights are laid out in a way the kernel cannot read")
+
+    def _has_one_turn(self, width: int, has_axes: bool) -> bool:
+        """Whether a token's rotary embedding is one, even where its places on several axes (time,
+        height and width of an image) differ."""
+        rows = torch.zeros(1, width)
+        places = torch.tensor([[[1]], [[2]], [[3]]]) if has_axes else torch.tensor([[1]])
+        turns = [rotate(self._decoder, rows, places, kind) for kind in self._rotations.values()]
+        return all(math.prod(one.shape[:-1]) == 1 for pair in turns for one in pair)
 
     def _rotary(self, hidden: torch.Tensor, positions: torch.Tensor, kind: str) -> torch.Tensor:
         """Cosines and sines (2, T, R) of a rotary embedding, in float32."""
@@ -353,7 +374,7 @@ def _try(made: DecodeLayers, trial: Trial) -> None:
                     trial.check_same(f"the state of layer {number}", mine, modules)
         wanted = trial.after_all().double()
         _swap(states, before)
-        got = made.run(trial.rows, trial.positions, trial.context).double()
+        got = made.run(trial.rows, trial.positions, trial.context, trial.extra).double()
     apart = float((got - wanted).abs().mean() / wanted.abs().mean())
     if not apart <= _WHOLE_TOLERANCE[trial.rows.dtype]:
         raise Unlike(f"something around its layers differs by {apart:.2g}")

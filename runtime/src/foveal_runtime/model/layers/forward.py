@@ -66,7 +66,7 @@ class Forward:
         few = wanted if is_short else None
         whole = self.decode_layers if not loras else None
         if whole is not None and whole.takes(positions, context, extra):
-            hidden = whole.run(embeds, positions, context, few)
+            hidden = whole.run(embeds, positions, context, extra, few)
             return hidden if wanted is None or few is not None else hidden[wanted.index]
         with (
             forward_context(PagedCall(self.layers, context, self._loaded.adapter)),

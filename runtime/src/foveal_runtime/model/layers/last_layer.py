@@ -26,6 +26,7 @@ from foveal_runtime.model.layers.layer_parts import (
     Trial,
     Unlike,
     check_decoder,
+    deepstack_levels,
     parts_of,
     trying,
 )
@@ -134,8 +135,8 @@ def shorten_last_layer(loaded: LoadedModel, layers: Sequence[LayerGeometry]) -> 
     """Gives the last layer such a forward; False where it computes another thing; logs which."""
     try:
         check_decoder(loaded, len(layers), layers)
-        if loaded.adapter.deepstack:
-            raise Unlike("its family does more between the layers")
+        if deepstack_levels(loaded) >= len(layers):
+            raise Unlike("it takes something of images behind the last layer")
         decoder: Any = loaded.decoder
         if isinstance(decoder.layers[-1].forward, LastLayer):
             return True

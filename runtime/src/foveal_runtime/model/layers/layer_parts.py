@@ -171,12 +171,27 @@ def rotate(decoder: Any, rows: torch.Tensor, positions: torch.Tensor, kind: str)
     return decoder.rotary_emb(rows[None], positions, **kinds)
 
 
+def deepstack_levels(loaded: LoadedModel) -> int:
+    """How many of the first layers take something of images."""
+    if not loaded.adapter.deepstack:
+        return 0
+    return len(loaded.config.vision_config.deepstack_visual_indexes)
+
+
+def _deepstack(loaded: LoadedModel, rows: torch.Tensor) -> dict[str, Any]:
+    """As if every other row were of an image."""
+    mask = torch.arange(len(rows)) % 2 == 0
+    levels = [torch.randn_like(rows[mask]) / 16 for _ in range(deepstack_levels(loaded))]
+    return {"visual_pos_masks": mask[None], "deepstack_visual_embeds": levels}
+
+
 class Trial:
     """Random rows of some sequences, in a small KV pool of random contexts.
 
     Attributes:
         rows: (T, E). Small, so that what a layer adds is larger than what it is added to; its norms
             take the size away.
+        extra: what the first layers take of images, where a family's do.
     """
 
     def __init__(
@@ -217,9 +232,11 @@ class Trial:
             kv_lens=list(kv_lens),
             state_slots=list(range(count)),
         )
-        self.positions = place.expand(3, 1, -1) if loaded.adapter.rope else place[None]
+        axes = torch.stack([place, place + 1, place + 2])[:, None]  # of an image's tokens
+        self.positions = axes if loaded.adapter.rope else place[None]
         width = int(loaded.text_config.hidden_size)
         self.rows = torch.randn(len(place), width).to(dtype) / 16
+        self.extra = _deepstack(loaded, self.rows) if loaded.adapter.deepstack else {}
 
     def embeddings(self, number: int) -> Any:
         """What a layer's rotary embedding makes of the positions."""
@@ -242,11 +259,14 @@ class Trial:
         return found.double() - self.rows.double()
 
     def after_all(self) -> torch.Tensor:
-        """The decoder's last hidden state of the rows, (T, E)."""
+        """The decoder's last hidden state of the rows, with `extra`, (T, E)."""
         decoder: Any = self._loaded.decoder
         with self._calling():
             output = decoder(
-                inputs_embeds=self.rows[None], position_ids=self.positions, use_cache=False
+                inputs_embeds=self.rows[None],
+                position_ids=self.positions,
+                use_cache=False,
+                **self.extra,
             )
         found: torch.Tensor = output.last_hidden_state[0]
         return found

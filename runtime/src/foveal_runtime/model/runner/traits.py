@@ -11,6 +11,7 @@ import transformers
 
 from foveal_runtime.engine.types.step import ModelTraits
 from foveal_runtime.model.checkpoint.loader import LoadedModel
+from foveal_runtime.model.layers.layer_parts import deepstack_levels
 from foveal_runtime.plan.embedder import longest_input
 from foveal_runtime.plan.sampling import grammar_version
 
@@ -18,9 +19,7 @@ from foveal_runtime.plan.sampling import grammar_version
 def read_traits(loaded: LoadedModel, state_bytes: int = 0) -> ModelTraits:
     """What the scheduler must know, from the model's configuration and its adapter."""
     text, adapter = loaded.text_config, loaded.adapter
-    levels = 1
-    if adapter.deepstack:
-        levels += len(loaded.config.vision_config.deepstack_visual_indexes)
+    levels = 1 + deepstack_levels(loaded)
     eos = getattr(loaded.generation_config, "eos_token_id", None)
     if eos is None:
         eos = getattr(text, "eos_token_id", None)
