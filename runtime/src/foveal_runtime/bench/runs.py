@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -95,6 +96,10 @@ class RunProgress:
         """One step is done."""
 
 
+REST_SECONDS = 2.0
+"""Between two servers: vLLM keeps a core busy for a second after its last answer, which the next
+one would have to share (24 November 2026)."""
+
 Costs = Mapping[str, Any]
 Meter = Callable[[Target], Callable[[], Costs]]
 """Called before a run; what it returns is called after it, for fields of its RunResult."""
@@ -127,6 +132,8 @@ def run_all(
         trace = saved or load.trace(step.kind, seed_here)
         if drawn_for != (step.kind, seed_here):
             urls, drawn_for = draw_all(trace, load, progress), (step.kind, seed_here)
+        if len(targets) > 1:
+            time.sleep(REST_SECONDS)
         result = run_one(target, trace, load, seed_here, urls, progress, meter)
         result.round = step.round
         yield result
