@@ -178,6 +178,19 @@ def test_weights_of_another_model_are_refused(tiny, tmp_path) -> None:
         load_model(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        ("gpu", "device 'gpu' is not known: use cpu or cuda"),
+        ("cuda:99", "device 'cuda:99' is not there: PyTorch finds"),
+    ],
+)
+def test_a_device_that_is_not_there_is_one_line(device: str, said: str, tmp_path: Path) -> None:
+    """It was a traceback of PyTorch's, after all weights had been read."""
+    with pytest.raises(StartupError, match=said):
+        TorchRunner.load(str(tmp_path), device=device)
+
+
 def test_dtype_is_that_of_the_checkpoint_or_as_asked(tiny) -> None:
     assert load_model(str(tiny("llama"))).dtype == torch.float32
     assert load_model(str(tiny("llama")), "bfloat16").dtype == torch.bfloat16

@@ -261,6 +261,23 @@ def test_pixels_are_no_negative_number(desk: Desk, option: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--max-pixels", "1" + 29 * "0", "is more than 1000000000"),
+        ("--max-pixels", "0", "is not a whole number of at least 1"),
+        ("--resize-to-pixels", "1000000001", "is more than 1000000000"),
+        ("--max-seconds", "nan", "is not a time: give seconds, such as 90"),
+        ("--max-audio-seconds", "inf", "is not a time: give seconds, such as 90"),
+    ],
+)
+def test_limits_of_media_are_finite(desk: Desk, option: str, value: str, said: str) -> None:
+    """Thirty digits of pixels were a traceback, and NaN was taken."""
+    code, found = desk.run("profile", "model", option, value)
+    assert code == 2
+    assert found.startswith(f"foveal-runtime profile: argument {option}: {value!r} {said}")
+
+
+@pytest.mark.parametrize(
     ("error", "said"),
     [
         (OSError(errno.ENOSPC, "No space left on device"), "No space left on device: free some, "

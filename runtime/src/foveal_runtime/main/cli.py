@@ -20,9 +20,11 @@ from foveal_runtime.main.local.options import (
     Parser,
     add_options,
     configured,
-    count,
+    pixels,
+    pixels_or_off,
     port,
     positive,
+    seconds,
 )
 from foveal_runtime.plan.config import DEFAULT_VIDEO_FRAMES, DEFAULT_VIDEO_PIXELS
 from foveal_runtime.plan.errors import StartupError, file_problem
@@ -85,15 +87,17 @@ def parser() -> argparse.ArgumentParser:
     )
     profile.add_argument("model")
     profile.add_argument("--measure", action="store_true", help="load the model and measure")
-    profile.add_argument("--max-pixels", type=positive, default=64_000_000)
-    profile.add_argument("--resize-to-pixels", type=count, default=0, metavar="PIXELS",
+    profile.add_argument("--max-pixels", type=pixels, default=64_000_000)
+    profile.add_argument("--resize-to-pixels", type=pixels_or_off, default=0, metavar="PIXELS",
                          help="larger images are shrunk to so many; 0 (default): off")  # fmt: skip
-    profile.add_argument("--max-video-pixels", type=count, default=0, help="0: as --max-pixels")
-    profile.add_argument("--resize-video-to-pixels", type=count, default=DEFAULT_VIDEO_PIXELS,
-                         metavar="PIXELS", help="frames of videos likewise")  # fmt: skip
+    profile.add_argument("--max-video-pixels", type=pixels_or_off, default=0,
+                         help="0: as --max-pixels")  # fmt: skip
+    profile.add_argument("--resize-video-to-pixels", type=pixels_or_off, metavar="PIXELS",
+                         default=DEFAULT_VIDEO_PIXELS, help="frames of videos likewise")  # fmt: skip
     profile.add_argument("--max-frames", type=positive, default=DEFAULT_VIDEO_FRAMES)
-    profile.add_argument("--max-seconds", type=float, default=600.0)
-    profile.add_argument("--max-audio-seconds", type=float, default=0.0, help="0: as --max-seconds")
+    profile.add_argument("--max-seconds", type=seconds, default=600.0)
+    profile.add_argument("--max-audio-seconds", type=seconds, default=0.0,
+                         help="0: as --max-seconds")  # fmt: skip
     profile.add_argument("--max-num-batched-tokens", type=positive, default=2048)
     profile.add_argument("--dtype", default="auto", choices=DTYPES)
     profile.add_argument("--quantization", default="auto", choices=QUANTIZATIONS, help="at load")

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.telemetry.memory import release_free_memory, reset_peak, status_bytes
 
 _ALIGN_BYTES = 16
@@ -133,6 +134,26 @@ class Device:
 
     def stopwatch(self) -> Stopwatch:
         return Stopwatch(self.is_cuda)
+
+
+def present(name: str) -> str:
+    """`name`. Raises StartupError where PyTorch has no such device, before a weight is read."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise StartupError(
+            f"device {name!r} is not known: use cpu or cuda", param="device"
+        ) from None
+    if device.type != "cuda":
+        return name
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (device.index or 0) >= found:
+        raise StartupError(
+            f"device {name!r} is not there: PyTorch finds {found} CUDA devices; install the GPU's "
+            "driver, or use cpu",
+            param="device",
+        )
+    return name
 
 
 def open_device(device: torch.device) -> Device:

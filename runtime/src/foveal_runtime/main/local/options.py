@@ -27,6 +27,7 @@ from foveal_runtime.plan.quantity import format_bytes
 
 PREFIX = "FOVEAL_SERVE_"
 MIN_SIZE = 1 << 20
+_MOST_PIXELS = 1_000_000_000  # as in the resource
 _MOST_BYTES = 1e18
 _UNITS = {"k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4,
           "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}  # fmt: skip
@@ -87,6 +88,14 @@ def count(text: str) -> int:
     return _number(text, 0)
 
 
+def pixels(text: str) -> int:
+    return _number(text, 1, _MOST_PIXELS)
+
+
+def pixels_or_off(text: str) -> int:
+    return _number(text, 0, _MOST_PIXELS)
+
+
 def port(text: str) -> int:
     number = _number(text, 0)
     if number > 65535:
@@ -114,13 +123,15 @@ def seconds(text: str) -> float:
     return found
 
 
-def _number(text: str, least: int) -> int:
+def _number(text: str, least: int, most: int = 2**63 - 1) -> int:
     try:
         number = int(text)
     except ValueError:
         number = least - 1
     if number < least:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+    if number > most:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than {most}")
     return number
 
 

@@ -38,7 +38,7 @@ from foveal_runtime.model.checkpoint.head import Head
 from foveal_runtime.model.checkpoint.loader import LoadedModel, load_model
 from foveal_runtime.model.checkpoint.probe import probe_layers, probe_states
 from foveal_runtime.model.cpu.packing import weight_bytes
-from foveal_runtime.model.device import Device, open_device
+from foveal_runtime.model.device import Device, open_device, present
 from foveal_runtime.model.layers.forward import Forward
 from foveal_runtime.model.layers.last_layer import WantedRows
 from foveal_runtime.model.layers.lora import Loras
@@ -132,7 +132,7 @@ class TorchRunner:
 
         Raises StartupError.
         """
-        return cls(load_model(path, dtype, device, quantization), device=device, **options)
+        return cls(load_model(path, dtype, present(device), quantization), device=device, **options)
 
     @property
     def kv_block_bytes(self) -> int:
