@@ -10,6 +10,7 @@ import argparse
 import logging
 import os
 import sys
+from typing import Any
 
 from foveal_runtime.main.launcher import end_with_parent
 from foveal_runtime.main.local import bench
@@ -78,6 +79,11 @@ def parser() -> argparse.ArgumentParser:
     fetch.add_argument("--revision", default="", help="branch, tag or commit of a hf:// model")
     fetch.add_argument("--metrics-port", type=port, default=0, metavar="PORT",
                        help="serve the progress at /metrics there; 0 (default): not")  # fmt: skip
+    _add_profile(commands)
+    return parser
+
+
+def _add_profile(commands: Any) -> None:
     profile = commands.add_parser(
         "profile",
         help="what a model costs, as JSON",
@@ -93,7 +99,8 @@ def parser() -> argparse.ArgumentParser:
     profile.add_argument("--max-video-pixels", type=pixels_or_off, default=0,
                          help="0: as --max-pixels")  # fmt: skip
     profile.add_argument("--resize-video-to-pixels", type=pixels_or_off, metavar="PIXELS",
-                         default=DEFAULT_VIDEO_PIXELS, help="frames of videos likewise")  # fmt: skip
+                         default=DEFAULT_VIDEO_PIXELS,
+                         help="frames of videos likewise")  # fmt: skip
     profile.add_argument("--max-frames", type=positive, default=DEFAULT_VIDEO_FRAMES)
     profile.add_argument("--max-seconds", type=seconds, default=600.0)
     profile.add_argument("--max-audio-seconds", type=seconds, default=0.0,
@@ -110,7 +117,6 @@ def parser() -> argparse.ArgumentParser:
                          help="do not start processes to see what they take")  # fmt: skip
     profile.add_argument("--output", default="", metavar="FILE",
                          help="one compact line into FILE instead of standard output")  # fmt: skip
-    return parser
 
 
 def _run(arguments: argparse.Namespace) -> int:
