@@ -19,6 +19,14 @@ SMALL = ["--requests", "4", "--words", "5", "--image", "16x16", "--concurrency",
 HELP = Path(__file__).with_name("bench-help.txt")
 
 
+@pytest.fixture(autouse=True)
+def rests(monkeypatch):
+    """Seconds that servers were left alone before one's turn; none of them are waited for."""
+    found = []
+    monkeypatch.setattr(runs, "rest", found.append)
+    return found
+
+
 def bench(*arguments):
     return cli.main(["bench", *map(str, arguments)])
 
@@ -31,7 +39,7 @@ def test_help_is_as_it_is_kept(monkeypatch, capsys):
     assert capsys.readouterr().out == HELP.read_text()
 
 
-def test_servers_are_compared_in_turn(tmp_path, capsys):
+def test_servers_are_compared_in_turn(tmp_path, capsys, rests):
     log = []
     with OpenAIServer(log=log) as ours, OpenAIServer(log=log) as theirs:
         file, picture = tmp_path / "bench.json", tmp_path / "bench.png"
@@ -46,6 +54,7 @@ def test_servers_are_compared_in_turn(tmp_path, capsys):
     assert [one[2] for one in ran] == [first, second] * 2 + [second, first] * 2
     assert [one[:2] for one in ran] == [("hits-30", 0)] * 2 + [("text@2", 0)] * 2 + [
         ("hits-30", 1)] * 2 + [("text@2", 1)] * 2  # fmt: skip
+    assert rests == [2.0] * len(ran)
     assert ratios(report)["text@2", second]["req/s"].num == 2
     assert report.results[0].hit_rates == {"prefix": 0.5}
     assert sorted(map(json.dumps, ours.bodies)) == sorted(map(json.dumps, theirs.bodies))
@@ -137,7 +146,7 @@ def test_a_saved_trace_is_sent_again_as_it_was(tmp_path):
     assert any(len(body["messages"]) == 5 for body in again), "the third question of three"
 
 
-def test_a_saved_trace_has_its_own_times_and_lengths(tmp_path):
+def test_a_saved_trace_has_its_own_times_and_lengths(tmp_path, rests):
     lines = [
         {"messages": [{"role": "user", "content": "hello"}], "at": 0.0, "max_tokens": 3},
         {"messages": [{"role": "user", "content": "there"}], "at": 0.2},
@@ -147,6 +156,7 @@ def test_a_saved_trace_has_its_own_times_and_lengths(tmp_path):
     found = tmp_path / "bench.json"
     with OpenAIServer() as server:
         assert bench(server.url, "--replay", file, "--json", found, "--max-tokens", "7") == 0
+    assert rests == [], "no other server was before it"
     assert [body["max_tokens"] for body in server.bodies[-2:]] == [3, 7]
     assert msgspec.json.decode(found.read_bytes(), type=Report).results[0].wall_seconds >= 0.2
 

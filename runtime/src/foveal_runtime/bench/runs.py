@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from time import sleep as rest
 from typing import Any, NamedTuple
 
 import msgspec
@@ -133,7 +133,7 @@ def run_all(
         if drawn_for != (step.kind, seed_here):
             urls, drawn_for = draw_all(trace, load, progress), (step.kind, seed_here)
         if len(targets) > 1:
-            time.sleep(REST_SECONDS)
+            rest(REST_SECONDS)
         result = run_one(target, trace, load, seed_here, urls, progress, meter)
         result.round = step.round
         yield result

@@ -29,8 +29,8 @@ from foveal_runtime.wire.messages import EngineInfo
 # tenths of a second, in which streams stand still; a GPU is through with a full step before a
 # reader notices. See docs/decisions/scheduling.md.
 CPU_MIXED_BYTES = 1024
-CPU_MIXED_GROWTH = 15.0
-"""A step beside streams takes at most so many times what it takes without prompts, and 0.4 s."""
+CPU_MIXED_GROWTH = 30.0
+"""A step beside streams takes at most so many times what it takes without prompts, and 0.6 s."""
 CPU_SHORT_GROWTH = 2.5
 """The same beside short texts, which cost no throughput when they are spread over more steps."""
 

@@ -22,7 +22,7 @@ class SchedulerLimits:
         target_itl_seconds: a step beside streams holds what keeps it within so long, by what steps
             took so far, instead of `max_num_mixed_tokens`; 0 = no target.
         mixed_growth: without a target, such a step takes at most so many times what a step of
-            streams alone takes, or 0.4 s; 0 = no such bound. short_growth: so many while only
+            streams alone takes, or 0.6 s; 0 = no such bound. short_growth: so many while only
             prompts wait that are no longer than max_num_mixed_tokens and without media.
         slices_encoding: streams go on in the middle of what takes the encoder longer than that.
         max_model_len: prompt + output tokens of one request.

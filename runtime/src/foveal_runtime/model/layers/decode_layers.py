@@ -104,12 +104,11 @@ class DecodeLayers:
         self._norm = last_norm(decoder)
         self._states = states
         self._parts = [LayerParts(layer, loaded.dtype) for layer in decoder.layers]
-        is_fast = kernel.is_fast_in_bfloat16 and loaded.dtype == torch.bfloat16
+        is_half = loaded.dtype == torch.bfloat16
         is_quantised = any(one.bits for parts in self._parts for one in parts.products.values())
-        self.limits = FAST_LIMITS if is_fast and not is_quantised else LIMITS
-        self.takes_long = (is_fast or loaded.dtype == torch.float32) and not is_quantised
-        if loaded.dtype == torch.float32:
-            self.takes_long &= kernel.is_fast_in_float32
+        is_fast = kernel.is_fast_in_bfloat16 if is_half else kernel.is_fast_in_float32
+        self.takes_long = is_fast and not is_quantised
+        self.limits = FAST_LIMITS if is_half and self.takes_long else LIMITS
         self._geometry = {one.layer if one.layer >= 0 else one.index: one for one in layers}
         self._rotations = {number: rotation_of(decoder, number) for number in self._geometry}
         first = self._parts[0]
@@ -213,8 +212,7 @@ class DecodeLayers:
                 last = self._decoder.layers[-1]
                 hidden = last.forward(hidden[None], position_embeddings=turn)[0]
         else:
-            if every:
-                self.run_layers(hidden, positions, context, every)
+            self.run_layers(hidden, positions, context, every)
             if few is not None:
                 hidden = hidden[few.index]
         normed: torch.Tensor = self._norm(hidden)
@@ -229,6 +227,8 @@ class DecodeLayers:
     ) -> None:
         """Hidden states (T, E) through some consecutive layers, in place. Raises Unlike."""
         assert self._pool is context.pool
+        if not which:
+            return
         turns = [self._rotary(hidden, positions, kind) for _, kind in self._places]
         rope_dim = turns[0].shape[-1]
         if any(one.shape[-1] != rope_dim for one in turns):
