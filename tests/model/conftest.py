@@ -46,3 +46,11 @@ def bench(tiny):
     from tests.support.models.bench import Bench
 
     return lambda name, **options: Bench(name, tiny(name), **options)
+
+
+@pytest.fixture
+def named(checkpoints: ModuleType):
+    """named(kind) → the name of a case of that kind whose heads the kernels know."""
+    from tests.support.models.decoders import decoder_case
+
+    return lambda kind: decoder_case(checkpoints, kind)

@@ -28,7 +28,6 @@ from tests.support.models.decoders import (
     NOT_TAKEN,
     TAKEN,
     compare_layer,
-    decoder_case,
     made_of,
     reset,
     states_of,
@@ -41,12 +40,6 @@ pytestmark = [
 ]
 HYBRID = ["lfm2", "lfm2_vl", "qwen3_5_text", "qwen3_5"]
 """The step driver reuses blocks of tokens, not states."""
-
-
-@pytest.fixture
-def named(checkpoints):
-    """named(kind) → the name of a case of that kind whose heads the kernels know."""
-    return lambda kind: decoder_case(checkpoints, kind)
 
 
 @pytest.mark.parametrize("kind", TAKEN)

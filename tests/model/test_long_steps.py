@@ -17,7 +17,6 @@ from tests.support.models.decoders import (
     DTYPES,
     TAKEN,
     compare_layer,
-    decoder_case,
     made_of,
     reset,
     states_of,
@@ -30,12 +29,6 @@ pytestmark = [
 ]
 LONG = [(130, 900), (1, 700), (5, 5), (70, 300), (4, 60)]
 """New tokens of sequences, and how many there are then: chunks, and some that attend alone."""
-
-
-@pytest.fixture
-def named(checkpoints):
-    """named(kind) → the name of a case of that kind whose heads the kernels know."""
-    return lambda kind: decoder_case(checkpoints, kind)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
