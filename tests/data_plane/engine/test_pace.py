@@ -240,13 +240,33 @@ def test_a_pause_beside_images_is_short_whatever_streams_take() -> None:
 
 
 def test_fast_streams_do_not_make_prompts_slow() -> None:
-    """2.5 times 1 ms would be two tokens of a prompt; nobody sees gaps of 50 ms."""
+    """2.5 times 1 ms would be two tokens of a prompt; nobody sees gaps of 35 ms."""
     pace = Pace(0.0, 256, growth=2.5)
     stream = ScheduledRequest("a", 4, 1, [1], True)
     pace.observe(StepPlan(1, scheduled=[stream]), StepResult(1, forward_seconds=0.001))
     mixed = StepPlan(2, scheduled=[stream, ScheduledRequest("b", 0, 50, [2], False)])
     pace.observe(mixed, StepResult(2, forward_seconds=0.026))
-    assert pace.tokens() == 98
+    assert pace.tokens() == 68
+
+
+@pytest.mark.parametrize(
+    ("num_waiting", "num_tokens"), [(0, 40), (8, 40), (16, 120), (28, 240), (30, 256), (900, 256)]
+)
+def test_the_more_short_prompts_wait_the_more_a_step_takes(
+    num_waiting: int, num_tokens: int
+) -> None:
+    """Twice 40 ms for up to eight of them, then as many times that as there are eights."""
+    pace = Pace(0.0, 256, growth=30.0, short=2.0)
+    stream = ScheduledRequest("a", 4, 1, [1], True)
+    pace.observe(StepPlan(1, scheduled=[stream]), StepResult(1, forward_seconds=0.04))
+    mixed = StepPlan(2, scheduled=[stream, ScheduledRequest("b", 0, 40, [2], False)])
+    pace.observe(mixed, StepResult(2, forward_seconds=0.08))
+    assert pace.tokens(are_short=True, num_waiting=num_waiting) == num_tokens
+    assert pace.tokens(num_waiting=num_waiting) == 256
+    kept = Pace(0.08, 256)
+    for plan, seconds in ((StepPlan(1, scheduled=[stream]), 0.04), (mixed, 0.08)):
+        kept.observe(plan, StepResult(1, forward_seconds=seconds))
+    assert kept.tokens(are_short=True, num_waiting=num_waiting) == 40  # a target is a target
 
 
 @pytest.mark.parametrize(("target", "embeds"), [(0.0, 2_000), (0.5, 20_000)])
@@ -262,7 +282,7 @@ def test_a_large_image_does_not_stop_32_streams(
     bound = target or LEAST_SECONDS
     names = [f"s{number}" for number in range(32)]
     for number, name in enumerate(names):
-        drive.add(name, [number, 1, 2], max_tokens=340)
+        drive.add(name, [number, 1, 2], max_tokens=500)
     for _ in range(3):
         drive.step()
     drive.add("warm", range(1000, 1020), max_tokens=1)

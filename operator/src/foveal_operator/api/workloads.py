@@ -370,7 +370,7 @@ class Engine(Part, frozen=True, kw_only=True):
         Meta(
             description="Tokens of a step in which a running stream gets its next one, so that "
             "new prompts do not stall it. Default: on CPUs what takes 0.6 s, or 30 times as long "
-            "as a step without prompts (2.5 times for short texts), at most 256 (512 in bfloat16); "
+            "as a step without prompts (twice for short texts), at most 256 (512 in bfloat16); "
             "no limit of its own on GPUs."
         ),
     ] = None

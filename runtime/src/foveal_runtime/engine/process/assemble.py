@@ -31,8 +31,8 @@ from foveal_runtime.wire.messages import EngineInfo
 CPU_MIXED_BYTES = 1024
 CPU_MIXED_GROWTH = 30.0
 """A step beside streams takes at most so many times what it takes without prompts, and 0.6 s."""
-CPU_SHORT_GROWTH = 2.5
-"""The same beside short texts, which cost no throughput when they are spread over more steps."""
+CPU_SHORT_GROWTH = 2.0
+"""The same beside short texts, until many of them wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

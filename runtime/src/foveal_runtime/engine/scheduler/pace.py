@@ -18,7 +18,9 @@ _LEAST_SHARE = 0.1
 """Of a mixed step's time, what its prompt tokens are taken to cost at least."""
 _LOOK_STEPS = 64
 """Mixed steps in a row after which one of streams alone is due: they may take longer by now."""
-LEAST_SECONDS = 0.05
+_FEW = 8
+"""Short prompts that wait: beside more of them a step takes as many times what it takes for few."""
+LEAST_SECONDS = 0.035
 """Without a target: what no reader notices, however fast streams alone are."""
 MOST_SECONDS = 0.6
 """Without a target: a pause that throughput and first tokens are worth, and no longer one."""
@@ -116,13 +118,21 @@ class Pace:
         more = self._mixed.value - (self._decode.value or 0.0)
         return max(more, _LEAST_SHARE * self._mixed.value) / self._num_prompt.value
 
-    def tokens(self, *, are_short: bool = False) -> int:
-        """Prompt tokens that fit beside the streams' own; 0 or less = none. Whether all the prompts
-        are short: spread thin, they cost no throughput, where long ones and images would."""
+    def tokens(self, *, are_short: bool = False, num_waiting: int = 0) -> int:
+        """Prompt tokens that fit beside the streams' own; 0 or less = none.
+
+        Args:
+            are_short: all the prompts are: few of them cost little throughput when they are spread
+                over more steps, where long ones and images would.
+            num_waiting: prompts of which something is left to compute.
+        """
         token = self._token_seconds
         if not token:
             return self._start_tokens
-        target = self._target(self._short_growth if are_short else self._growth)
+        target = self._target(self._growth)
+        if are_short and not self._given:
+            thin = self._target(self._short_growth)
+            target = min(target, thin * max(num_waiting / _FEW, 1))
         fitting = int((target - (self._decode.value or 0.0)) / token)
         return fitting if self._given else min(fitting, self._start_tokens)
 

@@ -104,7 +104,8 @@ class Planner:
         """Tokens of a step beside streams, without theirs; 0: what streams alone take is due."""
         if self.pace is None:
             return max(self.limits.max_num_mixed_tokens, 2 * len(self.table.running)) - num_streams
-        tokens = self.pace.tokens(are_short=self.table.prompts_are_short)
+        waiting = len(self.table.waiting) + len(self.table.running) - num_streams
+        tokens = self.pace.tokens(are_short=self.table.prompts_are_short, num_waiting=waiting)
         return 0 if self.pace.is_look_due else max(tokens, self.limits.block_size)
 
     def may_admit(self, num_running: int) -> bool:
@@ -350,9 +351,7 @@ class Planner:
             theirs = entry.block_hashes
             if self._snapshots is None and entry.num_published > num_hit:
                 continue
-            if len(theirs) <= num_hit:
-                continue
-            if theirs[num_hit] != mine[num_hit]:
+            if len(theirs) <= num_hit or theirs[num_hit] != mine[num_hit]:
                 continue
             end, last = num_hit + 1, min(most, len(theirs))
             while end < last and theirs[end] == mine[end]:
