@@ -13,7 +13,8 @@ from e2e.bench.simulation import limits
 from e2e.bench.simulation import world as world_module
 from e2e.bench.simulation.costs import FEATURES, CostRunner, Costs, Deployment, Role, fit
 from e2e.bench.simulation.fleet import Day, FleetRouter, RoundRobin, live, shrunk
-from e2e.bench.simulation.steps import Timed
+from e2e.bench.simulation.measure import pace_of, step_costs
+from e2e.bench.simulation.steps import Steps, Timed
 from e2e.bench.simulation.virtual import Cores, run
 from e2e.bench.simulation.world import Ask, World, converse
 from foveal_runtime.engine.process.core import EngineCore
@@ -273,3 +274,20 @@ def test_time_passes_while_a_real_runner_computes():
             return [answer.done - answer.sent for answer in world.answers]
 
     assert min(run(main())) >= 8 * COSTS.step["step"]
+
+
+def test_costs_are_without_the_pace_that_steps_had():
+    """Ten seconds at half speed, in which prompts are longer, make no prompt token dearer."""
+
+    def measured(lengths, pace, began):
+        rows = [[1.0, 1.0, 10.0 * n, *([0.0] * (len(FEATURES) - 3))] for n in lengths]
+        seconds = [pace * (0.002 + 1e-4 * row[2]) for row in rows]
+        return Steps(DEPLOYMENT, rows, seconds, [began + 0.1 * i for i in range(len(rows))])
+
+    lengths = random.Random(2).choices(range(1, 30), k=100)
+    found = [measured(lengths, 1.0, 1e6), measured([n + 4 for n in lengths], 2.0, 1e6 + 20)]
+    costs = step_costs(found, found)
+    part = costs.step["step"] + costs.step["prompt"]
+    assert costs.step["prompt_token"] == pytest.approx(0.05 * part, rel=0.01)
+    slow, fast = pace_of(found, costs, 1e6 + 20), pace_of(found, costs, until=1e6 + 10)
+    assert slow == pytest.approx(2 * fast, rel=0.02)

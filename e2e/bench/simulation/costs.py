@@ -47,16 +47,17 @@ def features(plan: StepPlan) -> list[float]:
 
 
 class Role(msgspec.Struct, frozen=True):
-    """CPU seconds of a process beside model steps: of a request, of an output token, of an image
-    in it, of an image that was not seen before, of a message between an engine and a frontend. One
-    message has the tokens of all streams that the two share, so four streams at one frontend cost
-    less than one at each of four."""
+    """CPU seconds of a process beside what the model computes: of a request, of an output token, of
+    an image in it, of an image that was not seen before, of a message between an engine and a
+    frontend, of a step. One message has the tokens of all streams that the two share, so four
+    streams at one frontend cost less than one at each of four."""
 
     request: float = 0.0
     token: float = 0.0
     item: float = 0.0
     new_item: float = 0.0
     message: float = 0.0
+    step: float = 0.0
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,7 +176,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
         return pack_item(0, ids, runs, {"x": ("uint8", pixels)})
 
 
-def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+def fit(rows: Sequence[Sequence[float]] | Table, seconds: Sequence[float] | Table) -> list[float]:
     """Least squares without negative costs. What disturbs a second disturbs each: the variance
     grows with what the fit says. Weighed by what was measured, a step that was slow by chance would
     count for less than one that was fast, and the fit's total be too low."""

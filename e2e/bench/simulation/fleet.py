@@ -185,7 +185,7 @@ class Fleet:
             "heard": sum(one.messages_received for one in heard),
             "heard_bytes": sum(one.bytes_received for one in heard),
             "tokens": sum(e.core.stats.num_generation_tokens for e in engines),
-            "busy": [e.num_steps_seconds for e in engines],
+            "busy": [e.step_seconds for e in engines],
         }
 
     def _hour(

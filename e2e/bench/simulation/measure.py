@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import datetime
 import itertools
+import math
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ import psutil
 from e2e.bench import processes
 from e2e.bench.machine import machine_facts
 from e2e.bench.servers import Options, Server, Spec, _foveal
-from e2e.bench.simulation.costs import FEATURES, Costs, Deployment, Role, fit
+from e2e.bench.simulation.costs import FEATURES, NUM_FITS, Costs, Deployment, Role, Table, fit
 from e2e.bench.simulation.steps import Steps
 from e2e.bench.simulation.virtual import Cores, run
 from e2e.bench.simulation.world import Ask, World, converse
@@ -35,20 +36,27 @@ from foveal_runtime.plan.config import EngineConfig, load
 
 ROLES = {"frontend": "frontend", "worker": "media worker", "engine": "engine"}
 NUM_CORES = 2
+PACE_SECONDS = 5.0
 FLAGS = ("--threads", "1", "--kv-cache", "512Mi", "--ipc-cache", "16Mi")
 FILL_REQUESTS = 130
 """With an image each, 640 tokens: more than an engine's KV memory of FLAGS holds (65,536)."""
 IMAGE = ImageKind()
 CACHES = ("ipc", "prefix", "encoder")
 TRACES = (("mixed", 5), ("hits-70", 6), ("text", 7))
+KINDS = (
+    ("text", 64, 8, 4), ("text", 64, 40, 4), ("text", 32, 40, 1), ("hits-0", 64, 16, 4),
+    ("hits-95", 64, 16, 4), ("multi-turn", 48, 16, 4),
+)  # fmt: skip
+"""Traces of the calibration: requests, tokens of output, conversations at a time."""
 
 
 class Played(NamedTuple):
-    """One trace on a real deployment. `cpu`: seconds by role, `others`: cores that the rest of the
-    machine, the launcher included, used meanwhile."""
+    """One trace on a real deployment. `began`: seconds since 1970; `cpu`: seconds by role;
+    `others`: cores that the rest of the machine, the launcher included, used meanwhile."""
 
     trace: Trace
     replies: list[Reply]
+    began: float
     seconds: float
     cpu: dict[str, float]
     others: float
@@ -70,7 +78,7 @@ class Real:
     def play(self, trace: Trace, concurrency: int) -> Played:
         urls = {image: data_url(image, IMAGE) for image in trace.images}
         before, cpu, busy = self._hits(), self._cpu(), _busy_seconds()
-        replay = Replay(self.server.spec.target, trace, urls)
+        replay, began = Replay(self.server.spec.target, trace, urls), time.time()
         replies, seconds = asyncio.run(replay.run(concurrency))
         if failed := [reply.error for reply in replies if reply.error]:
             raise SystemExit(f"{self.server.name}, {trace.name}: {failed[0]}")
@@ -81,7 +89,7 @@ class Real:
         now = self._hits()
         hits = {name: (now[name][0] - before[name][0], now[name][1] - before[name][1])
                 for name in CACHES}  # fmt: skip
-        return Played(trace, replies, seconds, spent, others, hits)
+        return Played(trace, replies, began, seconds, spent, others, hits)
 
     def rest(self, seconds: float = 3.0) -> None:
         """Measures what the processes use while nobody asks anything."""
@@ -121,61 +129,108 @@ def deployed(model: Path, folder: Path, num_frontends: int, num_engines: int) ->
         yield real
 
 
-def calibrate(model: Path, folder: Path, real: Real) -> tuple[Deployment, Costs]:
-    """Costs from a 1 x 1 deployment and from steps of the model, before its plays and after."""
-    kinds = [("text", 64, 8, 4), ("text", 64, 40, 4), ("text", 32, 40, 1), ("hits-0", 64, 16, 4),
-             ("hits-95", 64, 16, 4), ("multi-turn", 48, 16, 4)]  # fmt: skip
-    document = folder / "engine.json"
-    document.write_bytes(real.document.read_bytes())
-    both, alone_steps = timed_steps(document, folder, NUM_CORES), timed_steps(document, folder, 1)
-    plays = [
-        real.play(make_trace(kind, 70 + i, num, max_tokens=tokens), concurrency)
-        for i, (kind, num, tokens, concurrency) in enumerate(kinds)
-    ]
-    alone_steps += timed_steps(document, folder, 1)
-    both += timed_steps(document, folder, NUM_CORES)
-    real.server.stop()
-    deployment, costs = both[0].deployment, step_costs(both, alone_steps)
-    words = Words(model, deployment)
-    idle = real.idle
+class Run(NamedTuple):
+    """One trace of the calibration. `idle`: cores that the frontends use while nobody asks."""
+
+    num_frontends: int
+    concurrency: int
+    played: Played
+    idle: float
+
+
+def calibrated(folder: Path, model: Path) -> dict[str, Any]:
+    """Costs from deployments of one engine beside steps of the model, and from those alone. With
+    one frontend every step is a message, with four there are up to four: two costs, where one
+    deployment would show their sum."""
+    document, runs = folder / "engine.json", []
+    both: list[Steps] = []
+    alone: list[Steps] = []
+    for number, num_frontends in enumerate((1, 4, 1, 4)):
+        with deployed(model, folder, num_frontends, 1) as real:
+            if number == 0:
+                document.write_bytes(real.document.read_bytes())
+            alone += timed_steps(document, folder, 1)
+            with beside(document, folder, both):
+                for i, (kind, num, tokens, concurrency) in enumerate(KINDS):
+                    trace = make_trace(kind, 70 + 10 * number + i, num, max_tokens=tokens)
+                    played = real.play(trace, concurrency)
+                    runs.append(Run(num_frontends, concurrency, played, real.idle))
+        both += timed_steps(document, folder, NUM_CORES)
+    deployment, costs = both[0].deployment, step_costs(both, alone)
+    costs = with_roles(costs, deployment, Words(model, deployment), runs, both)
     costs = msgspec.structs.replace(
         costs, machine=machine_facts(), date=datetime.date.today().isoformat()
     )
-    alone = [
-        simulate([words.talks(one)], [kind[3]], deployment, costs, 1, 1, one.others)
-        for one, kind in zip(plays, kinds, strict=True)
-    ]
-    counts = [words.counts(one) for one in plays]
+    return {"deployment": msgspec.to_builtins(deployment), "costs": msgspec.to_builtins(costs)}
+
+
+def with_roles(
+    costs: Costs, deployment: Deployment, words: Words, runs: Sequence[Run], steps: Sequence[Steps]
+) -> Costs:
+    """What processes used beside the steps that the simulation makes of the same requests, at the
+    pace that `steps` had meanwhile."""
+    ends = [one.played.began + one.played.seconds for one in runs]
+    at = [pace_of(steps, costs, one.played.began, e) for one, e in zip(runs, ends, strict=True)]
+    found = [
+        simulate([words.talks(one.played)], [one.concurrency], deployment, costs.at_pace(pace),
+                 one.num_frontends, 1, one.played.others)
+        for one, pace in zip(runs, at, strict=True)
+    ]  # fmt: skip
+    counts = [words.counts(one.played) for one in runs]
     roles: dict[str, Any] = {}
     for role, name in (*ROLES.items(), ("client", "client")):
-        spent = [one.cpu.get(name, 0.0) for one in plays]
-        if role == "engine":
-            spent = [a - b.step_seconds for a, b in zip(spent, alone, strict=True)]
+        spent = [one.played.cpu.get(name, 0.0) for one in runs]
+        is_engine, talks = role == "engine", role in ("engine", "frontend")
+        if is_engine:
+            spent = [a - b.step_seconds for a, b in zip(spent, found, strict=True)]
         if role == "frontend":
-            spent = [a - idle * one.seconds for a, one in zip(spent, plays, strict=True)]
-        talks = role in ("engine", "frontend")
-        rows = [[*count, talks * b.num_messages] for count, b in zip(counts, alone, strict=True)]
+            spent = [a - b.idle * b.played.seconds for a, b in zip(spent, runs, strict=True)]
+        spent = [seconds / pace for seconds, pace in zip(spent, at, strict=True)]
+        rows = [[*count, talks * b.num_messages, is_engine * b.num_steps]
+                for count, b in zip(counts, found, strict=True)]  # fmt: skip
         roles[role] = Role(*fit(rows, [max(value, 1e-4) for value in spent]))
-        print(f"{role:9}", *(f"{1e3 * v:.2f}" for v in msgspec.structs.astuple(roles[role])), "ms")
-    return deployment, msgspec.structs.replace(costs, **roles)
+        said = np.array(rows) @ np.array(msgspec.structs.astuple(roles[role]))
+        print(f"{role:9}", *(f"{1e3 * v:.2f}" for v in msgspec.structs.astuple(roles[role])),
+              f"ms, {sum(said):.2f} of {sum(spent):.2f} s:",
+              *(f"{a:.2f}/{b:.2f}" for a, b in zip(said, spent, strict=True)))  # fmt: skip
+    return msgspec.structs.replace(costs, **roles)
 
 
 def timed_steps(document: Path, folder: Path, count: int) -> list[Steps]:
     """Of `count` processes at once."""
+    found: list[Steps] = []
+    with contextlib.ExitStack() as stack:
+        for _ in range(count):
+            stack.enter_context(beside(document, folder, found, until_left=False))
+    return found
+
+
+@contextlib.contextmanager
+def beside(
+    document: Path, folder: Path, found: list[Steps], until_left: bool = True
+) -> Iterator[None]:
+    """Steps of the model beside what the caller does; they are in `found` afterwards. `until_left`:
+    they have begun when the caller goes on, and end with it; else they are a number of plays."""
     picture = folder / "picture.png"
     picture.write_bytes(draw(1, IMAGE))
     command = [sys.executable, "-m", "e2e.bench.simulation.steps", str(document), str(picture)]
-    started = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(count)]
-    outputs = [process.communicate()[0] for process in started]
-    return [msgspec.json.decode(output, type=Steps) for output in outputs]
+    stdin = subprocess.PIPE if until_left else subprocess.DEVNULL
+    with subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE) as process:
+        if until_left:
+            assert process.stdout is not None
+            process.stdout.readline()
+        yield
+        output, _ = process.communicate()
+    found.append(msgspec.json.decode(output, type=Steps))
 
 
 def step_costs(both: Sequence[Steps], alone: Sequence[Steps]) -> Costs:
     """Of two processes at once, as engines are, and of one alone."""
-    rows = [row for one in both for row in one.rows]
-    seconds = [value for one in both for value in one.seconds]
+    rows, seconds, _ = joined(both)
     found = fit(rows, seconds)
-    found_alone = fit([r for one in alone for r in one.rows], [s for a in alone for s in a.seconds])
+    for _ in range(NUM_FITS):  # without what the machine's pace did
+        found = fit(rows, seconds / paces(both, found))
+    found_alone = fit(*joined(alone)[:2])
     table = np.array(rows)
     predicted = table @ np.array(found)
     error = float(np.median(np.abs(predicted - seconds) / np.array(seconds)))
@@ -189,11 +244,31 @@ def step_costs(both: Sequence[Steps], alone: Sequence[Steps]) -> Costs:
     return costs
 
 
-def pace_of(found: Sequence[Steps], costs: Costs) -> float:
-    """How many times what `costs` say they took."""
-    said = np.array([costs.step.get(name, 0.0) for name in FEATURES])
-    rows = np.array([row for one in found for row in one.rows])
-    return sum(sum(one.seconds) for one in found) / float((rows @ said).sum())
+def joined(found: Sequence[Steps]) -> tuple[Table, Table, Table]:
+    """Rows, seconds and ends of all."""
+    parts = [(one.rows, one.seconds, one.ends) for one in found]
+    rows, seconds, ends = (np.concatenate(part) for part in zip(*parts, strict=True))
+    return rows, seconds, ends
+
+
+def paces(found: Sequence[Steps], costs: Sequence[float]) -> Table:
+    """Of each step: how many times what `costs` of FEATURES say the steps of its time took."""
+    rows, seconds, ends = joined(found)
+    said = rows @ np.array(costs)
+    at = (ends / PACE_SECONDS).astype(int)
+    at -= at.min()
+    total = np.bincount(at, seconds) / np.maximum(np.bincount(at, said), 1e-9)
+    return total[at] * float(said.sum() / (total[at] * said).sum())
+
+
+def pace_of(
+    found: Sequence[Steps], costs: Costs, since: float = 0.0, until: float = math.inf
+) -> float:
+    """How many times what `costs` say steps took that ended between two times."""
+    rows, seconds, ends = joined(found)
+    said = rows @ np.array([costs.step.get(name, 0.0) for name in FEATURES])
+    then = (since <= ends) & (ends <= until)
+    return float(seconds[then].sum() / said[then].sum())
 
 
 class Words:
@@ -248,8 +323,9 @@ class Simulated(NamedTuple):
     ttfts: list[float]
     hits: Counts
     step_seconds: float
-    num_requests: int
+    num_steps: int
     num_messages: int
+    cpu: dict[str, float]
 
 
 def simulate(
@@ -263,19 +339,28 @@ def simulate(
         alone = 1 + (costs.alone_speed - 1) * max(1 - others, 0)
         cores = Cores(NUM_CORES - others, alone)
         async with World(deployment, costs, num_frontends, num_engines, cores=cores) as world:
+            engines = list(world.engines.values())
+
+            def counts() -> tuple[float, int, int]:
+                return (sum(engine.step_seconds for engine in engines),
+                        sum(engine.num_steps for engine in engines),
+                        sum(engine.sent.total() for engine in engines))  # fmt: skip
+
             for talks, concurrency in zip(traces, concurrencies, strict=True):
                 world.answers.clear()
-                before = world.hits()
-                steps = sum(engine.num_steps_seconds for engine in world.engines.values())
+                hits, cpu, before = world.hits(), world.cpu(), counts()
                 await converse(world, talks, concurrency)
-            hits = {name: (now[0] - before[name][0], now[1] - before[name][1])
-                    for name, now in world.hits().items()}  # fmt: skip
-            steps = sum(e.num_steps_seconds for e in world.engines.values()) - steps
-            first = min(a.sent for a in world.answers)
-            seconds = max(a.done for a in world.answers) - first
-            ttfts = [a.first - a.sent for a in world.answers]
-            messages = sum(engine.sent.total() for engine in world.engines.values())
-            return Simulated(seconds, ttfts, hits, steps, len(world.answers), messages)
+            steps, num_steps, messages = (
+                now - then for now, then in zip(counts(), before, strict=True)
+            )
+            return Simulated(
+                max(a.done for a in world.answers) - min(a.sent for a in world.answers),
+                [a.first - a.sent for a in world.answers],
+                {name: (now[0] - hits[name][0], now[1] - hits[name][1])
+                 for name, now in world.hits().items()},
+                steps, int(num_steps), int(messages),
+                {role: now - cpu[role] for role, now in world.cpu().items()},
+            )  # fmt: skip
 
     return run(main())
 
@@ -313,43 +398,45 @@ def compare(played: Played, found: Simulated) -> list[Error]:
     return errors
 
 
-def calibrated(folder: Path, model: Path) -> dict[str, Any]:
-    """Costs of a 1 x 1 deployment that is started for them."""
-    with deployed(model, folder, 1, 1) as real:
-        deployment, costs = calibrate(model, folder, real)
-    return {"deployment": msgspec.to_builtins(deployment), "costs": msgspec.to_builtins(costs)}
-
-
 def validate(folder: Path, model: Path, deployment: Deployment, costs: Costs) -> dict[str, Any]:
     """Runs 4 x 2, simulates it. Returns what is to be recorded. Costs are those of the calibration
-    at the machine's pace around the plays: what a second of CPU does changes within minutes."""
+    at the machine's pace around each play: what a second of CPU does changes within minutes."""
     words = Words(model, deployment)
     with deployed(model, folder, 4, 2) as real:
         # Planned for two: from the same memory each has a smaller encoder cache than one alone.
         engine = load(str(real.document), EngineConfig)
-        steps = timed_steps(real.document, folder, NUM_CORES)
-        plays = [real.play(make_trace(kind, seed, 240), 8) for kind, seed in TRACES]
-        steps += timed_steps(real.document, folder, NUM_CORES)
-    pace = pace_of(steps, costs)
-    print(f"pace {pace:.2f}:", *(f"{pace_of([one], costs):.2f}" for one in steps), flush=True)
-    costs = costs.at_pace(pace)
+        plays, steps = [], [timed_steps(real.document, folder, NUM_CORES)]
+        for kind, seed in TRACES:
+            plays.append(real.play(make_trace(kind, seed, 480), 8))
+            steps.append(timed_steps(real.document, folder, NUM_CORES))
+    around = [pace_of(steps[i] + steps[i + 1], costs) for i in range(len(plays))]
+    print("paces", *(f"{pace_of(one, costs):.2f}" for one in steps), flush=True)
     deployment = msgspec.structs.replace(deployment, engine=engine)
     errors: list[Error] = []
     for number, played in enumerate(plays):
         talks = [words.talks(one) for one in plays[: number + 1]]
         found = simulate(
-            talks, [8] * len(talks), deployment, costs, 4, 2, played.others + real.idle
+            talks,
+            [8] * len(talks),
+            deployment,
+            costs.at_pace(around[number]),
+            4,
+            2,
+            played.others + real.idle,
         )
         errors += compare(played, found)
-        print(f"{played.trace.name}: {played.seconds:.1f} s, others {played.others:.2f}, "
-              f"idle {real.idle:.2f} cores, CPU seconds {played.cpu}, of simulated steps "
-              f"{found.step_seconds:.1f}", flush=True)  # fmt: skip
+        cpu = {role: (played.cpu.get(name, 0.0), found.cpu[role])
+               for role, name in (*ROLES.items(), ("client", "client"))}  # fmt: skip
+        print(f"{played.trace.name}: {played.seconds:.1f} s, others {played.others:.2f}, idle "
+              f"{real.idle:.2f} cores; CPU seconds real/simulated:",
+              *(f"{role} {a:.2f}/{b:.2f}" for role, (a, b) in cpu.items()),
+              f"of which steps {found.step_seconds:.2f}", flush=True)  # fmt: skip
     for one in errors:
         print(f"{one.trace:8} {one.figure:13} real {one.real:8.4f} simulated {one.simulated:8.4f} "
               f"off {one.off:+.1%} (limit {one.limit:.0%}){'' if one.holds else ' NOT REACHED'}",
               flush=True)  # fmt: skip
     return {
-        "errors": msgspec.to_builtins(errors), "pace": pace,
+        "errors": msgspec.to_builtins(errors), "paces": around,
         "others": [one.others for one in plays],
         "cpu": [one.cpu for one in plays], "seconds": [one.seconds for one in plays],
         "machine": machine_facts(),

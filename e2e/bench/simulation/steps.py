@@ -1,12 +1,14 @@
 """What steps of a real model cost: `python -m e2e.bench.simulation.steps ENGINE.json IMAGE.png`.
 
 A process of its own: two of them at once slow each other down as two engines do. Real scheduler,
-real runner; prints one JSON object with the CPU seconds of every step and what is in its plan.
+real runner. Prints an empty line when it has begun to measure and, once its input is at its end,
+one JSON object with the CPU seconds of every step and what is in its plan.
 """
 
 from __future__ import annotations
 
 import random
+import select
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,11 +27,12 @@ NUM_PLAYS = 3
 
 
 class Steps(msgspec.Struct):
-    """`rows`: FEATURES of a plan; `seconds`: what each took."""
+    """`rows`: FEATURES of a plan; `seconds`: what each took; `ends`: when, in s since 1970."""
 
     deployment: Deployment
     rows: list[list[float]]
     seconds: list[float]
+    ends: list[float]
 
 
 class Timed:
@@ -39,6 +42,7 @@ class Timed:
         self._runner = runner
         self.rows: list[list[float]] = []
         self.seconds: list[float] = []
+        self.ends: list[float] = []
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._runner, name)
@@ -59,6 +63,7 @@ class Timed:
         if plan.scheduled or plan.encode:
             self.seconds.append(time.process_time() - began - away)
             self.rows.append(features(plan))
+            self.ends.append(time.time())
         return DoneStep(result)
 
 
@@ -98,12 +103,16 @@ def measure(config: EngineConfig, picture: bytes) -> Steps:
                 world, list(_talks(rng, deployment, 100 * number)), (1, 3, 8)[number % 3]
             )
 
-    for number in range(1 + NUM_PLAYS):
+    run(play(0))  # what is loaded and compiled lazily
+    for kept in (timed.rows, timed.seconds, timed.ends):
+        kept.clear()
+    sys.stdout.buffer.write(b"\n")
+    sys.stdout.buffer.flush()
+    number = 0
+    while number < NUM_PLAYS or not select.select([sys.stdin], [], [], 0)[0]:
+        number += 1
         run(play(number))
-        if number == 0:  # what is loaded and compiled lazily
-            timed.rows.clear()
-            timed.seconds.clear()
-    return Steps(deployment, timed.rows, timed.seconds)
+    return Steps(deployment, timed.rows, timed.seconds, timed.ends)
 
 
 def main() -> None:

@@ -99,7 +99,7 @@ class Engine:
         self.links: dict[str, Link] = {}
         self.sent: Counter[str] = Counter()  # messages down, by kind
         self.bytes_down = 0
-        self.num_steps_seconds = 0.0
+        self.num_steps, self.step_seconds = 0, 0.0
         self._sids: dict[str, SessionId] = {}
         self._inbox: list[tuple[str, Frames]] = []
         self._news = asyncio.Event()
@@ -115,7 +115,8 @@ class Engine:
         """What is said from now on is said when so much of the step is over."""
         self._held = self._held or []
         result = self.runner.submit(plan, between).result()
-        self._owed += self._costs.engine.token * len(result.sampled)
+        self.num_steps += 1
+        self._owed += self._costs.engine.step + self._costs.engine.token * len(result.sampled)
         if self.runner is not self._costed:  # a real one: others arrive while it computes
             self._spend(result.encode_seconds + result.forward_seconds)
         return DoneStep(result)
@@ -133,7 +134,7 @@ class Engine:
             self._step_seconds = 0.0
             self.core.step()
             seconds, self._owed = self._step_seconds + self._owed, 0.0
-            self.num_steps_seconds += self._step_seconds
+            self.step_seconds += self._step_seconds
             held, self._held = self._held or [], None
             spent = 0.0
             for offset, fid, message in held:
@@ -404,6 +405,15 @@ class World:
         del self.replies[name]
         self.answers.append(answer)
         return answer
+
+    def cpu(self) -> dict[str, float]:
+        """CPU seconds so far, by role."""
+        engines = [engine.thread for engine in self.engines.values()]
+        frontends = [frontend.loop for frontend in self.frontends]
+        workers = [frontend.worker for frontend in self.frontends]
+        roles = {"engine": engines, "frontend": frontends, "worker": workers,
+                 "client": [self.client]}  # fmt: skip
+        return {role: sum(one.used_seconds for one in threads) for role, threads in roles.items()}
 
     def hits(self) -> dict[str, tuple[float, float]]:
         """(hits, lookups) by cache, as /metrics counts them."""
