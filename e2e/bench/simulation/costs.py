@@ -26,6 +26,7 @@ FEATURES = (
 )  # fmt: skip
 """A step; a part of a prompt in it, a token of that, and the tokens before it that it sees; a
 stream that goes on by a token, and its tokens so far; an embedding to encode."""
+ROLES = ("frontend", "worker", "engine", "client")
 NUM_FITS = 3
 Table = NDArray[np.float64]
 
@@ -58,6 +59,24 @@ class Role(msgspec.Struct, frozen=True):
     new_item: float = 0.0
     message: float = 0.0
     step: float = 0.0
+
+
+class Charges:
+    """What the processes of a role are charged for, by cost of `Role`."""
+
+    def __init__(self, role: Role) -> None:
+        self._costs = dict(zip(Role.__struct_fields__, msgspec.structs.astuple(role), strict=True))
+        self.counts = dict.fromkeys(self._costs, 0)
+
+    def add(self, **counts: int) -> float:
+        """The CPU seconds of these."""
+        for name, count in counts.items():
+            self.counts[name] += count
+        return sum(self._costs[name] * count for name, count in counts.items())
+
+    @property
+    def seconds(self) -> float:
+        return sum(self._costs[name] * count for name, count in self.counts.items())
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
@@ -182,8 +201,9 @@ def fit(rows: Sequence[Sequence[float]] | Table, seconds: Sequence[float] | Tabl
     count for less than one that was fast, and the fit's total be too low."""
     table, wanted = np.array(rows, dtype=float), np.array(seconds, dtype=float)
     level, found = wanted, np.zeros(table.shape[1])
+    least = np.median(np.abs(wanted)) / 10
     for _ in range(NUM_FITS):
-        found = _not_negative(table, wanted, np.maximum(level, np.median(wanted) / 10) ** -0.5)
+        found = _not_negative(table, wanted, np.maximum(level, least) ** -0.5)
         level = table @ found
     return [float(value) for value in found]
 

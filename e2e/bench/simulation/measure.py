@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
-import itertools
 import math
 import subprocess
 import sys
@@ -21,7 +20,16 @@ import psutil
 from e2e.bench import processes
 from e2e.bench.machine import machine_facts
 from e2e.bench.servers import Options, Server, Spec, _foveal
-from e2e.bench.simulation.costs import FEATURES, NUM_FITS, Costs, Deployment, Role, Table, fit
+from e2e.bench.simulation.costs import (
+    FEATURES,
+    NUM_FITS,
+    ROLES,
+    Costs,
+    Deployment,
+    Role,
+    Table,
+    fit,
+)
 from e2e.bench.simulation.steps import Steps
 from e2e.bench.simulation.virtual import Cores, run
 from e2e.bench.simulation.world import Ask, World, converse
@@ -34,7 +42,8 @@ from foveal_runtime.bench.traces import Trace, make_trace
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
 from foveal_runtime.plan.config import EngineConfig, load
 
-ROLES = {"frontend": "frontend", "worker": "media worker", "engine": "engine"}
+SERVING = {"frontend": "frontend", "worker": "media worker", "engine": "engine"}
+"""Roles of the processes that serve, as the bench calls them."""
 NUM_CORES = 2
 PACE_SECONDS = 5.0
 FLAGS = ("--threads", "1", "--kv-cache", "512Mi", "--ipc-cache", "16Mi")
@@ -84,7 +93,7 @@ class Real:
             raise SystemExit(f"{self.server.name}, {trace.name}: {failed[0]}")
         after = self._cpu()
         spent = {role: after[role] - cpu.get(role, 0.0) for role in after}
-        ours = sum(spent.get(role, 0.0) for role in (*ROLES.values(), "client"))
+        ours = sum(spent.get(role, 0.0) for role in (*SERVING.values(), "client"))
         others = max(0.0, (_busy_seconds() - busy - ours) / seconds)
         now = self._hits()
         hits = {name: (now[name][0] - before[name][0], now[name][1] - before[name][1])
@@ -96,7 +105,7 @@ class Real:
         before = self._cpu()
         time.sleep(seconds)
         after = self._cpu()
-        self.idle = sum(after[role] - before[role] for role in ROLES.values()) / seconds
+        self.idle = sum(after[role] - before[role] for role in SERVING.values()) / seconds
 
     def _cpu(self) -> dict[str, float]:
         found = processes.cpu_between({}, processes.cpu_seconds(self.server.pid))
@@ -176,19 +185,16 @@ def with_roles(
                  one.num_frontends, 1, one.played.others)
         for one, pace in zip(runs, at, strict=True)
     ]  # fmt: skip
-    counts = [words.counts(one.played) for one in runs]
     roles: dict[str, Any] = {}
-    for role, name in (*ROLES.items(), ("client", "client")):
-        spent = [one.played.cpu.get(name, 0.0) for one in runs]
-        is_engine, talks = role == "engine", role in ("engine", "frontend")
-        if is_engine:
+    for role in ROLES:
+        spent = [one.played.cpu.get(SERVING.get(role, role), 0.0) for one in runs]
+        if role == "engine":
             spent = [a - b.step_seconds for a, b in zip(spent, found, strict=True)]
         if role == "frontend":
             spent = [a - b.idle * b.played.seconds for a, b in zip(spent, runs, strict=True)]
         spent = [seconds / pace for seconds, pace in zip(spent, at, strict=True)]
-        rows = [[*count, talks * b.num_messages, is_engine * b.num_steps]
-                for count, b in zip(counts, found, strict=True)]  # fmt: skip
-        roles[role] = Role(*fit(rows, [max(value, 1e-4) for value in spent]))
+        rows = [one.counts[role] for one in found]
+        roles[role] = Role(*fit(rows, spent))
         said = np.array(rows) @ np.array(msgspec.structs.astuple(roles[role]))
         print(f"{role:9}", *(f"{1e3 * v:.2f}" for v in msgspec.structs.astuple(roles[role])),
               f"ms, {sum(said):.2f} of {sum(spent):.2f} s:",
@@ -308,24 +314,17 @@ class Words:
         said = (said + [5] * reply.num_output_tokens)[: reply.num_output_tokens]
         return Ask(tokens, tuple(images), tuple(said))
 
-    def counts(self, played: Played) -> list[float]:
-        """As `Role` counts: requests, output tokens, images, new images."""
-        asks = list(itertools.chain.from_iterable(self.talks(played)))
-        counts = (len(asks), sum(len(a.reply) for a in asks), sum(len(a.images) for a in asks),
-                  len(played.trace.images))  # fmt: skip
-        return [float(count) for count in counts]
-
 
 class Simulated(NamedTuple):
-    """The last of the traces that were played: as `Played`."""
+    """The last of the traces that were played: as `Played`. `counts`: what each role was charged
+    for."""
 
     seconds: float
     ttfts: list[float]
     hits: Counts
     step_seconds: float
-    num_steps: int
-    num_messages: int
     cpu: dict[str, float]
+    counts: dict[str, list[float]]
 
 
 def simulate(
@@ -339,27 +338,25 @@ def simulate(
         alone = 1 + (costs.alone_speed - 1) * max(1 - others, 0)
         cores = Cores(NUM_CORES - others, alone)
         async with World(deployment, costs, num_frontends, num_engines, cores=cores) as world:
-            engines = list(world.engines.values())
+            engines = world.engines.values()
 
-            def counts() -> tuple[float, int, int]:
-                return (sum(engine.step_seconds for engine in engines),
-                        sum(engine.num_steps for engine in engines),
-                        sum(engine.sent.total() for engine in engines))  # fmt: skip
+            def counts() -> dict[str, list[float]]:
+                return {role: list(one.counts.values()) for role, one in world.charges.items()}
 
             for talks, concurrency in zip(traces, concurrencies, strict=True):
                 world.answers.clear()
                 hits, cpu, before = world.hits(), world.cpu(), counts()
+                steps = sum(engine.step_seconds for engine in engines)
                 await converse(world, talks, concurrency)
-            steps, num_steps, messages = (
-                now - then for now, then in zip(counts(), before, strict=True)
-            )
             return Simulated(
                 max(a.done for a in world.answers) - min(a.sent for a in world.answers),
                 [a.first - a.sent for a in world.answers],
                 {name: (now[0] - hits[name][0], now[1] - hits[name][1])
                  for name, now in world.hits().items()},
-                steps, int(num_steps), int(messages),
+                sum(engine.step_seconds for engine in engines) - steps,
                 {role: now - cpu[role] for role, now in world.cpu().items()},
+                {role: [a - b for a, b in zip(now, before[role], strict=True)]
+                 for role, now in counts().items()},
             )  # fmt: skip
 
     return run(main())
@@ -425,8 +422,8 @@ def validate(folder: Path, model: Path, deployment: Deployment, costs: Costs) ->
             played.others + real.idle,
         )
         errors += compare(played, found)
-        cpu = {role: (played.cpu.get(name, 0.0), found.cpu[role])
-               for role, name in (*ROLES.items(), ("client", "client"))}  # fmt: skip
+        cpu = {role: (played.cpu.get(SERVING.get(role, role), 0.0), found.cpu[role])
+               for role in ROLES}  # fmt: skip
         print(f"{played.trace.name}: {played.seconds:.1f} s, others {played.others:.2f}, idle "
               f"{real.idle:.2f} cores; CPU seconds real/simulated:",
               *(f"{role} {a:.2f}/{b:.2f}" for role, (a, b) in cpu.items()),

@@ -7,6 +7,7 @@ one JSON object with the CPU seconds of every step and what is in its plan.
 
 from __future__ import annotations
 
+import logging
 import random
 import select
 import sys
@@ -116,6 +117,7 @@ def measure(config: EngineConfig, picture: bytes) -> Steps:
 
 
 def main() -> None:
+    logging.disable(logging.WARNING)  # sessions end when they are done
     config = load(sys.argv[1], EngineConfig)
     assert isinstance(config, EngineConfig)
     from foveal_runtime.model.cpu import threads

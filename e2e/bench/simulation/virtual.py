@@ -116,10 +116,8 @@ class Thread:
     def __init__(self, cores: Cores) -> None:
         self._cores = cores
         self._turn = asyncio.Lock()
-        self.used_seconds = 0.0
 
     async def work(self, seconds: float) -> None:
         if seconds > 0:
-            self.used_seconds += seconds
             async with self._turn:
                 await self._cores.work(seconds)

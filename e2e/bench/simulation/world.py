@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from e2e.bench.simulation.costs import CostRunner, Costs, Deployment
+from e2e.bench.simulation.costs import ROLES, Charges, CostRunner, Costs, Deployment
 from e2e.bench.simulation.virtual import Cores, Thread
 from foveal_runtime.engine.process.assemble import LoadedEngine, assemble_core
 from foveal_runtime.engine.process.core import EngineCore
@@ -83,7 +83,7 @@ class Engine:
 
     def __init__(self, world: World, name: str, runner: ModelRunner | None) -> None:
         deployment = world.deployment
-        self._world, self._costs = world, world.costs
+        self._charges = world.charges["engine"]
         self.name = name
         self.thread = Thread(world.cores)
         self._costed = CostRunner(deployment.traits, world.costs, world.reply_of, self._spend)
@@ -99,7 +99,7 @@ class Engine:
         self.links: dict[str, Link] = {}
         self.sent: Counter[str] = Counter()  # messages down, by kind
         self.bytes_down = 0
-        self.num_steps, self.step_seconds = 0, 0.0
+        self.step_seconds = 0.0
         self._sids: dict[str, SessionId] = {}
         self._inbox: list[tuple[str, Frames]] = []
         self._news = asyncio.Event()
@@ -115,8 +115,7 @@ class Engine:
         """What is said from now on is said when so much of the step is over."""
         self._held = self._held or []
         result = self.runner.submit(plan, between).result()
-        self.num_steps += 1
-        self._owed += self._costs.engine.step + self._costs.engine.token * len(result.sampled)
+        self._owed += self._charges.add(step=1, token=len(result.sampled))
         if self.runner is not self._costed:  # a real one: others arrive while it computes
             self._spend(result.encode_seconds + result.forward_seconds)
         return DoneStep(result)
@@ -161,10 +160,9 @@ class Engine:
         for fid, frames in received:
             message = codec.decode_up(frames)
             values = codec.open_values(message, frames, None)
-            self._owed += self._costs.engine.new_item * len(values)
+            self._owed += self._charges.add(new_item=len(values))
             if isinstance(message, Req):
-                self._owed += self._costs.engine.request
-                self._owed += self._costs.engine.item * len(message.items)
+                self._owed += self._charges.add(request=1, item=len(message.items))
             self.core.on_message(fid, message, values)
 
     def receive(self, fid: str, frames: Frames) -> None:
@@ -180,7 +178,7 @@ class Engine:
         elif isinstance(message, Bye):
             self._sids.pop(fid, None)
         frames = [memoryview(frame) for frame in codec.encode_down(message)]
-        self._owed += self._costs.engine.message
+        self._owed += self._charges.add(message=1)
         self.sent[type(message).__name__] += 1
         self.bytes_down += sum(map(len, frames))
         self.links[fid].deliver(frames)
@@ -198,18 +196,18 @@ class Link:
     the event loop that what arrives is work for; None: nobody's."""
 
     def __init__(
-        self, engine: Engine, frontend_id: str, costs: Costs, reader: Thread | None
+        self, world: World, endpoint: str, frontend_id: str, reader: Thread | None
     ) -> None:
-        self._reader = reader
+        self._reader, self._charges = reader, world.charges["frontend"]
         self.counters = ByteCounters()
         self.frontend_id = frontend_id
-        self._engine = engine
-        self._costs = costs
+        self._engine = world.engines[endpoint]
+        self._costs = world.costs
         self._down: asyncio.Queue[Frames] = asyncio.Queue()
         self._free_at = [0.0, 0.0]  # up, down
         self._on_way: tuple[deque[Frames], deque[Frames]] = deque(), deque()
         self._is_closed = False
-        engine.links[frontend_id] = self
+        self._engine.links[frontend_id] = self
 
     async def connected(self) -> None: ...
 
@@ -242,7 +240,7 @@ class Link:
     async def recv(self) -> Frames:
         frames = await self._down.get()
         if self._reader is not None:
-            await self._reader.work(self._costs.frontend.message)
+            await self._reader.work(self._charges.add(message=1))
         self.counters.count_received(frames)
         return frames
 
@@ -256,7 +254,7 @@ def connect(world: World, name: str, reader: Thread | None = None) -> EngineClie
     config = FrontendConfig(model=ModelConfig(path="/nowhere"), engines=engines, frontend_id=name)
 
     def open_link(endpoint: str) -> Link:
-        return Link(world.engines[endpoint], client.frontend_id, world.costs, reader)
+        return Link(world, endpoint, client.frontend_id, reader)
 
     client = EngineClient(config, world.namespace, open_transport=open_link)
     if world.policy is not None:
@@ -268,7 +266,8 @@ class Frontend:
     """A `ProcessorCache`, an event loop and a media worker in front of an `EngineClient`."""
 
     def __init__(self, world: World, client: EngineClient, loop: Thread) -> None:
-        self._world, self._costs = world, world.costs.frontend
+        self._world = world
+        self._charges, self._asking = world.charges["frontend"], world.charges["client"]
         self.client, self.loop = client, loop
         self.worker = Thread(world.cores)
         self.cache = ProcessorCache(
@@ -278,13 +277,12 @@ class Frontend:
 
     async def answer(self, name: str, ask: Ask, client: Thread) -> Answer:
         """What a client sees that sends this request here."""
-        costs, loop = self._costs, asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
         used = list(dict.fromkeys(ask.images))
         sent = loop.time()
         first, count = 0.0, 0
-        asked = self._world.costs.client
-        await client.work(asked.request + asked.item * len(ask.images))
-        await self.loop.work(costs.request + costs.item * len(ask.images))
+        await client.work(self._asking.add(request=1, item=len(ask.images)))
+        await self.loop.work(self._charges.add(request=1, item=len(ask.images)))
         items = [await self.prepare(image) for image in used]
         request = PreparedRequest(
             name, ask.tokens, items, self._world.places(ask, used),
@@ -292,8 +290,8 @@ class Frontend:
         )  # fmt: skip
         async for output in self.client.generate(request):
             count += len(output.token_ids)
-            await self.loop.work(costs.token)
-            await client.work(asked.token)
+            await self.loop.work(self._charges.add(token=1))
+            await client.work(self._asking.add(token=1))
             first = first or loop.time()
         return Answer(sent, first, loop.time(), count)
 
@@ -303,7 +301,7 @@ class Frontend:
 
         async def work() -> Buffer:
             cost.was_processed = True
-            await self.worker.work(world.costs.worker.new_item)
+            await self.worker.work(world.charges["worker"].add(new_item=1))
             self.cache.commit(key, world.item)
             return world.item
 
@@ -312,7 +310,7 @@ class Frontend:
 
         source = ItemSource(key, self.cache, self.client.stats, GivenBytes(b""), make)
         if self.cache.get(key) is None and self.client.lookup_item(key) is None:
-            await self.loop.work(self._costs.new_item)
+            await self.loop.work(self._charges.add(new_item=1))
             source.retain(await source.value())
         return PreparedItem(key, 0, source, len(world.item), world.meta, cost=cost)
 
@@ -342,6 +340,7 @@ class World:
         num_clients: int = 0,
     ) -> None:
         self.deployment, self.costs, self.policy = deployment, costs, policy
+        self.charges = {role: Charges(getattr(costs, role)) for role in ROLES}
         self.cores = cores or Cores()
         self.item = item or deployment.item()
         self.meta = meta_of(read_header(self.item))
@@ -408,12 +407,9 @@ class World:
 
     def cpu(self) -> dict[str, float]:
         """CPU seconds so far, by role."""
-        engines = [engine.thread for engine in self.engines.values()]
-        frontends = [frontend.loop for frontend in self.frontends]
-        workers = [frontend.worker for frontend in self.frontends]
-        roles = {"engine": engines, "frontend": frontends, "worker": workers,
-                 "client": [self.client]}  # fmt: skip
-        return {role: sum(one.used_seconds for one in threads) for role, threads in roles.items()}
+        found = {role: charges.seconds for role, charges in self.charges.items()}
+        found["engine"] += sum(engine.step_seconds for engine in self.engines.values())
+        return found
 
     def hits(self) -> dict[str, tuple[float, float]]:
         """(hits, lookups) by cache, as /metrics counts them."""
