@@ -5,16 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 import transformers
 
 from foveal_runtime.model.checkpoint.head import Head
 from foveal_runtime.model.checkpoint.loader import load_model
 from foveal_runtime.model.checkpoint.probe import probe_layers, probe_states
+from foveal_runtime.model.cpu.packing import can_pack
 from foveal_runtime.model.layers.decode_layers import DecodeLayers
 from foveal_runtime.model.layers.layer_parts import Trial
 from foveal_runtime.model.layers.state import States
 
-DTYPES = ["float32", "bfloat16"]
+PACKS_BF16 = pytest.mark.skipif(
+    not can_pack(torch.bfloat16), reason="torch packs no bfloat16 weights on this CPU"
+)
+DTYPES = ["float32", pytest.param("bfloat16", marks=PACKS_BF16)]
 SIZES = {
     "vocab_size": 128, "hidden_size": 96, "intermediate_size": 136, "num_hidden_layers": 3,
     "head_dim": 16, "num_attention_heads": 6, "num_key_value_heads": 2,

@@ -9,7 +9,7 @@
 #include "rows.h"
 
 #define MOST_ROWS 6   /* rows multiplied at once: their sums stay in registers */
-#define COLS (LANES == 16 ? 4 : 2)
+#define COLS (LANES == 16 ? 4 : 8) /* vectors of outputs at once, at most */
 #define MAX_WIDE 128  /* outputs of a block */
 
 enum { INT8 = 2, INT4 = 3, NUM_KINDS = 4 }; /* of weights, beside FLOAT32 and BFLOAT16 */
@@ -198,11 +198,14 @@ INLINE void multiply(const int kind, const int rows, const int columns, const Pr
             store(tile + r * MAX_WIDE + c * LANES, sum[r * columns + c]);
 }
 
+/* Few rows take all of a block of 64 outputs, so that weights are read in the order in which they
+ * lie. 16 registers hold 12 sums beside what is multiplied. */
 INLINE void multiply_panel(const int kind, const int rows, const Product *p, int panel,
                            const Inputs *in, float *tile) {
+    const int columns = LANES == 16 ? 4 : rows == 1 ? 8 : rows <= 3 ? 4 : 2;
     int c = 0;
-    for (; c + COLS * LANES <= p->wide; c += COLS * LANES)
-        multiply(kind, rows, COLS, p, panel, c, in, tile + c);
+    for (; c + columns * LANES <= p->wide; c += columns * LANES)
+        multiply(kind, rows, columns, p, panel, c, in, tile + c);
     for (; c < p->wide; c += LANES)
         multiply(kind, rows, 1, p, panel, c, in, tile + c);
 }
