@@ -198,8 +198,8 @@ INLINE void multiply(const int kind, const int rows, const int columns, const Pr
             store(tile + r * MAX_WIDE + c * LANES, sum[r * columns + c]);
 }
 
-/* Few rows take all of a block of 64 outputs, so that weights are read in the order in which they
- * lie. 16 registers hold 12 sums beside what is multiplied. */
+/* One row takes all of a block of 64 outputs, two or three take half: weights are read in the order
+ * in which they lie. With AVX2, 16 registers hold 12 sums beside what is multiplied. */
 INLINE void multiply_panel(const int kind, const int rows, const Product *p, int panel,
                            const Inputs *in, float *tile) {
     const int columns = LANES == 16 ? 4 : rows == 1 ? 8 : rows <= 3 ? 4 : 2;
