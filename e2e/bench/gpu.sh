@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Everything about GPUs in one run of at most ten minutes: correctness, kernels, steps, serving.
 #
-#   e2e/bench/gpu.sh                     results in $OUT, default out/gpu-DATE
+#   e2e/bench/gpu.sh [PART ...]          all parts, or those named; results in $OUT, default
+#                                        out/gpu-DATE
 #
 # FOVEAL_PYTHON: an environment that has everything; else one is made beside the results, on top of
 # the packages of $PYTHON (default python3), which must have torch with CUDA.
@@ -37,11 +38,15 @@ names = {*project["dependencies"], *extras["frontend"], *extras["engine"]}
 print("\n".join(sorted(name for name in names if not name.startswith("torch"))))
 END
   )
-  timeout 180 "$venv/bin/python" -m pip install -q "${source[@]}" "${packages[@]}" \
+  # Servers ask for the version of the runtime that is installed.
+  runtime=./runtime
+  if [ -n "${FOVEAL_WHEELS:-}" ]; then runtime=foveal-runtime; fi
+  timeout 300 "$venv/bin/python" -m pip install -q "${source[@]}" "${packages[@]}" \
     psutil matplotlib pytest pytest-timeout pytest-asyncio pytest-xdist hypothesis || exit 1
+  timeout 300 "$venv/bin/python" -m pip install -q --no-deps "${source[@]}" "$runtime" || exit 1
   FOVEAL_PYTHON=$venv/bin/python
 fi
-export PYTHONPATH=$PWD:$PWD/runtime/src:$PWD/operator/src PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
+export PYTHONPATH=$PWD:$PWD/runtime/src:$PWD/operator/src${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 export FOVEAL_CACHE=${FOVEAL_CACHE:-/tmp/foveal-bench} FOVEAL_DEVICE=cuda
 unset TRITON_INTERPRET
 if ! timeout 90 "$FOVEAL_PYTHON" -c 'import torch, triton; assert torch.cuda.is_available()'; then
@@ -51,9 +56,11 @@ fi
 { date -u; nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
   git describe --always --dirty 2>/dev/null; } | tee "$OUT/machine.txt"
 
+wanted=" $* "
 part() { # part NAME SECONDS COMMAND...: its output in $OUT/NAME.txt, never longer than SECONDS
   local name=$1 seconds=$2 began=$SECONDS code=0
   shift 2
+  if [ "$wanted" != "  " ] && [ "${wanted/ $name /}" = "$wanted" ]; then return; fi
   echo "--- $name (at most $seconds s)"
   timeout -k 10 "$seconds" "$@" > "$OUT/$name.txt" 2>&1 || code=$?
   tail -n 12 "$OUT/$name.txt"
@@ -68,7 +75,7 @@ part architectures-bf16 170 env FOVEAL_DTYPE=bfloat16 $tests -n 4 \
   tests/model/test_architectures.py &
 wait
 part attention 100 "$FOVEAL_PYTHON" -m e2e.bench.gpu.attention --sweep --out "$OUT/attention.json"
-part step 80 "$FOVEAL_PYTHON" -m e2e.bench.gpu.step --out "$OUT/step.json"
+part step 90 "$FOVEAL_PYTHON" -m e2e.bench.gpu.step --profile --out "$OUT/step.json"
 part first-token 60 "$FOVEAL_PYTHON" -m e2e.bench.gpu.ttft --out "$OUT/first-token.json"
 part serving 80 "$FOVEAL_PYTHON" -m e2e.bench --servers foveal --device cuda --dtype bfloat16 \
   --model llava-small --traces hits-0,hits-95,text --requests 32 --rounds 1 --concurrency 8 \

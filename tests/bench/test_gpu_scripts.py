@@ -39,7 +39,7 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     ("module", "cases"),
     [
         ("step", {"as it is", "recording", "recorded", "recorded, ahead"}),
-        ("attention", {"correct", "decode", "sweep", "prefill"}),
+        ("attention", {"correct", "decode", "torch decode", "sweep", "prefill", "torch prefill"}),
     ],
 )
 def test_every_case_is_measured(module: str, cases: set[str], tmp_path: Path) -> None:

@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
 
 from e2e.bench.gpu.common import Results, copy_rate, median_seconds, parser, product_rate
 from foveal_runtime.model.attention import (
@@ -89,9 +92,13 @@ def call_seconds(
         for layer in layers * rounds:
             backend.attend(layer, query, context)
 
+    return recorded_seconds(work, device) / (rounds * len(layers))
+
+
+def recorded_seconds(work: Callable[[], None], device: str) -> float:
     capturer: Capturer = CudaCapturer() if device == "cuda" else RerunCapturer()
     repeats = 1 if device == "cpu" else 15
-    return median_seconds(capturer.capture(work), device, repeats) / (rounds * len(layers))
+    return median_seconds(capturer.capture(work), device, repeats)
 
 
 def check(backend: AttentionBackend, layers: list[LayerGeometry], device: str) -> float:
@@ -124,6 +131,7 @@ def measure(options: argparse.Namespace) -> None:
             results.row(case="decode", shape=shape, batch=batch, context=length,
                         microseconds=seconds * 1e6, gb_per_second=rate / 1e9,
                         share=rate / copies)  # fmt: skip
+            torch_decode(results, layers[0], shape, batch, length, device)
             if options.sweep and (batch, length) == decode[min(1, len(decode) - 1)]:
                 sweep(results, backend, layers, context, query, device, rate)
         for new, length in prefill:
@@ -134,6 +142,46 @@ def measure(options: argparse.Namespace) -> None:
             results.row(case="prefill", shape=shape, new=new, context=length,
                         microseconds=seconds * 1e6, tflops=rate / 1e12,
                         share=rate / products)  # fmt: skip
+            torch_prefill(results, layers[0], shape, new, length, device)
+
+
+def torch_decode(
+    results: Results, layer: LayerGeometry, shape: str, batch: int, length: int, device: str
+) -> None:
+    """The peer that is always there: torch's attention, with each context in one piece."""
+    kind, dim = torch.bfloat16, layer.key_dim
+    query = torch.randn(batch, layer.num_heads, 1, dim, device=device).to(kind)
+    contexts = [
+        torch.randn(2, batch, layer.num_kv_heads, length, dim, device=device).to(kind)
+        for _ in range(NUM_LAYERS)
+    ]
+
+    def work() -> None:
+        for keys, values in contexts:
+            scaled_dot_product_attention(query, keys, values, enable_gqa=True)
+
+    seconds = recorded_seconds(work, device) / NUM_LAYERS
+    results.row(case="torch decode", shape=shape, batch=batch, context=length,
+                microseconds=seconds * 1e6,
+                gb_per_second=contexts[0].nbytes / seconds / 1e9)  # fmt: skip
+
+
+def torch_prefill(
+    results: Results, layer: LayerGeometry, shape: str, new: int, length: int, device: str
+) -> None:
+    kind, dim = torch.bfloat16, layer.key_dim
+    query = torch.randn(1, layer.num_heads, new, dim, device=device).to(kind)
+    keys, values = torch.randn(2, 1, layer.num_kv_heads, length, dim, device=device).to(kind)
+    mask: Any = causal_lower_right(new, length)
+
+    def work() -> None:
+        scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
+
+    seconds = recorded_seconds(work, device)
+    pairs = sum(range(length - new + 1, length + 1))
+    results.row(case="torch prefill", shape=shape, new=new, context=length,
+                microseconds=seconds * 1e6,
+                tflops=4 * layer.num_heads * dim * pairs / seconds / 1e12)  # fmt: skip
 
 
 def sweep(

@@ -1,12 +1,12 @@
 """Decode steps of a whole model on a GPU against reading its weights once.
 
-    python -m e2e.bench.gpu.step [--out FILE.json]
+    python -m e2e.bench.gpu.step [--out FILE.json] [--profile]
 
 A Llama of 7 B parameters with random weights in bfloat16, made on the device. Each case runs many
 steps as an engine does, and counts the wall clock: as they are, recorded (CUDA graphs), and
 recorded with the next step submitted before the last one's tokens are read. The limit is the time
 of reading the weights of a step and the keys and values of its contexts once, at the rate of
-copying.
+copying. --profile also says which kernels of a recorded step take the time.
 """
 
 from __future__ import annotations
@@ -123,7 +123,29 @@ def measure(options: argparse.Namespace) -> None:
                         times_weights=seconds / weights,
                         times_limit=seconds / (weights + contexts),
                         tokens_per_second=batch / seconds)  # fmt: skip
+            if options.profile and way == "recorded":
+                profile(results, runner, batch, context)
+
+
+def profile(results: Results, runner: TorchRunner, batch: int, context: int) -> None:
+    """Rows of the kernels that take most of a step's time."""
+    num_steps = 4
+    steps = Steps(runner, batch, context, num_steps + 8)
+    steps.run(4, ahead=False)
+    with torch.profiler.profile() as found:
+        steps.run(num_steps, ahead=False)
+    steps.close()
+    spent: dict[str, tuple[float, int]] = {}
+    for event in found.events() or []:
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            seconds, count = spent.get(event.name, (0.0, 0))
+            spent[event.name] = seconds + event.device_time_total, count + 1
+    for name, (microseconds, count) in sorted(spent.items(), key=lambda one: -one[1][0])[:14]:
+        results.row(case="kernel", batch=batch, times=count / num_steps,
+                    microseconds=microseconds / num_steps, kernel=name[:90])  # fmt: skip
 
 
 if __name__ == "__main__":
-    measure(parser(__doc__ or "").parse_args())
+    made = parser(__doc__ or "")
+    made.add_argument("--profile", action="store_true", help="time kernels of recorded steps, too")
+    measure(made.parse_args())
