@@ -57,7 +57,8 @@ class MediaItem:
 @dataclass
 class Case:
     """`items` maps a modality index to a maker of items from a seed; `tolerance` bounds the
-    difference of any logit from transformers in float32 on a CPU."""
+    difference of any logit from transformers in float32 on a CPU, where float32 is that exact
+    (see exact.py)."""
 
     config: Callable[[], Any]
     items: dict[int, Callable[[int], MediaItem]] = field(default_factory=dict)
