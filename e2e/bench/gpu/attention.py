@@ -3,7 +3,8 @@
     python -m e2e.bench.gpu.attention [--out FILE.json] [--sweep]
 
 Decode: bytes of keys and values a second over the rate of copying. Prefill: operations of the
-visible pairs a second over the rate of one large product. Calls are recorded in a graph over
+visible pairs a second over the rate of one large product. Beside them run torch's attention and,
+where it is installed, FlashInfer's. Calls are recorded in a graph over
 several layers' pools, so that neither launches nor the last call's cache are measured. --sweep
 varies one number of the kernels' Tuning at a time.
 """
@@ -17,10 +18,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import scaled_dot_product_attention
 
 from e2e.bench.gpu.common import Results, copy_rate, median_seconds, parser, product_rate
+from e2e.bench.gpu.peers import decode_peers, prefill_peers
 from foveal_runtime.model.attention import (
     AttentionBackend,
     BackendRequest,
@@ -39,7 +39,7 @@ SHAPES = {"32/8 heads of 128": (32, 8, 128), "28/4 heads of 128": (28, 4, 128),
           "64/8 heads of 64": (64, 8, 64)}  # fmt: skip
 DECODE = [(1, 2048), (16, 2048), (16, 8192), (64, 2048), (128, 1024), (16, 32768)]
 PREFILL = [(2048, 2048), (8192, 8192), (2048, 16384)]
-SWEEP = {"decode_tile_bytes": [8192, 32768], "decode_warps": [2, 8], "decode_stages": [2, 4],
+SWEEP = {"decode_tile_bytes": [8192, 32768], "decode_warps": [1, 4], "decode_stages": [3, 4],
          "programs_each": [2, 8]}  # fmt: skip
 
 
@@ -95,6 +95,10 @@ def call_seconds(
     return recorded_seconds(work, device) / (rounds * len(layers))
 
 
+def recorder(device: str) -> Callable[[Callable[[], None]], float]:
+    return lambda work: recorded_seconds(work, device)
+
+
 def recorded_seconds(work: Callable[[], None], device: str) -> float:
     capturer: Capturer = CudaCapturer() if device == "cuda" else RerunCapturer()
     repeats = 1 if device == "cpu" else 15
@@ -131,57 +135,25 @@ def measure(options: argparse.Namespace) -> None:
             results.row(case="decode", shape=shape, batch=batch, context=length,
                         microseconds=seconds * 1e6, gb_per_second=rate / 1e9,
                         share=rate / copies)  # fmt: skip
-            torch_decode(results, layers[0], shape, batch, length, device)
+            for name, seconds in decode_peers(layers, context, query, recorder(device)):
+                results.row(case=name, shape=shape, batch=batch, context=length,
+                            microseconds=seconds * 1e6,
+                            gb_per_second=batch * length * kv_bytes / seconds / 1e9)  # fmt: skip
             if options.sweep and (batch, length) == decode[min(1, len(decode) - 1)]:
                 sweep(results, backend, layers, context, query, device, rate)
         for new, length in prefill:
             context, query = make_batch(layers, [(new, length)], device)
             seconds = call_seconds(backend, layers, context, query, device)
             pairs = sum(range(length - new + 1, length + 1))
-            rate = 4 * layers[0].num_heads * layers[0].key_dim * pairs / seconds
+            operations = 4 * layers[0].num_heads * layers[0].key_dim * pairs
+            rate = operations / seconds
             results.row(case="prefill", shape=shape, new=new, context=length,
                         microseconds=seconds * 1e6, tflops=rate / 1e12,
                         share=rate / products)  # fmt: skip
-            torch_prefill(results, layers[0], shape, new, length, device)
-
-
-def torch_decode(
-    results: Results, layer: LayerGeometry, shape: str, batch: int, length: int, device: str
-) -> None:
-    """The peer that is always there: torch's attention, with each context in one piece."""
-    kind, dim = torch.bfloat16, layer.key_dim
-    query = torch.randn(batch, layer.num_heads, 1, dim, device=device).to(kind)
-    contexts = [
-        torch.randn(2, batch, layer.num_kv_heads, length, dim, device=device).to(kind)
-        for _ in range(NUM_LAYERS)
-    ]
-
-    def work() -> None:
-        for keys, values in contexts:
-            scaled_dot_product_attention(query, keys, values, enable_gqa=True)
-
-    seconds = recorded_seconds(work, device) / NUM_LAYERS
-    results.row(case="torch decode", shape=shape, batch=batch, context=length,
-                microseconds=seconds * 1e6,
-                gb_per_second=contexts[0].nbytes / seconds / 1e9)  # fmt: skip
-
-
-def torch_prefill(
-    results: Results, layer: LayerGeometry, shape: str, new: int, length: int, device: str
-) -> None:
-    kind, dim = torch.bfloat16, layer.key_dim
-    query = torch.randn(1, layer.num_heads, new, dim, device=device).to(kind)
-    keys, values = torch.randn(2, 1, layer.num_kv_heads, length, dim, device=device).to(kind)
-    mask: Any = causal_lower_right(new, length)
-
-    def work() -> None:
-        scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
-
-    seconds = recorded_seconds(work, device)
-    pairs = sum(range(length - new + 1, length + 1))
-    results.row(case="torch prefill", shape=shape, new=new, context=length,
-                microseconds=seconds * 1e6,
-                tflops=4 * layer.num_heads * dim * pairs / seconds / 1e12)  # fmt: skip
+            for name, seconds in prefill_peers(layers, context, query, recorder(device)):
+                results.row(case=name, shape=shape, new=new, context=length,
+                            microseconds=seconds * 1e6,
+                            tflops=operations / seconds / 1e12)  # fmt: skip
 
 
 def sweep(

@@ -1,7 +1,7 @@
-"""The decoder's forward, by whichever way fits a step: its modules, or what is faster on CPUs.
+"""The decoder's forward, by whichever way fits a step: its modules, or what is faster.
 
-Made by the runner; the ways are found once the KV pool is there. Knows nothing of requests: rows,
-positions and a ForwardContext come in, hidden states go out.
+Made by the runner; ways on CPUs are found once the KV pool is there. Knows nothing of requests:
+rows, positions and a ForwardContext come in, hidden states go out.
 """
 
 from __future__ import annotations
@@ -38,6 +38,18 @@ class Forward:
         self.layers = layers
         self.decode_layers: DecodeLayers | None = None
         self.has_short_last_layer = False
+        if next(loaded.decoder.parameters()).device.type == "cuda":
+            self.use_gpu_layers()
+
+    def use_gpu_layers(self) -> int:
+        """Before the KV pool is there, because weights move; returns how many layers there are."""
+        from foveal_runtime.model.layers.gpu_layer import (
+            replace_layers,
+        )  # torch for CPUs: no Triton
+
+        made = replace_layers(self._loaded, self.layers)
+        self.has_short_last_layer = any(one.is_short for one in made)
+        return len(made)
 
     def find_ways(self, pool: KVPool, backend: object, device: torch.device) -> None:
         """Tries what is faster than modules; to be called once."""
@@ -71,7 +83,7 @@ class Forward:
         with (
             forward_context(PagedCall(self.layers, context, self._loaded.adapter)),
             self._states.in_use(context),
-            only_rows(few, context),
+            only_rows(few, None if loras else context),
             lora_rows(loras, len(embeds)),
         ):
             output = self._loaded.decoder(

@@ -43,14 +43,19 @@ class WantedRows(NamedTuple):
 
 
 @contextmanager
-def only_rows(wanted: WantedRows | None, context: ForwardContext) -> Iterator[None]:
+def only_rows(wanted: WantedRows | None, context: ForwardContext | None) -> Iterator[None]:
     """A short last layer called within returns the hidden states of these rows only; None: of
-    all."""
+    all. Layers on GPUs that know no context are computed by their modules."""
     _call.wanted, _call.context = wanted, context
     try:
         yield
     finally:
         _call.wanted = _call.context = None
+
+
+def current_call() -> tuple[WantedRows | None, ForwardContext | None]:
+    """What `only_rows` was given, by the thread that asks."""
+    return getattr(_call, "wanted", None), getattr(_call, "context", None)
 
 
 class LastLayer:
@@ -63,10 +68,10 @@ class LastLayer:
         self._original = layer.forward
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        wanted = getattr(_call, "wanted", None)
-        if wanted is None:
+        wanted, context = current_call()
+        if wanted is None or context is None:
             return self._original(hidden_states, *args, **kwargs)
-        return self._run(hidden_states, kwargs["position_embeddings"], wanted, _call.context)
+        return self._run(hidden_states, kwargs["position_embeddings"], wanted, context)
 
     def _run(
         self,

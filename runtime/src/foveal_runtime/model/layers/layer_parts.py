@@ -1,8 +1,8 @@
 """Parts of a decoder layer, and a trial of what its modules compute.
 
-For those who compute such a layer in another way than transformers (`decode_layers`, `last_layer`):
-they look at its modules' names to find the parts, and at a trial's numbers to know that these parts
-do what is expected of them.
+For those who compute such a layer in another way than transformers (`decode_layers`, `last_layer`,
+`gpu_layer`): they look at its modules' names to find the parts, and at a trial's numbers to know
+that these parts do what is expected of them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _LFM2: Form = {
     "up": "feed_forward.w3",
     "down": "feed_forward.w2",
 }
-FORMS: tuple[Form, ...] = (
+LLAMA_LIKE: tuple[Form, ...] = (
     _LLAMA,
     {  # Gemma 2 and 3: a norm before and one behind each half of a layer
         **_LLAMA,
@@ -58,6 +58,9 @@ FORMS: tuple[Form, ...] = (
         "after": "pre_feedforward_layernorm",
         "of_mlp": "post_feedforward_layernorm",
     },
+)
+FORMS: tuple[Form, ...] = (
+    *LLAMA_LIKE,
     {
         **_LFM2,
         "q": "self_attn.q_proj",
@@ -79,7 +82,7 @@ FORMS: tuple[Form, ...] = (
         "o": "linear_attn.out_proj",
     },
 )
-"""Of layers that the kernel for whole layers computes."""
+"""Of layers that the kernel for whole layers computes on CPUs."""
 _BLOCK_TOKENS = 16
 _CALL_ERRORS = (
     AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError,
@@ -180,7 +183,7 @@ def deepstack_levels(loaded: LoadedModel) -> int:
 
 def _deepstack(loaded: LoadedModel, rows: torch.Tensor) -> dict[str, Any]:
     """As if every other row were of an image."""
-    mask = torch.arange(len(rows)) % 2 == 0
+    mask = torch.arange(len(rows), device=rows.device) % 2 == 0
     levels = [torch.randn_like(rows[mask]) / 16 for _ in range(deepstack_levels(loaded))]
     return {"visual_pos_masks": mask[None], "deepstack_visual_embeds": levels}
 
@@ -208,11 +211,10 @@ class Trial:
         self._layers = layers
         count, dtype = len(kv_lens), loaded.dtype
         num_blocks = -(-max(kv_lens) // _BLOCK_TOKENS)
-        self.pool = KVPool(
-            layers, num_blocks * count + 1, _BLOCK_TOKENS, dtype, torch.device("cpu")
-        )
+        there = next(loaded.decoder.parameters()).device
+        self.pool = KVPool(layers, num_blocks * count + 1, _BLOCK_TOKENS, dtype, there)
         for one in (*self.pool.keys, *self.pool.values):
-            one.normal_()
+            one.copy_(torch.randn(one.shape))
         table = torch.arange(1, num_blocks * count + 1, dtype=torch.int32).view(count, num_blocks)
         pairs = zip(q_lens, kv_lens, strict=True)
         place = torch.cat([torch.arange(end - num, end) for num, end in pairs])
@@ -222,20 +224,20 @@ class Trial:
         self.context = ForwardContext(
             backend=TorchBackend(),
             pool=self.pool,
-            q_start=torch.cat([torch.zeros(1), counts.cumsum(0)]).int(),
-            seq_lens=torch.tensor(kv_lens, dtype=torch.int32),
-            block_table=table,
-            slots=slots,
-            seq_of_token=owner.int(),
-            pos_of_token=place.int(),
+            q_start=torch.cat([torch.zeros(1), counts.cumsum(0)]).int().to(there),
+            seq_lens=torch.tensor(kv_lens, dtype=torch.int32).to(there),
+            block_table=table.to(there),
+            slots=slots.to(there),
+            seq_of_token=owner.int().to(there),
+            pos_of_token=place.int().to(there),
             q_lens=list(q_lens),
             kv_lens=list(kv_lens),
             state_slots=list(range(count)),
         )
         axes = torch.stack([place, place + 1, place + 2])[:, None]  # of an image's tokens
-        self.positions = axes if loaded.adapter.rope else place[None]
+        self.positions = (axes if loaded.adapter.rope else place[None]).to(there)
         width = int(loaded.text_config.hidden_size)
-        self.rows = torch.randn(len(place), width).to(dtype) / 16
+        self.rows = torch.randn(len(place), width).to(there, dtype) / 16
         self.extra = _deepstack(loaded, self.rows) if loaded.adapter.deepstack else {}
 
     def embeddings(self, number: int) -> Any:

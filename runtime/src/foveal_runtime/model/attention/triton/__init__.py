@@ -35,20 +35,18 @@ HOST_MULTIPROCESSORS = 4
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Tile sizes, warps and pipeline depths of the kernels: numbers to measure, in one place.
+    """Tile sizes, warps and pipeline depths of the kernels, in one place.
 
-    Chosen from sizes of shared memory and registers, not from measurements: nothing is tuned at run
-    time, because a serving process must not stop to try kernels out. The GPU bench sweeps over
-    them.
+    Measured on an H200 (docs/decisions/gpu-attention.md); nothing is tuned at run time, because a
+    serving process must not stop to try kernels out. The GPU bench sweeps over them.
 
     Attributes:
         multiprocessors: of the device.
-        programs_each: decode programs wanted for each of them: contexts are cut into more spans
-            until there are so many.
+        programs_each: decode programs that each of them runs at once.
         max_splits: of one context.
         decode_heads: query heads of one kv head that a decode program takes at most.
         decode_tile_bytes: keys of one tile; prefill_tile_bytes: the same when prefilling.
-        prefill_rows: query tokens by heads of one tile, for heads of up to 256 bytes.
+        prefill_rows: query tokens by heads of one tile, for heads of up to 512 bytes.
     """
 
     multiprocessors: int
@@ -56,19 +54,27 @@ class Tuning:
     max_splits: int = 32
     decode_heads: int = 32
     decode_tile_bytes: int = 16384
-    decode_warps: int = 4
-    decode_stages: int = 3
-    prefill_rows: int = 128
+    decode_warps: int = 2
+    decode_stages: int = 2
+    prefill_rows: int = 64
     prefill_tile_bytes: int = 16384
+    prefill_warps: int = 4
     prefill_stages: int = 2
 
     def num_splits(self, num_programs: int) -> int:
-        """Spans of a context in a batch that makes `num_programs` programs without any.
+        """Spans of a context in a batch that makes `num_programs` programs without any: those that
+        keep all multiprocessors busy to the end.
 
         Follows from the batch's size alone, so that a captured batch fits any lengths.
         """
-        wanted = -(-self.multiprocessors * self.programs_each // num_programs)
-        return int(triton.next_power_of_2(min(wanted, self.max_splits)))
+        at_once = self.multiprocessors * self.programs_each
+
+        def tiles_read(splits: int) -> float:
+            """One after the other, until the last program ends."""
+            rounds = -(-num_programs * splits // at_once)
+            return rounds * (_USUAL_TILES / splits + _START_TILES)
+
+        return min(range(1, self.max_splits + 1), key=tiles_read)
 
     def decode_block(self, layer: LayerGeometry, dtype: torch.dtype) -> int:
         """Positions of a decode tile."""
@@ -78,11 +84,11 @@ class Tuning:
         """(rows, positions, warps, stages) of a prefill tile."""
         head_bytes = _head_bytes(layer, dtype)
         rows = self.prefill_rows
-        while rows > 32 and rows * head_bytes > self.prefill_rows * 256:
+        while rows > 32 and rows * head_bytes > self.prefill_rows * 512:
             rows //= 2
-        warps = 8 if rows >= 128 else 4
         stages = self.prefill_stages if head_bytes <= 512 else 1
-        return rows, _tile(self.prefill_tile_bytes, layer, dtype, most=64), warps, stages
+        positions = _tile(self.prefill_tile_bytes, layer, dtype, most=64)
+        return rows, positions, self.prefill_warps, stages
 
 
 def _head_bytes(layer: LayerGeometry, dtype: torch.dtype) -> int:
@@ -108,6 +114,10 @@ MIN_DOT = 16
 """Triton's matrix products take no side shorter than this."""
 FP8_CAPABILITY = (8, 9)
 _WRITE_BLOCK = 1024
+_USUAL_TILES = 32
+"""Of a context that spans are chosen for."""
+_START_TILES = 3
+"""As many tiles could be read in the time a program takes to begin and to leave its sums."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -36,18 +36,20 @@ def _product(a, b, WIDEN: tl.constexpr):
 @triton.jit
 def _scores(q, k, scale, SOFTCAP: tl.constexpr, WIDEN: tl.constexpr):
     """Scores of a tile in base 2: (rows, DK) by (DK, positions)."""
-    product = _product(q, k, WIDEN) * scale
     if SOFTCAP > 0:
-        product = _soft_limit(product, SOFTCAP)
-    return product * LOG2E
+        return _soft_limit(_product(q, k, WIDEN) * scale, SOFTCAP) * LOG2E
+    return _product(q, k, WIDEN) * (scale * LOG2E)
 
 
 @triton.jit
-def _accumulate(acc, top, total, scores, v, WIDEN: tl.constexpr):
-    """One tile into the running softmax: `top` maximum, `total` sum, `acc` weighted values."""
+def _accumulate(acc, top, total, scores, v, IS_WHOLE: tl.constexpr, WIDEN: tl.constexpr):
+    """One tile into the running softmax: `top` maximum, `total` sum, `acc` weighted values.
+    IS_WHOLE: every row sees something of it."""
     new_top = tl.maximum(top, tl.max(scores, 1))
-    # Rows that have seen nothing yet keep -inf; a difference of two -inf would be NaN.
-    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    base = new_top
+    if not IS_WHOLE:
+        # Rows that have seen nothing yet keep -inf; a difference of two -inf would be NaN.
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores - base[:, None])
     shrink = tl.exp2(top - base)
     total = total * shrink + tl.sum(weights, 1)
@@ -65,11 +67,13 @@ def _with_sink(top, total, sink):
 
 
 @triton.jit
-def _rows_of(block_table, sequence, table_stride, position, is_read, PAGE: tl.constexpr):
+def _rows_of(
+    block_table, sequence, table_stride, position, is_read,
+    PAGE: tl.constexpr, IS_WHOLE: tl.constexpr,
+):  # fmt: skip
     """Pool rows of positions of one sequence, i64."""
-    page = tl.load(
-        block_table + sequence.to(tl.int64) * table_stride + position // PAGE, mask=is_read, other=0
-    )
+    place = block_table + sequence.to(tl.int64) * table_stride + position // PAGE
+    page = tl.load(place) if IS_WHOLE else tl.load(place, mask=is_read, other=0)
     return page.to(tl.int64) * PAGE + position % PAGE
 
 
@@ -83,21 +87,25 @@ def _narrowed(value, LARGEST: tl.constexpr):
 
 @triton.jit
 def _load_tile(
-    keys, values, pool_row, is_read, dtype: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
+    keys, values, block_table, sequence, table_stride, position, is_read, kv_head,
+    dtype: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PAGE: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Keys (DK, positions) and values (positions, DV) of rows of one head, as `dtype`; zeros where
-    not read."""
+    """Keys (DK, positions) and values (positions, DV) of one head, as `dtype`; zeros where not
+    read. IS_WHOLE: all are read, with no mask that costs anything."""
+    pool_row = _rows_of(block_table, sequence, table_stride, position, is_read, PAGE, IS_WHOLE)
+    pool_row = pool_row * NUM_KV_HEADS + kv_head
     at_k = tl.arange(0, BLOCK_DK)
     at_v = tl.arange(0, BLOCK_DV)
-    k = tl.load(
-        keys + pool_row[None, :] * DK + at_k[:, None],
-        mask=is_read[None, :] & (at_k < DK)[:, None], other=0.0,
-    )  # fmt: skip
-    v = tl.load(
-        values + pool_row[:, None] * DV + at_v[None, :],
-        mask=is_read[:, None] & (at_v < DV)[None, :], other=0.0,
-    )  # fmt: skip
+    k_place = keys + pool_row[None, :] * DK + at_k[:, None]
+    v_place = values + pool_row[:, None] * DV + at_v[None, :]
+    if IS_WHOLE and DK == BLOCK_DK and DV == BLOCK_DV:
+        k = tl.load(k_place)
+        v = tl.load(v_place)
+    else:
+        k = tl.load(k_place, mask=is_read[None, :] & (at_k < DK)[:, None], other=0.0)
+        v = tl.load(v_place, mask=is_read[:, None] & (at_v < DV)[None, :], other=0.0)
     return k.to(dtype), v.to(dtype)
 
 
@@ -186,7 +194,8 @@ def decode_kernel(
     split = tl.program_id(2)
     span = tl.cdiv(tl.cdiv(last + 1 - first, BLOCK_N), num_splits) * BLOCK_N
     begin = first + split * span
-    end = tl.minimum(begin + span, last + 1)
+    end = tl.maximum(tl.minimum(begin + span, last + 1), begin)
+    whole = begin + (end - begin) // BLOCK_N * BLOCK_N
 
     at_k = tl.arange(0, BLOCK_DK)
     at_v = tl.arange(0, BLOCK_DV)
@@ -195,17 +204,24 @@ def decode_kernel(
     top = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, BLOCK_DV], tl.float32)
-    for start in range(begin, end, BLOCK_N):
+    for start in range(begin, whole, BLOCK_N):
         position = start + tl.arange(0, BLOCK_N)
-        is_read = position < end
-        pool_row = _rows_of(block_table, sequence, table_stride, position, is_read, PAGE)
-        pool_row = pool_row * NUM_KV_HEADS + kv_head
         k, v = _load_tile(
-            keys, values, pool_row, is_read, q.dtype, DK, DV, BLOCK_DK, BLOCK_DV
+            keys, values, block_table, sequence, table_stride, position, position >= 0, kv_head,
+            q.dtype, NUM_KV_HEADS, PAGE, DK, DV, BLOCK_DK, BLOCK_DV, True,
+        )  # fmt: skip
+        scores = _scores(q, k, scale, SOFTCAP, WIDEN)
+        acc, top, total = _accumulate(acc, top, total, scores, v, True, WIDEN)
+    if whole < end:
+        position = whole + tl.arange(0, BLOCK_N)
+        is_read = position < end
+        k, v = _load_tile(
+            keys, values, block_table, sequence, table_stride, position, is_read, kv_head,
+            q.dtype, NUM_KV_HEADS, PAGE, DK, DV, BLOCK_DK, BLOCK_DV, False,
         )  # fmt: skip
         scores = _scores(q, k, scale, SOFTCAP, WIDEN)
         scores = tl.where(is_read[None, :], scores, float("-inf"))
-        acc, top, total = _accumulate(acc, top, total, scores, v, WIDEN)
+        acc, top, total = _accumulate(acc, top, total, scores, v, False, WIDEN)
 
     is_value = is_head[:, None] & (at_v < DV)[None, :]
     if IS_SPLIT:
@@ -303,19 +319,30 @@ def prefill_kernel(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    for start in range(begin, end, BLOCK_N):
+    # Tiles that all rows see as a whole come first, and need no masks.
+    whole = begin
+    if WINDOW == 0 and CHUNK == 0 and not HAS_GROUPS:
+        whole = (lowest + 1) // BLOCK_N * BLOCK_N
+    for start in range(begin, whole, BLOCK_N):
+        position = start + tl.arange(0, BLOCK_N)
+        k, v = _load_tile(
+            keys, values, block_table, sequence, table_stride, position, position >= 0, kv_head,
+            q.dtype, NUM_KV_HEADS, PAGE, DK, DV, BLOCK_DK, BLOCK_DV, True,
+        )  # fmt: skip
+        scores = _scores(q, k, scale, SOFTCAP, WIDEN)
+        acc, top, total = _accumulate(acc, top, total, scores, v, True, WIDEN)
+    for start in range(whole, end, BLOCK_N):
         position = start + tl.arange(0, BLOCK_N)
         is_read = position < end
-        pool_row = _rows_of(block_table, sequence, table_stride, position, is_read, PAGE)
-        pool_row = pool_row * NUM_KV_HEADS + kv_head
         k, v = _load_tile(
-            keys, values, pool_row, is_read, q.dtype, DK, DV, BLOCK_DK, BLOCK_DV
+            keys, values, block_table, sequence, table_stride, position, is_read, kv_head,
+            q.dtype, NUM_KV_HEADS, PAGE, DK, DV, BLOCK_DK, BLOCK_DV, False,
         )  # fmt: skip
         scores = _scores(q, k, scale, SOFTCAP, WIDEN)
         seen = _visible(position, is_read, q_pos, own, groups, base, before,
                         WINDOW, CHUNK, HAS_GROUPS, GROUPS_IGNORE_WINDOW)  # fmt: skip
         scores = tl.where(seen, scores, float("-inf"))
-        acc, top, total = _accumulate(acc, top, total, scores, v, WIDEN)
+        acc, top, total = _accumulate(acc, top, total, scores, v, False, WIDEN)
 
     if HAS_SINKS:
         sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * LOG2E

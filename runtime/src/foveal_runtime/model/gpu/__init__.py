@@ -1,0 +1,1 @@
+"""Triton kernels of decoder layers on GPUs."""

@@ -1,0 +1,291 @@
+"""Decoder layers made like Llama's, in nine kernels instead of forty, on GPUs.
+
+Made before the KV pool is. transformers computes a norm in eight small kernels and a rotary
+embedding in five, each of which takes two microseconds to read next to nothing, and forty calls on
+the host where a step is not recorded. Here queries, keys and values are one product, gate and up
+are another, what stands between two products is one Triton kernel, and products add to the hidden
+state themselves.
+
+That a layer has these parts is read from its modules; that they compute the same is tried with its
+own weights. A layer that does anything else keeps its forward.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import nn
+from torch.nn import functional
+
+from foveal_runtime.model.attention import FP8, FP8_MAX, ForwardContext, LayerGeometry
+from foveal_runtime.model.checkpoint.loader import LoadedModel
+from foveal_runtime.model.cpu.fusing import DTYPES, TOLERANCE, activation_of
+from foveal_runtime.model.cpu.packing import Activation
+from foveal_runtime.model.gpu import kernels
+from foveal_runtime.model.layers.last_layer import current_call, only_rows
+from foveal_runtime.model.layers.layer_parts import (
+    LLAMA_LIKE,
+    Trial,
+    Unlike,
+    deepstack_levels,
+    has_weights,
+    parts_of,
+    trying,
+)
+
+_ACTIVATIONS = {
+    Activation("swish"): "swish",
+    Activation("gelu", "tanh"): "gelu_tanh",
+    Activation("gelu", "none"): "gelu",
+    Activation("relu"): "relu",
+}
+_GATE_BLOCK = 1024
+_MOST_WIDTH = 32768
+"""Of a row that one program norms."""
+_log = logging.getLogger(__name__)
+
+
+class _Norm(NamedTuple):
+    """An RMS norm: the weight is added to `offset`."""
+
+    weight: torch.Tensor
+    eps: float
+    offset: float
+
+    def __call__(self, rows: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """rows (T, E) normed, plus the rows of `residual`."""
+        out = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        count, width = rows.shape
+        kernels.norm_kernel[count,](
+            rows, self.weight, rows if residual is None else residual, out, rows.stride(0),
+            self.eps, WIDTH=width, OFFSET=self.offset, HAS_RESIDUAL=residual is not None,
+            BLOCK=triton.next_power_of_2(width), num_warps=8 if width > 2048 else 4,
+        )  # fmt: skip
+        return out
+
+
+class GpuLayer:
+    """Stands where the layer's forward stood.
+
+    Attributes:
+        is_short: of wanted rows alone: nobody reads what else the last layer computes.
+        owns_rows: the hidden state that comes in is what another layer made, and may be written to.
+    """
+
+    def __init__(self, layer: Any, geometry: LayerGeometry, dtype: torch.dtype) -> None:
+        """Lays the weights of products that become one side by side. Raises Unlike."""
+        parts = parts_of(layer, LLAMA_LIKE)
+        if geometry.reads_only or geometry.has_sinks or geometry.key_dim != geometry.value_dim:
+            raise Unlike("its attention is another")
+        self.is_short = self.owns_rows = False
+        self._geometry = geometry
+        self._original = layer.forward
+        self._before, self._after = _norm(parts["before"]), _norm(parts["after"])
+        self._of_attention = _norm(parts["of_attention"]) if "of_attention" in parts else None
+        self._of_mlp = _norm(parts["of_mlp"]) if "of_mlp" in parts else None
+        self._query = _norm(parts["query"]) if "query" in parts else None
+        self._key = _norm(parts["key"]) if "key" in parts else None
+        heads = [one for one in (self._query, self._key) if one is not None]
+        if (
+            any(len(one.weight) != geometry.key_dim for one in heads)
+            or len({one.offset for one in heads}) > 1
+        ):
+            raise Unlike("its norms of heads are others")
+        self._activation = _activation_name(layer, parts["gate"])
+        for name in ("o", "down"):
+            if parts[name].bias is not None:
+                raise Unlike("its products back to the hidden state have biases")
+            _check_linear(parts[name], dtype)
+        width = geometry.key_dim * (geometry.num_heads + 2 * geometry.num_kv_heads)
+        self._qkv, self._qkv_bias = _merged([parts[name] for name in "qkv"], dtype)
+        self._pair, self._pair_bias = _merged([parts["gate"], parts["up"]], dtype)
+        self._out, self._down = parts["o"].weight.t(), parts["down"].weight.t()
+        if len(self._qkv) != width or self._before.weight.numel() > _MOST_WIDTH:
+            raise Unlike("its products have other sizes")
+
+    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        wanted, context = current_call()
+        if context is None:
+            return self._original(hidden_states, *args, **kwargs)
+        rows = hidden_states[0]
+        turn = kwargs["position_embeddings"]
+        out = self._attend(self._before(rows), turn, context)
+        is_cut = wanted is not None and self.is_short
+        if wanted is not None and is_cut:
+            rows, out = rows[wanted.index], out[wanted.index]
+        is_own = self.owns_rows or is_cut
+        return self._mlp(self._added(rows, out, self._out, self._of_attention, is_own))[None]
+
+    def _attend(
+        self,
+        normed: torch.Tensor,
+        turn: tuple[torch.Tensor, torch.Tensor],
+        context: ForwardContext,
+    ) -> torch.Tensor:
+        """(T, E) to (T, H * D); writes keys and values."""
+        layer, pool = self._geometry, context.pool
+        merged = functional.linear(normed, self._qkv, self._qkv_bias)
+        count, dim = len(merged), layer.key_dim
+        cos, sin = (one.reshape(count, -1).contiguous() for one in turn)
+        query = merged.new_empty((count, layer.num_heads, dim), dtype=pool.compute_dtype)
+        keys, values = pool.keys[layer.index], pool.values[layer.index]
+        none = _Norm(merged, 0.0, 0.0)
+        asked, kept = self._query or none, self._key or none
+        kernels.heads_kernel[count, layer.num_heads + 2 * layer.num_kv_heads](
+            merged, cos, sin, asked.weight, kept.weight, context.slots_of(layer), query, keys,
+            values, asked.eps, kept.eps,
+            NUM_HEADS=layer.num_heads, NUM_KV_HEADS=layer.num_kv_heads, DIM=dim,
+            TURNED=cos.shape[1], HAS_QUERY_NORM=self._query is not None,
+            HAS_KEY_NORM=self._key is not None, OFFSET=max(asked.offset, kept.offset),
+            LARGEST=FP8_MAX if keys.dtype == FP8 else 0.0,
+            BLOCK=triton.next_power_of_2(dim), num_warps=1,
+        )  # fmt: skip
+        out = context.backend.attend(layer, query, context)
+        return out.to(normed.dtype).reshape(count, -1)
+
+    def _mlp(self, rows: torch.Tensor) -> torch.Tensor:
+        """(T, E) with what the MLP adds; `rows` are nobody else's."""
+        pairs = functional.linear(self._after(rows), self._pair, self._pair_bias)
+        count, width = len(pairs), pairs.shape[1] // 2
+        opened = pairs.new_empty((count, width))
+        kernels.gate_kernel[count, triton.cdiv(width, _GATE_BLOCK)](
+            pairs, opened, WIDTH=width, ACTIVATION=self._activation, BLOCK=_GATE_BLOCK
+        )
+        return self._added(rows, opened, self._down, self._of_mlp, True)
+
+    def _added(
+        self, rows: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, norm: _Norm | None,
+        is_own: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        """rows (T, E) plus the product of x (T, K) and weight (K, E), normed where it is to be.
+        `is_own`: into `rows` themselves."""
+        if norm is not None:
+            return norm(x @ weight, residual=rows)
+        return rows.addmm_(x, weight) if is_own else torch.addmm(rows, x, weight)
+
+
+def _activation_name(layer: nn.Module, gate: nn.Module) -> str:
+    mlp = next(one for one in layer.children() if gate in list(one.children()))
+    found = [activation_of(one) for one in mlp.children() if not has_weights(one)]
+    if len(found) != 1 or found[0] not in _ACTIVATIONS:
+        raise Unlike("its MLP's activation is another")
+    return _ACTIVATIONS[found[0]]
+
+
+def _norm(module: Any) -> _Norm:
+    """What the module computes, tried on random rows. Raises Unlike."""
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    weight = getattr(module, "weight", None)
+    if not isinstance(eps, float) or not isinstance(weight, nn.Parameter) or weight.dim() != 1:
+        raise Unlike(f"{type(module).__name__} is no RMS norm")
+    # A mean far from 0: a layer norm, which takes it away, must not look alike.
+    rows = (3 * torch.randn(4, len(weight)) + 5).to(weight)
+    wanted = module(rows).double()
+    wide = rows.double()
+    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    for offset in (0.0, 1.0):
+        apart = (scaled * (weight.double() + offset) - wanted).abs().max()
+        if float(apart) <= TOLERANCE[weight.dtype] * float(wanted.abs().max()):
+            return _Norm(weight, eps, offset)
+    raise Unlike(f"{type(module).__name__} is no RMS norm")
+
+
+def _check_linear(module: Any, dtype: torch.dtype) -> None:
+    is_plain = type(module) is nn.Linear and "forward" not in module.__dict__
+    if not is_plain or module.weight.dtype != dtype or hasattr(module.weight, "to_local"):
+        raise Unlike("its linear layers are not plain ones")
+
+
+def _merged(linears: Sequence[Any], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weights and biases of linear layers of the same rows as one's; the layers keep views."""
+    for one in linears:
+        _check_linear(one, dtype)
+    biases = [one.bias for one in linears]
+    sizes = [len(one.weight) for one in linears]
+    weight = torch.cat([one.weight for one in linears])
+    for one, view in zip(linears, weight.split(sizes), strict=True):
+        one.weight.data = view
+    if weight.is_cuda:
+        torch.cuda.empty_cache()  # or the old weights' memory is kept for what never fits into it
+    if all(one is None for one in biases):
+        return weight, None
+    return weight, torch.cat(
+        [weight.new_zeros(size) if bias is None else bias.data
+         for size, bias in zip(sizes, biases, strict=True)]
+    )  # fmt: skip
+
+
+def replace_layers(loaded: LoadedModel, layers: Sequence[LayerGeometry]) -> list[GpuLayer]:
+    """Gives layers such a forward where it computes the same; returns these, and logs why others
+    are left."""
+    decoder: Any = loaded.decoder
+    made: dict[int, GpuLayer] = {}
+    reasons: set[str] = set()
+    try:
+        if loaded.dtype not in DTYPES or loaded.adapter.correct_query is not None:
+            raise Unlike(f"its dtype is {loaded.dtype}, or its family does more between the layers")
+        with trying():
+            trial = Trial(loaded, layers, q_lens=(3, 1, 5), kv_lens=(3, 16, 21))
+        for geometry in layers:
+            number = geometry.layer if geometry.layer >= 0 else geometry.index
+            try:
+                with trying():
+                    one = GpuLayer(decoder.layers[number], geometry, loaded.dtype)
+                    _try(one, trial, number, geometry)
+                made[number] = one
+            except Unlike as reason:
+                reasons.add(str(reason))
+        _replace(loaded, made, trial)
+    except Unlike as reason:
+        made.clear()
+        reasons.add(str(reason))
+    why = f"; others by modules: {'; '.join(sorted(reasons))}" if reasons else ""
+    _log.info("%d decoder layers are computed in few kernels%s", len(made), why)
+    return list(made.values())
+
+
+def _try(made: GpuLayer, trial: Trial, number: int, geometry: LayerGeometry) -> None:
+    """Against the layer's own forward on random rows: results, keys and values. Raises Unlike."""
+    embeddings = trial.embeddings(number)
+    if embeddings[0].numel() != len(trial.rows) * embeddings[0].shape[-1]:
+        raise Unlike("its rotary embedding is not one of (1, T, R)")
+    wanted = trial.added_by(number)
+    pools = (trial.pool.keys[geometry.index], trial.pool.values[geometry.index])
+    written = [pool.clone() for pool in pools]
+    for pool in pools:
+        pool[trial.context.slots] = 0
+    with only_rows(None, trial.context):
+        found = made(trial.rows[None].clone(), position_embeddings=embeddings)[0]
+    trial.check_same("what it adds", found.double() - trial.rows.double(), wanted)
+    for pool, other in zip(pools, written, strict=True):
+        trial.check_same("what it keeps", pool, other)
+
+
+_WHOLE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+"""Mean difference over mean size after all layers, as in `decode_layers`."""
+
+
+def _replace(loaded: LoadedModel, made: dict[int, GpuLayer], trial: Trial) -> None:
+    """Gives the layers their new forwards, if the whole decoder then says the same. Raises
+    Unlike."""
+    decoder: Any = loaded.decoder
+    with trying():
+        wanted = trial.after_all().double()
+        for number, one in made.items():
+            decoder.layers[number].forward = one
+        with only_rows(None, trial.context):
+            got = trial.after_all().double()
+        apart = float((got - wanted).abs().mean() / wanted.abs().mean())
+    if not apart <= _WHOLE_TOLERANCE[trial.rows.dtype]:
+        for number, one in made.items():
+            decoder.layers[number].forward = one._original
+        raise Unlike(f"something around its layers differs by {apart:.2g}")
+    for number, one in made.items():
+        one.owns_rows = number - 1 in made
+    last = len(decoder.layers) - 1
+    if last in made and deepstack_levels(loaded) <= last:
+        made[last].is_short = True

@@ -1,0 +1,87 @@
+"""Decoder layers in few kernels say what transformers says, and others keep their modules.
+
+Without a GPU their Triton kernels run in Triton's interpreter, over linear layers that are not
+packed. FOVEAL_DEVICE=cuda makes the runner use them by itself.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from foveal_runtime.model.checkpoint import loader
+from foveal_runtime.model.layers import gpu_layer
+from tests.support.models.bench import DEVICE
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.model
+
+
+@pytest.fixture
+def on_gpu_layers(bench, monkeypatch):
+    """on_gpu_layers(name, ...) → a bench whose decoder was offered such layers, and how many it
+    took."""
+    monkeypatch.setattr(loader, "pack_linears", lambda model: 0)
+
+    def make(name: str, **options):
+        one = bench(name, **options)
+        if DEVICE == "cpu":
+            return one, one.runner.forward.use_gpu_layers()
+        layers = one.runner.loaded.decoder.layers
+        return one, sum(isinstance(layer.forward, gpu_layer.GpuLayer) for layer in layers)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma2_softcap", "gemma3", "qwen2_5_vl", "qwen3_vl", "mistral3", "internvl"]
+)
+def test_a_family_equals_transformers(name: str, on_gpu_layers) -> None:
+    one, num_layers = on_gpu_layers(name)
+    assert num_layers == len(one.runner.loaded.decoder.layers)
+    prompts, jobs = one.staggered()
+    one.driver.run(list(jobs.values()), preempt={5: "a"})
+    for key, job in jobs.items():
+        one.check(job, prompts[key])
+
+
+@pytest.mark.parametrize("name", ["gpt_oss_sinks", "cohere2", "deepseek_v3_mla", "llama4_text"])
+def test_other_layers_keep_their_modules(name: str, on_gpu_layers) -> None:
+    one, num_layers = on_gpu_layers(name)
+    assert num_layers == 0
+    assert not one.runner.forward.has_short_last_layer or DEVICE == "cpu"
+
+
+def test_a_layer_that_computes_another_thing_is_found_out(on_gpu_layers, monkeypatch) -> None:
+    monkeypatch.setitem(
+        gpu_layer._ACTIVATIONS, gpu_layer.Activation("swish"), "relu"
+    )  # as if it had been read wrongly
+    one, num_layers = on_gpu_layers("llama")
+    assert num_layers == 0
+    prompts, jobs = one.staggered()
+    one.driver.run(list(jobs.values()))
+    one.check(jobs["a"], prompts["a"])
+
+
+def test_merged_weights_take_no_more_memory(on_gpu_layers) -> None:
+    one, _ = on_gpu_layers("llama")
+    layer = one.runner.loaded.decoder.layers[0]
+    parts = [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
+    at = parts[0].weight.data_ptr()
+    for part in parts:
+        assert part.weight.data_ptr() == at
+        at += part.weight.nbytes
+    stored = {weight.untyped_storage().data_ptr() for weight in (part.weight for part in parts)}
+    assert len(stored) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_adds_the_residual_after_rounding(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    rows, residual = torch.randn(2, 5, 48, device=DEVICE).to(dtype)
+    weight = torch.randn(48, device=DEVICE).to(dtype)
+    got = gpu_layer._Norm(weight, 1e-5, 1.0)(rows, residual)
+    wide = rows.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * (weight.float() + 1)
+    bits = 1e-5 if dtype == torch.float32 else 2**-6
+    torch.testing.assert_close(got, normed.to(dtype) + residual, atol=bits, rtol=bits)
