@@ -128,13 +128,15 @@ class _Division:
     Attributes:
         rows: i32 tokens that are decoded; None when every token is one, in order.
         long: (sequence, query tokens) of those that are not.
-        tiles: by query tokens a tile, i32 (2, tiles): sequence and first query token.
+        tiles: by query tokens a tile, i32 (tiles) each: sequence and first query token. Two
+            tensors: the second half of one may begin where a vector cannot be loaded, for which
+            Triton would compile the kernel once more, while clients wait.
     """
 
     rows: torch.Tensor | None
     num_rows: int
     long: list[tuple[int, int]]
-    tiles: dict[int, torch.Tensor] = field(default_factory=dict)
+    tiles: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
 
 class TritonBackend:
@@ -217,12 +219,12 @@ class TritonBackend:
         there = self._device.upload(np.array(rows, np.int32))[0] if rows else None
         return _Division(there, len(rows), long)
 
-    def _tiles(self, division: _Division, tokens: int) -> torch.Tensor:
+    def _tiles(self, division: _Division, tokens: int) -> list[torch.Tensor]:
         found = division.tiles.get(tokens)
         if found is None:
             pairs = [(i, first) for i, q_len in division.long for first in range(0, q_len, tokens)]
             pairs.reverse()  # late tiles see the most: they must not come last
-            found = self._device.upload(np.array(pairs, np.int32).T)[0]
+            found = self._device.upload(*np.array(pairs, np.int32).T)
             division.tiles[tokens] = found
         return found
 
@@ -245,7 +247,7 @@ class TritonBackend:
         if splits > 1:
             shape = (division.num_rows, layer.num_heads, splits)
             part = query.new_empty((*shape, layer.value_dim), dtype=torch.float32)
-            tops, totals = query.new_empty((2, *shape), dtype=torch.float32)
+            tops, totals = (query.new_empty(shape, dtype=torch.float32) for _ in range(2))
         kernels.decode_kernel[division.num_rows, programs, splits](
             query, *_pool(layer, context), part, tops, totals, out if sinks is None else sinks,
             rows, context.seq_of_token, context.pos_of_token, table,
@@ -262,7 +264,7 @@ class TritonBackend:
             kernels.reduce_kernel[division.num_rows, layer.num_heads](
                 part, tops, totals, out if sinks is None else sinks, rows, out, splits,
                 NUM_HEADS=layer.num_heads, DV=layer.value_dim,
-                BLOCK_S=triton.next_power_of_2(splits),
+                BLOCK_S=triton.next_power_of_2(tuning.max_splits),
                 BLOCK_DV=triton.next_power_of_2(layer.value_dim),
                 HAS_SINKS=sinks is not None,
             )  # fmt: skip
@@ -282,7 +284,7 @@ class TritonBackend:
         block_m, block_n, warps, stages = tuning.prefill_blocks(layer, query.dtype)
         heads = min(group, block_m)
         tiles = self._tiles(division, block_m // heads)
-        kernels.prefill_kernel[tiles.shape[1], layer.num_kv_heads * triton.cdiv(group, heads)](
+        kernels.prefill_kernel[len(tiles[0]), layer.num_kv_heads * triton.cdiv(group, heads)](
             query, *_pool(layer, context), out, out if sinks is None else sinks,
             tiles[0], tiles[1], context.q_start, context.seq_lens, table,
             context.q_start if groups is None else groups,
