@@ -73,7 +73,6 @@ class GpuLayer:
 
     Attributes:
         is_short: of wanted rows alone: nobody reads what else the last layer computes.
-        owns_rows: the hidden state that comes in is what another layer made, and may be written to.
     """
 
     def __init__(self, layer: Any, geometry: LayerGeometry, dtype: torch.dtype) -> None:
@@ -81,7 +80,7 @@ class GpuLayer:
         parts = parts_of(layer, LLAMA_LIKE)
         if geometry.reads_only or geometry.has_sinks or geometry.key_dim != geometry.value_dim:
             raise Unlike("its attention is another")
-        self.is_short = self.owns_rows = False
+        self.is_short = False
         self._geometry = geometry
         self._original = layer.forward
         self._before, self._after = _norm(parts["before"]), _norm(parts["after"])
@@ -114,11 +113,9 @@ class GpuLayer:
         rows = hidden_states[0]
         turn = kwargs["position_embeddings"]
         out = self._attend(self._before(rows), turn, context)
-        is_cut = wanted is not None and self.is_short
-        if wanted is not None and is_cut:
+        if wanted is not None and self.is_short:
             rows, out = rows[wanted.index], out[wanted.index]
-        is_own = self.owns_rows or is_cut
-        return self._mlp(self._added(rows, out, self._out, self._of_attention, is_own))[None]
+        return self._mlp(self._added(rows, out, self._out, self._of_attention))[None]
 
     def _attend(
         self,
@@ -155,11 +152,11 @@ class GpuLayer:
         kernels.gate_kernel[count, triton.cdiv(width, _GATE_BLOCK)](
             pairs, opened, WIDTH=width, ACTIVATION=self._activation, BLOCK=_GATE_BLOCK
         )
-        return self._added(rows, opened, self._down, self._of_mlp, True)
+        return self._added(rows, opened, self._down, self._of_mlp, is_own=True)
 
     def _added(
         self, rows: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, norm: _Norm | None,
-        is_own: bool,
+        is_own: bool = False,
     ) -> torch.Tensor:  # fmt: skip
         """rows (T, E) plus the product of x (T, K) and weight (K, E), normed where it is to be.
         `is_own`: into `rows` themselves."""
@@ -284,8 +281,6 @@ def _replace(loaded: LoadedModel, made: dict[int, GpuLayer], trial: Trial) -> No
         for number, one in made.items():
             decoder.layers[number].forward = one._original
         raise Unlike(f"something around its layers differs by {apart:.2g}")
-    for number, one in made.items():
-        one.owns_rows = number - 1 in made
     last = len(decoder.layers) - 1
     if last in made and deepstack_levels(loaded) <= last:
         made[last].is_short = True
