@@ -33,9 +33,14 @@ def on_gpu_layers(bench, monkeypatch):
     return make
 
 
+MORE = ["gemma3", "qwen2_5_vl", "mistral3", "internvl"]
+
+
 @pytest.mark.parametrize(
-    "name", ["llama", "gemma2_softcap", "gemma3", "qwen2_5_vl", "qwen3_vl", "mistral3", "internvl"]
-)
+    "name",
+    ["llama", "gemma2_softcap", "qwen3_vl",
+     *(pytest.param(name, marks=pytest.mark.extended) for name in MORE)],
+)  # fmt: skip
 def test_a_family_equals_transformers(name: str, on_gpu_layers) -> None:
     one, num_layers = on_gpu_layers(name)
     assert num_layers == len(one.runner.loaded.decoder.layers)

@@ -1,4 +1,4 @@
-"""Decoder layers made like Llama's, in nine kernels instead of forty, on GPUs.
+"""Decoder layers made like Llama's, in ten kernels instead of forty, on GPUs.
 
 Made before the KV pool is. transformers computes a norm in eight small kernels and a rotary
 embedding in five, each of which takes two microseconds to read next to nothing, and forty calls on

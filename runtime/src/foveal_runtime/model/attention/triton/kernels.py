@@ -58,12 +58,41 @@ def _accumulate(acc, top, total, scores, v, IS_WHOLE: tl.constexpr, WIDEN: tl.co
 
 
 @triton.jit
+def _add_tile(
+    acc, top, total, q, keys, values, block_table, sequence, table_stride, kv_head, scale,
+    position, is_read, seen, NUM_KV_HEADS: tl.constexpr, PAGE: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
+    SOFTCAP: tl.constexpr, IS_WHOLE: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """The positions of a tile into the running softmax, as `seen` (rows, positions) says; IS_WHOLE:
+    all of them, by every row, with no masks."""
+    k, v = _load_tile(
+        keys, values, block_table, sequence, table_stride, position, is_read, kv_head,
+        q.dtype, NUM_KV_HEADS, PAGE, DK, DV, BLOCK_DK, BLOCK_DV, IS_WHOLE,
+    )  # fmt: skip
+    scores = _scores(q, k, scale, SOFTCAP, WIDEN)
+    if not IS_WHOLE:
+        scores = tl.where(seen, scores, float("-inf"))
+    return _accumulate(acc, top, total, scores, v, IS_WHOLE, WIDEN)
+
+
+@triton.jit
 def _with_sink(top, total, sink):
     """The softmax's sum with one more logit, relative to the new maximum; and what that does to
     the weighted values."""
     new_top = tl.maximum(top, sink)
     shrink = tl.exp2(top - new_top)
     return total * shrink + tl.exp2(sink - new_top), shrink
+
+
+@triton.jit
+def _with_sinks(acc, top, total, sinks, is_row, HAS_SINKS: tl.constexpr):
+    """Weighted values and their weights' sum, with the logits at `sinks` where there are such."""
+    if HAS_SINKS:
+        sink = tl.load(sinks, mask=is_row, other=0.0).to(tl.float32) * LOG2E
+        total, shrink = _with_sink(top, total, sink)
+        acc = acc * shrink[:, None]
+    return acc, total
 
 
 @triton.jit
@@ -172,8 +201,8 @@ def decode_kernel(
     rows, seq_of_token, pos_of_token, block_table,
     query_token_stride, query_head_stride, table_stride, scale, num_splits,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
-    PAGE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PAGE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     IS_SPLIT: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
@@ -206,22 +235,19 @@ def decode_kernel(
     acc = tl.zeros([BLOCK_H, BLOCK_DV], tl.float32)
     for start in range(begin, whole, BLOCK_N):
         position = start + tl.arange(0, BLOCK_N)
-        k, v = _load_tile(
-            keys, values, block_table, sequence, table_stride, position, position >= 0, kv_head,
-            q.dtype, NUM_KV_HEADS, PAGE, DK, DV, BLOCK_DK, BLOCK_DV, True,
+        acc, top, total = _add_tile(
+            acc, top, total, q, keys, values, block_table, sequence, table_stride, kv_head, scale,
+            position, position >= 0, None, NUM_KV_HEADS, PAGE, DK, DV, BLOCK_DK, BLOCK_DV, SOFTCAP,
+            True, WIDEN,
         )  # fmt: skip
-        scores = _scores(q, k, scale, SOFTCAP, WIDEN)
-        acc, top, total = _accumulate(acc, top, total, scores, v, True, WIDEN)
     if whole < end:
         position = whole + tl.arange(0, BLOCK_N)
         is_read = position < end
-        k, v = _load_tile(
-            keys, values, block_table, sequence, table_stride, position, is_read, kv_head,
-            q.dtype, NUM_KV_HEADS, PAGE, DK, DV, BLOCK_DK, BLOCK_DV, False,
+        acc, top, total = _add_tile(
+            acc, top, total, q, keys, values, block_table, sequence, table_stride, kv_head, scale,
+            position, is_read, is_read[None, :], NUM_KV_HEADS, PAGE, DK, DV, BLOCK_DK, BLOCK_DV,
+            SOFTCAP, False, WIDEN,
         )  # fmt: skip
-        scores = _scores(q, k, scale, SOFTCAP, WIDEN)
-        scores = tl.where(is_read[None, :], scores, float("-inf"))
-        acc, top, total = _accumulate(acc, top, total, scores, v, False, WIDEN)
 
     is_value = is_head[:, None] & (at_v < DV)[None, :]
     if IS_SPLIT:
@@ -232,10 +258,7 @@ def decode_kernel(
         place = part[:, None] * DV + at_v[None, :]
         tl.store(out + place, acc, mask=is_value & (top > float("-inf"))[:, None])
     else:
-        if HAS_SINKS:
-            sink = tl.load(sinks + head, mask=is_head, other=0.0).to(tl.float32) * LOG2E
-            total, shrink = _with_sink(top, total, sink)
-            acc = acc * shrink[:, None]
+        acc, total = _with_sinks(acc, top, total, sinks + head, is_head, HAS_SINKS)
         acc = acc / total[:, None]
         place = (token * (NUM_KV_HEADS * GROUP) + head)[:, None] * DV + at_v[None, :]
         tl.store(out + place, acc.to(out.dtype.element_ty), mask=is_value)
@@ -270,6 +293,26 @@ def reduce_kernel(
     tl.store(out + (token * NUM_HEADS + head) * DV + at_v, result, mask=at_v < DV)
 
 
+@triton.jit
+def _reach(
+    lowest, before, kv_len, tokens: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr, HAS_GROUPS: tl.constexpr, GROUPS_IGNORE_WINDOW: tl.constexpr,
+):  # fmt: skip
+    """(begin, whole, end) of what queries from position `lowest` on see: all rows see the tiles of
+    [begin, whole) as a whole, which therefore need no masks."""
+    begin = _first_seen(lowest, WINDOW, CHUNK)
+    if HAS_GROUPS and GROUPS_IGNORE_WINDOW:  # a group may reach further back than the window
+        begin = tl.minimum(begin, tl.maximum(before, _first_seen(lowest, 0, CHUNK)))
+    begin = begin // BLOCK_N * BLOCK_N
+    whole = begin
+    if WINDOW == 0 and CHUNK == 0 and not HAS_GROUPS:
+        whole = (lowest + 1) // BLOCK_N * BLOCK_N
+    end = kv_len
+    if not HAS_GROUPS:
+        end = tl.minimum(lowest + tokens, kv_len)
+    return begin, whole, end
+
+
 @triton.jit(do_not_specialize=["query_token_stride", "query_head_stride", "table_stride"])
 def prefill_kernel(
     query, keys, values, out, sinks, tile_sequence, tile_first, q_start, seq_lens, block_table,
@@ -300,15 +343,10 @@ def prefill_kernel(
     q_pos = before + index
     token = (base + index).to(tl.int64)
 
-    lowest = before + first
-    begin = _first_seen(lowest, WINDOW, CHUNK)
-    if HAS_GROUPS and GROUPS_IGNORE_WINDOW:  # a group may reach further back than the window
-        begin = tl.minimum(begin, tl.maximum(before, _first_seen(lowest, 0, CHUNK)))
-    begin = begin // BLOCK_N * BLOCK_N
-    end = tl.minimum(lowest + tokens, kv_len)
+    begin, whole, end = _reach(before + first, before, kv_len, tokens, BLOCK_N, WINDOW, CHUNK,
+                               HAS_GROUPS, GROUPS_IGNORE_WINDOW)  # fmt: skip
     own = q_pos
     if HAS_GROUPS:
-        end = kv_len
         own = tl.load(groups + token, mask=is_row, other=-1)
 
     at_k = tl.arange(0, BLOCK_DK)
@@ -319,35 +357,25 @@ def prefill_kernel(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    # Tiles that all rows see as a whole come first, and need no masks.
-    whole = begin
-    if WINDOW == 0 and CHUNK == 0 and not HAS_GROUPS:
-        whole = (lowest + 1) // BLOCK_N * BLOCK_N
     for start in range(begin, whole, BLOCK_N):
         position = start + tl.arange(0, BLOCK_N)
-        k, v = _load_tile(
-            keys, values, block_table, sequence, table_stride, position, position >= 0, kv_head,
-            q.dtype, NUM_KV_HEADS, PAGE, DK, DV, BLOCK_DK, BLOCK_DV, True,
+        acc, top, total = _add_tile(
+            acc, top, total, q, keys, values, block_table, sequence, table_stride, kv_head, scale,
+            position, position >= 0, None, NUM_KV_HEADS, PAGE, DK, DV, BLOCK_DK, BLOCK_DV, SOFTCAP,
+            True, WIDEN,
         )  # fmt: skip
-        scores = _scores(q, k, scale, SOFTCAP, WIDEN)
-        acc, top, total = _accumulate(acc, top, total, scores, v, True, WIDEN)
     for start in range(whole, end, BLOCK_N):
         position = start + tl.arange(0, BLOCK_N)
         is_read = position < end
-        k, v = _load_tile(
-            keys, values, block_table, sequence, table_stride, position, is_read, kv_head,
-            q.dtype, NUM_KV_HEADS, PAGE, DK, DV, BLOCK_DK, BLOCK_DV, False,
-        )  # fmt: skip
-        scores = _scores(q, k, scale, SOFTCAP, WIDEN)
         seen = _visible(position, is_read, q_pos, own, groups, base, before,
                         WINDOW, CHUNK, HAS_GROUPS, GROUPS_IGNORE_WINDOW)  # fmt: skip
-        scores = tl.where(seen, scores, float("-inf"))
-        acc, top, total = _accumulate(acc, top, total, scores, v, False, WIDEN)
+        acc, top, total = _add_tile(
+            acc, top, total, q, keys, values, block_table, sequence, table_stride, kv_head, scale,
+            position, is_read, seen, NUM_KV_HEADS, PAGE, DK, DV, BLOCK_DK, BLOCK_DV, SOFTCAP,
+            False, WIDEN,
+        )  # fmt: skip
 
-    if HAS_SINKS:
-        sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * LOG2E
-        total, shrink = _with_sink(top, total, sink)
-        acc = acc * shrink[:, None]
+    acc, total = _with_sinks(acc, top, total, sinks + head, is_row, HAS_SINKS)
     acc = acc / tl.where(is_row, total, 1.0)[:, None]
     place = (token * (NUM_KV_HEADS * GROUP) + head)[:, None] * DV + at_v[None, :]
     tl.store(out + place, acc.to(out.dtype.element_ty),
