@@ -26,7 +26,7 @@ def on_gpu_layers(bench, monkeypatch):
     def make(name: str, **options):
         one = bench(name, **options)
         if DEVICE == "cpu":
-            return one, one.runner.forward.use_gpu_layers()
+            return one, one.runner.forward.use_gpu_layers(one.runner.backend)
         layers = one.runner.loaded.decoder.layers
         return one, sum(isinstance(layer.forward, gpu_layer.GpuLayer) for layer in layers)
 
@@ -46,6 +46,17 @@ def test_a_family_equals_transformers(name: str, on_gpu_layers) -> None:
     assert num_layers == len(one.runner.loaded.decoder.layers)
     prompts, jobs = one.staggered()
     one.driver.run(list(jobs.values()), preempt={5: "a"})
+    for key, job in jobs.items():
+        one.check(job, prompts[key])
+
+
+@pytest.mark.extended
+def test_beside_the_attention_of_gpus(on_gpu_layers) -> None:
+    """Trials and steps as they are there, all in the interpreter."""
+    one, num_layers = on_gpu_layers("qwen3_vl", attention="triton")
+    assert num_layers == len(one.runner.loaded.decoder.layers)
+    prompts, jobs = one.staggered()
+    one.driver.run(list(jobs.values()))
     for key, job in jobs.items():
         one.check(job, prompts[key])
 

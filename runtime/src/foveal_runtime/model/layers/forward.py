@@ -11,7 +11,12 @@ from typing import Any
 
 import torch
 
-from foveal_runtime.model.attention import ForwardContext, KVPool, LayerGeometry
+from foveal_runtime.model.attention import (
+    AttentionBackend,
+    ForwardContext,
+    KVPool,
+    LayerGeometry,
+)
 from foveal_runtime.model.attention.cpu import CpuBackend
 from foveal_runtime.model.checkpoint.loader import LoadedModel
 from foveal_runtime.model.context import PagedCall, forward_context
@@ -31,7 +36,11 @@ class Forward:
     """
 
     def __init__(
-        self, loaded: LoadedModel, layers: Sequence[LayerGeometry], states: States
+        self,
+        loaded: LoadedModel,
+        layers: Sequence[LayerGeometry],
+        states: States,
+        backend: AttentionBackend,
     ) -> None:
         self._loaded = loaded
         self._states = states
@@ -39,15 +48,15 @@ class Forward:
         self.decode_layers: DecodeLayers | None = None
         self.has_short_last_layer = False
         if next(loaded.decoder.parameters()).device.type == "cuda":
-            self.use_gpu_layers()
+            self.use_gpu_layers(backend)
 
-    def use_gpu_layers(self) -> int:
+    def use_gpu_layers(self, backend: AttentionBackend) -> int:
         """Before the KV pool is there, because weights move; returns how many layers there are."""
         from foveal_runtime.model.layers.gpu_layer import (
             replace_layers,
         )  # torch for CPUs: no Triton
 
-        made = replace_layers(self._loaded, self.layers)
+        made = replace_layers(self._loaded, self.layers, backend)
         self.has_short_last_layer = any(one.is_short for one in made)
         return len(made)
 

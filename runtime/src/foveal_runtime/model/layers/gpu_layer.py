@@ -21,7 +21,13 @@ import triton
 from torch import nn
 from torch.nn import functional
 
-from foveal_runtime.model.attention import FP8, FP8_MAX, ForwardContext, LayerGeometry
+from foveal_runtime.model.attention import (
+    FP8,
+    FP8_MAX,
+    AttentionBackend,
+    ForwardContext,
+    LayerGeometry,
+)
 from foveal_runtime.model.checkpoint.loader import LoadedModel
 from foveal_runtime.model.cpu.fusing import DTYPES, TOLERANCE, activation_of
 from foveal_runtime.model.cpu.packing import Activation
@@ -180,12 +186,12 @@ def _norm(module: Any) -> _Norm:
     if not isinstance(eps, float) or not isinstance(weight, nn.Parameter) or weight.dim() != 1:
         raise Unlike(f"{type(module).__name__} is no RMS norm")
     # A mean far from 0: a layer norm, which takes it away, must not look alike.
-    rows = (3 * torch.randn(4, len(weight)) + 5).to(weight)
-    wanted = module(rows).double()
-    wide = rows.double()
+    rows = (3 * torch.randn(4, len(weight)) + 5).to(weight.dtype)
+    wanted = module(rows.to(weight.device)).cpu().double()
+    wide, factors = rows.double(), weight.cpu().double()
     scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     for offset in (0.0, 1.0):
-        apart = (scaled * (weight.double() + offset) - wanted).abs().max()
+        apart = (scaled * (factors + offset) - wanted).abs().max()
         if float(apart) <= TOLERANCE[weight.dtype] * float(wanted.abs().max()):
             return _Norm(weight, eps, offset)
     raise Unlike(f"{type(module).__name__} is no RMS norm")
@@ -216,9 +222,11 @@ def _merged(linears: Sequence[Any], dtype: torch.dtype) -> tuple[torch.Tensor, t
     )  # fmt: skip
 
 
-def replace_layers(loaded: LoadedModel, layers: Sequence[LayerGeometry]) -> list[GpuLayer]:
+def replace_layers(
+    loaded: LoadedModel, layers: Sequence[LayerGeometry], backend: AttentionBackend
+) -> list[GpuLayer]:
     """Gives layers such a forward where it computes the same; returns these, and logs why others
-    are left."""
+    are left. `backend`: for trials, which then compile what will be used."""
     decoder: Any = loaded.decoder
     made: dict[int, GpuLayer] = {}
     reasons: set[str] = set()
@@ -226,7 +234,7 @@ def replace_layers(loaded: LoadedModel, layers: Sequence[LayerGeometry]) -> list
         if loaded.dtype not in DTYPES or loaded.adapter.correct_query is not None:
             raise Unlike(f"its dtype is {loaded.dtype}, or its family does more between the layers")
         with trying():
-            trial = Trial(loaded, layers, q_lens=(3, 1, 5), kv_lens=(3, 16, 21))
+            trial = Trial(loaded, layers, q_lens=(3, 1, 5), kv_lens=(3, 16, 21), backend=backend)
         for geometry in layers:
             number = geometry.layer if geometry.layer >= 0 else geometry.index
             try:
@@ -257,7 +265,8 @@ def _try(made: GpuLayer, trial: Trial, number: int, geometry: LayerGeometry) -> 
         pool[trial.context.slots] = 0
     with only_rows(None, trial.context):
         found = made(trial.rows[None].clone(), position_embeddings=embeddings)[0]
-    trial.check_same("what it adds", found.double() - trial.rows.double(), wanted)
+    added = found.cpu().double() - trial.rows.cpu().double()
+    trial.check_same("what it adds", added, wanted)
     for pool, other in zip(pools, written, strict=True):
         trial.check_same("what it keeps", pool, other)
 
@@ -271,11 +280,11 @@ def _replace(loaded: LoadedModel, made: dict[int, GpuLayer], trial: Trial) -> No
     Unlike."""
     decoder: Any = loaded.decoder
     with trying():
-        wanted = trial.after_all().double()
+        wanted = trial.after_all().cpu().double()
         for number, one in made.items():
             decoder.layers[number].forward = one
         with only_rows(None, trial.context):
-            got = trial.after_all().double()
+            got = trial.after_all().cpu().double()
         apart = float((got - wanted).abs().mean() / wanted.abs().mean())
     if not apart <= _WHOLE_TOLERANCE[trial.rows.dtype]:
         for number, one in made.items():

@@ -16,7 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from foveal_runtime.model.attention import ForwardContext, KVPool, LayerGeometry
+from foveal_runtime.model.attention import (
+    AttentionBackend,
+    ForwardContext,
+    KVPool,
+    LayerGeometry,
+)
 from foveal_runtime.model.attention.torch_backend import TorchBackend
 from foveal_runtime.model.checkpoint.dequantize import QuantizedLinear
 from foveal_runtime.model.checkpoint.loader import LoadedModel
@@ -205,7 +210,9 @@ class Trial:
         q_lens: Sequence[int],
         kv_lens: Sequence[int],
         states: States | None = None,
+        backend: AttentionBackend | None = None,
     ) -> None:
+        """`backend`: what both ways attend by; None: the reference."""
         self._states = states if states is not None and states.shapes else None
         self._loaded = loaded
         self._layers = layers
@@ -222,7 +229,7 @@ class Trial:
         owner = torch.repeat_interleave(torch.arange(count), counts)
         slots = table[owner, place // _BLOCK_TOKENS].long() * _BLOCK_TOKENS + place % _BLOCK_TOKENS
         self.context = ForwardContext(
-            backend=TorchBackend(),
+            backend=backend or TorchBackend(),
             pool=self.pool,
             q_start=torch.cat([torch.zeros(1), counts.cumsum(0)]).int().to(there),
             seq_lens=torch.tensor(kv_lens, dtype=torch.int32).to(there),
@@ -246,7 +253,8 @@ class Trial:
         return rotate(decoder, self.rows, self.positions, rotation_of(decoder, number))
 
     def added_by(self, number: int) -> torch.Tensor:
-        """What the modules of a layer add to the rows, (T, E) in double."""
+        """What the modules of a layer add to the rows, (T, E) in double, on the host: a GPU would
+        load kernels for numbers that nothing else needs."""
         decoder: Any = self._loaded.decoder
         with self._calling():
             out = decoder.layers[number](
@@ -258,7 +266,7 @@ class Trial:
                 position_embeddings=self.embeddings(number),
             )
         found: torch.Tensor = (out[0] if isinstance(out, tuple) else out).reshape(self.rows.shape)
-        return found.double() - self.rows.double()
+        return found.cpu().double() - self.rows.cpu().double()
 
     def after_all(self) -> torch.Tensor:
         """The decoder's last hidden state of the rows, with `extra`, (T, E)."""
@@ -275,8 +283,9 @@ class Trial:
 
     def check_same(self, what: str, got: torch.Tensor, wanted: torch.Tensor) -> None:
         """Raises Unlike where they differ by more than the order of sums."""
-        most = float((got.double() - wanted.double()).abs().max())
-        if not most <= TOLERANCE[self._loaded.dtype] * float(wanted.double().abs().max()):
+        got, wanted = got.cpu().double(), wanted.cpu().double()
+        most = float((got - wanted).abs().max())
+        if not most <= TOLERANCE[self._loaded.dtype] * float(wanted.abs().max()):
             raise Unlike(f"{what} differs by {most:.2g}")
 
     @contextmanager

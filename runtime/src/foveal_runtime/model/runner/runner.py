@@ -117,7 +117,7 @@ class TorchRunner:
         self._failed: dict[str, str] = {}
         self._pool: KVPool | None = None
         self._graphs: DecodeGraphs | None = None
-        self.forward = Forward(loaded, self.layers, self.states)
+        self.forward = Forward(loaded, self.layers, self.states, self.backend)
         self.loras = Loras(loaded, lora_bytes)
         self._drawn: torch.Tensor | None = None  # ids of the last step's draw, on the device
         if num_blocks or kv_bytes:
