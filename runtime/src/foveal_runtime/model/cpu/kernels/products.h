@@ -198,11 +198,41 @@ INLINE void multiply(const int kind, const int rows, const int columns, const Pr
             store(tile + r * MAX_WIDE + c * LANES, sum[r * columns + c]);
 }
 
-/* One row takes all of a block of 64 outputs, two or three take half: weights are read in the order
- * in which they lie. With AVX2, 16 registers hold 12 sums beside what is multiplied. */
+/* tile[r] = the products of row r with the `wide` outputs of a block column, block by block: each is
+ * read once, in the order in which it lies, and the sums wait in the tile. The next one is asked for
+ * meanwhile: a block ends with its page, where the processor would stop to read ahead. */
+INLINE void multiply_in_order(const int rows, const int columns, const Product *p, int panel,
+                              const Inputs *in, float *tile) {
+    int64_t at = panel * p->out_stride;
+    for (int low = 0; low < p->ins; low += p->deep, at += p->in_stride) {
+        const int count = p->ins - low < p->deep ? p->ins - low : p->deep;
+        const int is_more = low + p->deep < p->ins;
+        for (int c = 0; c < p->wide; c += columns * LANES) {
+            vec sum[MOST_ROWS * COLS];
+            if (is_more)
+                for (int i = 0; i < count * columns * LANES; i += 64 / (int)sizeof(float))
+                    __builtin_prefetch((const float *)p->weight + at + p->in_stride + c * count + i);
+#pragma GCC unroll 32
+            for (int i = 0; i < rows * columns; i++)
+                sum[i] = low ? load(tile + i / columns * MAX_WIDE + c + i % columns * LANES)
+                             : splat(0.0f);
+            add_block(FLOAT32, rows, columns, p, NULL, at + c, in, low, count, sum);
+#pragma GCC unroll 32
+            for (int i = 0; i < rows * columns; i++)
+                store(tile + i / columns * MAX_WIDE + c + i % columns * LANES, sum[i]);
+        }
+    }
+}
+
+/* One row takes all of a block of 64 outputs. With AVX2, 16 registers hold 12 sums beside what is
+ * multiplied, so more rows go through a block in pieces. */
 INLINE void multiply_panel(const int kind, const int rows, const Product *p, int panel,
                            const Inputs *in, float *tile) {
     const int columns = LANES == 16 ? 4 : rows == 1 ? 8 : rows <= 3 ? 4 : 2;
+    if (LANES != 16 && kind == FLOAT32 && rows > 1 && p->wide % (columns * LANES) == 0) {
+        multiply_in_order(rows, columns, p, panel, in, tile);
+        return;
+    }
     int c = 0;
     for (; c + columns * LANES <= p->wide; c += columns * LANES)
         multiply(kind, rows, columns, p, panel, c, in, tile + c);
