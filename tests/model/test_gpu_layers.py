@@ -79,6 +79,19 @@ def test_a_layer_that_computes_another_thing_is_found_out(on_gpu_layers, monkeyp
     one.check(jobs["a"], prompts["a"])
 
 
+def test_a_decoder_that_differs_as_a_whole_gets_its_forwards_back(
+    on_gpu_layers, monkeypatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise gpu_layer.Unlike("something around its layers differs")
+
+    monkeypatch.setattr(gpu_layer.Trial, "check_whole", refuse)
+    one, num_layers = on_gpu_layers("llama")
+    assert num_layers == 0
+    forwards = [layer.forward for layer in one.runner.loaded.decoder.layers]
+    assert not any(isinstance(forward, gpu_layer.GpuLayer) for forward in forwards)
+
+
 def test_merged_weights_take_no_more_memory(on_gpu_layers) -> None:
     one, _ = on_gpu_layers("llama")
     layer = one.runner.loaded.decoder.layers[0]

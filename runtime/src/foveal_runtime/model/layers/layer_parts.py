@@ -89,6 +89,9 @@ FORMS: tuple[Form, ...] = (
 )
 """Of layers that the kernel for whole layers computes on CPUs."""
 _BLOCK_TOKENS = 16
+_WHOLE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+"""Mean difference over mean size after all layers: shows what is done around the layers (a scaled
+embedding), not last bits, which the trials of single layers show."""
 _CALL_ERRORS = (
     AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError,
 )  # fmt: skip
@@ -287,6 +290,13 @@ class Trial:
         most = float((got - wanted).abs().max())
         if not most <= TOLERANCE[self._loaded.dtype] * float(wanted.abs().max()):
             raise Unlike(f"{what} differs by {most:.2g}")
+
+    def check_whole(self, got: torch.Tensor, wanted: torch.Tensor) -> None:
+        """Of the decoder's last hidden states. Raises Unlike."""
+        got, wanted = got.cpu().double(), wanted.cpu().double()
+        apart = float((got - wanted).abs().mean() / wanted.abs().mean())
+        if not apart <= _WHOLE_TOLERANCE[self._loaded.dtype]:
+            raise Unlike(f"something around its layers differs by {apart:.2g}")
 
     @contextmanager
     def random_states(self) -> Iterator[list[torch.Tensor]]:
