@@ -11,6 +11,14 @@
 # it was slow), else with 0.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
+parts=" kernel-tests architectures-fp32 architectures-bf16 attention step first-token serving "
+wanted=" $* "
+for name in "$@"; do
+  if [ "${parts/ $name /}" = "$parts" ]; then
+    echo "gpu.sh: there is no part '$name'; the parts are:$parts" >&2
+    exit 2
+  fi
+done
 OUT=${OUT:-out/gpu-$(date +%Y-%m-%d-%H%M%S)}
 PYTHON=${PYTHON:-python3}
 if ! timeout 60 nvidia-smi -L 2>/dev/null | grep -q GPU; then
@@ -56,7 +64,6 @@ fi
 { date -u; nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
   git describe --always --dirty 2>/dev/null; } | tee "$OUT/machine.txt"
 
-wanted=" $* "
 part() { # part NAME SECONDS COMMAND...: its output in $OUT/NAME.txt, never longer than SECONDS
   local name=$1 seconds=$2 began=$SECONDS code=0
   shift 2

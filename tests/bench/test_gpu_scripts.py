@@ -33,6 +33,13 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_a_part_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    """It ran nothing, and said that all parts ran."""
+    done = run(ROOT / "e2e/bench/gpu.sh", "step", "atention", OUT=str(tmp_path / "out"))
+    assert done.returncode == 2
+    assert "there is no part 'atention'; the parts are: kernel-tests " in done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.parametrize(
