@@ -19,6 +19,7 @@ from setuptools.errors import CompileError
 PACKAGE = "foveal_runtime.model.cpu.kernels"
 FOLDER = "src/foveal_runtime/model/cpu/kernels"
 SOURCES = ("decode_layers", "delta_rule", "paged_decode", "paged_prefill", "rows")
+HEADERS = ("chunked_products", "chunks", "delta_rule", "lanes", "paged", "products", "rows")
 VARIANTS = (
     {
         "v3": ["-march=x86-64-v3"],
@@ -63,10 +64,7 @@ setup(
         Extension(
             f"{PACKAGE}.{source}_{name}",
             sources=[f"{FOLDER}/{source}.c"],
-            depends=[
-                f"{FOLDER}/{name}.h"
-                for name in ("chunks", "delta_rule", "lanes", "paged", "products", "rows")
-            ],
+            depends=[f"{FOLDER}/{name}.h" for name in HEADERS],
             extra_compile_args=flags,
             optional=os.environ.get("FOVEAL_REQUIRE_KERNELS") != "1",
         )

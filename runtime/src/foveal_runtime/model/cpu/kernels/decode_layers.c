@@ -147,7 +147,7 @@ INLINE vec activated(int which, vec x) {
 
 /* Rows of the i-th unit, by groups. */
 #define EACH_ROW_GROUP(first, count, i) \
-    EACH_GROUP(first, count, slice_start(run, i), slice_start(run, i) + slice_count(run, i))
+    EACH_GROUP(first, count, slice_start(run, i), slice_start(run, i) + slice_count(run, i), TILE_ROWS)
 
 static int slice_start(const Run *run, int i) { return i % run->num_slices * run->slice_rows; }
 
@@ -167,7 +167,7 @@ typedef struct {
 static void put_product(const Run *run, const Target *target, int i, const Inputs *in) {
     const Product *p = target->product;
     const int kind = run->step->dtype, panel = i / run->num_slices;
-    float tile[MOST_ROWS * MAX_WIDE] __attribute__((aligned(64)));
+    float tile[TILE_ROWS * MAX_WIDE] __attribute__((aligned(64)));
     EACH_ROW_GROUP(first, count, i) {
         const int outs = project(kind, p, panel, in, first, count, tile);
         for (int r = 0; r < count; r++)
@@ -180,7 +180,7 @@ static void put_product(const Run *run, const Target *target, int i, const Input
 static void add_product(const Run *run, const Product *p, const RmsNorm *norm, int i,
                         const Inputs *in) {
     const int kind = run->step->dtype, panel = i / run->num_slices;
-    float tile[MOST_ROWS * MAX_WIDE] __attribute__((aligned(64)));
+    float tile[TILE_ROWS * MAX_WIDE] __attribute__((aligned(64)));
     EACH_ROW_GROUP(first, count, i) {
         const int outs = project(kind, p, panel, in, first, count, tile);
         for (int r = 0; r < count; r++) {
@@ -202,8 +202,8 @@ static void add_product(const Run *run, const Product *p, const RmsNorm *norm, i
 /* Unit i: wide = activation(gate) times up. */
 static void put_gated(const Run *run, const Layer *layer, int i, const Inputs *in) {
     const int kind = run->step->dtype, panel = i / run->num_slices;
-    float gate[MOST_ROWS * MAX_WIDE] __attribute__((aligned(64)));
-    float up[MOST_ROWS * MAX_WIDE] __attribute__((aligned(64)));
+    float gate[TILE_ROWS * MAX_WIDE] __attribute__((aligned(64)));
+    float up[TILE_ROWS * MAX_WIDE] __attribute__((aligned(64)));
     EACH_ROW_GROUP(first, count, i) {
         const int outs = project(kind, &layer->gate, panel, in, first, count, gate);
         project(kind, &layer->up, panel, in, first, count, up);
@@ -671,7 +671,8 @@ typedef struct {
 int foveal_multiply(const ProductJob *job) {
     const Product *p = &job->product;
     const int64_t rows = job->num_rows, ins = p->ins;
-    if (!is_known(job->dtype, p)) return UNSUPPORTED;
+    const int is_plain = !p->deep && !p->bits && p->wide <= MAX_WIDE;
+    if (!is_plain && !is_known(job->dtype, p)) return UNSUPPORTED;
     float *x = aligned_alloc(64, (rows * ins * sizeof *x + 63) / 64 * 64);
     if (!x) return NO_MEMORY;
     const int halves = HAS_DOTS && job->dtype == BFLOAT16;
@@ -683,9 +684,10 @@ int foveal_multiply(const ProductJob *job) {
             for (int64_t i = r * ins; i < (r + 1) * ins; i++) x[i] = one_at(job->dtype, job->x, i);
 #pragma omp for schedule(dynamic)
         for (int panel = 0; panel < num_panels(p); panel++) {
-            float tile[MOST_ROWS * MAX_WIDE] __attribute__((aligned(64)));
-            EACH_GROUP(first, count, 0, rows) {
-                const int outs = project(job->dtype, p, panel, &in, first, count, tile);
+            float tile[TILE_ROWS * MAX_WIDE] __attribute__((aligned(64)));
+            EACH_GROUP(first, count, 0, rows, is_plain ? MOST_ROWS : TILE_ROWS) {
+                const int outs =
+                    (is_plain ? project_plain : project)(job->dtype, p, panel, &in, first, count, tile);
                 for (int r = 0; r < count; r++)
                     for (int c = 0; c < outs; c++)
                         put_one(job->dtype, job->out, (first + r) * (int64_t)p->outs +

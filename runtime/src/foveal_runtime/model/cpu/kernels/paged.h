@@ -186,11 +186,11 @@ INLINE void tile_pairs(const int dim, const Job *job, const int64_t *offset, flo
 /* Asks for the rows of a later tile: they are a token's whole width apart, too far for the CPU to
  * guess. Into its second cache, as the first is full of the tile at hand. */
 INLINE void prefetch_rows(const int dim, const int dtype, const Job *job, const int64_t *offset,
-                          int shift) {
+                          int part, int parts) {
     const int size = dtype == FLOAT32 ? 4 : 2;
-    for (int t = 0; t < TILE; t++) {
-        const int64_t from = (offset[t] + shift) * size;
-        for (int64_t b = from; b < from + dim * size; b += 64) {
+    for (int t = TILE * part / parts; t < TILE * (part + 1) / parts; t++) {
+        const int64_t from = offset[t] * size;
+        for (int64_t b = from; b < from + parts * dim * size; b += 64) {
             __builtin_prefetch((const char *)job->keys + b, 0, 2);
             __builtin_prefetch((const char *)job->values + b, 0, 2);
         }
@@ -231,7 +231,7 @@ INLINE void run_span(const int dim, const int dtype, const Job *job, const Task 
         find_tokens(job, table, low, task->end, stride, first_kv * dim, offset);
         if (has_next) find_tokens(job, table, low + TILE, task->end, stride, first_kv * dim, next);
         for (int kv = first_kv; kv < last_kv; kv++) {
-            if (has_next) prefetch_rows(dim, dtype, job, next, (kv - first_kv) * dim);
+            if (has_next) prefetch_rows(dim, dtype, job, next, kv - first_kv, last_kv - first_kv);
             const float *keys[TILE], *values[TILE];
             if (dots) {
                 tile_pairs(dim, job, offset, wide_values, keys, values);

@@ -10,7 +10,7 @@
 
 #define MOST_ROWS 6   /* rows multiplied at once: their sums stay in registers */
 #define COLS (LANES == 16 ? 4 : 8) /* vectors of outputs at once, at most */
-#define MAX_WIDE 128  /* outputs of a block */
+#define MAX_WIDE 64   /* outputs of a block */
 
 enum { INT8 = 2, INT4 = 3, NUM_KINDS = 4 }; /* of weights, beside FLOAT32 and BFLOAT16 */
 
@@ -21,7 +21,7 @@ enum { INT8 = 2, INT4 = 3, NUM_KINDS = 4 }; /* of weights, beside FLOAT32 and BF
  * codes of 8 bits, or 8 inputs' codes of 4 bits in one element of 32 bits, the first ones lowest.
  * Scales lie as the blocks do, `wide` numbers for each; so do zero points. */
 typedef struct {
-    const void *weight, *bias; /* bias: NULL = none */
+    const void *weight, *bias; /* bias: NULL = none; a layer that is not packed has `deep` 0 */
     const float *scales, *zeros;  /* zeros: NULL = all are 0 */
     int32_t ins, outs, wide, deep, paired, bits;
     int64_t out_stride, in_stride;
@@ -117,17 +117,24 @@ INLINE void add_pair(const int rows, const int columns, const Inputs *in, int64_
     add_input(rows, columns, in->x + at + 1, in->stride, other, sum);
 }
 
+/* Asks for `columns` vectors of weights, which lie one after the other. */
+INLINE void ask_for(const int columns, const char **next) {
+    for (int c = 0; c < columns * LANES * 4; c += 64) __builtin_prefetch(*next + c);
+    *next += columns * LANES * 4;
+}
+
 /* sum += `count` inputs, from `low` on, with a block at element `at` of the weight. `zeros`: of this
- * block. */
+ * block. `next`: what is to be read later, of as many bytes, is asked for meanwhile; or NULL. */
 INLINE void add_block(const int kind, const int rows, const int columns, const Product *p,
                       const float *zeros, int64_t at, const Inputs *in, int low, int count,
-                      vec *sum) {
+                      const char *next, vec *sum) {
     const float *x = in->x + low;
     vec one[COLS], zero[COLS];
 #pragma GCC unroll 8
     for (int c = 0; c < columns; c++) zero[c] = zeros ? load(zeros + c * LANES) : splat(0.0f);
     if (kind == FLOAT32 || kind == INT8) {
         for (int k = 0; k < count; k++, at += p->wide) {
+            if (next) ask_for(columns, &next);
 #pragma GCC unroll 8
             for (int c = 0; c < columns; c++) {
                 one[c] = kind == INT8 ? load_int8((const int8_t *)p->weight + at + c * LANES)
@@ -139,6 +146,7 @@ INLINE void add_block(const int kind, const int rows, const int columns, const P
     } else if (kind == BFLOAT16) {
         for (int k = 0; k < count; k += 2, at += 2 * p->wide) {
             vec pair[COLS];
+            if (next) ask_for(columns, &next);
 #pragma GCC unroll 8
             for (int c = 0; c < columns; c++)
                 memcpy(pair + c, (const uint16_t *)p->weight + at + 2 * c * LANES, sizeof *pair);
@@ -176,9 +184,9 @@ INLINE void multiply(const int kind, const int rows, const int columns, const Pr
     for (int low = 0; low < p->ins; low += p->deep, at += p->in_stride, scale_at += p->wide) {
         const int count = p->ins - low < p->deep ? p->ins - low : p->deep;
         if (is_small && p->zeros)
-            add_block(kind, rows, columns, p, p->zeros + scale_at, at, in, low, count, sum);
+            add_block(kind, rows, columns, p, p->zeros + scale_at, at, in, low, count, NULL, sum);
         else
-            add_block(kind, rows, columns, p, NULL, at, in, low, count, sum);
+            add_block(kind, rows, columns, p, NULL, at, in, low, count, NULL, sum);
         if (!is_small) continue;
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++)
@@ -198,41 +206,14 @@ INLINE void multiply(const int kind, const int rows, const int columns, const Pr
             store(tile + r * MAX_WIDE + c * LANES, sum[r * columns + c]);
 }
 
-/* tile[r] = the products of row r with the `wide` outputs of a block column, block by block: each is
- * read once, in the order in which it lies, and the sums wait in the tile. The next one is asked for
- * meanwhile: a block ends with its page, where the processor would stop to read ahead. */
-INLINE void multiply_in_order(const int rows, const int columns, const Product *p, int panel,
-                              const Inputs *in, float *tile) {
-    int64_t at = panel * p->out_stride;
-    for (int low = 0; low < p->ins; low += p->deep, at += p->in_stride) {
-        const int count = p->ins - low < p->deep ? p->ins - low : p->deep;
-        const int is_more = low + p->deep < p->ins;
-        for (int c = 0; c < p->wide; c += columns * LANES) {
-            vec sum[MOST_ROWS * COLS];
-            if (is_more)
-                for (int i = 0; i < count * columns * LANES; i += 64 / (int)sizeof(float))
-                    __builtin_prefetch((const float *)p->weight + at + p->in_stride + c * count + i);
-#pragma GCC unroll 32
-            for (int i = 0; i < rows * columns; i++)
-                sum[i] = low ? load(tile + i / columns * MAX_WIDE + c + i % columns * LANES)
-                             : splat(0.0f);
-            add_block(FLOAT32, rows, columns, p, NULL, at + c, in, low, count, sum);
-#pragma GCC unroll 32
-            for (int i = 0; i < rows * columns; i++)
-                store(tile + i / columns * MAX_WIDE + c + i % columns * LANES, sum[i]);
-        }
-    }
-}
+/* Vectors of outputs at once. One row takes all of a block of 64 outputs. With AVX2, 16 registers hold
+ * 12 sums beside what is multiplied, so more rows go through a block in pieces. */
+#define COLUMNS_OF(rows) (LANES == 16 ? 4 : (rows) == 1 ? 8 : (rows) <= 3 ? 4 : 2)
 
-/* One row takes all of a block of 64 outputs. With AVX2, 16 registers hold 12 sums beside what is
- * multiplied, so more rows go through a block in pieces. */
+/* tile[r] = the products of row r with the outputs of a block column. */
 INLINE void multiply_panel(const int kind, const int rows, const Product *p, int panel,
                            const Inputs *in, float *tile) {
-    const int columns = LANES == 16 ? 4 : rows == 1 ? 8 : rows <= 3 ? 4 : 2;
-    if (LANES != 16 && kind == FLOAT32 && rows > 1 && p->wide % (columns * LANES) == 0) {
-        multiply_in_order(rows, columns, p, panel, in, tile);
-        return;
-    }
+    const int columns = COLUMNS_OF(rows);
     int c = 0;
     for (; c + columns * LANES <= p->wide; c += columns * LANES)
         multiply(kind, rows, columns, p, panel, c, in, tile + c);
@@ -256,38 +237,130 @@ typedef void (*PanelFunction)(const Product *, int, const Inputs *, float *);
 static const PanelFunction panel_functions[NUM_KINDS][MOST_ROWS] = {
     NAMES(FLOAT32), NAMES(BFLOAT16), NAMES(INT8), NAMES(INT4)};
 
+/* Rows [low, high) in groups of at most `most`. */
+#define EACH_GROUP(first, count, low, high, most) \
+    for (int first = (low), count; first < (high); first += count) \
+        if (count = (high) - first < (most) ? (high) - first : (most), 1)
+
+#if LANES == 16
+#define TILE_ROWS MOST_ROWS /* of one call of `project` */
+#else
+#define TILE_ROWS 96
+#include "chunked_products.h"
+#endif
+
 static int num_panels(const Product *p) { return (p->outs + p->wide - 1) / p->wide; }
 
 /* Whether it can be multiplied with rows of a type. */
 static int is_known(int dtype, const Product *p) {
-    if (p->wide % LANES || p->wide > MAX_WIDE) return 0;
+    if (p->wide % LANES || p->wide > MAX_WIDE || !p->deep) return 0;
     if (p->bits) return !p->paired && (p->bits == 8 || (p->bits == 4 && p->ins % 8 == 0 &&
                                                         (p->deep % 8 == 0 || p->deep >= p->ins)));
     if (p->paired != (dtype == BFLOAT16)) return 0;
     return !p->paired || (p->ins % 2 == 0 && p->deep % 2 == 0);
 }
 
-/* Rows [first, first + count) times one block of outputs, with the bias: (count, MAX_WIDE). Returns
- * how many of the block's outputs there are. */
-static int project(int dtype, const Product *p, int panel, const Inputs *in, int first, int count,
-                   float *tile) {
-    const int low = panel * p->wide, kind = p->bits == 8 ? INT8 : p->bits == 4 ? INT4 : dtype;
-    const int outs = p->outs - low < p->wide ? p->outs - low : p->wide;
-    const Inputs some = rows_from(in, first);
-    panel_functions[kind][count - 1](p, panel, &some, tile);
-    for (int r = 0; p->bias && r < count; r++) {
+INLINE void add_bias(int dtype, const Product *p, int low, int outs, int rows, float *tile) {
+    for (int r = 0; p->bias && r < rows; r++) {
         float *to = tile + r * MAX_WIDE;
         int c = 0;
         for (; c + LANES <= outs; c += LANES)
             store(to + c, load(to + c) + some_at(dtype, p->bias, low + c));
         for (; c < outs; c++) to[c] += one_at(dtype, p->bias, low + c);
     }
+}
+
+/* Rows [first, first + count) times one block of outputs, with the bias: (count, MAX_WIDE), at most
+ * TILE_ROWS. Returns how many of the block's outputs there are. */
+static int project(int dtype, const Product *p, int panel, const Inputs *in, int first, int count,
+                   float *tile) {
+    const int low = panel * p->wide, kind = p->bits == 8 ? INT8 : p->bits == 4 ? INT4 : dtype;
+    const int outs = p->outs - low < p->wide ? p->outs - low : p->wide;
+    const Inputs some = rows_from(in, first);
+#if LANES != 16
+    if (kind <= BFLOAT16 && count > 1) multiply_in_order(kind, count, p, panel, &some, tile);
+    else
+#endif
+    EACH_GROUP(group, size, 0, count, MOST_ROWS) {
+        const Inputs rows = rows_from(&some, group);
+        panel_functions[kind][size - 1](p, panel, &rows, tile + group * MAX_WIDE);
+    }
+    add_bias(dtype, p, low, outs, count, tile);
     return outs;
 }
 
-/* Rows [low, high) in groups of at most MOST_ROWS. */
-#define EACH_GROUP(first, count, low, high) \
-    for (int first = (low), count; first < (high); first += count) \
-        if (count = (high) - first < MOST_ROWS ? (high) - first : MOST_ROWS, 1)
+/* Vectors of inputs of a weight that is not packed: (outs, ins). */
+INLINE vec plain_at(const int dtype, const Product *p, int64_t at, int count) {
+    if (dtype == FLOAT32) return load_first((const float *)p->weight + at, count);
+    return (vec)(load_first_halves((const uint16_t *)p->weight + at, count) << 16);
+}
+
+/* tile[r, c] = the product of row r with output `out` + c of a weight that is not packed. */
+INLINE void multiply_plain(const int dtype, const int rows, const int columns, const Product *p,
+                           int out, const Inputs *in, float *tile) {
+    vec sum[MOST_ROWS * 4];
+    const int64_t at = (int64_t)out * p->ins;
+    const int size = dtype == FLOAT32 ? 4 : 2;
+    const char *next = (const char *)p->weight + (at + (int64_t)columns * p->ins) * size;
+#pragma GCC unroll 32
+    for (int i = 0; i < rows * columns; i++) sum[i] = splat(0.0f);
+    for (int k = 0; k < p->ins; k += LANES) {
+        const int count = p->ins - k < LANES ? p->ins - k : LANES;
+        vec one[4];
+        if (k * size % 64 == 0)
+#pragma GCC unroll 8
+            for (int c = 0; c < columns; c++)
+                __builtin_prefetch(next + ((int64_t)c * p->ins + k) * size);
+#pragma GCC unroll 8
+        for (int c = 0; c < columns; c++)
+            one[c] = plain_at(dtype, p, at + (int64_t)c * p->ins + k, count);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) {
+            const vec x = load_first(in->x + r * in->stride + k, count);
+#pragma GCC unroll 8
+            for (int c = 0; c < columns; c++)
+                sum[r * columns + c] = fused(x, one[c], sum[r * columns + c]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int c = 0; c < columns; c++) {
+            float all = 0;
+            for (int i = 0; i < LANES; i++) all += sum[r * columns + c][i];
+            tile[r * MAX_WIDE + c] = all;
+        }
+}
+
+#define PLAIN(DTYPE, R)                                                                        \
+    static void plain_##DTYPE##_##R(const Product *p, int low, int outs, const Inputs *in,     \
+                                    float *tile) {                                             \
+        const int columns = R <= 3 ? 4 : 2;                                                    \
+        int c = 0;                                                                             \
+        for (; c + columns <= outs; c += columns)                                              \
+            multiply_plain(DTYPE, R, columns, p, low + c, in, tile + c);                       \
+        for (; c < outs; c++) multiply_plain(DTYPE, R, 1, p, low + c, in, tile + c);           \
+    }
+#define PLAINS(DTYPE) \
+    PLAIN(DTYPE, 1) PLAIN(DTYPE, 2) PLAIN(DTYPE, 3) PLAIN(DTYPE, 4) PLAIN(DTYPE, 5) PLAIN(DTYPE, 6)
+PLAINS(FLOAT32) PLAINS(BFLOAT16)
+
+typedef void (*PlainFunction)(const Product *, int, int, const Inputs *, float *);
+
+static const PlainFunction plain_functions[2][MOST_ROWS] = {
+    {plain_FLOAT32_1, plain_FLOAT32_2, plain_FLOAT32_3, plain_FLOAT32_4, plain_FLOAT32_5,
+     plain_FLOAT32_6},
+    {plain_BFLOAT16_1, plain_BFLOAT16_2, plain_BFLOAT16_3, plain_BFLOAT16_4, plain_BFLOAT16_5,
+     plain_BFLOAT16_6}};
+
+/* As `project`, with a weight that is not packed, of at most MOST_ROWS rows. */
+static int project_plain(int dtype, const Product *p, int panel, const Inputs *in, int first,
+                         int count, float *tile) {
+    const int low = panel * p->wide, outs = p->outs - low < p->wide ? p->outs - low : p->wide;
+    const Inputs some = rows_from(in, first);
+    plain_functions[dtype][count - 1](p, low, outs, &some, tile);
+    add_bias(dtype, p, low, outs, count, tile);
+    return outs;
+}
 
 #endif

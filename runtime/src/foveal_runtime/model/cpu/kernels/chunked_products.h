@@ -1,0 +1,114 @@
+/* Products of several rows with float32 or bfloat16 weights, chunk by chunk of the inputs.
+ *
+ * Included by products.h where vectors have fewer than 16 lanes: a block's outputs do not fit into the
+ * registers of AVX2 as sums of several rows, so rows would go through all weights of a block column in
+ * pieces, again and again. Here each chunk is read once, in the order in which it lies, and all rows are
+ * multiplied with it while it is in the first cache; the sums wait in the tile. Measured in
+ * docs/decisions/decode-in-one-call.md.
+ */
+#ifndef FOVEAL_CHUNKED_PRODUCTS_H
+#define FOVEAL_CHUNKED_PRODUCTS_H
+
+#define CHUNK 64                 /* inputs of a chunk for many rows; few take one block at a time */
+#define FEW (2 * MOST_ROWS)
+
+/* tile[r] += the products of `rows` rows with `columns` vectors of outputs, from output `from` of a
+ * block column on, and inputs [low, high), whose first block is at element `at` of the weight. `next`:
+ * what of the chunk after it is asked for meanwhile, or NULL. */
+INLINE void add_piece(const int kind, const int rows, const int columns, const Product *p, int64_t at,
+                      int from, const Inputs *in, int low, int high, const char *next, float *tile) {
+    vec sum[MOST_ROWS * COLS];
+#pragma GCC unroll 32
+    for (int i = 0; i < rows * columns; i++)
+        sum[i] = low ? load(tile + i / columns * MAX_WIDE + from + i % columns * LANES) : splat(0.0f);
+    at += from * (p->paired ? 2 : 1);
+    for (; low < high; low += p->deep, at += p->in_stride) {
+        const int count = high - low < p->deep ? high - low : p->deep;
+        if (next) add_block(kind, rows, columns, p, NULL, at, in, low, count, next, sum);
+        else add_block(kind, rows, columns, p, NULL, at, in, low, count, NULL, sum);
+        if (next) next += count * columns * LANES * (kind == FLOAT32 ? 4 : 2);
+    }
+#pragma GCC unroll 32
+    for (int i = 0; i < rows * columns; i++)
+        store(tile + i / columns * MAX_WIDE + from + i % columns * LANES, sum[i]);
+}
+
+/* Likewise with all outputs of the block column. `next`: the whole next chunk, or NULL: a block ends
+ * with its page, where the processor would stop to read ahead. */
+INLINE void add_chunk(const int kind, const int rows, const Product *p, int64_t at, const Inputs *in,
+                      int low, int high, const char *next, float *tile) {
+    const int columns = COLUMNS_OF(rows), size = kind == FLOAT32 ? 4 : 2;
+    int c = 0;
+    for (; c + columns * LANES <= p->wide; c += columns * LANES)
+        add_piece(kind, rows, columns, p, at, c, in, low, high,
+                  next ? next + c * (high - low) * size : NULL, tile);
+    for (; c < p->wide; c += LANES)
+        add_piece(kind, rows, 1, p, at, c, in, low, high, NULL, tile);
+}
+
+#define CHUNK_FUNCTION(KIND, R)                                                             \
+    static void chunk_##KIND##_##R(const Product *p, int64_t at, const Inputs *in, int low, \
+                                   int high, const char *next, float *tile) {               \
+        add_chunk(KIND, R, p, at, in, low, high, next, tile);                               \
+    }
+#define CHUNK_FUNCTIONS(KIND)                                               \
+    CHUNK_FUNCTION(KIND, 1) CHUNK_FUNCTION(KIND, 2) CHUNK_FUNCTION(KIND, 3) \
+    CHUNK_FUNCTION(KIND, 4) CHUNK_FUNCTION(KIND, 5) CHUNK_FUNCTION(KIND, 6)
+#define CHUNK_NAMES(KIND)                                                                      \
+    {chunk_##KIND##_1, chunk_##KIND##_2, chunk_##KIND##_3, chunk_##KIND##_4, chunk_##KIND##_5, \
+     chunk_##KIND##_6}
+CHUNK_FUNCTIONS(FLOAT32) CHUNK_FUNCTIONS(BFLOAT16)
+
+typedef void (*ChunkFunction)(const Product *, int64_t, const Inputs *, int, int, const char *,
+                              float *);
+
+static const ChunkFunction chunk_functions[2][MOST_ROWS] = {CHUNK_NAMES(FLOAT32),
+                                                            CHUNK_NAMES(BFLOAT16)};
+
+/* Inputs [low, high) of a block column, whose first block is at element `at`, as one block of float32
+ * numbers. */
+static void copy_chunk(int kind, const Product *p, int64_t at, int low, int high, float *to) {
+    for (; low < high; low += p->deep, at += p->in_stride) {
+        const int count = high - low < p->deep ? high - low : p->deep;
+        if (kind == FLOAT32) {
+            memcpy(to, (const float *)p->weight + at, count * p->wide * sizeof *to);
+            to += count * p->wide;
+            continue;
+        }
+        const uint16_t *from = (const uint16_t *)p->weight + at;
+        for (int k = 0; k < count; k += 2, to += 2 * p->wide, from += 2 * p->wide)
+            for (int c = 0; c < p->wide; c += LANES) {
+                vec pair;
+                memcpy(&pair, from + 2 * c, sizeof pair);
+                store(to + c, low_half(pair));
+                store(to + p->wide + c, high_half(pair));
+            }
+    }
+}
+
+/* tile[r] = the products of row r with the outputs of a block column, all of them. */
+static void multiply_in_order(int kind, int rows, const Product *p, int panel, const Inputs *in,
+                              float *tile) {
+    const int deep = rows > FEW && p->deep < CHUNK ? CHUNK / p->deep * p->deep : p->deep;
+    const int64_t stride = deep / p->deep * p->in_stride;
+    /* A copy of many rows' weights stays where it is while rows and sums come and go; a chunk of
+     * bfloat16 numbers is widened once instead of for each six rows. */
+    const int copies = deep <= CHUNK && rows > (kind == FLOAT32 ? FEW : MOST_ROWS);
+    float wide[CHUNK * MAX_WIDE] __attribute__((aligned(64)));
+    const Product copy = {.weight = wide, .wide = p->wide, .deep = deep};
+    int64_t at = panel * p->out_stride;
+    for (int low = 0; low < p->ins; low += deep, at += stride) {
+        const int high = p->ins - low < deep ? p->ins : low + deep;
+        const char *next = (const char *)p->weight + (at + stride) * (kind == FLOAT32 ? 4 : 2);
+        if (copies) copy_chunk(kind, p, at, low, high, wide);
+        EACH_GROUP(first, count, 0, rows, MOST_ROWS) {
+            const Inputs some = rows_from(in, first);
+            const char *asked = high < p->ins && first == 0 ? next : NULL;
+            float *to = tile + first * MAX_WIDE;
+            if (copies) chunk_functions[FLOAT32][count - 1](&copy, 0, &some, low, high, asked, to);
+            else chunk_functions[kind][count - 1](p, at, &some, low, high, asked, to);
+        }
+    }
+}
+
+#endif
