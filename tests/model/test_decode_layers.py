@@ -217,7 +217,10 @@ def test_long_steps_take_the_modules_where_the_kernel_is_slower(
     is_fast = dtype == "bfloat16" and kernel.is_fast_in_bfloat16
     limits = decode_layers.FAST_LIMITS if is_fast else decode_layers.LIMITS
     assert made.limits == limits
-    assert made.takes_long == (is_fast if dtype == "bfloat16" else kernel.is_fast_in_float32)
+    is_alone = packing.packed_class(torch.bfloat16) is packing.PairedLinear
+    assert made.takes_long == (
+        is_fast or is_alone if dtype == "bfloat16" else kernel.is_fast_in_float32
+    )
     rows, most = limits
     for q_lens, kv_lens, is_small in (
         ((8, 1), (most // 8 - 1, 5), True),
@@ -337,13 +340,12 @@ def test_a_pool_of_another_dtype_is_refused(tiny, named):
 def test_a_known_layout_says_where_each_number_is(shape, dtype):
     if not can_pack(dtype):
         pytest.skip(f"no packed {dtype} on this machine")
-    layout = layout_of(*shape, dtype)
-    if layout is None:
-        pytest.skip("not laid out in a known way on this machine")
     linear = nn.Linear(shape[1], shape[0], bias=False).to(dtype)
     holder = nn.Sequential(linear)
-    assert pack_linears(holder) == 1
-    raw = packing.raw_numbers(holder[0].weight)
+    if pack_linears(holder) == 0 or (layout := holder[0].product()) is None:
+        pytest.skip("not laid out in a known way on this machine")
+    weight = holder[0].weight
+    raw = packing.raw_numbers(weight) if weight.is_mkldnn else weight.flatten()
     generator = torch.Generator().manual_seed(3)
     for _ in range(200):
         out, into = (int(torch.randint(n, (1,), generator=generator)) for n in shape)

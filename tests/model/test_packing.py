@@ -7,12 +7,25 @@ import torch
 from torch import nn
 
 from foveal_runtime.model.checkpoint.loader import load_model
-from foveal_runtime.model.cpu.packing import PackedLinear, can_pack, pack_linears
+from foveal_runtime.model.cpu.fusing import fuse
+from foveal_runtime.model.cpu.packing import (
+    FEW_ROWS,
+    MORE_ROWS,
+    PackedLinear,
+    PairedLinear,
+    can_pack,
+    has_kernel,
+    pack_linears,
+    packed_class,
+)
 
 pytestmark = pytest.mark.model
 
 needs_packing = pytest.mark.skipif(
     not can_pack(torch.float32), reason="this torch has no oneDNN linear layers"
+)
+needs_kernel = pytest.mark.skipif(
+    not can_pack(torch.float32) or not has_kernel(), reason="no C kernel for this machine"
 )
 
 
@@ -37,12 +50,24 @@ def test_a_packed_layer_computes_the_same(shape, dtype, bias):
     wanted = linear(rows)
     assert pack_linears(holder) == 1
     assert isinstance(holder["one"], PackedLinear)
-    assert torch.equal(holder["one"].weight.to_dense(), linear.weight)
     tolerance = 1e-5 if dtype == torch.float32 else 0.02
     with torch.inference_mode():
         got = holder["one"](rows)
     assert got.shape == wanted.shape
     assert torch.allclose(got, wanted, atol=tolerance, rtol=tolerance)
+
+
+@needs_packing
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("outs", [64, 130, 17])
+def test_packing_keeps_every_bit(outs, dtype):
+    if not can_pack(dtype):
+        pytest.skip(f"no packed {dtype} on this machine")
+    torch.manual_seed(1)
+    linear = nn.Linear(96, outs, bias=False).to(dtype).requires_grad_(False)
+    holder = nn.ModuleDict({"one": linear})
+    assert pack_linears(holder) == 1
+    assert torch.equal(holder["one"](torch.eye(96, dtype=dtype)).t(), linear.weight)
 
 
 @needs_packing
@@ -66,6 +91,49 @@ def test_what_is_shared_or_special_stays():
     hooked.register_forward_hook(lambda *_: None)
     assert pack_linears(model) == 0
     assert model["head"].weight is model["embed"].weight
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [0, 1, 5, FEW_ROWS, FEW_ROWS + 1, MORE_ROWS + 1])
+def test_rows_go_through_a_tied_head_as_it_lies(num_rows, dtype):
+    if not can_pack(dtype):
+        pytest.skip(f"no packed {dtype} on this machine")
+    torch.manual_seed(3)
+    for outs, ins, bias in ((130, 100, True), (16, 4096, False), (1, 33, True)):
+        head = nn.Linear(ins, outs, bias=bias).to(dtype).requires_grad_(False)
+        embeddings = nn.Embedding(outs, ins)
+        embeddings.weight = head.weight
+        model = nn.ModuleDict({"embed": embeddings, "head": head, "packed": nn.Linear(8, 8)})
+        rows = torch.randn(2, num_rows, ins)[1:].to(dtype)
+        wanted = nn.functional.linear(
+            rows.double(), head.weight.double(), head.bias.double() if bias else None
+        )
+        assert pack_linears(model) == 1
+        fuse(model)
+        assert "forward" in head.__dict__
+        assert head.weight is embeddings.weight
+        got = model["head"](rows)
+        assert got.dtype == dtype
+        tolerance = 1e-5 if dtype == torch.float32 else 2**-8
+        assert torch.allclose(got.double(), wanted, atol=tolerance, rtol=tolerance)
+        with pytest.raises(RuntimeError):
+            head(torch.zeros(1, ins + 1, dtype=dtype))
+
+
+@needs_kernel
+@pytest.mark.parametrize("kind", [nn.Conv1d, nn.Conv2d, nn.Conv3d])
+def test_bfloat16_convolutions_are_summed_in_float32(kind):
+    torch.manual_seed(4)
+    layer = kind(3, 8, kernel_size=4, stride=2, padding=1).bfloat16().requires_grad_(False)
+    rows = torch.randn(1, 3, *[12] * (layer.weight.dim() - 2)).bfloat16()
+    wanted = layer.double()(rows.double())
+    layer.bfloat16()
+    fuse(layer)
+    assert ("forward" in layer.__dict__) == (packed_class(torch.bfloat16) is PairedLinear)
+    got = layer(rows)
+    assert got.dtype == torch.bfloat16
+    assert torch.allclose(got.double(), wanted, atol=2**-7, rtol=2**-8)
 
 
 def test_other_dtypes_stay():

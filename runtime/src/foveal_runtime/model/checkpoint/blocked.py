@@ -28,15 +28,8 @@ from foveal_runtime.model.checkpoint.dequantize import (
     scales_of,
 )
 from foveal_runtime.model.checkpoint.quantized import StoredAs
-from foveal_runtime.model.cpu.fusing import DTYPES
-from foveal_runtime.model.cpu.kernels import (
-    DONE,
-    DecodeKernel,
-    Product,
-    ProductJob,
-    load_decode_kernel,
-)
-from foveal_runtime.model.cpu.packing import ALONE_PRODUCTS
+from foveal_runtime.model.cpu.kernels import Product, load_decode_kernel
+from foveal_runtime.model.cpu.packing import DTYPES, multiply
 
 BLOCKED = "blocked"
 _WIDTHS = (64, 48, 32, 16)
@@ -162,26 +155,12 @@ def product_of(layer: QuantizedLinear) -> Product | None:
 
 def multiply_blocked(layer: QuantizedLinear, rows: torch.Tensor) -> torch.Tensor:
     """rows (..., K) to (..., N) by the C kernel, in the rows' type, summed in float32."""
-    kernel, product = _kernel(), product_of(layer)
     is_same = layer.bias is None or layer.bias.dtype == rows.dtype
-    if rows.dtype not in DTYPES or not is_same or not rows.numel():
+    if rows.dtype not in DTYPES or not is_same:
         return multiply_dequantized(layer, rows)
-    assert isinstance(kernel, DecodeKernel)
+    product = product_of(layer)
     assert product is not None
-    rows = rows.contiguous()
-    out = rows.new_empty(*rows.shape[:-1], layer.out_features)
-    is_alone = rows.numel() * layer.out_features <= ALONE_PRODUCTS
-    code = kernel.multiply(
-        ProductJob(
-            dtype=DTYPES[rows.dtype],
-            num_threads=1 if is_alone else torch.get_num_threads(),
-            num_rows=rows.numel() // layer.in_features,
-            x=rows.data_ptr(),
-            out=out.data_ptr(),
-            product=product,
-        )
-    )
-    return out if code == DONE else multiply_dequantized(layer, rows)
+    return multiply(rows, product)
 
 
 KERNELS["cpu", BLOCKED] = multiply_blocked

@@ -1,9 +1,11 @@
-"""Norms and MLPs of packed models in fewer passes over memory, on CPUs.
+"""Norms and MLPs of packed models, and what was not packed, in fewer passes over memory, on CPUs.
 
 Called by the loader after packing. A layer of transformers writes and reads its activations once
 for every small operator: an RMS norm six times, quick GELU three. Here a norm is one pass of a C
-kernel, and an activation happens while oneDNN writes the product. The modules stay, with their
-classes and parameters; only their `forward` is another.
+kernel, and an activation happens while oneDNN writes the product. A head that is tied to the
+embeddings keeps their layout, which oneDNN rearranges for every product of a few rows; the C kernel
+reads it as it is. The modules stay, with their classes and parameters; only their `forward` is
+another.
 
 Nothing is taken from a class's name: what a module computes is tried on random rows first, and a
 module that computes anything else keeps its own forward.
@@ -19,20 +21,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
-from foveal_runtime.model.cpu.kernels import (
-    BFLOAT16,
-    FLOAT32,
-    NormJob,
-    RmsNorm,
-    RowKernels,
-    load_row_kernels,
+from foveal_runtime.model.cpu.kernels import NormJob, RmsNorm, RowKernels, load_row_kernels
+from foveal_runtime.model.cpu.packing import (
+    ACTIVATIONS,
+    DTYPES,
+    Activation,
+    PackedLinear,
+    unpacked_forward,
 )
-from foveal_runtime.model.cpu.packing import IDENTITY, Activation, PackedLinear
 
 PROBE_ROWS = 4
-DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2**-6}
 """Of the largest value: the order of sums; in bfloat16 a last bit and what it grows to."""
 
@@ -46,7 +45,8 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
 def fuse(model: nn.Module) -> tuple[int, int]:
-    """Gives the RMS norms and MLPs of a packed model faster forwards; returns how many of each."""
+    """Gives the RMS norms and MLPs of a packed model faster forwards, and whatever else there are
+    such for; returns how many norms and MLPs."""
     kernels = load_row_kernels()
     if isinstance(kernels, str):
         _log.warning("norms stay torch's: %s", kernels)
@@ -61,6 +61,8 @@ def fuse(model: nn.Module) -> tuple[int, int]:
             elif mlp := fused_mlp(module, kernels, known):
                 module.forward = mlp
                 num_mlps += 1
+            elif other := unpacked_forward(module):
+                module.forward = other
     _log.info("fused: %d norms, %d MLPs", num_norms, num_mlps)
     return num_norms, num_mlps
 
@@ -208,18 +210,14 @@ def _plain(
 QUICK_GELU = Activation("quick_gelu")
 """x * sigmoid(1.702 x), which oneDNN's products do not offer through torch."""
 
-ACTIVATIONS: dict[Activation, Forward] = {
-    IDENTITY: lambda x: x,
-    Activation("swish"): functional.silu,
-    Activation("gelu", "none"): functional.gelu,
-    Activation("gelu", "tanh"): lambda x: functional.gelu(x, approximate="tanh"),
-    Activation("relu"): functional.relu,
+_KNOWN: dict[Activation, Forward] = {
+    **ACTIVATIONS,
     QUICK_GELU: lambda x: x * torch.sigmoid(1.702 * x),
 }
 
 
 def activation_of(module: nn.Module) -> Activation | None:
-    """Which of ACTIVATIONS the module computes, in float32, where they differ most clearly."""
+    """Which of those known the module computes, in float32, where they differ most clearly."""
     # Close to 0, and far away for those that are clipped.
     x = torch.cat([torch.linspace(-8, 8, 1001), torch.linspace(-100, 100, 201)])
     try:
@@ -228,7 +226,7 @@ def activation_of(module: nn.Module) -> Activation | None:
         return None
     if not isinstance(wanted, torch.Tensor) or wanted.shape != x.shape:
         return None
-    found = (a for a, f in ACTIVATIONS.items() if torch.allclose(f(x), wanted, 1e-6, 2e-6))
+    found = (a for a, f in _KNOWN.items() if torch.allclose(f(x), wanted, 1e-6, 2e-6))
     return next(found, None)
 
 

@@ -1,9 +1,13 @@
-"""Linear layers whose weights are kept in the layout that oneDNN computes with, on CPUs.
+"""Linear layers whose weights are kept in the layout that they are multiplied in, on CPUs.
 
 Called by the loader once the weights are there. With the plain layout every product rearranges its
 weights first, which is most of the work of a decode step: 4 rows in float32 take 1.6 times as long,
 in bfloat16 2.1 times; 640 rows still 1.1 to 1.3 times. The packed weight takes the place of the
-plain one (same number of bytes) and gives it back bit by bit (`weight.to_dense()`).
+plain one (same number of bytes).
+
+oneDNN packs and multiplies, except bfloat16 numbers on CPUs without AVX-512: it has no products of
+those, and torch's own take up to 8 times as long as in float32. There the C kernel of small steps
+multiplies, from blocks of its own.
 """
 
 from __future__ import annotations
@@ -12,13 +16,21 @@ import ctypes
 import functools
 import itertools
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from foveal_runtime.model.cpu.kernels import (
+    BFLOAT16,
+    DONE,
+    FLOAT32,
+    Product,
+    ProductJob,
+    load_decode_kernel,
+)
 from foveal_runtime.model.cpu.threads import KERNEL_CACHE_ENTRIES
 from foveal_runtime.telemetry.memory import trim_heap
 
@@ -30,7 +42,19 @@ ALONE_BYTES = 8 << 20
 """A product of at most so many multiplications and bytes of weights is done by one thread: it takes
 about as long as waking the others. Measured in docs/decisions/small-products-alone.md."""
 
+DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
+"""As the C kernels take them."""
+
+FEW_ROWS, MORE_ROWS = 16, 64
+"""Most rows of a product that the C kernel computes, where torch could: with unpacked weights, and
+on CPUs without AVX-512, where it is faster for more and with packed ones, too."""
+
+_WIDE, _DEEP = 64, 64
+"""Outputs and inputs of a block of our own."""
+_CACHED_BYTES = 256 << 10
+"""Of a weight that is not packed, which rows are multiplied with in turn: half a second cache."""
 _LARGE_BYTES = 1 << 20
+_kernel = functools.cache(load_decode_kernel)
 _log = logging.getLogger(__name__)
 
 
@@ -42,6 +66,13 @@ class Activation(NamedTuple):
 
 
 IDENTITY = Activation("none")
+ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    IDENTITY: lambda x: x,
+    Activation("swish"): functional.silu,
+    Activation("gelu", "none"): functional.gelu,
+    Activation("gelu", "tanh"): lambda x: functional.gelu(x, approximate="tanh"),
+    Activation("relu"): functional.relu,
+}
 
 
 class PackedLinear(nn.Module):  # type: ignore[misc]
@@ -62,6 +93,10 @@ class PackedLinear(nn.Module):  # type: ignore[misc]
         times: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """activation(rows @ weight + bias), or without one `times` that, of the result's shape."""
+        is_few = rows.numel() <= MORE_ROWS * self.in_features and _is_slow(torch.bfloat16)
+        is_plain = activation == IDENTITY and times is None
+        if is_few and is_plain and (product := self.product()) is not None:
+            return multiply(rows, product)
         if rows.numel() > self._most_alone:
             return _multiply(rows, self.weight, self.bias, activation, times)
         threads = torch.get_num_threads()
@@ -70,6 +105,75 @@ class PackedLinear(nn.Module):  # type: ignore[misc]
             return _multiply(rows, self.weight, self.bias, activation, times)
         finally:
             torch.set_num_threads(threads)
+
+    def product(self) -> Product | None:
+        """As the C kernels take it, or None where it is laid out in a way not known here. The
+        addresses are good while the layer lives."""
+        layout = layout_of(self.out_features, self.in_features, self.weight.dtype)
+        return layout and self._product(raw_address(self.weight), layout)
+
+    def _product(self, address: int, layout: Layout) -> Product:
+        return Product(
+            weight=address,
+            bias=None if self.bias is None else self.bias.data_ptr(),
+            ins=self.in_features,
+            outs=self.out_features,
+            **layout._asdict(),
+        )
+
+
+class PairedLinear(PackedLinear):
+    """Likewise, in bfloat16 where oneDNN has no products of such: pairs of inputs are next to each
+    other, in blocks that the C kernel reads."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        blocks = _pair(_blocks(linear.weight.data, _WIDE, _DEEP)).contiguous()
+        self.weight = nn.Parameter(blocks, requires_grad=False)
+        self.bias = linear.bias
+        self._layout = Layout(_WIDE, _DEEP, True, blocks[0].numel(), blocks[0, 0].numel())
+
+    def forward(
+        self,
+        rows: torch.Tensor,
+        activation: Activation = IDENTITY,
+        times: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        out = multiply(rows, self.product())
+        return ACTIVATIONS[activation](out) if times is None else out.mul_(times)
+
+    def product(self) -> Product:
+        return self._product(self.weight.data_ptr(), self._layout)
+
+
+def multiply(rows: torch.Tensor, product: Product) -> torch.Tensor:
+    """rows (..., inputs) times a weight that the C kernel reads, plus its bias: (..., outputs) in
+    the rows' type, summed in float32. Raises RuntimeError for other rows."""
+    kernel = _kernel()
+    if isinstance(kernel, str):
+        raise RuntimeError(kernel)
+    if rows.shape[-1] != product.ins or rows.dtype not in DTYPES:
+        raise RuntimeError(f"{rows.dtype} {tuple(rows.shape)} times {product.ins} inputs")
+    rows = rows.contiguous()
+    out = rows.new_empty(*rows.shape[:-1], product.outs)
+    if not rows.numel():
+        return out
+    is_alone = rows.numel() * product.outs <= ALONE_PRODUCTS
+    code = kernel.multiply(
+        ProductJob(
+            dtype=DTYPES[rows.dtype],
+            num_threads=1 if is_alone else torch.get_num_threads(),
+            num_rows=rows.numel() // product.ins,
+            x=rows.data_ptr(),
+            out=out.data_ptr(),
+            product=product,
+        )
+    )
+    if code != DONE:
+        raise RuntimeError(f"the kernel multiplies no such weights (code {code})")
+    return out
 
 
 def _most_alone(weight: torch.Tensor) -> int:
@@ -124,8 +228,8 @@ def layout_of(outs: int, ins: int, dtype: torch.dtype) -> Layout | None:
         if blocks.numel() != found.numel() or (dtype == torch.bfloat16 and deep % 2):
             continue
         paired = dtype == torch.bfloat16
-        if paired:  # (..., deep / 2, wide, 2)
-            blocks = blocks.unflatten(2, (deep // 2, 2)).transpose(3, 4)
+        if paired:
+            blocks = _pair(blocks)
         across, down = blocks.shape[:2]
         size = wide * deep
         if torch.equal(blocks.reshape(-1), found):
@@ -140,6 +244,11 @@ def _blocks(dense: torch.Tensor, wide: int, deep: int) -> torch.Tensor:
     outs, ins = dense.shape
     whole = functional.pad(dense, (0, -ins % deep, 0, -outs % wide))
     return whole.unflatten(0, (-1, wide)).unflatten(2, (-1, deep)).permute(0, 2, 3, 1)
+
+
+def _pair(blocks: torch.Tensor) -> torch.Tensor:
+    """(..., deep, wide) to (..., deep / 2, wide, 2)."""
+    return blocks.unflatten(2, (-1, 2)).transpose(3, 4)
 
 
 def raw_address(packed: torch.Tensor) -> int:
@@ -164,19 +273,36 @@ def weight_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(found.values())
 
 
-def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this torch, on this machine, computes with packed weights of `dtype`."""
-    if not torch.backends.mkldnn.is_available() or dtype not in (torch.float32, torch.bfloat16):
-        return False
+def has_kernel() -> bool:
+    """Whether `multiply` works, and is worth it."""
+    kernel = _kernel()
+    return not isinstance(kernel, str) and kernel.is_fast_in_float32
+
+
+@functools.lru_cache
+def packed_class(dtype: torch.dtype) -> type[PackedLinear] | None:
+    """What computes with packed weights of `dtype` in this torch, on this machine."""
+    kind = PackedLinear
+    if not torch.backends.mkldnn.is_available() or dtype not in DTYPES:
+        return None
     try:
         if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            return False
-        weight = torch.arange(64 * 32, dtype=dtype).reshape(64, 32).remainder(7)
-        rows = torch.eye(32, dtype=dtype)
-        return bool(torch.equal(_multiply(rows, _pack(weight), None), weight.t()))
+            if not has_kernel():
+                return None
+            kind = PairedLinear
+        linear = nn.Linear(32, 64, bias=False, dtype=dtype).requires_grad_(False)
+        linear.weight.copy_(torch.arange(64 * 32).reshape(64, 32).remainder(7))
+        with torch.inference_mode():
+            found = kind(linear)(torch.eye(32, dtype=dtype))
+        return kind if torch.equal(found, linear.weight.t()) else None
     except (AttributeError, RuntimeError) as error:
         _log.info("weights stay unpacked: %s", error)
-        return False
+        return None
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether linear layers of `dtype` are packed on this machine."""
+    return packed_class(dtype) is not None
 
 
 def pack_linears(model: nn.Module) -> int:
@@ -186,7 +312,7 @@ def pack_linears(model: nn.Module) -> int:
     of other classes (their forward is their own) or with hooks, and dtypes that cannot be packed.
     """
     holders = _holders(model)
-    able: dict[torch.dtype, bool] = {}
+    kinds: dict[torch.dtype, type[PackedLinear] | None] = {}
     # Places alone: a list of modules would keep every plain weight until the last one is packed.
     places = [
         (parent, name)
@@ -196,13 +322,61 @@ def pack_linears(model: nn.Module) -> int:
     ]
     num_packed = 0
     for parent, name in places:
-        dtype = getattr(parent, name).weight.dtype
-        if dtype not in able:
-            able[dtype] = can_pack(dtype)
-        if able[dtype]:
-            setattr(parent, name, PackedLinear(getattr(parent, name)).eval())
+        linear = getattr(parent, name)
+        dtype = linear.weight.dtype
+        if dtype not in kinds:
+            kinds[dtype] = packed_class(dtype)
+        kind = kinds[dtype]
+        if kind is not None and (kind is PackedLinear or linear.in_features % 2 == 0):
+            setattr(parent, name, kind(linear).eval())
             num_packed += 1
     return num_packed
+
+
+def unpacked_forward(module: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Of a linear layer that was not packed: its few rows go through the weight as it lies, which
+    oneDNN would rearrange for each product. Of a convolution with bfloat16 weights where oneDNN has
+    no products of such: float32, which is 70 times as fast. None for other modules."""
+    kind = type(module)
+    if kind is nn.Linear and can_pack(module.weight.dtype) and has_kernel():
+        return functools.partial(_multiply_rows, module)
+    if kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d) and _is_slow(module.weight.dtype):
+        return functools.partial(_convolve, module)
+    return None
+
+
+def _is_slow(dtype: torch.dtype) -> bool:
+    """Whether torch has no products of such numbers that are as fast as float32's."""
+    return packed_class(dtype) is PairedLinear
+
+
+def _multiply_rows(linear: nn.Linear, rows: torch.Tensor) -> torch.Tensor:
+    weight = linear.weight
+    most = MORE_ROWS if _is_slow(torch.bfloat16) else FEW_ROWS
+    is_many = rows.numel() > most * linear.in_features and not _is_slow(weight.dtype)
+    if is_many or rows.dtype != weight.dtype or not weight.is_contiguous():
+        return functional.linear(rows, weight, linear.bias)
+    return multiply(rows, unpacked_product(linear))
+
+
+def unpacked_product(linear: nn.Linear) -> Product:
+    """A layer with a contiguous weight as the kernel takes it; good while the layer keeps it."""
+    outs, ins = linear.weight.shape
+    is_small = ins * _WIDE * linear.weight.itemsize <= _CACHED_BYTES
+    return Product(
+        weight=linear.weight.data_ptr(),
+        bias=None if linear.bias is None else linear.bias.data_ptr(),
+        ins=ins,
+        outs=outs,
+        wide=_WIDE if is_small else _WIDE // 4,
+    )
+
+
+def _convolve(convolution: Any, rows: torch.Tensor) -> torch.Tensor:
+    bias = None if convolution.bias is None else convolution.bias.float()
+    out = convolution._conv_forward(rows.float(), convolution.weight.float(), bias)
+    wanted: torch.Tensor = out.to(rows.dtype)
+    return wanted
 
 
 def own_rest(model: nn.Module) -> None:
@@ -242,7 +416,7 @@ def fill_kernel_cache(dtype: str, width: int) -> None:
     For measuring what they take when they are full; `width` is the model's own.
     """
     kind: torch.dtype = getattr(torch, dtype)
-    if not can_pack(kind):
+    if packed_class(kind) is not PackedLinear:
         return
     linear = PackedLinear(nn.Linear(width, width, bias=False, dtype=kind))
     with torch.inference_mode():

@@ -27,7 +27,6 @@ import torch
 from foveal_runtime.model.attention import ForwardContext, KVPool, LayerGeometry
 from foveal_runtime.model.attention.cpu import MAX_ROWS, Rows, is_supported
 from foveal_runtime.model.checkpoint.loader import LoadedModel
-from foveal_runtime.model.cpu.fusing import DTYPES
 from foveal_runtime.model.cpu.kernels import (
     DONE,
     NO_MEMORY,
@@ -37,6 +36,7 @@ from foveal_runtime.model.cpu.kernels import (
     Place,
     load_decode_kernel,
 )
+from foveal_runtime.model.cpu.packing import DTYPES, PairedLinear, packed_class
 from foveal_runtime.model.layers.delta_rule import Parts
 from foveal_runtime.model.layers.kernel_layer import LayerParts
 from foveal_runtime.model.layers.last_layer import WantedRows, only_rows
@@ -104,8 +104,9 @@ class DecodeLayers:
         is_half = loaded.dtype == torch.bfloat16
         is_quantised = any(one.bits for parts in self._parts for one in parts.products.values())
         is_fast = kernel.is_fast_in_bfloat16 if is_half else kernel.is_fast_in_float32
-        self.takes_long = is_fast and not is_quantised
-        self.limits = FAST_LIMITS if is_half and self.takes_long else LIMITS
+        is_alone = is_half and packed_class(loaded.dtype) is PairedLinear
+        self.takes_long = (is_fast or is_alone) and not is_quantised
+        self.limits = FAST_LIMITS if is_half and is_fast and not is_quantised else LIMITS
         self._geometry = {one.layer if one.layer >= 0 else one.index: one for one in layers}
         self._rotations = {number: rotation_of(decoder, number) for number in self._geometry}
         first = self._parts[0]

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from foveal_runtime.model.cpu.fusing import DTYPES, TOLERANCE
+from foveal_runtime.model.cpu.fusing import TOLERANCE
 from foveal_runtime.model.cpu.kernels import DONE, DeltaJob, DeltaKernel
+from foveal_runtime.model.cpu.packing import DTYPES
 from foveal_runtime.model.layers.layer_parts import Unlike, trying
 
 Parts = Mapping[str, torch.Tensor]

@@ -29,8 +29,8 @@ from foveal_runtime.model.attention import (
     LayerGeometry,
 )
 from foveal_runtime.model.checkpoint.loader import LoadedModel
-from foveal_runtime.model.cpu.fusing import DTYPES, TOLERANCE, activation_of
-from foveal_runtime.model.cpu.packing import Activation
+from foveal_runtime.model.cpu.fusing import TOLERANCE, activation_of
+from foveal_runtime.model.cpu.packing import DTYPES, Activation
 from foveal_runtime.model.gpu import kernels
 from foveal_runtime.model.layers.last_layer import current_call, only_rows
 from foveal_runtime.model.layers.layer_parts import (

@@ -16,7 +16,7 @@ from foveal_runtime.model.checkpoint.blocked import product_of
 from foveal_runtime.model.checkpoint.dequantize import QuantizedLinear
 from foveal_runtime.model.cpu.fusing import FusedNorm, activation_of
 from foveal_runtime.model.cpu.kernels import NORMS, PRODUCTS, Layer, Product, RmsNorm
-from foveal_runtime.model.cpu.packing import Activation, PackedLinear, layout_of, raw_address
+from foveal_runtime.model.cpu.packing import Activation, PackedLinear
 from foveal_runtime.model.layers.delta_rule import DeltaRule, Parts
 from foveal_runtime.model.layers.layer_parts import FORMS, Unlike, has_weights, parts_of
 
@@ -141,13 +141,6 @@ def _product(module: Any, dtype: torch.dtype) -> Product:
         return product
     if not isinstance(module, PackedLinear) or module.weight.dtype != dtype:
         raise Unlike("its linear layers are not packed")
-    layout = layout_of(module.out_features, module.in_features, dtype)
-    if layout is None:
+    if (packed := module.product()) is None:
         raise Unlike("its packed weights are laid out in a way that is not known here")
-    return Product(
-        weight=raw_address(module.weight),
-        bias=None if bias is None else bias.data_ptr(),
-        ins=module.in_features,
-        outs=module.out_features,
-        **layout._asdict(),
-    )
+    return packed

@@ -26,7 +26,8 @@ from foveal_runtime.model.attention.torch_backend import TorchBackend
 from foveal_runtime.model.checkpoint.dequantize import QuantizedLinear
 from foveal_runtime.model.checkpoint.loader import LoadedModel
 from foveal_runtime.model.context import PagedCall, forward_context
-from foveal_runtime.model.cpu.fusing import DTYPES, TOLERANCE
+from foveal_runtime.model.cpu.fusing import TOLERANCE
+from foveal_runtime.model.cpu.packing import DTYPES
 
 if TYPE_CHECKING:
     from foveal_runtime.model.layers.state import States

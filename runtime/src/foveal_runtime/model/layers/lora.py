@@ -29,8 +29,7 @@ from torch import nn
 from foveal_runtime.model.checkpoint.dequantize import QuantizedLinear
 from foveal_runtime.model.checkpoint.loader import LoadedModel
 from foveal_runtime.model.checkpoint.weights import StoredTensor, check_complete, file_header
-from foveal_runtime.model.cpu.fusing import ACTIVATIONS
-from foveal_runtime.model.cpu.packing import IDENTITY, Activation, PackedLinear
+from foveal_runtime.model.cpu.packing import ACTIVATIONS, IDENTITY, Activation, PackedLinear
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.lora import LORA_WEIGHTS, MAX_RANK, TERM_BYTES, LoraRef, LoraSource
 from foveal_runtime.plan.quantity import short_bytes
