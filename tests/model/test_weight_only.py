@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from foveal_runtime.model import profiler
-from foveal_runtime.model.checkpoint import blocked
 from foveal_runtime.model.checkpoint.blocked import block_quantized
 from foveal_runtime.model.checkpoint.dequantize import QuantizedLinear, quantize_linears
 from foveal_runtime.model.checkpoint.loader import load_model
+from foveal_runtime.model.cpu import packing
 from foveal_runtime.model.cpu.kernels import DecodeKernel, load_decode_kernel
 from foveal_runtime.plan.errors import StartupError
 from tests.support.models.compiled import paths_of
@@ -33,7 +33,7 @@ KINDS = ["int8", "int4"]
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
 """Of the largest result: the order of sums; in bfloat16 its rounding."""
 SHAPES = [(64, 128), (96, 96), (80, 576), (16, 32), (200 * 16, 64)]
-NUM_ROWS = (1, 2, 3, 4, 5, 6, 7, 64)
+NUM_ROWS = (1, 2, 3, 4, 5, 6, 7, 12, 13, 64, 97)
 SIZES = {
     "vocab_size": 128, "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3,
     "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 512,
@@ -71,10 +71,10 @@ def test_a_product_is_that_of_the_dequantised_weights(kind, has_zeros, dtype, mo
         weight = layer.dequantized()
         assert block_quantized(nn.Sequential(layer)) == 1
         torch.testing.assert_close(layer.dequantized(), weight, rtol=0, atol=0)
-        rows = torch.randn(NUM_ROWS[-1], ins).to(dtype)
+        rows = torch.randn(NUM_ROWS[-1] + 1, ins).to(dtype)
         wanted = rows.double() @ weight.double().t() + layer.bias.double()
         for kernel in map(DecodeKernel, paths_of("decode_layers")):
-            monkeypatch.setattr(blocked, "_kernel", lambda kernel=kernel: kernel)
+            monkeypatch.setattr(packing, "loaded_kernel", lambda kernel=kernel: kernel)
             whole = layer(rows)
             apart = float((whole.double() - wanted).abs().max() / wanted.abs().max())
             assert apart <= BOUND[dtype], (outs, ins, kernel)
@@ -182,7 +182,7 @@ def test_a_model_without_linear_layers_is_refused(kind, tmp_path, monkeypatch):
 
 
 def test_without_a_kernel_layers_stay_as_they_are_stored(tiny, monkeypatch, caplog):
-    monkeypatch.setattr(blocked, "_kernel", lambda: "no object for this machine")
+    monkeypatch.setattr(packing, "loaded_kernel", lambda: "no object for this machine")
     loaded = load_model(str(tiny("llama")), quantization="int4")
     layer = loaded.decoder.layers[0].mlp.gate_proj
     rows = torch.randn(3, layer.in_features)

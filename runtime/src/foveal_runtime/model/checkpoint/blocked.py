@@ -8,7 +8,6 @@ floating-point codes, stay as they are stored.
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 
@@ -28,7 +27,8 @@ from foveal_runtime.model.checkpoint.dequantize import (
     scales_of,
 )
 from foveal_runtime.model.checkpoint.quantized import StoredAs
-from foveal_runtime.model.cpu.kernels import Product, load_decode_kernel
+from foveal_runtime.model.cpu import packing
+from foveal_runtime.model.cpu.kernels import Product
 from foveal_runtime.model.cpu.packing import DTYPES, multiply
 
 BLOCKED = "blocked"
@@ -37,12 +37,11 @@ _WIDTHS = (64, 48, 32, 16)
 _WORD_CODES = 8
 """4-bit codes of one output in an element of 32 bits: the inputs come in multiples of them."""
 _log = logging.getLogger(__name__)
-_kernel = functools.cache(load_decode_kernel)
 
 
 def block_quantized(model: nn.Module) -> int:
     """Lays out the quantised layers of a model, in place; returns how many."""
-    if isinstance(kernel := _kernel(), str):
+    if isinstance(kernel := packing.loaded_kernel(), str):
         _log.warning("quantised weights are widened for every product: %s", kernel)
         return 0
     layers = [one for one in model.modules() if isinstance(one, QuantizedLinear)]
@@ -53,7 +52,7 @@ def block_layer(layer: QuantizedLinear) -> bool:
     """Whether the layer now is in the kernel's layout; without a kernel it stays as it is."""
     if layer.layout.kind == BLOCKED:
         return True
-    return not isinstance(_kernel(), str) and _block(layer)
+    return not isinstance(packing.loaded_kernel(), str) and _block(layer)
 
 
 def _block(layer: QuantizedLinear) -> bool:

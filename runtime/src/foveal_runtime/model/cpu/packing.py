@@ -54,7 +54,7 @@ _WIDE, _DEEP = 64, 64
 _CACHED_BYTES = 256 << 10
 """Of a weight that is not packed, which rows are multiplied with in turn: half a second cache."""
 _LARGE_BYTES = 1 << 20
-_kernel = functools.cache(load_decode_kernel)
+loaded_kernel = functools.cache(load_decode_kernel)
 _log = logging.getLogger(__name__)
 
 
@@ -151,7 +151,7 @@ class PairedLinear(PackedLinear):
 def multiply(rows: torch.Tensor, product: Product) -> torch.Tensor:
     """rows (..., inputs) times a weight that the C kernel reads, plus its bias: (..., outputs) in
     the rows' type, summed in float32. Raises RuntimeError for other rows."""
-    kernel = _kernel()
+    kernel = loaded_kernel()
     if isinstance(kernel, str):
         raise RuntimeError(kernel)
     if rows.shape[-1] != product.ins or rows.dtype not in DTYPES:
@@ -275,7 +275,7 @@ def weight_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 def has_kernel() -> bool:
     """Whether `multiply` works, and is worth it."""
-    kernel = _kernel()
+    kernel = loaded_kernel()
     return not isinstance(kernel, str) and kernel.is_fast_in_float32
 
 

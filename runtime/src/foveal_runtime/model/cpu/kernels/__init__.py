@@ -236,6 +236,8 @@ class DecodeKernel:
         """Whether it multiplies bfloat16 numbers as fast as oneDNN, which has tiles with AMX."""
         self.is_fast_in_float32 = not path.stem.endswith("_generic")
         """Whether its products are as fast as oneDNN's."""
+        self.has_chunks = not has_dots and not path.stem.endswith("_v4")
+        """Whether many rows share what they read of quantised weights."""
         self._run = _function(path, "foveal_decode_layers", ctypes.POINTER(DecodeStep))
         self._multiply = _function(path, "foveal_multiply", ctypes.POINTER(ProductJob))
 

@@ -1,4 +1,4 @@
-/* Products of several rows with float32 or bfloat16 weights, chunk by chunk of the inputs.
+/* Products of several rows, chunk by chunk of the inputs.
  *
  * Included by products.h where vectors have fewer than 16 lanes: a block's outputs do not fit into the
  * registers of AVX2 as sums of several rows, so rows would go through all weights of a block column in
@@ -108,6 +108,56 @@ static void multiply_in_order(int kind, int rows, const Product *p, int panel, c
             if (copies) chunk_functions[FLOAT32][count - 1](&copy, 0, &some, low, high, asked, to);
             else chunk_functions[kind][count - 1](p, at, &some, low, high, asked, to);
         }
+    }
+}
+
+/* Inputs [low, high) of a group of quantised weights, as one block of float32 numbers: the codes less
+ * their zero points. `at`: the group's first element, `zeros`: of its block of outputs, or NULL. */
+static void copy_codes(int kind, const Product *p, int64_t at, const float *zeros, int low, int high,
+                       float *to) {
+    for (int c = 0; c < p->wide; c += LANES) {
+        const vec zero = zeros ? load(zeros + c) : splat(0.0f);
+        for (int k = low; kind == INT8 && k < high; k++) {
+            const vec code = load_int8((const int8_t *)p->weight + at + (int64_t)k * p->wide + c);
+            store(to + (k - low) * p->wide + c, code - zero);
+        }
+        for (int k = low; kind == INT4 && k < high; k += 8) {
+            uvec word;
+            memcpy(&word, (const uint32_t *)p->weight + at + k / 8 * p->wide + c, sizeof word);
+            for (int i = 0; i < 8; i++, word >>= 4)
+                store(to + (k + i - low) * p->wide + c, low_int4(word) - zero);
+        }
+    }
+}
+
+/* tile[r] = the products of row r with the outputs of a block column of quantised weights. A group's
+ * sums are scaled once, as those of few rows are. */
+static void multiply_groups(int kind, int rows, const Product *p, int panel, const Inputs *in,
+                            float *tile) {
+    const int groups = (p->ins + p->deep - 1) / p->deep;
+    int64_t at = panel * p->out_stride, scale_at = (int64_t)panel * groups * p->wide;
+    float wide[CHUNK * MAX_WIDE] __attribute__((aligned(64)));
+    float part[TILE_ROWS * MAX_WIDE] __attribute__((aligned(64)));
+    const Product copy = {.weight = wide, .wide = p->wide, .deep = CHUNK};
+    for (int low = 0; low < p->ins; low += p->deep, at += p->in_stride, scale_at += p->wide) {
+        const int count = p->ins - low < p->deep ? p->ins - low : p->deep;
+        const float *zeros = p->zeros ? p->zeros + scale_at : NULL;
+        const Inputs group = {in->x + low, NULL, in->stride, 0};
+        for (int from = 0; from < count; from += CHUNK) {
+            const int to = count - from < CHUNK ? count : from + CHUNK;
+            copy_codes(kind, p, at, zeros, from, to, wide);
+            EACH_GROUP(first, some, 0, rows, MOST_ROWS) {
+                const Inputs x = rows_from(&group, first);
+                chunk_functions[FLOAT32][some - 1](&copy, 0, &x, from, to, NULL,
+                                                   part + first * MAX_WIDE);
+            }
+        }
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < p->wide; c += LANES) {
+                float *to = tile + r * MAX_WIDE + c;
+                store(to, fused(load(part + r * MAX_WIDE + c), load(p->scales + scale_at + c),
+                                low ? load(to) : splat(0.0f)));
+            }
     }
 }
 

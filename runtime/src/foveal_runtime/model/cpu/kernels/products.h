@@ -279,6 +279,7 @@ static int project(int dtype, const Product *p, int panel, const Inputs *in, int
     const Inputs some = rows_from(in, first);
 #if LANES != 16
     if (kind <= BFLOAT16 && count > 1) multiply_in_order(kind, count, p, panel, &some, tile);
+    else if (count > FEW) multiply_groups(kind, count, p, panel, &some, tile);
     else
 #endif
     EACH_GROUP(group, size, 0, count, MOST_ROWS) {
