@@ -82,7 +82,7 @@ part architectures-bf16 170 env FOVEAL_DTYPE=bfloat16 $tests -n 4 \
   -k "test_equals_transformers and (llama or gemma or qwen3 or llava or oss)" \
   tests/model/test_architectures.py &
 wait
-part attention 100 "$FOVEAL_PYTHON" -m e2e.bench.gpu.attention --sweep --out "$OUT/attention.json"
+part attention 100 "$FOVEAL_PYTHON" -m e2e.bench.gpu.attention --sweep one --out "$OUT/attention.json"
 part step 90 "$FOVEAL_PYTHON" -m e2e.bench.gpu.step --profile --out "$OUT/step.json"
 part first-token 60 "$FOVEAL_PYTHON" -m e2e.bench.gpu.ttft --out "$OUT/first-token.json"
 part serving 80 "$FOVEAL_PYTHON" -m e2e.bench --servers foveal --device cuda --dtype bfloat16 \

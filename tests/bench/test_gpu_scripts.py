@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -40,6 +41,20 @@ def test_a_part_that_is_not_there_is_refused(tmp_path: Path) -> None:
     assert "there is no part 'atention'; the parts are: kernel-tests " in done.stderr
 
 
+@pytest.mark.model
+def test_a_sweep_has_each_setting_once() -> None:
+    from e2e.bench.gpu.attention import SWEEP, tunings
+    from foveal_runtime.model.attention.triton import Tuning
+
+    usual = Tuning(132)
+    for how, count in (("one", sum(map(len, SWEEP.values())) - len(SWEEP) + 1),
+                       ("all", math.prod(map(len, SWEEP.values())))):  # fmt: skip
+        found = tunings(usual, how)
+        assert found[0] == usual
+        assert len(set(found)) == len(found) == count
+    assert tunings(usual, None) == [usual]
+
+
 @pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.parametrize(
@@ -51,7 +66,7 @@ def test_a_part_that_is_not_there_is_refused(tmp_path: Path) -> None:
 )
 def test_every_case_is_measured(module: str, cases: set[str], tmp_path: Path) -> None:
     out = tmp_path / "found.json"
-    flags = ["--sweep"] if module == "attention" else []
+    flags = ["--sweep", "one"] if module == "attention" else []
     done = run(sys.executable, "-m", f"e2e.bench.gpu.{module}", "--device", "cpu", "--tiny",
                "--out", out, *flags, TRITON_INTERPRET="1")  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

@@ -1,12 +1,12 @@
 """Times the Triton attention kernels of one layer on a GPU, as shares of what the GPU can do.
 
-    python -m e2e.bench.gpu.attention [--out FILE.json] [--sweep]
+    python -m e2e.bench.gpu.attention [--out FILE.json] [--sweep one|all]
 
 Decode: bytes of keys and values a second over the rate of copying. Prefill: operations of the
 visible pairs a second over the rate of one large product. Beside them run torch's attention and,
 where it is installed, FlashInfer's. Calls are recorded in a graph over
 several layers' pools, so that neither launches nor the last call's cache are measured. --sweep
-varies one number of the kernels' Tuning at a time.
+varies the numbers of Tuning that decoding has: one at a time, or all in all combinations.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ SHAPES = {"32/8 heads of 128": (32, 8, 128), "28/4 heads of 128": (28, 4, 128),
           "64/8 heads of 64": (64, 8, 64)}  # fmt: skip
 DECODE = [(1, 2048), (16, 2048), (16, 8192), (64, 2048), (128, 1024), (16, 32768)]
 PREFILL = [(2048, 2048), (8192, 8192), (2048, 16384)]
-SWEEP = {"decode_tile_bytes": [8192, 32768], "decode_warps": [1, 4], "decode_stages": [3, 4],
-         "programs_each": [2, 8]}  # fmt: skip
+SWEEP = {"decode_tile_bytes": [8192, 16384, 32768], "decode_warps": [1, 2, 4, 8],
+         "decode_stages": [2, 3, 4], "programs_each": [1, 2, 3, 4, 8]}  # fmt: skip
 
 
 def make_layers(heads: int, kv_heads: int, dim: int, **rules: Any) -> list[LayerGeometry]:
@@ -140,7 +140,8 @@ def measure(options: argparse.Namespace) -> None:
                             microseconds=seconds * 1e6,
                             gb_per_second=batch * length * kv_bytes / seconds / 1e9)  # fmt: skip
             if options.sweep and (batch, length) == decode[min(1, len(decode) - 1)]:
-                sweep(results, backend, layers, context, query, device, rate)
+                for tuning in tunings(backend.tuning, options.sweep):
+                    sweep(results, backend, tuning, layers, context, query, device, kv_bytes)
         for new, length in prefill:
             context, query = make_batch(layers, [(new, length)], device)
             seconds = call_seconds(backend, layers, context, query, device)
@@ -156,23 +157,34 @@ def measure(options: argparse.Namespace) -> None:
                             tflops=operations / seconds / 1e12)  # fmt: skip
 
 
+def tunings(usual: Any, how: str | None) -> list[Any]:
+    """The usual one first; the others differ from it in one number, or in any."""
+    if how is None:
+        return [usual]
+    named = [[(name, value) for value in values] for name, values in SWEEP.items()]
+    changes = [[one] for values in named for one in values]
+    if how == "all":
+        changes = [list(one) for one in itertools.product(*named)]
+    found = [usual, *(replace(usual, **dict(change)) for change in changes)]
+    return [one for i, one in enumerate(found) if one not in found[:i]]
+
+
 def sweep(
-    results: Results, backend: Any, layers: list[LayerGeometry], context: ForwardContext,
-    query: torch.Tensor, device: str, rate: float,
+    results: Results, backend: Any, tuning: Any, layers: list[LayerGeometry],
+    context: ForwardContext, query: torch.Tensor, device: str, kv_bytes: int,
 ) -> None:  # fmt: skip
-    usual = backend.tuning
-    base = call_seconds(backend, layers, context, query, device)
-    for name, values in SWEEP.items():
-        for value in values:
-            backend.tuning = replace(usual, **{name: value})
-            seconds = call_seconds(backend, layers, context, query, device)
-            results.row(case="sweep", number=name, value=value, usual=getattr(usual, name),
-                        gb_per_second=rate * base / seconds / 1e9)  # fmt: skip
-    backend.tuning = usual
+    usual, backend.tuning = backend.tuning, tuning
+    try:
+        seconds = call_seconds(backend, layers, context, query, device)
+    finally:
+        backend.tuning = usual
+    results.row(case="sweep", **{name: getattr(tuning, name) for name in SWEEP},
+                microseconds=seconds * 1e6,
+                gb_per_second=sum(context.kv_lens) * kv_bytes / seconds / 1e9)  # fmt: skip
 
 
 if __name__ == "__main__":
     made = parser(__doc__ or "")
-    made.add_argument("--sweep", action="store_true", help="vary the numbers of Tuning")
+    made.add_argument("--sweep", choices=["one", "all"], help="vary the numbers of Tuning")
     with torch.inference_mode():
         measure(made.parse_args())
