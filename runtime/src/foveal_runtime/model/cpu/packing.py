@@ -130,7 +130,8 @@ class PairedLinear(PackedLinear):
         nn.Module.__init__(self)
         self.in_features = linear.in_features
         self.out_features = linear.out_features
-        blocks = _pair(_blocks(linear.weight.data, _WIDE, _DEEP)).contiguous()
+        pairs = linear.weight.data.contiguous().view(torch.int32)  # moved as one number: faster
+        blocks = _blocks(pairs, _WIDE, _DEEP // 2).contiguous().view(linear.weight.dtype)
         self.weight = nn.Parameter(blocks, requires_grad=False)
         self.bias = linear.bias
         self._layout = Layout(_WIDE, _DEEP, True, blocks[0].numel(), blocks[0, 0].numel())
