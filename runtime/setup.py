@@ -34,7 +34,12 @@ FLAGS = ["-std=gnu11", "-O3", "-fopenmp", "-fPIC", "-shared", "-fvisibility=defa
 
 
 class BuildKernels(build_ext):
-    """One compiler call per variant; the file names carry no Python ABI."""
+    """One compiler call per variant, as many at once as there are CPUs; the file names carry no
+    Python ABI."""
+
+    def finalize_options(self):
+        super().finalize_options()
+        self.parallel = self.parallel or os.cpu_count()
 
     def get_ext_filename(self, fullname):
         return os.path.join(*fullname.split(".")) + ".so"
