@@ -138,6 +138,12 @@ def test_bfloat16_convolutions_are_summed_in_float32(kind):
 
 def test_other_dtypes_stay():
     assert pack_linears(nn.Sequential(nn.Linear(32, 8).double())) == 0
+    mixed = nn.Linear(32, 8).bfloat16()
+    mixed.bias.data = mixed.bias.data.float()
+    assert pack_linears(nn.Sequential(mixed)) == 0
+    fuse(nn.Sequential(mixed))
+    with pytest.raises(RuntimeError, match="dtype"):
+        mixed(torch.zeros(1, 32, dtype=torch.bfloat16))
 
 
 @needs_packing

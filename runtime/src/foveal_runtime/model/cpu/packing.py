@@ -7,7 +7,8 @@ plain one (same number of bytes).
 
 oneDNN packs and multiplies, except bfloat16 numbers on CPUs without AVX-512: it has no products of
 those, and torch's own take up to 8 times as long as in float32. There the C kernel of small steps
-multiplies, from blocks of its own.
+multiplies, from blocks of its own. What must stay as it lies, a head that is tied to the
+embeddings, goes through that kernel everywhere, a few rows at a time.
 """
 
 from __future__ import annotations
@@ -355,7 +356,8 @@ def _multiply_rows(linear: nn.Linear, rows: torch.Tensor) -> torch.Tensor:
     weight = linear.weight
     most = MORE_ROWS if _is_slow(torch.bfloat16) else FEW_ROWS
     is_many = rows.numel() > most * linear.in_features and not _is_slow(weight.dtype)
-    if is_many or rows.dtype != weight.dtype or not weight.is_contiguous():
+    is_like = rows.dtype == weight.dtype and _has_like_bias(linear)
+    if is_many or not is_like or not weight.is_contiguous():
         return functional.linear(rows, weight, linear.bias)
     return multiply(rows, unpacked_product(linear))
 
@@ -408,7 +410,12 @@ def _is_plain(linear: Any, holders: dict[int, int]) -> bool:
         and holders[id(weight)] == 1
         and not linear._forward_hooks
         and not linear._forward_pre_hooks
+        and _has_like_bias(linear)
     )
+
+
+def _has_like_bias(linear: nn.Linear) -> bool:
+    return linear.bias is None or linear.bias.dtype == linear.weight.dtype
 
 
 def fill_kernel_cache(dtype: str, width: int) -> None:
