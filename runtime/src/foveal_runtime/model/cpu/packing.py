@@ -28,6 +28,7 @@ from foveal_runtime.model.cpu.kernels import (
     BFLOAT16,
     DONE,
     FLOAT32,
+    NO_MEMORY,
     Product,
     ProductJob,
     load_decode_kernel,
@@ -173,6 +174,8 @@ def multiply(rows: torch.Tensor, product: Product) -> torch.Tensor:
             product=product,
         )
     )
+    if code == NO_MEMORY:
+        raise MemoryError("a linear layer: no memory for its inputs")
     if code != DONE:
         raise RuntimeError(f"the kernel multiplies no such weights (code {code})")
     return out
@@ -385,8 +388,9 @@ def _convolve(convolution: Any, rows: torch.Tensor) -> torch.Tensor:
 def own_rest(model: nn.Module) -> None:
     """Copies what was not packed out of the checkpoint's mapped files: a single tensor keeps a
     whole file mapped, which then counts beside the packed copy of its weights."""
+    packed = {id(one.weight) for one in model.modules() if isinstance(one, PackedLinear)}
     for one in itertools.chain(model.parameters(), model.buffers()):
-        if not one.is_mkldnn:
+        if id(one) not in packed:
             one.data = one.data.clone()
             if one.nbytes >= _LARGE_BYTES:
                 trim_heap()  # or one tensor's memory after another stays beside its copy
