@@ -20,6 +20,7 @@ from tests.support.processes.chat_page import (
     browser,
     figure,
     open_page,
+    whole_answer,
 )
 from tests.support.processes.pictures import data_url
 
@@ -79,6 +80,26 @@ def test_times_when_new_are_of_the_same_files(shared, open_page) -> None:
         assert figure(page, "IPC cache").startswith("2 of 2 held")
         for name in ("Media and text", "Prefill"):
             assert "when new" not in figure(page, name)
+
+
+def test_what_is_given_before_the_server_answers_is_not_lost(shared, open_page) -> None:
+    asked: list[Route] = []
+    page = open_page("about:blank")
+    page.route("**/v1/models", lambda route: asked.append(route))
+    page.goto(shared[1].url)
+    bring(page, "drop", "early.png", "image/png",
+          base64.b64decode(data_url(7103).partition(",")[2]))  # fmt: skip
+    expect(page.locator("#note")).to_contain_text("attached once the server has answered")
+    page.fill("#text", "what is it?")
+    page.press("#text", "Enter")
+    page.press("#text", "Enter")
+    expect(page.locator("#note")).to_contain_text("sent once the server has answered")
+    assert page.input_value("#text") == "what is it?"
+    for route in asked:
+        route.continue_()
+    whole_answer(page, 0)
+    assert figure(page, "IPC cache").startswith("0 of 1 held")
+    assert page.locator("article.user").count() == 1
 
 
 def test_text_is_never_markup_and_a_refusal_loses_nothing(shared, open_page) -> None:
