@@ -37,6 +37,14 @@ class Other(nn.Linear):
 
 
 @needs_packing
+def test_bfloat16_is_packed_where_anything_multiplies_it():
+    """Or what is tested of such layers is skipped as if the CPU had none."""
+    alone = PairedLinear if has_kernel() else None
+    has_products = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert packed_class(torch.bfloat16) is (PackedLinear if has_products else alone)
+
+
+@needs_packing
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 96), (1, 1, 96), (2, 3, 96), (577, 96), (0, 96)])

@@ -95,7 +95,7 @@ class PackedLinear(nn.Module):  # type: ignore[misc]
         times: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """activation(rows @ weight + bias), or without one `times` that, of the result's shape."""
-        is_few = rows.numel() <= MORE_ROWS * self.in_features and _is_slow(torch.bfloat16)
+        is_few = rows.numel() <= MORE_ROWS * self.in_features and is_slow(torch.bfloat16)
         is_plain = activation == IDENTITY and times is None
         if is_few and is_plain and (product := self.product()) is not None:
             return multiply(rows, product)
@@ -284,24 +284,33 @@ def has_kernel() -> bool:
     return not isinstance(kernel, str) and kernel.is_fast_in_float32
 
 
+@functools.cache
+def is_slow(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has no products of such numbers here, but the C kernel has."""
+    return dtype == torch.bfloat16 and not _has_products(dtype) and has_kernel()
+
+
+def _has_products(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies such numbers with this CPU's instructions."""
+    if dtype not in DTYPES or not torch.backends.mkldnn.is_available():
+        return False
+    return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 @functools.lru_cache
 def packed_class(dtype: torch.dtype) -> type[PackedLinear] | None:
     """What computes with packed weights of `dtype` in this torch, on this machine."""
-    kind = PackedLinear
-    if not torch.backends.mkldnn.is_available() or dtype not in DTYPES:
+    if not is_slow(dtype) and not _has_products(dtype):
         return None
+    kind = PairedLinear if is_slow(dtype) else PackedLinear
     try:
-        if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            if not has_kernel():
-                return None
-            kind = PairedLinear
         linear = nn.Linear(32, 64, bias=False, dtype=dtype).requires_grad_(False)
         linear.weight.copy_(torch.arange(64 * 32).reshape(64, 32).remainder(7))
         with torch.inference_mode():
             found = kind(linear)(torch.eye(32, dtype=dtype))
         return kind if torch.equal(found, linear.weight.t()) else None
     except (AttributeError, RuntimeError) as error:
-        _log.info("weights stay unpacked: %s", error)
+        _log.warning("weights stay unpacked: %s", error)
         return None
 
 
@@ -345,20 +354,15 @@ def unpacked_forward(module: Any) -> Callable[[torch.Tensor], torch.Tensor] | No
     kind = type(module)
     if kind is nn.Linear and can_pack(module.weight.dtype) and has_kernel():
         return functools.partial(_multiply_rows, module)
-    if kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d) and _is_slow(module.weight.dtype):
+    if kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d) and is_slow(module.weight.dtype):
         return functools.partial(_convolve, module)
     return None
 
 
-def _is_slow(dtype: torch.dtype) -> bool:
-    """Whether torch has no products of such numbers that are as fast as float32's."""
-    return packed_class(dtype) is PairedLinear
-
-
 def _multiply_rows(linear: nn.Linear, rows: torch.Tensor) -> torch.Tensor:
     weight = linear.weight
-    most = MORE_ROWS if _is_slow(torch.bfloat16) else FEW_ROWS
-    is_many = rows.numel() > most * linear.in_features and not _is_slow(weight.dtype)
+    most = MORE_ROWS if is_slow(torch.bfloat16) else FEW_ROWS
+    is_many = rows.numel() > most * linear.in_features and not is_slow(weight.dtype)
     is_like = rows.dtype == weight.dtype and _has_like_bias(linear)
     if is_many or not is_like or not weight.is_contiguous():
         return functional.linear(rows, weight, linear.bias)
