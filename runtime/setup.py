@@ -19,17 +19,30 @@ from setuptools.errors import CompileError
 PACKAGE = "foveal_runtime.model.cpu.kernels"
 FOLDER = "src/foveal_runtime/model/cpu/kernels"
 SOURCES = ("decode_layers", "delta_rule", "paged_decode", "paged_prefill", "rows")
-HEADERS = ("chunked_products", "chunks", "delta_rule", "lanes", "paged", "products", "rows")
+HEADERS = (
+    "chunked_products",
+    "chunks",
+    "delta_rule",
+    "lanes",
+    "paged",
+    "products",
+    "rows",
+    "tiles",
+)
 VARIANTS = (
     {
         "v3": ["-march=x86-64-v3"],
         "v4": ["-march=x86-64-v4"],
         "v4_bf16": ["-march=x86-64-v4", "-mavx512bf16"],
+        "v4_amx": ["-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
     }
     if platform.machine() in ("x86_64", "AMD64")
     else {"generic": []}
 )
-DOTS = ("decode_layers", "paged_decode", "paged_prefill")  # with products of bfloat16 numbers
+ONLY = {  # kernels with products of bfloat16 numbers, in pairs and in tiles
+    "v4_bf16": ("decode_layers", "paged_decode", "paged_prefill"),
+    "v4_amx": ("decode_layers", "paged_prefill"),
+}
 FLAGS = ["-std=gnu11", "-O3", "-fopenmp", "-fPIC", "-shared", "-fvisibility=default"]
 
 
@@ -75,7 +88,7 @@ setup(
         )
         for source in SOURCES
         for name, flags in VARIANTS.items()
-        if name != "v4_bf16" or source in DOTS
+        if source in ONLY.get(name, SOURCES)
     ],
     cmdclass={"build_ext": BuildKernels, "bdist_wheel": Wheel},
 )

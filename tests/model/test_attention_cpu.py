@@ -18,6 +18,7 @@ from foveal_runtime.model.attention import (
 )
 from foveal_runtime.model.attention import cpu as cpu_module
 from foveal_runtime.model.attention.cpu import CpuBackend, divide
+from foveal_runtime.model.cpu import kernels
 from foveal_runtime.model.cpu.kernels import (
     Kernel,
     PrefillKernel,
@@ -216,7 +217,7 @@ def test_every_variant_this_cpu_can_run_agrees() -> None:
             compare(geometry(dim, 4), RAGGED, dtype=dtype, prefill=PrefillKernel(path))
 
 
-def test_variant_choice(tmp_path: Path) -> None:
+def test_variant_choice(tmp_path: Path, monkeypatch) -> None:
     v3 = "flags\t\t: fpu avx avx2 bmi1 bmi2 f16c fma abm movbe"
     info = tmp_path / "cpuinfo"
     info.write_text(f"processor : 0\n{v3}\nflags : other\n")
@@ -226,6 +227,11 @@ def test_variant_choice(tmp_path: Path) -> None:
     assert variants("aarch64", frozenset()) == ["generic"]
     info.write_text(info.read_text().strip() + " avx512_bf16\n")
     assert variants("x86_64", cpu_flags(info)) == ["v4_bf16", "v4", "v3", "generic"]
+    info.write_text(info.read_text().strip() + " amx_bf16 amx_tile\n")
+    for permits, tiled in ((True, ["v4_amx"]), (False, [])):
+        monkeypatch.setattr(kernels, "_may_use_tiles", lambda permits=permits: permits)
+        assert variants("x86_64", cpu_flags(info)) == [*tiled, "v4_bf16", "v4", "v3", "generic"]
+    monkeypatch.undo()
     assert cpu_flags(tmp_path / "absent") == frozenset()
     assert "no paged_decode" in str(load_kernel(tmp_path))
     (tmp_path / f"paged_decode_{variants('x86_64', cpu_flags())[0]}.so").write_text("junk")

@@ -215,7 +215,8 @@ def test_long_steps_take_the_modules_where_the_kernel_is_slower(
     kernel = DecodeKernel(path)
     made = DecodeLayers(loaded, layers, kernel)
     is_fast = dtype == "bfloat16" and kernel.is_fast_in_bfloat16
-    limits = decode_layers.FAST_LIMITS if is_fast else decode_layers.LIMITS
+    fast = decode_layers.TILE_LIMITS if kernel.has_tiles else decode_layers.FAST_LIMITS
+    limits = fast if is_fast else decode_layers.LIMITS
     assert made.limits == limits
     is_alone = packing.packed_class(torch.bfloat16) is packing.PairedLinear
     assert made.takes_long == (

@@ -65,6 +65,8 @@ class Limits(NamedTuple):
 LIMITS = Limits(64, 12_288)
 FAST_LIMITS = Limits(128, 32_768)
 """Where the kernel multiplies bfloat16 numbers as fast as oneDNN."""
+TILE_LIMITS = Limits(128, 2_048)
+"""Likewise with AMX, which makes shared contexts cheaper."""
 
 MOST_ROWS = 1024
 """Tokens in one call, which has memory for that many: more take several, one after the other."""
@@ -106,7 +108,8 @@ class DecodeLayers:
         is_fast = kernel.is_fast_in_bfloat16 if is_half else kernel.is_fast_in_float32
         is_alone = is_half and packed_class(loaded.dtype) is PairedLinear
         self.takes_long = (is_fast or is_alone) and (kernel.has_chunks or not is_quantised)
-        self.limits = FAST_LIMITS if is_half and is_fast and not is_quantised else LIMITS
+        fast = TILE_LIMITS if kernel.has_tiles else FAST_LIMITS
+        self.limits = fast if is_half and is_fast and not is_quantised else LIMITS
         self._geometry = {one.layer if one.layer >= 0 else one.index: one for one in layers}
         self._rotations = {number: rotation_of(decoder, number) for number in self._geometry}
         first = self._parts[0]

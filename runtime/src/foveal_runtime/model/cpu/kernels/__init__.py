@@ -7,6 +7,7 @@ set. Nothing is ever compiled here: without a fitting object there is a reason i
 from __future__ import annotations
 
 import ctypes
+import functools
 import platform
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,9 @@ MAX_GROUP_VALUES = 8192
 
 _V3 = {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"}
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-_NEEDS = {"v4_bf16": _V4 | {"avx512_bf16"}, "v4": _V4, "v3": _V3}
+_BF16 = _V4 | {"avx512_bf16"}
+_TILES = {"amx_tile", "amx_bf16"}
+_NEEDS = {"v4_amx": _BF16 | _TILES, "v4_bf16": _BF16, "v4": _V4, "v3": _V3}
 """Instruction sets of the variants, best first; not every kernel has all."""
 
 
@@ -231,12 +234,15 @@ class DecodeKernel:
     """The loaded decode_layers.c."""
 
     def __init__(self, path: Path) -> None:
-        has_dots = path.stem.endswith("_bf16")
-        self.is_fast_in_bfloat16 = has_dots and "amx_bf16" not in cpu_flags()
-        """Whether it multiplies bfloat16 numbers as fast as oneDNN, which has tiles with AMX."""
-        self.is_fast_in_float32 = not path.stem.endswith("_generic")
+        variant = path.stem.removeprefix("decode_layers_")
+        self.has_tiles = variant == "v4_amx"
+        """Whether it multiplies bfloat16 numbers by AMX."""
+        best = "v4_amx" if "amx_bf16" in cpu_flags() else "v4_bf16"
+        self.is_fast_in_bfloat16 = variant == best
+        """Whether it multiplies bfloat16 numbers as fast as oneDNN."""
+        self.is_fast_in_float32 = variant != "generic"
         """Whether its products are as fast as oneDNN's."""
-        self.has_chunks = not has_dots and not path.stem.endswith("_v4")
+        self.has_chunks = not variant.startswith("v4")
         """Whether many rows share what they read of quantised weights."""
         self._run = _function(path, "foveal_decode_layers", ctypes.POINTER(DecodeStep))
         self._multiply = _function(path, "foveal_multiply", ctypes.POINTER(ProductJob))
@@ -262,13 +268,25 @@ class DeltaKernel:
 
 
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """Instruction set names of the first CPU; empty where the system does not say."""
+    """Instruction set names of the first CPU; empty where the system does not say. Those of AMX
+    only where this process may use it: Linux keeps its registers for who has asked."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
         return frozenset()
-    flags = next((line for line in lines if line.startswith("flags")), ":")
-    return frozenset(flags.partition(":")[2].split())
+    line = next((line for line in lines if line.startswith("flags")), ":")
+    flags = frozenset(line.partition(":")[2].split())
+    return flags if not flags & _TILES or _may_use_tiles() else flags - _TILES
+
+
+@functools.cache
+def _may_use_tiles() -> bool:
+    """Asks once, for all threads."""
+    arch_prctl, ask, tile_data = 158, 0x1023, 18  # linux/arch/x86/include/uapi/asm/prctl.h
+    try:
+        return int(ctypes.CDLL(None).syscall(arch_prctl, ask, tile_data)) == 0
+    except (OSError, AttributeError):
+        return False
 
 
 def variants(machine: str, flags: frozenset[str]) -> list[str]:

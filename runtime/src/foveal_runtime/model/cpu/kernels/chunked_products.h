@@ -137,7 +137,7 @@ static void multiply_groups(int kind, int rows, const Product *p, int panel, con
     const int groups = (p->ins + p->deep - 1) / p->deep;
     int64_t at = panel * p->out_stride, scale_at = (int64_t)panel * groups * p->wide;
     float wide[CHUNK * MAX_WIDE] __attribute__((aligned(64)));
-    float part[TILE_ROWS * MAX_WIDE] __attribute__((aligned(64)));
+    float part[PROJECT_ROWS * MAX_WIDE] __attribute__((aligned(64)));
     const Product copy = {.weight = wide, .wide = p->wide, .deep = CHUNK};
     for (int low = 0; low < p->ins; low += p->deep, at += p->in_stride, scale_at += p->wide) {
         const int count = p->ins - low < p->deep ? p->ins - low : p->deep;

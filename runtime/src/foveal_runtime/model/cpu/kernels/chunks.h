@@ -10,12 +10,20 @@
 #define FOVEAL_CHUNKS_H
 
 #include "paged.h"
+#include "tiles.h"
 
 #define KEYS 64       /* context tokens of a tile */
 #define GROUP_ROWS 6  /* rows multiplied at once: their sums stay in registers */
 #define VECTORS (LANES == 16 ? 4 : 2)
 #define MOST_QUERIES 192
 #define ROOM 16384    /* numbers of queries, and of results, in one task: 64 KiB each */
+#if HAS_TILES
+#define MOST_TOGETHER (2 * TILE) /* rows multiplied at once: of pairs */
+#define SPARE (MOST_TOGETHER * MAX_DIM)
+#else
+#define MOST_TOGETHER GROUP_ROWS
+#define SPARE 0
+#endif
 
 typedef struct {
     int32_t first, count, kv; /* rows of the job, and their kv head */
@@ -77,6 +85,14 @@ INLINE void multiply_rows(const int dots, const int rows, const int adds, int de
 static void multiply_some(int dots, int adds, int rows, int depth, int wide, const float *a,
                     int64_t a_stride, const float *b, int64_t b_stride, float *c,
                     int64_t c_stride) {
+#if HAS_TILES
+    if (dots) {
+        const int steps = (depth + TILE - 1) / TILE;
+        multiply_in_tiles(adds, rows, wide, steps, (TileJob){a, b, c, 4 * a_stride, 4 * b_stride,
+                                                             4 * TILE * b_stride, c_stride});
+        return;
+    }
+#endif
 #define PRODUCT(DOTS, R, ADDS) \
     multiply_rows(DOTS, R, ADDS, depth, wide, a, a_stride, b, b_stride, c, c_stride)
 #define ROWS(R)                                       \
@@ -219,16 +235,17 @@ INLINE void run_piece(const int dtype, const Job *job, const Layout *layout, con
     const int32_t *length = job->row_length + piece->first;
     float keys[KEYS * MAX_DIM] __attribute__((aligned(64)));
     float values[KEYS * MAX_DIM] __attribute__((aligned(64)));
-    float query[ROOM] __attribute__((aligned(64)));
-    float acc[ROOM] __attribute__((aligned(64)));
-    float score[GROUP_ROWS * KEYS] __attribute__((aligned(64)));
+    const int most = dots ? MOST_TOGETHER : GROUP_ROWS;
+    float query[ROOM + SPARE] __attribute__((aligned(64)));
+    float acc[ROOM + SPARE] __attribute__((aligned(64)));
+    float score[MOST_TOGETHER * KEYS] __attribute__((aligned(64)));
     Share share[ROOM / LANES];
     for (int r = 0; r < rows; r++) {
         const int64_t at = job->row_token[piece->first + r % count] * job->query_token_stride +
                            (piece->kv * group + r / count) * job->query_head_stride;
         for (int d = 0; d < dim; d += LANES) {
             const vec one = some_of(dtype, job->query, at + d, fewer(dim - d, LANES));
-            if (!dots) store(query + r * wide + d, one);
+            store(query + r * wide + d, dots ? splat(0.0f) : one);
             store(acc + r * wide + d, splat(0.0f));
         }
         if (dots) memcpy(query + r * wide, (const uint16_t *)job->query + at, 2 * dim);
@@ -237,8 +254,8 @@ INLINE void run_piece(const int dtype, const Job *job, const Layout *layout, con
     const int end = length[count - 1];
     for (int low = first_visible(job, length[0]) / KEYS * KEYS; low < end; low += KEYS) {
         take_tile(dtype, job, layout, table, low, end, piece->kv, keys, values);
-        for (int first = 0; first < rows; first += GROUP_ROWS) {
-            const int some = fewer(rows - first, GROUP_ROWS);
+        for (int first = 0; first < rows; first += most) {
+            const int some = fewer(rows - first, most);
             int seen = 0;
             for (int r = 0; r < some; r++) seen |= length[(first + r) % count] > low;
             if (!seen) continue;

@@ -27,6 +27,15 @@
 #define SPINS 2000     /* turns before a thread that waits sleeps: some tens of microseconds */
 #define OWN_ROWS 64    /* as many each thread prepares for itself, which saves a barrier */
 #define SLICE_ROWS 96  /* multiplied with a block of outputs by one thread */
+#if HAS_TILES
+#define TILED_ROWS 320 /* likewise, of bfloat16 numbers: all blocks of outputs, if they are in the */
+#define TILED_BYTES (3 << 19) /* second cache meanwhile, whose size is 2 MiB */
+#define ROW_STEP (2 * TILE) /* whose multiple a slice is */
+#else
+#define TILED_ROWS SLICE_ROWS
+#define TILED_BYTES 0
+#define ROW_STEP MOST_ROWS
+#endif
 #define FEW_ROWS 16    /* prepared by one thread, where threads share the work */
 #define FEW_HEADS 256  /* likewise */
 
@@ -142,17 +151,23 @@ INLINE vec activated(int which, vec x) {
 #define EACH_UNIT(i, phase, count) \
     for (int i; (i = atomic_fetch_add(&run->next[phase], 1)) < (count);)
 
-/* Units of a product: (block of outputs, slice of the rows). */
+/* Of a product: a block of outputs, and rows [first, end). */
+typedef struct {
+    int panel, first, end;
+} Unit;
+
 #define EACH_PART(i, phase, p) EACH_UNIT(i, phase, num_panels(p) * run->num_slices)
 
-/* Rows of the i-th unit, by groups. */
-#define EACH_ROW_GROUP(first, count, i) \
-    EACH_GROUP(first, count, slice_start(run, i), slice_start(run, i) + slice_count(run, i), TILE_ROWS)
+/* Rows of a unit, by groups. */
+#define EACH_ROW_GROUP(from, count, unit) \
+    EACH_GROUP(from, count, (unit).first, (unit).end, PROJECT_ROWS)
 
-static int slice_start(const Run *run, int i) { return i % run->num_slices * run->slice_rows; }
-
-static int slice_count(const Run *run, int i) {
-    return fewer(run->step->num_rows - slice_start(run, i), run->slice_rows);
+/* One block after the other, with all rows, or all blocks with rows that stay in a cache. */
+static Unit unit_of(const Run *run, const Product *p, int i) {
+    const int panels = num_panels(p), slices = run->num_slices, rows = run->slice_rows;
+    const int stay = p->paired && (int64_t)rows * p->ins * 2 <= TILED_BYTES;
+    const int first = (stay ? i / panels : i % slices) * rows;
+    return (Unit){stay ? i % panels : i / slices, first, fewer(run->step->num_rows, first + rows)};
 }
 
 /* Where a product of a layer's first half goes: (num_rows, stride), kept as `memory`. */
@@ -166,25 +181,27 @@ typedef struct {
 /* Unit i: of each of its rows the block's outputs, rounded. */
 static void put_product(const Run *run, const Target *target, int i, const Inputs *in) {
     const Product *p = target->product;
-    const int kind = run->step->dtype, panel = i / run->num_slices;
-    float tile[TILE_ROWS * MAX_WIDE] __attribute__((aligned(64)));
-    EACH_ROW_GROUP(first, count, i) {
-        const int outs = project(kind, p, panel, in, first, count, tile);
+    const Unit unit = unit_of(run, p, i);
+    const int kind = run->step->dtype;
+    float tile[PROJECT_ROWS * MAX_WIDE] __attribute__((aligned(64)));
+    EACH_ROW_GROUP(first, count, unit) {
+        const int outs = project(kind, p, unit.panel, in, first, count, tile);
         for (int r = 0; r < count; r++)
             put_rounded(kind, target->memory, tile + r * MAX_WIDE, outs, target->to,
-                        (first + r) * target->stride + panel * p->wide);
+                        (first + r) * target->stride + unit.panel * p->wide);
     }
 }
 
 /* Unit i: hidden += the product, both rounded; with a norm the product waits for `add_normed`. */
 static void add_product(const Run *run, const Product *p, const RmsNorm *norm, int i,
                         const Inputs *in) {
-    const int kind = run->step->dtype, panel = i / run->num_slices;
-    float tile[TILE_ROWS * MAX_WIDE] __attribute__((aligned(64)));
-    EACH_ROW_GROUP(first, count, i) {
-        const int outs = project(kind, p, panel, in, first, count, tile);
+    const Unit unit = unit_of(run, p, i);
+    const int kind = run->step->dtype;
+    float tile[PROJECT_ROWS * MAX_WIDE] __attribute__((aligned(64)));
+    EACH_ROW_GROUP(first, count, unit) {
+        const int outs = project(kind, p, unit.panel, in, first, count, tile);
         for (int r = 0; r < count; r++) {
-            const int64_t at = (int64_t)(first + r) * run->step->width + panel * p->wide;
+            const int64_t at = (int64_t)(first + r) * run->step->width + unit.panel * p->wide;
             const float *from = tile + r * MAX_WIDE;
             float *to = run->hidden + at;
             int c = 0;
@@ -201,15 +218,16 @@ static void add_product(const Run *run, const Product *p, const RmsNorm *norm, i
 
 /* Unit i: wide = activation(gate) times up. */
 static void put_gated(const Run *run, const Layer *layer, int i, const Inputs *in) {
-    const int kind = run->step->dtype, panel = i / run->num_slices;
-    float gate[TILE_ROWS * MAX_WIDE] __attribute__((aligned(64)));
-    float up[TILE_ROWS * MAX_WIDE] __attribute__((aligned(64)));
-    EACH_ROW_GROUP(first, count, i) {
-        const int outs = project(kind, &layer->gate, panel, in, first, count, gate);
-        project(kind, &layer->up, panel, in, first, count, up);
+    const Unit unit = unit_of(run, &layer->gate, i);
+    const int kind = run->step->dtype;
+    float gate[PROJECT_ROWS * MAX_WIDE] __attribute__((aligned(64)));
+    float up[PROJECT_ROWS * MAX_WIDE] __attribute__((aligned(64)));
+    EACH_ROW_GROUP(first, count, unit) {
+        const int outs = project(kind, &layer->gate, unit.panel, in, first, count, gate);
+        project(kind, &layer->up, unit.panel, in, first, count, up);
         for (int r = 0; r < count; r++) {
             const Inputs *to = &run->wide;
-            const int64_t at = (first + r) * to->stride + panel * layer->gate.wide;
+            const int64_t at = (first + r) * to->stride + unit.panel * layer->gate.wide;
             float *one = gate + r * MAX_WIDE;
             for (int c = 0; c < outs; c += LANES) {
                 const vec factor = activated(run->step->activation, load(one + c));
@@ -505,11 +523,17 @@ static Inputs take_attended(Run *run, const Layer *layer, const Inputs *own, int
     return *own;
 }
 
+/* That products of bfloat16 numbers read. */
+static int64_t padded_rows(const Step *step) {
+    return HAS_TILES ? (step->num_rows + TILE - 1) / TILE * TILE : step->num_rows;
+}
+
 static void run_layers(Run *run, int thread, int threads) {
     const Step *step = run->step;
     Inputs own = run->own;
     own.x += thread * run->own_floats;
-    if (own.halves && !run->is_shared) own.halves += thread * step->num_rows * own.halves_stride;
+    if (own.halves && !run->is_shared) own.halves += thread * padded_rows(step) * own.halves_stride;
+    begin_tiles();
     for (int n = 0; n < step->num_layers; n++) {
         const Layer *layer = step->layers + n;
         const int phase = n * NUM_PHASES;
@@ -530,6 +554,7 @@ static void run_layers(Run *run, int thread, int threads) {
             add_product(run, &layer->down, &layer->of_mlp, i, &run->wide);
         add_normed(run, &layer->of_mlp, thread, threads);
     }
+    end_tiles();
 }
 
 static int is_supported(const Step *step) {
@@ -576,7 +601,7 @@ static int is_quantised(const Layer *layer) {
  * together it is less than what profiler.py plans for each token of a step, and for few tokens less
  * than the logits, which are made when it is freed. */
 static void *make_room(const Step *step, Run *run) {
-    const size_t rows = step->num_rows, threads = step->num_threads;
+    const size_t rows = step->num_rows, threads = step->num_threads, read = padded_rows(step);
     const size_t queries = (size_t)step->num_heads * step->head_dim;
     const int halves = HAS_DOTS && step->dtype == BFLOAT16, is_wide = step->dtype == FLOAT32;
     size_t all = 0, own = step->width;
@@ -596,12 +621,12 @@ static void *make_room(const Step *step, Run *run) {
         is_wide ? 0 : rows * step->width * 4,
         rows * all * 4,
         only_halves ? 0 : rows * step->mlp_width * 4,
-        halves ? rows * step->mlp_width * 2 : 0,
+        halves ? read * step->mlp_width * 2 : 0,
         rows * step->width * 4,
         rows * queries * number,
-        rows * own * number,
+        read * own * number,
         (only_halves ? threads : sets) * own_floats * 4,
-        halves ? sets * rows * own * 2 : 0,
+        halves ? sets * read * own * 2 : 0,
         counters * sizeof *run->next,
     };
     enum { HIDDEN, INPUTS, WIDE, WIDE_HALVES, ADDED, QUERY, ATTENDED, OWN, OWN_HALVES, NEXT, NUM };
@@ -625,9 +650,10 @@ static void *make_room(const Step *step, Run *run) {
     run->own_floats = run->is_shared && !only_halves ? 0 : (int64_t)own_floats;
     run->next = pieces[NEXT];
     memset(run->next, 0, sizes[NEXT]);
-    const int num_slices = (step->num_rows + SLICE_ROWS - 1) / SLICE_ROWS;
+    const int most = only_halves ? TILED_ROWS : SLICE_ROWS;
+    const int num_slices = (step->num_rows + most - 1) / most;
     const int even = (step->num_rows + num_slices - 1) / num_slices;
-    run->slice_rows = (even + MOST_ROWS - 1) / MOST_ROWS * MOST_ROWS;
+    run->slice_rows = (even + ROW_STEP - 1) / ROW_STEP * ROW_STEP;
     run->num_slices = (step->num_rows + run->slice_rows - 1) / run->slice_rows;
     return room;
 }
@@ -676,16 +702,26 @@ int foveal_multiply(const ProductJob *job) {
     float *x = aligned_alloc(64, (rows * ins * sizeof *x + 63) / 64 * 64);
     if (!x) return NO_MEMORY;
     const int halves = HAS_DOTS && job->dtype == BFLOAT16;
-    const Inputs in = {x, halves ? (uint16_t *)job->x : NULL, ins, ins};
+    uint16_t *copy = NULL;
+    if (HAS_TILES && halves) {
+        copy = aligned_alloc(64, ((rows + TILE) * ins * sizeof *copy + 63) / 64 * 64);
+        if (!copy) {
+            free(x);
+            return NO_MEMORY;
+        }
+        memcpy(copy, job->x, rows * ins * sizeof *copy);
+    }
+    const Inputs in = {x, copy ? copy : halves ? (uint16_t *)job->x : NULL, ins, ins};
 #pragma omp parallel num_threads(job->num_threads)
     {
+        begin_tiles();
 #pragma omp for
         for (int64_t r = 0; r < rows; r++)
             for (int64_t i = r * ins; i < (r + 1) * ins; i++) x[i] = one_at(job->dtype, job->x, i);
 #pragma omp for schedule(dynamic)
         for (int panel = 0; panel < num_panels(p); panel++) {
-            float tile[TILE_ROWS * MAX_WIDE] __attribute__((aligned(64)));
-            EACH_GROUP(first, count, 0, rows, is_plain ? MOST_ROWS : TILE_ROWS) {
+            float tile[PROJECT_ROWS * MAX_WIDE] __attribute__((aligned(64)));
+            EACH_GROUP(first, count, 0, rows, is_plain ? MOST_ROWS : PROJECT_ROWS) {
                 const int outs =
                     (is_plain ? project_plain : project)(job->dtype, p, panel, &in, first, count, tile);
                 for (int r = 0; r < count; r++)
@@ -694,7 +730,8 @@ int foveal_multiply(const ProductJob *job) {
                                 panel * p->wide + c, tile[r * MAX_WIDE + c]);
             }
         }
+        end_tiles();
     }
-    free(x);
+    free(x), free(copy);
     return DONE;
 }

@@ -11,8 +11,13 @@ static int run_chunks(const Job *job, const Layout *layout, const int32_t *chunk
     Pieces cut;
     const int code = cut_chunks(job, chunk_rows, num_chunks, &cut);
     const int threads = cut.work > 65536 ? job->num_threads : 1;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
-    for (int64_t i = 0; i < cut.count; i++) run_one_piece(job, layout, cut.pieces + i);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        begin_tiles();
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < cut.count; i++) run_one_piece(job, layout, cut.pieces + i);
+        end_tiles();
+    }
     free(cut.pieces);
     return code;
 }

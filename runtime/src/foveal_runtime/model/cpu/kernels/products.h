@@ -7,6 +7,7 @@
 #define FOVEAL_PRODUCTS_H
 
 #include "rows.h"
+#include "tiles.h"
 
 #define MOST_ROWS 6   /* rows multiplied at once: their sums stay in registers */
 #define COLS (LANES == 16 ? 4 : 8) /* vectors of outputs at once, at most */
@@ -242,11 +243,52 @@ static const PanelFunction panel_functions[NUM_KINDS][MOST_ROWS] = {
     for (int first = (low), count; first < (high); first += count) \
         if (count = (high) - first < (most) ? (high) - first : (most), 1)
 
-#if LANES == 16
-#define TILE_ROWS MOST_ROWS /* of one call of `project` */
+#if HAS_TILES
+#define PROJECT_ROWS 96 /* of one call of `project` */
+#elif LANES == 16
+#define PROJECT_ROWS MOST_ROWS
 #else
-#define TILE_ROWS 96
+#define PROJECT_ROWS 96
 #include "chunked_products.h"
+#endif
+
+#if HAS_TILES
+/* Bytes from TILE_DEPTH inputs of a block column to the next, or 0 where they are not that far apart
+ * everywhere. */
+INLINE int64_t tile_step(const Product *p) {
+    if (!p->paired || p->wide % TILE) return 0;
+    if (p->deep == TILE_DEPTH) return 2 * p->in_stride;
+    return p->in_stride == (int64_t)p->deep * p->wide ? 2 * TILE_DEPTH * p->wide : 0;
+}
+
+/* tile[r] = the products of row r of `count` with the outputs of a block column. Inputs beyond the last
+ * TILE_DEPTH ones, and their weights, are multiplied from copies, filled up with zeros. */
+static void project_tiles(const Product *p, int64_t step, int panel, const Inputs *in, int count,
+                          float *tile) {
+    const int steps = p->ins / TILE_DEPTH, rest = p->ins % TILE_DEPTH;
+    const uint16_t *weight = (const uint16_t *)p->weight + panel * p->out_stride;
+    const uint16_t *last = weight + steps * (step / 2);
+    uint16_t inputs[2 * TILE * TILE_DEPTH] __attribute__((aligned(64)));
+    uint16_t weights[TILE_DEPTH * MAX_WIDE] __attribute__((aligned(64)));
+    if (rest) {
+        memset(weights, 0, sizeof weights);
+        memcpy(weights, last, rest * p->wide * sizeof *weights);
+    }
+    for (int r = 0; r < count; r += 2 * TILE) {
+        const int rows = count - r < 2 * TILE ? count - r : 2 * TILE;
+        const uint16_t *x = in->halves + r * in->halves_stride;
+        TileJob job = {x, weight, tile + r * MAX_WIDE, 2 * in->halves_stride, 4 * p->wide, step,
+                       MAX_WIDE};
+        multiply_in_tiles(0, rows, p->wide, steps, job);
+        if (!rest) continue;
+        memset(inputs, 0, sizeof inputs);
+        for (int i = 0; i < rows; i++)
+            memcpy(inputs + i * TILE_DEPTH, x + i * in->halves_stride + steps * TILE_DEPTH,
+                   rest * sizeof *inputs);
+        job.a = inputs, job.a_stride = 2 * TILE_DEPTH, job.b = weights;
+        multiply_in_tiles(1, rows, p->wide, 1, job);
+    }
+}
 #endif
 
 static int num_panels(const Product *p) { return (p->outs + p->wide - 1) / p->wide; }
@@ -271,13 +313,17 @@ INLINE void add_bias(int dtype, const Product *p, int low, int outs, int rows, f
 }
 
 /* Rows [first, first + count) times one block of outputs, with the bias: (count, MAX_WIDE), at most
- * TILE_ROWS. Returns how many of the block's outputs there are. */
+ * PROJECT_ROWS. Returns how many of the block's outputs there are. */
 static int project(int dtype, const Product *p, int panel, const Inputs *in, int first, int count,
                    float *tile) {
     const int low = panel * p->wide, kind = p->bits == 8 ? INT8 : p->bits == 4 ? INT4 : dtype;
     const int outs = p->outs - low < p->wide ? p->outs - low : p->wide;
     const Inputs some = rows_from(in, first);
-#if LANES != 16
+#if HAS_TILES
+    const int64_t step = kind == BFLOAT16 ? tile_step(p) : 0;
+    if (step) project_tiles(p, step, panel, &some, count, tile);
+    else
+#elif LANES != 16
     if (kind <= BFLOAT16 && count > 1) multiply_in_order(kind, count, p, panel, &some, tile);
     else if (count > FEW) multiply_groups(kind, count, p, panel, &some, tile);
     else
