@@ -49,7 +49,7 @@ DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 
 FEW_ROWS, MORE_ROWS = 16, 64
 """Most rows of a product that the C kernel computes, where torch could: with unpacked weights, and
-on CPUs without AVX-512, where it is faster for more and with packed ones, too."""
+where it is faster for more, with AMX, and on CPUs without AVX-512 with packed ones, too."""
 
 _WIDE, _DEEP = 64, 64
 """Outputs and inputs of a block of our own."""
@@ -361,12 +361,17 @@ def unpacked_forward(module: Any) -> Callable[[torch.Tensor], torch.Tensor] | No
 
 def _multiply_rows(linear: nn.Linear, rows: torch.Tensor) -> torch.Tensor:
     weight = linear.weight
-    most = MORE_ROWS if is_slow(torch.bfloat16) else FEW_ROWS
+    most = MORE_ROWS if is_slow(torch.bfloat16) or _has_tiles(weight.dtype) else FEW_ROWS
     is_many = rows.numel() > most * linear.in_features and not is_slow(weight.dtype)
     is_like = rows.dtype == weight.dtype and _has_like_bias(linear)
     if is_many or not is_like or not weight.is_contiguous():
         return functional.linear(rows, weight, linear.bias)
     return multiply(rows, unpacked_product(linear))
+
+
+def _has_tiles(dtype: torch.dtype) -> bool:
+    kernel = loaded_kernel()
+    return dtype == torch.bfloat16 and not isinstance(kernel, str) and kernel.has_tiles
 
 
 def unpacked_product(linear: nn.Linear) -> Product:

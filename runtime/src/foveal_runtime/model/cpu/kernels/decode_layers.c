@@ -698,20 +698,24 @@ int foveal_multiply(const ProductJob *job) {
     const Product *p = &job->product;
     const int64_t rows = job->num_rows, ins = p->ins;
     const int is_plain = !p->deep && !p->bits && p->wide <= MAX_WIDE;
+    const int halves = HAS_DOTS && job->dtype == BFLOAT16;
     if (!is_plain && !is_known(job->dtype, p)) return UNSUPPORTED;
     float *x = aligned_alloc(64, (rows * ins * sizeof *x + 63) / 64 * 64);
-    if (!x) return NO_MEMORY;
-    const int halves = HAS_DOTS && job->dtype == BFLOAT16;
-    uint16_t *copy = NULL;
-    if (HAS_TILES && halves) {
-        copy = aligned_alloc(64, ((rows + TILE) * ins * sizeof *copy + 63) / 64 * 64);
-        if (!copy) {
-            free(x);
-            return NO_MEMORY;
-        }
-        memcpy(copy, job->x, rows * ins * sizeof *copy);
+    void *copy = NULL; /* as tiles take the rows */
+#if HAS_TILES
+    const int is_tiled = halves && (!is_plain || ins % TILE_DEPTH == 0);
+    if (is_tiled && is_plain) copy = pair_rows(job->x, rows, ins);
+    else if (is_tiled && (copy = aligned_alloc(64, (2 * (rows + TILE) * ins + 63) / 64 * 64)))
+        memcpy(copy, job->x, 2 * rows * ins);
+#else
+    const int is_tiled = 0;
+#endif
+    if (!x || (is_tiled && !copy)) {
+        free(x), free(copy);
+        return NO_MEMORY;
     }
-    const Inputs in = {x, copy ? copy : halves ? (uint16_t *)job->x : NULL, ins, ins};
+    const void *half = copy && !is_plain ? copy : halves ? job->x : NULL;
+    const Inputs in = {x, (uint16_t *)half, ins, ins};
 #pragma omp parallel num_threads(job->num_threads)
     {
         begin_tiles();
@@ -721,13 +725,13 @@ int foveal_multiply(const ProductJob *job) {
 #pragma omp for schedule(dynamic)
         for (int panel = 0; panel < num_panels(p); panel++) {
             float tile[PROJECT_ROWS * MAX_WIDE] __attribute__((aligned(64)));
-            EACH_GROUP(first, count, 0, rows, is_plain ? MOST_ROWS : PROJECT_ROWS) {
+            EACH_GROUP(first, count, 0, rows, is_plain ? PLAIN_ROWS : PROJECT_ROWS) {
                 const int outs =
-                    (is_plain ? project_plain : project)(job->dtype, p, panel, &in, first, count, tile);
+                    is_plain ? project_plain(job->dtype, p, panel, &in, copy, first, count, tile)
+                             : project(job->dtype, p, panel, &in, first, count, tile);
                 for (int r = 0; r < count; r++)
-                    for (int c = 0; c < outs; c++)
-                        put_one(job->dtype, job->out, (first + r) * (int64_t)p->outs +
-                                panel * p->wide + c, tile[r * MAX_WIDE + c]);
+                    put_rounded(job->dtype, job->dtype, tile + r * MAX_WIDE, outs, job->out,
+                                (first + r) * (int64_t)p->outs + panel * p->wide);
             }
         }
         end_tiles();

@@ -194,9 +194,13 @@ INLINE vec vcap(vec x, float cap) { /* cap * tanh(x / cap) */
 }
 
 INLINE float reduce_max(vec v) {
+#if LANES == 16
+    return _mm512_reduce_max_ps((__m512)v);
+#else
     float m = v[0];
     for (int i = 1; i < LANES; i++) m = v[i] > m ? v[i] : m;
     return m;
+#endif
 }
 
 /* Lane i of the result is the sum of the lanes of v[i]. Destroys v. */

@@ -400,12 +400,61 @@ static const PlainFunction plain_functions[2][MOST_ROWS] = {
     {plain_BFLOAT16_1, plain_BFLOAT16_2, plain_BFLOAT16_3, plain_BFLOAT16_4, plain_BFLOAT16_5,
      plain_BFLOAT16_6}};
 
-/* As `project`, with a weight that is not packed, of at most MOST_ROWS rows. */
-static int project_plain(int dtype, const Product *p, int panel, const Inputs *in, int first,
-                         int count, float *tile) {
+#define PLAIN_ROWS (HAS_TILES ? 64 : MOST_ROWS) /* of one call of `project_plain` */
+
+#if HAS_TILES
+#define PAIRED_ROWS (2 * TILE)
+
+/* Rows as tiles take them where weights are not packed: of each PAIRED_ROWS rows, filled up with
+ * zeros, (ins / 2, PAIRED_ROWS) pairs. NULL without memory. */
+static uint32_t *pair_rows(const uint16_t *x, int64_t rows, int64_t ins) {
+    const int64_t all = (rows + PAIRED_ROWS - 1) / PAIRED_ROWS * PAIRED_ROWS;
+    uint32_t *pairs = aligned_alloc(64, all * ins * sizeof *x);
+    for (int64_t r = 0; pairs && r < all; r++) {
+        uint32_t *to = pairs + r / PAIRED_ROWS * PAIRED_ROWS * (ins / 2) + r % PAIRED_ROWS;
+        for (int64_t k = 0; k < ins / 2; k++, to += PAIRED_ROWS) {
+            *to = 0;
+            if (r < rows) memcpy(to, x + r * ins + 2 * k, sizeof *to);
+        }
+    }
+    return pairs;
+}
+
+/* tile[r, c] = the products of `count` rows, at most PLAIN_ROWS, with one or two tiles of outputs
+ * from `out` on. */
+INLINE void multiply_plain_tiles(const int tiles, const Product *p, int out, const uint32_t *pairs,
+                                 int count, float *tile) {
+    float sums[2 * TILE * PLAIN_ROWS] __attribute__((aligned(64)));
+    const char *weight = (const char *)((const uint16_t *)p->weight + (int64_t)out * p->ins);
+    for (int r = 0; r < count; r += PAIRED_ROWS)
+        multiply_tiles(tiles, 2, 0, p->ins / TILE_DEPTH,
+                       &(TileJob){weight, pairs + (int64_t)r * (p->ins / 2), sums + r,
+                                  2 * (int64_t)p->ins, 4 * PAIRED_ROWS, 4 * PAIRED_ROWS * TILE,
+                                  PLAIN_ROWS});
+    for (int c = 0; c < tiles * TILE; c++)
+        for (int r = 0; r < count; r++) tile[r * MAX_WIDE + c] = sums[c * PLAIN_ROWS + r];
+}
+#endif
+
+/* As `project`, with a weight that is not packed, of at most PLAIN_ROWS rows. `pairs`: all rows, see
+ * pair_rows, or NULL. */
+static int project_plain(int dtype, const Product *p, int panel, const Inputs *in,
+                         const uint32_t *pairs, int first, int count, float *tile) {
     const int low = panel * p->wide, outs = p->outs - low < p->wide ? p->outs - low : p->wide;
-    const Inputs some = rows_from(in, first);
-    plain_functions[dtype][count - 1](p, low, outs, &some, tile);
+    int done = 0;
+#if HAS_TILES
+    const uint32_t *from = pairs + (int64_t)first * (p->ins / 2);
+    for (; pairs && done + 2 * TILE <= outs; done += 2 * TILE)
+        multiply_plain_tiles(2, p, low + done, from, count, tile + done);
+    for (; pairs && done + TILE <= outs; done += TILE)
+        multiply_plain_tiles(1, p, low + done, from, count, tile + done);
+#endif
+    if (done < outs)
+        EACH_GROUP(group, some, 0, count, MOST_ROWS) {
+            const Inputs rows = rows_from(in, first + group);
+            plain_functions[dtype][some - 1](p, low + done, outs - done, &rows,
+                                             tile + group * MAX_WIDE + done);
+        }
     add_bias(dtype, p, low, outs, count, tile);
     return outs;
 }
