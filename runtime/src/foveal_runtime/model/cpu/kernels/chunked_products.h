@@ -1,16 +1,17 @@
 /* Products of several rows, chunk by chunk of the inputs.
  *
- * Included by products.h where vectors have fewer than 16 lanes: a block's outputs do not fit into the
- * registers of AVX2 as sums of several rows, so rows would go through all weights of a block column in
- * pieces, again and again. Here each chunk is read once, in the order in which it lies, and all rows are
- * multiplied with it while it is in the first cache; the sums wait in the tile. Measured in
- * docs/decisions/decode-in-one-call.md.
+ * Included by products.h. Six rows at a time would go through all weights of a block column again and
+ * again, with AVX2 in pieces, since its registers do not hold a block's outputs as sums of several rows.
+ * Here each chunk is read once, in the order in which it lies, and all rows are multiplied with it while
+ * it is in the first cache; the sums wait in the tile. Measured in docs/decisions/decode-in-one-call.md.
  */
 #ifndef FOVEAL_CHUNKED_PRODUCTS_H
 #define FOVEAL_CHUNKED_PRODUCTS_H
 
 #define CHUNK 64                 /* inputs of a chunk for many rows; few take one block at a time */
 #define FEW (2 * MOST_ROWS)
+/* With AVX-512 more rows go through the weights six at a time, which then wait in the second cache. */
+#define MOST_IN_ORDER (LANES == 16 ? 32 : PROJECT_ROWS)
 
 /* tile[r] += the products of `rows` rows with `columns` vectors of outputs, from output `from` of a
  * block column on, and inputs [low, high), whose first block is at element `at` of the weight. `next`:
@@ -93,7 +94,8 @@ static void multiply_in_order(int kind, int rows, const Product *p, int panel, c
     const int64_t stride = deep / p->deep * p->in_stride;
     /* A copy of many rows' weights stays where it is while rows and sums come and go; a chunk of
      * bfloat16 numbers is widened once instead of for each six rows. */
-    const int copies = deep <= CHUNK && rows > (kind == FLOAT32 ? FEW : MOST_ROWS);
+    const int few = kind == FLOAT32 ? FEW : HAS_DOTS ? MOST_IN_ORDER : MOST_ROWS;
+    const int copies = deep <= CHUNK && rows > few;
     float wide[CHUNK * MAX_WIDE] __attribute__((aligned(64)));
     const Product copy = {.weight = wide, .wide = p->wide, .deep = deep};
     int64_t at = panel * p->out_stride;

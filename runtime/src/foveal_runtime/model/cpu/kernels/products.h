@@ -243,14 +243,8 @@ static const PanelFunction panel_functions[NUM_KINDS][MOST_ROWS] = {
     for (int first = (low), count; first < (high); first += count) \
         if (count = (high) - first < (most) ? (high) - first : (most), 1)
 
-#if HAS_TILES
-#define PROJECT_ROWS 96 /* of one call of `project` */
-#elif LANES == 16
-#define PROJECT_ROWS MOST_ROWS
-#else
-#define PROJECT_ROWS 96
+#define PROJECT_ROWS 96 /* at most, of one call of `project` */
 #include "chunked_products.h"
-#endif
 
 #if HAS_TILES
 /* Bytes from TILE_DEPTH inputs of a block column to the next, or 0 where they are not that far apart
@@ -323,11 +317,12 @@ static int project(int dtype, const Product *p, int panel, const Inputs *in, int
     const int64_t step = kind == BFLOAT16 ? tile_step(p) : 0;
     if (step) project_tiles(p, step, panel, &some, count, tile);
     else
-#elif LANES != 16
-    if (kind <= BFLOAT16 && count > 1) multiply_in_order(kind, count, p, panel, &some, tile);
-    else if (count > FEW) multiply_groups(kind, count, p, panel, &some, tile);
-    else
 #endif
+    if (kind <= BFLOAT16 && count > 1 && count <= MOST_IN_ORDER)
+        multiply_in_order(kind, count, p, panel, &some, tile);
+    else if (kind > BFLOAT16 && count > FEW && LANES != 16)
+        multiply_groups(kind, count, p, panel, &some, tile);
+    else
     EACH_GROUP(group, size, 0, count, MOST_ROWS) {
         const Inputs rows = rows_from(&some, group);
         panel_functions[kind][size - 1](p, panel, &rows, tile + group * MAX_WIDE);
