@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from foveal_runtime.model.checkpoint.loader import load_model
-from foveal_runtime.model.cpu.fusing import fuse
+from foveal_runtime.model.cpu.fusing import FEW_ROWS, fuse
 from foveal_runtime.model.cpu.packing import (
-    FEW_ROWS,
     MORE_ROWS,
     PackedLinear,
     PairedLinear,

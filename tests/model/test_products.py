@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from foveal_runtime.model.cpu.fusing import unpacked_product
 from foveal_runtime.model.cpu.kernels import (
     DONE,
     DecodeKernel,
@@ -19,7 +20,6 @@ from foveal_runtime.model.cpu.packing import (
     PackedLinear,
     PairedLinear,
     packed_class,
-    unpacked_product,
 )
 from tests.support.models.compiled import params_of
 

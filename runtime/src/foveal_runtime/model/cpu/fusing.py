@@ -13,6 +13,7 @@ module that computes anything else keeps its own forward.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections.abc import Callable
@@ -21,14 +22,28 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
-from foveal_runtime.model.cpu.kernels import NormJob, RmsNorm, RowKernels, load_row_kernels
+from foveal_runtime.model.cpu.kernels import (
+    NormJob,
+    Product,
+    RmsNorm,
+    RowKernels,
+    load_row_kernels,
+)
 from foveal_runtime.model.cpu.packing import (
     ACTIVATIONS,
     DTYPES,
+    MORE_ROWS,
+    WIDE,
     Activation,
     PackedLinear,
-    unpacked_forward,
+    can_pack,
+    has_kernel,
+    has_like_bias,
+    is_slow,
+    loaded_kernel,
+    multiply,
 )
 
 PROBE_ROWS = 4
@@ -37,6 +52,12 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2**-6}
 
 NORM_FORMS = ((0.0, True), (1.0, False), (0.0, False), (1.0, True))
 """(added to the weight, whether the normed row is rounded to its dtype before the product)."""
+
+FEW_ROWS = 16
+"""Most rows of a product that the C kernel computes with unpacked weights, where torch could:
+MORE_ROWS without AVX-512, and by AMX."""
+CACHED_BYTES = 256 << 10
+"""Of a weight that is not packed, which rows are multiplied with in turn: half a second cache."""
 
 _CALL_ERRORS = (TypeError, ValueError, RuntimeError, IndexError)
 _log = logging.getLogger(__name__)
@@ -239,3 +260,50 @@ def _is_same(got: torch.Tensor, wanted: torch.Tensor) -> bool:
         return False
     most = float((got.double() - wanted.double()).abs().max())
     return most <= TOLERANCE[wanted.dtype] * float(wanted.double().abs().max())
+
+
+def unpacked_forward(module: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Of a linear layer that was not packed: its few rows go through the weight as it lies, which
+    oneDNN would rearrange for each product. Of a convolution with bfloat16 weights where oneDNN has
+    no products of such: float32, which is 70 times as fast. None for other modules."""
+    kind = type(module)
+    if kind is nn.Linear and can_pack(module.weight.dtype) and has_kernel():
+        return functools.partial(_multiply_rows, module)
+    if kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d) and is_slow(module.weight.dtype):
+        return functools.partial(_convolve, module)
+    return None
+
+
+def _multiply_rows(linear: nn.Linear, rows: torch.Tensor) -> torch.Tensor:
+    weight = linear.weight
+    most = MORE_ROWS if is_slow(torch.bfloat16) or _has_tiles(weight.dtype) else FEW_ROWS
+    is_many = rows.numel() > most * linear.in_features and not is_slow(weight.dtype)
+    is_like = rows.dtype == weight.dtype and has_like_bias(linear)
+    if is_many or not is_like or not weight.is_contiguous():
+        return functional.linear(rows, weight, linear.bias)
+    return multiply(rows, unpacked_product(linear))
+
+
+def _has_tiles(dtype: torch.dtype) -> bool:
+    kernel = loaded_kernel()
+    return dtype == torch.bfloat16 and not isinstance(kernel, str) and kernel.has_tiles
+
+
+def unpacked_product(linear: nn.Linear) -> Product:
+    """A layer with a contiguous weight as the kernel takes it; good while the layer keeps it."""
+    outs, ins = linear.weight.shape
+    is_small = ins * WIDE * linear.weight.itemsize <= CACHED_BYTES
+    return Product(
+        weight=linear.weight.data_ptr(),
+        bias=None if linear.bias is None else linear.bias.data_ptr(),
+        ins=ins,
+        outs=outs,
+        wide=WIDE if is_small else WIDE // 4,
+    )
+
+
+def _convolve(convolution: Any, rows: torch.Tensor) -> torch.Tensor:
+    bias = None if convolution.bias is None else convolution.bias.float()
+    out = convolution._conv_forward(rows.float(), convolution.weight.float(), bias)
+    wanted: torch.Tensor = out.to(rows.dtype)
+    return wanted

@@ -7,8 +7,7 @@ plain one (same number of bytes).
 
 oneDNN packs and multiplies, except bfloat16 numbers on CPUs without AVX-512: it has no products of
 those, and torch's own take up to 8 times as long as in float32. There the C kernel of small steps
-multiplies, from blocks of its own. What must stay as it lies, a head that is tied to the
-embeddings, goes through that kernel everywhere, a few rows at a time.
+multiplies, from blocks of its own. What must stay as it lies is left to fusing.py.
 """
 
 from __future__ import annotations
@@ -47,14 +46,11 @@ about as long as waking the others. Measured in docs/decisions/small-products-al
 DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 """As the C kernels take them."""
 
-FEW_ROWS, MORE_ROWS = 16, 64
-"""Most rows of a product that the C kernel computes, where torch could: with unpacked weights, and
-where it is faster for more, with AMX, and on CPUs without AVX-512 with packed ones, too."""
+MORE_ROWS = 64
+"""Most rows of a product that the C kernel computes where oneDNN could, without AVX-512."""
 
-_WIDE, _DEEP = 64, 64
+WIDE, DEEP = 64, 64
 """Outputs and inputs of a block of our own."""
-_CACHED_BYTES = 256 << 10
-"""Of a weight that is not packed, which rows are multiplied with in turn: half a second cache."""
 _LARGE_BYTES = 1 << 20
 loaded_kernel = functools.cache(load_decode_kernel)
 _log = logging.getLogger(__name__)
@@ -133,10 +129,10 @@ class PairedLinear(PackedLinear):
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         pairs = linear.weight.data.contiguous().view(torch.int32)  # moved as one number: faster
-        blocks = _blocks(pairs, _WIDE, _DEEP // 2).contiguous().view(linear.weight.dtype)
+        blocks = _blocks(pairs, WIDE, DEEP // 2).contiguous().view(linear.weight.dtype)
         self.weight = nn.Parameter(blocks, requires_grad=False)
         self.bias = linear.bias
-        self._layout = Layout(_WIDE, _DEEP, True, blocks[0].numel(), blocks[0, 0].numel())
+        self._layout = Layout(WIDE, DEEP, True, blocks[0].numel(), blocks[0, 0].numel())
 
     def forward(
         self,
@@ -347,53 +343,6 @@ def pack_linears(model: nn.Module) -> int:
     return num_packed
 
 
-def unpacked_forward(module: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Of a linear layer that was not packed: its few rows go through the weight as it lies, which
-    oneDNN would rearrange for each product. Of a convolution with bfloat16 weights where oneDNN has
-    no products of such: float32, which is 70 times as fast. None for other modules."""
-    kind = type(module)
-    if kind is nn.Linear and can_pack(module.weight.dtype) and has_kernel():
-        return functools.partial(_multiply_rows, module)
-    if kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d) and is_slow(module.weight.dtype):
-        return functools.partial(_convolve, module)
-    return None
-
-
-def _multiply_rows(linear: nn.Linear, rows: torch.Tensor) -> torch.Tensor:
-    weight = linear.weight
-    most = MORE_ROWS if is_slow(torch.bfloat16) or _has_tiles(weight.dtype) else FEW_ROWS
-    is_many = rows.numel() > most * linear.in_features and not is_slow(weight.dtype)
-    is_like = rows.dtype == weight.dtype and _has_like_bias(linear)
-    if is_many or not is_like or not weight.is_contiguous():
-        return functional.linear(rows, weight, linear.bias)
-    return multiply(rows, unpacked_product(linear))
-
-
-def _has_tiles(dtype: torch.dtype) -> bool:
-    kernel = loaded_kernel()
-    return dtype == torch.bfloat16 and not isinstance(kernel, str) and kernel.has_tiles
-
-
-def unpacked_product(linear: nn.Linear) -> Product:
-    """A layer with a contiguous weight as the kernel takes it; good while the layer keeps it."""
-    outs, ins = linear.weight.shape
-    is_small = ins * _WIDE * linear.weight.itemsize <= _CACHED_BYTES
-    return Product(
-        weight=linear.weight.data_ptr(),
-        bias=None if linear.bias is None else linear.bias.data_ptr(),
-        ins=ins,
-        outs=outs,
-        wide=_WIDE if is_small else _WIDE // 4,
-    )
-
-
-def _convolve(convolution: Any, rows: torch.Tensor) -> torch.Tensor:
-    bias = None if convolution.bias is None else convolution.bias.float()
-    out = convolution._conv_forward(rows.float(), convolution.weight.float(), bias)
-    wanted: torch.Tensor = out.to(rows.dtype)
-    return wanted
-
-
 def own_rest(model: nn.Module) -> None:
     """Copies what was not packed out of the checkpoint's mapped files: a single tensor keeps a
     whole file mapped, which then counts beside the packed copy of its weights."""
@@ -423,11 +372,11 @@ def _is_plain(linear: Any, holders: dict[int, int]) -> bool:
         and holders[id(weight)] == 1
         and not linear._forward_hooks
         and not linear._forward_pre_hooks
-        and _has_like_bias(linear)
+        and has_like_bias(linear)
     )
 
 
-def _has_like_bias(linear: nn.Linear) -> bool:
+def has_like_bias(linear: nn.Linear) -> bool:
     return linear.bias is None or linear.bias.dtype == linear.weight.dtype
 
 
