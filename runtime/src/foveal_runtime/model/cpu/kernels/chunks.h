@@ -215,9 +215,11 @@ INLINE void weigh(const int dots, const Job *job, int low, int high, float *scor
         for (int d = 0; d < job->head_dim; d += LANES) store(acc + d, load(acc + d) * shrink);
         share->peak = peak;
     }
-    const vec scaling = splat(late_scaling(job)), shift = scaling * splat(share->peak);
+    const vec scaling = splat(late_scaling(job) * (dots ? 1.44269504f : 1.0f));
+    const vec shift = scaling * splat(share->peak);
     for (int i = 0; i < KEYS; i += LANES) {
-        const vec weight = vexp(load(score + i) * scaling - shift);
+        const vec exponent = load(score + i) * scaling - shift;
+        const vec weight = dots ? vexp2_coarse(exponent) : vexp(exponent);
         const hvec half = to_halves(weight);
         if (dots) memcpy((uint16_t *)score + i, &half, sizeof half);
         else store(score + i, weight);

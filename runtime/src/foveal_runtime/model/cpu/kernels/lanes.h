@@ -188,6 +188,22 @@ INLINE vec vexp(vec x) {
 #endif
 }
 
+/* 2^x for what is rounded to bfloat16 afterwards: relative error 3e-6, in half of vexp's time; 0 for
+ * -inf. The polynomial is the one of degree 4 with the smallest relative error between 0 and 1. */
+INLINE vec vexp2_coarse(vec x) {
+#if HAS_DOTS
+    const vec part = (vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    vec p = splat(1.353416724e-02f);
+    p = p * part + splat(5.201146191e-02f);
+    p = p * part + splat(2.414427561e-01f);
+    p = p * part + splat(6.930038346e-01f);
+    p = p * part + splat(1.000002593e+00f);
+    return (vec)_mm512_scalef_ps((__m512)p, (__m512)x);
+#else
+    return vexp(x * splat(0.69314718f));
+#endif
+}
+
 INLINE vec vcap(vec x, float cap) { /* cap * tanh(x / cap) */
     vec e = vexp(x * splat(2.0f / cap));
     return splat(cap) * (splat(1.0f) - splat(2.0f) / (e + splat(1.0f)));
