@@ -27,6 +27,7 @@ HEADERS = (
     "paged",
     "products",
     "rows",
+    "tiled_products",
     "tiles",
 )
 VARIANTS = (

@@ -107,9 +107,11 @@ class DecodeLayers:
         is_quantised = any(one.bits for parts in self._parts for one in parts.products.values())
         is_fast = kernel.is_fast_in_bfloat16 if is_half else kernel.is_fast_in_float32
         is_alone = is_half and packed_class(loaded.dtype) is PairedLinear
-        self.takes_long = (is_fast or is_alone) and (kernel.has_chunks or not is_quantised)
-        fast = TILE_LIMITS if kernel.has_tiles else FAST_LIMITS
-        self.limits = fast if is_half and is_fast and not is_quantised else LIMITS
+        has_tiles = kernel.has_tiles and is_half
+        is_whole = not is_quantised or has_tiles
+        self.takes_long = (is_fast or is_alone) and (kernel.has_chunks or is_whole)
+        fast = TILE_LIMITS if has_tiles else FAST_LIMITS
+        self.limits = fast if is_half and is_fast and is_whole else LIMITS
         self._geometry = {one.layer if one.layer >= 0 else one.index: one for one in layers}
         self._rotations = {number: rotation_of(decoder, number) for number in self._geometry}
         first = self._parts[0]

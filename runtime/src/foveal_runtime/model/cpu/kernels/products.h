@@ -247,42 +247,10 @@ static const PanelFunction panel_functions[NUM_KINDS][MOST_ROWS] = {
 #include "chunked_products.h"
 
 #if HAS_TILES
-/* Bytes from TILE_DEPTH inputs of a block column to the next, or 0 where they are not that far apart
- * everywhere. */
-INLINE int64_t tile_step(const Product *p) {
-    if (!p->paired || p->wide % TILE) return 0;
-    if (p->deep == TILE_DEPTH) return 2 * p->in_stride;
-    return p->in_stride == (int64_t)p->deep * p->wide ? 2 * TILE_DEPTH * p->wide : 0;
-}
-
-/* tile[r] = the products of row r of `count` with the outputs of a block column. Inputs beyond the last
- * TILE_DEPTH ones, and their weights, are multiplied from copies, filled up with zeros. */
-static void project_tiles(const Product *p, int64_t step, int panel, const Inputs *in, int count,
-                          float *tile) {
-    const int steps = p->ins / TILE_DEPTH, rest = p->ins % TILE_DEPTH;
-    const uint16_t *weight = (const uint16_t *)p->weight + panel * p->out_stride;
-    const uint16_t *last = weight + steps * (step / 2);
-    uint16_t inputs[2 * TILE * TILE_DEPTH] __attribute__((aligned(64)));
-    uint16_t weights[TILE_DEPTH * MAX_WIDE] __attribute__((aligned(64)));
-    if (rest) {
-        memset(weights, 0, sizeof weights);
-        memcpy(weights, last, rest * p->wide * sizeof *weights);
-    }
-    for (int r = 0; r < count; r += 2 * TILE) {
-        const int rows = count - r < 2 * TILE ? count - r : 2 * TILE;
-        const uint16_t *x = in->halves + r * in->halves_stride;
-        TileJob job = {x, weight, tile + r * MAX_WIDE, 2 * in->halves_stride, 4 * p->wide, step,
-                       MAX_WIDE};
-        multiply_in_tiles(0, rows, p->wide, steps, job);
-        if (!rest) continue;
-        memset(inputs, 0, sizeof inputs);
-        for (int i = 0; i < rows; i++)
-            memcpy(inputs + i * TILE_DEPTH, x + i * in->halves_stride + steps * TILE_DEPTH,
-                   rest * sizeof *inputs);
-        job.a = inputs, job.a_stride = 2 * TILE_DEPTH, job.b = weights;
-        multiply_in_tiles(1, rows, p->wide, 1, job);
-    }
-}
+#define PLAIN_ROWS 64 /* likewise, of `project_plain` */
+#include "tiled_products.h"
+#else
+#define PLAIN_ROWS MOST_ROWS
 #endif
 
 static int num_panels(const Product *p) { return (p->outs + p->wide - 1) / p->wide; }
@@ -316,6 +284,9 @@ static int project(int dtype, const Product *p, int panel, const Inputs *in, int
 #if HAS_TILES
     const int64_t step = kind == BFLOAT16 ? tile_step(p) : 0;
     if (step) project_tiles(p, step, panel, &some, count, tile);
+    else if (kind > BFLOAT16 && dtype == BFLOAT16 && has_code_tiles(p))
+        (count <= FEW_CODES ? project_few_codes : project_code_tiles)(kind, p, panel, &some, count,
+                                                                      tile);
     else
 #endif
     if (kind <= BFLOAT16 && count > 1 && count <= MOST_IN_ORDER)
@@ -394,42 +365,6 @@ static const PlainFunction plain_functions[2][MOST_ROWS] = {
      plain_FLOAT32_6},
     {plain_BFLOAT16_1, plain_BFLOAT16_2, plain_BFLOAT16_3, plain_BFLOAT16_4, plain_BFLOAT16_5,
      plain_BFLOAT16_6}};
-
-#define PLAIN_ROWS (HAS_TILES ? 64 : MOST_ROWS) /* of one call of `project_plain` */
-
-#if HAS_TILES
-#define PAIRED_ROWS (2 * TILE)
-
-/* Rows as tiles take them where weights are not packed: of each PAIRED_ROWS rows, filled up with
- * zeros, (ins / 2, PAIRED_ROWS) pairs. NULL without memory. */
-static uint32_t *pair_rows(const uint16_t *x, int64_t rows, int64_t ins) {
-    const int64_t all = (rows + PAIRED_ROWS - 1) / PAIRED_ROWS * PAIRED_ROWS;
-    uint32_t *pairs = aligned_alloc(64, all * ins * sizeof *x);
-    for (int64_t r = 0; pairs && r < all; r++) {
-        uint32_t *to = pairs + r / PAIRED_ROWS * PAIRED_ROWS * (ins / 2) + r % PAIRED_ROWS;
-        for (int64_t k = 0; k < ins / 2; k++, to += PAIRED_ROWS) {
-            *to = 0;
-            if (r < rows) memcpy(to, x + r * ins + 2 * k, sizeof *to);
-        }
-    }
-    return pairs;
-}
-
-/* tile[r, c] = the products of `count` rows, at most PLAIN_ROWS, with one or two tiles of outputs
- * from `out` on. */
-INLINE void multiply_plain_tiles(const int tiles, const Product *p, int out, const uint32_t *pairs,
-                                 int count, float *tile) {
-    float sums[2 * TILE * PLAIN_ROWS] __attribute__((aligned(64)));
-    const char *weight = (const char *)((const uint16_t *)p->weight + (int64_t)out * p->ins);
-    for (int r = 0; r < count; r += PAIRED_ROWS)
-        multiply_tiles(tiles, 2, 0, p->ins / TILE_DEPTH,
-                       &(TileJob){weight, pairs + (int64_t)r * (p->ins / 2), sums + r,
-                                  2 * (int64_t)p->ins, 4 * PAIRED_ROWS, 4 * PAIRED_ROWS * TILE,
-                                  PLAIN_ROWS});
-    for (int c = 0; c < tiles * TILE; c++)
-        for (int r = 0; r < count; r++) tile[r * MAX_WIDE + c] = sums[c * PLAIN_ROWS + r];
-}
-#endif
 
 /* As `project`, with a weight that is not packed, of at most PLAIN_ROWS rows. `pairs`: all rows, see
  * pair_rows, or NULL. */
