@@ -28,9 +28,9 @@
 #define OWN_ROWS 64    /* as many each thread prepares for itself, which saves a barrier */
 #define SLICE_ROWS 96  /* multiplied with a block of outputs by one thread */
 #if HAS_TILES
-#define TILED_ROWS 320 /* likewise, of bfloat16 numbers: all blocks of outputs, if they are in the */
-#define TILED_BYTES (3 << 19) /* second cache meanwhile, whose size is 2 MiB */
-#define ROW_STEP (2 * TILE) /* whose multiple a slice is */
+#define TILED_ROWS 320 /* likewise, where all weights are bfloat16 numbers */
+#define TILED_BYTES (3 << 19) /* of a slice that stays in the second cache, which has 2 MiB */
+#define ROW_STEP (2 * TILE) /* a slice is a multiple of it */
 #else
 #define TILED_ROWS SLICE_ROWS
 #define TILED_BYTES 0

@@ -1,9 +1,8 @@
 /* Products of bfloat16 numbers by AMX: 16 rows times 16 outputs and 32 inputs at once, with the sums
  * in float32.
  *
- * Included by products.h and chunks.h. A row's sums are the same bits
- * whatever the others are. TILE rows are computed together: behind the last one there must be room for
- * as many, with any numbers in it.
+ * Included by products.h and chunks.h. A row's sums are the same bits whatever the others are. TILE rows
+ * are computed together: behind the last one there must be room for as many, with any numbers in it.
  */
 #ifndef FOVEAL_TILES_H
 #define FOVEAL_TILES_H
@@ -30,7 +29,7 @@ INLINE void begin_tiles(void) {
 
 INLINE void end_tiles(void) { _tile_release(); }
 
-/* Numbers that are multiplied: `rows` at a, `stride` bytes from row to row; pairs of inputs at b, the
+/* Numbers that are multiplied: rows at a, `a_stride` bytes from row to row; pairs of inputs at b, the
  * outputs next to each other, `b_stride` bytes from pair to pair and `b_step` from TILE_DEPTH inputs
  * to the next. c: (rows, outputs), `c_stride` numbers from row to row. */
 typedef struct {
