@@ -23,6 +23,7 @@ from foveal_runtime.model.cpu.kernels import (
     Kernel,
     PrefillKernel,
     cpu_flags,
+    cpu_vendor,
     load_kernel,
     load_prefill_kernel,
     variants,
@@ -233,6 +234,8 @@ def test_variant_choice(tmp_path: Path, monkeypatch) -> None:
         assert variants("x86_64", cpu_flags(info)) == [*tiled, "v4_bf16", "v4", "v3", "generic"]
     monkeypatch.undo()
     assert cpu_flags(tmp_path / "absent") == frozenset()
+    info.write_text("vendor_id\t: GenuineIntel\n" + info.read_text())
+    assert [cpu_vendor(info), cpu_vendor(tmp_path / "absent")] == ["GenuineIntel", ""]
     assert "no paged_decode" in str(load_kernel(tmp_path))
     (tmp_path / f"paged_decode_{variants('x86_64', cpu_flags())[0]}.so").write_text("junk")
     assert "cannot be loaded" in str(load_kernel(tmp_path))

@@ -28,6 +28,8 @@ _BF16 = _V4 | {"avx512_bf16"}
 _TILES = {"amx_tile", "amx_bf16"}
 _NEEDS = {"v4_amx": _BF16 | _TILES, "v4_bf16": _BF16, "v4": _V4, "v3": _V3}
 """Instruction sets of the variants, best first; not every kernel has all."""
+MOST_IN_ORDER = 32
+"""Of `DecodeKernel`, with AVX-512 on Intel's CPUs."""
 
 
 class DecodeJob(ctypes.Structure):
@@ -244,8 +246,21 @@ class DecodeKernel:
         """Whether its products are as fast as oneDNN's."""
         self.has_chunks = not variant.startswith("v4")
         """Whether many rows share what they read of quantised weights."""
+        self._most_in_order = ctypes.c_int.in_dll(ctypes.CDLL(str(path)), "foveal_most_in_order")
+        if variant.startswith("v4") and cpu_vendor() == "GenuineIntel":
+            self.most_in_order = MOST_IN_ORDER
         self._run = _function(path, "foveal_decode_layers", ctypes.POINTER(DecodeStep))
         self._multiply = _function(path, "foveal_multiply", ctypes.POINTER(ProductJob))
+
+    @property
+    def most_in_order(self) -> int:
+        """Rows that go through weights chunk by chunk instead of six at a time, at most; their
+        bits are the same. Of the library, so of all that loaded it."""
+        return int(self._most_in_order.value)
+
+    @most_in_order.setter
+    def most_in_order(self, rows: int) -> None:
+        self._most_in_order.value = rows
 
     def multiply(self, job: ProductJob) -> int:
         """DONE, UNSUPPORTED or NO_MEMORY."""
@@ -267,15 +282,27 @@ class DeltaKernel:
         return int(self._run(ctypes.byref(job)))
 
 
-def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """Instruction set names of the first CPU; empty where the system does not say. Those of AMX
-    only where this process may use it: Linux keeps its registers for who has asked."""
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+def _cpu_says(name: str, cpuinfo: Path) -> str:
+    """A line of the first CPU; "" where the system does not say."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
-        return frozenset()
-    line = next((line for line in lines if line.startswith("flags")), ":")
-    flags = frozenset(line.partition(":")[2].split())
+        return ""
+    return next((line.partition(":")[2] for line in lines if line.startswith(name)), "").strip()
+
+
+def cpu_vendor(cpuinfo: Path = _CPUINFO) -> str:
+    """GenuineIntel, AuthenticAMD, ...; "" where the system does not say."""
+    return _cpu_says("vendor_id", cpuinfo)
+
+
+def cpu_flags(cpuinfo: Path = _CPUINFO) -> frozenset[str]:
+    """Instruction set names of the first CPU; empty where the system does not say. Those of AMX
+    only where this process may use it: Linux keeps its registers for who has asked."""
+    flags = frozenset(_cpu_says("flags", cpuinfo).split())
     return flags if not flags & _TILES or _may_use_tiles() else flags - _TILES
 
 

@@ -10,8 +10,10 @@
 
 #define CHUNK 64                 /* inputs of a chunk for many rows; few take one block at a time */
 #define FEW (2 * MOST_ROWS)
-/* With AVX-512 more rows go through the weights six at a time, which then wait in the second cache. */
-#define MOST_IN_ORDER (LANES == 16 ? 32 : PROJECT_ROWS)
+
+/* More rows than these go through the weights six at a time. Its caller may set it, which changes no
+ * bit: with AVX-512 few rows are faster chunk by chunk on Intel's CPUs, and slower on AMD's. */
+int foveal_most_in_order = LANES == 16 ? 0 : PROJECT_ROWS;
 
 /* tile[r] += the products of `rows` rows with `columns` vectors of outputs, from output `from` of a
  * block column on, and inputs [low, high), whose first block is at element `at` of the weight. `next`:
@@ -94,7 +96,7 @@ static void multiply_in_order(int kind, int rows, const Product *p, int panel, c
     const int64_t stride = deep / p->deep * p->in_stride;
     /* A copy of many rows' weights stays where it is while rows and sums come and go; a chunk of
      * bfloat16 numbers is widened once instead of for each six rows. */
-    const int few = kind == FLOAT32 ? FEW : HAS_DOTS ? MOST_IN_ORDER : MOST_ROWS;
+    const int few = kind == FLOAT32 ? FEW : HAS_DOTS ? PROJECT_ROWS : MOST_ROWS;
     const int copies = deep <= CHUNK && rows > few;
     float wide[CHUNK * MAX_WIDE] __attribute__((aligned(64)));
     const Product copy = {.weight = wide, .wide = p->wide, .deep = deep};

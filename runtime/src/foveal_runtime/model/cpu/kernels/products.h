@@ -289,7 +289,7 @@ static int project(int dtype, const Product *p, int panel, const Inputs *in, int
                                                                       tile);
     else
 #endif
-    if (kind <= BFLOAT16 && count > 1 && count <= MOST_IN_ORDER)
+    if (kind <= BFLOAT16 && count > 1 && count <= foveal_most_in_order)
         multiply_in_order(kind, count, p, panel, &some, tile);
     else if (kind > BFLOAT16 && count > FEW && LANES != 16)
         multiply_groups(kind, count, p, panel, &some, tile);
