@@ -144,14 +144,14 @@ def test_what_runs_is_the_product():
 
 def test_limits_are_those_of_the_product():
     """As docs/concepts/scale.md says; what costs twice as much breaks at half the size."""
-    assert limits.sessions() == (8192, 4)
+    assert limits.sessions(342_400) == (8192, 4)
     assert limits.mirror_bytes(1000) > limits.mirror_bytes(0) + 1000 * 100
 
     def sizes(report_seconds):
         found = limits.Limits(
-            mirror_bytes=2000, entry_bytes=300, report_engine_seconds=report_seconds,
-            report_frontend_seconds=1e-4, choice_seconds={2: 1e-5, 200: 4e-4}, max_sessions=256,
-            num_windows=4,
+            mirror_bytes=2000, entry_bytes=300, report_engine_seconds=1e-5,
+            report_frontend_seconds=report_seconds, choice_seconds={2: 1e-5, 200: 4e-4},
+            max_sessions=256, num_windows=4,
         )  # fmt: skip
         points = limits.break_points(
             found, reports_per_second=20, entries=10_000, memory_bytes=1 << 30,
@@ -160,9 +160,9 @@ def test_limits_are_those_of_the_product():
         assert [one.size for one in points] == sorted(one.size for one in points)
         return {one.what: one.size for one in points}
 
-    reports = "load reports take an engine's core thread"
-    assert sizes(1e-5)[reports] == pytest.approx(5000)
-    assert sizes(2e-5)[reports] == pytest.approx(2500)
+    reports = "load reports take a frontend's event loop"
+    assert sizes(1e-4)[reports] == pytest.approx(500)
+    assert sizes(2e-4)[reports] == pytest.approx(250)
 
 
 def test_cores_are_shared():

@@ -27,6 +27,7 @@ from e2e.bench.simulation import limits, plots
 from e2e.bench.simulation.costs import Costs, Deployment
 from e2e.bench.simulation.fleet import Day, FleetRouter, Hour, RoundRobin, live, shrunk
 from foveal_runtime.engine.process.core import NOTE_DELAY_SECONDS
+from foveal_runtime.engine.process.load_reports import PER_SECOND
 
 STAGES = ("calibrate", "validate", "limits", "fleet")
 IMAGES, ENCODED, PROMPTS = 24, 8, 16
@@ -67,34 +68,40 @@ def keep(path: Path, found: Any) -> None:
     path.write_bytes(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
 
 
-def mean_hits(hours: list[Hour]) -> dict[str, float]:
-    """Of the day, hours counted by their requests."""
+def means(hours: list[Hour]) -> dict[str, float]:
+    """Hits by cache and seconds to the first token, hours counted by their requests."""
     total = sum(hour.requests for hour in hours)
+    figures = [
+        {**hour.hits, "TTFT p50": hour.ttft_p50, "TTFT p99": hour.ttft_p99} for hour in hours
+    ]
     return {
-        cache: sum(hour.hits[cache] * hour.requests for hour in hours) / total
-        for cache in hours[0].hits
+        name: sum(one[name] * hour.requests for one, hour in zip(figures, hours, strict=True))
+        / total
+        for name in figures[0]
     }
 
 
 def fleet_errors(deployment: Deployment, costs: Costs, rate: float, seed: int) -> dict[str, Any]:
-    """What sharing mirrors and shrinking the day change in hits, and what routing does, on a fleet
-    that is small enough to have every mirror."""
+    """What sharing mirrors, shrinking the day and rare load reports change, and what routing does,
+    on a fleet that is small enough to have every mirror."""
     frontends, engines = SMALL
     found: dict[str, Any] = {}
-    for name, clients, scale, policy in (
-        ("every mirror", frontends, 1, FleetRouter),
-        ("mirrors shared by 4", 4, 1, FleetRouter),
-        ("day and caches twice as large", 4, 2, FleetRouter),
-        ("round robin", 4, 1, RoundRobin),
+    for name, clients, scale, policy, reports in (
+        ("every mirror", frontends, 1, FleetRouter, PER_SECOND),
+        ("mirrors shared by 4", 4, 1, FleetRouter, PER_SECOND),
+        ("day and caches twice as large", 4, 2, FleetRouter, PER_SECOND),
+        ("every mirror, a load report a second", frontends, 1, FleetRouter, frontends),
+        ("round robin", 4, 1, RoundRobin, PER_SECOND),
     ):
         day = Day(requests=1000 * scale, rate=rate, catalogue=CATALOGUE * engines * scale)
         caches = (scale * size for size in (IMAGES, ENCODED, PROMPTS))
         hours = live(
             shrunk(deployment, *caches), costs, day, num_frontends=frontends,
             num_engines=engines, num_clients=clients, seed=seed, policy=policy,
+            reports_per_second=reports,
         )  # fmt: skip
-        found[name] = mean_hits(hours)
-        print(name, {k: f"{v:.1%}" for k, v in found[name].items()}, flush=True)
+        found[name] = means(hours)
+        print(name, {k: f"{v:.3f}" for k, v in found[name].items()}, flush=True)
     return found
 
 
@@ -108,21 +115,21 @@ def run_fleet(arguments: argparse.Namespace, deployment: Deployment, costs: Cost
         num_clients=arguments.clients, seed=arguments.seed,
     )  # fmt: skip
     seconds = time.process_time() - began
-    print(f"the day's hits: {mean_hits(hours)}; {seconds:.0f} CPU seconds", flush=True)
+    print(f"the day: {means(hours)}; {seconds:.0f} CPU seconds", flush=True)
     keep(arguments.out / "fleet.json", {
         "date": datetime.date.today().isoformat(), "cpu_seconds": seconds, "day": day._asdict(),
         "frontends": arguments.frontends, "engines": arguments.engines,
-        "clients": arguments.clients, "seed": arguments.seed, "hits": mean_hits(hours),
+        "clients": arguments.clients, "seed": arguments.seed, "means": means(hours),
         "small": errors, "hours": hours,
     })  # fmt: skip
     plots.draw_day(hours, arguments.images / "scale-day.svg")
 
 
 def run_limits(arguments: argparse.Namespace, deployment: Deployment, costs: Costs) -> None:
-    """Measured here; the rate of reports is the protocol's most: one a NOTE_DELAY_SECONDS."""
+    """Measured here; the rate of reports is the protocol's most for so many frontends."""
     found = limits.measure(deployment, costs)
     breaks = limits.break_points(
-        found, reports_per_second=1 / NOTE_DELAY_SECONDS,
+        found, reports_per_second=min(1 / NOTE_DELAY_SECONDS, PER_SECOND / arguments.frontends),
         entries=VALUE_CACHE_BYTES / deployment.item_bytes,
         memory_bytes=MIRROR_MEMORY_BYTES,
         requests_per_second=arguments.rate * arguments.engines / arguments.frontends,

@@ -24,6 +24,7 @@ from e2e.bench.simulation.costs import Costs, Deployment, Role
 from e2e.bench.simulation.virtual import run
 from e2e.bench.simulation.world import Ask, World, connect
 from foveal_runtime.bench.stats import percentile
+from foveal_runtime.engine.process.load_reports import PER_SECOND
 from foveal_runtime.frontend.engines.client import EngineClient
 from foveal_runtime.frontend.engines.routing import Candidate, Pick, Router
 
@@ -235,17 +236,23 @@ def shrunk(deployment: Deployment, images: float, encoded: float, prompts: float
 def live(
     deployment: Deployment, costs: Costs, day: Day, *, num_frontends: int, num_engines: int,
     num_clients: int = 0, seed: int = 1, policy: Callable[[], Router] = FleetRouter,
+    reports_per_second: float = PER_SECOND,
 ) -> list[Hour]:  # fmt: skip
-    """A day of a fleet on machines of its own: every process has its cores."""
+    """A day of a fleet on machines of its own: every process has its cores. `reports_per_second`:
+    of the load, of an engine to all its frontends."""
     own = msgspec.structs.replace(costs, client=Role(), alone_speed=costs.alone_speed)
 
     async def main() -> list[Hour]:
         world = World(
             deployment, own, num_frontends, num_engines, policy=policy, num_clients=num_clients
         )
+        num_sessions = len(world.clients)
         for engine in world.engines.values():  # S is divided long before the last frontend comes
             receiver = engine.core.receiver
             receiver.limits = dataclasses.replace(receiver.limits, max_window_bytes=0)
+            # So that each session hears as often as one of so many frontends.
+            share = (num_sessions + 1) / (num_frontends + 1)
+            engine.core.reports.per_second = reports_per_second * share
         listener = connect(world, "listener")
         await listener.start()
         async with world:

@@ -16,6 +16,7 @@ from e2e.bench.simulation import reports
 from e2e.bench.simulation.costs import Costs, Deployment
 from e2e.bench.simulation.virtual import run
 from e2e.bench.simulation.world import Ask, World
+from foveal_runtime.engine.process.load_reports import PER_SECOND
 from foveal_runtime.frontend.engines.run import EngineRun
 from foveal_runtime.frontend.items.prepared import PreparedRequest
 from foveal_runtime.mirror.messages import PROTOCOL_VERSION, Announced, Hello, Welcome
@@ -77,8 +78,8 @@ def mirror_bytes(num_entries: int) -> int:
         tracemalloc.stop()
 
 
-def sessions() -> tuple[int, int]:
-    """How many frontends an engine with default limits takes, and gives a window."""
+def sessions(item_bytes: int) -> tuple[int, int]:
+    """How many frontends an engine with default limits takes, and gives a window for an item."""
     receiver = Receiver(ReceiverLimits(capacity_bytes=4 << 30), info=INFO)
     taken = windows = 0
     while True:
@@ -87,7 +88,7 @@ def sessions() -> tuple[int, int]:
         if not isinstance(answer, Welcome):
             return taken, windows
         taken += 1
-        windows += answer.window_bytes > 0
+        windows += answer.window_bytes >= item_bytes
 
 
 async def _choice(deployment: Deployment, costs: Costs, num_engines: int) -> float:
@@ -105,7 +106,7 @@ async def _choice(deployment: Deployment, costs: Costs, num_engines: int) -> flo
 def measure(deployment: Deployment, costs: Costs) -> Limits:
     empty, full = mirror_bytes(0), mirror_bytes(10_000)
     made, taken = reports.measure(deployment, costs)
-    max_sessions, num_windows = sessions()
+    max_sessions, num_windows = sessions(deployment.item_bytes)
     return Limits(
         mirror_bytes=empty, entry_bytes=(full - empty) / 10_000,
         report_engine_seconds=made, report_frontend_seconds=taken,
@@ -128,19 +129,19 @@ def break_points(
     most = max(found.choice_seconds)
     per_candidate = found.choice_seconds[most] / most
     mirror = found.mirror_bytes + entries * found.entry_bytes
-    engine = 1 / (reports_per_second * found.report_engine_seconds)
     frontend = 1 / (reports_per_second * found.report_frontend_seconds)
     return sorted(
         (
             Break(what="windows are given away: a new value takes a round trip more",
-                  counted="frontends", size=found.num_windows, why="staging / 64 MiB"),
+                  counted="frontends", size=found.num_windows,
+                  why="staging / 64 MiB"),
             Break(what="engines refuse sessions", counted="frontends", size=found.max_sessions,
                   why="ReceiverLimits.max_sessions"),
-            Break(what="load reports take an engine's core thread", counted="frontends",
-                  size=engine, why=f"{reports_per_second:.0f} a second to each, "
+            Break(what="a load report is a second old", counted="frontends", size=PER_SECOND,
+                  why=f"{PER_SECOND} a second of an engine to all, "
                   f"{1e6 * found.report_engine_seconds:.0f} us each"),
             Break(what="load reports take a frontend's event loop", counted="engines",
-                  size=frontend, why=f"{reports_per_second:.0f} a second from each, "
+                  size=frontend, why=f"{reports_per_second:.1f} a second from each, "
                   f"{1e6 * found.report_frontend_seconds:.0f} us each"),
             Break(what="mirrors take the memory meant for them", counted="engines",
                   size=memory_bytes / mirror, why=f"{mirror / 1e6:.1f} MB each at "

@@ -73,7 +73,7 @@ def _tell(deployment: Deployment, costs: Costs, count: int, burst: int) -> tuple
         time.sleep(0.2)
         began = time.process_time()
         for number in range(count):
-            core._send_down(fid, [])
+            core._send_down(fid, core._load(), [])
             while number % burst == burst - 1 and links._outbox:
                 time.sleep(PAUSE_SECONDS)
         spent = time.process_time() - began

@@ -1,6 +1,8 @@
 """The engine's core behind the real protocol, without sockets: frontends, mirror, scheduler."""
 
+from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -236,6 +238,31 @@ def test_load_is_reported_with_outputs_and_to_idle_frontends_when_it_changed():
     engine.run()
     assert (idle.load.num_running, idle.load.kv_usage) == (0, 0.0)
     assert not idle.load.draining
+
+
+def test_reports_to_many_frontends_are_spread_over_time_and_the_last_one_reaches_all():
+    """With 200 each hears of the load five times a second, not 20 times; of a drain at once."""
+    engine = Engine()
+    busy, *idle = [engine.connect(f"f{index}") for index in range(200)]
+    engine.run()
+    heard = {frontend: [(engine.clock.now, frontend.load.stamp)] for frontend in idle}
+    began = engine.clock.now
+    engine.up(busy, busy.request(("r", 0), range(10, 30), max_tokens=150))
+    while engine.core.has_work:
+        engine.step()
+        for frontend, reports in heard.items():
+            if frontend.load.stamp != reports[-1][1]:
+                reports.append((engine.clock.now, frontend.load.stamp))
+    times = Counter(now for reports in heard.values() for now, _ in reports[1:])
+    assert max(times.values()) == 50
+    assert times.total() <= 1000 * (engine.clock.now - began) + 50
+    waits = [b - a for all_ in heard.values() for (a, _), (b, _) in pairwise(all_[1:])]
+    assert max(waits) < 0.26
+    engine.run()
+    assert {frontend.load.num_running for frontend in (busy, *idle)} == {0}
+    engine.core.drain()
+    engine.step()
+    assert all(frontend.load.draining for frontend in (busy, *idle))
 
 
 def test_draining_finishes_what_is_here_and_takes_no_new_session():

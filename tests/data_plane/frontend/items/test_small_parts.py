@@ -240,10 +240,9 @@ def test_cold_requests_spread():
     assert set(loads.values()) == {10}
 
 
-def test_old_load_reports_starve_nobody():
-    """An idle engine sends no outputs, so its last report stays what it was when it was busy."""
-    assert estimate_load(own=1, reported=40, own_at_report=10, age_seconds=0.1) == 31
-    assert estimate_load(own=1, reported=40, own_at_report=10, age_seconds=60) == 1
+def test_requests_of_others_count_as_at_the_last_report():
+    assert estimate_load(own=0, reported=1, own_at_report=1) == 0
+    assert estimate_load(own=1, reported=40, own_at_report=10) == 31
 
 
 def test_stage_times_fall_into_their_buckets():

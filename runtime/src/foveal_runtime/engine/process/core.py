@@ -16,6 +16,7 @@ from foveal_runtime.engine.caches.warm import WarmSet
 from foveal_runtime.engine.events.log import EventLog
 from foveal_runtime.engine.process.controls import Controls
 from foveal_runtime.engine.process.evidence import StepRecord, is_new, suspects_of
+from foveal_runtime.engine.process.load_reports import Load, LoadReports
 from foveal_runtime.engine.process.splice import read_items, read_tokens, splice
 from foveal_runtime.engine.process.value_release import ValueRelease
 from foveal_runtime.engine.scheduler.outputs import in_messages
@@ -40,7 +41,7 @@ from foveal_runtime.plan.media import MMHash
 from foveal_runtime.telemetry.ages import EvictionAges
 from foveal_runtime.telemetry.ghosts import GhostLists
 from foveal_runtime.wire import codec
-from foveal_runtime.wire.messages import EngineLoad, EngineOutput, Outputs, RequestBody
+from foveal_runtime.wire.messages import EngineOutput, Outputs, RequestBody
 
 _LOG = logging.getLogger(__name__)
 NOTE_DELAY_SECONDS = 0.05
@@ -98,8 +99,7 @@ class EngineCore:
         self._serial = itertools.count(1)
         self._outputs: dict[str, list[EngineOutput]] = {}
         self._note_at: float | None = None
-        self._load_stamp = 0
-        self._load_told: dict[str, tuple[int, ...]] = {}
+        self.reports = LoadReports(lambda: self._controls.loras, NOTE_DELAY_SECONDS)
         self._warned_bypass = False
         # When requests with items arrived that still wait for values; the oldest is first.
         self._arrived: dict[RequestKey, float] = {}
@@ -126,7 +126,7 @@ class EngineCore:
         if session is None or session.sid != sid:
             return
         self.receiver.on_session_lost(fid, reason)
-        self._load_told.pop(fid, None)
+        self.reports.forget(fid)
         self._after_receiver()
 
     def end_session(self, fid: str, reason: str, death: Death | None = None) -> None:
@@ -267,42 +267,39 @@ class EngineCore:
 
     def flush(self) -> None:
         """Sends outputs with the mirror's notes, notes that are urgent, and all that are due."""
-        receiver, now = self.receiver, self._clock()
+        receiver, now, load = self.receiver, self._clock(), self._load()
         due = self._note_at is not None and self._note_at <= now
         if self._outputs:
             outputs, self._outputs = self._outputs, {}
             for fid, entries in outputs.items():
                 for part in in_messages(entries):
-                    self._send_down(fid, part)
+                    self._send_down(fid, load, part)
             if self._note_at is None:
                 self._note_at = now + NOTE_DELAY_SECONDS
+        behind = self.reports.behind(receiver.sessions, load) if due else []
+        turn = self.reports.whose_turn(behind, load, now)
         for fid in list(receiver.sessions):
-            if due and (self.is_draining or self._load_told.get(fid) != self._load_key()):
-                self._send_down(fid, [])
+            if fid in turn:
+                self._send_down(fid, load, [])
             elif (due or receiver.wants_immediate_flush(fid)) and (message := receiver.down(fid)):
                 self._send(fid, message)
         if due:
-            self._note_at = None
+            self._note_at = now + NOTE_DELAY_SECONDS if len(behind) > len(turn) else None
         if self._events is not None:
             self._events.flush()
 
-    def _send_down(self, fid: str, entries: list[EngineOutput]) -> None:
-        key, told = self._load_key(), self._load_told.get(fid)
-        self._load_stamp += 1
-        self._load_told[fid] = key
-        load = EngineLoad(
-            self._load_stamp, key[0], key[1], key[2] / 1000, self.is_draining,
-            self._controls.loras if told is None or told[3] != key[3] else None,
-        )  # fmt: skip
-        raw = codec.encode_outputs(Outputs(tuple(entries), load))
+    def _send_down(self, fid: str, load: Load, entries: list[EngineOutput]) -> None:
+        raw = codec.encode_outputs(Outputs(tuple(entries), self.reports.tell(fid, load)))
         if (message := self.receiver.down(fid, raw)) is not None:
             self._send(fid, message)
 
-    def _load_key(self) -> tuple[int, ...]:
+    def _load(self) -> Load:
         scheduler = self.scheduler
         waiting = len(scheduler.waiting) + len(self.receiver.admission.queue)
-        usage = int(scheduler.kv_usage * 1000)
-        return len(scheduler.running), waiting, usage, self._controls.lora_version
+        return Load(
+            len(scheduler.running), waiting, int(scheduler.kv_usage * 1000), self.is_draining,
+            self._controls.lora_version,
+        )  # fmt: skip
 
     # ---- requests -------------------------------------------------------------------------------
 

@@ -356,9 +356,7 @@ class EngineClient:
             elif item.is_held_only:
                 has_all = False
         reported = 0 if link.load is None else link.load.num_running + link.load.num_waiting
-        load = estimate_load(
-            link.inflight, reported, link.own_at_report, time.monotonic() - link.reported_at
-        )
+        load = estimate_load(link.inflight, reported, link.own_at_report)
         return Candidate(link.endpoint, load, held, has_all)
 
     async def _follow(

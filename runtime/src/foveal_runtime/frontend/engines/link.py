@@ -74,7 +74,6 @@ class EngineLink:
         self.load: EngineLoad | None = None
         self.loras = LoraReport(())
         self.own_at_report = 0
-        self.reported_at = 0.0
         self.heard_at = 0.0
         self.last_end = ""
         self._pulse: EngineHeartbeat | None = None
@@ -404,7 +403,6 @@ class EngineLink:
             self.load = outputs.load
             self.loras = outputs.load.loras or self.loras
             self.own_at_report = len(self._streams)
-            self.reported_at = time.monotonic()
         for output in outputs.outputs:
             stream = self._streams.get(output.rid)
             if stream is None:

@@ -18,7 +18,6 @@ from foveal_runtime.wire.codec import pack_tokens
 
 LOAD_FACTOR = 1.25
 PREFIX_TOKENS = (32, 256, 1024)
-_STALE_SECONDS = 5.0
 
 
 class Candidate(NamedTuple):
@@ -36,14 +35,9 @@ class Candidate(NamedTuple):
     has_all_sources: bool = True
 
 
-def estimate_load(own: int, reported: int, own_at_report: int, age_seconds: float) -> int:
-    """Requests at an engine: our own now, plus what others had there at the last report.
-
-    An idle engine sends no reports, so an old one says nothing about now: it must not keep an
-    engine starved that once was busy.
-    """
-    if age_seconds > _STALE_SECONDS:
-        return own
+def estimate_load(own: int, reported: int, own_at_report: int) -> int:
+    """Requests at an engine: our own now, plus what others had there at the last report. However
+    old that is: an engine whose load has changed says so, an idle one for the last time."""
     return own + max(0, reported - own_at_report)
 
 
