@@ -64,6 +64,7 @@ class Instance:
             grace_bytes=self.grace,
             max_cacheable_bytes=1 << 30,
             max_window_bytes=self.window,
+            window_divisor=1,
         )
         world = World(
             self.frontends,

@@ -52,6 +52,7 @@ class Run:
             grace_bytes=rng.choice((0, 0, 1, 3)),
             max_cacheable_bytes=rng.choice((None, 3, 100, 100)),
             max_window_bytes=rng.choice((0, 2, 4, 8, 100)),
+            window_divisor=1 + seed % 3,
             max_bindings=rng.choice((0, 2, 100)),
             max_queued=rng.choice((3, 1000)),
         )

@@ -19,7 +19,10 @@ from foveal_runtime.plan.errors import MediaTooLarge, Overloaded
 
 
 def limits(capacity: int = 100, **kwargs: object) -> ReceiverLimits:
-    base = {"staging_bytes": 200, "grace_bytes": 0, "max_cacheable_bytes": capacity}
+    base = {
+        "staging_bytes": 200, "grace_bytes": 0, "max_cacheable_bytes": capacity,
+        "window_divisor": 1,
+    }  # fmt: skip
     return ReceiverLimits(capacity_bytes=capacity, **(base | kwargs))  # type: ignore[arg-type]
 
 
@@ -93,6 +96,16 @@ def test_late_sessions_get_what_is_left_of_the_pool_and_still_work():
     w.send(w.add_task(2, (1,)), 0)
     w.settle()
     assert w.is_settled()
+
+
+def test_each_session_gets_a_part_of_what_is_left_so_that_many_have_windows():
+    """With the defaults an image of 576 x 576 pixels fits the window of the 19th frontend."""
+    w = World(20, 1, [342_400], ReceiverLimits(capacity_bytes=4 << 30), codec=True)
+    w.settle()
+    windows = [w.senders[f, 0].window_bytes for f in range(20)]
+    assert windows[:3] == [64 << 20, 48 << 20, 36 << 20]
+    assert [f for f, window in enumerate(windows, start=1) if window >= 342_400][-1] == 19
+    assert carried(w.send(w.add_task(18, (0,)), 0)) == [0]
 
 
 def test_requests_larger_than_the_cache_go_past_it():

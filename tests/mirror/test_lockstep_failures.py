@@ -45,7 +45,7 @@ class LockStep:
 def world(frontends: int = 1) -> World:
     limits = ReceiverLimits(
         capacity_bytes=20, staging_bytes=80, grace_bytes=0, max_cacheable_bytes=20,
-        max_window_bytes=25,
+        max_window_bytes=25, window_divisor=1,
     )  # fmt: skip
     made = World(frontends, 1, SIZES, limits)
     made.settle()

@@ -393,6 +393,7 @@ def test_a_request_that_waited_for_room_starts_when_another_ends():
     size = len(A.value)
     caches = EngineCaches(ipc_bytes=size, ipc_staging_bytes=8000, block_size=4)
     engine = Engine(caches=caches)
+    engine.core.receiver.limits = replace(engine.core.receiver.limits, window_divisor=1)
     frontend = engine.connect()
     other = FakeItem("other", 6)
     assert len(other.value) == size

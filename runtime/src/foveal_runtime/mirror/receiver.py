@@ -110,7 +110,7 @@ class Receiver:
         if current is not None:
             self._close(current, "new_hello")
         left = self.limits.window_pool_bytes - sum(s.window_bytes for s in self.sessions.values())
-        window = min(self.limits.max_window_bytes, left)
+        window = min(self.limits.max_window_bytes, left // self.limits.window_divisor)
         session = self.session_type(fid, hello.sid, hello.node, window)
         self.sessions[fid] = session
         cacheable = self.limits.max_cacheable_bytes

@@ -122,7 +122,8 @@ class ReceiverLimits:
         grace_bytes: G, announced as evicted before the room is needed; None = max(1 % of C,
             16 MiB), at most an eighth of C.
         max_cacheable_bytes: larger items are used and forgotten; None = C / 4.
-        max_window_bytes: largest window of one session.
+        max_window_bytes: largest window of one session. window_divisor: a session gets this part
+            of what is left at most, so that there is always something left for the next one.
         max_capacity_bytes: a resize cannot go above; None = no limit.
         max_sessions: HTTP processes: 256 pods of 24, and a quarter more during a rollout.
     """
@@ -133,6 +134,7 @@ class ReceiverLimits:
     grace_bytes: int | None = None
     max_cacheable_bytes: int | None = None
     max_window_bytes: int = 64 * MIB
+    window_divisor: int = 4
     max_capacity_bytes: int | None = None
     max_bindings: int = 16384
     max_sessions: int = 8192
