@@ -144,7 +144,7 @@ def test_what_runs_is_the_product():
 
 def test_limits_are_those_of_the_product():
     """As docs/concepts/scale.md says; what costs twice as much breaks at half the size."""
-    assert limits.sessions(342_400) == (8192, 19)
+    assert limits.sessions(342_400) == (8192, 10)
     assert limits.mirror_bytes(1000) > limits.mirror_bytes(0) + 1000 * 100
 
     def sizes(report_seconds):

@@ -99,13 +99,13 @@ def test_late_sessions_get_what_is_left_of_the_pool_and_still_work():
 
 
 def test_each_session_gets_a_part_of_what_is_left_so_that_many_have_windows():
-    """With the defaults an image of 576 x 576 pixels fits the window of the 19th frontend."""
+    """With the defaults an image of 576 x 576 pixels fits the window of the tenth frontend."""
     w = World(20, 1, [342_400], ReceiverLimits(capacity_bytes=4 << 30), codec=True)
     w.settle()
     windows = [w.senders[f, 0].window_bytes for f in range(20)]
-    assert windows[:3] == [64 << 20, 48 << 20, 36 << 20]
-    assert [f for f, window in enumerate(windows, start=1) if window >= 342_400][-1] == 19
-    assert carried(w.send(w.add_task(18, (0,)), 0)) == [0]
+    assert windows[:5] == [64 << 20, 64 << 20, 64 << 20, 32 << 20, 16 << 20]
+    assert [f for f, window in enumerate(windows, start=1) if window >= 342_400][-1] == 10
+    assert carried(w.send(w.add_task(9, (0,)), 0)) == [0]
 
 
 def test_requests_larger_than_the_cache_go_past_it():

@@ -134,7 +134,7 @@ def break_points(
         (
             Break(what="windows are given away: a new value takes a round trip more",
                   counted="frontends", size=found.num_windows,
-                  why="a session gets a quarter of what is left of staging"),
+                  why="a session gets half of what is left of staging"),
             Break(what="engines refuse sessions", counted="frontends", size=found.max_sessions,
                   why="ReceiverLimits.max_sessions"),
             Break(what="a load report is a second old", counted="frontends", size=PER_SECOND,

@@ -51,7 +51,8 @@ FILL_REQUESTS = 130
 """With an image each, 640 tokens: more than an engine's KV memory of FLAGS holds (65,536)."""
 IMAGE = ImageKind()
 CACHES = ("ipc", "prefix", "encoder")
-TRACES = (("mixed", 5), ("hits-70", 6), ("text", 7))
+TRACES = (("mixed", 5, 480), ("hits-70", 6, 480), ("text", 7, 1440))
+"""Kind, seed and requests: some 20 s of them, since the pace of the machine changes within one."""
 KINDS = (
     ("text", 64, 8, 4), ("text", 64, 40, 4), ("text", 32, 40, 1), ("hits-0", 64, 16, 4),
     ("hits-95", 64, 16, 4), ("multi-turn", 48, 16, 4),
@@ -403,8 +404,8 @@ def validate(folder: Path, model: Path, deployment: Deployment, costs: Costs) ->
         # Planned for two: from the same memory each has a smaller encoder cache than one alone.
         engine = load(str(real.document), EngineConfig)
         plays, steps = [], [timed_steps(real.document, folder, NUM_CORES)]
-        for kind, seed in TRACES:
-            plays.append(real.play(make_trace(kind, seed, 480), 8))
+        for kind, seed, requests in TRACES:
+            plays.append(real.play(make_trace(kind, seed, requests), 8))
             steps.append(timed_steps(real.document, folder, NUM_CORES))
     around = [pace_of(steps[i] + steps[i + 1], costs) for i in range(len(plays))]
     print("paces", *(f"{pace_of(one, costs):.2f}" for one in steps), flush=True)

@@ -134,7 +134,7 @@ class ReceiverLimits:
     grace_bytes: int | None = None
     max_cacheable_bytes: int | None = None
     max_window_bytes: int = 64 * MIB
-    window_divisor: int = 4
+    window_divisor: int = 2
     max_capacity_bytes: int | None = None
     max_bindings: int = 16384
     max_sessions: int = 8192
