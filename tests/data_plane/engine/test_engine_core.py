@@ -220,6 +220,18 @@ def test_a_new_hello_ends_the_old_session():
     engine.assert_clean()
 
 
+def test_a_frontend_that_says_hello_again_is_told_the_load_again():
+    """It forgot the load with its session, and the engine's has not changed since."""
+    engine = Engine()
+    frontend = engine.connect()
+    engine.run()
+    frontend.load = None
+    frontend.sender.end_session("restart")
+    engine.up(frontend, frontend.hello())
+    engine.run()
+    assert frontend.load is not None
+
+
 def test_another_namespace_is_refused():
     engine = Engine()
     frontend = engine.connect(namespace=b"other processor!")

@@ -110,9 +110,11 @@ class EngineCore:
         self, fid: str, message: Up, values: Mapping[MMHash, Value] | None = None
     ) -> None:
         """Takes in one decoded message of frontend `fid`, with the values it carries."""
-        if self.is_draining and isinstance(message, Hello):
-            self._send(fid, Bye(message.sid, "draining"))
-            return
+        if isinstance(message, Hello):
+            if self.is_draining:
+                self._send(fid, Bye(message.sid, "draining"))
+                return
+            self.reports.forget(fid)
         if isinstance(message, Req) and message.items:
             self._arrived[fid, message.rid] = self._clock()
         for answer in self.receiver.on_message(fid, message, values):

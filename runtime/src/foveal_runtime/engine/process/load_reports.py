@@ -54,7 +54,7 @@ class LoadReports:
         """Those of `behind` to be told now: who waited longest. Of a drain all hear at once, since
         their next requests must go elsewhere."""
         if load.draining:
-            return behind
+            return set(behind)
         if not behind or now < self._from:
             return ()
         most = max(int(self.per_second * self._pause_seconds), 1)
