@@ -16,7 +16,7 @@ from foveal_runtime.engine.caches.warm import WarmSet
 from foveal_runtime.engine.events.log import EventLog
 from foveal_runtime.engine.process.controls import Controls
 from foveal_runtime.engine.process.evidence import StepRecord, is_new, suspects_of
-from foveal_runtime.engine.process.load_reports import Load, LoadReports
+from foveal_runtime.engine.process.load_reports import LoadReports, LoadSnapshot
 from foveal_runtime.engine.process.splice import read_items, read_tokens, splice
 from foveal_runtime.engine.process.value_release import ValueRelease
 from foveal_runtime.engine.scheduler.outputs import in_messages
@@ -290,15 +290,15 @@ class EngineCore:
         if self._events is not None:
             self._events.flush()
 
-    def _send_down(self, fid: str, load: Load, entries: list[EngineOutput]) -> None:
+    def _send_down(self, fid: str, load: LoadSnapshot, entries: list[EngineOutput]) -> None:
         raw = codec.encode_outputs(Outputs(tuple(entries), self.reports.tell(fid, load)))
         if (message := self.receiver.down(fid, raw)) is not None:
             self._send(fid, message)
 
-    def _load(self) -> Load:
+    def _load(self) -> LoadSnapshot:
         scheduler = self.scheduler
         waiting = len(scheduler.waiting) + len(self.receiver.admission.queue)
-        return Load(
+        return LoadSnapshot(
             len(scheduler.running), waiting, int(scheduler.kv_usage * 1000), self.is_draining,
             self._controls.lora_version,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What each frontend was last told of the engine's load, and whose turn it is to hear it again.
+"""Reports of an engine's load: what each frontend was told last, and whose turn is next.
 
 Used by `core`. A report goes with each message of outputs. Frontends that have nothing else to hear
 get one when the load has changed, but no more than `per_second` in all: an engine with a thousand
@@ -17,7 +17,7 @@ from foveal_runtime.wire.messages import EngineLoad, LoraReport
 PER_SECOND = 1_000
 
 
-class Load(NamedTuple):
+class LoadSnapshot(NamedTuple):
     """What is told. `lora_version`: grows with every change of the adapters."""
 
     num_running: int
@@ -27,7 +27,7 @@ class Load(NamedTuple):
     lora_version: int
 
 
-_NEVER: tuple[int, Load | None] = 0, None
+_NEVER: tuple[int, LoadSnapshot | None] = 0, None
 
 
 class LoadReports:
@@ -44,13 +44,13 @@ class LoadReports:
         self.per_second: float = PER_SECOND
         self._stamp = 0
         self._from = 0.0
-        self._told: dict[str, tuple[int, Load]] = {}  # by session: stamp, and what it said
+        self._told: dict[str, tuple[int, LoadSnapshot]] = {}  # by session: stamp, and what it said
 
-    def behind(self, sessions: Iterable[str], load: Load) -> list[str]:
+    def behind(self, sessions: Iterable[str], load: LoadSnapshot) -> list[str]:
         """Sessions that know of another load than this one."""
         return [fid for fid in sessions if self._told.get(fid, _NEVER)[1] != load]
 
-    def whose_turn(self, behind: list[str], load: Load, now: float) -> Collection[str]:
+    def whose_turn(self, behind: list[str], load: LoadSnapshot, now: float) -> Collection[str]:
         """Those of `behind` to be told now: who waited longest. Of a drain all hear at once, since
         their next requests must go elsewhere."""
         if load.draining:
@@ -62,7 +62,7 @@ class LoadReports:
         self._from = now + len(turn) / self.per_second
         return set(turn)
 
-    def tell(self, fid: str, load: Load) -> EngineLoad:
+    def tell(self, fid: str, load: LoadSnapshot) -> EngineLoad:
         """The report for one session, which knows from now on."""
         _, told = self._told.get(fid, _NEVER)
         self._stamp += 1
