@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from foveal_runtime.model.cpu import kernels
 from foveal_runtime.model.cpu.fusing import unpacked_product
 from foveal_runtime.model.cpu.kernels import (
     DONE,
+    MOST_IN_ORDER,
     DecodeKernel,
     Product,
     ProductJob,
@@ -110,3 +112,12 @@ def test_a_row_is_the_same_bits_in_any_company(kind, dtype, outs, ins, path, mon
             some = slice(1, 1 + count)
             assert torch.equal(multiplied(kernel, product, rows[some]), whole[some]), (most, count)
     assert layer is not None
+
+
+@pytest.mark.parametrize("path", [p for p in params_of("decode_layers") if "v4" in str(p.id)])
+def test_few_rows_take_weights_chunk_by_chunk_on_intels_cpus_alone(path, monkeypatch):
+    for vendor, rows in (("GenuineIntel", MOST_IN_ORDER), ("AuthenticAMD", 0), ("", 0)):
+        monkeypatch.setattr(kernels, "cpu_vendor", lambda vendor=vendor: vendor)
+        assert DecodeKernel(path).most_in_order == rows
+    monkeypatch.undo()
+    DecodeKernel(path)  # as this CPU wants it

@@ -36,6 +36,9 @@ class LoadReports:
     Args:
         loras: the adapters as they are now.
         pause_seconds: between two questions whose turn it is.
+
+    Attributes:
+        per_second: reports to all who have nothing else to hear, at most.
     """
 
     def __init__(self, loras: Callable[[], LoraReport], pause_seconds: float) -> None:

@@ -247,8 +247,8 @@ class DecodeKernel:
         self.has_chunks = not variant.startswith("v4")
         """Whether many rows share what they read of quantised weights."""
         self._most_in_order = ctypes.c_int.in_dll(ctypes.CDLL(str(path)), "foveal_most_in_order")
-        if variant.startswith("v4") and cpu_vendor() == "GenuineIntel":
-            self.most_in_order = MOST_IN_ORDER
+        if variant.startswith("v4"):
+            self.most_in_order = MOST_IN_ORDER if cpu_vendor() == "GenuineIntel" else 0
         self._run = _function(path, "foveal_decode_layers", ctypes.POINTER(DecodeStep))
         self._multiply = _function(path, "foveal_multiply", ctypes.POINTER(ProductJob))
 
