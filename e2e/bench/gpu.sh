@@ -11,7 +11,7 @@
 # it was slow), else with 0.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
-parts=" kernel-tests architectures-fp32 architectures-bf16 attention step first-token serving "
+parts=" attention-tests layer-tests architectures-fp32 architectures-bf16 attention step first-token serving "
 wanted=" $* "
 for name in "$@"; do
   if [ "${parts/ $name /}" = "$parts" ]; then
@@ -75,8 +75,9 @@ part() { # part NAME SECONDS COMMAND...: its output in $OUT/NAME.txt, never long
 }
 tests="$FOVEAL_PYTHON -m pytest -q -p no:cacheprovider -W ignore"
 # What is only right or wrong runs side by side; what is timed has the GPU to itself.
-part kernel-tests 170 $tests -n 3 -m "not slow" tests/model/test_attention_triton.py \
-  tests/model/test_gpu_layers.py &
+part attention-tests 170 $tests -n 3 -m "not slow" tests/model/test_attention_triton.py &
+part layer-tests 170 $tests -n 3 -m "not slow" tests/model/test_gpu_layers.py \
+  tests/model/test_gpu_products.py &
 part architectures-fp32 170 $tests -n 5 -k test_equals_transformers tests/model/test_architectures.py &
 part architectures-bf16 170 env FOVEAL_DTYPE=bfloat16 $tests -n 4 \
   -k "test_equals_transformers and (llama or gemma or qwen3 or llava or oss)" \

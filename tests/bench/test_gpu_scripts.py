@@ -38,7 +38,7 @@ def test_a_part_that_is_not_there_is_refused(tmp_path: Path) -> None:
     """It ran nothing, and said that all parts ran."""
     done = run(ROOT / "e2e/bench/gpu.sh", "step", "atention", OUT=str(tmp_path / "out"))
     assert done.returncode == 2
-    assert "there is no part 'atention'; the parts are: kernel-tests " in done.stderr
+    assert "there is no part 'atention'; the parts are: attention-tests " in done.stderr
 
 
 @pytest.mark.model

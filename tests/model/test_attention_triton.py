@@ -7,13 +7,11 @@ shapes are small and odd. FOVEAL_DEVICE=cuda compiles them.
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import random
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -31,6 +29,8 @@ from tests.support.models.attention_batches import (
 )
 
 pytest.importorskip("triton")
+from tests.support.models.triton_compile import SMALL_CARD_BYTES, compiled
+
 kernels = importlib.import_module("foveal_runtime.model.attention.triton.kernels")
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -318,19 +318,6 @@ def test_a_whole_model_says_the_same(name: str, bench) -> None:
     one.driver.run(list(jobs.values()))
     for key, job in jobs.items():
         one.check(job, prompts[key])
-
-
-def compiled(*cases: str) -> list[dict]:
-    """What the kernels take on GPUs that are not here; each case must compile."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    script = Path(__file__).parents[1] / "support/models/triton_compile.py"
-    done = subprocess.run([sys.executable, script, *cases], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-SMALL_CARD_BYTES = 101376
-"""Shared memory that a block may have on cards of compute capability 8.6 and 8.9."""
 
 
 def test_kernels_compile_without_a_gpu() -> None:

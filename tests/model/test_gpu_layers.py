@@ -92,6 +92,19 @@ def test_a_decoder_that_differs_as_a_whole_gets_its_forwards_back(
     assert not any(isinstance(forward, gpu_layer.GpuLayer) for forward in forwards)
 
 
+def test_the_norm_and_the_head_behind_the_layers_change_too(on_gpu_layers) -> None:
+    one, _ = on_gpu_layers("llama")
+    loaded = one.runner.loaded
+    norm, head = loaded.decoder.norm, loaded.model.lm_head
+    assert "forward" in norm.__dict__
+    assert "forward" in head.__dict__
+    rows = torch.randn(1, 3, norm.weight.numel(), device=DEVICE, dtype=loaded.dtype)
+    for module in (norm, head):
+        wanted = type(module).forward(module, rows)
+        bound = 1e-5 if loaded.dtype == torch.float32 else 2**-6
+        torch.testing.assert_close(module(rows), wanted, atol=bound, rtol=bound)
+
+
 def test_merged_weights_take_no_more_memory(on_gpu_layers) -> None:
     one, _ = on_gpu_layers("llama")
     layer = one.runner.loaded.decoder.layers[0]

@@ -1,14 +1,16 @@
 """Compiles the Triton kernels for NVIDIA GPUs that are not there, and tells what they take.
 
     triton_compile.py dtype[/pool's],head-size,group,architecture,rules ...
+    triton_compile.py layer,dtype,width,MLP's-width,architecture ...
 
-One JSON line a kernel: name, shared memory in bytes, bytes spilled a thread. Run by
-test_attention_triton in a process of its own, because there the kernels are interpreted.
+One JSON line a kernel: name, shared memory in bytes, bytes spilled a thread. Run by `compiled` in a
+process of its own, because in tests the kernels are interpreted.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -22,16 +24,31 @@ from triton.backends.compiler import GPUTarget
 
 from foveal_runtime.model.attention import FP8_MAX, LayerGeometry
 from foveal_runtime.model.attention.triton import MIN_DOT, Tuning, kernels
+from foveal_runtime.model.gpu import kernels as between
+from foveal_runtime.model.gpu import product_kernels
+from foveal_runtime.model.gpu.products import ROWS_TILES
 
+SMALL_CARD_BYTES = 101376
+"""Shared memory that a block may have on cards of compute capability 8.6 and 8.9."""
 KINDS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "fp8": "fp8e4nv"}
 RULES = {"WINDOW": 100, "CHUNK": 64, "SOFTCAP": 30.0, "HAS_SINKS": True}
 INTEGERS = {"num_splits", "query_token_stride", "query_head_stride", "table_stride",
             "key_token_stride", "key_head_stride", "value_token_stride",
-            "value_head_stride"}  # fmt: skip
+            "value_head_stride", "count", "x_stride"}  # fmt: skip
+NUMBERS = {"scale", "eps", "query_eps", "key_eps"}
 TABLES = {"rows", "seq_of_token", "pos_of_token", "block_table", "tile_sequence", "tile_first",
           "q_start", "seq_lens", "groups"}  # fmt: skip
 POOL = {"keys", "values"}
 FLOATS = {"partial", "partial_top", "partial_total"}
+
+
+def compiled(*cases: str) -> list[dict]:
+    """What the kernels take on GPUs that are not here; each case must compile."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, __file__, *cases]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def compile_kernel(
@@ -44,7 +61,7 @@ def compile_kernel(
             known[at,] = constants[name]
         elif name in INTEGERS:
             signature[name] = "i32"
-        elif name == "scale":
+        elif name in NUMBERS:
             signature[name] = "fp32"
         elif name == "slots":
             signature[name] = "*i64"
@@ -108,7 +125,38 @@ def compile_case(case: str) -> None:
     compile_kernel(kernels.write_kernel, pointer, architecture, writing)
 
 
+def compile_layer(case: str) -> None:
+    """Products of a layer's two shapes, whole and half empty tiles, and what is between them."""
+    kind, *numbers = case.split(",")
+    width, inner, architecture = (int(number) for number in numbers)
+    pointers = ("*" + KINDS[kind],) * 2
+    early = {"launch_pdl": True} if architecture >= 90 else {}
+    common = {"EARLY": bool(early)}
+    for n, k, activation in ((width, inner, ""), (inner, width, "gelu_tanh")):
+        product = {"N": n, "K": k, "ACTIVATION": activation, "HAS_BIAS": bool(activation),
+                   "HAS_RESIDUAL": not activation, **common}  # fmt: skip
+        compile_kernel(
+            product_kernels.vector_kernel, pointers, architecture,
+            product | {"BLOCK_N": 4, "BLOCK_K": 2048}, num_warps=8, **early,
+        )  # fmt: skip
+        for block_k, warps, stages in ROWS_TILES:
+            compile_kernel(
+                product_kernels.rows_kernel, pointers, architecture,
+                product | {"ROWS": 16, "BLOCK_N": 16, "BLOCK_K": block_k, "WIDEN": False},
+                num_warps=warps, num_stages=stages, **early,
+            )  # fmt: skip
+    norm = {"WIDTH": width, "OFFSET": 1.0, "HAS_RESIDUAL": True,
+            "BLOCK": triton.next_power_of_2(width)}  # fmt: skip
+    compile_kernel(between.norm_kernel, pointers, architecture, common | norm, num_warps=8, **early)
+    heads = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "DIM": 128, "TURNED": 96, "HAS_QUERY_NORM": True,
+             "HAS_KEY_NORM": True, "OFFSET": 0.0, "LARGEST": 0.0, "BLOCK": 128}  # fmt: skip
+    compile_kernel(
+        between.heads_kernel, pointers, architecture, common | heads, num_warps=1, **early
+    )
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     for one in sys.argv[1:]:
-        compile_case(one)
+        what, _, rest = one.partition(",")
+        compile_layer(rest) if what == "layer" else compile_case(one)

@@ -1,17 +1,43 @@
 """The Triton kernels of a decoder layer between its products: norms, gates, and heads on their way.
 
-Launched by `layers.gpu_layer` only, which knows the shapes. Arithmetic is float32, and what goes to
-memory has the activations' dtype.
+Launched by `layers.gpu_layer` and `gpu.products` only, which know the shapes. Arithmetic is
+float32, and what goes to memory has the activations' dtype.
+
+A kernel with EARLY begins while the one before it ends (programmatic dependent launch): it takes
+the places that the last one leaves, and may fetch what nobody writes. It must call `wait_for_last`
+before it reads what an earlier one wrote, or writes anything; all that waits is complete then,
+because each of them has waited itself.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+LINE = tl.constexpr(128)
+"""Bytes of the device's cache that come together."""
 
 
 @triton.jit
-def _activated(x, ACTIVATION: tl.constexpr):
+def fetch_ahead(places):
+    """Brings the lines at some addresses into the device's cache, and waits for nothing."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places.to(tl.int64)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def wait_for_last(EARLY: tl.constexpr):
+    """Lets the next kernel begin, and waits until all earlier ones are complete."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
+def activated(x, ACTIVATION: tl.constexpr):
     """swish, gelu, gelu's approximation by tanh, or relu."""
     if ACTIVATION == "swish":
         return x / (1.0 + tl.exp(-x))
@@ -29,9 +55,11 @@ def _activated(x, ACTIVATION: tl.constexpr):
 def norm_kernel(
     x, weight, residual, out, x_stride, eps,
     WIDTH: tl.constexpr, OFFSET: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """RMS norm of a row of x, times (weight + OFFSET), plus the row of `residual`: grid (rows).
     `residual` and `out` have their rows side by side."""
+    wait_for_last(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < WIDTH
@@ -55,7 +83,7 @@ def gate_kernel(
     inside = at < WIDTH
     gate = tl.load(pairs + row * 2 * WIDTH + at, mask=inside, other=0.0)
     up = tl.load(pairs + (row * 2 + 1) * WIDTH + at, mask=inside, other=0.0)
-    opened = _activated(gate.to(tl.float32), ACTIVATION).to(gate.dtype).to(tl.float32)
+    opened = activated(gate.to(tl.float32), ACTIVATION).to(gate.dtype).to(tl.float32)
     tl.store(out + row * WIDTH + at, (opened * up.to(tl.float32)).to(gate.dtype), mask=inside)
 
 
@@ -85,10 +113,11 @@ def heads_kernel(
     merged, cos, sin, query_norm, key_norm, slots, query, keys, values, query_eps, key_eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     TURNED: tl.constexpr, HAS_QUERY_NORM: tl.constexpr, HAS_KEY_NORM: tl.constexpr,
-    OFFSET: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr,
+    OFFSET: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Turns the queries and keys of rows (queries, keys, values), and writes keys and values to
     their slots of the pool: grid (tokens, query heads + twice the kv heads)."""
+    wait_for_last(EARLY)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     at = tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""Decoder layers made like Llama's, in ten kernels instead of forty, on GPUs.
+"""Decoder layers made like Llama's, in nine kernels instead of forty, on GPUs.
 
 Made before the KV pool is. transformers computes a norm in eight small kernels and a rotary
 embedding in five, each of which takes two microseconds to read next to nothing, and forty calls on
@@ -12,6 +12,7 @@ own weights. A layer that does anything else keeps its forward.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import nn
-from torch.nn import functional
 
 from foveal_runtime.model.attention import (
     FP8,
@@ -32,6 +32,7 @@ from foveal_runtime.model.checkpoint.loader import LoadedModel
 from foveal_runtime.model.cpu.fusing import TOLERANCE, activation_of
 from foveal_runtime.model.cpu.packing import DTYPES, Activation
 from foveal_runtime.model.gpu import kernels
+from foveal_runtime.model.gpu.products import GpuProduct, early_start
 from foveal_runtime.model.layers.last_layer import current_call, only_rows
 from foveal_runtime.model.layers.layer_parts import (
     LLAMA_LIKE,
@@ -39,6 +40,7 @@ from foveal_runtime.model.layers.layer_parts import (
     Unlike,
     deepstack_levels,
     has_weights,
+    last_norm,
     parts_of,
     trying,
 )
@@ -49,7 +51,6 @@ _ACTIVATIONS = {
     Activation("gelu", "none"): "gelu",
     Activation("relu"): "relu",
 }
-_GATE_BLOCK = 1024
 _MOST_WIDTH = 32768
 """Of a row that one program norms."""
 _log = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class _Norm(NamedTuple):
             rows, self.weight, rows if residual is None else residual, out, rows.stride(0),
             self.eps, WIDTH=width, OFFSET=self.offset, HAS_RESIDUAL=residual is not None,
             BLOCK=triton.next_power_of_2(width), num_warps=8 if width > 2048 else 4,
+            **early_start(rows.device),
         )  # fmt: skip
         return out
 
@@ -101,16 +103,16 @@ class GpuLayer:
             or len({one.offset for one in heads}) > 1
         ):
             raise Unlike("its norms of heads are others")
-        self._activation = _activation_name(layer, parts["gate"])
+        activation = _activation_name(layer, parts["gate"])
         for name in ("o", "down"):
             if parts[name].bias is not None:
                 raise Unlike("its products back to the hidden state have biases")
             _check_linear(parts[name], dtype)
         width = geometry.key_dim * (geometry.num_heads + 2 * geometry.num_kv_heads)
-        self._qkv, self._qkv_bias = _merged([parts[name] for name in "qkv"], dtype)
-        self._pair, self._pair_bias = _merged([parts["gate"], parts["up"]], dtype)
-        self._out, self._down = parts["o"].weight.t(), parts["down"].weight.t()
-        if len(self._qkv) != width or self._before.weight.numel() > _MOST_WIDTH:
+        self._qkv = GpuProduct(*_merged([parts[name] for name in "qkv"], dtype))
+        self._pair = GpuProduct(*_merged([parts["gate"], parts["up"]], dtype), activation)
+        self._out, self._down = GpuProduct(parts["o"].weight), GpuProduct(parts["down"].weight)
+        if len(self._qkv.weight) != width or self._before.weight.numel() > _MOST_WIDTH:
             raise Unlike("its products have other sizes")
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -132,7 +134,7 @@ class GpuLayer:
     ) -> torch.Tensor:
         """(T, E) to (T, H * D); writes keys and values."""
         layer, pool = self._geometry, context.pool
-        merged = functional.linear(normed, self._qkv, self._qkv_bias)
+        merged = self._qkv(normed)
         count, dim = len(merged), layer.key_dim
         cos, sin = (one.reshape(count, -1).contiguous() for one in turn)
         query = merged.new_empty((count, layer.num_heads, dim), dtype=pool.compute_dtype)
@@ -146,30 +148,25 @@ class GpuLayer:
             TURNED=cos.shape[1], HAS_QUERY_NORM=self._query is not None,
             HAS_KEY_NORM=self._key is not None, OFFSET=max(asked.offset, kept.offset),
             LARGEST=FP8_MAX if keys.dtype == FP8 else 0.0,
-            BLOCK=triton.next_power_of_2(dim), num_warps=1,
+            BLOCK=triton.next_power_of_2(dim), num_warps=1, **early_start(merged.device),
         )  # fmt: skip
         out = context.backend.attend(layer, query, context)
         return out.to(normed.dtype).reshape(count, -1)
 
     def _mlp(self, rows: torch.Tensor) -> torch.Tensor:
         """(T, E) with what the MLP adds; `rows` are nobody else's."""
-        pairs = functional.linear(self._after(rows), self._pair, self._pair_bias)
-        count, width = len(pairs), pairs.shape[1] // 2
-        opened = pairs.new_empty((count, width))
-        kernels.gate_kernel[count, triton.cdiv(width, _GATE_BLOCK)](
-            pairs, opened, WIDTH=width, ACTIVATION=self._activation, BLOCK=_GATE_BLOCK
-        )
+        opened = self._pair(self._after(rows))
         return self._added(rows, opened, self._down, self._of_mlp, is_own=True)
 
     def _added(
-        self, rows: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, norm: _Norm | None,
+        self, rows: torch.Tensor, x: torch.Tensor, product: GpuProduct, norm: _Norm | None,
         is_own: bool = False,
     ) -> torch.Tensor:  # fmt: skip
-        """rows (T, E) plus the product of x (T, K) and weight (K, E), normed where it is to be.
-        `is_own`: into `rows` themselves."""
+        """rows (T, E) plus the product of x (T, K), normed where it is to be. `is_own`: nobody
+        needs `rows` afterwards."""
         if norm is not None:
-            return norm(x @ weight, residual=rows)
-        return rows.addmm_(x, weight) if is_own else torch.addmm(rows, x, weight)
+            return norm(product(x), residual=rows)
+        return product(x, rows, is_own)
 
 
 def _activation_name(layer: nn.Module, gate: nn.Module) -> str:
@@ -199,6 +196,7 @@ def _norm(module: Any) -> _Norm:
 
 
 def _check_linear(module: Any, dtype: torch.dtype) -> None:
+    """Raises Unlike."""
     is_plain = type(module) is nn.Linear and "forward" not in module.__dict__
     if not is_plain or module.weight.dtype != dtype or hasattr(module.weight, "to_local"):
         raise Unlike("its linear layers are not plain ones")
@@ -235,20 +233,26 @@ def replace_layers(
         if loaded.dtype not in DTYPES or loaded.adapter.correct_query is not None:
             raise Unlike(f"its dtype is {loaded.dtype}, or its family does more between the layers")
         with trying():
-            trial = Trial(loaded, layers, q_lens=(3, 1, 5), kv_lens=(3, 16, 21), backend=backend)
+            trials = [
+                Trial(loaded, layers, q_lens=q_lens, kv_lens=kv_lens, backend=backend)
+                for q_lens, kv_lens in (((3, 1, 5), (3, 16, 21)), ((1,), (21,)))
+            ]
         for geometry in layers:
             number = geometry.layer if geometry.layer >= 0 else geometry.index
             try:
                 with trying():
                     one = GpuLayer(decoder.layers[number], geometry, loaded.dtype)
-                    _try(one, trial, number, geometry)
+                    for trial in trials:
+                        _try(one, trial, number, geometry)
                 made[number] = one
             except Unlike as reason:
                 reasons.add(str(reason))
-        _replace(loaded, made, trial)
+        _replace(loaded, made, trials[0])
     except Unlike as reason:
         made.clear()
         reasons.add(str(reason))
+    if made:
+        _replace_ends(loaded)
     why = f"; others by modules: {'; '.join(sorted(reasons))}" if reasons else ""
     _log.info("%d decoder layers are computed in few kernels%s", len(made), why)
     return list(made.values())
@@ -291,3 +295,17 @@ def _replace(loaded: LoadedModel, made: dict[int, GpuLayer], trial: Trial) -> No
         raise
     if last in made and deepstack_levels(loaded) <= last:
         made[last].is_short = True
+
+
+def _replace_ends(loaded: LoadedModel) -> None:
+    """Gives the norm and the head behind the layers the same kernels, where they are like those
+    of layers."""
+    with contextlib.suppress(Unlike), trying():
+        last: Any = last_norm(loaded.decoder)
+        norm = _norm(last)
+        last.forward = lambda rows: norm(rows.flatten(0, -2)).view_as(rows)
+    head: Any = getattr(loaded.model, "lm_head", None)
+    with contextlib.suppress(Unlike):
+        _check_linear(head, loaded.dtype)
+        product = GpuProduct(head.weight, head.bias)
+        head.forward = lambda rows: product(rows.flatten(0, -2)).unflatten(0, rows.shape[:-1])
