@@ -240,13 +240,13 @@ def test_a_pause_beside_images_is_short_whatever_streams_take() -> None:
 
 
 def test_fast_streams_do_not_make_prompts_slow() -> None:
-    """2.5 times 1 ms would be two tokens of a prompt; nobody sees gaps of 35 ms."""
+    """2.5 times 1 ms would be two tokens of a prompt; nobody sees gaps of 25 ms."""
     pace = Pace(0.0, 256, growth=2.5)
     stream = ScheduledRequest("a", 4, 1, [1], True)
     pace.observe(StepPlan(1, scheduled=[stream]), StepResult(1, forward_seconds=0.001))
     mixed = StepPlan(2, scheduled=[stream, ScheduledRequest("b", 0, 50, [2], False)])
     pace.observe(mixed, StepResult(2, forward_seconds=0.026))
-    assert pace.tokens() == 68
+    assert pace.tokens() == 48
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_a_large_image_does_not_stop_32_streams(
     bound = target or LEAST_SECONDS
     names = [f"s{number}" for number in range(32)]
     for number, name in enumerate(names):
-        drive.add(name, [number, 1, 2], max_tokens=500)
+        drive.add(name, [number, 1, 2], max_tokens=1000)
     for _ in range(3):
         drive.step()
     drive.add("warm", range(1000, 1020), max_tokens=1)

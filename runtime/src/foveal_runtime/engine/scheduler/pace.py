@@ -20,7 +20,7 @@ _LOOK_STEPS = 64
 """Mixed steps in a row after which one of streams alone is due: they may take longer by now."""
 _FEW = 8
 """Short prompts that wait: beside more of them a step takes as many times what it takes for few."""
-LEAST_SECONDS = 0.035
+LEAST_SECONDS = 0.025
 """Without a target: what no reader notices, however fast streams alone are."""
 MOST_SECONDS = 0.6
 """Without a target: a pause that throughput and first tokens are worth, and no longer one."""
