@@ -18,7 +18,7 @@ from setuptools.errors import CompileError
 
 PACKAGE = "foveal_runtime.model.cpu.kernels"
 FOLDER = "src/foveal_runtime/model/cpu/kernels"
-SOURCES = ("decode_layers", "delta_rule", "paged_decode", "paged_prefill", "rows")
+SOURCES = ("decoder_layers", "delta_rule", "paged_decode", "paged_prefill", "rows")
 HEADERS = (
     "chunked_products",
     "chunks",
@@ -41,8 +41,8 @@ VARIANTS = (
     else {"generic": []}
 )
 ONLY = {  # kernels with products of bfloat16 numbers, in pairs and in tiles
-    "v4_bf16": ("decode_layers", "paged_decode", "paged_prefill"),
-    "v4_amx": ("decode_layers", "paged_prefill"),
+    "v4_bf16": ("decoder_layers", "paged_decode", "paged_prefill"),
+    "v4_amx": ("decoder_layers", "paged_prefill"),
 }
 FLAGS = ["-std=gnu11", "-O3", "-fopenmp", "-fPIC", "-shared", "-fvisibility=default"]
 

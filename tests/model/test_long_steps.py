@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from foveal_runtime.model.cpu.fusing import TOLERANCE
-from foveal_runtime.model.cpu.kernels import DecodeKernel, load_decode_kernel
+from foveal_runtime.model.cpu.kernels import DecoderKernel, load_decoder_kernel
 from foveal_runtime.model.cpu.packing import can_pack
-from foveal_runtime.model.layers import decode_layers
-from foveal_runtime.model.layers.decode_layers import DecodeLayers
+from foveal_runtime.model.layers import decoder_layers
+from foveal_runtime.model.layers.decoder_layers import DecoderLayers
 from foveal_runtime.model.layers.last_layer import WantedRows, shorten_last_layer
 from foveal_runtime.model.layers.layer_parts import Trial
 from tests.support.models.compiled import params_of, paths_of
@@ -25,7 +25,7 @@ from tests.support.models.decoders import (
 pytestmark = [
     pytest.mark.model,
     pytest.mark.skipif(not can_pack(torch.float32), reason="this torch packs no linear layers"),
-    pytest.mark.skipif(isinstance(load_decode_kernel(), str), reason=str(load_decode_kernel())),
+    pytest.mark.skipif(isinstance(load_decoder_kernel(), str), reason=str(load_decoder_kernel())),
 ]
 LONG = [(130, 900), (1, 700), (5, 5), (70, 300), (4, 60)]
 """New tokens of sequences, and how many there are then: chunks, and some that attend alone."""
@@ -41,9 +41,9 @@ def test_each_layer_equals_its_modules_in_long_steps(kind, dtype, tiny, named):
     q_lens, kv_lens = zip(*LONG, strict=True)
     with torch.inference_mode():
         trial = Trial(loaded, layers, q_lens=q_lens, kv_lens=kv_lens, states=states)
-        for path in paths_of("decode_layers"):
+        for path in paths_of("decoder_layers"):
             with trial.random_states() as kept:
-                made = DecodeLayers(loaded, layers, DecodeKernel(path), states)
+                made = DecoderLayers(loaded, layers, DecoderKernel(path), states)
                 made.bind(trial.pool)
                 assert not made.is_small(trial.context)
                 for number in range(len(loaded.decoder.layers)):
@@ -53,11 +53,11 @@ def test_each_layer_equals_its_modules_in_long_steps(kind, dtype, tiny, named):
                         compare_errors(made, trial, number, kept)
 
 
-def compare_errors(made: DecodeLayers, trial: Trial, number: int, states: list) -> None:
+def compare_errors(made: DecoderLayers, trial: Trial, number: int, states: list) -> None:
     """The largest of so many roundings says little: in the mean, long steps err like small ones."""
     before = [one.clone() for one in states]
     wanted, means = trial.added_by(number), []
-    for limits in (made.limits, decode_layers.Limits(len(trial.rows), 10**6)):
+    for limits in (made.limits, decoder_layers.Limits(len(trial.rows), 10**6)):
         reset(states, before)
         got = trial.rows.clone()
         usual, made.limits = made.limits, limits
@@ -71,7 +71,7 @@ def compare_errors(made: DecodeLayers, trial: Trial, number: int, states: list) 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3_text", "lfm2", "qwen3_5_text"])
-@pytest.mark.parametrize("path", params_of("decode_layers"))
+@pytest.mark.parametrize("path", params_of("decoder_layers"))
 def test_a_long_step_is_the_same_bits_in_several_calls(path, kind, dtype, tiny, named, monkeypatch):
     """Calls end within chunks, some just after they begin or before they end."""
     loaded, layers = made_of(tiny(named(kind)), dtype)
@@ -81,12 +81,12 @@ def test_a_long_step_is_the_same_bits_in_several_calls(path, kind, dtype, tiny, 
     with torch.inference_mode():
         trial = Trial(loaded, layers, q_lens=q_lens, kv_lens=kv_lens, states=states)
         with trial.random_states() as kept:
-            made = DecodeLayers(loaded, layers, DecodeKernel(path), states)
+            made = DecoderLayers(loaded, layers, DecoderKernel(path), states)
             made.bind(trial.pool)
             first, found = [one.clone() for one in kept], []
             before = torch.get_num_threads()
             for threads, most in ((2, 1024), (1, 1024), (3, 1024), (2, 100), (2, 64)):
-                monkeypatch.setattr(decode_layers, "MOST_ROWS", most)
+                monkeypatch.setattr(decoder_layers, "MOST_ROWS", most)
                 reset(kept, first)
                 for pool in (*trial.pool.keys, *trial.pool.values):
                     pool[trial.context.slots] = 7
@@ -107,7 +107,7 @@ def test_rows_that_nobody_wants_end_before_the_last_layer(dtype, tiny, named):
     q_lens, kv_lens = zip(*LONG, strict=True)
     with torch.inference_mode():
         trial = Trial(loaded, layers, q_lens=q_lens, kv_lens=kv_lens)
-        made = DecodeLayers(loaded, layers, load_decode_kernel())
+        made = DecoderLayers(loaded, layers, load_decoder_kernel())
         made.bind(trial.pool)
         last = trial.context.q_start[1:].long() - 1
         few = WantedRows(last, list(kv_lens))

@@ -90,7 +90,7 @@ def test_steps_without_adapters_stay_as_fast(lora_bench, checkpoints) -> None:
     config = lambda: transformers.AutoConfig.for_model("llama", **checkpoints.TEXT | sizes)  # noqa: E731
     checkpoints.CASES.setdefault("llama_heads_16", checkpoints.Case(config))
     one = lora_bench("llama_heads_16", attention="cpu")
-    small = one.runner.forward.decode_layers
+    small = one.runner.forward.decoder_layers
     if small is None:
         pytest.skip("no C kernel on this machine")
     calls: list[int] = []

@@ -12,10 +12,10 @@ from foveal_runtime.model.cpu.fusing import unpacked_product
 from foveal_runtime.model.cpu.kernels import (
     DONE,
     MOST_IN_ORDER,
-    DecodeKernel,
+    DecoderKernel,
     Product,
     ProductJob,
-    load_decode_kernel,
+    load_decoder_kernel,
 )
 from foveal_runtime.model.cpu.packing import (
     DTYPES,
@@ -27,7 +27,7 @@ from tests.support.models.compiled import params_of
 
 pytestmark = [
     pytest.mark.model,
-    pytest.mark.skipif(isinstance(load_decode_kernel(), str), reason=str(load_decode_kernel())),
+    pytest.mark.skipif(isinstance(load_decoder_kernel(), str), reason=str(load_decoder_kernel())),
 ]
 
 
@@ -57,7 +57,7 @@ def product_of(kind: type[nn.Module], linear: nn.Linear) -> tuple[nn.Module, Pro
     return layer, product
 
 
-def multiplied(kernel: DecodeKernel, product: Product, rows: torch.Tensor) -> torch.Tensor:
+def multiplied(kernel: DecoderKernel, product: Product, rows: torch.Tensor) -> torch.Tensor:
     rows = rows.contiguous()
     out = rows.new_empty(len(rows), product.outs)
     threads = torch.get_num_threads()
@@ -74,7 +74,7 @@ def linear_of(weight: torch.Tensor, bias: torch.Tensor) -> nn.Linear:
     return linear
 
 
-@pytest.mark.parametrize("path", params_of("decode_layers"))
+@pytest.mark.parametrize("path", params_of("decoder_layers"))
 @pytest.mark.parametrize(("outs", "ins"), SHAPES)
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
 def test_sums_of_whole_numbers_are_exact(kind, dtype, outs, ins, path):
@@ -87,19 +87,19 @@ def test_sums_of_whole_numbers_are_exact(kind, dtype, outs, ins, path):
         rows = torch.randint(-255, 256, (count, ins)).to(dtype)
         wanted = rows.double() @ weight.double().t() + bias.double()
         assert wanted.abs().max() < 2**24
-        got = multiplied(DecodeKernel(path), product, rows)
+        got = multiplied(DecoderKernel(path), product, rows)
         assert torch.equal(got, wanted.to(dtype))
     assert layer is not None  # the product's addresses are its
 
 
-@pytest.mark.parametrize("path", params_of("decode_layers"))
+@pytest.mark.parametrize("path", params_of("decoder_layers"))
 @pytest.mark.parametrize(("outs", "ins"), SHAPES)
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
 def test_a_row_is_the_same_bits_in_any_company(kind, dtype, outs, ins, path, monkeypatch):
     torch.manual_seed(ins)
     rows = torch.randn(NUM_ROWS[-1] + 1, ins).to(dtype)
     weight, bias = torch.randn(outs, ins).to(dtype), torch.randn(outs).to(dtype)
-    kernel = DecodeKernel(path)
+    kernel = DecoderKernel(path)
     layer, product = product_of(kind, linear_of(weight, bias))
     whole = multiplied(kernel, product, rows)
     wanted = rows.double() @ weight.double().t() + bias.double()
@@ -114,10 +114,10 @@ def test_a_row_is_the_same_bits_in_any_company(kind, dtype, outs, ins, path, mon
     assert layer is not None
 
 
-@pytest.mark.parametrize("path", [p for p in params_of("decode_layers") if "v4" in str(p.id)])
+@pytest.mark.parametrize("path", [p for p in params_of("decoder_layers") if "v4" in str(p.id)])
 def test_few_rows_take_weights_chunk_by_chunk_on_intels_cpus_alone(path, monkeypatch):
     for vendor, rows in (("GenuineIntel", MOST_IN_ORDER), ("AuthenticAMD", 0), ("", 0)):
         monkeypatch.setattr(kernels, "cpu_vendor", lambda vendor=vendor: vendor)
-        assert DecodeKernel(path).most_in_order == rows
+        assert DecoderKernel(path).most_in_order == rows
     monkeypatch.undo()
-    DecodeKernel(path)  # as this CPU wants it
+    DecoderKernel(path)  # as this CPU wants it

@@ -20,14 +20,14 @@ from foveal_runtime.model.checkpoint.blocked import block_quantized
 from foveal_runtime.model.checkpoint.dequantize import QuantizedLinear, quantize_linears
 from foveal_runtime.model.checkpoint.loader import load_model
 from foveal_runtime.model.cpu import packing
-from foveal_runtime.model.cpu.kernels import DecodeKernel, load_decode_kernel
+from foveal_runtime.model.cpu.kernels import DecoderKernel, load_decoder_kernel
 from foveal_runtime.plan.errors import StartupError
 from tests.support.models.compiled import paths_of
 from tests.support.models.quantised import make
 
 pytestmark = [
     pytest.mark.model,
-    pytest.mark.skipif(isinstance(load_decode_kernel(), str), reason=str(load_decode_kernel())),
+    pytest.mark.skipif(isinstance(load_decoder_kernel(), str), reason=str(load_decoder_kernel())),
 ]
 KINDS = ["int8", "int4"]
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
@@ -73,7 +73,7 @@ def test_a_product_is_that_of_the_dequantised_weights(kind, has_zeros, dtype, mo
         torch.testing.assert_close(layer.dequantized(), weight, rtol=0, atol=0)
         rows = torch.randn(NUM_ROWS[-1] + 1, ins).to(dtype)
         wanted = rows.double() @ weight.double().t() + layer.bias.double()
-        for kernel in map(DecodeKernel, paths_of("decode_layers")):
+        for kernel in map(DecoderKernel, paths_of("decoder_layers")):
             monkeypatch.setattr(packing, "loaded_kernel", lambda kernel=kernel: kernel)
             whole = layer(rows)
             apart = float((whole.double() - wanted).abs().max() / wanted.abs().max())
@@ -104,7 +104,7 @@ def test_a_model_quantised_at_load_is_its_dequantised_twin(
         small = checkpoints.Case(lambda config=config: config)
         monkeypatch.setitem(checkpoints.CASES, f"{name.removesuffix('_text')}_small", small)
     one = bench(case, attention="auto", quantization=kind)
-    assert (one.runner.forward.decode_layers is not None) == (case != "llava")
+    assert (one.runner.forward.decoder_layers is not None) == (case != "llava")
     found = {
         name: module
         for name, module in one.runner.loaded.model.named_modules()

@@ -198,7 +198,7 @@ def test_recorded_steps_have_both_tables(attention: str, bench) -> None:
 def test_small_steps_are_computed_in_one_call(name: str, bench) -> None:
     one = bench(name, attention="auto", reuse=False, num_window_blocks=NUM_WINDOW_BLOCKS)
     assert one.runner.forward.has_short_last_layer == (name == "mixed")
-    ways = one.runner.forward.decode_layers
+    ways = one.runner.forward.decoder_layers
     if ways is None:
         pytest.skip("this CPU has no kernel for whole layers")
     calls = []

@@ -18,7 +18,7 @@ from foveal_runtime.model.checkpoint.loader import class_for
 from tests.support.models import tiny_checkpoints
 
 TENSOR_PARALLEL = ("tests.model.test_tensor_parallel", "NAMES")
-FAST_PATH = "tests.model.test_decode_layers"
+FAST_PATH = "tests.model.test_decoder_layers"
 """Test module, and its list, of the families that it compares that way."""
 CASE_MODULES = (
     "tiny_images", "tiny_grids", "tiny_groups", "tiny_sounds",
@@ -51,7 +51,7 @@ TAIL = """
 *Tensor parallel*: "compared" families give the answers of one process on two ranks
 (`tests/model/test_tensor_parallel.py`); for "by plan" transformers says how to split layers, which
 no test runs. *CPU fast path*: steps in one call of a C kernel, compared with transformers
-(`tests/model/test_decode_layers.py`, where text models like Llama, Mistral, Qwen2, Qwen3, Gemma 2
+(`tests/model/test_decoder_layers.py`, where text models like Llama, Mistral, Qwen2, Qwen3, Gemma 2
 and Gemma 3 are compared, too); a trial at load time decides, and the engine's log says what it
 found. "modules": steps of these are transformers' modules, because their layers have experts
 (`aria`, `glm4v_moe`, `kimi_k25`, `llama4`, the Qwen families with "moe", `qwen3_next`), attention

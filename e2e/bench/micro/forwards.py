@@ -155,7 +155,7 @@ def fused_switch(runner: TorchRunner) -> Switch:
         for m in runner.loaded.model.modules()
         if isinstance(vars(m).get("forward"), kinds) and m.forward is not hand_on
     ]
-    runner.forward.decode_layers = None
+    runner.forward.decoder_layers = None
 
     def turn(is_on: bool) -> None:
         for module, forward in fused:
@@ -199,7 +199,7 @@ def towers_switch(runner: TorchRunner) -> Switch:
 SWITCHES: dict[str, Callable[[Bench], Switch]] = {
     "int8": lambda bench: quantized_switch(bench, "int8"),
     "int4": lambda bench: quantized_switch(bench, "int4"),
-    "one-call": lambda bench: attribute_switch(bench.runner.forward, "decode_layers", None),
+    "one-call": lambda bench: attribute_switch(bench.runner.forward, "decoder_layers", None),
     "last-layer": lambda bench: attribute_switch(
         bench.runner.forward, "has_short_last_layer", False
     ),

@@ -13,7 +13,7 @@ from foveal_runtime.model.checkpoint.head import Head
 from foveal_runtime.model.checkpoint.loader import load_model
 from foveal_runtime.model.checkpoint.probe import probe_layers, probe_states
 from foveal_runtime.model.cpu.packing import can_pack
-from foveal_runtime.model.layers.decode_layers import DecodeLayers
+from foveal_runtime.model.layers.decoder_layers import DecoderLayers
 from foveal_runtime.model.layers.layer_parts import Trial
 from foveal_runtime.model.layers.state import States
 
@@ -90,7 +90,7 @@ def reset(states: list, before: list) -> None:
         one.copy_(old)
 
 
-def compare_layer(made: DecodeLayers, trial: Trial, number: int, states: list) -> None:
+def compare_layer(made: DecoderLayers, trial: Trial, number: int, states: list) -> None:
     """What it adds, and what it leaves in the KV pool or in its state."""
     slots, layer = trial.context.slots, made._geometry.get(number)
     pools = [] if layer is None else [trial.pool.keys[layer.index], trial.pool.values[layer.index]]

@@ -2,7 +2,7 @@
 
 Called by the loader and, for plans, on torch's meta device. Whatever a checkpoint stores whole
 codes as, and what is quantised while it is loaded, ends up in one layout, which small steps read in
-one call (decode_layers) and longer ones layer by layer. Layers in another order of inputs, or of
+one call (decoder_layers) and longer ones layer by layer. Layers in another order of inputs, or of
 floating-point codes, stay as they are stored.
 """
 

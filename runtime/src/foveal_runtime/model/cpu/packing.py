@@ -30,7 +30,7 @@ from foveal_runtime.model.cpu.kernels import (
     NO_MEMORY,
     Product,
     ProductJob,
-    load_decode_kernel,
+    load_decoder_kernel,
 )
 from foveal_runtime.model.cpu.threads import KERNEL_CACHE_ENTRIES
 from foveal_runtime.telemetry.memory import trim_heap
@@ -52,7 +52,7 @@ MORE_ROWS = 64
 WIDE, DEEP = 64, 64
 """Outputs and inputs of a block of our own."""
 _LARGE_BYTES = 1 << 20
-loaded_kernel = functools.cache(load_decode_kernel)
+loaded_kernel = functools.cache(load_decoder_kernel)
 _log = logging.getLogger(__name__)
 
 

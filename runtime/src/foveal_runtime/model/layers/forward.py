@@ -20,7 +20,7 @@ from foveal_runtime.model.attention import (
 from foveal_runtime.model.attention.cpu import CpuBackend
 from foveal_runtime.model.checkpoint.loader import LoadedModel
 from foveal_runtime.model.context import PagedCall, forward_context
-from foveal_runtime.model.layers.decode_layers import DecodeLayers, make_decode_layers
+from foveal_runtime.model.layers.decoder_layers import DecoderLayers, make_decoder_layers
 from foveal_runtime.model.layers.last_layer import WantedRows, only_rows, shorten_last_layer
 from foveal_runtime.model.layers.lora import LoraRows, lora_rows
 from foveal_runtime.model.layers.state import States
@@ -31,7 +31,7 @@ class Forward:
 
     Attributes:
         layers: what attention is computed by, where modules call it.
-        decode_layers: computes small steps, where it can.
+        decoder_layers: computes a step in one call, where it can.
         has_short_last_layer: whether rows that nobody wants may be left out of the last layer.
     """
 
@@ -45,7 +45,7 @@ class Forward:
         self._loaded = loaded
         self._states = states
         self.layers = layers
-        self.decode_layers: DecodeLayers | None = None
+        self.decoder_layers: DecoderLayers | None = None
         self.has_short_last_layer = False
         if next(loaded.decoder.parameters()).device.type == "cuda":
             self.use_gpu_layers(backend)
@@ -67,7 +67,7 @@ class Forward:
         if not self._states.shapes:
             self.has_short_last_layer = shorten_last_layer(self._loaded, self.layers)
         if isinstance(backend, CpuBackend):
-            self.decode_layers = make_decode_layers(self._loaded, self.layers, pool, self._states)
+            self.decoder_layers = make_decoder_layers(self._loaded, self.layers, pool, self._states)
 
     def __call__(
         self,
@@ -85,7 +85,7 @@ class Forward:
         """
         is_short = self.has_short_last_layer and context.groups is None and not loras
         few = wanted if is_short else None
-        whole = self.decode_layers if not loras else None
+        whole = self.decoder_layers if not loras else None
         if whole is not None and whole.takes(positions, context, extra):
             hidden = whole.run(embeds, positions, context, extra, few)
             return hidden if wanted is None or few is not None else hidden[wanted.index]

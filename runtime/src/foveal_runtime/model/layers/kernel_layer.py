@@ -1,6 +1,6 @@
 """One decoder layer as the C kernel takes it: its norms, products, and attention or a state.
 
-Made by decode_layers of a layer's modules. Addresses are good while the modules live.
+Made by decoder_layers of a layer's modules. Addresses are good while the modules live.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Parts of a decoder layer, and a trial of what its modules compute.
 
-For those who compute such a layer in another way than transformers (`decode_layers`, `last_layer`,
+For those who compute such a layer in another way than transformers (`decoder_layers`, `last_layer`,
 `gpu_layer`): they look at its modules' names to find the parts, and at a trial's numbers to know
 that these parts do what is expected of them.
 """

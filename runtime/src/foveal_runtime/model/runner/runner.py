@@ -298,7 +298,7 @@ class TorchRunner:
         self._sequences.clear()
         self._pool = self.states.pool = None
         self._graphs = None
-        self.forward.decode_layers = None
+        self.forward.decoder_layers = None
         self.store = EncoderStore(self.room)
 
     def check_integrity(self) -> None:

@@ -29,7 +29,7 @@ _TILES = {"amx_tile", "amx_bf16"}
 _NEEDS = {"v4_amx": _BF16 | _TILES, "v4_bf16": _BF16, "v4": _V4, "v3": _V3}
 """Instruction sets of the variants, best first; not every kernel has all."""
 MOST_IN_ORDER = 32
-"""Of `DecodeKernel`, with AVX-512 on Intel's CPUs."""
+"""Of `DecoderKernel`, with AVX-512 on Intel's CPUs."""
 
 
 class DecodeJob(ctypes.Structure):
@@ -108,7 +108,7 @@ class Product(ctypes.Structure):
 
 
 class ProductJob(ctypes.Structure):
-    """Mirrors `ProductJob` in decode_layers.c."""
+    """Mirrors `ProductJob` in decoder_layers.c."""
 
     _fields_ = (
         ("dtype", ctypes.c_int32),
@@ -126,7 +126,7 @@ NORMS = ("before", "after", "of_attention", "of_mlp", "query", "key")
 
 
 class Layer(ctypes.Structure):
-    """Mirrors `Layer` in decode_layers.c."""
+    """Mirrors `Layer` in decoder_layers.c."""
 
     _fields_ = (
         *((name, RmsNorm) for name in NORMS),
@@ -139,7 +139,7 @@ class Layer(ctypes.Structure):
 
 
 class Place(ctypes.Structure):
-    """Mirrors `Place` in decode_layers.c."""
+    """Mirrors `Place` in decoder_layers.c."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("cos", "sin", "slots", "block_table")),
@@ -147,8 +147,8 @@ class Place(ctypes.Structure):
     )
 
 
-class DecodeStep(ctypes.Structure):
-    """Mirrors `Step` in decode_layers.c."""
+class DecoderStep(ctypes.Structure):
+    """Mirrors `Step` in decoder_layers.c."""
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in (
@@ -232,11 +232,11 @@ class PrefillKernel:
         return int(self._run_dense(ctypes.byref(job)))
 
 
-class DecodeKernel:
-    """The loaded decode_layers.c."""
+class DecoderKernel:
+    """The loaded decoder_layers.c."""
 
     def __init__(self, path: Path) -> None:
-        variant = path.stem.removeprefix("decode_layers_")
+        variant = path.stem.removeprefix("decoder_layers_")
         self.has_tiles = variant == "v4_amx"
         """Whether it multiplies bfloat16 numbers by AMX."""
         best = "v4_amx" if "amx_bf16" in cpu_flags() else "v4_bf16"
@@ -249,7 +249,7 @@ class DecodeKernel:
         self._most_in_order = ctypes.c_int.in_dll(ctypes.CDLL(str(path)), "foveal_most_in_order")
         if variant.startswith("v4"):
             self.most_in_order = MOST_IN_ORDER if cpu_vendor() == "GenuineIntel" else 0
-        self._run = _function(path, "foveal_decode_layers", ctypes.POINTER(DecodeStep))
+        self._run = _function(path, "foveal_decoder_layers", ctypes.POINTER(DecoderStep))
         self._multiply = _function(path, "foveal_multiply", ctypes.POINTER(ProductJob))
 
     @property
@@ -266,7 +266,7 @@ class DecodeKernel:
         """DONE, UNSUPPORTED or NO_MEMORY."""
         return int(self._multiply(ctypes.byref(job)))
 
-    def run(self, step: DecodeStep) -> int:
+    def run(self, step: DecoderStep) -> int:
         """DONE, UNSUPPORTED or NO_MEMORY."""
         return int(self._run(ctypes.byref(step)))
 
@@ -338,9 +338,9 @@ def load_row_kernels(folder: Path | None = None) -> RowKernels | str:
     return _load(RowKernels, "rows", folder)
 
 
-def load_decode_kernel() -> DecodeKernel | str:
-    """The best of decode_layers.c there is, or one line that says why there is none."""
-    return _load(DecodeKernel, "decode_layers")
+def load_decoder_kernel() -> DecoderKernel | str:
+    """The best of decoder_layers.c there is, or one line that says why there is none."""
+    return _load(DecoderKernel, "decoder_layers")
 
 
 def load_delta_kernel(folder: Path | None = None) -> DeltaKernel | str:

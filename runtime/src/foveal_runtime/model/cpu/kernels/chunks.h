@@ -1,6 +1,6 @@
 /* Paged attention for many query tokens of a sequence at once: chunks of prompts, and encoders.
  *
- * Included by paged_prefill.c, which is one layer's attention, and by decode_layers.c, which is a whole
+ * Included by paged_prefill.c, which is one layer's attention, and by decoder_layers.c, which is a whole
  * step. A piece is some of a chunk's query tokens and one kv head: it goes over the context in tiles,
  * each copied once and used for all its rows, which are the query tokens of every head that shares the
  * kv head. Tiles start at fixed positions, so the result of a row is the same bits however its prompt

@@ -1,7 +1,7 @@
 /* What stands between the linear layers of a gated delta net (Qwen3.5, Qwen3-Next), in units that
  * threads take: a short convolution, the gated delta rule, and a norm with a gate.
  *
- * Included by delta_rule.c and decode_layers.c. States are advanced where the pool keeps them, one
+ * Included by delta_rule.c and decoder_layers.c. States are advanced where the pool keeps them, one
  * token after another, columns of a head by themselves: a token's numbers are the same bits wherever
  * a chunk ends, whatever else is in the batch and however many threads run. A chunked form would
  * save memory traffic only, of which little is left: a strip of a state stays in the first cache

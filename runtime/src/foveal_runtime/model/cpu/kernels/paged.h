@@ -1,6 +1,6 @@
 /* Paged attention for tokens that are decoded: one query token (a "row") against its context.
  *
- * Included by paged_decode.c, which is one layer's attention, by decode_layers.c, which is a whole
+ * Included by paged_decode.c, which is one layer's attention, by decoder_layers.c, which is a whole
  * step, and by paged_prefill.c for the job's form: the first two cut the work with make_plan and
  * give its units to threads of their own. Plain C with GCC vector extensions: no torch headers, no
  * C++ runtime. Loads float32 or bfloat16, sums in float32, softmax online. Never allocates pool

@@ -1,6 +1,6 @@
 /* Small rows times packed linear layers, some outputs at a time.
  *
- * Included by decode_layers.c. A weight is either of the rows' type, where oneDNN packed it, or
+ * Included by decoder_layers.c. A weight is either of the rows' type, where oneDNN packed it, or
  * quantised, as model/checkpoint/blocked.py lays it out. Every sum is one thread's, in one order.
  */
 #ifndef FOVEAL_PRODUCTS_H

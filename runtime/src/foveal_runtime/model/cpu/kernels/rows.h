@@ -1,6 +1,6 @@
 /* Rows of float32 or bfloat16: loads, stores, rounding where transformers rounds, and the RMS norm.
  *
- * Included by rows.c and decode_layers.c. `kind` is what the numbers are, which says how they are
+ * Included by rows.c and decoder_layers.c. `kind` is what the numbers are, which says how they are
  * rounded; `memory` is what they are kept as.
  */
 #ifndef FOVEAL_ROWS_H

@@ -16,10 +16,10 @@ from torch import nn
 from foveal_runtime.model.attention import KVPool
 from foveal_runtime.model.checkpoint.loader import load_model
 from foveal_runtime.model.cpu import packing
-from foveal_runtime.model.cpu.kernels import DecodeKernel, load_decode_kernel
+from foveal_runtime.model.cpu.kernels import DecoderKernel, load_decoder_kernel
 from foveal_runtime.model.cpu.packing import can_pack, layout_of, pack_linears
-from foveal_runtime.model.layers import decode_layers
-from foveal_runtime.model.layers.decode_layers import DecodeLayers, make_decode_layers
+from foveal_runtime.model.layers import decoder_layers
+from foveal_runtime.model.layers.decoder_layers import DecoderLayers, make_decoder_layers
 from foveal_runtime.model.layers.layer_parts import Trial
 from foveal_runtime.model.runner.runner import TorchRunner
 from tests.support.models.compiled import params_of, paths_of
@@ -36,7 +36,7 @@ from tests.support.models.decoders import (
 pytestmark = [
     pytest.mark.model,
     pytest.mark.skipif(not can_pack(torch.float32), reason="this torch packs no linear layers"),
-    pytest.mark.skipif(isinstance(load_decode_kernel(), str), reason=str(load_decode_kernel())),
+    pytest.mark.skipif(isinstance(load_decoder_kernel(), str), reason=str(load_decoder_kernel())),
 ]
 HYBRID = ["lfm2", "lfm2_vl", "qwen3_5_text", "qwen3_5"]
 """The step driver reuses blocks of tokens, not states."""
@@ -45,7 +45,7 @@ HYBRID = ["lfm2", "lfm2_vl", "qwen3_5_text", "qwen3_5"]
 @pytest.mark.parametrize("kind", TAKEN)
 def test_a_family_equals_transformers(kind, bench, named):
     one = bench(named(kind), attention="auto", reuse=kind not in HYBRID)
-    assert one.runner.forward.decode_layers is not None
+    assert one.runner.forward.decoder_layers is not None
     prompts = {"a": one.prompt(1, num_text=40), "b": one.prompt(2, num_text=9)}
     jobs = {name: one.job(name, prompt) for name, prompt in prompts.items()}
     one.driver.run(list(jobs.values()), preempt={4: "a"})
@@ -95,7 +95,7 @@ def wide(checkpoints):
 def test_a_multimodal_family_equals_transformers(name, bench, wide):
     one = bench(wide(name), attention="auto", reuse=name not in HYBRID)
     case = one.case
-    assert one.runner.forward.decode_layers is not None
+    assert one.runner.forward.decoder_layers is not None
     modality = min(case.items)
     prompts = {
         "a": one.prompt(1, [(modality, 7)], num_text=20),
@@ -110,17 +110,17 @@ def test_a_multimodal_family_equals_transformers(name, bench, wide):
 @pytest.mark.extended
 @pytest.mark.parametrize("name", KEPT)
 def test_a_family_that_the_kernel_does_not_know_keeps_its_modules(name, tiny, wide, caplog):
-    caplog.set_level(logging.INFO, logger=decode_layers.__name__)
+    caplog.set_level(logging.INFO, logger=decoder_layers.__name__)
     runner = TorchRunner(load_model(str(tiny(wide(name)))), num_blocks=4)
-    assert runner.forward.decode_layers is None
+    assert runner.forward.decoder_layers is None
     assert "small steps are computed by modules: " in caplog.text
 
 
 @pytest.mark.parametrize("kind", NOT_TAKEN)
 def test_other_families_keep_their_modules(kind, bench, named, caplog):
-    caplog.set_level(logging.INFO, logger=decode_layers.__name__)
+    caplog.set_level(logging.INFO, logger=decoder_layers.__name__)
     one = bench(named(kind), attention="auto")
-    assert one.runner.forward.decode_layers is None
+    assert one.runner.forward.decoder_layers is None
     assert NOT_TAKEN[kind][1] in caplog.text
 
 
@@ -134,9 +134,9 @@ def test_each_layer_equals_its_modules_over_long_contexts(kind, dtype, tiny, nam
     states = states_of(loaded)
     with torch.inference_mode():
         trial = Trial(loaded, layers, q_lens=[1] * len(lengths), kv_lens=lengths, states=states)
-        for path in paths_of("decode_layers"):
+        for path in paths_of("decoder_layers"):
             with trial.random_states() as kept:
-                made = DecodeLayers(loaded, layers, DecodeKernel(path), states)
+                made = DecoderLayers(loaded, layers, DecoderKernel(path), states)
                 made.bind(trial.pool)
                 for number in range(len(loaded.decoder.layers)):
                     compare_layer(made, trial, number, kept)
@@ -144,18 +144,18 @@ def test_each_layer_equals_its_modules_over_long_contexts(kind, dtype, tiny, nam
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3_text", "lfm2", "qwen3_5_text"])
-@pytest.mark.parametrize("path", params_of("decode_layers"))
+@pytest.mark.parametrize("path", params_of("decoder_layers"))
 def test_a_row_is_the_same_bits_in_any_batch_with_any_number_of_threads(
     path, kind, dtype, tiny, named
 ):
     loaded, layers = made_of(tiny(named(kind)), dtype)
     states, every = states_of(loaded), range(len(loaded.decoder.layers))
-    most = decode_layers.FAST_LIMITS.rows
+    most = decoder_layers.FAST_LIMITS.rows
     lengths, ones = list(range(3, 3 + 9 * most, 9)), [1] * most
     with torch.inference_mode():
         whole = Trial(loaded, layers, q_lens=ones, kv_lens=lengths, states=states)
     with torch.inference_mode(), whole.random_states() as kept:
-        made = DecodeLayers(loaded, layers, DecodeKernel(path), states)
+        made = DecoderLayers(loaded, layers, DecoderKernel(path), states)
         made.bind(whole.pool)
         first = [one.clone() for one in kept]
         wanted = whole.rows.clone()
@@ -175,7 +175,7 @@ def test_a_row_is_the_same_bits_in_any_batch_with_any_number_of_threads(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["qwen3", "lfm2", "qwen3_5_text"])
-@pytest.mark.parametrize("path", params_of("decode_layers"))
+@pytest.mark.parametrize("path", params_of("decoder_layers"))
 def test_a_chunk_is_the_same_bits_as_its_tokens_one_by_one(path, kind, dtype, tiny, named):
     loaded, layers = made_of(tiny(named(kind)), dtype)
     states = states_of(loaded)
@@ -183,7 +183,7 @@ def test_a_chunk_is_the_same_bits_as_its_tokens_one_by_one(path, kind, dtype, ti
     with torch.inference_mode():
         trial = Trial(loaded, layers, q_lens=(5, 1, 9), kv_lens=(300, 20, 9), states=states)
         with trial.random_states() as kept:
-            made = DecodeLayers(loaded, layers, DecodeKernel(path), states)
+            made = DecoderLayers(loaded, layers, DecoderKernel(path), states)
             made.bind(trial.pool)
             before = [one.clone() for one in kept]
             whole = trial.rows.clone()
@@ -207,16 +207,16 @@ def test_a_chunk_is_the_same_bits_as_its_tokens_one_by_one(path, kind, dtype, ti
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("path", params_of("decode_layers"))
+@pytest.mark.parametrize("path", params_of("decoder_layers"))
 def test_long_steps_take_the_modules_where_the_kernel_is_slower(
     path, dtype, tiny, named, monkeypatch
 ):
     loaded, layers = made_of(tiny(named("llama")), dtype)
-    kernel = DecodeKernel(path)
-    made = DecodeLayers(loaded, layers, kernel)
+    kernel = DecoderKernel(path)
+    made = DecoderLayers(loaded, layers, kernel)
     is_fast = dtype == "bfloat16" and kernel.is_fast_in_bfloat16
-    fast = decode_layers.TILE_LIMITS if kernel.has_tiles else decode_layers.FAST_LIMITS
-    limits = fast if is_fast else decode_layers.LIMITS
+    fast = decoder_layers.TILE_LIMITS if kernel.has_tiles else decoder_layers.FAST_LIMITS
+    limits = fast if is_fast else decoder_layers.LIMITS
     assert made.limits == limits
     is_alone = packing.packed_class(torch.bfloat16) is packing.PairedLinear
     assert made.takes_long == (
@@ -240,8 +240,8 @@ def test_long_steps_take_the_modules_where_the_kernel_is_slower(
     assert made.takes(places, trial.context, {"deepstack_visual_embeds": []})
     assert not made.takes(places, trial.context, {"layer_inputs": places})
     # A decoder that keeps a token's places on several axes apart.
-    monkeypatch.setattr(DecodeLayers, "_has_one_turn", lambda *_: False)
-    made = DecodeLayers(loaded, layers, kernel)
+    monkeypatch.setattr(DecoderLayers, "_has_one_turn", lambda *_: False)
+    made = DecoderLayers(loaded, layers, kernel)
     assert made.takes(places, trial.context, {})
     places[1, 0, 0] += 1  # in the middle of an image
     assert not made.takes(places, trial.context, {})
@@ -292,9 +292,9 @@ def test_what_looks_like_a_known_layer_but_is_not_is_noticed(kind, tiny, named):
     for change in (scaled_values, other_norm, other_rotation, around, scaled_norm):
         loaded, layers = made_of(tiny(named(kind)))
         pool = KVPool(layers, 4, 16, torch.float32, torch.device("cpu"))
-        assert make_decode_layers(loaded, layers, pool) is not None
+        assert make_decoder_layers(loaded, layers, pool) is not None
         change(loaded.decoder)
-        assert make_decode_layers(loaded, layers, pool) is None, change.__name__
+        assert make_decoder_layers(loaded, layers, pool) is None, change.__name__
 
 
 @pytest.mark.parametrize(
@@ -308,14 +308,14 @@ def test_a_state_that_the_kernel_does_not_leave_is_noticed(kind, module, part, t
     states.allocate(4, torch.device("cpu"))
     pool = KVPool(layers, 4, 16, torch.float32, torch.device("cpu"))
     kept = [one.clone() for one in states.pool.all_tensors()]
-    assert make_decode_layers(loaded, layers, pool, states) is not None
+    assert make_decoder_layers(loaded, layers, pool, states) is not None
     assert all(map(torch.equal, kept, states.pool.all_tensors()))
 
     def forgets(_module, _rows, _out):
         states.pool.tensors[2][part].mul_(0.99)
 
     loaded.decoder.layers[2].get_submodule(module).register_forward_hook(forgets)
-    assert make_decode_layers(loaded, layers, pool, states) is None
+    assert make_decoder_layers(loaded, layers, pool, states) is None
 
 
 def test_an_unknown_layout_is_refused(tiny, named, monkeypatch):
@@ -325,7 +325,7 @@ def test_an_unknown_layout_is_refused(tiny, named, monkeypatch):
     layout_of.cache_clear()
     try:
         monkeypatch.setattr(packing, "raw_numbers", lambda packed: raw(packed).flip(0))
-        assert make_decode_layers(loaded, layers, pool) is None
+        assert make_decoder_layers(loaded, layers, pool) is None
     finally:
         layout_of.cache_clear()
 
@@ -333,7 +333,7 @@ def test_an_unknown_layout_is_refused(tiny, named, monkeypatch):
 def test_a_pool_of_another_dtype_is_refused(tiny, named):
     loaded, layers = made_of(tiny(named("llama")))
     pool = KVPool(layers, 4, 16, torch.bfloat16, torch.device("cpu"))
-    assert make_decode_layers(loaded, layers, pool) is None
+    assert make_decoder_layers(loaded, layers, pool) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -357,12 +357,12 @@ def test_a_known_layout_says_where_each_number_is(shape, dtype):
 
 
 def test_a_slower_kernel_leaves_larger_steps_to_the_modules(bench, named, monkeypatch):
-    monkeypatch.setattr(decode_layers, "LIMITS", decode_layers.LIMITS._replace(rows=4))
+    monkeypatch.setattr(decoder_layers, "LIMITS", decoder_layers.LIMITS._replace(rows=4))
     one = bench(named("llama"), attention="auto")
-    one.runner.forward.decode_layers.takes_long = False
+    one.runner.forward.decoder_layers.takes_long = False
     calls = []
-    taken = one.runner.forward.decode_layers.run
-    one.runner.forward.decode_layers.run = lambda *args: calls.append(len(args[0])) or taken(*args)
+    taken = one.runner.forward.decoder_layers.run
+    one.runner.forward.decoder_layers.run = lambda *args: calls.append(len(args[0])) or taken(*args)
     one.driver.budget = 200
     prompts = {str(i): one.prompt(i, num_text=5) for i in range(7)}
     jobs = {name: one.job(name, prompt) for name, prompt in prompts.items()}

@@ -1,6 +1,6 @@
 /* Some new tokens of some sequences through all layers of a decoder, in one call.
  *
- * Called by model/layers/decode_layers.py through ctypes; compiled by runtime/setup.py once per instruction
+ * Called by model/layers/decoder_layers.py through ctypes; compiled by runtime/setup.py once per instruction
  * set. The threads are woken once a step and meet at barriers, where they spin for some tens of
  * microseconds before they sleep; work between two barriers goes to whoever is free. Weights are read
  * where oneDNN packed them. Loads float32 or bfloat16, sums in float32, and rounds where
@@ -659,7 +659,7 @@ static void *make_room(const Step *step, Run *run) {
 }
 
 /* DONE, UNSUPPORTED or NO_MEMORY; only DONE has changed anything. */
-int foveal_decode_layers(const Step *step) {
+int foveal_decoder_layers(const Step *step) {
     const int64_t count = (int64_t)step->num_rows * step->width;
     if (!is_supported(step)) return UNSUPPORTED;
     if (!count) return DONE;

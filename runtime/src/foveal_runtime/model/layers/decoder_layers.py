@@ -3,7 +3,7 @@
 Made by the runner once the KV pool is there. transformers computes a layer in some twenty
 operators, each of which wakes threads and waits for them; for a few tokens that takes longer than
 reading the weights, and beside other processes one thread often waits for the other. The kernel
-(kernels/decode_layers.c) goes through all layers with threads that are woken once and take work
+(kernels/decoder_layers.c) goes through all layers with threads that are woken once and take work
 whenever they are free, and reads the weights where oneDNN packed them.
 
 That a decoder has the parts of such a layer is read from its modules; that these parts compute what
@@ -30,11 +30,11 @@ from foveal_runtime.model.checkpoint.loader import LoadedModel
 from foveal_runtime.model.cpu.kernels import (
     DONE,
     NO_MEMORY,
-    DecodeKernel,
-    DecodeStep,
+    DecoderKernel,
+    DecoderStep,
     Layer,
     Place,
-    load_decode_kernel,
+    load_decoder_kernel,
 )
 from foveal_runtime.model.cpu.packing import DTYPES, PairedLinear, packed_class
 from foveal_runtime.model.layers.delta_rule import Parts
@@ -82,14 +82,14 @@ _TRIED = ((3, 4), (1, 16), (7, 21))
 _log = logging.getLogger(__name__)
 
 
-class DecodeLayers:
+class DecoderLayers:
     """The layers of one decoder and one KV pool, as the kernel takes them."""
 
     def __init__(
         self,
         loaded: LoadedModel,
         layers: Sequence[LayerGeometry],
-        kernel: DecodeKernel,
+        kernel: DecoderKernel,
         states: States | None = None,
     ) -> None:
         """Raises Unlike."""
@@ -244,7 +244,7 @@ class DecodeLayers:
             held = (Place * len(places))(*places)
             rows = _rows_of(context, low, high, MOST_ROWS if is_small else MAX_ROWS)
             segments = _segments_of(context, low, high)
-            step = DecodeStep(
+            step = DecoderStep(
                 **self._shape,
                 num_threads=torch.get_num_threads(),
                 num_layers=len(which),
@@ -330,20 +330,20 @@ def _segments_of(context: ForwardContext, low: int, high: int) -> torch.Tensor:
     return torch.stack([first - low, count, whole[:, 2]], 1)[count > 0].contiguous()
 
 
-def make_decode_layers(
+def make_decoder_layers(
     loaded: LoadedModel,
     layers: Sequence[LayerGeometry],
     pool: KVPool,
     states: States | None = None,
-) -> DecodeLayers | None:
+) -> DecoderLayers | None:
     """The kernel's way of decoding with this model, pool and states, or None where it computes
     another thing; logs which."""
-    kernel = load_decode_kernel()
+    kernel = load_decoder_kernel()
     if isinstance(kernel, str):
         _log.info("small steps are computed by modules: %s", kernel)
         return None
     try:
-        made = DecodeLayers(loaded, layers, kernel, states)
+        made = DecoderLayers(loaded, layers, kernel, states)
         if pool.dtype != loaded.dtype or pool.compute_dtype != loaded.dtype:
             raise Unlike("the KV cache has another dtype than the model")
         with trying():
@@ -360,7 +360,7 @@ def make_decode_layers(
     return made
 
 
-def _try(made: DecodeLayers, trial: Trial) -> None:
+def _try(made: DecoderLayers, trial: Trial) -> None:
     """Each layer, then all, against the modules, on random rows, contexts and states. Raises
     Unlike."""
     with trial.random_states() as states:
