@@ -36,7 +36,7 @@ def _finished(
 def _fetch_weights(weight, n, K: tl.constexpr, N: tl.constexpr, ACTIVATION: tl.constexpr):
     """The beginnings of a program's rows."""
     step: tl.constexpr = LINE // (weight.dtype.element_ty.primitive_bitwidth // 8)
-    at = tl.arange(0, _AHEAD_LINES) * step
+    at = tl.minimum(tl.arange(0, _AHEAD_LINES) * step, K - 1)
     fetch_ahead(weight + n[:, None] * K + at[None, :])
     if ACTIVATION != "":
         fetch_ahead(weight + (N + n)[:, None] * K + at[None, :])
