@@ -16,13 +16,13 @@ from torch import nn
 from foveal_runtime.model.attention import KVPool
 from foveal_runtime.model.checkpoint.loader import load_model
 from foveal_runtime.model.cpu import packing
-from foveal_runtime.model.cpu.kernels import DecoderKernel, load_decoder_kernel
+from foveal_runtime.model.cpu.kernels import DecoderKernel
 from foveal_runtime.model.cpu.packing import can_pack, layout_of, pack_linears
 from foveal_runtime.model.layers import decoder_layers
 from foveal_runtime.model.layers.decoder_layers import DecoderLayers, make_decoder_layers
 from foveal_runtime.model.layers.layer_parts import Trial
 from foveal_runtime.model.runner.runner import TorchRunner
-from tests.support.models.compiled import params_of, paths_of
+from tests.support.models.compiled import NEEDS_KERNEL, NEEDS_PACKING, params_of, paths_of
 from tests.support.models.decoders import (
     DTYPES,
     NOT_TAKEN,
@@ -33,11 +33,7 @@ from tests.support.models.decoders import (
     states_of,
 )
 
-pytestmark = [
-    pytest.mark.model,
-    pytest.mark.skipif(not can_pack(torch.float32), reason="this torch packs no linear layers"),
-    pytest.mark.skipif(isinstance(load_decoder_kernel(), str), reason=str(load_decoder_kernel())),
-]
+pytestmark = [pytest.mark.model, NEEDS_PACKING, NEEDS_KERNEL]
 HYBRID = ["lfm2", "lfm2_vl", "qwen3_5_text", "qwen3_5"]
 """The step driver reuses blocks of tokens, not states."""
 

@@ -21,11 +21,11 @@ from foveal_runtime.model.cpu.kernels import (
     variants,
 )
 from foveal_runtime.model.cpu.packing import Activation, can_pack, pack_linears
-from tests.support.models.compiled import paths_of
+from tests.support.models.compiled import NEEDS_PACKING, paths_of
 
 pytestmark = [
     pytest.mark.model,
-    pytest.mark.skipif(not can_pack(torch.float32), reason="this torch packs no linear layers"),
+    NEEDS_PACKING,
     pytest.mark.skipif(isinstance(load_row_kernels(), str), reason=str(load_row_kernels())),
 ]
 SIZES = {"hidden_size": 48, "num_attention_heads": 4, "intermediate_size": 112}

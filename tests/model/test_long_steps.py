@@ -12,7 +12,7 @@ from foveal_runtime.model.layers import decoder_layers
 from foveal_runtime.model.layers.decoder_layers import DecoderLayers
 from foveal_runtime.model.layers.last_layer import WantedRows, shorten_last_layer
 from foveal_runtime.model.layers.layer_parts import Trial
-from tests.support.models.compiled import params_of, paths_of
+from tests.support.models.compiled import NEEDS_KERNEL, NEEDS_PACKING, params_of, paths_of
 from tests.support.models.decoders import (
     DTYPES,
     TAKEN,
@@ -22,11 +22,7 @@ from tests.support.models.decoders import (
     states_of,
 )
 
-pytestmark = [
-    pytest.mark.model,
-    pytest.mark.skipif(not can_pack(torch.float32), reason="this torch packs no linear layers"),
-    pytest.mark.skipif(isinstance(load_decoder_kernel(), str), reason=str(load_decoder_kernel())),
-]
+pytestmark = [pytest.mark.model, NEEDS_PACKING, NEEDS_KERNEL]
 LONG = [(130, 900), (1, 700), (5, 5), (70, 300), (4, 60)]
 """New tokens of sequences, and how many there are then: chunks, and some that attend alone."""
 

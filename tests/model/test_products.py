@@ -15,7 +15,6 @@ from foveal_runtime.model.cpu.kernels import (
     DecoderKernel,
     Product,
     ProductJob,
-    load_decoder_kernel,
 )
 from foveal_runtime.model.cpu.packing import (
     DTYPES,
@@ -23,12 +22,9 @@ from foveal_runtime.model.cpu.packing import (
     PairedLinear,
     packed_class,
 )
-from tests.support.models.compiled import params_of
+from tests.support.models.compiled import NEEDS_KERNEL, params_of
 
-pytestmark = [
-    pytest.mark.model,
-    pytest.mark.skipif(isinstance(load_decoder_kernel(), str), reason=str(load_decoder_kernel())),
-]
+pytestmark = [pytest.mark.model, NEEDS_KERNEL]
 
 
 def packed(dtype: torch.dtype) -> object:

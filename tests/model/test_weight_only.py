@@ -20,15 +20,12 @@ from foveal_runtime.model.checkpoint.blocked import block_quantized
 from foveal_runtime.model.checkpoint.dequantize import QuantizedLinear, quantize_linears
 from foveal_runtime.model.checkpoint.loader import load_model
 from foveal_runtime.model.cpu import packing
-from foveal_runtime.model.cpu.kernels import DecoderKernel, load_decoder_kernel
+from foveal_runtime.model.cpu.kernels import DecoderKernel
 from foveal_runtime.plan.errors import StartupError
-from tests.support.models.compiled import paths_of
+from tests.support.models.compiled import NEEDS_KERNEL, paths_of
 from tests.support.models.quantised import make
 
-pytestmark = [
-    pytest.mark.model,
-    pytest.mark.skipif(isinstance(load_decoder_kernel(), str), reason=str(load_decoder_kernel())),
-]
+pytestmark = [pytest.mark.model, NEEDS_KERNEL]
 KINDS = ["int8", "int4"]
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
 """Of the largest result: the order of sums; in bfloat16 its rounding."""

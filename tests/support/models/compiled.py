@@ -6,12 +6,20 @@ import platform
 from pathlib import Path
 
 import pytest
+import torch
 
 from foveal_runtime.model.cpu import kernels
-from foveal_runtime.model.cpu.kernels import cpu_flags, variants
+from foveal_runtime.model.cpu.kernels import cpu_flags, load_decoder_kernel, variants
+from foveal_runtime.model.cpu.packing import can_pack
 
 FOLDER = Path(kernels.__file__).parent
 ABLE = variants(platform.machine(), cpu_flags())
+NEEDS_PACKING = pytest.mark.skipif(
+    not can_pack(torch.float32), reason="this torch packs no linear layers"
+)
+NEEDS_KERNEL = pytest.mark.skipif(
+    isinstance(load_decoder_kernel(), str), reason=str(load_decoder_kernel())
+)
 
 
 def paths_of(stem: str) -> list[Path]:
