@@ -85,3 +85,5 @@ def test_a_layer_compiles_without_a_gpu(architecture: int) -> None:
     assert [one["kernel"] for one in found] == names
     assert max(one["shared_bytes"] for one in found) <= SMALL_CARD_BYTES
     assert not any(one["spilled_bytes"] for one in found)
+    # What starts early would read what an earlier kernel has not written yet.
+    assert {one["waits_first"] for one in found} == {architecture >= 90}

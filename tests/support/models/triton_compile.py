@@ -3,8 +3,9 @@
     triton_compile.py dtype[/pool's],head-size,group,architecture,rules ...
     triton_compile.py layer,dtype,width,MLP's-width,architecture ...
 
-One JSON line a kernel: name, shared memory in bytes, bytes spilled a thread. Run by `compiled` in a
-process of its own, because in tests the kernels are interpreted.
+One JSON line a kernel: name, shared memory in bytes, bytes spilled a thread, whether it waits for
+earlier ones before all else. Run by `compiled` in a process of its own, because in tests the
+kernels are interpreted.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from foveal_runtime.model.attention import FP8_MAX, LayerGeometry
 from foveal_runtime.model.attention.triton import MIN_DOT, Tuning, kernels
 from foveal_runtime.model.gpu import kernels as between
 from foveal_runtime.model.gpu import product_kernels
-from foveal_runtime.model.gpu.products import ROWS_TILES
+from foveal_runtime.model.gpu.products import MAX_ROWS, ROWS_TILES, VECTOR_TILE
 
 SMALL_CARD_BYTES = 101376
 """Shared memory that a block may have on cards of compute capability 8.6 and 8.9."""
@@ -75,8 +76,15 @@ def compile_kernel(
     target = GPUTarget("cuda", architecture, 32)
     made = triton.compile(source, target=target, options=options)
     name = kernel.fn.__name__
-    found = {"kernel": name, "shared_bytes": made.metadata.shared, "spilled_bytes": spilled(made)}
+    found = {"kernel": name, "shared_bytes": made.metadata.shared, "spilled_bytes": spilled(made),
+             "waits_first": waits_first(made.asm["ptx"])}  # fmt: skip
     print(json.dumps(found), flush=True)
+
+
+def waits_first(ptx: str) -> bool:
+    """Whether a kernel that may start early waits, and touches no memory before."""
+    before, wait, _ = ptx.partition("griddepcontrol.wait")
+    return bool(wait) and not re.search(r"\b(ld|st|atom|red)\.\S*global|cp\.async", before)
 
 
 def spilled(made) -> int:
@@ -137,12 +145,14 @@ def compile_layer(case: str) -> None:
                    "HAS_RESIDUAL": not activation, **common}  # fmt: skip
         compile_kernel(
             product_kernels.vector_kernel, pointers, architecture,
-            product | {"BLOCK_N": 4, "BLOCK_K": 2048}, num_warps=8, **early,
+            product | {"BLOCK_N": VECTOR_TILE[0], "BLOCK_K": VECTOR_TILE[1]},
+            num_warps=VECTOR_TILE[2], **early,
         )  # fmt: skip
-        for block_k, warps, stages in ROWS_TILES:
+        for block_n, block_k, warps, stages in ROWS_TILES:
             compile_kernel(
                 product_kernels.rows_kernel, pointers, architecture,
-                product | {"ROWS": 16, "BLOCK_N": 16, "BLOCK_K": block_k, "WIDEN": False},
+                product
+                | {"ROWS": MAX_ROWS, "BLOCK_N": block_n, "BLOCK_K": block_k, "WIDEN": False},
                 num_warps=warps, num_stages=stages, **early,
             )  # fmt: skip
     norm = {"WIDTH": width, "OFFSET": 1.0, "HAS_RESIDUAL": True,

@@ -18,9 +18,12 @@ from triton import knobs
 from foveal_runtime.model.gpu import kernels, product_kernels
 
 MAX_ROWS = 16
-ROWS_TILES = (512, 2, 3), (256, 1, 4)
-"""Columns, warps and stages of `rows_kernel`: usually, and for at most two programs each
-multiprocessor. The best of sweeps on an H100 (docs/decisions/gpu-layers.md)."""
+VECTOR_TILE = 4, 2048, 8
+"""Rows of the weight, columns and warps of `vector_kernel`. The best of sweeps on an H100
+(docs/decisions/gpu-layers.md), as the next."""
+ROWS_TILES = (16, 512, 2, 3), (16, 256, 1, 4)
+"""And stages, of `rows_kernel`: usually, and where that is at most two programs each
+multiprocessor."""
 _GATE_BLOCK = 1024
 _EARLY_CAPABILITY = (9, 0)
 
@@ -89,14 +92,17 @@ class GpuProduct:
             **self._early,
         }  # fmt: skip
         if count == 1:
-            product_kernels.vector_kernel[triton.cdiv(self._size, 4),](
-                *tensors, **what, BLOCK_N=4, BLOCK_K=min(2048, most_k), num_warps=8
+            block_n, block_k, warps = VECTOR_TILE
+            product_kernels.vector_kernel[triton.cdiv(self._size, block_n),](
+                *tensors, **what, BLOCK_N=block_n, BLOCK_K=min(block_k, most_k), num_warps=warps
             )
             return out
-        num_programs = triton.cdiv(self._size, 16)
-        block_k, warps, stages = ROWS_TILES[num_programs <= 2 * self._multiprocessors]
+        num_programs = triton.cdiv(self._size, ROWS_TILES[0][0])
+        tile = ROWS_TILES[num_programs <= 2 * self._multiprocessors]
+        block_n, block_k, warps, stages = tile
         product_kernels.rows_kernel[num_programs,](
-            *tensors, count, **what, ROWS=MAX_ROWS, BLOCK_N=16, BLOCK_K=min(block_k, most_k),
-            WIDEN=bool(knobs.runtime.interpret), num_warps=warps, num_stages=stages,
+            *tensors, count, **what, ROWS=MAX_ROWS, BLOCK_N=block_n,
+            BLOCK_K=min(block_k, most_k), WIDEN=bool(knobs.runtime.interpret),
+            num_warps=warps, num_stages=stages,
         )  # fmt: skip
         return out
