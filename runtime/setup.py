@@ -24,6 +24,7 @@ HEADERS = (
     "chunks",
     "delta_rule",
     "lanes",
+    "linear",
     "paged",
     "products",
     "rows",

@@ -1,12 +1,14 @@
 /* Products of several rows, chunk by chunk of the inputs.
  *
- * Included by products.h. Six rows at a time would go through all weights of a block column again and
+ * Included by linear.h. Six rows at a time would go through all weights of a block column again and
  * again, with AVX2 in pieces, since its registers do not hold a block's outputs as sums of several rows.
  * Here each chunk is read once, in the order in which it lies, and all rows are multiplied with it while
  * it is in the first cache; the sums wait in the tile. Measured in docs/decisions/decode-in-one-call.md.
  */
 #ifndef FOVEAL_CHUNKED_PRODUCTS_H
 #define FOVEAL_CHUNKED_PRODUCTS_H
+
+#include "products.h"
 
 #define CHUNK 64                 /* inputs of a chunk for many rows; few take one block at a time */
 #define FEW (2 * MOST_ROWS)

@@ -21,7 +21,7 @@
 
 #include "chunks.h"
 #include "delta_rule.h"
-#include "products.h"
+#include "linear.h"
 #include "rows.h"
 
 #define SPINS 2000     /* turns before a thread that waits sleeps: some tens of microseconds */

@@ -1,11 +1,16 @@
 /* Products of packed, quantised and unpacked weights by AMX, in bfloat16.
  *
- * Included by products.h where there is AMX. Packed weights are tiles as oneDNN left them; codes are
- * made numbers a few inputs at a time; of a weight as it lies the outputs are the rows of a tile, so
- * that the rows' inputs are put in pairs. A row's sums are the same bits in any company.
+ * Included by linear.h; without AMX there are none. Packed weights are tiles as oneDNN left them; codes
+ * are made numbers a few inputs at a time; of a weight as it lies the outputs are the rows of a tile,
+ * so that the rows' inputs are put in pairs. A row's sums are the same bits in any company.
  */
 #ifndef FOVEAL_TILED_PRODUCTS_H
 #define FOVEAL_TILED_PRODUCTS_H
+
+#include "products.h"
+
+#if HAS_TILES
+#define PLAIN_ROWS 64 /* at most, of one product with a weight as it lies */
 
 /* Bytes from TILE_DEPTH inputs of a block column to the next, or 0 where they are not that far apart
  * everywhere. */
@@ -226,5 +231,7 @@ INLINE void multiply_plain_tiles(const int tiles, const Product *p, int out, con
     for (int c = 0; c < tiles * TILE; c++)
         for (int r = 0; r < count; r++) tile[r * MAX_WIDE + c] = sums[c * PLAIN_ROWS + r];
 }
+
+#endif
 
 #endif
