@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from foveal_runtime.main import cli
-from foveal_runtime.main.fetch import Download, Progress, fetch
+from foveal_runtime.main.download import Progress
+from foveal_runtime.main.fetch import Download, fetch
 from foveal_runtime.main.revision import SOURCE_FILE, resolved_revision
 from foveal_runtime.plan.errors import StartupError
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from foveal_runtime.main import fetch as fetching
+from foveal_runtime.main import download
 from foveal_runtime.main.fetch import fetch
 from foveal_runtime.main.local.model import find_model
 from foveal_runtime.main.revision import resolved_revision
@@ -32,7 +32,7 @@ WEIGHTS = layer(("model.safetensors", bytes(range(256)) * 20_000), packed=False)
 def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "docker"))
-    monkeypatch.setattr(fetching, "_BACKOFF_SECONDS", 0.0)
+    monkeypatch.setattr(download, "_BACKOFF_SECONDS", 0.0)
     registry = Registry()
     registry.push([CONFIG, WEIGHTS])
     with registry.running():
@@ -114,7 +114,7 @@ def test_what_an_earlier_attempt_left_is_used_of_the_same_image_only(
     registry.cuts += [digest_of(WEIGHTS)] * 20
     body = registry.blobs[digest_of(WEIGHTS)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fetching, "MAX_ATTEMPTS", 1)
+        patch.setattr(download, "MAX_ATTEMPTS", 1)
         assert refused(registry, tmp_path) == "the connection broke off"
     registry.cuts.clear()
     registry.asked.clear()
@@ -185,7 +185,7 @@ def test_a_full_disk_is_not_tried_again(tmp_path: Path) -> None:
 
     (tmp_path / "part").touch()
     with pytest.raises(OSError, match="No space"):
-        fetching.fill(tmp_path / "part", 1, append, (OSError,))
+        download.fill(tmp_path / "part", 1, append, (OSError,))
     assert starts == [0]
 
 
@@ -262,7 +262,7 @@ def test_bytes_that_are_there_need_no_room_again(
     """A download that was resumed asked for the room of the whole."""
     registry.cuts += [digest_of(WEIGHTS)] * 20
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fetching, "MAX_ATTEMPTS", 1)
+        patch.setattr(download, "MAX_ATTEMPTS", 1)
         assert refused(registry, tmp_path) == "the connection broke off"
     registry.cuts.clear()
     room = SimpleNamespace(free=len(WEIGHTS) * 7 // 4)

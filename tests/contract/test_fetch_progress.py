@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from foveal_operator.pods.metrics import Seen, read_figures, report
-from foveal_runtime.main.fetch import Progress, told
+from foveal_runtime.main.download import Progress, told
 from foveal_runtime.main.profile import compact, profile_model
 from foveal_runtime.main.revision import resolved_revision
 from foveal_runtime.plan.config import ModalitiesConfig, ModalityLimits

@@ -31,7 +31,7 @@ from urllib.parse import urlencode, urlsplit
 import msgspec
 
 from foveal_runtime.main.bars import Bars
-from foveal_runtime.main.fetch import Progress, fill
+from foveal_runtime.main.download import Progress, fill
 from foveal_runtime.main.layers import check_links, check_room, unpack
 from foveal_runtime.plan.errors import StartupError
 

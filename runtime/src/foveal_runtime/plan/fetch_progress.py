@@ -1,6 +1,6 @@
 """Progress series of a download, which the pod of a fetch Job serves and the operator reads.
 
-The one contract between main/fetch.py, which serves them, and the operator's probes, which read
+The one contract between main/download.py, which serves them, and the operator's probes, which read
 them. They are no part of metrics.py's registry: no Prometheus is meant to scrape a pod that lives
 for minutes. No I/O here.
 """
