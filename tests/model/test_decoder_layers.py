@@ -20,7 +20,7 @@ from foveal_runtime.model.cpu.kernels import DecoderKernel
 from foveal_runtime.model.cpu.packing import can_pack, layout_of, pack_linears
 from foveal_runtime.model.layers import decoder_layers
 from foveal_runtime.model.layers.decoder_layers import DecoderLayers, make_decoder_layers
-from foveal_runtime.model.layers.layer_parts import Trial
+from foveal_runtime.model.layers.trial import Trial
 from foveal_runtime.model.runner.runner import TorchRunner
 from tests.support.models.compiled import NEEDS_KERNEL, NEEDS_PACKING, params_of, paths_of
 from tests.support.models.decoders import (

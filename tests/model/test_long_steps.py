@@ -11,7 +11,7 @@ from foveal_runtime.model.cpu.packing import can_pack
 from foveal_runtime.model.layers import decoder_layers
 from foveal_runtime.model.layers.decoder_layers import DecoderLayers
 from foveal_runtime.model.layers.last_layer import WantedRows, shorten_last_layer
-from foveal_runtime.model.layers.layer_parts import Trial
+from foveal_runtime.model.layers.trial import Trial
 from tests.support.models.compiled import NEEDS_KERNEL, NEEDS_PACKING, params_of, paths_of
 from tests.support.models.decoders import (
     DTYPES,

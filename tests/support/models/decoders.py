@@ -14,8 +14,8 @@ from foveal_runtime.model.checkpoint.loader import load_model
 from foveal_runtime.model.checkpoint.probe import probe_layers, probe_states
 from foveal_runtime.model.cpu.packing import can_pack
 from foveal_runtime.model.layers.decoder_layers import DecoderLayers
-from foveal_runtime.model.layers.layer_parts import Trial
 from foveal_runtime.model.layers.state import States
+from foveal_runtime.model.layers.trial import Trial
 
 PACKS_BF16 = pytest.mark.skipif(
     not can_pack(torch.bfloat16), reason="torch packs no bfloat16 weights on this CPU"

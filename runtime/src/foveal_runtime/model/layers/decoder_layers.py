@@ -41,7 +41,6 @@ from foveal_runtime.model.layers.delta_rule import Parts
 from foveal_runtime.model.layers.kernel_layer import LayerParts
 from foveal_runtime.model.layers.last_layer import WantedRows, only_rows
 from foveal_runtime.model.layers.layer_parts import (
-    Trial,
     Unlike,
     check_decoder,
     last_norm,
@@ -50,6 +49,7 @@ from foveal_runtime.model.layers.layer_parts import (
     trying,
 )
 from foveal_runtime.model.layers.state import States, segments_of
+from foveal_runtime.model.layers.trial import Trial
 
 
 class Limits(NamedTuple):

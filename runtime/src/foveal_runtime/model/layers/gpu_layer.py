@@ -36,7 +36,6 @@ from foveal_runtime.model.gpu.products import GpuProduct, early_start
 from foveal_runtime.model.layers.last_layer import current_call, only_rows
 from foveal_runtime.model.layers.layer_parts import (
     LLAMA_LIKE,
-    Trial,
     Unlike,
     deepstack_levels,
     has_weights,
@@ -44,6 +43,7 @@ from foveal_runtime.model.layers.layer_parts import (
     parts_of,
     trying,
 )
+from foveal_runtime.model.layers.trial import Trial
 
 _ACTIVATIONS = {
     Activation("swish"): "swish",

@@ -23,13 +23,13 @@ from foveal_runtime.model.attention import ForwardContext, LayerGeometry
 from foveal_runtime.model.checkpoint.loader import LoadedModel
 from foveal_runtime.model.layers.layer_parts import (
     ATTENTION,
-    Trial,
     Unlike,
     check_decoder,
     deepstack_levels,
     parts_of,
     trying,
 )
+from foveal_runtime.model.layers.trial import Trial
 
 _log = logging.getLogger(__name__)
 _call = threading.local()
