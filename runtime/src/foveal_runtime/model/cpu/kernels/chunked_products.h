@@ -158,12 +158,7 @@ static void multiply_groups(int kind, int rows, const Product *p, int panel, con
                                                    part + first * MAX_WIDE);
             }
         }
-        for (int r = 0; r < rows; r++)
-            for (int c = 0; c < p->wide; c += LANES) {
-                float *to = tile + r * MAX_WIDE + c;
-                store(to, fused(load(part + r * MAX_WIDE + c), load(p->scales + scale_at + c),
-                                low ? load(to) : splat(0.0f)));
-            }
+        add_scaled(rows, p->wide, p->scales + scale_at, low, part, tile);
     }
 }
 

@@ -174,6 +174,31 @@ INLINE void add_block(const int kind, const int rows, const int columns, const P
     }
 }
 
+/* tile[r] = or += a group's sums times its scales. Sets the sums to 0 for the next group. */
+INLINE void store_scaled(const int rows, const int columns, const float *scales, int adds, vec *sum,
+                         float *tile) {
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int c = 0; c < columns; c++) {
+            float *to = tile + r * MAX_WIDE + c * LANES;
+            const vec scale = load(scales + c * LANES);
+            store(to, fused(sum[r * columns + c], scale, adds ? load(to) : splat(0.0f)));
+            sum[r * columns + c] = splat(0.0f);
+        }
+}
+
+/* tile[r] = or += sums[r] times their scales, of `outs` outputs: a group's sums in memory. */
+INLINE void add_scaled(int rows, int outs, const float *scales, int adds, const float *sums,
+                       float *tile) {
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < outs; c += LANES) {
+            float *to = tile + r * MAX_WIDE + c;
+            store(to, fused(load(sums + r * MAX_WIDE + c), load(scales + c),
+                            adds ? load(to) : splat(0.0f)));
+        }
+}
+
 /* tile[r] = the products of row r with `columns` vectors of outputs of a block column, from output
  * `from` of it on. */
 INLINE void multiply(const int kind, const int rows, const int columns, const Product *p,
@@ -191,15 +216,7 @@ INLINE void multiply(const int kind, const int rows, const int columns, const Pr
         else
             add_block(kind, rows, columns, p, NULL, at, in, low, count, NULL, sum);
         if (!is_small) continue;
-#pragma GCC unroll 8
-        for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-            for (int c = 0; c < columns; c++) {
-                float *to = tile + r * MAX_WIDE + c * LANES;
-                const vec scale = load(p->scales + scale_at + c * LANES);
-                store(to, fused(sum[r * columns + c], scale, low ? load(to) : splat(0.0f)));
-                sum[r * columns + c] = splat(0.0f);
-            }
+        store_scaled(rows, columns, p->scales + scale_at, low, sum, tile);
     }
     if (is_small) return;
 #pragma GCC unroll 8

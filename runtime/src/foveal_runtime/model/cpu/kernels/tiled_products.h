@@ -112,11 +112,11 @@ INLINE void multiply_few_codes(const int kind, const int rows, const int columns
     const int groups = (p->ins + p->deep - 1) / p->deep, each = kind == INT4 ? 8 : 1;
     int64_t scale_at = from + (int64_t)panel * groups * p->wide;
     int64_t at = from + panel * p->out_stride;
+    vec sum[FEW_CODES * COLS], zero[COLS];
+#pragma GCC unroll 32
+    for (int i = 0; i < rows * columns; i++) sum[i] = splat(0.0f);
     for (int low = 0; low < p->ins; low += p->deep, scale_at += p->wide) {
         const int end = p->ins - low < p->deep ? p->ins : low + p->deep;
-        vec sum[FEW_CODES * COLS], zero[COLS];
-#pragma GCC unroll 32
-        for (int i = 0; i < rows * columns; i++) sum[i] = splat(0.0f);
 #pragma GCC unroll 8
         for (int c = 0; c < columns; c++)
             zero[c] = p->zeros ? load(p->zeros + scale_at + c * LANES) : splat(0.0f);
@@ -146,14 +146,7 @@ INLINE void multiply_few_codes(const int kind, const int rows, const int columns
 #pragma GCC unroll 32
             for (int i = 0; i < rows * columns; i++) sum[i] += part[0][i] + part[1][i];
         }
-#pragma GCC unroll 8
-        for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-            for (int c = 0; c < columns; c++) {
-                float *to = tile + r * MAX_WIDE + from + c * LANES;
-                const vec scale = load(p->scales + scale_at + c * LANES);
-                store(to, fused(sum[r * columns + c], scale, low ? load(to) : splat(0.0f)));
-            }
+        store_scaled(rows, columns, p->scales + scale_at, low, sum, tile + from);
     }
 }
 
@@ -191,12 +184,7 @@ static void project_code_tiles(int kind, const Product *p, int panel, const Inpu
                                             part + r * MAX_WIDE, 2 * in->halves_stride,
                                             4 * p->wide, 4 * TILE * p->wide, MAX_WIDE});
         }
-        for (int r = 0; r < count; r++)
-            for (int c = 0; c < p->wide; c += LANES) {
-                float *to = tile + r * MAX_WIDE + c;
-                store(to, fused(load(part + r * MAX_WIDE + c), load(p->scales + scale_at + c),
-                                low ? load(to) : splat(0.0f)));
-            }
+        add_scaled(count, p->wide, p->scales + scale_at, low, part, tile);
     }
 }
 
