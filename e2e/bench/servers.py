@@ -101,6 +101,7 @@ _NO_CACHES = ("--ipc-cache", "0", "--processor-cache", "0", "--no-prefix-caching
 Maker = Callable[[str, Options], Spec]
 MAKERS: dict[str, Maker] = {
     "foveal": _foveal,
+    "foveal-pretouch": lambda n, o: _foveal(n, o, "--pretouch-kv-cache"),
     "foveal-4x2": lambda n, o: _foveal(n, o, "--engines", "2", num_frontends=4),
     "foveal-whole-steps": lambda n, o: _foveal(n, o, "--max-num-mixed-tokens", "2048"),
     "foveal-mixed-256": lambda n, o: _foveal(n, o, "--max-num-mixed-tokens", "256"),

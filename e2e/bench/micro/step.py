@@ -1,4 +1,4 @@
-"""What a model step costs without scheduler and HTTP: decode by batch size, prefill, encoding.
+"""What a model step costs without scheduler and HTTP: decode by batch size, and prefill.
 
     python -m e2e.bench.micro.step [--model llava-small] [--dtype bfloat16] [--threads 1]
 

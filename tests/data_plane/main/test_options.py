@@ -124,6 +124,14 @@ def test_a_document_may_have_as_many_pages_as_asked(pages: int, images: int) -> 
     assert (limits.max_pages, limits.max_per_prompt) == (pages, images)
 
 
+def test_memory_of_the_kv_cache_is_taken_when_asked() -> None:
+    """A pod takes it at its start, where a limit that is too low should show."""
+    for argv, is_touched in ([], False), (["--pretouch-kv-cache"], True):
+        given = vars(parse("org/tiny", *argv))
+        engines, _ = local_documents(lambda: 1, model="m", kv_touched=given["kv_touched"])
+        assert engines[0].caches.kv_touched is is_touched
+
+
 def test_what_is_printed_can_be_read_again(tmp_path: Path) -> None:
     argv = ["org/tiny", "--kv-cache", "1536Mi", "--no-prefix-caching", "--memory", "0.8",
             "--allowed-domain", "a.example", "--allowed-domain", "b.example"]  # fmt: skip

@@ -164,6 +164,8 @@ _OPTIONS: dict[str, tuple[tuple[str, str, Any, Any, str, str], ...]] = {
          "share of the device's memory and of this machine's available memory that is planned"),
         ("--kv-cache SIZE", "kv_bytes", size, None, "planned",
          "keys and values of one engine, over all its devices"),
+        ("--pretouch-kv-cache", "kv_touched", True, False, "it is taken as it fills",
+         "take all memory of --kv-cache on a CPU at the start, as pods do"),
         ("--lora-memory SIZE", "lora_bytes", size, None, "what --lora needs",
          "LoRA adapters on the device, those loaded later included"),
         ("--processor-cache SIZE", "processor_bytes", size, None, "planned",

@@ -201,8 +201,8 @@ _DOCUMENTS: tuple[type[msgspec.Struct], ...] = (
     ModelConfig, SchedulerConfig, EngineCaches, EngineConfig, MediaSources, FrontendConfig
 )  # fmt: skip
 _FIELDS = frozenset(name for kind in _DOCUMENTS for name in kind.__struct_fields__)
-_DEFAULTS = {"snapshot_bytes": 256 * MIB, "events_format": "vllm"}
-"""Where they are not the documents' own."""
+_DEFAULTS = {"snapshot_bytes": 256 * MIB, "events_format": "vllm", "kv_touched": False}
+"""Where they are not the documents' own. Other programs of this machine want memory, too."""
 
 
 def local_documents(
@@ -247,7 +247,6 @@ def local_documents(
                 EngineCaches,
                 options,
                 warm_directory=_warm_directory(warm_directory, index),
-                kv_touched=False,  # nothing limits it here, and other programs want memory, too
             ),
             loras=lora_sources(tuple(loras)),
             # Each engine gets ports of its own where it is given the other addresses.
