@@ -41,10 +41,7 @@ VARIANTS = (
     if platform.machine() in ("x86_64", "AMD64")
     else {"generic": []}
 )
-ONLY = {  # kernels with products of bfloat16 numbers, in pairs and in tiles
-    "v4_bf16": ("decoder_layers", "paged_decode", "paged_prefill"),
-    "v4_amx": ("decoder_layers", "paged_prefill"),
-}
+ONLY = {"v4_amx": ("decoder_layers", "paged_prefill")}  # kernels with products in tiles
 FLAGS = ["-std=gnu11", "-O3", "-fopenmp", "-fPIC", "-shared", "-fvisibility=default"]
 
 

@@ -133,14 +133,13 @@ static void meet(Barrier *b, int count) {
     atomic_fetch_sub(&b->sleepers, 1);
 }
 
-INLINE vec activated(int which, vec x) {
-    const vec one = splat(1.0f);
-    if (which == SILU) return x / (one + vexp(-x));
+INLINE vec activated(const int kind, int which, vec x) {
+    if (which == SILU) return times_sigmoid(kind, x, x);
     if (which == RELU) return pick(x > splat(0.0f), x, splat(0.0f));
     if (which == GELU_TANH) {
         const vec power =
             vexp(splat(1.5957691216f) * (x + splat(0.044715f) * x * x * x)); /* 2 sqrt(2/pi) */
-        return x * (power / (power + one));
+        return x * (power / (power + splat(1.0f)));
     }
     vec y;
     for (int i = 0; i < LANES; i++) y[i] = 0.5f * x[i] * (1.0f + erff(x[i] * 0.70710678f));
@@ -230,7 +229,7 @@ static void put_gated(const Run *run, const Layer *layer, int i, const Inputs *i
             const int64_t at = (first + r) * to->stride + unit.panel * layer->gate.wide;
             float *one = gate + r * MAX_WIDE;
             for (int c = 0; c < outs; c += LANES) {
-                const vec factor = activated(run->step->activation, load(one + c));
+                const vec factor = activated(kind, run->step->activation, load(one + c));
                 store(one + c, load(up + r * MAX_WIDE + c) * rounded(kind, factor));
             }
             if (to->x) put_rounded(kind, FLOAT32, one, outs, to->x, at);

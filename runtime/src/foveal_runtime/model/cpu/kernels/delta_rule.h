@@ -62,7 +62,7 @@ INLINE void by_channel(const int kind, const int taps, const vec *from, void *to
     for (int i = 0; i < LANES * taps; i += LANES) put_some(kind, to, at + i, load(all + i));
 }
 
-INLINE vec silu(vec x) { return x / (splat(1.0f) + vexp(-x)); }
+INLINE vec silu(const int kind, vec x) { return times_sigmoid(kind, x, x); }
 
 /* LANES channels from `channel` on, all rows of a segment. */
 INLINE void convolve(const int kind, const int taps, const DeltaJob *job, const int64_t *segment,
@@ -79,7 +79,7 @@ INLINE void convolve(const int kind, const int taps, const DeltaJob *job, const 
         }
         seen[taps - 1] = some_at(kind, job->mixed, row * width + channel);
         sum += seen[taps - 1] * factor[taps - 1];
-        put_some(kind, job->mixed, row * width + channel, silu(rounded(kind, sum)));
+        put_some(kind, job->mixed, row * width + channel, silu(kind, rounded(kind, sum)));
     }
     by_channel(kind, taps, seen, job->past, start);
 }
@@ -174,7 +174,7 @@ INLINE void gate_row(const int kind, const DeltaJob *job, int64_t at) {
     for (int i = 0; i < job->value_dim; i += LANES) {
         const vec normed = rounded(kind, some_at(kind, job->out, at + i) * scale);
         const vec one = rounded(kind, some_at(kind, job->norm_weight, i) * normed);
-        put_some(kind, job->out, at + i, one * silu(some_at(kind, job->gate, at + i)));
+        put_some(kind, job->out, at + i, one * silu(kind, some_at(kind, job->gate, at + i)));
     }
 }
 

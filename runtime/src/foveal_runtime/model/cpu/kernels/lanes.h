@@ -148,15 +148,18 @@ INLINE uint16_t to_bf16(float x) { /* round to nearest even; NaN stays NaN */
     return (uint16_t)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 
-/* Nearest bfloat16 numbers; none may be subnormal or NaN. */
-INLINE hvec to_halves(vec x) {
+/* The nearest bfloat16 numbers, ties to even; NaN stays NaN. The instruction takes subnormal numbers
+ * for 0. */
 #if HAS_DOTS
-    return (hvec)_mm512_cvtneps_pbh((__m512)x);
+INLINE hvec to_halves(vec x) { return (hvec)_mm512_cvtneps_pbh((__m512)x); }
+INLINE vec nearest(vec x) { return (vec)(widened(to_halves(x)) << 16); }
 #else
-    const uvec u = (uvec)x;
-    return __builtin_convertvector((u + 0x7fff + ((u >> 16) & 1)) >> 16, hvec);
-#endif
+INLINE vec nearest(vec x) {
+    const uvec u = (uvec)x, near = u + 0x7fff + ((u >> 16) & 1);
+    return (vec)((uvec)pick(x == x, (vec)near, (vec)(u | 0x400000u)) & 0xffff0000u);
 }
+INLINE hvec to_halves(vec x) { return __builtin_convertvector((uvec)nearest(x) >> 16, hvec); }
+#endif
 
 /* exp(x), relative error 2e-7; exactly 0 below -87, so masked scores (-inf) weigh nothing. */
 INLINE vec vexp(vec x) {
@@ -202,6 +205,12 @@ INLINE vec vexp2_coarse(vec x) {
 #else
     return vexp(x * splat(0.69314718f));
 #endif
+}
+
+/* x times the sigmoid of y, rounded to `kind` afterwards. */
+INLINE vec times_sigmoid(const int kind, vec x, vec y) {
+    const int coarse = HAS_DOTS && kind == BFLOAT16;
+    return x / (splat(1.0f) + (coarse ? vexp2_coarse(y * splat(-1.44269504f)) : vexp(-y)));
 }
 
 INLINE vec vcap(vec x, float cap) { /* cap * tanh(x / cap) */

@@ -34,7 +34,7 @@ INLINE void gelu_span(const int dtype, void *x, int64_t begin, int64_t end) {
     for (; i + LANES <= end; i += LANES) {
         const vec one = some_at(dtype, x, i);
         const vec power = rounded(dtype, splat(1.702f) * one);
-        const vec share = rounded(dtype, splat(1.0f) / (splat(1.0f) + vexp(-power)));
+        const vec share = rounded(dtype, times_sigmoid(dtype, splat(1.0f), power));
         put_some(dtype, x, i, one * share);
     }
     for (; i < end; i++) {

@@ -33,14 +33,7 @@ INLINE float rounded_one(const int dtype, float x) {
     return one_at(BFLOAT16, &half, 0);
 }
 
-/* Upper halves of the nearest bfloat16 numbers; NaN stays NaN. */
-INLINE uvec nearest(vec x) {
-    const uvec u = (uvec)x;
-    const uvec near = (u + 0x7fff + ((u >> 16) & 1)) & 0xffff0000u;
-    return (uvec)pick(x == x, (vec)near, (vec)(u | 0x400000u));
-}
-
-INLINE vec rounded(const int dtype, vec x) { return dtype == FLOAT32 ? x : (vec)nearest(x); }
+INLINE vec rounded(const int dtype, vec x) { return dtype == FLOAT32 ? x : nearest(x); }
 
 INLINE void put_one(const int dtype, void *to, int64_t i, float x) {
     if (dtype == FLOAT32) ((float *)to)[i] = x;
@@ -51,7 +44,7 @@ INLINE void put_some(const int dtype, void *to, int64_t i, vec x) {
     if (dtype == FLOAT32) {
         store((float *)to + i, x);
     } else {
-        const hvec half = __builtin_convertvector(nearest(x) >> 16, hvec);
+        const hvec half = to_halves(x);
         memcpy((uint16_t *)to + i, &half, sizeof half);
     }
 }
@@ -60,9 +53,10 @@ INLINE void put_some(const int dtype, void *to, int64_t i, vec x) {
 INLINE void put_rounded(const int kind, const int memory, const float *from, int count, void *to,
                         int64_t at) {
     int c = 0;
+    const int first = memory == FLOAT32 ? kind : FLOAT32; /* else it is rounded where it is put */
     for (; c + LANES <= count; c += LANES)
-        put_some(memory, to, at + c, rounded(kind, load(from + c)));
-    for (; c < count; c++) put_one(memory, to, at + c, rounded_one(kind, from[c]));
+        put_some(memory, to, at + c, rounded(first, load(from + c)));
+    for (; c < count; c++) put_one(memory, to, at + c, rounded_one(first, from[c]));
 }
 
 /* weight: (width), of `kind`. offset: added to it. rounds_first: the normed row is rounded before the
