@@ -99,10 +99,10 @@ def test_largest_items_of_other_versions_are_asked_for_again() -> None:
     assert known_items(nameless, 4096) == {}
 
 
-def test_a_profile_from_a_file_says_nothing_of_this_models_items(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may be another model's, or of another processor configuration."""
+def launched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *options: str
+) -> LocalDeploymentConfig:
+    """What `serve` would start with a profile from a file and these options."""
     started: list[LocalDeploymentConfig] = []
     here = Machine(memory_bytes=64 << 30, available_bytes=64 << 30, cpus=4.0, devices=())
     monkeypatch.setattr(serve.machine, "look", lambda: here)
@@ -111,8 +111,16 @@ def test_a_profile_from_a_file_says_nothing_of_this_models_items(
     file.write_bytes(msgspec.json.encode(profile_of_today()))
     model = str(checkpoint(tmp_path / "model"))
     argv = ["serve", model, "--port", "0", "--device", "cpu", "--kv-cache", "2Gi"]
-    assert cli.main([*argv, "--profile", str(file)]) == 0
-    assert [engine.items for engine in started[0].engines] == [{}]
+    assert cli.main([*argv, "--profile", str(file), *options]) == 0
+    return started[0]
+
+
+def test_a_profile_from_a_file_says_nothing_of_this_models_items(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be another model's, or of another processor configuration."""
+    started = launched(tmp_path, monkeypatch)
+    assert [engine.items for engine in started.engines] == [{}]
 
 
 @pytest.mark.parametrize(("pages", "images"), [(40, 40), (4, 16)])
@@ -124,12 +132,13 @@ def test_a_document_may_have_as_many_pages_as_asked(pages: int, images: int) -> 
     assert (limits.max_pages, limits.max_per_prompt) == (pages, images)
 
 
-def test_memory_of_the_kv_cache_is_taken_when_asked() -> None:
-    """A pod takes it at its start, where a limit that is too low should show."""
-    for argv, is_touched in ([], False), (["--pretouch-kv-cache"], True):
-        given = vars(parse("org/tiny", *argv))
-        engines, _ = local_documents(lambda: 1, model="m", kv_touched=given["kv_touched"])
-        assert engines[0].caches.kv_touched is is_touched
+@pytest.mark.parametrize(("argv", "is_touched"), [([], False), (["--pretouch-kv-cache"], True)])
+def test_memory_of_the_kv_cache_is_taken_when_asked(
+    argv: list[str], is_touched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the command to the engine's document; a pod's own default is to take it at the start."""
+    started = launched(tmp_path, monkeypatch, *argv)
+    assert [engine.caches.kv_touched for engine in started.engines] == [is_touched]
 
 
 def test_what_is_printed_can_be_read_again(tmp_path: Path) -> None:

@@ -202,7 +202,8 @@ _DOCUMENTS: tuple[type[msgspec.Struct], ...] = (
 )  # fmt: skip
 _FIELDS = frozenset(name for kind in _DOCUMENTS for name in kind.__struct_fields__)
 _DEFAULTS = {"snapshot_bytes": 256 * MIB, "events_format": "vllm", "kv_touched": False}
-"""Where they are not the documents' own. Other programs of this machine want memory, too."""
+"""Where they are not the documents' own. KV memory is taken as it fills: nothing limits it here,
+and other programs want memory, too."""
 
 
 def local_documents(
