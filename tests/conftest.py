@@ -19,7 +19,8 @@ if os.environ.get("FOVEAL_DEVICE", "cpu") == "cpu":
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+    is_worker, is_verbose = hasattr(config, "workerinput"), config.option.verbose > 0
+    if config.getoption("numprocesses", None) and not is_worker and not is_verbose:
         config.pluginmanager.register(FolderProgress(config))
 
 
@@ -40,4 +41,5 @@ def pytest_sessionfinish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    return make_scheduler(config, log)
+    """`--dist worksteal` and others are xdist's own: a file's tests then run in any worker."""
+    return make_scheduler(config, log) if config.getoption("dist") == "load" else None

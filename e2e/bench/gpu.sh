@@ -73,13 +73,14 @@ part() { # part NAME SECONDS COMMAND...: its output in $OUT/NAME.txt, never long
   tail -n 12 "$OUT/$name.txt"
   echo "$name: exit $code after $((SECONDS - began)) s" | tee -a "$OUT/summary.txt"
 }
-tests="$FOVEAL_PYTHON -m pytest -q -p no:cacheprovider -W ignore"
+# Each test as it ends: what a machine's time cuts off says how far it came.
+tests="$FOVEAL_PYTHON -m pytest -v -p no:cacheprovider -W ignore --dist worksteal"
 # What is only right or wrong runs side by side; what is timed has the GPU to itself.
-part attention-tests 170 $tests -n 3 -m "not slow" tests/model/test_attention_triton.py &
+part attention-tests 170 $tests -n 5 -m "not slow" tests/model/test_attention_triton.py &
 part layer-tests 170 $tests -n 3 -m "not slow" tests/model/test_gpu_layers.py \
   tests/model/test_gpu_products.py &
-part architectures-fp32 170 $tests -n 5 -k test_equals_transformers tests/model/test_architectures.py &
-part architectures-bf16 170 env FOVEAL_DTYPE=bfloat16 $tests -n 4 \
+part architectures-fp32 170 $tests -n 4 -k test_equals_transformers tests/model/test_architectures.py &
+part architectures-bf16 170 env FOVEAL_DTYPE=bfloat16 $tests -n 3 \
   -k "test_equals_transformers and (llama or gemma or qwen3 or llava or oss)" \
   tests/model/test_architectures.py &
 wait
