@@ -327,6 +327,12 @@ def test_kernels_compile_without_a_gpu() -> None:
         "decode_kernel", "decode_kernel", "prefill_kernel", "reduce_kernel", "write_kernel"
     ]  # fmt: skip
     assert max(one["shared_bytes"] for one in found) <= SMALL_CARD_BYTES
+    decode, decode_whole, prefill, reduction, writing = (one["before_wait"] for one in found[:5])
+    # What starts early looks up which token it has, and nothing that this step's kernels write.
+    assert decode == decode_whole == 3 * ["ld.global.b32"]
+    assert reduction == []
+    # Other kernels, and all on cards that cannot start them early, start as ever.
+    assert {prefill, writing, *(one["before_wait"] for one in found[5:])} == {None}
 
 
 @pytest.mark.slow

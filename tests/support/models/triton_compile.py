@@ -3,9 +3,9 @@
     triton_compile.py dtype[/pool's],head-size,group,architecture,rules ...
     triton_compile.py layer,dtype,width,MLP's-width,architecture ...
 
-One JSON line a kernel: name, shared memory in bytes, bytes spilled a thread, whether it waits for
-earlier ones before all else. Run by `compiled` in a process of its own, because in tests the
-kernels are interpreted.
+One JSON line a kernel: name, shared memory in bytes, bytes spilled a thread, what it does with
+memory before it waits for earlier ones (null: it does not wait). Run by `compiled` in a process
+of its own, because in tests the kernels are interpreted.
 """
 
 from __future__ import annotations
@@ -77,14 +77,15 @@ def compile_kernel(
     made = triton.compile(source, target=target, options=options)
     name = kernel.fn.__name__
     found = {"kernel": name, "shared_bytes": made.metadata.shared, "spilled_bytes": spilled(made),
-             "waits_first": waits_first(made.asm["ptx"])}  # fmt: skip
+             "before_wait": before_wait(made.asm["ptx"])}  # fmt: skip
     print(json.dumps(found), flush=True)
 
 
-def waits_first(ptx: str) -> bool:
-    """Whether a kernel that may start early waits, and touches no memory before."""
+def before_wait(ptx: str) -> list[str] | None:
+    """The accesses to memory before the wait of a kernel that may start early."""
     before, wait, _ = ptx.partition("griddepcontrol.wait")
-    return bool(wait) and not re.search(r"\b(ld|st|atom|red)\.\S*global|cp\.async", before)
+    found = re.findall(r"\b(?:(?:ld|st|atom|red)\.\S*global|cp\.async)\S*", before)
+    return found if wait else None
 
 
 def spilled(made) -> int:
@@ -109,14 +110,16 @@ def compile_case(case: str) -> None:
               "HAS_SINKS": False, "WIDEN": False}  # fmt: skip
     if rules == "rules":
         common |= RULES
+    early = {"launch_pdl": True} if architecture >= 90 else {}
     heads = min(group, tuning.decode_heads)
     decode = {"HEADS": heads, "BLOCK_H": max(MIN_DOT, triton.next_power_of_2(heads)),
-              "BLOCK_N": tuning.decode_block(layer, dtype)}  # fmt: skip
+              "BLOCK_N": tuning.decode_block(layer, dtype), "VECTOR": 8,
+              "EARLY": bool(early)}  # fmt: skip
     for is_split in (True, False):
         compile_kernel(
             kernels.decode_kernel, pointer, architecture,
             common | decode | {"IS_SPLIT": is_split},
-            num_warps=tuning.decode_warps, num_stages=tuning.decode_stages,
+            num_warps=tuning.decode_warps, num_stages=tuning.decode_stages, **early,
         )  # fmt: skip
     block_m, block_n, warps, stages = tuning.prefill_blocks(layer, dtype)
     prefill = {"HEADS": min(group, block_m), "BLOCK_M": block_m, "BLOCK_N": block_n,
@@ -125,9 +128,11 @@ def compile_case(case: str) -> None:
         kernels.prefill_kernel, pointer, architecture, common | prefill,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    reduction = {"NUM_HEADS": 8 * group, "DV": dim, "BLOCK_S": tuning.max_splits,
-                 "BLOCK_DV": wide, "HAS_SINKS": rules == "rules"}  # fmt: skip
-    compile_kernel(kernels.reduce_kernel, pointer, architecture, reduction)
+    reduction = {"NUM_HEADS": 8 * group, "DV": dim, "FEW": 8, "BLOCK_S": tuning.max_splits,
+                 "BLOCK_DV": wide, "HAS_SINKS": rules == "rules",
+                 "EARLY": bool(early)}  # fmt: skip
+    compile_kernel(kernels.reduce_kernel, pointer, architecture, reduction,
+                   num_warps=1 if wide <= 128 else 2, **early)  # fmt: skip
     writing = {"KEY_WIDTH": 8 * dim, "VALUE_WIDTH": 8 * dim, "DK": dim, "DV": dim, "BLOCK": 1024,
                "LARGEST": FP8_MAX if kept else 0.0}  # fmt: skip
     compile_kernel(kernels.write_kernel, pointer, architecture, writing)

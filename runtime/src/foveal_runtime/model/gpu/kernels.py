@@ -11,12 +11,26 @@ because each of them has waited itself.
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LINE = tl.constexpr(128)
 """Bytes of the device's cache that come together."""
+_EARLY_CAPABILITY = (9, 0)
+
+
+@functools.cache
+def early_start(device: torch.device) -> dict[str, Any]:
+    """Arguments for launching kernels that have EARLY: they hide their beginning, 0.5 to 1.3 us of
+    each on an H100, where a decode step has 200."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= _EARLY_CAPABILITY:
+        return {"EARLY": True, "launch_pdl": True}
+    return {"EARLY": False}
 
 
 @triton.jit

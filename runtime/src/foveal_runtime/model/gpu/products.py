@@ -7,9 +7,6 @@ cuBLAS.
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import torch
 import triton
 from torch.nn.functional import linear
@@ -25,16 +22,6 @@ ROWS_TILES = (16, 512, 2, 3), (16, 256, 1, 4)
 """And stages, of `rows_kernel`: usually, and where that is at most two programs each
 multiprocessor."""
 _GATE_BLOCK = 1024
-_EARLY_CAPABILITY = (9, 0)
-
-
-@functools.cache
-def early_start(device: torch.device) -> dict[str, Any]:
-    """Arguments for launching kernels that have EARLY: they hide their beginning, 0.5 to 1.3 us of
-    each on an H100, where a decode step has 200."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= _EARLY_CAPABILITY:
-        return {"EARLY": True, "launch_pdl": True}
-    return {"EARLY": False}
 
 
 class GpuProduct:
@@ -52,7 +39,7 @@ class GpuProduct:
         self._activation = activation
         self._size = len(weight) // (2 if activation else 1)
         there = weight.device
-        self._early = early_start(there)
+        self._early = kernels.early_start(there)
         self._is_usual = weight.element_size() == 2 or knobs.runtime.interpret
         self._multiprocessors = 1
         if there.type == "cuda":

@@ -9,6 +9,7 @@ captured in a CUDA graph.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,6 +28,7 @@ from foveal_runtime.model.attention import (
 )
 from foveal_runtime.model.attention.triton import kernels
 from foveal_runtime.model.device import Device, open_device
+from foveal_runtime.model.gpu.kernels import early_start
 from foveal_runtime.plan.errors import StartupError
 
 HOST_MULTIPROCESSORS = 4
@@ -114,6 +116,9 @@ MIN_DOT = 16
 """Triton's matrix products take no side shorter than this."""
 FP8_CAPABILITY = (8, 9)
 _WRITE_BLOCK = 1024
+_VECTOR = 8
+"""Values of a query that are loaded at once, where its strides allow that."""
+_FEW_SPLITS = 8
 _USUAL_TILES = 32
 """Of a context that spans are chosen for."""
 _START_TILES = 3
@@ -243,6 +248,8 @@ class TritonBackend:
         heads, table = min(group, tuning.decode_heads), context.table_of(layer)
         programs = layer.num_kv_heads * triton.cdiv(group, heads)
         splits = tuning.num_splits(division.num_rows * programs)
+        early, wide = early_start(query.device), triton.next_power_of_2(layer.value_dim)
+        vector = math.gcd(_VECTOR, query.stride(0), query.stride(1))
         part, tops, totals = out, out, out
         if splits > 1:
             shape = (division.num_rows, layer.num_heads, splits)
@@ -251,22 +258,23 @@ class TritonBackend:
         kernels.decode_kernel[division.num_rows, programs, splits](
             query, *_pool(layer, context), part, tops, totals, out if sinks is None else sinks,
             rows, context.seq_of_token, context.pos_of_token, table,
-            query.stride(0), query.stride(1), table.stride(0), layer.scaling, splits,
+            query.stride(0) // vector, query.stride(1) // vector, table.stride(0), layer.scaling,
+            splits,
             HEADS=heads,
             BLOCK_H=max(MIN_DOT, triton.next_power_of_2(heads)),
             BLOCK_N=tuning.decode_block(layer, query.dtype),
             HAS_SINKS=sinks is not None,
             IS_SPLIT=splits > 1,
+            VECTOR=vector,
             num_warps=tuning.decode_warps, num_stages=tuning.decode_stages,
-            **_constants(layer, context),
+            **_constants(layer, context), **early,
         )  # fmt: skip
         if splits > 1:
             kernels.reduce_kernel[division.num_rows, layer.num_heads](
                 part, tops, totals, out if sinks is None else sinks, rows, out, splits,
-                NUM_HEADS=layer.num_heads, DV=layer.value_dim,
-                BLOCK_S=triton.next_power_of_2(tuning.max_splits),
-                BLOCK_DV=triton.next_power_of_2(layer.value_dim),
-                HAS_SINKS=sinks is not None,
+                NUM_HEADS=layer.num_heads, DV=layer.value_dim, FEW=_FEW_SPLITS,
+                BLOCK_S=triton.next_power_of_2(tuning.max_splits), BLOCK_DV=wide,
+                HAS_SINKS=sinks is not None, num_warps=1 if wide <= 128 else 2, **early,
             )  # fmt: skip
 
     def _prefill(

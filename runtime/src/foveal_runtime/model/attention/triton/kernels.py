@@ -6,12 +6,19 @@ pages through the block table and never a position that its mask hides from ever
 change from step to step are not specialised on: a new batch shape compiles nothing.
 
 Rows that read nothing do not exist: every query sees at least itself.
+
+On GPUs whose kernels may start early (EARLY, see `gpu.kernels`) decoding and joining do: a decode
+program looks up which token it has before it waits, and lets the next kernel begin when it has
+read its span.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from foveal_runtime.model.gpu.kernels import wait_for_last
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -194,6 +201,19 @@ def write_kernel(
     tl.store(values + slot * VALUE_WIDTH + at, found.to(values.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _span(
+    last, split, num_splits, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """(begin, whole, end) of a span of what a token at position `last` sees: [begin, whole) are
+    whole tiles."""
+    first = _first_seen(last, WINDOW, CHUNK)
+    span = tl.cdiv(tl.cdiv(last + 1 - first, BLOCK_N), num_splits) * BLOCK_N
+    begin = first + split * span
+    end = tl.maximum(tl.minimum(begin + span, last + 1), begin)
+    return begin, begin + (end - begin) // BLOCK_N * BLOCK_N, end
+
+
 @triton.jit(do_not_specialize=["query_token_stride", "query_head_stride", "table_stride",
                                "num_splits"])  # fmt: skip
 def decode_kernel(
@@ -204,31 +224,31 @@ def decode_kernel(
     PAGE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    IS_SPLIT: tl.constexpr, WIDEN: tl.constexpr,
+    IS_SPLIT: tl.constexpr, WIDEN: tl.constexpr, VECTOR: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One query token, HEADS query heads of one kv head, one of `num_splits` spans of what the
     token sees: grid (rows, kv heads * pieces of a group, splits). With IS_SPLIT `out` is float32
-    (rows, query heads, splits, DV), else the result (tokens, query heads, DV)."""
+    (rows, query heads, splits, DV), else the result (tokens, query heads, DV). The query's strides
+    are in VECTOR values, which makes loads as wide."""
     row = tl.program_id(0)
     token = tl.load(rows + row).to(tl.int64)
     sequence = tl.load(seq_of_token + token)
     last = tl.load(pos_of_token + token)
+    if EARLY:  # a step's kernels write none of these tables
+        gdc_wait()
     pieces: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     kv_head = tl.program_id(1) // pieces
     in_group = (tl.program_id(1) % pieces) * HEADS + tl.arange(0, BLOCK_H)
     is_head = (tl.arange(0, BLOCK_H) < HEADS) & (in_group < GROUP)
     head = kv_head * GROUP + in_group
 
-    first = _first_seen(last, WINDOW, CHUNK)
     split = tl.program_id(2)
-    span = tl.cdiv(tl.cdiv(last + 1 - first, BLOCK_N), num_splits) * BLOCK_N
-    begin = first + split * span
-    end = tl.maximum(tl.minimum(begin + span, last + 1), begin)
-    whole = begin + (end - begin) // BLOCK_N * BLOCK_N
+    begin, whole, end = _span(last, split, num_splits, BLOCK_N, WINDOW, CHUNK)
 
     at_k = tl.arange(0, BLOCK_DK)
     at_v = tl.arange(0, BLOCK_DV)
-    place = token * query_token_stride + head[:, None] * query_head_stride + at_k[None, :]
+    place = token * query_token_stride + head[:, None] * query_head_stride
+    place = place * VECTOR + at_k[None, :]
     q = tl.load(query + place, mask=is_head[:, None] & (at_k < DK)[None, :], other=0.0)
     top = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
@@ -248,13 +268,15 @@ def decode_kernel(
             position, is_read, is_read[None, :], NUM_KV_HEADS, PAGE, DK, DV, BLOCK_DK, BLOCK_DV,
             SOFTCAP, False, WIDEN,
         )  # fmt: skip
+    if EARLY:  # not sooner: what begins would take room and bandwidth from programs that read
+        gdc_launch_dependents()
 
     is_value = is_head[:, None] & (at_v < DV)[None, :]
     if IS_SPLIT:
         part = (row.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head) * num_splits + split
         tl.store(partial_top + part, top, mask=is_head)
         tl.store(partial_total + part, total, mask=is_head)
-        # An empty span stores no values; the reduction does not read them.
+        # An empty span stores no values; the reduction ignores what is there.
         place = part[:, None] * DV + at_v[None, :]
         tl.store(out + place, acc, mask=is_value & (top > float("-inf"))[:, None])
     else:
@@ -264,31 +286,53 @@ def decode_kernel(
         tl.store(out + place, acc.to(out.dtype.element_ty), mask=is_value)
 
 
+@triton.jit
+def _joined(
+    partial, partial_top, partial_total, first, num_splits, DV: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """Up to BLOCK_S spans, from the `first` on, as one: weighted values, their maximum, their sum.
+    Nothing that is loaded waits for anything else that is."""
+    at = tl.arange(0, BLOCK_S)
+    at_v = tl.arange(0, BLOCK_DV)
+    part = first + at
+    is_span = at < num_splits
+    place = part[:, None] * DV + at_v[None, :]
+    found = tl.load(partial + place, mask=is_span[:, None] & (at_v < DV)[None, :], other=0.0)
+    tops = tl.load(partial_top + part, mask=is_span, other=float("-inf"))
+    totals = tl.load(partial_total + part, mask=is_span, other=0.0)
+    found = tl.where((tops > float("-inf"))[:, None], found, 0.0)  # empty ones wrote no values
+    top = tl.max(tops, 0)
+    weights = tl.exp2(tops - top)
+    return tl.sum(found * weights[:, None], 0), top, tl.sum(totals * weights, 0)
+
+
 @triton.jit(do_not_specialize=["num_splits"])
 def reduce_kernel(
     partial, partial_top, partial_total, sinks, rows, out, num_splits,
-    NUM_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DV: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
+    NUM_HEADS: tl.constexpr, DV: tl.constexpr, FEW: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_DV: tl.constexpr, HAS_SINKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The spans of one query token and head into its result: grid (rows, query heads)."""
+    """The spans of one query token and head into its result: grid (rows, query heads). FEW spans
+    take less time than BLOCK_S."""
+    wait_for_last(EARLY)
     row = tl.program_id(0).to(tl.int64)
+    token = tl.load(rows + row).to(tl.int64)
     head = tl.program_id(1)
-    at = tl.arange(0, BLOCK_S)
     at_v = tl.arange(0, BLOCK_DV)
-    part = (row * NUM_HEADS + head) * num_splits + at
-    tops = tl.load(partial_top + part, mask=at < num_splits, other=float("-inf"))
-    totals = tl.load(partial_total + part, mask=at < num_splits, other=0.0)
-    top = tl.max(tops, 0)
-    weights = tl.exp2(tops - top)
-    total = tl.sum(totals * weights, 0)
-    place = part[:, None] * DV + at_v[None, :]
-    is_there = (tops > float("-inf"))[:, None] & (at_v < DV)[None, :]
-    acc = tl.sum(tl.load(partial + place, mask=is_there, other=0.0) * weights[:, None], 0)
+    first = (row * NUM_HEADS + head) * num_splits
+    if num_splits <= FEW:
+        acc, top, total = _joined(
+            partial, partial_top, partial_total, first, num_splits, DV, FEW, BLOCK_DV
+        )
+    else:
+        acc, top, total = _joined(
+            partial, partial_top, partial_total, first, num_splits, DV, BLOCK_S, BLOCK_DV
+        )
     if HAS_SINKS:
         sink = tl.load(sinks + head).to(tl.float32) * LOG2E
         total, shrink = _with_sink(top, total, sink)
         acc = acc * shrink
-    token = tl.load(rows + row).to(tl.int64)
     result = (acc / total).to(out.dtype.element_ty)
     tl.store(out + (token * NUM_HEADS + head) * DV + at_v, result, mask=at_v < DV)
 
