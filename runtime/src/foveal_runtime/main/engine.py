@@ -44,7 +44,12 @@ from foveal_runtime.plan.profile import ItemProfile
 from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.telemetry.deferred import defer
 from foveal_runtime.telemetry.logs import configure_logging
-from foveal_runtime.telemetry.memory import ContainerMemory, keep_free_blocks, release_free_memory
+from foveal_runtime.telemetry.memory import (
+    ContainerMemory,
+    keep_free_blocks,
+    release_free_memory,
+    without_collections,
+)
 from foveal_runtime.telemetry.metrics import Metrics
 from foveal_runtime.telemetry.startup import StartPhases
 from foveal_runtime.wire.namespace import model_namespace
@@ -216,9 +221,10 @@ def num_snapshots(config: EngineConfig, state_bytes: int) -> int:
 
 def load_engine(config: EngineConfig, phases: StartPhases | None = None) -> LoadedEngine:
     """Loads and warms the model and gives it the KV pool of the document. Raises StartupError."""
-    if config.tensor_parallel == 1:  # ranks compute with what is put off
-        defer()
-    import foveal_runtime.model.runner.runner  # noqa: F401  counted as imports
+    with without_collections():
+        if config.tensor_parallel == 1:  # ranks compute with what is put off
+            defer()
+        import foveal_runtime.model.runner.runner  # noqa: F401  counted as imports
 
     phases = phases or StartPhases()
     phases.done("imports")

@@ -43,7 +43,7 @@ from foveal_runtime.plan.embedder import check_task
 from foveal_runtime.plan.local import PARENT_VARIABLE
 from foveal_runtime.plan.machine import look
 from foveal_runtime.telemetry.logs import configure_logging
-from foveal_runtime.telemetry.memory import give_back_large_blocks
+from foveal_runtime.telemetry.memory import give_back_large_blocks, without_collections
 from foveal_runtime.telemetry.startup import StartPhases
 from foveal_runtime.wire.namespace import model_namespace
 
@@ -226,7 +226,10 @@ async def serve(config: FrontendConfig, member: Member | None = None) -> None:
     starting = asyncio.create_task(_unless(stop, workers.start()))
     try:
         # In a thread: the loop meanwhile tells each worker which model to load.
-        http = await asyncio.to_thread(importlib.import_module, "foveal_runtime.main.http_process")
+        with without_collections():
+            http = await asyncio.to_thread(
+                importlib.import_module, "foveal_runtime.main.http_process"
+            )
         phases.done("imports")
         info = await starting
     except BaseException:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from foveal_runtime.frontend.media import protocol
 from foveal_runtime.plan.errors import EngineFailure, FovealError
 from foveal_runtime.telemetry.deferred import defer
-from foveal_runtime.telemetry.memory import release_free_memory
+from foveal_runtime.telemetry.memory import release_free_memory, without_collections
 
 BUFFER_BYTES = 4 << 20
 
@@ -105,7 +105,7 @@ class Processor(Protocol):
 
 def load_processor(load: protocol.Load) -> Processor:
     """The model's own. Imports torch and transformers. Raises StartupError."""
-    defer()
+    defer(needs_shapes=False)  # media have values
     from foveal_runtime.frontend.media.processors import ItemProcessor
 
     return ItemProcessor(load.model_path, load.limits)
@@ -119,7 +119,8 @@ def serve(link: Link, make: Callable[[protocol.Load], Processor] = load_processo
     load = first[0]
     _limit_process(load)
     try:
-        processor = make(load)
+        with without_collections():
+            processor = make(load)
         info = processor.examine(load.namespace)
     except FovealError as error:
         link.send(protocol.Failed(0, error.code, error.message))
