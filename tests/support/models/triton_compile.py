@@ -24,7 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from foveal_runtime.model.attention import FP8_MAX, LayerGeometry
-from foveal_runtime.model.attention.triton import MIN_DOT, Tuning, kernels
+from foveal_runtime.model.attention.triton import FEW_SPLITS, MIN_DOT, VECTOR, Tuning, kernels
 from foveal_runtime.model.gpu import kernels as between
 from foveal_runtime.model.gpu import product_kernels
 from foveal_runtime.model.gpu.products import MAX_ROWS, ROWS_TILES, VECTOR_TILE
@@ -113,7 +113,7 @@ def compile_case(case: str) -> None:
     early = {"launch_pdl": True} if architecture >= 90 else {}
     heads = min(group, tuning.decode_heads)
     decode = {"HEADS": heads, "BLOCK_H": max(MIN_DOT, triton.next_power_of_2(heads)),
-              "BLOCK_N": tuning.decode_block(layer, dtype), "VECTOR": 8,
+              "BLOCK_N": tuning.decode_block(layer, dtype), "VECTOR": VECTOR,
               "EARLY": bool(early)}  # fmt: skip
     for is_split in (True, False):
         compile_kernel(
@@ -128,11 +128,11 @@ def compile_case(case: str) -> None:
         kernels.prefill_kernel, pointer, architecture, common | prefill,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    reduction = {"NUM_HEADS": 8 * group, "DV": dim, "FEW": 8, "BLOCK_S": tuning.max_splits,
+    reduction = {"NUM_HEADS": 8 * group, "DV": dim, "FEW": FEW_SPLITS, "BLOCK_S": tuning.max_splits,
                  "BLOCK_DV": wide, "HAS_SINKS": rules == "rules",
                  "EARLY": bool(early)}  # fmt: skip
     compile_kernel(kernels.reduce_kernel, pointer, architecture, reduction,
-                   num_warps=1 if wide <= 128 else 2, **early)  # fmt: skip
+                   num_warps=tuning.reduce_warps(wide), **early)  # fmt: skip
     writing = {"KEY_WIDTH": 8 * dim, "VALUE_WIDTH": 8 * dim, "DK": dim, "DV": dim, "BLOCK": 1024,
                "LARGEST": FP8_MAX if kept else 0.0}  # fmt: skip
     compile_kernel(kernels.write_kernel, pointer, architecture, writing)

@@ -82,6 +82,10 @@ class Tuning:
         """Positions of a decode tile."""
         return _tile(self.decode_tile_bytes, layer, dtype, most=128)
 
+    def reduce_warps(self, width: int) -> int:
+        """As few as can hold the spans of a head with so many values, all loaded at once."""
+        return 1 if self.max_splits * width <= 4096 else 2
+
     def prefill_blocks(self, layer: LayerGeometry, dtype: torch.dtype) -> tuple[int, int, int, int]:
         """(rows, positions, warps, stages) of a prefill tile."""
         head_bytes = _head_bytes(layer, dtype)
@@ -116,9 +120,10 @@ MIN_DOT = 16
 """Triton's matrix products take no side shorter than this."""
 FP8_CAPABILITY = (8, 9)
 _WRITE_BLOCK = 1024
-_VECTOR = 8
+VECTOR = 8
 """Values of a query that are loaded at once, where its strides allow that."""
-_FEW_SPLITS = 8
+FEW_SPLITS = 8
+"""Spans that are joined in less time than the most there can be: a batch of 16 has 4 or 8."""
 _USUAL_TILES = 32
 """Of a context that spans are chosen for."""
 _START_TILES = 3
@@ -249,7 +254,7 @@ class TritonBackend:
         programs = layer.num_kv_heads * triton.cdiv(group, heads)
         splits = tuning.num_splits(division.num_rows * programs)
         early, wide = early_start(query.device), triton.next_power_of_2(layer.value_dim)
-        vector = math.gcd(_VECTOR, query.stride(0), query.stride(1))
+        vector = math.gcd(VECTOR, query.stride(0), query.stride(1))
         part, tops, totals = out, out, out
         if splits > 1:
             shape = (division.num_rows, layer.num_heads, splits)
@@ -272,9 +277,9 @@ class TritonBackend:
         if splits > 1:
             kernels.reduce_kernel[division.num_rows, layer.num_heads](
                 part, tops, totals, out if sinks is None else sinks, rows, out, splits,
-                NUM_HEADS=layer.num_heads, DV=layer.value_dim, FEW=_FEW_SPLITS,
+                NUM_HEADS=layer.num_heads, DV=layer.value_dim, FEW=FEW_SPLITS,
                 BLOCK_S=triton.next_power_of_2(tuning.max_splits), BLOCK_DV=wide,
-                HAS_SINKS=sinks is not None, num_warps=1 if wide <= 128 else 2, **early,
+                HAS_SINKS=sinks is not None, num_warps=tuning.reduce_warps(wide), **early,
             )  # fmt: skip
 
     def _prefill(
