@@ -167,6 +167,16 @@ def test_splits_and_no_splits_agree(dtype: torch.dtype) -> None:
         compare(layer, lengths, dtype, max_splits=splits, programs_each=64, decode_tile_bytes=512)
 
 
+@pytest.mark.parametrize("max_splits", [4, 8, 16])
+@pytest.mark.parametrize("length", [5, 190])
+def test_few_and_many_spans_are_joined(length: int, max_splits: int) -> None:
+    """Up to as many as are joined in one way, and more; some of them empty."""
+    layer, sinks = geometry(32, 2, kv_heads=1), torch.tensor([0.5, -1.0])
+    backend = make(layer, torch.float32, max_splits=max_splits)
+    assert backend.tuning.num_splits(1) == max_splits
+    compare(layer, [(1, length)], sinks=sinks, max_splits=max_splits, decode_tile_bytes=2048)
+
+
 def test_extreme_scores_do_not_overflow() -> None:
     layer = geometry(16, 2, scaling=50.0)
     context, query = batch(layer, MIXED, 8, torch.float32)

@@ -32,7 +32,7 @@ assert worker.process(0, worker.decode(0, memoryview(data), {{}}), {{}})
 print({HEAVY} if m in sys.modules])
 """
 WORKER = """
-import gc, socket, sys, threading
+import gc, socket, sys
 from foveal_runtime.frontend.media import protocol, worker_main
 from foveal_runtime.plan.config import ModalitiesConfig
 ours, theirs = socket.socketpair()
