@@ -55,8 +55,8 @@ def compiled(*cases: str) -> list[dict]:
 def compile_kernel(
     kernel, pointers: tuple[str, str], architecture: int, constants: dict, **options
 ) -> None:
-    signature, known = {}, {}
-    for at, name in enumerate(kernel.arg_names):
+    function, signature, known = kernel.jit, {}, {}
+    for at, name in enumerate(function.arg_names):
         if name in constants:
             signature[name] = "constexpr"
             known[at,] = constants[name]
@@ -70,12 +70,12 @@ def compile_kernel(
             is_float = name in FLOATS or (name == "out" and constants.get("IS_SPLIT"))
             pointer = pointers[name in POOL]
             signature[name] = "*i32" if name in TABLES else "*fp32" if is_float else pointer
-    aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(kernel.arg_names)
+    aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(function.arg_names)
                if signature[name].startswith("*")}  # fmt: skip
-    source = triton.compiler.ASTSource(kernel, signature, known, aligned)
+    source = triton.compiler.ASTSource(function, signature, known, aligned)
     target = GPUTarget("cuda", architecture, 32)
     made = triton.compile(source, target=target, options=options)
-    name = kernel.fn.__name__
+    name = function.fn.__name__
     found = {"kernel": name, "shared_bytes": made.metadata.shared, "spilled_bytes": spilled(made),
              "before_wait": before_wait(made.asm["ptx"])}  # fmt: skip
     print(json.dumps(found), flush=True)

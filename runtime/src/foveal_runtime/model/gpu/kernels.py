@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from foveal_runtime.model.gpu.launch import kernel
+
 LINE = tl.constexpr(128)
 """Bytes of the device's cache that come together."""
 _EARLY_CAPABILITY = (9, 0)
@@ -65,6 +67,7 @@ def activated(x, ACTIVATION: tl.constexpr):
     return tl.maximum(x, 0.0)
 
 
+@kernel
 @triton.jit
 def norm_kernel(
     x, weight, residual, out, x_stride, eps,
@@ -87,6 +90,7 @@ def norm_kernel(
     tl.store(out + row * WIDTH + at, found.to(out.dtype.element_ty), mask=inside)
 
 
+@kernel
 @triton.jit
 def gate_kernel(
     pairs, out, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
@@ -122,6 +126,7 @@ def _turned(
     return value * c + tl.where(at < half, -other, other) * s
 
 
+@kernel
 @triton.jit
 def heads_kernel(
     merged, cos, sin, query_norm, key_norm, slots, query, keys, values, query_eps, key_eps,

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from foveal_runtime.model.gpu.kernels import LINE, activated, fetch_ahead, wait_for_last
+from foveal_runtime.model.gpu.launch import kernel
 
 _AHEAD_LINES = tl.constexpr(4)
 
@@ -51,6 +52,7 @@ def _own_rows(
     return n, n_read
 
 
+@kernel
 @triton.jit
 def vector_kernel(
     x, weight, bias, residual, out,
@@ -89,6 +91,7 @@ def _loaded(places, mask, K: tl.constexpr, BLOCK_K: tl.constexpr):
     return found
 
 
+@kernel
 @triton.jit(do_not_specialize=["count"])
 def rows_kernel(
     x, weight, bias, residual, out, count,

@@ -8,11 +8,11 @@ cuBLAS.
 from __future__ import annotations
 
 import torch
-import triton
 from torch.nn.functional import linear
 from triton import knobs
 
 from foveal_runtime.model.gpu import kernels, product_kernels
+from foveal_runtime.model.gpu.launch import next_power_of_2
 
 MAX_ROWS = 16
 VECTOR_TILE = 4, 2048, 8
@@ -60,7 +60,7 @@ class GpuProduct:
         if not self._activation:
             return made
         out = made.new_empty((len(made), self._size))
-        kernels.gate_kernel[len(made), triton.cdiv(self._size, _GATE_BLOCK)](
+        kernels.gate_kernel[len(made), -(-self._size // _GATE_BLOCK)](
             made, out, WIDTH=self._size, ACTIVATION=self._activation, BLOCK=_GATE_BLOCK
         )
         return out
@@ -72,7 +72,7 @@ class GpuProduct:
             x, self.weight, out if self._bias is None else self._bias,
             out if residual is None else residual, out,
         )  # fmt: skip
-        most_k = max(16, triton.next_power_of_2(width))
+        most_k = max(16, next_power_of_2(width))
         what = {
             "N": self._size, "K": width, "ACTIVATION": self._activation,
             "HAS_BIAS": self._bias is not None, "HAS_RESIDUAL": residual is not None,
@@ -80,11 +80,11 @@ class GpuProduct:
         }  # fmt: skip
         if count == 1:
             block_n, block_k, warps = VECTOR_TILE
-            product_kernels.vector_kernel[triton.cdiv(self._size, block_n),](
+            product_kernels.vector_kernel[-(-self._size // block_n),](
                 *tensors, **what, BLOCK_N=block_n, BLOCK_K=min(block_k, most_k), num_warps=warps
             )
             return out
-        num_programs = triton.cdiv(self._size, ROWS_TILES[0][0])
+        num_programs = -(-self._size // ROWS_TILES[0][0])
         tile = ROWS_TILES[num_programs <= 2 * self._multiprocessors]
         block_n, block_k, warps, stages = tile
         product_kernels.rows_kernel[num_programs,](

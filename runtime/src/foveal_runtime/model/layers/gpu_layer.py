@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import nn
 
 from foveal_runtime.model.attention import (
@@ -32,6 +31,7 @@ from foveal_runtime.model.checkpoint.loader import LoadedModel
 from foveal_runtime.model.cpu.fusing import TOLERANCE, activation_of
 from foveal_runtime.model.cpu.packing import DTYPES, Activation
 from foveal_runtime.model.gpu import kernels
+from foveal_runtime.model.gpu.launch import next_power_of_2
 from foveal_runtime.model.gpu.products import GpuProduct
 from foveal_runtime.model.layers.last_layer import current_call, only_rows
 from foveal_runtime.model.layers.layer_parts import (
@@ -70,7 +70,7 @@ class _Norm(NamedTuple):
         kernels.norm_kernel[count,](
             rows, self.weight, rows if residual is None else residual, out, rows.stride(0),
             self.eps, WIDTH=width, OFFSET=self.offset, HAS_RESIDUAL=residual is not None,
-            BLOCK=triton.next_power_of_2(width), num_warps=8 if width > 2048 else 4,
+            BLOCK=next_power_of_2(width), num_warps=8 if width > 2048 else 4,
             **kernels.early_start(rows.device),
         )  # fmt: skip
         return out
@@ -148,7 +148,7 @@ class GpuLayer:
             TURNED=cos.shape[1], HAS_QUERY_NORM=self._query is not None,
             HAS_KEY_NORM=self._key is not None, OFFSET=max(asked.offset, kept.offset),
             LARGEST=FP8_MAX if keys.dtype == FP8 else 0.0,
-            BLOCK=triton.next_power_of_2(dim), num_warps=1, **kernels.early_start(merged.device),
+            BLOCK=next_power_of_2(dim), num_warps=1, **kernels.early_start(merged.device),
         )  # fmt: skip
         out = context.backend.attend(layer, query, context)
         return out.to(normed.dtype).reshape(count, -1)

@@ -9,12 +9,12 @@ captured in a CUDA graph.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-import triton
 from triton import knobs
 
 from foveal_runtime.model.attention import (
@@ -29,6 +29,7 @@ from foveal_runtime.model.attention import (
 from foveal_runtime.model.attention.triton import kernels
 from foveal_runtime.model.device import Device, open_device
 from foveal_runtime.model.gpu.kernels import early_start
+from foveal_runtime.model.gpu.launch import next_power_of_2
 from foveal_runtime.plan.errors import StartupError
 
 HOST_MULTIPROCESSORS = 4
@@ -70,13 +71,7 @@ class Tuning:
         Follows from the batch's size alone, so that a captured batch fits any lengths.
         """
         at_once = self.multiprocessors * self.programs_each
-
-        def tiles_read(splits: int) -> float:
-            """One after the other, until the last program ends."""
-            rounds = -(-num_programs * splits // at_once)
-            return rounds * (_USUAL_TILES / splits + _START_TILES)
-
-        return min(range(1, self.max_splits + 1), key=tiles_read)
+        return _num_splits(num_programs, at_once, self.max_splits)
 
     def decode_block(self, layer: LayerGeometry, dtype: torch.dtype) -> int:
         """Positions of a decode tile."""
@@ -97,9 +92,19 @@ class Tuning:
         return rows, positions, self.prefill_warps, stages
 
 
+@functools.lru_cache(maxsize=1024)
+def _num_splits(num_programs: int, at_once: int, most: int) -> int:
+    def tiles_read(splits: int) -> float:
+        """One after the other, until the last program ends."""
+        rounds = -(-num_programs * splits // at_once)
+        return rounds * (_USUAL_TILES / splits + _START_TILES)
+
+    return min(range(1, most + 1), key=tiles_read)
+
+
 def _head_bytes(layer: LayerGeometry, dtype: torch.dtype) -> int:
     widest = max(layer.key_dim, layer.value_dim)
-    return int(triton.next_power_of_2(widest) * dtype.itemsize)
+    return int(next_power_of_2(widest) * dtype.itemsize)
 
 
 def _tile(size_bytes: int, layer: LayerGeometry, dtype: torch.dtype, most: int) -> int:
@@ -173,8 +178,8 @@ class TritonBackend:
         key, value = _dense(key), _dense(value)
         key_width = layer.num_kv_heads * layer.key_dim
         value_width = layer.num_kv_heads * layer.value_dim
-        block = min(_WRITE_BLOCK, triton.next_power_of_2(max(key_width, value_width)))
-        grid = (key.shape[0], triton.cdiv(max(key_width, value_width), block))
+        block = min(_WRITE_BLOCK, next_power_of_2(max(key_width, value_width)))
+        grid = (key.shape[0], -(-max(key_width, value_width) // block))
         kernels.write_kernel[grid](
             key, value, keys, values, context.slots_of(layer),
             key.stride(0), key.stride(1), value.stride(0), value.stride(1),
@@ -212,7 +217,7 @@ class TritonBackend:
         if not has_groups and max(q_lens) == 1:
             if len(q_lens) > len(self._all_rows):
                 self._outgrown.append(self._all_rows)
-                count = triton.next_power_of_2(len(q_lens))
+                count = next_power_of_2(len(q_lens))
                 self._all_rows = torch.arange(count, dtype=torch.int32, device=self._device.torch)
             return _Division(None, len(q_lens), [])
         rows: list[int] = []
@@ -251,9 +256,9 @@ class TritonBackend:
         rows = self._all_rows if division.rows is None else division.rows
         group = layer.num_heads // layer.num_kv_heads
         heads, table = min(group, tuning.decode_heads), context.table_of(layer)
-        programs = layer.num_kv_heads * triton.cdiv(group, heads)
+        programs = layer.num_kv_heads * -(-group // heads)
         splits = tuning.num_splits(division.num_rows * programs)
-        early, wide = early_start(query.device), triton.next_power_of_2(layer.value_dim)
+        early, wide = early_start(query.device), next_power_of_2(layer.value_dim)
         vector = math.gcd(VECTOR, query.stride(0), query.stride(1))
         part, tops, totals = out, out, out
         if splits > 1:
@@ -266,7 +271,7 @@ class TritonBackend:
             query.stride(0) // vector, query.stride(1) // vector, table.stride(0), layer.scaling,
             splits,
             HEADS=heads,
-            BLOCK_H=max(MIN_DOT, triton.next_power_of_2(heads)),
+            BLOCK_H=max(MIN_DOT, next_power_of_2(heads)),
             BLOCK_N=tuning.decode_block(layer, query.dtype),
             HAS_SINKS=sinks is not None,
             IS_SPLIT=splits > 1,
@@ -278,7 +283,7 @@ class TritonBackend:
             kernels.reduce_kernel[division.num_rows, layer.num_heads](
                 part, tops, totals, out if sinks is None else sinks, rows, out, splits,
                 NUM_HEADS=layer.num_heads, DV=layer.value_dim, FEW=FEW_SPLITS,
-                BLOCK_S=triton.next_power_of_2(tuning.max_splits), BLOCK_DV=wide,
+                BLOCK_S=next_power_of_2(tuning.max_splits), BLOCK_DV=wide,
                 HAS_SINKS=sinks is not None, num_warps=tuning.reduce_warps(wide), **early,
             )  # fmt: skip
 
@@ -297,7 +302,7 @@ class TritonBackend:
         block_m, block_n, warps, stages = tuning.prefill_blocks(layer, query.dtype)
         heads = min(group, block_m)
         tiles = self._tiles(division, block_m // heads)
-        kernels.prefill_kernel[len(tiles[0]), layer.num_kv_heads * triton.cdiv(group, heads)](
+        kernels.prefill_kernel[len(tiles[0]), layer.num_kv_heads * -(-group // heads)](
             query, *_pool(layer, context), out, out if sinks is None else sinks,
             tiles[0], tiles[1], context.q_start, context.seq_lens, table,
             context.q_start if groups is None else groups,
@@ -317,20 +322,25 @@ def _pool(layer: LayerGeometry, context: ForwardContext) -> tuple[torch.Tensor, 
 
 def _constants(layer: LayerGeometry, context: ForwardContext) -> dict[str, object]:
     """What both kernels are compiled for: a model has few different layers."""
-    table = context.table_of(layer)
+    table, pool = context.table_of(layer), context.pool
     assert table.stride(-1) == 1 or table.shape[1] == 1
+    return _constants_of(layer, pool.block_size, pool.compute_dtype == torch.bfloat16)
+
+
+@functools.lru_cache(maxsize=1024)
+def _constants_of(layer: LayerGeometry, page: int, is_bfloat16: bool) -> dict[str, object]:
     return {
         "NUM_KV_HEADS": layer.num_kv_heads,
         "GROUP": layer.num_heads // layer.num_kv_heads,
-        "PAGE": context.pool.block_size,
+        "PAGE": page,
         "DK": layer.key_dim,
         "DV": layer.value_dim,
-        "BLOCK_DK": max(MIN_DOT, triton.next_power_of_2(layer.key_dim)),
-        "BLOCK_DV": max(MIN_DOT, triton.next_power_of_2(layer.value_dim)),
+        "BLOCK_DK": max(MIN_DOT, next_power_of_2(layer.key_dim)),
+        "BLOCK_DV": max(MIN_DOT, next_power_of_2(layer.value_dim)),
         "WINDOW": layer.sliding_window or 0,
         "CHUNK": layer.chunk_size or 0,
         "SOFTCAP": layer.softcap or 0.0,
-        "WIDEN": bool(knobs.runtime.interpret) and context.pool.compute_dtype == torch.bfloat16,
+        "WIDEN": bool(knobs.runtime.interpret) and is_bfloat16,
     }
 
 

@@ -19,6 +19,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from foveal_runtime.model.gpu.kernels import wait_for_last
+from foveal_runtime.model.gpu.launch import kernel
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -179,6 +180,7 @@ def _first_seen(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
     return first
 
 
+@kernel
 @triton.jit(do_not_specialize=["key_token_stride", "key_head_stride", "value_token_stride",
                                "value_head_stride"])  # fmt: skip
 def write_kernel(
@@ -214,6 +216,7 @@ def _span(
     return begin, begin + (end - begin) // BLOCK_N * BLOCK_N, end
 
 
+@kernel
 @triton.jit(do_not_specialize=["query_token_stride", "query_head_stride", "table_stride",
                                "num_splits"])  # fmt: skip
 def decode_kernel(
@@ -307,6 +310,7 @@ def _joined(
     return tl.sum(found * weights[:, None], 0), top, tl.sum(totals * weights, 0)
 
 
+@kernel
 @triton.jit(do_not_specialize=["num_splits"])
 def reduce_kernel(
     partial, partial_top, partial_total, sinks, rows, out, num_splits,
@@ -357,6 +361,7 @@ def _reach(
     return begin, whole, end
 
 
+@kernel
 @triton.jit(do_not_specialize=["query_token_stride", "query_head_stride", "table_stride"])
 def prefill_kernel(
     query, keys, values, out, sinks, tile_sequence, tile_first, q_start, seq_lens, block_table,
