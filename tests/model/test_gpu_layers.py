@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from foveal_runtime.model.checkpoint import loader
+from foveal_runtime.model.gpu import products
 from foveal_runtime.model.layers import gpu_layer
+from foveal_runtime.model.layers.trial import Trial
 from tests.support.models.bench import DEVICE
 
 pytest.importorskip("triton")
@@ -77,6 +79,31 @@ def test_a_layer_that_computes_another_thing_is_found_out(on_gpu_layers, monkeyp
     prompts, jobs = one.staggered()
     one.driver.run(list(jobs.values()))
     one.check(jobs["a"], prompts["a"])
+
+
+def test_products_of_prompts_are_tried(on_gpu_layers, monkeypatch) -> None:
+    """Those of more rows than a decode step of few sequences has."""
+    whole = products.linear
+    monkeypatch.setattr(products, "linear", lambda *parts: whole(*parts) * 1.1)
+    _, num_layers = on_gpu_layers("llama")
+    assert num_layers == 0
+
+
+@pytest.mark.parametrize(("name", "has_groups"), [("gemma3", True), ("llama", False)])
+def test_items_are_tried_where_their_tokens_see_each_other(
+    name: str, has_groups: bool, on_gpu_layers, monkeypatch
+) -> None:
+    trials = []
+
+    def note(*parts: object, **options: object) -> Trial:
+        trials.append(Trial(*parts, **options))
+        return trials[-1]
+
+    monkeypatch.setattr(gpu_layer, "Trial", note)
+    one, num_layers = on_gpu_layers(name)
+    assert num_layers == len(one.runner.loaded.decoder.layers)
+    assert [trial.context.groups is not None for trial in trials] == [False, False, has_groups]
+    assert len(trials[-1].rows) > products.MAX_ROWS
 
 
 def test_a_decoder_that_differs_as_a_whole_gets_its_forwards_back(

@@ -32,7 +32,7 @@ from foveal_runtime.model.cpu.fusing import TOLERANCE, activation_of
 from foveal_runtime.model.cpu.packing import DTYPES, Activation
 from foveal_runtime.model.gpu import kernels
 from foveal_runtime.model.gpu.launch import next_power_of_2
-from foveal_runtime.model.gpu.products import GpuProduct
+from foveal_runtime.model.gpu.products import MAX_ROWS, GpuProduct
 from foveal_runtime.model.layers.last_layer import current_call, only_rows
 from foveal_runtime.model.layers.layer_parts import (
     LLAMA_LIKE,
@@ -53,6 +53,10 @@ _ACTIVATIONS = {
 }
 _MOST_WIDTH = 32768
 """Of a row that one program norms."""
+_MANY = MAX_ROWS + 4
+_TRIALS = (((3, 1, 5), (3, 16, 21), False), ((1,), (21,), False), ((_MANY,), (_MANY + 4,), True))
+"""(query tokens, context, whether an item is among them) of each sequence: products of few rows and
+of one, and the ones of prompts; so no kernel of these layers is compiled while clients wait."""
 _log = logging.getLogger(__name__)
 
 
@@ -234,8 +238,10 @@ def replace_layers(
             raise Unlike(f"its dtype is {loaded.dtype}, or its family does more between the layers")
         with trying():
             trials = [
-                Trial(loaded, layers, q_lens=q_lens, kv_lens=kv_lens, backend=backend)
-                for q_lens, kv_lens in (((3, 1, 5), (3, 16, 21)), ((1,), (21,)))
+                Trial(
+                    loaded, layers, q_lens=q_lens, kv_lens=kv_lens, backend=backend, has_item=item
+                )
+                for q_lens, kv_lens, item in _TRIALS
             ]
         for geometry in layers:
             number = geometry.layer if geometry.layer >= 0 else geometry.index

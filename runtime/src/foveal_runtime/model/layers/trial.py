@@ -57,8 +57,10 @@ class Trial:
         kv_lens: Sequence[int],
         states: States | None = None,
         backend: AttentionBackend | None = None,
+        has_item: bool = False,
     ) -> None:
-        """`backend`: what both ways attend by; None: the reference."""
+        """`backend`: what both ways attend by; None: the reference. `has_item`: all rows but the
+        first and the last are of one item, where a family's see each other."""
         self._states = states if states is not None and states.shapes else None
         self._loaded = loaded
         self._layers = layers
@@ -85,6 +87,7 @@ class Trial:
             pos_of_token=place.int().to(there),
             q_lens=list(q_lens),
             kv_lens=list(kv_lens),
+            groups=self._groups(len(place), there) if has_item else None,
             state_slots=list(range(count)),
         )
         axes = torch.stack([place, place + 1, place + 2])[:, None]  # of an image's tokens
@@ -92,6 +95,13 @@ class Trial:
         width = int(loaded.text_config.hidden_size)
         self.rows = torch.randn(len(place), width).to(there, dtype) / 16
         self.extra = _deepstack(loaded, self.rows) if loaded.adapter.deepstack else {}
+
+    def _groups(self, count: int, there: torch.device) -> torch.Tensor | None:
+        if self._loaded.adapter.bidirectional == "none":
+            return None
+        groups = torch.zeros(count, dtype=torch.int32)
+        groups[0] = groups[-1] = -1
+        return groups.to(there)
 
     def embeddings(self, number: int) -> Any:
         """What a layer's rotary embedding makes of the positions."""
