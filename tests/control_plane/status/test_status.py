@@ -106,6 +106,19 @@ def test_old_pods_that_serve_do_not_make_a_new_revision_ready() -> None:
     assert status.current_revision != status.update_revision
 
 
+def test_it_is_ready_when_the_engine_above_those_asked_for_has_gone() -> None:
+    """Surge: e-2 and e-1 are new and serve, and e-0, which has gone, comes again before e-2 goes:
+    Ready was told in between, and taken back."""
+    seen = serving()
+    _, engine = revisions(BASE)
+    surging = {"metadata": {"name": "qwen-engine"}, "spec": {"replicas": 3}}
+    new = (pod("e-1", engine), pod("e-2", engine))
+    found = conditions(status_of(**{**seen, "stateful_set": surging, "engine_pods": new}))
+    assert (found["EnginesReady"], found["Ready"]) == ("False Rolling", "False Rolling")
+    assert found["Available"] == "True Available"
+    assert conditions(status_of(**seen))["Ready"] == "True Ready"
+
+
 def test_ready_waits_until_the_service_reaches_every_frontend() -> None:
     """A client's first connection after Ready was refused: the Service had no endpoint yet."""
     none, one = endpoints(), endpoints({"ready": True})

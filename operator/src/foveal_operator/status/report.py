@@ -187,7 +187,7 @@ def _role(
     revision = _wanted_revision(desired, kind)
     live = [pod for pod in pods if not pod["metadata"].get("deletionTimestamp")]
     ready = [pod for pod in live if is_ready(pod)]
-    asked = workload.get("spec", {}).get("replicas", 1) if workload else 0
+    asked = _applied(workload)
     for body in desired.of_kind(kind) if desired else ():
         asked = body["spec"].get("replicas", asked)
     return RoleStatus(
@@ -200,6 +200,11 @@ def _role(
         draining=len(pods) - len(live),
         selector=selector_text(workload),
     )
+
+
+def _applied(workload: Obj | None) -> int:
+    """Replicas that the workload has now: more than are asked for while a rollout surges."""
+    return int(workload.get("spec", {}).get("replicas", 1)) if workload else 0
 
 
 def _revision(pod: Obj) -> str:
@@ -233,7 +238,9 @@ def _role_ready(
     ready = sum(1 for pod in current if is_ready(pod))
     if role.desired == 0:
         return verdict(condition, True, reasons.SCALED_TO_ZERO, "no replicas are asked for")
-    if ready >= role.desired and role.replicas == ready:
+    # An engine above those asked for takes one's place until all are new: that one comes again.
+    surges = kind == "StatefulSet" and _applied(observed.stateful_set) > role.desired
+    if ready >= role.desired and role.replicas == ready and not surges:
         reached = observed.reachable if kind == "Deployment" else None
         if reached is not None and reached < ready:
             text = f"{ready} of {role.desired} serve, and the Service reaches {reached} of them"
@@ -244,7 +251,7 @@ def _role_ready(
         return verdict(condition, False, failure.reason, failure.message)
     if refused := observed.reports.refused.get(role.workload):
         return verdict(condition, False, denial(refused), refused)
-    if role.ready > ready or role.replicas > role.updated:
+    if surges or role.ready > ready or role.replicas > role.updated:
         text = f"{ready} of {role.desired} of the new revision serve, {role.ready} in all"
         return verdict(condition, False, reasons.ROLLING, text)
     return verdict(condition, False, reasons.STARTING, f"{ready} of {role.desired} serve")
