@@ -2,6 +2,7 @@
 
     triton_compile.py dtype[/pool's],head-size,group,architecture,rules ...
     triton_compile.py layer,dtype,width,MLP's-width,architecture ...
+    triton_compile.py codes,dtype,codes,inputs of a scale,architecture ...
 
 One JSON line a kernel: name, shared memory in bytes, bytes spilled a thread, what it does with
 memory before it waits for earlier ones (null: it does not wait). Run by `compiled` in a process
@@ -25,8 +26,8 @@ from triton.backends.compiler import GPUTarget
 
 from foveal_runtime.model.attention import FP8_MAX, LayerGeometry
 from foveal_runtime.model.attention.triton import FEW_SPLITS, MIN_DOT, VECTOR, Tuning, kernels
+from foveal_runtime.model.gpu import codes, product_kernels
 from foveal_runtime.model.gpu import kernels as between
-from foveal_runtime.model.gpu import product_kernels
 from foveal_runtime.model.gpu.products import MAX_ROWS, ROWS_TILES, VECTOR_TILE
 
 SMALL_CARD_BYTES = 101376
@@ -35,12 +36,13 @@ KINDS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "fp8": "fp8e4
 RULES = {"WINDOW": 100, "CHUNK": 64, "SOFTCAP": 30.0, "HAS_SINKS": True}
 INTEGERS = {"num_splits", "query_token_stride", "query_head_stride", "table_stride",
             "key_token_stride", "key_head_stride", "value_token_stride",
-            "value_head_stride", "count", "x_stride"}  # fmt: skip
+            "value_head_stride", "count", "first", "x_stride"}  # fmt: skip
 NUMBERS = {"scale", "eps", "query_eps", "key_eps"}
 TABLES = {"rows", "seq_of_token", "pos_of_token", "block_table", "tile_sequence", "tile_first",
           "q_start", "seq_lens", "groups"}  # fmt: skip
-POOL = {"keys", "values"}
-FLOATS = {"partial", "partial_top", "partial_total"}
+POOL = {"keys", "values", "codes"}
+"""Whose type is another than the activations'."""
+FLOATS = {"partial", "partial_top", "partial_total", "scales", "zeros"}
 
 
 def compiled(*cases: str) -> list[dict]:
@@ -170,8 +172,28 @@ def compile_layer(case: str) -> None:
     )
 
 
+def compile_codes(case: str) -> None:
+    """Products of a few and of more rows, and the widening of a slab."""
+    kind, coded, deep, architecture = case.split(",")
+    pointers = ("*" + KINDS[kind], {"int4": "*i32", "int8": "*i8", "fp8": "*u8"}[coded])
+    block_n, block_k, warps, stages = codes.TILES[4 if kind == "float32" else 2]
+    common = {"K": 4096, "GROUPS": 4096 // int(deep), "SHARE": 1, "DEEP": int(deep), "KIND": coded,
+              "HAS_ZEROS": coded == "int4"}  # fmt: skip
+    for rows in (16, codes.MOST_FEW):
+        product = {"N": 4096, "HAS_BIAS": True, "ROWS": rows, "BLOCK_N": block_n,
+                   "BLOCK_K": block_k, "WIDEN": False}  # fmt: skip
+        compile_kernel(
+            product_kernels.coded_rows_kernel, pointers, int(architecture), common | product,
+            num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+    block_n, block_k = codes.WIDEN_TILE
+    compile_kernel(product_kernels.widen_kernel, pointers, int(architecture),
+                   common | {"BLOCK_N": block_n, "BLOCK_K": block_k})  # fmt: skip
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
+    ways = {"layer": compile_layer, "codes": compile_codes}
     for one in sys.argv[1:]:
         what, _, rest = one.partition(",")
-        compile_layer(rest) if what == "layer" else compile_case(one)
+        ways[what](rest) if what in ways else compile_case(one)

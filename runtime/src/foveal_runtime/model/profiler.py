@@ -127,8 +127,7 @@ def predict(
 
 def _scheme(loaded: LoadedModel, device: str, quantization: Quantization) -> str:
     """The format of the weights, whose layers are laid out as `device` keeps them; "" = plain."""
-    if device == "cpu":
-        block_quantized(loaded.model)
+    block_quantized(loaded.model, device.partition(":")[0])
     if quantization != "auto":
         return f"{quantization}, at load"
     return quantization_of(loaded.config)

@@ -1,15 +1,18 @@
-"""Quantised linear layers as the C kernels read them, on CPUs.
+"""Quantised linear layers as kernels read them: the C kernels of CPUs, the Triton ones of GPUs.
 
 Called by the loader and, for plans, on torch's meta device. Whatever a checkpoint stores whole
-codes as, and what is quantised while it is loaded, ends up in one layout, which small steps read in
-one call (decoder_layers) and longer ones layer by layer. Layers in another order of inputs, or of
-floating-point codes, stay as they are stored.
+codes as, and what is quantised while it is loaded, ends up in one layout: blocks of outputs on
+CPUs, where small steps read it in one call (decoder_layers) and longer ones layer by layer; output
+by output on GPUs. Layers in another order of inputs, or of floating-point codes, stay as they are
+stored; GPUs multiply with the latter as they are.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -19,6 +22,7 @@ from foveal_runtime.model.checkpoint.dequantize import (
     CODES,
     KERNELS,
     PIECE_NUMBERS,
+    SCRATCH_BYTES,
     Codes,
     QuantizedLinear,
     multiply_dequantized,
@@ -33,29 +37,68 @@ from foveal_runtime.model.cpu.packing import DTYPES, multiply
 
 BLOCKED = "blocked"
 _WIDTHS = (64, 48, 32, 16)
-"""Outputs of a block: multiples of the lanes of any instruction set."""
+"""Outputs of a CPU's block: multiples of the lanes of any instruction set."""
 _WORD_CODES = 8
 """4-bit codes of one output in an element of 32 bits: the inputs come in multiples of them."""
+_TRIED_ROWS = (3, 40)
+"""Of decode steps and of prompts, which have kernels of their own."""
+_TOLERANCE = 0.03
+"""Of the largest product: rounding to bfloat16, often."""
 _log = logging.getLogger(__name__)
 
 
-def block_quantized(model: nn.Module) -> int:
-    """Lays out the quantised layers of a model, in place; returns how many."""
-    if isinstance(kernel := packing.loaded_kernel(), str):
-        _log.warning("quantised weights are widened for every product: %s", kernel)
-        return 0
+def block_quantized(model: nn.Module, device: str = "cpu") -> int:
+    """Lays out the quantised layers of a model for "cpu" or "cuda", in place; returns how many."""
     layers = [one for one in model.modules() if isinstance(one, QuantizedLinear)]
-    return sum(block_layer(one) for one in layers)
+    if layers and (why := _missing(device)):
+        _log.warning("quantised weights are widened for every product: %s", why)
+        return 0
+    count = sum(block_layer(one, device) for one in layers)
+    if device == "cuda":
+        _try_kernels(layers, next(model.parameters()).dtype)
+    return count
 
 
-def block_layer(layer: QuantizedLinear) -> bool:
+def _try_kernels(layers: Sequence[QuantizedLinear], dtype: torch.dtype) -> None:
+    """Compares products of the GPU's kernels with those of dequantised weights, for one layer of
+    each kind; a kind whose products differ, or fail, is left to the latter."""
+    kinds = {(one.layout.kind, one.layout.bits): one for one in layers}
+    for (kind, bits), layer in kinds.items():
+        if ("cuda", kind) not in KERNELS or next(layer.buffers()).is_meta:
+            continue
+        for count in _TRIED_ROWS:
+            rows = torch.randn(count, layer.in_features, device=next(layer.buffers()).device)
+            rows = rows.to(dtype)
+            try:
+                got, wanted = multiply_on_gpu(layer, rows), multiply_dequantized(layer, rows)
+                apart = float((got.float() - wanted.float()).abs().max() / wanted.abs().max())
+                why = "" if apart <= _TOLERANCE else f"products differ by {apart:.2g}"
+            except Exception as error:  # a compiler's, or a driver's
+                why = " ".join(str(error).split())[:200] or type(error).__name__
+            if why:
+                del KERNELS["cuda", kind]
+                _log.warning("%d-bit weights (%s) are widened for every product: %s",
+                             bits, kind, why)  # fmt: skip
+                break
+
+
+def block_layer(layer: QuantizedLinear, device: str = "cpu") -> bool:
     """Whether the layer now is in the kernel's layout; without a kernel it stays as it is."""
     if layer.layout.kind == BLOCKED:
         return True
-    return not isinstance(packing.loaded_kernel(), str) and _block(layer)
+    return not _missing(device) and _block(layer, _WIDTHS if device == "cpu" else (1,))
 
 
-def _block(layer: QuantizedLinear) -> bool:
+def _missing(device: str) -> str:
+    """Why there is no kernel for the device; "" = there is one."""
+    if device == "cuda":
+        is_planned = not torch.cuda.is_available()  # somewhere else
+        return "" if is_planned or importlib.util.find_spec("triton") else "there is no Triton here"
+    kernel = packing.loaded_kernel()
+    return kernel if isinstance(kernel, str) else ""
+
+
+def _block(layer: QuantizedLinear, widths: Sequence[int]) -> bool:
     """(outputs N, inputs K) of `wide` outputs, in groups of `deep` inputs, to codes
     (N / wide, K, wide) and scales (N / wide, K / deep, wide)."""
     outs, ins, bits = layer.out_features, layer.in_features, layer.layout.bits
@@ -63,7 +106,7 @@ def _block(layer: QuantizedLinear) -> bool:
     deep = ins if scales.shape[1] == 1 else layer.layout.columns
     if not _is_blockable(layer, deep):
         return False
-    wide = next((one for one in _WIDTHS if outs % one == 0), _WIDTHS[-1])
+    wide = next((one for one in widths if outs % one == 0), widths[-1])
     dtype, each = (torch.int32, _WORD_CODES) if bits == 4 else (torch.int8, 1)
     whole = torch.empty(-(-outs // wide), ins // each, wide, dtype=dtype, device=scales.device)
     least = math.lcm(wide, 32)  # codes are read from multiples of 32 on
@@ -163,3 +206,40 @@ def multiply_blocked(layer: QuantizedLinear, rows: torch.Tensor) -> torch.Tensor
 
 
 KERNELS["cpu", BLOCKED] = multiply_blocked
+
+
+def multiply_on_gpu(layer: QuantizedLinear, rows: torch.Tensor) -> torch.Tensor:
+    """rows (..., K) to (..., N) by the Triton kernels, in the rows' type, summed in float32."""
+    from foveal_runtime.model.gpu.codes import Coded, multiply_codes  # torch for CPUs: no Triton
+
+    is_same = layer.bias is None or layer.bias.dtype == rows.dtype
+    if layer.layout.kind == BLOCKED:
+        zeros: torch.Tensor | None = getattr(layer, "zeros", None)
+        weight = Coded(
+            layer.codes.squeeze(2),
+            layer.scales.squeeze(2),
+            None if zeros is None else zeros.squeeze(2),
+            layer.layout.rows,
+            layer.layout.columns,
+        )
+    else:
+        table = getattr(layer, layer.layout.scale)
+        table = table.reshape(-1, 1) if table.dim() < 2 else table
+        weight = Coded(layer.weight, table, None, layer.layout.rows, layer.layout.columns)
+        is_same = is_same and _is_fp8(layer)
+    if not is_same or not rows.is_floating_point():
+        return multiply_dequantized(layer, rows)
+    return multiply_codes(rows, weight, layer.bias, SCRATCH_BYTES // 2)
+
+
+def _is_fp8(layer: QuantizedLinear) -> bool:
+    """Whether a plain layer's codes are floats, in groups of the inputs in their order."""
+    in_order = order_of(layer) is None and not layer.layout.is_reordered
+    return (
+        in_order
+        and layer.weight.dtype == torch.float8_e4m3fn
+        and not hasattr(layer, "weight_zero_point")
+    )
+
+
+KERNELS["cuda", BLOCKED] = KERNELS["cuda", "plain"] = multiply_on_gpu

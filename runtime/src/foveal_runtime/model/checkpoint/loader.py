@@ -146,9 +146,10 @@ def load_model(
             count = quantize_linears(loaded.decoder, quantization, device, lay_out)
             _log.info("%d linear layers of the decoder are now %s", count, quantization)
         model = model.to(torch.device(device))
+        num_blocked = block_quantized(model, model.device.type)
         if model.device.type == "cpu":
             switch_towers(loaded.core, loaded.decoder)
-            if pack_linears(model) + block_quantized(model):
+            if pack_linears(model) + num_blocked:
                 own_rest(model)
                 fuse(model)
     return loaded
