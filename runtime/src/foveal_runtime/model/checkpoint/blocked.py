@@ -62,8 +62,8 @@ def block_quantized(model: nn.Module, device: str = "cpu") -> int:
 def _try_kernels(layers: Sequence[QuantizedLinear], dtype: torch.dtype) -> None:
     """Compares products of the GPU's kernels with those of dequantised weights, for one layer of
     each kind; a kind whose products differ, or fail, is left to the latter."""
-    kinds = {(one.layout.kind, one.layout.bits): one for one in layers}
-    for (kind, bits), layer in kinds.items():
+    kinds = {(one.layout.kind, one.layout.bits, _is_fp8(one)): one for one in layers}
+    for (kind, bits, _), layer in kinds.items():
         if ("cuda", kind) not in KERNELS or next(layer.buffers()).is_meta:
             continue
         for count in _TRIED_ROWS:
@@ -233,10 +233,11 @@ def multiply_on_gpu(layer: QuantizedLinear, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _is_fp8(layer: QuantizedLinear) -> bool:
-    """Whether a plain layer's codes are floats, in groups of the inputs in their order."""
+    """Whether a layer's codes are floats as they are stored, in groups of inputs in their order."""
     in_order = order_of(layer) is None and not layer.layout.is_reordered
     return (
         in_order
+        and layer.layout.kind == "plain"
         and layer.weight.dtype == torch.float8_e4m3fn
         and not hasattr(layer, "weight_zero_point")
     )
