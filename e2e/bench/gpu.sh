@@ -11,7 +11,7 @@
 # it was slow), else with 0.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
-parts=" attention-tests layer-tests architectures-fp32 architectures-bf16 attention step first-token serving "
+parts=" attention-tests layer-tests architectures-fp32 architectures-bf16 attention step step-int4 first-token serving "
 wanted=" $* "
 for name in "$@"; do
   if [ "${parts/ $name /}" = "$parts" ]; then
@@ -86,6 +86,8 @@ part architectures-bf16 170 env FOVEAL_DTYPE=bfloat16 $tests -n 3 \
 wait
 part attention 100 "$FOVEAL_PYTHON" -m e2e.bench.gpu.attention --sweep one --out "$OUT/attention.json"
 part step 90 "$FOVEAL_PYTHON" -m e2e.bench.gpu.step --profile --out "$OUT/step.json"
+part step-int4 90 "$FOVEAL_PYTHON" -m e2e.bench.gpu.step --quantization int4 --profile \
+  --out "$OUT/step-int4.json"
 part first-token 60 "$FOVEAL_PYTHON" -m e2e.bench.gpu.ttft --out "$OUT/first-token.json"
 part serving 80 "$FOVEAL_PYTHON" -m e2e.bench --servers foveal --device cuda --dtype bfloat16 \
   --model llava-small --traces hits-0,hits-95,text --requests 32 --rounds 1 --concurrency 8 \

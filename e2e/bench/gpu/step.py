@@ -1,12 +1,12 @@
 """Decode steps of a whole model on a GPU against reading its weights once.
 
-    python -m e2e.bench.gpu.step [--out FILE.json] [--profile]
+    python -m e2e.bench.gpu.step [--out FILE.json] [--profile] [--quantization int4]
 
-A Llama of 7 B parameters with random weights in bfloat16, made on the device. Each case runs many
-steps as an engine does, and counts the wall clock: as they are, recorded (CUDA graphs), and
-recorded with the next step submitted before the last one's tokens are read. The limit is the time
-of reading the weights of a step and the keys and values of its contexts once, at the rate of
-copying. --profile also says which kernels of a recorded step take the time.
+A Llama of 7 B parameters with random weights in bfloat16, made on the device, or quantised there.
+Each case runs many steps as an engine does, and counts the wall clock: as they are, recorded (CUDA
+graphs), and recorded with the next step submitted before the last one's tokens are read. The limit
+is the time of reading the weights of a step and the keys and values of its contexts once, at the
+rate of copying. --profile also says which kernels of a recorded step take the time.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import transformers
 from e2e.bench.gpu.common import Results, copy_rate, parser
 from foveal_runtime.engine.types.step import NewRequest, RunningStep, ScheduledRequest, StepPlan
 from foveal_runtime.model.adapters import PLAIN_TEXT
+from foveal_runtime.model.checkpoint.blocked import block_quantized
+from foveal_runtime.model.checkpoint.dequantize import quantize_linears
 from foveal_runtime.model.checkpoint.loader import prepare
 from foveal_runtime.model.runner.graphs import CudaCapturer
 from foveal_runtime.model.runner.runner import TorchRunner
@@ -45,6 +47,9 @@ def make_runner(options: argparse.Namespace) -> TorchRunner:
     with torch.device(options.device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     loaded = prepare(model.eval().requires_grad_(False), PLAIN_TEXT)
+    if options.quantization:
+        quantize_linears(loaded.decoder, options.quantization)
+        block_quantized(model, options.device)
     return TorchRunner(loaded, device=options.device, block_size=PAGE)
 
 
@@ -148,4 +153,6 @@ def profile(results: Results, runner: TorchRunner, batch: int, context: int) -> 
 if __name__ == "__main__":
     made = parser(__doc__ or "")
     made.add_argument("--profile", action="store_true", help="time kernels of recorded steps, too")
+    made.add_argument("--quantization", default="", choices=["int8", "int4"],
+                      help="of the decoder's linear layers")  # fmt: skip
     measure(made.parse_args())
