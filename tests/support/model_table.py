@@ -129,11 +129,12 @@ scales by tensor, channel, group or block; zero points; with and without `actord
 | `awq` | 4 bits, version `gemm` |
 | `gptq` | 4 and 8 bits, `gptq` and `gptq_v2`, with and without `desc_act` |
 
-On a CPU, whole codes of 4 and 8 bits, with or without zero points, are laid out once for a C
-kernel that multiplies with them ([weight-only kernel](../decisions/weight-only-kernel.md)). FP8,
-inputs in another order (`desc_act`, `actorder: group`) and other devices: weights stay in memory as
-they are stored, and are dequantised a block at a time when they are multiplied (temporary memory of
-at most 40 MiB, part of the plan).
+Whole codes of 4 and 8 bits, with or without zero points, are laid out once for kernels that
+multiply with them ([weight-only kernel](../decisions/weight-only-kernel.md)): C ones on CPUs,
+Triton ones on GPUs, which also take FP8 (no GPU has run them yet). FP8 on a CPU and inputs in
+another order (`desc_act`, `actorder: group`): weights stay in memory as they are stored, and are
+dequantised a block at a time when they are multiplied (temporary memory of at most 40 MiB, part of
+the plan).
 Only weights are quantised: a scheme for activations (W8A8, FP8 dynamic) is not applied, because
 rounding activations makes it another function, further from the model that was quantised. Layers
 that the checkpoint leaves out (towers, projectors, heads) run as always. Each format is compared
