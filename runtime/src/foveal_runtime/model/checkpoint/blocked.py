@@ -40,8 +40,8 @@ _WIDTHS = (64, 48, 32, 16)
 """Outputs of a CPU's block: multiples of the lanes of any instruction set."""
 _WORD_CODES = 8
 """4-bit codes of one output in an element of 32 bits: the inputs come in multiples of them."""
-_TRIED_ROWS = (3, 40)
-"""Of decode steps and of prompts, which have kernels of their own."""
+_TRIED_ROWS = (3, 20, 40)
+"""Of few sequences, of more, and of prompts, which have kernels of their own."""
 _TOLERANCE = 0.03
 """Of the largest product: rounding to bfloat16, often."""
 _log = logging.getLogger(__name__)
@@ -61,9 +61,14 @@ def block_quantized(model: nn.Module, device: str = "cpu") -> int:
 
 def _try_kernels(layers: Sequence[QuantizedLinear], dtype: torch.dtype) -> None:
     """Compares products of the GPU's kernels with those of dequantised weights, for one layer of
-    each kind; a kind whose products differ, or fail, is left to the latter."""
-    kinds = {(one.layout.kind, one.layout.bits, _is_fp8(one)): one for one in layers}
-    for (kind, bits, _), layer in kinds.items():
+    each kind and shape, so that nothing is compiled while clients wait; a kind whose products
+    differ, or fail, is left to the latter."""
+    found = {
+        (one.layout, _is_fp8(one), one.out_features, one.in_features, one.bias is None): one
+        for one in layers
+    }
+    for layer in found.values():
+        kind = layer.layout.kind
         if ("cuda", kind) not in KERNELS or next(layer.buffers()).is_meta:
             continue
         for count in _TRIED_ROWS:
@@ -78,7 +83,7 @@ def _try_kernels(layers: Sequence[QuantizedLinear], dtype: torch.dtype) -> None:
             if why:
                 del KERNELS["cuda", kind]
                 _log.warning("%d-bit weights (%s) are widened for every product: %s",
-                             bits, kind, why)  # fmt: skip
+                             layer.layout.bits, kind, why)  # fmt: skip
                 break
 
 
