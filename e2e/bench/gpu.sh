@@ -86,7 +86,7 @@ part architectures-bf16 170 env FOVEAL_DTYPE=bfloat16 $tests -n 3 \
 wait
 part attention 100 "$FOVEAL_PYTHON" -m e2e.bench.gpu.attention --sweep one --out "$OUT/attention.json"
 part step 90 "$FOVEAL_PYTHON" -m e2e.bench.gpu.step --profile --out "$OUT/step.json"
-part step-int4 90 "$FOVEAL_PYTHON" -m e2e.bench.gpu.step --quantization int4 --profile \
+part step-int4 90 "$FOVEAL_PYTHON" -m e2e.bench.gpu.step --quantization int4 \
   --out "$OUT/step-int4.json"
 part first-token 60 "$FOVEAL_PYTHON" -m e2e.bench.gpu.ttft --out "$OUT/first-token.json"
 part serving 80 "$FOVEAL_PYTHON" -m e2e.bench --servers foveal --device cuda --dtype bfloat16 \
