@@ -9,7 +9,7 @@ from torch.nn import functional
 from tests.support.models.bench import DEVICE
 
 pytest.importorskip("triton")
-from foveal_runtime.model.gpu.products import MAX_ROWS, GpuProduct
+from foveal_runtime.model.gpu.products import MAX_ROWS, PlainProduct
 from tests.support.models.triton_compile import SMALL_CARD_BYTES, compiled
 
 pytestmark = pytest.mark.model
@@ -47,8 +47,8 @@ def test_it_is_a_linear_layer(rows: int, size: tuple[int, int], dtype: torch.dty
     weight, bias = random(*size, dtype=dtype), random(size[0], dtype=dtype)
     x = random(rows, size[1], dtype=dtype)
     wanted = x.double() @ weight.double().t()
-    check(GpuProduct(weight)(x), wanted, dtype)
-    check(GpuProduct(weight, bias)(x), wanted + bias.double(), dtype)
+    check(PlainProduct(weight)(x), wanted, dtype)
+    check(PlainProduct(weight, bias)(x), wanted + bias.double(), dtype)
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -56,7 +56,7 @@ def test_it_is_a_linear_layer(rows: int, size: tuple[int, int], dtype: torch.dty
 def test_it_adds_what_is_there(rows: int, is_own: bool) -> None:
     weight, x, there = random(50, 300), random(rows, 300), random(rows, 50)
     before = there.clone()
-    check(GpuProduct(weight)(x, there, is_own), before + x @ weight.t(), torch.float32)
+    check(PlainProduct(weight)(x, there, is_own), before + x @ weight.t(), torch.float32)
     if not is_own:
         assert torch.equal(there, before)
 
@@ -66,16 +66,16 @@ def test_it_adds_what_is_there(rows: int, is_own: bool) -> None:
 def test_it_opens_gates(rows: int, name: str) -> None:
     weight, bias, x = random(100, 300) / 8, random(100), random(rows, 300)
     gate, up = functional.linear(x, weight, bias).chunk(2, dim=1)
-    check(GpuProduct(weight, bias, name)(x), GATES[name](gate) * up, torch.float32)
+    check(PlainProduct(weight, bias, name)(x), GATES[name](gate) * up, torch.float32)
 
 
 def test_rows_that_lie_apart_are_read_as_they_lie() -> None:
     weight, x = random(48, 64), random(64, 5).t()
-    check(GpuProduct(weight)(x), x @ weight.t(), torch.float32)
+    check(PlainProduct(weight)(x), x @ weight.t(), torch.float32)
 
 
 def test_no_rows() -> None:
-    assert GpuProduct(random(48, 64))(random(0, 64)).shape == (0, 48)
+    assert PlainProduct(random(48, 64))(random(0, 64)).shape == (0, 48)
 
 
 @pytest.mark.parametrize("architecture", [80, 90])

@@ -11,6 +11,7 @@ of its own, because in tests the kernels are interpreted.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -26,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 
 from foveal_runtime.model.attention import FP8_MAX, LayerGeometry
 from foveal_runtime.model.attention.triton import FEW_SPLITS, MIN_DOT, VECTOR, Tuning, kernels
-from foveal_runtime.model.gpu import codes, product_kernels
+from foveal_runtime.model.gpu import code_kernels, codes, product_kernels
 from foveal_runtime.model.gpu import kernels as between
 from foveal_runtime.model.gpu.products import MAX_ROWS, ROWS_TILES, VECTOR_TILE
 
@@ -173,21 +174,25 @@ def compile_layer(case: str) -> None:
 
 
 def compile_codes(case: str) -> None:
-    """Products of a few and of more rows, and the widening of a slab."""
+    """Products of a few and of more rows with what follows them, and the widening of a slab."""
     kind, coded, deep, architecture = case.split(",")
-    pointers = ("*" + KINDS[kind], {"int4": "*i32", "int8": "*i8", "fp8": "*u8"}[coded])
-    block_n, block_k, warps, stages = codes.TILES[4 if kind == "float32" else 2]
+    pointers = ("*" + KINDS[kind], {"int4": "*i32", "int8": "*i8", "fp8": "*i8"}[coded])
+    num_lines, _, stages = codes.TILE
+    parts = codes.warps_of(4096, 4096 // int(deep), int(deep))
     common = {"K": 4096, "GROUPS": 4096 // int(deep), "SHARE": 1, "DEEP": int(deep), "KIND": coded,
               "HAS_ZEROS": coded == "int4"}  # fmt: skip
-    for rows in (16, codes.MOST_FEW):
-        product = {"N": 4096, "HAS_BIAS": True, "ROWS": rows, "BLOCK_N": block_n,
-                   "BLOCK_K": block_k, "WIDEN": False}  # fmt: skip
+    early = {"launch_pdl": True} if int(architecture) >= 90 else {}
+    for rows, activation in itertools.product((16, codes.MOST_FEW), ("", "swish")):
+        product = {"N": 4096, "ACTIVATION": activation, "HAS_BIAS": bool(activation),
+                   "HAS_RESIDUAL": not activation, "ROWS": rows,
+                   "BLOCK_N": num_lines // (2 if activation else 1), "PARTS": parts,
+                   "WIDEN": False, "EARLY": bool(early)}  # fmt: skip
         compile_kernel(
-            product_kernels.coded_rows_kernel, pointers, int(architecture), common | product,
-            num_warps=warps, num_stages=stages,
+            code_kernels.coded_rows_kernel, pointers, int(architecture), common | product,
+            num_warps=parts, num_stages=stages, **early,
         )  # fmt: skip
-    block_n, block_k = codes.WIDEN_TILE
-    compile_kernel(product_kernels.widen_kernel, pointers, int(architecture),
+    block_n, block_k = codes._WIDEN_TILE
+    compile_kernel(code_kernels.widen_kernel, pointers, int(architecture),
                    common | {"BLOCK_N": block_n, "BLOCK_K": block_k})  # fmt: skip
 
 

@@ -13,6 +13,7 @@ import importlib.util
 import logging
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -35,13 +36,22 @@ from foveal_runtime.model.cpu import packing
 from foveal_runtime.model.cpu.kernels import Product
 from foveal_runtime.model.cpu.packing import DTYPES, multiply
 
+if TYPE_CHECKING:
+    from foveal_runtime.model.gpu.codes import Coded
+    from foveal_runtime.model.gpu.products import GpuProduct
+
 BLOCKED = "blocked"
 _WIDTHS = (64, 48, 32, 16)
 """Outputs of a CPU's block: multiples of the lanes of any instruction set."""
 _WORD_CODES = 8
 """4-bit codes of one output in an element of 32 bits: the inputs come in multiples of them."""
+_PART, _PLACES = 128, (-1, 2, 4, 8, 2)
+"""On GPUs: inputs whose 4-bit codes share their words, and how they are counted there: of (halves
+of a part, fours, words, neighbours) the words come before the fours (`gpu.codes.Coded`)."""
 _TRIED_ROWS = (3, 20, 40)
 """Of few sequences, of more, and of prompts, which have kernels of their own."""
+_SLAB_BYTES = SCRATCH_BYTES // 2
+"""Weights that are widened at a time for a GPU's products of many rows."""
 _TOLERANCE = 0.03
 """Of the largest product: rounding to bfloat16, often."""
 _log = logging.getLogger(__name__)
@@ -112,8 +122,8 @@ def _block(layer: QuantizedLinear, widths: Sequence[int]) -> bool:
     if not _is_blockable(layer, deep):
         return False
     wide = next((one for one in widths if outs % one == 0), widths[-1])
-    dtype, each = (torch.int32, _WORD_CODES) if bits == 4 else (torch.int8, 1)
-    whole = torch.empty(-(-outs // wide), ins // each, wide, dtype=dtype, device=scales.device)
+    dtype, length = (torch.int32, _num_words(ins, wide)) if bits == 4 else (torch.int8, ins)
+    whole = torch.empty(-(-outs // wide), length, wide, dtype=dtype, device=scales.device)
     least = math.lcm(wide, 32)  # codes are read from multiples of 32 on
     step = outs if scales.is_meta else max(least, PIECE_NUMBERS // ins // least * least)
     points = []
@@ -134,14 +144,24 @@ def _block(layer: QuantizedLinear, widths: Sequence[int]) -> bool:
 
 
 def _block_codes(codes: torch.Tensor, bits: int, wide: int) -> torch.Tensor:
-    """Codes (n, K) to int8 (n / wide, K, wide), or eight of 4 bits in an int32 element."""
-    whole = _columns(codes.to(torch.int8), wide)
+    """Codes (n, K) to int8 (n / wide, K, wide), or eight of 4 bits in an int32 element: those side
+    by side on CPUs, on GPUs as `gpu.codes.Coded` says."""
     if bits != 4:
-        return whole
-    words = whole.int().bitwise_and_(15).unflatten(1, (-1, _WORD_CODES))
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
+        return _columns(codes.to(torch.int8), wide)
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=codes.device)
+    codes = codes.to(torch.int32).bitwise_and_(15)
+    if wide == 1:
+        codes = functional.pad(codes, (0, -codes.shape[1] % _PART)).unflatten(1, _PLACES)
+        words = codes.permute(0, 1, 2, 4, 5, 3).flatten(4)  # (n, parts, 2, 8, halves of four)
+        return words.bitwise_left_shift_(shifts).sum(4, dtype=torch.int32).flatten(1).unsqueeze(2)
+    words = _columns(codes, wide).unflatten(1, (-1, _WORD_CODES))
     # Of codes that do not overlap a sum is their union; int32 takes the highest as its sign.
     return words.bitwise_left_shift_(shifts[:, None]).sum(2, dtype=torch.int32)
+
+
+def _num_words(ins: int, wide: int) -> int:
+    """Of the 4-bit codes of an output."""
+    return (-(-ins // _PART) * _PART if wide == 1 else ins) // _WORD_CODES
 
 
 def _is_blockable(layer: QuantizedLinear, deep: int) -> bool:
@@ -169,7 +189,12 @@ def _codes(layer: QuantizedLinear, start: int, stop: int) -> Codes:
     codes = layer.codes[first:last]
     if layer.layout.bits == 4:
         shifts = torch.arange(28, -1, -4, dtype=torch.int32, device=codes.device)
-        codes = (codes.unsqueeze(2) << shifts[:, None]).flatten(1, 2) >> 28
+        codes = (codes.unsqueeze(2) << shifts[:, None]) >> 28
+        if wide == 1:
+            places = codes.view(len(codes), -1, 2, 8, 2, 4).permute(0, 1, 2, 5, 3, 4)
+            codes = places.flatten(1)[:, : layer.in_features, None]
+        else:
+            codes = codes.flatten(1, 2)
     rows = codes.transpose(1, 2).flatten(0, 1)[start - first * wide : stop - first * wide]
     zeros = getattr(layer, "zeros", None)
     return rows.float(), None if zeros is None else rows_of(layer, zeros, start, stop)
@@ -215,26 +240,58 @@ KERNELS["cpu", BLOCKED] = multiply_blocked
 
 def multiply_on_gpu(layer: QuantizedLinear, rows: torch.Tensor) -> torch.Tensor:
     """rows (..., K) to (..., N) by the Triton kernels, in the rows' type, summed in float32."""
-    from foveal_runtime.model.gpu.codes import Coded, multiply_codes  # torch for CPUs: no Triton
-
     is_same = layer.bias is None or layer.bias.dtype == rows.dtype
-    if layer.layout.kind == BLOCKED:
-        zeros: torch.Tensor | None = getattr(layer, "zeros", None)
-        weight = Coded(
-            layer.codes.squeeze(2),
-            layer.scales.squeeze(2),
-            None if zeros is None else zeros.squeeze(2),
-            layer.layout.rows,
-            layer.layout.columns,
-        )
-    else:
-        table = getattr(layer, layer.layout.scale)
-        table = table.reshape(-1, 1) if table.dim() < 2 else table
-        weight = Coded(layer.weight, table, None, layer.layout.rows, layer.layout.columns)
-        is_same = is_same and _is_fp8(layer)
-    if not is_same or not rows.is_floating_point():
+    weight = _coded(layer) if is_same and rows.is_floating_point() else None
+    if weight is None:
         return multiply_dequantized(layer, rows)
-    return multiply_codes(rows, weight, layer.bias, SCRATCH_BYTES // 2)
+    from foveal_runtime.model.gpu.codes import CodedProduct  # torch for CPUs: no Triton
+
+    product = CodedProduct(weight, layer.bias, scratch_bytes=_SLAB_BYTES)
+    return product(rows.flatten(0, -2)).unflatten(0, rows.shape[:-1])
+
+
+def product_on_gpu(
+    layers: Sequence[QuantizedLinear], bias: torch.Tensor | None, activation: str = ""
+) -> GpuProduct | None:
+    """One product with the weights of layers of the same inputs (`gpu.products`), of whose codes
+    the layers keep views; None where the kernels cannot multiply with all of them at once."""
+    from foveal_runtime.model.gpu.codes import CodedProduct, merged
+
+    weights = []
+    for one in layers:
+        kernel = KERNELS.get((next(one.buffers()).device.type, one.layout.kind))
+        weight = _coded(one) if kernel is multiply_on_gpu else None
+        if weight is None:
+            return None
+        weights.append(weight)
+    whole = merged(weights)
+    if whole is None:
+        return None
+    sizes = [one.out_features for one in layers]
+    for layer, view in zip(layers, whole.codes.split(sizes), strict=True):
+        if layer.layout.kind == BLOCKED:
+            layer.codes = view.unsqueeze(2)
+        else:
+            layer.weight = view
+    return CodedProduct(whole, bias, activation, scratch_bytes=_SLAB_BYTES)
+
+
+def _coded(layer: QuantizedLinear) -> Coded | None:
+    """As the GPU's kernels take it; None for one that they cannot read."""
+    from foveal_runtime.model.gpu.codes import Coded
+
+    layout = layer.layout
+    if layout.kind == BLOCKED:
+        zeros: torch.Tensor | None = getattr(layer, "zeros", None)
+        if zeros is not None:
+            zeros = zeros.squeeze(2)
+        codes, scales = layer.codes.squeeze(2), layer.scales.squeeze(2)
+        return Coded(codes, scales, zeros, layout.rows, layout.columns, layer.in_features)
+    if not _is_fp8(layer):
+        return None
+    table = getattr(layer, layout.scale)
+    table = table.reshape(-1, 1) if table.dim() < 2 else table
+    return Coded(layer.weight, table, None, layout.rows, layout.columns, layer.in_features)
 
 
 def _is_fp8(layer: QuantizedLinear) -> bool:

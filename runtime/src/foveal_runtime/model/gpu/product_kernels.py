@@ -1,6 +1,6 @@
 """The Triton kernels of products of few rows with weights, and of what follows such a product.
 
-Launched by `gpu.products`, and for quantised weights by `gpu.codes`. Each program reads a few rows
+Launched by `gpu.products`. Each program reads a few rows
 of the weights from end to end: they are all that takes time. Sums are float32.
 """
 
@@ -16,7 +16,7 @@ _AHEAD_LINES = tl.constexpr(4)
 
 
 @triton.jit
-def _finished(
+def finished(
     found, up, bias, residual, place, n, is_there, dtype: tl.constexpr,
     N: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
@@ -34,7 +34,7 @@ def _finished(
 
 
 @triton.jit
-def _own_rows(
+def own_rows(
     weight, BLOCK_N: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -61,7 +61,7 @@ def vector_kernel(
 ):  # fmt: skip
     """x (K) by BLOCK_N rows of the weight (N, K): grid (pieces of N). With ACTIVATION the weight
     has 2 N rows, gate and up."""
-    n, n_read = _own_rows(weight, BLOCK_N, N, K, ACTIVATION, EARLY)
+    n, n_read = own_rows(weight, BLOCK_N, N, K, ACTIVATION, EARLY)
     k = tl.arange(0, BLOCK_K)
     sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     ups = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -74,7 +74,7 @@ def vector_kernel(
             u = _loaded(places + N * K + start, is_inside[None, :], K, BLOCK_K).to(tl.float32)
             ups += u * row
         sums += w * row
-    found = _finished(
+    found = finished(
         tl.sum(sums, 1), tl.sum(ups, 1), bias, residual, n, n, n < N, out.dtype.element_ty,
         N, ACTIVATION, HAS_BIAS, HAS_RESIDUAL,
     )  # fmt: skip
@@ -101,7 +101,7 @@ def rows_kernel(
 ):  # fmt: skip
     """The same for up to ROWS rows of x (count, K), by tensor cores. WIDEN: the interpreter cannot
     multiply bfloat16."""
-    n, n_read = _own_rows(weight, BLOCK_N, N, K, ACTIVATION, EARLY)
+    n, n_read = own_rows(weight, BLOCK_N, N, K, ACTIVATION, EARLY)
     row = tl.arange(0, ROWS)
     k = tl.arange(0, BLOCK_K)
     sums = tl.zeros([BLOCK_N, ROWS], tl.float32)
@@ -123,82 +123,6 @@ def rows_kernel(
             ups = tl.dot(u, rows, ups, input_precision="ieee")
     is_there = (row < count)[None, :] & (n < N)[:, None]
     place = row[None, :] * N + n[:, None]
-    found = _finished(sums, ups, bias, residual, place, n[:, None], is_there,
+    found = finished(sums, ups, bias, residual, place, n[:, None], is_there,
                       out.dtype.element_ty, N, ACTIVATION, HAS_BIAS, HAS_RESIDUAL)  # fmt: skip
     tl.store(out + place, found.to(out.dtype.element_ty), mask=is_there)
-
-
-@triton.jit
-def _widened(
-    codes, scales, zeros, n, start, K: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr,
-    DEEP: tl.constexpr, KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Weights of outputs n, all of which there are, and BLOCK_K inputs from `start` on (behind the
-    last: that one's): float32 (outputs, inputs)."""
-    k = tl.minimum(start + tl.arange(0, BLOCK_K), K - 1)
-    if KIND == "int4":
-        words = tl.load(codes + n[:, None] * (K // 8) + (k // 8)[None, :])
-        found = ((words << (28 - 4 * (k % 8))[None, :]) >> 28).to(tl.float32)
-    elif KIND == "int8":
-        found = tl.load(codes + n[:, None] * K + k[None, :]).to(tl.float32)
-    else:  # the bits of a float8_e4m3fn are those of a float16 that is 256 times smaller
-        byte = tl.load(codes + n[:, None] * K + k[None, :]).to(tl.uint16)
-        half = ((byte & 0x80) << 8) | ((byte & 0x7F) << 7)
-        found = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-    at = (n // SHARE)[:, None] * GROUPS
-    if DEEP % BLOCK_K == 0:  # one group
-        at += start // DEEP
-    else:
-        at += (k // DEEP)[None, :]
-    if HAS_ZEROS:
-        found -= tl.load(zeros + at).to(tl.float32)
-    return found * tl.load(scales + at).to(tl.float32)
-
-
-@kernel
-@triton.jit(do_not_specialize=["count"])
-def coded_rows_kernel(
-    x, codes, scales, zeros, bias, out, count,
-    N: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr,
-    DEEP: tl.constexpr, KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
-    """x (count, K) by BLOCK_N outputs: grid (pieces of N). WIDEN: the interpreter cannot multiply
-    bfloat16."""
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    n_read = tl.minimum(n, N - 1).to(tl.int64)
-    row = tl.arange(0, ROWS)
-    sums = tl.zeros([BLOCK_N, ROWS], tl.float32)
-    for start in range(0, K, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        weight = _widened(codes, scales, zeros, n_read, start, K, GROUPS, SHARE, DEEP, KIND,
-                          HAS_ZEROS, BLOCK_K).to(x.dtype.element_ty)  # fmt: skip
-        rows = tl.load(x + row[None, :] * K + k[:, None],
-                       mask=(row < count)[None, :] & (k < K)[:, None], other=0.0)  # fmt: skip
-        if WIDEN:
-            weight = weight.to(tl.float32)
-            rows = rows.to(tl.float32)
-        sums = tl.dot(weight, rows, sums, input_precision="ieee")
-    if HAS_BIAS:
-        sums += tl.load(bias + n_read).to(tl.float32)[:, None]
-    tl.store(out + row[None, :] * N + n[:, None], sums.to(out.dtype.element_ty),
-             mask=(row < count)[None, :] & (n < N)[:, None])  # fmt: skip
-
-
-@kernel
-@triton.jit(do_not_specialize=["first", "count"])
-def widen_kernel(
-    codes, scales, zeros, out, first, count,
-    K: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr, DEEP: tl.constexpr,
-    KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """The weights of `count` outputs from `first` on to out (count, K): grid (pieces of count,
-    pieces of K)."""
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    start = tl.program_id(1) * BLOCK_K
-    k = start + tl.arange(0, BLOCK_K)
-    n_read = tl.minimum(n, count - 1).to(tl.int64)
-    weight = _widened(codes, scales, zeros, first + n_read, start, K, GROUPS, SHARE, DEEP, KIND,
-                      HAS_ZEROS, BLOCK_K)  # fmt: skip
-    tl.store(out + n_read[:, None] * K + k[None, :], weight.to(out.dtype.element_ty),
-             mask=(n < count)[:, None] & (k < K)[None, :])  # fmt: skip

@@ -27,12 +27,15 @@ from foveal_runtime.model.attention import (
     ForwardContext,
     LayerGeometry,
 )
+from foveal_runtime.model.checkpoint.blocked import product_on_gpu
+from foveal_runtime.model.checkpoint.dequantize import QuantizedLinear
 from foveal_runtime.model.checkpoint.loader import LoadedModel
 from foveal_runtime.model.cpu.fusing import TOLERANCE, activation_of
 from foveal_runtime.model.cpu.packing import DTYPES, Activation
 from foveal_runtime.model.gpu import kernels
+from foveal_runtime.model.gpu.codes import MOST_FEW
 from foveal_runtime.model.gpu.launch import next_power_of_2
-from foveal_runtime.model.gpu.products import MAX_ROWS, GpuProduct
+from foveal_runtime.model.gpu.products import MAX_ROWS, GpuProduct, PlainProduct
 from foveal_runtime.model.layers.last_layer import current_call, only_rows
 from foveal_runtime.model.layers.layer_parts import (
     LLAMA_LIKE,
@@ -53,10 +56,14 @@ _ACTIVATIONS = {
 }
 _MOST_WIDTH = 32768
 """Of a row that one program norms."""
-_MANY = MAX_ROWS + 4
-_TRIALS = (((3, 1, 5), (3, 16, 21), False), ((1,), (21,), False), ((_MANY,), (_MANY + 4,), True))
-"""(query tokens, context, whether an item is among them) of each sequence: products of few rows and
-of one, and the ones of prompts; so no kernel of these layers is compiled while clients wait."""
+_MORE, _MANY = MAX_ROWS + 4, MOST_FEW + 4
+_TRIALS = (
+    ((3, 1, 5), (3, 16, 21), False), ((1,), (21,), False), ((_MORE,), (_MORE + 4,), False),
+    ((_MANY,), (_MANY + 4,), True),
+)  # fmt: skip
+"""(query tokens, context, whether an item is among them) of each sequence: products of few rows, of
+one, of as many as codes are still read for in place, and of prompts; so no kernel of these layers
+is compiled while clients wait."""
 _log = logging.getLogger(__name__)
 
 
@@ -108,15 +115,13 @@ class GpuLayer:
         ):
             raise Unlike("its norms of heads are others")
         activation = _activation_name(layer, parts["gate"])
-        for name in ("o", "down"):
-            if parts[name].bias is not None:
-                raise Unlike("its products back to the hidden state have biases")
-            _check_linear(parts[name], dtype)
+        if any(parts[name].bias is not None for name in ("o", "down")):
+            raise Unlike("its products back to the hidden state have biases")
         width = geometry.key_dim * (geometry.num_heads + 2 * geometry.num_kv_heads)
-        self._qkv = GpuProduct(*_merged([parts[name] for name in "qkv"], dtype))
-        self._pair = GpuProduct(*_merged([parts["gate"], parts["up"]], dtype), activation)
-        self._out, self._down = GpuProduct(parts["o"].weight), GpuProduct(parts["down"].weight)
-        if len(self._qkv.weight) != width or self._before.weight.numel() > _MOST_WIDTH:
+        self._qkv = _product([parts[name] for name in "qkv"], dtype)
+        self._pair = _product([parts["gate"], parts["up"]], dtype, activation)
+        self._out, self._down = (_product([parts[name]], dtype) for name in ("o", "down"))
+        if self._qkv.size != width or self._before.weight.numel() > _MOST_WIDTH:
             raise Unlike("its products have other sizes")
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -199,30 +204,43 @@ def _norm(module: Any) -> _Norm:
     raise Unlike(f"{type(module).__name__} is no RMS norm")
 
 
-def _check_linear(module: Any, dtype: torch.dtype) -> None:
-    """Raises Unlike."""
-    is_plain = type(module) is nn.Linear and "forward" not in module.__dict__
-    if not is_plain or module.weight.dtype != dtype or hasattr(module.weight, "to_local"):
-        raise Unlike("its linear layers are not plain ones")
-
-
-def _merged(linears: Sequence[Any], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weights and biases of linear layers of the same rows as one's; the layers keep views."""
-    for one in linears:
-        _check_linear(one, dtype)
-    biases = [one.bias for one in linears]
-    sizes = [len(one.weight) for one in linears]
-    weight = torch.cat([one.weight for one in linears])
-    for one, view in zip(linears, weight.split(sizes), strict=True):
-        one.weight.data = view
-    if weight.is_cuda:
+def _product(linears: Sequence[Any], dtype: torch.dtype, activation: str = "") -> GpuProduct:
+    """One product with the weights of linear layers of the same inputs; the layers keep views.
+    Raises Unlike."""
+    bias = _merged_bias(linears, dtype)
+    made: GpuProduct | None = None
+    if all(isinstance(one, QuantizedLinear) for one in linears):
+        made = product_on_gpu(linears, bias, activation)
+    elif all(_is_plain(one, dtype) for one in linears):
+        weight = linears[0].weight
+        if len(linears) > 1:
+            weight = torch.cat([one.weight for one in linears])
+            views = weight.split([len(one.weight) for one in linears])
+            for one, view in zip(linears, views, strict=True):
+                one.weight.data = view
+        made = PlainProduct(weight, bias, activation)
+    if made is None:
+        raise Unlike("its linear layers are neither plain nor of the same codes")
+    if len(linears) > 1 and torch.cuda.is_available():
         torch.cuda.empty_cache()  # or the old weights' memory is kept for what never fits into it
-    if all(one is None for one in biases):
-        return weight, None
-    return weight, torch.cat(
-        [weight.new_zeros(size) if bias is None else bias.data
-         for size, bias in zip(sizes, biases, strict=True)]
-    )  # fmt: skip
+    return made
+
+
+def _is_plain(module: Any, dtype: torch.dtype) -> bool:
+    is_linear = type(module) is nn.Linear and "forward" not in module.__dict__
+    return is_linear and module.weight.dtype == dtype and not hasattr(module.weight, "to_local")
+
+
+def _merged_bias(linears: Sequence[Any], dtype: torch.dtype) -> torch.Tensor | None:
+    """Biases one behind the other, zeros for those that there are not."""
+    biases = [getattr(one, "bias", None) for one in linears]
+    found = next((one for one in biases if one is not None), None)
+    if found is None:
+        return None
+    return torch.cat(
+        [found.new_zeros(one.out_features) if bias is None else bias.data
+         for one, bias in zip(linears, biases, strict=True)]
+    ).to(dtype)  # fmt: skip
 
 
 def replace_layers(
@@ -311,7 +329,6 @@ def _replace_ends(loaded: LoadedModel) -> None:
         norm = _norm(last)
         last.forward = lambda rows: norm(rows.flatten(0, -2)).view_as(rows)
     head: Any = getattr(loaded.model, "lm_head", None)
-    with contextlib.suppress(Unlike):
-        _check_linear(head, loaded.dtype)
-        product = GpuProduct(head.weight, head.bias)
+    if _is_plain(head, loaded.dtype):
+        product = PlainProduct(head.weight, head.bias)
         head.forward = lambda rows: product(rows.flatten(0, -2)).unflatten(0, rows.shape[:-1])
