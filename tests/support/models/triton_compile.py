@@ -182,7 +182,7 @@ def compile_codes(case: str) -> None:
     common = {"K": 4096, "GROUPS": 4096 // int(deep), "SHARE": 1, "DEEP": int(deep), "KIND": coded,
               "HAS_ZEROS": coded == "int4"}  # fmt: skip
     early = {"launch_pdl": True} if int(architecture) >= 90 else {}
-    for rows, activation in itertools.product((16, codes.MOST_FEW), ("", "swish")):
+    for rows, activation in itertools.product((16, codes._MOST_ROWS), ("", "swish")):
         product = {"N": 4096, "ACTIVATION": activation, "HAS_BIAS": bool(activation),
                    "HAS_RESIDUAL": not activation, "ROWS": rows,
                    "BLOCK_N": num_lines // (2 if activation else 1), "PARTS": parts,

@@ -48,7 +48,7 @@ _WORD_CODES = 8
 _PART, _PLACES = 128, (-1, 2, 4, 8, 2)
 """On GPUs: inputs whose 4-bit codes share their words, and how they are counted there: of (halves
 of a part, fours, words, neighbours) the words come before the fours (`gpu.codes.Coded`)."""
-_TRIED_ROWS = (3, 20, 40)
+_TRIED_ROWS = (3, 20, 68)
 """Of few sequences, of more, and of prompts, which have kernels of their own."""
 _SLAB_BYTES = SCRATCH_BYTES // 2
 """Weights that are widened at a time for a GPU's products of many rows."""

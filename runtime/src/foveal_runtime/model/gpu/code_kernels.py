@@ -95,6 +95,20 @@ def _of_group(
     return scale, zero
 
 
+@triton.jit
+def _multiplied(
+    numbers, zero, rows, sums, OFFSET: tl.constexpr, HAS_ZEROS: tl.constexpr, WIDEN: tl.constexpr
+):  # fmt: skip
+    if OFFSET > 0:
+        numbers -= OFFSET
+    if HAS_ZEROS:
+        numbers -= zero.to(numbers.dtype)
+    if WIDEN:
+        numbers = numbers.to(tl.float32)
+        rows = rows.to(tl.float32)
+    return tl.dot(numbers, rows, sums, input_precision="ieee")
+
+
 @kernel
 @triton.jit(do_not_specialize=["count"])
 def coded_rows_kernel(
@@ -104,19 +118,21 @@ def coded_rows_kernel(
     KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
     PARTS: tl.constexpr, WIDEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """As `rows_kernel`, with a quantised weight: each of PARTS warps multiplies PART inputs at a
-    time. WIDEN: the interpreter cannot compute in bfloat16."""
+    """As `rows_kernel`, with a quantised weight: grid (pieces of count, pieces of N), so that those
+    who need the same codes run side by side. Each of PARTS warps multiplies PART inputs at a time.
+    WIDEN: the interpreter cannot compute in bfloat16."""
     dtype: tl.constexpr = x.dtype.element_ty
     WIDTH: tl.constexpr = (K + PART - 1) // PART * (PART // 8) if KIND == "int4" else K
     TILE: tl.constexpr = PARTS * PART
     IS_WHOLE: tl.constexpr = (K + TILE - 1) // TILE * TILE == K
     OFFSET: tl.constexpr = _offset(KIND, dtype)
     EACH: tl.constexpr = 2 if ACTIVATION != "" else 1  # lines of the weight an output: gate, up
-    n, _ = own_rows(codes, BLOCK_N, N, WIDTH, ACTIVATION, EARLY)
+    own = tl.program_id(1)
+    n, _ = own_rows(codes, own, BLOCK_N, N, WIDTH, ACTIVATION, EARLY)
     line = tl.arange(0, BLOCK_N * EACH)
-    line = tl.minimum(tl.program_id(0) * BLOCK_N + line % BLOCK_N, N - 1) + line // BLOCK_N * N
+    line = tl.minimum(own * BLOCK_N + line % BLOCK_N, N - 1) + line // BLOCK_N * N
     line = line.to(tl.int64)
-    row = tl.arange(0, ROWS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     part = tl.arange(0, PARTS)
     k = part[:, None] * PART + tl.arange(0, STEP)[None, :]
     places = x + row[None, None, :] * K + k[:, :, None]
@@ -144,14 +160,7 @@ def coded_rows_kernel(
             else:
                 read = _bytes(code + start + i * STEP, is_there, IS_WHOLE)
                 numbers = _numbers_of_bytes(read, KIND, dtype, WIDEN)
-            if OFFSET > 0:
-                numbers -= OFFSET
-            if HAS_ZEROS:
-                numbers -= zero.to(numbers.dtype)
-            if WIDEN:
-                numbers = numbers.to(tl.float32)
-                rows = rows.to(tl.float32)
-            found = tl.dot(numbers, rows, found, input_precision="ieee")
+            found = _multiplied(numbers, zero, rows, found, OFFSET, HAS_ZEROS, WIDEN)
             if GROUPS > 1 and ((i + 1) * STEP % DEEP == 0 or (i + 1) * STEP == PART):
                 sums += found * scale
                 found = nothing

@@ -18,8 +18,8 @@ from foveal_runtime.model.gpu import code_kernels
 from foveal_runtime.model.gpu.launch import next_power_of_2
 from foveal_runtime.model.gpu.products import GpuProduct
 
-MOST_FEW = 32
-"""Rows up to which a product reads codes itself."""
+MOST_FEW, _MOST_ROWS = 64, 32
+"""Rows up to which a product reads codes itself, and of one program."""
 TILE = 16, 4, 3
 """Lines of the weight, most warps and stages of a product's tile. No sweep on a GPU: chosen by
 counting what compiled kernels do (docs/decisions/weight-only-kernel.md)."""
@@ -118,9 +118,10 @@ class CodedProduct(GpuProduct):
         count = len(x)
         num_lines, _, stages = TILE
         block_n = num_lines // (2 if what["ACTIVATION"] else 1)
-        code_kernels.coded_rows_kernel[-(-self.size // block_n),](
+        num_rows = min(max(16, next_power_of_2(count)), _MOST_ROWS)
+        code_kernels.coded_rows_kernel[-(-count // num_rows), -(-self.size // block_n)](
             x, *self._tensors, bias, residual, out, count, **what, **self._constants,
-            ROWS=max(16, next_power_of_2(count)), BLOCK_N=block_n, PARTS=self._warps,
+            ROWS=num_rows, BLOCK_N=block_n, PARTS=self._warps,
             WIDEN=bool(knobs.runtime.interpret) and x.dtype == torch.bfloat16,
             num_warps=self._warps, num_stages=stages,
         )  # fmt: skip

@@ -35,12 +35,12 @@ def finished(
 
 @triton.jit
 def own_rows(
-    weight, BLOCK_N: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr,
-    EARLY: tl.constexpr,
+    weight, program, BLOCK_N: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    ACTIVATION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Rows of the weight that are this program's, and the same with the last in place of those
     behind it. Waits for earlier kernels, and fetches the rows' beginnings before."""
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = program * BLOCK_N + tl.arange(0, BLOCK_N)
     n_read = tl.minimum(n, N - 1).to(tl.int64)
     if EARLY:
         step: tl.constexpr = LINE // (weight.dtype.element_ty.primitive_bitwidth // 8)
@@ -61,7 +61,7 @@ def vector_kernel(
 ):  # fmt: skip
     """x (K) by BLOCK_N rows of the weight (N, K): grid (pieces of N). With ACTIVATION the weight
     has 2 N rows, gate and up."""
-    n, n_read = own_rows(weight, BLOCK_N, N, K, ACTIVATION, EARLY)
+    n, n_read = own_rows(weight, tl.program_id(0), BLOCK_N, N, K, ACTIVATION, EARLY)
     k = tl.arange(0, BLOCK_K)
     sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     ups = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -101,7 +101,7 @@ def rows_kernel(
 ):  # fmt: skip
     """The same for up to ROWS rows of x (count, K), by tensor cores. WIDEN: the interpreter cannot
     multiply bfloat16."""
-    n, n_read = own_rows(weight, BLOCK_N, N, K, ACTIVATION, EARLY)
+    n, n_read = own_rows(weight, tl.program_id(0), BLOCK_N, N, K, ACTIVATION, EARLY)
     row = tl.arange(0, ROWS)
     k = tl.arange(0, BLOCK_K)
     sums = tl.zeros([BLOCK_N, ROWS], tl.float32)

@@ -57,13 +57,12 @@ _ACTIVATIONS = {
 _MOST_WIDTH = 32768
 """Of a row that one program norms."""
 _MORE, _MANY = MAX_ROWS + 4, MOST_FEW + 4
-_TRIALS = (
-    ((3, 1, 5), (3, 16, 21), False), ((1,), (21,), False), ((_MORE,), (_MORE + 4,), False),
-    ((_MANY,), (_MANY + 4,), True),
-)  # fmt: skip
-"""(query tokens, context, whether an item is among them) of each sequence: products of few rows, of
-one, of as many as codes are still read for in place, and of prompts; so no kernel of these layers
-is compiled while clients wait."""
+_FEW_TRIALS = ((3, 1, 5), (3, 16, 21), False), ((1,), (21,), False)
+_PLAIN_TRIALS = (*_FEW_TRIALS, ((_MORE,), (_MORE + 4,), True))
+_CODED_TRIALS = (*_FEW_TRIALS, ((_MORE,), (_MORE + 4,), False), ((_MANY,), (_MANY + 4,), True))
+"""(query tokens, context, whether an item is among them) of each sequence: products of few rows and
+of one, of as many as codes are still read for in place, and of prompts; so no kernel of these
+layers is compiled while clients wait."""
 _log = logging.getLogger(__name__)
 
 
@@ -254,12 +253,13 @@ def replace_layers(
     try:
         if loaded.dtype not in DTYPES or loaded.adapter.correct_query is not None:
             raise Unlike(f"its dtype is {loaded.dtype}, or its family does more between the layers")
+        is_coded = any(isinstance(one, QuantizedLinear) for one in decoder.modules())
         with trying():
             trials = [
                 Trial(
                     loaded, layers, q_lens=q_lens, kv_lens=kv_lens, backend=backend, has_item=item
                 )
-                for q_lens, kv_lens, item in _TRIALS
+                for q_lens, kv_lens, item in (_CODED_TRIALS if is_coded else _PLAIN_TRIALS)
             ]
         for geometry in layers:
             number = geometry.layer if geometry.layer >= 0 else geometry.index
