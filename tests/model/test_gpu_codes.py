@@ -18,7 +18,7 @@ from tests.support.models.bench import DEVICE, Bench
 from tests.support.models.quantised import FORMATS, make
 
 pytest.importorskip("triton")
-from foveal_runtime.model.gpu import codes
+from foveal_runtime.model.gpu import code_kernels, codes
 from foveal_runtime.model.layers import gpu_layer
 from tests.support.models.triton_compile import SMALL_CARD_BYTES, compiled
 
@@ -243,6 +243,10 @@ def test_a_checkpoint_is_its_plain_twin(name: str, way: str, tiny, tmp_path, mon
     assert bool(made) == (way == "modules" and "ordered by" not in name)
 
 
+MOST_INSTRUCTIONS = {"int4,64": 6.5, "int4,128": 6.5, "int8,4096": 6.5, "fp8,128": 7.5}
+"""For each code, and thread: what such a product takes besides memory."""
+
+
 @pytest.mark.parametrize(
     ("dtype", "architecture"),
     [
@@ -252,10 +256,13 @@ def test_a_checkpoint_is_its_plain_twin(name: str, way: str, tiny, tmp_path, mon
     ],
 )
 def test_kernels_compile_without_a_gpu(dtype: str, architecture: int) -> None:
-    found = compiled(*(f"codes,{dtype},{kind},{architecture}"
-                       for kind in ("int4,64", "int4,128", "int8,4096", "fp8,128")))  # fmt: skip
-    assert len(found) == 5 * 4
+    found = compiled(*(f"codes,{dtype},{kind},{architecture}" for kind in MOST_INSTRUCTIONS))
+    assert len(found) == 5 * len(MOST_INSTRUCTIONS)
     for one in found:
         assert one["shared_bytes"] <= SMALL_CARD_BYTES, one
         assert one["spilled_bytes"] == 0, one
         assert not one["before_wait"], one  # what an earlier kernel has not written yet
+    codes_each = codes.TILE[0] * int(code_kernels.PART) / 32
+    for at, (kind, most) in enumerate(MOST_INSTRUCTIONS.items()):
+        for one in found[5 * at : 5 * at + 4]:
+            assert 0 < one["loop_instructions"] / codes_each <= most, (kind, one)

@@ -4,9 +4,9 @@
     triton_compile.py layer,dtype,width,MLP's-width,architecture ...
     triton_compile.py codes,dtype,codes,inputs of a scale,architecture ...
 
-One JSON line a kernel: name, shared memory in bytes, bytes spilled a thread, what it does with
-memory before it waits for earlier ones (null: it does not wait). Run by `compiled` in a process
-of its own, because in tests the kernels are interpreted.
+One JSON line a kernel: name, shared memory in bytes, bytes spilled a thread, instructions of its
+longest loop, what it does with memory before it waits for earlier ones (null: it does not wait).
+Run by `compiled` in a process of its own, because in tests the kernels are interpreted.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ def compile_kernel(
     made = triton.compile(source, target=target, options=options)
     name = function.fn.__name__
     found = {"kernel": name, "shared_bytes": made.metadata.shared, "spilled_bytes": spilled(made),
+             "loop_instructions": loop_instructions(made),
              "before_wait": before_wait(made.asm["ptx"])}  # fmt: skip
     print(json.dumps(found), flush=True)
 
@@ -92,13 +93,26 @@ def before_wait(ptx: str) -> list[str] | None:
 
 
 def spilled(made) -> int:
+    return int(re.search(r"STACK:(\d+)", dumped(made, "--dump-resource-usage"))[1])
+
+
+def loop_instructions(made) -> int:
+    """Of the longest loop, each time through; 0 without one."""
+    found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]+);", dumped(made, "--dump-sass"))
+    places = [int(place, 16) for place, _ in found]
+    backward = [(int(target[1], 16), place) for place, (_, text) in zip(places, found, strict=True)
+                if "BRA" in text and (target := re.search(r"0x([0-9a-f]+)", text))
+                and int(target[1], 16) < place]  # fmt: skip
+    return max((sum(start <= one <= end for one in places) for start, end in backward), default=0)
+
+
+def dumped(made, what: str) -> str:
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
-        command = [tool, "--dump-resource-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return int(re.search(r"STACK:(\d+)", said)[1])
+        command = [tool, what, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def compile_case(case: str) -> None:
