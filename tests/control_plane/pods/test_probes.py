@@ -19,8 +19,16 @@ async def test_figures_add_up() -> None:
     assert found.sessions == {"e-0": 2, "e-1": 0}
     assert found.load == {"e-0": 7, "e-1": 7}
     assert (found.sessions_up, found.sessions_wanted) == (3, 4)
+    assert found.silent == ()
     assert found.measured == {"kv": 7}
     assert found.peaks == {"e-0": 5, "e-1": 9}
+
+
+async def test_ready_frontends_that_do_not_answer_are_named() -> None:
+    pods = FakePods(f0=frontend_text(1), f1=frontend_text(1))
+    del pods.texts["f1"]
+    frontends = [pod("f-0", ip="f0"), pod("f-1", ip="f1"), pod("f-2", ip="f2", ready=False)]
+    assert (await pods.prober.observe_pods([pod("e-0", ip="e0")], frontends)).silent == ("f-1",)
 
 
 async def test_engines_of_another_group_are_no_missing_sessions() -> None:

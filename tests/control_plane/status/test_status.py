@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from datetime import datetime, timedelta
 from typing import Any
 
 import msgspec
@@ -187,6 +189,28 @@ def test_transition_times_move_only_when_a_status_flips() -> None:
     times = {c.type: c.last_transition_time for c in second.conditions}
     assert times["Ready"] == times["CachesMirrored"] == LATER
     assert times["EnginesReady"] == times["BudgetFits"] == NOW
+
+
+@pytest.mark.parametrize(
+    ("sessions", "ago", "mirrored", "ready"),
+    [
+        (-1, 29, "False Waiting", "False Waiting"),
+        (-1, 31, "Unknown Waiting", "True Ready"),
+        (2, 29, "False Waiting", "False Waiting"),  # of another frontend
+        (2, 31, "True Mirrored", "True Ready"),
+    ],
+)
+def test_ready_waits_a_moment_for_the_sessions_of_a_new_frontend(
+    sessions: int, ago: int, mirrored: str, ready: str
+) -> None:
+    """Or it is true until the first answer, which says that none is up yet."""
+    values = {**serving(), "sessions_up": sessions, "sessions_wanted": sessions}
+    pod = copy.deepcopy(values["frontend_pods"][0])
+    at = datetime.fromisoformat(NOW) - timedelta(seconds=ago)
+    pod["status"]["conditions"][0]["lastTransitionTime"] = at.isoformat()
+    found = conditions(status_of(**{**values, "frontend_pods": (pod,), "silent": ("f-0",)}))
+    assert found["CachesMirrored"] == mirrored
+    assert found["Ready"] == ready
 
 
 NOT_READY: list[tuple[str, dict[str, Any], str, str]] = [

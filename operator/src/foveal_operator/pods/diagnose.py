@@ -14,6 +14,7 @@ import msgspec
 from foveal_operator.api import reasons
 from foveal_operator.api.reasons import Reason
 from foveal_operator.api.status import Failure
+from foveal_operator.common.clock import seconds
 from foveal_operator.kube.types import Obj, condition
 
 EXIT_STARTUP_ERROR = 2
@@ -59,6 +60,11 @@ def is_ready(pod: Obj) -> bool:
     """True for a pod that is Ready and is not going away."""
     is_leaving = pod["metadata"].get("deletionTimestamp")
     return not is_leaving and condition(pod, "Ready").get("status") == "True"
+
+
+def ready_since(pod: Obj) -> float:
+    """When it became Ready, or ceased to be, in seconds since the epoch; 0 where nobody says."""
+    return seconds(condition(pod, "Ready").get("lastTransitionTime"))
 
 
 def is_gated(pod: Obj) -> bool:

@@ -96,6 +96,7 @@ class PodReports(msgspec.Struct, frozen=True, kw_only=True):
         sessions: engine pod -> its sessions.
         load: engine pod -> requests in it.
         sessions_up, sessions_wanted: (frontend process, engine) pairs that are ready; -1 = unknown.
+        silent: ready frontends of which no answer is known.
         stale_rate: stale hints per query over the last minutes.
         measured: bytes by name of status.budgets, the largest over pods.
         peaks: pod -> its self-reported peak memory in bytes.
@@ -108,6 +109,7 @@ class PodReports(msgspec.Struct, frozen=True, kw_only=True):
     load: dict[str, int] = {}
     sessions_up: int = -1
     sessions_wanted: int = -1
+    silent: tuple[str, ...] = ()
     stale_rate: float = 0.0
     measured: dict[str, int] = {}
     peaks: dict[str, int] = {}
@@ -184,6 +186,7 @@ def report(
         load={pod: figures.load for pod, figures in known.items() if pod in names},
         sessions_up=up,
         sessions_wanted=wanted,
+        silent=tuple(seen.pod for seen in frontends if seen.is_ready and seen.figures is None),
         stale_rate=num_stale / max(num_queries, MIN_QUERIES),
         measured=measured,
         peaks={pod: figures.peak_bytes for pod, figures in known.items() if figures.peak_bytes},

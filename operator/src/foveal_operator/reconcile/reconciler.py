@@ -171,7 +171,7 @@ class Reconciler:
         again = [s for s in (work.rollout.next_check_seconds, work.model.next_check_seconds) if s]
         if work.serving_pods:
             reports = work.reports
-            mirrored = 0 <= reports.sessions_wanted <= reports.sessions_up
+            mirrored = 0 <= reports.sessions_wanted <= reports.sessions_up and not reports.silent
             again.append(POLL_SECONDS if mirrored else EAGER_POLL_SECONDS)
         if work.short:
             explained = len(work.reports.refused) >= len(work.short)

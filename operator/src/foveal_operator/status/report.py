@@ -20,12 +20,13 @@ from foveal_operator.api.status import (
     MultiModalInferenceStatus,
     RoleStatus,
 )
+from foveal_operator.common.clock import seconds
 from foveal_operator.kube.errors import denial
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests import Desired
 from foveal_operator.manifests.pods import REVISION_LABEL
 from foveal_operator.model.flow import ModelDecision
-from foveal_operator.pods.diagnose import diagnose, is_ready, last_failure
+from foveal_operator.pods.diagnose import diagnose, is_ready, last_failure, ready_since
 from foveal_operator.pods.metrics import PodReports
 from foveal_operator.rollout import RolloutDecision
 from foveal_operator.status.conditions import (
@@ -38,6 +39,10 @@ from foveal_operator.status.conditions import (
 from foveal_runtime.plan.budget.types import BudgetPlan, Line, PlaceBudget
 from foveal_runtime.plan.profile import ModelProfile
 from foveal_runtime.plan.quantity import format_gib
+
+MOST_SILENT_SECONDS = 30.0
+"""So long after a frontend has become ready its sessions are waited for: Ready would be true, and
+false again with its first answer. From then on what cannot be asked does not hold back Ready."""
 
 
 class Observed(msgspec.Struct, frozen=True, kw_only=True):
@@ -260,6 +265,12 @@ def _role_ready(
 def _mirrored(observed: Observed) -> Verdict:
     reports = observed.reports
     up, wanted = reports.sessions_up, reports.sessions_wanted
+    latest = seconds(observed.now) - MOST_SILENT_SECONDS
+    silent = sum(pod["metadata"]["name"] in reports.silent and ready_since(pod) > latest
+                 for pod in observed.frontend_pods)  # fmt: skip
+    if silent:
+        text = f"new frontends that have not reported their sessions yet: {silent}"
+        return verdict("CachesMirrored", False, reasons.WAITING, text)
     if wanted < 0:
         text = "no session has been reported yet"
         return Verdict("CachesMirrored", "Unknown", reasons.WAITING, text)
