@@ -1,7 +1,7 @@
 """The Triton kernels of products with quantised weights.
 
 Launched by `gpu.codes`. What they take is not memory alone: each code is several instructions, so
-these are few, no code is widened by two warps, and scales and zero points are applied to sums.
+these are few, no code is widened by two warps, and scales are multiplied with sums of a group.
 Sums are float32.
 """
 
