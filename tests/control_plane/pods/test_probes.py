@@ -54,11 +54,22 @@ async def test_a_silent_pod_is_unknown_and_forgotten_after_a_while() -> None:
 
 async def test_no_pod_is_asked_more_often_than_the_interval() -> None:
     pods = FakePods(e0=engine_text())
-    engines = [pod("e-0", ip="e0"), pod("e-1", ip="absent")]
+    engines = [pod("e-0", ip="e0", ready=False), pod("e-1", ip="absent", ready=False)]
     for now in (0.0, 5.0, 14.9, 15.0, 29.0):
         pods.now = now
         await pods.prober.observe_pods(engines, [])
     assert sorted(pods.asked) == ["absent", "absent", "e0", "e0"]
+
+
+async def test_a_pod_that_has_just_become_ready_is_asked_more_often() -> None:
+    """Ready waits for its sessions: it came up to 15 s later than it could."""
+    pods = FakePods(f0=frontend_text(1))
+    for now in (0.0, 5.0, 7.9, 8.0, 34.0, 36.0, 49.0):
+        pods.now = now
+        frontend = pod("f-0", ip="f0", ready=now >= 5.0)
+        asked = len(pods.asked)
+        await pods.prober.observe_pods([], [frontend])
+        assert (len(pods.asked) > asked) == (now in (0.0, 5.0, 8.0, 34.0, 49.0)), now
 
 
 async def test_few_are_asked_at_a_time() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from datetime import datetime, timedelta
 from typing import Any
 
 import msgspec
@@ -15,7 +13,6 @@ from foveal_operator.api.status import MultiModalInferenceStatus
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests import desired
 from foveal_operator.pods.diagnose import diagnose, last_failure
-from foveal_operator.status.conditions import reachable
 from foveal_operator.status.report import plain, report
 from tests.support import api_server_rules, kstatus
 from tests.support.observed_status import (
@@ -121,36 +118,6 @@ def test_it_is_ready_when_the_engine_above_those_asked_for_has_gone() -> None:
     assert conditions(status_of(**seen))["Ready"] == "True Ready"
 
 
-def test_ready_waits_until_the_service_reaches_every_frontend() -> None:
-    """A client's first connection after Ready was refused: the Service had no endpoint yet."""
-    none, one = endpoints(), endpoints({"ready": True})
-    found = conditions(status_of(**serving(), reachable=reachable([none], "qwen")))
-    assert found["FrontendsReady"] == found["Ready"] == "False Starting"
-    found = conditions(status_of(**serving(), reachable=reachable([one], "qwen")))
-    assert found["FrontendsReady"] == "True Serving"
-    assert found["Ready"].startswith("True")
-
-
-def test_reachable_pods_are_counted_once_over_all_slices_of_the_service() -> None:
-    one = endpoints({"ready": True}, {"ready": False}, {})
-    six = {**endpoints({"ready": True}), "addressType": "IPv6"}
-    assert reachable([one, six], "qwen") == 2
-    assert reachable([one], "qwen-engine") is None
-    assert reachable([], "qwen") is None
-    assert reachable([{**one, "endpoints": None}], "qwen") == 0
-
-
-def endpoints(*conditions: dict[str, bool]) -> Obj:
-    return {
-        "metadata": {"name": "qwen-x", "labels": {"kubernetes.io/service-name": "qwen"}},
-        "addressType": "IPv4",
-        "endpoints": [
-            {"addresses": [f"10.0.0.{n}"], "conditions": found, "targetRef": {"uid": f"pod-{n}"}}
-            for n, found in enumerate(conditions)
-        ],
-    }
-
-
 def test_a_refused_spec_leaves_what_serves_counted() -> None:
     with pytest.raises(SpecError) as caught:
         parse(put(BASE, "spec.engine.gpus", 1))
@@ -189,28 +156,6 @@ def test_transition_times_move_only_when_a_status_flips() -> None:
     times = {c.type: c.last_transition_time for c in second.conditions}
     assert times["Ready"] == times["CachesMirrored"] == LATER
     assert times["EnginesReady"] == times["BudgetFits"] == NOW
-
-
-@pytest.mark.parametrize(
-    ("sessions", "ago", "mirrored", "ready"),
-    [
-        (-1, 29, "False Waiting", "False Waiting"),
-        (-1, 31, "Unknown Waiting", "True Ready"),
-        (2, 29, "False Waiting", "False Waiting"),  # of another frontend
-        (2, 31, "True Mirrored", "True Ready"),
-    ],
-)
-def test_ready_waits_a_moment_for_the_sessions_of_a_new_frontend(
-    sessions: int, ago: int, mirrored: str, ready: str
-) -> None:
-    """Or it is true until the first answer, which says that none is up yet."""
-    values = {**serving(), "sessions_up": sessions, "sessions_wanted": sessions}
-    pod = copy.deepcopy(values["frontend_pods"][0])
-    at = datetime.fromisoformat(NOW) - timedelta(seconds=ago)
-    pod["status"]["conditions"][0]["lastTransitionTime"] = at.isoformat()
-    found = conditions(status_of(**{**values, "frontend_pods": (pod,), "silent": ("f-0",)}))
-    assert found["CachesMirrored"] == mirrored
-    assert found["Ready"] == ready
 
 
 NOT_READY: list[tuple[str, dict[str, Any], str, str]] = [

@@ -30,6 +30,8 @@ _SHM = re.compile(r"/dev/shm|shm_bytes|shared memory")
 _NO_SPACE = re.compile(r"No space left on device|holds only|cannot allocate")
 _DEVICE_FULL = re.compile(r"CUDA out of memory|CUDA error: out of memory|OutOfMemoryError")
 MAX_MESSAGE = 1024
+NEW_SECONDS = 30.0
+"""A pod that has been Ready for less is new: what it has not said yet is waited for."""
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,9 +64,11 @@ def is_ready(pod: Obj) -> bool:
     return not is_leaving and condition(pod, "Ready").get("status") == "True"
 
 
-def ready_since(pod: Obj) -> float:
-    """When it became Ready, or ceased to be, in seconds since the epoch; 0 where nobody says."""
-    return seconds(condition(pod, "Ready").get("lastTransitionTime"))
+def ready_within(pod: Obj, period: float, now: float) -> bool:
+    """It became Ready less than `period` seconds before `now`, which is seconds since the epoch.
+    False for one that says no time, or one of a node whose clock is ahead."""
+    since = seconds(condition(pod, "Ready").get("lastTransitionTime"))
+    return is_ready(pod) and 0 <= now - since < period
 
 
 def is_gated(pod: Obj) -> bool:

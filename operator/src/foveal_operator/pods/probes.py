@@ -15,14 +15,16 @@ import msgspec
 
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.pods import PROGRESS_PORT_NAME, SESSION_GROUP_LABEL
-from foveal_operator.pods.diagnose import is_ready
+from foveal_operator.pods.diagnose import NEW_SECONDS, is_ready
 from foveal_operator.pods.metrics import Figures, History, PodReports, Seen, read_figures, report
 
 Fetch = Callable[[str, float], Awaitable[str]]
 """(url, timeout in seconds) -> body. Raises OSError, TimeoutError or ValueError."""
 MAX_BODY_BYTES = 4 << 20
 INTERVAL_SECONDS = 15.0
-"""No pod is asked again sooner, whether it answered or not."""
+"""No pod is asked again sooner, whether it answered or not, but for new ones."""
+NEW_INTERVAL_SECONDS = 3.0
+"""Of new ones: Ready waits for their sessions."""
 TIMEOUT_SECONDS = 2.0
 FORGET_INTERVALS = 4
 
@@ -34,6 +36,7 @@ class _Known(msgspec.Struct):
 
     asked_at: float = float("-inf")
     answered_at: float = float("-inf")
+    ready_at: float | None = None
     figures: Figures = Figures()
     history: History = msgspec.field(default_factory=History)
 
@@ -116,10 +119,15 @@ class PodProber:
         uid, url = pod["metadata"].get("uid", ""), metrics_url(pod)
         if not uid or url is None:
             return
-        known = self._known.setdefault(uid, _Known())
-        if self._clock() - known.asked_at < INTERVAL_SECONDS:
+        known, now = self._known.setdefault(uid, _Known()), self._clock()
+        if not is_ready(pod):
+            known.ready_at = None
+        elif known.ready_at is None:
+            known.ready_at = now
+        is_new = known.ready_at is not None and now - known.ready_at < NEW_SECONDS
+        if now - known.asked_at < (NEW_INTERVAL_SECONDS if is_new else INTERVAL_SECONDS):
             return
-        known.asked_at = self._clock()
+        known.asked_at = now
         try:
             async with self._slots:
                 text = await asyncio.wait_for(self._fetch(url, TIMEOUT_SECONDS), TIMEOUT_SECONDS)

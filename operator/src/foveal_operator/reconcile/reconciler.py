@@ -36,6 +36,7 @@ from foveal_operator.kube.kinds import (
 )
 from foveal_operator.kube.store import Caches
 from foveal_operator.kube.types import NamespacedName, Obj, ObjectKey
+from foveal_operator.pods.diagnose import NEW_SECONDS, ready_within
 from foveal_operator.pods.reports import ObservePods
 from foveal_operator.reconcile.apply import (
     Applier,
@@ -52,6 +53,7 @@ from foveal_operator.reconcile.observe import COMPONENT, Observer, Settings
 from foveal_operator.reconcile.prune import unwanted_now
 from foveal_operator.reconcile.report import Teller
 from foveal_operator.status.conditions import Verdict, verdict
+from foveal_operator.status.report import SETTLE_SECONDS
 from foveal_operator.telemetry.series import Telemetry
 
 log = logging.getLogger(__name__)
@@ -60,7 +62,7 @@ POLL_SECONDS = 60.0
 EAGER_POLL_SECONDS = 15.0
 REFUSED_SECONDS = 60.0
 SHORT_SECONDS = 3.0
-"""Until a workload without pods is looked at again: its Events say why."""
+"""Until a workload without pods is looked at again (its Events say why), or new frontends are."""
 TOLD_FAILURES = 5
 """So many passes in a row must fail, over some eight seconds, before the status tells."""
 
@@ -170,9 +172,7 @@ class Reconciler:
         or None; and the first object that the API server refuses and that pods do without."""
         again = [s for s in (work.rollout.next_check_seconds, work.model.next_check_seconds) if s]
         if work.serving_pods:
-            reports = work.reports
-            mirrored = 0 <= reports.sessions_wanted <= reports.sessions_up and not reports.silent
-            again.append(POLL_SECONDS if mirrored else EAGER_POLL_SECONDS)
+            again.append(_poll_seconds(work))
         if work.short:
             explained = len(work.reports.refused) >= len(work.short)
             again.append(EAGER_POLL_SECONDS if explained else SHORT_SECONDS)
@@ -320,6 +320,16 @@ def _failure(error: Exception, cause: Exception, num_failures: int) -> Verdict |
     if num_failures + 1 < TOLD_FAILURES:
         return None
     return verdict("Ready", False, reasons.RECONCILE_FAILED, str(error))
+
+
+def _poll_seconds(work: Decision) -> float:
+    """Ready waits for what new frontends say, and for nodes to be told of them."""
+    reports = work.reports
+    mirrored = 0 <= reports.sessions_wanted <= reports.sessions_up and not reports.silent
+    period = SETTLE_SECONDS if mirrored else NEW_SECONDS
+    if any(ready_within(pod, period, work.now) for pod in work.frontend_pods):
+        return SHORT_SECONDS
+    return POLL_SECONDS if mirrored else EAGER_POLL_SECONDS
 
 
 def _owner(work: Decision) -> Owner:

@@ -26,7 +26,13 @@ from foveal_operator.kube.types import Obj
 from foveal_operator.manifests import Desired
 from foveal_operator.manifests.pods import REVISION_LABEL
 from foveal_operator.model.flow import ModelDecision
-from foveal_operator.pods.diagnose import diagnose, is_ready, last_failure, ready_since
+from foveal_operator.pods.diagnose import (
+    NEW_SECONDS,
+    diagnose,
+    is_ready,
+    last_failure,
+    ready_within,
+)
 from foveal_operator.pods.metrics import PodReports
 from foveal_operator.rollout import RolloutDecision
 from foveal_operator.status.conditions import (
@@ -40,9 +46,10 @@ from foveal_runtime.plan.budget.types import BudgetPlan, Line, PlaceBudget
 from foveal_runtime.plan.profile import ModelProfile
 from foveal_runtime.plan.quantity import format_gib
 
-MOST_SILENT_SECONDS = 30.0
-"""So long after a frontend has become ready its sessions are waited for: Ready would be true, and
-false again with its first answer. From then on what cannot be asked does not hold back Ready."""
+SETTLE_SECONDS = 4.0
+"""A frontend counts towards Ready so long after it has become ready, in whole seconds: its address
+reaches the EndpointSlices within one, then each node writes its rules, and a connection that is
+opened while a node writes them may never be answered."""
 
 
 class Observed(msgspec.Struct, frozen=True, kw_only=True):
@@ -250,6 +257,9 @@ def _role_ready(
         if reached is not None and reached < ready:
             text = f"{ready} of {role.desired} serve, and the Service reaches {reached} of them"
             return verdict(condition, False, reasons.STARTING, text)
+        if reached is not None and _num_new(current, SETTLE_SECONDS, observed):
+            text = f"{ready} of {role.desired} serve, and nodes are just being told of the last"
+            return verdict(condition, False, reasons.STARTING, text)
         return verdict(condition, True, reasons.SERVING, f"{ready} of {role.desired} serve")
     failure = diagnose(current, observed.reports.waits, observed.awaiting)
     if failure:
@@ -262,13 +272,17 @@ def _role_ready(
     return verdict(condition, False, reasons.STARTING, f"{ready} of {role.desired} serve")
 
 
+def _num_new(pods: Iterable[Obj], period: float, observed: Observed) -> int:
+    return sum(ready_within(pod, period, seconds(observed.now)) for pod in pods)
+
+
 def _mirrored(observed: Observed) -> Verdict:
+    """The sessions of a new frontend are waited for: Ready would be true, and false again with its
+    first answer. Later, what cannot be asked does not hold back Ready."""
     reports = observed.reports
     up, wanted = reports.sessions_up, reports.sessions_wanted
-    latest = seconds(observed.now) - MOST_SILENT_SECONDS
-    silent = sum(pod["metadata"]["name"] in reports.silent and ready_since(pod) > latest
-                 for pod in observed.frontend_pods)  # fmt: skip
-    if silent:
+    mute = [pod for pod in observed.frontend_pods if pod["metadata"]["name"] in reports.silent]
+    if silent := _num_new(mute, NEW_SECONDS, observed):
         text = f"new frontends that have not reported their sessions yet: {silent}"
         return verdict("CachesMirrored", False, reasons.WAITING, text)
     if wanted < 0:
