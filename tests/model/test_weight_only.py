@@ -21,8 +21,10 @@ from foveal_runtime.model.checkpoint.dequantize import QuantizedLinear, quantize
 from foveal_runtime.model.checkpoint.loader import load_model
 from foveal_runtime.model.cpu import packing
 from foveal_runtime.model.cpu.kernels import DecoderKernel
+from foveal_runtime.model.layers.decoder_layers import LIMITS, DecoderLayers
 from foveal_runtime.plan.errors import StartupError
-from tests.support.models.compiled import NEEDS_KERNEL, paths_of
+from tests.support.models.compiled import NEEDS_KERNEL, params_of, paths_of
+from tests.support.models.decoders import made_of
 from tests.support.models.quantised import make
 
 pytestmark = [pytest.mark.model, NEEDS_KERNEL]
@@ -118,6 +120,18 @@ def test_a_model_quantised_at_load_is_its_dequantised_twin(
         one.reference.get_submodule(name).weight.data = layer.dequantized()
     for job, prompt in zip(jobs, prompts, strict=True):
         one.check(job, prompt)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("path", params_of("decoder_layers"))
+def test_long_steps_are_one_call_where_codes_are_multiplied_as_fast(path, dtype, tiny, named):
+    """By AVX-512 without pairs of bfloat16 numbers, codes are widened for each six rows."""
+    kernel, folder = DecoderKernel(path), tiny(named("llama"))
+    plain = DecoderLayers(*made_of(folder, dtype), kernel)
+    made = DecoderLayers(*made_of(folder, dtype, "int4"), kernel)
+    as_fast = dtype == "bfloat16" and path.stem.endswith(("_bf16", "_amx"))
+    assert made.limits == (plain.limits if as_fast else LIMITS)
+    assert made.takes_long == (plain.takes_long and (as_fast or "_v4" not in path.stem))
 
 
 def test_plain_weights_are_planned_where_they_are_cast_first(tiny):

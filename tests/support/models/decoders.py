@@ -75,9 +75,9 @@ def decoder_case(checkpoints: Any, kind: str) -> str:
     return f"{kind}_16"
 
 
-def made_of(path: Path, dtype: str = "float32"):
+def made_of(path: Path, dtype: str = "float32", quantization: str = "auto"):
     """(model, geometry of its layers)."""
-    loaded = load_model(str(path), dtype)
+    loaded = load_model(str(path), dtype, quantization=quantization)
     return loaded, probe_layers(loaded, Head(loaded.model, loaded.core_name))
 
 

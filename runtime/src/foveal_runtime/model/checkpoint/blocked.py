@@ -45,6 +45,9 @@ _WIDTHS = (64, 48, 32, 16)
 """Outputs of a CPU's block: multiples of the lanes of any instruction set."""
 _WORD_CODES = 8
 """4-bit codes of one output in an element of 32 bits: the inputs come in multiples of them."""
+_PAIRS = (-1, 4, 2)
+"""How a CPU's word counts them: neighbours are in its two halves, so that a table of bfloat16
+numbers gives pairs of inputs (`kernels/products.h`)."""
 _PART, _PLACES = 128, (-1, 2, 4, 8, 2)
 """On GPUs: inputs whose 4-bit codes share their words, and how they are counted there: of (halves
 of a part, fours, words, neighbours) the words come before the fours (`gpu.codes.Coded`)."""
@@ -154,7 +157,7 @@ def _block_codes(codes: torch.Tensor, bits: int, wide: int) -> torch.Tensor:
         codes = functional.pad(codes, (0, -codes.shape[1] % _PART)).unflatten(1, _PLACES)
         words = codes.permute(0, 1, 2, 4, 5, 3).flatten(4)  # (n, parts, 2, 8, halves of four)
         return words.bitwise_left_shift_(shifts).sum(4, dtype=torch.int32).flatten(1).unsqueeze(2)
-    words = _columns(codes, wide).unflatten(1, (-1, _WORD_CODES))
+    words = _columns(codes, wide).unflatten(1, _PAIRS).transpose(2, 3).flatten(2, 3)
     # Of codes that do not overlap a sum is their union; int32 takes the highest as its sign.
     return words.bitwise_left_shift_(shifts[:, None]).sum(2, dtype=torch.int32)
 
@@ -194,7 +197,7 @@ def _codes(layer: QuantizedLinear, start: int, stop: int) -> Codes:
             places = codes.view(len(codes), -1, 2, 8, 2, 4).permute(0, 1, 2, 5, 3, 4)
             codes = places.flatten(1)[:, : layer.in_features, None]
         else:
-            codes = codes.flatten(1, 2)
+            codes = codes.unflatten(2, _PAIRS[:0:-1]).transpose(2, 3).flatten(1, 3)
     rows = codes.transpose(1, 2).flatten(0, 1)[start - first * wide : stop - first * wide]
     zeros = getattr(layer, "zeros", None)
     return rows.float(), None if zeros is None else rows_of(layer, zeros, start, stop)

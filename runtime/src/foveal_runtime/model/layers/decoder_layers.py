@@ -108,7 +108,7 @@ class DecoderLayers:
         is_fast = kernel.is_fast_in_bfloat16 if is_half else kernel.is_fast_in_float32
         is_alone = is_half and packed_class(loaded.dtype) is PairedLinear
         has_tiles = kernel.has_tiles and is_half
-        is_whole = not is_quantised or has_tiles
+        is_whole = not is_quantised or (kernel.has_dots and is_half)
         self.takes_long = (is_fast or is_alone) and (kernel.has_chunks or is_whole)
         fast = TILE_LIMITS if has_tiles else FAST_LIMITS
         self.limits = fast if is_half and is_fast and is_whole else LIMITS

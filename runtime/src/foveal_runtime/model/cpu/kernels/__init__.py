@@ -239,6 +239,8 @@ class DecoderKernel:
         variant = path.stem.removeprefix("decoder_layers_")
         self.has_tiles = variant == "v4_amx"
         """Whether it multiplies bfloat16 numbers by AMX."""
+        self.has_dots = variant in ("v4_bf16", "v4_amx")
+        """Whether it multiplies such, and codes of quantised weights, as pairs of them."""
         best = "v4_amx" if "amx_bf16" in cpu_flags() else "v4_bf16"
         self.is_fast_in_bfloat16 = variant == best
         """Whether it multiplies bfloat16 numbers as fast as oneDNN."""

@@ -130,8 +130,8 @@ static void copy_codes(int kind, const Product *p, int64_t at, const float *zero
         for (int k = low; kind == INT4 && k < high; k += 8) {
             uvec word;
             memcpy(&word, (const uint32_t *)p->weight + at + k / 8 * p->wide + c, sizeof word);
-            for (int i = 0; i < 8; i++, word >>= 4)
-                store(to + (k + i - low) * p->wide + c, low_int4(word) - zero);
+            for (int i = 0; i < 8; i++)
+                store(to + (k + i - low) * p->wide + c, low_int4(word >> PLACE(i)) - zero);
         }
     }
 }

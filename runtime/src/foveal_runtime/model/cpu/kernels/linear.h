@@ -40,6 +40,7 @@ static int project(int dtype, const Product *p, int panel, const Inputs *in, int
                    float *tile) {
     const int low = panel * p->wide, kind = p->bits == 8 ? INT8 : p->bits == 4 ? INT4 : dtype;
     const int outs = p->outs - low < p->wide ? p->outs - low : p->wide;
+    const int dots = kind > BFLOAT16 && dtype == BFLOAT16 && has_code_dots(p);
     const Inputs some = rows_from(in, first);
 #if HAS_TILES
     const int64_t step = kind == BFLOAT16 ? tile_step(p) : 0;
@@ -56,7 +57,8 @@ static int project(int dtype, const Product *p, int panel, const Inputs *in, int
     else
     EACH_GROUP(group, size, 0, count, MOST_ROWS) {
         const Inputs rows = rows_from(&some, group);
-        panel_functions[kind][size - 1](p, panel, &rows, tile + group * MAX_WIDE);
+        panel_functions[dots ? kind + PAIRS : kind][size - 1](p, panel, &rows,
+                                                              tile + group * MAX_WIDE);
     }
     add_bias(dtype, p, low, outs, count, tile);
     return outs;

@@ -15,13 +15,14 @@
 #define MAX_WIDE 64   /* outputs of a block */
 #define PROJECT_ROWS 96 /* at most, of one product */
 
-enum { INT8 = 2, INT4 = 3, NUM_KINDS = 4 }; /* of weights, beside FLOAT32 and BFLOAT16 */
+/* Of weights, beside FLOAT32 and BFLOAT16. Codes become float32 numbers, or PAIRS of bfloat16 ones. */
+enum { INT8 = 2, INT4 = 3, PAIRS = 2, INT8_PAIRS = 4, INT4_PAIRS = 5, NUM_KINDS = HAS_DOTS ? 6 : 4 };
 
 /* A packed linear layer: blocks of `wide` outputs times `deep` inputs, outputs next to each other,
  * or pairs of inputs where `paired`. Strides are in elements, from block to block.
  *
  * Quantised (`bits` not 0): a block is a group of inputs that shares a scale for each output, signed
- * codes of 8 bits, or 8 inputs' codes of 4 bits in one element of 32 bits, the first ones lowest.
+ * codes of 8 bits, or 8 inputs' codes of 4 bits in one element of 32 bits, each at its PLACE.
  * Scales lie as the blocks do, `wide` numbers for each; so do zero points. */
 typedef struct {
     const void *weight, *bias; /* bias: NULL = none; a layer that is not packed has `deep` 0 */
@@ -38,6 +39,11 @@ typedef struct {
     uint16_t *halves; /* or NULL */
     int64_t stride, halves_stride;
 } Inputs;
+
+/* Whether codes are multiplied as pairs of inputs, with bfloat16 rows. */
+INLINE int has_code_dots(const Product *p) {
+    return HAS_DOTS && p->ins % 2 == 0 && (p->deep % 2 == 0 || p->deep >= p->ins);
+}
 
 INLINE Inputs rows_from(const Inputs *in, int64_t row) {
     return (Inputs){in->x ? in->x + row * in->stride : NULL,
@@ -90,6 +96,9 @@ INLINE vec fused(vec a, vec b, vec c) {
 #endif
 }
 
+/* Where the code of an input lies in a word of 8 inputs: neighbours are 16 bits apart. */
+#define PLACE(i) ((i) / 2 * 4 + (i) % 2 * 16)
+
 /* The lowest four bits of each word, as signed numbers. */
 INLINE vec low_int4(uvec word) {
 #if LANES == 16
@@ -126,11 +135,79 @@ INLINE void ask_for(const int columns, const char **next) {
     *next += columns * LANES * 4;
 }
 
+#if HAS_DOTS
+/* The bfloat16 numbers of 4-bit codes, twice; or of -16 ... 15, their differences from zero points. */
+INLINE __m512i code_numbers(const int has_zeros) {
+    const ivec some = {-16, -15, -14, -13, -12, -11, -10, -9, -8, -7, -6, -5, -4, -3, -2, -1};
+    const ivec codes = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
+    const vec low = __builtin_convertvector(has_zeros ? some : codes, vec);
+    const vec high = has_zeros ? low + splat(16.0f) : low;
+    return (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+}
+
+/* What pairs of 4-bit codes, made 0 ... 15, need to stand for their differences from zero points. */
+INLINE uvec code_shifts(vec zero) {
+    const ivec shift = 8 - __builtin_convertvector(zero, ivec);
+    return (uvec)shift | (uvec)shift << 16;
+}
+
+/* The pair of bfloat16 numbers of the codes in the lowest bits of each word's halves. */
+INLINE vec pair_int4(const int has_zeros, uvec word, uvec shifts, __m512i numbers) {
+    const uvec which = has_zeros ? ((word & 0xf000f) ^ 0x80008) + shifts : word;
+    return (vec)_mm512_permutexvar_epi16((__m512i)which, numbers);
+}
+
+/* Likewise of codes of 8 bits less their zero point: whole numbers that bfloat16 holds. */
+INLINE vec pair_int8(const int8_t *low, const int8_t *high, vec zero) {
+    return (vec)((uvec)(load_int8(low) - zero) >> 16 | (uvec)(load_int8(high) - zero));
+}
+
+/* As add_block, of quantised weights and bfloat16 rows. */
+INLINE void add_code_pairs(const int kind, const int rows, const int columns, const Product *p,
+                           const float *zeros, int64_t at, const Inputs *in, int low, int count,
+                           vec *sum) {
+    const __m512i numbers = code_numbers(zeros != NULL);
+    vec zero[COLS], pair[COLS];
+    uvec shifts[COLS];
+#pragma GCC unroll 8
+    for (int c = 0; c < columns; c++) {
+        zero[c] = zeros ? load(zeros + c * LANES) : splat(0.0f);
+        shifts[c] = code_shifts(zero[c]);
+    }
+    for (int k = 0; kind == INT8_PAIRS && k < count; k += 2, at += 2 * p->wide) {
+        const int8_t *codes = (const int8_t *)p->weight + at;
+#pragma GCC unroll 8
+        for (int c = 0; c < columns; c++)
+            pair[c] = pair_int8(codes + c * LANES, codes + p->wide + c * LANES, zero[c]);
+        add_pair(rows, columns, in, low + k, pair, sum);
+    }
+    for (int k = 0; kind == INT4_PAIRS && k < count; k += 8, at += p->wide) {
+        uvec word[COLS];
+#pragma GCC unroll 8
+        for (int c = 0; c < columns; c++)
+            memcpy(word + c, (const uint32_t *)p->weight + at + c * LANES, sizeof *word);
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i += 2) {
+#pragma GCC unroll 8
+            for (int c = 0; c < columns; c++)
+                pair[c] = pair_int4(zeros != NULL, word[c] >> PLACE(i), shifts[c], numbers);
+            add_pair(rows, columns, in, low + k + i, pair, sum);
+        }
+    }
+}
+#endif
+
 /* sum += `count` inputs, from `low` on, with a block at element `at` of the weight. `zeros`: of this
  * block. `next`: what is to be read later, of as many bytes, is asked for meanwhile; or NULL. */
 INLINE void add_block(const int kind, const int rows, const int columns, const Product *p,
                       const float *zeros, int64_t at, const Inputs *in, int low, int count,
                       const char *next, vec *sum) {
+#if HAS_DOTS
+    if (kind == INT8_PAIRS || kind == INT4_PAIRS) {
+        add_code_pairs(kind, rows, columns, p, zeros, at, in, low, count, sum);
+        return;
+    }
+#endif
     const float *x = in->x + low;
     vec one[COLS], zero[COLS];
 #pragma GCC unroll 8
@@ -165,7 +242,7 @@ INLINE void add_block(const int kind, const int rows, const int columns, const P
             for (int i = 0; i < 8; i++) {
 #pragma GCC unroll 8
                 for (int c = 0; c < columns; c++) {
-                    one[c] = low_int4(word[c]), word[c] >>= 4;
+                    one[c] = low_int4(word[c] >> PLACE(i));
                     if (zeros) one[c] -= zero[c];
                 }
                 add_input(rows, columns, x + k + i, in->stride, one, sum);
@@ -204,7 +281,7 @@ INLINE void add_scaled(int rows, int outs, const float *scales, int adds, const 
 INLINE void multiply(const int kind, const int rows, const int columns, const Product *p,
                      int panel, int from, const Inputs *in, float *tile) {
     vec sum[MOST_ROWS * COLS];
-    const int is_small = kind == INT8 || kind == INT4;
+    const int is_small = kind > BFLOAT16;
     int64_t at = panel * p->out_stride + from * (p->paired ? 2 : 1);
     int64_t scale_at = from + (int64_t)panel * ((p->ins + p->deep - 1) / p->deep) * p->wide;
 #pragma GCC unroll 32
@@ -251,11 +328,18 @@ INLINE void multiply_panel(const int kind, const int rows, const Product *p, int
     {panel_##KIND##_1, panel_##KIND##_2, panel_##KIND##_3, panel_##KIND##_4, panel_##KIND##_5, \
      panel_##KIND##_6}
 PANELS(FLOAT32) PANELS(BFLOAT16) PANELS(INT8) PANELS(INT4)
+#if HAS_DOTS
+PANELS(INT8_PAIRS) PANELS(INT4_PAIRS)
+#endif
 
 typedef void (*PanelFunction)(const Product *, int, const Inputs *, float *);
 
 static const PanelFunction panel_functions[NUM_KINDS][MOST_ROWS] = {
-    NAMES(FLOAT32), NAMES(BFLOAT16), NAMES(INT8), NAMES(INT4)};
+    NAMES(FLOAT32), NAMES(BFLOAT16), NAMES(INT8), NAMES(INT4),
+#if HAS_DOTS
+    NAMES(INT8_PAIRS), NAMES(INT4_PAIRS),
+#endif
+};
 
 /* Rows [low, high) in groups of at most `most`. */
 #define EACH_GROUP(first, count, low, high, most) \

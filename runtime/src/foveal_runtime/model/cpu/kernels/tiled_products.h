@@ -52,42 +52,25 @@ static void project_tiles(const Product *p, int64_t step, int panel, const Input
 #define CODE_INPUTS 128 /* whose codes are made numbers at a time */
 #define FEW_CODES 2     /* rows that are multiplied with codes as they are read */
 
-/* A bfloat16 number for each of -16 ... 15. */
-INLINE __m512i small_numbers(void) {
-    const ivec some = {-16, -15, -14, -13, -12, -11, -10, -9, -8, -7, -6, -5, -4, -3, -2, -1};
-    const vec low = __builtin_convertvector(some, vec), high = low + splat(16.0f);
-    return (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
-}
-
-/* Codes of `count` inputs, from element `at` on, less their zero points: whole numbers that bfloat16
- * holds. As pairs of inputs, (count / 2, wide). */
+/* Codes of `count` inputs, from element `at` on, less their zero points, as pairs of inputs:
+ * (count / 2, wide). */
 INLINE void pair_codes(const int kind, const int has_zeros, const Product *p, int64_t at,
                        const float *zeros, int count, uint32_t *to) {
-    const __m512i numbers = small_numbers();
+    const __m512i numbers = code_numbers(has_zeros);
     for (int c = 0; c < p->wide; c += LANES) {
         const vec zero = has_zeros ? load(zeros + c) : splat(0.0f);
+        const uvec shifts = code_shifts(zero);
         const int8_t *codes = (const int8_t *)p->weight + at + c;
         const uint32_t *words = (const uint32_t *)p->weight + at + c;
-        uint32_t *out = to + c;
-        for (int k = 0; kind == INT8 && k < count; k += 2, out += p->wide) {
-            const vec low = load_int8(codes + k * p->wide) - zero;
-            const vec high = load_int8(codes + (k + 1) * p->wide) - zero;
-            const uvec pair = (uvec)low >> 16 | (uvec)high;
-            memcpy(out, &pair, sizeof pair);
-        }
-        /* A code and its zero point of 4 bits, -8 ... 7 each, differ by one of the small numbers. */
-        const ivec shift = 8 - __builtin_convertvector(zero, ivec);
-        const uvec shifts = (uvec)shift | (uvec)shift << 16;
+        float *out = (float *)to + c;
+        for (int k = 0; kind == INT8 && k < count; k += 2, out += p->wide)
+            store(out, pair_int8(codes + k * p->wide, codes + (k + 1) * p->wide, zero));
         for (int k = 0; kind == INT4 && k < count; k += 8) {
             uvec word;
             memcpy(&word, words + k / 8 * p->wide, sizeof word);
-            word ^= 0x88888888u; /* the codes are 0 ... 15 now */
 #pragma GCC unroll 4
-            for (int i = 0; i < 4; i++, word >>= 8, out += p->wide) {
-                const uvec which = ((word & 0xf) | (word << 12 & 0xf0000)) + shifts;
-                const __m512i pair = _mm512_permutexvar_epi16((__m512i)which, numbers);
-                memcpy(out, &pair, sizeof pair);
-            }
+            for (int i = 0; i < 8; i += 2, out += p->wide)
+                store(out, pair_int4(has_zeros, word >> PLACE(i), shifts, numbers));
         }
     }
 }
@@ -137,7 +120,7 @@ INLINE void multiply_few_codes(const int kind, const int rows, const int columns
                         if (kind == INT8)
                             one[c] = load_int8((const int8_t *)p->weight + at + i * p->wide + c * LANES);
                         else
-                            one[c] = low_int4(word[c]), word[c] >>= 4;
+                            one[c] = low_int4(word[c] >> PLACE(i));
                         if (p->zeros) one[c] -= zero[c];
                     }
                     add_input(rows, columns, in->x + k + j + i, in->stride, one, part[i % 2]);
