@@ -151,15 +151,18 @@ def _block_codes(codes: torch.Tensor, bits: int, wide: int) -> torch.Tensor:
     by side on CPUs, on GPUs as `gpu.codes.Coded` says."""
     if bits != 4:
         return _columns(codes.to(torch.int8), wide)
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=codes.device)
-    codes = codes.to(torch.int32).bitwise_and_(15)
+    codes = (codes.to(torch.int8) & 15).view(torch.uint8)
     if wide == 1:
         codes = functional.pad(codes, (0, -codes.shape[1] % _PART)).unflatten(1, _PLACES)
-        words = codes.permute(0, 1, 2, 4, 5, 3).flatten(4)  # (n, parts, 2, 8, halves of four)
-        return words.bitwise_left_shift_(shifts).sum(4, dtype=torch.int32).flatten(1).unsqueeze(2)
-    words = _columns(codes, wide).unflatten(1, _PAIRS).transpose(2, 3).flatten(2, 3)
-    # Of codes that do not overlap a sum is their union; int32 takes the highest as its sign.
-    return words.bitwise_left_shift_(shifts[:, None]).sum(2, dtype=torch.int32)
+        return _words(codes.permute(0, 1, 2, 4, 5, 3)).flatten(1).unsqueeze(2)
+    codes = functional.pad(codes, (0, 0, 0, -len(codes) % wide)).unflatten(0, (-1, wide))
+    return _words(codes.unflatten(2, _PAIRS).permute(0, 2, 1, 4, 3))
+
+
+def _words(codes: torch.Tensor) -> torch.Tensor:
+    """uint8 (..., 2, 4) of 4 bits to int32 (...), the first ones lowest."""
+    low, high = codes.contiguous().unflatten(-1, (2, 2)).unbind(-1)
+    return (low | high << 4).flatten(-2).view(torch.int32).squeeze(-1)
 
 
 def _num_words(ins: int, wide: int) -> int:
