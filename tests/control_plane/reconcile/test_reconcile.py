@@ -14,6 +14,7 @@ from foveal_operator.kube.kinds import (
 )
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.pods import REVISION_LABEL
+from foveal_operator.pods.metrics import PodReports
 from tests.support.operator_rig import (
     KEY,
     OPTIONAL_KINDS,
@@ -252,3 +253,37 @@ async def test_the_users_object_keeps_every_byte_but_its_status(kit: Kit) -> Non
         "name", "namespace", "uid", "generation", "resourceVersion", "creationTimestamp",
         "managedFields",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("sessions", "later", "kind"), [(1, 6, "Ready"), (0, 3, "CachesMirrored")])
+async def test_a_new_frontend_is_looked_at_again_in_seconds(
+    kit: Kit, sessions: int, later: int, kind: str
+) -> None:
+    """No watch tells that nodes know its address by now, or that its sessions are up: Ready came
+    a minute after the pod, or 15 s."""
+    await served(kit, pods=True)
+    kit.reports = PodReports(sessions_up=sessions, sessions_wanted=1)
+    labels = {"kubernetes.io/service-name": "tiny", "app.kubernetes.io/instance": "tiny"}
+    metadata = {"name": "tiny-x", "namespace": "default", "labels": labels}
+    endpoint = {"addresses": ["10.0.0.1"], "conditions": {"ready": True}}
+    kit.cluster.add(
+        {
+            "apiVersion": "discovery.k8s.io/v1",
+            "kind": "EndpointSlice",
+            "metadata": metadata,
+            "addressType": "IPv4",
+            "endpoints": [endpoint],
+        }
+    )
+
+    def become_ready(body: Obj) -> None:
+        body["status"]["conditions"][0]["lastTransitionTime"] = kit.time.clock.now_text()
+
+    kit.cluster.edit(BY_NAME["Pod"], "default", "tiny-frontend-0", become_ready)
+    await kit.settle()
+    assert kit.condition("Ready")[0] == "False"
+    kit.reports = PodReports(sessions_up=1, sessions_wanted=1)
+    for _ in range(later):
+        kit.time.now += 1
+        await kit.settle()
+    assert kit.condition(kind)[0] == "True"
