@@ -127,9 +127,11 @@ MAKERS: dict[str, Maker] = {
 
 
 def end_servers_on_sigterm() -> None:
-    """As Ctrl-C does; otherwise they would outlive this process."""
+    """As Ctrl-C does; otherwise they would outlive this process. What ends this process may send
+    a second signal (timeout does), which must not interrupt that."""
 
     def end(number: int, _frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise SystemExit(128 + number)
 
     signal.signal(signal.SIGTERM, end)
