@@ -378,6 +378,11 @@ def test_limits_come_from_the_configuration():
     assert (limits.encoder_compute_embeds, limits.encoder_cache_embeds) == (2900, 2900)
     assert limits.max_model_len == 1584, "no request may outgrow the KV cache"
     assert limits.max_num_mixed_tokens == 256
+    assert limits.num_reserved_blocks == 0
+    untouched = msgspec.structs.replace(config, caches=EngineCaches(kv_touched=False))
+    assert scheduler_limits(untouched, loaded).num_reserved_blocks == 86, "7/8 of 99"
+    on_gpu = msgspec.structs.replace(untouched, device="cuda")
+    assert scheduler_limits(on_gpu, loaded).num_reserved_blocks == 0
     half = msgspec.structs.replace(runner.traits, value_bytes=2)
     loaded = replace(loaded, runner=FakeRunner(num_blocks=100, block_size=16, traits=half))
     assert scheduler_limits(config, loaded).max_num_mixed_tokens == 512, "a step takes half as long"

@@ -130,6 +130,83 @@ def test_content_that_is_computed_again_is_as_young_as_what_was_found():
     assert removed == [b"other"]
 
 
+def _compute(pool, *names):
+    blocks = pool.allocate(len(names))
+    for block, name in zip(blocks, names, strict=True):
+        pool.publish(block, name)
+    pool.release(blocks)
+    pool.check_integrity([])
+    return blocks
+
+
+def test_blocks_in_reserve_are_not_written_while_nothing_repeats():
+    pool = BlockPool(12, num_reserved=8)
+    assert pool.num_free_blocks == 12
+    written = {block for at in range(20) for block in _compute(pool, b"%d" % at, b"x%d" % at)}
+    assert written == {1, 2, 3, 4}
+    # More at once than are in use so far: as many as that takes.
+    blocks = pool.allocate(7)
+    assert set(blocks) == set(range(1, 8))
+    pool.check_integrity([blocks])
+    pool.release(blocks)
+    assert pool.num_free_blocks == 12
+    assert max(pool.allocate(7)) == 7
+
+
+def test_the_reserve_is_used_once_it_would_have_kept_what_is_asked_for():
+    removed = []
+    pool = BlockPool(6, num_reserved=4, on_removed=removed.append)
+    _compute(pool, b"a0", b"a1")
+    _compute(pool, b"b0", b"b1")
+    assert pool.lookup([b"c0"], 9) == []
+    _compute(pool, b"c0", b"c1")
+    assert removed == [b"a1", b"a0", b"b1", b"b0"]
+    assert pool.lookup([b"a0", b"a1"], 9) == []
+    pool.check_integrity([])
+    assert pool.num_cached_blocks == 2
+    _compute(pool, b"a0", b"a1")
+    _compute(pool, b"b0", b"b1")
+    assert len(removed) == 4, "four blocks were free"
+    assert all(len(pool.lookup([name + b"0", name + b"1"], 9)) == 2 for name in (b"a", b"b", b"c"))
+    _compute(pool, b"d0", b"d1")
+    assert removed[4:] == [b"c1", b"c0"]
+
+
+def test_what_the_reserve_would_not_have_kept_either_leaves_it_unused():
+    pool = BlockPool(5, num_reserved=3)
+    for name in (b"a", b"b", b"c", b"d", b"e", b"f"):
+        _compute(pool, name)
+    assert pool.lookup([b"a"], 1) == []  # five blocks would hold b to f
+    assert max(_compute(pool, b"g")) <= 2
+    assert pool.lookup([b"c"], 1) == []  # and now c to g
+    assert min(_compute(pool, b"c")) > 2
+
+
+def test_content_that_was_reset_is_not_missed():
+    pool = BlockPool(4, num_reserved=2)
+    for name in (b"a", b"b", b"c"):
+        _compute(pool, name)
+    pool.reset()
+    assert pool.lookup([b"a"], 1) == pool.lookup([b"c"], 1) == []
+    assert max(_compute(pool, b"a") + _compute(pool, b"d") + _compute(pool, b"e")) == 2
+
+
+def test_a_prompt_that_comes_back_too_late_is_missed_once_and_never_again():
+    """Each prompt fills five blocks, of which 16 are in use at first."""
+    drive = Drive(num_reserved_blocks=48)
+    prompts = [list(range(at * 20, at * 20 + 18)) for at in range(1, 6)]
+    hits = []
+    for turn in range(3):
+        for at, prompt in enumerate(prompts):
+            drive.add(f"{turn}.{at}", prompt)
+            drive.run()
+            hits.append(drive.first[f"{turn}.{at}"].num_cached_tokens)
+    assert hits[:5] == [0] * 5
+    assert 0 in hits[5:10]
+    assert hits[10:] == [16] * 5
+    drive.assert_done()
+
+
 def test_a_hit_never_covers_the_last_prompt_token():
     drive = Drive()
     prompt = list(range(10, 18))  # exactly two blocks

@@ -45,6 +45,7 @@ PARTS = st.lists(
 )
 LIMITS = st.fixed_dictionaries({
     "num_blocks": st.integers(30, 70),
+    "num_reserved_blocks": st.sampled_from([0, 0, 20]),
     "block_size": st.sampled_from([1, 4, 16]),
     "max_num_batched_tokens": st.sampled_from([16, 17, 40, 300]),
     "max_num_mixed_tokens": st.sampled_from([0, 3, 11]),
@@ -171,7 +172,7 @@ def test_a_crowd_of_requests_under_pressure(seed, run_ahead):
         num_blocks=40, block_size=4, max_num_batched_tokens=rng.choice([16, 24, 64]),
         max_num_mixed_tokens=rng.choice([0, 5]), costs=(0.01, 0.001, 0.002),
         target_itl_seconds=rng.choice([0.0, 0.02]), mixed_growth=2.5 * (seed % 3 == 0),
-        slices_encoding=bool(seed % 2),
+        slices_encoding=bool(seed % 2), num_reserved_blocks=30 * (seed % 4 == 1),
         max_num_seqs=6, encoder_compute_embeds=16, encoder_cache_embeds=rng.choice([16, 40]),
         encoder_host_bytes=rng.choice([0, 900]), policy=rng.choice(["fcfs", "priority"]),
         encoder_eviction=rng.choice(["lru", "cost"]),

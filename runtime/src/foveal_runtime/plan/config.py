@@ -130,7 +130,7 @@ class EngineCaches(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         snapshot_bytes: snapshots of recurrent state, for models with such layers; 0: their prefixes
             are not reused.
         kv_touched: all KV memory is taken at the start, so that a limit that is too low shows then;
-            else, on a CPU, as it fills.
+            else, on a CPU, as it is of use (see `block_pool.BlockPool`).
         kv_dtype: what keys and values are kept as; "auto": as the model computes. "fp8" is e4m3,
             without scales.
         warm_directory: hot encoder outputs survive a planned restart here; "" = off. One engine's

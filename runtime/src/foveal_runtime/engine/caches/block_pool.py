@@ -2,6 +2,10 @@
 
 Used by `scheduler` only. A free block keeps its hash until it is taken for something else, so the
 free list is also the prefix cache's LRU. Never touches tensors: block ids are plain numbers.
+
+Memory that was never written has to come from the kernel, which costs more than all other work of
+the prefix cache. A pool may therefore hold blocks in reserve: they join the others when none is
+free, or when content is asked for that they would have kept.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ class BlockPool:
 
     Args:
         num_blocks: how many there are, without block 0.
+        num_reserved: how many of them are not used before they are of use.
         on_removed: called with the hash of each block whose content is given up.
         ages: hears how long evicted content had lain unused.
     """
@@ -30,16 +35,20 @@ class BlockPool:
         self,
         num_blocks: int,
         *,
+        num_reserved: int = 0,
         on_removed: Callable[[BlockHash], None] | None = None,
         ages: EvictionAges | None = None,
     ) -> None:
-        assert num_blocks > 0
+        assert 0 <= num_reserved < num_blocks
         self.num_blocks = num_blocks
         self._refs = [0] * (num_blocks + 1)
         self._hash: list[BlockHash | None] = [None] * (num_blocks + 1)
         self._by_hash: dict[BlockHash, int] = {}
-        # Blocks nobody uses, next to be taken first.
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
+        # Blocks nobody uses, next to be taken first; those in reserve are not among them.
+        self._reserve = range(num_blocks - num_reserved + 1, num_blocks + 1)
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, self._reserve.start))
+        # What was given up last, as much as the reserve would have kept.
+        self._given_up: OrderedDict[BlockHash, None] = OrderedDict()
         self._on_removed = on_removed
         self.ages = EvictionAges(lambda: 0.0) if ages is None else ages
         self._rested = [0.0] * (num_blocks + 1)
@@ -48,19 +57,22 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        return len(self._free)
+        return len(self._free) + len(self._reserve)
 
     @property
     def num_used_blocks(self) -> int:
-        return self.num_blocks - len(self._free)
+        return self.num_blocks - self.num_free_blocks
 
     def lookup(self, hashes: Sequence[BlockHash], limit: int) -> list[int]:
-        """Block ids of the longest known prefix of `hashes`, at most `limit` of them."""
+        """Block ids of the longest known prefix of `hashes`, at most `limit` of them. If those in
+        reserve would have kept more of it, they are used from now on."""
         found: list[int] = []
         get = self._by_hash.get
         for block_hash in hashes[:limit]:
             block = get(block_hash)
             if block is None:
+                if block_hash in self._given_up:
+                    self._use_reserve()
                 break
             found.append(block)
         return found
@@ -84,13 +96,18 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[int]:
         """Takes `count` free blocks, least recently used first; their old content is given up."""
-        assert count <= len(self._free)
+        assert count <= self.num_free_blocks
         taken = []
         now = self.ages.clock()
         for _ in range(count):
+            if not self._free:
+                self._free[self._reserve.start] = None
+                self._reserve = self._reserve[1:]
             block, _ = self._free.popitem(last=False)
-            if self._hash[block] is not None:
+            block_hash = self._hash[block]
+            if block_hash is not None:
                 self._forget(block)
+                self._note_given_up(block_hash)
                 self.num_evictions += 1
                 self.ages.seen.observe(now - self._rested[block])
             self._refs[block] = 1
@@ -138,6 +155,7 @@ class BlockPool:
         stale = [block for block in self._free if self._hash[block] is not None]
         for block in stale:
             self._forget(block)
+        self._given_up.clear()
         return len(stale)
 
     def withdraw(self, blocks: Iterable[int]) -> None:
@@ -146,6 +164,18 @@ class BlockPool:
             if self._hash[block] is not None:
                 assert self._refs[block] > 0
                 self._unlist(block)
+
+    def _note_given_up(self, block_hash: BlockHash) -> None:
+        if self._reserve:
+            self._given_up[block_hash] = None
+        while len(self._given_up) > len(self._reserve):
+            self._given_up.popitem(last=False)
+
+    def _use_reserve(self) -> None:
+        """Its blocks are the next to be taken, before anything more is given up."""
+        self._free = OrderedDict.fromkeys(self._reserve) | self._free
+        self._reserve = range(0)
+        self._given_up.clear()
 
     def _forget(self, block: int) -> None:
         self._unlist(block)
@@ -162,7 +192,8 @@ class BlockPool:
     def check_integrity(self, used_by: Iterable[Sequence[int]] | None = None) -> None:
         """Asserts the books agree, with the block lists of all users when given."""
         for block in range(1, self.num_blocks + 1):
-            assert (self._refs[block] == 0) == (block in self._free), block
+            is_free = block in self._free or block in self._reserve
+            assert (self._refs[block] == 0) == is_free, block
             block_hash = self._hash[block]
             assert block_hash is None or self._by_hash[block_hash] == block, block
         cached = sum(self._hash[block] is not None for block in self._free)

@@ -65,7 +65,12 @@ class RequestTable:
         self.running: list[Request] = []
         self.waiting = PriorityQueue() if limits.policy == "priority" else WaitingQueue()
         removed = observer.block_removed if observer is not None else None
-        self.pool = BlockPool(limits.num_blocks - 1, on_removed=removed, ages=EvictionAges(clock))
+        self.pool = BlockPool(
+            limits.num_blocks - 1,
+            num_reserved=limits.num_reserved_blocks,
+            on_removed=removed,
+            ages=EvictionAges(clock),
+        )
         self.windows: WindowBlocks | None = None
         if limits.num_window_blocks:
             sees_items = traits.bidirectional == "item"

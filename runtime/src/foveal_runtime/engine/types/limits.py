@@ -16,6 +16,7 @@ class SchedulerLimits:
 
     Attributes:
         num_blocks, block_size: the KV pool as the runner has it, TRASH_BLOCK included.
+        num_reserved_blocks: of those, see `block_pool.BlockPool`.
         max_num_batched_tokens, max_num_seqs: what one step may hold.
         max_num_mixed_tokens: tokens, and embeddings to encode, of a step that also gives a stream
             its next token; 0 = as any other step.
@@ -45,6 +46,7 @@ class SchedulerLimits:
     max_num_batched_tokens: int
     max_num_seqs: int
     max_model_len: int
+    num_reserved_blocks: int = 0
     max_num_mixed_tokens: int = 0
     target_itl_seconds: float = 0.0
     mixed_growth: float = 0.0
