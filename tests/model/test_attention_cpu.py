@@ -26,6 +26,7 @@ from foveal_runtime.model.cpu.kernels import (
     cpu_vendor,
     load_kernel,
     load_prefill_kernel,
+    preferred_variants,
     variants,
 )
 from foveal_runtime.plan.errors import StartupError
@@ -237,8 +238,28 @@ def test_variant_choice(tmp_path: Path, monkeypatch) -> None:
     info.write_text("vendor_id\t: GenuineIntel\n" + info.read_text())
     assert [cpu_vendor(info), cpu_vendor(tmp_path / "absent")] == ["GenuineIntel", ""]
     assert "no paged_decode" in str(load_kernel(tmp_path))
-    (tmp_path / f"paged_decode_{variants('x86_64', cpu_flags())[0]}.so").write_text("junk")
+    (tmp_path / f"paged_decode_{preferred_variants()[0]}.so").write_text("junk")
     assert "cannot be loaded" in str(load_kernel(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("vendor", "more", "best"),
+    [
+        ("GenuineIntel", "avx512_bf16 avx512_fp16", "v4"),  # Sapphire Rapids without its AMX
+        ("GenuineIntel", "avx512_bf16 avx512_fp16 amx_bf16 amx_tile", "v4_amx"),
+        ("GenuineIntel", "avx512_bf16", "v4_bf16"),  # Cooper Lake
+        ("AuthenticAMD", "avx512_bf16 avx512_fp16", "v4_bf16"),
+    ],
+)
+def test_slow_products_of_bfloat16_pairs_are_not_used(vendor, more, best, tmp_path, monkeypatch):
+    monkeypatch.setattr(kernels, "_may_use_tiles", lambda: True)
+    monkeypatch.setattr(kernels.platform, "machine", lambda: "x86_64")
+    info = tmp_path / "cpuinfo"
+    every = "avx avx2 bmi1 bmi2 f16c fma abm movbe avx512f avx512bw avx512cd avx512dq avx512vl"
+    info.write_text(f"vendor_id : {vendor}\nflags : {every} {more}\n")
+    assert preferred_variants(info)[0] == best
+    assert kernels.has_slow_dots(info) == (best == "v4")
+    assert "v4_bf16" in variants("x86_64", cpu_flags(info)), "tests run it all the same"
 
 
 def test_without_a_prefill_kernel_prompts_are_torchs(caplog, monkeypatch) -> None:

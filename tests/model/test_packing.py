@@ -8,6 +8,7 @@ from torch import nn
 
 from foveal_runtime.model.checkpoint.loader import load_model
 from foveal_runtime.model.cpu.fusing import FEW_ROWS, fuse
+from foveal_runtime.model.cpu.kernels import has_slow_dots
 from foveal_runtime.model.cpu.packing import (
     MORE_ROWS,
     PackedLinear,
@@ -39,7 +40,7 @@ class Other(nn.Linear):
 def test_bfloat16_is_packed_where_anything_multiplies_it():
     """Or what is tested of such layers is skipped as if the CPU had none."""
     alone = PairedLinear if has_kernel() else None
-    has_products = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    has_products = torch.ops.mkldnn._is_mkldnn_bf16_supported() and not has_slow_dots()
     assert packed_class(torch.bfloat16) is (PackedLinear if has_products else alone)
 
 

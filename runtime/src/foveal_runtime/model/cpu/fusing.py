@@ -42,6 +42,7 @@ from foveal_runtime.model.cpu.packing import (
     has_kernel,
     has_like_bias,
     is_slow,
+    lacks_avx512,
     loaded_kernel,
     multiply,
 )
@@ -276,7 +277,7 @@ def unpacked_forward(module: Any) -> Callable[[torch.Tensor], torch.Tensor] | No
 
 def _multiply_rows(linear: nn.Linear, rows: torch.Tensor) -> torch.Tensor:
     weight = linear.weight
-    most = MORE_ROWS if is_slow(torch.bfloat16) or _has_tiles(weight.dtype) else FEW_ROWS
+    most = MORE_ROWS if lacks_avx512() or _has_tiles(weight.dtype) else FEW_ROWS
     is_many = rows.numel() > most * linear.in_features and not is_slow(weight.dtype)
     is_like = rows.dtype == weight.dtype and has_like_bias(linear)
     if is_many or not is_like or not weight.is_contiguous():

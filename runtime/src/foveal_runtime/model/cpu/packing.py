@@ -7,7 +7,8 @@ plain one (same number of bytes).
 
 oneDNN packs and multiplies, except bfloat16 numbers on CPUs without AVX-512: it has no products of
 those, and torch's own take up to 8 times as long as in float32. There the C kernel of small steps
-multiplies, from blocks of its own. What must stay as it lies is left to fusing.py.
+multiplies, from blocks of its own; so it does where the instruction for pairs of them is slow
+(`has_slow_dots`). What must stay as it lies is left to fusing.py.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from foveal_runtime.model.cpu.kernels import (
     NO_MEMORY,
     Product,
     ProductJob,
+    has_slow_dots,
     load_decoder_kernel,
 )
 from foveal_runtime.model.cpu.threads import KERNEL_CACHE_ENTRIES
@@ -91,7 +93,7 @@ class PackedLinear(nn.Module):  # type: ignore[misc]
         times: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """activation(rows @ weight + bias), or without one `times` that, of the result's shape."""
-        is_few = rows.numel() <= MORE_ROWS * self.in_features and is_slow(torch.bfloat16)
+        is_few = rows.numel() <= MORE_ROWS * self.in_features and lacks_avx512()
         is_plain = activation == IDENTITY and times is None
         if is_few and is_plain and (product := self.product()) is not None:
             return multiply(rows, product)
@@ -281,16 +283,25 @@ def has_kernel() -> bool:
 
 
 @functools.cache
+def lacks_avx512() -> bool:
+    """Whether the C kernel's products of several rows are faster than oneDNN's for that reason."""
+    kernel = loaded_kernel()
+    return not isinstance(kernel, str) and kernel.is_fast_in_float32 and kernel.has_chunks
+
+
+@functools.cache
 def is_slow(dtype: torch.dtype) -> bool:
-    """Whether oneDNN has no products of such numbers here, but the C kernel has."""
+    """Whether the C kernel multiplies such numbers here, since oneDNN cannot, or not as fast."""
     return dtype == torch.bfloat16 and not _has_products(dtype) and has_kernel()
 
 
 def _has_products(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies such numbers with this CPU's instructions."""
+    """Whether oneDNN multiplies such numbers with this CPU's instructions, and they are fast."""
     if dtype not in DTYPES or not torch.backends.mkldnn.is_available():
         return False
-    return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if dtype != torch.bfloat16:
+        return True
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) and not has_slow_dots()
 
 
 @functools.lru_cache

@@ -241,7 +241,7 @@ class DecoderKernel:
         """Whether it multiplies bfloat16 numbers by AMX."""
         self.has_dots = variant in ("v4_bf16", "v4_amx")
         """Whether it multiplies such, and codes of quantised weights, as pairs of them."""
-        best = "v4_amx" if "amx_bf16" in cpu_flags() else "v4_bf16"
+        best = "v4_amx" if "amx_bf16" in cpu_flags() else "v4" if has_slow_dots() else "v4_bf16"
         self.is_fast_in_bfloat16 = variant == best
         """Whether it multiplies bfloat16 numbers as fast as oneDNN."""
         self.is_fast_in_float32 = variant != "generic"
@@ -308,6 +308,15 @@ def cpu_flags(cpuinfo: Path = _CPUINFO) -> frozenset[str]:
     return flags if not flags & _TILES or _may_use_tiles() else flags - _TILES
 
 
+def has_slow_dots(cpuinfo: Path = _CPUINFO) -> bool:
+    """Whether this CPU adds products of bfloat16 numbers at half of its rate for float32 numbers,
+    so that these are better widened. Intel's do since they have AMX (of which AVX512-FP16 is the
+    sign), and it is not there in many virtual machines."""
+    flags = cpu_flags(cpuinfo)
+    is_such = {"avx512_bf16", "avx512_fp16"} <= flags and "amx_bf16" not in flags
+    return is_such and cpu_vendor(cpuinfo) == "GenuineIntel"
+
+
 @functools.cache
 def _may_use_tiles() -> bool:
     """Asks once, for all threads."""
@@ -323,6 +332,12 @@ def variants(machine: str, flags: frozenset[str]) -> list[str]:
     if machine not in ("x86_64", "AMD64"):
         return ["generic"]
     return [name for name, needs in _NEEDS.items() if needs <= flags] + ["generic"]
+
+
+def preferred_variants(cpuinfo: Path = _CPUINFO) -> list[str]:
+    """Names of the variants worth loading on this CPU, best first."""
+    able = variants(platform.machine(), cpu_flags(cpuinfo))
+    return [name for name in able if name != "v4_bf16" or not has_slow_dots(cpuinfo)]
 
 
 def load_kernel(folder: Path | None = None) -> Kernel | str:
@@ -352,7 +367,7 @@ def load_delta_kernel(folder: Path | None = None) -> DeltaKernel | str:
 
 def _load(kind: Callable[[Path], T], stem: str, folder: Path | None = None) -> T | str:
     folder = folder or Path(__file__).parent
-    wanted = variants(platform.machine(), cpu_flags())
+    wanted = preferred_variants()
     for name in wanted:
         path = folder / f"{stem}_{name}.so"
         if path.exists():
