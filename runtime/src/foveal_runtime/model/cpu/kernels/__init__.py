@@ -309,9 +309,9 @@ def cpu_flags(cpuinfo: Path = _CPUINFO) -> frozenset[str]:
 
 
 def has_slow_dots(cpuinfo: Path = _CPUINFO) -> bool:
-    """Whether this CPU adds products of bfloat16 numbers at half of its rate for float32 numbers,
-    so that these are better widened. Intel's do since they have AMX (of which AVX512-FP16 is the
-    sign), and it is not there in many virtual machines."""
+    """Whether bfloat16 numbers are better widened here than multiplied as pairs. Intel's CPUs that
+    have AMX, of which AVX512-FP16 is the sign, multiply pairs at half of their rate for float32
+    numbers; many virtual machines do not show the AMX that would do it instead."""
     flags = cpu_flags(cpuinfo)
     is_such = {"avx512_bf16", "avx512_fp16"} <= flags and "amx_bf16" not in flags
     return is_such and cpu_vendor(cpuinfo) == "GenuineIntel"
