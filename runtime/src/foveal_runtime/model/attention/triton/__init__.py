@@ -217,8 +217,9 @@ class TritonBackend:
         if not has_groups and max(q_lens) == 1:
             if len(q_lens) > len(self._all_rows):
                 self._outgrown.append(self._all_rows)
-                count = next_power_of_2(len(q_lens))
-                self._all_rows = torch.arange(count, dtype=torch.int32, device=self._device.torch)
+                # Copied: a kernel that starts early would not wait for a kernel that makes them.
+                numbers = torch.arange(next_power_of_2(len(q_lens)), dtype=torch.int32)
+                self._all_rows = numbers.to(self._device.torch)
             return _Division(None, len(q_lens), [])
         rows: list[int] = []
         long: list[tuple[int, int]] = []

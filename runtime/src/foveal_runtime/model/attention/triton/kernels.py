@@ -237,7 +237,7 @@ def decode_kernel(
     token = tl.load(rows + row).to(tl.int64)
     sequence = tl.load(seq_of_token + token)
     last = tl.load(pos_of_token + token)
-    if EARLY:  # a step's kernels write none of these tables
+    if EARLY:  # these tables are copied from the host: no kernel writes them
         gdc_wait()
     pieces: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     kv_head = tl.program_id(1) // pieces
