@@ -120,6 +120,11 @@ def test_other_families_keep_their_modules(kind, bench, named, caplog):
     assert NOT_TAKEN[kind][1] in caplog.text
 
 
+def test_scaled_queries_are_taken_where_no_request_comes_that_far(tiny, named):
+    runner = TorchRunner.load(str(tiny(named("ministral3"))), max_model_len=64, num_blocks=8)
+    assert runner.forward.decoder_layers is not None
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", [*sorted(TAKEN.keys() - {"seed_oss"}), "gemma"])
 def test_each_layer_equals_its_modules_over_long_contexts(kind, dtype, tiny, named):

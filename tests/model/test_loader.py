@@ -72,6 +72,26 @@ def test_scaling_past_the_models_own_length_is_left_out(tmp_path) -> None:
     assert all(map(torch.equal, own, plain)), "up to that length nothing is scaled"
 
 
+@pytest.mark.parametrize(("longest", "kind"), [(64, "short"), (65, "long"), (0, "long")])
+def test_long_rope_is_decided_once_not_by_each_step(longest, kind, tmp_path) -> None:
+    """transformers' own choice follows the longest position of a call, so of all its requests."""
+    factors = {"short_factor": [1.0, 2.0], "long_factor": [4.0, 8.0]}
+    config = transformers.Phi3Config(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=8, vocab_size=32, pad_token_id=0, eos_token_id=1,
+        max_position_embeddings=256, original_max_position_embeddings=64,
+        rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, **factors},
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    settled = read_config(str(tmp_path), max_model_len=longest)
+    rotary = class_for(settled)(settled).model.rotary_emb
+    alone, beside = (rotary(torch.zeros(1), torch.arange(n)[None]) for n in (5, 200))
+    assert all(map(torch.equal, alone, (one[:, :5] for one in beside)))
+    wanted = 5 / torch.tensor(factors[f"{kind}_factor"]) / 1e4 ** torch.tensor([0.0, 0.5])
+    found = torch.atan2(beside[1][0, 5], beside[0][0, 5])[:2]
+    assert torch.allclose(found, torch.atan2(wanted.sin(), wanted.cos()))
+
+
 def test_encoders_are_refused_by_the_probe(tmp_path) -> None:
     """ELECTRA has a causal class and replaceable attention, but looks both ways."""
     config = transformers.ElectraConfig(

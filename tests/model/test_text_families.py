@@ -70,15 +70,37 @@ FAMILIES = [
 ]
 
 
-def small_config(kind: str):
+_LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 8,
+    "short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [2.0, 4.0, 8.0, 16.0],
+}  # fmt: skip
+OTHERWISE = {
+    "phi3": {"original_max_position_embeddings": 8, "rope_parameters": _LONGROPE},
+    "hunyuan_v1_dense": {
+        "rope_parameters": {"rope_type": "dynamic", "alpha": 1e3, "factor": 1.0, "rope_theta": 1e4},
+        "head_dim": 8,
+    },
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.5,
+            "original_max_position_embeddings": 16,
+        },
+    },
+}  # fmt: skip
+"""Scaled rotary positions, as checkpoints of these families have them."""
+
+
+def small_config(kind: str, **more):
     default = transformers.AutoConfig.for_model(kind)
     known = {k: v for k, v in SIZES.items() if getattr(default, k, None) is not None}
-    return transformers.AutoConfig.for_model(kind, **known)
+    return transformers.AutoConfig.for_model(kind, **known | more)
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", [*FAMILIES, *(f"{kind}_otherwise" for kind in OTHERWISE)])
 def test_equals_transformers(kind: str, bench, checkpoints) -> None:
-    checkpoints.CASES.setdefault(kind, checkpoints.Case(lambda: small_config(kind)))
+    family = kind.removesuffix("_otherwise")
+    more = OTHERWISE[family] if family != kind else {}
+    checkpoints.CASES.setdefault(kind, checkpoints.Case(lambda: small_config(family, **more)))
     one = bench(kind)
     prompts = {"a": one.prompt(1, num_text=40), "b": one.prompt(2, num_text=9)}
     jobs = {name: one.job(name, prompt) for name, prompt in prompts.items()}

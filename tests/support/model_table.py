@@ -101,6 +101,17 @@ and what lacks either part is computed again (`foveal_prefix_tokens_without_stat
 `tests/model/test_windows.py`: prompts of many windows, freed blocks overwritten, chunks,
 preemption, reuse and migration. [Budgets](budgets.md#sliding-windows) says what it takes.
 
+## Positions past the length of training
+
+Some models scale rotary positions where a text is longer than those they were first trained on, and
+transformers decides so by the longest position of a call. Here a call computes several requests, so
+it is decided once, when the model is loaded: LongRoPE (Phi-3, Phi-4) takes its long factors where
+`maxModelLen` (`--max-model-len`) is above `original_max_position_embeddings`, as in vLLM, and the
+short ones otherwise. Who serves short texts alone gets the numbers of transformers with a
+`maxModelLen` of that length, 4,096 for Phi-3. The same helps Ministral 3, which scales queries from
+position 16,384 on: up to that `maxModelLen` its layers are computed in the faster ways of Llama's,
+beyond by transformers' modules.
+
 ## What is refused
 
 Of transformers' {total} multimodal generative types {served} are served. Which are not, and what of

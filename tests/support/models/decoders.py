@@ -52,10 +52,17 @@ TAKEN = {
         "linear_num_value_heads": 4,
     },
 }
+MINISTRAL = {
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.1,
+        "original_max_position_embeddings": 64,
+    },
+}  # fmt: skip
 NOT_TAKEN = {
     "ernie4_5": ({}, "layer 0 differs"),  # turns neighbours
     "granite": ({"residual_multiplier": 0.5}, "layer 0 differs"),
     "smollm3": ({"no_rope_layer_interval": 2}, "layer 1 differs"),
+    "ministral3": (MINISTRAL, "layer 0 differs"),  # scales queries from position 64 on
     "cohere": ({}, "made of other parts"),
     "olmo2": ({}, "made of other parts"),
     "phi3": ({}, "made of other parts"),

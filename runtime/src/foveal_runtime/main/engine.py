@@ -306,6 +306,7 @@ def _load_runner(config: EngineConfig) -> TorchRunner | TensorParallelRunner:
             device=config.device,
             block_size=config.caches.block_size,
             kv_dtype=config.caches.kv_dtype,
+            max_model_len=config.model.max_model_len,
             attention=config.attention,
         )
     else:
@@ -314,6 +315,7 @@ def _load_runner(config: EngineConfig) -> TorchRunner | TensorParallelRunner:
             dtype=config.model.dtype,
             device=config.device,
             quantization=config.model.quantization,
+            max_model_len=config.model.max_model_len,
             block_size=config.caches.block_size,
             kv_dtype=config.caches.kv_dtype,
             lora_bytes=config.caches.lora_bytes,

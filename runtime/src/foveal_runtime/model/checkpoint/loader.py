@@ -36,6 +36,7 @@ from foveal_runtime.model.checkpoint.kinds import (
 )
 from foveal_runtime.model.checkpoint.placement import METHOD, place_layers
 from foveal_runtime.model.checkpoint.quantized import check_quantization, describe
+from foveal_runtime.model.checkpoint.rotary import settle_rope
 from foveal_runtime.model.checkpoint.weights import check_directory
 from foveal_runtime.model.context import ATTENTION_NAME
 from foveal_runtime.model.cpu.fusing import fuse
@@ -108,13 +109,15 @@ def load_model(
     dtype: str = "auto",
     device: str = "cpu",
     quantization: Quantization = "auto",
+    max_model_len: int = 0,
     **options: Any,
 ) -> LoadedModel:
-    """Reads the checkpoint directory `path`. `options` go to from_pretrained (tensor parallel).
+    """Reads the checkpoint directory `path` for requests of at most `max_model_len` tokens (0: the
+    model's own limit). `options` go to from_pretrained (tensor parallel).
 
     Raises StartupError for anything missing or unsupported.
     """
-    config = read_config(path, quantization)
+    config = read_config(path, quantization, max_model_len)
     adapter = adapter_for(config)
     model_class = class_for(config)
     check_class(config, model_class)
@@ -220,8 +223,9 @@ def _number_layers(encoder: Any) -> None:
                 module.layer_idx = number
 
 
-def read_config(path: str, quantization: Quantization = "auto") -> Any:
-    """The checkpoint's configuration. Raises StartupError, also for quantised weights that cannot
+def read_config(path: str, quantization: Quantization = "auto", max_model_len: int = 0) -> Any:
+    """The checkpoint's configuration, with rotary positions for requests of at most `max_model_len`
+    tokens (0: the model's own limit). Raises StartupError, also for quantised weights that cannot
     be run, or quantised once more; for others it names our quantiser (`placement`)."""
     check_directory(path)
     try:
@@ -234,7 +238,7 @@ def read_config(path: str, quantization: Quantization = "auto") -> Any:
             f"(code from checkpoints is never run): {_one_line(error)}"
         ) from error
     _check_towers(path, found)
-    _settle_rope(found.get_text_config())
+    settle_rope(found.get_text_config(), max_model_len)
     if scheme := check_quantization(path, found):
         if quantization != "auto":
             raise StartupError(
@@ -265,17 +269,6 @@ def _check_towers(path: str, config: Any) -> None:
                 f"model {path}: {field}.model_args in config.json is not supported; leave it out"
             )
         _check_towers(path, part)
-
-
-def _settle_rope(text: Any) -> None:
-    """Dynamic scaling of rotary positions (as InternVL3 has) begins past max_position_embeddings,
-    where no request comes; until there it is the plain kind, which does not look for the longest
-    position in every step."""
-    rope = getattr(text, "rope_parameters", None) or {}
-    for one in (rope, *(part for part in rope.values() if isinstance(part, dict))):
-        if one.get("rope_type") == "dynamic":
-            one["rope_type"] = "default"
-            one.pop("factor", None)
 
 
 def adapter_for(config: Any) -> Adapter:

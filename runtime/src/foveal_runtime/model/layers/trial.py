@@ -90,8 +90,11 @@ class Trial:
             groups=self._groups(len(place), there) if has_item else None,
             state_slots=list(range(count)),
         )
-        axes = torch.stack([place, place + 1, place + 2])[:, None]  # of an image's tokens
-        self.positions = (axes if loaded.adapter.rope else place[None]).to(there)
+        # Close to the model's last position: what depends on it shows there, if anywhere.
+        longest = int(loaded.text_config.max_position_embeddings) - loaded.adapter.position_offset
+        far = place + max(0, longest - max(kv_lens) - 2)
+        axes = torch.stack([far, far + 1, far + 2])[:, None]  # of an image's tokens
+        self.positions = (axes if loaded.adapter.rope else far[None]).to(there)
         width = int(loaded.text_config.hidden_size)
         self.rows = torch.randn(len(place), width).to(there, dtype) / 16
         self.extra = _deepstack(loaded, self.rows) if loaded.adapter.deepstack else {}

@@ -46,6 +46,7 @@ class RankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     attention: str
     block_size: int
     kv_dtype: KVDtype = "auto"
+    max_model_len: int = 0
     num_ranks: int
     store: str
     rendezvous_seconds: float = 120.0
@@ -166,7 +167,13 @@ def load_options() -> dict[str, Any]:
 def load_shard(config: RankConfig, rank: int) -> TorchRunner:
     """This rank's part of the model, in a runner without KV pool. Raises StartupError."""
     device = config.device_of(rank)
-    loaded = load_model(config.model_path, config.dtype, device, **load_options())
+    loaded = load_model(
+        config.model_path,
+        config.dtype,
+        device,
+        max_model_len=config.max_model_len,
+        **load_options(),
+    )
     return TorchRunner(
         loaded,
         device=device,

@@ -126,13 +126,13 @@ class TorchRunner:
     @classmethod
     def load(
         cls, path: str, *, dtype: str = "auto", device: str = "cpu",
-        quantization: Quantization = "auto", **options: Any,
+        quantization: Quantization = "auto", max_model_len: int = 0, **options: Any,
     ) -> TorchRunner:  # fmt: skip
-        """Loads the checkpoint directory `path`; `options` are those of the constructor.
+        """Loads the checkpoint directory `path`; `options` are the constructor's.
 
-        Raises StartupError.
-        """
-        return cls(load_model(path, dtype, present(device), quantization), device=device, **options)
+        Raises StartupError."""
+        loaded = load_model(path, dtype, present(device), quantization, max_model_len)
+        return cls(loaded, device=device, **options)
 
     @property
     def kv_block_bytes(self) -> int:
