@@ -86,8 +86,9 @@ OTHERWISE = {
             "original_max_position_embeddings": 16,
         },
     },
+    "qwen2_moe": {"use_sliding_window": True, "max_window_layers": 2},
 }  # fmt: skip
-"""Scaled rotary positions, as checkpoints of these families have them."""
+"""Scaled rotary positions and windows, as checkpoints of these families have them."""
 
 
 def small_config(kind: str, **more):

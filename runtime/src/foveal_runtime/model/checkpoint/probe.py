@@ -48,7 +48,8 @@ class _Recorder:
     ) -> torch.Tensor:
         index = int(module.layer_idx)
         self._check(module, index, options)
-        scaling, window = options.get("scaling"), options.get("sliding_window")
+        scaling = options.get("scaling")
+        window = options.get("sliding_window") or _masked_window(module, index)
         # A layer that is handed the very keys of another one has none of its own.
         owner, _ = self._owners.setdefault(key.untyped_storage()._cdata, (index, key))
         self.layers[index] = LayerGeometry(
@@ -86,10 +87,18 @@ class _Recorder:
 def _chunk_size(module: torch.nn.Module, index: int) -> int | None:
     """Llama 4 applies its chunks in the mask alone, so the call does not show them."""
     config: Any = module.config
+    return int(config.attention_chunk_size) if _is(config, index, "chunked_attention") else None
+
+
+def _masked_window(module: torch.nn.Module, index: int) -> int | None:
+    """Qwen2-MoE applies its windows in the mask alone."""
+    config: Any = module.config
+    return config.sliding_window or None if _is(config, index, "sliding_attention") else None
+
+
+def _is(config: Any, index: int, layer_type: str) -> bool:
     types = getattr(config, "layer_types", None) or ()
-    if index < len(types) and types[index] == "chunked_attention":
-        return int(config.attention_chunk_size)
-    return None
+    return index < len(types) and types[index] == layer_type
 
 
 def probe_layers(loaded: LoadedModel, head: Head) -> tuple[LayerGeometry, ...]:
