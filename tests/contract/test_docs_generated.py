@@ -5,11 +5,19 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any, cast
 
 import yaml
 
 from foveal_operator.api import reasons
+from foveal_runtime.frontend.http.app import build_app
+from foveal_runtime.frontend.testing.fake import FakeGenerator, FakeInputProcessor
+from foveal_runtime.frontend.testing.fake_tokenizer import EOS, byte_tokenizer
+from foveal_runtime.plan import errors
+from foveal_runtime.plan.config import FrontendConfig, InjectionConfig, ModelConfig
+from foveal_runtime.plan.metrics import METRICS
 from tests.support import api_page, regenerate, restart_table, values_table
+from tests.support.markdown import pages, split
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -89,13 +97,79 @@ def test_the_page_of_the_resource_tells_every_field() -> None:
     assert "|  |\n" not in text.partition("## status")[0], "a field of the spec without meaning"
 
 
+def test_the_page_of_the_http_api_has_every_route(tmp_path: Path) -> None:
+    """It lacked /version and the quarantine's."""
+    byte_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "key").write_text("k\n")
+    processor = FakeInputProcessor({})
+    app = build_app(
+        FrontendConfig(
+            model=ModelConfig(path=str(tmp_path)),
+            admin_key_file=str(tmp_path / "key"),
+            injection=InjectionConfig(enabled=True, api_key_file=str(tmp_path / "key")),
+        ),
+        processor=processor,
+        info=processor,
+        generator=FakeGenerator(lambda _: [], EOS),
+        admin=cast(Any, object()),
+        injector=cast(Any, object()),
+        mirrors=lambda: {},
+    )
+    app.close()
+    served = {
+        f"{method} {_nameless(path)}"
+        for path, methods in app.api.openapi()["paths"].items()
+        for method in map(str.upper, methods)
+    }
+    text = (DOCS / "reference" / "http-api.md").read_text(encoding="utf-8")
+    listed = set()
+    for row in text.partition("An engine has a small HTTP port")[0].splitlines():
+        method = ""
+        for found in re.finditer(r"`(?:(GET|POST) )?(/[^ `]*)`", row.split(" | ")[0]):
+            method = found[1] or method
+            listed.add(f"{method} {_nameless(found[2])}")
+    unlisted = {"GET /"}  # what is no API is not in the schema
+    assert listed - {" /docs", " /openapi.json"} == served | unlisted
+
+
+def _nameless(path: str) -> str:
+    return re.sub(r"{.*?}", "{}", path)
+
+
+def test_the_page_of_the_http_api_has_every_error_code() -> None:
+    """It lacked those of slow uploads and of the quarantine."""
+    text = (DOCS / "reference" / "http-api.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if re.match(r"\| \d\d\d", line)]
+    listed = {
+        (int(status), code)
+        for row in rows
+        for status in re.findall(r"\d\d\d", row.split(" | ")[0])
+        for code in re.findall(r"`([a-z_]+)`", row)
+    }
+    raised = {
+        (error.status, error.code)
+        for error in errors._leaves(errors.FovealError).values()
+        if not issubclass(error, errors.StartupError)
+    }
+    assert raised <= listed
+
+
+def test_counters_are_named_as_they_are_exported() -> None:
+    """Several pages left out the suffix, and a query by such a name finds nothing."""
+    counters = {metric.name for metric in METRICS if metric.kind == "counter"}
+    for page in pages():
+        prose = split(page.read_text(encoding="utf-8"))[0]
+        wrong = counters & set(re.findall(r"(?:foveal_|vllm:)\w+", prose))
+        assert not wrong, f"{page}: {sorted(wrong)} end with _total"
+
+
 def test_the_kubernetes_version_is_stated_once() -> None:
     """README said 1.35, the chart's README 1.34."""
     chart = yaml.safe_load((DOCS.parent / "charts/foveal/Chart.yaml").read_text(encoding="utf-8"))
     least = chart["kubeVersion"].removeprefix(">=").removesuffix(".0-0")
-    pages = [DOCS.parent / "README.md", DOCS.parent / "charts/foveal/README.md"]
-    pages += [page for part in ("get-started", "how-to") for page in (DOCS / part).glob("*.md")]
-    for page in pages:
+    named = [DOCS.parent / "README.md", DOCS.parent / "charts/foveal/README.md"]
+    named += [page for part in ("get-started", "how-to") for page in (DOCS / part).glob("*.md")]
+    for page in named:
         assert not re.search(r"Kubernetes 1\.\d+ or newer", page.read_text(encoding="utf-8")), page
     stated = (DOCS / "reference/versions.md").read_text(encoding="utf-8")
     assert f"Kubernetes {least} or newer" in stated

@@ -81,7 +81,7 @@ half as much memory as KV (`snapshots` in `foveal plan`); the least recently use
 Until a second prompt shows where a common beginning ends, it is computed twice: on traces of
 conversations and of questions about the same images, hits are at least 95 % of those of full
 attention (`tests/model/test_hybrid_prefixes.py`, `tests/data_plane/engine/test_snapshots.py`).
-`foveal_cache_*{{cache="state"}}` and `foveal_prefix_tokens_without_state` show them at work.
+`foveal_cache_*{{cache="state"}}` and `foveal_prefix_tokens_without_state_total` show them at work.
 
 On CPUs, a C kernel computes the gated delta rule of Qwen3.5 and Qwen3-Next with the convolution
 before it and the norm behind it, for all sequences of a step at once and with their states where
@@ -96,7 +96,7 @@ Where some layers have a sliding window (Gemma 2, 3, 3n and 4, GPT-OSS, Cohere 2
 Llama 4), those have KV blocks of their own, and a running request keeps a window's worth of them:
 what lies before is given back after each step. A prefix is reused as far as all of its blocks are
 there in the one pool and, in the other, those that the next token sees; each pool evicts by itself,
-and what lacks either part is computed again (`foveal_prefix_tokens_without_state`).
+and what lacks either part is computed again (`foveal_prefix_tokens_without_state_total`).
 `foveal_kv_window_blocks` shows the second pool. It is compared with transformers in
 `tests/model/test_windows.py`: prompts of many windows, freed blocks overwritten, chunks,
 preemption, reuse and migration. [Budgets](budgets.md#sliding-windows) says what it takes.

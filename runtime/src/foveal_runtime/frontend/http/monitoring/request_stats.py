@@ -47,7 +47,7 @@ def _media(first: FirstOutput) -> str:
 
 class RequestStats:
     """One HTTP request. `started` is its arrival on `clock`; `operation` as OpenTelemetry names it:
-    chat or text_completion; `trace_id` is "" where it is not traced."""
+    chat, text_completion or embeddings; `trace_id` is "" where it is not traced."""
 
     def __init__(
         self,
