@@ -279,7 +279,7 @@ class Security(Part, frozen=True, kw_only=True):
         SecretKey | None, Meta(description="Keys that clients present, one a line.")
     ] = None
     admin_key_secret_ref: Annotated[
-        SecretKey | None, Meta(description="Key for cache resets and the like.")
+        SecretKey | None, Meta(description="Key for caches, LoRA adapters and the quarantine.")
     ] = None
     injection: Annotated[Injection | None, Meta(description="Allow injected media.")] = None
     tenant_salt_header: Annotated[

@@ -225,7 +225,7 @@ _OPTIONS: dict[str, tuple[tuple[str, str, Any, Any, str, str], ...]] = {
         ("--api-key-file FILE", "api_key_file", str, "", "no key is needed",
          f"{_KEYS} that requests need"),
         ("--admin-key-file FILE", "admin_key_file", str, "", "off",
-         f"{_KEYS} for cache resets and resizes"),
+         f"{_KEYS} for caches, LoRA adapters and the quarantine"),
         ("--injection-key-file FILE", "injection_key_file", str, "", "off",
          f"{_KEYS} for injected media"),
         ("--trust-injected-keys", "injection_trusted", True, False, "they may not",
