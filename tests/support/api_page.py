@@ -15,7 +15,8 @@ from foveal_operator.kube.types import Obj
 _HEAD = """# The resource MultiModalInference
 
 Generated from the resource's definition (`crds/`); do not edit. `kubectl explain mmi.spec` tells
-the same. A field that is not listed is refused with server-side apply, and dropped without it.
+the same. A field that is not listed is refused with server-side apply, and by kubectl (whose
+default is `--validate=strict`); for other clients the API server drops it with a warning.
 
 """
 
