@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import subprocess
+import sys
 import time
 
 import httpx
 import openai
 import pytest
 from evaluate import to_request
+
+from tests.support.markdown import ROOT, split
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 
@@ -39,6 +43,22 @@ def test_openai_sync_streaming_and_not(client, samples, longest_reply):
         assert usage.completion_tokens == whole.usage.completion_tokens
         assert usage.total_tokens == whole.usage.total_tokens
         assert whole.usage.completion_tokens > 0
+
+
+def test_the_pages_program_prints_what_the_page_says(shared):
+    """The blocks `python run` of the page, as one program."""
+    page = (ROOT / "docs/how-to/clients.md").read_text(encoding="utf-8")
+    blocks = split(page)[1]
+    program = "".join(block.text for block in blocks if block.info == "python run")
+    wanted = "".join(block.text for block in blocks if block.info == "text output")
+    address = "http://127.0.0.1:8000/v1"
+    assert program.count(address) == 1
+    done = subprocess.run(
+        [sys.executable, "-c", program.replace(address, shared[1].url + "/v1")],
+        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == wanted
 
 
 def test_tokenize_counts_media_as_the_engine_does(shared, samples):
