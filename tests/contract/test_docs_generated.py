@@ -154,6 +154,15 @@ def test_the_page_of_the_http_api_has_every_error_code() -> None:
     assert raised <= listed
 
 
+def test_the_page_of_keys_creates_the_examples_secrets() -> None:
+    text = (DOCS / "how-to" / "keys.md").read_text(encoding="utf-8")
+    spec = yaml.safe_load((DOCS.parent / "examples/mmi-gpu.yaml").read_text())["spec"]
+    keys = spec["security"]["apiKeySecretRef"]
+    for name, data in ((spec["model"]["secretRef"]["name"], "HF_TOKEN"), keys.values()):
+        found = rf"create secret generic {name} -n models --from-(?:file|literal)={data}="
+        assert re.search(found, text), name
+
+
 def test_counters_are_named_as_they_are_exported() -> None:
     """Several pages left out the suffix, and a query by such a name finds nothing."""
     counters = {metric.name for metric in METRICS if metric.kind == "counter"}
