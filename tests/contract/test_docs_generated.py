@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from pathlib import Path
@@ -9,10 +10,11 @@ from typing import Any, cast
 
 import yaml
 
-from foveal_operator.api import reasons
+from foveal_operator.api import crd, reasons
 from foveal_runtime.frontend.http.app import build_app
 from foveal_runtime.frontend.testing.fake import FakeGenerator, FakeInputProcessor
 from foveal_runtime.frontend.testing.fake_tokenizer import EOS, byte_tokenizer
+from foveal_runtime.main.local.options import add_options
 from foveal_runtime.plan import errors
 from foveal_runtime.plan.config import FrontendConfig, InjectionConfig, ModelConfig
 from foveal_runtime.plan.metrics import METRICS
@@ -152,6 +154,24 @@ def test_the_page_of_the_http_api_has_every_error_code() -> None:
         if not issubclass(error, errors.StartupError)
     }
     assert raised <= listed
+
+
+def test_options_and_fields_beside_vllms_exist() -> None:
+    text = (DOCS / "reference" / "serve-options.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ") for line in text.splitlines() if line.count(" | ") == 2]
+    assert len(rows) > 30
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    flags = {flag for _, own, _ in rows for flag in re.findall(r"`(--[a-z-]+)", own)}
+    assert flags <= set(parser._option_string_actions)
+    fields = {name for *_, cell in rows for name in re.findall(r"`(\w+\.[\w.]+)`", cell)}
+    root = yaml.safe_load(crd.render())["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    assert fields
+    for name in fields:
+        found = root["properties"]["spec"]
+        for part in name.split("."):
+            assert part in found["properties"], name
+            found = found["properties"][part]
 
 
 def test_the_page_of_keys_creates_the_examples_secrets() -> None:
