@@ -11,6 +11,7 @@ from typing import Any, cast
 import yaml
 
 from foveal_operator.api import crd, reasons
+from foveal_operator.observability import promql
 from foveal_runtime.frontend.http.app import build_app
 from foveal_runtime.frontend.testing.fake import FakeGenerator, FakeInputProcessor
 from foveal_runtime.frontend.testing.fake_tokenizer import EOS, byte_tokenizer
@@ -172,6 +173,20 @@ def test_options_and_fields_beside_vllms_exist() -> None:
         for part in name.split("."):
             assert part in found["properties"], name
             found = found["properties"][part]
+
+
+def test_the_scrape_job_of_the_page_sets_the_labels_of_podmonitors() -> None:
+    blocks = split((DOCS / "how-to" / "observability.md").read_text(encoding="utf-8"))[1]
+    [text] = [block.text for block in blocks if "scrape_configs:" in block.text]
+    [job] = yaml.safe_load(text)["scrape_configs"]
+    rules = {rule.get("target_label"): rule["source_labels"] for rule in job["relabel_configs"]}
+    assert rules.keys() - {None} == promql.TARGET_LABELS
+    golden = DOCS.parent / "tests/control_plane/golden/gpu.yaml"
+    objects = yaml.safe_load_all(golden.read_text(encoding="utf-8"))
+    [monitor] = [one for one in objects if one["kind"] == "PodMonitor"]
+    [endpoint] = monitor["spec"]["podMetricsEndpoints"]
+    for rule in endpoint["relabelings"]:
+        assert rules[rule["targetLabel"]] == rule["sourceLabels"]
 
 
 def test_the_page_of_keys_creates_the_examples_secrets() -> None:
