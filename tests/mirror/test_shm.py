@@ -1,9 +1,13 @@
 """Shared-memory values: written once, read by any engine of the node, freed by their writer."""
 
+import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +23,7 @@ from foveal_runtime.wire.shm import (
     SharedReader,
     SharedWriter,
     check_capacity,
+    max_mappings,
     pack_header,
     sweep,
 )
@@ -132,6 +137,72 @@ def test_files_that_are_something_else_are_asked_for_again(tmp_path, writer):
     assert reader.open(SharedValue(ref.name, ref.length, b"8" * 8), hash_of(1)) is None
     assert (reader.num_opened, reader.num_damaged) == (0, 7)
     assert bytes(reader.open(ref, hash_of(1))) == value(1)
+
+
+@contextmanager
+def soft_limit(kind: int, value: int):
+    before = resource.getrlimit(kind)
+    resource.setrlimit(kind, (value, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, before)
+
+
+def lowest_free_descriptor() -> int:
+    descriptor = os.open(os.devnull, os.O_RDONLY)
+    os.close(descriptor)
+    return descriptor
+
+
+def test_no_descriptor_left_means_absent(tmp_path, writer, caplog):
+    """Every error of the system but a missing folder ended the engine."""
+    reader, ref = SharedReader(tmp_path), put(writer, 1)
+    for spare in (0, 1, 2):
+        with soft_limit(resource.RLIMIT_NOFILE, lowest_free_descriptor() + spare):
+            assert reader.open(ref, hash_of(1)) is None
+    assert reader.num_absent == 3
+    [told] = caplog.records
+    assert (told.levelno, "Too many open files" in told.message) == (logging.WARNING, True)
+    assert bytes(reader.open(ref, hash_of(1))) == value(1)
+
+
+def test_no_memory_to_map_means_absent(tmp_path):
+    """ENOMEM, as above vm.max_map_count, ended the engine."""
+    data = value(1) + bytes(64 << 20)
+    writer = SharedWriter(tmp_path, 7, 128 << 20)
+    ref = SharedValue(
+        writer.put(hash_of(1), data, codec.digest(data)), len(data), codec.digest(data)
+    )
+    mapped_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    reader = SharedReader(tmp_path)
+    with soft_limit(resource.RLIMIT_AS, mapped_bytes + (32 << 20)):
+        assert reader.open(ref, hash_of(1)) is None
+    assert reader.num_absent == 1
+    assert bytes(reader.open(ref, hash_of(1))) == data
+    writer.close()
+
+
+def test_values_leave_descriptors_and_mappings_for_the_rest(tmp_path, writer, caplog):
+    """Each resident value keeps one descriptor: a thousand of them left none for sockets."""
+    reader = SharedReader(tmp_path, max_mapped=2)
+    views = [reader.open(put(writer, index), hash_of(index)) for index in (1, 2, 3)]
+    assert [view is not None for view in views] == [True, True, False]
+    [told] = caplog.records
+    assert "ulimit -n" in told.message
+    views[0] = None  # evicted
+    assert bytes(reader.open(put(writer, 3), hash_of(3))) == value(3)
+    assert (reader.num_opened, reader.num_absent) == (3, 1)
+
+
+def test_the_lower_of_two_limits_bounds_mappings(tmp_path):
+    counts = tmp_path / "max_map_count"
+    descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    counts.write_text("100\n")
+    assert max_mappings(str(counts)) == 50
+    counts.write_text(f"{2 * descriptors}\n")
+    assert max_mappings(str(counts)) == descriptors // 2
+    assert max_mappings(str(tmp_path / "none")) == min(descriptors, 65530) // 2
 
 
 def test_a_value_that_differs_gets_a_file_of_its_own(tmp_path, writer):

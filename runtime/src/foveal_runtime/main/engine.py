@@ -6,10 +6,12 @@ warms the model while /livez already answers, serves until SIGTERM (drain) or SI
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
 import os
+import resource
 import signal
 import socket
 import tempfile
@@ -69,7 +71,16 @@ def run(path: str) -> int:
     assert isinstance(config, EngineConfig)
     configure_logging(config.log_format, process=config.engine_id)
     threads.configure(config.num_threads)
+    raise_file_limit()
     return serve(config)
+
+
+def raise_file_limit() -> None:
+    """Links and shared values keep a descriptor each. The soft limit, often 1,024, protects
+    programs that call select() on any of them."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def serve(config: EngineConfig) -> int:

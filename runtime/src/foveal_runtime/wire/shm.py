@@ -18,9 +18,11 @@ import logging
 import mmap
 import os
 import re
+import resource
 import shutil
 import stat
 import struct
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
@@ -39,6 +41,8 @@ MAGIC = b"FSV1"
 HEADER = struct.Struct("<4s4xQ32s8s8x")
 HEADER_BYTES = HEADER.size
 CGROUP_LIMIT_FILE = "/sys/fs/cgroup/memory.max"
+MAP_COUNT_FILE = "/proc/sys/vm/max_map_count"
+DEFAULT_MAP_COUNT = 65530
 _NAME = re.compile(r"([0-9a-f]{16})/([0-9]{1,20}-([0-9a-f]{64}))")
 
 assert HEADER_BYTES == 64, "values start at a multiple of 64"
@@ -75,64 +79,98 @@ def check_capacity(
         )
 
 
+def max_mappings(map_count_file: str = MAP_COUNT_FILE) -> int:
+    """How many values this process may map: each keeps a descriptor and an entry of the kernel's
+    map, and sockets, files and the allocator need the other half of both."""
+    limit = DEFAULT_MAP_COUNT
+    with suppress(OSError, ValueError):
+        limit = int(Path(map_count_file).read_text())
+    descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return (limit if descriptors == resource.RLIM_INFINITY else min(limit, descriptors)) // 2
+
+
 class SharedReader:
     """The engine's side: maps values of any frontend of this node.
 
-    `open` fits `wire.codec.open_values(..., open_shared=reader.open)`.
+    `open` fits `wire.codec.open_values(..., open_shared=reader.open)`. `max_mapped` values at a
+    time are mapped; None: see `max_mappings`.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, max_mapped: int | None = None) -> None:
         self.root = directory / FOLDER
+        self.max_mapped = max_mappings() if max_mapped is None else max_mapped
         self.num_opened = 0
         self.num_absent = 0
         self.num_damaged = 0
+        self._mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+        self._is_told = False
 
     def open(self, ref: SharedValue, mm_hash: MMHash) -> Buffer | None:
-        """A read-only view of the value; None when the file is gone, or is not what the reference
-        says: then the value is asked for, and comes inline. (Ending the session would not help: the
-        frontend would send the same name again.) Raises BadValue for a name that is not ours."""
+        """A read-only view of the value; None when the file is gone, cannot be mapped, or is not
+        what the reference says: then the value is asked for, and comes inline. (Ending the session
+        would not help: the frontend would send the same name again.) Raises BadValue for a name
+        that is not ours."""
         match = _NAME.fullmatch(ref.name)
         if match is None or match[3] != mm_hash.hex():
             raise BadValue("the name of a shared value is malformed")
-        descriptor = self._open_file(match[1], match[2])
-        if descriptor is None:
-            self.num_absent += 1
+        if len(self._mapped) >= self.max_mapped:
+            self._note_absent(
+                f"{self.max_mapped} are mapped, half of what the limit of open files (ulimit -n) "
+                "and vm.max_map_count allow: raise the lower one"
+            )
             return None
         try:
-            facts = os.fstat(descriptor)
-            if not stat.S_ISREG(facts.st_mode) or facts.st_size != HEADER_BYTES + ref.length:
-                self._note_damaged(ref, "has another size")
-                return None
-            mapping = mmap.mmap(descriptor, facts.st_size, prot=mmap.PROT_READ)
-        finally:
-            os.close(descriptor)
+            mapping = self._map(match[1], match[2], HEADER_BYTES + ref.length)
+        except FileNotFoundError:
+            self._note_absent()
+            return None
+        except (OSError, ValueError) as error:
+            self._note_absent(f"{ref.name}: {error}")
+            return None
+        if mapping is None:
+            self._note_damaged(ref, "has another size")
+            return None
         view = memoryview(mapping)
         wrong = self._wrong(view, ref, mm_hash)
         if wrong:
             self._note_damaged(ref, wrong)
             return None
         self.num_opened += 1
+        self._mapped.add(mapping)
         return view[HEADER_BYTES:]
+
+    def _note_absent(self, why: str = "") -> None:
+        """Told once: a limit that is reached stays so for every value that follows."""
+        self.num_absent += 1
+        if why and not self._is_told:
+            self._is_told = True
+            _LOG.warning("shared values cannot be mapped and are sent inline instead: %s", why)
 
     def _note_damaged(self, ref: SharedValue, why: str) -> None:
         self.num_damaged += 1
         _LOG.error("shared value %s %s: it is asked for again", ref.name, why)
 
-    def _open_file(self, folder: str, name: str) -> int | None:
+    def _map(self, folder: str, name: str, size_bytes: int) -> mmap.mmap | None:
+        """The file; None when it has another size. Raises OSError or ValueError."""
+        descriptor = self._open_file(folder, name)
+        try:
+            facts = os.fstat(descriptor)
+            if not stat.S_ISREG(facts.st_mode) or facts.st_size != size_bytes:
+                return None
+            return mmap.mmap(descriptor, size_bytes, prot=mmap.PROT_READ)
+        finally:
+            os.close(descriptor)
+
+    def _open_file(self, folder: str, name: str) -> int:
         """Step by step without following links: a name never leads out of the root."""
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-        try:
-            root = os.open(self.root, os.O_DIRECTORY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return None
+        root = os.open(self.root, os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             parent = os.open(folder, flags | os.O_DIRECTORY, dir_fd=root)
             try:
                 return os.open(name, flags | os.O_NONBLOCK, dir_fd=parent)
             finally:
                 os.close(parent)
-        except OSError:
-            return None
         finally:
             os.close(root)
 
