@@ -15,7 +15,7 @@ class Engine:
     """A core, its frontends, and messages carried between them as bytes."""
 
     def __init__(self, *, caches=None, scheduler=None, num_blocks=64, events=None, max_len=200,
-                 run_ahead="off"):  # fmt: skip
+                 run_ahead="off", largest_request_bytes=0):  # fmt: skip
         self.clock = FakeClock()
         config = EngineConfig(
             model=ModelConfig(path="/models/fake"),
@@ -27,7 +27,7 @@ class Engine:
         self.runner = FakeRunner(num_blocks=num_blocks, block_size=block_size)
         loaded = LoadedEngine(
             runner=self.runner, num_blocks=num_blocks, max_model_len=max_len,
-            largest={"image": LargestItem(24, 24)},
+            largest={"image": LargestItem(24, 24)}, largest_request_bytes=largest_request_bytes,
         )  # fmt: skip
         self.sent = []
         self.going_up = deque()

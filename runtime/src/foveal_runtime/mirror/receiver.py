@@ -52,6 +52,7 @@ __all__ = ["ReadyRequest", "Receiver", "ReceiverLimits"]
 MEDIA_CONFLICT = "media_conflict"
 OVERLOADED = "overloaded"
 DUPLICATE_REQUEST = "duplicate_request"
+MIN_BACKLOG = 4096
 
 
 class Receiver:
@@ -90,6 +91,7 @@ class Receiver:
             self.store, self.sessions, self.stats, self._grace(), limits.max_cacheable_bytes
         )
         self._controls: list[Control] = []
+        self._ended: list[tuple[str, Bye]] = []
 
     # ---- sessions ------------------------------------------------------------------------------
     def on_hello(self, hello: Hello) -> Welcome | Bye | None:
@@ -309,6 +311,11 @@ class Receiver:
         controls, self._controls = self._controls, []
         return controls
 
+    def take_ended(self) -> list[tuple[str, Bye]]:
+        """Frontends whose session ended because of what others did, and what to tell them."""
+        ended, self._ended = self._ended, []
+        return ended
+
     def finish(self, fid: str, rid: RequestId) -> bool:
         """Ends a request's pins. False when it is not known (it was dropped before)."""
         request = self.admission.requests.get((fid, rid))
@@ -413,12 +420,15 @@ class Receiver:
         aliases = self.bindings.drain_changed()
         if not changed and not aliases:
             return
-        limit = max(4096, 2 * self.store.num_entries)
+        # With what has just gone: that a reset empties the store is no backlog.
+        limit = max(MIN_BACKLOG, 2 * (self.store.num_entries + len(changed)))
         for session in list(self.sessions.values()):
             session.dirty.update(changed)
             session.dirty_aliases.update(aliases)
+            session.max_dirty = max(session.max_dirty, limit)
             alive = self.sessions.get(session.fid) is session
-            if alive and len(session.dirty) > limit:  # its next WELCOME is smaller than its backlog
+            if alive and len(session.dirty) > session.max_dirty:  # its next WELCOME is smaller
+                self._ended.append((session.fid, Bye(session.sid, "backlog")))
                 self._close(session, "backlog")
 
     def check_integrity(self) -> None:

@@ -33,6 +33,7 @@ class Session:
         queued: n of this session's records that wait for admission, ascending.
         log: (n, value bytes) of received messages whose ack was not sent yet.
         staged_bytes: values that wait in queued records; never above `window_bytes`.
+        max_dirty: what `dirty` may reach before the next note.
     """
 
     def __init__(self, fid: str, sid: SessionId, node: str, window_bytes: int) -> None:
@@ -47,6 +48,7 @@ class Session:
         self.log: deque[tuple[int, int]] = deque()
         self.staged_bytes = 0
         self.dirty: dict[MMHash, None] = {}
+        self.max_dirty = 0
         self.dirty_aliases: dict[Alias, None] = {}
         self.need: list[MMHash] = []
         self.rejected: list[tuple[RequestId, str]] = []
@@ -104,6 +106,7 @@ class Session:
         while self.log and self.log[0][0] <= ack:
             self.log.popleft()
         self.dirty, self.dirty_aliases, self.need, self.rejected = {}, {}, [], []
+        self.max_dirty = 0
         self.capacity_changed, self.refusals = False, None
         return note
 

@@ -270,6 +270,9 @@ class EngineCore:
     def flush(self) -> None:
         """Sends outputs with the mirror's notes, notes that are urgent, and all that are due."""
         receiver, now, load = self.receiver, self._clock(), self._load()
+        for fid, goodbye in receiver.take_ended():
+            self.reports.forget(fid)
+            self._send(fid, goodbye)
         due = self._note_at is not None and self._note_at <= now
         if self._outputs:
             outputs, self._outputs = self._outputs, {}
@@ -432,9 +435,8 @@ class EngineCore:
         for request, output in self.scheduler.take_outputs():
             self._outputs.setdefault(request.session, []).append(output)
             if output.finish:
-                key = (request.session, request.rid)
-                self._ids.pop(key, None)
-                self.receiver.finish(*key)
+                self._ids.pop((request.session, request.rid), None)
+                self.receiver.finish(request.session, request.rid)
 
     def check_integrity(self) -> None:
         """Asserts that scheduler, receiver, runner and this class agree on who is here."""
