@@ -1,5 +1,6 @@
 """Serialised items survive the round trip and nothing outside the buffer is ever read."""
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -56,3 +57,34 @@ def test_shape_that_disagrees_with_bytes_is_refused():
     packed[index + 1] = 9
     with pytest.raises(BadItem, match="shape and bytes"):
         view_item(bytes(packed))
+
+
+def _with_header(header: bytes) -> bytes:
+    return b"FMI1" + len(header).to_bytes(4, "little") + header
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        msgspec.msgpack.encode([0, [7], [[0, 1]], [["name", "int8", [0], 0, 0]]]).replace(
+            b"name", b"na\xff\xfe"
+        ),
+        msgspec.msgpack.encode([0, [7], [[0, 1]]]).replace(b"\x93", b"\x95", 1)
+        + b"\x90"
+        + b"\x91" * 100_000
+        + b"\x90",
+    ],
+    ids=["a name that is no text", "nested too deeply"],
+)
+def test_headers_that_cannot_be_decoded_are_no_items(header):
+    """A UnicodeDecodeError or RecursionError from a peer's header ended the engine, not the
+    session."""
+    with pytest.raises(BadItem, match="header"):
+        read_header(_with_header(header))
+
+
+@pytest.mark.parametrize("token", [-1, 2**32])
+def test_replacements_are_token_ids(token):
+    """A negative one passed as smaller than the vocabulary, and hashing its block raised."""
+    with pytest.raises(BadItem, match="header: Expected `int`"):
+        read_header(pack_item(0, (1, token, 3), ((0, 1),), {}))

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -205,6 +205,9 @@ class FieldInfo(msgspec.Struct, frozen=True, array_like=True):
     palette: Palette | None = None
 
 
+U32 = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+
+
 class ItemHeader(msgspec.Struct, frozen=True, array_like=True):
     """All of an item but its tensors.
 
@@ -216,7 +219,7 @@ class ItemHeader(msgspec.Struct, frozen=True, array_like=True):
     """
 
     modality: int
-    replacement: tuple[int, ...]
+    replacement: tuple[U32, ...]
     embed_runs: tuple[tuple[int, int], ...]
     fields: tuple[FieldInfo, ...]
 
@@ -322,7 +325,7 @@ def read_header(buffer: bytes | memoryview) -> ItemHeader:
         raise BadItem("header runs past the end")
     try:
         header = _DECODER.decode(view[8 : 8 + length])
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BadItem(f"header: {error}") from error
     _check(header)
     return header

@@ -52,6 +52,43 @@ async def test_injection_has_its_own_key_and_stores(start: Any, tmp_path: Path) 
         assert bad.json()["error"]["code"] == "invalid_request_error"
 
 
+def _item(**fields: Any) -> bytes:
+    return msgspec.json.encode({"items": [{"modality": "image", "name": "cat", **fields}]})
+
+
+def _deep_value() -> bytes:
+    """An item whose header ends in a field too many, nested without end."""
+    header = msgspec.msgpack.encode([0, [4], [[0, 1]], [], 0])[:-1] + b"\x91" * 100_000 + b"\x90"
+    return b"FMI1" + len(header).to_bytes(4, "little") + header
+
+
+async def test_what_no_item_can_be_is_the_clients_error(start: Any, tmp_path: Path) -> None:
+    """Nesting too deep for the decoder, and numbers of more than 64 bits, were answered with 500;
+    each names where it is."""
+    (tmp_path / "inject").write_text("router")
+    config = InjectionConfig(enabled=True, api_key_file=str(tmp_path / "inject"))
+    injector, cache = make_injector(config)
+    field = {"x": {"dtype": "float32", "shape": [1], "data": b"1234"}}
+    said = []
+    async with start(injector=injector, injection=config) as harness:
+        for body in (
+            _item(value=_deep_value()),
+            _item(replacement=[-1], fields=field),
+            _item(replacement=[4, 2**32], fields=field),
+            _item(replacement=[4], embed_runs=[[2**32, 1]], fields=field),
+            _item(replacement=[4], fields=field).replace(b"[4]", b"[%d]" % 2**70),
+        ):
+            answer = await harness.http.post(
+                PATH, content=body, headers={"authorization": "Bearer router"}
+            )
+            assert answer.status_code == 400, answer.text
+            said.append(answer.json()["error"]["message"])
+    assert "items[0]: header: maximum recursion" in said[0]
+    assert all("$.items[0].replacement[" in one for one in (said[1], said[2], said[4]))
+    assert "$.items[0].embed_runs[0][0]" in said[3]
+    assert len(cache) == 0
+
+
 async def test_without_injection_there_is_no_endpoint(start: Any) -> None:
     injector, _ = make_injector(InjectionConfig())
     async with start(injector=injector) as harness:

@@ -26,7 +26,7 @@ from foveal_runtime.plan.config import InjectionConfig
 from foveal_runtime.plan.errors import InvalidRequest, MediaInvalid
 from foveal_runtime.plan.media import MODALITIES, MMHash, Modality
 from foveal_runtime.wire import codec
-from foveal_runtime.wire.item import ITEM_SIZES, BadItem, pack_item, view_item
+from foveal_runtime.wire.item import ITEM_SIZES, U32, BadItem, pack_item, view_item
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +57,8 @@ class InjectedItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     name: str
     value: bytes = b""
     fields: dict[str, InjectedField] = {}
-    replacement: tuple[int, ...] = ()
-    embed_runs: tuple[tuple[int, int], ...] = ()
+    replacement: tuple[U32, ...] = ()
+    embed_runs: tuple[tuple[U32, U32], ...] = ()
 
 
 class InjectedItems(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -201,8 +201,6 @@ class Injector:
             raise BadItem(f"the item is {MODALITIES[header.modality]}, not {modality}")
         if not header.embed_runs or not header.fields:
             raise BadItem("the item has no tensors or takes no place in the prompt")
-        if any(not 0 <= token < 2**32 for token in header.replacement):
-            raise BadItem("replacement holds an impossible token id")
         return value
 
     def _serialise(self, modality: int, item: dict[str, Any]) -> bytes:
