@@ -14,6 +14,7 @@ from foveal_runtime.plan.metrics import METRICS
 from foveal_runtime.telemetry.metrics import Metrics
 from foveal_runtime.telemetry.startup import StartPhases
 from foveal_runtime.wire import codec
+from tests.support.engine_core_rig import A, Engine
 
 # Exported by others: start-up code or the model layer.
 NOT_HERE = {
@@ -116,3 +117,44 @@ def test_the_numbers(samples):
     assert value("foveal_cache_evictions_total", **gone) == 0
     assert value("foveal_engine_residence_seconds_count") == 3
     assert value("foveal_mirror_sessions") == 1
+
+
+def saved_seconds(metrics: Metrics) -> dict[str, float]:
+    return {
+        sample.labels["cache"]: sample.value
+        for family in text_string_to_metric_families(metrics.exposition().decode())
+        for sample in family.samples
+        if sample.name == "foveal_cache_saved_seconds_total"
+    }
+
+
+def test_saved_seconds_never_fall_when_work_becomes_cheaper():
+    """They were the average cost so far times all hits: a counter that fell looks like a restart,
+    and Prometheus adds all of it once more."""
+    engine = Engine()
+    metrics = Metrics("engine", model_name="m", process="engine-0", engine="engine-0")
+    metrics.add_source(EngineMetrics(engine.core).collect)
+    frontend = engine.connect()
+
+    def ask(name, *rest):
+        engine.up(frontend, frontend.request((name, 0), [1, A, 2, 3, 4, *rest]))
+        engine.run()
+
+    ask("first")
+    engine.core.scheduler.reset_prefix_cache()
+    ask("encoder hit")
+    ask("prefix hit")
+    engine.core.stats.encode_seconds[0] += 6.0
+    engine.core.stats.prefill_seconds += 100.0
+    before = saved_seconds(metrics)
+    assert before["encoder"] > 1
+    assert before["kv"] > 1
+    engine.core.stats.count_encoded(0, 1_000_000, 0.0)
+    engine.core.stats.num_prefill_tokens += 1_000_000
+    assert saved_seconds(metrics) == before
+    engine.core.scheduler.reset_prefix_cache()
+    ask("another encoder hit")
+    ask("another prefix hit")
+    after = saved_seconds(metrics)
+    assert before["encoder"] < after["encoder"] < before["encoder"] + 0.01
+    assert before["kv"] < after["kv"] < before["kv"] + 0.01

@@ -7,11 +7,31 @@ counted.
 
 from __future__ import annotations
 
+import threading
+
 from foveal_runtime.engine.caches.block_pool import BlockPool
 from foveal_runtime.engine.events.stream import EventStream
 from foveal_runtime.engine.process.core import EngineCore
 from foveal_runtime.plan.media import MODALITIES
 from foveal_runtime.telemetry.metrics import Metrics
+
+
+class _Saved:
+    """Seconds of work that hits saved, each at the average cost when it was first seen: a counter
+    must not fall when the average does. Scrapes may overlap."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_hits = 0
+        self._seconds = 0.0
+
+    def count(self, num_hits: int, cost_seconds: float, num_made: int) -> float:
+        """The sum, with the hits since the last call; they wait until something was made."""
+        with self._lock:
+            if num_made and num_hits > self._num_hits:
+                self._seconds += (num_hits - self._num_hits) * cost_seconds / num_made
+                self._num_hits = num_hits
+            return self._seconds
 
 
 class EngineMetrics:
@@ -20,6 +40,8 @@ class EngineMetrics:
     def __init__(self, core: EngineCore, *, stream: EventStream | None = None) -> None:
         self._core = core
         self._stream = stream
+        self._saved_embeds = [_Saved() for _ in MODALITIES]
+        self._saved_tokens = _Saved()
 
     def collect(self, metrics: Metrics) -> None:
         """A telemetry source: `metrics.add_source(engine_metrics.collect)`."""
@@ -86,18 +108,19 @@ class EngineMetrics:
     def _encoder(self, m: Metrics) -> None:
         stats, cache = self._core.stats, self._core.scheduler.encoder
         per_embed = self._core.runner.traits.embed_bytes
-        cost_seconds = 0.0
+        saved_seconds = 0.0
         for modality, count in list(cache.queries.items()):
             name = MODALITIES[modality]
             m.set("foveal_cache_queries", count, cache="encoder", modality=name, tier="device")
             for tier in ("device", "host") if cache.host.capacity_bytes else ("device",):
                 hits = cache.hits.get((modality, tier), 0)
                 m.set("foveal_cache_hits", hits, cache="encoder", modality=name, tier=tier)
-            made = stats.encoded_embeds.get(modality, 0)
-            if made:
-                per_one = stats.encode_seconds.get(modality, 0.0) / made
-                cost_seconds += per_one * cache.hit_embeds.get(modality, 0)
-        m.set("foveal_cache_saved_seconds", cost_seconds, cache="encoder")
+            saved_seconds += self._saved_embeds[modality].count(
+                cache.hit_embeds.get(modality, 0),
+                stats.encode_seconds.get(modality, 0.0),
+                stats.encoded_embeds.get(modality, 0),
+            )
+        m.set("foveal_cache_saved_seconds", saved_seconds, cache="encoder")
         m.set("foveal_cache_evictions", cache.num_evictions, cache="encoder", tier="device",
               reason="room")  # fmt: skip
         m.set("foveal_cache_evictions", cache.num_resets, cache="encoder", tier="device",
@@ -147,8 +170,9 @@ class EngineMetrics:
             m.set("foveal_cache_evictions", windows.num_evictions, cache="kv-window",
                   tier="device", reason="room")  # fmt: skip
         if stats.num_prefill_tokens:
-            per_token = stats.prefill_seconds / stats.num_prefill_tokens
-            saved_seconds = per_token * stats.num_prefix_hit_tokens
+            saved_seconds = self._saved_tokens.count(
+                stats.num_prefix_hit_tokens, stats.prefill_seconds, stats.num_prefill_tokens
+            )
             m.set("foveal_cache_saved_seconds", saved_seconds, cache="kv")
         m.set("vllm:cache_config_info", 1, block_size=str(limits.block_size),
               num_gpu_blocks=str(pool.num_blocks), cache_dtype=limits.kv_dtype,

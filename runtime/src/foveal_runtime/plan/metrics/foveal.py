@@ -53,8 +53,8 @@ _CACHES = (
     _one(_BOTH, "gauge", "cache_entries", "Entries held.", "cache", "tier"),
     _one(_BOTH, "gauge", "cache_estimated_hit_ratio", "Hit ratio over the recent past if the "
          "cache had this many times its size (a list of ghosts).", "cache", "factor"),
-    _one(_BOTH, "counter", "cache_saved_seconds", "Estimated work avoided by hits.", "cache",
-         unit="seconds"),
+    _one(_BOTH, "counter", "cache_saved_seconds", "Estimated work avoided by hits, each at the "
+         "average cost of that work so far.", "cache", unit="seconds"),
 )  # fmt: skip
 
 _MIRROR_FRONTEND = (
