@@ -1,5 +1,8 @@
 """The warm set: hot encoder outputs over a restart, and files that must not be used."""
 
+import errno
+from pathlib import Path
+
 import msgspec
 import pytest
 
@@ -198,3 +201,71 @@ def test_saving_stops_at_its_deadline(tmp_path, caplog):
     late = warm_set(tmp_path, clock=lambda: next(times))
     assert late.save(drive.scheduler.encoder, drive.runner) == 0
     assert "cut short" in caplog.text
+
+
+class Volume:
+    """A runner whose files lie on a volume of so many bytes."""
+
+    def __init__(self, runner, folder, size_bytes):
+        self.runner, self.folder, self.size_bytes = runner, folder, size_bytes
+        self.seen = []  # what lay there before each write
+
+    def save_encoder(self, path, mm_hashes):
+        self.seen.append(parts(self.folder))
+        saved = self.runner.save_encoder(path, mm_hashes)
+        above = sum(file.stat().st_size for file in self.folder.iterdir()) - self.size_bytes
+        if above > 0:
+            data = Path(path).read_bytes()
+            Path(path).write_bytes(data[: max(len(data) - above, 0)])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return saved
+
+
+def size_of(folder):
+    return sum(file.stat().st_size for file in folder.iterdir())
+
+
+def test_a_volume_of_one_set_is_written_at_every_end(tmp_path):
+    """The old set stayed until the new one was complete: on a volume without room for both, only
+    the first was ever saved, and each attempt left its files."""
+    drive = saved(tmp_path)
+    volume = Volume(drive.runner, tmp_path, size_of(tmp_path) * 5 // 4)
+    (tmp_path / "foveal-warm-0123456789abcdef-0.safetensors").write_bytes(bytes(10_000))
+    for _ in range(3):
+        before = parts(tmp_path)
+        assert warm_set(tmp_path).save(drive.scheduler.encoder, volume) == len(NAMES)
+        assert parts(tmp_path) != before
+        assert len(list(tmp_path.iterdir())) == 2
+    _, loaded = restarted(tmp_path)
+    assert names_of(loaded.device) == "HGFEDCBA"
+
+
+def test_a_volume_with_room_for_both_keeps_the_last_set_until_the_new_one_is_there(tmp_path):
+    drive = saved(tmp_path)
+    volume = Volume(drive.runner, tmp_path, size_of(tmp_path) * 3)
+    before = parts(tmp_path)
+    assert warm_set(tmp_path).save(drive.scheduler.encoder, volume) == len(NAMES)
+    assert volume.seen == [before]
+    assert parts(tmp_path) != before
+
+
+def test_a_volume_that_is_too_small_gets_the_hottest_outputs(tmp_path, caplog):
+    drive = saved(tmp_path)
+    each = 4 * TRAITS.embed_bytes
+    volume = Volume(drive.runner, tmp_path, parts(tmp_path)[0].stat().st_size // 2)
+    for _ in range(2):
+        whole = warm_set(tmp_path, part_bytes=each)
+        count = whole.save(drive.scheduler.encoder, volume)
+        assert 0 < count < len(NAMES)
+        assert len(list(tmp_path.iterdir())) == count + 1
+        _, loaded = restarted(tmp_path)
+        assert names_of(loaded.device) == "HGFEDCBA"[:count]
+    assert "cut short: [Errno 28]" in caplog.text
+
+
+def test_what_cannot_be_saved_leaves_no_file(tmp_path, caplog):
+    drive = saved(tmp_path)
+    volume = Volume(drive.runner, tmp_path, 10)
+    assert warm_set(tmp_path).save(drive.scheduler.encoder, volume) == 0
+    assert "was not saved" in caplog.text
+    assert not list(tmp_path.iterdir())

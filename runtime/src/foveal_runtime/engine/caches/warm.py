@@ -2,13 +2,16 @@
 
 Used by `core`: `save` when the engine has drained, `load` before its first step. Writes parts (the
 runner's files) and an index naming them, each complete before it gets its name; the index comes
-last, so a crash leaves the old set or the new one. Reads nothing whose namespace (weights and
-processor), geometry or digest differs, and deletes only files it wrote. Never fails the engine:
-a directory that is lost costs encoding again, with one warning.
+last, so a crash leaves the old set or the new one; none, where both do not fit and the old one has
+to go first. Reads nothing whose namespace (weights and processor), geometry or digest differs, and
+deletes only files it wrote. Never fails the engine: a directory that is lost costs encoding again,
+with one warning.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import os
 import re
@@ -16,7 +19,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 from blake3 import blake3
@@ -26,10 +29,11 @@ from foveal_runtime.engine.types.step import ModelRunner, ModelTraits
 from foveal_runtime.plan.media import MMHash
 
 _LOG = logging.getLogger(__name__)
+_T = TypeVar("_T")
 FORMAT = 1
 INDEX = "foveal-warm.json"
 _OURS = re.compile(r"foveal-warm-[0-9a-f]{16}-\d+\.(safetensors|tmp)|foveal-warm\.json\.tmp")
-_PART_BYTES = 64 << 20
+PART_BYTES = 64 << 20
 """One file's worth: what saving takes in memory on top of the caches."""
 _MAX_INDEX_BYTES = 64 << 20
 SAVE_SECONDS = 8.0
@@ -77,6 +81,7 @@ class WarmSet:
     Args:
         max_bytes: of all outputs in the directory.
         clock: monotonic seconds.
+        part_bytes: of the outputs in one file.
     """
 
     def __init__(
@@ -87,9 +92,12 @@ class WarmSet:
         namespace: bytes,
         traits: ModelTraits,
         clock: Callable[[], float] = time.monotonic,
+        part_bytes: int = PART_BYTES,
     ) -> None:
         self._directory = Path(directory)
         self._max_bytes = max_bytes
+        self._part_bytes = part_bytes
+        self._last: set[str] = set()  # parts of the set before the one that is being saved
         self._clock = clock
         self._embed_bytes = traits.embed_bytes
         self._empty = Index(
@@ -104,24 +112,57 @@ class WarmSet:
     ) -> int:
         """Replaces what the directory holds by the hottest outputs; returns how many."""
         deadline = self._clock() + max_seconds
-        parts: list[Part] = []
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            stem = f"foveal-warm-{secrets.token_hex(8)}"
-            for number, wanted in enumerate(self._chunks(cache.by_heat())):
-                if self._clock() > deadline:
-                    _LOG.warning("the warm set is cut short: %d s are over", max_seconds)
-                    break
-                part = self._save_part(f"{stem}-{number}", wanted, runner)
-                if part is not None:
-                    parts.append(part)
-            index = msgspec.structs.replace(self._empty, parts=parts)
-            self._write_index(msgspec.json.encode(index))
-            self._remove_others({part.name for part in parts})
+            index, _ = self._read_index()
+            self._last = {part.name for part in index.parts} if index else set()
+            self._remove_others(self._last)
+            parts = self._save_parts(cache.by_heat(), runner, deadline)
+            data = msgspec.json.encode(msgspec.structs.replace(self._empty, parts=parts))
+            self._with_room(lambda: self._write_index(data))
+            self._last = {part.name for part in parts}
+            self._remove_others(self._last)
         except OSError as error:
             _LOG.warning("the warm set was not saved in %s: %s", self._directory, error)
+            with contextlib.suppress(OSError):
+                self._remove_others(self._last)
             return 0
         return sum(len(part.outputs) for part in parts)
+
+    def _save_parts(
+        self, outputs: Iterable[Kept], runner: ModelRunner, deadline: float
+    ) -> list[Part]:
+        """As many as time and room allow. Raises OSError when there is no room for the first."""
+        parts: list[Part] = []
+        stem = f"foveal-warm-{secrets.token_hex(8)}"
+        for number, wanted in enumerate(self._chunks(outputs)):
+            if self._clock() > deadline:
+                _LOG.warning("the warm set is cut short: its time to save is over")
+                break
+            save = functools.partial(self._save_part, f"{stem}-{number}", wanted, runner)
+            try:
+                part = self._with_room(save)
+            except OSError as error:
+                if not parts:
+                    raise
+                _LOG.warning("the warm set is cut short: %s", error)
+                break
+            if part is not None:
+                parts.append(part)
+        return parts
+
+    def _with_room(self, write: Callable[[], _T]) -> _T:
+        """What `write` returns. Where it fails beside the last set, that one goes: it is only a
+        cache, and a volume of its size would never be written to again."""
+        try:
+            return write()
+        except OSError:
+            if not self._last:
+                raise
+        for name in (INDEX, *self._last):
+            (self._directory / name).unlink(missing_ok=True)
+        self._last = set()
+        return write()
 
     def _chunks(self, outputs: Iterable[Kept]) -> Iterator[list[Kept]]:
         """Outputs that fit, hottest first, in parts."""
@@ -133,7 +174,7 @@ class WarmSet:
             if size > left_bytes:
                 break
             left_bytes -= size
-            if chunk and chunk_bytes + size > _PART_BYTES:
+            if chunk and chunk_bytes + size > self._part_bytes:
                 yield chunk
                 chunk, chunk_bytes = [], 0
             chunk.append(kept)
@@ -143,14 +184,16 @@ class WarmSet:
 
     def _save_part(self, stem: str, wanted: list[Kept], runner: ModelRunner) -> Part | None:
         path, unnamed = self._directory / f"{stem}.safetensors", self._directory / f"{stem}.tmp"
-        saved = set(runner.save_encoder(str(unnamed), [kept.mm_hash for kept in wanted]))
-        if not saved:
-            unnamed.unlink(missing_ok=True)
-            return None
-        unnamed.chmod(0o600)
-        _sync(unnamed)
-        digest = file_digest(unnamed)
-        unnamed.replace(path)
+        try:
+            saved = set(runner.save_encoder(str(unnamed), [kept.mm_hash for kept in wanted]))
+            if not saved:
+                return None
+            unnamed.chmod(0o600)
+            _sync(unnamed)
+            digest = file_digest(unnamed)
+            unnamed.replace(path)
+        finally:
+            unnamed.unlink(missing_ok=True)  # room for the index
         outputs = [
             Output(kept.mm_hash.hex(), kept.num_embeds, kept.cost_seconds)
             for kept in wanted
