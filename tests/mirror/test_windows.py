@@ -1,8 +1,12 @@
-"""Windows: the bytes of values that a session may send before it is asked for them."""
+"""Windows: the bytes of values that a session may send before it is asked for them; and what it can
+never send."""
 
+import pytest
 from mirror_world import World
 
 from foveal_runtime.mirror.receiver import ReceiverLimits
+from foveal_runtime.mirror.sender import SendItem
+from foveal_runtime.plan.errors import MediaTooLarge
 
 SIZE = 342_400
 """Bytes of an image of 576 x 576 pixels."""
@@ -18,3 +22,13 @@ def test_each_session_gets_half_of_what_is_left_and_those_without_a_window_work(
     assert not w.send(w.add_task(29, (1,)), 0).frames, "the engine will ask"
     w.settle()
     assert w.is_settled()
+
+
+def test_a_value_that_no_message_carries_is_refused_before_it_is_sent():
+    """The transport broke the link with every other request on it, attempt after attempt."""
+    w = World(1, 1, [SIZE], ReceiverLimits(capacity_bytes=4 << 30), codec=True)
+    w.settle()
+    sender = w.senders[0, 0]
+    sender.check_size([SendItem(b"a" * 32, 1 << 30), SendItem(b"b" * 32, 1 << 30)])
+    with pytest.raises(MediaTooLarge, match=r"takes 1073741825 bytes .* at most 1073741824"):
+        sender.check_size([SendItem(b"a" * 32, SIZE), SendItem(b"b" * 32, (1 << 30) + 1)])

@@ -9,7 +9,7 @@ import zmq
 
 from foveal_runtime.plan.config import CurveKeys
 from foveal_runtime.plan.errors import StartupError
-from foveal_runtime.wire.transport import LinkDown, ZmqDealer, ZmqRouter
+from foveal_runtime.wire.transport import CURVE_BYTES, LinkDown, ZmqDealer, ZmqRouter
 
 PLAIN = "tcp://127.0.0.1:0"
 
@@ -175,6 +175,27 @@ async def test_curve_lets_known_clients_in_and_nobody_else(tmp_path):
         for link in (known, unknown, plain):
             link.close()
         engine.stop()
+
+
+async def test_the_largest_value_fits_an_encrypted_frame(tmp_path):
+    """What CURVE adds counts against the limit: the largest value that is let through broke the
+    link."""
+    keys = key_pairs(tmp_path)
+    for slack in (0, CURVE_BYTES):
+        router = ZmqRouter(PLAIN, keys=keys, max_frame_bytes=100_000 + slack)
+        link = ZmqDealer(router.endpoint, "f0", keys=keys)
+        try:
+            await link.connected()
+            link.send([bytes(100_000)])
+            if slack:
+                [(_, (frame,))] = router.poll(10)
+                assert len(frame) == 100_000
+            else:
+                with pytest.raises(LinkDown):
+                    await link.recv()
+        finally:
+            link.close()
+            router.close()
 
 
 def test_errors_of_key_files_name_the_field(tmp_path):

@@ -14,6 +14,9 @@ from foveal_runtime.plan.media import ItemMeta, MMHash
 
 PROTOCOL_VERSION = 2
 
+MAX_VALUE_BYTES = 1024**3
+"""The largest value that a message carries; any value may have to travel in one."""
+
 NIL = msgspec.Raw(b"\xc0")
 """An opaque part that says nothing."""
 

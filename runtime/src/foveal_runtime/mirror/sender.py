@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from foveal_runtime.mirror.messages import (
+    MAX_VALUE_BYTES,
     NIL,
     PROTOCOL_VERSION,
     Abort,
@@ -138,7 +139,14 @@ class Sender:
         return self.inflight_bytes + size_bytes <= self.window_bytes
 
     def check_size(self, items: Sequence[SendItem]) -> None:
-        """Raises MediaTooLarge when the engine could never hold the items of one request."""
+        """Raises MediaTooLarge when the engine could never hold the items of one request, or no
+        message could carry one of them."""
+        largest = max((item.size_bytes for item in items), default=0)
+        if largest > MAX_VALUE_BYTES:
+            raise MediaTooLarge(
+                f"one of the request's media takes {largest} bytes once it is processed; an engine "
+                f"takes at most {MAX_VALUE_BYTES} bytes of one item: send a smaller or shorter one"
+            )
         total = sum(item.size_bytes for item in items)
         limit = max(self.capacity_bytes, self.max_inline_bytes)
         if total > limit:

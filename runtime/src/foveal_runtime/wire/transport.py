@@ -26,6 +26,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import parse_monitor_message
 
+from foveal_runtime.mirror.messages import MAX_VALUE_BYTES
 from foveal_runtime.mirror.store import Buffer
 from foveal_runtime.plan.config import CurveKeys
 from foveal_runtime.plan.errors import StartupError
@@ -105,7 +106,9 @@ class EngineTransport(Protocol):
     def close(self) -> None: ...
 
 
-MAX_FRAME_BYTES = 1024**3
+CURVE_BYTES = 1024
+"""More than CURVE adds to a frame before the other end compares it with its limit."""
+MAX_FRAME_BYTES = MAX_VALUE_BYTES + CURVE_BYTES
 HWM_MESSAGES = 4096
 MAX_BATCH = 256
 HEARTBEAT_MS = 1000
