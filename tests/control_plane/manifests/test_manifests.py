@@ -14,7 +14,7 @@ from foveal_operator.manifests import Desired, desired
 from foveal_operator.manifests.context import ClusterFacts, Context
 from foveal_operator.manifests.curve_keys import curve_secret
 from foveal_operator.manifests.documents import engine_document, frontend_document
-from foveal_runtime.plan.config import EngineConfig, FrontendConfig
+from foveal_runtime.plan.config import GIB, EngineConfig, FrontendConfig
 from foveal_runtime.plan.quantity import parse_bytes
 from tests.support.regenerate import FACTS, GOLDEN, golden_text, planned, wanted
 from tests.support.samples import AUTOSCALED, LEGAL, put, resource
@@ -107,6 +107,25 @@ def test_documents_decode_as_the_processes_decode_them(name: str) -> None:
     assert frontend.processor_bytes == plan.processor_bytes
     assert frontend.model.name == inference.served_name
     assert engine.model == msgspec.structs.replace(frontend.model, name=inference.name)
+
+
+@pytest.mark.parametrize(
+    ("size", "host_memory", "shared"),
+    [("Auto", "64Gi", GIB), ("Auto", None, GIB), ("2Gi", "64Gi", 2 * GIB), ("0", "64Gi", 0)],
+)
+def test_shared_values_have_what_the_frontend_is_charged_for(
+    size: str, host_memory: str | None, shared: int
+) -> None:
+    """With Auto the document named the engine's pool: 52 GiB in a frontend of 11 GiB, which did not
+    start, and 4 GiB where 1 GiB was counted, which was killed once it had them."""
+    obj = resource(
+        engine={"hostMemory": host_memory} if host_memory else {},
+        caches={"ipc": {"type": "SharedMemory", "claimName": "tmpfs", "size": size}},
+    )
+    inference, plan = planned(obj)
+    document = frontend_document(Context(inference=inference, plan=plan, facts=FACTS))
+    charged = [line.bytes for line in plan.frontend.lines if line.name == "sharedValues"]
+    assert document.shm_bytes == shared == sum(charged)
 
 
 FRONTEND_CHANGES: list[tuple[str, Any]] = [

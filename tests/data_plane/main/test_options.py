@@ -16,6 +16,7 @@ from foveal_runtime.main.local import options, serve
 from foveal_runtime.main.local.options import Parser, add_options, configured, printed
 from foveal_runtime.main.local.serve import known_items, local_documents
 from foveal_runtime.main.local.sizing import installed_versions
+from foveal_runtime.plan.budget.types import BudgetPlan
 from foveal_runtime.plan.config import ModalitiesConfig
 from foveal_runtime.plan.local import LocalDeploymentConfig
 from foveal_runtime.plan.machine import Machine
@@ -130,6 +131,25 @@ def test_a_document_may_have_as_many_pages_as_asked(pages: int, images: int) -> 
     assert engines[0].modalities == frontends[0].modalities
     limits = frontends[0].modalities.image
     assert (limits.max_pages, limits.max_per_prompt) == (pages, images)
+
+
+@pytest.mark.parametrize(
+    ("argv", "each"),
+    [([], 1 << 29), (["--ipc-cache", "6Gi"], 3 << 30), (["--shm-size", "4Gi"], 2 << 30),
+     (["--ipc-cache", "0"], 0)],
+)  # fmt: skip
+def test_shared_values_have_what_was_planned_for_them(
+    argv: list[str], each: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A frontend had its part of an engine's planned pool, of which the plan knew nothing, and each
+    was charged for the shared memory of all."""
+    plans: list[BudgetPlan] = []
+    size_up = serve.size_up
+    monkeypatch.setattr(serve, "size_up", lambda *a: plans.append(size_up(*a)) or plans[-1])
+    started = launched(tmp_path, monkeypatch, "--frontends", "2", "--ipc-type", "shm", *argv)
+    assert [one.shm_bytes for one in started.frontends] == [each, each]
+    lines = [line.bytes for line in plans[0].frontend.lines if line.name == "sharedValues"]
+    assert sum(lines) == each
 
 
 @pytest.mark.parametrize(("argv", "is_touched"), [([], False), (["--pretouch-kv-cache"], True)])

@@ -104,7 +104,8 @@ class IpcCache(Part, frozen=True, kw_only=True):
         AutoSize,
         Meta(
             description="Of each engine: one pool, whatever the number of frontends. Auto "
-            "(default): a share of engine.hostMemory, or 4Gi when that is not set. 0 = off."
+            "(default): a share of engine.hostMemory, or 4Gi when that is not set. 0 = off. With "
+            "SharedMemory, each frontend has as much on the claim, with Auto 1Gi."
         ),
     ] = "Auto"
     type: Annotated[

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import msgspec
 
-from foveal_operator.api.caches import Modalities
+from foveal_operator.api.caches import IpcCache, Modalities
 from foveal_operator.api.parse import InferenceSpec
 from foveal_operator.api.rules import size_of
 from foveal_runtime.plan.budget.types import BudgetInputs, EngineInputs, FrontendInputs
-from foveal_runtime.plan.config import ModalitiesConfig, ModalityLimits
+from foveal_runtime.plan.config import GIB, ModalitiesConfig, ModalityLimits
 from foveal_runtime.plan.quantity import parse_bytes
 
 
@@ -38,8 +38,6 @@ def budget_inputs(inference: InferenceSpec, facts: NodeFacts) -> BudgetInputs:
     spec = inference.spec
     frontend, engine, caches = spec.frontend, spec.engine, spec.caches
     is_cpu = engine.accelerator.type == "CPU"
-    shared = caches.ipc.type == "SharedMemory"
-    ipc_bytes = size_of(caches.ipc.size)
     return BudgetInputs(
         frontend=FrontendInputs(
             processes=frontend.processes,
@@ -48,7 +46,7 @@ def budget_inputs(inference: InferenceSpec, facts: NodeFacts) -> BudgetInputs:
             processor_bytes=size_of(caches.processor.size),
             max_media_bytes=parse_bytes(frontend.admission.max_media),
             max_body_bytes=parse_bytes(frontend.admission.max_body),
-            shm_bytes=(ipc_bytes or parse_bytes("1Gi")) if shared else 0,
+            shm_bytes=shared_value_bytes(caches.ipc),
         ),
         engine=EngineInputs(
             num_engines=max(1, inference.num_engines),
@@ -68,7 +66,7 @@ def budget_inputs(inference: InferenceSpec, facts: NodeFacts) -> BudgetInputs:
             max_num_encoder_input_tokens=engine.max_num_encoder_input_tokens or 0,
             disable_chunked_mm_input=engine.disable_chunked_multi_modal_input,
             block_size=engine.block_size,
-            ipc_bytes=ipc_bytes,
+            ipc_bytes=size_of(caches.ipc.size),
             encoder_bytes=size_of(caches.encoder.size),
             encoder_embeds=caches.encoder.tokens or 0,
             encoder_host_bytes=size_of(caches.encoder.host_size),
@@ -83,6 +81,15 @@ def budget_inputs(inference: InferenceSpec, facts: NodeFacts) -> BudgetInputs:
         on_misfit=caches.on_misfit,
         node_bytes=facts.node_bytes,
     )
+
+
+def shared_value_bytes(ipc: IpcCache) -> int:
+    """Values that one frontend may have on the shared volume. They are charged to the frontend, so
+    Auto is a fixed size and no share of the engine's memory."""
+    if ipc.type != "SharedMemory":
+        return 0
+    pinned = size_of(ipc.size)
+    return GIB if pinned is None else pinned
 
 
 def modalities_config(modalities: Modalities) -> ModalitiesConfig:

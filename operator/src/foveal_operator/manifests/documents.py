@@ -15,7 +15,7 @@ import msgspec
 from foveal_operator.api.caches import WarmSet
 from foveal_operator.api.operations import CacheEvents, SecretKey
 from foveal_operator.kube.types import Obj
-from foveal_operator.manifests.budget_inputs import modalities_config
+from foveal_operator.manifests.budget_inputs import modalities_config, shared_value_bytes
 from foveal_operator.manifests.context import (
     ENGINE_EVENTS_PORT,
     ENGINE_HTTP_PORT,
@@ -198,7 +198,7 @@ def frontend_document(context: Context) -> FrontendConfig:
         processor_bytes=plan.processor_bytes,
         ipc_type="shm" if shared else "inline",
         shm_directory=SHARED_DIRECTORY if shared else "",
-        shm_bytes=plan.ipc_bytes if shared else 0,
+        shm_bytes=shared_value_bytes(spec.caches.ipc),
         shm_min_value_bytes=parse_bytes(spec.caches.ipc.min_shared_value),
         media_workers=frontend.media_workers,
         media_sources=MediaSources(

@@ -176,7 +176,7 @@ _OPTIONS: dict[str, tuple[tuple[str, str, Any, Any, str, str], ...]] = {
          "encoder outputs on the device, for each engine"),
         ("--encoder-host-tier SIZE", "encoder_host_bytes", size, 0, "off",
          "host memory for encoder outputs evicted from the device, for each engine"),
-        ("--shm-size SIZE", "shm_bytes", size, 0, "as --ipc-cache",
+        ("--shm-size SIZE", "shm_bytes", size, 0, "--ipc-cache where it is given, else 1Gi",
          "/dev/shm for items with --ipc-type shm, of all frontends together"),
     ),
     "serving": (

@@ -29,6 +29,7 @@ from foveal_runtime.main.local.sizing import (
     installed_versions,
     modalities_for,
     part_of,
+    shared_value_bytes,
     size_up,
 )
 from foveal_runtime.plan import machine
@@ -155,6 +156,7 @@ def _planned(arguments: argparse.Namespace, found: Found, plan: BudgetPlan) -> d
         "processor_bytes": plan.processor_bytes,
         "encoder_embeds": plan.encoder_embeds,
         "encoder_host_bytes": plan.encoder_host_bytes,
+        "shm_bytes": shared_value_bytes(arguments),
     }
 
 

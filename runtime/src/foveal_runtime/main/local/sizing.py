@@ -24,7 +24,7 @@ from foveal_runtime.plan.budget.types import (
     FrontendInputs,
     Problem,
 )
-from foveal_runtime.plan.config import ModalitiesConfig, ModalityLimits
+from foveal_runtime.plan.config import GIB, ModalitiesConfig, ModalityLimits
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.machine import Machine
 from foveal_runtime.plan.machine_plan import machine_plan, shortfall
@@ -259,17 +259,25 @@ def part_of(kind: type[Part], options: Mapping[str, Any], **own: Any) -> Part:
     return kind(**{name: options[name] for name in shared} | own)
 
 
+def shared_value_bytes(arguments: argparse.Namespace) -> int:
+    """/dev/shm for values of all frontends together: no share of an engine's memory."""
+    if arguments.ipc_type != "shm":
+        return 0
+    if arguments.shm_bytes:
+        return int(arguments.shm_bytes)
+    return GIB if arguments.ipc_bytes is None else int(arguments.ipc_bytes)
+
+
 def budget_inputs(arguments: argparse.Namespace, device: str, here: Machine) -> BudgetInputs:
     """The planner's view of the options."""
     a = arguments
     is_gpu = device == "cuda"
-    shared = a.ipc_type == "shm"
     return BudgetInputs(
         frontend=FrontendInputs(
             processes=a.processes,
             media_workers=a.media_workers or max(1, min(8, int(here.cpus) - 1)),
             processor_bytes=a.processor_bytes,
-            shm_bytes=(a.shm_bytes or a.ipc_bytes or 1 << 30) if shared else 0,
+            shm_bytes=shared_value_bytes(a) // a.num_frontends,
         ),
         engine=part_of(
             EngineInputs,
