@@ -14,7 +14,7 @@ from foveal_operator.manifests import Desired, desired
 from foveal_operator.manifests.context import ClusterFacts, Context
 from foveal_operator.manifests.curve_keys import curve_secret
 from foveal_operator.manifests.documents import engine_document, frontend_document
-from foveal_runtime.plan.config import GIB, EngineConfig, FrontendConfig
+from foveal_runtime.plan.config import GIB, EngineConfig, FrontendConfig, expand
 from foveal_runtime.plan.quantity import parse_bytes
 from tests.support.regenerate import FACTS, GOLDEN, golden_text, planned, wanted
 from tests.support.samples import AUTOSCALED, LEGAL, put, resource
@@ -126,6 +126,26 @@ def test_shared_values_have_what_the_frontend_is_charged_for(
     document = frontend_document(Context(inference=inference, plan=plan, facts=FACTS))
     charged = [line.bytes for line in plan.frontend.lines if line.name == "sharedValues"]
     assert document.shm_bytes == shared == sum(charged)
+
+
+def test_each_engine_has_a_folder_of_its_own_on_the_warm_claim() -> None:
+    """All of them wrote to the claim's root, and each removed the files of the others."""
+    objects = wanted(resource(caches={"encoder": {"warmSet": {"claimName": "warm"}}}))
+    (text,) = [
+        body["data"]["engine.json"]
+        for body in objects.of_kind("ConfigMap")
+        if "engine.json" in body["data"]
+    ]
+    (container,) = objects.of_kind("StatefulSet")[0]["spec"]["template"]["spec"]["containers"]
+    (mounted,) = [m["mountPath"] for m in container["volumeMounts"] if m["name"] == "warm"]
+    folders = [
+        msgspec.json.decode(
+            expand(text, {"POD_NAME": pod, "POD_IP": "10.0.0.1", "NODE_NAME": "n"}),
+            type=EngineConfig,
+        ).caches.warm_directory
+        for pod in ("qwen-engine-0", "qwen-engine-1")
+    ]
+    assert folders == [f"{mounted}/qwen-engine-0", f"{mounted}/qwen-engine-1"]
 
 
 FRONTEND_CHANGES: list[tuple[str, Any]] = [

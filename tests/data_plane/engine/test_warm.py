@@ -48,6 +48,14 @@ def names_of(keys):
     return "".join(key.decode()[0] for key in keys)
 
 
+def test_an_engine_makes_its_folder_on_a_claim_and_leaves_the_others(tmp_path):
+    saved(tmp_path / "engine-0", names="ABCD")
+    saved(tmp_path / "engine-1", names="EFGH")
+    for folder, names in (("engine-0", "DCBA"), ("engine-1", "HGFE")):
+        _, loaded = restarted(tmp_path / folder)
+        assert names_of(loaded.device) == names
+
+
 def test_outputs_are_there_after_a_restart_without_a_host_tier(tmp_path):
     saved(tmp_path, encoder_cache_embeds=16)
     drive, loaded = restarted(tmp_path, encoder_cache_embeds=16)

@@ -125,7 +125,13 @@ class IpcCache(Part, frozen=True, kw_only=True):
 class WarmSet(Part, frozen=True, kw_only=True):
     """Where hot encoder outputs survive a planned restart."""
 
-    claim_name: Annotated[ObjectName, Meta(description="An existing PersistentVolumeClaim.")]
+    claim_name: Annotated[
+        ObjectName,
+        Meta(
+            description="An existing PersistentVolumeClaim, which all engines mount; each has a "
+            "folder of its own there."
+        ),
+    ]
     size: Annotated[
         Quantity, Meta(description="What one engine may keep there at most. Default: 1Gi.")
     ] = "1Gi"

@@ -261,9 +261,11 @@ def _without_documents(modalities: ModalitiesConfig) -> ModalitiesConfig:
 
 
 def _warm(warm_set: WarmSet | None) -> dict[str, Any]:
+    """Each engine has a folder of its own on the claim, which all of them mount."""
     if warm_set is None:
         return {}
-    return {"warm_directory": WARM_DIRECTORY, "warm_bytes": parse_bytes(warm_set.size)}
+    directory = f"{WARM_DIRECTORY}/$(POD_NAME)"
+    return {"warm_directory": directory, "warm_bytes": parse_bytes(warm_set.size)}
 
 
 def _loras(context: Context) -> tuple[LoraSource, ...]:

@@ -98,9 +98,7 @@ def _pod(wanted: Desired, role: str, pod: str, config: type[T]) -> T:
 
 
 def _engine(pod: EngineConfig, place: LocalPlace) -> EngineConfig:
-    warm = pod.caches.warm_directory.replace(
-        WARM_DIRECTORY, f"{place.folder}/warm/{pod.engine_id}", 1
-    )
+    warm = pod.caches.warm_directory.replace(WARM_DIRECTORY, f"{place.folder}/warm", 1)
     return msgspec.structs.replace(
         pod,
         model=msgspec.structs.replace(pod.model, path=place.model_path),
