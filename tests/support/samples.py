@@ -440,4 +440,6 @@ TRANSITIONS = [
     ({"accessMode": "ReadWriteOnce"}, {"accessMode": "ReadWriteMany"}, "cache.accessMode"),
     ({"storageClassName": "a"}, {}, "cache.storageClassName"),
     ({"size": "10Gi"}, {"size": "9Gi"}, "cache.size"),
+    ({"size": "200Gi"}, {}, "cache.size"),
+    ({"size": "200Gi"}, None, "cache.size"),
 ]

@@ -66,11 +66,13 @@ def test_what_cannot_change_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("old", "new"), [(None, {"claimName": "c"}), ({"size": "1Gi"}, {"size": "2Gi"})]
-)
-def test_what_may_change_may_change(old: dict[str, str] | None, new: dict[str, str]) -> None:
+    ("old", "new"),
+    [(None, {"claimName": "c"}), ({"size": "1Gi"}, {"size": "2Gi"}), ({"size": "1Gi"}, None),
+     ({"size": "200Gi"}, {"claimName": "c"})],
+)  # fmt: skip
+def test_what_may_change_may_change(old: dict[str, str] | None, new: dict[str, str] | None) -> None:
     before = resource() if old is None else put(resource(), "spec.model.cache", old)
-    after = put(resource(), "spec.model.cache", new)
+    after = resource() if new is None else put(resource(), "spec.model.cache", new)
     assert api_server_rules.problems(after, before) == []
     assert transition_problems(parse(after).spec, parse(before).spec) == []
 

@@ -15,11 +15,11 @@ from foveal_operator.cli import main as cli
 from foveal_operator.cli.plan import server_command as cli_server
 from foveal_operator.cli.plan.render import yaml_documents
 from foveal_operator.common.errors import ClusterAnswerError, UsageError
-from foveal_operator.kube.kinds import INFERENCE
+from foveal_operator.kube.kinds import BY_NAME, INFERENCE
 from foveal_operator.kube.types import Obj
 from tests.support.cluster_reader import FakeClusterReader
 from tests.support.operator_rig import EXAMPLES, Kit, resource
-from tests.support.served_resource import add_pod, finish_profile
+from tests.support.served_resource import add_pod, finish_profile, served
 
 PROFILE = EXAMPLES / "profiles/tiny-vlm.json"
 
@@ -68,6 +68,19 @@ def test_what_is_there_already_changes_nothing(kit: Kit, tmp_path: Path, capsys:
         out == "tiny in default, against https://fake\n\nNo object changes.\n\nNo pod restarts.\n"
     )
     assert err == ""
+
+
+def test_an_expanded_claim_is_no_change(tmp_path: Path, capsys: Any) -> None:
+    """The operator leaves it its size."""
+    body = resource(model={"uri": "hf://org/model", "cache": {"size": "1Gi"}})
+    kit = asyncio.run(served(Kit(), body))
+
+    def expand(claim: Obj) -> None:
+        claim["spec"]["resources"]["requests"]["storage"] = "3Gi"
+
+    kit.cluster.edit(BY_NAME["PersistentVolumeClaim"], "default", "tiny-model", expand)
+    assert plan(kit, tmp_path, body) == 0
+    assert "No object changes." in capsys.readouterr().out
 
 
 def test_an_engine_change_names_pods_and_the_field_that_is_why(

@@ -7,6 +7,7 @@ import copy
 import msgspec
 import pytest
 
+from foveal_operator.kube.errors import UserError
 from foveal_operator.kube.kinds import BY_NAME, INFERENCE, POD
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests import access
@@ -30,6 +31,8 @@ REFERRED = [
     ("Secret", "hub"), ("Secret", "keys"), ("Secret", "prometheus"),
     ("PersistentVolumeClaim", "warm"), ("PersistentVolumeClaim", "shared-tmpfs"),
 ]  # fmt: skip
+
+GROWN = {"cache": {"size": "400Gi"}}
 
 
 def everything() -> Obj:
@@ -263,6 +266,68 @@ async def test_the_kept_claim_is_known_again_and_a_foreign_one_is_not_taken() ->
     await other.settle()
     assert other.cluster.body("PersistentVolumeClaim", "tiny-model") == theirs
     assert other.condition("SpecAccepted") == ("False", "NameTaken")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"size": "1Gi"}, {"size": "1Gi", "accessMode": "ReadWriteOnce"}, {}, None],
+    ids=["smaller", "other access", "no class", "no cache"],
+)
+async def test_a_claim_that_is_there_keeps_what_cannot_change(
+    change: dict[str, str] | None,
+) -> None:
+    """The resource was deleted and made again with another cache, and the claim stays: its apply
+    was refused, and no pass came as far as the workloads."""
+    cache = {"size": "200Gi", "storageClassName": "fast"}
+    model: Obj = {"uri": "hf://org/model", "cache": cache}
+    kit = await served(Kit(), resource(model=model))
+    before = kit.cluster.body("PersistentVolumeClaim", "tiny-model")["spec"]
+    kit.cluster.remove(INFERENCE, *KEY)
+    await kit.settle()
+    model = {"uri": "hf://org/model"} if change is None else {**model, "cache": change}
+    kit = await served(kit, resource(model=model))
+    assert kit.cluster.body("PersistentVolumeClaim", "tiny-model")["spec"] == before
+    assert kit.condition("SpecAccepted") == ("True", "Accepted")
+    assert kit.cluster.names("Deployment") == ["tiny-frontend"]
+
+
+async def test_a_claim_that_its_administrator_expanded_keeps_its_size() -> None:
+    kit = await served(Kit(), resource(model={"uri": "hf://org/model", "cache": {"size": "1Gi"}}))
+
+    def expand(body: Obj) -> None:
+        body["spec"]["resources"]["requests"]["storage"] = "300Gi"
+
+    def scale(body: Obj) -> None:
+        body["spec"]["frontend"]["replicas"] = 3
+
+    claim = BY_NAME["PersistentVolumeClaim"]
+    kit.cluster.edit(claim, "default", "tiny-model", expand)
+    kit.cluster.edit(INFERENCE, *KEY, scale)
+    await kit.settle()
+    requests = kit.cluster.body("PersistentVolumeClaim", "tiny-model")["spec"]["resources"]
+    assert requests == {"requests": {"storage": "300Gi"}}
+    assert kit.cluster.body("Deployment", "tiny-frontend")["spec"]["replicas"] == 3
+    kit.cluster.edit(INFERENCE, *KEY, lambda body: body["spec"]["model"].update(GROWN))
+    await kit.settle()
+    requests = kit.cluster.body("PersistentVolumeClaim", "tiny-model")["spec"]["resources"]
+    assert requests == {"requests": {"storage": "400Gi"}}
+
+
+async def test_a_claim_that_cannot_grow_keeps_no_workload_from_its_change() -> None:
+    """Its storage class allows no expansion: told, and everything else goes on."""
+    kit = await served(Kit(), resource(model={"uri": "hf://org/model", "cache": {"size": "1Gi"}}))
+    refusal = "only dynamically provisioned pvc can be resized"
+    for _ in range(9):
+        kit.fail(UserError(refusal, 403), verb="APPLY", kind="PersistentVolumeClaim")
+
+    def grow(body: Obj) -> None:
+        body["spec"]["model"].update(GROWN)
+        body["spec"]["frontend"]["replicas"] = 3
+
+    kit.cluster.edit(INFERENCE, *KEY, grow)
+    await kit.settle()
+    assert kit.cluster.body("Deployment", "tiny-frontend")["spec"]["replicas"] == 3
+    assert refusal in message(kit, "SpecAccepted")
 
 
 async def test_nothing_is_pruned_that_only_looks_like_ours() -> None:

@@ -9,6 +9,18 @@ from msgspec import Meta
 from foveal_operator.api.rules import ObjectName, Part, Quantity, Rule, Text, Transition
 from foveal_runtime.plan.quantity import parse
 
+DEFAULT_SIZE = "50Gi"
+"""Of the resource's own claim."""
+_HAS_OWN_CLAIM = (
+    "(self.uri.startsWith('hf://') || self.uri.startsWith('s3://'))"
+    " && !(has(self.cache) && has(self.cache.claimName))"
+)
+
+
+def _has_own_claim(model: Any) -> bool:
+    is_fetched = model.uri.startswith(("hf://", "s3://"))
+    return is_fetched and not (model.cache and model.cache.claim_name)
+
 
 def _fixed(
     field: str, attribute: str, advice: str = "", *, of_own_claim: bool = False
@@ -17,18 +29,12 @@ def _fixed(
     no longer lies in the resource's own claim, which is the same for every model."""
     another = "self.uri != oldSelf.uri"
     if of_own_claim:
-        another = (
-            f"({another} && (!(self.uri.startsWith('hf://') || self.uri.startsWith('s3://'))"
-            " || (has(self.cache) && has(self.cache.claimName))))"
-        )
+        another = f"({another} && !({_HAS_OWN_CLAIM}))"
 
     def check(new: Any, old: Any) -> bool:
         before = getattr(old.cache, attribute, None)
         is_kept = before is None or getattr(new.cache, attribute, None) == before
-        has_own = new.uri.startswith(("hf://", "s3://")) and not (
-            new.cache and new.cache.claim_name
-        )
-        return is_kept or (new.uri != old.uri and not (of_own_claim and has_own))
+        return is_kept or (new.uri != old.uri and not (of_own_claim and _has_own_claim(new)))
 
     return Transition(
         f"{another} || !has(oldSelf.cache) ||"
@@ -67,7 +73,10 @@ class ModelCache(Part, frozen=True, kw_only=True):
     ] = None
     size: Annotated[
         Quantity | None,
-        Meta(description="Size of the resource's own claim; default: 50Gi. Only grows."),
+        Meta(
+            description=f"Size of the resource's own claim; default: {DEFAULT_SIZE}. Only grows; "
+            "a claim that is larger keeps its size."
+        ),
     ] = None
     storage_class_name: Annotated[
         ObjectName | None,
@@ -118,13 +127,14 @@ class Model(Part, frozen=True, kw_only=True):
     )
     TRANSITIONS: ClassVar[tuple[Transition, ...]] = (
         Transition(
-            "!has(oldSelf.cache) || !has(oldSelf.cache.size) || !has(self.cache)"
-            " || !has(self.cache.size) || quantity(self.cache.size)"
+            "!has(oldSelf.cache) || !has(oldSelf.cache.size)"
+            f" || !({_HAS_OWN_CLAIM}) || quantity(has(self.cache) && has(self.cache.size)"
+            f" ? self.cache.size : '{DEFAULT_SIZE}')"
             ".compareTo(quantity(oldSelf.cache.size)) >= 0",
-            "cache.size can only grow",
+            f"cache.size can only grow; left out, it is {DEFAULT_SIZE}",
             lambda new, old: (
-                not (old.cache and old.cache.size and new.cache and new.cache.size)
-                or parse(new.cache.size) >= parse(old.cache.size)
+                not (old.cache and old.cache.size and _has_own_claim(new))
+                or parse((new.cache and new.cache.size) or DEFAULT_SIZE) >= parse(old.cache.size)
             ),
             "cache.size",
         ),

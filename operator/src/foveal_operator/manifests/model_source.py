@@ -9,13 +9,13 @@ from collections.abc import Iterable
 
 import msgspec
 
-from foveal_operator.api.model import ModelCache
+from foveal_operator.api.model import DEFAULT_SIZE, ModelCache
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.context import Context
+from foveal_runtime.plan.quantity import parse
 
 MODELS_DIRECTORY = "/models"
 VOLUME = "model"
-DEFAULT_SIZE = "50Gi"
 
 
 class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +79,20 @@ def model_claim(context: Context) -> Obj:
         "metadata": context.metadata("model", "model", owned=False),
         "spec": spec,
     }
+
+
+def as_it_can_be(wanted: Obj, live: Obj) -> Obj:
+    """The claim that is wanted, given the one that is there: a claim only grows, its administrator
+    may have expanded it, and its class and access modes stay as it was made with them."""
+    there = live.get("spec", {})
+    kept = {key: there[key] for key in ("accessModes", "storageClassName") if key in there}
+    sizes = [
+        spec["resources"]["requests"]["storage"]
+        for spec in (wanted["spec"], there)
+        if "storage" in spec.get("resources", {}).get("requests", {})
+    ]
+    requests = {"storage": max(sizes, key=parse)}
+    return {**wanted, "spec": {**wanted["spec"], **kept, "resources": {"requests": requests}}}
 
 
 MAX_CHARACTERS = 253

@@ -25,7 +25,7 @@ from foveal_operator.kube.types import Obj
 from foveal_operator.manifests import ClusterFacts, Owned, desired
 from foveal_operator.manifests.context import Context
 from foveal_operator.manifests.job import profile_limit_bytes
-from foveal_operator.manifests.model_source import ModelSource, model_source
+from foveal_operator.manifests.model_source import ModelSource, as_it_can_be, model_source
 from foveal_operator.model.job_state import (
     JobState,
     as_it_lies,
@@ -126,7 +126,7 @@ def model_keys(inference: InferenceSpec, facts: ClusterFacts) -> tuple[tuple[str
 
 def decide_model(view: ModelView) -> ModelDecision:
     """The next step towards a profile; the same view gives the same decision."""
-    wanted = _wanted(view.inference, view.facts)
+    wanted = _with_live_claim(view, _wanted(view.inference, view.facts))
     found = _decided(view, wanted)
     if found.profile is not None:
         return found
@@ -183,6 +183,20 @@ def _wanted(inference: InferenceSpec, facts: ClusterFacts) -> _Wanted:
         source=model_source(context),
         context=context,
     )
+
+
+def _with_live_claim(view: ModelView, wanted: _Wanted) -> _Wanted:
+    """The resource's own claim may be older than the resource."""
+    live = _claim(view, wanted)
+    if live is None or not wanted.source.owns_claim:
+        return wanted
+    base = tuple(
+        msgspec.structs.replace(owned, body=as_it_can_be(owned.body, live))
+        if owned.policy == "Retain"
+        else owned
+        for owned in wanted.base
+    )
+    return msgspec.structs.replace(wanted, base=base)
 
 
 def _live(view: ModelView, wanted: Owned) -> Obj | None:

@@ -40,6 +40,7 @@ from foveal_operator.pods.diagnose import NEW_SECONDS, ready_within
 from foveal_operator.pods.reports import ObservePods
 from foveal_operator.reconcile.apply import (
     Applier,
+    NameTaken,
     ObjectError,
     Owner,
     StillLeaving,
@@ -193,13 +194,22 @@ class Reconciler:
     async def _apply_all(self, work: Decision) -> ObjectError | None:
         """Applies what is wanted, in order. A refused object ends the pass, unless the pods do
         without it: then the first of those is returned."""
-        owner, refused = _owner(work), None
+        owner = _owner(work)
+        refused: ObjectError | None = None
         wanted: set[ObjectKey] = set()
         for owned in work.model.objects:
             wanted.add(_key(owned.body))
             if owned.policy != "Keep":
                 retained = owned.policy == "Retain"
-                await self.applier.ensure(owner, owned.body, is_retained=retained)
+                try:
+                    await self.applier.ensure(owner, owned.body, is_retained=retained)
+                except ObjectError as error:
+                    # Pods serve from the claim as it is, even if it cannot grow.
+                    is_there = retained and work.desired.complete
+                    if not is_there or not _is_refused(error):
+                        raise
+                    log.warning("%s/%s: %s", *work.key, error)
+                    refused = error
         if not work.desired.complete:
             return None
         basis = basis_config_map(work.context, work.basis)
@@ -320,6 +330,11 @@ def _failure(error: Exception, cause: Exception, num_failures: int) -> Verdict |
     if num_failures + 1 < TOLD_FAILURES:
         return None
     return verdict("Ready", False, reasons.RECONCILE_FAILED, str(error))
+
+
+def _is_refused(error: ObjectError) -> bool:
+    """The object is the resource's own, and the API server refuses what it should become."""
+    return isinstance(error.cause, UserError) and not isinstance(error.cause, NameTaken)
 
 
 def _poll_seconds(work: Decision) -> float:

@@ -11,9 +11,10 @@ import itertools
 from collections.abc import AsyncIterator, Callable
 
 from foveal_operator.kube.errors import ApiError, Conflict, NotFound, UserError
-from foveal_operator.kube.kinds import FIELD_MANAGER, INFERENCE, KINDS, Kind, kind_of
+from foveal_operator.kube.kinds import CLAIM, FIELD_MANAGER, INFERENCE, KINDS, Kind, kind_of
 from foveal_operator.kube.types import Obj
 from foveal_operator.testing.field_ownership import Owners, applied, edited, managed_fields
+from foveal_runtime.plan.quantity import parse
 
 Place = tuple[str, str, str]
 """(plural name of the kind, namespace, name)"""
@@ -231,6 +232,8 @@ class FakeCluster:
             return copy.deepcopy(live)
         if live is not None and live.get("immutable") and live.get("data") != body.get("data"):
             raise UserError(f"{kind.plural} {key[2]} is immutable", 422)
+        if live is not None and kind is CLAIM:
+            _check_claim(body.get("spec", {}), live.get("spec", {}))
         if live is None:
             metadata["uid"] = f"uid-{next(self._uids)}"
             metadata["generation"] = 1
@@ -256,6 +259,17 @@ class FakeCluster:
             for ref in body["metadata"].get("ownerReferences", ()):
                 if ref.get("kind") == INFERENCE.name:
                     assert ref["uid"] in uids, f"{key} outlived its owner"
+
+
+def _check_claim(spec: Obj, live: Obj) -> None:
+    """A claim only grows; what it was made with stays."""
+    sizes = [
+        part.get("resources", {}).get("requests", {}).get("storage", "0") for part in (spec, live)
+    ]
+    if parse(sizes[0]) < parse(sizes[1]):
+        raise UserError("field can not be less than previous value", 422)
+    if any(spec.get(field) != value for field, value in live.items() if field != "resources"):
+        raise UserError("spec is immutable after creation except resources.requests", 422)
 
 
 def _content(body: Obj) -> Obj:

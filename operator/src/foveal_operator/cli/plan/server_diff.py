@@ -16,6 +16,7 @@ from foveal_operator.cli.terminal import Style, wrapped
 from foveal_operator.kube.diff import Change, diff, restart_reasons
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests import Desired
+from foveal_operator.manifests.model_source import as_it_can_be
 from foveal_operator.manifests.pods import REVISION_LABEL
 
 Find = Callable[[str, str], Obj | None]
@@ -90,7 +91,8 @@ def _changes(wanted: Desired, find: Find) -> Iterator[ObjectChange]:
         if live is None:
             yield ObjectChange(kind=kind, name=name, action="create")
             continue
-        found = tuple(diff(owned.body, live))
+        body = as_it_can_be(owned.body, live) if owned.policy == "Retain" else owned.body
+        found = tuple(diff(body, live))
         if found:
             yield ObjectChange(kind=kind, name=name, action="change", fields=found)
 
