@@ -41,13 +41,16 @@ def policies(*objs: Obj, facts: ClusterFacts = FACTS) -> list[Obj]:
     return [body for body in every if body["kind"] == "NetworkPolicy"]
 
 
-def pods(name: str) -> dict[str, End]:
-    """With the labels that the templates give them."""
+def pods(name: str, **changes: Any) -> dict[str, End]:
+    """With the labels and the named ports that the templates give them."""
     found = {}
-    for body in objects(resource(name)):
+    for body in objects(resource(name, **changes)):
         kind = {"StatefulSet": "engine", "Deployment": "frontend", "Job": "job"}.get(body["kind"])
         if kind:
-            found[kind] = End(SPACE, body["spec"]["template"]["metadata"]["labels"])
+            template = body["spec"]["template"]
+            (container,) = template["spec"]["containers"]
+            ports = {one["name"]: one["containerPort"] for one in container.get("ports", ())}
+            found[kind] = End(SPACE, template["metadata"]["labels"], ports=ports)
     return found
 
 
@@ -139,6 +142,17 @@ def test_who_reaches_a_frontend() -> None:
     found = allowed(policies(resource("a"), resource("b")), "frontend")
     into = {(one, port) for one, other, port in found if other == "frontend"}
     assert into == {(name, CLIENTS) for name in (*OTHERS, "job", "b's job")}
+
+
+def test_frontends_are_reached_while_their_port_changes() -> None:
+    """The policy changes at once, the pods one by one: those that still served the old port were
+    cut off, and with one frontend nobody was left."""
+    changes = {"networking__port": 9000}
+    found = policies(resource("a", **changes))
+    client = ENDS["stranger elsewhere"]
+    old, new = pods("a")["frontend"], pods("a", **changes)["frontend"]
+    assert {port for port in PORTS if admits(found, client, old, port)} == {CLIENTS}
+    assert {port for port in PORTS if admits(found, client, new, port)} == {9000}
 
 
 def test_jobs_reach_any_source_and_tell_the_operator_alone() -> None:

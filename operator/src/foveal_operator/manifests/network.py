@@ -180,5 +180,6 @@ def frontend_network_policy(context: Context) -> Obj:
             {"ipBlock": {"cidr": "::/0", "except": [*_PRIVATE_V6]}},
         ]
         egress.append({"to": outside, "ports": _ports(80, 443)})
-    ingress = [{"ports": _ports(context.inference.spec.networking.port)}]
+    # By its name, as Service and probes have it: while networking.port changes, each pod's own.
+    ingress = [{"ports": [{"port": "http", "protocol": "TCP"}]}]
     return _policy(context, "frontend", ingress, egress)
