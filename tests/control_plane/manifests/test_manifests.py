@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from foveal_operator.api.parse import SpecError
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests import Desired, desired
 from foveal_operator.manifests.context import ClusterFacts, Context
@@ -262,79 +261,6 @@ def test_optional_apis_that_are_missing_are_told() -> None:
 def test_disruption_budgets_only_above_one_replica() -> None:
     assert wanted(resource()).of_kind("PodDisruptionBudget") == []
     assert len(wanted(LEGAL["gpu"]).of_kind("PodDisruptionBudget")) == 2
-
-
-OVERLAY = {
-    "metadata": {"annotations": {"note": "x"}, "labels": {"team": "vision"}},
-    "spec": {
-        "nodeSelector": {"gpu": "h100"},
-        "tolerations": [{"key": "dedicated", "operator": "Exists"}],
-        "containers": [
-            {"name": "engine", "env": [{"name": "OTEL_SERVICE_NAME", "value": "qwen"}]},
-            {"name": "sidecar", "image": "example/sidecar"},
-        ],
-    },
-}
-
-
-def test_an_overlay_adds_and_keeps() -> None:
-    (plain,) = wanted(resource()).of_kind("StatefulSet")
-    (laid,) = wanted(put(resource(), "spec.engine.podTemplate", OVERLAY)).of_kind("StatefulSet")
-    template = laid["spec"]["template"]
-    assert template["metadata"]["labels"]["team"] == "vision"
-    assert [t["key"] for t in template["spec"]["tolerations"]] == ["nvidia.com/gpu", "dedicated"]
-    engine, sidecar = template["spec"]["containers"]
-    assert sidecar["name"] == "sidecar"
-    before = plain["spec"]["template"]["spec"]["containers"][0]
-    assert engine["env"][:-1] == before["env"]
-    assert engine["args"] == before["args"]
-    label = "foveal.dev/revision"
-    assert (
-        template["metadata"]["labels"][label]
-        != (plain["spec"]["template"]["metadata"]["labels"][label])
-    )
-
-
-@pytest.mark.parametrize(
-    ("source", "reads"),
-    [
-        ({"secret": {"secretName": "ca"}}, True),
-        ({"csi": {"driver": "x", "volumeAttributes": {"secretProviderClass": "ca"}}}, True),
-        ({"configMap": {"name": "ca"}}, False),
-    ],
-)
-def test_a_new_secret_restarts_engines_that_read_one(source: Obj, reads: bool) -> None:
-    overlay = {"spec": {"volumes": [{"name": "extra", **source}]}}
-    body = put(resource(), "spec.engine.podTemplate", overlay)
-    (engines,) = wanted(put(body, "spec.security.secretRevision", "2")).of_kind("StatefulSet")
-    annotations = engines["spec"]["template"]["metadata"].get("annotations", {})
-    assert ("foveal.dev/secret-revision" in annotations) is reads
-
-
-@pytest.mark.parametrize(
-    ("overlay", "field"),
-    [
-        ({"spec": {"containers": [{"name": "engine", "args": []}]}}, "containers[engine].args"),
-        ({"spec": {"containers": [{"name": "engine", "resources": {}}]}}, "resources"),
-        ({"spec": {"containers": [{"image": "x"}]}}, "spec.engine.podTemplate.spec.containers"),
-        ({"spec": {"hostNetwork": True}}, "spec.engine.podTemplate.spec.hostNetwork"),
-        ({"spec": {"volumes": {}}}, "spec.engine.podTemplate.spec.volumes"),
-        ({"spec": {"containers": {}}}, "spec.engine.podTemplate.spec.containers"),
-        ({"spec": {"volumes": [{"name": "shm", "emptyDir": {}}]}}, "spec.volumes[shm]"),
-        (
-            {"spec": {"containers": [{"name": "engine", "env": [{"name": "POD_IP"}]}]}},
-            "env[POD_IP]",
-        ),
-        ({"metadata": {"name": "x"}}, "spec.engine.podTemplate.metadata.name"),
-        ({"metadata": {"labels": {"foveal.dev/revision": "x"}}}, "labels.foveal.dev/revision"),
-        ({"status": {}}, "spec.engine.podTemplate.status"),
-        ({"spec": []}, "spec.engine.podTemplate.spec"),
-    ],
-)
-def test_an_overlay_cannot_touch_what_is_derived(overlay: Obj, field: str) -> None:
-    with pytest.raises(SpecError) as caught:
-        wanted(put(resource(), "spec.engine.podTemplate", overlay))
-    assert any(field in path for path, _ in caught.value.problems)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from foveal_operator.api import reasons
-from foveal_operator.api.parse import parse
+from foveal_operator.api.parse import SpecError, parse
 from foveal_operator.kube.kinds import JOB
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests import desired
@@ -92,6 +92,22 @@ def test_jobs_take_the_settings_that_pods_take() -> None:
         assert mine["volumeMounts"][0] in container["volumeMounts"]
         assert SETTINGS["volumes"][0] in spec["volumes"]
         assert {"name": "HOME", "value": "/tmp"} in container["env"], "ours stay"
+
+
+@pytest.mark.parametrize(
+    ("mount", "says"),
+    [({"name": "ca", "mountPath": "/tmp"}, "volume tmp"),
+     ({"name": "model", "mountPath": "/data"}, "the operator's volume")],
+)  # fmt: skip
+def test_jobs_keep_their_mounts_and_name_the_field_that_was_written(mount: Obj, says: str) -> None:
+    containers = [{"name": "frontend", "volumeMounts": [mount]}]
+    body = sample(frontend={"podTemplate": {"spec": {"containers": containers}}})
+    with pytest.raises(SpecError) as caught:
+        desired(parse(body), None, FACTS)
+    ((path, text),) = caught.value.problems
+    place = f"containers[frontend].volumeMounts[{mount['mountPath']}]"
+    assert path == f"spec.frontend.podTemplate.spec.{place}"
+    assert says in text
 
 
 # --- Jobs of another release -------------------------------------------------------------------

@@ -41,7 +41,8 @@ PodTemplate = Annotated[
     Annotated[dict[str, Any], Meta(extra_json_schema={"x-foveal-raw": True})] | None,
     Meta(
         description="Overlay on the pod template: metadata.labels and annotations are added, spec "
-        "is merged (lists of named things by name). What the operator derives cannot be overridden."
+        "is merged (lists of named things by name, volumeMounts by mountPath). What the operator "
+        "derives cannot be overridden."
     ),
 ]
 _MIN_MAX = Rule(

@@ -167,7 +167,7 @@ def _job(
         "template": {"metadata": {"labels": context.labels("model")}, "spec": pod},
     }
     spec["template"] = lay_over(
-        spec["template"], _settings(context, what), "spec.frontend.podTemplate", what
+        spec["template"], _settings(context, what), "spec.frontend.podTemplate", what, "frontend"
     )
     suffix = f"{what}-{content_hash(result)}"
     body = context.object("batch/v1", "Job", suffix, "model", spec=spec)

@@ -1,12 +1,14 @@
 """Lays a user's podTemplate over ours: adds, never overrides what the plan rests on.
 
-Called by both workload builders. Mappings merge, lists of named things merge by name, other lists
-are appended; a value that the operator derives is refused with its path.
+Called by the builders of workloads and Jobs. Mappings merge, lists of named things merge by name,
+mounts by their path, other lists are appended; a value that the operator derives is refused with
+its path.
 """
 
 from __future__ import annotations
 
 import copy
+import posixpath
 from typing import Any
 
 from foveal_operator.api.parse import SpecError
@@ -26,16 +28,19 @@ _LOCKED_VOLUMES = frozenset({"config", "model", "curve", "shm", "shared", "warm"
 _LOCKED_ENV = frozenset({"NODE_NAME", "POD_IP", "POD_NAME"})
 
 
-def lay_over(template: Obj, overlay: Obj | None, path: str, container: str) -> Obj:
+def lay_over(
+    template: Obj, overlay: Obj | None, path: str, container: str, written: str = ""
+) -> Obj:
     """The template with the overlay on it. Raises SpecError naming each locked field it touches.
 
     Args:
         path: where the overlay stands in the resource, for messages.
         container: name of the operator's container, whose essentials are locked.
+        written: the name that the overlay has for it in the resource, where it is another.
     """
     if not overlay:
         return template
-    problems = [*_locked(overlay, path, container)]
+    problems = _locked(template, overlay, path, container, written or container)
     if problems:
         raise SpecError(problems)
     # A copy: what is built must never be a part of the resource that it is built from.
@@ -44,7 +49,9 @@ def lay_over(template: Obj, overlay: Obj | None, path: str, container: str) -> O
     return merged
 
 
-def _locked(overlay: Obj, path: str, container: str) -> list[tuple[str, str]]:
+def _locked(
+    template: Obj, overlay: Obj, path: str, container: str, written: str
+) -> list[tuple[str, str]]:
     found = [
         (f"{path}.{key}", "only metadata and spec can be laid over")
         for key in overlay
@@ -72,22 +79,46 @@ def _locked(overlay: Obj, path: str, container: str) -> list[tuple[str, str]]:
         if not isinstance(item, dict) or not isinstance(item.get("name"), str):
             found.append((f"{path}.spec.containers", "every container needs a name"))
         elif item["name"] == container:
+            own = f"{path}.spec.containers[{written}]"
             found += [
-                (f"{path}.spec.containers[{container}].{key}", "is derived by the operator")
+                (f"{own}.{key}", "is derived by the operator")
                 for key in item
                 if key in _LOCKED_CONTAINER
             ]
             found += [
-                (f"{path}.spec.containers[{container}].env[{name}]", "is set by the operator")
+                (f"{own}.env[{name}]", "is set by the operator")
                 for name in _names(item.get("env"))
                 if name in _LOCKED_ENV
             ]
+            found += _locked_mounts(template, item.get("volumeMounts"), f"{own}.volumeMounts")
     found += [
         (f"{path}.spec.volumes[{name}]", "is the operator's: its size is part of a budget")
         for name in _names(spec.get("volumes"))
-        if name in _LOCKED_VOLUMES or name.startswith("secret-")
+        if _is_locked_volume(name)
     ]
     return found
+
+
+def _locked_mounts(template: Obj, mounts: object, path: str) -> list[tuple[str, str]]:
+    """Of the operator's container: its mounts stay where and as they are."""
+    (container,) = template["spec"]["containers"]
+    taken = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    found = []
+    for mount in mounts if isinstance(mounts, list) else ():
+        if not isinstance(mount, dict):
+            continue
+        name, at = str(mount.get("name")), str(mount.get("mountPath"))
+        if volume := taken.get(posixpath.normpath(at)):
+            text = f"is where the operator mounts its volume {volume}: choose another path"
+            found.append((f"{path}[{at}]", text))
+        elif _is_locked_volume(name):
+            text = f"{name} is the operator's volume: mount one of your own"
+            found.append((f"{path}[{at}]", text))
+    return found
+
+
+def _is_locked_volume(name: str) -> bool:
+    return name in _LOCKED_VOLUMES or name.startswith("secret-")
 
 
 def _names(items: object) -> list[str]:
@@ -114,11 +145,13 @@ def _merge(base: Any, over: Any, path: str) -> Any:
 
 
 def _merge_lists(base: list[Any], over: list[Any], path: str) -> list[Any]:
-    """By name where every element has one (containers, env, volumes); else appended."""
-    if not all(isinstance(item, dict) and "name" in item for item in (*base, *over)):
+    """By Kubernetes' own merge key where every element has it: of mounts the path, as a volume may
+    have several, else the name (containers, env, volumes). Other lists are appended."""
+    key = "mountPath" if path.endswith(".volumeMounts") else "name"
+    if not all(isinstance(item, dict) and key in item for item in (*base, *over)):
         return [*base, *(item for item in over if item not in base)]
-    merged = {item["name"]: item for item in base}
+    merged = {item[key]: item for item in base}
     for item in over:
-        name = item["name"]
+        name = item[key]
         merged[name] = _merge(merged[name], item, f"{path}[{name}]") if name in merged else item
     return list(merged.values())

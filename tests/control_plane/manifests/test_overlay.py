@@ -1,0 +1,110 @@
+"""A podTemplate over the operator's pods: what it adds, and what it cannot touch."""
+
+from __future__ import annotations
+
+import pytest
+
+from foveal_operator.api.parse import SpecError
+from foveal_operator.kube.types import Obj
+from tests.support.regenerate import wanted
+from tests.support.samples import put, resource
+
+OVERLAY = {
+    "metadata": {"annotations": {"note": "x"}, "labels": {"team": "vision"}},
+    "spec": {
+        "nodeSelector": {"gpu": "h100"},
+        "tolerations": [{"key": "dedicated", "operator": "Exists"}],
+        "containers": [
+            {"name": "engine", "env": [{"name": "OTEL_SERVICE_NAME", "value": "qwen"}]},
+            {"name": "sidecar", "image": "example/sidecar"},
+        ],
+    },
+}
+
+
+def test_an_overlay_adds_and_keeps() -> None:
+    (plain,) = wanted(resource()).of_kind("StatefulSet")
+    (laid,) = wanted(put(resource(), "spec.engine.podTemplate", OVERLAY)).of_kind("StatefulSet")
+    template = laid["spec"]["template"]
+    assert template["metadata"]["labels"]["team"] == "vision"
+    assert [t["key"] for t in template["spec"]["tolerations"]] == ["nvidia.com/gpu", "dedicated"]
+    engine, sidecar = template["spec"]["containers"]
+    assert sidecar["name"] == "sidecar"
+    before = plain["spec"]["template"]["spec"]["containers"][0]
+    assert engine["env"][:-1] == before["env"]
+    assert engine["args"] == before["args"]
+    label = "foveal.dev/revision"
+    assert (
+        template["metadata"]["labels"][label]
+        != (plain["spec"]["template"]["metadata"]["labels"][label])
+    )
+
+
+def of_engine(mounts: list[Obj]) -> Obj:
+    """An overlay of the operator's own container."""
+    return {"spec": {"containers": [{"name": "engine", "volumeMounts": mounts}]}}
+
+
+def test_an_overlay_mounts_a_volume_twice_and_keeps_ours() -> None:
+    """Mounts were merged by the name of their volume: of two of one volume the second replaced the
+    first, and one of `tmp` moved /tmp away."""
+    more = [
+        {"name": "adapters", "mountPath": "/loras", "subPath": "a"},
+        {"name": "adapters", "mountPath": "/more", "subPath": "b"},
+        {"name": "tmp", "mountPath": "/root/.cache"},
+    ]
+    (plain,) = wanted(resource()).of_kind("StatefulSet")
+    laid = wanted(put(resource(), "spec.engine.podTemplate", of_engine(more)))
+    before, after = (
+        body["spec"]["template"]["spec"]["containers"][0]["volumeMounts"]
+        for body in (plain, *laid.of_kind("StatefulSet"))
+    )
+    assert after == [*before, *more]
+
+
+@pytest.mark.parametrize(
+    ("source", "reads"),
+    [
+        ({"secret": {"secretName": "ca"}}, True),
+        ({"csi": {"driver": "x", "volumeAttributes": {"secretProviderClass": "ca"}}}, True),
+        ({"configMap": {"name": "ca"}}, False),
+    ],
+)
+def test_a_new_secret_restarts_engines_that_read_one(source: Obj, reads: bool) -> None:
+    overlay = {"spec": {"volumes": [{"name": "extra", **source}]}}
+    body = put(resource(), "spec.engine.podTemplate", overlay)
+    (engines,) = wanted(put(body, "spec.security.secretRevision", "2")).of_kind("StatefulSet")
+    annotations = engines["spec"]["template"]["metadata"].get("annotations", {})
+    assert ("foveal.dev/secret-revision" in annotations) is reads
+
+
+@pytest.mark.parametrize(
+    ("overlay", "field"),
+    [
+        ({"spec": {"containers": [{"name": "engine", "args": []}]}}, "containers[engine].args"),
+        ({"spec": {"containers": [{"name": "engine", "resources": {}}]}}, "resources"),
+        ({"spec": {"containers": [{"image": "x"}]}}, "spec.engine.podTemplate.spec.containers"),
+        ({"spec": {"hostNetwork": True}}, "spec.engine.podTemplate.spec.hostNetwork"),
+        ({"spec": {"volumes": {}}}, "spec.engine.podTemplate.spec.volumes"),
+        ({"spec": {"containers": {}}}, "spec.engine.podTemplate.spec.containers"),
+        ({"spec": {"volumes": [{"name": "shm", "emptyDir": {}}]}}, "spec.volumes[shm]"),
+        (
+            {"spec": {"containers": [{"name": "engine", "env": [{"name": "POD_IP"}]}]}},
+            "env[POD_IP]",
+        ),
+        (of_engine([{"name": "big", "mountPath": "/tmp/"}]), "volumeMounts[/tmp/]"),
+        (
+            of_engine([{"name": "model", "mountPath": "/data", "readOnly": False}]),
+            "containers[engine].volumeMounts[/data]",
+        ),
+        (of_engine([{"name": "mine", "mountPath": "/models"}]), "volumeMounts[/models]"),
+        ({"metadata": {"name": "x"}}, "spec.engine.podTemplate.metadata.name"),
+        ({"metadata": {"labels": {"foveal.dev/revision": "x"}}}, "labels.foveal.dev/revision"),
+        ({"status": {}}, "spec.engine.podTemplate.status"),
+        ({"spec": []}, "spec.engine.podTemplate.spec"),
+    ],
+)
+def test_an_overlay_cannot_touch_what_is_derived(overlay: Obj, field: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        wanted(put(resource(), "spec.engine.podTemplate", overlay))
+    assert any(field in path for path, _ in caught.value.problems)
