@@ -289,7 +289,7 @@ def _normal(body: Obj) -> Obj:
 def _node() -> Obj:
     amounts = {"cpu": "256", "memory": "2048Gi", "pods": "500"}
     amounts |= {"nvidia.com/gpu": "64", "amd.com/gpu": "64"}
-    labels = {"nvidia.com/gpu.memory": "81920", "amd.com/gpu.vram": "81920"}
+    labels = {"nvidia.com/gpu.memory": "81920", "amd.com/gpu.vram": "80G"}
     return {
         "apiVersion": "v1",
         "kind": "Node",

@@ -11,6 +11,7 @@ import pytest
 
 from foveal_operator.cli import main as cli
 from foveal_operator.cli.doctor import command as cli_doctor
+from foveal_operator.cli.doctor.cluster_checks import device_findings
 from foveal_operator.cli.doctor.command import local_findings
 from foveal_operator.cli.doctor.report import Finding, fail, ok, report_text
 from foveal_operator.cli.terminal import Style, visible_width
@@ -58,6 +59,31 @@ def _two_sizes(reader: FakeReader) -> None:
     label = "nvidia.com/gpu.memory"
     items = [node(size, "512Gi", 8, **{label: size}) for size in sizes]
     reader.answers["/api/v1/nodes"] = {"items": items}
+
+
+def _shared(reader: FakeReader) -> None:
+    labels = {"nvidia.com/gpu.memory": "81920", "nvidia.com/gpu.replicas": "4"}
+    reader.answers["/api/v1/nodes"] = {"items": [node("a", "512Gi", 8, **labels)]}
+
+
+def _amd(reader: FakeReader) -> None:
+    body = node("a", "512Gi", **{"amd.com/gpu.vram": "192G"})
+    body["status"]["allocatable"]["amd.com/gpu"] = "8"
+    reader.answers["/api/v1/nodes"] = {"items": [body]}
+
+
+DEVICES = {
+    "shared": (_shared, "8 nvidia.com/gpu on 1 node (4 share a device), each of 20 GiB"),
+    "amd": (_amd, "8 amd.com/gpu on 1 node, each of 192 GiB"),
+}
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_memory_of_devices_is_read_as_the_operator_reads_it(name: str) -> None:
+    change, text = DEVICES[name]
+    reader = healthy()
+    change(reader)
+    assert [one.text for one in device_findings(reader)][:1] == [text]
 
 
 def _old_definition(reader: FakeReader) -> None:

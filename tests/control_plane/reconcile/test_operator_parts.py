@@ -27,7 +27,11 @@ from foveal_operator.pods.reports import Reports
 from foveal_operator.process.options import read
 from foveal_operator.process.server import ProbeServer
 from foveal_operator.reconcile.baseline import Basis, read_basis
-from foveal_operator.reconcile.inventory import Inventory, count_free_devices
+from foveal_operator.reconcile.inventory import (
+    Inventory,
+    count_free_devices,
+    smallest_device_bytes,
+)
 from foveal_operator.status.conditions import (
     noteworthy,
     previous_conditions,
@@ -156,6 +160,46 @@ async def test_facts_come_from_the_nodes_that_could_run_an_engine(time: FakeTime
     gpu = inventory.node_facts(Engine())
     assert gpu == NodeFacts(node_bytes=256 << 30, device_bytes=46068 << 20)
     assert inventory.node_facts(Engine(accelerator=Accelerator(type="CPU"))).node_bytes == 512 << 30
+
+
+def labelled(labels: dict[str, str], resource: str = "nvidia.com/gpu") -> Obj:
+    status = {"allocatable": {"memory": "64Gi", resource: "8"}}
+    return {"metadata": {"name": "n", "labels": labels}, "status": status}
+
+
+SHARED = {"nvidia.com/gpu.memory": "81920", "nvidia.com/gpu.sharing-strategy": "time-slicing"}
+
+
+@pytest.mark.parametrize(
+    ("labels", "resource", "gib"),
+    [
+        ({"amd.com/gpu.vram": "192G"}, "amd.com/gpu", 192),
+        ({"nvidia.com/gpu.memory": "81920"}, "nvidia.com/gpu", 80),
+        ({**SHARED, "nvidia.com/gpu.replicas": "4"}, "nvidia.com/gpu", 20),
+        ({**SHARED, "nvidia.com/gpu.replicas": "1"}, "nvidia.com/gpu", 80),
+        ({**SHARED, "nvidia.com/gpu.replicas": "0"}, "nvidia.com/gpu", 80),
+        ({"nvidia.com/gpu.memory": "much"}, "nvidia.com/gpu", 0),
+        ({"amd.com/gpu.vram": "192G"}, "example.com/gpu", 0),
+    ],
+)  # fmt: skip
+def test_memory_of_a_device_is_read_as_its_labeller_writes_it(
+    labels: dict[str, str], resource: str, gib: int
+) -> None:
+    """AMD's 192G was read as a number of MiB, and of a device that several pods share each was
+    given all."""
+    assert smallest_device_bytes([labelled(labels, resource)], resource) == gib << 30
+
+
+async def test_one_pod_may_be_given_more_than_its_share(time: FakeTime) -> None:
+    """Time slicing divides no memory: accelerator.memory up to the whole device is not refused."""
+    cluster = FakeCluster(missing=OPTIONAL_KINDS)
+    shared = node("a", gpus=8)
+    shared["metadata"]["labels"] = {**SHARED, "nvidia.com/gpu.replicas": "4"}
+    cluster.add(shared)
+    inventory = Inventory(cluster, time.clock)
+    await inventory.refresh()
+    found = inventory.node_facts(Engine())
+    assert (found.device_bytes, found.largest_device_bytes) == (20 << 30, 80 << 30)
 
 
 async def test_without_the_right_to_see_nodes_nothing_is_known(time: FakeTime) -> None:

@@ -4,6 +4,7 @@ folders ask of one.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from foveal_runtime.plan.quantity import parse
@@ -15,7 +16,10 @@ NamespacedName = tuple[str, str]
 ObjectKey = tuple[str, str]
 """(kind, name) of an object within one resource's namespace."""
 MEMORY_LABELS = {"nvidia.com/gpu": "nvidia.com/gpu.memory", "amd.com/gpu": "amd.com/gpu.vram"}
-"""Extended resource -> memory of one device in MiB, as feature discovery labels nodes."""
+"""Extended resource -> label of its nodes with the memory of one device."""
+SHARES_LABELS = {"nvidia.com/gpu": "nvidia.com/gpu.replicas"}
+"""Extended resource -> label with how many of it stand for one device."""
+_LABELLED = re.compile(r"(\d{1,9})(G?)")
 
 
 def condition(body: Obj, kind: str) -> Obj:
@@ -32,6 +36,29 @@ def amount(value: object) -> int:
         return int(parse(str(value)))
     except ValueError:
         return 0
+
+
+def device_bytes(node: Obj, resource: str, *, is_whole: bool = False) -> int:
+    """Memory of one device of an extended resource, by the node's labels; 0 when they do not tell.
+    Where several of the resource stand for one device, a share of it, unless `is_whole`.
+
+    NVIDIA's feature discovery (github.com/NVIDIA/k8s-device-plugin, internal/lm/resource.go) writes
+    MiB, of the whole device even where time slicing shares it, and then `replicas` above 1. AMD's
+    node labeller (github.com/ROCm/k8s-device-plugin, cmd/k8s-node-labeller/main.go) writes rounded
+    GiB with a G.
+    """
+    labels = node["metadata"].get("labels") or {}
+    found = _LABELLED.fullmatch(str(labels.get(MEMORY_LABELS.get(resource, ""), "")))
+    if found is None:
+        return 0
+    whole = int(found[1]) << (30 if found[2] else 20)
+    return whole if is_whole else whole // num_shares(node, resource)
+
+
+def num_shares(node: Obj, resource: str) -> int:
+    """How many of an extended resource stand for one device; at least 1."""
+    labels = node["metadata"].get("labels") or {}
+    return max(1, amount(labels.get(SHARES_LABELS.get(resource, ""), 1)))
 
 
 def allocatable(node: Obj, name: str) -> int:

@@ -22,7 +22,7 @@ from foveal_operator.common.clock import Clock
 from foveal_operator.kube.cluster import ClusterReader
 from foveal_operator.kube.errors import ApiError, Forbidden, NotFound
 from foveal_operator.kube.kinds import DEVICE_CLASS, NODE, OPTIONAL, POD, RESOURCE_SLICE, Kind
-from foveal_operator.kube.types import MEMORY_LABELS, Obj, allocatable, amount
+from foveal_operator.kube.types import Obj, allocatable, amount, device_bytes
 from foveal_operator.manifests.budget_inputs import NodeFacts
 from foveal_operator.pods.scheduling import awaiting_nodes, could_take
 
@@ -80,7 +80,14 @@ class Inventory:
         name = accelerator.extended_resource
         node_bytes = largest_node_bytes(nodes, name)
         if name:
-            return NodeFacts(node_bytes=node_bytes, device_bytes=smallest_device_bytes(nodes, name))
+            share = smallest_device_bytes(nodes, name)
+            whole = smallest_device_bytes(nodes, name, is_whole=True)
+            return NodeFacts(
+                node_bytes=node_bytes,
+                device_bytes=share,
+                # Sharing divides time, not memory: accelerator.memory may give more of it to one.
+                largest_device_bytes=whole if whole > share else 0,
+            )
         if not accelerator.device_class_name:
             return NodeFacts(node_bytes=node_bytes)
         drivers = drivers_of(self._classes, accelerator.device_class_name)
@@ -236,13 +243,13 @@ def largest_node_bytes(nodes: Iterable[Obj], resource: str) -> int:
     )
 
 
-def smallest_device_bytes(nodes: Iterable[Obj], resource: str) -> int:
-    """Memory that every device of the resource has, by node labels; 0 when no label tells."""
-    label = MEMORY_LABELS.get(resource)
+def smallest_device_bytes(nodes: Iterable[Obj], resource: str, *, is_whole: bool = False) -> int:
+    """Memory that every device of the resource has, or every share of one unless `is_whole`, by
+    node labels; 0 when no label tells."""
     found = [
-        amount(node["metadata"].get("labels", {}).get(label, 0)) << 20
+        device_bytes(node, resource, is_whole=is_whole)
         for node in nodes
-        if label and allocatable(node, resource) > 0
+        if allocatable(node, resource) > 0
     ]
     return min((value for value in found if value > 0), default=0)
 

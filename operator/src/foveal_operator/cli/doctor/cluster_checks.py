@@ -16,7 +16,14 @@ from foveal_operator.api import crd
 from foveal_operator.cli.doctor.report import Finding, fail, ok, warn
 from foveal_operator.kube.diff import Change, diff
 from foveal_operator.kube.reader import OPERATOR_SELECTOR, ForbiddenError, Reader
-from foveal_operator.kube.types import MEMORY_LABELS, Obj, allocatable, condition
+from foveal_operator.kube.types import (
+    MEMORY_LABELS,
+    Obj,
+    allocatable,
+    condition,
+    device_bytes,
+    num_shares,
+)
 from foveal_runtime.plan.quantity import short_bytes
 
 Check = Callable[[Reader], Iterator[Finding]]
@@ -269,12 +276,15 @@ def device_findings(reader: Reader) -> Iterator[Finding]:
         total = sum(allocatable(node, resource) for node in holders)
         plural = "" if len(holders) == 1 else "s"
         text = f"{total} {resource} on {len(holders)} node{plural}"
-        labels = [node["metadata"].get("labels", {}).get(label, "") for node in holders]
-        if not all(one.isdigit() for one in labels):
-            yield warn(area, f"{text}; {labels.count('')} lack the label {label}",
+        known = [device_bytes(node, resource) for node in holders]
+        if not all(known):
+            yield warn(area, f"{text}; {known.count(0)} lack the label {label}",
                        "set engine.accelerator.memory, or install feature discovery")  # fmt: skip
         else:
-            sizes = Counter(short_bytes(int(one) << 20) for one in labels)
+            shares = sorted({num_shares(node, resource) for node in holders})
+            if shares != [1]:
+                text += f" ({' or '.join(map(str, shares))} share a device)"
+            sizes = Counter(short_bytes(one) for one in known)
             yield ok(area, f"{text}, each of {' or '.join(sorted(sizes))}")
             if len(sizes) > 1:
                 yield warn(area, "devices differ in memory: budgets keep to the smallest",
