@@ -28,7 +28,15 @@ POD = f'{T},pod="qwen-engine-0"'
 CONDITION = f"foveal_inference_condition{{{N},"
 IN = 'namespace="foveal-system"'
 OP = f'operator="foveal",{IN}'
+LEADER = f'leader_election_master_status{{{OP},name="foveal-operator"'
 Series = dict[str, str]
+SERVES = CONDITION + 'type="Available",status="True"}'
+MEANT: Series = {
+    f'foveal_inference_pods{{{N},role="frontend",state="desired"}}': "2x60",
+    f'foveal_inference_pods{{{N},role="engine",state="desired"}}': "1x60",
+    f"foveal_inference_starting{{{N}}}": "0x60",
+}
+"""Asked for, and not loading for the first time."""
 # What runs beside Foveal in any cluster, healthy and busy: kube-controller-manager, kube-scheduler,
 # cert-manager (in Foveal's own namespace, too) and a second Foveal that does not work.
 OTHERS: Series = {}
@@ -121,8 +129,8 @@ CASES: dict[str, tuple[Series, Series]] = {
         {f"foveal_mirror_value_conflicts_total{{{POD}}}": "0x60"},
     ),
     "FovealUnavailable": (
-        {CONDITION + 'type="Available",status="False"}': "1x60"},
-        {CONDITION + 'type="Available",status="True"}': "1x60"},
+        {CONDITION + 'type="Available",status="False"}': "1x60", **MEANT},
+        {CONDITION + 'type="Available",status="False"}': "0x60", **MEANT},
     ),
     "FovealRolloutStalled": (
         {f"foveal_inference_stalled{{{N}}}": "1x60"},
@@ -153,8 +161,9 @@ CASES: dict[str, tuple[Series, Series]] = {
         {f'foveal_media_worker_restarts_total{{{T},pod="f",reason="died"}}': "0x59 1x1"},
     ),
     "FovealMetricsAbsent": (
-        {f'foveal_cache_capacity_bytes{{namespace="other",resource="qwen",pod="{0}"}}': "1x60"},
-        {f"foveal_cache_capacity_bytes{{{POD}}}": "1x60"},
+        {f'foveal_cache_capacity_bytes{{namespace="other",resource="qwen",pod="{0}"}}': "1x60",
+         SERVES: "1x60", **MEANT},
+        {f"foveal_cache_capacity_bytes{{{POD}}}": "1x60", SERVES: "1x60", **MEANT},
     ),
     "FovealOperatorNoLeader": (
         {f'leader_election_master_status{{{OP},name="foveal-operator"}}': "0x60"},
@@ -171,9 +180,10 @@ CASES: dict[str, tuple[Series, Series]] = {
         {f'controller_runtime_reconcile_errors_total{{{OP},controller="mmi"}}': "0+1x60"},
     ),
     "FovealOperatorQueueStuck": (
-        {f'workqueue_depth{{{OP},name="mmi"}}': "2x60",
+        {f'workqueue_depth{{{OP},pod="x",name="mmi"}}': "2x60",
+         f'{LEADER},pod="x"}}': "1x60", f'{LEADER},pod="y"}}': "0x60",
          f'controller_runtime_reconcile_total{{{OP},controller="mmi",result="success"}}': "9x60"},
-        {f'workqueue_depth{{{OP},name="mmi"}}': "2x60",
+        {f'workqueue_depth{{{OP},pod="x",name="mmi"}}': "2x60", f'{LEADER},pod="x"}}': "1x60",
          f'controller_runtime_reconcile_total{{{OP},controller="mmi",result="success"}}': "0+9x60"},
     ),
     "FovealOperatorWatchesDown": (
@@ -193,6 +203,27 @@ CASES: dict[str, tuple[Series, Series]] = {
 }  # fmt: skip
 
 
+# alert -> further series, and whether it fires with them
+MORE: list[tuple[str, str, Series, bool]] = [
+    ("FovealUnavailable", "is quiet at zero replicas",
+     {CONDITION + 'type="Available",status="False"}': "1x60", **MEANT,
+      f'foveal_inference_pods{{{N},role="engine",state="desired"}}': "0x60"}, False),
+    ("FovealUnavailable", "is quiet while it loads for the first time",
+     {CONDITION + 'type="Available",status="False"}': "1x60", **MEANT,
+      f"foveal_inference_starting{{{N}}}": "1x60"}, False),
+    ("FovealMetricsAbsent", "fires where nobody scrapes the operator",
+     {f"foveal_cache_capacity_bytes{{{POD}}}": "1x60"}, True),
+    ("FovealMetricsAbsent", "is quiet at zero replicas",
+     {SERVES: "0x60", **MEANT,
+      f'foveal_inference_pods{{{N},role="engine",state="desired"}}': "0x60"}, False),
+    ("FovealOperatorQueueStuck", "is quiet on an idle cluster",
+     {f'workqueue_depth{{{OP},pod="x",name="mmi"}}': "0x60", f'{LEADER},pod="x"}}': "1x60",
+      f'workqueue_depth{{{OP},pod="y",name="mmi"}}': "5x60", f'{LEADER},pod="y"}}': "0x60",
+      f'controller_runtime_reconcile_total{{{OP},controller="mmi",result="success"}}': "9x60"},
+     False),
+]  # fmt: skip
+
+
 def rule_groups() -> list[dict[str, Any]]:
     text = yaml.safe_dump([*resource_rule_groups(), *operator_rule_groups()], sort_keys=False)
     text = text.replace("@namespace@", "models").replace("@resource@", "qwen")
@@ -205,9 +236,9 @@ def _count(name: str) -> str:
     return f'count(ALERTS{{alertname="{name}",alertstate="firing"}}) or vector(0)'
 
 
-def _test(name: str, series: Series, fires: bool) -> dict[str, Any]:
+def _test(name: str, series: Series, fires: bool, what: str = "") -> dict[str, Any]:
     return {
-        "name": f"{name} {'fires' if fires else 'is quiet'}",
+        "name": f"{name} {what or ('fires' if fires else 'is quiet')}",
         "interval": "1m",
         "input_series": [
             {"series": key, "values": value} for key, value in {**OTHERS, **series}.items()
@@ -231,7 +262,7 @@ def test_every_alert_fires_and_every_alert_can_be_quiet(tmp_path: Path) -> None:
         _test(name, series, fires)
         for name, pair in CASES.items()
         for series, fires in zip(pair, (True, False), strict=True)
-    ]
+    ] + [_test(name, series, fires, what) for name, what, series, fires in MORE]
     suite = tmp_path / "suite.yaml"
     suite.write_text(
         yaml.safe_dump(

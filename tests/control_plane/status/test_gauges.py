@@ -7,12 +7,14 @@ from typing import Any
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from foveal_operator.api.status import Condition
 from foveal_operator.status import gauges
 from foveal_operator.status.gauges import METRIC, ColdStarts, phases
 from foveal_operator.status.report import plain
 from foveal_operator.telemetry.series import Telemetry
 from tests.support.observed_status import BASE, ended, pod, revisions, serving, status_of
 from tests.support.regenerate import planned
+from tests.support.samples import put
 
 NAME = {"namespace": "models", "name": "qwen"}
 
@@ -44,6 +46,30 @@ def test_conditions_replicas_and_budgets() -> None:
     assert telemetry.value("foveal_inference_measured_bytes", **NAME, budget="ipc") == 5
     planned_bytes = telemetry.value("foveal_inference_budget_bytes", **NAME, budget="ipc")
     assert planned_bytes == 4 << 30
+
+
+def test_what_has_never_served_starts_and_what_served_is_unavailable() -> None:
+    """A first load, and a resource at zero replicas, paged whoever was on call."""
+    telemetry = Telemetry()
+    _, engine = revisions(BASE)
+    loading = {**serving(), "engine_pods": (pod("e-0", engine, ready=False),)}
+    at_zero = put(put(BASE, "spec.frontend.replicas", 0), "spec.engine.replicas", 0)
+    empty = {**serving(), "engine_pods": (), "frontend_pods": ()}
+    seen: list[tuple[str, float]] = []
+    previous: tuple[Condition, ...] = ()
+    for obj, observed in (
+        (BASE, {}), (BASE, loading), (BASE, {**loading, "deadline_exceeded": True}),
+        (BASE, serving()), (BASE, loading), (at_zero, empty), (BASE, loading),
+    ):  # fmt: skip
+        status = status_of(obj, previous, **observed)
+        gauges.put(telemetry, BASE, None, status)
+        previous = status.conditions
+        (reason,) = [one.reason for one in previous if one.type == "Available"]
+        seen.append((reason, telemetry.value("foveal_inference_starting", **NAME)))
+    assert seen == [
+        ("Starting", 1), ("Starting", 1), ("Starting", 0),
+        ("Available", 0), ("Unavailable", 0), ("ScaledToZero", 0), ("Starting", 1),
+    ]  # fmt: skip
 
 
 def test_a_condition_that_has_gone_says_nothing_any_more() -> None:

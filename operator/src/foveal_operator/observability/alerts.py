@@ -50,6 +50,11 @@ def _condition(kind: str, status: str) -> str:
     return f"{_R.total(name, how='max', type=kind, status=status)} == 1"
 
 
+_MEANT_TO_SERVE = (
+    f"{_R.total('foveal_inference_pods', how='min', state='desired')} > 0 and on () "
+    f"{_R.total('foveal_inference_starting', how='max')} == 0"
+)
+"""Not scaled to zero, and not loading for the first time within its progress deadline."""
 _POD_LIMIT = f"({_R.total('foveal_memory_limit_bytes', 'pod', how='max')} > 0)"
 _POD_USED = _R.total("foveal_memory_used_bytes", "pod", how="max")
 _STALE_OF = _R.rate("foveal_mirror_needs", why="stale")
@@ -164,7 +169,7 @@ CACHE_ALERTS = (
 SERVING_ALERTS = (
     Alert(
         name="FovealUnavailable",
-        expr=_condition("Available", "False"),
+        expr=f"{_condition('Available', 'False')} and on () {_MEANT_TO_SERVE}",
         hold="2m",
         severity="critical",
         summary="@namespace@/@resource@ does not serve.",
@@ -220,11 +225,14 @@ SERVING_ALERTS = (
     ),
     Alert(
         name="FovealMetricsAbsent",
-        expr=f"absent({_R.series('foveal_cache_capacity_bytes')})",
+        expr=f"absent({_R.series('foveal_inference_condition', type='Available', status='True')})"
+        f" or absent({_R.series('foveal_cache_capacity_bytes')}) and on () {_MEANT_TO_SERVE}",
         hold="10m",
         severity="warning",
-        summary="No cache metrics of @namespace@/@resource@ arrive.",
-        about="Nothing is scraped, or a metric was renamed: the other alerts are blind.",
+        summary="No metrics of @namespace@/@resource@ arrive from "
+        "{{ if $labels.type }}the operator{{ else }}its pods{{ end }}.",
+        about="Nothing is scraped there, or a metric was renamed: the alerts that read it, "
+        "FovealUnavailable among them, cannot fire.",
     ),
 )  # fmt: skip
 
@@ -256,7 +264,8 @@ OPERATOR_ALERTS = (
     ),
     Alert(
         name="FovealOperatorQueueStuck",
-        expr=_O.total("workqueue_depth") + " > 0 and on () "
+        # Of the replica that works: a standby's queue fills and is never drained.
+        expr=f"sum ({_O.series('workqueue_depth')} and on (pod) ({_LEADS} == 1)) > 0 and on () "
         + _O.rate("controller_runtime_reconcile") + " == 0",
         hold="10m",
         severity="warning",

@@ -67,6 +67,9 @@ def conditions(telemetry: Telemetry, resource: dict[str, Any], told: tuple[Condi
         ("foveal_inference_stalled", "Stalled"),
     ):
         telemetry.set(family, states.get(kind) == "True", **labels)
+    starts = any(c.type == "Available" and c.reason == reasons.STARTING.name for c in told)
+    is_stalled = states.get("Stalled") == "True"
+    telemetry.set("foveal_inference_starting", starts and not is_stalled, **labels)
     # Reconciling and Stalled come and go; a series left behind would say that they still hold.
     telemetry.forget("foveal_inference_condition", states, label="type", **labels)
     for kind, found in states.items():

@@ -118,7 +118,7 @@ def report(
         if observed.scaling:
             verdicts.append(_scaling_active(observed))
     verdicts += [
-        _available(frontend, engine),
+        _available(frontend, engine, previous),
         *summary(
             verdicts,
             observed.failure,
@@ -305,10 +305,22 @@ def _scaling_active(observed: Observed) -> Verdict:
     return Verdict("ScalingActive", observed.scaling, reason, observed.scaling_message)
 
 
-def _available(frontend: RoleStatus, engine: RoleStatus) -> Verdict:
-    ok = frontend.ready > 0 and engine.ready > 0
+_NOT_YET = (reasons.STARTING.name, reasons.SCALED_TO_ZERO.name)
+
+
+def _available(
+    frontend: RoleStatus, engine: RoleStatus, previous: tuple[Condition, ...]
+) -> Verdict:
+    """Starting is what has never served, or was scaled to zero: nobody misses it."""
+    before = next((one.reason for one in previous if one.type == "Available"), _NOT_YET[0])
+    if frontend.ready > 0 and engine.ready > 0:
+        reason = reasons.AVAILABLE
+    elif any(role.workload and role.desired == 0 for role in (frontend, engine)):
+        reason = reasons.SCALED_TO_ZERO
+    else:
+        reason = reasons.STARTING if before in _NOT_YET else reasons.UNAVAILABLE
     text = f"{_count(frontend.ready, 'frontend')} and {_count(engine.ready, 'engine')} serve"
-    return verdict("Available", ok, reasons.AVAILABLE if ok else reasons.UNAVAILABLE, text)
+    return verdict("Available", reason is reasons.AVAILABLE, reason, text)
 
 
 def _count(number: int, what: str) -> str:

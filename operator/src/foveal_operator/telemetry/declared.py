@@ -83,6 +83,11 @@ OPERATOR_METRICS: tuple[Metric, ...] = (
     ),
     _gauge("foveal_inference_ready", "1 when every replica of the revision serves.", *_PER),
     _gauge("foveal_inference_available", "1 when anything serves.", *_PER),
+    _gauge(
+        "foveal_inference_starting",
+        "1 until it serves for the first time, or again after zero replicas, or is stalled.",
+        *_PER,
+    ),
     _gauge("foveal_inference_stalled", "1 when only an edit can fix the resource.", *_PER),
     _gauge("foveal_inference_generation", "Generation of the spec.", *_PER),
     _gauge("foveal_inference_observed_generation", "Generation that the status describes.", *_PER),

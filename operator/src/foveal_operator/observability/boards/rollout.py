@@ -22,6 +22,7 @@ _STATE = Row("State", (
     graph("Ready and available", "1 when every replica of the revision serves; when any does.",
           (D.total("foveal_inference_ready", "name", how="max"), "{{name}} ready"),
           (D.total("foveal_inference_available", "name", how="max"), "{{name}} available"),
+          (D.total("foveal_inference_starting", "name", how="max"), "{{name}} starting"),
           (D.total("foveal_inference_stalled", "name", how="max"), "{{name}} stalled")),
     graph("Specs not looked at yet", "Generations that the status is behind the spec.",
           (D.total("foveal_inference_generation", "name", how="max") + " - "
