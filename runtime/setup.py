@@ -68,6 +68,15 @@ class BuildKernels(build_ext):
         except (OSError, subprocess.CalledProcessError) as error:
             raise CompileError(f"a CPU kernel does not compile: {error}") from error
 
+    def copy_extensions_to_source(self):
+        """Where one does not compile, the older object must go: it takes other structures than
+        the Python code of these sources gives."""
+        for ext in self.extensions:
+            name = self.get_ext_filename(ext.name)
+            if not Path(self.build_lib, name).exists():
+                Path("src", name).unlink(missing_ok=True)
+        super().copy_extensions_to_source()
+
 
 class Wheel(bdist_wheel):
     """Any Python 3, this platform."""
