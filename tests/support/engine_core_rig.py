@@ -5,7 +5,7 @@ from collections import deque
 from foveal_runtime.engine.process.assemble import LoadedEngine, assemble_core
 from foveal_runtime.engine.testing.drive import FakeClock
 from foveal_runtime.engine.testing.fake_frontend import FakeFrontend, FakeItem
-from foveal_runtime.engine.testing.fake_runner import FakeRunner, reference_tokens
+from foveal_runtime.engine.testing.fake_runner import FakeRunner
 from foveal_runtime.plan.budget.encoder import LargestItem
 from foveal_runtime.plan.config import EngineCaches, EngineConfig, ModelConfig, SchedulerConfig
 from foveal_runtime.wire import codec
@@ -16,7 +16,7 @@ class Engine:
 
     def __init__(self, *, caches=None, scheduler=None, num_blocks=64, events=None, max_len=200,
                  run_ahead="off", largest_request_bytes=0):  # fmt: skip
-        self.clock = FakeClock()
+        self.clock, self.max_len = FakeClock(), max_len
         config = EngineConfig(
             model=ModelConfig(path="/models/fake"),
             caches=caches or EngineCaches(ipc_bytes=4000, ipc_staging_bytes=8000, block_size=4),
@@ -85,10 +85,9 @@ class Engine:
         raise AssertionError("the engine does not come to rest")
 
     def check(self, frontend, rid):
-        tokens, inputs, values = frontend.expanded(rid)
-        made = frontend.tokens[rid]
-        sampling = frontend.bodies[rid][2]
-        assert made == reference_tokens(tokens, inputs, values, sampling, len(made)), rid
+        """It has ended, with the tokens it must."""
+        found = frontend.tokens[rid], frontend.finish.get(rid)
+        assert found == frontend.expected(rid, self.max_len), rid
 
     def assert_clean(self):
         core = self.core

@@ -89,7 +89,7 @@ def test_an_abort_while_a_step_is_under_way():
     for _ in range(4):
         drive.step()
     assert drive.num_ahead > 0
-    drive.scheduler.abort("a")
+    drive.abort("a")
     drive.scheduler.check_integrity()
     drive.add("c", [12] * 9, max_tokens=10)
     drive.run()
@@ -130,7 +130,7 @@ def test_a_queue_that_could_move_is_not_kept_waiting():
         drive.add(name, [10, 11], max_tokens=10)
     drive.step()
     assert drive.num_ahead == 1  # both seats are taken: nobody could come
-    drive.scheduler.abort("a")
+    drive.abort("a")
     before = drive.num_ahead
     drive.step()  # the one under way; the queue's head goes first now
     assert drive.num_ahead == before

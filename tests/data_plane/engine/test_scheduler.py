@@ -105,7 +105,7 @@ def test_who_waits_for_blocks_goes_on_when_the_one_that_computes_them_ends():
     drive.step()
     drive.step()
     assert chunks(drive, "second") == []
-    drive.scheduler.abort("first")
+    drive.abort("first")
     drive.run()
     assert chunks(drive, "second")[0] == (16, 8), "what was computed is not lost"
     drive.assert_done()
@@ -262,9 +262,9 @@ def test_abort_gives_everything_back_wherever_the_request_is():
     drive.add("b", range(10, 20))
     drive.step()
     assert drive.requests["a"].status is Status.RUNNING
-    assert drive.scheduler.abort("b") is drive.requests["b"]
-    assert drive.scheduler.abort("a") is drive.requests["a"]
-    assert drive.scheduler.abort("a") is None
+    assert drive.abort("b") is drive.requests["b"]
+    assert drive.abort("a") is drive.requests["a"]
+    assert drive.abort("a") is None
     drive.run()
     drive.assert_done()
     assert drive.outputs == {"a": [], "b": []}
@@ -276,7 +276,7 @@ def test_an_abort_between_plan_and_result_is_harmless():
     drive.add("b", range(30, 40))
     plan = drive.scheduler.schedule()
     result = drive.runner.execute(plan)
-    drive.scheduler.abort("a")
+    drive.abort("a")
     drive.scheduler.update(plan, result)
     drive.scheduler.check_integrity()
     drive._collect()
@@ -307,7 +307,7 @@ def test_a_pass_that_cannot_progress_fails_the_blocker_and_never_spins():
     drive.check = False
     drive.add("a", [*[P] * 6, 2], [image("A", 0, 6)], max_tokens=1)
     del thief
-    drive.scheduler.abort("thief")
+    drive.abort("thief")
     drive.scheduler.reset_encoder_cache()
     for _ in range(4):
         drive.step()

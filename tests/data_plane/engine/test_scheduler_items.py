@@ -174,7 +174,7 @@ def test_a_cached_prefix_leaves_the_next_item_its_turn_beside_a_stream():
         drive.step()
     assert drive.finish.get("second") == "length"
     assert "stream" not in drive.finish
-    drive.scheduler.abort("stream")
+    drive.abort("stream")
 
 
 @pytest.mark.parametrize(("batch", "length"), [(11, 10), (9, 8)])

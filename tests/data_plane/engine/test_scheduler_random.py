@@ -119,7 +119,7 @@ class Engine(RuleBasedStateMachine):
     def abort(self, pick):
         live = [r for r in self.drive.requests if self.drive.scheduler.get(r)]
         if live:
-            self.drive.scheduler.abort(live[pick % len(live)])
+            self.drive.abort(live[pick % len(live)])
 
     @rule(pick=st.integers(0, 30))
     @precondition(lambda self: self.drive is not None)
@@ -193,7 +193,7 @@ def test_a_crowd_of_requests_under_pressure(seed, run_ahead):
             drive.step()
         live = [r for r in drive.requests if drive.scheduler.get(r)]
         if live and rng.random() < 0.15:
-            drive.scheduler.abort(rng.choice(live))
+            drive.abort(rng.choice(live))
         if rng.random() < 0.05:
             drive.scheduler.forget_media([image(rng.choice([*SIZES]), 0, 1)[0].mm_hash])
     drive.run()

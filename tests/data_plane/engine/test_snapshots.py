@@ -305,7 +305,7 @@ def test_random_loads(seed: int, run_ahead: bool) -> None:
         drive.add(name, prompt, items, max_tokens=rng.randint(1, 24))
         for _ in range(rng.randint(0, 6)):
             drive.step()
-        if rng.random() < 0.2 and drive.scheduler.abort(name):
+        if rng.random() < 0.2 and drive.abort(name):
             lost.add(name)
         if rng.random() < 0.1 and name not in lost:
             drive.runner.failures[name] = "a reason"

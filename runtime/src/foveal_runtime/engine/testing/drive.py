@@ -14,6 +14,7 @@ from foveal_runtime.engine.testing.fake_runner import (
     FAKE_TRAITS,
     FakeRunner,
     reference_embedding,
+    reference_finish,
     reference_tokens,
 )
 from foveal_runtime.engine.types.limits import SchedulerLimits
@@ -94,6 +95,7 @@ class Drive:
         self.finish: dict[str, str] = {}
         self.first: dict[str, FirstOutput] = {}
         self.errors: dict[str, tuple[str, str]] = {}
+        self.aborted: set[str] = set()
 
     def add(
         self,
@@ -125,6 +127,13 @@ class Drive:
         self.outputs[request_id] = []
         self._collect()
         return request
+
+    def abort(self, request_id: str) -> Request | None:
+        """None when it is unknown or already over."""
+        aborted = self.scheduler.abort(request_id)
+        if aborted is not None:
+            self.aborted.add(request_id)
+        return aborted
 
     def step(self) -> StepPlan:
         """Plans, runs and takes in one step (what was submitted ahead first); returns its plan."""
@@ -180,20 +189,32 @@ class Drive:
         """Runs one request to its end; the prompt tokens that it took from the cache."""
         request = self.add(name, prompt, items, **options)
         self.run()
-        assert self.outputs[name] == self.expected(name)
+        assert (self.outputs[name], self.finish[name]) == self.expected(name)
         return request.num_cached_tokens
 
-    def expected(self, request_id: str) -> list[int]:
-        """Tokens of a request without any cache, as many as it made."""
-        request = self.requests[request_id]
-        return reference_tokens(
+    def expected(self, request_id: str) -> tuple[list[int], str]:
+        """Tokens of a request without any cache, and how it ends. Of one that was aborted ("") or
+        failed, as many as it had made."""
+        request, sampling = self.requests[request_id], self.requests[request_id].sampling
+        finish = "" if request_id in self.aborted else self.finish.get(request_id, "not at all")
+        is_cut = finish in ("", "error")
+        if sampling.pooling:
+            return [], finish if is_cut else "stop"
+        emitted = self.prompts[request_id][request.num_prompt_tokens :]
+        room = self.limits.max_model_len - request.num_prompt_tokens
+        most = min(sampling.max_tokens, room) - len(emitted)
+        made = reference_tokens(
             self.prompts[request_id],
             request.mm_inputs,
             request.values,
-            request.sampling,
-            len(self.outputs[request_id]),
+            sampling,
+            len(self.outputs[request_id]) if is_cut else max(most, 0),
             self.runner.traits,
         )
+        if is_cut:
+            return made, finish
+        kept, finish = reference_finish([*emitted, *made], sampling, self.runner.traits)
+        return kept[len(emitted) :], finish
 
     def expected_embedding(self, request_id: str) -> bytes:
         request = self.requests[request_id]
@@ -202,12 +223,14 @@ class Drive:
         )
 
     def assert_done(self) -> None:
-        """Every request made the tokens or the embedding it must, and nothing leaked."""
+        """Every request ended with the tokens or the embedding it must, and nothing leaked."""
         for request_id, tokens in self.outputs.items():
-            assert tokens == self.expected(request_id), request_id
-        for request_id, found in self.embeddings.items():
-            assert not self.outputs[request_id]
-            assert found == self.expected_embedding(request_id), request_id
+            finish = self.finish.get(request_id, "")
+            assert (tokens, finish) == self.expected(request_id), request_id
+            assert (finish == "error") == (request_id in self.errors), request_id
+            is_pooled = bool(self.requests[request_id].sampling.pooling) and finish == "stop"
+            found = self.embeddings.get(request_id)
+            assert found == (self.expected_embedding(request_id) if is_pooled else None), request_id
         scheduler, runner = self.scheduler, self.runner
         assert not scheduler.num_requests
         assert scheduler.pool.num_used_blocks == 0

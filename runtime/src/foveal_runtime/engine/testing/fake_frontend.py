@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from foveal_runtime.engine.process.splice import splice
+from foveal_runtime.engine.testing.fake_runner import reference_finish, reference_tokens
 from foveal_runtime.engine.types.step import MMInput
 from foveal_runtime.mirror.messages import Bye, DownMessage, RequestId
 from foveal_runtime.mirror.sender import Sender, Sending, SendItem, SendValue
@@ -115,6 +116,13 @@ class FakeFrontend:
         places = list(zip(at, range(len(items)), strict=True))
         tokens, inputs = splice(ids, places, pairs, max_tokens=1 << 20)
         return tokens, inputs, [item.value for item in items]
+
+    def expected(self, rid: RequestId, max_model_len: int) -> tuple[list[int], str]:
+        """All tokens of a request without any cache, over all attempts, and how it ends."""
+        tokens, inputs, values = self.expanded(rid)
+        sampling = self.bodies[rid][2]
+        most = min(sampling.max_tokens, max_model_len - len(tokens))
+        return reference_finish(reference_tokens(tokens, inputs, values, sampling, most), sampling)
 
     def take(self, message: DownMessage) -> list[Sending]:
         """Takes in one message of the engine; returns answers to send in this order."""

@@ -120,6 +120,18 @@ def reference_tokens(
     return out
 
 
+def reference_finish(
+    tokens: Sequence[int], sampling: SamplingParams, traits: ModelTraits = FAKE_TRAITS
+) -> tuple[list[int], str]:
+    """What a request keeps of reference tokens, as many as it may make over all attempts, and how
+    it ends: with its first stop token, or "length"."""
+    stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else traits.eos_token_ids)}
+    for count, token in enumerate(tokens, 1):
+        if token in stops and count > sampling.min_tokens:
+            return list(tokens[:count]), "stop"
+    return list(tokens), "length"
+
+
 class FakeLoras:
     """Adapters without tensors: an adapter's content is its path. One at `bad` cannot be loaded,
     one at `broken` fails."""
