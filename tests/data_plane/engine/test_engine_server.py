@@ -1,126 +1,26 @@
 """An engine with its threads and sockets: sessions, health, drain, death."""
 
 import asyncio
-import contextlib
 import json
 import signal
 import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 
 import pytest
 
-from foveal_runtime.engine.process.assemble import LoadedEngine, assemble_core
 from foveal_runtime.engine.process.health import digest_of, is_near
 from foveal_runtime.engine.process.link_thread import SILENT_SECONDS
-from foveal_runtime.engine.process.server import EngineServer, Phase
-from foveal_runtime.engine.testing.fake_frontend import FakeFrontend, FakeItem
-from foveal_runtime.engine.testing.fake_runner import FakeRunner, reference_tokens
-from foveal_runtime.plan.budget.encoder import LargestItem
-from foveal_runtime.plan.config import EngineCaches, EngineConfig, ModelConfig, SchedulerConfig
+from foveal_runtime.engine.process.server import GOODBYE_SECONDS, EngineServer, Phase
 from foveal_runtime.plan.errors import StartupError
-from foveal_runtime.wire import codec
 from foveal_runtime.wire.transport import (
     DEAD_AFTER_MS,
     HEARTBEAT_MS,
     LinkDown,
-    ZmqDealer,
     ZmqRouter,
 )
-
-CONFIG = EngineConfig(
-    model=ModelConfig(path="/models/fake"),
-    caches=EngineCaches(ipc_bytes=1 << 20, ipc_staging_bytes=1 << 21, block_size=4),
-    scheduler=SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=8),
-)
-A = FakeItem("A", 6, 5000)
-
-
-class Harness:
-    """An engine server in a thread."""
-
-    def __init__(self, on_execute=None, gate=None, **options):
-        self.server = EngineServer(**options)
-        self.ready = threading.Event()
-        self.gate = gate
-        self.on_execute = on_execute
-        self.code = None
-        self.thread = threading.Thread(target=self._run)
-
-    def _make_core(self):
-        if self.gate is not None:
-            assert self.gate.wait(120)
-        self.runner = FakeRunner(num_blocks=64, block_size=4, on_execute=self.on_execute)
-        loaded = LoadedEngine(
-            runner=self.runner, num_blocks=64, max_model_len=200,
-            largest={"image": LargestItem(24, 24)},
-        )  # fmt: skip
-        self.core = assemble_core(CONFIG, loaded, send=self.server.send)
-        return self.core
-
-    def _run(self):
-        self.code = self.server.run(
-            self._make_core,
-            lambda: ZmqRouter("tcp://127.0.0.1:0"),
-            on_ready=lambda endpoint: self.ready.set(),
-        )
-
-    def get(self, path):
-        url = f"http://127.0.0.1:{self.server.health.port}{path}"
-        try:
-            with urllib.request.urlopen(url, timeout=60) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, error.read().decode()
-
-    def join(self):
-        self.thread.join(120)
-        assert not self.thread.is_alive()
-
-
-@contextlib.contextmanager
-def engine(**options):
-    harness = Harness(**options)
-    harness.thread.start()
-    try:
-        if options.get("gate") is None:
-            assert harness.ready.wait(120)
-        yield harness
-    finally:
-        harness.server.request_stop()
-        harness.join()
-
-
-class Client:
-    """A fake frontend on a real socket."""
-
-    def __init__(self, harness, name="f1"):
-        self.fake = FakeFrontend(name)
-        self.link = ZmqDealer(harness.server.endpoint, name)
-
-    async def open(self):
-        await self.link.connected()
-        self.send(self.fake.hello())
-        await self.until(lambda: self.fake.sender.is_up or self.fake.over)
-
-    def send(self, sending):
-        self.link.send(codec.encode_up(sending))
-
-    async def until(self, condition):
-        async with asyncio.timeout(120):
-            while not condition():
-                frames = await self.link.recv()
-                for answer in self.fake.take(codec.decode_down(frames)):
-                    self.send(answer)
-
-    def check(self, rid):
-        tokens, inputs, values = self.fake.expanded(rid)
-        made = self.fake.tokens[rid]
-        assert made == reference_tokens(tokens, inputs, values, self.fake.bodies[rid][2], len(made))
+from tests.support.engine_server_rig import A, Client, engine
 
 
 async def test_requests_of_two_frontends_over_real_sockets():
@@ -223,15 +123,31 @@ async def test_drain_finishes_requests_refuses_sessions_and_ends():
 
 
 async def test_a_drain_has_an_end():
-    with engine(drain_timeout_seconds=0.0) as harness:
+    """It comes before the timeout does, so that there is time to say goodbye."""
+    now, hold = [100.0], threading.Semaphore(0)
+    clock = {"clock": lambda: now[0], "drain_timeout_seconds": GOODBYE_SECONDS + 10}
+    with engine(on_execute=lambda plan: hold.acquire(timeout=120), **clock) as harness:
         client = Client(harness)
         await client.open()
         client.send(client.fake.request(("r", 0), [1, 2, 3], max_tokens=190))
+        hold.release()
         await client.until(lambda: client.fake.tokens["r", 0])
         harness.server.request_drain()
+        hold.release(2)
+        await client.until(lambda: client.fake.load.draining)
+        now[0] += 9
+        made = len(client.fake.tokens["r", 0])
+        hold.release(2)
+        await client.until(lambda: len(client.fake.tokens["r", 0]) >= made + 2)
+        assert not client.fake.over
+        now[0] += 1
+        hold.release()
         await client.until(lambda: client.fake.over)
         assert client.fake.over == "draining"
-        assert client.fake.lost in ([("r", 0)], [])
+        assert client.fake.lost == [("r", 0)]
+        assert not client.fake.finish
+        await asyncio.to_thread(harness.join)
+        assert harness.code == 0
         client.link.close()
 
 
@@ -437,7 +353,7 @@ async def test_a_port_in_use_is_a_start_up_error():
             EngineServer(http_port=harness.server.health.port)
         server = EngineServer()
         with pytest.raises(StartupError, match="cannot listen"):
-            server.run(harness._make_core, lambda: ZmqRouter(harness.server.endpoint))
+            server.run(harness.make_core, lambda: ZmqRouter(harness.server.endpoint))
 
 
 async def test_a_link_that_breaks_is_noticed():
