@@ -110,6 +110,13 @@ def cached_bytes(urls: list[str]) -> int:
     return 2 * sum(int(float(x.split()[-1])) for x in lines if x.startswith("foveal_cache_bytes{"))
 
 
+def worker_ends(asker: Any) -> float:
+    """Media workers that died, or hung and were killed: nobody notices their successors."""
+    page, name = asker.page(), "foveal_media_worker_restarts_total"
+    assert name in page
+    return float(asker.metric(name, page))
+
+
 def family_of(pid: int) -> Iterator[int]:
     yield pid
     for task in Path(f"/proc/{pid}/task").iterdir():
@@ -132,9 +139,9 @@ def test_nothing_a_client_sends_stops_the_server(start: Any) -> None:
     rows = []
     attacker = Attacker(urls)
     with Probe(urls) as probe:
-        load = Load(urls)
         time.sleep(2)
         probe.phase = "honest peak"
+        load = Load(urls)
         fill(urls, attacker)
         probe.phase = "load alone"
         with load:
@@ -155,6 +162,7 @@ def test_nothing_a_client_sends_stops_the_server(start: Any) -> None:
             time.sleep(3)
         settled_pids, after_bytes, after_descriptors = resources(deployment)
         after_bytes -= cached_bytes(urls)
+        num_worker_ends = [worker_ends(asker) for asker in askers]
     attacker.close()
     idle = probe.longest["idle"]
     alone = probe.longest["load alone"]
@@ -168,6 +176,7 @@ def test_nothing_a_client_sends_stops_the_server(start: Any) -> None:
         f"{before_descriptors} -> {after_descriptors}, load answers {load.num_answers}"
     )
     assert settled_pids == pids
+    assert num_worker_ends == [0, 0]
     assert attacker.untyped == []
     assert load.wrong == []
     assert load.num_answers > 0
@@ -195,6 +204,7 @@ def test_the_event_loop_is_never_held_for_long(start: Any) -> None:
             attack(attacker)
             attacker.close()
             assert attacker.untyped == []
+            assert worker_ends(askers[0]) == 0, probe.phase
         probe.phase = "after"
         time.sleep(1)
     for phase, seconds in probe.longest.items():
