@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import httptools
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -147,11 +148,44 @@ class Connections:
             del self._by_client[client]
 
 
+class _Parser(httptools.HttpRequestParser):
+    """Reads a request that offers an upgrade (h2c, with each request of the JDK's client) as the
+    HTTP/1.1 that it is; llhttp takes its body for the other protocol. The head is parsed a second
+    time, without `Upgrade`, before what follows it."""
+
+    def __init__(self, protocol: GuardedProtocol) -> None:
+        self._protocol = protocol
+        self._begin()
+
+    def _begin(self) -> None:
+        super().__init__(self._protocol)
+        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn sets it
+
+    def feed_data(self, data: Any) -> None:
+        while True:
+            try:
+                super().feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                head, self._protocol.plain_head = self._protocol.plain_head, b""
+                if not head:
+                    raise
+                self._begin()  # after `Connection: close`, too, as if nothing had been read
+                super().feed_data(head)
+                data = memoryview(data)[upgrade.args[0] :]
+
+
 class GuardedProtocol(HttpToolsProtocol):  # type: ignore[misc]
-    """uvicorn's protocol with deadlines."""
+    """uvicorn's protocol with deadlines, and without upgrades.
+
+    Attributes:
+        plain_head: of a request that offers an upgrade, without the offer.
+    """
 
     def __init__(self, *args: Any, connections: Connections, **more: Any) -> None:
         super().__init__(*args, **more)
+        self.plain_head = b""
+        self.parser = _Parser(self)
         self._book = connections
         self._address: str | None = None
         self._header_bytes = 0
@@ -186,7 +220,18 @@ class GuardedProtocol(HttpToolsProtocol):  # type: ignore[misc]
 
     def on_headers_complete(self) -> None:
         self._headers_arrived()
-        super().on_headers_complete()
+        method = self.parser.get_method()
+        if self.parser.should_upgrade() and method != b"CONNECT":
+            version = self.parser.get_http_version().encode()
+            lines = [b"%s %s HTTP/%s" % (method, self.url, version)]
+            lines += [b"%s: %s" % pair for pair in self.headers if pair[0] != b"upgrade"]
+            self.plain_head = b"\r\n".join([*lines, b"", b""])
+        else:
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if not self.plain_head:
+            super().on_message_complete()
 
     def pause_writing(self) -> None:
         super().pause_writing()

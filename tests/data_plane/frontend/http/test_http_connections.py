@@ -1,0 +1,107 @@
+"""Connections as clients use them: offers to upgrade, and refusals before the body is read."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from foveal_runtime.frontend.http.asgi.server import GuardedProtocol, guarded
+from foveal_runtime.plan.config import Admission
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+CHAT = "/v1/chat/completions"
+UPGRADE = (
+    "connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\n"
+    "http2-settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA\r\n"
+)
+
+
+def head(length: int, more: str = "", path: str = CHAT) -> bytes:
+    lines = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {length}\r\n"
+    return f"{lines}content-type: application/json\r\n{more}\r\n".encode()
+
+
+def in_segments(num_bytes: int, http: Any) -> Any:
+    """The same protocol, which gets what arrives in segments of so many bytes; 0: as it comes."""
+
+    class Segmented(GuardedProtocol):
+        def data_received(self, data: bytes) -> None:
+            for begin in range(0, len(data), num_bytes or len(data)):
+                super().data_received(data[begin : begin + (num_bytes or len(data))])
+
+    return functools.partial(Segmented, **http.keywords)
+
+
+@asynccontextmanager
+async def connected(harness: Any) -> AsyncIterator[Streams]:
+    parts = urlsplit(harness.url)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+async def answer(reader: asyncio.StreamReader) -> tuple[int, str, bytes]:
+    """Status, headers and body of the next answer on this connection."""
+    text = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+    length = int(text.partition("content-length: ")[2].partition("\r\n")[0])
+    return int(text.split()[1]), text, await reader.readexactly(length)
+
+
+@pytest.mark.parametrize("close", [False, True])
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("step", [0, 1, 7])
+async def test_a_request_to_upgrade_keeps_its_body(
+    start: Any, step: int, chunked: bool, close: bool
+) -> None:
+    """The JDK's HttpClient and curl --http2 send `Upgrade: h2c` with each request on http://: the
+    body was taken for another protocol, and the application saw none."""
+    http = in_segments(step, guarded(Admission()))
+    async with start(http=http) as harness, connected(harness) as (reader, writer):
+        body = json.dumps(harness.body("hi")).encode()
+        more = UPGRADE.replace("Upgrade,", "close, Upgrade,") if close else UPGRADE
+        sent = head(len(body), more) + body
+        if chunked:
+            sent = sent.replace(b"content-length: %d" % len(body), b"transfer-encoding: chunked", 1)
+            sent = sent[: -len(body)] + b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+        for number in range(1 if close else 2):
+            writer.write(sent)
+            status, _, text = await answer(reader)
+            assert status == 200, text
+            assert json.loads(text)["choices"][0]["message"]["content"] == "Hello, world!"
+            assert len(harness.generator.requests) == number + 1
+        if close:
+            assert await reader.read() == b""
+
+
+async def test_pipelined_requests_to_upgrade_are_all_answered(start: Any) -> None:
+    async with start(http=guarded(Admission())) as harness, connected(harness) as (reader, writer):
+        body = json.dumps(harness.body("hi")).encode()
+        get = f"GET /livez HTTP/1.1\r\nhost: x\r\n{UPGRADE}\r\n".encode()
+        writer.write((head(len(body), UPGRADE) + body + get) * 20)
+        for _ in range(20):
+            assert (await answer(reader))[0] == 200
+            assert (await answer(reader))[0] == 200
+
+
+async def test_many_upgrades_in_one_segment_and_connect(start: Any) -> None:
+    async with start(http=guarded(Admission())) as harness:
+        async with connected(harness) as (reader, writer):
+            one = b"GET /livez HTTP/1.1\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"
+            writer.write(one * 1500)
+            for _ in range(1500):
+                assert (await answer(reader))[0] == 200
+        async with connected(harness) as (reader, writer):
+            writer.write(b"CONNECT example.org:443 HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert (await reader.readline()).split()[1] in (b"400", b"404", b"405")
