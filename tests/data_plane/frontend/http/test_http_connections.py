@@ -105,3 +105,68 @@ async def test_many_upgrades_in_one_segment_and_connect(start: Any) -> None:
         async with connected(harness) as (reader, writer):
             writer.write(b"CONNECT example.org:443 HTTP/1.1\r\nhost: x\r\n\r\n")
             assert (await reader.readline()).split()[1] in (b"400", b"404", b"405")
+
+
+async def test_a_refused_body_may_arrive_and_the_connection_stays(start: Any) -> None:
+    """An answer before the body counted the rest of the body as headers: 64 KiB later the
+    connection was aborted, and the client lost the answer."""
+    http = guarded(Admission())
+    async with start(http=http) as harness, connected(harness) as (reader, writer):
+        harness.app.gate.limits = Admission(max_body_bytes=1000)
+        for _ in range(2):
+            writer.write(head(1_000_000))
+            status, text, _ = await answer(reader)
+            assert (status, "connection: close" in text) == (413, False)
+            for _ in range(20):
+                writer.write(b"x" * 50_000)
+                await writer.drain()
+        writer.write(b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await answer(reader))[0] == 200
+
+
+@pytest.mark.parametrize("line", ["connection: close\r\n", "HTTP/1.0"])
+async def test_a_refusal_that_ends_the_connection_is_read_after_the_body(
+    start: Any, line: str
+) -> None:
+    """The connection was closed with the body unread, which resets it and loses the answer."""
+    async with start(http=guarded(Admission())) as harness, connected(harness) as (reader, writer):
+        harness.app.gate.limits = Admission(max_body_bytes=1000)
+        sent = head(1_000_000, "" if line == "HTTP/1.0" else line)
+        writer.write(sent.replace(b"HTTP/1.1", b"HTTP/1.0") if line == "HTTP/1.0" else sent)
+        for _ in range(20):
+            writer.write(b"x" * 50_000)
+            await writer.drain()
+        assert (await answer(reader))[0] == 413
+        assert await reader.read() == b""
+
+
+async def write_for_ever(writer: asyncio.StreamWriter, data: bytes) -> None:
+    while True:
+        writer.write(data)
+        await writer.drain()
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("more", ["", "connection: close\r\n"])
+async def test_a_refused_body_is_not_read_for_ever(start: Any, more: str) -> None:
+    """Bounded in bytes where it comes fast, in time where it does not come."""
+    limits = Admission(max_body_bytes=200_000)
+    for http in (guarded(limits), guarded(Admission(), drain_seconds=0.2)):
+        async with start(http=http) as harness, connected(harness) as (reader, writer):
+            harness.app.gate.limits = Admission(max_body_bytes=1000)
+            writer.write(head(10_000_000_000, more))
+            assert (await answer(reader))[0] == 413
+            is_fast = http.keywords["connections"].drain_bytes == limits.max_body_bytes
+            with pytest.raises(ConnectionError):
+                await write_for_ever(writer, b"x" * 50_000 if is_fast else b"x")
+
+
+async def test_nothing_but_line_ends_is_not_waited_for(start: Any) -> None:
+    """The parser skips line ends between requests: they begin no request, but need its headers."""
+    http = guarded(Admission(), header_seconds=0.2)
+    async with start(http=http) as harness, connected(harness) as (reader, writer):
+        writer.write(b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await answer(reader))[0] == 200
+        writer.write(b"\r\n")
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""

@@ -114,6 +114,8 @@ async def _drain(app: HttpApp, timeout_seconds: float) -> None:
 
 HEADER_SECONDS = 10.0
 MAX_HEADER_BYTES = 64 * 1024
+DRAIN_SECONDS = 30.0
+"""For the rest of a body whose request is answered; at most as many bytes as a body may have."""
 MAX_CONNECTIONS = 8192
 _RESERVED_DESCRIPTORS = 256
 
@@ -121,11 +123,18 @@ _RESERVED_DESCRIPTORS = 256
 class Connections:
     """The open connections of one process, by client address."""
 
-    def __init__(self, limits: Admission, header_seconds: float = HEADER_SECONDS) -> None:
+    def __init__(
+        self,
+        limits: Admission,
+        header_seconds: float = HEADER_SECONDS,
+        drain_seconds: float = DRAIN_SECONDS,
+    ) -> None:
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _RESERVED_DESCRIPTORS
         self.limit = max(16, min(MAX_CONNECTIONS, descriptors))
         self.client_limit = max(1, int(self.limit * limits.client_share))
         self.header_seconds = header_seconds
+        self.drain_seconds = drain_seconds
+        self.drain_bytes = limits.max_body_bytes
         self.write_seconds = limits.write_timeout_seconds
         self.num_open = 0
         self.num_refused = 0
@@ -190,6 +199,9 @@ class GuardedProtocol(HttpToolsProtocol):  # type: ignore[misc]
         self._address: str | None = None
         self._header_bytes = 0
         self._headers_due: asyncio.TimerHandle | None = None
+        self._in_body = False
+        self._drained_bytes = 0
+        self._drain_due: asyncio.TimerHandle | None = None
         self._read_due: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
@@ -203,6 +215,7 @@ class GuardedProtocol(HttpToolsProtocol):  # type: ignore[misc]
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._headers_arrived()
+        self._stop_draining()
         self._reads_again()
         if self._address is not None:
             self._book.release(self._address)
@@ -212,11 +225,18 @@ class GuardedProtocol(HttpToolsProtocol):  # type: ignore[misc]
     def data_received(self, data: bytes) -> None:
         if self._headers_due is not None:
             self._header_bytes += len(data)
+        if self._drain_due is not None:
+            self._drained_bytes += len(data)
         super().data_received(data)
-        if self._headers_due is not None and self._header_bytes > MAX_HEADER_BYTES:
+        is_answered = self.cycle is None or self.cycle.response_complete
+        if self._header_bytes > MAX_HEADER_BYTES or self._drained_bytes > self._book.drain_bytes:
             self.transport.abort()
-        elif self.cycle is None or self.cycle.response_complete:
+        elif is_answered and not self._in_body and self.timeout_keep_alive_task is None:
             self._expect_headers()
+
+    def on_message_begin(self) -> None:
+        self._unset_keepalive_if_required()
+        super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         self._headers_arrived()
@@ -227,11 +247,43 @@ class GuardedProtocol(HttpToolsProtocol):  # type: ignore[misc]
             lines += [b"%s: %s" % pair for pair in self.headers if pair[0] != b"upgrade"]
             self.plain_head = b"\r\n".join([*lines, b"", b""])
         else:
+            self._in_body = True
             super().on_headers_complete()
+            self.cycle.transport = _Lingering(self)
 
     def on_message_complete(self) -> None:
-        if not self.plain_head:
-            super().on_message_complete()
+        if self.plain_head:
+            return
+        self._in_body = False
+        super().on_message_complete()
+        if self._drain_due is not None:
+            self._stop_draining()
+            if self.cycle.keep_alive:
+                self.timeout_keep_alive_task = self.loop.call_later(
+                    self.timeout_keep_alive, self.timeout_keep_alive_handler
+                )
+            else:
+                self.transport.close()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._in_body and self.cycle.response_complete and not self.transport.is_closing():
+            self._unset_keepalive_if_required()
+            self._drain_due = self.loop.call_later(self._book.drain_seconds, self.transport.abort)
+
+    def send_400_response(self, msg: str) -> None:
+        if self._drain_due is None:
+            super().send_400_response(msg)
+        else:  # its request is answered
+            self.transport.abort()
+
+    def close_after_body(self) -> None:
+        """Ends the answer now and the connection once the rest of the request has arrived: one that
+        is closed with bytes unread is reset, and the client loses the answer."""
+        if self._in_body and self.cycle.response_complete and self.transport.can_write_eof():
+            self.transport.write_eof()
+        else:
+            self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -244,7 +296,6 @@ class GuardedProtocol(HttpToolsProtocol):  # type: ignore[misc]
 
     def _expect_headers(self) -> None:
         if self._headers_due is None and not self.transport.is_closing():
-            self._header_bytes = 0
             self._headers_due = self.loop.call_later(
                 self._book.header_seconds, self.transport.abort
             )
@@ -252,7 +303,14 @@ class GuardedProtocol(HttpToolsProtocol):  # type: ignore[misc]
     def _headers_arrived(self) -> None:
         if self._headers_due is not None:
             self._headers_due.cancel()
+            self._header_bytes = 0
             self._headers_due = None
+
+    def _stop_draining(self) -> None:
+        if self._drain_due is not None:
+            self._drain_due.cancel()
+            self._drained_bytes = 0
+            self._drain_due = None
 
     def _reads_again(self) -> None:
         if self._read_due is not None:
@@ -264,8 +322,15 @@ class GuardedProtocol(HttpToolsProtocol):  # type: ignore[misc]
         self.transport.abort()
 
 
-def guarded(
-    limits: Admission, header_seconds: float = HEADER_SECONDS
-) -> functools.partial[GuardedProtocol]:
+class _Lingering:
+    """The transport of one answer, whose `close` waits for the rest of the request."""
+
+    def __init__(self, protocol: GuardedProtocol) -> None:
+        self.write = protocol.transport.write
+        self.is_closing = protocol.transport.is_closing
+        self.close = protocol.close_after_body
+
+
+def guarded(limits: Admission, **seconds: float) -> functools.partial[GuardedProtocol]:
     """What uvicorn takes as `http`: makes one protocol a connection, all with one book."""
-    return functools.partial(GuardedProtocol, connections=Connections(limits, header_seconds))
+    return functools.partial(GuardedProtocol, connections=Connections(limits, **seconds))
