@@ -110,6 +110,41 @@ def test_a_template_that_takes_arguments_as_text_is_asked_with_text() -> None:
     assert "<|assistant|>hi<tool_call>" in text
 
 
+ALTERNATING = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}<|{{ m.role }}|>"
+)
+LISTS = "{% for p in m.content %}{{ p.text | trim if p.type == 'text' else '<image>' }}{% endfor %}"
+
+
+@pytest.mark.parametrize("write", [LISTS, "{{ m.content }}"])
+def test_results_of_tools_are_one_message_of_the_user(write: str) -> None:
+    """Gemma 3 and Pixtral have no role `tool` and refuse two messages of the user in a row: two
+    results, or a result with a text after it, were a 400."""
+    calls = [{"id": f"c{n}", "function": {"name": "look", "arguments": "{}"}} for n in range(2)]
+    asked = [
+        Message(role="user", content="u"),
+        Message(role="assistant", content="a", tool_calls=calls),
+    ]
+    results = [
+        Message(role="tool", content="first", tool_call_id="c0"),
+        Message(role="tool", content=[TextPart(type="text", text="second"), PARTS[1]]),
+        Message(role="user", content=PARTS),
+    ]
+    found = template(ALTERNATING + write + "{% endfor %}")
+    talk = found.render([*asked, *results], add_generation_prompt=False)
+    line = "" if write == LISTS else "\n"
+    wanted = f"<|user|>first\nsecond{line}<image>{line}a{line}<image>{line}b"
+    assert talk.text.endswith(wanted)
+    assert [part.path for part in talk.parts] == [
+        "messages[3].content[1]",
+        "messages[4].content[1]",
+    ]
+    two = [Message(role="user", content="x"), Message(role="user", content="y")]
+    with pytest.raises(InvalidRequest, match="alternate"):
+        found.render(two)
+
+
 def test_json_in_the_templates_own_text_is_no_list_of_parts() -> None:
     source = "Reply as [{'type': 'text'}]. " + byte_tokenizer().chat_template
     assert template(source).content_format == "parts"

@@ -37,7 +37,7 @@ from foveal_runtime.frontend.protocol.messages import (
     ToolCall,
     check_num_roles,
 )
-from foveal_runtime.frontend.text.parts import media_part
+from foveal_runtime.frontend.text.parts import join_results, media_part
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
 from foveal_runtime.plan.errors import InvalidRequest, StartupError, Unsupported
 from foveal_runtime.plan.media import MODALITIES, Modality
@@ -260,6 +260,7 @@ class ChatTemplate:
             self._plain(message, f"messages[{index}]", parts, pages or {})
             for index, message in enumerate(messages)
         ]
+        plain = join_results(messages, plain)
         told: dict[str, Any] = {}
         if tools:
             self._check_text(json.dumps(tools, ensure_ascii=False), "tools")

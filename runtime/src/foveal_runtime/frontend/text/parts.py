@@ -1,12 +1,14 @@
 """Content parts of messages as media: what each claims to be and where its content is.
 
 Read by the chat template, which writes a placeholder for each, and by the request service, which
-has documents read before that. Nothing is fetched or decoded here.
+has documents read before that. Nothing is fetched or decoded here. `join_results` keeps roles in
+turn for templates that read results of tools as the user's words.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from foveal_runtime.frontend.items.prepared import MediaPart
 from foveal_runtime.frontend.protocol.body_text import MediaText
@@ -91,3 +93,31 @@ def media_part(part: MediaContent, path: str) -> MediaPart:
         )
     is_embeds = isinstance(part, ImageEmbedsPart)
     return MediaPart(modality=modality, url=url, uuid=part.uuid, path=path, is_embeds=is_embeds)
+
+
+def join_results(
+    messages: Sequence[Message], plain: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """`plain` are the messages as the template gets them. Results of tools whose role became `user`
+    are one message with the user's before and after them: many templates demand that roles
+    alternate."""
+    out: list[dict[str, Any]] = []
+    was_result = False
+    for message, one in zip(messages, plain, strict=True):
+        is_result = one["role"] == "user" and message.role in ("tool", "function")
+        if out and out[-1]["role"] == one["role"] == "user" and (is_result or was_result):
+            out[-1] = {**one, **out[-1], "content": _joined(out[-1]["content"], one["content"])}
+        else:
+            out.append(one)
+        was_result = is_result
+    return out
+
+
+def _joined(before: Any, after: Any) -> Any:
+    """Two contents as one, both texts or both parts; a line begins between two texts."""
+    if isinstance(before, str):
+        return f"{before}\n{after}" if before and after else before or after
+    if before and after and before[-1]["type"] == after[0]["type"] == "text":
+        text = _joined(before[-1]["text"], after[0]["text"])
+        return [*before[:-1], {"type": "text", "text": text}, *after[1:]]
+    return [*before, *after]
