@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from foveal_runtime.frontend.http.access.admission import Gate
 from foveal_runtime.frontend.http.asgi.server import Connections, guarded
+from foveal_runtime.frontend.http.service import Service
 from foveal_runtime.frontend.protocol.anthropic import CountTokensRequest
 from foveal_runtime.frontend.protocol.openai_responses import ResponsesRequest
 from foveal_runtime.frontend.protocol.requests import (
@@ -285,6 +286,35 @@ def test_long_texts_are_refused_before_they_are_tokenised() -> None:
     with pytest.raises(ContextLengthExceeded, match="its first 32768 are more than 1000 tokens"):
         tokenizer.encode(text, add_special_tokens=False, limit=1000)
     assert len(tokenizer.encode(text, add_special_tokens=False, limit=2_000_000)) == 2_000_000
+
+
+async def test_all_text_of_a_request_counts(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 prompts that were short each, and refusals of earlier answers, were tokenised on the event
+    loop, and refusals had no limit."""
+    num_threaded = 0
+    in_thread = Service.in_thread
+
+    async def counted(self: Service, work: Any) -> Any:
+        nonlocal num_threaded
+        num_threaded += 1
+        return await in_thread(self, work)
+
+    monkeypatch.setattr(Service, "in_thread", counted)
+    refusal = {"type": "refusal", "refusal": "a" * 30_000}
+    async with start() as harness:
+        harness.generator.context_tokens = 100_000
+        prompts = ["a" * 15_000] * 2
+        body = {"prompt": prompts, "max_tokens": 1}
+        assert (await harness.http.post("/v1/completions", json=body)).status_code == 200
+        assert num_threaded == 2
+        said = [{"role": "assistant", "content": [refusal]}, {"role": "user", "content": "hi"}]
+        answer = await harness.http.post(CHAT, json={"messages": said, "max_tokens": 1})
+        assert answer.status_code == 200
+        assert num_threaded == 3
+        said[0]["content"] = [refusal | {"refusal": "a" * 9_000_000}] * 2
+        answer = await harness.http.post(CHAT, json={"messages": said})
+        assert answer.status_code == 400
+        assert "characters; at most 16000000" in answer.json()["error"]["message"]
 
 
 async def test_scores_of_a_prompt_are_bounded(start: Any) -> None:

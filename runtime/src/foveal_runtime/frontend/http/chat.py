@@ -44,6 +44,7 @@ from foveal_runtime.frontend.protocol.constraints import (
     schema_of,
     wanted_of,
 )
+from foveal_runtime.frontend.protocol.messages import RefusalPart
 from foveal_runtime.frontend.protocol.requests import ChatCompletionRequest
 from foveal_runtime.frontend.protocol.rules import check_fields, check_num_sequences
 from foveal_runtime.frontend.text.chat_template import ChatTemplate, Conversation
@@ -148,9 +149,9 @@ def num_chars_of(request: ChatCompletionRequest) -> int:
         if isinstance(message.content, str):
             total += len(message.content)
         elif message.content is not None:
-            total += sum(
-                len(getattr(part, "text", "")) + _MESSAGE_CHARS for part in message.content
-            )
+            for part in message.content:
+                text = part.refusal if isinstance(part, RefusalPart) else getattr(part, "text", "")
+                total += len(text) + _MESSAGE_CHARS
     return total
 
 

@@ -63,6 +63,7 @@ async def plan_completion(
     prompts = prompts_of(request.prompt)
     check_num_sequences(len(prompts), request.n or 1)
     compiled = await service.grammars.compile(wanted)
+    is_long = sum(len(one) for one in prompts if isinstance(one, str)) > THREAD_CHARS
     jobs = []
     for index, prompt in enumerate(prompts):
         encode = functools.partial(
@@ -72,7 +73,6 @@ async def plan_completion(
             add_special_tokens=request.add_special_tokens is not False,
             truncates=request.truncate_prompt_tokens is not None,
         )
-        is_long = isinstance(prompt, str) and len(prompt) > THREAD_CHARS
         token_ids = await service.in_thread(encode) if is_long else encode()
         refuse_placeholders(info, token_ids)
         jobs.append(
