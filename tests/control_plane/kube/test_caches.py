@@ -113,6 +113,20 @@ def test_a_list_that_was_wrong_hides_nothing_for_ever() -> None:
     caches.check_integrity()
 
 
+def test_an_object_that_a_watch_tells_of_again_has_only_been_out_of_its_sight() -> None:
+    """One that lost its label and got it back was invisible until the next resync."""
+    caches = Caches()
+    caches.put(CONFIG_MAP, config_map("a", "u1", 5))
+    caches.drop(CONFIG_MAP, "default", "a", "u1", "7")
+    assert not caches.put(CONFIG_MAP, config_map("a", "u1", 6)), "an event may be a late one"
+    assert caches.put(CONFIG_MAP, config_map("a", "u1", 7)), "as it left"
+    assert caches.put(CONFIG_MAP, config_map("a", "u1", 9))
+    assert caches.drop(CONFIG_MAP, "default", "a", "u1", "7") is None, "late: it is back"
+    assert caches.identity(CONFIG_MAP, "default", "a") == ("u1", "9")
+    assert caches.drop(CONFIG_MAP, "default", "a", "u1", "10")
+    caches.check_integrity()
+
+
 def test_the_owner_is_the_instance_the_labels_name() -> None:
     assert owner_of(CONFIG_MAP, config_map("a")) == ("default", "tiny")
     mmi = {"metadata": {"name": "x", "namespace": "n", "labels": LABELS}}

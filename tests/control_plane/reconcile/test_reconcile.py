@@ -263,7 +263,8 @@ async def test_a_new_frontend_is_looked_at_again_in_seconds(
     a minute after the pod, or 15 s."""
     await served(kit, pods=True)
     kit.reports = PodReports(sessions_up=sessions, sessions_wanted=1)
-    labels = {"kubernetes.io/service-name": "tiny", "app.kubernetes.io/instance": "tiny"}
+    labels = kit.cluster.body("Service", "tiny")["metadata"]["labels"]
+    labels = {**labels, "kubernetes.io/service-name": "tiny"}
     metadata = {"name": "tiny-x", "namespace": "default", "labels": labels}
     endpoint = {"addresses": ["10.0.0.1"], "conditions": {"ready": True}}
     kit.cluster.add(

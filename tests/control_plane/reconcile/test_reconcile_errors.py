@@ -123,7 +123,7 @@ async def test_what_is_refused_is_tried_ever_more_seldom(kit: Kit) -> None:
     kit.cluster.add(resource())
     await kit.settle()
     for _ in range(99):
-        kit.fail(UserError("exceeded quota", 403), kind="StatefulSet")
+        kit.fail(UserError("exceeded quota", 403), verb="APPLY", kind="StatefulSet")
     finish_profile(kit.cluster)
     delays = []
     for _ in range(8):

@@ -104,7 +104,8 @@ class Caches:
         self._is_whole = whole
         self._objects: dict[str, dict[NamespacedName, _Entry]] = {}
         self._owned: dict[NamespacedName, dict[str, set[NamespacedName]]] = {}
-        self._gone: OrderedDict[str, int] = OrderedDict()
+        self._gone: OrderedDict[str, tuple[int, int]] = OrderedDict()
+        """By uid: the number of its removal, and the version at which it went; 0 = not told."""
         self._num_gone = 0
         self._unpacked: OrderedDict[tuple[str, NamespacedName], Obj] = OrderedDict()
 
@@ -122,7 +123,9 @@ class Caches:
         """
         metadata = body["metadata"]
         uid = metadata["uid"]
-        if self._gone.get(uid, -1) > listed_since:
+        count, ended = self._gone.get(uid, (-1, 0))
+        # From the version of its end on, it has only left what the watch selects.
+        if count > listed_since and not 0 < ended <= version_of(body):
             return False
         self._gone.pop(uid, None)
         key = (metadata.get("namespace", ""), metadata["name"])
@@ -141,15 +144,26 @@ class Caches:
             self._owned.setdefault(owner, {}).setdefault(kind.name, set()).add(key)
         return True
 
-    def drop(self, kind: Kind, namespace: str, name: str, uid: str) -> Obj | None:
-        """Takes an object out, unless another has its name now. Returns what was known."""
+    def drop(
+        self, kind: Kind, namespace: str, name: str, uid: str, version: str = ""
+    ) -> Obj | None:
+        """Takes an object out, unless another has its name now. Returns what was known.
+
+        Args:
+            version: resourceVersion at which it went, of a watch event. What is known to be newer
+                has come back since: a watch also says DELETED of what has lost its label.
+        """
+        key, ended = (namespace, name), _number(version)
+        known = self._objects.get(kind.name, {}).get(key)
+        if known is not None and known.uid != uid:
+            known = None
+        if known is not None and 0 < ended < _number(known.version):
+            return None
         self._num_gone += 1
-        self._gone[uid] = self._num_gone
+        self._gone[uid] = (self._num_gone, ended)
         while len(self._gone) > MAX_TOMBSTONES:
             self._gone.popitem(last=False)
-        key = (namespace, name)
-        known = self._objects.get(kind.name, {}).get(key)
-        if known is None or known.uid != uid:
+        if known is None:
             return None
         del self._objects[kind.name][key]
         self._unlink(kind, key, known)

@@ -109,8 +109,8 @@ class Watch:
         """One watch event; None as change marks an object of a list that a watch began with."""
         metadata = body["metadata"]
         if change == "DELETED":
-            namespace = metadata.get("namespace", "")
-            known = self._caches.drop(kind, namespace, metadata["name"], metadata["uid"])
+            at = (metadata.get("namespace", ""), metadata["name"], metadata["uid"])
+            known = self._caches.drop(kind, *at, metadata.get("resourceVersion", ""))
             changed = known is not None
         else:
             changed = self._caches.put(kind, body)

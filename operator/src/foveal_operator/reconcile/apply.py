@@ -183,6 +183,7 @@ class Applier:
             return False
         if on_version:
             body = {**body, "metadata": {**metadata, "resourceVersion": on_version}}
+        mark = self._caches.mark
         try:
             if is_retained and known is None:
                 live = await self._live(kind, *at)  # what is cached lacks its field managers
@@ -190,7 +191,7 @@ class Applier:
         except ApiError as error:
             memory.pop(key, None)
             raise ObjectError(kind.name, metadata["name"], error) from error
-        self._caches.put(kind, stored)
+        self._caches.put(kind, stored, mark)
         after = stored["metadata"]
         memory[key] = _Applied(
             digest, after["uid"], after["resourceVersion"], after.get("generation", 0)

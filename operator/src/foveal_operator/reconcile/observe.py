@@ -1,7 +1,7 @@
 """One pass's observation of a resource: everything that a decision needs.
 
 Used by the reconciler. Reads the caches and what pods have reported; asks the API server only for a
-claim that is not ours. Writes nothing.
+claim that is not ours, and for what should be in the caches and is not. Writes nothing else.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from foveal_operator.kube.kinds import (
     JOB,
     POD,
     STATEFUL_SET,
+    Kind,
 )
 from foveal_operator.kube.store import Caches
 from foveal_operator.kube.types import NamespacedName, Obj, ObjectKey
@@ -34,6 +35,7 @@ from foveal_operator.pods.reports import ObservePods
 from foveal_operator.reconcile.apply import controller_of, is_controlled_by
 from foveal_operator.reconcile.baseline import Basis, basis_name, read_basis
 from foveal_operator.reconcile.inventory import Inventory
+from foveal_operator.rollout import record_name
 
 COMPONENT = "app.kubernetes.io/component"
 CLAIM_SECONDS = 300.0
@@ -122,13 +124,14 @@ class Observer:
 
     async def observe(self, key: NamespacedName, resource: Obj) -> Observation:
         """Everything a decision needs but free devices. Raises SpecError."""
-        inference = self._parse(resource)
+        inference, uid = self._parse(resource), resource["metadata"]["uid"]
+        has_begun = await self._find_lost(key, uid)
         recorded = read_basis(self._caches.get(CONFIG_MAP, key[0], basis_name(key[1])))
         image = recorded.runtime_image if recorded else self._settings.runtime_image
         generation = (recorded.key_generation or "") if recorded else ""
         facts = self._facts(key, inference, image, generation)
         pods = {role: self.pods(key, role) for role in ("engine", "frontend", "model")}
-        short = self._short(key, resource["metadata"]["uid"], pods)
+        short = self._short(key, uid, pods)
         reports = await self._observe_pods(pods["engine"], pods["frontend"], pods["model"], short)
         return Observation(
             key=key,
@@ -141,7 +144,9 @@ class Observer:
             awaiting=await self._inventory.awaiting(
                 inference.spec.engine, pods["engine"], pods["frontend"]
             ),
-            model_objects=await self._model_objects(key, inference, facts),
+            model_objects=await self._model_objects(
+                key, inference, facts, uid if has_begun else ""
+            ),
             engine_pods=pods["engine"],
             frontend_pods=pods["frontend"],
             model_pods=pods["model"],
@@ -196,11 +201,45 @@ class Observer:
             dashboards=settings.dashboards,
         )
 
+    async def _find_lost(self, key: NamespacedName, uid: str) -> bool:
+        """Takes into the caches what decisions rest on and the watches do not see: they select by
+        a label, which anybody may change. False while the resource has no workloads yet; then
+        nothing is asked for. Raises ApiError."""
+        namespace, name = key
+        found = (
+            (CONFIG_MAP, basis_name(name)),
+            (CONFIG_MAP, record_name(name)),
+            (STATEFUL_SET, f"{name}-engine"),
+            (DEPLOYMENT, f"{name}-frontend"),
+        )
+        has_begun = (
+            any(self._caches.identity(kind, namespace, one) for kind, one in found)
+            or self.pods(key, "engine")
+            or self.pods(key, "frontend")
+        )
+        if not has_begun:
+            return False
+        for kind, one in found:
+            await self._find(kind, namespace, one, uid)
+        return True
+
+    async def _find(self, kind: Kind, namespace: str, name: str, uid: str) -> None:
+        """What the caches lack is read live, by the right to list; another's is left out."""
+        if self._caches.identity(kind, namespace, name) is not None:
+            return
+        mark = self._caches.mark
+        for body in await self._cluster.list_all(kind, namespace, fields=f"metadata.name={name}"):
+            if is_controlled_by(body, uid):
+                self._caches.put(kind, body, mark)
+
     async def _model_objects(
-        self, key: NamespacedName, inference: InferenceSpec, facts: ClusterFacts
+        self, key: NamespacedName, inference: InferenceSpec, facts: ClusterFacts, lost_of: str
     ) -> dict[ObjectKey, Obj]:
+        """`lost_of`: uid of the resource once it has workloads, so that records are looked for."""
         live: dict[ObjectKey, Obj] = {}
         for kind, name in model_keys(inference, facts):
+            if lost_of and kind == CONFIG_MAP.name:
+                await self._find(CONFIG_MAP, key[0], name, lost_of)
             body = self._caches.get(BY_NAME[kind], key[0], name)
             if body is None and kind == CLAIM.name:
                 body = await self._foreign_claim(key[0], name)

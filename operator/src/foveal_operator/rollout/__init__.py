@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from foveal_operator.kube.diff import diff
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.workloads import live_replicas
 from foveal_operator.rollout.record import (
@@ -249,10 +250,10 @@ def _decision(
                 state, everyone, revisions, view.now, rollout.progress_deadline_seconds
             )
             check = max(ANNOUNCE_SECONDS, min(check, left))
-    is_known = view.record is not None and record == before
-    body = None if is_known else record_body(record, view.inference.name, target.stateful_set)
+    body = record_body(record, view.inference.name, target.stateful_set)
+    is_as_left = not diff({**body, "data": {}}, view.record)
     return RolloutDecision(
-        record=body,
+        record=None if is_as_left and record == before else body,
         stateful_set=target.stateful_set,
         deployment=frontend_body(
             target.deployment,

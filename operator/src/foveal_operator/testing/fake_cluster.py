@@ -11,7 +11,15 @@ import itertools
 from collections.abc import AsyncIterator, Callable
 
 from foveal_operator.kube.errors import ApiError, Conflict, NotFound, UserError
-from foveal_operator.kube.kinds import CLAIM, FIELD_MANAGER, INFERENCE, KINDS, Kind, kind_of
+from foveal_operator.kube.kinds import (
+    CLAIM,
+    FIELD_MANAGER,
+    INFERENCE,
+    KINDS,
+    MANAGED_BY,
+    Kind,
+    kind_of,
+)
 from foveal_operator.kube.types import Obj
 from foveal_operator.testing.field_ownership import Owners, applied, edited, managed_fields
 from foveal_runtime.plan.quantity import parse
@@ -19,7 +27,8 @@ from foveal_runtime.plan.quantity import parse
 Place = tuple[str, str, str]
 """(plural name of the kind, namespace, name)"""
 Watcher = Callable[[Kind, str, Obj], None]
-"""(kind, "ADDED" | "MODIFIED" | "DELETED", object)"""
+"""(kind, "ADDED" | "MODIFIED" | "DELETED", object): watches all resources, and of every other kind
+what has the operator's label. An object that loses the label is told as deleted."""
 
 
 class FakeCluster:
@@ -170,7 +179,7 @@ class FakeCluster:
         self.status_owners.pop(key, None)
         body["metadata"]["resourceVersion"] = str(next(self._versions))
         self.writes.append(("DELETE", kind.name, name))
-        self._tell(kind, "DELETED", body)
+        self._tell(kind, body, None)
         if self.collects:
             self.collect(body["metadata"]["uid"])
 
@@ -244,10 +253,19 @@ class FakeCluster:
         self.objects[key] = body
         if count:
             self.writes.append((verb, kind.name, key[2]))
-        self._tell(kind, "ADDED" if live is None else "MODIFIED", body)
+        self._tell(kind, live, body)
         return copy.deepcopy(body)
 
-    def _tell(self, kind: Kind, change: str, body: Obj) -> None:
+    def _tell(self, kind: Kind, before: Obj | None, after: Obj | None) -> None:
+        """What a watch with a selector says. DELETED has the last object that it chose, at the
+        version of its end."""
+        was, is_now = (body is not None and _is_watched(kind, body) for body in (before, after))
+        if not was and not is_now:
+            return
+        body = copy.deepcopy(after if is_now else before) or {}
+        if after is not None:
+            body["metadata"]["resourceVersion"] = after["metadata"]["resourceVersion"]
+        change = "DELETED" if not is_now else "MODIFIED" if was else "ADDED"
         for watcher in self.watchers:
             watcher(kind, change, copy.deepcopy(body))
 
@@ -270,6 +288,11 @@ def _check_claim(spec: Obj, live: Obj) -> None:
         raise UserError("field can not be less than previous value", 422)
     if any(spec.get(field) != value for field, value in live.items() if field != "resources"):
         raise UserError("spec is immutable after creation except resources.requests", 422)
+
+
+def _is_watched(kind: Kind, body: Obj) -> bool:
+    labels = body["metadata"].get("labels") or {}
+    return kind is INFERENCE or labels.get(MANAGED_BY) == FIELD_MANAGER
 
 
 def _content(body: Obj) -> Obj:
