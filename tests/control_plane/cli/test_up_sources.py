@@ -51,7 +51,8 @@ def up(tmp_path: Path, hub: Hub) -> Iterator[Start]:
     def start(*more: str, num_gpus: int = 0, **spec: Any) -> Up:
         if num_gpus:
             driver = tmp_path / "bin/nvidia-smi"
-            driver.write_text("#!/bin/sh\n" + "echo 81920\n" * num_gpus)
+            lines = (f"echo GPU-{i}, 81920\n" for i in range(num_gpus))
+            driver.write_text("#!/bin/sh\n" + "".join(lines))
             driver.chmod(0o755)
         body = yaml.safe_load((ROOT / "examples/mmi-cpu-laptop.yaml").read_text())
         body["spec"]["model"] = {"uri": URI, "cache": {"size": "1Gi"}}

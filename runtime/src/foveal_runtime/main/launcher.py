@@ -28,6 +28,7 @@ import msgspec
 from foveal_runtime.plan.config import EngineConfig, FrontendConfig
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.local import PARENT_VARIABLE, bind_error, free_port, url_host
+from foveal_runtime.plan.machine import visible_devices
 
 Say = Callable[[str], None]
 RUNTIME = (sys.executable, "-m", "foveal_runtime.main.cli")
@@ -296,6 +297,7 @@ class LocalDeployment:
 
 
 def _visible(index: int, count: int) -> dict[str, str]:
-    """Each engine sees its own devices and no others."""
-    devices = range(index * count, (index + 1) * count)
-    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if count else {}
+    """Each engine sees its own devices and no others, of those that this process may use."""
+    names, own = visible_devices(), slice(index * count, (index + 1) * count)
+    devices = [str(i) for i in range(own.stop)] if names is None else names
+    return {"CUDA_VISIBLE_DEVICES": ",".join(devices[own])} if count else {}

@@ -6,6 +6,7 @@ doctor` reports them. `root` is "/" except in tests.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -25,7 +26,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         cpus: CPUs that this process may use, as its quota says.
         shm_bytes, shm_free_bytes: size and room of /dev/shm.
         cpu_flags: of the first CPU, lower case.
-        devices: memory of each GPU.
+        devices: memory of each GPU that CUDA_VISIBLE_DEVICES leaves.
     """
 
     memory_bytes: int = 0
@@ -121,14 +122,36 @@ def _cpu_flags(root: Path) -> frozenset[str]:
     return frozenset()
 
 
+def visible_devices() -> list[str] | None:
+    """What CUDA_VISIBLE_DEVICES names, up to the first entry that is none, as CUDA reads it; None
+    where it is not set."""
+    text = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if text is None:
+        return None
+    names = [name.strip() for name in text.split(",")]
+    return list(itertools.takewhile(lambda name: name and not name.startswith("-"), names))
+
+
 def _devices() -> tuple[int, ...]:
-    """Memory of each NVIDIA device, as its driver's tool tells."""
+    """Memory of each NVIDIA device that programs may use, as its driver's tool tells."""
     tool = shutil.which("nvidia-smi")
     if not tool:
         return ()
-    command = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    command = [tool, "--query-gpu=uuid,memory.total", "--format=csv,noheader,nounits"]
     try:
         out = subprocess.run(command, capture_output=True, text=True, timeout=15, check=True)
     except (OSError, subprocess.SubprocessError):
         return ()
-    return tuple(int(line) * _MIB for line in out.stdout.split() if line.isdigit())
+    rows = [line.replace(" ", "").split(",") for line in out.stdout.splitlines()]
+    sizes = {row[0]: int(row[1]) * _MIB for row in rows if len(row) == 2 and row[1].isdigit()}
+    names = visible_devices()
+    if names is None:
+        return tuple(sizes.values())
+    return tuple(itertools.takewhile(bool, (_size_of(name, sizes) for name in names)))
+
+
+def _size_of(name: str, sizes: dict[str, int]) -> int:
+    """Of a device by its number or the beginning of its UUID; 0: none of that name."""
+    if name.isdigit():
+        return dict(enumerate(sizes.values())).get(int(name), 0)
+    return next((size for uuid, size in sizes.items() if uuid.startswith(name)), 0)

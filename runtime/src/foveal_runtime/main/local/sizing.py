@@ -26,7 +26,7 @@ from foveal_runtime.plan.budget.types import (
 )
 from foveal_runtime.plan.config import GIB, ModalitiesConfig, ModalityLimits
 from foveal_runtime.plan.errors import StartupError
-from foveal_runtime.plan.machine import Machine
+from foveal_runtime.plan.machine import Machine, visible_devices
 from foveal_runtime.plan.machine_plan import machine_plan, shortfall
 from foveal_runtime.plan.profile import ModelProfile, decode
 from foveal_runtime.plan.quantity import format_gib
@@ -68,6 +68,11 @@ def choose_device(asked: str, here: Machine, needed: int) -> str:
     """ "cpu" or "cuda". Raises StartupError for a GPU that is not there or cannot be used."""
     if asked == "cpu" or (asked == "auto" and not here.devices):
         return "cpu"
+    if not here.devices and visible_devices() is not None:
+        raise StartupError(
+            f"--device cuda: CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']} names no "
+            "device that nvidia-smi lists: give numbers or UUIDs, unset it, or use --device cpu"
+        )
     if not here.devices:
         raise StartupError(
             "--device cuda: no NVIDIA driver answers here (nvidia-smi lists no device): install "

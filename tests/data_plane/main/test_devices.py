@@ -1,0 +1,57 @@
+"""Which GPUs a local deployment uses: what CUDA_VISIBLE_DEVICES leaves, each engine its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from foveal_runtime.main.launcher import LocalDeployment
+from foveal_runtime.main.local.sizing import choose_device
+from foveal_runtime.plan.config import EngineConfig, ModelConfig
+from foveal_runtime.plan.errors import StartupError
+from foveal_runtime.plan.machine import look
+
+MIB = 1024**2
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@pytest.fixture(autouse=True)
+def driver(tmp_path: Path, monkeypatch) -> None:
+    """A driver's tool that lists three devices of different sizes."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho GPU-aa1, 100\necho GPU-bb2, 200\necho GPU-cc3, 300\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.delenv(VISIBLE, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("visible", "sizes", "per_engine"),
+    [
+        (None, [100, 200, 300], ["0", "1"]),
+        ("2,0", [300, 100], ["2", "0"]),
+        ("GPU-cc, GPU-bb2", [300, 200], ["GPU-cc", "GPU-bb2"]),
+        ("1,-1,0", [200], ["1", ""]),
+        ("1,7,0", [200], ["1", "7"]),
+        ("", [], ["", ""]),
+    ],
+)
+def test_each_engine_gets_its_own_of_the_visible_ones(
+    visible, sizes, per_engine, tmp_path, monkeypatch
+) -> None:
+    if visible is not None:
+        monkeypatch.setenv(VISIBLE, visible)
+    assert look().devices == tuple(size * MIB for size in sizes)
+    engines = [
+        EngineConfig(engine_id=f"engine-{i}", model=ModelConfig(path="/models/fake"))
+        for i in range(2)
+    ]
+    local = LocalDeployment(engines, [], folder=tmp_path / "run", devices_per_engine=1)
+    assert [child.env[VISIBLE] for child in local.engines] == per_engine
+
+
+def test_a_name_of_no_device_is_refused_with_the_variable(monkeypatch) -> None:
+    monkeypatch.setenv(VISIBLE, "MIG-1")
+    with pytest.raises(StartupError, match="CUDA_VISIBLE_DEVICES=MIG-1 names no device"):
+        choose_device("cuda", look(), 1)
