@@ -29,11 +29,21 @@ _LOG = logging.getLogger(__name__)
 SOCKET_TIMEOUT_SECONDS = 5.0
 
 
-def is_near(address: str) -> bool:
-    """Whether a peer is on this machine, or in this pod: it may see the books."""
-    found = ipaddress.ip_address(address.partition("%")[0])
+def is_near(peer: str, own: str) -> bool:
+    """Whether a peer is on this machine, or in this pod: it may see the books. An engine in a pod
+    listens on the pod's address alone, and who connects to that from the same pod has it, too.
+
+    Args:
+        peer, own: addresses of the connection's two ends.
+    """
+    found = _address(peer)
+    return found.is_loopback or found == _address(own)
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    found = ipaddress.ip_address(text.partition("%")[0])
     mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
-    return (mapped or found).is_loopback
+    return mapped or found
 
 
 class HealthServer:
@@ -74,7 +84,9 @@ class HealthServer:
                         self._answer(500, b"see the engine's log\n", "text/plain")
                         return
                     self._answer(200, text, TEXT.content_type)
-                elif path == "/debug/integrity" and is_near(self.client_address[0]):
+                elif path == "/debug/integrity" and is_near(
+                    self.client_address[0], self.connection.getsockname()[0]
+                ):
                     found = inspect()
                     if found is None:
                         self._answer(503, b"not now: loading, ending or in a step\n", "text/plain")
