@@ -12,6 +12,7 @@ from PIL import Image
 
 from foveal_runtime.frontend.items.placement import complete_prompt, match_placeholders
 from foveal_runtime.frontend.items.prepared import MediaPart
+from foveal_runtime.frontend.media.options import by_modality
 from foveal_runtime.frontend.media.rules import surround
 from foveal_runtime.plan.config import ModalitiesConfig, ModalityLimits
 from foveal_runtime.plan.errors import InvalidRequest, MediaInvalid
@@ -263,6 +264,17 @@ def test_processor_options_change_the_item(loaded):
     size = {"size": {"shortest_edge": 64, "longest_edge": 1024}}
     small, usual = (view_item(processor.process(0, image, o)) for o in (size, {}))
     assert small.meta.num_embeds < usual.meta.num_embeds
+
+
+def test_an_image_beside_a_video_gets_none_of_its_options(loaded):
+    processor, info = loaded("qwen2_5_vl")
+    given = {"fps": 2, "do_rescale": True}
+    own = by_modality(given, {0, 1}, info.options)
+    assert own == {0: {"do_rescale": True}, 1: given}
+    processor.decode(0, png(0, 64, 64), own[0])
+    processor.decode(1, mp4(8), own[1])
+    with pytest.raises(InvalidRequest, match=r"fps is not an option"):
+        processor.decode(0, png(0, 64, 64), by_modality(given, {0}, info.options)[0])
 
 
 def test_options_that_are_not_the_users(loaded):

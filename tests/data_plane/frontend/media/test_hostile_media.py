@@ -78,6 +78,27 @@ def test_options_that_cost_nothing_more_are_taken() -> None:
     check(1, num_frames=8, fps=2.0)
 
 
+def test_items_get_the_options_that_their_modality_knows() -> None:
+    """An image beside a video refused `fps`, and a video beside it options of images."""
+    known = (frozenset({"size", "crop"}), frozenset({"size", "fps"}), frozenset())
+    given = {"size": 1, "fps": 2, "crop": 3}
+    assert options.by_modality(given, {0, 1}, known) == {
+        0: {"size": 1, "crop": 3},
+        1: {"size": 1, "fps": 2},
+    }
+    nested = {"size": 1, "images_kwargs": {"size": 2}, "videos_kwargs": {"fps": 3}}
+    assert options.by_modality(nested, {0, 1}, known) == {0: {"size": 2}, 1: {"size": 1, "fps": 3}}
+    assert options.by_modality(given, (), known) == {}
+    assert options.by_modality(given, {0}, ()) == {0: given}
+    for name, value in (("fps", 2), ("typo", 2), ("videos_kwargs", {"fps": 2})):
+        handed = options.by_modality({name: value}, {0, 2}, known)
+        assert handed == {0: {name: value}, 2: {name: value}}, "to be refused"
+    for group in ("videos_kwargs", "images_kwargs"):
+        with pytest.raises(InvalidRequest, match="media that the request has") as caught:
+            check(**{group: 2})
+        assert caught.value.param == f"mm_processor_kwargs.{group}"
+
+
 @pytest.mark.parametrize("given", [{"num_frames": 10**9}, {"fps": 0}, {"fps": True}, {"fps": 1e9}])
 def test_frames_are_bounded_before_they_are_chosen(given: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match="at most"):

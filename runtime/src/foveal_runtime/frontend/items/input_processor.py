@@ -47,6 +47,7 @@ from foveal_runtime.frontend.items.processor_cache import ProcessorCache
 from foveal_runtime.frontend.items.source import Buffer, ItemSource, Page, RawMedia
 from foveal_runtime.frontend.media import hashing
 from foveal_runtime.frontend.media.fetch import Fetcher
+from foveal_runtime.frontend.media.options import by_modality
 from foveal_runtime.frontend.media.protocol import ProcessorInfo
 from foveal_runtime.frontend.media.workers import Workers
 from foveal_runtime.frontend.protocol.bounds import check_prompt_logprobs
@@ -130,11 +131,13 @@ class MediaInput:
             check_counts(self.info, self.config.modalities, parts)
             token_ids = complete_prompt(self.info, token_ids, parts)
             slots = match_placeholders(self.info, token_ids, parts)
-            raw_options = _canonical(options.mm_processor_kwargs)
+            present = {MODALITIES.index(part.modality) for part in parts}
+            own = by_modality(options.mm_processor_kwargs, present, self.info.options)
+            own_options = {modality: (one, _canonical(one)) for modality, one in own.items()}
             named = await together(
                 [self._identifier.identify(i, parts, options) for i in range(len(parts))]
             )
-            which = self._distinct(parts, named, options, raw_options, items)
+            which = self._distinct(parts, named, options, own_options, items)
             paths = [parts[which.index(i)].path for i in range(len(items))]
             await together([self._learn(item, p) for item, p in zip(items, paths, strict=True)])
             for name in named:
@@ -180,15 +183,17 @@ class MediaInput:
         parts: Sequence[MediaPart],
         named: Sequence[Named],
         options: PrepareOptions,
-        raw_options: bytes,
+        own_options: Mapping[int, tuple[Mapping[str, Any], bytes]],
         items: list[PreparedItem],
     ) -> list[int]:
-        """Fills `items` with the distinct ones; returns each part's index into them."""
+        """Fills `items` with the distinct ones; returns each part's index into them. `own_options`
+        are those of each modality, also as JSON."""
         index_of: dict[MMHash, int] = {}
         which = []
         for part, name in zip(parts, named, strict=True):
             modality = MODALITIES.index(part.modality)
-            key = name.key or self._key(part, modality, name, options)
+            own, raw_options = own_options[modality]
+            key = name.key or self._key(part, modality, name, options, own)
             if key not in index_of:
                 index_of[key] = len(items)
                 item = self._item(key, modality, name, raw_options, options.client, part.is_embeds)
@@ -196,7 +201,14 @@ class MediaInput:
             which.append(index_of[key])
         return which
 
-    def _key(self, part: MediaPart, modality: int, name: Named, options: PrepareOptions) -> MMHash:
+    def _key(
+        self,
+        part: MediaPart,
+        modality: int,
+        name: Named,
+        options: PrepareOptions,
+        own_options: Mapping[str, Any],
+    ) -> MMHash:
         identity = self.info.identity
         if part.is_embeds:
             return hashing.embeds_hash(name.digest, identity=identity, salt=options.salt)
@@ -204,7 +216,7 @@ class MediaInput:
             name.digest,
             modality=modality,
             identity=identity,
-            options=options.mm_processor_kwargs,
+            options=own_options,
             salt=options.salt,
         )
 

@@ -139,7 +139,7 @@ class PrepareOptions:
     Attributes:
         request_id: of the first sequence; others of the same HTTP request get suffixed ids.
         sampling: of the first sequence; max_tokens is at most max_model_len - len(token_ids).
-        mm_processor_kwargs: the user's processor options (part of every item's key).
+        mm_processor_kwargs: the user's processor options; those of an item are part of its key.
         cache_salt: the request's own; "" = shared caches.
         tenant: the tenant's, from the deployment's header; b"" = one tenant.
         charge_media_bytes: called with the encoded size of media that did not arrive in the HTTP

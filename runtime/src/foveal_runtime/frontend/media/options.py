@@ -2,14 +2,15 @@
 
 Used by `processors` in media workers. A processor takes names it does not know without a word, and
 some options decide how much work and memory an item costs: those may only make an item smaller than
-the model's own processor would.
+the model's own processor would. `by_modality` is used before that, where a request's options become
+those of its items.
 """
 
 from __future__ import annotations
 
 import re
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from foveal_runtime.plan.config import ModalityLimits
@@ -20,7 +21,7 @@ MAX_FPS = 240
 _SIZING = re.compile(
     r"size|edge|pixel|resize|crop|pad|patch|tile|split|slice|frame|scale|length|token|pan_and_scan"
 )
-_KINDS = (("images_kwargs",), ("videos_kwargs",), ("audio_kwargs",))
+_GROUPS = ("images_kwargs", "videos_kwargs", "audio_kwargs")
 _PARTS = ("image_processor", "video_processor", "feature_extractor")
 
 
@@ -30,11 +31,33 @@ def known_options(processor: Any, modality: int) -> frozenset[str]:
     part = getattr(processor, _PARTS[modality], None)
     kinds = [getattr(part, "valid_kwargs", None)]
     declared = getattr(processor, "valid_processor_kwargs", None)
-    groups = _hints(declared)
-    kinds += [groups.get(name) for name in _KINDS[modality]]
+    kinds.append(_hints(declared).get(_GROUPS[modality]))
     for kind in kinds:
         names |= set(_hints(kind))
     return frozenset(names | set(_defaults(part)))
+
+
+def by_modality(
+    options: Mapping[str, Any], modalities: Collection[int], known: Sequence[Collection[str]]
+) -> dict[int, dict[str, Any]]:
+    """What of a request's options the items of each of its modalities get: those that its processor
+    knows, also from a group such as `videos_kwargs`, and those that no modality of the request
+    knows, for `check` to refuse. `known`: `known_options` of each modality, or nothing."""
+    taken = {name for modality in modalities for name in (known[modality] if known else ())}
+    groups = {
+        name: value
+        for modality in modalities
+        if isinstance(value := options.get(name := _GROUPS[modality]), Mapping)
+    }
+    found: dict[int, dict[str, Any]] = {}
+    for modality in modalities:
+        own = known[modality] if known else ()
+        found[modality] = {
+            name: value
+            for name, value in options.items()
+            if name not in groups and (name in own or name not in taken)
+        } | dict(groups.get(_GROUPS[modality], {}))
+    return found
 
 
 def check(
@@ -52,6 +75,8 @@ def check(
     for name, value in options.items():
         if name in reserved:
             raise _refused(name, "cannot be set by a request")
+        if name in _GROUPS and name not in known:
+            raise _refused(name, "must be an object with options of media that the request has")
         if name not in known:
             raise _refused(name, "is not an option of this model's processor")
         if name in ("num_frames", "fps"):

@@ -93,6 +93,7 @@ class ItemProcessor:
             sampling_rate=self._sampling_rate(),
             embeds=self._embeds_layout(),
             seconds=time.perf_counter() - begin,
+            options=tuple(item_options.known_options(self.processor, m) for m in range(3)),
         )
 
     def _embeds_layout(self) -> EmbedsLayout | None:

@@ -72,6 +72,7 @@ class ProcessorInfo(msgspec.Struct, frozen=True):
         sampling_rate: of audio, 0 when the model takes none.
         embeds: of images as encoder outputs; None when the model takes no images.
         seconds: what loading and the first item took.
+        options: names of processor options that a request may set, by modality; () = not known.
     """
 
     identity: bytes
@@ -84,6 +85,7 @@ class ProcessorInfo(msgspec.Struct, frozen=True):
     sampling_rate: int = 0
     embeds: EmbedsLayout | None = None
     seconds: float = 0.0
+    options: tuple[frozenset[str], ...] = ()
 
     def placeholder_token_id(self, modality: Modality) -> int | None:
         """The one token of an item in an unexpanded prompt; None = the modality is not served."""
