@@ -32,8 +32,9 @@ label.
 
 from __future__ import annotations
 
+import copy
 import errno
-from typing import ClassVar
+from typing import ClassVar, Self
 
 
 class FovealError(Exception):
@@ -54,6 +55,12 @@ class FovealError(Exception):
         super().__init__(message)
         self.message = message
         self.param = param
+
+    def about(self, param: str, message: str) -> Self:
+        """The same error, about another field; others may wait for this one."""
+        other = copy.copy(self)
+        other.param, other.message, other.args = param, message, (message,)
+        return other
 
 
 class ClientError(FovealError):

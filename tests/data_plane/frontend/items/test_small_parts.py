@@ -16,11 +16,12 @@ from foveal_runtime.frontend.engines.routing import (
     load_bound,
 )
 from foveal_runtime.frontend.items.placement import complete_prompt, match_placeholders
-from foveal_runtime.frontend.items.prepared import MediaPart
+from foveal_runtime.frontend.items.prepared import MediaPart, PrepareOptions
 from foveal_runtime.frontend.items.processor_cache import ENTRY_BYTES, ProcessorCache
 from foveal_runtime.frontend.media.protocol import PlaceholderInfo, ProcessorInfo
-from foveal_runtime.plan.errors import InvalidRequest
+from foveal_runtime.plan.errors import InvalidRequest, MediaInvalid
 from foveal_runtime.plan.metrics.metric import STAGE_BUCKETS
+from foveal_runtime.plan.sampling import SamplingParams
 
 
 # ---- single flight ----
@@ -253,3 +254,34 @@ def test_stage_times_fall_into_their_buckets():
     assert counts[0] == 2
     assert counts[-1] == 1
     assert sum(counts) == 4
+
+
+async def test_who_joins_work_that_fails_is_told_of_its_own_part(start_input):
+    """All who waited shared one error, and so the path of the one that was first."""
+    inputs = await start_input()
+    go = asyncio.Event()
+
+    async def fail(*arguments):
+        await go.wait()
+        raise MediaInvalid("it is broken")
+
+    inputs.workers.process = fail
+    options = PrepareOptions(request_id="r", sampling=SamplingParams(max_tokens=5))
+    tasks = [
+        asyncio.create_task(
+            inputs.prepare([4], [MediaPart(modality="image", path=path, data=b"x")], options)
+        )
+        for path in ("messages[0].content[1]", "messages[7].content[0]")
+    ]
+    while inputs.processing.joins == 0:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    go.set()
+    first, second = await asyncio.gather(*tasks, return_exceptions=True)
+    assert (first.param, first.message) == (
+        "messages[0].content[1]",
+        "messages[0].content[1]: it is broken",
+    )
+    assert (second.param, str(second)) == (
+        "messages[7].content[0]",
+        "messages[7].content[0]: it is broken",
+    )

@@ -251,12 +251,10 @@ def unknown_media(modality: str, which: str, uuid: str | None) -> MediaUnknown:
 
 
 def naming(path: str, error: FovealError) -> FovealError:
-    """The same error, naming the part it is about unless it names a parameter already."""
-    if path and error.param is None:
-        error.param = path
-        error.message = f"{path}: {error.message}"
-        error.args = (error.message,)
-    return error
+    """The same error, naming the part it is about unless it names a parameter already. What is
+    fetched or processed once fails for all who wait for it, each with a part of its own."""
+    named = path and error.param is None
+    return error.about(path, f"{path}: {error.message}") if named else error
 
 
 async def off_loop(num_bytes: int, work: Callable[[], T]) -> T:
