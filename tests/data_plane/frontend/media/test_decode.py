@@ -96,6 +96,36 @@ def test_every_orientation_gives_the_pixels_of_a_turned_copy(kind):
         assert np.array_equal(np.asarray(found.convert("RGB")), np.asarray(copy))
 
 
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_damaged_exif_refuses_no_image(orientation):
+    """A width that is a text made Pillow fail when it wrote the rest, after it had turned the
+    image: a good one was a 400."""
+    image = Image.fromarray(np.arange(7 * 5 * 3, dtype=np.uint8).reshape(5, 7, 3))
+    exif = Image.Exif()
+    exif[0x010F], exif[0x0112] = "Maker" * 3, orientation
+    good = exif.tobytes()
+    damaged = good.replace(b"\x01\x0f\x00\x02", b"\x01\x01\x00\x02")
+    assert damaged != good
+    turned = np.asarray(decode_image(encoded(image, exif=good), LIMITS))
+    assert (turned.shape[:2] == (7, 5)) == (orientation > 4)
+    found = decode_image(encoded(image, exif=damaged), LIMITS)
+    assert np.array_equal(np.asarray(found), turned)
+
+
+def test_unreadable_exif_leaves_the_image_unturned(monkeypatch):
+    def fail(*arguments, **more):
+        raise SyntaxError("not a TIFF file")
+
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = encoded(Image.new("RGB", (7, 5)), "PNG", exif=exif)
+    monkeypatch.setattr(Image.Image, "getexif", fail)
+    assert decode_image(data, LIMITS).size == (7, 5)
+    monkeypatch.setattr(Image.Image, "getexif", lambda *_: (_ for _ in ()).throw(MemoryError()))
+    with pytest.raises(MediaTooLarge, match="memory"):
+        decode_image(data, LIMITS)
+
+
 def test_exif_rotation_is_applied():
     image = Image.new("RGB", (8, 4), (255, 0, 0))
     image.paste((0, 0, 255), (4, 0, 8, 4))

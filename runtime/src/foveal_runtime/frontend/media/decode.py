@@ -65,11 +65,22 @@ def _read(data: bytes | memoryview, limits: ModalityLimits) -> Image.Image:
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
         check_pixels(image.width, image.height, limits)
         image.load()
-        ImageOps.exif_transpose(image, in_place=True)  # copies only what has to be turned
+        _turn(image)
         read = shrunk(to_rgb(image), limits.resize_pixels)
         if read is image and image.format not in ("JPEG", "PNG"):
             return read.copy()  # a WebP's decoder would stay, and its canvas
         return read
+
+
+def _turn(image: Image.Image) -> None:
+    """As its EXIF says, in place; as it is where damage hides that. What is turned stays so where
+    only the rest of the EXIF is damaged, which Pillow writes anew after that."""
+    try:
+        ImageOps.exif_transpose(image, in_place=True)
+    except MemoryError:
+        raise
+    except Exception:  # Pillow raises anything at all on damaged EXIF
+        return
 
 
 def check_bytes(data: bytes | memoryview, limits: ModalityLimits, what: str) -> None:
