@@ -359,6 +359,8 @@ async def test_files_need_a_root_and_obey_limits(folder):
         await fetcher.fetch("file:///sub/a%20b.png", max_bytes=3)
     with pytest.raises(MediaFetchFailed):
         await fetcher.fetch("file:///none", max_bytes=3)
+    with pytest.raises(MediaInvalid, match="malformed"):
+        await fetcher.fetch("file://[/x", max_bytes=3)
 
 
 def test_pipes_and_devices_are_no_files(folder):

@@ -149,7 +149,10 @@ class Fetcher:
     async def _fetch_file(self, url: str, max_bytes: int, charge: Charge) -> bytes:
         if not self.sources.file_root:
             raise MediaForbidden("file: URLs are switched off (media_sources.file_root)")
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+        except ValueError as error:
+            raise MediaInvalid("media URL is malformed") from error
         if parts.netloc not in ("", "localhost"):
             raise MediaForbidden("file: URLs cannot name a host")
         return await asyncio.to_thread(
