@@ -324,7 +324,8 @@ def _pick_int(value: int | None, default: int) -> int:
 def _logit_bias(bias: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
     pairs: list[tuple[int, float]] = []
     for name, value in bias.items():
-        if not name.isascii() or not name.isdigit() or int(name[:12]) >= vocab_size:
+        is_number = len(name) <= 12 and name.isascii() and name.isdigit()
+        if not is_number or int(name) >= vocab_size:
             raise InvalidRequest(
                 f"logit_bias: {name[:32]!r} is not a token id below {vocab_size}",
                 param="logit_bias",
