@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
+from foveal_runtime.frontend.grammars.formats import FORMATS
+from foveal_runtime.frontend.grammars.reader import TurnFormat
 from foveal_runtime.frontend.testing.fake_tokenizer import byte_tokenizer
 from foveal_runtime.frontend.text.detokenizer import Detokenizer, StopMatcher
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
@@ -163,3 +165,18 @@ def test_the_bytes_of_a_bounded_number_of_tokens_are_remembered(
     for _ in range(2):
         assert [tokenizer.token_bytes(token_id) for token_id in range(100)] == expected
         assert tokenizer.num_spelled <= 3
+
+
+@pytest.mark.parametrize(("stop", "text", "shown"), [
+    ("\n\n", "a\n\n\nb", "a"), ("\n", "a\nb", "a"), ("b\n", "ab\n\nc", "a"),
+    (" \n", "a  \nb", "a "),
+])  # fmt: skip
+def test_a_stop_string_of_blanks_is_seen_at_once_beside_tools(
+    stop: str, text: str, shown: str
+) -> None:
+    """Blanks wait, because they are dropped before a call: it was seen one token or a call late."""
+    turn = TurnFormat(row=FORMATS["hermes"], schemas={"look": {"type": "object"}})
+    detokenizer = Detokenizer(byte_level(), stops=[stop], turn=turn)
+    piece = detokenizer.push(list(text.encode()))
+    assert (piece.text, piece.stop) == (shown, stop)
+    assert piece.num_tokens == text.index(stop) + len(stop)

@@ -82,7 +82,11 @@ class TurnFormat:
 
 
 class Reader:
-    """`push` returns what of the text is content; reasoning and calls wait in `take`."""
+    """`push` returns what of the text is content; reasoning and calls wait in `take`.
+
+    Attributes:
+        blanks: the end of the content so far, which is none of it if a call follows.
+    """
 
     def __init__(self, turn: TurnFormat, request_id: str) -> None:
         self._turn = turn
@@ -90,7 +94,7 @@ class Reader:
         self._buffer = ""
         self._reasoning = ""
         self._pieces: list[CallPiece] = []
-        self._blanks = ""
+        self.blanks = ""
         self._strips = False
         self._spelt = {ord(turn.texts[token]): mark for mark, token in turn.marks.items()}
         self.num_calls = 0
@@ -145,8 +149,8 @@ class Reader:
     # ---- text -----------------------------------------------------------------------------------
     def _shown(self, text: str, is_last: bool = False) -> str:
         """Content without blanks around reasoning and before calls."""
-        text = (self._blanks + text).translate(self._spelt)
-        self._blanks = ""
+        text = (self.blanks + text).translate(self._spelt)
+        self.blanks = ""
         if self._strips:
             text = text.lstrip()
             self._strips = not text
@@ -154,7 +158,7 @@ class Reader:
             return text.rstrip() if self.num_calls else ""
         if self._turn.row is not None and not is_last:
             shown = text.rstrip()
-            self._blanks = text[len(shown) :]
+            self.blanks = text[len(shown) :]
             return shown
         return text
 

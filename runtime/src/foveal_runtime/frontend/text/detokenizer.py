@@ -120,6 +120,10 @@ class StopMatcher:
         self._held = buffer[len(buffer) - num_held :]
         return buffer[: len(buffer) - num_held], None
 
+    def completes(self, text: str) -> bool:
+        """Whether `push` of this text would find a stop string."""
+        return bool(self._stops) and self._lookup(self._held + text) is not None
+
     def flush(self) -> str:
         held, self._held = self._held, ""
         return held
@@ -205,6 +209,10 @@ class Detokenizer:
                 texts.append(fresh)
                 continue
             text, stop = self._matcher.push(fresh)
+            blanks = self._reader.blanks if self._reader is not None else ""
+            if stop is None and blanks and self._matcher.completes(blanks):
+                more, stop = self._matcher.push(blanks)
+                text += more
             if stop is None and self.num_calls:
                 text += self._matcher.flush()  # all text stands before the calls
             texts.append(text)
