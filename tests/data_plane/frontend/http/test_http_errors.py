@@ -52,6 +52,7 @@ BAD_CHAT: list[tuple[dict[str, Any], str, str]] = [
     ({"logit_bias": {"1": 101}}, "logit_bias", "-100 to 100"),
     ({"logit_bias": {"0" * 12 + "9" * 9: 1}}, "logit_bias", "not a token id"),
     ({"logit_bias": {"1" * 5000: 1}}, "logit_bias", "not a token id"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1 or at least 1"),
     ({"top_logprobs": 2}, "top_logprobs", "logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream"),

@@ -11,7 +11,7 @@ import re
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, WrapValidator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WrapValidator
 
 from foveal_runtime.frontend.protocol.bounds import (
     Bounded,
@@ -53,6 +53,15 @@ _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,2})?")
 _FRACTION = re.compile(r"[.eE]")
 Integer = Annotated[int, BeforeValidator(_number)]
 Float = Annotated[float, BeforeValidator(_number)]
+
+
+def _not_zero(value: int) -> int:
+    if not value:
+        raise ValueError("must be -1 or at least 1: a prompt of no tokens cannot be computed")
+    return value
+
+
+NumKept = Annotated[Integer, Field(ge=-1, lt=2**31), AfterValidator(_not_zero)]
 FreeForm = Annotated[dict[str, Any], BeforeValidator(check_plain)]
 """JSON whose fields this server does not know: the model's template or processor does."""
 LogitBias = Annotated[
@@ -183,10 +192,9 @@ class _Sampling(Open):
     return_tokens_as_token_ids: bool | None = Field(
         None, description='tokens of logprobs as "token_id:N"'
     )
-    truncate_prompt_tokens: Integer | None = Field(
-        None, ge=-1, lt=2**31,
-        description="keep only the last tokens of a prompt without media; -1: what fits",
-    )  # fmt: skip
+    truncate_prompt_tokens: NumKept | None = Field(
+        None, description="keep only the last tokens of a prompt without media; -1: what fits"
+    )
 
 
 Messages = Annotated[
@@ -320,10 +328,9 @@ class EmbeddingRequest(Open):
     normalize: bool | None = Field(
         None, description="unit length; default: as the checkpoint's modules.json says, else true"
     )
-    truncate_prompt_tokens: Integer | None = Field(
-        None, ge=-1, lt=2**31,
-        description="keep only the first tokens of inputs without media; -1: what fits",
-    )  # fmt: skip
+    truncate_prompt_tokens: NumKept | None = Field(
+        None, description="keep only the first tokens of inputs without media; -1: what fits"
+    )
     add_special_tokens: bool | None = Field(None, description="messages: false, input: true")
     add_generation_prompt: bool | None = Field(None, description="default false")
     continue_final_message: bool | None = None
