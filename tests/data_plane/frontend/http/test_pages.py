@@ -106,3 +106,9 @@ async def test_the_last_chunk_says_what_the_caches_saved(harness: Any) -> None:
             assert item["modality"] == "image"
             assert item.keys() == {"modality", "bytes", "processed", "sent"}
             assert usage["cache"]["prefill_seconds"] >= 0
+        asked_of_text = {"prompt": ["a", "b"], "stream_options": options}
+        usage = (await harness.stream("/v1/completions", **asked_of_text))[-1]["usage"]
+        assert ("cache" in usage) == asked
+        if asked:
+            assert usage["cache"]["items"] == []
+            assert usage["cache"]["queue_seconds"] >= 0

@@ -11,6 +11,7 @@ from foveal_runtime.frontend.engines.sequence import Delta
 from foveal_runtime.frontend.http.answers import (
     Answer,
     Tally,
+    cache_usage,
     chunk_usage,
     expanded_prompt,
     prompt_logprobs,
@@ -31,7 +32,7 @@ from foveal_runtime.frontend.protocol.requests import CompletionRequest, Prompt
 from foveal_runtime.frontend.protocol.rules import check_fields, check_num_sequences
 from foveal_runtime.plan.errors import ContextLengthExceeded, InvalidRequest
 from foveal_runtime.plan.media import MODALITIES
-from foveal_runtime.wire.messages import TokenLogprobs
+from foveal_runtime.wire.messages import FirstOutput, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -200,15 +201,25 @@ async def stream_answer(run: CompletionRun) -> AsyncGenerator[bytes, None]:
     options = run.request.stream_options
     tally = Tally(run.num_choices)
     offsets: dict[int, int] = {}
+    firsts: list[FirstOutput] = []
     async with open_run(run.service, run.jobs, run.started, "text_completion") as deltas:
         async for index, delta in deltas:
             tally.add(index, delta)
+            if delta.first is not None:
+                firsts.append(delta.first)
             choice = _chunk_choice(run, index, delta, offsets)
             if choice is not None:
                 yield sse({**run.head, "choices": [choice], **chunk_usage(options, tally)})
     if options is not None and options.include_usage:
-        yield sse({**run.head, "choices": [], "usage": tally.usage()})
+        usage = tally.usage()
+        if options.include_cache_usage:
+            usage["cache"] = cache_usage(max(firsts, key=_seconds, default=None), ())
+        yield sse({**run.head, "choices": [], "usage": usage})
     yield SSE_DONE
+
+
+def _seconds(first: FirstOutput) -> float:
+    return first.queue_seconds + first.prefill_seconds
 
 
 def _chunk_choice(
