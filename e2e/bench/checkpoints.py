@@ -107,11 +107,11 @@ def checkpoint(name: str, say: Callable[[str], None] = print) -> Path:
 def _assembled(name: str) -> Path:
     """Of published parts and a projector trained here (e2e/assembled)."""
     from e2e.assembled.assemble import folder
-    from tests.support.packages import Unavailable
+    from tests.support.packages import Mismatch, Unavailable
 
     try:
         return folder(name.removeprefix("smollm2-"))
-    except Unavailable as error:
+    except (Unavailable, Mismatch) as error:
         raise SystemExit(f"{name}: {error}") from error
 
 

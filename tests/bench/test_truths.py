@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from e2e.assembled import parts
+from e2e.assembled import assemble, parts
 from e2e.assembled.learner import Learner, Lesson, Log
 from e2e.bench.checkpoints import ASSEMBLED
 from e2e.bench.truths import truths
@@ -53,8 +53,16 @@ def test_weights_are_read_and_renamed() -> None:
 
 
 def test_another_version_is_refused() -> None:
-    with pytest.raises(packages.Unavailable, match="version 5, not 6"):
+    with pytest.raises(packages.Mismatch, match="version 5, not 6"):
         dict(parts._variables(model_file({}, version=5)))
+
+
+def test_another_tower_is_refused(monkeypatch) -> None:
+    """Regression: the tests of the model that it belongs to were skipped."""
+    assert assemble.bundled_tower()
+    monkeypatch.setattr(assemble, "TOWER_SHA256", "0" * 64)
+    with pytest.raises(packages.Mismatch, match="is another one"):
+        assemble.bundled_tower()
 
 
 def test_lessons_that_share_an_image_learn_as_if_each_had_its_own(tmp_path) -> None:

@@ -21,6 +21,10 @@ class Unavailable(Exception):
     """What is asked for cannot be had here; the message says why."""
 
 
+class Mismatch(Exception):
+    """What was found is not what is pinned: no reason to skip a test."""
+
+
 def cached(name: str, pinned: Path | Sequence[Path], make: Callable[[Path], None]) -> Path:
     """A folder that `make` fills at the first call, and again when a file of `pinned` changes: what
     `make` leaves at `work / "out"`. Raises what `make` raises."""
@@ -63,7 +67,8 @@ def archive(pinned: Path, part: str, work: Path) -> None:
 
 
 def pip(command: str, pinned: Path, *more: str | Path, path: Path | None = None) -> None:
-    """`path`: what is imported before the environment's own packages. Raises Unavailable."""
+    """`path`: what is imported before the environment's own packages. Raises Unavailable, or
+    Mismatch for another hash."""
     try:
         found = subprocess.run(
             [sys.executable, "-m", "pip", command, "--quiet", "--disable-pip-version-check",
@@ -73,6 +78,8 @@ def pip(command: str, pinned: Path, *more: str | Path, path: Path | None = None)
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         raise Unavailable(f"{pinned.name} did not arrive within {LIMIT_SECONDS} s") from error
+    if "DO NOT MATCH THE HASHES" in found.stderr:
+        raise Mismatch(f"{pinned.name}: {found.stderr.strip()}")
     if found.returncode:
         raise Unavailable(f"{pinned.name} cannot be had: {found.stderr.strip()[-200:]}")
 

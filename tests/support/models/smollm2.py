@@ -72,9 +72,7 @@ def _make(work: Path) -> None:
     )  # fmt: skip
     with (work / "out/model.safetensors").open("rb") as stream:
         if (digest := hashlib.file_digest(stream, "sha256").hexdigest()) != WEIGHTS_SHA256:
-            raise packages.Unavailable(
-                f"transformers converts SmolLM2 into other weights ({digest})"
-            )
+            raise packages.Mismatch(f"transformers converts SmolLM2 into other weights ({digest})")
 
 
 def _convert(source: Path, target: str) -> None:
