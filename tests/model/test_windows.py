@@ -22,6 +22,7 @@ from foveal_runtime.model.runner.runner import TorchRunner
 from foveal_runtime.plan.budget.kv import KVShape, window_blocks
 from foveal_runtime.plan.config import EngineCaches, EngineConfig, ModelConfig, SchedulerConfig
 from tests.support.models.bench import NUM_BLOCKS
+from tests.support.models.compiled import NEEDS_KERNEL, NEEDS_PACKING
 from tests.support.models.rerun_capturer import RerunCapturer
 from tests.support.models.scheduled_bench import Engine, converse, goes_on_elsewhere
 
@@ -194,13 +195,14 @@ def test_recorded_steps_have_both_tables(attention: str, bench) -> None:
         one.check(job, prompts[job.request_id])
 
 
+@NEEDS_KERNEL
+@NEEDS_PACKING
 @pytest.mark.parametrize("name", ["mixed", "mixed_gemma"])
 def test_small_steps_are_computed_in_one_call(name: str, bench) -> None:
     one = bench(name, attention="auto", reuse=False, num_window_blocks=NUM_WINDOW_BLOCKS)
     assert one.runner.forward.has_short_last_layer == (name == "mixed")
     ways = one.runner.forward.decoder_layers
-    if ways is None:
-        pytest.skip("this CPU has no kernel for whole layers")
+    assert ways is not None
     calls = []
     run, ways._kernel.run = ways._kernel.run, lambda step: calls.append(step) or run(step)
     prompt = long_prompt(one, 14)
