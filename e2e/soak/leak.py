@@ -11,7 +11,8 @@ refused. As a Prometheus would, it scrapes every process every 10 seconds, and r
 holds: anonymous memory, PSS, descriptors, sockets, threads, files in shared memory, and the entries
 of each book. Ends by itself; exit code 1 when, in the second half after the warm-up, the memory of
 a process grew by more than --limit MiB an hour beyond what the books took in, when anything else
-grew by more than 4, when a book exceeded its bound, or when a request failed.
+grew by more than 4, when a book exceeded its bound, when a request failed, or when there were less
+than half of the requests.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import base64
 import contextlib
+import http.client
 import io
 import json
 import os
@@ -91,9 +93,14 @@ def ask(url: str, number: int, num_images: int = 1) -> None:
     )  # fmt: skip
     try:
         with urllib.request.urlopen(request, timeout=120) as answer:
+            if number % 20 == 3:
+                raise ConnectionError("temperature -1 was not refused")
             for line in answer:
-                if number % 10 == 0 and line.startswith(b"data:"):
+                if line.startswith(b'data: {"error"'):
+                    raise ConnectionError(line.decode(errors="replace"))
+                if line.startswith(b"data:" if number % 10 == 0 else b"data: [DONE]"):
                     return
+        raise ConnectionError("the answer ended before [DONE]")
     except urllib.error.HTTPError as error:
         if error.code != 400 or number % 20 != 3:
             raise
@@ -148,7 +155,7 @@ class Load(threading.Thread):
         self.url, self.rate = url, rate
         self.num_images = num_images
         self.num, self.first, self.errors = first, first, list[str]()
-        self.stopped = threading.Event()
+        self.stopped, self.is_done = threading.Event(), False
 
     def run(self) -> None:
         rng, due = random.Random(1), time.monotonic()
@@ -162,12 +169,21 @@ class Load(threading.Thread):
             )
             try:
                 ask(self.url, number, self.num_images)
-            except OSError as error:
-                self.errors.append(str(error))
+            except (OSError, http.client.HTTPException) as error:
+                self.errors.append(str(error) or repr(error))
+        self.is_done = True
 
-    def end(self) -> None:
+    def end(self, least: int = 1) -> None:
+        """Fewer requests than `least`, and a client that died or hangs, are errors, too."""
         self.stopped.set()
         self.join(timeout=130)
+        num = self.num - self.first
+        if not self.is_done:
+            self.errors.append(
+                f"the client {'hangs' if self.is_alive() else 'died'}: request {num}"
+            )
+        if num < least:
+            self.errors.append(f"{num} requests, less than {least}")
 
 
 class Watch:
@@ -277,7 +293,7 @@ def main() -> int:
         load.start()
         while watch.sample() < steady + options.minutes * 60:
             pass
-        load.end()
+        load.end(int(options.rate * options.minutes * 60 / 2))
     errors += load.errors
     found = {
         "requests": load.num,
