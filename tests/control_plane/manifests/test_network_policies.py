@@ -5,17 +5,20 @@ Evaluated, not enforced: docs/concepts/security.md says so.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
+import yaml
 from msgspec.structs import replace
 
 from foveal_operator.kube.kinds import OPERATOR_LABELS
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests import ClusterFacts, desired
 from foveal_operator.process.options import read
+from tests.support.api_server_rules import problems
 from tests.support.network_policies import End, admits
-from tests.support.regenerate import FACTS, planned
+from tests.support.regenerate import FACTS, ROOT, planned
 from tests.support.samples import LEGAL, put
 
 SPACE = "models"
@@ -153,6 +156,37 @@ def test_frontends_are_reached_while_their_port_changes() -> None:
     old, new = pods("a")["frontend"], pods("a", **changes)["frontend"]
     assert {port for port in PORTS if admits(found, client, old, port)} == {CLIENTS}
     assert {port for port in PORTS if admits(found, client, new, port)} == {9000}
+
+
+PAGE = ROOT / "docs/how-to/observability.md"
+
+
+def test_the_documented_policy_lets_frontends_send_traces() -> None:
+    """The page named a collector that the generated policy keeps them from: spans were lost."""
+    (text,) = [block for block in PAGE.read_text().split("```") if "kind: NetworkPolicy" in block]
+    body, policy = yaml.safe_load_all(text.removeprefix("yaml"))
+    assert problems(body) == []
+    (container,) = body["spec"]["frontend"]["podTemplate"]["spec"]["containers"]
+    (entry,) = container["env"]
+    port = int(entry["value"].rpartition(":")[2])
+    labels = policy["spec"]["egress"][0]["to"][0]["podSelector"]["matchLabels"]
+    collector, own = End("monitoring", labels), policies(resource("qwen"))
+    frontend, engine = pods("qwen")["frontend"], pods("qwen")["engine"]
+    assert not admits(own, frontend, collector, port)
+    more = [*own, policy]
+    assert admits(more, frontend, collector, port)
+    assert not admits(more, frontend, OTHERS["prometheus"], port)
+    assert not admits(more, frontend, collector, 80)
+    assert not admits(more, engine, collector, port)
+    assert admits(more, frontend, engine, ENGINE_WIRE), "what the operator's policy admits"
+
+
+def test_the_documented_image_has_the_api_s_version_of_opentelemetry() -> None:
+    pins = (ROOT / "requirements/runtime.txt").read_text()
+    (version,) = re.findall(r"^opentelemetry-api==(\S+)", pins, re.MULTILINE)
+    assert "opentelemetry-sdk" not in pins, "then the page is wrong"
+    added = re.findall(r"opentelemetry-[a-z-]+==(\S+)", PAGE.read_text())
+    assert added == [version, version]
 
 
 def test_jobs_reach_any_source_and_tell_the_operator_alone() -> None:
