@@ -14,7 +14,8 @@ import yaml
 
 from foveal_operator.kube.types import Obj
 from tests.support.api_server.api import Api
-from tests.support.api_server.programs import Cluster, program
+from tests.support.api_server.programs import Cluster, program, running_cluster
+from tests.support.chart_files import CHART
 from tests.support.samples import LEGAL
 
 KIND = "MultiModalInference"
@@ -30,6 +31,10 @@ MODES = {
 
 @pytest.fixture
 def helm(cluster: Cluster, tmp_path: Path, mode: str) -> Helm:
+    return helm_at(cluster, tmp_path, mode)
+
+
+def helm_at(cluster: Cluster, tmp_path: Path, mode: str) -> Helm:
     file = HELM_3 if mode == "Helm 3" else program("helm")
     if not file.exists():
         pytest.skip(f"no {file}: e2e/cluster/build.sh helm and e2e/tools/build.sh helm3 build them")
@@ -112,6 +117,24 @@ def test_installed_and_upgraded_nothing_moves(
         assert json.dumps(obj["metadata"]["labels"]) == json.dumps(
             before[name]["metadata"]["labels"]
         )
+
+
+@pytest.mark.parametrize("mode", ["server side", "Helm 3"])
+def test_a_first_install_says_how_to_bring_the_sample(tmp_path: Path, mode: str) -> None:
+    """On a server without the definition it ended with "no matches for kind"."""
+    chart, system = str(CHART), ["-n", "foveal-system", "--create-namespace"]
+    sample = ["--set", "sample.enabled=true", "--set", "sample.spec.model.uri=pvc://models/tiny"]
+    (tmp_path / "bare").mkdir()
+    with running_cluster(tmp_path / "bare") as bare, Api(bare) as api:
+        helm = helm_at(bare, tmp_path, mode)
+        refused = helm("install", "foveal", chart, *system, *sample)
+        assert refused.returncode != 0
+        assert "Install without the sample, then add it: helm upgrade foveal" in refused.stderr
+        done = helm("install", "foveal", chart, *system)
+        assert done.returncode == 0, done.stderr
+        done = helm("upgrade", "foveal", chart, *system[:2], "--reuse-values", *sample)
+        assert done.returncode == 0, done.stderr
+        assert api.get(KIND, "foveal-system", "sample") is not None
 
 
 WAITS = {

@@ -45,6 +45,24 @@ def told(sandbox: Sandbox) -> dict[str, str]:
     return {c["type"]: f"{c['reason']}: {c['message']}" for c in found}
 
 
+@pytest.mark.timeout(300, func_only=True)
+def test_a_claim_that_was_kept_is_used_as_it_is(sandbox: Sandbox) -> None:
+    """It is larger than asked for, and of another class: the API server refuses both changes."""
+    claim = "PersistentVolumeClaim", sandbox.namespace, "qwen-model"
+    sandbox.operator("a", NO_LEASE).start()
+    model: Obj = {"uri": "hf://org/model", "cache": {"size": "200Gi", "storageClassName": "fast"}}
+    sandbox.api.apply(sandbox.sample("cpu", model=model), "user").must()
+    wait_until("the claim is there", lambda: sandbox.api.get(*claim) is not None, 60)
+    before = plain(sandbox.api.get(*claim))
+    sandbox.api.delete(KIND, sandbox.namespace, "qwen").must()
+    wait_until("the resource is gone", lambda: sandbox.resource() is None, 60)
+    sandbox.api.apply(sandbox.sample("cpu", model={"uri": model["uri"]}), "user").must()
+    wait_until("it is looked at", lambda: "ModelReady" in told(sandbox), 60)
+    assert told(sandbox)["SpecAccepted"].startswith("Accepted: ")
+    after = plain(sandbox.api.get(*claim))
+    assert (after["metadata"]["uid"], after["spec"]) == (before["metadata"]["uid"], before["spec"])
+
+
 @pytest.mark.timeout(400, func_only=True)
 def test_foreign_objects_are_left_alone_and_named(sandbox: Sandbox) -> None:
     """Each got our fields and our owner by a forced apply, and was deleted with the resource.
