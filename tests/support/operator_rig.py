@@ -70,7 +70,11 @@ class Kit:
     """One replica without leader election; passes are run by `settle`, one worker, no waiting."""
 
     def __init__(
-        self, cluster: FakeCluster | None = None, *, image: str = "foveal/runtime:1"
+        self,
+        cluster: FakeCluster | None = None,
+        *,
+        image: str = "foveal/runtime:1",
+        namespaces: tuple[str, ...] = (),
     ) -> None:
         self.cluster = cluster or with_claim(FakeCluster(missing=OPTIONAL_KINDS))
         self.time = FakeTime()
@@ -78,7 +82,7 @@ class Kit:
         self.reports = PodReports()
         self.operator = Operator(
             self.cluster,
-            Options(settings=default_settings(image)),
+            Options(settings=default_settings(image), namespaces=namespaces),
             self.telemetry,
             clock=self.time.clock,
             observe_pods=self._observe,
@@ -86,18 +90,20 @@ class Kit:
             make_watches=self._make_watches,
         )
         self.watched: tuple[Kind, ...] = ()
+        self.watched_namespaces: tuple[str, ...] = ()
         self.hears = True
         self.cluster.watchers = [self._hear]
 
     async def _observe(self, *_: Sequence[Obj]) -> PodReports:
         return self.reports
 
-    def _make_watches(self, kinds: tuple[Kind, ...]) -> NoEngine:
-        self.watched = kinds
+    def _make_watches(self, kinds: tuple[Kind, ...], namespaces: tuple[str, ...]) -> NoEngine:
+        self.watched, self.watched_namespaces = kinds, namespaces
         return NoEngine()
 
     def _hear(self, kind: Kind, change: str, body: Obj) -> None:
-        if self.hears and kind in self.watched:
+        is_near = body["metadata"].get("namespace") in self.watched_namespaces
+        if self.hears and kind in self.watched and (is_near or not self.watched_namespaces):
             self.operator.watch.on_event(kind, change, body)
 
     async def start(self) -> None:

@@ -135,7 +135,7 @@ def keeper() -> tuple[WatchKeeper, list[StubEngine], FakeTime]:
     made: list[StubEngine] = []
     clock = FakeTime()
 
-    def make(kinds: tuple[Kind, ...]) -> StubEngine:
+    def make(kinds: tuple[Kind, ...], namespaces: tuple[str, ...]) -> StubEngine:
         made.append(StubEngine())
         return made[-1]
 
@@ -145,7 +145,7 @@ def keeper() -> tuple[WatchKeeper, list[StubEngine], FakeTime]:
 def test_dead_watches_are_replaced_at_a_bounded_rate() -> None:
     watches, made, clock = keeper()
     assert watches.lookup_failure()
-    watches.start(WATCHED)
+    watches.start(WATCHED, ())
     assert watches.lookup_failure() == ""
     starts = []
     for _ in range(1800):
@@ -167,7 +167,7 @@ def test_dead_watches_are_replaced_at_a_bounded_rate() -> None:
 
 def test_deaf_watches_are_named_and_replaced_after_a_minute() -> None:
     watches, made, clock = keeper()
-    watches.start(WATCHED)
+    watches.start(WATCHED, ())
     made[-1].silent = ("pods", "jobs")
     assert watches.lookup_failure() == "no watch of pods, jobs"
     assert not watches.restart_if_due(), "they may still be starting"

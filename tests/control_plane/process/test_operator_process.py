@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from foveal_operator.kube.errors import Transient
-from foveal_operator.kube.kinds import Kind
+from foveal_operator.kube.kinds import CONFIG_MAP, Kind
 from foveal_operator.kube.lease import LeaseSettings
 from foveal_operator.kube.types import Obj
 from foveal_operator.pods.probes import PodReports
@@ -19,6 +19,8 @@ from foveal_operator.telemetry.series import Telemetry
 from foveal_operator.testing.fake_cluster import FakeCluster
 from tests.support.fake_clock import FakeTime
 from tests.support.operator_rig import OPTIONAL_KINDS, resource, with_claim
+
+FAILING = ("LIST", "StatefulSet")
 
 
 async def no_reports(*_: Sequence[Obj]) -> PodReports:
@@ -65,7 +67,7 @@ class Replica:
             clock=time.clock,
             observe_pods=no_reports,
             on_lost=self._lost,
-            make_watches=lambda kinds: FakeEngine(self, kinds),
+            make_watches=lambda kinds, namespaces: FakeEngine(self, kinds),
         )
         cluster.watchers.append(self._hear)
         self.task = asyncio.ensure_future(self.operator.run())
@@ -117,6 +119,28 @@ async def test_an_outage_at_the_start_is_waited_out(cluster: FakeCluster, time: 
     one = Replica(cluster, time)
     await time.pass_(60)
     assert one.operator.watch.is_synced
+    await one.end()
+
+
+async def test_a_resync_that_fails_is_tried_ever_more_seldom(
+    cluster: FakeCluster, time: FakeTime
+) -> None:
+    """At every tick, and what a broken watch may have missed was then never listed."""
+    one = Replica(cluster, time)
+    await time.pass_(3)
+    for _ in range(1000):
+        cluster.fail(Transient("no"), verb="LIST", kind="StatefulSet")
+    one.operator._next_resync = time.now
+    before = len(cluster.calls)
+    await time.pass_(2)
+    one.operator.watch._stale["ConfigMap"] = CONFIG_MAP
+    await time.pass_(300)
+    tried = [kind for verb, kind, _ in cluster.calls[before:] if (verb, kind) == FAILING]
+    assert 5 <= len(tried) <= 10
+    assert not one.operator.watch._stale
+    cluster.failures.clear()
+    await time.pass_(70)
+    assert one.operator._next_resync - time.now > 500, "as before the failures"
     await one.end()
 
 

@@ -64,7 +64,9 @@ class Watch:
         self._caches = caches
         self._telemetry = telemetry
         self._clock = clock
-        self._namespaces: tuple[str | None, ...] = tuple(namespaces) or (None,)
+        self._asked = tuple(namespaces)
+        self.closed: frozenset[str] = frozenset()
+        """Namespaces in which it may list nothing now: left out, and asked about again."""
         self._enqueue = enqueue
         self._stale: dict[str, Kind] = {}
         self._listed: dict[str, float] = {}
@@ -79,6 +81,43 @@ class Watch:
             if (not kind.optional or kind.name in apis) and kind.name not in self._refused
         )
 
+    @property
+    def namespaces(self) -> tuple[str, ...]:
+        """What to watch now; empty = all namespaces."""
+        return tuple(one for one in self._asked if one not in self.closed)
+
+    @property
+    def _places(self) -> tuple[str | None, ...]:
+        return self.namespaces or (None,)
+
+    async def find_namespaces(self) -> bool:
+        """Asks in which namespaces it may list resources: one that is deleted takes its RoleBinding
+        along, and must not stop the others. True when that has changed. Raises ApiError; Forbidden
+        when it may in none."""
+        if len(self._asked) < 2:
+            return False
+        closed: dict[str, Forbidden] = {}
+        for namespace in self._asked:
+            try:
+                async for _ in self._cluster.pages(INFERENCE, namespace):
+                    break
+            except Forbidden as error:
+                closed[namespace] = error
+        if len(closed) == len(self._asked):
+            raise next(iter(closed.values()))
+        before, self.closed = self.closed, frozenset(closed)
+        for namespace in sorted(self.closed - before):
+            log.warning(
+                "going on without namespace %s: %s; where it was deleted, take it out of "
+                "rbac.watchNamespaces, otherwise give the operator its RoleBinding there",
+                namespace, closed[namespace].message,
+            )  # fmt: skip
+            for kind in WATCHED:
+                self._drop_all(kind, namespace)
+        for namespace in sorted(before - self.closed):
+            log.info("namespace %s can be listed again", namespace)
+        return self.closed != before
+
     async def find_rights(self) -> None:
         """Asks whether we may list what we can do without: before it is first listed, and for as
         long as we may not. Raises ApiError for any other answer."""
@@ -86,7 +125,7 @@ class Watch:
             if kind.name in self._listed and kind.name not in self._refused:
                 continue
             try:
-                for namespace in self._namespaces:
+                for namespace in self._places:
                     async for _ in self._cluster.pages(kind, namespace, selector_of(kind)):
                         break
             except Forbidden as error:
@@ -102,7 +141,10 @@ class Watch:
                 kind.plural, error.message, kind.plural, kind.group,
             )  # fmt: skip
         self._refused |= {kind.name}
-        for body in self._caches.keep_only(kind, (), self._caches.uids(kind)):
+        self._drop_all(kind)
+
+    def _drop_all(self, kind: Kind, namespace: str | None = None) -> None:
+        for body in self._caches.keep_only(kind, (), self._caches.uids(kind, namespace)):
             self._owner_changed(kind, body)
 
     def on_event(self, kind: Kind, change: str | None, body: Obj) -> None:
@@ -154,7 +196,7 @@ class Watch:
     async def relist(self, kind: Kind) -> None:
         """One live list of a kind; whatever the watch had not told is taken in."""
         was_synced = kind.name in self._listed
-        for namespace in self._namespaces:
+        for namespace in self._places:
             num_missed = await self._relist(kind, namespace)
             # These change all the time: a list that overtakes the watch by a moment is no news.
             if num_missed and was_synced and kind not in (POD, ENDPOINT_SLICE):
@@ -203,25 +245,28 @@ class Watches(Protocol):
         ...
 
 
+MakeWatches = Callable[[tuple[Kind, ...], tuple[str, ...]], Watches]
+
+
 class WatchKeeper:
     """Args:
-    make: an engine for these kinds, not started.
+    make: an engine for these kinds in these namespaces (none: in all), not started.
     """
 
-    def __init__(self, make: Callable[[tuple[Kind, ...]], Watches], clock: Clock) -> None:
+    def __init__(self, make: MakeWatches, clock: Clock) -> None:
         self._make = make
         self._clock = clock
         self._engine: Watches | None = None
-        self.kinds: tuple[Kind, ...] = ()
+        self.follows: tuple[tuple[Kind, ...], tuple[str, ...]] = ((), ())
         self._started = 0.0
         self._pause_seconds = FIRST_PAUSE_SECONDS
 
-    def start(self, kinds: tuple[Kind, ...]) -> None:
-        """Watches these kinds from now on, and no others."""
+    def start(self, kinds: tuple[Kind, ...], namespaces: tuple[str, ...]) -> None:
+        """Watches these kinds in these namespaces from now on, and no others."""
         self.stop()
-        self.kinds = kinds
+        self.follows = (kinds, namespaces)
         self._started = self._clock.monotonic()
-        self._engine = self._make(kinds)
+        self._engine = self._make(kinds, namespaces)
         self._engine.start()
 
     def stop(self) -> None:
@@ -255,5 +300,5 @@ class WatchKeeper:
             return False
         log.error("%s: restarting the watches", failure)
         self._pause_seconds = min(MAX_PAUSE_SECONDS, 2.0 * self._pause_seconds)
-        self.start(self.kinds)
+        self.start(*self.follows)
         return True

@@ -15,7 +15,7 @@ from foveal_operator.kube.cluster import Cluster
 from foveal_operator.kube.errors import ApiError
 from foveal_operator.kube.kinds import EVENT
 from foveal_operator.kube.types import Obj
-from foveal_operator.pods.probes import PodReports
+from foveal_operator.pods.probes import PodProber, PodReports
 
 PATIENCE_SECONDS = 5.0
 INTERVAL_SECONDS = 20.0
@@ -133,3 +133,26 @@ def _time(event: Obj) -> str:
 
 def _uid(pod: Obj) -> str:
     return str(pod["metadata"].get("uid", ""))
+
+
+class PodAsker:
+    """What the pods say of themselves, and what Events say of those that cannot."""
+
+    def __init__(self, prober: PodProber, events: PodEvents) -> None:
+        self._prober = prober
+        self._events = events
+
+    async def ask(
+        self,
+        engines: Sequence[Obj],
+        frontends: Sequence[Obj],
+        jobs: Sequence[Obj],
+        short: Sequence[Obj],
+    ) -> PodReports:
+        found = await self._prober.observe_pods(engines, frontends, jobs)
+        return await self._events.add_to(found, [*engines, *frontends, *jobs], short)
+
+    def forget(self, keep_uids: Iterable[str]) -> None:
+        kept = set(keep_uids)
+        self._prober.forget(kept)
+        self._events.forget(kept)

@@ -12,7 +12,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from foveal_operator.common.clock import Clock
 from foveal_operator.common.errors import UsageError
@@ -24,10 +24,10 @@ from foveal_operator.kube.kinds import INFERENCE, JOB, POD, STATEFUL_SET, Kind
 from foveal_operator.kube.lease import Elector
 from foveal_operator.kube.queue import MAX_SECONDS, WorkQueue
 from foveal_operator.kube.store import Caches
-from foveal_operator.kube.types import NamespacedName, Obj
-from foveal_operator.kube.watches import Watch, Watches, WatchKeeper
-from foveal_operator.pods.events import PodEvents
-from foveal_operator.pods.probes import PodProber, PodReports, aiohttp_fetch
+from foveal_operator.kube.types import NamespacedName
+from foveal_operator.kube.watches import MakeWatches, Watch, Watches, WatchKeeper
+from foveal_operator.pods.events import PodAsker, PodEvents
+from foveal_operator.pods.probes import PodProber, aiohttp_fetch
 from foveal_operator.pods.reports import ObservePods, Reports
 from foveal_operator.process.options import Options, read
 from foveal_operator.process.server import ProbeServer
@@ -43,6 +43,9 @@ TICK_SECONDS = 2.0
 STUCK_SECONDS = 300.0
 SILENT_SECONDS = 30.0
 STOP_SECONDS = 1.0
+MAX_RESYNC_PAUSE_SECONDS = 60.0
+QUESTION_SECONDS = 60.0
+"""Namespaces that were closed to it are asked about so often."""
 GC_OBJECTS = 10_000
 
 
@@ -138,7 +141,7 @@ class Operator:
 
     Args:
         on_lost: ends the process when the lease is lost.
-        make_watches: a watch engine for these kinds, not started.
+        make_watches: as WatchKeeper takes it.
     """
 
     def __init__(
@@ -150,7 +153,7 @@ class Operator:
         clock: Clock,
         observe_pods: ObservePods,
         on_lost: Callable[[], None],
-        make_watches: Callable[[tuple[Kind, ...]], Watches],
+        make_watches: MakeWatches,
         forget_pods: Callable[[Iterable[str]], None] = lambda uids: None,
     ) -> None:
         self.cluster = cluster
@@ -185,6 +188,8 @@ class Operator:
         self.watches = WatchKeeper(make_watches, clock)
         self._forget_pods = forget_pods
         self._next_resync = 0.0
+        self._pause_seconds = TICK_SECONDS
+        self._next_question = 0.0
         self._synced_at = float("-inf")
         self._next_beat = 0.0
         self._waiting_for = "the first list"
@@ -251,8 +256,16 @@ class Operator:
             self.telemetry.count("foveal_operator_watch_restarts")
             # What was missed meanwhile; and an API that has gone is watched no more.
             self._next_resync = min(self._next_resync, now + TICK_SECONDS)
+        if self.watch.closed and now >= self._next_question:
+            self._next_question = now + QUESTION_SECONDS
+            if await self.watch.find_namespaces():
+                self._next_resync = now
         if now >= self._next_resync:
+            # A resync that fails is not tried at every tick: the others have work to do.
+            self._next_resync = now + self._pause_seconds
+            self._pause_seconds = min(MAX_RESYNC_PAUSE_SECONDS, 2 * self._pause_seconds)
             await self._resync()
+            self._pause_seconds = TICK_SECONDS
         else:
             await self.watch.relist_stale()
         if self.elector is None and now >= self._next_beat:
@@ -263,15 +276,17 @@ class Operator:
         """Facts, watches for what the cluster now serves, live lists, and a look at everything."""
         is_first = not self.watch.is_synced
         await self.inventory.refresh()
+        await self.watch.find_namespaces()
         await self.watch.find_rights()
         kinds = self.watch.kinds(self.inventory.apis)
         if is_first and not await self.cluster.serves(INFERENCE):
             raise NotFound(f"no {INFERENCE.plural}", 404)
-        if is_first or kinds != self.watches.kinds:
-            self.watches.start(kinds)
-        self.reconciler.doubt()
+        follows = (kinds, self.watch.namespaces)
+        if is_first or follows != self.watches.follows:
+            self.watches.start(*follows)
         began = self.clock.monotonic()
         await self.watch.sync(kinds)
+        self.reconciler.doubt()
         self._synced_at = began
         kept = (self.caches.uids(kind) for kind in (POD, STATEFUL_SET, JOB))
         self._forget_pods(frozenset().union(*kept))
@@ -312,29 +327,6 @@ class Operator:
         return "" if seconds < STUCK_SECONDS else f"a pass has run for {seconds:.0f} s"
 
 
-class PodAsker:
-    """What the pods say of themselves, and what Events say of those that cannot."""
-
-    def __init__(self, prober: PodProber, events: PodEvents) -> None:
-        self._prober = prober
-        self._events = events
-
-    async def ask(
-        self,
-        engines: Sequence[Obj],
-        frontends: Sequence[Obj],
-        jobs: Sequence[Obj],
-        short: Sequence[Obj],
-    ) -> PodReports:
-        found = await self._prober.observe_pods(engines, frontends, jobs)
-        return await self._events.add_to(found, [*engines, *frontends, *jobs], short)
-
-    def forget(self, keep_uids: Iterable[str]) -> None:
-        kept = set(keep_uids)
-        self._prober.forget(kept)
-        self._events.forget(kept)
-
-
 def exit_at_once() -> None:
     """The lease is lost: another may write at any moment, so nothing of ours may run on."""
     sys.stderr.flush()
@@ -365,10 +357,10 @@ async def serve(options: Options) -> None:
     )
     reports = Reports(asker.ask, lambda key: operator.queue.add(key))
 
-    def make_watches(kinds: tuple[Kind, ...]) -> Watches:
+    def make_watches(kinds: tuple[Kind, ...], namespaces: tuple[str, ...]) -> Watches:
         return WatchEngine(
             kinds,
-            options.namespaces,
+            namespaces,
             login=lambda: credentials(configuration),
             sink=operator.watch.on_event,
             loop=loop,
