@@ -249,8 +249,8 @@ def test_an_autoscaled_workload_is_handed_over_without_a_dip() -> None:
 def test_optional_apis_that_are_missing_are_told() -> None:
     bare = wanted(LEGAL["scaled"], ClusterFacts())
     assert bare.missing_apis == (
-        "ScaledObject",
         "ResourceClaimTemplate",
+        "ScaledObject",
         "InferencePool",
         "HTTPRoute",
         "PodMonitor",

@@ -119,7 +119,7 @@ def test_config_maps_of_running_pods_and_of_the_last_good_revision_are_kept() ->
         decision = cluster.reconcile()
         cluster.tick()
     assert not decision.in_progress
-    first = decision.keep_config_maps
+    first = decision.keep
     assert len(first) == 3  # both documents and the record
     # A change of the deadline changes no document, one of the model length does.
     cluster.ask(replace(wish, image="bad-1"))
@@ -127,10 +127,10 @@ def test_config_maps_of_running_pods_and_of_the_last_good_revision_are_kept() ->
         decision = cluster.reconcile()
         cluster.tick()
     assert decision.in_progress
-    assert first <= decision.keep_config_maps
+    assert first <= decision.keep
     good = read_record(cluster.record).good
     assert good is not None
-    assert good.engine["spec"]["volumes"][0]["configMap"]["name"] in decision.keep_config_maps
+    assert ("ConfigMap", good.engine["spec"]["volumes"][0]["configMap"]["name"]) in decision.keep
 
 
 def pod(ordinal: int, revision: str = "old", **facts: Any) -> Pod:

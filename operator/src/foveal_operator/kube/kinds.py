@@ -86,6 +86,12 @@ EVENT = Kind(
 NODE = Kind(
     api_version="v1", name="Node", plural="nodes", namespaced=False, watched=False, pruned=False
 )
+CLAIM_TEMPLATE = Kind(
+    api_version="resource.k8s.io/v1",
+    name="ResourceClaimTemplate",
+    plural="resourceclaimtemplates",
+    optional=True,
+)
 RESOURCE_SLICE = Kind(
     api_version="resource.k8s.io/v1", name="ResourceSlice", plural="resourceslices",
     namespaced=False, watched=False, pruned=False, optional=True,
@@ -141,12 +147,7 @@ KINDS: tuple[Kind, ...] = (
         plural="inferencepools",
         optional=True,
     ),
-    Kind(
-        api_version="resource.k8s.io/v1",
-        name="ResourceClaimTemplate",
-        plural="resourceclaimtemplates",
-        optional=True,
-    ),
+    CLAIM_TEMPLATE,
     LEASE,
     EVENT,
     NODE,

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import msgspec
 
 from foveal_operator.api.parse import InferenceSpec
+from foveal_operator.kube.kinds import BY_NAME
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.context import ClusterFacts, Context, Owned
 from foveal_operator.manifests.curve_keys import curve_secret
@@ -74,9 +75,9 @@ def desired(inference: InferenceSpec, plan: BudgetPlan | None, facts: ClusterFac
     if serves:
         objects += [Owned(body=body) for body in _access_objects(context)]
         objects.append(Owned(body=curve_secret(context), policy="CreateOnly"))
-        objects += [Owned(body=body) for body in _workload_objects(context)]
-        for kind, body in _optional_objects(context):
-            if kind in facts.apis or kind == "ConfigMap":
+        for body in (*_workload_objects(context), *_optional_objects(context)):
+            kind = body["kind"]
+            if kind in facts.apis or not BY_NAME[kind].optional:
                 objects.append(Owned(body=body))
             elif kind not in missing:
                 missing.append(kind)
@@ -108,6 +109,8 @@ def _workload_objects(context: Context) -> Iterator[Obj]:
     spec = context.inference.spec
     yield config_map(context, "engine")
     yield config_map(context, "frontend")
+    if spec.engine.accelerator.device_class_name:
+        yield resource_claim_template(context, spec.engine.accelerator)
     yield engine_stateful_set(context)
     yield frontend_deployment(context)
     # With one replica a budget would block a node's drain without end.
@@ -120,27 +123,24 @@ def _workload_objects(context: Context) -> Iterator[Obj]:
         yield frontend_autoscaler(context, scaling)
 
 
-def _optional_objects(context: Context) -> Iterator[tuple[str, Obj]]:
-    """(kind of the API, object) of everything that needs more than core Kubernetes."""
+def _optional_objects(context: Context) -> Iterator[Obj]:
+    """What pods do without."""
     spec, facts = context.inference.spec, context.facts
     networking, watch = spec.networking, spec.observability
     if spec.frontend.autoscaling and spec.frontend.autoscaling.metric != "CPU":
-        yield "ScaledObject", frontend_autoscaler(context, spec.frontend.autoscaling)
+        yield frontend_autoscaler(context, spec.frontend.autoscaling)
     if spec.engine.autoscaling:
-        yield "ScaledObject", engine_autoscaler(context, spec.engine.autoscaling)
-    if spec.engine.accelerator.device_class_name:
-        template = resource_claim_template(context, spec.engine.accelerator)
-        yield "ResourceClaimTemplate", template
+        yield engine_autoscaler(context, spec.engine.autoscaling)
     if networking.inference_pool:
-        yield "InferencePool", inference_pool(context, networking.inference_pool)
+        yield inference_pool(context, networking.inference_pool)
     if networking.http_route:
-        yield "HTTPRoute", http_route(context, networking.http_route)
+        yield http_route(context, networking.http_route)
     if is_wanted(watch.pod_monitor, "PodMonitor" in facts.apis):
-        yield "PodMonitor", pod_monitor(context)
+        yield pod_monitor(context)
     if facts.rule_groups and is_wanted(watch.prometheus_rule, "PrometheusRule" in facts.apis):
-        yield "PrometheusRule", prometheus_rule(context)
+        yield prometheus_rule(context)
     if facts.dashboards and is_wanted(watch.dashboard, "PodMonitor" in facts.apis):
-        yield "ConfigMap", dashboard(context)
+        yield dashboard(context)
 
 
 __all__ = ["ClusterFacts", "Desired", "Owned", "desired"]

@@ -43,6 +43,8 @@ class ClusterFacts(msgspec.Struct, frozen=True, kw_only=True):
         monitoring_namespace: all of its pods may read engines' metrics; "" = nobody.
         operator_namespace: where the operator runs, which probes engines; "" = in no pod.
         key_generation: which set of CURVE keys pods share; "" is the first.
+        unhashed_devices: spec of the claim template without a hash in its name that engines have
+            had since an earlier release; {} where they have none.
         rule_groups, dashboards: generated elsewhere from the metric registry.
     """
 
@@ -57,6 +59,7 @@ class ClusterFacts(msgspec.Struct, frozen=True, kw_only=True):
     operator_namespace: str = ""
     cluster_domain: str = "cluster.local"
     key_generation: str = ""
+    unhashed_devices: Obj = {}
     rule_groups: tuple[Obj, ...] = ()
     dashboards: dict[str, str] = {}
 

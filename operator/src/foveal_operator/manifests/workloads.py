@@ -22,6 +22,7 @@ from foveal_operator.manifests.context import (
     ENGINE_PORT,
     Context,
     Role,
+    content_hash,
 )
 from foveal_operator.manifests.documents import (
     FILES_DIRECTORY,
@@ -42,6 +43,8 @@ from foveal_operator.manifests.pods import (
 FRONTEND_KEYS = ("server-public", "client-public", "client-secret")
 ENGINE_KEYS = ("server-public", "server-secret", "client-public")
 CLAIM_NAME = "devices"
+UNHASHED_DEVICES = "engine-devices"
+"""Suffix of every claim template before their names had a hash."""
 _TARGETS = {"CPU": 70, "PreprocessQueue": 4, "Concurrency": 64}
 _ENGINE_TARGETS = {"RunningRequests": 64, "KVUsage": 80}
 
@@ -117,7 +120,7 @@ def _devices(context: Context) -> tuple[Obj, Obj]:
     if accelerator.type == "CPU":
         return {}, {}
     if accelerator.device_class_name:
-        template = context.child("engine-devices")
+        template = resource_claim_template(context, accelerator)["metadata"]["name"]
         claim = {"name": CLAIM_NAME, "resourceClaimTemplateName": template}
         return {"claims": [{"name": CLAIM_NAME}]}, {"resourceClaims": [claim]}
     name = accelerator.extended_resource
@@ -126,7 +129,11 @@ def _devices(context: Context) -> tuple[Obj, Obj]:
 
 
 def resource_claim_template(context: Context, accelerator: Accelerator) -> Obj:
-    """Dynamic resource allocation: the devices of one engine, claimed from a DeviceClass."""
+    """Dynamic resource allocation: the devices of one engine, claimed from a DeviceClass.
+
+    Immutable in Kubernetes, so it is named by the hash of what it holds. One without a hash is kept
+    while it says what is wanted: another name would restart engines for nothing.
+    """
     exactly: Obj = {
         "deviceClassName": accelerator.device_class_name,
         "allocationMode": "ExactCount",
@@ -136,11 +143,19 @@ def resource_claim_template(context: Context, accelerator: Accelerator) -> Obj:
         exactly["selectors"] = [
             {"cel": {"expression": expression}} for expression in accelerator.device_selectors
         ]
-    requests = [{"name": "devices", "exactly": exactly}]
+    spec = {"spec": {"devices": {"requests": [{"name": "devices", "exactly": exactly}]}}}
+    is_unhashed = _claimed(spec) == _claimed(context.facts.unhashed_devices)
+    suffix = UNHASHED_DEVICES if is_unhashed else f"{UNHASHED_DEVICES}-{content_hash(spec)}"
     return context.object(
-        "resource.k8s.io/v1", "ResourceClaimTemplate", "engine-devices", "engine",
-        spec={"spec": {"devices": {"requests": requests}}},
-    )  # fmt: skip
+        "resource.k8s.io/v1", "ResourceClaimTemplate", suffix, "engine", spec=spec
+    )
+
+
+def _claimed(spec: Obj) -> list[list[object]]:
+    """What a claim template asks for, without what the API server has filled in."""
+    requests = spec.get("spec", {}).get("devices", {}).get("requests", ())
+    fields = ("deviceClassName", "allocationMode", "count", "selectors")
+    return [[one.get("exactly", {}).get(field) for field in fields] for one in requests]
 
 
 def live_replicas(workload: Obj | None) -> int | None:

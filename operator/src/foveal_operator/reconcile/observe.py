@@ -17,6 +17,7 @@ from foveal_operator.kube.cluster import ClusterReader
 from foveal_operator.kube.kinds import (
     BY_NAME,
     CLAIM,
+    CLAIM_TEMPLATE,
     CONFIG_MAP,
     DEPLOYMENT,
     JOB,
@@ -28,14 +29,18 @@ from foveal_operator.kube.store import Caches
 from foveal_operator.kube.types import NamespacedName, Obj, ObjectKey
 from foveal_operator.manifests import ClusterFacts
 from foveal_operator.manifests.budget_inputs import NodeFacts
-from foveal_operator.manifests.workloads import is_handed_over, live_replicas
+from foveal_operator.manifests.workloads import (
+    UNHASHED_DEVICES,
+    is_handed_over,
+    live_replicas,
+)
 from foveal_operator.model.flow import model_keys
 from foveal_operator.pods.probes import PodReports
 from foveal_operator.pods.reports import ObservePods
 from foveal_operator.reconcile.apply import controller_of, is_controlled_by
 from foveal_operator.reconcile.baseline import Basis, basis_name, read_basis
 from foveal_operator.reconcile.inventory import Inventory
-from foveal_operator.rollout import record_name
+from foveal_operator.rollout import objects_in_use, record_name
 
 COMPONENT = "app.kubernetes.io/component"
 CLAIM_SECONDS = 300.0
@@ -129,7 +134,8 @@ class Observer:
         recorded = read_basis(self._caches.get(CONFIG_MAP, key[0], basis_name(key[1])))
         image = recorded.runtime_image if recorded else self._settings.runtime_image
         generation = (recorded.key_generation or "") if recorded else ""
-        facts = self._facts(key, inference, image, generation)
+        devices = await self._unhashed_devices(key, uid)
+        facts = self._facts(key, inference, image, generation, devices)
         pods = {role: self.pods(key, role) for role in ("engine", "frontend", "model")}
         short = self._short(key, uid, pods)
         reports = await self._observe_pods(pods["engine"], pods["frontend"], pods["model"], short)
@@ -181,7 +187,12 @@ class Observer:
         return tuple(body for body in found if is_controlled_by(body, uid))
 
     def _facts(
-        self, key: NamespacedName, inference: InferenceSpec, image: str, key_generation: str
+        self,
+        key: NamespacedName,
+        inference: InferenceSpec,
+        image: str,
+        key_generation: str,
+        unhashed_devices: Obj,
     ) -> ClusterFacts:
         settings, spec = self._settings, inference.spec
         engines = self._caches.get(STATEFUL_SET, key[0], f"{key[1]}-engine")
@@ -197,6 +208,7 @@ class Observer:
             operator_namespace=settings.operator_namespace,
             cluster_domain=settings.cluster_domain,
             key_generation=key_generation,
+            unhashed_devices=unhashed_devices,
             rule_groups=settings.rule_groups,
             dashboards=settings.dashboards,
         )
@@ -222,6 +234,17 @@ class Observer:
         for kind, one in found:
             await self._find(kind, namespace, one, uid)
         return True
+
+    async def _unhashed_devices(self, key: NamespacedName, uid: str) -> Obj:
+        """As ClusterFacts says. Raises ApiError."""
+        engines = self._caches.get(STATEFUL_SET, key[0], f"{key[1]}-engine")
+        name = f"{key[1]}-{UNHASHED_DEVICES}"
+        template = engines["spec"]["template"] if engines else {}
+        if (CLAIM_TEMPLATE.name, name) not in objects_in_use([template]):
+            return {}
+        await self._find(CLAIM_TEMPLATE, key[0], name, uid)
+        live = self._caches.get(CLAIM_TEMPLATE, key[0], name)
+        return live["spec"] if live and is_controlled_by(live, uid) else {}
 
     async def _find(self, kind: Kind, namespace: str, name: str, uid: str) -> None:
         """What the caches lack is read live, by the right to list; another's is left out."""

@@ -16,7 +16,7 @@ from foveal_operator.model.flow import PROFILE_KEY, model_keys
 from foveal_operator.reconcile.apply import is_controlled_by
 from foveal_operator.reconcile.baseline import basis_name
 from foveal_operator.reconcile.decide import Decision
-from foveal_operator.rollout import config_maps_in_use, record_name
+from foveal_operator.rollout import objects_in_use, record_name
 
 REVISIONS_KEPT = 3
 _DOCUMENTS = ("engine.json", "frontend.json", PROFILE_KEY)
@@ -34,9 +34,8 @@ def unwanted_now(work: Decision, caches: Caches) -> list[tuple[Kind, Obj]]:
         caches.get(DEPLOYMENT, key[0], f"{key[1]}-frontend"),
     ]
     templates = [workload["spec"]["template"] for workload in workloads if workload is not None]
-    used = config_maps_in_use((*templates, *work.serving_pods))
     kept = _keys(work, (*work.model.objects, *work.desired.objects))
-    kept |= {("ConfigMap", name) for name in used | work.rollout.keep_config_maps}
+    kept |= objects_in_use((*templates, *work.serving_pods)) | work.rollout.keep
     return _unwanted(work, caches, kept, lambda: caches.owned(CONFIG_MAP, key))
 
 
@@ -46,7 +45,7 @@ def unwanted_in_the_end(work: Decision, caches: Caches) -> list[tuple[Kind, Obj]
     templates = [workload["spec"]["template"] for workload in workloads]
     # Jobs that have ended go by themselves.
     kept = _keys(work, (*work.desired.objects, *work.model.objects))
-    kept |= {("ConfigMap", name) for name in config_maps_in_use(templates)}
+    kept |= objects_in_use(templates)
     live = {body["metadata"]["name"]: body for body in caches.owned(CONFIG_MAP, work.key)}
     records = [name for kind, name in model_keys(work.inference, work.facts) if kind == "ConfigMap"]
     made = [*work.desired.of_kind("ConfigMap")]

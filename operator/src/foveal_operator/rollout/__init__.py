@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 
 from foveal_operator.kube.diff import diff
-from foveal_operator.kube.types import Obj
+from foveal_operator.kube.kinds import CONFIG_MAP
+from foveal_operator.kube.types import Obj, ObjectKey
 from foveal_operator.manifests.workloads import live_replicas
 from foveal_operator.rollout.record import (
     Good,
@@ -37,7 +38,7 @@ from foveal_operator.rollout.view import (
     Pods,
     RolloutDecision,
     RolloutView,
-    config_maps_in_use,
+    objects_in_use,
     read_pods,
     record_name,
     template_revision,
@@ -46,9 +47,9 @@ from foveal_operator.rollout.view import (
 __all__ = [
     "RolloutDecision",
     "RolloutView",
-    "config_maps_in_use",
     "decide",
     "needs_devices",
+    "objects_in_use",
     "record_name",
 ]
 
@@ -96,7 +97,7 @@ def decide(view: RolloutView) -> RolloutDecision:
             strategy=record.state.text,
             message="paused: every object stays as it is" if view.inference.spec.paused else "",
             deadline_exceeded=record.state.failed,
-            keep_config_maps=_kept(view, record, ()),
+            keep=_kept(view, record, ()),
         )
     state = _begun(view, record)
     if _can_roll_back(view, state, record.good):
@@ -268,7 +269,7 @@ def _decision(
         in_progress=not is_complete,
         deadline_exceeded=state.failed,
         rolled_back=target.rolled_back,
-        keep_config_maps=_kept(view, record, (target.stateful_set, target.deployment)),
+        keep=_kept(view, record, (target.stateful_set, target.deployment)),
         next_check_seconds=check,
     )
 
@@ -305,13 +306,13 @@ def _message(target: _Target, pods: Pods, record: Record, is_complete: bool) -> 
     return text
 
 
-def _kept(view: RolloutView, record: Record, bodies: tuple[Obj, ...]) -> frozenset[str]:
-    """ConfigMaps that something refers to or may refer to again."""
+def _kept(view: RolloutView, record: Record, bodies: tuple[Obj, ...]) -> frozenset[ObjectKey]:
+    """What something refers to or may refer to again."""
     templates: list[Any] = [body["spec"]["template"] for body in bodies]
     for live in (view.live_stateful_set, view.live_deployment):
         if live is not None:
             templates.append(live["spec"]["template"])
     if record.good is not None:
         templates += [record.good.engine, record.good.frontend]
-    found = config_maps_in_use((*templates, *view.engine_pods, *view.frontend_pods))
-    return frozenset({*found, record_name(view.inference.name)})
+    found = objects_in_use((*templates, *view.engine_pods, *view.frontend_pods))
+    return frozenset({*found, (CONFIG_MAP.name, record_name(view.inference.name))})

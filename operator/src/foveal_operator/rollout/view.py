@@ -13,7 +13,8 @@ import msgspec
 from foveal_operator.api import reasons
 from foveal_operator.api.parse import InferenceSpec
 from foveal_operator.common.clock import seconds
-from foveal_operator.kube.types import Obj, condition
+from foveal_operator.kube.kinds import CLAIM_TEMPLATE, CONFIG_MAP
+from foveal_operator.kube.types import Obj, ObjectKey, condition
 from foveal_operator.manifests.pods import QUEUE_LABEL, REVISION_LABEL, SESSION_GROUP_LABEL
 from foveal_operator.pods.diagnose import diagnose, is_gated, is_ready
 
@@ -64,7 +65,8 @@ class RolloutDecision(msgspec.Struct, frozen=True, kw_only=True):
         strategy: for status.rolloutStrategy: what was chosen and why; the outage, if there is one.
         message: where the rollout stands; "" when there is none.
         in_progress: some pod or template is not of the revision that is asked for.
-        keep_config_maps: ConfigMaps that pods or the last good revision refer to; never pruned.
+        keep: ConfigMaps and claim templates that pods or the last good revision refer to; never
+            pruned.
         next_check_seconds: decide again after so long even if nothing changes; None = no need.
     """
 
@@ -77,7 +79,7 @@ class RolloutDecision(msgspec.Struct, frozen=True, kw_only=True):
     in_progress: bool = False
     deadline_exceeded: bool = False
     rolled_back: bool = False
-    keep_config_maps: frozenset[str] = frozenset()
+    keep: frozenset[ObjectKey] = frozenset()
     next_check_seconds: float | None = None
 
 
@@ -140,14 +142,16 @@ def _template_label(workload: Obj | None, label: str) -> str:
     return str(metadata.get("labels", {}).get(label, ""))
 
 
-def config_maps_in_use(pods: Iterable[Obj]) -> set[str]:
-    """ConfigMaps that pods or pod templates mount."""
-    return {
-        str(volume["configMap"]["name"])
-        for pod in pods
-        for volume in pod.get("spec", {}).get("volumes") or ()
-        if volume.get("configMap", {}).get("name")
-    }
+def objects_in_use(pods: Iterable[Obj]) -> set[ObjectKey]:
+    """ConfigMaps that pods or pod templates mount, and claim templates that they name."""
+    found = set[ObjectKey]()
+    for pod in pods:
+        spec = pod.get("spec", {})
+        mounted = [volume.get("configMap", {}) for volume in spec.get("volumes") or ()]
+        found |= {(CONFIG_MAP.name, str(one["name"])) for one in mounted if one.get("name")}
+        named = [claim.get("resourceClaimTemplateName") for claim in spec.get("resourceClaims", ())]
+        found |= {(CLAIM_TEMPLATE.name, str(name)) for name in named if name}
+    return found
 
 
 def read_pods(view: RolloutView, num_frontends: int) -> Pods:

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from foveal_operator.kube.errors import ApiError, Conflict, NotFound, UserError
 from foveal_operator.kube.kinds import (
     CLAIM,
+    CLAIM_TEMPLATE,
     FIELD_MANAGER,
     INFERENCE,
     KINDS,
@@ -243,6 +244,8 @@ class FakeCluster:
             raise UserError(f"{kind.plural} {key[2]} is immutable", 422)
         if live is not None and kind is CLAIM:
             _check_claim(body.get("spec", {}), live.get("spec", {}))
+        if live is not None and kind is CLAIM_TEMPLATE and live["spec"] != body["spec"]:
+            raise UserError("spec: Invalid value: field is immutable", 422)
         if live is None:
             metadata["uid"] = f"uid-{next(self._uids)}"
             metadata["generation"] = 1
