@@ -246,11 +246,14 @@ class InstantCluster:
 
     def _answer(self) -> None:
         """Gateways and autoscalers accept what they are given."""
-        accepted = [{"type": "Accepted", "status": "True"}]
+        accepted = {"type": "Accepted", "status": "True"}
         for (kind, _, name), body in list(self.cluster.objects.items()):
-            if kind == "HTTPRoute" and "status" not in body:
+            if kind == "HTTPRoute":
+                said = {**accepted, "observedGeneration": body["metadata"]["generation"]}
                 refs = [{"parentRef": ref} for ref in body["spec"]["parentRefs"]]
-                status = {"parents": [{**ref, "conditions": accepted} for ref in refs]}
+                status = {"parents": [{**ref, "conditions": [said]} for ref in refs]}
+                if status == body.get("status"):
+                    continue
                 self.cluster.edit(
                     BY_NAME[kind],
                     NAMESPACE,

@@ -15,6 +15,7 @@ from foveal_operator.kube.kinds import (
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.pods import REVISION_LABEL
 from foveal_operator.pods.metrics import PodReports
+from foveal_operator.testing.fake_cluster import FakeCluster
 from tests.support.operator_rig import (
     KEY,
     OPTIONAL_KINDS,
@@ -288,3 +289,31 @@ async def test_a_new_frontend_is_looked_at_again_in_seconds(
         kit.time.now += 1
         await kit.settle()
     assert kit.condition(kind)[0] == "True"
+
+
+async def test_ready_waits_for_what_the_gateway_says_of_an_edited_route() -> None:
+    """The pass of the edit read the answer to the old route, and told it of the new generation."""
+    kit = Kit(with_claim(FakeCluster(missing=OPTIONAL_KINDS - {"HTTPRoute"})))
+    route = {"parentRefs": [{"name": "edge"}], "hostnames": ["a.example.org"]}
+    await served(kit, resource(networking={"httpRoute": route}), pods=True)
+
+    async def answer(status: str) -> None:
+        def change(body: Obj) -> None:
+            said = {"type": "Accepted", "status": status, "message": "no listener for it"}
+            said["observedGeneration"] = body["metadata"]["generation"]
+            body["status"] = {"parents": [{"parentRef": {"name": "edge"}, "conditions": [said]}]}
+
+        kit.cluster.edit(BY_NAME["HTTPRoute"], "default", "tiny", change, "gateway")
+        await kit.settle()
+
+    await answer("True")
+    assert kit.condition("Ready") == ("True", "Ready")
+    networking = {"httpRoute": {**route, "hostnames": ["b.example.com"]}}
+    kit.cluster.edit(INFERENCE, *KEY, lambda body: body["spec"].update(networking=networking))
+    await kit.settle()
+    assert kit.condition("RouteReady") == ("False", "RoutePending")
+    assert kit.condition("Ready") == ("False", "RoutePending")
+    await answer("False")
+    assert kit.condition("Ready") == ("False", "RoutePending")
+    await answer("True")
+    assert kit.condition("Ready") == ("True", "Ready")

@@ -8,6 +8,7 @@ from its end.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import msgspec
 
@@ -110,20 +111,42 @@ def previous_conditions(resource: Obj) -> tuple[Condition, ...]:
 
 
 def route_state(route: Obj | None, is_wanted: bool) -> tuple[bool | None, str]:
-    """Whether every gateway has accepted the HTTPRoute; None when no route is asked for."""
+    """Whether every gateway has accepted the HTTPRoute as it is now; None when no route is asked
+    for. What a gateway has said of an earlier generation is no answer."""
     if not is_wanted:
         return None, ""
-    parents = (route or {}).get("status", {}).get("parents") or []
-    if not parents:
+    if route is None:
         return False, "no gateway has answered yet"
-    for parent in parents:
-        for condition in parent.get("conditions") or ():
+    silent = []
+    for ref in route["spec"]["parentRefs"]:
+        said = _answers(route, ref)
+        for condition in said:
             if condition.get("type") in ("Accepted", "ResolvedRefs") and (
                 condition.get("status") != "True"
             ):
-                name = parent.get("parentRef", {}).get("name", "")
-                return False, f"gateway {name}: {condition.get('message', '')}"
+                return False, f"gateway {ref['name']}: {condition.get('message', '')}"
+        if not any(condition.get("type") == "Accepted" for condition in said):
+            silent.append(str(ref["name"]))
+    if silent:
+        return False, f"no answer yet to the route as it is now: gateway {', '.join(silent)}"
     return True, ""
+
+
+def _answers(route: Obj, ref: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Conditions of a gateway about the present generation of the route."""
+    metadata = route["metadata"]
+    present, namespace = metadata.get("generation", 0), metadata["namespace"]
+
+    def where(parent: Mapping[str, Any]) -> tuple[str, str]:
+        return parent.get("namespace") or namespace, parent.get("name", "")
+
+    found: list[Mapping[str, Any]] = []
+    for parent in route.get("status", {}).get("parents") or ():
+        about, section = parent.get("parentRef", {}), ref.get("sectionName")
+        # Without a section all of the gateway is meant, and some answer for each listener.
+        if where(about) == where(ref) and section in (None, about.get("sectionName")):
+            found += parent.get("conditions") or ()
+    return [one for one in found if (one.get("observedGeneration") or present) >= present]
 
 
 def reachable(slices: Iterable[Obj], service: str) -> int | None:
