@@ -20,7 +20,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 def driver(tmp_path: Path, monkeypatch) -> None:
     """A driver's tool that lists three devices of different sizes."""
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho GPU-aa1, 100\necho GPU-bb2, 200\necho GPU-cc3, 300\n")
+    tool.write_text("#!/bin/sh\necho GPU-aa1, 200\necho GPU-bb2, 300\necho GPU-cc3, 100\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.delenv(VISIBLE, raising=False)
@@ -29,11 +29,11 @@ def driver(tmp_path: Path, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("visible", "sizes", "per_engine"),
     [
-        (None, [100, 200, 300], ["0", "1"]),
-        ("2,0", [300, 100], ["2", "0"]),
-        ("GPU-cc, GPU-bb2", [300, 200], ["GPU-cc", "GPU-bb2"]),
-        ("1,-1,0", [200], ["1", ""]),
-        ("1,7,0", [200], ["1", "7"]),
+        (None, [200, 300, 100], ["0", "1"]),
+        ("2,0", [100, 100], ["2", "0"]),
+        ("GPU-cc, GPU-bb2", [100, 300], ["GPU-cc", "GPU-bb2"]),
+        ("1,-1,0", [100], ["1", ""]),
+        ("1,7,0", [100], ["1", "7"]),
         ("", [], ["", ""]),
     ],
 )
@@ -51,7 +51,30 @@ def test_each_engine_gets_its_own_of_the_visible_ones(
     assert [child.env[VISIBLE] for child in local.engines] == per_engine
 
 
-def test_a_name_of_no_device_is_refused_with_the_variable(monkeypatch) -> None:
+def test_numbers_are_those_of_slots_where_cuda_counts_so(monkeypatch) -> None:
+    """By default CUDA counts the fastest first: then nobody knows whose number it is."""
+    monkeypatch.setenv(VISIBLE, "1")
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    assert look().devices == (300 * MIB,)
+
+
+@pytest.mark.parametrize("asked", ["auto", "cuda"])
+def test_a_name_of_no_whole_device_is_refused_with_the_variable(asked, monkeypatch) -> None:
     monkeypatch.setenv(VISIBLE, "MIG-1")
     with pytest.raises(StartupError, match="CUDA_VISIBLE_DEVICES=MIG-1 names no device"):
+        choose_device(asked, look(), 1)
+
+
+@pytest.mark.parametrize("visible", ["", "-1"])
+def test_no_visible_device_is_a_cpu(visible, monkeypatch) -> None:
+    monkeypatch.setenv(VISIBLE, visible)
+    assert choose_device("auto", look(), 1) == "cpu"
+
+
+def test_a_device_of_unknown_memory_is_not_planned_with(tmp_path, monkeypatch) -> None:
+    """As of those that share the host's."""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho GPU-aa1, [N/A]\n")
+    assert look().devices == ()
+    monkeypatch.setenv(VISIBLE, "0")
+    with pytest.raises(StartupError, match="names no device whose memory"):
         choose_device("cuda", look(), 1)

@@ -26,7 +26,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         cpus: CPUs that this process may use, as its quota says.
         shm_bytes, shm_free_bytes: size and room of /dev/shm.
         cpu_flags: of the first CPU, lower case.
-        devices: memory of each GPU that CUDA_VISIBLE_DEVICES leaves.
+        devices: memory of each GPU that CUDA_VISIBLE_DEVICES leaves, as far as it is known.
     """
 
     memory_bytes: int = 0
@@ -143,15 +143,17 @@ def _devices() -> tuple[int, ...]:
     except (OSError, subprocess.SubprocessError):
         return ()
     rows = [line.replace(" ", "").split(",") for line in out.stdout.splitlines()]
-    sizes = {row[0]: int(row[1]) * _MIB for row in rows if len(row) == 2 and row[1].isdigit()}
+    sizes = {row[0]: int(row[1]) * _MIB if row[1].isdigit() else 0 for row in rows if row[1:]}
     names = visible_devices()
-    if names is None:
-        return tuple(sizes.values())
-    return tuple(itertools.takewhile(bool, (_size_of(name, sizes) for name in names)))
+    found = sizes.values() if names is None else (_size_of(name, sizes) for name in names)
+    return tuple(itertools.takewhile(bool, found))
 
 
 def _size_of(name: str, sizes: dict[str, int]) -> int:
-    """Of a device by its number or the beginning of its UUID; 0: none of that name."""
-    if name.isdigit():
+    """Of a device by its number or the beginning of its UUID; 0: not known. By number it is that of
+    the smallest: CUDA counts the fastest first, the tool by slot."""
+    if not name.isdigit():
+        return next((size for uuid, size in sizes.items() if uuid.startswith(name)), 0)
+    if os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
         return dict(enumerate(sizes.values())).get(int(name), 0)
-    return next((size for uuid, size in sizes.items() if uuid.startswith(name)), 0)
+    return min(sizes.values()) if int(name) < len(sizes) else 0

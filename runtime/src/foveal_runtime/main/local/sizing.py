@@ -66,14 +66,18 @@ class Misfit(StartupError):
 
 def choose_device(asked: str, here: Machine, needed: int) -> str:
     """ "cpu" or "cuda". Raises StartupError for a GPU that is not there or cannot be used."""
-    if asked == "cpu" or (asked == "auto" and not here.devices):
+    if asked == "cpu":
         return "cpu"
-    if not here.devices and visible_devices() is not None:
-        raise StartupError(
-            f"--device cuda: CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']} names no "
-            "device that nvidia-smi lists: give numbers or UUIDs, unset it, or use --device cpu"
-        )
     if not here.devices:
+        names = visible_devices()
+        if names or (names is not None and asked == "cuda"):
+            raise StartupError(
+                f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']} names no device whose "
+                "memory nvidia-smi tells (parts of one, MIG, are not supported): give numbers or "
+                "UUIDs of whole devices, unset it, or use --device cpu"
+            )
+        if asked == "auto":
+            return "cpu"
         raise StartupError(
             "--device cuda: no NVIDIA driver answers here (nvidia-smi lists no device): install "
             "the driver, give the container its devices, or use --device cpu"
