@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import json
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -170,3 +172,26 @@ async def test_nothing_but_line_ends_is_not_waited_for(start: Any) -> None:
         writer.write(b"\r\n")
         with contextlib.suppress(ConnectionError):
             assert await reader.read() == b""
+
+
+async def test_a_closed_connection_leaves_nothing_to_the_collector(start: Any) -> None:
+    """Long ones would wait for its oldest generation, with bodies that nobody has read."""
+    gone = asyncio.Event()
+
+    class Seen(GuardedProtocol):
+        def connection_made(self, transport: Any) -> None:
+            weakref.finalize(self, gone.set)
+            super().connection_made(transport)
+
+    http = functools.partial(Seen, **guarded(Admission()).keywords)
+    async with start(http=http) as harness:
+        gc.disable()
+        try:
+            async with connected(harness) as (reader, writer):
+                body = json.dumps(harness.body("hi")).encode()
+                writer.write(head(len(body)) + body)
+                assert (await answer(reader))[0] == 200
+                assert not gone.is_set()
+            await asyncio.wait_for(gone.wait(), 10)
+        finally:
+            gc.enable()

@@ -221,6 +221,8 @@ class GuardedProtocol(HttpToolsProtocol):  # type: ignore[misc]
             self._book.release(self._address)
             self._address = None
         super().connection_lost(exc)
+        if self.cycle is not None:  # which nothing but the collector would free otherwise
+            self.cycle.transport = self.transport
 
     def data_received(self, data: bytes) -> None:
         if self._headers_due is not None:
