@@ -215,6 +215,17 @@ _MEANINGLESS = frozenset(
     }
 )
 _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
+_RENAMED = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "response_format.json_schema": "output_config.format",
+    "tool_choice.function": "tool_choice",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "thinking_token_budget": "thinking.budget_tokens",
+}
+"""Fields of the chat request that have another name here."""
+_BOOKS = ("from", "parts from", "calls from")
+"""Keys of a message in the making: the paths of the turn, of its parts and of its calls."""
 
 
 def chat_fields(request: CountTokensRequest) -> dict[str, Any]:
@@ -269,13 +280,47 @@ def _tool_fields(request: CountTokensRequest) -> dict[str, Any]:
     return fields
 
 
+def sent_paths(request: CountTokensRequest) -> dict[str, str]:
+    """By path in `chat_fields`, where what is there came from; longer paths go on alike."""
+    paths = dict(_RENAMED)
+    for index in range(len(request.tools or ())):
+        paths[f"tools[{index}].function"] = f"tools[{index}]"
+        paths[f"tools[{index}].function.parameters"] = f"tools[{index}].input_schema"
+    for number, message in enumerate(_merged(request)):
+        new, turn = f"messages[{number}]", message["from"][0]
+        content = turn if turn == "system" else f"{turn}.content"
+        paths |= {new: turn, f"{new}.content": content, f"{new}.reasoning_content": content}
+        paths[f"{new}.tool_call_id"] = f"{turn}.tool_use_id"
+        for index, path in enumerate(message.get("calls from", ())):
+            call = f"{new}.tool_calls[{index}]"
+            paths |= {call: path, f"{call}.function": path}
+            paths[f"{call}.function.arguments"] = f"{path}.input"
+        for index, path in enumerate(message["parts from"]):
+            part = f"{new}.content[{index}]"
+            paths |= {part: path, f"{part}.image_url": f"{path}.source"}
+            paths |= {f"{part}.file_url": f"{path}.url", f"{part}.file_data": f"{path}.data"}
+            if not path.endswith("]"):
+                paths[f"{part}.text"] = path
+    return paths
+
+
 def _messages(request: CountTokensRequest) -> list[dict[str, Any]]:
+    out = _merged(request)
+    for message in out:
+        for name in _BOOKS:
+            message.pop(name, None)
+        if "reasoning_content" in message:
+            message["reasoning_content"] = "".join(message["reasoning_content"])
+    return out
+
+
+def _merged(request: CountTokensRequest) -> list[dict[str, Any]]:
     """Turns of one role that follow each other are one, as Anthropic's API has it."""
     out: list[dict[str, Any]] = []
     if request.system:
-        out.append({"role": "system", "content": _parts(request.system, "system")})
+        out.append(_message("system", request.system, "system", "system"))
     for number, turn in enumerate(request.messages):
-        for message in _turn(turn, f"messages[{number}].content"):
+        for message in _turn(turn, f"messages[{number}]"):
             before = out[-1] if out else {}
             if message["role"] == before.get("role") != "tool":
                 for name, values in message.items():
@@ -283,58 +328,66 @@ def _messages(request: CountTokensRequest) -> list[dict[str, Any]]:
                         before.setdefault(name, []).extend(values)
             else:
                 out.append(message)
-    for message in out:
-        if "reasoning_content" in message:
-            message["reasoning_content"] = "".join(message["reasoning_content"])
     return out
 
 
+def _message(role: str, content: str | Sequence[Lenient], path: str, turn: str) -> dict[str, Any]:
+    """`path` of the content of `turn`. Every list is the caller's."""
+    parts = _parts(content, path)
+    message = {"role": role, "content": [part for part, _ in parts], "from": [turn]}
+    return message | {"parts from": [origin for _, origin in parts]}
+
+
 def _turn(turn: Turn, path: str) -> list[dict[str, Any]]:
-    """Results of tools are messages of their own, before the rest. Reasoning is a list of texts,
-    and every list is the caller's."""
-    blocks = [TextBlock(type="text", text=turn.content)] if isinstance(turn.content, str) else (
-        turn.content
-    )  # fmt: skip
-    message: dict[str, Any] = {"role": turn.role, "content": _parts(blocks, path)}
+    """Results of tools are messages of their own, before the rest. Reasoning is a list of texts."""
+    within = f"{path}.content"
+    message = _message(turn.role, turn.content, within, path)
+    blocks = () if isinstance(turn.content, str) else turn.content
     reasoning = [b.thinking for b in blocks if isinstance(b, ThinkingBlock) and b.thinking]
     calls = [
-        {"id": block.id, "function": {"name": block.name, "arguments": block.input}}
-        for block in blocks
+        (f"{within}[{index}]", block)
+        for index, block in enumerate(blocks)
         if isinstance(block, CallBlock)
     ]
     message |= {"reasoning_content": reasoning} if reasoning else {}
-    message |= {"tool_calls": calls} if calls else {}
-    results = [
-        {
-            "role": "tool",
-            "tool_call_id": block.tool_use_id,
-            "content": _parts(block.content or "", f"{path}[{index}].content"),
-        }
-        for index, block in enumerate(blocks)
-        if isinstance(block, ResultBlock)
-    ]
-    return [*results, message] if message["content"] or calls or not results else list(results)
+    if calls:
+        message["tool_calls"] = [
+            {"id": block.id, "function": {"name": block.name, "arguments": block.input}}
+            for _, block in calls
+        ]
+        message["calls from"] = [origin for origin, _ in calls]
+    results = []
+    for index, block in enumerate(blocks):
+        if isinstance(block, ResultBlock):
+            at = f"{within}[{index}]"
+            result = _message("tool", block.content or "", f"{at}.content", at)
+            results.append(result | {"tool_call_id": block.tool_use_id})
+    return [*results, message] if message["content"] or calls or not results else results
 
 
-def _parts(content: str | Sequence[Lenient], path: str) -> list[dict[str, Any]]:
+def _parts(content: str | Sequence[Lenient], path: str) -> list[tuple[dict[str, Any], str]]:
+    """Each part with the path of what it was made of."""
     if isinstance(content, str):
-        return [{"type": "text", "text": content}]
-    parts: list[dict[str, Any]] = []
+        return [({"type": "text", "text": content}, path)]
+    parts: list[tuple[dict[str, Any], str]] = []
     for index, block in enumerate(content):
+        at = f"{path}[{index}]"
         if isinstance(block, TextBlock):
-            parts.append({"type": "text", "text": block.text})
+            parts.append(({"type": "text", "text": block.text}, at))
         elif isinstance(block, ImageBlock):
-            url = _url(block.source, f"{path}[{index}].source")
-            parts.append({"type": "image_url", "image_url": {"url": url}})
+            url = _url(block.source, f"{at}.source")
+            parts.append(({"type": "image_url", "image_url": {"url": url}}, at))
         elif isinstance(block, DocumentBlock):
-            parts += _document(block, f"{path}[{index}].source")
+            parts += _document(block, at)
     return parts
 
 
-def _document(block: DocumentBlock, path: str) -> list[dict[str, Any]]:
-    source = block.source
-    about = [text for text in (block.title, block.context) if text]
-    parts: list[dict[str, Any]] = [{"type": "text", "text": text} for text in about]
+def _document(block: DocumentBlock, at: str) -> list[tuple[dict[str, Any], str]]:
+    source, path = block.source, f"{at}.source"
+    about = ((block.title, f"{at}.title"), (block.context, f"{at}.context"))
+    parts: list[tuple[dict[str, Any], str]] = [
+        ({"type": "text", "text": text}, origin) for text, origin in about if text
+    ]
     if source.type == "file":
         raise Unsupported(
             f"{path} names a file that a server keeps, and this one keeps none: send the document "
@@ -344,12 +397,13 @@ def _document(block: DocumentBlock, path: str) -> list[dict[str, Any]]:
     if source.type == "content":
         return parts + _parts(source.content or "", f"{path}.content")
     if source.type == "url":
-        return [*parts, {"type": "input_file", "file_url": _given(source.url, f"{path}.url")}]
+        url = _given(source.url, f"{path}.url")
+        return [*parts, ({"type": "input_file", "file_url": url}, path)]
     data = _given(source.data, f"{path}.data")
     if source.type == "text":
-        return [*parts, {"type": "text", "text": data}]
+        return [*parts, ({"type": "text", "text": data}, f"{path}.data")]
     url = f"data:{source.media_type or 'application/pdf'};base64,{data}"
-    return [*parts, {"type": "input_file", "file_data": url}]
+    return [*parts, ({"type": "input_file", "file_data": url}, path)]
 
 
 def _given(value: str | None, path: str) -> str:

@@ -164,6 +164,18 @@ _MEANINGLESS = frozenset({"include", "max_tool_calls", "stream_options", "prompt
 _SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "store")
 
 
+_RENAMED = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+    "response_format.json_schema": "text.format",
+    "tool_choice.function": "tool_choice",
+    "tool_choice.allowed_tools": "tool_choice",
+}
+"""Fields of the chat request that have another name here."""
+
+
 def response_fields(request: ResponsesRequest) -> dict[str, Any]:
     """The chat request that asks the same, as JSON values. Raises InvalidRequest."""
     extra = request.model_extra or {}
@@ -214,6 +226,39 @@ def _tool_fields(request: ResponsesRequest) -> dict[str, Any]:
 
 def _named(tool: NamedFunction) -> dict[str, Any]:
     return {"type": "function", "function": {"name": tool.name}}
+
+
+def sent_paths(request: ResponsesRequest) -> dict[str, str]:
+    """By path in `response_fields`, where what is there came from; longer paths go on alike."""
+    paths = dict(_RENAMED)
+    for index in range(len(request.tools or ())):
+        paths[f"tools[{index}].function"] = f"tools[{index}]"
+    offset = 1 if request.instructions else 0
+    if offset:
+        paths |= dict.fromkeys(("messages[0]", "messages[0].content"), "instructions")
+    if isinstance(request.input, str):
+        paths |= dict.fromkeys((f"messages[{offset}]", f"messages[{offset}].content"), "input")
+        return paths
+    number, role, reasoning, num_calls = offset - 1, "", "", 0
+    for index, item in enumerate(request.input):
+        sent = f"input[{index}]"
+        if isinstance(item, ReasoningItem):
+            reasoning = sent
+            continue
+        if not isinstance(item, CallItem) or role != "assistant":  # else part of the last message
+            number, num_calls = number + 1, 0
+            paths[f"messages[{number}]"] = sent
+        new = f"messages[{number}]"
+        role = getattr(item, "role", "assistant" if isinstance(item, CallItem) else "tool")
+        if role == "assistant" and reasoning:
+            paths[f"{new}.reasoning_content"], reasoning = reasoning, ""
+        if isinstance(item, ResultItem):
+            paths |= {f"{new}.content": f"{sent}.output", f"{new}.tool_call_id": f"{sent}.call_id"}
+        elif isinstance(item, CallItem):
+            call = f"{new}.tool_calls[{num_calls}]"
+            num_calls += 1
+            paths |= {call: sent, f"{call}.function": sent, f"{call}.id": f"{sent}.call_id"}
+    return paths
 
 
 def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from foveal_runtime.frontend.engines.sequence import Delta
 from foveal_runtime.frontend.grammars.reader import CallPiece
 from foveal_runtime.frontend.http.answers import Tally
-from foveal_runtime.frontend.http.apis.chat_translation import Event, answer, count, plan
+from foveal_runtime.frontend.http.apis.chat_translation import Event, answer, as_sent, count, plan
 from foveal_runtime.frontend.http.asgi.replies import anthropic_error
 from foveal_runtime.frontend.http.service import Service, scope_of
 from foveal_runtime.frontend.protocol.anthropic import (
@@ -23,6 +23,7 @@ from foveal_runtime.frontend.protocol.anthropic import (
     MessagesAnswer,
     MessagesRequest,
     chat_fields,
+    sent_paths,
 )
 
 _SIGNATURE = "unsigned"
@@ -45,14 +46,17 @@ def build_messages_router(
         fields = chat_fields(body)
         if body.thinking is not None and body.thinking.type == "enabled" and _has_budget(service):
             fields["thinking_token_budget"] = body.thinking.budget_tokens
-        run = await plan(service, fields, scope)
-        writer = MessageWriter(scope.request_id, body.model or service.model_name)
-        return await answer(request, run, writer)
+        with as_sent(lambda: [sent_paths(body)]):
+            run = await plan(service, fields, scope)
+            writer = MessageWriter(scope.request_id, body.model or service.model_name)
+            return await answer(request, run, writer)
 
     @router.post("/v1/messages/count_tokens", response_model=CountedTokens, responses=errors)
     async def count_tokens(body: CountTokensRequest, request: Request) -> CountedTokens:
         """The tokens of a prompt, its images expanded as the model sees them."""
-        return CountedTokens(input_tokens=await count(service, chat_fields(body), request))
+        fields = chat_fields(body)
+        with as_sent(lambda: [sent_paths(body)]):
+            return CountedTokens(input_tokens=await count(service, fields, request))
 
     return router
 

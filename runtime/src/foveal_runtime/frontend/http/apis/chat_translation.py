@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
@@ -17,6 +18,7 @@ from foveal_runtime.frontend.grammars.reader import CallPiece
 from foveal_runtime.frontend.http.answers import Tally
 from foveal_runtime.frontend.http.asgi.json_bodies import sse
 from foveal_runtime.frontend.http.asgi.replies import (
+    describe_validation,
     json_response,
     named_relaxed,
     start_stream,
@@ -26,7 +28,7 @@ from foveal_runtime.frontend.http.chat import ChatRun, plan_chat
 from foveal_runtime.frontend.http.service import RequestScope, Service, open_run
 from foveal_runtime.frontend.http.tokens import prompt_tokens
 from foveal_runtime.frontend.protocol.requests import ChatCompletionRequest, TokenizeRequest
-from foveal_runtime.plan.errors import Unsupported
+from foveal_runtime.plan.errors import FovealError, InvalidRequest, Unsupported
 
 _SHAPING: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -72,6 +74,35 @@ class Writer(Protocol):
     @abstractmethod
     def body(self) -> Event:
         """The whole answer, after its end."""
+
+
+@contextmanager
+def as_sent(maps: Callable[[], Sequence[Mapping[str, str]]]) -> Iterator[None]:
+    """Errors of the chat request name the fields that the client sent: `maps` have them by path of
+    the chat request, each by that of the one before."""
+    try:
+        yield
+    except RequestValidationError as error:
+        param, message = describe_validation(error.errors())
+        sent = _sent(param, maps())
+        raise InvalidRequest(f"{sent}: {message}" if sent else message, param=sent) from error
+    except FovealError as error:
+        sent = _sent(error.param or "", maps())
+        if sent == (error.param or ""):
+            raise
+        message = error.message
+        if re.search(r"[\[._]", error.param or ""):  # else it is a word of the sentence, too
+            named = rf"(?<![\w.\]]){re.escape(error.param or '')}(?!\w)"
+            message = re.sub(named, lambda _: sent, message)
+        raise error.about(sent, message) from error
+
+
+def _sent(path: str, maps: Sequence[Mapping[str, str]]) -> str:
+    for paths in maps:
+        ends = (len(path), *(at.start() for at in reversed([*re.finditer(r"[.\[]", path)])))
+        known = next((end for end in ends if path[:end] in paths), 0)
+        path = paths[path[:known]] + path[known:] if known else path
+    return path
 
 
 async def plan(service: Service, fields: Mapping[str, Any], scope: RequestScope) -> ChatRun:

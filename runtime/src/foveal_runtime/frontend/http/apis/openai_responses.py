@@ -12,12 +12,13 @@ from starlette.responses import Response
 from foveal_runtime.frontend.engines.sequence import Delta
 from foveal_runtime.frontend.grammars.reader import CallPiece
 from foveal_runtime.frontend.http.answers import Tally
-from foveal_runtime.frontend.http.apis.chat_translation import Event, answer, count, plan
+from foveal_runtime.frontend.http.apis.chat_translation import Event, answer, as_sent, count, plan
 from foveal_runtime.frontend.http.service import Service, scope_of
 from foveal_runtime.frontend.protocol.openai_responses import (
     ResponsesAnswer,
     ResponsesRequest,
     response_fields,
+    sent_paths,
 )
 from foveal_runtime.plan.errors import ContextLengthExceeded
 
@@ -39,19 +40,29 @@ def build_responses_router(
         """Answers input items. Stateless: every request brings the whole conversation."""
         scope = scope_of(service, request)
         fields = response_fields(body)
-        if body.truncation == "auto":
-            fields["messages"] = await _newest(service, fields, request, body.max_output_tokens)
-        run = await plan(service, fields, scope)
-        writer = ResponseWriter(scope.request_id, body.model or service.model_name, body)
-        return await answer(request, run, writer)
+        messages = fields["messages"]
+
+        def maps() -> list[dict[str, str]]:
+            numbers = {id(message): number for number, message in enumerate(messages)}
+            kept = [numbers[id(message)] for message in fields["messages"]]
+            shift = {f"messages[{new}]": f"messages[{old}]" for new, old in enumerate(kept)}
+            return [shift, sent_paths(body)]
+
+        with as_sent(maps):
+            if body.truncation == "auto":
+                await _shorten(service, fields, request, body.max_output_tokens)
+            run = await plan(service, fields, scope)
+            writer = ResponseWriter(scope.request_id, body.model or service.model_name, body)
+            return await answer(request, run, writer)
 
     return router
 
 
-async def _newest(
+async def _shorten(
     service: Service, fields: dict[str, Any], request: Request, num_output: int | None
-) -> list[dict[str, Any]]:
-    """The messages without the oldest, so that the rest fits and leaves room for the answer."""
+) -> None:
+    """Takes the oldest messages from `fields`, so that the rest fits and leaves room for the
+    answer. An error is about the messages that are there when it is raised."""
     limit = service.max_model_len()
     room = limit - min(num_output or 1, limit // 2)
     messages = fields["messages"]
@@ -60,10 +71,9 @@ async def _newest(
     starts = [i for i, m in enumerate(rest) if m["role"] == "user"] or [0]
 
     async def fits(start: int) -> bool:
-        chosen = messages if start == starts[0] else head + rest[start:]
+        fields["messages"] = messages if start == starts[0] else head + rest[start:]
         try:
-            shown = {**fields, "messages": chosen}
-            return await count(service, shown, request, charge=False) <= room
+            return await count(service, fields, request, charge=False) <= room
         except ContextLengthExceeded:
             return False
 
@@ -71,7 +81,7 @@ async def _newest(
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if await fits(starts[middle]) else (middle + 1, high)
-    return messages if low == 0 else head + rest[starts[low] :]
+    fields["messages"] = messages if low == 0 else head + rest[starts[low] :]
 
 
 class ResponseWriter:
