@@ -15,7 +15,7 @@ from foveal_runtime.frontend.protocol.requests import MAX_INPUTS
 from foveal_runtime.frontend.testing.fake import fake_embedding
 from foveal_runtime.frontend.testing.fake_tokenizer import IMAGE, byte_tokenizer
 from foveal_runtime.main import frontend
-from foveal_runtime.plan.config import ModelConfig
+from foveal_runtime.plan.config import Admission, ModelConfig
 from foveal_runtime.plan.embedder import Embedder, check_task, read_embedder
 from foveal_runtime.plan.errors import StartupError
 
@@ -293,3 +293,15 @@ async def test_a_server_of_such_a_checkpoint_pools_so(start, tmp_path) -> None:
             raw = np.frombuffer(fake_embedding(request.token_ids, found), "<f4")
             assert np.array_equal(plain, raw.astype(float))
             assert np.allclose(short, unit(request.token_ids, found), atol=1e-7)
+
+
+async def test_more_embeddings_than_fit_name_the_input(start) -> None:
+    """`param` was logprobs, which nobody had asked for."""
+    async with start(task="embed", admission=Admission(max_answer_scores=1)) as harness:
+        answer = await post(harness, input=["a"] * 50)
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert error["param"] == "input"
+        assert "50 embeddings of" in error["message"]
+        assert "the 8 values that this server holds" in error["message"]
+        assert (await post(harness, input="a")).status_code == 200

@@ -1,4 +1,4 @@
-"""Errors of the other APIs name what their clients sent, not what it was translated to."""
+"""Errors name fields as they were sent: no translation's, and no branches of a union."""
 
 from __future__ import annotations
 
@@ -138,3 +138,58 @@ async def test_a_shortened_conversation_names_the_items_that_were_sent(harness: 
     body = {"model": "tiny", "input": items, "truncation": "auto", "max_output_tokens": 8}
     answer = await harness.http.post("/v1/responses", json=body)
     assert answer.json()["error"]["param"] == "input[6].content[0]"
+
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+def part(**content: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [content]}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (
+            "chat/completions",
+            {"tool_choice": {"type": "function", "name": "f"}},
+            "tool_choice.function",
+        ),
+        ("chat/completions", part(type="input_text"), "messages[0].content[0].text"),
+        ("chat/completions", part(type="refusal"), "messages[0].content[0].refusal"),
+        ("chat/completions", part(type="file"), "messages[0].content[0].file"),
+        (
+            "chat/completions",
+            part(type="image_url", image_url={"url": 1}),
+            "messages[0].content[0].image_url.url",
+        ),
+        (
+            "chat/completions",
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}},
+            "response_format.json_schema.schema",
+        ),
+        ("messages", part(type="tool_use"), "messages[0].content[0].id"),
+        ("messages", part(type="thinking"), "messages[0].content[0].thinking"),
+        (
+            "responses",
+            {"input": [{"type": "reasoning", "summary": [{"text": 3}]}]},
+            "input[0].summary[0].text",
+        ),
+        (
+            "responses",
+            {"input": [{"role": "user", "content": [{"type": "input_text"}]}]},
+            "input[0].content[0].text",
+        ),
+        ("responses", {"tool_choice": {"type": "function"}}, "tool_choice.name"),
+    ],
+)
+async def test_no_branch_of_a_union_is_a_field(
+    harness: Any, path: str, body: dict[str, Any], param: str
+) -> None:
+    """`param` was tool_choice.NamedTool.function or content[0].input_text.text."""
+    base = {"input": "hi"} if path == "responses" else {"messages": HI, "max_tokens": 9}
+    answer = await harness.http.post(f"/v1/{path}", json=base | body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["message"].startswith(f"{param}: ")
+    assert error.get("param", param) == param

@@ -167,7 +167,15 @@ async def _answer(
         async for index, delta in deltas:
             if delta.embedding and not is_charged:
                 num_values = _check_size(request, len(delta.embedding) // 4)
-                scope.ticket.charge_answer(0, num_values * len(jobs) // _SCORE_VALUES)
+                num_scores = num_values * len(jobs) // _SCORE_VALUES
+                if num_scores > scope.ticket.max_scores:
+                    raise InvalidRequest(
+                        f"input: {len(jobs)} embeddings of {num_values} values are more than the "
+                        f"{scope.ticket.max_scores * _SCORE_VALUES} values that this server holds: "
+                        "send fewer inputs at a time",
+                        param="input",
+                    )
+                scope.ticket.charge_answer(0, num_scores)
                 is_charged = True
             tally.add(index, delta)
             found[index] = delta.embedding

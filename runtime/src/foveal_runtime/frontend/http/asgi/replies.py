@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -21,16 +22,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from foveal_runtime.frontend.http.asgi.json_bodies import SSE_DONE, encode_json, sse
+from foveal_runtime.frontend.protocol.bounds import Bounded
 from foveal_runtime.plan.errors import FovealError, MediaTooLarge, RetryLater
 
 _UNION_BRANCH = re.compile(r"[\[\](]")
-_BRANCHES = frozenset({"str", "list", "int", "float", "constrained-str"})
-_IN_TAGGED = re.compile(r"\.content\[|^input\[")
-_TAGS = frozenset(
-    {"text", "image_url", "video_url", "audio_url", "input_audio", "image", "tool_result"}
-    | {"image_embeds"}
-    | {"message", "function_call", "function_call_output", "reasoning"}
-)
+_TAGGED = "tagged-union["
+_BRANCHES = frozenset({"str", "list", "int", "float", "bool", "constrained-str"})
 _MAX_MESSAGE_CHARS = 2000
 
 
@@ -118,19 +115,26 @@ def field_path(loc: Sequence[int | str]) -> str:
     """("body", "messages", 0, "content", "list[...]", 1, "image_url", "image_url", "url") becomes
     messages[0].content[1].image_url.url."""
     path = ""
-    previous: int | str = ""
+    is_tagged = False  # after the entry's number stands its tag, which is no field
     for part in list(loc)[1:] if loc and loc[0] in ("body", "query", "header", "path") else loc:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif _UNION_BRANCH.search(part) or part in _BRANCHES:
-            continue
-        elif isinstance(previous, int) and part in _TAGS and _IN_TAGGED.search(path):
-            previous = part  # the tag of a content part, not a field
-            continue
-        else:
+        elif _UNION_BRANCH.search(part):
+            is_tagged = _TAGGED in part
+        elif is_tagged:
+            is_tagged = False
+        elif part not in _BRANCHES and part not in _model_names():
             path += f".{part}" if path else str(part)
-        previous = part
     return path
+
+
+@functools.cache
+def _model_names() -> frozenset[str]:
+    """Of the models of requests: a union names the one of whose field it speaks."""
+    models: list[type] = [Bounded]
+    for model in models:
+        models += model.__subclasses__()
+    return frozenset(model.__name__ for model in models)
 
 
 def named_relaxed(response: Response, relaxed: Sequence[str]) -> Response:
