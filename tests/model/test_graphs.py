@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from foveal_runtime.main.engine import _allocate, warm_up
+from foveal_runtime.model.runner import graphs
 from foveal_runtime.model.runner.graphs import capture_sizes
+from foveal_runtime.model.runner.runner import TorchRunner
+from foveal_runtime.plan.config import EngineCaches, EngineConfig, ModelConfig, SchedulerConfig
 from tests.support.models.rerun_capturer import RerunCapturer
 
 pytestmark = pytest.mark.model
@@ -127,3 +131,23 @@ def test_block_rows_are_converted_once_and_again_when_they_changed(bench) -> Non
     assert sequence.block_row(ids).tolist() == ids
     assert sequence.block_row([7, 8]).tolist() == [7, 8]
     assert sequence.block_row(list(range(1, 60))).dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    ("device", "cuda_graphs", "is_recorded"),
+    [("cuda:0", True, True), ("cuda:0", False, False), ("cpu", True, False)],
+)
+def test_an_engine_records_on_gpus_unless_told_not_to(
+    tiny, monkeypatch, device: str, cuda_graphs: bool, is_recorded: bool
+) -> None:
+    """What is recorded runs here once more on the CPU."""
+    monkeypatch.setattr(graphs, "CudaCapturer", RerunCapturer)
+    runner = TorchRunner.load(str(tiny("llama")), block_size=8)
+    config = EngineConfig(
+        model=ModelConfig(path="x"), device=device, cuda_graphs=cuda_graphs,
+        caches=EngineCaches(kv_bytes=40 * runner.kv_block_bytes, block_size=8),
+        scheduler=SchedulerConfig(max_num_seqs=2),
+    )  # fmt: skip
+    _allocate(runner, config, 100)
+    warm_up(runner, 8)
+    assert (runner.num_graph_steps > 0) == is_recorded

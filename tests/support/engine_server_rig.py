@@ -27,10 +27,10 @@ A = FakeItem("A", 6, 5000)
 class Harness:
     """An engine server in a thread."""
 
-    def __init__(self, on_execute=None, gate=None, **options):
+    def __init__(self, on_execute=None, gate=None, config=CONFIG, **options):
         self.server = EngineServer(**options)
         self.ready = threading.Event()
-        self.gate = gate
+        self.gate, self.config = gate, config
         self.on_execute = on_execute
         self.code = None
         self.thread = threading.Thread(target=self._run)
@@ -43,7 +43,7 @@ class Harness:
             runner=self.runner, num_blocks=64, max_model_len=MAX_MODEL_LEN,
             largest={"image": LargestItem(24, 24)},
         )  # fmt: skip
-        self.core = assemble_core(CONFIG, loaded, send=self.server.send)
+        self.core = assemble_core(self.config, loaded, send=self.server.send)
         return self.core
 
     def _run(self):

@@ -82,7 +82,7 @@ class ScriptedEngines:
         engine.start()
         return engine
 
-    def make_client(self, wait_seconds: float = 5.0) -> EngineClient:
+    def make_client(self, wait_seconds: float = 5.0, drain_seconds: float = 5.0) -> EngineClient:
         def open_transport(endpoint: str):
             link = self.hubs[endpoint].connect(client.frontend_id)
             self.transports[endpoint] = link
@@ -92,7 +92,7 @@ class ScriptedEngines:
             model=ModelConfig(path="/nowhere"),
             engines=tuple(EngineAddress(endpoint=e) for e in self.engines),
             admission=Admission(no_engine_wait_seconds=wait_seconds),
-            drain_timeout_seconds=5.0,
+            drain_timeout_seconds=drain_seconds,
         )
         client = EngineClient(config, NS, open_transport=open_transport)
         return client
@@ -102,9 +102,11 @@ class ScriptedEngines:
 
 
 @contextlib.asynccontextmanager
-async def running(num_engines: int, wait_seconds: float = 5.0, **limits: int):
+async def running(
+    num_engines: int, wait_seconds: float = 5.0, drain_seconds: float = 5.0, **limits: int
+):
     scripted = ScriptedEngines(num_engines, **limits)
-    client = scripted.make_client(wait_seconds)
+    client = scripted.make_client(wait_seconds, drain_seconds)
     await client.start()
     await until(lambda: client.num_ready_engines() == num_engines)
     try:

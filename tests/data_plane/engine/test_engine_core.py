@@ -9,13 +9,9 @@ import numpy as np
 import pytest
 
 from foveal_runtime.engine.events.log import EventLog
-from foveal_runtime.engine.process.assemble import LoadedEngine, scheduler_limits
 from foveal_runtime.engine.testing.fake_frontend import FakeItem
-from foveal_runtime.engine.testing.fake_runner import FakeRunner
 from foveal_runtime.mirror.messages import Down
-from foveal_runtime.plan.budget.encoder import LargestItem
-from foveal_runtime.plan.config import EngineCaches, EngineConfig, ModelConfig, SchedulerConfig
-from foveal_runtime.plan.errors import StartupError
+from foveal_runtime.plan.config import EngineCaches, SchedulerConfig
 from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.wire import codec
 from foveal_runtime.wire.item import pack_item
@@ -365,32 +361,6 @@ def test_events_tell_the_truth_about_all_three_caches():
     assert stored[0].extra == ((A.mm_hash, 2),)
     assert stored[1].parent == stored[0].block_hash
     assert stored[1].extra == ((A.mm_hash, -2),)
-
-
-def test_limits_come_from_the_configuration():
-    runner = FakeRunner(num_blocks=100, block_size=16)
-    loaded = LoadedEngine(
-        runner=runner, num_blocks=100, max_model_len=10_000,
-        largest={"image": LargestItem(3000, 2900)},
-    )  # fmt: skip
-    config = EngineConfig(model=ModelConfig(path="/m"))
-    limits = scheduler_limits(config, loaded)
-    assert (limits.encoder_compute_embeds, limits.encoder_cache_embeds) == (2900, 2900)
-    assert limits.max_model_len == 1584, "no request may outgrow the KV cache"
-    assert limits.max_num_mixed_tokens == 256
-    assert limits.num_reserved_blocks == 0
-    untouched = msgspec.structs.replace(config, caches=EngineCaches(kv_touched=False))
-    assert scheduler_limits(untouched, loaded).num_reserved_blocks == 86, "7/8 of 99"
-    on_gpu = msgspec.structs.replace(untouched, device="cuda")
-    assert scheduler_limits(on_gpu, loaded).num_reserved_blocks == 0
-    half = msgspec.structs.replace(runner.traits, value_bytes=2)
-    loaded = replace(loaded, runner=FakeRunner(num_blocks=100, block_size=16, traits=half))
-    assert scheduler_limits(config, loaded).max_num_mixed_tokens == 512, "a step takes half as long"
-    config = msgspec.structs.replace(
-        config, scheduler=SchedulerConfig(disable_chunked_mm_input=True)
-    )
-    with pytest.raises(StartupError, match=r"3000.*2048"):
-        scheduler_limits(config, loaded)
 
 
 def test_too_many_waiting_requests_are_told_to_come_later():

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 
+import msgspec
 import pytest
 
 from foveal_runtime.engine.process.health import digest_of
@@ -20,7 +21,7 @@ from foveal_runtime.wire.transport import (
     LinkDown,
     ZmqRouter,
 )
-from tests.support.engine_server_rig import A, Client, engine
+from tests.support.engine_server_rig import CONFIG, A, Client, engine
 
 
 async def test_requests_of_two_frontends_over_real_sockets():
@@ -149,6 +150,34 @@ async def test_a_drain_has_an_end():
         await asyncio.to_thread(harness.join)
         assert harness.code == 0
         client.link.close()
+
+
+async def test_a_warm_set_that_cannot_be_saved_fails_no_drain(tmp_path, caplog):
+    """The requests are done: an exit code of 1 would count as a crash."""
+    caches = msgspec.structs.replace(
+        CONFIG.caches, warm_directory=str(tmp_path), warm_bytes=1 << 20
+    )
+    with engine(config=msgspec.structs.replace(CONFIG, caches=caches)) as harness:
+        asked = []
+
+        def save_encoder(path, mm_hashes):
+            asked.append(mm_hashes)
+            raise RuntimeError("device lost")
+
+        harness.runner.save_encoder = save_encoder
+        client = Client(harness)
+        await client.open()
+        client.send(client.fake.request(("r", 0), [1, A, 3]))
+        await client.until(lambda: ("r", 0) in client.fake.finish)
+        harness.server.request_drain()
+        await client.until(lambda: client.fake.over)
+        await asyncio.to_thread(harness.join)
+        client.link.close()
+    assert asked == [[A.mm_hash]]
+    assert harness.code == 0
+    assert harness.server.phase is Phase.STOPPED
+    assert "the warm set was not saved" in caplog.text
+    assert "device lost" in caplog.text
 
 
 async def test_a_failing_step_ends_the_engine_with_a_word():

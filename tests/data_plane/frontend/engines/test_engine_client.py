@@ -169,6 +169,23 @@ async def test_membership_changes_let_requests_finish():
         assert len(scripted.engines[stays].served) == 1
 
 
+async def test_an_engine_that_left_and_never_finishes_is_given_up():
+    async with running(2, drain_seconds=0.05) as (scripted, client):
+        for engine in scripted.engines.values():
+            engine.allowance = 2
+        request = make_request("a", 1)
+        task = asyncio.create_task(collect(client, request))
+        await until(lambda: scripted.taken())
+        [gone] = scripted.taken()
+        [stays] = [endpoint for endpoint in scripted.engines if endpoint != gone]
+        scripted.engines[stays].allowance = None
+        client.set_endpoints([stays])
+        assert await task == expected(request)
+        assert scripted.taken() == sorted([gone, stays])
+        assert sum(client.stats.resubmissions.values()) == 1
+        assert [link.endpoint for link in client.links()] == [stays]
+
+
 async def test_engine_errors_become_typed():
     async with running(1) as (scripted, client):
         engine = next(iter(scripted.engines.values()))
