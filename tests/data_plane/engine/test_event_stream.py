@@ -1,7 +1,5 @@
 """The event stream on real sockets: numbers, replay, bounds."""
 
-import time
-
 import msgspec
 import pytest
 import zmq
@@ -77,8 +75,10 @@ def test_a_reader_s_large_frame_is_not_taken(stream, sockets):
     """It would be buffered whole before anything looks at it."""
     dealer = sockets(zmq.DEALER, stream.replay)
     stream.publish(batch(1))
-    dealer.send(bytes(MAX_REQUEST_BYTES + 1))  # ends the connection; ZeroMQ makes it again
-    time.sleep(0.2)
+    with dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
+        dealer.send(bytes(MAX_REQUEST_BYTES + 1))  # ends the connection; ZeroMQ makes it again
+        assert monitor.poll(120_000)
+        dealer.disable_monitor()
     assert replay(dealer, 0) == [1]
 
 
