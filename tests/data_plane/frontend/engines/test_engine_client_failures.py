@@ -243,6 +243,7 @@ async def test_many_requests_over_flapping_links_all_finish():
         ends = await asyncio.gather(*tasks)
         for request, tokens in zip(requests, ends, strict=True):
             assert tokens == expected(request)
+        assert sum(client.stats.resubmissions.values()) > 0
 
 
 async def test_an_engine_that_dies_while_a_value_is_made():
