@@ -62,7 +62,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--max-tokens", type=int, default=16)
     add("--words", type=int, default=50, help="of a question")
     add("--image", type=ImageKind.parse, default=ImageKind(), help="e.g. 1024x1024.jpeg")
-    add("--threads", type=int, default=0, help="compute threads; 0: each server's own default")
+    add("--threads", type=int, default=0, help="of computation, not with vllm; 0: as each decides")
     add("--seed", type=int, default=1)
     add("--out", type=Path, default=Path("out/bench"))
     add("--label", default="serving", help="begins the names of the files written")

@@ -1,8 +1,9 @@
 """The servers the bench compares, each started as its users would start it, with its defaults.
 
 A `Spec` is a command and how to know that it is ready; `Server` runs it in a session of its own and
-ends exactly that. All are given the same KV memory and context length; everything else is their own
-default unless the variant's name says otherwise.
+ends exactly that. Foveal and vLLM are given the same context length and, on CPUs, the same KV
+memory; on a GPU vLLM takes its own share of the memory, and transformers has an option for neither.
+Everything else is their own default unless the variant's name says otherwise.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ ITEM_EMBEDS = 750
 
 
 class Options(NamedTuple):
-    """What all servers of a run are given. `threads` 0: each as it decides itself."""
+    """What all servers of a run are given. `threads` 0: each as it decides itself, as vLLM always
+    does."""
 
     model: Path
     dtype: str = "float32"
@@ -67,6 +69,11 @@ def _foveal(name: str, options: Options, *flags: str, num_frontends: int = 1) ->
 
 
 def _vllm(name: str, options: Options, *flags: str) -> Spec:
+    if options.threads:
+        raise SystemExit(
+            f"--threads {options.threads} does not reach {name}, which binds its threads to CPUs "
+            "by itself: leave out the option, or the server"
+        )
     port = free_port()
     command = [
         str(cache_folder() / "vllm" / "bin" / "vllm"), "serve", str(options.model),
