@@ -1,6 +1,7 @@
 """Cache events as llm-d's router decodes them: its own files, unmodified, compiled by Go.
 
-FOVEAL_LLM_D names a checkout of llm-d-kv-cache (v0.8.1 was read); without it this is skipped.
+FOVEAL_LLM_D names a checkout of llm-d-kv-cache (v0.8.1 was read). No target sets it: without it
+this is skipped, which `.ci/run` names at its end.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ pytestmark = [
     pytest.mark.extended,
     pytest.mark.timeout(300),
     pytest.mark.skipif(
-        not (CHECKOUT and shutil.which("go")), reason="FOVEAL_LLM_D and Go are not there"
+        not (CHECKOUT and shutil.which("go")),
+        reason="llm-d's decoder: FOVEAL_LLM_D names no checkout, or Go is missing",
     ),
 ]
 BLOCK = 4
