@@ -92,12 +92,13 @@ async def test_suspects_of_one_step_are_tried_alone():
     async with running(2) as (scripted, client):
         for engine in scripted.engines.values():
             engine.poison = POISON
-        first = next(iter(scripted.engines.values()))
+        first, other = scripted.engines.values()
         first.is_silent = True
+        link = next(link for link in client.links() if scripted.engines[link.endpoint] is first)
         second = make_request("good", 3, max_tokens=8)
         tasks = [asyncio.create_task(collect(client, one)) for one in (poisoned("bad"), second)]
         tasks.append(asyncio.create_task(collect(client, make_request("fine", 4))))
-        await asyncio.sleep(0.1)
+        await until(lambda: link.inflight + len(other.served) >= 3)
         first.is_silent = False
         with pytest.raises(EngineFailure):
             await tasks[0]
