@@ -19,6 +19,8 @@ from tests.support.processes.poisonable import MARKER
 pytestmark = [pytest.mark.processes, pytest.mark.extended, pytest.mark.timeout(900)]
 
 NUM_STREAMS = 64
+NUM_TOKENS = 900
+NUM_COMPARED = 8
 COMMAND = (sys.executable, "-m", "tests.support.processes.poisonable")
 
 
@@ -30,24 +32,29 @@ class Streams:
         self.started = threading.Event()
         self._lock = threading.Lock()
         self._poisoned = threading.Event()
-        self.answers = [pool.submit(self._run, urls[i % 2], i) for i in range(NUM_STREAMS)]
+        self.answers = [pool.submit(self.run, urls[i % 2], i) for i in range(NUM_STREAMS)]
 
-    def _run(self, url: str, number: int) -> int:
+    def run(self, url: str, number: int) -> str:
+        """The text, which must be whole."""
         body = {"model": "tiny-vlm", "prompt": [5, 6, 7 + number], "temperature": 0,
-                "max_tokens": 900, "min_tokens": 900, "stream": True}  # fmt: skip
-        tokens, done = 0, False
+                "max_tokens": NUM_TOKENS, "min_tokens": NUM_TOKENS, "stream": True,
+                "stream_options": {"include_usage": True}}  # fmt: skip
+        num_events, done, text, event = 0, False, "", {}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=600) as answer:
             assert answer.status_code == 200
             for line in answer.iter_lines():
                 done = done or line == "data: [DONE]"
                 if not line.startswith("data: {"):
                     continue
-                assert "error" not in json.loads(line[6:]), line
-                tokens += 1
-                if tokens == 5:
+                event = json.loads(line[6:])
+                assert "error" not in event, line
+                text += "".join(choice["text"] for choice in event["choices"])
+                num_events += 1
+                if num_events == 5:
                     self._count()
         assert done
-        return tokens
+        assert event["usage"]["completion_tokens"] == NUM_TOKENS
+        return text
 
     def _count(self) -> None:
         with self._lock:
@@ -100,8 +107,12 @@ def test_one_engine_life_and_no_stream(deploy: Any, start_seconds: float, tmp_pa
                 again = ask(url)
                 assert again.status_code == 422, again.text
                 assert again.json()["error"]["code"] == "request_quarantined"
-            assert [one.result() for one in streams.answers]
+            texts = [one.result() for one in streams.answers]
             assert deaths == [-11]
+            numbers = range(NUM_COMPARED)
+            assert texts[:NUM_COMPARED] == list(
+                pool.map(streams.run, [second] * NUM_COMPARED, numbers)
+            ), "undisturbed, they say something else"
 
             admin = {"Authorization": "Bearer secret"}
             held = httpx.get(f"{second}/quarantine", headers=admin, timeout=60).json()

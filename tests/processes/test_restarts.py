@@ -63,8 +63,8 @@ def test_a_stream_outlives_its_engine_and_the_engine_comes_back(model_folder, tm
         url = read_until(r"serving tiny on (\S+)/v1")[1]
         body = {"model": "tiny", "messages": [{"role": "user", "content": "How many shapes?"}],
                 "temperature": 0, "max_tokens": 3000, "min_tokens": 3000,
-                "stream": True}  # fmt: skip
-        num_tokens, done, victim = 0, False, ""
+                "stream": True, "stream_options": {"include_usage": True}}  # fmt: skip
+        num_events, done, victim, said, event = 0, False, "", "", {}
         with (
             httpx.Client(base_url=url, timeout=200) as client,
             client.stream("POST", "/v1/chat/completions", json=body) as stream,
@@ -74,15 +74,20 @@ def test_a_stream_outlives_its_engine_and_the_engine_comes_back(model_folder, tm
                 done = done or line == "data: [DONE]"
                 if not line.startswith("data: {"):
                     continue
-                num_tokens += bool(json.loads(line[6:])["choices"])
-                if num_tokens >= 3 and not victim:
+                event = json.loads(line[6:])
+                num_events += bool(event["choices"])
+                said += "".join(c["delta"].get("content") or "" for c in event["choices"])
+                if num_events >= 3 and not victim:
                     victim = engine_of(httpx.get(f"{url}/metrics", timeout=100).text)
                     os.kill(pid_of(victim, serve.pid), signal.SIGKILL)
         assert done, "the stream was cut off"
-        assert num_tokens >= 400
+        assert event["usage"]["completion_tokens"] == 3000
         read_until(rf"{victim} was ended by SIGKILL.*it is started again in 0.5 s")
         text = text[text.index("it is started again") :]
         read_until(r"serving tiny on ")
+        body |= {"stream": False, "stream_options": None}
+        again = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=200).json()
+        assert said == again["choices"][0]["message"]["content"], "undisturbed, it says another"
         serve.send_signal(signal.SIGINT)
         text += serve.stdout.read()
         assert serve.wait(60) == 0, text
