@@ -65,14 +65,16 @@ def test_what_others_change_is_repaired_and_what_is_not_ours_is_left(sandbox: Sa
         sandbox.api.delete(kind, sandbox.namespace, name).must()
     # A label and an annotation that we never set belong to whoever set them.
     note = {"metadata": {"annotations": {"example.org/note": "theirs"}}}
-    sandbox.api.merge("Service", sandbox.namespace, "qwen", note, manager="somebody").must()
+    label = {"spec": {"template": {"metadata": {"labels": {"x": "y"}}}}}
+    for kind, name, change in (("Service", "qwen", note), ("Deployment", "qwen-frontend", label)):
+        sandbox.api.merge(kind, sandbox.namespace, name, change, manager="somebody").must()
 
     def repaired() -> bool:
         children = sandbox.children()
         children.get("Service/qwen", {}).get("metadata", {}).pop("annotations", None)
         template = children["Deployment/qwen-frontend"]["spec"]["template"]
-        template["metadata"]["labels"].pop("x", None)
-        return not difference(children, wanted)
+        was_left = template["metadata"]["labels"].pop("x", "") == "y"
+        return was_left and not difference(children, wanted)
 
     try:
         wait_until("drift is repaired", repaired, 30)

@@ -122,12 +122,16 @@ def rests(sandbox: Sandbox) -> bool:
     return operator.is_alive
 
 
+def _pods(**spec: object) -> Obj:
+    return {"spec": {"template": {"spec": spec}}}
+
+
 DRIFT: list[tuple[str, str, Any]] = [
     ("Deployment", "qwen-frontend", {"spec": {"replicas": 5}}),
-    ("Deployment", "qwen-frontend", {"spec": {"template": {"metadata": {"labels": {"x": "y"}}}}}),
-    ("StatefulSet", "qwen-engine", {"spec": {"template": {"spec": {"priority": None}}}}),
+    ("Deployment", "qwen-frontend", _pods(terminationGracePeriodSeconds=999)),
+    ("StatefulSet", "qwen-engine", _pods(automountServiceAccountToken=True)),
     ("Service", "qwen", {"spec": {"ports": [{"name": "http", "port": 1, "targetPort": 1}]}}),
     ("NetworkPolicy", "qwen-engine", {"spec": {"ingress": []}}),
     ("ServiceAccount", "qwen", {"automountServiceAccountToken": True}),
 ]
-"""Kind, name and change: what somebody else writes over the operator's fields."""
+"""Kind, name and change: what somebody else writes over fields that the operator sets."""
