@@ -180,3 +180,24 @@ def test_an_engine_that_finds_no_device_is_told_and_the_other_serves(devices: Sa
     devices.apply(claiming(devices, 2, replicas=1))
     devices.wait_condition("Ready")
     wait_until("the second claim has gone", lambda: len(claims(devices)) == 1, 60)
+
+
+@pytest.mark.timeout(300, func_only=True)
+def test_a_change_of_the_number_reaches_the_engine(devices: Sandbox) -> None:
+    """Kubernetes changes no claim template: the new engine got one device as before."""
+    devices.operator("a", NO_LEASE).start()
+    devices.apply(claiming(devices, 1))
+    devices.wait_condition("Ready", timeout_seconds=90)
+    assert [len(allocated(one)) for one in claims(devices)] == [1]
+    devices.apply(claiming(devices, 2))
+    wait_until(
+        "the engine has both devices",
+        lambda: list(map(allocated, claims(devices))) == [["gpu-0", "gpu-2"]],
+        90,
+    )
+    devices.wait_condition("Ready", timeout_seconds=90)
+    wait_until(
+        "the template of the old engine has gone",
+        lambda: len(devices.api.list("ResourceClaimTemplate", devices.namespace)) == 1,
+        60,
+    )

@@ -85,3 +85,33 @@ def test_on_and_off_and_over_a_restart_no_replica_is_lost(sandbox: Sandbox) -> N
     assert live(sandbox) == 5
     assert seen.seen, "the operator took the field back"
     assert min(seen.seen) >= 5, seen.seen
+
+
+@pytest.mark.timeout(300, func_only=True)
+def test_a_lost_label_takes_no_replica(sandbox: Sandbox) -> None:
+    """The watch says DELETED of what it no longer selects: minReplicas was applied."""
+    seen = Replicas()
+    sandbox.proxy.audit = seen
+    sandbox.operator("a", NO_LEASE).start()
+    scaled = sandbox.sample("cpu", frontend__autoscaling=AUTOSCALING)
+    run(sandbox, Step("create", lambda w: w.apply(scaled), num_frontends=2))
+    autoscaler_says(sandbox, 5)
+    sandbox.settled()
+    seen.seen.clear()
+    for value in (None, "somebody"):
+        labels = {"app.kubernetes.io/managed-by": value}
+        change = {"metadata": {"labels": labels}}
+        sandbox.api.merge("Deployment", sandbox.namespace, NAME, change, manager="kubectl").must()
+        wait_until("the label is back", lambda: label(sandbox) == "foveal-operator", 60)
+        sandbox.settled()
+        assert live(sandbox) == 5
+    assert seen.seen, "the label was applied"
+    assert min(seen.seen) >= 5, seen.seen
+    cause = sandbox.sample("cpu", frontend__autoscaling=AUTOSCALING, frontend__cpu="3")
+    run(sandbox, Step("another template", lambda w: w.apply(cause), num_frontends=5))
+    assert min(seen.seen) >= 5, seen.seen
+
+
+def label(sandbox: Sandbox) -> str:
+    deployment = sandbox.api.get("Deployment", sandbox.namespace, NAME) or {"metadata": {}}
+    return str(deployment["metadata"].get("labels", {}).get("app.kubernetes.io/managed-by", ""))
