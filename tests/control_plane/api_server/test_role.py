@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support.api_server.chart_role import ACCOUNT, token
+from tests.support.api_server.chart_role import ACCOUNT, role, token
 from tests.support.api_server.operator_process import OperatorProcess
+from tests.support.api_server.programs import wait_until
 from tests.support.api_server.sandbox import KIND, Sandbox
 from tests.support.api_server.scenarios import STEPS, run
 
@@ -101,3 +102,51 @@ def test_what_belongs_to_the_cluster_cannot_be_written_with_them(sandbox: Sandbo
     for resource in ("roles", "rolebindings"):
         for verb in ("create", "update", "patch", "delete", "escalate", "bind"):
             assert not may(verb, "rbac.authorization.k8s.io", resource), (verb, resource)
+
+
+@pytest.mark.timeout(300, func_only=True)
+def test_a_namespace_without_rights_stops_no_other(sandbox: Sandbox) -> None:
+    """An operator for two namespaces, of which one has no RoleBinding, gets it, and loses it: no
+    list there was allowed, and nothing was reconciled in the other one."""
+    api, other = sandbox.api, f"{sandbox.namespace}-other"
+    config = sandbox.cluster.kubeconfig(
+        f"{sandbox.namespace}-two", token(sandbox), url=sandbox.proxy.url("a")
+    )
+    operator = OperatorProcess(
+        "a", config, sandbox.namespace, f"--namespaces={sandbox.namespace},{other}"
+    )
+    sandbox.operators.append(operator)
+    operator.start()
+    operator.wait_ready()
+    sandbox.apply(sandbox.sample("cpu"))
+    sandbox.wait_condition("Ready", timeout_seconds=90)
+
+    api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": other}}).must()
+    try:
+        bodies = role("foveal", other, "resources")
+        bodies[1]["subjects"][0]["namespace"] = sandbox.namespace
+        for body in bodies:
+            api.create(body).must()
+        elsewhere = sandbox.sample("cpu")
+        elsewhere["metadata"]["namespace"] = other
+        api.apply(elsewhere, "user").must()
+
+        def is_seen() -> bool:
+            found = api.get("MultiModalInference", other, "qwen") or {}
+            return "conditions" in found.get("status", {})
+
+        wait_until("the other namespace is taken in", is_seen, 60)
+        api.delete("RoleBinding", other, "foveal").must()
+        wait_until("it is left out again", lambda: _is_left_out(operator, other), 60)
+        operator.wait_ready()
+        sandbox.apply(sandbox.sample("cpu", frontend__replicas=3))
+        wait_until(
+            "three frontends are there", lambda: len(sandbox.nodes.pods("frontend")) == 3, 60
+        )
+        assert operator.ask("/readyz")[0] == 200
+    finally:
+        api.delete("Namespace", "", other)
+
+
+def _is_left_out(operator: OperatorProcess, namespace: str) -> bool:
+    return operator.log_tail(1000).count(f"going on without namespace {namespace}") == 2
