@@ -89,7 +89,7 @@ async def test_a_conversation_of_every_block(harness: Any) -> None:
     assert response.status_code == 200, response.text
     assert harness.prompt == (
         '<|system|>s<|end|><|user|>a<image><|end|><|assistant|>b{"name": "look", "arguments": '
-        '{"at": 1}}<|end|><|user|>red<image><|end|><|user|>c<|end|><|assistant|>'
+        '{"at": 1}}<|end|><|user|>red<image>c<|end|><|assistant|>'
     )
 
 
