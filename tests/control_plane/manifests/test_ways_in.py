@@ -124,8 +124,9 @@ def test_the_deadline_does_not_run_in_a_queue(pod: Obj, fails: bool) -> None:
     assert not read.is_hopeless
     state = State(revision="new", generation=1, since_seconds=0.0)
     after = advance(
-        state, (read,), ("new", "f"), is_complete=False, now=now, deadline_seconds=1800.0
-    )
+        state, (read,), ("new", "f"),
+        is_complete=False, is_off=False, now=now, deadline_seconds=1800.0,
+    )  # fmt: skip
     assert after.failed is fails
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from foveal_operator.kube.kinds import (
     BY_NAME,
     DEPLOYMENT,
     INFERENCE,
+    POD,
 )
 from foveal_operator.kube.types import Obj
 from foveal_operator.testing.fake_cluster import FakeCluster
@@ -14,7 +17,7 @@ from tests.support.operator_rig import (
     Kit,
     resource,
 )
-from tests.support.served_resource import served
+from tests.support.served_resource import add_pod, served
 
 
 def scaled() -> Obj:
@@ -73,3 +76,61 @@ async def test_what_the_autoscaler_says_of_itself_is_in_the_status(kit: Kit) -> 
     kit.cluster.edit(INFERENCE, *KEY, lambda body: body["spec"]["frontend"].pop("autoscaling"))
     await kit.settle()
     assert kit.condition("ScalingActive") == ("", "")
+
+
+def resize(kit: Kit, replicas: int) -> None:
+    """Both tiers, by the resource."""
+
+    def change(body: Obj) -> None:
+        for role in ("engine", "frontend"):
+            body["spec"][role]["replicas"] = replicas
+
+    kit.cluster.edit(INFERENCE, *KEY, change)
+
+
+def series(kit: Kit, family: str) -> float:
+    return kit.telemetry.value(family, namespace="default", name="tiny")
+
+
+@pytest.mark.parametrize("has_served", [True, False])
+@pytest.mark.parametrize("has_pods", [True, False])
+async def test_a_scale_up_from_zero_has_a_deadline(
+    kit: Kit, has_served: bool, has_pods: bool
+) -> None:
+    """The rollout counted as done: Starting held for ever, and no alert fired."""
+    if has_served:
+        await served(kit, pods=True)
+        assert kit.condition("Available") == ("True", "Available")
+        resize(kit, 0)
+        await kit.settle()
+        for role in ("engine", "frontend"):
+            kit.cluster.remove(POD, "default", f"tiny-{role}-0")
+    else:
+        body = resource()
+        for role in ("engine", "frontend"):
+            body["spec"][role]["replicas"] = 0
+        await served(kit, body)
+    await kit.settle()
+    assert kit.condition("Available") == ("False", "ScaledToZero")
+    kit.time.now += 9_000.0
+    resize(kit, 1)
+    await kit.settle()
+    if has_pods:
+        add_pod(kit.cluster, "engine", ready=False)
+        add_pod(kit.cluster, "frontend", ready=False)
+        await kit.settle()
+    assert kit.condition("Available") == ("False", "Starting")
+    assert series(kit, "foveal_inference_starting") == 1
+    assert kit.condition("Stalled") == ("", ""), "the time at zero does not count"
+    kit.time.now += 9_000.0
+    await kit.settle()
+    assert kit.condition("Stalled") == ("True", "ProgressDeadlineExceeded")
+    assert series(kit, "foveal_inference_stalled") == 1
+    assert series(kit, "foveal_inference_starting") == 0, "FovealUnavailable fires"
+    if has_pods:
+        for role in ("engine", "frontend"):
+            kit.cluster.remove(POD, "default", f"tiny-{role}-0")
+            add_pod(kit.cluster, role)
+        await kit.settle()
+        assert kit.condition("Available") == ("True", "Available")
+        assert kit.condition("Stalled") == ("", "")

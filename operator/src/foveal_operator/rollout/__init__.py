@@ -180,6 +180,7 @@ def _next_state(
         (*pods.engines, *pods.frontends),
         (target.engine_revision, target.frontend_revision),
         is_complete=is_complete,
+        is_off=not (target.num_engines and target.num_frontends),
         now=view.now,
         deadline_seconds=view.inference.spec.rollout.progress_deadline_seconds,
     )
@@ -245,7 +246,7 @@ def _decision(
         check = CHECK_SECONDS if everyone else IDLE_SECONDS
         if not is_announced:
             check = ANNOUNCE_SECONDS
-        if not state.failed:
+        if not state.failed and not state.idle:
             revisions = (target.engine_revision, target.frontend_revision)
             left = seconds_left(
                 state, everyone, revisions, view.now, rollout.progress_deadline_seconds

@@ -32,6 +32,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         why: the rest of status.rolloutStrategy.
         num_surge: engines above those asked for.
         done: everything asked for has served at once; a later failure starts no rollout.
+        idle: no engine or no frontend is asked for; what is asked for next starts the clock.
         failed: it made no progress in time.
     """
 
@@ -44,6 +45,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     why: str = ""
     num_surge: int = 0
     done: bool = False
+    idle: bool = False
     failed: bool = False
 
     @property
@@ -112,6 +114,7 @@ def advance(
     revisions: tuple[str, str],
     *,
     is_complete: bool,
+    is_off: bool,
     now: float,
     deadline_seconds: float,
 ) -> State:
@@ -120,7 +123,12 @@ def advance(
     Args:
         revisions: of engines and frontends, as asked for.
         is_complete: everything asked for serves.
+        is_off: no engine or no frontend is asked for, so that nothing can serve.
     """
+    if is_off:
+        return msgspec.structs.replace(state, idle=True, done=False, failed=False)
+    if state.idle:
+        state = msgspec.structs.replace(state, idle=False, num_serving=0, since_seconds=now)
     if is_complete:
         return msgspec.structs.replace(state, done=True, failed=False)
     if state.done or state.failed:
