@@ -17,13 +17,11 @@ NAME = "kubernetes.io/metadata.name"
 
 @dataclass(frozen=True)
 class End:
-    """One end of a flow: a pod, or, without a namespace, an address outside the cluster. `ports`
-    are those that the pod's containers name."""
+    """One end of a flow: a pod, or, without a namespace, an address outside the cluster."""
 
     namespace: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
     address: str = "10.0.0.1"
-    ports: Mapping[str, int] = field(default_factory=dict)
 
 
 def admits(
@@ -49,9 +47,8 @@ def _side(
     ]
     key = "from" if direction == "Ingress" else "to"
     rules = [rule for spec in mine for rule in spec.get(direction.lower()) or ()]
-    target = own if direction == "Ingress" else peer
     return not mine or any(
-        _has_port(rule.get("ports"), target, port, protocol) and _has_peer(rule.get(key), own, peer)
+        _has_port(rule.get("ports"), port, protocol) and _has_peer(rule.get(key), own, peer)
         for rule in rules
     )
 
@@ -61,12 +58,8 @@ def _matches(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
     return all(labels.get(key) == value for key, value in selector.get("matchLabels", {}).items())
 
 
-def _has_port(ports: list[Obj] | None, target: End, port: int, protocol: str) -> bool:
-    """A name stands for the port that the target calls so."""
-    return not ports or any(
-        (target.ports.get(one["port"], one["port"]), one["protocol"]) == (port, protocol)
-        for one in ports
-    )
+def _has_port(ports: list[Obj] | None, port: int, protocol: str) -> bool:
+    return not ports or any((one["port"], one["protocol"]) == (port, protocol) for one in ports)
 
 
 def _has_peer(peers: list[Obj] | None, own: End, peer: End) -> bool:

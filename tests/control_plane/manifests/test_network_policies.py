@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from foveal_operator.kube.kinds import OPERATOR_LABELS
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests import ClusterFacts, desired
+from foveal_operator.manifests.network import frontend_ports
 from foveal_operator.process.options import read
 from tests.support.api_server_rules import problems
 from tests.support.network_policies import End, admits
@@ -44,16 +45,13 @@ def policies(*objs: Obj, facts: ClusterFacts = FACTS) -> list[Obj]:
     return [body for body in every if body["kind"] == "NetworkPolicy"]
 
 
-def pods(name: str, **changes: Any) -> dict[str, End]:
-    """With the labels and the named ports that the templates give them."""
+def pods(name: str) -> dict[str, End]:
+    """With the labels that the templates give them."""
     found = {}
-    for body in objects(resource(name, **changes)):
+    for body in objects(resource(name)):
         kind = {"StatefulSet": "engine", "Deployment": "frontend", "Job": "job"}.get(body["kind"])
         if kind:
-            template = body["spec"]["template"]
-            (container,) = template["spec"]["containers"]
-            ports = {one["name"]: one["containerPort"] for one in container.get("ports", ())}
-            found[kind] = End(SPACE, template["metadata"]["labels"], ports=ports)
+            found[kind] = End(SPACE, body["spec"]["template"]["metadata"]["labels"])
     return found
 
 
@@ -149,13 +147,23 @@ def test_who_reaches_a_frontend() -> None:
 
 def test_frontends_are_reached_while_their_port_changes() -> None:
     """The policy changes at once, the pods one by one: those that still served the old port were
-    cut off, and with one frontend nobody was left."""
-    changes = {"networking__port": 9000}
-    found = policies(resource("a", **changes))
-    client = ENDS["stranger elsewhere"]
-    old, new = pods("a")["frontend"], pods("a", **changes)["frontend"]
-    assert {port for port in PORTS if admits(found, client, old, port)} == {CLIENTS}
-    assert {port for port in PORTS if admits(found, client, new, port)} == {9000}
+    cut off, and with one frontend nobody was left. A named port is no way: OVN-Kubernetes takes it
+    for all ports, OpenShift SDN for none."""
+    changed = resource("a", networking__port=9000)
+    (old,) = [one for one in objects(resource("a")) if one["kind"] == "Deployment"]
+    client, frontend = ENDS["stranger elsewhere"], ENDS["frontend"]
+    assert frontend_ports([old["spec"]["template"]]) == (CLIENTS,)
+    for ports, reached in (((CLIENTS,), {CLIENTS, 9000}), ((9000,), {9000}), ((), {9000})):
+        found = policies(changed, facts=replace(FACTS, frontend_ports=ports))
+        assert {port for port in PORTS if admits(found, client, frontend, port)} == reached
+
+
+def test_every_port_of_a_policy_is_a_number() -> None:
+    for name in LEGAL:
+        for policy in policies(LEGAL[name]):
+            rules = (*policy["spec"].get("ingress", ()), *policy["spec"].get("egress", ()))
+            numbers = [port["port"] for rule in rules for port in rule.get("ports", ())]
+            assert all(type(number) is int for number in numbers), name
 
 
 PAGE = ROOT / "docs/how-to/observability.md"

@@ -1,4 +1,4 @@
-"""Replicas that an autoscaler owns."""
+"""Replicas that an autoscaler owns, and frontends that come and go."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from foveal_operator.kube.kinds import (
     POD,
 )
 from foveal_operator.kube.types import Obj
+from foveal_operator.manifests.network import frontend_ports
 from foveal_operator.testing.fake_cluster import FakeCluster
 from tests.support.operator_rig import (
     KEY,
@@ -134,3 +135,25 @@ async def test_a_scale_up_from_zero_has_a_deadline(
         await kit.settle()
         assert kit.condition("Available") == ("True", "Available")
         assert kit.condition("Stalled") == ("", "")
+
+
+async def test_the_policy_admits_to_the_old_port_until_no_frontend_serves_it(kit: Kit) -> None:
+    """It carried the new number alone, or a name, which some network plug-ins do not resolve."""
+
+    def ports() -> list[int]:
+        (rule,) = kit.cluster.body("NetworkPolicy", "tiny-frontend")["spec"]["ingress"]
+        return [port["port"] for port in rule["ports"]]
+
+    await served(kit, pods=True)
+    (before,) = ports()
+    networking = {**resource()["spec"].get("networking", {}), "port": 9000}
+    kit.cluster.edit(INFERENCE, *KEY, lambda body: body["spec"].update(networking=networking))
+    await kit.settle()
+    assert sorted(ports()) == sorted([before, 9000])
+    template = kit.cluster.body("Deployment", "tiny-frontend")["spec"]["template"]
+    assert frontend_ports([template]) == (9000,)
+    assert sorted(ports()) == sorted([before, 9000]), "a pod still serves it"
+    kit.cluster.remove(POD, "default", "tiny-frontend-0")
+    add_pod(kit.cluster, "frontend")
+    await kit.settle()
+    assert ports() == [9000]

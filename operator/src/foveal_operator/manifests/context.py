@@ -42,6 +42,7 @@ class ClusterFacts(msgspec.Struct, frozen=True, kw_only=True):
         frontends_handed_over, engines_handed_over: the autoscaler owns spec.replicas.
         monitoring_namespace: all of its pods may read engines' metrics; "" = nobody.
         operator_namespace: where the operator runs, which probes engines; "" = in no pod.
+        frontend_ports: where frontends that are there or on their way listen, in order.
         key_generation: which set of CURVE keys pods share; "" is the first.
         unhashed_devices: spec of the claim template without a hash in its name that engines have
             had since an earlier release; {} where they have none.
@@ -58,6 +59,7 @@ class ClusterFacts(msgspec.Struct, frozen=True, kw_only=True):
     monitoring_namespace: str = "monitoring"
     operator_namespace: str = ""
     cluster_domain: str = "cluster.local"
+    frontend_ports: tuple[int, ...] = ()
     key_generation: str = ""
     unhashed_devices: Obj = {}
     rule_groups: tuple[Obj, ...] = ()

@@ -6,6 +6,8 @@ only. Policies are IP-level and best effort: host names are enforced by the fron
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from foveal_operator.api.operations import HttpRoute, InferencePool, RouteMatch
@@ -119,6 +121,17 @@ def _ports(*numbers: int) -> list[Obj]:
     return [{"port": number, "protocol": "TCP"} for number in numbers]
 
 
+def frontend_ports(pods: Iterable[Obj]) -> tuple[int, ...]:
+    """Where these frontends or templates of some serve, in order."""
+    return tuple(sorted({
+        int(port["containerPort"])
+        for pod in pods
+        for container in pod.get("spec", {}).get("containers") or ()
+        for port in container.get("ports") or ()
+        if (container.get("name"), port.get("name")) == ("frontend", "http")
+    }))  # fmt: skip
+
+
 def _dns() -> Obj:
     return {"ports": [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]}
 
@@ -180,6 +193,8 @@ def frontend_network_policy(context: Context) -> Obj:
             {"ipBlock": {"cidr": "::/0", "except": [*_PRIVATE_V6]}},
         ]
         egress.append({"to": outside, "ports": _ports(80, 443)})
-    # By its name, as Service and probes have it: while networking.port changes, each pod's own.
-    ingress = [{"ports": [{"port": "http", "protocol": "TCP"}]}]
+    # While networking.port changes, those that still serve another. By number: network plug-ins
+    # disagree on names, and OVN-Kubernetes takes a named port for every port.
+    ports = sorted({context.inference.spec.networking.port, *context.facts.frontend_ports})
+    ingress = [{"ports": _ports(*ports)}]
     return _policy(context, "frontend", ingress, egress)

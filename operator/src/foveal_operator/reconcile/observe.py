@@ -29,6 +29,7 @@ from foveal_operator.kube.store import Caches
 from foveal_operator.kube.types import NamespacedName, Obj, ObjectKey
 from foveal_operator.manifests import ClusterFacts
 from foveal_operator.manifests.budget_inputs import NodeFacts
+from foveal_operator.manifests.network import frontend_ports
 from foveal_operator.manifests.workloads import (
     UNHASHED_DEVICES,
     is_handed_over,
@@ -135,8 +136,8 @@ class Observer:
         image = recorded.runtime_image if recorded else self._settings.runtime_image
         generation = (recorded.key_generation or "") if recorded else ""
         devices = await self._unhashed_devices(key, uid)
-        facts = self._facts(key, inference, image, generation, devices)
         pods = {role: self.pods(key, role) for role in ("engine", "frontend", "model")}
+        facts = self._facts(key, inference, image, generation, devices, pods["frontend"])
         short = self._short(key, uid, pods)
         reports = await self._observe_pods(pods["engine"], pods["frontend"], pods["model"], short)
         return Observation(
@@ -193,6 +194,7 @@ class Observer:
         image: str,
         key_generation: str,
         unhashed_devices: Obj,
+        frontend_pods: tuple[Obj, ...],
     ) -> ClusterFacts:
         settings, spec = self._settings, inference.spec
         engines = self._caches.get(STATEFUL_SET, key[0], f"{key[1]}-engine")
@@ -207,6 +209,9 @@ class Observer:
             monitoring_namespace=settings.monitoring_namespace,
             operator_namespace=settings.operator_namespace,
             cluster_domain=settings.cluster_domain,
+            frontend_ports=frontend_ports(
+                (*([frontends["spec"]["template"]] if frontends else ()), *frontend_pods)
+            ),
             key_generation=key_generation,
             unhashed_devices=unhashed_devices,
             rule_groups=settings.rule_groups,
