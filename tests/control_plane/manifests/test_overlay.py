@@ -62,6 +62,25 @@ def test_an_overlay_mounts_a_volume_twice_and_keeps_ours() -> None:
     assert after == [*before, *more]
 
 
+def test_an_overlay_reads_our_volumes_elsewhere() -> None:
+    """Such a resource was refused by a newer operator."""
+    more = {"name": "model", "mountPath": "/loras", "subPath": "loras", "readOnly": True}
+    laid = wanted(put(resource(), "spec.engine.podTemplate", of_engine([more])))
+    (engines,) = laid.of_kind("StatefulSet")
+    mounts = engines["spec"]["template"]["spec"]["containers"][0]["volumeMounts"]
+    assert mounts[-1] == more
+    assert [one["mountPath"] for one in mounts if one["name"] == "model"] == ["/models", "/loras"]
+
+
+def test_a_path_is_one_path_however_it_is_written() -> None:
+    """The API server refuses two mounts in one place only where they are written alike."""
+    more = [{"name": "a", "mountPath": "/c"}, {"name": "a", "mountPath": "//c/", "readOnly": True}]
+    laid = wanted(put(resource(), "spec.engine.podTemplate", of_engine(more)))
+    (engines,) = laid.of_kind("StatefulSet")
+    mounts = engines["spec"]["template"]["spec"]["containers"][0]["volumeMounts"]
+    assert [one for one in mounts if one["name"] == "a"] == [more[1]]
+
+
 @pytest.mark.parametrize(
     ("source", "reads"),
     [
@@ -98,6 +117,13 @@ def test_a_new_secret_restarts_engines_that_read_one(source: Obj, reads: bool) -
             "containers[engine].volumeMounts[/data]",
         ),
         (of_engine([{"name": "mine", "mountPath": "/models"}]), "volumeMounts[/models]"),
+        (of_engine([{"name": "mine", "mountPath": "//models/"}]), "volumeMounts[//models/]"),
+        (of_engine([{"name": "mine", "mountPath": "models"}]), "volumeMounts[models]"),
+        (
+            of_engine([{"name": "model", "mountPath": "//models", "readOnly": False}]),
+            "volumeMounts[//models]",
+        ),
+        (of_engine([{"name": "model", "mountPath": "/data"}]), "volumeMounts[/data]"),
         ({"metadata": {"name": "x"}}, "spec.engine.podTemplate.metadata.name"),
         ({"metadata": {"labels": {"foveal.dev/revision": "x"}}}, "labels.foveal.dev/revision"),
         ({"status": {}}, "spec.engine.podTemplate.status"),

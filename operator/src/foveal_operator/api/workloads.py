@@ -42,7 +42,7 @@ PodTemplate = Annotated[
     Meta(
         description="Overlay on the pod template: metadata.labels and annotations are added, spec "
         "is merged (lists of named things by name, volumeMounts by mountPath). What the operator "
-        "derives cannot be overridden."
+        "derives cannot be overridden. Its volumes can be mounted elsewhere if readOnly is true."
     ),
 ]
 _MIN_MAX = Rule(

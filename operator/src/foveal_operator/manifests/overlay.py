@@ -100,21 +100,30 @@ def _locked(
 
 
 def _locked_mounts(template: Obj, mounts: object, path: str) -> list[tuple[str, str]]:
-    """Of the operator's container: its mounts stay where and as they are."""
+    """Of the operator's container: its mounts stay where and as they are. What is in its volumes
+    may be read elsewhere, too."""
     (container,) = template["spec"]["containers"]
-    taken = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    taken = {_normal(mount["mountPath"]): mount["name"] for mount in container["volumeMounts"]}
     found = []
     for mount in mounts if isinstance(mounts, list) else ():
         if not isinstance(mount, dict):
             continue
         name, at = str(mount.get("name")), str(mount.get("mountPath"))
-        if volume := taken.get(posixpath.normpath(at)):
+        if volume := taken.get(_normal(at)):
             text = f"is where the operator mounts its volume {volume}: choose another path"
             found.append((f"{path}[{at}]", text))
-        elif _is_locked_volume(name):
-            text = f"{name} is the operator's volume: mount one of your own"
+        elif _is_locked_volume(name) and mount.get("readOnly") is not True:
+            text = (
+                f"{name} is the operator's volume: set readOnly: true to read it here, or mount a "
+                "volume of your own"
+            )
             found.append((f"{path}[{at}]", text))
     return found
+
+
+def _normal(path: str) -> str:
+    """As a container runtime reads it; POSIX would keep two slashes at the beginning."""
+    return posixpath.normpath("/" + path.lstrip("/"))
 
 
 def _is_locked_volume(name: str) -> bool:
@@ -150,8 +159,13 @@ def _merge_lists(base: list[Any], over: list[Any], path: str) -> list[Any]:
     key = "mountPath" if path.endswith(".volumeMounts") else "name"
     if not all(isinstance(item, dict) and key in item for item in (*base, *over)):
         return [*base, *(item for item in over if item not in base)]
-    merged = {item[key]: item for item in base}
+
+    def key_of(item: Any) -> Any:
+        value = item[key]
+        return _normal(value) if key == "mountPath" and isinstance(value, str) else value
+
+    merged = {key_of(item): item for item in base}
     for item in over:
-        name = item[key]
+        name = key_of(item)
         merged[name] = _merge(merged[name], item, f"{path}[{name}]") if name in merged else item
     return list(merged.values())
