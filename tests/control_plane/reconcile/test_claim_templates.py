@@ -137,3 +137,22 @@ async def test_a_newer_operator_restarts_nothing_for_a_name(
     await change(newer, **{**CLASS, "count": 2})
     assert asked(newer)["count"] == 2
     assert UNHASHED in newer.cluster.names(CLAIM_TEMPLATE.name)
+
+
+async def test_a_revert_finds_the_name_that_engines_have(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While other devices rolled out, only pods and the last good revision named the old template:
+    the reverted spec got another name for the same devices, and engines restarted once more."""
+    monkeypatch.setattr(workloads, "_claimed", lambda spec: "as it is")
+    await served(kit, claiming(**CLASS), pods=True)
+    monkeypatch.undo()
+    before = engine_template(kit)
+    await change(kit, **NAMED)
+    assert engine_template(kit) != before
+    await change(kit, **CLASS)
+    assert engine_template(kit) == before
+    await change(kit, **NAMED)
+    await roll(kit)
+    await change(kit, **CLASS)
+    assert UNHASHED not in kit.cluster.names(CLAIM_TEMPLATE.name), "nothing names it any more"

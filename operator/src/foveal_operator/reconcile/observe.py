@@ -41,7 +41,7 @@ from foveal_operator.pods.reports import ObservePods
 from foveal_operator.reconcile.apply import controller_of, is_controlled_by
 from foveal_operator.reconcile.baseline import Basis, basis_name, read_basis
 from foveal_operator.reconcile.inventory import Inventory
-from foveal_operator.rollout import objects_in_use, record_name
+from foveal_operator.rollout import objects_in_use, read_record, record_name
 
 COMPONENT = "app.kubernetes.io/component"
 CLAIM_SECONDS = 300.0
@@ -131,12 +131,13 @@ class Observer:
     async def observe(self, key: NamespacedName, resource: Obj) -> Observation:
         """Everything a decision needs but free devices. Raises SpecError."""
         inference, uid = self._parse(resource), resource["metadata"]["uid"]
-        has_begun = await self._find_lost(key, uid)
+        had_workload = bool((resource.get("status", {}).get("engine") or {}).get("workload"))
+        has_begun = await self._find_lost(key, uid, had_workload)
         recorded = read_basis(self._caches.get(CONFIG_MAP, key[0], basis_name(key[1])))
         image = recorded.runtime_image if recorded else self._settings.runtime_image
         generation = (recorded.key_generation or "") if recorded else ""
-        devices = await self._unhashed_devices(key, uid)
         pods = {role: self.pods(key, role) for role in ("engine", "frontend", "model")}
+        devices = await self._unhashed_devices(key, uid, pods["engine"])
         facts = self._facts(key, inference, image, generation, devices, pods["frontend"])
         short = self._short(key, uid, pods)
         reports = await self._observe_pods(pods["engine"], pods["frontend"], pods["model"], short)
@@ -218,10 +219,10 @@ class Observer:
             dashboards=settings.dashboards,
         )
 
-    async def _find_lost(self, key: NamespacedName, uid: str) -> bool:
+    async def _find_lost(self, key: NamespacedName, uid: str, had_workload: bool) -> bool:
         """Takes into the caches what decisions rest on and the watches do not see: they select by
-        a label, which anybody may change. False while the resource has no workloads yet; then
-        nothing is asked for. Raises ApiError."""
+        a label, which anybody may change. False while the resource has no workloads yet, in the
+        caches or by its status; then nothing is asked for. Raises ApiError."""
         namespace, name = key
         found = (
             (CONFIG_MAP, basis_name(name)),
@@ -233,6 +234,7 @@ class Observer:
             any(self._caches.identity(kind, namespace, one) for kind, one in found)
             or self.pods(key, "engine")
             or self.pods(key, "frontend")
+            or had_workload
         )
         if not has_begun:
             return False
@@ -240,12 +242,19 @@ class Observer:
             await self._find(kind, namespace, one, uid)
         return True
 
-    async def _unhashed_devices(self, key: NamespacedName, uid: str) -> Obj:
+    async def _unhashed_devices(
+        self, key: NamespacedName, uid: str, engine_pods: tuple[Obj, ...]
+    ) -> Obj:
         """As ClusterFacts says. Raises ApiError."""
         engines = self._caches.get(STATEFUL_SET, key[0], f"{key[1]}-engine")
         name = f"{key[1]}-{UNHASHED_DEVICES}"
-        template = engines["spec"]["template"] if engines else {}
-        if (CLAIM_TEMPLATE.name, name) not in objects_in_use([template]):
+        good = read_record(self._caches.get(CONFIG_MAP, key[0], record_name(key[1]))).good
+        users = [
+            *([engines["spec"]["template"]] if engines else ()),
+            *([good.engine] if good else ()),
+            *engine_pods,
+        ]
+        if (CLAIM_TEMPLATE.name, name) not in objects_in_use(users):
             return {}
         await self._find(CLAIM_TEMPLATE, key[0], name, uid)
         live = self._caches.get(CLAIM_TEMPLATE, key[0], name)

@@ -50,6 +50,7 @@ __all__ = [
     "decide",
     "needs_devices",
     "objects_in_use",
+    "read_record",
     "record_name",
 ]
 
