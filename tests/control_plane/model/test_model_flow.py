@@ -8,6 +8,7 @@ import pytest
 
 from foveal_operator.api import reasons
 from foveal_operator.api.parse import parse
+from foveal_operator.kube.types import Obj
 from foveal_operator.model.flow import (
     PROFILE_KEY,
 )
@@ -73,14 +74,57 @@ def test_a_claim_of_the_user_must_exist() -> None:
     assert kinds(found) == ["ServiceAccount", "NetworkPolicy", "Job"]
 
 
+UNBOUND = [
+    {
+        "type": "PodScheduled",
+        "reason": "Unschedulable",
+        "message": "pod has unbound immediate PersistentVolumeClaims",
+    }
+]
+
+
 def test_a_claim_that_nobody_binds() -> None:
     stored = StoredObjects(FETCHED).claim("Pending").job("fetch")
     assert stored.decide().reason is reasons.DOWNLOADING  # the first pod may be what it waits for
-    why = "pod has unbound immediate PersistentVolumeClaims"
-    conditions = [{"type": "PodScheduled", "reason": "Unschedulable", "message": why}]
-    found = stored.pod("fetch", {}, conditions).decide()
+    found = stored.pod("fetch", {}, UNBOUND).decide()
     assert found.reason is reasons.CLAIM_PENDING
-    assert why in found.message
+    assert UNBOUND[0]["message"] in found.message
+
+
+@pytest.mark.parametrize(
+    ("cache", "kept"),
+    [
+        ({}, ""),
+        ({"accessMode": "ReadWriteMany", "storageClassName": "slow"}, ""),
+        (
+            {"accessMode": "ReadWriteOnce"},
+            "accessMode ReadWriteMany (model.cache asks for ReadWriteOnce)",
+        ),
+        ({"storageClassName": "nfs"}, "storageClassName slow (model.cache asks for nfs)"),
+        (
+            {"accessMode": "ReadWriteOnce", "storageClassName": "nfs"},
+            "accessMode ReadWriteMany (model.cache asks for ReadWriteOnce) and "
+            "storageClassName slow (model.cache asks for nfs)",
+        ),
+    ],
+)
+def test_a_pending_claim_says_what_it_keeps(cache: Obj, kept: str) -> None:
+    """The advice of its reason was followed, and nothing happened or was said."""
+    stored = StoredObjects(parse(resource(model={"uri": "hf://org/model", "cache": cache})))
+    name = stored.names["PersistentVolumeClaim"]
+    stored.claim("Pending").job("fetch").pod("fetch", {}, UNBOUND)
+    stored.live["PersistentVolumeClaim", name]["spec"] = {
+        "accessModes": ["ReadWriteMany"],
+        "storageClassName": "slow",
+        "resources": {"requests": {"storage": "50Gi"}},
+    }
+    found = stored.decide()
+    assert found.reason is reasons.CLAIM_PENDING
+    text = f"the claim keeps {kept}: delete it (kubectl delete pvc {name}) and it is made again"
+    assert (text in found.message) == bool(kept)
+    assert ("delete" in found.message) == bool(kept)
+    stored.claim("Bound")
+    assert "keeps" not in stored.decide().message
 
 
 BAD_FETCHES = [

@@ -95,6 +95,20 @@ def as_it_can_be(wanted: Obj, live: Obj) -> Obj:
     return {**wanted, "spec": {**wanted["spec"], **kept, "resources": {"requests": requests}}}
 
 
+def kept_text(wanted: Obj, live: Obj) -> str:
+    """What of a claim that is there differs from what is wanted and cannot change; "" = nothing."""
+    asked, there = wanted["spec"], live.get("spec", {})
+    found = []
+    modes, live_modes = asked["accessModes"], there.get("accessModes", asked["accessModes"])
+    if modes != live_modes:
+        found.append(f"accessMode {', '.join(live_modes)} (model.cache asks for {modes[0]})")
+    name = asked.get("storageClassName")
+    if name and name != there.get("storageClassName"):
+        has = f"storageClassName {there.get('storageClassName') or 'unset'}"
+        found.append(f"{has} (model.cache asks for {name})")
+    return " and ".join(found)
+
+
 MAX_CHARACTERS = 253
 
 

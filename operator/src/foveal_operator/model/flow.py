@@ -25,7 +25,12 @@ from foveal_operator.kube.types import Obj
 from foveal_operator.manifests import ClusterFacts, Owned, desired
 from foveal_operator.manifests.context import Context
 from foveal_operator.manifests.job import profile_limit_bytes
-from foveal_operator.manifests.model_source import ModelSource, as_it_can_be, model_source
+from foveal_operator.manifests.model_source import (
+    ModelSource,
+    as_it_can_be,
+    kept_text,
+    model_source,
+)
 from foveal_operator.model.job_state import (
     JobState,
     as_it_lies,
@@ -102,7 +107,7 @@ class ModelDecision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """The objects that bring a model and its profile."""
+    """The objects that bring a model and its profile; `kept`: what its claim has and should not."""
 
     base: tuple[Owned, ...]
     fetch: Owned | None
@@ -110,6 +115,7 @@ class _Wanted(msgspec.Struct, frozen=True, kw_only=True):
     config_map: str
     source: ModelSource
     context: Context
+    kept: str = ""
 
 
 def model_keys(inference: InferenceSpec, facts: ClusterFacts) -> tuple[tuple[str, str], ...]:
@@ -196,7 +202,10 @@ def _with_live_claim(view: ModelView, wanted: _Wanted) -> _Wanted:
         else owned
         for owned in wanted.base
     )
-    return msgspec.structs.replace(wanted, base=base)
+    kept = "; ".join(
+        kept_text(owned.body, live) for owned in wanted.base if owned.policy == "Retain"
+    )
+    return msgspec.structs.replace(wanted, base=base, kept=kept)
 
 
 def _live(view: ModelView, wanted: Owned) -> Obj | None:
@@ -272,6 +281,11 @@ def _fetching(
         text = f"claim {wanted.source.claim} is {phase}"
         if job.text:
             text += f"; {job.text}"
+        if wanted.kept:
+            text += (
+                f"; the claim keeps {wanted.kept}: delete it (kubectl delete pvc "
+                f"{wanted.source.claim}) and it is made again as the resource asks"
+            )
         return _waiting(reasons.CLAIM_PENDING, text, objects)
     if job.reason is not None:
         reason = fetch_reason(job.text) if job.has_ended_badly else job.reason
