@@ -99,6 +99,9 @@ async def test_a_deleted_namespace_stops_no_other(caplog: pytest.LogCaptureFixtu
     assert ("ServiceAccount", "team-b", "tiny") in cluster.objects
     cluster.remove(INFERENCE, "team-b", "tiny")
     cluster.closed = frozenset({"team-b"})
+    with pytest.raises(Forbidden):
+        await kit.resync()
+    assert kit.watched_namespaces == ("default", "team-b"), "one refusal proves nothing"
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             await kit.resync()
@@ -118,6 +121,8 @@ async def test_what_was_in_a_namespace_that_is_closed_is_forgotten() -> None:
     cluster.add(resource_of_team_b())
     await kit.settle()
     cluster.closed = frozenset({"team-b"})
+    with pytest.raises(Forbidden):
+        await kit.resync()
     await kit.resync()
     assert kit.operator.caches.keys(INFERENCE) == []
     writes = len(cluster.writes)
@@ -127,6 +132,8 @@ async def test_what_was_in_a_namespace_that_is_closed_is_forgotten() -> None:
 
 async def test_an_operator_starts_without_a_namespace_and_finds_it_later() -> None:
     cluster, kit = scoped("team-b")
+    with pytest.raises(Forbidden):
+        await kit.start()
     await served(kit, pods=True)
     assert kit.operator.watch.is_synced
     assert kit.condition("Ready")[0] == "True"
@@ -141,6 +148,26 @@ async def test_an_operator_starts_without_a_namespace_and_finds_it_later() -> No
     await kit.settle()
     assert kit.watched_namespaces == ("default", "team-b")
     assert ("ServiceAccount", "team-b", "tiny") in cluster.objects
+
+
+@pytest.mark.parametrize("status", [401, 403])
+async def test_a_refusal_that_passes_closes_no_namespace(status: int) -> None:
+    """One answer of an API server that was starting closed it for up to a minute."""
+    cluster, kit = scoped()
+    await kit.start()
+    cluster.add(resource_of_team_b())
+    await kit.settle()
+    for _ in range(4):
+        refusal = Forbidden("multimodalinferences is forbidden", status)
+        kit.fail(refusal, verb="LIST", kind=INFERENCE.name)
+        with pytest.raises(Forbidden):
+            await kit.resync()
+        if status == 403:
+            await kit.resync()
+        assert not kit.operator.watch.closed
+    await kit.resync()
+    assert kit.watched_namespaces == ("default", "team-b")
+    assert kit.operator.caches.keys(INFERENCE) == [("team-b", "tiny")]
 
 
 async def test_without_any_namespace_nothing_is_taken_for_deleted() -> None:

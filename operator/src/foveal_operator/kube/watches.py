@@ -67,6 +67,8 @@ class Watch:
         self._asked = tuple(namespaces)
         self.closed: frozenset[str] = frozenset()
         """Namespaces in which it may list nothing now: left out, and asked about again."""
+        self._doubted = frozenset[str]()
+        """Namespaces in which it was refused when it last asked."""
         self._enqueue = enqueue
         self._stale: dict[str, Kind] = {}
         self._listed: dict[str, float] = {}
@@ -93,7 +95,8 @@ class Watch:
     async def find_namespaces(self) -> bool:
         """Asks in which namespaces it may list resources: one that is deleted takes its RoleBinding
         along, and must not stop the others. True when that has changed. Raises ApiError; Forbidden
-        when it may in none."""
+        when it may in none, and when it is refused in one for the first time in a row: an API
+        server that has just started refuses for a moment what it allows."""
         if len(self._asked) < 2:
             return False
         closed: dict[str, Forbidden] = {}
@@ -102,9 +105,15 @@ class Watch:
                 async for _ in self._cluster.pages(INFERENCE, namespace):
                     break
             except Forbidden as error:
+                if error.status != 403:
+                    raise  # 401: it does not know us, which says nothing of the namespace
                 closed[namespace] = error
+        first = [one for one in closed if one not in self.closed and one not in self._doubted]
+        self._doubted = frozenset(closed)
         if len(closed) == len(self._asked):
             raise next(iter(closed.values()))
+        if first:
+            raise closed[first[0]]
         before, self.closed = self.closed, frozenset(closed)
         for namespace in sorted(self.closed - before):
             log.warning(
