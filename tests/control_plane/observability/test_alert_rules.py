@@ -132,6 +132,10 @@ CASES: dict[str, tuple[Series, Series]] = {
         {CONDITION + 'type="Available",status="False"}': "1x60", **MEANT},
         {CONDITION + 'type="Available",status="False"}': "0x60", **MEANT},
     ),
+    "FovealStartOverdue": (
+        {f"foveal_inference_starting{{{N}}}": "1x60"},
+        {f"foveal_inference_starting{{{N}}}": "0x5 1x54"},
+    ),
     "FovealRolloutStalled": (
         {f"foveal_inference_stalled{{{N}}}": "1x60"},
         {f"foveal_inference_stalled{{{N}}}": "0x60"},

@@ -176,6 +176,15 @@ SERVING_ALERTS = (
         about="No frontend or no engine of any revision is ready.",
     ),
     Alert(
+        name="FovealStartOverdue",
+        expr=_R.total("foveal_inference_starting", how="max") + " == 1",
+        hold="1h",
+        severity="warning",
+        summary="@namespace@/@resource@ has been starting for an hour and does not serve.",
+        about="FovealUnavailable is quiet meanwhile: the progress deadline waits for the model, "
+        "for queues and for nodes. The condition that is False first says for what.",
+    ),
+    Alert(
         name="FovealRolloutStalled",
         expr=_R.total("foveal_inference_stalled", how="max") + " == 1",
         hold="1m",
