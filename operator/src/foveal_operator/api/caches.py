@@ -129,7 +129,7 @@ class WarmSet(Part, frozen=True, kw_only=True):
         ObjectName,
         Meta(
             description="An existing PersistentVolumeClaim, which all engines mount; each has a "
-            "folder of its own there."
+            "folder of its pod's name there. Folders of engines that were scaled away stay."
         ),
     ]
     size: Annotated[
