@@ -78,3 +78,12 @@ def test_a_device_of_unknown_memory_is_not_planned_with(tmp_path, monkeypatch) -
     monkeypatch.setenv(VISIBLE, "0")
     with pytest.raises(StartupError, match="names no device whose memory"):
         choose_device("cuda", look(), 1)
+
+
+def test_a_variable_without_a_driver_chooses_nothing(tmp_path, monkeypatch) -> None:
+    """As a profile shared by machines with and without GPUs sets it."""
+    (tmp_path / "nvidia-smi").unlink()
+    monkeypatch.setenv(VISIBLE, "0")
+    assert choose_device("auto", look(), 1) == "cpu"
+    with pytest.raises(StartupError, match="no NVIDIA driver answers here"):
+        choose_device("cuda", look(), 1)

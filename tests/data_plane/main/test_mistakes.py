@@ -52,7 +52,8 @@ class Desk:
         return code, captured.err.replace(str(self.folder), "TMP")
 
     def give_devices(self, *sizes: int) -> None:
-        self.patch.setattr("foveal_runtime.plan.machine._devices", lambda: sizes)
+        listed = {f"GPU-{number}": size for number, size in enumerate(sizes)}
+        self.patch.setattr("foveal_runtime.plan.machine._device_sizes", lambda: listed)
 
     def give_memory(self, size: int, *devices: int) -> None:
         here = Machine(memory_bytes=size, available_bytes=size, cpus=4.0, devices=devices)

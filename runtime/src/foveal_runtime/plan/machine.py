@@ -27,6 +27,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         shm_bytes, shm_free_bytes: size and room of /dev/shm.
         cpu_flags: of the first CPU, lower case.
         devices: memory of each GPU that CUDA_VISIBLE_DEVICES leaves, as far as it is known.
+        num_listed: GPUs that the driver's tool lists, all of them.
     """
 
     memory_bytes: int = 0
@@ -37,6 +38,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     shm_free_bytes: int = 0
     cpu_flags: frozenset[str] = frozenset()
     devices: tuple[int, ...] = ()
+    num_listed: int = 0
 
     @property
     def limit_bytes(self) -> int:
@@ -60,6 +62,7 @@ def look(root: Path = Path("/"), *, with_devices: bool = True) -> Machine:
     if shm.is_dir():
         usage = shutil.disk_usage(shm)
         total, free = usage.total, usage.free
+    sizes = _device_sizes() if with_devices else {}
     return Machine(
         memory_bytes=_kib(info.get("MemTotal", "")),
         available_bytes=_kib(info.get("MemAvailable", "")),
@@ -68,7 +71,8 @@ def look(root: Path = Path("/"), *, with_devices: bool = True) -> Machine:
         shm_bytes=total,
         shm_free_bytes=free,
         cpu_flags=_cpu_flags(root),
-        devices=_devices() if with_devices else (),
+        devices=_visible_sizes(sizes),
+        num_listed=len(sizes),
     )
 
 
@@ -132,18 +136,22 @@ def visible_devices() -> list[str] | None:
     return list(itertools.takewhile(lambda name: name and not name.startswith("-"), names))
 
 
-def _devices() -> tuple[int, ...]:
-    """Memory of each NVIDIA device that programs may use, as its driver's tool tells."""
+def _device_sizes() -> dict[str, int]:
+    """Memory of each NVIDIA device by UUID, as its driver's tool tells; 0: it does not."""
     tool = shutil.which("nvidia-smi")
     if not tool:
-        return ()
+        return {}
     command = [tool, "--query-gpu=uuid,memory.total", "--format=csv,noheader,nounits"]
     try:
         out = subprocess.run(command, capture_output=True, text=True, timeout=15, check=True)
     except (OSError, subprocess.SubprocessError):
-        return ()
+        return {}
     rows = [line.replace(" ", "").split(",") for line in out.stdout.splitlines()]
-    sizes = {row[0]: int(row[1]) * _MIB if row[1].isdigit() else 0 for row in rows if row[1:]}
+    return {row[0]: int(row[1]) * _MIB if row[1].isdigit() else 0 for row in rows if row[1:]}
+
+
+def _visible_sizes(sizes: dict[str, int]) -> tuple[int, ...]:
+    """Of those that programs may use."""
     names = visible_devices()
     found = sizes.values() if names is None else (_size_of(name, sizes) for name in names)
     return tuple(itertools.takewhile(bool, found))

@@ -70,7 +70,7 @@ def choose_device(asked: str, here: Machine, needed: int) -> str:
         return "cpu"
     if not here.devices:
         names = visible_devices()
-        if names or (names is not None and asked == "cuda"):
+        if here.num_listed and (names or (names is not None and asked == "cuda")):
             raise StartupError(
                 f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']} names no device whose "
                 "memory nvidia-smi tells (parts of one, MIG, are not supported): give numbers or "
