@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -31,10 +32,11 @@ def run(agent, asker, steps):
     names = ("vllm:prompt_tokens_total", "vllm:prompt_tokens_cached_total")
     before = [asker.metric(name) for name in names]
     task = {"agent": agent, "url": asker.url, "steps": steps, "chromium": CHROMIUM}
-    done = subprocess.run(
-        [PYTHON, SCRIPT], input=json.dumps(task), capture_output=True, text=True, timeout=800,
-        check=False,
-    )  # fmt: skip
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        done = subprocess.run(
+            [PYTHON, SCRIPT], input=json.dumps(task), env={**os.environ, "TMPDIR": folder},
+            capture_output=True, text=True, timeout=800, check=False,
+        )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1]), [
         asker.metric(name) - old for name, old in zip(names, before, strict=True)

@@ -1,13 +1,18 @@
-"""How a launcher asks its children."""
+"""How a launcher asks its children, and what it leaves behind."""
 
 from __future__ import annotations
 
+import socket
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from foveal_runtime.main.launcher import Child
+from foveal_runtime.main.local.launch import launch
 from foveal_runtime.plan.config import FrontendConfig, ModelConfig
+from foveal_runtime.plan.errors import StartupError
+from foveal_runtime.plan.local import LocalDeploymentConfig
 from tests.support.loopback_server import LoopbackHandler, LoopbackServer
 
 
@@ -27,3 +32,15 @@ def test_a_proxy_is_not_asked_for_processes_of_this_machine(
             model=ModelConfig(path="model"), host="127.0.0.1", port=server.server_port
         )
         assert Child(config, tmp_path, {}).is_ready()
+
+
+def test_a_start_without_logs_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        frontend = FrontendConfig(model=ModelConfig(path="model"), host="127.0.0.1", port=port)
+        with pytest.raises(StartupError, match="in use"):
+            launch(LocalDeploymentConfig(name="m", engines=(), frontends=(frontend,)))
+    assert not list(tmp_path.iterdir())

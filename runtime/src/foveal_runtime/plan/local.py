@@ -25,7 +25,8 @@ class LocalDeploymentConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=T
 
     Attributes:
         name: the title of the live view.
-        folder: for documents and logs; removed after a good end unless `keep_folder`.
+        folder: for documents and logs, "" = a new one; removed after a good end unless
+            `keep_folder`.
         scratch: directories that are removed at every end.
         devices_per_engine: GPUs that each engine sees; 0 = what the environment says.
         view: tables of all processes and caches, or one status line.
@@ -34,8 +35,8 @@ class LocalDeploymentConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=T
     name: str
     engines: tuple[EngineConfig, ...]
     frontends: tuple[FrontendConfig, ...]
-    folder: str
-    keep_folder: bool = True
+    folder: str = ""
+    keep_folder: bool = False
     scratch: tuple[str, ...] = ()
     devices_per_engine: int = 0
     start_timeout_seconds: float = 600.0

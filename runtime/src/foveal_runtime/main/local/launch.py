@@ -61,7 +61,7 @@ def launch(config: LocalDeploymentConfig, command: tuple[str, ...] = RUNTIME) ->
     deployment = LocalDeployment(
         config.engines,
         config.frontends,
-        folder=config.folder,
+        folder=config.folder or None,
         devices_per_engine=config.devices_per_engine,
         command=command,
     )
@@ -71,7 +71,7 @@ def launch(config: LocalDeploymentConfig, command: tuple[str, ...] = RUNTIME) ->
         with View(console, config.view) as view:
             view.say(
                 f"starting {len(config.engines)} engine(s) and {len(config.frontends)} "
-                f"frontend(s); documents and logs: {config.folder}"
+                f"frontend(s); documents and logs: {deployment.folder}"
             )
             Supervisor(
                 config.name,
@@ -87,10 +87,10 @@ def launch(config: LocalDeploymentConfig, command: tuple[str, ...] = RUNTIME) ->
     except Interrupted:
         raise
     except StartupError:
-        keep = True
+        keep = keep or any(child.log_path.exists() for child in deployment.children)
         raise
     finally:
-        for folder in (*config.scratch, *(() if keep else (config.folder,))):
+        for folder in (*config.scratch, *(() if keep else (deployment.folder,))):
             shutil.rmtree(folder, ignore_errors=True)
 
 

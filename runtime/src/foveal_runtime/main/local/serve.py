@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -190,8 +189,6 @@ def _config(
         name=frontends[0].model.served_name,
         engines=tuple(engines),
         frontends=tuple(frontends),
-        folder=tempfile.mkdtemp(prefix="foveal-"),
-        keep_folder=False,
         devices_per_engine=first.tensor_parallel if first.device == "cuda" else 0,
         start_timeout_seconds=arguments.start_timeout_seconds,
         drain_timeout_seconds=arguments.drain_timeout_seconds + 15.0,
