@@ -181,7 +181,7 @@ def test_what_follows_a_product_is_inside(kind: str, count: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_merged_codes_are_kept_once(kind: str) -> None:
+def test_what_is_merged_is_kept_once(kind: str) -> None:
     """Queries, keys and values of three sizes: FP8 with blocks of outputs that do not divide one
     of them, or a scale for each layer."""
     layers = [layer_of(kind, outs, 384) for outs in (80, 48, 32)]
@@ -191,8 +191,10 @@ def test_merged_codes_are_kept_once(kind: str) -> None:
     assert product is not None
     torch.testing.assert_close(product(x), wanted)
     torch.testing.assert_close(torch.cat([one(x) for one in layers], dim=1), wanted)
-    kept = [one.weight if kind.startswith("fp8") else one.codes for one in layers]
-    assert len({one.untyped_storage().data_ptr() for one in kept}) == 1
+    names = ["weight"] if kind.startswith("fp8") else ["codes", "scales"]
+    for name in [*names, "zeros"] if hasattr(layers[0], "zeros") else names:
+        kept = [getattr(one, name) for one in layers]
+        assert len({one.untyped_storage().data_ptr() for one in kept}) == 1, name
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

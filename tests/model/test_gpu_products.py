@@ -78,7 +78,7 @@ def test_no_rows() -> None:
     assert PlainProduct(random(48, 64))(random(0, 64)).shape == (0, 48)
 
 
-@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("architecture", [80, 89, 90])
 def test_a_layer_compiles_without_a_gpu(architecture: int) -> None:
     found = compiled(f"layer,bfloat16,3584,18944,{architecture}")
     names = [*2 * ["vector_kernel", "rows_kernel", "rows_kernel"], "norm_kernel", "heads_kernel"]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from foveal_runtime.main.launcher import LocalDeployment
+from foveal_runtime.main.local import sizing
 from foveal_runtime.main.local.sizing import choose_device
 from foveal_runtime.plan.config import EngineConfig, ModelConfig
 from foveal_runtime.plan.errors import StartupError
@@ -58,6 +59,11 @@ def test_numbers_are_those_of_slots_where_cuda_counts_so(monkeypatch) -> None:
     assert look().devices == (300 * MIB,)
 
 
+@pytest.fixture(autouse=True)
+def torch_build(monkeypatch) -> None:
+    monkeypatch.setattr(sizing, "_torch_version", lambda: "2.15.0+cu130")
+
+
 @pytest.mark.parametrize("asked", ["auto", "cuda"])
 def test_a_name_of_no_whole_device_is_refused_with_the_variable(asked, monkeypatch) -> None:
     monkeypatch.setenv(VISIBLE, "MIG-1")
@@ -75,9 +81,26 @@ def test_a_device_of_unknown_memory_is_not_planned_with(tmp_path, monkeypatch) -
     """As of those that share the host's."""
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho GPU-aa1, [N/A]\n")
     assert look().devices == ()
+    for asked in ("auto", "cuda"):
+        with pytest.raises(StartupError, match="this machine has no device whose memory"):
+            choose_device(asked, look(), 1)
     monkeypatch.setenv(VISIBLE, "0")
     with pytest.raises(StartupError, match="names no device whose memory"):
         choose_device("cuda", look(), 1)
+
+
+def test_a_torch_for_cpus_asks_nothing_of_devices(tmp_path, monkeypatch) -> None:
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho GPU-aa1, [N/A]\n")
+    monkeypatch.setattr(sizing, "_torch_version", lambda: "2.15.0+cpu")
+    assert choose_device("auto", look(), 1) == "cpu"
+
+
+def test_a_device_cut_into_parts_is_not_planned_whole(tmp_path) -> None:
+    tool = "#!/bin/sh\necho GPU-aa1, 200, Enabled\necho GPU-bb2, 300, Disabled\n"
+    (tmp_path / "nvidia-smi").write_text(tool)
+    assert look().devices == ()
+    (tmp_path / "nvidia-smi").write_text(tool.replace("Enabled", "[N/A]"))
+    assert look().devices == (200 * MIB, 300 * MIB)
 
 
 def test_a_variable_without_a_driver_chooses_nothing(tmp_path, monkeypatch) -> None:

@@ -128,6 +128,11 @@ class Device:
         kept.copy_(tensor, non_blocking=True)
         return kept
 
+    def settle(self) -> None:
+        """Waits for all that the device was asked for."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.torch)
+
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Fetch:
         """Starts the one copy back of all that a step found out."""
         return Fetch(tensors, self.is_cuda)

@@ -137,17 +137,26 @@ def visible_devices() -> list[str] | None:
 
 
 def _device_sizes() -> dict[str, int]:
-    """Memory of each NVIDIA device by UUID, as its driver's tool tells; 0: it does not."""
+    """Memory of each NVIDIA device by UUID, as its driver's tool tells; 0: it does not, or programs
+    get a part of it (MIG)."""
     tool = shutil.which("nvidia-smi")
     if not tool:
         return {}
-    command = [tool, "--query-gpu=uuid,memory.total", "--format=csv,noheader,nounits"]
+    command = [
+        tool,
+        "--query-gpu=uuid,memory.total,mig.mode.current",
+        "--format=csv,noheader,nounits",
+    ]
     try:
         out = subprocess.run(command, capture_output=True, text=True, timeout=15, check=True)
     except (OSError, subprocess.SubprocessError):
         return {}
     rows = [line.replace(" ", "").split(",") for line in out.stdout.splitlines()]
-    return {row[0]: int(row[1]) * _MIB if row[1].isdigit() else 0 for row in rows if row[1:]}
+    return {
+        row[0]: int(row[1]) * _MIB if row[1].isdigit() and "Enabled" not in row[2:] else 0
+        for row in rows
+        if row[1:]
+    }
 
 
 def _visible_sizes(sizes: dict[str, int]) -> tuple[int, ...]:

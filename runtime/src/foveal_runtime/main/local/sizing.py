@@ -68,13 +68,13 @@ def choose_device(asked: str, here: Machine, needed: int) -> str:
     """ "cpu" or "cuda". Raises StartupError for a GPU that is not there or cannot be used."""
     if asked == "cpu":
         return "cpu"
+    has_cuda = not _torch_version().endswith("+cpu")
     if not here.devices:
         names = visible_devices()
-        if here.num_listed and (names or (names is not None and asked == "cuda")):
+        if here.num_listed and (asked == "cuda" or (has_cuda and names != [])):
             raise StartupError(
-                f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']} names no device whose "
-                "memory nvidia-smi tells (parts of one, MIG, are not supported): give numbers or "
-                "UUIDs of whole devices, unset it, or use --device cpu"
+                f"{_visible()} no device whose memory nvidia-smi tells (parts of one, MIG, are not "
+                "supported): give numbers or UUIDs of whole devices, or use --device cpu"
             )
         if asked == "auto":
             return "cpu"
@@ -82,7 +82,7 @@ def choose_device(asked: str, here: Machine, needed: int) -> str:
             "--device cuda: no NVIDIA driver answers here (nvidia-smi lists no device): install "
             "the driver, give the container its devices, or use --device cpu"
         )
-    if _torch_version().endswith("+cpu"):
+    if not has_cuda:
         if asked == "auto":
             return "cpu"
         raise StartupError(
@@ -95,6 +95,11 @@ def choose_device(asked: str, here: Machine, needed: int) -> str:
             f"{len(here.devices)}: lower one of them, or use --device cpu"
         )
     return "cuda"
+
+
+def _visible() -> str:
+    value = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return "this machine has" if value is None else f"CUDA_VISIBLE_DEVICES={value} names"
 
 
 def _torch_version() -> str:

@@ -22,12 +22,12 @@ from torch.nn import functional
 from foveal_runtime.model.checkpoint.dequantize import (
     CODES,
     KERNELS,
-    PIECE_NUMBERS,
     SCRATCH_BYTES,
     Codes,
     QuantizedLinear,
     multiply_dequantized,
     order_of,
+    piece_rows,
     rows_of,
     scales_of,
 )
@@ -128,7 +128,7 @@ def _block(layer: QuantizedLinear, widths: Sequence[int]) -> bool:
     dtype, length = (torch.int32, _num_words(ins, wide)) if bits == 4 else (torch.int8, ins)
     whole = torch.empty(-(-outs // wide), length, wide, dtype=dtype, device=scales.device)
     least = math.lcm(wide, 32)  # codes are read from multiples of 32 on
-    step = outs if scales.is_meta else max(least, PIECE_NUMBERS // ins // least * least)
+    step = outs if scales.is_meta else max(least, piece_rows(ins, scales.device) // least * least)
     points = []
     for start in range(0, outs, step):
         stop = min(start + step, outs)
@@ -259,8 +259,9 @@ def multiply_on_gpu(layer: QuantizedLinear, rows: torch.Tensor) -> torch.Tensor:
 def product_on_gpu(
     layers: Sequence[QuantizedLinear], bias: torch.Tensor | None, activation: str = ""
 ) -> GpuProduct | None:
-    """One product with the weights of layers of the same inputs (`gpu.products`), of whose codes
-    the layers keep views; None where the kernels cannot multiply with all of them at once."""
+    """One product with the weights of layers of the same inputs (`gpu.products`), of whose codes,
+    scales and zero points the layers keep views where they have them as the product does; None
+    where the kernels cannot multiply with all of them at once."""
     from foveal_runtime.model.gpu.codes import CodedProduct, merged
 
     weights = []
@@ -279,6 +280,12 @@ def product_on_gpu(
             layer.codes = view.unsqueeze(2)
         else:
             layer.weight = view
+    if whole.share == weights[0].share and layers[0].layout.kind == BLOCKED:
+        for name, table in (("scales", whole.scales), ("zeros", whole.zeros)):
+            if table is not None:
+                views = table.split([len(one.scales) for one in weights])
+                for layer, view in zip(layers, views, strict=True):
+                    setattr(layer, name, view.unsqueeze(2))
     return CodedProduct(whole, bias, activation, scratch_bytes=_SLAB_BYTES)
 
 

@@ -126,12 +126,18 @@ def quantizable(decoder: nn.Module, kind: str) -> list[tuple[nn.Module, str]]:
 
 TRIM_NUMBERS = 1 << 22
 """The C library keeps what is freed: after so many weights it gives that back."""
-PIECE_NUMBERS = 1 << 18
-"""Weights that are rounded, or laid out, at a time: 1 MiB in float32, a few times in all."""
+_PIECE_NUMBERS = {"cpu": 1 << 18, "cuda": 1 << 22}
+"""Weights that are rounded, or laid out, at a time: in float32, a few times in all, 1 MiB, which a
+CPU's cache holds, or 16 MiB, so that a GPU does not wait for the starts of dozens of kernels."""
 GROUPS = (64, 32)
 """Inputs that share a scale in 4 bits: the first that divides them."""
 _SCALES = {8: (127.0,), 4: (-8.0, -9.0, -7.0, 7.0, 8.0)}
 """Codes tried for a group's largest number, with its sign; the least error in squares wins."""
+
+
+def piece_rows(ins: int, device: torch.device) -> int:
+    """Rows of `ins` weights that are rounded, or laid out, at a time; at least one."""
+    return max(1, _PIECE_NUMBERS[device.type] // ins)
 
 
 def _quantized(linear: nn.Linear, bits: int, device: torch.device | str | None) -> QuantizedLinear:
@@ -141,7 +147,7 @@ def _quantized(linear: nn.Linear, bits: int, device: torch.device | str | None) 
     dtype = torch.int8 if bits == 8 else torch.int32
     stored = torch.empty(outs, ins * bits // 8 // dtype.itemsize, dtype=dtype, device=device)
     scale = torch.empty(outs, ins // columns, device=device)
-    step = outs if weight.is_meta else max(1, PIECE_NUMBERS // ins)
+    step = outs if weight.is_meta else piece_rows(ins, torch.device(device))
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=device)
     for start in range(0, outs, step):
         some = slice(start, start + step)

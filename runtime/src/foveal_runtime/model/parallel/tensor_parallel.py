@@ -36,6 +36,7 @@ from foveal_runtime.model.checkpoint.loader import adapter_for, read_config
 from foveal_runtime.model.checkpoint.placement import quantization_of
 from foveal_runtime.model.checkpoint.probe import meta_layers
 from foveal_runtime.model.cpu.threads import cpu_limit, num_threads, thread_environment
+from foveal_runtime.model.device import present
 from foveal_runtime.model.parallel.rank_worker import READY
 from foveal_runtime.model.parallel.ranks import (
     ENVIRONMENT,
@@ -232,6 +233,7 @@ class TensorParallelRunner:
         """
         check_splits(read_config(path), ranks)
         check_divisible(meta_layers(path, dtype), ranks)
+        present(f"cuda:{ranks - 1}" if device.startswith("cuda") else device)
         folder = Path(tempfile.mkdtemp(prefix="foveal-ranks-"))
         config = RankConfig(
             model_path=path,

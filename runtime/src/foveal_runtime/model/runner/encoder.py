@@ -86,6 +86,7 @@ class EncoderStore:
 
     def save(self, path: str, mm_hashes: Sequence[MMHash]) -> list[MMHash]:
         """Writes those outputs that are here to a safetensors file. Raises OSError."""
+        self._device.settle()  # a copy to the host tier may be on its way
         found = {key: self._outputs.get(key, self._host.get(key)) for key in mm_hashes}
         tensors = {
             key.hex(): output.contiguous().cpu()

@@ -46,9 +46,10 @@ class CudaCapturer:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # one: libraries keep a workspace for each
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        stream = torch.cuda.Stream()
+        stream = self._stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # kernels are compiled, libraries make their workspaces
             work()

@@ -128,10 +128,10 @@ class TorchRunner:
         cls, path: str, *, dtype: str = "auto", device: str = "cpu",
         quantization: Quantization = "auto", max_model_len: int = 0, **options: Any,
     ) -> TorchRunner:  # fmt: skip
-        """Loads the checkpoint directory `path`; `options` are the constructor's.
-
-        Raises StartupError."""
-        loaded = load_model(path, dtype, present(device), quantization, max_model_len)
+        """Loads the checkpoint directory `path`; `options` are the constructor's. Raises
+        StartupError."""
+        open_device(torch.device(present(device)))  # kernels are tried while weights are laid out
+        loaded = load_model(path, dtype, device, quantization, max_model_len)
         return cls(loaded, device=device, **options)
 
     @property
