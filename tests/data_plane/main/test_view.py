@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 
 import msgspec
 import pytest
@@ -11,6 +12,7 @@ from rich.console import Console
 from foveal_runtime.main.local.view import (
     ProcessFigures,
     Readings,
+    Screen,
     Snapshot,
     Totals,
     View,
@@ -171,6 +173,14 @@ def test_a_terminal_keeps_the_last_state_and_the_cursor() -> None:
         view.show(snapshot())
     assert out.getvalue().count("\x1b[?25l") == out.getvalue().count("\x1b[?25h") == 1
     assert "Ctrl-C drains and ends" in out.getvalue()
+
+
+def test_what_nobody_reads_any_more_ends_nothing() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as out, View(Screen(file=out)) as view:
+        view.say("starting")
+        view.show(snapshot())
 
 
 def test_figures_are_asked_for_only_where_they_are_shown() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import select
 import sys
 from typing import Any
 
@@ -172,6 +173,21 @@ def main(argv: list[str] | None = None) -> int:
     if "_ARGCOMPLETE" in os.environ:
         complete()
     given = sys.argv[1:] if argv is None else argv
+    code = 0
+    try:
+        code = _answer(given)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if given[:1] in _ROLES or not _leave_unread():
+            raise
+    return code
+
+
+_ROLES = (["engine"], ["frontend"])
+
+
+def _answer(given: list[str]) -> int:
+    """Runs the command and says, in a line, how it failed."""
     try:
         model = ""
         if given[:1] == ["serve"]:
@@ -183,19 +199,42 @@ def main(argv: list[str] | None = None) -> int:
         return _run(arguments)
     except StartupError as error:
         _say(f"{PROGRAM}: {error.message}")
-        print(f"{PROGRAM}: {error.message}", file=sys.stderr)
+        _tell(error.message)
         return int(getattr(error, "exit_code", 2))
     except KeyboardInterrupt:
-        print(f"{PROGRAM}: interrupted; the next start continues", file=sys.stderr)
+        _tell("interrupted; the next start continues")
         return 130
     except Exception as error:
         # Of a user's files and disks; an engine's or a frontend's failure keeps its traceback.
-        is_ours = given[:1] not in (["engine"], ["frontend"])
+        is_ours = given[:1] not in _ROLES
         if is_ours and isinstance(error, OSError) and (said := file_problem(error)):
-            print(f"{PROGRAM}: {said}", file=sys.stderr)
+            _tell(said)
             return 2
         _say(f"{type(error).__name__}: {error}")
         raise
+
+
+def _tell(line: str) -> None:
+    try:
+        print(f"{PROGRAM}: {line}", file=sys.stderr)
+    except BrokenPipeError:
+        _leave_unread()
+
+
+def _leave_unread() -> bool:
+    """Whether a reader of our output has seen enough (`| head`). What is left goes nowhere, so that
+    the interpreter's end does not try again."""
+    gone = [one for one in (1, 2) if _is_unread(one)]
+    with open(os.devnull, "w") as nowhere:
+        for one in gone:
+            os.dup2(nowhere.fileno(), one)
+    return bool(gone)
+
+
+def _is_unread(descriptor: int) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 def _say(line: str) -> None:

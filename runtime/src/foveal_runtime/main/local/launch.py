@@ -20,12 +20,12 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 
 from foveal_runtime.main.launcher import RUNTIME, Child, LocalDeployment
 from foveal_runtime.main.local.view import (
     ProcessFigures,
     Readings,
+    Screen,
     Snapshot,
     State,
     Totals,
@@ -65,7 +65,7 @@ def launch(config: LocalDeploymentConfig, command: tuple[str, ...] = RUNTIME) ->
         devices_per_engine=config.devices_per_engine,
         command=command,
     )
-    console = Console(file=sys.stdout, highlight=False)
+    console = Screen(file=sys.stdout, highlight=False)
     keep = config.keep_folder
     try:
         with View(console, config.view) as view:
