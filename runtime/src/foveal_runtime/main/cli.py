@@ -11,6 +11,7 @@ import logging
 import os
 import select
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from foveal_runtime.main.launcher import end_with_parent
@@ -41,7 +42,8 @@ PROGRAM = os.environ.get("FOVEAL_PROGRAM", "foveal-runtime")
 """As it was called: `foveal serve` hands on to this program."""
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(defaults: Mapping[str, Any] | None = None) -> argparse.ArgumentParser:
+    """`defaults`: of `serve`, by their field."""
     parser = Parser(prog=PROGRAM, description="Foveal's data plane: frontends and engines.")
     parser.add_argument("--version", action="version", version=runtime_version())
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -53,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_options(serve)
+    serve.set_defaults(**(defaults or {}))
     bench.add_options(
         commands.add_parser(
             "bench",
@@ -189,14 +192,8 @@ _ROLES = (["engine"], ["frontend"])
 def _answer(given: list[str]) -> int:
     """Runs the command and says, in a line, how it failed."""
     try:
-        model = ""
-        if given[:1] == ["serve"]:
-            more, model = configured(given[1:])
-            given = ["serve", *more, *given[1:]]
-        arguments = parser().parse_args(given)
-        if arguments.command == "serve" and arguments.model is None:
-            arguments.model = model
-        return _run(arguments)
+        defaults = configured(given[1:]) if given[:1] == ["serve"] else {}
+        return _run(parser(defaults).parse_args(given))
     except StartupError as error:
         _say(f"{PROGRAM}: {error.message}")
         _tell(error.message)
