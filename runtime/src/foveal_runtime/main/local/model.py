@@ -291,6 +291,8 @@ def _ended_at_once(told: Callable[[Exception], str]) -> Iterator[None]:
         os._exit(code)
 
     def end(number: int, frame: FrameType | None) -> None:
+        if sys.stdout.isatty():  # bars hide the cursor; their locks are not for a handler
+            os.write(sys.stdout.fileno(), b"\x1b[?25h\n")
         leave("interrupted; the next start continues", 130)
 
     before = signal.signal(signal.SIGINT, end)
