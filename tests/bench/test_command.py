@@ -194,6 +194,16 @@ def test_foveal_hands_it_on():
     assert done.stderr == "foveal: no server answers at http://127.0.0.1:9: Connection refused\n"
 
 
+def test_a_start_that_fails_leaves_no_files(tmp_path, capsys):
+    kept = tmp_path / "kept.json"
+    kept.write_text("{}")
+    files = ["--json", kept, "--plot", tmp_path / "a.svg", "--save-trace", tmp_path / "t.jsonl"]
+    assert bench("http://127.0.0.1:9", *files) == 2
+    assert "no server answers at http://127.0.0.1:9" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [kept]
+    assert kept.read_text() == "{}"
+
+
 @pytest.mark.parametrize("option", ["--json", "--plot", "--save-trace"])
 def test_a_full_disk_is_one_line_and_costs_no_result(option, tmp_path, capsys):
     """Measured results were lost in a traceback."""

@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import difflib
 import http.client
+import os
 import platform
 import sys
 import urllib.error
@@ -197,8 +198,12 @@ def _written(option: str, file: str) -> Iterator[None]:
 def _why_not_written(path: Path) -> str:
     if not path.parent.is_dir():
         return f"there is no directory {path.parent}"
+    target = Path(os.path.realpath(path))  # of a link, which stays
+    is_new = not target.exists()
     try:
-        path.open("ab").close()
+        target.open("ab").close()
+        if is_new:
+            target.unlink()
     except OSError as error:
         return error.strerror or str(error)
     return ""
