@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,3 +57,13 @@ def test_a_page_that_cannot_be_written_leaves_nothing(
     with pytest.raises(UsageError, match=r"cannot write .*page\.html: No space left"):
         dashboard(tmp_path / "page.html")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_clock_that_is_set_back_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.count(1_790_000_000.0, -3600.0)
+    times = SimpleNamespace(time=lambda: next(clock), monotonic=itertools.count(7.0).__next__)
+    monkeypatch.setattr("foveal_operator.cli.dashboard.run.time", times)
+    assert dashboard(tmp_path / "page.html") == 0
+    assert "14:13" in (tmp_path / "page.html").read_text(), "the time at the start, in UTC"

@@ -37,6 +37,7 @@ class DashboardRun:
 
     def __init__(self, arguments: argparse.Namespace, sleep: Sleep) -> None:
         self._sleep = sleep
+        self._began = time.time() - time.monotonic()
         self._arguments = arguments
         self._prometheus = _address(arguments.prometheus) if arguments.prometheus else ""
         chosen = {"name": arguments.name, "--namespace": arguments.namespace,
@@ -95,9 +96,13 @@ class DashboardRun:
         finally:
             server.close()
 
+    def _now(self) -> float:
+        """The time of a reading: the machine's at the start, and on from there when it is set."""
+        return self._began + time.monotonic()
+
     def _read(self) -> None:
         if self._direct is not None:
-            self._direct.scrape(time.time())
+            self._direct.scrape(self._now())
 
     def _gather(self) -> None:
         if self._direct is None:
@@ -109,7 +114,7 @@ class DashboardRun:
             if number:  # a slow answer does not move the next reading
                 due = began + number * self._interval
                 self._sleep(max(0.01, due - time.monotonic()))
-            self._direct.scrape(time.time())
+            self._direct.scrape(self._now())
             if is_shown:
                 print(f"\rreading {number + 1}/{num_readings}", end="", file=sys.stderr, flush=True)
         if is_shown:
