@@ -122,7 +122,10 @@ def near(path: Path) -> str:
 
 def _missing(path: Path, given: str) -> str:
     if close := near(path):
-        return f"there is no directory {given} (did you mean {close}?)"
+        hub = ""
+        if _HUB_NAME.fullmatch(given.partition("@")[0]):
+            hub = f"; a model of the Hugging Face hub is then written hf://{given}"
+        return f"there is no directory {given} (did you mean {close}?){hub}"
     hint = "a model of the Hugging Face hub is written ORG/NAME"
     while not path.parent.is_dir():
         path = path.parent
