@@ -58,7 +58,13 @@ def find_model(given: str, revision: str = "", task: Task = "generate") -> Found
     scheme, separator, rest = given.partition("://")
     if separator:
         return _from_uri(given, scheme, rest, revision, task)
-    path = Path(given).expanduser()
+    try:
+        path = Path(given).expanduser()
+    except RuntimeError as error:
+        user = given.partition("/")[0][1:] or "this one"
+        raise StartupError(
+            f"{given}: the home of user {user} is not known: write its whole path"
+        ) from error
     if path.is_dir():
         if revision:
             what = f"{given} is a directory, which has none; leave it out"
